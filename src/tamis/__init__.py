@@ -1,0 +1,68 @@
+"""tamis: sparse latent attention for DeepSeek-V3.2, GLM-5 and DeepSeek-V4 style models.
+
+The names below are loaded when first used, so that importing the package stays cheap.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tamis._version import __version__
+
+if TYPE_CHECKING:
+    from tamis import ops
+    from tamis.backends import choose
+    from tamis.batch import Batch, PageMap
+    from tamis.cache import Caches, PagedCache, Selection
+    from tamis.layout import Layout
+    from tamis.pages import PagePool
+    from tamis.pipeline import Shard, SparseMLA
+    from tamis.plan import Limits, Plan, Planner
+    from tamis.spec import LayerSpec
+
+_HOME = {
+    "Batch": "tamis.batch",
+    "Caches": "tamis.cache",
+    "LayerSpec": "tamis.spec",
+    "Layout": "tamis.layout",
+    "Limits": "tamis.plan",
+    "PageMap": "tamis.batch",
+    "PagePool": "tamis.pages",
+    "PagedCache": "tamis.cache",
+    "Plan": "tamis.plan",
+    "Planner": "tamis.plan",
+    "Selection": "tamis.cache",
+    "Shard": "tamis.pipeline",
+    "SparseMLA": "tamis.pipeline",
+    "choose": "tamis.backends",
+}
+
+__all__ = [
+    "Batch",
+    "Caches",
+    "LayerSpec",
+    "Layout",
+    "Limits",
+    "PageMap",
+    "PagePool",
+    "PagedCache",
+    "Plan",
+    "Planner",
+    "Selection",
+    "Shard",
+    "SparseMLA",
+    "__version__",
+    "choose",
+    "ops",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return import_module("tamis.ops")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'tamis' has no attribute {name!r}; it offers {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,156 @@
+"""Which implementation runs: a table of capabilities, a choice, and every reason behind it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tamis import checks
+from tamis.layout import Layout, named
+from tamis.spec import LayerSpec
+
+STAGES = ("write", "gather", "index", "translate", "attend", "combine")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What one implementation can do. None means no restriction."""
+
+    name: str
+    module: str
+    """File name inside each stage's package."""
+    summary: str
+    stages: tuple[str, ...] = STAGES
+    devices: tuple[str, ...] | None = None
+    compute_capabilities: tuple[int, ...] | None = None
+    """Major versions of CUDA compute capability."""
+    query_dtypes: tuple[torch.dtype, ...] = checks.FLOATS
+    layouts: tuple[str, ...] | None = None
+    widths: tuple[int, ...] | None = None
+    """Row widths (latent + rope)."""
+    heads: tuple[int, int] = (1, 128)
+    page_sizes: tuple[int, ...] | None = None
+    """A page size is accepted if it is a multiple of one of these."""
+    sinks: bool = True
+
+    def refusals(self, need: "Need") -> list[str]:
+        """Every reason why this backend cannot do it; empty if it can."""
+        reasons = []
+        if self.devices is not None and need.device.type not in self.devices:
+            reasons.append(f"device {need.device.type!r} is not one of {', '.join(self.devices)}")
+        elif self.compute_capabilities is not None:
+            major = need.capability[0] if need.capability else None
+            if major not in self.compute_capabilities:
+                wanted = ", ".join(f"{c}.x" for c in self.compute_capabilities)
+                found = "unknown" if need.capability is None else ".".join(str(n) for n in need.capability)
+                reasons.append(f"compute capability {found} is not one of {wanted}")
+        if need.dtype not in self.query_dtypes:
+            names = ", ".join(checks.dtype_name(d) for d in self.query_dtypes)
+            reasons.append(f"query dtype {checks.dtype_name(need.dtype)} is not one of {names}")
+        if self.layouts is not None and need.layout.name.split("[")[0] not in self.layouts:
+            reasons.append(f"cache layout {need.layout.name} is not one of {', '.join(self.layouts)}")
+        if self.widths is not None and need.layout.width not in self.widths:
+            reasons.append(f"row width {need.layout.width} is not one of {', '.join(str(w) for w in self.widths)}")
+        if not self.heads[0] <= need.spec.heads <= self.heads[1]:
+            reasons.append(f"{need.spec.heads} heads are not between {self.heads[0]} and {self.heads[1]}")
+        if self.page_sizes is not None and not any(need.page_size % size == 0 for size in self.page_sizes):
+            sizes = ", ".join(str(s) for s in self.page_sizes)
+            reasons.append(f"page size {need.page_size} is not a multiple of one of {sizes}")
+        if need.spec.sink and not self.sinks:
+            reasons.append("attention sinks are not supported")
+        return reasons
+
+
+BACKENDS = (Backend("reference", "reference", "plain PyTorch on any device: exact, slow on GPUs"),)
+"""In order of preference."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a choice is made for."""
+
+    spec: LayerSpec
+    device: torch.device
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    layout: Layout
+    page_size: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen backend and, for each one passed over, every reason."""
+
+    backend: Backend
+    need: Need
+    rejected: dict[str, list[str]]
+    """By backend name, only backends that cannot do it."""
+    passed_over: tuple[str, ...] = ()
+    """Backends that could do it but come later in the order of preference."""
+
+    @property
+    def name(self) -> str:
+        """Name of the chosen backend."""
+        return self.backend.name
+
+    def explain(self) -> str:
+        """One line per backend: chosen, possible, or rejected and why."""
+        lines = [f"{self.name}: chosen ({self.backend.summary})"]
+        lines += [f"{name}: possible, lower preference" for name in self.passed_over]
+        lines += [f"{name}: rejected: {'; '.join(reasons)}" for name, reasons in self.rejected.items()]
+        return "\n".join(lines)
+
+
+def choose(
+    spec: LayerSpec,
+    device: torch.device | str,
+    *,
+    layout: str | Layout | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    page_size: int = 64,
+    prefer: str = "auto",
+    backends: tuple[Backend, ...] = BACKENDS,
+) -> Choice:
+    """Choose a backend for a layer, with reasons; a ValueError with all reasons if none fits.
+
+    Args:
+        spec: the layer.
+        device: where its tensors are.
+        layout: of the latent cache; bf16 rows of the spec's widths if not given.
+        dtype: of the queries.
+        page_size: of the latent cache.
+        prefer: a backend's name makes it that one or an error; "auto" takes the first that fits.
+        backends: the table to choose from.
+    """
+    device = torch.device(device)
+    if layout is None:
+        layout = named("v32-bf16", latent=spec.latent_dim, rope=spec.rope_dim)
+    layout = named(layout)
+    checks.integer("page_size", page_size, low=1)
+    if layout.width != spec.head_dim:
+        raise checks.refuse("layout", f"{spec.head_dim} wide like the spec", layout.width, "choose matching widths")
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    need = Need(spec, device, capability, dtype, layout, page_size)
+    names = [b.name for b in backends]
+    if prefer != "auto":
+        checks.option("prefer", prefer, ("auto", *names))
+    refusals = {b.name: b.refusals(need) for b in backends}
+    possible = [b for b in backends if not refusals[b.name]]
+    wanted = [b for b in possible if prefer in ("auto", b.name)]
+    rejected = {name: reasons for name, reasons in refusals.items() if reasons}
+    if not wanted:
+        told = {prefer: rejected[prefer]} if prefer in rejected else rejected
+        reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in told.items())
+        raise ValueError(f"no backend can run this layer on {device} ({reasons}); change what the reasons name")
+    return Choice(wanted[0], need, rejected, tuple(b.name for b in possible if b is not wanted[0]))
+
+
+def backend_for_stage(stage: str, backend: str, device_type: str) -> Backend:
+    """The backend that runs one stage: the named one, or with "auto" the first that knows stage and device."""
+    for candidate in BACKENDS:
+        fits = stage in candidate.stages and (candidate.devices is None or device_type in candidate.devices)
+        if fits and backend in ("auto", candidate.name):
+            return candidate
+    names = ", ".join(b.name for b in BACKENDS if stage in b.stages)
+    raise checks.refuse(
+        "backend", f"'auto' or one of {names} that runs on {device_type}", repr(backend), "see `tamis backends`"
+    )

@@ -1,0 +1,134 @@
+"""Argument checks. Every refusal names the argument, what was expected, what came, and what to do.
+
+Shapes, dtypes and devices are always checked. *Values* inside a tensor are checked only when the tensor lives on the
+host: looking at device values would wait for the device. Kernels skip what a host check would have refused, so a
+device tensor can give a wrong row but never touch memory it should not.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INTS = (torch.int32, torch.int64)
+T = TypeVar("T")
+
+
+def refuse(name: str, expected: str, received: object, remedy: str) -> ValueError:
+    """The one wording for a wrong value."""
+    return ValueError(f"{name} must be {expected}, got {received}; {remedy}")
+
+
+def refuse_type(name: str, expected: str, received: object, remedy: str) -> TypeError:
+    """The one wording for a wrong type or dtype."""
+    return TypeError(f"{name} must be {expected}, got {received}; {remedy}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(value: object) -> str:
+    """A short description for error messages: dtype, shape and device of a tensor, type of anything else."""
+    if isinstance(value, Tensor):
+        return f"{dtype_name(value.dtype)} {list(value.shape)} on {value.device}"
+    return type(value).__name__
+
+
+def tensor(
+    name: str,
+    value: object,
+    shape: str,
+    dtypes: Collection[torch.dtype],
+    *,
+    device: torch.device | None = None,
+    remedy: str | None = None,
+    **sizes: int,
+) -> dict[str, int]:
+    """Check a tensor against a shape such as `"T H D"` and return the sizes of its axes by letter.
+
+    Sizes given as keywords must match; the others are bound by this tensor.
+    """
+    if not isinstance(value, Tensor):
+        raise refuse_type(name, f"a tensor [{shape.replace(' ', ', ')}]", describe(value), "pass a torch.Tensor")
+    if value.dtype not in dtypes:
+        allowed = " or ".join(dtype_name(d) for d in dtypes)
+        first = next(iter(dtypes))
+        raise refuse_type(name, allowed, dtype_name(value.dtype), f"convert it with .to({first})")
+    axes = shape.split()
+    bound = dict(sizes)
+    if value.dim() == len(axes):
+        for axis, size in zip(axes, value.shape, strict=True):
+            expected = int(axis) if axis.isdigit() else bound.setdefault(axis, size)
+            if size != expected:
+                break
+        else:
+            if device is not None and value.device != device:
+                raise refuse(name, f"on {device}", f"a tensor on {value.device}", f"move it with .to('{device}')")
+            return bound
+    wanted = ", ".join(f"{a}={sizes[a]}" if a in sizes else a for a in axes)
+    raise refuse(name, f"of shape [{wanted}]", list(value.shape), remedy or "check its shape")
+
+
+def integer(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
+    """Check a plain integer against inclusive bounds."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise refuse_type(name, "an int", describe(value), "pass a plain integer")
+    if (low is not None and value < low) or (high is not None and value > high):
+        bounds = f">= {low}" if high is None else f"between {low} and {high}"
+        raise refuse(name, bounds, value, f"choose a value {bounds}")
+    return value
+
+
+def positive_number(name: str, value: object) -> float:
+    """Check a finite number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise refuse_type(name, "a number", describe(value), "pass a float")
+    if not math.isfinite(value) or value <= 0:
+        raise refuse(name, "finite and > 0", value, "pass the factor the model defines")
+    return float(value)
+
+
+def scale_factor(name: str, value: object) -> float | Tensor:
+    """Check a scale given as a number or as a one-element float32 tensor; both mean the same."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.dtype != torch.float32:
+            raise refuse_type(name, "one float32 element", describe(value), "pass a float or a one-element tensor")
+        if value.device.type == "cpu":
+            positive_number(name, float(value))
+        return value
+    return positive_number(name, value)
+
+
+def option(name: str, value: T, allowed: Sequence[T]) -> T:
+    """Check a choice from a short list."""
+    if value not in allowed:
+        names = ", ".join(repr(a) for a in allowed)
+        raise refuse(name, f"one of {names}", repr(value), "choose one of these")
+    return value
+
+
+def values_between(name: str, value: Tensor, low: int, high: int, remedy: str) -> None:
+    """Check the values of a host tensor against inclusive bounds; device tensors pass unseen."""
+    if value.device.type != "cpu" or value.numel() == 0:
+        return
+    smallest, largest = (int(v) for v in torch.aminmax(value))
+    if smallest < low or largest > high:
+        bad = smallest if smallest < low else largest
+        raise refuse(name, f"between {low} and {high}", f"a value of {bad}", remedy)
+
+
+def same_device(**tensors: Any) -> torch.device:
+    """Check that all given tensors (None is skipped) share one device and return it."""
+    first_name, first = next((n, t) for n, t in tensors.items() if t is not None)
+    device: torch.device = first.device
+    for name, value in tensors.items():
+        if value is not None and value.device != device:
+            raise refuse(
+                name, f"on {device} like {first_name}", f"a tensor on {value.device}", f"move it with .to('{device}')"
+            )
+    return device

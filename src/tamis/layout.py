@@ -1,0 +1,269 @@
+"""Byte formats of paged caches. Every offset, stride and padding rule of the library is in this file.
+
+A page holds `page_size` rows. A row is made of up to three *fields*: the values, the tile scales, and a 16-bit tail
+for the rope part that the FP8 formats do not quantise. Counted from the page's first byte, a field of row `i` begins at
+
+    field.plane * page_size + field.offset + i * field.stride
+
+so one description covers formats whose rows are contiguous (`plane` 0) and formats that keep values and scales in
+separate planes of the page.
+
+=============  ==========================================================================  =========
+name           a row                                                                       bytes
+=============  ==========================================================================  =========
+v32-bf16       512 latent + 64 rope (also v32-fp16, v32-fp32)                              1152
+v32-fp8        512 e4m3, 4 float32 scales (128 values each), 64 bf16                       656
+v4-bf16        448 latent + 64 rope (also v4-fp16, v4-fp32)                                1024
+v4-fp8         planar: rows of 448 e4m3 + 64 bf16, then per row 7 exponent bytes + 1 pad   584
+plain-fp8      576 e4m3, one scale for the whole cache (also 512 wide)                     576
+index-fp8      planar: rows of 128 e4m3, then one float32 scale per row                    132
+=============  ==========================================================================  =========
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from tamis import checks
+
+E4M3_MAX = 448.0
+SMALLEST_NORMAL = 1.1754943508222875e-38
+"""Smallest normal float32: the floor of an exact scale, so that an all-zero tile divides by something."""
+
+ScaleMode = Literal["none", "tensor", "pow2", "exact", "exponent"]
+"""How values are scaled: not at all; by one factor of the whole cache; per tile by a float32 that is a power of two or
+exactly amax/448; per tile by a stored exponent byte (2**(byte - 127))."""
+
+Rounding = Literal["bf16", "none"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where one kind of value lies in a page; see the module's formula. FP8 and exponent bytes are `uint8` here."""
+
+    dtype: torch.dtype
+    count: int
+    offset: int
+    stride: int
+    plane: int = 0
+
+    def start(self, page_size: int) -> int:
+        """Byte of row 0's first value, counted from the page's first byte."""
+        return self.plane * page_size + self.offset
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One byte format. Build it with the functions below or by name with `named`."""
+
+    name: str
+    latent: int
+    rope: int
+    element: torch.dtype
+    """dtype of the tensor an engine allocates (uint8 for packed rows)."""
+    row_bytes: int
+    values: Field
+    scales: Field | None = None
+    tail: Field | None = None
+    tile: int = 0
+    """How many consecutive values share one scale (0: no tile scales)."""
+    scale_mode: ScaleMode = "none"
+    scale_floor: float = SMALLEST_NORMAL
+    rounding: Rounding = "none"
+    """What a writer does to its input before it looks for the tile maximum."""
+    page_align: int = 1
+    """Pages that this library allocates are padded to a multiple of this many bytes."""
+
+    @property
+    def width(self) -> int:
+        """Numbers per row once dequantised."""
+        return self.latent + self.rope
+
+    @property
+    def quantised(self) -> bool:
+        """Whether values are stored in FP8."""
+        return self.scale_mode != "none"
+
+    @property
+    def row_elements(self) -> int:
+        """Size of the last axis of the storage tensor."""
+        return self.row_bytes // self.element.itemsize
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that the storage's start and its page stride must be a multiple of."""
+        fields = (self.values, self.scales, self.tail)
+        return max(f.dtype.itemsize for f in fields if f is not None)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes from one page to the next in a cache that this library allocates."""
+        return _round_up(self.row_bytes * page_size, self.page_align)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _widths(latent: int, rope: int, tile: int = 1) -> None:
+    checks.integer("latent", latent, low=1)
+    checks.integer("rope", rope, low=0)
+    if latent % tile:
+        raise checks.refuse("latent", f"a multiple of {tile} (one scale per tile)", latent, "choose such a width")
+
+
+def rows(dtype: torch.dtype = torch.bfloat16, *, latent: int = 512, rope: int = 64, name: str | None = None) -> Layout:
+    """Unquantised rows: latent then rope, in bf16, fp16 or fp32."""
+    _widths(latent, rope)
+    if dtype not in checks.FLOATS:
+        raise checks.refuse_type("dtype", "bfloat16, float16 or float32", dtype, "use an FP8 layout for FP8")
+    size = (latent + rope) * dtype.itemsize
+    name = name or f"rows-{checks.dtype_name(dtype)}[{latent}+{rope}]"
+    return Layout(name, latent, rope, dtype, size, values=Field(dtype, latent + rope, 0, size))
+
+
+def v32_fp8(
+    *, latent: int = 512, rope: int = 64, scale_mode: Literal["pow2", "exact"] = "pow2", tile: int = 128
+) -> Layout:
+    """Contiguous rows: e4m3 values, float32 tile scales, bf16 rope. 656 bytes at 512+64.
+
+    At other widths the scales and the row end are padded to 16 bytes, which changes nothing at 512+64.
+    """
+    checks.integer("tile", tile, low=1)
+    _widths(latent, rope, tile)
+    checks.option("scale_mode", scale_mode, ("pow2", "exact"))
+    scales = latent // tile
+    scale_at = _round_up(latent, 4)
+    tail_at = _round_up(scale_at + 4 * scales, 16)
+    size = _round_up(tail_at + 2 * rope, 16)
+    return Layout(
+        "v32-fp8" if (latent, rope, tile) == (512, 64, 128) else f"v32-fp8[{latent}+{rope}]",
+        latent,
+        rope,
+        torch.uint8,
+        size,
+        values=Field(torch.uint8, latent, 0, size),
+        scales=Field(torch.float32, scales, scale_at, size),
+        tail=Field(torch.bfloat16, rope, tail_at, size) if rope else None,
+        tile=tile,
+        scale_mode=scale_mode,
+        scale_floor=1e-4 if scale_mode == "pow2" else SMALLEST_NORMAL,
+    )
+
+
+def v4_fp8(
+    *, latent: int = 448, rope: int = 64, rounding: Rounding = "bf16", tile: int = 64, page_align: int | None = None
+) -> Layout:
+    """Planar pages: all rows' values and rope first, then all rows' exponent bytes. 584 bytes at 448+64.
+
+    Exponent bytes take a multiple of 8 per row. Pages are padded to a multiple of the value row (576), as FlashMLA
+    asks; pass `page_align` for an engine that pads otherwise.
+    """
+    checks.integer("tile", tile, low=1)
+    _widths(latent, rope, tile)
+    checks.option("rounding", rounding, ("bf16", "none"))
+    record = _round_up(latent, 2) + 2 * rope
+    tiles = latent // tile
+    exponents = _round_up(tiles, 8)
+    return Layout(
+        "v4-fp8" if (latent, rope, tile) == (448, 64, 64) else f"v4-fp8[{latent}+{rope}]",
+        latent,
+        rope,
+        torch.uint8,
+        record + exponents,
+        values=Field(torch.uint8, latent, 0, record),
+        scales=Field(torch.uint8, exponents, 0, exponents, plane=record),
+        tail=Field(torch.bfloat16, rope, _round_up(latent, 2), record) if rope else None,
+        tile=tile,
+        scale_mode="exponent",
+        scale_floor=1e-4 / E4M3_MAX,
+        rounding=rounding,
+        page_align=checks.integer("page_align", page_align, low=1) if page_align is not None else record,
+    )
+
+
+def plain_fp8(*, latent: int = 512, rope: int = 64) -> Layout:
+    """e4m3 rows under one scale for the whole cache, which `PagedCache.scale` carries."""
+    _widths(latent, rope)
+    width = latent + rope
+    return Layout(
+        "plain-fp8" if (latent, rope) == (512, 64) else f"plain-fp8[{latent}+{rope}]",
+        latent,
+        rope,
+        torch.float8_e4m3fn,
+        width,
+        values=Field(torch.uint8, width, 0, width),
+        scale_mode="tensor",
+    )
+
+
+def index_fp8(*, dim: int = 128, rounding: Rounding = "bf16") -> Layout:
+    """Index keys in planar pages: all rows' e4m3 values first, then one float32 power-of-two scale per row."""
+    _widths(dim, 0, 4)
+    checks.option("rounding", rounding, ("bf16", "none"))
+    return Layout(
+        "index-fp8" if dim == 128 else f"index-fp8[{dim}]",
+        dim,
+        0,
+        torch.uint8,
+        dim + 4,
+        values=Field(torch.uint8, dim, 0, dim),
+        scales=Field(torch.float32, 1, 0, 4, plane=dim),
+        tile=dim,
+        scale_mode="pow2",
+        scale_floor=1e-4 / E4M3_MAX,
+        rounding=rounding,
+    )
+
+
+def _plain(dtype: torch.dtype, standard: int, name: str) -> Callable[..., Layout]:
+    def build(*, latent: int = standard, rope: int = 64) -> Layout:
+        label = name if (latent, rope) == (standard, 64) else f"{name}[{latent}+{rope}]"
+        return rows(dtype, latent=latent, rope=rope, name=label)
+
+    return build
+
+
+_BUILDERS: dict[str, Callable[..., Layout]] = {
+    "v32-bf16": _plain(torch.bfloat16, 512, "v32-bf16"),
+    "v32-fp16": _plain(torch.float16, 512, "v32-fp16"),
+    "v32-fp32": _plain(torch.float32, 512, "v32-fp32"),
+    "v32-fp8": v32_fp8,
+    "v4-bf16": _plain(torch.bfloat16, 448, "v4-bf16"),
+    "v4-fp16": _plain(torch.float16, 448, "v4-fp16"),
+    "v4-fp32": _plain(torch.float32, 448, "v4-fp32"),
+    "v4-fp8": v4_fp8,
+    "plain-fp8": plain_fp8,
+    "index-fp8": index_fp8,
+}
+
+NAMES = tuple(_BUILDERS)
+
+
+def named(layout: str | Layout, **options: Any) -> Layout:
+    """The layout of that name; `options` are those of the function behind it, e.g. `latent=128, rope=32`."""
+    if isinstance(layout, Layout):
+        return layout
+    if layout not in _BUILDERS:
+        raise checks.refuse("layout", f"one of {', '.join(NAMES)}", repr(layout), "or pass a Layout object")
+    try:
+        return _BUILDERS[layout](**options)
+    except TypeError as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        raise TypeError(f"layout {layout!r} does not take these options: {', '.join(options)}") from error
+
+
+def for_engine(cache_dtype: str, *, latent: int = 512, rope: int = 64, dtype: torch.dtype = torch.bfloat16) -> Layout:
+    """The layout that a serving engine's `--kv-cache-dtype` names for a model of these widths.
+
+    `fp8_ds_mla` is the packed format of the model family: 584-byte rows for 448+64 and 656-byte rows otherwise.
+    """
+    if cache_dtype == "fp8_ds_mla":
+        return v4_fp8(latent=latent, rope=rope) if latent == 448 else v32_fp8(latent=latent, rope=rope)
+    if cache_dtype in ("fp8", "fp8_e4m3"):
+        return plain_fp8(latent=latent, rope=rope)
+    plain = {"auto": dtype, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    checks.option("cache_dtype", cache_dtype, (*plain, "fp8_ds_mla", "fp8", "fp8_e4m3"))
+    return rows(plain[cache_dtype], latent=latent, rope=rope)

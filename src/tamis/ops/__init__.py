@@ -1,0 +1,30 @@
+"""The stages, in the order in which a layer runs them: write, index, translate, (gather,) attend, combine.
+
+Each stage is a package: `__init__` checks the arguments and picks a backend, `reference` is the plain-torch
+definition, and kernels stand beside it with the same signature.
+"""
+
+from tamis.ops.attend import attend, attend_slots
+from tamis.ops.combine import Attended, Partials, combine_parts
+from tamis.ops.gather import gather_index, gather_kv, read_kv
+from tamis.ops.index import IndexInputs, index_topk
+from tamis.ops.translate import Translated, translate_positions
+from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
+
+__all__ = [
+    "Attended",
+    "IndexInputs",
+    "Partials",
+    "Translated",
+    "attend",
+    "attend_slots",
+    "combine_parts",
+    "gather_index",
+    "gather_kv",
+    "index_topk",
+    "quantise_per_tensor",
+    "read_kv",
+    "translate_positions",
+    "write_kv",
+    "write_normed_kv",
+]

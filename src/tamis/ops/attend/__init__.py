@@ -1,0 +1,113 @@
+"""Stage `attend`: queries and one or more selections to partial outputs, and the one-call form `attend`."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.cache import Selection
+from tamis.ops.combine import Attended, Partials, combine_parts
+from tamis.ops.dispatch import implementation
+from tamis.ops.write import join_parts
+
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
+MAX_HEADS = 128
+
+
+def attend_slots(
+    q: Tensor | tuple[Tensor, Tensor],
+    selections: Selection | Sequence[Selection],
+    *,
+    scale: float,
+    value_dim: int,
+    q_scale: float | Tensor = 1.0,
+    splits: int = 1,
+    backend: str = "auto",
+) -> Partials:
+    """Attention of each query token over its selected rows, in `splits` parts that `combine_parts` merges.
+
+    The columns of all selections, one after the other, are cut into `splits` equal pieces; each has its own softmax.
+    Arguments as in `attend`.
+    """
+    q = join_parts("q", q)
+    selections = (selections,) if isinstance(selections, Selection) else tuple(selections)
+    if not selections:
+        raise checks.refuse("selections", "at least one Selection", "none", "pass the rows to attend to")
+    width = selections[0].cache.layout.width
+    sizes = checks.tensor(
+        "q", q, "T H D", QUERY_DTYPES, D=width, remedy=f"the cache's rows are {width} wide ({selections[0].cache!r})"
+    )
+    if not 1 <= sizes["H"] <= MAX_HEADS:
+        raise checks.refuse("q", f"of 1 to {MAX_HEADS} heads", sizes["H"], "split the heads over several calls")
+    for number, selection in enumerate(selections):
+        _check_selection(f"selections[{number}]", selection, sizes["T"], width, q.device)
+    scale = checks.positive_number("scale", scale)
+    factor = checks.scale_factor("q_scale", q_scale)
+    checks.integer("value_dim", value_dim, low=1, high=width)
+    checks.integer("splits", splits, low=1)
+    stage = implementation("attend", backend, q.device)
+    return Partials(*stage.attend_slots(q, selections, scale=scale * factor, value_dim=value_dim, splits=splits))
+
+
+def attend(
+    q: Tensor | tuple[Tensor, Tensor],
+    selections: Selection | Sequence[Selection],
+    *,
+    scale: float,
+    value_dim: int,
+    sink: Tensor | None = None,
+    q_scale: float | Tensor = 1.0,
+    splits: int = 1,
+    lse_base: Literal["e", "2"] = "e",
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Attended:
+    """Attention of each query token over the rows selected for it, all selections under one softmax.
+
+    Invalid slots (negative, past the cache, beyond the row's length) are skipped and never read; duplicates count
+    twice; there is no causal mask, causality is in the selection. A row with nothing selected gives zeros and an lse
+    of -inf.
+
+    Args:
+        q: [T, H, width] in bf16, fp16, fp32 or e4m3, or the pair (latent part, rope part); fp64 for exact checks.
+        selections: what each of the T tokens attends to; every cache must have rows of q's width.
+        scale: softmax scale.
+        value_dim: how many leading columns of a row are its value (512 in V3.2 and V4).
+        sink: float32 [H], one extra logit per head with a zero value: scales the output, never the lse.
+        q_scale: the factor of an e4m3 query; multiplied into `scale`.
+        splits: how many parts the columns are cut into and merged again; the result differs only by rounding.
+        lse_base: "e" for natural logarithms, "2" for base 2.
+        out: [T, H, value_dim] to write into; otherwise a new tensor of q's dtype (bf16 for e4m3).
+        backend: a name from `tamis backends`, or "auto".
+    """
+    partials = attend_slots(
+        q, selections, scale=scale, value_dim=value_dim, q_scale=q_scale, splits=splits, backend=backend
+    )
+    dtype = (q[0] if isinstance(q, tuple) else q).dtype
+    return combine_parts(
+        partials,
+        sink=sink,
+        out=out,
+        dtype=torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype,
+        lse_base=lse_base,
+        backend=backend,
+    )
+
+
+def _check_selection(name: str, selection: Selection, tokens: int, width: int, device: torch.device) -> None:
+    if not isinstance(selection, Selection):
+        raise checks.refuse_type(name, "a Selection", checks.describe(selection), "wrap cache and slots in one")
+    cache = selection.cache
+    if cache.layout.width != width:
+        raise checks.refuse(f"{name}.cache", f"{width} wide", cache.layout.width, "all caches share q's width")
+    if cache.device != device:
+        raise checks.refuse(f"{name}.cache", f"on {device} like q", cache.device, "keep both on one device")
+    remedy = "one row of slots per query token"
+    columns = checks.tensor(
+        f"{name}.slots", selection.slots, "T K", (torch.int32,), T=tokens, device=device, remedy=remedy
+    )["K"]
+    if selection.lengths is not None:
+        checks.tensor(f"{name}.lengths", selection.lengths, "T", (torch.int32,), T=tokens, device=device)
+        checks.values_between(f"{name}.lengths", selection.lengths, 0, columns, "a length counts columns of slots")

@@ -1,0 +1,80 @@
+"""Stage `combine`: partial outputs (splits of one rank, or whole ranks) and a sink to the final output."""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.ops.dispatch import implementation
+
+
+class Partials(NamedTuple):
+    """Attention over S parts of the selected rows, each normalised by itself."""
+
+    out: Tensor
+    """float32 [S, T, H, V]"""
+    lse: Tensor
+    """float32 [S, T, H], natural logarithm; -inf where a part has no row."""
+    max_logits: Tensor | None = None
+    """float32 [S, T, H], the largest scaled logit; -inf where a part has no row."""
+
+
+class Attended(NamedTuple):
+    """The result of attention."""
+
+    out: Tensor
+    """[T, H, V]; zeros where nothing was selected."""
+    lse: Tensor
+    """float32 [T, H], without the sink; -inf where nothing was selected."""
+    max_logits: Tensor | None = None
+    """float32 [T, H], the largest scaled logit; -inf where nothing was selected."""
+
+
+def combine_parts(
+    partials: Partials,
+    *,
+    sink: Tensor | None = None,
+    out: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    lse_base: Literal["e", "2"] = "e",
+    backend: str = "auto",
+) -> Attended:
+    """Merge partial outputs by their lse and apply the sink.
+
+    Works for splits of one call as well as for the outputs of several context-parallel ranks stacked along S. A part
+    with an lse of -inf is the identity of the merge, even if its output holds NaN.
+
+    Args:
+        partials: what `attend_slots` returned, or outputs and natural-log lses stacked by hand.
+        sink: float32 [H]; scales the output by 1 / (1 + exp(sink - lse)). -inf has no effect, +inf gives zeros.
+        out: [T, H, V] to write into; otherwise a new tensor of `dtype`.
+        dtype: of a new output.
+        lse_base: "e" or "2", for the returned lse only.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    floats = (torch.float32, torch.float64)
+    sizes = checks.tensor("partials.out", partials.out, "S T H V", (*floats, torch.bfloat16, torch.float16))
+    device = partials.out.device
+    splits, tokens, heads = sizes["S"], sizes["T"], sizes["H"]
+    checks.tensor("partials.lse", partials.lse, "S T H", floats, device=device, S=splits, T=tokens, H=heads)
+    if splits == 0:
+        raise checks.refuse("partials.out", "at least one part", "none", "stack the parts along the first axis")
+    if partials.max_logits is not None:
+        top = partials.max_logits
+        checks.tensor("partials.max_logits", top, "S T H", floats, device=device, S=splits, T=tokens, H=heads)
+    if sink is not None:
+        checks.tensor("sink", sink, "H", (torch.float32,), H=heads, device=device, remedy="one per query head")
+        if sink.device.type == "cpu" and bool(sink.isnan().any()):
+            raise checks.refuse("sink", "free of NaN", "NaN", "use -inf for a head without a sink")
+    checks.option("lse_base", lse_base, ("e", "2"))
+    if out is None:
+        out = torch.empty(tokens, heads, sizes["V"], dtype=dtype, device=device)
+    dtypes = (*floats, torch.bfloat16, torch.float16)
+    checks.tensor("out", out, "T H V", dtypes, device=device, T=tokens, H=heads, V=sizes["V"])
+    merged, lse = implementation("combine", backend, device).combine_parts(partials.out, partials.lse, sink)
+    out.copy_(merged)
+    if lse_base == "2":
+        lse = lse / math.log(2)
+    return Attended(out, lse, None if partials.max_logits is None else partials.max_logits.amax(0))

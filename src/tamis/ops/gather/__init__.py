@@ -1,0 +1,107 @@
+"""Stage `gather`: cache rows back into plain tensors, by slot or for whole requests."""
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.cache import PagedCache
+from tamis.ops.dispatch import implementation
+
+
+def read_kv(cache: PagedCache, slots: Tensor, *, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
+    """Dequantised rows [..., width] of integer slots [...]; a negative slot, or one past the end, reads zeros."""
+    if not isinstance(slots, Tensor) or slots.dtype not in checks.INTS:
+        raise checks.refuse_type("slots", "an int32 or int64 tensor", checks.describe(slots), "convert it with .int()")
+    if slots.device != cache.device:
+        raise checks.refuse("slots", f"on {cache.device}", f"a tensor on {slots.device}", "move it to the cache")
+    checks.option("dtype", dtype, checks.FLOATS)
+    result: Tensor = implementation("gather", backend, cache.device).read_kv(cache, slots, dtype)
+    return result
+
+
+def gather_kv(
+    cache: PagedCache,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    first: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Gather and upconvert whole requests into one flat workspace.
+
+    Row `starts[r] + i` of the workspace receives position `first[r] + i` of request r, for i < lengths[r]. Rows that
+    belong to no request keep their content. Rope values are copied bit for bit; the rest is value x scale, rounded
+    once.
+
+    Args:
+        cache: where to read.
+        block_table: int32 [B, pages per request].
+        lengths: int32 [B]; 0 is allowed.
+        starts: int32 [B], ascending; the running sum of the lengths if not given.
+        first: int32 [B], the first position to take; 0 if not given.
+        out: [N, width] bf16, fp16 or fp32. If not given, bf16 of exactly the rows needed, which takes the lengths to
+            the host.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    starts, first = _request_rows(cache, block_table, lengths, starts, first)
+    if out is None:
+        rows = int((starts + lengths).max()) if len(lengths) else 0
+        out = torch.zeros(rows, cache.layout.width, dtype=torch.bfloat16, device=cache.device)
+    checks.tensor("out", out, "N D", checks.FLOATS, D=cache.layout.width, device=cache.device)
+    _rows_fit("out", out.shape[0], starts, lengths)
+    implementation("gather", backend, cache.device).gather_kv(cache, block_table, lengths, starts, first, out)
+    return out
+
+
+def gather_index(
+    cache: PagedCache,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    rows: int,
+    starts: Tensor | None = None,
+    first: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Gather index keys as they are stored: e4m3 [rows, dim] and float32 scales [rows].
+
+    `rows` may be an upper bound: rows past the last request are zeros. Other arguments as in `gather_kv`.
+    """
+    layout = cache.layout
+    if layout.scales is None or layout.scales.dtype != torch.float32 or layout.scales.count != 1:
+        raise checks.refuse("cache", "of layout index-fp8", repr(layout.name), "use gather_kv for latent rows")
+    starts, first = _request_rows(cache, block_table, lengths, starts, first)
+    checks.integer("rows", rows, low=0)
+    _rows_fit("rows", rows, starts, lengths)
+    values = torch.zeros(rows, layout.width, dtype=torch.uint8, device=cache.device).view(torch.float8_e4m3fn)
+    scales = torch.zeros(rows, dtype=torch.float32, device=cache.device)
+    stage = implementation("gather", backend, cache.device)
+    stage.gather_index(cache, block_table, lengths, starts, first, values, scales)
+    return values, scales
+
+
+def _request_rows(
+    cache: PagedCache, block_table: Tensor, lengths: Tensor, starts: Tensor | None, first: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    device = cache.device
+    count = checks.tensor("block_table", block_table, "B W", (torch.int32,), device=device)["B"]
+    checks.tensor("lengths", lengths, "B", (torch.int32,), B=count, device=device, remedy="one length per table row")
+    first = torch.zeros_like(lengths) if first is None else first
+    checks.tensor("first", first, "B", (torch.int32,), B=count, device=device)
+    longest = block_table.shape[1] * cache.page_size
+    checks.values_between("lengths", lengths, 0, longest, "the block table has no page for more")
+    checks.values_between("first", first, 0, longest, "the block table has no page for more")
+    checks.values_between("first + lengths", first + lengths, 0, longest, "the block table has no page for more")
+    if starts is None:
+        starts = (torch.cumsum(lengths, 0) - lengths).int()
+    checks.tensor("starts", starts, "B", (torch.int32,), B=count, device=device)
+    if starts.device.type == "cpu" and bool((starts[1:] < (starts + lengths)[:-1]).any()):
+        raise checks.refuse("starts", "ascending, requests not overlapping", starts.tolist(), "use a running sum")
+    return starts, first
+
+
+def _rows_fit(name: str, rows: int, starts: Tensor, lengths: Tensor) -> None:
+    if starts.device.type == "cpu" and len(starts) and int((starts + lengths).max()) > rows:
+        raise checks.refuse(name, f"at least {int((starts + lengths).max())} rows", rows, "make the workspace larger")

@@ -1,0 +1,42 @@
+"""Request-local positions to physical slots, in plain torch."""
+
+import torch
+from torch import Tensor
+
+
+def translate_positions(
+    positions: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    *,
+    page_size: int,
+    rows_per_page: int,
+    workspace: tuple[Tensor, Tensor] | None,
+    shard: tuple[int, int, int],
+    compact: bool,
+) -> tuple[Tensor, Tensor]:
+    """Slots and how many of them are valid per row; see `tamis.ops.translate_positions`."""
+    ranks, rank, interleave = shard
+    position = positions.long()
+    valid = position >= 0
+    if ranks > 1:
+        valid &= position // interleave % ranks == rank
+        position = position // (interleave * ranks) * interleave + position % interleave
+    page = position // page_size
+    valid &= page < block_table.shape[1]
+    table = block_table.index_select(0, request_ids.long())
+    page_id = table.gather(1, page.clamp(0, block_table.shape[1] - 1)).long()
+    slots = page_id * rows_per_page + position % page_size
+    if workspace is None:
+        valid &= page_id >= 0
+    else:
+        ids, starts = workspace
+        prefill = (ids >= 0).unsqueeze(1)
+        base = starts.long()[ids.long().clamp_min(0)] if len(starts) else torch.zeros_like(ids, dtype=torch.long)
+        slots = torch.where(prefill, base.unsqueeze(1) + position, slots)
+        valid &= prefill | (page_id >= 0)
+    slots = torch.where(valid, slots, -1).int()
+    if compact:
+        order = torch.argsort((~valid).to(torch.uint8), dim=1, stable=True)
+        slots = slots.gather(1, order)
+    return slots, valid.sum(1, dtype=torch.int32)

@@ -1,0 +1,102 @@
+"""Stage `write`: latent rows or index keys into a paged cache."""
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.cache import PagedCache
+from tamis.layout import E4M3_MAX
+from tamis.ops.dispatch import implementation
+from tamis.rope import rms_norm, rotate
+
+
+def join_parts(name: str, value: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """One tensor from either form callers use: packed, or the pair (latent part, rope part)."""
+    if not isinstance(value, tuple):
+        return value
+    if len(value) != 2:
+        raise checks.refuse(name, "one tensor or a pair (latent, rope)", f"{len(value)} parts", "pass two tensors")
+    return torch.cat(value, dim=-1)
+
+
+def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tensor, *, backend: str = "auto") -> None:
+    """Quantise rows and insert them at their slots; nothing else in the cache changes.
+
+    Args:
+        kv: [T, width] in bf16, fp16 or fp32, or the pair (latent [T, L], rope [T, R]).
+        cache: where to write; its layout decides the bytes.
+        slots: int32 or int64 [T'] with T' <= T. A negative slot skips its row, and rows past T' are not written (a
+            graph-padded batch may carry more rows than slots). Two rows with the same slot leave one of them there.
+    """
+    kv = join_parts("kv", kv)
+    sizes = checks.tensor(
+        "kv", kv, "T D", checks.FLOATS, D=cache.layout.width, device=cache.device, remedy=f"rows of {cache!r}"
+    )
+    count = checks.tensor("slots", slots, "S", checks.INTS, device=cache.device)["S"]
+    if count > sizes["T"]:
+        raise checks.refuse("slots", f"at most {sizes['T']} long, one per row of kv", count, "slice it")
+    _slots_inside("slots", slots, cache)
+    implementation("write", backend, cache.device).write_kv(kv[:count], cache, slots)
+
+
+def write_normed_kv(
+    latent: Tensor,
+    rope: Tensor,
+    cache: PagedCache,
+    slots: Tensor,
+    *,
+    norm_weight: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    eps: float = 1e-6,
+    interleaved: bool = True,
+    backend: str = "auto",
+) -> None:
+    """RMS-normalise the latent part, rotate the rope part at `positions`, round once to bf16 (exactly, for fp32 and
+    fp16 caches: to the cache's dtype), then `write_kv`.
+
+    Args:
+        latent: [T, L], the projection's output before its norm.
+        rope: [T, R], not yet rotated.
+        cache: a latent cache of width L + R.
+        slots: as in `write_kv`.
+        norm_weight: [L].
+        positions: integer [T], absolute.
+        cos_sin: float32 [max_positions, R] from `tamis.rope.cos_sin_table`.
+        eps: of the norm.
+        interleaved: pairs (2i, 2i+1), as the main attention uses; False: (i, i + R/2).
+        backend: a name from `tamis backends`, or "auto".
+    """
+    layout = cache.layout
+    total = checks.tensor("latent", latent, "T L", checks.FLOATS, L=layout.latent, device=cache.device)["T"]
+    checks.tensor("rope", rope, "T R", checks.FLOATS, T=total, R=layout.rope, device=cache.device)
+    checks.tensor("norm_weight", norm_weight, "L", checks.FLOATS, L=layout.latent, device=cache.device)
+    checks.tensor("positions", positions, "T", checks.INTS, T=total, device=cache.device)
+    table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), R=layout.rope, device=cache.device)
+    checks.values_between("positions", positions, 0, table["P"] - 1, "make a longer cos_sin table")
+    normed = rms_norm(latent.float(), norm_weight.float(), eps)
+    rotated = rotate(rope.float(), cos_sin[positions.long()], interleaved=interleaved)
+    stored = layout.element if not layout.quantised else torch.bfloat16
+    write_kv((normed.to(stored), rotated.to(stored)), cache, slots, backend=backend)
+
+
+def quantise_per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 under one scale for the whole tensor, and the *inverse* scale: multiply by it to dequantise.
+
+    The largest magnitude, floored at 1e-10, becomes 448. The inverse scale is a one-element float32 tensor, which
+    `PagedCache(..., scale=)` and `attend(q_scale=)` take as it is.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in checks.FLOATS:
+        raise checks.refuse_type("x", "a bfloat16, float16 or float32 tensor", checks.describe(x), "convert it first")
+    if x.numel() == 0:
+        raise checks.refuse("x", "not empty", list(x.shape), "there is no maximum to scale by")
+    smallest, largest = torch.aminmax(x)
+    amax = torch.maximum(smallest.abs(), largest.abs()).float().clamp_min(1e-10)
+    scale = E4M3_MAX / amax
+    scaled = (x.float() * scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return scaled.contiguous(), scale.reciprocal().reshape(1)
+
+
+def _slots_inside(name: str, slots: Tensor, cache: PagedCache) -> None:
+    info = torch.iinfo(slots.dtype)
+    checks.values_between(name, slots, info.min, cache.rows - 1, f"the cache has {cache.rows} rows; use -1 to skip")

@@ -1,0 +1,63 @@
+"""Quantise and insert, in plain torch: the definition that kernels are tested against."""
+
+import torch
+from torch import Tensor
+
+from tamis.cache import PagedCache
+from tamis.layout import E4M3_MAX, Layout
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Saturating round-to-nearest-even conversion to e4m3, as raw bytes. NaN stays NaN."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def exponent_above(x: Tensor) -> Tensor:
+    """ceil(log2(x)) of positive float32 numbers, exactly: taken from exponent and mantissa, not from a logarithm."""
+    mantissa, exponent = torch.frexp(x)
+    return exponent - (mantissa == 0.5).to(exponent.dtype)
+
+
+def tile_scales(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Scales of tiles [N, tiles, tile]: the float32 factor of each tile and what the row stores for it."""
+    amax = values.abs().amax(-1)
+    # A NaN stays where it is; it must not also take away the other values' scale.
+    amax = amax.nan_to_num(0.0, posinf=torch.finfo(torch.float32).max)
+    smallest = (amax / E4M3_MAX).clamp_min(layout.scale_floor)
+    if layout.scale_mode == "exact":
+        return smallest, smallest
+    exponent = exponent_above(smallest)
+    scale = torch.ldexp(torch.ones_like(smallest), exponent)
+    if layout.scale_mode == "pow2":
+        return scale, scale
+    return scale, (exponent + 127).clamp(0, 255).to(torch.uint8)
+
+
+def encode_rows(kv: Tensor, layout: Layout, scale: float | Tensor = 1.0) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The values, scales and tail fields of rows [N, width], in the field dtypes of the layout."""
+    if layout.scale_mode == "none":
+        return kv.to(layout.element), None, None
+    if layout.scale_mode == "tensor":
+        return to_e4m3(kv.float() / scale), None, None
+    latent = kv[:, : layout.latent]
+    if layout.rounding == "bf16":
+        latent = latent.to(torch.bfloat16)
+    tiles = latent.float().unflatten(1, (-1, layout.tile))
+    factors, stored = tile_scales(tiles, layout)
+    values = to_e4m3(tiles / factors.unsqueeze(-1)).flatten(1)
+    assert layout.scales is not None
+    if stored.shape[1] < layout.scales.count:
+        stored = torch.nn.functional.pad(stored, (0, layout.scales.count - stored.shape[1]))
+    tail = kv[:, layout.latent :].to(layout.tail.dtype) if layout.tail is not None else None
+    return values, stored, tail
+
+
+def write_kv(kv: Tensor, cache: PagedCache, slots: Tensor) -> None:
+    """Insert rows; negative slots are skipped."""
+    wanted = slots >= 0
+    slots = slots[wanted].long()
+    encoded = encode_rows(kv[wanted], cache.layout, cache.scale)
+    page, row = slots // cache.page_size, slots % cache.page_size
+    for field, data in zip((cache.layout.values, cache.layout.scales, cache.layout.tail), encoded, strict=True):
+        if field is not None and data is not None:
+            cache.field(field)[page, row] = data

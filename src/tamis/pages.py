@@ -1,0 +1,55 @@
+"""A page allocator for programs without an engine: demonstrations, tests, benchmarks."""
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+
+
+class PagePool:
+    """Hands out page ids to requests and builds their block tables and slots. Page 0 is never handed out."""
+
+    def __init__(self, pages: int, page_size: int, *, seed: int | None = None) -> None:
+        """Start with all pages free; `seed` shuffles them, so that neighbouring positions lie in distant pages."""
+        checks.integer("pages", pages, low=2)
+        self.pages, self.page_size = pages, checks.integer("page_size", page_size, low=1)
+        ids = torch.arange(1, pages)
+        if seed is not None:
+            ids = ids[torch.randperm(pages - 1, generator=torch.Generator().manual_seed(seed))]
+        self._free: list[int] = ids.tolist()
+        self._held: dict[object, list[int]] = {}
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages are free."""
+        return len(self._free)
+
+    def extend(self, request: object, length: int) -> None:
+        """Make sure a request holds pages for `length` tokens."""
+        held = self._held.setdefault(request, [])
+        missing = -(-checks.integer("length", length, low=0) // self.page_size) - len(held)
+        if missing > len(self._free):
+            raise checks.refuse("length", f"within {len(self._free)} free pages", f"{missing} more", "release requests")
+        for _ in range(missing):
+            held.append(self._free.pop())
+
+    def release(self, request: object) -> None:
+        """Give a request's pages back."""
+        self._free.extend(self._held.pop(request, []))
+
+    def block_table(self, requests: list[object], width: int | None = None) -> Tensor:
+        """int32 [B, width]: the requests' pages, padded with -1."""
+        held = [self._held.get(r, []) for r in requests]
+        width = max((len(h) for h in held), default=1) if width is None else width
+        table = torch.full((len(requests), max(width, 1)), -1, dtype=torch.int32)
+        for row, ids in zip(table, held, strict=True):
+            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        return table
+
+    def slots(self, request: object, start: int, end: int) -> Tensor:
+        """int64 slots of positions start..end of a request."""
+        position = torch.arange(start, end)
+        ids = torch.tensor(self._held.get(request, []), dtype=torch.int64)
+        if end > len(ids) * self.page_size:
+            raise checks.refuse("end", f"at most {len(ids) * self.page_size}", end, "call extend first")
+        return ids[position // self.page_size] * self.page_size + position % self.page_size

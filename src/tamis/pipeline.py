@@ -1,0 +1,192 @@
+"""`SparseMLA`: one layer's attention, stage by stage."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.backends import choose
+from tamis.cache import Caches, PagedCache, Selection
+from tamis.layout import rows as plain_rows
+from tamis.ops import (
+    Attended,
+    IndexInputs,
+    attend,
+    gather_kv,
+    index_topk,
+    translate_positions,
+    write_kv,
+)
+from tamis.ops.write import join_parts
+from tamis.plan import Plan
+from tamis.spec import LayerSpec
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of each request's rows this rank holds, for context-parallel decode."""
+
+    ranks: int = 1
+    rank: int = 0
+    interleave: int = 1
+
+
+class SparseMLA:
+    """The attention of one layer: write, index (or given positions), translate, attend, combine.
+
+    The object holds no state of a step; the caches, the plan and the inputs are arguments.
+    """
+
+    def __init__(self, spec: LayerSpec, *, backend: str = "auto", shard: Shard | None = None) -> None:
+        """Remember what to compute.
+
+        Args:
+            spec: the layer.
+            backend: a name from `tamis backends`, or "auto". A named backend runs or the call fails.
+            shard: for context parallelism; the caller merges the ranks' results with `combine_parts`.
+        """
+        self.spec, self.backend, self.shard = spec, backend, shard or Shard()
+
+    def __call__(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv: Tensor | tuple[Tensor, Tensor] | None,
+        caches: Caches | PagedCache,
+        plan: Plan,
+        *,
+        positions: Tensor | None = None,
+        index: IndexInputs | None = None,
+        sink: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Attended:
+        """Attend the step's tokens.
+
+        Args:
+            q: [rows, H, width], absorbed, or the pair (latent part, rope part).
+            kv: [rows, width] or a pair: the new tokens' rows, written first. None: already written.
+            caches: the latent cache, with the index cache where `index` is given.
+            plan: of this step.
+            positions: int32 [rows, K], request-local positions to attend to, -1 padded: given by an earlier layer, a
+                recording or an engine's indexer.
+            index: the indexer's inputs, if this layer selects its own positions. Exactly one of the two is needed.
+            sink: float32 [H].
+            out: [rows, H, value_dim] to write into.
+        """
+        caches = caches if isinstance(caches, Caches) else Caches(caches)
+        q = join_parts("q", q)
+        self._check(q, caches.latent, plan)
+        if (positions is None) == (index is None):
+            raise checks.refuse(
+                "positions and index", "given one at a time", "both" if index else "neither", "pass exactly one"
+            )
+        self.write(kv, caches, plan, index)
+        if index is not None:
+            positions = self.select(index, caches, plan)
+        assert positions is not None
+        slots = self._translate(positions, caches.latent, plan)
+        return self._attend(q, slots, caches.latent, plan, sink, out)
+
+    def write(
+        self,
+        kv: Tensor | tuple[Tensor, Tensor] | None,
+        caches: Caches,
+        plan: Plan,
+        index: IndexInputs | None = None,
+    ) -> None:
+        """Insert the new tokens' rows, and their index keys if given."""
+        if kv is not None:
+            write_kv(kv, caches.latent, plan.slots, backend=self.backend)
+        if index is not None and index.keys is not None:
+            write_kv(index.keys, _index_cache(caches), plan.slots, backend=self.backend)
+
+    def select(self, index: IndexInputs, caches: Caches, plan: Plan) -> Tensor:
+        """Positions int32 [rows, topk] by this layer's indexer; later layers may share them."""
+        if self.spec.topk is None:
+            raise checks.refuse("index", "None for a layer without top-k", "inputs", "pass positions instead")
+        return index_topk(
+            index.q,
+            index.weights,
+            _index_cache(caches),
+            plan.request_ids,
+            plan.block_table,
+            plan.positions + 1,
+            self.spec.topk,
+            backend=self.backend,
+        )
+
+    def _check(self, q: Tensor, cache: PagedCache, plan: Plan) -> None:
+        spec = self.spec
+        remedy = "the plan's rows, the spec's heads and widths"
+        dtypes = (*checks.FLOATS, torch.float64, torch.float8_e4m3fn)
+        checks.tensor("q", q, "rows H D", dtypes, rows=plan.rows, H=spec.heads, D=spec.head_dim, remedy=remedy)
+        if cache.page_size != plan.page_size:
+            raise checks.refuse("caches", f"of the plan's page size {plan.page_size}", cache.page_size, "plan with it")
+        if plan.mode == "separate" and not cache.layout.quantised:
+            raise checks.refuse("caches", "an FP8 cache for a separate plan", repr(cache), "plan with its layout")
+        if self.backend != "auto":
+            choose(spec, q.device, layout=cache.layout, dtype=q.dtype, page_size=cache.page_size, prefer=self.backend)
+
+    def _translate(self, positions: Tensor, cache: PagedCache, plan: Plan) -> Tensor:
+        checks.tensor("positions", positions, "rows K", (torch.int32,), rows=plan.rows, remedy="one row per token")
+        gathered = plan.prefill is not None and bool(plan.prefill.chunks)
+        return translate_positions(
+            positions,
+            plan.request_ids,
+            plan.block_table,
+            page_size=cache.page_size,
+            workspace=(plan.prefill.ids, plan.prefill.starts) if gathered and plan.prefill else None,
+            ranks=self.shard.ranks,
+            rank=self.shard.rank,
+            interleave=self.shard.interleave,
+            backend=self.backend,
+        ).slots
+
+    def _attend(
+        self, q: Tensor, slots: Tensor, cache: PagedCache, plan: Plan, sink: Tensor | None, out: Tensor | None
+    ) -> Attended:
+        chunks = plan.prefill.chunks if plan.prefill is not None else ()
+        if not chunks:
+            return self._attend_rows(q, Selection(cache, slots), sink, out, plan.splits)
+        if out is None:
+            dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+            out = torch.zeros(plan.rows, self.spec.heads, self.spec.value_dim, dtype=dtype, device=q.device)
+        lse = torch.full((plan.rows, self.spec.heads), -torch.inf, dtype=torch.float32, device=q.device)
+        top = torch.full_like(lse, -torch.inf)
+
+        def fill(rows: slice, source: PagedCache, splits: int) -> None:
+            part = self._attend_rows(q[rows], Selection(source, slots[rows]), sink, out[rows], splits)
+            lse[rows] = part.lse
+            top[rows] = part.max_logits if part.max_logits is not None else top[rows]
+
+        if plan.decode is not None:
+            fill(slice(0, plan.decode.tokens), cache, plan.splits)
+        workspace = plan.workspace
+        assert workspace is not None
+        flat = plain_rows(workspace.dtype, latent=cache.layout.latent, rope=cache.layout.rope)
+        for chunk in chunks:
+            room = workspace[: chunk.rows]
+            gather_kv(cache, chunk.block_table, chunk.lengths, starts=chunk.starts, out=room, backend=self.backend)
+            fill(chunk.tokens, PagedCache.wrap(room.unsqueeze(1), flat), 1)
+        return Attended(out, lse, top)
+
+    def _attend_rows(
+        self, q: Tensor, selection: Selection, sink: Tensor | None, out: Tensor | None, splits: int
+    ) -> Attended:
+        spec = self.spec
+        return attend(
+            q,
+            selection,
+            scale=spec.scale,
+            value_dim=spec.value_dim,
+            sink=sink,
+            splits=splits,
+            out=out,
+            backend=self.backend,
+        )
+
+
+def _index_cache(caches: Caches) -> PagedCache:
+    if caches.index is None:
+        raise checks.refuse("caches.index", "a cache of index keys", None, "pass Caches(latent, index)")
+    return caches.index
