@@ -58,6 +58,7 @@ class SparseMLA:
         positions: Tensor | None = None,
         index: IndexInputs | None = None,
         sink: Tensor | None = None,
+        q_scale: float | Tensor = 1.0,
         out: Tensor | None = None,
     ) -> Attended:
         """Attend the step's tokens.
@@ -71,21 +72,20 @@ class SparseMLA:
                 recording or an engine's indexer.
             index: the indexer's inputs, if this layer selects its own positions. Exactly one of the two is needed.
             sink: float32 [H].
+            q_scale: the factor of an e4m3 query.
             out: [rows, H, value_dim] to write into.
         """
         caches = caches if isinstance(caches, Caches) else Caches(caches)
         q = join_parts("q", q)
+        # Everything is checked before anything is written: a refused call leaves the caches as they were.
         self._check(q, caches.latent, plan)
-        if (positions is None) == (index is None):
-            raise checks.refuse(
-                "positions and index", "given one at a time", "both" if index else "neither", "pass exactly one"
-            )
+        self._check_selection(positions, index, caches, plan)
         self.write(kv, caches, plan, index)
         if index is not None:
             positions = self.select(index, caches, plan)
         assert positions is not None
         slots = self._translate(positions, caches.latent, plan)
-        return self._attend(q, slots, caches.latent, plan, sink, out)
+        return self._attend(q, slots, caches.latent, plan, sink, q_scale, out)
 
     def write(
         self,
@@ -127,8 +127,21 @@ class SparseMLA:
         if self.backend != "auto":
             choose(spec, q.device, layout=cache.layout, dtype=q.dtype, page_size=cache.page_size, prefer=self.backend)
 
+    def _check_selection(self, positions: Tensor | None, index: IndexInputs | None, caches: Caches, plan: Plan) -> None:
+        if (positions is None) == (index is None):
+            received = "neither" if index is None else "both"
+            raise checks.refuse("positions and index", "given one at a time", received, "pass exactly one")
+        remedy = "one row per token of the plan"
+        if positions is not None:
+            checks.tensor("positions", positions, "rows K", (torch.int32,), rows=plan.rows, remedy=remedy)
+        if index is not None:
+            width = _index_cache(caches).layout.width
+            sizes = checks.tensor("index.q", index.q, "T H D", checks.FLOATS, T=plan.rows, D=width, remedy=remedy)
+            checks.tensor("index.weights", index.weights, "T H", checks.FLOATS, T=plan.rows, H=sizes["H"])
+            if index.keys is not None:
+                checks.tensor("index.keys", index.keys, "T D", checks.FLOATS, T=plan.rows, D=width, remedy=remedy)
+
     def _translate(self, positions: Tensor, cache: PagedCache, plan: Plan) -> Tensor:
-        checks.tensor("positions", positions, "rows K", (torch.int32,), rows=plan.rows, remedy="one row per token")
         gathered = plan.prefill is not None and bool(plan.prefill.chunks)
         return translate_positions(
             positions,
@@ -143,11 +156,18 @@ class SparseMLA:
         ).slots
 
     def _attend(
-        self, q: Tensor, slots: Tensor, cache: PagedCache, plan: Plan, sink: Tensor | None, out: Tensor | None
+        self,
+        q: Tensor,
+        slots: Tensor,
+        cache: PagedCache,
+        plan: Plan,
+        sink: Tensor | None,
+        q_scale: float | Tensor,
+        out: Tensor | None,
     ) -> Attended:
         chunks = plan.prefill.chunks if plan.prefill is not None else ()
         if not chunks:
-            return self._attend_rows(q, Selection(cache, slots), sink, out, plan.splits)
+            return self._attend_rows(q, Selection(cache, slots), sink, q_scale, out, plan.splits)
         if out is None:
             dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
             out = torch.zeros(plan.rows, self.spec.heads, self.spec.value_dim, dtype=dtype, device=q.device)
@@ -155,7 +175,7 @@ class SparseMLA:
         top = torch.full_like(lse, -torch.inf)
 
         def fill(rows: slice, source: PagedCache, splits: int) -> None:
-            part = self._attend_rows(q[rows], Selection(source, slots[rows]), sink, out[rows], splits)
+            part = self._attend_rows(q[rows], Selection(source, slots[rows]), sink, q_scale, out[rows], splits)
             lse[rows] = part.lse
             top[rows] = part.max_logits if part.max_logits is not None else top[rows]
 
@@ -171,7 +191,13 @@ class SparseMLA:
         return Attended(out, lse, top)
 
     def _attend_rows(
-        self, q: Tensor, selection: Selection, sink: Tensor | None, out: Tensor | None, splits: int
+        self,
+        q: Tensor,
+        selection: Selection,
+        sink: Tensor | None,
+        q_scale: float | Tensor,
+        out: Tensor | None,
+        splits: int,
     ) -> Attended:
         spec = self.spec
         return attend(
@@ -180,6 +206,7 @@ class SparseMLA:
             scale=spec.scale,
             value_dim=spec.value_dim,
             sink=sink,
+            q_scale=q_scale,
             splits=splits,
             out=out,
             backend=self.backend,

@@ -247,8 +247,8 @@ class Planner:
         parts["schedule_parts"][:] = schedule.parts.reshape(-1)
         parts["schedule_splits"][: len(schedule.splits)] = schedule.splits
         self._arena.copy_(self._staged(torch.from_numpy(host)), non_blocking=True)
-        if batch.lengths.device.type != "cpu":
-            self._views["lengths"][:requests].copy_(batch.lengths)
+        if batch.host_lengths is not None:
+            self._views["lengths"][:requests].copy_(self._staged_if_host(batch.lengths), non_blocking=True)
         self._fill_positions(tokens)
         pages = self._fill_pages("", batch.pages, requests, rows)
         others = {n: self._fill_pages(n, p, requests, rows) for n, p in batch.other_pages.items()}

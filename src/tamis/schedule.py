@@ -138,24 +138,26 @@ def schedule_splits(
     """
     checks.integer("parts", parts, low=1)
     blocks = np.maximum(1, -(-np.asarray(columns, np.int64) // block))
+    ends = np.cumsum(blocks + overhead)
     rows = len(blocks)
-    payload = -(-int((blocks + overhead).sum()) // parts) + overhead
+    payload = -(-int(ends[-1] if rows else 0) // parts) + overhead
     records = np.zeros((parts, PART_FIELDS), np.int32)
-    splits = np.zeros(rows + 1, np.int32)
+    pieces = np.ones(rows, np.int32)
     row, at, piece = 0, 0, 0
     for part in range(parts):
-        begin = (row, at, piece)
-        room = payload
-        while row < rows:
-            rest = int(blocks[row]) - at
-            if room < rest + overhead:
-                if room > overhead:
-                    at, piece = at + room - overhead, piece + 1
-                break
-            splits[row + 1] = splits[row] + piece + 1
-            room -= rest + overhead
+        begin, room = (row, at, piece), payload
+        if at and room >= blocks[row] - at + overhead:
+            room -= int(blocks[row]) - at + overhead
             row, at, piece = row + 1, 0, 0
+        if not at:
+            # As many whole rows as fit, found by a search: a step may have thousands of rows.
+            done = int(ends[row - 1]) if row else 0
+            row = int(np.searchsorted(ends, done + room, side="right"))
+            room -= (int(ends[row - 1]) if row else 0) - done
+        if row < rows and room > overhead:
+            at, piece = at + room - overhead, piece + 1
+            pieces[row] = piece + 1
         last = row if at else row - 1
         end = at if at else int(blocks[row - 1]) if row else 0
         records[part, :7] = (begin[0], last, begin[1], end, begin[2], begin[1] > 0, at > 0)
-    return SplitSchedule(records, splits)
+    return SplitSchedule(records, np.concatenate(([0], np.cumsum(pieces))).astype(np.int32))

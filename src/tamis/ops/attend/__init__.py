@@ -32,9 +32,7 @@ def attend_slots(
     Arguments as in `attend`.
     """
     q = join_parts("q", q)
-    selections = (selections,) if isinstance(selections, Selection) else tuple(selections)
-    if not selections:
-        raise checks.refuse("selections", "at least one Selection", "none", "pass the rows to attend to")
+    selections = _as_list(selections)
     width = selections[0].cache.layout.width
     sizes = checks.tensor(
         "q", q, "T H D", QUERY_DTYPES, D=width, remedy=f"the cache's rows are {width} wide ({selections[0].cache!r})"
@@ -96,9 +94,18 @@ def attend(
     )
 
 
+def _as_list(selections: Selection | Sequence[Selection]) -> list[Selection]:
+    if isinstance(selections, Selection):
+        return [selections]
+    if not isinstance(selections, Sequence) or not all(isinstance(s, Selection) for s in selections):
+        received = checks.describe(selections)
+        raise checks.refuse_type("selections", "Selections", received, "wrap each cache with its slots in a Selection")
+    if not selections:
+        raise checks.refuse("selections", "at least one Selection", "none", "pass the rows to attend to")
+    return list(selections)
+
+
 def _check_selection(name: str, selection: Selection, tokens: int, width: int, device: torch.device) -> None:
-    if not isinstance(selection, Selection):
-        raise checks.refuse_type(name, "a Selection", checks.describe(selection), "wrap cache and slots in one")
     cache = selection.cache
     if cache.layout.width != width:
         raise checks.refuse(f"{name}.cache", f"{width} wide", cache.layout.width, "all caches share q's width")

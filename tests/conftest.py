@@ -1,0 +1,15 @@
+"""Shared by all tests: uninitialised memory is NaN, and random numbers repeat."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fill `torch.empty` with NaN, so that a value that nobody wrote cannot pass a test by luck."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

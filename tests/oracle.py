@@ -1,0 +1,47 @@
+"""Slow, obvious fp64 versions of the maths, written without the library's own stages."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tamis import Selection
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+
+
+def rows_of(selection: Selection, token: int) -> Tensor:
+    """fp64 rows that one token attends to, in column order, duplicates included."""
+    slots = selection.slots[token].tolist()
+    if selection.lengths is not None:
+        slots = slots[: int(selection.lengths[token])]
+    kept = [s for s in slots if 0 <= s < selection.cache.rows]
+    if not kept:
+        return torch.zeros(0, selection.cache.layout.width, dtype=torch.float64)
+    return selection.cache.read(torch.tensor(kept)).double()
+
+
+def attend_fp64(
+    q: Tensor, selections: Sequence[Selection], *, scale: float, value_dim: int, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, natural-log lse and largest logit, one token and one head at a time."""
+    tokens, heads, _ = q.shape
+    out = torch.zeros(tokens, heads, value_dim, dtype=torch.float64)
+    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float64)
+    top = lse.clone()
+    for t in range(tokens):
+        rows = torch.cat([rows_of(s, t) for s in selections])
+        if len(rows) == 0:
+            continue
+        logits = q[t].double() @ rows.T * scale
+        lse[t] = torch.logsumexp(logits, 1)
+        top[t] = logits.amax(1)
+        out[t] = torch.softmax(logits, 1) @ rows[:, :value_dim]
+        if sink is not None:
+            out[t] *= (1 / (1 + torch.exp(sink.double() - lse[t]))).unsqueeze(1)
+    return out, lse, top
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|, in the 2-norm; NaN never passes a comparison with it."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))

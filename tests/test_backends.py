@@ -1,0 +1,90 @@
+"""Choosing a backend, with reasons."""
+
+import pytest
+import torch
+
+from tamis import LayerSpec, choose
+from tamis.backends import BACKENDS, STAGES, Backend, backend_for_stage
+
+SPEC = LayerSpec(heads=16, topk=2048)
+HOPPER_ONLY = Backend(
+    "hopper",
+    "hopper",
+    "an imaginary kernel",
+    devices=("cuda",),
+    compute_capabilities=(9,),
+    query_dtypes=(torch.bfloat16,),
+    layouts=("v32-fp8",),
+    widths=(576,),
+    heads=(64, 128),
+    page_sizes=(64,),
+    sinks=False,
+)
+ANY_CPU = Backend("cpu-only", "reference", "for the host", devices=("cpu",))
+
+
+def test_reference_runs_everything_on_a_cpu() -> None:
+    for heads in (1, 7, 128):
+        for layout in ("v32-fp8", "v32-bf16", "plain-fp8"):
+            for page_size in (1, 61, 64):
+                choice = choose(LayerSpec(heads=heads, topk=3), "cpu", layout=layout, page_size=page_size)
+                assert choice.name == "reference"
+                assert choice.rejected == {}
+
+
+def test_all_reasons_of_a_rejection_are_given() -> None:
+    spec = LayerSpec(heads=16, latent_dim=448, value_dim=512, topk=5, sink=True)
+    choice = choose(spec, "cpu", layout="v4-bf16", dtype=torch.float32, page_size=61, backends=(HOPPER_ONLY, *BACKENDS))
+    assert choice.name == "reference"
+    reasons = choice.rejected["hopper"]
+    for part in ("device 'cpu'", "float32", "v4-bf16", "row width 512", "16 heads", "page size 61", "sinks"):
+        assert any(part in reason for reason in reasons), part
+    assert "hopper: rejected: device 'cpu' is not one of cuda; " in choice.explain()
+    assert choice.explain().startswith("reference: chosen")
+
+
+def test_first_that_fits_wins_and_the_rest_are_named() -> None:
+    choice = choose(SPEC, "cpu", backends=(ANY_CPU, *BACKENDS))
+    assert choice.name == "cpu-only"
+    assert choice.passed_over == ("reference",)
+    assert "reference: possible" in choice.explain()
+    assert choose(SPEC, "cpu", prefer="reference", backends=(ANY_CPU, *BACKENDS)).name == "reference"
+
+
+def test_a_named_backend_runs_or_fails_with_its_reasons() -> None:
+    with pytest.raises(ValueError, match=r"no backend can run this layer on cpu \(hopper: device 'cpu' is not one of"):
+        choose(SPEC, "cpu", prefer="hopper", backends=(HOPPER_ONLY, *BACKENDS))
+    with pytest.raises(ValueError, match="prefer must be one of 'auto', 'reference', got 'flash'"):
+        choose(SPEC, "cpu", prefer="flash")
+    with pytest.raises(ValueError, match=r"hopper: .*; change what the reasons name"):
+        choose(SPEC, "cpu", backends=(HOPPER_ONLY,))
+
+
+def test_compute_capability_is_compared_by_major_version() -> None:
+    need = choose(SPEC, "cpu").need
+    from dataclasses import replace
+
+    on_ampere = replace(need, device=torch.device("cuda"), capability=(8, 6))
+    assert "compute capability 8.6 is not one of 9.x" in HOPPER_ONLY.refusals(on_ampere)
+    on_hopper = replace(need, device=torch.device("cuda"), capability=(9, 0))
+    assert not any("capability" in reason for reason in HOPPER_ONLY.refusals(on_hopper))
+
+
+def test_page_size_may_be_a_multiple() -> None:
+    need = choose(SPEC, "cpu", page_size=256).need
+    assert not any("page size" in reason for reason in HOPPER_ONLY.refusals(need))
+
+
+def test_layout_must_match_the_spec() -> None:
+    with pytest.raises(ValueError, match="layout must be 576 wide like the spec, got 512"):
+        choose(SPEC, "cpu", layout="v4-fp8")
+    with pytest.raises(ValueError, match="layout must be one of v32-bf16"):
+        choose(SPEC, "cpu", layout="v33")
+    with pytest.raises(ValueError, match="page_size must be >= 1"):
+        choose(SPEC, "cpu", page_size=0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_an_implementation_everywhere(stage: str) -> None:
+    for device in ("cpu", "cuda"):
+        assert backend_for_stage(stage, "auto", device).name in {b.name for b in BACKENDS}

@@ -1,0 +1,229 @@
+"""The layer call against fp64, over steps of a served batch."""
+
+import pytest
+import torch
+from oracle import relative_error
+
+from tamis import Batch, Caches, LayerSpec, Limits, PagedCache, PagePool, Planner, Shard, SparseMLA
+from tamis.layout import rows
+from tamis.ops import IndexInputs, Partials, combine_parts, write_kv
+
+LAYOUTS = ["v32-fp32", "v32-bf16", "v32-fp8", "plain-fp8"]
+PAGE = 16
+
+
+def stored(kv: torch.Tensor, layout: str) -> torch.Tensor:
+    """What a cache keeps of these rows, so that rounding on the way in does not hide errors on the way out."""
+    cache = PagedCache(layout, len(kv), 1)
+    write_kv(kv, cache, torch.arange(len(kv)))
+    return cache.read(torch.arange(len(kv)))
+
+
+def start(layout: str, heads: int, mode: str = "auto", topk: int = 24, **limits):
+    spec = LayerSpec(heads=heads, scale=0.08, topk=topk)
+    fields = {"max_tokens": 128, "max_requests": 8, "max_length": 256, "page_size": PAGE} | limits
+    planner = Planner(spec, Limits(**fields), layout=layout, mode=mode)
+    return spec, planner, PagePool(120, PAGE, seed=2), PagedCache(layout, 120, PAGE)
+
+
+def choose_positions(query_lengths: list[int], lengths: list[int], k: int) -> torch.Tensor:
+    """Random causal positions per token, -1 padded, each token its own."""
+    found = []
+    for query, length in zip(query_lengths, lengths, strict=True):
+        for position in range(length - query, length):
+            picked = torch.randperm(position + 1)[:k].int()
+            found.append(torch.nn.functional.pad(picked, (0, k - len(picked)), value=-1))
+    return torch.stack(found)
+
+
+def expected_output(q, history, query_lengths, positions, scale, sink=None) -> torch.Tensor:
+    out, token = [], 0
+    for request, query in enumerate(query_lengths):
+        for _ in range(query):
+            picked = positions[token][positions[token] >= 0].long()
+            keys = history[request][picked].double()
+            logits = q[token].double() @ keys.T * scale
+            if sink is not None:
+                logits = torch.cat((logits, sink.double().unsqueeze(1)), 1)
+                keys = torch.cat((keys, torch.zeros(1, keys.shape[1], dtype=torch.float64)))
+            out.append(torch.softmax(logits, 1) @ keys[:, :512])
+            token += 1
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("heads", "mode"), [(4, "auto"), (32, "auto"), (4, "separate"), (32, "mixed")])
+def test_chunked_prefill_mixed_and_decode_steps(layout: str, heads: int, mode: str) -> None:
+    if mode == "separate" and not layout.endswith("fp8"):
+        mode = "auto"
+    spec, planner, pool, cache = start(layout, heads, mode, workspace_rows=256)
+    layer = SparseMLA(spec)
+    history = [torch.zeros(0, 576) for _ in range(3)]
+    steps = [[30, 0, 0], [20, 40, 0], [1, 1, 50], [1, 1, 1], [1, 1, 1]]
+    for number, news in enumerate(steps):
+        order = sorted(range(3), key=lambda r: news[r])
+        order = [r for r in order if news[r]]
+        queries = [news[r] for r in order]
+        kv = torch.randn(sum(queries), 576)
+        for r, part in zip(order, kv.split(queries), strict=True):
+            history[r] = torch.cat((history[r], part))
+        lengths = [len(history[r]) for r in order]
+        plan = planner.plan(Batch.build(queries, lengths, pool, requests=order))
+        q = torch.randn(sum(queries), heads, 576)
+        positions = choose_positions(queries, lengths, spec.topk)
+        sink = torch.randn(heads) if number % 2 else None
+        result = layer(q, kv, cache, plan, positions=positions, sink=sink)
+        known = [stored(history[r], layout) for r in order]
+        expected = expected_output(q, known, queries, positions, spec.scale, sink)
+        # Gathered prefills are rounded to bf16 once more.
+        bound = 4e-3 if plan.prefill is not None and plan.prefill.chunks else 3e-6
+        assert relative_error(result.out, expected) < bound
+
+
+def test_modes_agree_within_the_fp8_tolerance() -> None:
+    results = []
+    for mode in ("mixed", "separate"):
+        torch.manual_seed(1)
+        spec, planner, pool, cache = start("v32-fp8", 32, mode)
+        plan = planner.plan(Batch.build([1, 40, 50], [1, 40, 50], pool))
+        q, kv = torch.randn(91, 32, 576), torch.randn(91, 576)
+        positions = choose_positions([1, 40, 50], [1, 40, 50], 24)
+        results.append(SparseMLA(spec)(q, kv, cache, plan, positions=positions))
+    torch.testing.assert_close(results[0].out, results[1].out, rtol=0.065, atol=0.05)
+    torch.testing.assert_close(results[0].lse, results[1].lse, rtol=1e-2, atol=1e-2)
+    assert relative_error(results[1].out, results[0].out) < 4e-3
+
+
+def test_the_layer_selects_its_own_positions_and_another_layer_shares_them() -> None:
+    spec, planner, pool, cache = start("v32-fp32", 4)
+    caches = Caches(cache, PagedCache(rows(torch.float32, latent=16, rope=0), 120, PAGE))
+    plan = planner.plan(Batch.build([60], [60], pool))
+    q, kv = torch.randn(60, 4, 576), torch.randn(60, 576)
+    index = IndexInputs(torch.randn(60, 8, 16), torch.randn(60, 8), torch.randn(60, 16))
+    layer = SparseMLA(spec)
+    own = layer(q, kv, caches, plan, index=index)
+    positions = layer.select(index, caches, plan)
+    for t in range(60):
+        assert sorted(positions[t][positions[t] >= 0].tolist()) == sorted(set(positions[t].tolist()) - {-1})
+        assert (positions[t] >= 0).sum() == min(t + 1, 24)
+        assert positions[t].max() <= t
+    kept = positions.clone()
+    shared = layer(q, kv, caches, plan, positions=positions)
+    assert torch.equal(own.out, shared.out)
+    assert torch.equal(positions, kept)
+
+
+def test_selecting_everything_is_dense_causal_attention() -> None:
+    spec, planner, pool, cache = start("v32-fp32", 3, topk=64)
+    plan = planner.plan(Batch.build([50], [50], pool))
+    q, kv = torch.randn(50, 3, 576), torch.randn(50, 576)
+    positions = torch.arange(64, dtype=torch.int32).expand(50, 64).clone()
+    positions[positions > torch.arange(50).unsqueeze(1)] = -1
+    result = SparseMLA(spec)(q, kv, cache, plan, positions=positions)
+    mask = torch.ones(50, 50, dtype=torch.bool).tril()
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1), kv.expand(3, 50, 576), kv[:, :512].expand(3, 50, 512), attn_mask=mask, scale=spec.scale
+    )
+    torch.testing.assert_close(result.out, dense.transpose(0, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_padded_rows_do_no_harm() -> None:
+    spec, planner, pool, cache = start("v32-fp8", 4)
+    batch = Batch.build([1, 1], [20, 30], pool)
+    padded = Batch(batch.query_starts, batch.lengths, batch.pages, padded_tokens=6)
+    before = cache.storage.clone()
+    plan = planner.plan(padded)
+    positions = torch.full((6, 24), -1, dtype=torch.int32)
+    positions[:2] = choose_positions([1, 1], [20, 30], 24)
+    positions[3] = 7  # garbage in a padded row may give a garbage row, nothing else
+    q, kv = torch.randn(6, 4, 576), torch.randn(6, 576)
+    result = SparseMLA(spec)(q, kv, cache, plan, positions=positions)
+    assert (result.out[[2, 4, 5]] == 0).all()
+    changed = (cache.storage != before).any(-1).sum()
+    assert changed == 2
+    plan = planner.plan(batch)
+    alone = SparseMLA(spec)(q[:2], None, cache, plan, positions=positions[:2].contiguous())
+    torch.testing.assert_close(alone.out, result.out[:2])
+
+
+def test_speculative_tokens_each_have_their_own_positions() -> None:
+    spec, planner, pool, cache = start("v32-fp32", 4, speculative_tokens=2)
+    history = [torch.randn(n, 576) for n in (40, 50)]
+    for r, known in enumerate(history):
+        plan = planner.plan(Batch.build([len(known)], [len(known)], pool, requests=[r]))
+        SparseMLA(spec).write(known, Caches(cache), plan)
+    plan = planner.plan(Batch.build([3, 3], [40, 50], pool))
+    assert plan.prefill is None
+    assert plan.decode.query_length == 3
+    q = torch.randn(6, 4, 576)
+    positions = choose_positions([3, 3], [40, 50], 24)
+    result = SparseMLA(spec)(q, None, cache, plan, positions=positions)
+    assert relative_error(result.out, expected_output(q, history, [3, 3], positions, spec.scale)) < 3e-6
+
+
+def test_context_parallel_ranks_merge_to_the_whole() -> None:
+    spec, planner, pool, cache = start("v32-fp32", 4)
+    plan = planner.plan(Batch.build([60], [60], pool))
+    q, kv = torch.randn(60, 4, 576), torch.randn(60, 576)
+    positions = choose_positions([60], [60], 24)
+    whole = SparseMLA(spec)(q, kv, cache, plan, positions=positions)
+    ranks, interleave, parts = 3, 2, []
+    for rank in range(ranks):
+        owned = [p for p in range(60) if p // interleave % ranks == rank]
+        local_pool = PagePool(20, PAGE, seed=rank)
+        local_cache = PagedCache("v32-fp32", 20, PAGE)
+        batch = Batch.build([len(owned)], [len(owned)], local_pool)
+        local = planner.plan(batch)
+        SparseMLA(spec).write(kv[owned], Caches(local_cache), local)
+        full = Batch(torch.tensor([0, 60], dtype=torch.int32), torch.tensor([60], dtype=torch.int32), batch.pages)
+        spread = torch.full((60,), -1)
+        spread[: len(owned)] = batch.pages.slots
+        local = planner.plan(Batch(full.query_starts, full.lengths, type(batch.pages)(batch.pages.block_table, spread)))
+        layer = SparseMLA(spec, shard=Shard(ranks, rank, interleave))
+        parts.append(layer(q, None, local_cache, local, positions=positions))
+    merged = combine_parts(
+        Partials(torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts])), dtype=torch.float32
+    )
+    torch.testing.assert_close(merged.out, whole.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(merged.lse, whole.lse, rtol=1e-6, atol=1e-6)
+
+
+def test_output_buffer_and_query_pair() -> None:
+    for layout, heads in (("v32-fp32", 4), ("v32-fp8", 32)):
+        spec, planner, pool, cache = start(layout, heads)
+        plan = planner.plan(Batch.build([1, 20], [1, 20], pool))
+        latent, rope = torch.randn(heads, 21, 512).transpose(0, 1), torch.randn(21, heads, 64)
+        kv = (torch.randn(21, 512), torch.randn(21, 64))
+        positions = choose_positions([1, 20], [1, 20], 24)
+        out = torch.empty(21, heads, 512)
+        result = SparseMLA(spec)((latent, rope), kv, cache, plan, positions=positions, out=out)
+        assert result.out is out
+        assert not out.isnan().any()
+        assert result.lse.shape == (21, heads)
+
+
+def test_bad_calls_are_refused_and_nothing_is_written() -> None:
+    spec, planner, pool, cache = start("v32-fp8", 4)
+    plan = planner.plan(Batch.build([3], [30], pool))
+    q, kv = torch.randn(3, 4, 576), torch.randn(3, 576)
+    positions = choose_positions([3], [30], 24)
+    before = cache.storage.clone()
+    layer = SparseMLA(spec)
+    index = IndexInputs(torch.randn(3, 8, 16), torch.randn(3, 8))
+    cases = [
+        ((q[:2], kv, cache, plan), {"positions": positions}, ValueError, "q must be of shape"),
+        ((q[:, :3], kv, cache, plan), {"positions": positions}, ValueError, "H=4"),
+        ((q, kv, cache, plan), {}, ValueError, "positions and index must be given one at a time, got neither"),
+        ((q, kv, cache, plan), {"positions": positions, "index": index}, ValueError, "got both"),
+        ((q, kv, cache, plan), {"positions": positions[:2]}, ValueError, "positions must be of shape"),
+        ((q, kv, cache, plan), {"positions": positions.long()}, TypeError, "positions must be int32"),
+        ((q, kv, cache, plan), {"index": index}, ValueError, "caches.index must be a cache of index keys"),
+        ((q, kv, PagedCache("v32-fp8", 9, 8), plan), {"positions": positions}, ValueError, "page size 16"),
+        ((q, kv[:, :9], cache, plan), {"positions": positions}, ValueError, "kv must be of shape"),
+    ]
+    for arguments, options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            layer(*arguments, **options)
+    with pytest.raises(ValueError, match="prefer must be one of"):
+        SparseMLA(spec, backend="magic")(q, kv, cache, plan, positions=positions)
+    assert torch.equal(cache.storage, before)

@@ -1,0 +1,108 @@
+"""Layer specs from Hugging Face configs."""
+
+import pytest
+
+from tamis import LayerSpec
+
+V32 = {
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "num_hidden_layers": 61,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+V4 = {
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "sliding_window": 128,
+    "index_topk": 512,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "compress_ratios": [0, 4, 128],
+}
+
+
+def test_v32() -> None:
+    spec = LayerSpec.from_hf(V32, 3, tensor_parallel=8)
+    assert (spec.heads, spec.latent_dim, spec.rope_dim, spec.value_dim, spec.head_dim) == (16, 512, 64, 512, 576)
+    assert spec.scale == pytest.approx(0.1352338, abs=1e-7)
+    assert (spec.topk, spec.index_heads, spec.index_dim, spec.reuse_topk) == (2048, 64, 128, False)
+    assert not spec.sink
+    assert spec.window is None
+
+
+def test_scale_without_yarn_and_with_the_new_config_form() -> None:
+    plain = {**V32, "rope_scaling": None}
+    assert LayerSpec.from_hf(plain).scale == pytest.approx(192**-0.5)
+    new = {**plain, "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 40, "mscale_all_dim": 1.0}}
+    assert LayerSpec.from_hf(new).scale == pytest.approx(0.1352338, abs=1e-7)
+    with pytest.raises(ValueError, match="rope_type must be 'default' or 'yarn', got 'longrope'"):
+        LayerSpec.from_hf({**plain, "rope_parameters": {"rope_type": "longrope"}})
+
+
+def test_which_layers_share_top_k() -> None:
+    every_fourth = {**V32, "index_topk_freq": 4}
+    own = [layer for layer in range(12) if not LayerSpec.from_hf(every_fourth, layer).reuse_topk]
+    assert own == [0, 1, 5, 9]
+    pattern = {**V32, "index_topk_pattern": "FSSF"}
+    assert [LayerSpec.from_hf(pattern, layer).reuse_topk for layer in range(5)] == [False, True, True, False, False]
+    assert not LayerSpec.from_hf({**every_fourth, "num_hidden_layers": 3}, 3).reuse_topk  # a speculative layer
+
+
+def test_v4_layer_kinds() -> None:
+    window, indexed, plain = (LayerSpec.from_hf(V4, layer) for layer in range(3))
+    for spec in (window, indexed, plain):
+        assert (spec.latent_dim, spec.rope_dim, spec.value_dim, spec.window, spec.sink) == (448, 64, 512, 128, True)
+        assert spec.scale == pytest.approx(512**-0.5)
+    assert (window.compress, window.topk) == (1, None)
+    assert (indexed.compress, indexed.topk, indexed.index_heads) == (4, 512, 64)
+    assert (plain.compress, plain.topk) == (128, None)
+    named = {k: v for k, v in V4.items() if k != "compress_ratios"} | {
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+    }
+    assert [LayerSpec.from_hf(named, layer).compress for layer in range(3)] == [1, 4, 16]
+    with pytest.raises(ValueError, match=r"compress_ratios\[0\] must be 0, 4 or 128, got 7"):
+        LayerSpec.from_hf({**V4, "compress_ratios": [7]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"heads": 0}, "heads must be between 1 and 128, got 0"),
+        ({"heads": 129}, "heads must be between 1 and 128, got 129"),
+        ({"value_dim": 577}, "value_dim must be between 1 and 576"),
+        ({"scale": float("nan")}, "scale must be finite"),
+        ({"topk": 0}, "topk must be >= 1"),
+        ({"topk": None}, "topk must be given for a layer without a window"),
+        ({"rope_dim": -1}, "rope_dim must be >= 0"),
+        ({"compress": 0}, "compress must be >= 1"),
+    ],
+)
+def test_impossible_layers_are_refused(fields, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        LayerSpec(**({"heads": 16, "topk": 5} | fields))
+
+
+def test_other_configs_are_refused() -> None:
+    with pytest.raises(ValueError, match="config must be one with 'index_topk'"):
+        LayerSpec.from_hf({k: v for k, v in V32.items() if k != "index_topk"})
+    with pytest.raises(ValueError, match="config must be one with 'num_attention_heads'"):
+        LayerSpec.from_hf({})
+    with pytest.raises(ValueError, match="tensor_parallel must be a divisor"):
+        LayerSpec.from_hf(V32, tensor_parallel=3)
