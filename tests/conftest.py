@@ -10,6 +10,7 @@ import torch
 def poisoned_memory() -> Iterator[None]:
     """Fill `torch.empty` with NaN, so that a value that nobody wrote cannot pass a test by luck."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # tests run in parallel processes already
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

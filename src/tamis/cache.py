@@ -88,6 +88,8 @@ class PagedCache:
         scale = checks.scale_factor("scale", scale)
         if layout.scale_mode != "tensor" and not (isinstance(scale, float) and scale == 1.0):
             raise checks.refuse("scale", f"1.0 for {layout.name}", scale, "only plain-fp8 has a scale for all rows")
+        if isinstance(scale, Tensor):
+            checks.same_device(storage=storage, scale=scale)
         self.layout, self.storage, self.page_size, self.scale = layout, storage, page_size, scale
         self.page_stride = page_stride * item
         """Bytes from one page to the next."""

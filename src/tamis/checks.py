@@ -100,7 +100,7 @@ def scale_factor(name: str, value: object) -> float | Tensor:
             raise refuse_type(name, "one float32 element", describe(value), "pass a float or a one-element tensor")
         if value.device.type == "cpu":
             positive_number(name, float(value))
-        return value
+        return value.reshape(())
     return positive_number(name, value)
 
 

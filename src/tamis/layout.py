@@ -22,6 +22,7 @@ index-fp8      planar: rows of 128 e4m3, then one float32 scale per row         
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -200,7 +201,9 @@ def plain_fp8(*, latent: int = 512, rope: int = 64) -> Layout:
 
 def index_fp8(*, dim: int = 128, rounding: Rounding = "bf16") -> Layout:
     """Index keys in planar pages: all rows' e4m3 values first, then one float32 power-of-two scale per row."""
-    _widths(dim, 0, 4)
+    checks.integer("dim", dim, low=1)
+    if dim % 4:
+        raise checks.refuse("dim", "a multiple of 4 (float32 scales follow the values)", dim, "choose such a width")
     checks.option("rounding", rounding, ("bf16", "none"))
     return Layout(
         "index-fp8" if dim == 128 else f"index-fp8[{dim}]",
@@ -244,15 +247,16 @@ NAMES = tuple(_BUILDERS)
 def named(layout: str | Layout, **options: Any) -> Layout:
     """The layout of that name; `options` are those of the function behind it, e.g. `latent=128, rope=32`."""
     if isinstance(layout, Layout):
+        if options:
+            given = ", ".join(options)
+            raise checks.refuse_type("options", "absent beside a Layout object", given, "build the layout with them")
         return layout
-    if layout not in _BUILDERS:
+    if not isinstance(layout, str) or layout not in _BUILDERS:
         raise checks.refuse("layout", f"one of {', '.join(NAMES)}", repr(layout), "or pass a Layout object")
-    try:
-        return _BUILDERS[layout](**options)
-    except TypeError as error:
-        if "unexpected keyword" not in str(error):
-            raise
-        raise TypeError(f"layout {layout!r} does not take these options: {', '.join(options)}") from error
+    known = tuple(signature(_BUILDERS[layout]).parameters)
+    if unknown := ", ".join(o for o in options if o not in known):
+        raise checks.refuse_type("options", f"among {', '.join(known)} for {layout!r}", unknown, "drop the others")
+    return _BUILDERS[layout](**options)
 
 
 def for_engine(cache_dtype: str, *, latent: int = 512, rope: int = 64, dtype: torch.dtype = torch.bfloat16) -> Layout:

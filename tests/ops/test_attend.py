@@ -89,6 +89,8 @@ def test_e4m3_query_with_its_scale() -> None:
     assert relative_error(result.out, expected) < 4e-3
     as_tensor = attend(q, Selection(cache, slots), scale=0.05, value_dim=512, q_scale=torch.tensor([0.25]))
     assert torch.equal(result.out, as_tensor.out)
+    deep = attend(q, Selection(cache, slots), scale=0.05, value_dim=512, q_scale=torch.full((1, 1, 1, 1), 0.25))
+    assert torch.equal(result.out, deep.out)
 
 
 def test_hostile_indices_are_skipped() -> None:

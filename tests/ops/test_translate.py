@@ -90,6 +90,13 @@ def test_shards_of_all_ranks_cover_every_position_once() -> None:
     assert all(sorted(o[o >= 0].tolist()) == list(range(16)) for o in owned)
 
 
+def test_a_garbage_page_id_never_wraps_around_to_a_valid_slot() -> None:
+    table = torch.tensor([[2**29, 3, INT_MAX]], dtype=torch.int32)
+    positions = torch.tensor([[5, 64 + 5, 128]], dtype=torch.int32)
+    found = translate_positions(positions, torch.zeros(1, dtype=torch.int32), table, page_size=64)
+    assert found.slots.tolist() == [[-1, 3 * 64 + 5, -1]]
+
+
 GOOD = {
     "positions": torch.zeros(3, 5, dtype=torch.int32),
     "request_ids": torch.zeros(3, dtype=torch.int32),

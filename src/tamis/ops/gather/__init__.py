@@ -47,7 +47,7 @@ def gather_kv(
     """
     starts, first = _request_rows(cache, block_table, lengths, starts, first)
     if out is None:
-        rows = int((starts + lengths).max()) if len(lengths) else 0
+        rows = int((starts.long() + lengths).max()) if len(lengths) else 0
         out = torch.zeros(rows, cache.layout.width, dtype=torch.bfloat16, device=cache.device)
     checks.tensor("out", out, "N D", checks.FLOATS, D=cache.layout.width, device=cache.device)
     _rows_fit("out", out.shape[0], starts, lengths)
@@ -70,7 +70,7 @@ def gather_index(
     `rows` may be an upper bound: rows past the last request are zeros. Other arguments as in `gather_kv`.
     """
     layout = cache.layout
-    if layout.scales is None or layout.scales.dtype != torch.float32 or layout.scales.count != 1:
+    if layout.scales is None or layout.scales.dtype != torch.float32 or layout.scales.count != 1 or layout.rope:
         raise checks.refuse("cache", "of layout index-fp8", repr(layout.name), "use gather_kv for latent rows")
     starts, first = _request_rows(cache, block_table, lengths, starts, first)
     checks.integer("rows", rows, low=0)
@@ -97,11 +97,15 @@ def _request_rows(
     if starts is None:
         starts = (torch.cumsum(lengths, 0) - lengths).int()
     checks.tensor("starts", starts, "B", (torch.int32,), B=count, device=device)
-    if starts.device.type == "cpu" and bool((starts[1:] < (starts + lengths)[:-1]).any()):
+    checks.values_between("starts", starts, 0, 2**31 - 1, "workspace rows count from 0")
+    if starts.device.type == "cpu" and bool((starts[1:] < (starts.long() + lengths)[:-1]).any()):
         raise checks.refuse("starts", "ascending, requests not overlapping", starts.tolist(), "use a running sum")
     return starts, first
 
 
 def _rows_fit(name: str, rows: int, starts: Tensor, lengths: Tensor) -> None:
-    if starts.device.type == "cpu" and len(starts) and int((starts + lengths).max()) > rows:
-        raise checks.refuse(name, f"at least {int((starts + lengths).max())} rows", rows, "make the workspace larger")
+    if starts.device.type != "cpu" or len(starts) == 0:
+        return
+    needed = int((starts.long() + lengths).max())
+    if needed > rows:
+        raise checks.refuse(name, f"at least {needed} rows", rows, "make the workspace larger")

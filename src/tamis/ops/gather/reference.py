@@ -57,6 +57,8 @@ def request_slots(
 ) -> Tensor:
     """The slot behind each of `rows` workspace rows, -1 where no request has one. Works without knowing the lengths
     on the host: each row finds its request by a search in `starts`."""
+    if block_table.numel() == 0:
+        return torch.full((rows,), -1, dtype=torch.int64, device=block_table.device)
     row = torch.arange(rows, device=block_table.device)
     request = torch.searchsorted(starts.long(), row, right=True) - 1
     known = request.clamp_min(0)

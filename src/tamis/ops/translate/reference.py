@@ -24,7 +24,10 @@ def translate_positions(
         position = position // (interleave * ranks) * interleave + position % interleave
     page = position // page_size
     valid &= page < block_table.shape[1]
-    table = block_table.index_select(0, request_ids.long())
+    # On a device nobody has looked at the ids; an unknown request selects nothing instead of reading past the table.
+    request = request_ids.long()
+    valid &= ((request >= 0) & (request < block_table.shape[0])).unsqueeze(1)
+    table = block_table.index_select(0, request.clamp(0, block_table.shape[0] - 1))
     page_id = table.gather(1, page.clamp(0, block_table.shape[1] - 1)).long()
     slots = page_id * rows_per_page + position % page_size
     if workspace is None:
@@ -32,9 +35,12 @@ def translate_positions(
     else:
         ids, starts = workspace
         prefill = (ids >= 0).unsqueeze(1)
-        base = starts.long()[ids.long().clamp_min(0)] if len(starts) else torch.zeros_like(ids, dtype=torch.long)
-        slots = torch.where(prefill, base.unsqueeze(1) + position, slots)
+        if len(starts):
+            base = starts.long()[ids.long().clamp(0, len(starts) - 1)]
+            slots = torch.where(prefill, base.unsqueeze(1) + position, slots)
         valid &= prefill | (page_id >= 0)
+    # A page id so large that its slot leaves 32 bits would come back as some other, valid slot.
+    valid &= slots < 2**31
     slots = torch.where(valid, slots, -1).int()
     if compact:
         order = torch.argsort((~valid).to(torch.uint8), dim=1, stable=True)

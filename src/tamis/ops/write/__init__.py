@@ -16,6 +16,15 @@ def join_parts(name: str, value: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         return value
     if len(value) != 2:
         raise checks.refuse(name, "one tensor or a pair (latent, rope)", f"{len(value)} parts", "pass two tensors")
+    first, second = value
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        received = f"{checks.describe(first)} and {checks.describe(second)}"
+        raise checks.refuse_type(name, "a pair of tensors", received, "pass torch.Tensors")
+    alike = first.dim() > 0 and first.shape[:-1] == second.shape[:-1] and first.device == second.device
+    floats = first.dtype in checks.FLOATS and second.dtype in checks.FLOATS
+    if not alike or (first.dtype != second.dtype and not floats):
+        expected = "a pair alike in all but the last axis"
+        raise checks.refuse(name, expected, f"{checks.describe(first)} and {checks.describe(second)}", "match them")
     return torch.cat(value, dim=-1)
 
 
@@ -28,7 +37,12 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
         slots: int32 or int64 [T'] with T' <= T. A negative slot skips its row, and rows past T' are not written (a
             graph-padded batch may carry more rows than slots). Two rows with the same slot leave one of them there.
     """
-    kv = join_parts("kv", kv)
+    parts = kv
+    kv = join_parts("kv", parts)
+    widths = [cache.layout.latent, cache.layout.rope]
+    if isinstance(parts, tuple) and [part.shape[-1] for part in parts] != widths:
+        received = [list(part.shape) for part in parts]
+        raise checks.refuse("kv", f"a pair of widths {widths}", received, f"rows of {cache!r}")
     sizes = checks.tensor(
         "kv", kv, "T D", checks.FLOATS, D=cache.layout.width, device=cache.device, remedy=f"rows of {cache!r}"
     )

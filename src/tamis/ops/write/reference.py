@@ -20,9 +20,8 @@ def exponent_above(x: Tensor) -> Tensor:
 
 def tile_scales(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Scales of tiles [N, tiles, tile]: the float32 factor of each tile and what the row stores for it."""
-    amax = values.abs().amax(-1)
     # A NaN stays where it is; it must not also take away the other values' scale.
-    amax = amax.nan_to_num(0.0, posinf=torch.finfo(torch.float32).max)
+    amax = values.abs().nan_to_num_(0.0, posinf=torch.finfo(torch.float32).max).amax(-1)
     smallest = (amax / E4M3_MAX).clamp_min(layout.scale_floor)
     if layout.scale_mode == "exact":
         return smallest, smallest
@@ -53,8 +52,12 @@ def encode_rows(kv: Tensor, layout: Layout, scale: float | Tensor = 1.0) -> tupl
 
 
 def write_kv(kv: Tensor, cache: PagedCache, slots: Tensor) -> None:
-    """Insert rows; negative slots are skipped."""
-    wanted = slots >= 0
+    """Insert rows; negative slots are skipped, and of rows with the same slot the last is written."""
+    # Left to index_put, a slot given twice could take its values from one row and its scales from the other.
+    ordered, row_of = torch.sort(slots, stable=True)
+    last = torch.ones_like(ordered, dtype=torch.bool)
+    last[:-1] = ordered[1:] != ordered[:-1]
+    wanted = row_of[last & (ordered >= 0) & (ordered < cache.rows)]
     slots = slots[wanted].long()
     encoded = encode_rows(kv[wanted], cache.layout, cache.scale)
     page, row = slots // cache.page_size, slots % cache.page_size

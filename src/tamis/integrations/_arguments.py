@@ -1,0 +1,44 @@
+"""Checks that the drop-in modules share: the core's rules, told under the names of the imitated function's arguments.
+
+The core would refuse the same input, but it would speak of selections and slots, which its callers have never seen.
+"""
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.cache import PagedCache
+from tamis.layout import Layout
+from tamis.ops.attend import MAX_HEADS
+
+ONE_BYTE = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+"""How engines declare packed or FP8 storage; only the bytes matter."""
+
+
+def wrap_pages(name: str, pages: Tensor, layout: Layout) -> PagedCache:
+    """`PagedCache.wrap` for [pages, page_size, C], whose refusals name the caller's argument."""
+    try:
+        return PagedCache.wrap(pages, layout)
+    except ValueError as error:
+        raise ValueError(name + str(error).removeprefix("storage").removeprefix("pages")) from error
+
+
+def head_count(name: str, heads: int) -> None:
+    """Check how many query heads there are."""
+    if not 1 <= heads <= MAX_HEADS:
+        raise checks.refuse(name, f"of 1 to {MAX_HEADS} heads", heads, "split the heads over several calls")
+
+
+def sink(name: str, value: Tensor | None, heads: int, device: torch.device) -> None:
+    """Check an optional sink, one float32 per head."""
+    if value is None:
+        return
+    checks.tensor(name, value, "h", (torch.float32,), device=device, remedy="one per query head", h=heads)
+    if value.device.type == "cpu" and bool(value.isnan().any()):
+        raise checks.refuse(name, "free of NaN", "NaN", "use -inf for a head without a sink")
+
+
+def lengths(name: str, value: Tensor, count: int, columns: int, device: torch.device) -> None:
+    """Check how many of `columns` leading columns count, for `count` rows."""
+    checks.tensor(name, value, "n", (torch.int32,), device=device, n=count)
+    checks.values_between(name, value, 0, columns, f"it counts leading columns, of which there are {columns}")
