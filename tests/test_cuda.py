@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tamis import Batch, Caches, LayerSpec, Limits, PagedCache, PageMap, PagePool, Planner, Selection, SparseMLA
-from tamis.layout import NAMES, named
+from tamis.layout import NAMES, Layout, named, v32_fp8
 from tamis.ops import attend, gather_kv, translate_positions, write_kv
 
 pytestmark = pytest.mark.gpu
@@ -18,9 +18,11 @@ def to_gpu(batch: Batch, **fields) -> Batch:
     return replace(batch, pages=pages, **fields)
 
 
-@pytest.mark.parametrize("layout", NAMES)
-def test_writes_give_the_same_bytes_as_on_the_host(layout: str) -> None:
+@pytest.mark.parametrize("layout", [*NAMES, v32_fp8(scale_mode="exact")], ids=str)
+def test_writes_give_the_same_bytes_as_on_the_host(layout: str | Layout) -> None:
     host, device = (PagedCache(layout, 9, PAGE, device=d) for d in ("cpu", "cuda"))
+    if host.layout.scale_mode == "tensor":
+        host, device = host.with_scale(0.37), device.with_scale(0.37)
     kv = torch.randn(100, host.layout.width) * torch.logspace(-6, 4, 100).unsqueeze(1)
     slots = torch.randperm(144)[:100]
     slots[::7] = -1

@@ -39,6 +39,7 @@ class PagedCache:
         layout = named(layout)
         checks.integer("pages", pages, low=1)
         checks.integer("page_size", page_size, low=1)
+        _few_enough(pages, page_size)
         raw = torch.zeros(pages, layout.page_bytes(page_size), dtype=torch.uint8, device=device)
         used = raw[:, : layout.row_bytes * page_size].unflatten(1, (page_size, layout.row_bytes))
         self._hold(layout, used.view(layout.element), page_size, scale)
@@ -70,8 +71,7 @@ class PagedCache:
         pages, item, row = storage.shape[0], storage.element_size(), layout.row_elements
         if pages == 0 or page_size == 0:
             raise checks.refuse("storage", "at least one page of one row", list(storage.shape), "allocate pages first")
-        if pages * page_size >= 2**31:
-            raise checks.refuse("pages", "fewer than 2**31 rows in all", pages * page_size, "slots are 32-bit numbers")
+        _few_enough(pages, page_size)
         if storage.stride(2) != 1 or (page_size > 1 and storage.stride(1) != row):
             raise checks.refuse(
                 "storage", f"contiguous inside a page (strides *, {row}, 1)", storage.stride(), "call .contiguous()"
@@ -146,6 +146,11 @@ class PagedCache:
     def __repr__(self) -> str:
         """Name, size and place."""
         return f"PagedCache({self.layout.name!r}, pages={self.pages}, page_size={self.page_size}, {self.device})"
+
+
+def _few_enough(pages: int, page_size: int) -> None:
+    if pages * page_size >= 2**31:
+        raise checks.refuse("pages", "fewer than 2**31 rows in all", pages * page_size, "slots are 32-bit numbers")
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,13 +12,22 @@ _WORKING_BYTES = 32 * 2**20
 """Dequantised rows held at once: small enough to stay in the last-level cache, large enough for full matrix speed."""
 
 
-def selected_rows(selection: Selection, start: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Dequantised rows [t, K, width] of query tokens start..end and which of them count [t, K]."""
+def selected_rows(
+    selection: Selection, start: int, end: int, dtype: torch.dtype, *, trim: bool
+) -> tuple[Tensor, Tensor]:
+    """Dequantised rows [t, K, width] of query tokens start..end and which of them count [t, K].
+
+    With `trim`, columns past the last one that any of these tokens uses are left out.
+    """
     cache, slots = selection.cache, selection.slots[start:end]
     valid = (slots >= 0) & (slots < cache.rows)
     if selection.lengths is not None:
         columns = torch.arange(slots.shape[1], device=slots.device)
         valid &= columns < selection.lengths[start:end].unsqueeze(1)
+    if trim:
+        used = valid.any(0).nonzero()
+        last = int(used[-1]) + 1 if len(used) else 0
+        slots, valid = slots[:, :last], valid[:, :last]
     rows = decode_rows(cache, torch.where(valid, slots, 0).long().reshape(-1)).to(dtype)
     rows = rows.view(*slots.shape, cache.layout.width)
     # Masked columns read row 0, which may hold anything: 0 * NaN would survive the sum over values.
@@ -37,9 +46,12 @@ def attend_slots(
     top = torch.full_like(lse, -torch.inf)
     step = max(1, _WORKING_BYTES // max(1, columns * width * dtype.itemsize))
     per_split = -(-columns // splits)
+    # Short contexts leave most of a wide selection empty. Looking would wait for a device, and would move the bounds
+    # of splits.
+    trim = splits == 1 and q.device.type == "cpu"
     for start in range(0, tokens, step):
         end = min(start + step, tokens)
-        pairs = [selected_rows(s, start, end, dtype) for s in selections]
+        pairs = [selected_rows(s, start, end, dtype, trim=trim) for s in selections]
         keys = pairs[0][0] if len(pairs) == 1 else torch.cat([p[0] for p in pairs], dim=1)
         valid = torch.cat([p[1] for p in pairs], dim=1)
         logits = torch.bmm(q[start:end].to(dtype), keys.transpose(1, 2)) * scale

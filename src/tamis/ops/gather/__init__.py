@@ -94,6 +94,12 @@ def _request_rows(
     checks.values_between("lengths", lengths, 0, longest, "the block table has no page for more")
     checks.values_between("first", first, 0, longest, "the block table has no page for more")
     checks.values_between("first + lengths", first + lengths, 0, longest, "the block table has no page for more")
+    if device.type == "cpu":
+        page = torch.arange(block_table.shape[1]).unsqueeze(0) * cache.page_size
+        needed = (page < (first + lengths).unsqueeze(1)) & (page + cache.page_size > first.unsqueeze(1))
+        needed &= lengths.unsqueeze(1) > 0
+        remedy = "every page within a request's length must be one of the cache"
+        checks.values_between("block_table", block_table[needed], 0, cache.pages - 1, remedy)
     if starts is None:
         starts = (torch.cumsum(lengths, 0) - lengths).int()
     checks.tensor("starts", starts, "B", (torch.int32,), B=count, device=device)

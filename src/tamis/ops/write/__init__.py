@@ -76,7 +76,7 @@ def write_normed_kv(
         slots: as in `write_kv`.
         norm_weight: [L].
         positions: integer [T], absolute.
-        cos_sin: float32 [max_positions, R] from `tamis.rope.cos_sin_table`.
+        cos_sin: float32 [max_positions, R] from `tamis.rope.Rope.cos_sin_table`.
         eps: of the norm.
         interleaved: pairs (2i, 2i+1), as the main attention uses; False: (i, i + R/2).
         backend: a name from `tamis backends`, or "auto".

@@ -18,11 +18,16 @@ def exponent_above(x: Tensor) -> Tensor:
     return exponent - (mantissa == 0.5).to(exponent.dtype)
 
 
+def divide(x: Tensor, divisor: float | Tensor) -> Tensor:
+    """x / divisor, correctly rounded on every device: CUDA multiplies by the reciprocal of a plain number."""
+    return x / (divisor if isinstance(divisor, Tensor) else torch.full((), divisor, dtype=x.dtype, device=x.device))
+
+
 def tile_scales(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Scales of tiles [N, tiles, tile]: the float32 factor of each tile and what the row stores for it."""
     # A NaN stays where it is; it must not also take away the other values' scale.
     amax = values.abs().nan_to_num_(0.0, posinf=torch.finfo(torch.float32).max).amax(-1)
-    smallest = (amax / E4M3_MAX).clamp_min(layout.scale_floor)
+    smallest = divide(amax, E4M3_MAX).clamp_min(layout.scale_floor)
     if layout.scale_mode == "exact":
         return smallest, smallest
     exponent = exponent_above(smallest)
@@ -37,7 +42,7 @@ def encode_rows(kv: Tensor, layout: Layout, scale: float | Tensor = 1.0) -> tupl
     if layout.scale_mode == "none":
         return kv.to(layout.element), None, None
     if layout.scale_mode == "tensor":
-        return to_e4m3(kv.float() / scale), None, None
+        return to_e4m3(divide(kv.float(), scale)), None, None
     latent = kv[:, : layout.latent]
     if layout.rounding == "bf16":
         latent = latent.to(torch.bfloat16)

@@ -1,0 +1,100 @@
+"""`tamis backends`: which implementation runs a layer on this machine, and why the others do not."""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from tamis.cli.machine import DEVICES, describe_machine, machine_line, pick_device
+from tamis.cli.parser import FAILED, OK, Subcommands, add_command
+from tamis.cli.table import render_table
+
+if TYPE_CHECKING:
+    from tamis.backends import Need
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the choice makes of one backend."""
+
+    name: str
+    state: str
+    """chosen, possible (another one is preferred) or rejected."""
+    reasons: list[str]
+    """Every reason for a rejection."""
+    summary: str
+    stages: tuple[str, ...]
+
+
+def register(subcommands: Subcommands) -> None:
+    """Add the command."""
+    parser = add_command(
+        subcommands,
+        "backends",
+        run,
+        summary="Show which implementation would run a layer on this machine, and every reason against the others",
+        details="Exits with 1 if none can.",
+        example="tamis backends --heads 128 --layout v32-fp8 --page-size 64",
+    )
+    parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
+    parser.add_argument("--heads", type=int, default=128, metavar="N", help="query heads on one rank (default: 128)")
+    parser.add_argument("--layout", default="v32-fp8", metavar="NAME", help="of the latent cache (default: v32-fp8)")
+    parser.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens per page (default: 64)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of the queries (default: bf16)")
+    parser.add_argument("--topk", type=int, default=2048, metavar="N", help="selected positions (default: 2048)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table or the JSON object."""
+    device = pick_device(options.device)
+    machine = describe_machine(device)
+    need = _need(options)
+    verdicts = judge(need)
+    if options.json:
+        layer = {"heads": need.spec.heads, "layout": need.layout.name, "page_size": need.page_size}
+        layer |= {"dtype": options.dtype, "topk": options.topk}
+        print(json.dumps({"machine": machine, "layer": layer, "backends": [asdict(v) for v in verdicts]}, indent=2))
+    else:
+        print(machine_line(machine))
+        print(
+            f"layer: {options.heads} heads, top-k {options.topk}, {options.dtype} queries, "
+            f"{need.layout.name} pages of {options.page_size}\n"
+        )
+        rows = [(v.name, v.state, v.summary, "\n".join(v.reasons) or "-") for v in verdicts]
+        print(render_table(("backend", "state", "what it is", "reasons against it"), rows))
+    return OK if any(v.state == "chosen" for v in verdicts) else FAILED
+
+
+def judge(need: "Need") -> list[Verdict]:
+    """Every backend of the table, in order of preference. Unlike `choose`, this answers when none fits as well."""
+    from tamis.backends import BACKENDS
+
+    verdicts: list[Verdict] = []
+    for backend in BACKENDS:
+        reasons = backend.refusals(need)
+        taken = any(v.state == "chosen" for v in verdicts)
+        state = "rejected" if reasons else "possible" if taken else "chosen"
+        verdicts.append(Verdict(backend.name, state, reasons, backend.summary, backend.stages))
+    return verdicts
+
+
+def _need(options: argparse.Namespace) -> "Need":
+    import torch
+
+    from tamis import checks
+    from tamis.backends import Need
+    from tamis.layout import NAMES, named
+    from tamis.spec import LayerSpec
+
+    checks.option("layout", options.layout, [name for name in NAMES if not name.startswith("index")])
+    checks.integer("page_size", options.page_size, low=1)
+    layout = named(options.layout)
+    # V4 rows are all value; in V3.2 the rope part is key only.
+    v4 = options.layout.startswith("v4")
+    value_dim = layout.width if v4 else layout.latent
+    spec = LayerSpec(options.heads, layout.latent, layout.rope, value_dim, topk=options.topk, sink=v4)
+    device = pick_device(options.device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return Need(spec, device, capability, getattr(torch, DTYPES[options.dtype]), layout, options.page_size)

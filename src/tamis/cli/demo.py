@@ -1,0 +1,179 @@
+"""`tamis demo`: serve a tiny model with continuous batching over paged caches and show what that costs and saves."""
+
+import argparse
+import json
+from math import floor
+from typing import TYPE_CHECKING, Any
+
+from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.parser import FAILED, OK, Subcommands, add_command
+from tamis.cli.progress import Progress
+from tamis.cli.table import render_table
+
+if TYPE_CHECKING:
+    from tamis.demo.serve import Served
+    from tamis.demo.shape import ModelShape, Workload
+
+DETAILS = """\
+A DeepSeek-V3.2-shaped layer stack with random weights (full-size 512+64 latent rows, 128-wide index keys) serves
+requests of different lengths that arrive one after the other: chunked prefill, mixed steps, decode steps. Beside it,
+dense attention and attention over the same selection with exact rows are computed for comparison.
+
+Exits with 1 if the error caused by the cache format exceeds its bound."""
+
+
+def register(subcommands: Subcommands) -> None:
+    """Add the command."""
+    parser = add_command(
+        subcommands,
+        "demo",
+        run,
+        summary="Serve a tiny model over paged FP8 caches and compare it with dense attention",
+        details=DETAILS,
+        example="tamis demo --requests 4 --topk 64 --cache v32-fp8",
+    )
+
+    def number(name: str, default: int, text: str) -> None:
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+
+    number("--requests", 8, "how many requests")
+    number("--max-prompt", 1600, "longest prompt; the others are spread evenly below it")
+    number("--new-tokens", 24, "tokens that each request generates")
+    number("--layers", 3, "layers of the model")
+    number("--heads", 8, "query heads, 1 to 128")
+    number("--topk", 128, "positions that the indexer selects per token")
+    number("--token-budget", 256, "most tokens per step; longer prompts are prefilled in chunks")
+    number("--page-size", 64, "tokens per page")
+    parser.add_argument(
+        "--cache",
+        choices=("v32-fp8", "v32-bf16", "v32-fp32"),
+        default="v32-fp8",
+        help="format of the latent rows (default: v32-fp8); index keys are FP8, with v32-fp32 exact",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("auto", "mixed", "separate"),
+        default="auto",
+        help="one call for all tokens, or prefills gathered into a 16-bit workspace (default: auto, by heads)",
+    )
+    parser.add_argument("--yarn-factor", type=float, default=1.0, metavar="X", help="stretch positions (default: 1)")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to run (default: cpu)")
+    number("--seed", 0, "of weights and prompts; the same seed generates the same tokens")
+    parser.add_argument("--no-check", action="store_true", help="skip the comparison with dense attention")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve, compare, and print the tables or the JSON object."""
+    let_waiting_threads_sleep()
+    device = pick_device(options.device)
+    from tamis.demo.report import as_data, failed_checks
+    from tamis.demo.serve import serve
+    from tamis.demo.shape import ModelShape, Workload
+
+    shape = ModelShape(layers=options.layers, heads=options.heads, topk=options.topk, yarn_factor=options.yarn_factor)
+    workload = Workload(
+        requests=options.requests,
+        max_prompt=options.max_prompt,
+        new_tokens=options.new_tokens,
+        token_budget=options.token_budget,
+        page_size=options.page_size,
+        cache=options.cache,
+        mode=options.mode,
+        device=device.type,
+        seed=options.seed,
+        check=not options.no_check,
+    )
+    progress = Progress("tokens")
+    try:
+        served = serve(shape, workload, progress.update)
+    finally:
+        progress.close()
+    machine = describe_machine(device)
+    failures = failed_checks(served, workload)
+    if options.json:
+        print(json.dumps({"machine": machine, **as_data(shape, workload, served)}))
+    else:
+        _print_report(machine, shape, workload, served, failures)
+    return FAILED if failures else OK
+
+
+def _print_report(
+    machine: dict[str, Any], shape: "ModelShape", workload: "Workload", served: "Served", failures: list[str]
+) -> None:
+    from tamis.demo.shape import ERROR_BOUNDS
+
+    print(machine_line(machine))
+    print(f"model: {shape.layers} layers, {shape.heads} heads, top-k {shape.topk}, {served.mode} mode\n")
+    print(_serving_table(workload, served), end="\n\n")
+    print(_cache_table(served), end="\n\n")
+    if served.errors is not None:
+        print(_error_table(served), end="\n\n")
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    if not failures:
+        print(_conclusion(workload, served, ERROR_BOUNDS[workload.cache]))
+
+
+def _serving_table(workload: "Workload", served: "Served") -> str:
+    lengths = workload.prompt_lengths
+    steps = served.steps
+    share = served.tokens_attended / served.tokens_in_context
+    rows = [
+        ("requests", f"{workload.requests}, prompts of {lengths[0]} to {lengths[-1]} tokens"),
+        (
+            "steps",
+            f"{sum(steps.values())}: {steps['prefill']} prefill, {steps['mixed']} mixed, {steps['decode']} decode",
+        ),
+        ("tokens", f"{served.tokens}: {served.prefill_tokens} prefill, {served.decode_tokens} decode"),
+        ("tokens attended", f"{served.tokens_attended} of {served.tokens_in_context} in context ({share:.1%})"),
+        ("pages", f"{served.peak_pages} of {served.pages} used at most, {served.free_pages} free at the end"),
+        ("time", f"{served.seconds:.1f} s serving, {served.check_seconds:.1f} s comparing"),
+        ("speed", f"{served.tokens / served.seconds:.0f} tokens/s, prefill and decode"),
+    ]
+    return render_table(("serving", ""), rows)
+
+
+def _cache_table(served: "Served") -> str:
+    from tamis.demo.report import row_sizes
+
+    rows = [(s.what, s.layout, s.stored, s.bf16, f"{s.ratio:.2f}") for s in row_sizes(served)]
+    header = ("cache, per token and layer", "format", "bytes", "bytes in bf16", "ratio")
+    return render_table(header, rows, "llrrr")
+
+
+def _error_table(served: "Served") -> str:
+    rows = [
+        (
+            layer,
+            f"{e.dense_error:.2e}",
+            f"{e.quantisation_error:.2e}",
+            f"{e.mass_covered:.1%}",
+            "-" if e.mass_covered_selecting is None else f"{e.mass_covered_selecting:.1%}",
+        )
+        for layer, e in enumerate(served.errors or [])
+    ]
+    header = (
+        "layer",
+        "error against\ndense attention",
+        "error against the same\nselection, exact rows",
+        "dense attention\ncovered",
+        "the same, where\ncontext > top-k",
+    )
+    return render_table(header, rows, "lrrrr")
+
+
+def _conclusion(workload: "Workload", served: "Served", bound: float) -> str:
+    start = (
+        f"Served {workload.requests} of {workload.requests} requests from {served.latent.name} pages, all given back"
+    )
+    if served.errors is None:
+        return f"{start}; accuracy was not checked (--no-check)."
+    share = served.tokens_attended / served.tokens_in_context
+    # Rounded down, for "at least", but not below a whole that float32 sums just missed.
+    covered = floor(100 * min(e.mass_covered for e in served.errors) + 1e-3)
+    worst = max(e.quantisation_error for e in served.errors)
+    return (
+        f"{start}.\nAttention read {share:.0%} of the context, which holds at least {covered}% of dense attention's "
+        f"weight in every layer;\nstoring rows as {served.latent.name} costs a relative error of {worst:.1e} or less "
+        f"(bound: {bound:.0e})."
+    )
