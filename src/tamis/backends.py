@@ -108,6 +108,7 @@ def choose(
     dtype: torch.dtype = torch.bfloat16,
     page_size: int = 64,
     prefer: str = "auto",
+    capability: tuple[int, int] | None = None,
     backends: tuple[Backend, ...] = BACKENDS,
 ) -> Choice:
     """Choose a backend for a layer, with reasons; a ValueError with all reasons if none fits.
@@ -119,6 +120,7 @@ def choose(
         dtype: of the queries.
         page_size: of the latent cache.
         prefer: a backend's name makes it that one or an error; "auto" takes the first that fits.
+        capability: of a CUDA device, where the caller knows it; asking the device itself starts CUDA.
         backends: the table to choose from.
     """
     device = torch.device(device)
@@ -128,7 +130,8 @@ def choose(
     checks.integer("page_size", page_size, low=1)
     if layout.width != spec.head_dim:
         raise checks.refuse("layout", f"{spec.head_dim} wide like the spec", layout.width, "choose matching widths")
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if capability is None and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
     need = Need(spec, device, capability, dtype, layout, page_size)
     names = [b.name for b in backends]
     if prefer != "auto":

@@ -1,0 +1,185 @@
+"""What vLLM asks a backend before and while it sets it up: `TamisSparseBackend`."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from tamis import checks
+from tamis.backends import choose
+from tamis.integrations.vllm.impl import SparseImpl
+from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder, model_field
+from tamis.layout import for_engine
+from tamis.spec import LayerSpec
+
+_ROPE = 64
+"""Rope columns in the rows of every model family that vLLM runs sparsely; a head size alone does not tell."""
+
+
+class TamisSparseBackend:
+    """Sparse MLA through tamis. Nothing here depends on the width of the query before absorption."""
+
+    accept_output_buffer: bool = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        "auto",
+        "bfloat16",
+        "float16",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_ds_mla",
+    ]
+
+    @staticmethod
+    def get_name() -> str:
+        """The name in logs and reports."""
+        return "TAMIS_SPARSE_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseImpl]:
+        """The class of a layer's attention."""
+        return SparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseMetadataBuilder]:
+        """The class that makes per-step metadata."""
+        return SparseMetadataBuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type[SparseMetadata]:
+        """The class of that metadata."""
+        return SparseMetadata
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """Page sizes to ask the engine for. Any would do here, but vLLM's index keys come in pages of 64 only, and
+        both caches share their pages."""
+        return [64]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Row widths of the models that reach this backend."""
+        return [576]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """For latent attention."""
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        """For layers with an indexer."""
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Attention sinks are supported."""
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Whether any tamis backend runs on such a device."""
+        return _device_refusal(LayerSpec(heads=1, topk=1), _pair(capability)) is None
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        *more: Any,
+        device_capability: Any = None,
+        model_config: Any = None,
+        **others: Any,
+    ) -> str | None:
+        """None if this combination runs, else every reason why not.
+
+        Args:
+            head_size: width of a cached row.
+            dtype: of the queries.
+            kv_cache_dtype: as in `--kv-cache-dtype`; None means "auto".
+            block_size: of the cache; None where the engine has not decided.
+            use_mla: whether the layer is latent attention.
+            has_sink: whether it has attention sinks.
+            use_sparse: whether it has an indexer.
+            more: what vLLM passes by place after these: the capability, and in newer versions `use_mm_prefix` first.
+            device_capability: (major, minor) of a CUDA device; None for a CPU.
+            model_config: vLLM's; if given, its model must have `index_topk`.
+            others: keywords of newer versions. `use_mm_prefix` is looked at.
+        """
+        flags = [m for m in more if isinstance(m, bool)]
+        capability = next((m for m in more if m is not None and not isinstance(m, bool)), device_capability)
+        known_size = head_size in cls.get_supported_head_sizes()
+        known_cache = kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+        refusals = {
+            "the layer is not latent attention (MLA)": not use_mla,
+            "the layer is not sparse": not use_sparse,
+            "bidirectional multimodal prefixes are not supported": bool(others.get("use_mm_prefix", any(flags))),
+            f"head size {head_size} is not one of {_listed(cls.get_supported_head_sizes())}": not known_size,
+            f"cache dtype {kv_cache_dtype!r} is not one of {_listed(cls.supported_kv_cache_dtypes)}": not known_cache,
+            "the model config has no index_topk": (
+                model_config is not None and model_field(model_config, "index_topk") is None
+            ),
+        }
+        reasons = [reason for reason, applies in refusals.items() if applies]
+        # What was refused above is replaced by something usual, so that the device's own reasons come out as well.
+        spec = _spec(head_size if known_size else 576, has_sink)
+        cache = kv_cache_dtype if known_cache and kv_cache_dtype is not None else "auto"
+        refusal = _device_refusal(spec, _pair(capability), cache=cache, dtype=dtype, block_size=block_size)
+        return "; ".join(reasons + ([refusal] if refusal else [])) or None
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[pages, page size, row]; a row of `fp8_ds_mla` is 656 bytes for 576 numbers and 584 for 512."""
+        if num_kv_heads != 1:
+            raise checks.refuse("num_kv_heads", "1", num_kv_heads, "latent attention keeps one row for all heads")
+        spec = _spec(head_size, False)
+        layout = for_engine(cache_dtype_str, latent=spec.latent_dim, rope=spec.rope_dim)
+        return (num_blocks, block_size, layout.row_elements)
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str | None:
+        """None: with one KV head, vLLM's "HND" and "NHD" are the same bytes."""
+        return None
+
+
+def _spec(head_size: int, sink: bool) -> LayerSpec:
+    checks.integer("head_size", head_size, low=_ROPE + 1)
+    latent = head_size - _ROPE
+    return LayerSpec(heads=1, latent_dim=latent, rope_dim=_ROPE, value_dim=latent, topk=1, sink=sink)
+
+
+def _device_refusal(
+    spec: LayerSpec,
+    capability: tuple[int, int] | None,
+    *,
+    cache: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int | None = None,
+) -> str | None:
+    floats = dtype if dtype in checks.FLOATS else torch.bfloat16
+    layout = for_engine(cache, latent=spec.latent_dim, rope=spec.rope_dim, dtype=floats)
+    device = "cpu" if capability is None else "cuda"
+    try:
+        choose(spec, device, layout=layout, dtype=dtype, page_size=block_size or 64, capability=capability)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _pair(capability: Any) -> tuple[int, int] | None:
+    if capability is None:
+        return None
+    if hasattr(capability, "major"):
+        return int(capability.major), int(capability.minor)
+    major, minor = capability
+    return int(major), int(minor)
+
+
+def _listed(values: list[Any]) -> str:
+    return ", ".join(str(v) for v in values)

@@ -1,0 +1,291 @@
+"""The attention of one layer under vLLM's names: `SparseImpl`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.absorb import AbsorbedWeights
+from tamis.cache import PagedCache
+from tamis.integrations.vllm.metadata import SparseMetadata
+from tamis.layout import for_engine
+from tamis.ops import write_kv
+from tamis.ops.write import join_parts
+from tamis.pipeline import Shard, SparseMLA
+from tamis.spec import LayerSpec
+
+_USUAL_TOPK = 2048
+
+
+class SparseImpl:
+    """Sparse MLA in MQA form: prefill, decode and mixed steps alike go through `forward_mqa`.
+
+    vLLM's own base class sets the `dcp_*` attributes and `need_to_return_lse_for_decode` before the constructor runs;
+    the values here are those of a rank that is alone.
+    """
+
+    is_sparse: bool = True
+    accept_output_buffer: bool = True
+    supports_dense_mha_prefill: bool = False
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_quant_query_input: bool = False
+    """The engine need not quantise queries; e4m3 queries are accepted all the same."""
+    need_to_return_lse_for_decode: bool = False
+    dcp_world_size: int = 1
+    dcp_rank: int = 0
+    cp_kv_cache_interleave_size: int = 1
+    tamis_backend: str = "auto"
+    """Which kernels run; a name from `tamis backends`."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int = 1,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        **mla_args: Any,
+    ) -> None:
+        """Remember the layer; refuse what it cannot do, with every reason.
+
+        Args:
+            num_heads: query heads on this rank.
+            head_size: kv_lora_rank + qk_rope_head_dim.
+            scale: softmax scale.
+            num_kv_heads: 1.
+            alibi_slopes: None.
+            sliding_window: None.
+            kv_cache_dtype: as in `--kv-cache-dtype`.
+            logits_soft_cap: None.
+            attn_type: "decoder".
+            kv_sharing_target_layer_name: if given, that layer fills the cache, and `forward` writes nothing.
+            mla_args: `kv_lora_rank`, `qk_rope_head_dim`, and where they are needed `qk_nope_head_dim`, `v_head_dim`,
+                `kv_b_proj` (weights), `indexer` or `topk_indices_buffer` (positions), `sinks`. Others are ignored,
+                since engines keep adding some.
+        """
+        latent, rope = mla_args.get("kv_lora_rank"), mla_args.get("qk_rope_head_dim")
+        reasons = _refusals(num_kv_heads, alibi_slopes, sliding_window, logits_soft_cap, attn_type)
+        reasons += _width_refusals(head_size, latent, rope, kv_cache_dtype)
+        if reasons or latent is None or rope is None:
+            raise ValueError(f"tamis cannot run this layer: {'; '.join(reasons)}; choose another attention backend")
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
+        self.scale = self.softmax_scale = float(scale)
+        self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
+        self.kv_lora_rank: int = latent
+        self.qk_rope_head_dim: int = rope
+        self.q_lora_rank: int | None = mla_args.get("q_lora_rank")
+        self.qk_nope_head_dim: int | None = mla_args.get("qk_nope_head_dim")
+        self.v_head_dim: int | None = mla_args.get("v_head_dim")
+        self.qk_head_dim: int | None = mla_args.get("qk_head_dim")
+        self.kv_b_proj, self.indexer = mla_args.get("kv_b_proj"), mla_args.get("indexer")
+        self.sinks: Tensor | None = mla_args.get("sinks")
+        # Classic engines spell the keyword without the s.
+        spellings = ("topk_indices_buffer", "topk_indice_buffer")
+        self._passed_buffer = next((mla_args[s] for s in spellings if mla_args.get(s) is not None), None)
+        self._weights: AbsorbedWeights | None = None
+        buffer = self.topk_indices_buffer
+        spec = LayerSpec(
+            # Context-parallel ranks exchange queries first: each attends for the heads of all.
+            heads=num_heads * self.dcp_world_size,
+            latent_dim=latent,
+            rope_dim=rope,
+            value_dim=latent,
+            scale=self.scale,
+            topk=_USUAL_TOPK if buffer is None else buffer.shape[-1],
+            sink=self.sinks is not None,
+        )
+        shard = Shard(self.dcp_world_size, self.dcp_rank, self.cp_kv_cache_interleave_size)
+        self._attention = SparseMLA(spec, backend=self.tamis_backend, shard=shard)
+
+    @property
+    def topk_indices_buffer(self) -> Tensor | None:
+        """The indexer's positions, or the passed ones without an indexer. Looked up each time: engines may move it."""
+        own: Tensor | None = getattr(self.indexer, "topk_indices_buffer", None)
+        return self._passed_buffer if own is None else own
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: SparseMetadata,
+        layer: Any,
+        output: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Latent output [T, H, kv_lora_rank] of absorbed queries, and the natural-log lse [T, H] if it is needed.
+
+        Args:
+            q: [T, H, head_size], or the pair of its latent and rope part.
+            kv_c_and_k_pe_cache: [pages, page size, row], already holding the step's rows.
+            attn_metadata: of this step.
+            layer: with `_k_scale_float`, read for a per-tensor FP8 cache, and `_q_scale_float`, read for an e4m3
+                query; both anew in each call, and 1.0 where they are missing.
+            output: [T or more, H, kv_lora_rank], or with the last two axes joined, to write into.
+        """
+        q = join_parts("q", q)
+        rows = q.shape[0]
+        cache = self._wrap(kv_c_and_k_pe_cache, self.kv_cache_dtype, getattr(layer, "_k_scale_float", 1.0))
+        attended = self._attention(
+            q,
+            None,
+            cache,
+            attn_metadata.plan_for(rows),
+            positions=self._positions(rows),
+            sink=self.sinks,
+            # A 16-bit query was never divided by the scale, so the engine's number does not apply to it.
+            q_scale=getattr(layer, "_q_scale_float", 1.0) if q.dtype == torch.float8_e4m3fn else 1.0,
+            out=None if output is None else _rows_of("output", output, rows, self._attention.spec.heads),
+        )
+        return attended.out, attended.lse if self.need_to_return_lse_for_decode else None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str | None = None,
+        k_scale: float | Tensor = 1.0,
+    ) -> None:
+        """Write latent rows [T, kv_lora_rank] and rope rows [T, (1,) rope] at their slots; a negative slot skips its
+        row, rows past the slots are padding, and an empty cache (profiling) takes nothing."""
+        if kv_cache.numel() == 0:
+            return
+        cache = self._wrap(kv_cache, kv_cache_dtype or self.kv_cache_dtype, k_scale)
+        rope = k_pe.squeeze(1) if k_pe.dim() == 3 else k_pe
+        write_kv((kv_c_normed, rope), cache, slot_mapping.flatten(), backend=self.tamis_backend)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Split `kv_b_proj` (dequantised first if need be) into its key and value half, in `act_dtype`.
+
+        They are then at hand as `W_UK` [L, H, P], its transpose `W_UK_T` [H, P, L] and `W_UV` [L, H, V].
+        """
+        if self.kv_b_proj is None or self.qk_nope_head_dim is None or self.v_head_dim is None:
+            raise checks.refuse(
+                "mla_args", "with kv_b_proj, qk_nope_head_dim and v_head_dim", "not all three", "pass them"
+            )
+        self._weights = AbsorbedWeights.from_layer(
+            self.kv_b_proj,
+            heads=self.num_heads,
+            nope_dim=self.qk_nope_head_dim,
+            value_dim=self.v_head_dim,
+            latent_dim=self.kv_lora_rank,
+            dtype=act_dtype,
+        )
+        self.W_UK_T = self._weights.key
+        self.W_UK = self._weights.key.permute(2, 0, 1)
+        self.W_UV = self._weights.value.transpose(0, 1)
+
+    def _k_up_proj(self, q_nope: Tensor) -> Tensor:
+        """[T, H, P] x W_UK -> [T, H, L]."""
+        return self._loaded().absorb_query(q_nope)
+
+    def _v_up_proj(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, H, L] x W_UV -> [T, H, V], into `out` (or the same with the last two axes joined) if given."""
+        value = self._loaded().project_value(x)
+        return value if out is None else _rows_of("out", out, len(value), self.num_heads).copy_(value)
+
+    def forward(
+        self,
+        layer: Any,
+        q: Tensor,
+        k_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: SparseMetadata | None,
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """The older one-call form: absorb, write, attend, project; returns `output`.
+
+        Args:
+            layer: as in `forward_mqa`.
+            q: [T, H, nope + rope], not absorbed. Of this and the next two, rows past the step's tokens are dropped.
+            k_c_normed: [T, kv_lora_rank].
+            k_pe: [T, (1,) rope].
+            kv_cache: empty while the engine profiles memory: then nothing is written or attended to.
+            attn_metadata: of this step; None while the engine profiles: the output is zeros.
+            output: [T, H, v_head_dim], or with the last two axes joined. Its padded rows keep their content.
+            output_scale: None; a fused quantisation of the output is not offered.
+            output_block_scale: likewise.
+        """
+        if output is None:
+            raise checks.refuse("output", "given", None, "allocate it; this call writes into it")
+        if output_scale is not None or output_block_scale is not None:
+            raise checks.refuse(
+                "output_scale and output_block_scale", "None", "a scale", "quantise the output in a step of its own"
+            )
+        if attn_metadata is None:
+            return output.fill_(0)
+        if self.dcp_world_size > 1:
+            raise checks.refuse("dcp_world_size", "1 for the one-call form", self.dcp_world_size, "call forward_mqa")
+        rows = attn_metadata.num_actual_tokens
+        if kv_cache.numel() == 0:
+            output[:rows].fill_(0)
+            return output
+        if self.kv_sharing_target_layer_name is None:
+            slots, k_scale = attn_metadata.slot_mapping, getattr(layer, "_k_scale_float", 1.0)
+            self.do_kv_cache_update(k_c_normed[:rows], k_pe[:rows], kv_cache, slots, k_scale=k_scale)
+        heads = _rows_of("q", q, rows, self.num_heads)
+        nope, rope = heads.split([heads.shape[-1] - self.qk_rope_head_dim, self.qk_rope_head_dim], dim=-1)
+        latent, _ = self.forward_mqa((self._k_up_proj(nope), rope), kv_cache, attn_metadata, layer)
+        self._v_up_proj(latent, out=output)
+        return output
+
+    def _wrap(self, storage: Tensor, cache_dtype: str, scale: float | Tensor) -> PagedCache:
+        latent, rope = self.kv_lora_rank, self.qk_rope_head_dim
+        if cache_dtype in ("fp8", "fp8_e4m3") and storage.shape[-1] != latent + rope:
+            # Some backends give the packed rows this shorter name; a row wider than its numbers can be nothing else.
+            cache_dtype = "fp8_ds_mla"
+        layout = for_engine(cache_dtype, latent=latent, rope=rope, dtype=storage.dtype)
+        return PagedCache.wrap(storage, layout, scale=scale if layout.scale_mode == "tensor" else 1.0)
+
+    def _positions(self, rows: int) -> Tensor:
+        buffer = self.topk_indices_buffer
+        if buffer is None:
+            raise checks.refuse("indexer or topk_indices_buffer", "given", None, "pass where the positions are")
+        return buffer[:rows]
+
+    def _loaded(self) -> AbsorbedWeights:
+        if self._weights is None:
+            raise checks.refuse("weights", "loaded", None, "call process_weights_after_loading first")
+        return self._weights
+
+
+def _refusals(kv_heads: int, alibi: object, window: object, soft_cap: float | None, attn_type: object) -> list[str]:
+    kind = str(getattr(attn_type, "value", attn_type))
+    given = {
+        f"num_kv_heads is {kv_heads}, latent attention has 1": kv_heads != 1,
+        "ALiBi slopes are not supported": alibi is not None,
+        "a sliding window is not supported": window is not None,
+        "a logit soft cap is not supported": bool(soft_cap),
+        f"attention type {kind!r} is not supported, only 'decoder'": kind != "decoder",
+    }
+    return [reason for reason, applies in given.items() if applies]
+
+
+def _width_refusals(head_size: int, latent: int | None, rope: int | None, cache_dtype: str) -> list[str]:
+    if latent is None or rope is None:
+        return [f"kv_lora_rank and qk_rope_head_dim must both be given, got {latent} and {rope}"]
+    if latent + rope != head_size:
+        return [f"head_size {head_size} is not kv_lora_rank + qk_rope_head_dim = {latent} + {rope}"]
+    try:
+        for_engine(cache_dtype, latent=latent, rope=rope)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _rows_of(name: str, value: Tensor, rows: int, heads: int) -> Tensor:
+    """The first rows of [T, H, D] or [T, H * D], with the head axis apart, as a view."""
+    if value.dim() not in (2, 3) or len(value) < rows or (value.shape[1] % heads if value.dim() == 2 else False):
+        expected = f"of shape [{rows} or more, {heads}, D] or [{rows} or more, {heads} * D]"
+        raise checks.refuse(name, expected, list(value.shape), "check its shape")
+    return value[:rows].unflatten(1, (heads, -1)) if value.dim() == 2 else value[:rows]
