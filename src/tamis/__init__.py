@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from tamis.layout import Layout
     from tamis.pages import PagePool
     from tamis.pipeline import Shard, SparseMLA
-    from tamis.plan import Limits, Plan, Planner
+    from tamis.plan import Limits, Plan
+    from tamis.planner import Planner
     from tamis.spec import LayerSpec
 
 _HOME = {
@@ -29,7 +30,7 @@ _HOME = {
     "PagePool": "tamis.pages",
     "PagedCache": "tamis.cache",
     "Plan": "tamis.plan",
-    "Planner": "tamis.plan",
+    "Planner": "tamis.planner",
     "Selection": "tamis.cache",
     "Shard": "tamis.pipeline",
     "SparseMLA": "tamis.pipeline",

@@ -15,7 +15,8 @@ from tamis.demo.shape import ModelShape, Workload
 from tamis.layout import Layout, index_fp8, named, rows
 from tamis.ops import Attended
 from tamis.pages import PagePool
-from tamis.plan import Limits, Plan, Planner
+from tamis.plan import Limits, Plan
+from tamis.planner import Planner
 
 ReportProgress = Callable[[int, int], None]
 """Called after each step with the tokens that have run and how many will have in the end."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from tamis import checks
 from tamis.batch import Batch, PageMap
 from tamis.layout import for_engine
-from tamis.plan import Limits, Mode, Plan, Planner
+from tamis.plan import Limits, Mode, Plan
+from tamis.planner import Planner
 from tamis.spec import LayerSpec
 
 

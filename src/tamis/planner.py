@@ -1,0 +1,278 @@
+"""`Planner.plan(batch)`: per-step metadata in buffers that never move."""
+
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.batch import Batch, PageMap
+from tamis.layout import Layout, named
+from tamis.plan import Chunk, DecodePart, Limits, Mode, Plan, PrefillPart
+from tamis.schedule import (
+    INT,
+    MIN_HEADS_FOR_WORKSPACE,
+    PART_FIELDS,
+    BatchSplit,
+    SplitSchedule,
+    chunk_starts,
+    pack_chunks,
+    part_count,
+    schedule_splits,
+    split_batch,
+)
+from tamis.spec import LayerSpec
+
+
+class Planner:
+    """Turns batches into plans. All buffers are allocated here, once; a plan is valid until the next one is made."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        limits: Limits,
+        device: torch.device | str = "cpu",
+        *,
+        layout: str | Layout = "v32-fp8",
+        mode: Mode = "auto",
+    ) -> None:
+        """Allocate buffers for the largest step.
+
+        Args:
+            spec: the layers' common numbers (heads, top-k).
+            limits: the largest step.
+            device: where the tensors of a step live.
+            layout: of the latent cache; decides whether a workspace is of use.
+            mode: "mixed" sends all tokens through one call that reads the cache directly; "separate" gathers the
+                prefills of an FP8 cache into a 16-bit workspace. "auto" separates from 32 heads on.
+        """
+        checks.option("mode", mode, ("auto", "mixed", "separate"))
+        self.spec, self.limits, self.device, self.layout = spec, limits, torch.device(device), named(layout)
+        if mode == "auto":
+            mode = "separate" if self.layout.quantised and spec.heads >= MIN_HEADS_FOR_WORKSPACE else "mixed"
+        if mode == "separate" and not self.layout.quantised:
+            raise checks.refuse("mode", f"'mixed' for {self.layout.name}", repr(mode), "there is nothing to upconvert")
+        self.mode: Literal["mixed", "separate"] = mode
+        cores, major = _cores(self.device)
+        self._parts = part_count(cores, spec.heads, capability_major=major)
+        self._overhead = 3 if spec.heads == 128 else 5
+        tokens, requests = limits.max_tokens, limits.max_requests
+        sizes = {
+            "request_ids": (tokens, 0),
+            "prefill_ids": (tokens, -1),
+            "query_starts": (requests + 1, 0),
+            "lengths": (requests, 0),
+            "workspace_starts": (requests, 0),
+            "schedule_parts": (self._parts * PART_FIELDS, 0),
+            "schedule_splits": (tokens + 1, 0),
+        }
+        # Everything that the host computes lies in one arena, so that a step needs one copy to the device.
+        self._fills = np.concatenate([np.full(size, fill, np.int32) for size, fill in sizes.values()])
+        self._arena = torch.from_numpy(self._fills).to(self.device, copy=True)
+        ends = np.cumsum([size for size, _ in sizes.values()]).tolist()
+        self._spans = {name: slice(end - size, end) for (name, (size, _)), end in zip(sizes.items(), ends, strict=True)}
+        self._views = {name: self._arena[span] for name, span in self._spans.items()}
+        self._positions = torch.full((tokens,), -1, dtype=torch.int32, device=self.device)
+        self._count = torch.arange(tokens, dtype=torch.int32, device=self.device)
+        page_sizes = {"": limits.page_size, **limits.other_page_sizes}
+        self._pages = {
+            name: PageMap(
+                torch.full((requests, -(-limits.max_length // size)), -1, dtype=torch.int32, device=self.device),
+                torch.full((tokens,), -1, dtype=torch.int64, device=self.device),
+            )
+            for name, size in page_sizes.items()
+        }
+        self._workspace_rows = limits.workspace_rows or 5 * limits.max_length
+        self._workspace = None
+        if mode == "separate":
+            shape = (self._workspace_rows, self.layout.width)
+            self._workspace = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+        self._schedule = lru_cache(maxsize=64)(self._make_schedule)
+
+    def plan(self, batch: Batch) -> Plan:
+        """Metadata for one step. Reads the batch only; waits for nothing on the device."""
+        starts, host_lengths = self._check(batch)
+        requests, tokens = len(host_lengths), int(starts[-1])
+        query_lengths = np.diff(starts)
+        rows = tokens if batch.padded_tokens is None else batch.padded_tokens
+        split = split_batch(
+            query_lengths,
+            self.limits.threshold,
+            uniform=self.limits.uniform_decodes,
+            prefilling=batch.prefilling,
+        )
+        host = self._fills.copy()
+        parts = {name: host[span] for name, span in self._spans.items()}
+        parts["request_ids"][:tokens] = np.repeat(np.arange(requests, dtype=np.int32), query_lengths)
+        parts["query_starts"][: requests + 1] = starts
+        parts["query_starts"][requests + 1 :] = tokens
+        parts["lengths"][:requests] = host_lengths
+        parts["prefill_ids"][split.decode_tokens : tokens] = (
+            parts["request_ids"][split.decode_tokens : tokens] - split.decodes
+        )
+        prefill_lengths: list[int] = host_lengths[split.decodes :].tolist()
+        chunks = pack_chunks(prefill_lengths, self._workspace_rows) if self.mode == "separate" else []
+        parts["workspace_starts"][: split.prefills] = chunk_starts(prefill_lengths, chunks)
+        schedule = self._schedule(split.decode_tokens if self.mode == "separate" else tokens)
+        parts["schedule_parts"][:] = schedule.parts.reshape(-1)
+        parts["schedule_splits"][: len(schedule.splits)] = schedule.splits
+        self._arena.copy_(self._staged(torch.from_numpy(host)), non_blocking=True)
+        if batch.host_lengths is not None:
+            self._views["lengths"][:requests].copy_(self._staged_if_host(batch.lengths), non_blocking=True)
+        self._fill_positions(tokens)
+        pages = self._fill_pages("", batch.pages, requests, rows)
+        others = {n: self._fill_pages(n, p, requests, rows) for n, p in batch.other_pages.items()}
+        return Plan(
+            requests=requests,
+            tokens=tokens,
+            rows=rows,
+            max_query=int(query_lengths.max(initial=0)),
+            max_length=int(host_lengths.max(initial=0)),
+            page_size=self.limits.page_size,
+            topk=self.spec.topk,
+            mode=self.mode,
+            query_starts=self._views["query_starts"][: requests + 1],
+            lengths=self._views["lengths"][:requests],
+            request_ids=self._views["request_ids"][:rows],
+            positions=self._positions[:rows],
+            slots=pages.slots,
+            block_table=pages.block_table,
+            split=split,
+            decode=self._decode_part(split, query_lengths),
+            prefill=self._prefill_part(split, starts, prefill_lengths, chunks, pages.block_table, rows),
+            schedule_parts=self._views["schedule_parts"].view(-1, PART_FIELDS),
+            schedule_splits=self._views["schedule_splits"][: len(schedule.splits)],
+            splits=schedule.most_splits,
+            workspace=self._workspace,
+            other_pages=others,
+        )
+
+    def _make_schedule(self, rows: int) -> SplitSchedule:
+        # Valid counts live on the device, so the host plans for full rows; that makes the schedule a function of the
+        # row count alone, and one per row count is enough.
+        return schedule_splits([self.spec.topk or self.spec.window or 1] * rows, self._parts, overhead=self._overhead)
+
+    def _staged(self, host: Tensor) -> Tensor:
+        # A fresh pinned block per step: the caching host allocator keeps it until the copy is done, while writing into
+        # one fixed block could overtake a copy still under way.
+        return host.pin_memory() if self.device.type == "cuda" else host
+
+    def _fill_positions(self, tokens: int) -> None:
+        self._positions.fill_(-1)
+        if tokens:
+            ids = self._views["request_ids"][:tokens]
+            last = self._views["lengths"][ids] - self._views["query_starts"][1:][ids]
+            self._positions[:tokens] = (last + self._count[:tokens]).clamp_min_(-1)
+
+    def _fill_pages(self, name: str, pages: PageMap, requests: int, rows: int) -> PageMap:
+        held = self._pages[name]
+        held.block_table.fill_(-1)
+        held.slots.fill_(-1)
+        count, width = len(pages.slots), pages.block_table.shape[1]
+        held.block_table[:requests, :width].copy_(self._staged_if_host(pages.block_table), non_blocking=True)
+        held.slots[:count].copy_(self._staged_if_host(pages.slots), non_blocking=True)
+        return PageMap(held.block_table[:requests], held.slots[:rows])
+
+    def _staged_if_host(self, value: Tensor) -> Tensor:
+        return self._staged(value) if value.device.type == "cpu" else value
+
+    def _decode_part(self, split: BatchSplit, query_lengths: INT) -> DecodePart | None:
+        if split.decode_tokens == 0:
+            return None
+        active = query_lengths[: split.decodes]
+        active = active[active > 0]
+        uniform = bool((active == active[0]).all())
+        return DecodePart(len(active), split.decode_tokens, int(active[0]) if uniform else None)
+
+    def _prefill_part(
+        self,
+        split: BatchSplit,
+        starts: INT,
+        lengths: list[int],
+        chunks: list[tuple[int, int]],
+        block_table: Tensor,
+        rows: int,
+    ) -> PrefillPart | None:
+        if split.prefills == 0:
+            return None
+        first = split.decodes
+        workspace_starts = self._views["workspace_starts"][: split.prefills]
+        device_lengths = self._views["lengths"][first : first + split.prefills]
+        return PrefillPart(
+            requests=split.prefills,
+            tokens=split.prefill_tokens,
+            ids=self._views["prefill_ids"][:rows],
+            starts=workspace_starts,
+            lengths=device_lengths,
+            chunks=tuple(
+                Chunk(
+                    requests=slice(first + begin, first + end),
+                    tokens=slice(int(starts[first + begin]), int(starts[first + end])),
+                    rows=sum(lengths[begin:end]),
+                    block_table=block_table[first + begin : first + end],
+                    lengths=device_lengths[begin:end],
+                    starts=workspace_starts[begin:end],
+                )
+                for begin, end in chunks
+            ),
+        )
+
+    def _check(self, batch: Batch) -> tuple[INT, INT]:
+        limits = self.limits
+        host = torch.device("cpu")
+        checks.tensor("query_starts", batch.query_starts, "N", (torch.int32,), device=host, remedy="a running sum")
+        starts = batch.query_starts.numpy()
+        requests = len(starts) - 1
+        if requests < 0 or starts[0] != 0 or (np.diff(starts) < 0).any():
+            raise checks.refuse("query_starts", "a running sum from 0", starts.tolist(), "begin it with 0")
+        tokens = int(starts[-1])
+        for name, count, limit in (("tokens", tokens, limits.max_tokens), ("requests", requests, limits.max_requests)):
+            if count > limit:
+                raise checks.refuse(f"number of {name}", f"at most max_{name}={limit}", count, "raise the limit")
+        checks.tensor("lengths", batch.lengths, "B", (torch.int32,), B=requests, remedy="one per request")
+        lengths = batch.lengths if batch.host_lengths is None else batch.host_lengths
+        if lengths.device != host:
+            raise checks.refuse("host_lengths", "given when lengths are on a device", None, "pass a host copy or bound")
+        checks.tensor("host_lengths", lengths, "B", (torch.int32,), B=requests, remedy="one per request")
+        checks.values_between("lengths", lengths, 0, limits.max_length, "raise Limits.max_length")
+        host_lengths = lengths.numpy()
+        short = np.diff(starts) > host_lengths
+        if short.any():
+            at = int(short.argmax())
+            raise checks.refuse(
+                f"lengths[{at}]", f"at least its {np.diff(starts)[at]} new tokens", host_lengths[at], "count them in"
+            )
+        if batch.padded_tokens is not None:
+            checks.integer("padded_tokens", batch.padded_tokens, low=tokens, high=limits.max_tokens)
+        if batch.prefilling is not None and len(batch.prefilling) != requests:
+            raise checks.refuse("prefilling", f"{requests} flags", len(batch.prefilling), "pass one per request")
+        if set(batch.other_pages) - set(limits.other_page_sizes):
+            names = ", ".join(limits.other_page_sizes) or "none"
+            raise checks.refuse("other_pages", f"among {names}", list(batch.other_pages), "name them in Limits")
+        rows = tokens if batch.padded_tokens is None else batch.padded_tokens
+        for name, pages in {"": batch.pages, **batch.other_pages}.items():
+            self._check_pages(name or "pages", pages, self._pages[name].block_table.shape[1], requests, tokens, rows)
+        return starts, host_lengths
+
+    def _check_pages(self, name: str, pages: PageMap, width: int, requests: int, tokens: int, rows: int) -> None:
+        table = checks.tensor(f"{name}.block_table", pages.block_table, "B W", (torch.int32,), B=requests)
+        if table["W"] > width:
+            raise checks.refuse(
+                f"{name}.block_table", f"at most {width} pages wide", table["W"], "slice it, or raise max_length"
+            )
+        count = checks.tensor(f"{name}.slots", pages.slots, "T", checks.INTS)["T"]
+        if not tokens <= count <= rows:
+            raise checks.refuse(f"{name}.slots", f"of {tokens} to {rows} values", count, "pass one per new token")
+        for tensor in (pages.block_table, pages.slots):
+            if tensor.device.type not in ("cpu", self.device.type):
+                raise checks.refuse(name, f"on {self.device} or the host", tensor.device, "move it")
+
+
+def _cores(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors and compute-capability major; a CPU counts as one core that needs no splitting."""
+    if device.type != "cuda":
+        return 1, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major
