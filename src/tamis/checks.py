@@ -124,6 +124,9 @@ def values_between(name: str, value: Tensor, low: int, high: int, remedy: str) -
 
 def same_device(**tensors: Any) -> torch.device:
     """Check that all given tensors (None is skipped) share one device and return it."""
+    for name, value in tensors.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise refuse_type(name, "a tensor", describe(value), "pass a torch.Tensor")
     first_name, first = next((n, t) for n, t in tensors.items() if t is not None)
     device: torch.device = first.device
     for name, value in tensors.items():

@@ -64,6 +64,7 @@ def test_fp8_keys_are_scored_as_stored() -> None:
     [
         ({"q": torch.randn(2, 4, 9)}, ValueError, "q must be of shape .*D=8"),
         ({"weights": torch.randn(2, 3)}, ValueError, "weights must be of shape"),
+        ({"weights": None}, TypeError, "weights must be a tensor"),
         ({"request_ids": torch.zeros(3, dtype=torch.int32)}, ValueError, "request_ids .* one per query token"),
         ({"request_ids": torch.tensor([0, 4], dtype=torch.int32)}, ValueError, "request_ids must be between 0 and 0"),
         ({"lengths": torch.tensor([1, 999], dtype=torch.int32)}, ValueError, "lengths must be between 0 and 64"),

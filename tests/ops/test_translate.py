@@ -107,6 +107,7 @@ BAD = {
     "longer request_ids": ({"request_ids": torch.zeros(4, dtype=torch.int32)}, ValueError, "request_ids .*T=3.* slice"),
     "unknown request": ({"request_ids": torch.tensor([0, 1, 2], dtype=torch.int32)}, ValueError, "between 0 and 1"),
     "int64 positions": ({"positions": torch.zeros(3, 5).long()}, TypeError, "positions must be int32, got int64"),
+    "list positions": ({"positions": [[1, 2]]}, TypeError, "positions must be a tensor, got list; pass a torch.Tensor"),
     "flat positions": ({"positions": torch.zeros(3, dtype=torch.int32)}, ValueError, r"positions must be of shape"),
     "empty table": ({"block_table": torch.zeros(2, 0, dtype=torch.int32)}, ValueError, "block_table must be at least"),
     "table rank": ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, "block_table must be of shape"),
