@@ -227,3 +227,13 @@ def test_bad_calls_are_refused_and_nothing_is_written() -> None:
     with pytest.raises(ValueError, match="prefer must be one of"):
         SparseMLA(spec, backend="magic")(q, kv, cache, plan, positions=positions)
     assert torch.equal(cache.storage, before)
+
+
+def test_batch_invariant_mode_gives_the_same_attention() -> None:
+    spec, planner, pool, cache = start("v32-fp32", 4, topk=1100)
+    plan = planner.plan(Batch.build([60], [60], pool))
+    q, kv = torch.randn(60, 4, 576), torch.randn(60, 576)
+    positions = choose_positions([60], [60], 1100)
+    usual = SparseMLA(spec)(q, kv, cache, plan, positions=positions)
+    fixed = SparseMLA(spec, batch_invariant=True)(q, kv, cache, plan, positions=positions)
+    torch.testing.assert_close(usual.out, fixed.out, rtol=1e-5, atol=1e-6)

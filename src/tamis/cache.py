@@ -159,6 +159,9 @@ class Selection:
 
     Slots that are negative or past the cache are skipped, and so is everything beyond the length. One attention call
     takes several selections (a sliding window and compressed entries, say) and runs one softmax over all of them.
+
+    With `request_ids` and `block_table`, `slots` are positions in each token's request, and attention translates them
+    on the way, which saves the pass of `translate_positions`.
     """
 
     cache: PagedCache
@@ -166,11 +169,16 @@ class Selection:
     """int32 [T, K]"""
     lengths: Tensor | None = None
     """int32 [T], or None: all K columns count."""
+    request_ids: Tensor | None = None
+    """int32 [T], the block-table row of each token."""
+    block_table: Tensor | None = None
+    """int32 [B, W] page ids; negative: absent."""
 
     def rows(self, start: int, end: int) -> "Selection":
         """The same selection for query tokens start..end only."""
         lengths = None if self.lengths is None else self.lengths[start:end]
-        return replace(self, slots=self.slots[start:end], lengths=lengths)
+        requests = None if self.request_ids is None else self.request_ids[start:end]
+        return replace(self, slots=self.slots[start:end], lengths=lengths, request_ids=requests)
 
 
 @dataclass(frozen=True, eq=False)

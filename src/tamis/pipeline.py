@@ -22,6 +22,9 @@ from tamis.ops.write import join_parts
 from tamis.plan import Plan
 from tamis.spec import LayerSpec
 
+FIXED_COLUMNS = 512
+"""Columns per split in batch-invariant mode: few enough to fill a GPU with a handful of requests at top-k 2048."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -38,15 +41,20 @@ class SparseMLA:
     The object holds no state of a step; the caches, the plan and the inputs are arguments.
     """
 
-    def __init__(self, spec: LayerSpec, *, backend: str = "auto", shard: Shard | None = None) -> None:
+    def __init__(
+        self, spec: LayerSpec, *, backend: str = "auto", shard: Shard | None = None, batch_invariant: bool = False
+    ) -> None:
         """Remember what to compute.
 
         Args:
             spec: the layer.
             backend: a name from `tamis backends`, or "auto". A named backend runs or the call fails.
             shard: for context parallelism; the caller merges the ranks' results with `combine_parts`.
+            batch_invariant: cut each row's columns in the same way whatever the batch, so that the bits of a request's
+                output do not depend on its neighbours. Costs speed in small batches on a GPU.
         """
         self.spec, self.backend, self.shard = spec, backend, shard or Shard()
+        self.batch_invariant = batch_invariant
 
     def __call__(
         self,
@@ -167,27 +175,27 @@ class SparseMLA:
     ) -> Attended:
         chunks = plan.prefill.chunks if plan.prefill is not None else ()
         if not chunks:
-            return self._attend_rows(q, Selection(cache, slots), sink, q_scale, out, plan.splits)
+            return self._attend_rows(q, Selection(cache, slots), sink, q_scale, out)
         if out is None:
             dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
             out = torch.zeros(plan.rows, self.spec.heads, self.spec.value_dim, dtype=dtype, device=q.device)
         lse = torch.full((plan.rows, self.spec.heads), -torch.inf, dtype=torch.float32, device=q.device)
         top = torch.full_like(lse, -torch.inf)
 
-        def fill(rows: slice, source: PagedCache, splits: int) -> None:
-            part = self._attend_rows(q[rows], Selection(source, slots[rows]), sink, q_scale, out[rows], splits)
+        def fill(rows: slice, source: PagedCache) -> None:
+            part = self._attend_rows(q[rows], Selection(source, slots[rows]), sink, q_scale, out[rows])
             lse[rows] = part.lse
             top[rows] = part.max_logits if part.max_logits is not None else top[rows]
 
         if plan.decode is not None:
-            fill(slice(0, plan.decode.tokens), cache, plan.splits)
+            fill(slice(0, plan.decode.tokens), cache)
         workspace = plan.workspace
         assert workspace is not None
         flat = plain_rows(workspace.dtype, latent=cache.layout.latent, rope=cache.layout.rope)
         for chunk in chunks:
             room = workspace[: chunk.rows]
             gather_kv(cache, chunk.block_table, chunk.lengths, starts=chunk.starts, out=room, backend=self.backend)
-            fill(chunk.tokens, PagedCache.wrap(room.unsqueeze(1), flat), 1)
+            fill(chunk.tokens, PagedCache.wrap(room.unsqueeze(1), flat))
         return Attended(out, lse, top)
 
     def _attend_rows(
@@ -197,9 +205,9 @@ class SparseMLA:
         sink: Tensor | None,
         q_scale: float | Tensor,
         out: Tensor | None,
-        splits: int,
     ) -> Attended:
         spec = self.spec
+        columns = selection.slots.shape[1]
         return attend(
             q,
             selection,
@@ -207,7 +215,7 @@ class SparseMLA:
             value_dim=spec.value_dim,
             sink=sink,
             q_scale=q_scale,
-            splits=splits,
+            splits=-(-columns // FIXED_COLUMNS) if self.batch_invariant else None,
             out=out,
             backend=self.backend,
         )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tamis import PagedCache, Selection
 from tamis.layout import named
-from tamis.ops import attend, attend_slots, combine_parts, write_kv
+from tamis.ops import attend, attend_slots, combine_parts, translate_positions, write_kv
 
 LAYOUTS = ["v32-bf16", "v32-fp16", "v32-fp32", "v32-fp8", "plain-fp8"]
 V4_LAYOUTS = ["v4-bf16", "v4-fp32", "v4-fp8"]
@@ -327,3 +327,20 @@ def test_widths_of_all_caches_must_agree() -> None:
     slots = random_slots(2, 5, 64)
     with pytest.raises(ValueError, match=r"selections\[1\].cache must be 576 wide, got 512"):
         attend(torch.randn(2, 4, 576), [Selection(v32, slots), Selection(v4, slots)], scale=0.1, value_dim=512)
+
+
+def test_positions_are_translated_on_the_way() -> None:
+    cache = filled("v32-fp8", 128, 16)
+    table = torch.tensor([[3, 1, -1], [0, 7, 5]], dtype=torch.int32)
+    ids = torch.tensor([1, 0, 1, 0], dtype=torch.int32)
+    positions = torch.randint(-2, 60, (4, 20), dtype=torch.int32)
+    lengths = torch.tensor([20, 20, 5, 0], dtype=torch.int32)
+    q = torch.randn(4, 3, 576)
+    slots = translate_positions(positions, ids, table, page_size=16).slots
+    expected = attend(q, Selection(cache, slots, lengths), scale=0.05, value_dim=512)
+    fused = attend(q, Selection(cache, positions, lengths, ids, table), scale=0.05, value_dim=512)
+    assert torch.equal(fused.out, expected.out)
+    with pytest.raises(ValueError, match=r"selections\[0\].block_table must be given with the other"):
+        attend(q, Selection(cache, positions, None, ids), scale=0.05, value_dim=512)
+    with pytest.raises(ValueError, match=r"selections\[0\].request_ids must be between 0 and 1"):
+        attend(q, Selection(cache, positions, None, ids + 1, table), scale=0.05, value_dim=512)

@@ -23,7 +23,7 @@ def attend_slots(
     scale: float,
     value_dim: int,
     q_scale: float | Tensor = 1.0,
-    splits: int = 1,
+    splits: int | None = None,
     backend: str = "auto",
 ) -> Partials:
     """Attention of each query token over its selected rows, in `splits` parts that `combine_parts` merges.
@@ -44,7 +44,8 @@ def attend_slots(
     scale = checks.positive_number("scale", scale)
     factor = checks.scale_factor("q_scale", q_scale)
     checks.integer("value_dim", value_dim, low=1, high=width)
-    checks.integer("splits", splits, low=1)
+    if splits is not None:
+        checks.integer("splits", splits, low=1)
     stage = implementation("attend", backend, q.device)
     return Partials(*stage.attend_slots(q, selections, scale=scale * factor, value_dim=value_dim, splits=splits))
 
@@ -57,7 +58,7 @@ def attend(
     value_dim: int,
     sink: Tensor | None = None,
     q_scale: float | Tensor = 1.0,
-    splits: int = 1,
+    splits: int | None = None,
     lse_base: Literal["e", "2"] = "e",
     out: Tensor | None = None,
     backend: str = "auto",
@@ -75,7 +76,9 @@ def attend(
         value_dim: how many leading columns of a row are its value (512 in V3.2 and V4).
         sink: float32 [H], one extra logit per head with a zero value: scales the output, never the lse.
         q_scale: the factor of an e4m3 query; multiplied into `scale`.
-        splits: how many parts the columns are cut into and merged again; the result differs only by rounding.
+        splits: how many parts the columns are cut into and merged again; the result differs only by rounding. If not
+            given, the backend chooses by the size of the batch; a fixed number makes a row's bits independent of what
+            else is in the batch.
         lse_base: "e" for natural logarithms, "2" for base 2.
         out: [T, H, value_dim] to write into; otherwise a new tensor of q's dtype (bf16 for e4m3).
         backend: a name from `tamis backends`, or "auto".
@@ -118,3 +121,18 @@ def _check_selection(name: str, selection: Selection, tokens: int, width: int, d
     if selection.lengths is not None:
         checks.tensor(f"{name}.lengths", selection.lengths, "T", (torch.int32,), T=tokens, device=device)
         checks.values_between(f"{name}.lengths", selection.lengths, 0, columns, "a length counts columns of slots")
+    _check_positions(name, selection, tokens, device)
+
+
+def _check_positions(name: str, selection: Selection, tokens: int, device: torch.device) -> None:
+    ids, table = selection.request_ids, selection.block_table
+    if ids is None and table is None:
+        return
+    if ids is None or table is None:
+        missing = "request_ids" if ids is None else "block_table"
+        raise checks.refuse(f"{name}.{missing}", "given with the other of the two", None, "pass both, or slots alone")
+    checks.tensor(f"{name}.request_ids", ids, "T", (torch.int32,), T=tokens, device=device)
+    requests = checks.tensor(f"{name}.block_table", table, "B W", (torch.int32,), device=device)
+    if requests["B"] == 0 or requests["W"] == 0:
+        raise checks.refuse(f"{name}.block_table", "at least one page", list(table.shape), "pass the page table")
+    checks.values_between(f"{name}.request_ids", ids, 0, requests["B"] - 1, "each must name a block-table row")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tamis.cache import Selection
 from tamis.ops.gather.reference import decode_rows
+from tamis.ops.translate.reference import translate_positions
 
 _WORKING_BYTES = 32 * 2**20
 """Dequantised rows held at once: small enough to stay in the last-level cache, large enough for full matrix speed."""
@@ -20,6 +21,17 @@ def selected_rows(
     With `trim`, columns past the last one that any of these tokens uses are left out.
     """
     cache, slots = selection.cache, selection.slots[start:end]
+    if selection.request_ids is not None and selection.block_table is not None:
+        slots, _ = translate_positions(
+            slots,
+            selection.request_ids[start:end],
+            selection.block_table,
+            page_size=cache.page_size,
+            rows_per_page=cache.page_size,
+            workspace=None,
+            shard=(1, 0, 1),
+            compact=False,
+        )
     valid = (slots >= 0) & (slots < cache.rows)
     if selection.lengths is not None:
         columns = torch.arange(slots.shape[1], device=slots.device)
@@ -35,9 +47,10 @@ def selected_rows(
 
 
 def attend_slots(
-    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int
+    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Partial outputs [S, T, H, V], natural-log lse [S, T, H] and maxima [S, T, H]; see `tamis.ops.attend_slots`."""
+    splits = splits or 1
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     tokens, heads, width = q.shape
     columns = sum(s.slots.shape[1] for s in selections)
