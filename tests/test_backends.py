@@ -1,10 +1,13 @@
 """Choosing a backend, with reasons."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tamis import LayerSpec, choose
 from tamis.backends import BACKENDS, STAGES, Backend, backend_for_stage
+from tamis.layout import v32_fp8
 
 SPEC = LayerSpec(heads=16, topk=2048)
 HOPPER_ONLY = Backend(
@@ -20,6 +23,7 @@ HOPPER_ONLY = Backend(
     page_sizes=(64,),
     sinks=False,
 )
+REFERENCE = BACKENDS[-1]
 ANY_CPU = Backend("cpu-only", "reference", "for the host", devices=("cpu",))
 
 
@@ -29,7 +33,7 @@ def test_reference_runs_everything_on_a_cpu() -> None:
             for page_size in (1, 61, 64):
                 choice = choose(LayerSpec(heads=heads, topk=3), "cpu", layout=layout, page_size=page_size)
                 assert choice.name == "reference"
-                assert choice.rejected == {}
+                assert choice.rejected == {"triton": ["device 'cpu' is not one of cuda"]}
 
 
 def test_all_reasons_of_a_rejection_are_given() -> None:
@@ -44,7 +48,7 @@ def test_all_reasons_of_a_rejection_are_given() -> None:
 
 
 def test_first_that_fits_wins_and_the_rest_are_named() -> None:
-    choice = choose(SPEC, "cpu", backends=(ANY_CPU, *BACKENDS))
+    choice = choose(SPEC, "cpu", backends=(ANY_CPU, REFERENCE))
     assert choice.name == "cpu-only"
     assert choice.passed_over == ("reference",)
     assert "reference: possible" in choice.explain()
@@ -54,7 +58,7 @@ def test_first_that_fits_wins_and_the_rest_are_named() -> None:
 def test_a_named_backend_runs_or_fails_with_its_reasons() -> None:
     with pytest.raises(ValueError, match=r"no backend can run this layer on cpu \(hopper: device 'cpu' is not one of"):
         choose(SPEC, "cpu", prefer="hopper", backends=(HOPPER_ONLY, *BACKENDS))
-    with pytest.raises(ValueError, match="prefer must be one of 'auto', 'reference', got 'flash'"):
+    with pytest.raises(ValueError, match="prefer must be one of 'auto', 'triton', 'reference', got 'flash'"):
         choose(SPEC, "cpu", prefer="flash")
     with pytest.raises(ValueError, match=r"hopper: .*; change what the reasons name"):
         choose(SPEC, "cpu", backends=(HOPPER_ONLY,))
@@ -62,8 +66,6 @@ def test_a_named_backend_runs_or_fails_with_its_reasons() -> None:
 
 def test_compute_capability_is_compared_by_major_version() -> None:
     need = choose(SPEC, "cpu").need
-    from dataclasses import replace
-
     on_ampere = replace(need, device=torch.device("cuda"), capability=(8, 6))
     assert "compute capability 8.6 is not one of 9.x" in HOPPER_ONLY.refusals(on_ampere)
     on_hopper = replace(need, device=torch.device("cuda"), capability=(9, 0))
@@ -88,3 +90,16 @@ def test_layout_must_match_the_spec() -> None:
 def test_every_stage_has_an_implementation_everywhere(stage: str) -> None:
     for device in ("cpu", "cuda"):
         assert backend_for_stage(stage, "auto", device).name in {b.name for b in BACKENDS}
+
+
+def test_portable_kernels_are_preferred_on_a_gpu_and_say_what_they_cannot_do() -> None:
+    assert [b.name for b in BACKENDS] == ["triton", "reference"]
+    need = replace(choose(SPEC, "cpu").need, device=torch.device("cuda"), capability=(8, 0))
+    assert BACKENDS[0].refusals(need) == []
+    wide = replace(need, layout=v32_fp8(latent=1024), dtype=torch.float64)
+    assert BACKENDS[0].refusals(wide) == [
+        "query dtype float64 is not one of bfloat16, float16, float32, float8_e4m3fn",
+        "latent width 1024 is more than 512",
+    ]
+    odd = replace(need, layout=v32_fp8(latent=480, tile=96))
+    assert BACKENDS[0].refusals(odd) == ["tiles of 96 values are not a power of two"]

@@ -31,6 +31,14 @@ class Backend:
     page_sizes: tuple[int, ...] | None = None
     """A page size is accepted if it is a multiple of one of these."""
     sinks: bool = True
+    max_latent: int | None = None
+    """Widest latent part of a row."""
+    power_of_two_tiles: bool = False
+    """Tiles that share a scale must have a power of two of values."""
+    capturable: bool = True
+    """Whether its calls can be captured in a CUDA graph."""
+    batch_invariant: bool = True
+    """Whether, with a fixed number of splits, a row's bits do not depend on what else is in the batch."""
 
     def refusals(self, need: "Need") -> list[str]:
         """Every reason why this backend cannot do it; empty if it can."""
@@ -50,6 +58,11 @@ class Backend:
             reasons.append(f"cache layout {need.layout.name} is not one of {', '.join(self.layouts)}")
         if self.widths is not None and need.layout.width not in self.widths:
             reasons.append(f"row width {need.layout.width} is not one of {', '.join(str(w) for w in self.widths)}")
+        latent, tile = need.layout.latent, need.layout.tile
+        if self.max_latent is not None and latent > self.max_latent:
+            reasons.append(f"latent width {latent} is more than {self.max_latent}")
+        if self.power_of_two_tiles and tile & (tile - 1):
+            reasons.append(f"tiles of {tile} values are not a power of two")
         if not self.heads[0] <= need.spec.heads <= self.heads[1]:
             reasons.append(f"{need.spec.heads} heads are not between {self.heads[0]} and {self.heads[1]}")
         if self.page_sizes is not None and not any(need.page_size % size == 0 for size in self.page_sizes):
@@ -60,7 +73,26 @@ class Backend:
         return reasons
 
 
-BACKENDS = (Backend("reference", "reference", "plain PyTorch on any device: exact, slow on GPUs"),)
+BACKENDS = (
+    Backend(
+        "triton",
+        "triton_kernels",
+        "portable Triton kernels for any GPU that Triton supports",
+        stages=("write", "gather", "translate", "attend", "combine"),
+        devices=("cuda",),  # PyTorch's name for AMD GPUs as well
+        query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
+        max_latent=512,
+        power_of_two_tiles=True,
+    ),
+    Backend(
+        "reference",
+        "reference",
+        "plain PyTorch on any device: exact, slow on GPUs",
+        query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
+        capturable=False,
+        batch_invariant=False,
+    ),
+)
 """In order of preference."""
 
 

@@ -67,6 +67,19 @@ class PagedCache:
         cache._hold(layout, storage, found["page_size"], scale)
         return cache
 
+    @classmethod
+    def rebuilt(cls, storage: Tensor, layout: Layout, scale: float | Tensor) -> Self:
+        """The cache that another one described by these, without checking them again: what an op's body needs."""
+        cache = cls.__new__(cls)
+        cache._keep(layout, storage, scale)
+        return cache
+
+    def _keep(self, layout: Layout, storage: Tensor, scale: float | Tensor) -> None:
+        pages, page_size, row = storage.shape
+        self.layout, self.storage, self.page_size, self.scale = layout, storage, page_size, scale
+        self.page_stride = (storage.stride(0) if pages > 1 else row * page_size) * storage.element_size()
+        """Bytes from one page to the next."""
+
     def _hold(self, layout: Layout, storage: Tensor, page_size: int, scale: float | Tensor) -> None:
         pages, item, row = storage.shape[0], storage.element_size(), layout.row_elements
         if pages == 0 or page_size == 0:
@@ -81,7 +94,9 @@ class PagedCache:
             raise checks.refuse(
                 "storage", f"in pages at least {row * page_size} elements apart", page_stride, "do not overlap pages"
             )
-        for what, found in (("start", storage.storage_offset() * item), ("page stride", page_stride * item)):
+        # Where a tensor starts is unknown to a trace; a misaligned start then fails in `field`.
+        start = 0 if torch.compiler.is_compiling() else storage.storage_offset()
+        for what, found in (("start", start * item), ("page stride", page_stride * item)):
             if found % layout.alignment:
                 expected = f"aligned, its {what} a multiple of {layout.alignment} bytes"
                 raise checks.refuse("storage", expected, f"{found} bytes", "pad the pages")
@@ -90,9 +105,7 @@ class PagedCache:
             raise checks.refuse("scale", f"1.0 for {layout.name}", scale, "only plain-fp8 has a scale for all rows")
         if isinstance(scale, Tensor):
             checks.same_device(storage=storage, scale=scale)
-        self.layout, self.storage, self.page_size, self.scale = layout, storage, page_size, scale
-        self.page_stride = page_stride * item
-        """Bytes from one page to the next."""
+        self._keep(layout, storage, scale)
 
     @property
     def pages(self) -> int:

@@ -2,11 +2,12 @@
 
 Shapes, dtypes and devices are always checked. *Values* inside a tensor are checked only when the tensor lives on the
 host: looking at device values would wait for the device. Kernels skip what a host check would have refused, so a
-device tensor can give a wrong row but never touch memory it should not.
+device tensor can give a wrong row but never touch memory it should not. While torch.compile traces there are no values
+at all, so compiled code behaves on the host as it does on a device.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +40,21 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
+def visible(value: Tensor) -> bool:
+    """Whether a check may look at a tensor's values: only on the host, and not while torch.compile traces."""
+    return value.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def no_gradient(**tensors: Tensor | None) -> None:
+    """Refuse tensors that would need a gradient: the ops have none, and a silent zero would be worse than an error."""
+    if not torch.is_grad_enabled():
+        return
+    for name, value in tensors.items():
+        if value is not None and value.requires_grad:
+            remedy = "the ops are for inference: call them under torch.no_grad(), or pass .detach()"
+            raise refuse(name, "without gradient", "a tensor that requires grad", remedy)
+
+
 def tensor(
     name: str,
     value: object,
@@ -46,12 +62,13 @@ def tensor(
     dtypes: Collection[torch.dtype],
     *,
     device: torch.device | None = None,
-    remedy: str | None = None,
+    remedy: str | Callable[[], str] | None = None,
     **sizes: int,
 ) -> dict[str, int]:
     """Check a tensor against a shape such as `"T H D"` and return the sizes of its axes by letter.
 
-    Sizes given as keywords must match; the others are bound by this tensor.
+    Sizes given as keywords must match; the others are bound by this tensor. A remedy that takes work to word is given
+    as a function, so that calls that pass do not pay for it.
     """
     if not isinstance(value, Tensor):
         raise refuse_type(name, f"a tensor [{shape.replace(' ', ', ')}]", describe(value), "pass a torch.Tensor")
@@ -71,7 +88,8 @@ def tensor(
                 raise refuse(name, f"on {device}", f"a tensor on {value.device}", f"move it with .to('{device}')")
             return bound
     wanted = ", ".join(f"{a}={sizes[a]}" if a in sizes else a for a in axes)
-    raise refuse(name, f"of shape [{wanted}]", list(value.shape), remedy or "check its shape")
+    told = remedy() if callable(remedy) else remedy
+    raise refuse(name, f"of shape [{wanted}]", list(value.shape), told or "check its shape")
 
 
 def integer(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
@@ -88,7 +106,7 @@ def positive_number(name: str, value: object) -> float:
     """Check a finite number above zero."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise refuse_type(name, "a number", describe(value), "pass a float")
-    if not math.isfinite(value) or value <= 0:
+    if not 0 < value < math.inf:
         raise refuse(name, "finite and > 0", value, "pass the factor the model defines")
     return float(value)
 
@@ -98,7 +116,7 @@ def scale_factor(name: str, value: object) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dtype != torch.float32:
             raise refuse_type(name, "one float32 element", describe(value), "pass a float or a one-element tensor")
-        if value.device.type == "cpu":
+        if visible(value):
             positive_number(name, float(value))
         return value.reshape(())
     return positive_number(name, value)
@@ -114,7 +132,7 @@ def option(name: str, value: T, allowed: Sequence[T]) -> T:
 
 def values_between(name: str, value: Tensor, low: int, high: int, remedy: str) -> None:
     """Check the values of a host tensor against inclusive bounds; device tensors pass unseen."""
-    if value.device.type != "cpu" or value.numel() == 0:
+    if not visible(value) or value.numel() == 0:
         return
     smallest, largest = (int(v) for v in torch.aminmax(value))
     if smallest < low or largest > high:

@@ -21,9 +21,10 @@ index-fp8      planar: rows of 128 e4m3, then one float32 scale per row         
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -54,6 +55,11 @@ class Field:
         """Byte of row 0's first value, counted from the page's first byte."""
         return self.plane * page_size + self.offset
 
+    @property
+    def key(self) -> str:
+        """The field as text; see `Layout.key`."""
+        return f"{checks.dtype_name(self.dtype)},{self.count},{self.offset},{self.stride},{self.plane}"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -76,6 +82,16 @@ class Layout:
     """What a writer does to its input before it looks for the tile maximum."""
     page_align: int = 1
     """Pages that this library allocates are padded to a multiple of this many bytes."""
+    key: str = field(init=False, repr=False, compare=False)
+    """The whole layout as text, for torch ops, whose arguments are tensors, numbers and strings; see `from_key`."""
+
+    def __post_init__(self) -> None:
+        """Write the key once: calls need it every time."""
+        fields = "/".join("" if f is None else f.key for f in (self.values, self.scales, self.tail))
+        numbers = f"{self.latent}+{self.rope}/{checks.dtype_name(self.element)}/{self.row_bytes}/{fields}"
+        scaling = f"{self.tile}/{self.scale_mode}/{self.scale_floor!r}/{self.rounding}/{self.page_align}"
+        # The name comes last: it may hold anything.
+        object.__setattr__(self, "key", f"{numbers}/{scaling}/{self.name}")
 
     @property
     def width(self) -> int:
@@ -101,6 +117,37 @@ class Layout:
     def page_bytes(self, page_size: int) -> int:
         """Bytes from one page to the next in a cache that this library allocates."""
         return _round_up(self.row_bytes * page_size, self.page_align)
+
+
+@lru_cache(maxsize=256)
+def from_key(key: str) -> Layout:
+    """The layout whose `Layout.key` this is."""
+    widths, element, row_bytes, values, scales, tail, tile, mode, floor, rounding, align, name = key.split("/", 11)
+    latent, rope = widths.split("+")
+    first = _field_from_key(values)
+    assert first is not None
+    return Layout(
+        name,
+        int(latent),
+        int(rope),
+        getattr(torch, element),
+        int(row_bytes),
+        values=first,
+        scales=_field_from_key(scales),
+        tail=_field_from_key(tail),
+        tile=int(tile),
+        scale_mode=cast(ScaleMode, mode),
+        scale_floor=float(floor),
+        rounding=cast(Rounding, rounding),
+        page_align=int(align),
+    )
+
+
+def _field_from_key(key: str) -> Field | None:
+    if not key:
+        return None
+    dtype, *numbers = key.split(",")
+    return Field(getattr(torch, dtype), *(int(n) for n in numbers))
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -54,6 +54,7 @@ class SparseMLA:
                 output do not depend on its neighbours. Costs speed in small batches on a GPU.
         """
         self.spec, self.backend, self.shard = spec, backend, shard or Shard()
+        self._gathered = {d: plain_rows(d, latent=spec.latent_dim, rope=spec.rope_dim) for d in checks.FLOATS}
         self.batch_invariant = batch_invariant
 
     def __call__(
@@ -150,13 +151,13 @@ class SparseMLA:
                 checks.tensor("index.keys", index.keys, "T D", checks.FLOATS, T=plan.rows, D=width, remedy=remedy)
 
     def _translate(self, positions: Tensor, cache: PagedCache, plan: Plan) -> Tensor:
-        gathered = plan.prefill is not None and bool(plan.prefill.chunks)
+        prefill = plan.prefill
         return translate_positions(
             positions,
             plan.request_ids,
             plan.block_table,
             page_size=cache.page_size,
-            workspace=(plan.prefill.ids, plan.prefill.starts) if gathered and plan.prefill else None,
+            workspace=None if prefill is None or not prefill.chunks else (prefill.ids, prefill.starts),
             ranks=self.shard.ranks,
             rank=self.shard.rank,
             interleave=self.shard.interleave,
@@ -191,11 +192,10 @@ class SparseMLA:
             fill(slice(0, plan.decode.tokens), cache)
         workspace = plan.workspace
         assert workspace is not None
-        flat = plain_rows(workspace.dtype, latent=cache.layout.latent, rope=cache.layout.rope)
         for chunk in chunks:
             room = workspace[: chunk.rows]
             gather_kv(cache, chunk.block_table, chunk.lengths, starts=chunk.starts, out=room, backend=self.backend)
-            fill(chunk.tokens, PagedCache.wrap(room.unsqueeze(1), flat))
+            fill(chunk.tokens, PagedCache.rebuilt(room.unsqueeze(1), self._gathered[workspace.dtype], 1.0))
         return Attended(out, lse, top)
 
     def _attend_rows(

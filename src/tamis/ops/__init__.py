@@ -1,7 +1,7 @@
 """The stages, in the order in which a layer runs them: write, index, translate, (gather,) attend, combine.
 
-Each stage is a package: `__init__` checks the arguments and picks a backend, `reference` is the plain-torch
-definition, and kernels stand beside it with the same signature.
+Each stage is a package: `__init__` checks the arguments, `reference` is the plain-torch definition, and kernels stand
+beside it with the same signature. `library` picks the backend and makes each stage a torch op for torch.compile.
 """
 
 from tamis.ops.attend import attend, attend_slots

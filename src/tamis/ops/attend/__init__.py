@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import Selection
-from tamis.ops.combine import Attended, Partials, combine_parts
-from tamis.ops.dispatch import implementation
+from tamis.ops import library
+from tamis.ops.combine import Attended, Partials, check_sink, in_base, output
 from tamis.ops.write import join_parts
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
@@ -29,25 +29,15 @@ def attend_slots(
     """Attention of each query token over its selected rows, in `splits` parts that `combine_parts` merges.
 
     The columns of all selections, one after the other, are cut into `splits` equal pieces; each has its own softmax.
-    Arguments as in `attend`.
+    Arguments as in `attend`. Under torch.compile `splits` is 1 if not given: the shape of the result must be known
+    before a backend is asked.
     """
-    q = join_parts("q", q)
-    selections = _as_list(selections)
-    width = selections[0].cache.layout.width
-    sizes = checks.tensor(
-        "q", q, "T H D", QUERY_DTYPES, D=width, remedy=f"the cache's rows are {width} wide ({selections[0].cache!r})"
-    )
-    if not 1 <= sizes["H"] <= MAX_HEADS:
-        raise checks.refuse("q", f"of 1 to {MAX_HEADS} heads", sizes["H"], "split the heads over several calls")
-    for number, selection in enumerate(selections):
-        _check_selection(f"selections[{number}]", selection, sizes["T"], width, q.device)
-    scale = checks.positive_number("scale", scale)
-    factor = checks.scale_factor("q_scale", q_scale)
-    checks.integer("value_dim", value_dim, low=1, high=width)
-    if splits is not None:
-        checks.integer("splits", splits, low=1)
-    stage = implementation("attend", backend, q.device)
-    return Partials(*stage.attend_slots(q, selections, scale=scale * factor, value_dim=value_dim, splits=splits))
+    q, selections = _checked(q, selections)
+    scale, factor = _scales(scale, q_scale)
+    _check_numbers(value_dim, splits, q.shape[2])
+    if splits is None and torch.compiler.is_compiling():
+        splits = 1
+    return Partials(*library.attend_slots(q, selections, scale, factor, value_dim, splits, backend))
 
 
 def attend(
@@ -83,18 +73,52 @@ def attend(
         out: [T, H, value_dim] to write into; otherwise a new tensor of q's dtype (bf16 for e4m3).
         backend: a name from `tamis backends`, or "auto".
     """
-    partials = attend_slots(
-        q, selections, scale=scale, value_dim=value_dim, q_scale=q_scale, splits=splits, backend=backend
+    parts = q
+    q, selections = _checked(parts, selections)
+    scale, factor = _scales(scale, q_scale)
+    _check_numbers(value_dim, splits, q.shape[2])
+    tokens, heads, _ = q.shape
+    check_sink(sink, heads, q.device)
+    checks.option("lse_base", lse_base, ("e", "2"))
+    dtype = (parts[0] if isinstance(parts, tuple) else q).dtype
+    dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+    out = output(out, (tokens, heads, value_dim), dtype, q.device)
+    lse, maxima = library.attend(q, selections, scale, factor, splits, sink, out, backend)
+    return Attended(out, in_base(lse, lse_base), maxima)
+
+
+def _checked(
+    q: Tensor | tuple[Tensor, Tensor], selections: Selection | Sequence[Selection]
+) -> tuple[Tensor, list[Selection]]:
+    q = join_parts("q", q)
+    selections = _as_list(selections)
+    width = selections[0].cache.layout.width
+    sizes = checks.tensor(
+        "q",
+        q,
+        "T H D",
+        QUERY_DTYPES,
+        D=width,
+        remedy=lambda: f"the cache's rows are {width} wide ({selections[0].cache!r})",
     )
-    dtype = (q[0] if isinstance(q, tuple) else q).dtype
-    return combine_parts(
-        partials,
-        sink=sink,
-        out=out,
-        dtype=torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype,
-        lse_base=lse_base,
-        backend=backend,
-    )
+    if not 1 <= sizes["H"] <= MAX_HEADS:
+        raise checks.refuse("q", f"of 1 to {MAX_HEADS} heads", sizes["H"], "split the heads over several calls")
+    for number, selection in enumerate(selections):
+        _check_selection(f"selections[{number}]", selection, sizes["T"], width, q.device)
+    return q, selections
+
+
+def _scales(scale: float, q_scale: float | Tensor) -> tuple[float, Tensor | None]:
+    """The softmax scale with a query scale given as a number in it, and one given as a tensor, which stays there."""
+    scale = checks.positive_number("scale", scale)
+    factor = checks.scale_factor("q_scale", q_scale)
+    return (scale, factor) if isinstance(factor, Tensor) else (scale * factor, None)
+
+
+def _check_numbers(value_dim: int, splits: int | None, width: int) -> None:
+    checks.integer("value_dim", value_dim, low=1, high=width)
+    if splits is not None:
+        checks.integer("splits", splits, low=1)
 
 
 def _as_list(selections: Selection | Sequence[Selection]) -> list[Selection]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.ops.dispatch import implementation
+from tamis.ops import library
 
 
 class Partials(NamedTuple):
@@ -64,17 +64,33 @@ def combine_parts(
     if partials.max_logits is not None:
         top = partials.max_logits
         checks.tensor("partials.max_logits", top, "S T H", floats, device=device, S=splits, T=tokens, H=heads)
-    if sink is not None:
-        checks.tensor("sink", sink, "H", (torch.float32,), H=heads, device=device, remedy="one per query head")
-        if sink.device.type == "cpu" and bool(sink.isnan().any()):
-            raise checks.refuse("sink", "free of NaN", "NaN", "use -inf for a head without a sink")
+    check_sink(sink, heads, device)
     checks.option("lse_base", lse_base, ("e", "2"))
+    out = output(out, (tokens, heads, sizes["V"]), dtype, device)
+    lse = library.combine_parts(partials.out, partials.lse, sink, out, backend)
+    maxima = None if partials.max_logits is None else partials.max_logits.amax(0)
+    return Attended(out, in_base(lse, lse_base), maxima)
+
+
+def check_sink(sink: Tensor | None, heads: int, device: torch.device) -> None:
+    """Refuse a sink that does not fit the heads, or holds NaN."""
+    if sink is None:
+        return
+    checks.tensor("sink", sink, "H", (torch.float32,), H=heads, device=device, remedy="one per query head")
+    if checks.visible(sink) and bool(sink.isnan().any()):
+        raise checks.refuse("sink", "free of NaN", "NaN", "use -inf for a head without a sink")
+
+
+def output(out: Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The given output, checked, or a new one of `dtype`."""
+    tokens, heads, value_dim = shape
     if out is None:
-        out = torch.empty(tokens, heads, sizes["V"], dtype=dtype, device=device)
-    dtypes = (*floats, torch.bfloat16, torch.float16)
-    checks.tensor("out", out, "T H V", dtypes, device=device, T=tokens, H=heads, V=sizes["V"])
-    merged, lse = implementation("combine", backend, device).combine_parts(partials.out, partials.lse, sink)
-    out.copy_(merged)
-    if lse_base == "2":
-        lse = lse / math.log(2)
-    return Attended(out, lse, None if partials.max_logits is None else partials.max_logits.amax(0))
+        out = torch.empty(shape, dtype=dtype, device=device)
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    checks.tensor("out", out, "T H V", dtypes, device=device, T=tokens, H=heads, V=value_dim)
+    return out
+
+
+def in_base(lse: Tensor, base: Literal["e", "2"]) -> Tensor:
+    """A natural-log lse in the asked base."""
+    return lse / math.log(2) if base == "2" else lse

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import PagedCache
-from tamis.ops.dispatch import implementation
+from tamis.ops import library
 
 
 def read_kv(cache: PagedCache, slots: Tensor, *, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
@@ -15,8 +15,7 @@ def read_kv(cache: PagedCache, slots: Tensor, *, dtype: torch.dtype = torch.floa
     if slots.device != cache.device:
         raise checks.refuse("slots", f"on {cache.device}", f"a tensor on {slots.device}", "move it to the cache")
     checks.option("dtype", dtype, checks.FLOATS)
-    result: Tensor = implementation("gather", backend, cache.device).read_kv(cache, slots, dtype)
-    return result
+    return library.read_kv(slots, cache, dtype, backend)
 
 
 def gather_kv(
@@ -42,16 +41,18 @@ def gather_kv(
         starts: int32 [B], ascending; the running sum of the lengths if not given.
         first: int32 [B], the first position to take; 0 if not given.
         out: [N, width] bf16, fp16 or fp32. If not given, bf16 of exactly the rows needed, which takes the lengths to
-            the host.
+            the host (and is refused under torch.compile).
         backend: a name from `tamis backends`, or "auto".
     """
     starts, first = _request_rows(cache, block_table, lengths, starts, first)
     if out is None:
+        if torch.compiler.is_compiling():
+            raise checks.refuse("out", "given under torch.compile", None, "its rows are a value, which a trace lacks")
         rows = int((starts.long() + lengths).max()) if len(lengths) else 0
         out = torch.zeros(rows, cache.layout.width, dtype=torch.bfloat16, device=cache.device)
     checks.tensor("out", out, "N D", checks.FLOATS, D=cache.layout.width, device=cache.device)
     _rows_fit("out", out.shape[0], starts, lengths)
-    implementation("gather", backend, cache.device).gather_kv(cache, block_table, lengths, starts, first, out)
+    library.gather_kv(block_table, lengths, starts, first, cache, out, backend)
     return out
 
 
@@ -75,11 +76,7 @@ def gather_index(
     starts, first = _request_rows(cache, block_table, lengths, starts, first)
     checks.integer("rows", rows, low=0)
     _rows_fit("rows", rows, starts, lengths)
-    values = torch.zeros(rows, layout.width, dtype=torch.uint8, device=cache.device).view(torch.float8_e4m3fn)
-    scales = torch.zeros(rows, dtype=torch.float32, device=cache.device)
-    stage = implementation("gather", backend, cache.device)
-    stage.gather_index(cache, block_table, lengths, starts, first, values, scales)
-    return values, scales
+    return library.gather_index(block_table, lengths, starts, first, cache, rows, backend)
 
 
 def _request_rows(
@@ -90,11 +87,11 @@ def _request_rows(
     checks.tensor("lengths", lengths, "B", (torch.int32,), B=count, device=device, remedy="one length per table row")
     first = torch.zeros_like(lengths) if first is None else first
     checks.tensor("first", first, "B", (torch.int32,), B=count, device=device)
-    longest = block_table.shape[1] * cache.page_size
-    checks.values_between("lengths", lengths, 0, longest, "the block table has no page for more")
-    checks.values_between("first", first, 0, longest, "the block table has no page for more")
-    checks.values_between("first + lengths", first + lengths, 0, longest, "the block table has no page for more")
-    if device.type == "cpu":
+    if checks.visible(lengths):
+        longest = block_table.shape[1] * cache.page_size
+        checks.values_between("lengths", lengths, 0, longest, "the block table has no page for more")
+        checks.values_between("first", first, 0, longest, "the block table has no page for more")
+        checks.values_between("first + lengths", first + lengths, 0, longest, "the block table has no page for more")
         page = torch.arange(block_table.shape[1]).unsqueeze(0) * cache.page_size
         needed = (page < (first + lengths).unsqueeze(1)) & (page + cache.page_size > first.unsqueeze(1))
         needed &= lengths.unsqueeze(1) > 0
@@ -104,13 +101,13 @@ def _request_rows(
         starts = (torch.cumsum(lengths, 0) - lengths).int()
     checks.tensor("starts", starts, "B", (torch.int32,), B=count, device=device)
     checks.values_between("starts", starts, 0, 2**31 - 1, "workspace rows count from 0")
-    if starts.device.type == "cpu" and bool((starts[1:] < (starts.long() + lengths)[:-1]).any()):
+    if checks.visible(starts) and bool((starts[1:] < (starts.long() + lengths)[:-1]).any()):
         raise checks.refuse("starts", "ascending, requests not overlapping", starts.tolist(), "use a running sum")
     return starts, first
 
 
 def _rows_fit(name: str, rows: int, starts: Tensor, lengths: Tensor) -> None:
-    if starts.device.type != "cpu" or len(starts) == 0:
+    if not checks.visible(starts) or len(starts) == 0:
         return
     needed = int((starts.long() + lengths).max())
     if needed > rows:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import PagedCache
-from tamis.ops.dispatch import implementation
+from tamis.ops import library
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ def index_topk(
         backend: a name from `tamis backends`, or "auto".
     """
     device = checks.same_device(q=q, weights=weights, request_ids=request_ids, lengths=lengths)
-    sizes = checks.tensor("q", q, "T H D", checks.FLOATS, D=cache.layout.width, remedy=f"keys are in {cache!r}")
+    sizes = checks.tensor("q", q, "T H D", checks.FLOATS, D=cache.layout.width, remedy=lambda: f"keys are in {cache!r}")
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
     checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
     requests = checks.tensor("block_table", block_table, "B W", (torch.int32,), device=device)["B"]
@@ -58,6 +58,4 @@ def index_topk(
     checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
     longest = block_table.shape[1] * cache.page_size
     checks.values_between("lengths", lengths, 0, longest, "the block table has no page for more")
-    stage = implementation("index", backend, device)
-    positions: Tensor = stage.index_topk(q, weights, cache, request_ids, block_table, lengths, k)
-    return positions
+    return library.index_topk(q, weights, cache, request_ids, block_table, lengths, k, backend)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.ops.dispatch import implementation
+from tamis.ops import library
 
 
 class Translated(NamedTuple):
@@ -69,19 +69,22 @@ def translate_positions(
     if block_table.shape[1] == 0:
         raise checks.refuse("block_table", "at least one page wide", list(block_table.shape), "pass the page table")
     checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
+    ids, starts = None, None
     if workspace is not None:
         ids, starts = workspace
         checks.tensor("workspace ids", ids, "T", (torch.int32,), T=total, device=device)
         prefills = checks.tensor("workspace starts", starts, "P", (torch.int32,), device=device)["P"]
         checks.values_between("workspace ids", ids, -(2**31), prefills - 1, "use -1 for decode tokens")
-    slots, counts = implementation("translate", backend, device).translate_positions(
+    slots, counts = library.translate_positions(
         positions,
         request_ids,
         block_table,
-        page_size=page_size,
-        rows_per_page=rows_per_page,
-        workspace=workspace,
-        shard=(ranks, rank, interleave),
-        compact=compact,
+        page_size,
+        rows_per_page,
+        ids,
+        starts,
+        (ranks, rank, interleave),
+        compact,
+        backend,
     )
     return Translated(slots, counts)

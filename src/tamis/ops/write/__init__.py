@@ -6,7 +6,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.layout import E4M3_MAX
-from tamis.ops.dispatch import implementation
+from tamis.ops import library
 from tamis.rope import rms_norm, rotate
 
 
@@ -35,7 +35,8 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
         kv: [T, width] in bf16, fp16 or fp32, or the pair (latent [T, L], rope [T, R]).
         cache: where to write; its layout decides the bytes.
         slots: int32 or int64 [T'] with T' <= T. A negative slot skips its row, and rows past T' are not written (a
-            graph-padded batch may carry more rows than slots). Two rows with the same slot leave one of them there.
+            graph-padded batch may carry more rows than slots). Slots that are not negative must be distinct: of two
+            rows for one slot the reference keeps the last, while kernels may mix them.
     """
     parts = kv
     kv = join_parts("kv", parts)
@@ -44,13 +45,13 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
         received = [list(part.shape) for part in parts]
         raise checks.refuse("kv", f"a pair of widths {widths}", received, f"rows of {cache!r}")
     sizes = checks.tensor(
-        "kv", kv, "T D", checks.FLOATS, D=cache.layout.width, device=cache.device, remedy=f"rows of {cache!r}"
+        "kv", kv, "T D", checks.FLOATS, D=cache.layout.width, device=cache.device, remedy=lambda: f"rows of {cache!r}"
     )
     count = checks.tensor("slots", slots, "S", checks.INTS, device=cache.device)["S"]
     if count > sizes["T"]:
         raise checks.refuse("slots", f"at most {sizes['T']} long, one per row of kv", count, "slice it")
     _slots_inside("slots", slots, cache)
-    implementation("write", backend, cache.device).write_kv(kv[:count], cache, slots)
+    library.write_kv(kv[:count], slots, cache, backend)
 
 
 def write_normed_kv(

@@ -1,0 +1,117 @@
+"""The stages as one would write them in torch for exactly these shapes: few masks, no checks, no generality."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tamis.bench.inputs import AttendSet, GatherSet, InputSet, TranslateSet, WriteSet
+from tamis.cache import PagedCache, Selection
+from tamis.layout import E4M3_MAX, Layout
+
+WORKING_BYTES = {"cuda": 2**31, "cpu": 2**26}
+"""Dequantised rows held at once; a prefill's would not fit."""
+
+
+def call_for(item: InputSet) -> Callable[[], Any]:
+    """A call that does what the set's `run` does; NotImplementedError for formats that nobody has written by hand."""
+    if isinstance(item, AttendSet):
+        for selection in item.selections:
+            _known(selection.cache.layout)
+        return partial(attend, item)
+    if isinstance(item, WriteSet):
+        if item.cache.layout.scale_mode not in ("pow2", "none") or item.cache.layout.rounding != "none":
+            raise NotImplementedError(f"not written by hand for {item.cache.layout.name}")
+        return partial(write, item, own_cache(item.cache))
+    if isinstance(item, GatherSet):
+        _known(item.cache.layout)
+        if len(set(item.lengths.tolist())) > 1:
+            raise NotImplementedError("not written by hand for requests of different lengths")
+        return partial(gather, item, torch.zeros_like(item.out))
+    return partial(translate, item)
+
+
+def own_cache(cache: PagedCache) -> PagedCache:
+    """Another cache of the same kind: a peer must not overwrite what we are measured on."""
+    return PagedCache(cache.layout, cache.pages, cache.page_size, cache.device, scale=cache.scale)
+
+
+def _known(layout: Layout) -> None:
+    if layout.scale_mode == "tensor":
+        raise NotImplementedError(f"not written by hand for {layout.name}")
+
+
+def rows(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantised rows [N, width] of slots [N]."""
+    layout = cache.layout
+    page, row = slots // cache.page_size, slots % cache.page_size
+    values: Tensor = cache.field(layout.values)[page, row]
+    if layout.scales is None:
+        return values.to(dtype)
+    scales = cache.field(layout.scales)[page, row][:, : layout.latent // layout.tile]
+    if layout.scale_mode == "exponent":
+        scales = torch.exp2(scales.float() - 127)
+    latent: Tensor = values.view(torch.float8_e4m3fn).to(dtype).view(len(slots), -1, layout.tile)
+    latent = (latent * scales.to(dtype).unsqueeze(-1)).flatten(1)
+    if layout.tail is None:
+        return latent
+    return torch.cat((latent, cache.field(layout.tail)[page, row].to(dtype)), dim=1)
+
+
+def attend(item: AttendSet) -> Tensor:
+    """Gather, dequantise, two matrix products and a softmax, some tokens at a time."""
+    # 16-bit matrix products are slow or missing on many CPUs.
+    dtype = torch.bfloat16 if item.q.device.type == "cuda" else torch.float32
+    tokens, _, width = item.q.shape
+    columns = sum(s.slots.shape[1] for s in item.selections)
+    step = max(1, WORKING_BYTES[item.q.device.type] // (columns * width * dtype.itemsize))
+    parts = [_attend_some(item, slice(begin, begin + step), dtype) for begin in range(0, tokens, step)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_some(item: AttendSet, span: slice, dtype: torch.dtype) -> Tensor:
+    keys = torch.cat([_selected(s, span, dtype) for s in item.selections], dim=1)
+    absent = torch.cat([s.slots[span] < 0 for s in item.selections], dim=1)
+    logits = torch.bmm(item.q[span].to(dtype), keys.transpose(1, 2)).float() * item.scale
+    weights = torch.softmax(logits.masked_fill(absent.unsqueeze(1), -torch.inf), dim=-1).to(dtype)
+    return torch.bmm(weights, keys[..., : item.value_dim]).to(item.q.dtype)
+
+
+def _selected(selection: Selection, span: slice, dtype: torch.dtype) -> Tensor:
+    slots = selection.slots[span].clamp_min(0)
+    return rows(selection.cache, slots.flatten().long(), dtype).view(*slots.shape, -1)
+
+
+def write(item: WriteSet, cache: PagedCache) -> PagedCache:
+    """Tile maxima, powers of two, conversion, one indexed store per field."""
+    layout = cache.layout
+    page, row = item.slots // cache.page_size, item.slots % cache.page_size
+    if layout.scales is None or layout.tail is None:
+        cache.field(layout.values)[page, row] = item.kv.to(layout.element)
+        return cache
+    tiles = item.kv[:, : layout.latent].float().unflatten(1, (-1, layout.tile))
+    smallest = (tiles.abs().amax(-1) / E4M3_MAX).clamp_min(layout.scale_floor)
+    scales = torch.exp2(torch.ceil(torch.log2(smallest)))
+    codes = (tiles / scales.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    cache.field(layout.values)[page, row] = codes.flatten(1).view(torch.uint8)
+    cache.field(layout.scales)[page, row] = scales
+    cache.field(layout.tail)[page, row] = item.kv[:, layout.latent :].to(layout.tail.dtype)
+    return cache
+
+
+def gather(item: GatherSet, out: Tensor) -> Tensor:
+    """Slots of all positions of all requests, then rows. For requests of one length."""
+    length = out.shape[0] // len(item.lengths)
+    position = torch.arange(length, device=out.device)
+    page = item.block_table.long()[:, : -(-length // item.cache.page_size)].repeat_interleave(item.cache.page_size, 1)
+    slots = page[:, :length] * item.cache.page_size + position % item.cache.page_size
+    return out.copy_(rows(item.cache, slots.flatten(), torch.bfloat16))
+
+
+def translate(item: TranslateSet) -> Tensor:
+    """One gather from the block table."""
+    positions = item.positions.long()
+    page = item.block_table[item.request_ids.long()].gather(1, positions.clamp_min(0) // item.page_size)
+    return torch.where(positions >= 0, page * item.page_size + positions % item.page_size, -1).int()

@@ -1,0 +1,293 @@
+"""Input sets for a job: filled caches, queries, selections. Built on the device, from a seed.
+
+Each kind of set runs our stage on itself, says how wrong a result is, and carries what peers need to do the same.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tamis.batch import parse_shape
+from tamis.bench.roofline import Cost, attend_cost, gather_cost, translate_cost, write_cost
+from tamis.bench.suites import Job
+from tamis.bench.timing import set_count
+from tamis.cache import PagedCache, Selection
+from tamis.layout import Layout, named
+from tamis.ops import attend, gather_kv, translate_positions, write_kv
+from tamis.testing import compare, oracle
+
+FILL_ROWS = 2**17
+"""Rows written at once while a cache is filled."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttendSet:
+    """One attention call. Its selections hold slots, so that every peer works on the same ones."""
+
+    q: Tensor
+    selections: tuple[Selection, ...]
+    scale: float
+    value_dim: int
+    queries: int | None
+    """New tokens per request, where all have the same number."""
+
+    bound = 1e-2
+
+    def run(self, backend: str) -> Tensor:
+        """Our output."""
+        selections = list(self.selections)
+        return attend(self.q, selections, scale=self.scale, value_dim=self.value_dim, backend=backend).out
+
+    def error(self, result: Tensor) -> float:
+        """Relative error of a few tokens against float64."""
+        tokens = sorted({0, len(self.q) // 2, len(self.q) - 1})
+        q = self.q[tokens].double().cpu()
+        selections = [replace(s, slots=s.slots[tokens].cpu()) for s in self.selections]
+        expected, _ = oracle.attend(q, selections, scale=self.scale, value_dim=self.value_dim)
+        return compare.relative_error(result[tokens], expected)
+
+
+@dataclass(frozen=True, eq=False)
+class WriteSet:
+    """One write of many rows."""
+
+    kv: Tensor
+    cache: PagedCache
+    slots: Tensor
+
+    bound = 5e-2
+
+    def run(self, backend: str) -> PagedCache:
+        """The cache with our rows in it."""
+        write_kv(self.kv, self.cache, self.slots, backend=backend)
+        return self.cache
+
+    def error(self, result: PagedCache) -> float:
+        """Relative error of some rows as stored, which contains the error of the format."""
+        some = torch.linspace(0, len(self.kv) - 1, 64).long().to(self.kv.device)
+        return compare.relative_error(oracle.rows_of(result, self.slots[some].cpu()), self.kv[some])
+
+
+@dataclass(frozen=True, eq=False)
+class GatherSet:
+    """One gather of whole requests."""
+
+    cache: PagedCache
+    block_table: Tensor
+    lengths: Tensor
+    starts: Tensor
+    out: Tensor
+
+    bound = 1e-2
+
+    def run(self, backend: str) -> Tensor:
+        """The workspace with our rows in it."""
+        return gather_kv(self.cache, self.block_table, self.lengths, starts=self.starts, out=self.out, backend=backend)
+
+    def error(self, result: Tensor) -> float:
+        """Relative error of some rows of the first and the last request."""
+        found, expected = [], []
+        for request in {0, len(self.lengths) - 1}:
+            table, start = self.block_table[request].tolist(), int(self.starts[request])
+            positions = torch.linspace(0, int(self.lengths[request]) - 1, 32).long().tolist()
+            slots = [oracle.slot_of(position, table, self.cache.page_size) for position in positions]
+            expected.append(oracle.rows_of(self.cache, torch.tensor(slots)))
+            found.append(result[[start + position for position in positions]])
+        return compare.relative_error(torch.cat(found), torch.cat(expected))
+
+
+@dataclass(frozen=True, eq=False)
+class TranslateSet:
+    """One translation of positions to slots."""
+
+    positions: Tensor
+    request_ids: Tensor
+    block_table: Tensor
+    page_size: int
+
+    bound = 0.0
+
+    def run(self, backend: str) -> Tensor:
+        """Our slots."""
+        return translate_positions(
+            self.positions, self.request_ids, self.block_table, page_size=self.page_size, backend=backend
+        ).slots
+
+    def error(self, result: Tensor) -> float:
+        """How many slots of a few tokens are wrong."""
+        wrong = 0
+        for token in {0, len(self.positions) - 1}:
+            table = self.block_table[int(self.request_ids[token])].tolist()
+            expected = [oracle.slot_of(p, table, self.page_size) for p in self.positions[token].tolist()]
+            wrong += sum(a != b for a, b in zip(result[token].tolist(), expected, strict=True))
+        return float(wrong)
+
+
+InputSet = AttendSet | WriteSet | GatherSet | TranslateSet
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """The input sets of a job and what one call on them costs at least."""
+
+    job: Job
+    sets: list[InputSet]
+    cost: Cost
+
+
+def prepare(job: Job, device: torch.device, seed: int = 0) -> Prepared:
+    """Build as many sets as make every call a cold one."""
+    builders: dict[str, Callable[[Job, _Maker], Prepared]] = {
+        "attend": _attend,
+        "write": _write,
+        "gather": _gather,
+        "translate": _translate,
+    }
+    return builders[job.stage](job, _Maker(device, seed))
+
+
+class _Maker:
+    """Random tensors and filled caches on one device."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=self.device, dtype=torch.float32).bfloat16()
+
+    def picks(self, rows: int, k: int, below: int) -> Tensor:
+        """int64 [rows, k]: in each row different numbers below `below`, in random order."""
+        # A part at a time: a prefill over a long context would need gigabytes of random numbers at once.
+        step = max(1, 2**26 // below)
+        parts = []
+        for begin in range(0, rows, step):
+            shape = (min(step, rows - begin), below)
+            parts.append(torch.rand(shape, generator=self._generator, device=self.device).topk(k, dim=1).indices)
+        return torch.cat(parts)
+
+    def cache(self, layout: Layout, pages: int, page_size: int, *, filled: bool = True) -> PagedCache:
+        """A cache whose rows are all random numbers."""
+        cache = PagedCache(layout, pages, page_size, self.device)
+        for begin in range(0, cache.rows if filled else 0, FILL_ROWS):
+            slots = torch.arange(begin, min(begin + FILL_ROWS, cache.rows), device=self.device)
+            write_kv(self.normal(len(slots), layout.width), cache, slots)
+        return cache
+
+    def block_table(self, lengths: list[int], page_size: int) -> tuple[Tensor, int]:
+        """Shuffled pages for each request, -1 past its end, and how many pages there are."""
+        counts = [-(-length // page_size) for length in lengths]
+        order = torch.randperm(sum(counts), generator=self._generator, device=self.device).int()
+        table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32, device=self.device)
+        begin = 0
+        for row, count in zip(table, counts, strict=True):
+            row[:count] = order[begin : begin + count]
+            begin += count
+        return table, begin
+
+
+def _attend(job: Job, maker: _Maker) -> Prepared:
+    assert job.heads is not None
+    assert job.topk is not None
+    layout = named(job.layout)
+    # V4 rows are all value; in V3.2 the rope part is key only.
+    value_dim = layout.width if job.layout.startswith("v4") else layout.latent
+    queries, lengths = parse_shape(job.shape)
+    picks = [job.topk, job.window] if job.window else [job.topk]
+    requests = list(zip(queries, lengths, strict=True))
+    cost = attend_cost(requests, heads=job.heads, picks=picks, layout=layout, value_dim=value_dim)
+    uniform = queries[0] if len(set(queries)) == 1 else None
+    wanted = set_count(cost.bytes, maker.device)
+    sets: list[InputSet] = []
+    while len(sets) < wanted:
+        for selections in _selections(job, layout, queries, lengths, maker, wanted - len(sets)):
+            q = maker.normal(sum(queries), job.heads, layout.width)
+            sets.append(AttendSet(q, selections, layout.width**-0.5, value_dim, uniform))
+    return Prepared(job, sets, cost)
+
+
+def _selections(
+    job: Job, layout: Layout, queries: list[int], lengths: list[int], maker: _Maker, most: int
+) -> Iterator[tuple[Selection, ...]]:
+    """Selections from one cache (two with a window) that share no row with each other where tokens are few."""
+    assert job.topk is not None
+    table, pages = maker.block_table(lengths, job.page_size)
+    cache = maker.cache(layout, pages, job.page_size)
+    second = maker.cache(layout, pages, job.page_size) if job.window else None
+    decode = max(queries) == 1
+    pieces = max(1, min(most, min(lengths) // job.topk if decode else 1))
+    # One shuffle of each context, cut into pieces: no piece finds the rows of another in the cache.
+    columns = pieces * job.topk
+    shuffled = [maker.picks(new, min(columns, length), length) for new, length in zip(queries, lengths, strict=True)]
+    ids = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries)).to(maker.device)
+    for piece in range(pieces):
+        span = slice(piece * job.topk, (piece + 1) * job.topk)
+        positions = torch.cat([_padded(part[:, span], job.topk) for part in shuffled])
+        chosen = Selection(cache, _slots(positions, table, ids, job.page_size))
+        if second is None:
+            yield (chosen,)
+            continue
+        window = torch.arange(job.window, device=maker.device).repeat(len(ids), 1)
+        starts = [piece * job.window % max(1, length - job.window + 1) for length in lengths]
+        window += torch.tensor(starts, device=maker.device)[ids].unsqueeze(1)
+        window[window >= torch.tensor(lengths, device=maker.device)[ids].unsqueeze(1)] = -1
+        yield (Selection(second, _slots(window, table, ids, job.page_size)), chosen)
+
+
+def _padded(picks: Tensor, k: int) -> Tensor:
+    return torch.nn.functional.pad(picks, (0, k - picks.shape[1]), value=-1)
+
+
+def _slots(positions: Tensor, table: Tensor, ids: Tensor, page_size: int) -> Tensor:
+    page = table.long()[ids].gather(1, positions.clamp_min(0) // page_size)
+    return torch.where(positions >= 0, page * page_size + positions % page_size, -1).int()
+
+
+def _write(job: Job, maker: _Maker) -> Prepared:
+    layout, tokens = named(job.layout), sum(parse_shape(job.shape)[0])
+    cost = write_cost(tokens, layout)
+    sets: list[InputSet] = []
+    for _ in range(set_count(cost.bytes, maker.device)):
+        cache = maker.cache(layout, -(-tokens // job.page_size), job.page_size, filled=False)
+        if layout.scale_mode == "tensor":
+            cache = cache.with_scale(0.02)
+        slots = maker.picks(1, tokens, cache.rows)[0]
+        sets.append(WriteSet(maker.normal(tokens, layout.width), cache, slots))
+    return Prepared(job, sets, cost)
+
+
+def _gather(job: Job, maker: _Maker) -> Prepared:
+    layout, lengths = named(job.layout), parse_shape(job.shape)[1]
+    cost = gather_cost(sum(lengths), layout, job.page_size)
+    starts = torch.tensor([sum(lengths[:n]) for n in range(len(lengths))], dtype=torch.int32, device=maker.device)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=maker.device)
+    sets: list[InputSet] = []
+    for _ in range(set_count(cost.bytes, maker.device)):
+        table, pages = maker.block_table(lengths, job.page_size)
+        out = torch.zeros(sum(lengths), layout.width, dtype=torch.bfloat16, device=maker.device)
+        sets.append(GatherSet(maker.cache(layout, pages, job.page_size), table, counts, starts, out))
+    return Prepared(job, sets, cost)
+
+
+def _translate(job: Job, maker: _Maker) -> Prepared:
+    assert job.topk is not None
+    queries, lengths = parse_shape(job.shape)
+    ids = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries)).int().to(maker.device)
+    pages = sum(-(-length // job.page_size) for length in lengths)
+    cost = translate_cost(len(ids), job.topk, pages)
+    sets: list[InputSet] = []
+    for _ in range(set_count(cost.bytes, maker.device)):
+        table, _ = maker.block_table(lengths, job.page_size)
+        parts = [maker.picks(new, min(job.topk, length), length) for new, length in zip(queries, lengths, strict=True)]
+        positions = torch.cat([_padded(part, job.topk) for part in parts]).int()
+        sets.append(TranslateSet(positions, ids, table, job.page_size))
+    return Prepared(job, sets, cost)
+
+
+def worst_error(item: InputSet, result: object) -> float:
+    """The set's own measure of a result, infinite where the result is not even of the right kind."""
+    error = item.error(result)  # type: ignore[arg-type]
+    return math.inf if math.isnan(error) else error

@@ -1,0 +1,117 @@
+"""Named suites of shapes, and how the command line changes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from tamis import checks
+from tamis.batch import parse_shape
+from tamis.layout import NAMES
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing to measure."""
+
+    suite: str
+    stage: str
+    """attend, write, gather or translate."""
+    shape: str
+    """In the batch notation: `128q1s16k`."""
+    layout: str = "v32-fp8"
+    heads: int | None = None
+    topk: int | None = None
+    window: int = 0
+    """Consecutive rows that each token also attends to, from a second cache (V4)."""
+    page_size: int = PAGE_SIZE
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """What must be verified before a time is shown."""
+        return ("attend", "combine") if self.stage == "attend" else (self.stage,)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All combinations of some shapes, layouts, heads and top-k, for one stage."""
+
+    stage: str
+    shapes: tuple[str, ...]
+    layouts: tuple[str, ...] = ("v32-fp8",)
+    heads: tuple[int, ...] = ()
+    topks: tuple[int, ...] = ()
+    window: int = 0
+
+    def jobs(self, suite: str) -> list[Job]:
+        """Expanded, shapes first."""
+        none = (None,)
+        return [
+            Job(suite, self.stage, shape, layout, heads, topk, self.window)
+            for layout, shape, heads, topk in product(self.layouts, self.shapes, self.heads or none, self.topks or none)
+        ]
+
+
+SUITES: dict[str, tuple[Grid, ...]] = {
+    "smoke": (
+        Grid("attend", ("4q1s512", "1q16s256"), ("v32-fp8",), (4,), (128,)),
+        Grid("attend", ("4q1s512",), ("v4-fp8",), (4,), (64,), window=32),
+        Grid("write", ("2q256",)),
+        Grid("gather", ("2q256",)),
+        Grid("translate", ("4q1s512",), topks=(128,)),
+    ),
+    "decode": (
+        Grid("attend", tuple(f"{b}q1s16k" for b in (1, 8, 32, 64, 128)), ("v32-fp8",), (8, 16, 32, 64, 128), (2048,)),
+    ),
+    "prefill": (
+        Grid("attend", ("1q512s8k", "1q4ks8k", "1q4ks32k", "1q4ks128k"), ("v32-bf16",), (64, 128), (2048,)),
+        Grid("attend", ("1q512s8k", "1q4ks8k", "1q4ks128k"), ("v32-fp8",), (16, 64, 128), (2048,)),
+    ),
+    "write": (
+        Grid("write", ("8q8k",), ("v32-fp8", "v32-bf16", "v4-fp8")),
+        Grid("gather", ("8q8k",), ("v32-fp8", "v4-fp8")),
+        Grid("translate", ("128q1s16k",), topks=(2048,)),
+    ),
+    "v4": (Grid("attend", tuple(f"{b}q1s16k" for b in (2, 32, 64, 128)), ("v4-fp8",), (64, 128), (512,), window=128),),
+}
+CUSTOM = (Grid("attend", ("128q1s16k",), ("v32-fp8",), (16,), (2048,)),)
+"""What `--shape` without a suite varies."""
+
+
+def make_jobs(
+    suite: str | None,
+    *,
+    shapes: Sequence[str] = (),
+    layouts: Sequence[str] = (),
+    heads: Sequence[int] = (),
+    topks: Sequence[int] = (),
+) -> list[Job]:
+    """The jobs of a suite, with some of its numbers replaced; without a suite and without a shape, the smallest one."""
+    name = suite or ("custom" if shapes else "smoke")
+    if suite is not None:
+        checks.option("suite", suite, tuple(SUITES))
+    for shape in shapes:
+        if 0 in parse_shape(shape)[0]:
+            raise checks.refuse("shape", "requests with new tokens", repr(shape), "write q1 for a decode")
+    for layout in layouts:
+        checks.option("layout", layout, [n for n in NAMES if not n.startswith("index")])
+    for count in heads:
+        checks.integer("heads", count, low=1, high=128)
+    for count in topks:
+        checks.integer("topk", count, low=1)
+    grids = CUSTOM if name == "custom" else SUITES[name]
+    for option, given, used in (("heads", heads, "heads"), ("topk", topks, "topks")):
+        if given and not any(getattr(grid, used) for grid in grids):
+            raise checks.refuse(option, f"left out for the suite {name!r}", list(given), "nothing there depends on it")
+    changed = [
+        replace(
+            grid,
+            shapes=tuple(shapes) or grid.shapes,
+            layouts=tuple(layouts) or grid.layouts,
+            heads=tuple(heads) if heads and grid.heads else grid.heads,
+            topks=tuple(topks) if topks and grid.topks else grid.topks,
+        )
+        for grid in grids
+    ]
+    return [job for grid in changed for job in grid.jobs(name)]

@@ -1,0 +1,223 @@
+"""`tamis bench`: times of the stages, against the machine's limits and against peers."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.parser import FAILED, OK, Subcommands, add_command
+from tamis.cli.progress import Progress
+from tamis.cli.table import render_table
+from tamis.cli.verify import as_data, results_table, verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from tamis.bench.record import CsvFile, Row
+    from tamis.bench.run import Bench
+    from tamis.bench.suites import Job
+    from tamis.verify import CheckResult
+
+SUITES = ("smoke", "decode", "prefill", "write", "v4")
+"""As in `tamis.bench.suites`, which is too heavy to import for a help text; a test compares the two."""
+REPEATS = {"cuda": 25, "cpu": 5}
+
+DETAILS = """\
+Suites: smoke (tiny, any machine), decode (V3.2 FP8, top-k 2048, 1 to 128 requests of 16K, 8 to 128 heads), prefill
+(512 and 4096 tokens over 8K to 128K, bf16 and FP8 rows), write (write and gather of 64K tokens, translation of
+128 x 2048), v4 (a window of 128 and 512 compressed entries). Options replace a suite's own numbers; --shape without a
+suite measures decode-like attention of that shape.
+
+The stages to be timed are verified first; if a check fails, no time is printed. Times are medians over replays of a
+CUDA graph (on a CPU: of calls) on rotated inputs that exceed the cache several times over, with the 10th and 90th
+percentile. The roofline is the larger of bytes over bandwidth and operations over peak; bytes count each selected
+row, index, query and output once. Peers run in turn with ours, in the same process, on the same inputs; heads are
+padded for FlashMLA before its time starts.
+
+Exits with 1 if a check fails."""
+
+
+def register(subcommands: Subcommands) -> None:
+    """Add the command."""
+    parser = add_command(
+        subcommands,
+        "bench",
+        run,
+        summary="Measure the stages against the machine's limits and against peers",
+        details=DETAILS,
+        example="tamis bench smoke --against none",
+    )
+    parser.add_argument("suite", nargs="?", choices=SUITES, metavar="suite", help="one of the above (default: smoke)")
+    parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="from `tamis backends` (default: auto)")
+    parser.add_argument(
+        "--shape",
+        type=_words,
+        default=[],
+        metavar="S,...",
+        help="such as 128q1s16k: 128 requests, q new tokens, s in all",
+    )
+    parser.add_argument("--heads", type=_numbers, default=[], metavar="N,...", help="query heads")
+    parser.add_argument("--topk", type=_numbers, default=[], metavar="N,...", help="selected rows per token")
+    parser.add_argument("--layout", type=_words, default=[], metavar="NAME,...", help="byte formats of the rows")
+    parser.add_argument(
+        "--against",
+        type=_words,
+        metavar="PEER,...",
+        help="flashmla, vllm, torch or none (default: those that can be imported)",
+    )
+    parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds (default: 25 on a GPU, 5 on a CPU)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows to this file")
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 16,128") from error
+
+
+def run(options: argparse.Namespace) -> int:
+    """Verify, measure, and print the table or the JSON object."""
+    let_waiting_threads_sleep()
+    device = pick_device(options.device)
+    from tamis import checks
+    from tamis.bench.peers import find_peers
+    from tamis.bench.record import CsvFile
+    from tamis.bench.suites import make_jobs
+
+    # What can be refused is refused before the first check runs.
+    peers, absent = find_peers(options.against, device)
+    file = CsvFile(options.csv) if options.csv is not None else None
+
+    jobs = make_jobs(
+        options.suite, shapes=options.shape, layouts=options.layout, heads=options.heads, topks=options.topk
+    )
+    repeats = REPEATS[device.type] if options.repeats is None else options.repeats
+    checks.integer("repeats", repeats, low=1)
+    failures = [result for result in _verified(jobs, device, options.backend) if not result.ok]
+    if failures:
+        return _refuse(failures, json_wanted=options.json)
+    bench = _bench(device, options.backend, repeats, peers)
+    rows, wrong = _measured(bench, jobs, file)
+    machine = describe_machine(device)
+    if options.json:
+        data = {"machine": machine, "limits": asdict(bench.ceiling), "absent": absent, "wrong": wrong}
+        print(json.dumps(data | {"rows": [row.as_data() for row in rows]}))
+    else:
+        _print_report(machine, bench, rows, absent, wrong)
+    return FAILED if wrong else OK
+
+
+def _verified(jobs: "list[Job]", device: "torch.device", backend: str) -> "list[CheckResult]":
+    """Quick checks of every stage to be timed. Stages that nothing was checked of count as failed."""
+    from dataclasses import replace
+
+    from tamis.verify import run_checks
+
+    stages = sorted({stage for job in jobs for stage in job.stages})
+    progress = Progress("checks")
+    try:
+        results = run_checks(device, backend, stages, True, progress.update)
+    finally:
+        progress.close()
+    unchecked = [stage for stage in stages if not verdict([r for r in results if r.stage == stage])]
+    return [replace(r, state="FAILED") if r.stage in unchecked and r.cases == 0 else r for r in results]
+
+
+def _refuse(failures: "list[CheckResult]", *, json_wanted: bool) -> int:
+    if json_wanted:
+        print(json.dumps({"ok": False, "checks": [as_data(result) for result in failures], "rows": []}))
+    else:
+        print(results_table(failures), end="\n\n")
+        print("FAILED: no time is given for stages whose results are wrong")
+    return FAILED
+
+
+def _bench(device: "torch.device", backend: str, repeats: int, peers: Any) -> "Bench":
+    from tamis.bench.record import describe
+    from tamis.bench.roofline import find_ceiling
+    from tamis.bench.run import Bench
+
+    machine = describe(device, describe_machine(device)["name"])
+    return Bench(device, backend, repeats, find_ceiling(device), machine, peers)
+
+
+def _measured(bench: "Bench", jobs: "list[Job]", file: "CsvFile | None") -> "tuple[list[Row], list[str]]":
+    """All rows, and a line for each job whose result was wrong."""
+    from tamis.bench.run import WrongResult
+
+    progress = Progress("measurements")
+    rows: list[Row] = []
+    wrong: list[str] = []
+    try:
+        for number, job in enumerate(jobs):
+            try:
+                found = bench.measure(job)
+            except WrongResult as error:
+                wrong.append(str(error))
+                continue
+            rows += found
+            if file is not None:
+                file.add(found)
+            progress.update(number + 1, len(jobs))
+    finally:
+        progress.close()
+    return rows, wrong
+
+
+def _print_report(
+    machine: dict[str, Any], bench: "Bench", rows: "list[Row]", absent: dict[str, str], wrong: list[str]
+) -> None:
+    print(machine_line(machine))
+    peak = bench.ceiling.flops_per_second
+    limit = f"{bench.ceiling.bytes_per_second / 1e12:.3g} TB/s"
+    limit += f", {peak / 1e12:.0f} TFLOP/s" if peak else ""
+    print(f"limits: {limit} ({bench.ceiling.source}); medians of {bench.repeats} rounds\n")
+    if rows:
+        print(times_table(rows), end="\n\n")
+    notes = [f"{row.peer or 'no peer'} on {row.stage} {row.shape}: {row.note}" for row in rows if row.note]
+    notes += [f"peer {name} is absent: {reason}" for name, reason in absent.items()]
+    notes += [f"FAILED: {line}" for line in wrong]
+    for note in dict.fromkeys(notes):
+        print(note)
+
+
+def times_table(rows: "list[Row]") -> str:
+    """One line per row; what a job's lines share is shown once."""
+    header = ["stage", "backend", "shape", "heads", "top-k", "layout", "time us", "p10..p90", "MB"]
+    header += ["TB/s", "TFLOP/s", "roofline us", "time/\nroofline", "peer", "peer us", "peer/\nours"]
+    lines: list[tuple[str, ...]] = []
+    last: tuple[str, ...] = ()
+    for row in rows:
+        topk = "-" if row.topk is None else f"{row.window}+{row.topk}" if row.window else str(row.topk)
+        seconds = row.median_us * 1e-6
+        ours: tuple[str, ...] = (
+            row.stage,
+            row.backend,
+            row.shape,
+            "-" if row.heads is None else str(row.heads),
+            topk,
+            row.layout,
+            f"{row.median_us:.1f}",
+            f"{row.p10:.1f}..{row.p90:.1f}",
+            f"{row.bytes / 1e6:.3g}",
+            f"{row.bytes / seconds / 1e12:.3g}",
+            f"{row.flops / seconds / 1e12:.3g}" if row.flops else "-",
+            f"{row.roofline_us:.3g}",
+            f"{row.of_roofline:.2f}",
+        )
+        theirs = (
+            row.peer or "-",
+            "-" if row.peer_us is None else f"{row.peer_us:.1f}",
+            "-" if row.ratio is None else f"{row.ratio:.2f}",
+        )
+        lines.append((*(ours if ours != last else ("",) * len(ours)), *theirs))
+        last = ours
+    return render_table(header, lines, "lllrrlrrrrrrrlrr")

@@ -1,0 +1,112 @@
+"""`tamis verify`: numeric checks of every stage on this machine."""
+
+import argparse
+import json
+from dataclasses import asdict
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.parser import FAILED, OK, Subcommands, add_command
+from tamis.cli.progress import Progress
+from tamis.cli.table import render_table
+
+if TYPE_CHECKING:
+    from tamis.verify import CheckResult
+
+STAGES = ("write", "gather", "translate", "index", "attend", "combine", "planner", "layer")
+"""As in `tamis.verify`, which is too heavy to import for a help text; a test compares the two."""
+
+DETAILS = """\
+Runs each stage on hostile inputs (page sizes from 1, empty rows, wrong slots, NaN around the selected rows, sinks of
++-inf, tile maxima from 1e-5 to 1e4, 1 to 128 heads) and compares with slow versions in float64 on the host: bytes of
+writes and slots of translations must be equal, attention is bounded by relative error. The same inputs must give the
+same bits ten times; a request must give the same bits alone and in a batch; a captured CUDA graph replayed with other
+inputs must give the bits of an eager call.
+
+A check that cannot apply here is shown with its reason. Exits with 1 if a check fails, or if none applies."""
+
+
+def register(subcommands: Subcommands) -> None:
+    """Add the command."""
+    parser = add_command(
+        subcommands,
+        "verify",
+        run,
+        summary="Check the numbers of every stage on this machine",
+        details=DETAILS,
+        example="tamis verify --quick --stage attend",
+    )
+    parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="from `tamis backends` (default: auto)")
+    parser.add_argument(
+        "--stage",
+        action="extend",
+        nargs="+",
+        choices=STAGES,
+        metavar="NAME",
+        help=f"only these, of {', '.join(STAGES)}",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer shapes: seconds instead of a minute on a CPU")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, and print the table or the JSON object."""
+    let_waiting_threads_sleep()
+    device = pick_device(options.device)
+    from tamis.verify import run_checks
+
+    progress = Progress("cases")
+    try:
+        results = run_checks(device, options.backend, options.stage, options.quick, progress.update)
+    finally:
+        progress.close()
+    machine = describe_machine(device)
+    passed = verdict(results)
+    if options.json:
+        print(json.dumps({"machine": machine, "ok": passed, "checks": [as_data(r) for r in results]}, indent=2))
+    else:
+        print(machine_line(machine), end="\n\n")
+        print(results_table(results), end="\n\n")
+        print(conclusion(results))
+    return OK if passed else FAILED
+
+
+def verdict(results: "list[CheckResult]") -> bool:
+    """Whether something was checked and nothing failed."""
+    return all(r.ok for r in results) and any(r.state == "ok" for r in results)
+
+
+def as_data(result: "CheckResult") -> dict[str, Any]:
+    """A result ready for JSON, which has no infinity."""
+    error = result.error
+    return asdict(result) | {"error": error if error is None or isfinite(error) else str(error)}
+
+
+def results_table(results: "list[CheckResult]") -> str:
+    """One line per check; notes are wrapped below each other."""
+    rows = []
+    for r in results:
+        worst = "-" if r.error is None else "0" if r.error == 0 else f"{r.error:.1e}"
+        bound = "equal" if r.bound == 0 else f"{r.bound:.1e}"
+        rows.append((r.stage, r.check, r.backend, r.cases, worst, bound, r.state, _wrapped(r.note)))
+    header = ("stage", "check", "backend", "cases", "worst error", "bound", "result", "why")
+    return render_table(header, rows, "lllrrrll")
+
+
+def conclusion(results: "list[CheckResult]") -> str:
+    """One line for all checks together."""
+    failed = [r for r in results if not r.ok]
+    ran = [r for r in results if r.state != "not applicable"]
+    cases = sum(r.cases for r in ran)
+    if failed:
+        return f"FAILED: {len(failed)} of {len(ran)} checks"
+    if not ran:
+        return "FAILED: no check applies to this backend on this device"
+    return f"ok: {len(ran)} checks, {cases} cases; {len(results) - len(ran)} do not apply"
+
+
+def _wrapped(text: str, width: int = 60) -> str:
+    from textwrap import wrap
+
+    return "\n".join(wrap(text, width))

@@ -1,0 +1,362 @@
+"""Reading rows back in Triton, by slot or for whole requests: each row is read once, widened, and written once.
+
+A value is e4m3 x scale in float32, rounded once to the output's dtype; rope values keep their bits. Workspace rows find
+their request by a search in `starts`, so nothing about the lengths has to reach the host.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis.cache import PagedCache
+from tamis.layout import named
+from tamis.ops.triton_rows import (
+    copy_rounded,
+    decode_e4m3,
+    has_native_e4m3,
+    interpreted,
+    launching_on,
+    row_arguments,
+    row_block,
+    row_start,
+    store_rounded,
+)
+
+if TYPE_CHECKING:
+    from tamis.testing.offline import OfflineCase
+
+WARP_VALUES = 2048
+"""Values that one warp handles: 64 per thread. Programs of one warp need no barriers and share no look-up of a row."""
+MOST_ROWS = 16
+"""Rows of one program, whose look-ups are written out one after the other."""
+SEARCH_STEPS = 4
+"""Searches take a multiple of this many steps, so that a batch of another size seldom needs another kernel."""
+
+
+@triton.jit
+def _requests_begun(row, starts, requests, STEPS: tl.constexpr):
+    """How many requests start at or before the row: the last of them is the row's."""
+    low = row * 0
+    high = low + requests
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) >> 1
+        searching = low < high
+        before = searching & (tl.load(starts + middle, mask=searching, other=0) <= row)
+        high = tl.where(searching & (before == 0), middle, high)
+        low = tl.where(before, middle + 1, low)
+    return low
+
+
+@triton.jit
+def _request_slots(
+    rows, starts, lengths, first, block_table, table_stride, page_id_stride, requests, table_width, pages,
+    PAGE_SIZE: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The slot behind each of the program's workspace rows; -1 where no request has one, or its page is not one of the
+    cache.
+
+    Rows are looked up one by one, as scalars: a block of them would be looked up once more for every layout in which
+    the compiler wants the result.
+    """
+    first_row = tl.program_id(0) * ROWS
+    lane = tl.arange(0, ROWS)
+    slots = tl.full([ROWS], -1, tl.int32)
+    # Rows of one program mostly belong to one request, and then these two searches are all.
+    first_begun = _requests_begun(first_row, starts, requests, STEPS)
+    last_begun = _requests_begun(first_row + (ROWS - 1), starts, requests, STEPS)
+    for index in tl.static_range(ROWS):
+        row = first_row + index
+        begun = first_begun
+        if first_begun != last_begun:
+            begun = _requests_begun(row, starts, requests, STEPS)
+        request = tl.maximum(begun - 1, 0)
+        # 64 bits: nobody has looked at starts and first, and their sums may leave 32.
+        offset = row.to(tl.int64) - tl.load(starts + request)
+        position = offset + tl.load(first + request)
+        page = position // PAGE_SIZE
+        inside = (row < rows) & (begun > 0) & (offset < tl.load(lengths + request)) & (position >= 0)
+        inside = inside & (page < table_width)
+        entry = block_table + request.to(tl.int64) * table_stride + page * page_id_stride
+        page_id = tl.load(entry, mask=inside, other=-1)
+        inside = inside & (page_id >= 0) & (page_id < pages)
+        slot = page_id * PAGE_SIZE + (position - page * PAGE_SIZE).to(tl.int32)
+        slots = tl.where((lane == index) & inside, slot, slots)
+    return slots
+
+
+@triton.jit
+def _decode_tiles(
+    values, scales, out, out_column_stride, readable, writable, MODE: tl.constexpr, LATENT: tl.constexpr,
+    TILE: tl.constexpr, NATIVE_E4M3: tl.constexpr, NATIVE_BF16: tl.constexpr, TILES_BLOCK: tl.constexpr,
+    TILE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The latent part [rows, tiles, values of a tile] times its tile scales."""
+    TILES: tl.constexpr = LATENT // TILE
+    tile = tl.arange(0, TILES_BLOCK)
+    lane = tl.arange(0, TILE_BLOCK)
+    column = tile[None, :, None] * TILE + lane[None, None, :]
+    inside = (tile < TILES)[None, :, None] & (lane < TILE)[None, None, :]
+    codes = tl.load(values[:, None, None] + column, mask=readable[:, None, None] & inside, other=0)
+    wanted = readable[:, None] & (tile < TILES)[None, :]
+    if MODE == "exponent":
+        exponent = tl.load(scales[:, None] + tile[None, :], mask=wanted, other=127).to(tl.int32)
+        # 2**-127, which the smallest byte stands for, is no normal number.
+        factor = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        pointers = scales.to(tl.pointer_type(tl.float32), bitcast=True)
+        factor = tl.load(pointers[:, None] + tile[None, :], mask=wanted, other=0.0)
+    x = decode_e4m3(codes, NATIVE_E4M3).to(tl.float32) * factor[:, :, None]
+    target = out[:, None, None] + column.to(tl.int64) * out_column_stride
+    store_rounded(target, x, writable[:, None, None] & inside, NATIVE_BF16)
+
+
+@triton.jit
+def _read_columns(
+    source, out, out_column_stride, readable, writable, scale, MODE: tl.constexpr, START: tl.constexpr,
+    COUNT: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr, NATIVE_E4M3: tl.constexpr, NATIVE_BF16: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns without tile scales: copied, converted, or multiplied by the cache's one scale."""
+    column = tl.arange(0, BLOCK)
+    can_read = readable[:, None] & (column < COUNT)[None, :]
+    can_write = writable[:, None] & (column < COUNT)[None, :]
+    origin = source[:, None] + column[None, :]
+    target = out[:, None] + ((START + column).to(tl.int64) * out_column_stride)[None, :]
+    if MODE == "tensor":
+        if SCALE_IN_MEMORY:
+            factor = tl.load(scale)
+        else:
+            factor = scale
+        x = decode_e4m3(tl.load(origin, mask=can_read, other=0), NATIVE_E4M3).to(tl.float32) * factor
+        store_rounded(target, x, can_write, NATIVE_BF16)
+    else:
+        copy_rounded(origin, target, can_read, can_write, NATIVE_BF16)
+
+
+# Batches of any size share one kernel: where alignment does not matter, sizes are not looked at.
+@triton.jit(do_not_specialize=["rows", "table_stride", "requests", "table_width", "pages"])
+def read_rows(
+    cache, page_stride, scale, out, out_stride, out_column_stride, rows, slots, starts, lengths, first, block_table,
+    table_stride, page_id_stride, requests, table_width, pages,
+    PAGE_SIZE: tl.constexpr, STEPS: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    TILE: tl.constexpr, VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES_START: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr,
+    SCALE_IN_MEMORY: tl.constexpr, NATIVE_E4M3: tl.constexpr, NATIVE_BF16: tl.constexpr, ROWS: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, TILES_BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of `out` from the given slots (zeros for those outside the cache), or, without slots, from the requests
+    (rows of no request keep their content). Distances inside the cache are in its elements."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if slots is not None:
+        writable = row < rows
+        slot = tl.load(slots + row, mask=writable, other=-1)
+        readable = (slot >= 0) & (slot < pages * PAGE_SIZE)
+    else:
+        slot = _request_slots(
+            rows, starts, lengths, first, block_table, table_stride, page_id_stride, requests, table_width, pages,
+            PAGE_SIZE, STEPS, ROWS,
+        )  # fmt: skip
+        readable = slot >= 0
+        writable = readable
+    slot = tl.where(readable, slot, 0).to(tl.int32)
+    target = out + row.to(tl.int64) * out_stride
+    values = cache + (row_start(slot, page_stride, VALUES_STRIDE, PAGE_SIZE, False) + VALUES_START)
+    if MODE == "none" or MODE == "tensor":
+        _read_columns(
+            values, target, out_column_stride, readable, writable, scale, MODE, 0, LATENT, SCALE_IN_MEMORY,
+            NATIVE_E4M3, NATIVE_BF16, LATENT_BLOCK,
+        )  # fmt: skip
+        if ROPE:
+            _read_columns(
+                values + LATENT, target, out_column_stride, readable, writable, scale, MODE, LATENT, ROPE,
+                SCALE_IN_MEMORY, NATIVE_E4M3, NATIVE_BF16, ROPE_BLOCK,
+            )  # fmt: skip
+    else:
+        scales = cache + (row_start(slot, page_stride, SCALES_STRIDE, PAGE_SIZE, False) + SCALES_START)
+        _decode_tiles(
+            values, scales, target, out_column_stride, readable, writable, MODE, LATENT, TILE, NATIVE_E4M3,
+            NATIVE_BF16, TILES_BLOCK, TILE_BLOCK,
+        )  # fmt: skip
+        if ROPE:
+            tail = cache + (row_start(slot, page_stride, TAIL_STRIDE, PAGE_SIZE, False) + TAIL_START)
+            _read_columns(
+                tail.to(tl.pointer_type(tl.bfloat16), bitcast=True), target, out_column_stride, readable, writable,
+                scale, "none", LATENT, ROPE, False, NATIVE_E4M3, NATIVE_BF16, ROPE_BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "table_stride", "requests", "table_width", "pages"])
+def copy_index_rows(
+    cache, page_stride, values, values_stride, values_column_stride, scales, scales_stride, rows, starts, lengths,
+    first, block_table, table_stride, page_id_stride, requests, table_width, pages,
+    PAGE_SIZE: tl.constexpr, STEPS: tl.constexpr, DIM: tl.constexpr, VALUES_START: tl.constexpr,
+    VALUES_STRIDE: tl.constexpr, SCALES_START: tl.constexpr, SCALES_STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys and scales of requests, byte for byte; rows of no request keep their content."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = _request_slots(
+        rows, starts, lengths, first, block_table, table_stride, page_id_stride, requests, table_width, pages,
+        PAGE_SIZE, STEPS, ROWS,
+    )  # fmt: skip
+    covered = slot >= 0
+    slot = tl.maximum(slot, 0)
+    column = tl.arange(0, DIM_BLOCK)
+    inside = covered[:, None] & (column < DIM)[None, :]
+    values_at = row_start(slot, page_stride, VALUES_STRIDE, PAGE_SIZE, False) + VALUES_START
+    codes = tl.load(cache + values_at[:, None] + column[None, :], mask=inside, other=0)
+    target = values + row.to(tl.int64)[:, None] * values_stride + (column.to(tl.int64) * values_column_stride)[None, :]
+    tl.store(target, codes, mask=inside)
+    scales_at = row_start(slot, page_stride, SCALES_STRIDE, PAGE_SIZE, False) + SCALES_START
+    factor = tl.load((cache + scales_at).to(tl.pointer_type(tl.float32), bitcast=True), mask=covered, other=0.0)
+    tl.store(scales + row.to(tl.int64) * scales_stride, factor, mask=covered)
+
+
+def read_kv(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [..., width] with zeros where a slot is negative or past the end."""
+    flat = slots.reshape(-1).contiguous()
+    out = torch.empty(flat.shape[0], cache.layout.width, dtype=dtype, device=cache.device)
+    if flat.shape[0]:
+        _launch(read_rows, _read_arguments(cache, out, _no_requests(cache) | {"slots": flat}), out)
+    return out.view(*slots.shape, cache.layout.width)
+
+
+def gather_kv(
+    cache: PagedCache, block_table: Tensor, lengths: Tensor, starts: Tensor, first: Tensor, out: Tensor
+) -> None:
+    """Fill the covered rows of `out`; the others keep their content."""
+    if out.shape[0] and block_table.numel():
+        requests = _requests(cache, block_table, lengths, starts, first)
+        _launch(read_rows, _read_arguments(cache, out, requests | {"slots": None}), out)
+
+
+def gather_index(
+    cache: PagedCache,
+    block_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    first: Tensor,
+    values: Tensor,
+    scales: Tensor,
+) -> None:
+    """As `gather_kv`, without dequantising: raw e4m3 keys and their scales."""
+    if values.shape[0] and block_table.numel():
+        requests = _requests(cache, block_table, lengths, starts, first)
+        _launch(copy_index_rows, _index_arguments(cache, values, scales, requests), values)
+
+
+def _launch(kernel: Any, arguments: dict[str, Any], out: Tensor) -> None:
+    with launching_on(out.device):
+        kernel[(triton.cdiv(out.shape[0], arguments["ROWS"]),)](**arguments, **_options(arguments))
+
+
+def _options(arguments: dict[str, Any]) -> dict[str, int]:
+    """One warp, and more only for rows that are too wide for one."""
+    block = arguments["DIM_BLOCK"] if "DIM_BLOCK" in arguments else row_block(arguments)
+    return {"num_warps": max(1, min(8, block // WARP_VALUES))}
+
+
+def _rows_per_program(block: int) -> int:
+    return max(1, min(MOST_ROWS, WARP_VALUES // block))
+
+
+def _requests(cache: PagedCache, block_table: Tensor, lengths: Tensor, starts: Tensor, first: Tensor) -> dict[str, Any]:
+    """Arguments by which a workspace row finds its slot."""
+    requests, table_width = block_table.shape
+    return {
+        "starts": starts.contiguous(),
+        "lengths": lengths.contiguous(),
+        "first": first.contiguous(),
+        "block_table": block_table,
+        "table_stride": block_table.stride(0),
+        "page_id_stride": block_table.stride(1),
+        "requests": requests,
+        "table_width": table_width,
+        "pages": cache.pages,
+        "STEPS": triton.cdiv(requests.bit_length(), SEARCH_STEPS) * SEARCH_STEPS,
+    }
+
+
+def _no_requests(cache: PagedCache) -> dict[str, Any]:
+    """The same arguments where slots are given."""
+    names = ("starts", "lengths", "first", "block_table", "table_stride", "page_id_stride", "requests", "table_width")
+    return dict.fromkeys(names) | {"pages": cache.pages, "STEPS": 0}
+
+
+def _read_arguments(cache: PagedCache, out: Tensor, rows_from: dict[str, Any]) -> dict[str, Any]:
+    """What `read_rows` is launched with."""
+    rows = row_arguments(cache)
+    return (
+        rows_from
+        | rows
+        | {
+            "out": out,
+            "out_stride": out.stride(0),
+            "out_column_stride": out.stride(1),
+            "rows": out.shape[0],
+            "NATIVE_E4M3": has_native_e4m3(cache.device),
+            "NATIVE_BF16": not interpreted(read_rows),
+            "ROWS": _rows_per_program(row_block(rows)),
+        }
+    )
+
+
+def _index_arguments(cache: PagedCache, values: Tensor, scales: Tensor, rows_from: dict[str, Any]) -> dict[str, Any]:
+    """What `copy_index_rows` is launched with."""
+    used = ("cache", "page_stride", "PAGE_SIZE", "VALUES_START", "VALUES_STRIDE", "SCALES_START", "SCALES_STRIDE")
+    rows = row_arguments(cache)
+    return (
+        rows_from
+        | {name: rows[name] for name in used}
+        | {
+            "values": values.view(torch.uint8),
+            "values_stride": values.stride(0),
+            "values_column_stride": values.stride(1),
+            "scales": scales,
+            "scales_stride": scales.stride(0),
+            "rows": values.shape[0],
+            "DIM": cache.layout.width,
+            "DIM_BLOCK": rows["LATENT_BLOCK"],
+            "ROWS": _rows_per_program(rows["LATENT_BLOCK"]),
+        }
+    )
+
+
+def offline_cases() -> Iterator["OfflineCase"]:
+    """Launches that `tamis.testing.offline` compiles."""
+    from tamis.testing.offline import NATIVE_E4M3, OfflineCase
+
+    table, ones = torch.zeros(32, 128, dtype=torch.int32), torch.ones(32, dtype=torch.int32)
+    for name, dtype in (
+        ("v32-fp8", torch.bfloat16),
+        ("v4-fp8", torch.bfloat16),
+        ("plain-fp8", torch.float16),
+        ("v32-bf16", torch.bfloat16),
+    ):
+        cache = PagedCache(name, 2, 64)
+        out = torch.empty(16, cache.layout.width, dtype=dtype)
+        requests = _requests(cache, table, ones, ones, ones) | {"slots": None}
+        arguments = _read_arguments(cache, out, requests)
+        label = f"gather {name} to {dtype}".replace("torch.", "")
+        yield OfflineCase.of_launch(read_rows, arguments, _options(arguments), label)
+        if cache.layout.quantised:
+            arguments |= {"NATIVE_E4M3": True}
+            yield OfflineCase.of_launch(
+                read_rows, arguments, _options(arguments), f"{label}, native", targets=NATIVE_E4M3
+            )
+    # Triton makes constants of arguments that are 1, which is another program.
+    cache = PagedCache("plain-fp8", 1, 1, scale=torch.ones(()))
+    requests = _requests(cache, table[:1, :1], ones[:1], ones[:1], ones[:1]) | {"slots": None}
+    arguments = _read_arguments(cache, torch.empty(1, 576), requests)
+    yield OfflineCase.of_launch(read_rows, arguments, _options(arguments), "gather plain-fp8, one of everything")
+    cache = PagedCache(named("v32-fp8", latent=128, rope=32), 2, 64)
+    arguments = _read_arguments(cache, torch.empty(16, 160), _no_requests(cache) | {"slots": torch.arange(16)})
+    yield OfflineCase.of_launch(read_rows, arguments, _options(arguments), f"read {cache.layout.name} to float32")
+    cache = PagedCache("index-fp8", 2, 64)
+    values, scales = torch.empty(16, 128, dtype=torch.uint8), torch.empty(16)
+    arguments = _index_arguments(cache, values, scales, _requests(cache, table, ones, ones, ones))
+    yield OfflineCase.of_launch(copy_index_rows, arguments, _options(arguments), "gather index-fp8 as stored")

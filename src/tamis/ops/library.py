@@ -1,0 +1,343 @@
+"""The stages as torch ops (`torch.ops.tamis.*`), so that torch.compile can trace a call without looking inside it.
+
+Each function here runs one stage and is also the body of an op of the same name. While torch.compile traces, a call
+becomes a call of the op; otherwise it runs at once, because the way through the op costs tens of microseconds.
+
+An op's arguments are tensors, numbers and strings, and lists of these. A `PagedCache` travels as its storage, its
+layout's key and its scale (a number, or a tensor beside it); selections travel as parallel lists. The body puts the
+objects together again. A fake says what comes out without running anything.
+
+The functions trust their arguments, which those of `tamis.ops` have checked. They write only to what the schema marks,
+return only new, contiguous tensors, and are for inference: a tensor that needs a gradient is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.cache import PagedCache, Selection
+from tamis.layout import from_key
+from tamis.ops.dispatch import implementation
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Registrations last as long as this object.
+_LIBRARY = torch.library.Library("tamis", "FRAGMENT")
+
+_CACHE = "str layout, float scale, Tensor? scale_tensor"
+"""What follows `storage` in a schema and makes it a cache."""
+_SELECTIONS = (
+    "Tensor[] storages, str[] layouts, float[] scales, Tensor?[] scale_tensors, "
+    "Tensor[] slots, Tensor?[] lengths, Tensor?[] request_ids, Tensor?[] block_tables"
+)
+_REQUESTS = "Tensor block_table, Tensor lengths, Tensor starts, Tensor first"
+
+
+def _op(schema: str, fake: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register a function under a schema for every device, with its fake; return it with the way to the op."""
+
+    def register(run: Callable[P, R]) -> Callable[P, R]:
+        # A compiler must not change strides: pages may lie apart.
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+        overload = getattr(torch.ops.tamis, run.__name__).default
+        names = [argument.name for argument in overload._schema.arguments]
+        _LIBRARY.impl(run.__name__, _with_objects(run, names), "CompositeExplicitAutograd")
+        torch.library.register_fake(overload, _with_objects(fake, names), lib=_LIBRARY)
+
+        @wraps(run)
+        def route(*arguments: P.args, **none: P.kwargs) -> R:
+            if torch.compiler.is_compiling():
+                result: R = overload(*_flat(arguments))
+                return result
+            return run(*arguments, **none)
+
+        return route
+
+    return register
+
+
+def _flat(arguments: Sequence[Any]) -> list[Any]:
+    """Arguments of a function as those of its op."""
+    flat: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, PagedCache):
+            flat += _flat_cache(argument)
+        elif isinstance(argument, list):
+            caches = [_flat_cache(s.cache) for s in argument]
+            flat += [[cache[part] for cache in caches] for part in range(4)]
+            flat += [[s.slots for s in argument], [s.lengths for s in argument]]
+            flat += [[s.request_ids for s in argument], [s.block_table for s in argument]]
+        else:
+            flat.append(argument)
+    return flat
+
+
+def _flat_cache(cache: PagedCache) -> tuple[Tensor, str, float, Tensor | None]:
+    scale = cache.scale
+    if isinstance(scale, Tensor):
+        return cache.storage, cache.layout.key, 1.0, scale
+    return cache.storage, cache.layout.key, scale, None
+
+
+def _with_objects(run: Callable[..., R], names: list[str]) -> Callable[..., R]:
+    """A function that takes an op's arguments and calls `run` with a cache or selections in their place."""
+    if "storage" in names:
+        at = names.index("storage")
+        return lambda *flat: run(*flat[:at], _cache(*flat[at : at + 4]), *flat[at + 4 :])
+    if "storages" in names:
+        at = names.index("storages")
+        return lambda *flat: run(*flat[:at], _selections(*flat[at : at + 8]), *flat[at + 8 :])
+    return run
+
+
+def _cache(storage: Tensor, layout: str, scale: float, scale_tensor: Tensor | None) -> PagedCache:
+    return PagedCache.rebuilt(storage, from_key(layout), scale if scale_tensor is None else scale_tensor)
+
+
+def _selections(*lists: Sequence[Any]) -> list[Selection]:
+    return [Selection(_cache(*one[:4]), *one[4:]) for one in zip(*lists, strict=True)]
+
+
+def _stage(name: str, backend: str, device: torch.device, **inputs: Tensor | None) -> Any:
+    """The module that runs a stage. Fakes ask for it too, so that a wrong backend or a gradient fails the trace."""
+    checks.no_gradient(**inputs)
+    return implementation(name, backend, device)
+
+
+def _write_kv(kv: Tensor, *rest: Any) -> None:
+    _stage("write", rest[-1], kv.device, kv=kv)
+
+
+@_op(f"write_kv(Tensor kv, Tensor slots, Tensor(a!) storage, {_CACHE}, str backend) -> ()", _write_kv)
+def write_kv(kv: Tensor, slots: Tensor, cache: PagedCache, backend: str) -> None:
+    """Rows into the cache."""
+    _stage("write", backend, cache.device, kv=kv).write_kv(kv, cache, slots)
+
+
+def _read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str) -> Tensor:
+    _stage("gather", backend, cache.device)
+    return slots.new_empty((*slots.shape, cache.layout.width), dtype=dtype)
+
+
+@_op(f"read_kv(Tensor slots, Tensor storage, {_CACHE}, ScalarType dtype, str backend) -> Tensor", _read_kv)
+def read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str) -> Tensor:
+    """Rows [..., width] of slots [...]."""
+    rows: Tensor = _stage("gather", backend, cache.device).read_kv(cache, slots, dtype)
+    return rows.contiguous()
+
+
+def _gather_kv(block_table: Tensor, *rest: Any) -> None:
+    _stage("gather", rest[-1], block_table.device)
+
+
+@_op(f"gather_kv({_REQUESTS}, Tensor storage, {_CACHE}, Tensor(a!) out, str backend) -> ()", _gather_kv)
+def gather_kv(
+    block_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    first: Tensor,
+    cache: PagedCache,
+    out: Tensor,
+    backend: str,
+) -> None:
+    """Whole requests into `out`."""
+    _stage("gather", backend, cache.device).gather_kv(cache, block_table, lengths, starts, first, out)
+
+
+def _gather_index(block_table: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, cache, rows, backend = rest
+    _stage("gather", backend, block_table.device)
+    values = block_table.new_empty((rows, cache.layout.width), dtype=torch.float8_e4m3fn)
+    return values, block_table.new_empty((rows,), dtype=torch.float32)
+
+
+@_op(
+    f"gather_index({_REQUESTS}, Tensor storage, {_CACHE}, SymInt rows, str backend) -> (Tensor, Tensor)",
+    _gather_index,
+)
+def gather_index(
+    block_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    first: Tensor,
+    cache: PagedCache,
+    rows: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Raw keys [rows, dim] and scales [rows] of whole requests, zeros elsewhere."""
+    values = torch.zeros(rows, cache.layout.width, dtype=torch.uint8, device=cache.device).view(torch.float8_e4m3fn)
+    scales = torch.zeros(rows, dtype=torch.float32, device=cache.device)
+    stage = _stage("gather", backend, cache.device)
+    stage.gather_index(cache, block_table, lengths, starts, first, values, scales)
+    return values, scales
+
+
+def _index_topk(q: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+    *_, k, backend = rest
+    _stage("index", backend, q.device, q=q, weights=weights)
+    return q.new_empty((q.shape[0], k), dtype=torch.int32)
+
+
+@_op(
+    f"index_topk(Tensor q, Tensor weights, Tensor storage, {_CACHE}, Tensor request_ids, Tensor block_table, "
+    "Tensor lengths, SymInt k, str backend) -> Tensor",
+    _index_topk,
+)
+def index_topk(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    k: int,
+    backend: str,
+) -> Tensor:
+    """Positions int32 [T, k]."""
+    stage = _stage("index", backend, q.device, q=q, weights=weights)
+    positions: Tensor = stage.index_topk(q, weights, cache, request_ids, block_table, lengths, k)
+    return positions.contiguous()
+
+
+def _translate_positions(positions: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _stage("translate", rest[-1], positions.device)
+    return positions.new_empty(positions.shape), positions.new_empty((positions.shape[0],))
+
+
+@_op(
+    "translate_positions(Tensor positions, Tensor request_ids, Tensor block_table, SymInt page_size, "
+    "SymInt rows_per_page, Tensor? workspace_ids, Tensor? workspace_starts, SymInt[] shard, bool compact, "
+    "str backend) -> (Tensor, Tensor)",
+    _translate_positions,
+)
+def translate_positions(
+    positions: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    rows_per_page: int,
+    workspace_ids: Tensor | None,
+    workspace_starts: Tensor | None,
+    shard: tuple[int, int, int],
+    compact: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Slots int32 [T, K] and how many of each row are valid."""
+    slots, counts = _stage("translate", backend, positions.device).translate_positions(
+        positions,
+        request_ids,
+        block_table,
+        page_size=page_size,
+        rows_per_page=rows_per_page,
+        workspace=None if workspace_ids is None else (workspace_ids, workspace_starts),
+        shard=tuple(shard),
+        compact=compact,
+    )
+    return slots.contiguous(), counts.contiguous()
+
+
+def _accumulator(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _attend_slots(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, value_dim, splits, backend = rest
+    _stage("attend", backend, q.device, q=q)
+    # How many parts a backend chooses is its own affair; `attend`, which merges them, does not show it.
+    parts = torch.library.get_ctx().new_dynamic_size(min=1) if splits is None else splits
+    lse = q.new_empty((parts, q.shape[0], q.shape[1]), dtype=_accumulator(q))
+    return lse.new_empty((*lse.shape, value_dim)), lse, torch.empty_like(lse)
+
+
+@_op(
+    f"attend_slots(Tensor q, {_SELECTIONS}, float scale, Tensor? q_scale, SymInt value_dim, SymInt? splits, "
+    "str backend) -> (Tensor, Tensor, Tensor)",
+    _attend_slots,
+)
+def attend_slots(
+    q: Tensor,
+    selections: list[Selection],
+    scale: float,
+    q_scale: Tensor | None,
+    value_dim: int,
+    splits: int | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Partial outputs [S, T, H, V], lse and maxima [S, T, H]; S is `splits` if given."""
+    parts, lses, maxima = _attend_parts(q, selections, scale, q_scale, value_dim, splits, backend)
+    if splits is None or len(parts) == splits:
+        return parts, lses, maxima
+    # A backend may cut otherwise, each selection by itself for one. Too many parts become one, too few get empty ones.
+    if len(parts) > splits:
+        merged, lse = _stage("combine", backend, q.device).combine_parts(parts, lses, None)
+        parts, lses, maxima = merged.unsqueeze(0), lse.unsqueeze(0), maxima.amax(0, keepdim=True)
+    empty = splits - len(parts)
+    nothing = lses.new_full((empty, *lses.shape[1:]), -torch.inf)
+    parts = torch.cat((parts, parts.new_zeros(empty, *parts.shape[1:])))
+    return parts, torch.cat((lses, nothing)), torch.cat((maxima, nothing))
+
+
+def _attend_parts(
+    q: Tensor,
+    selections: list[Selection],
+    scale: float,
+    q_scale: Tensor | None,
+    value_dim: int,
+    splits: int | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    factor = scale if q_scale is None else scale * q_scale
+    stage = _stage("attend", backend, q.device, q=q)
+    parts, lses, maxima = stage.attend_slots(q, selections, scale=factor, value_dim=value_dim, splits=splits)
+    return parts, lses, maxima
+
+
+def _combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
+    _stage("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
+    return lses.new_empty(lses.shape[1:])
+
+
+@_op(
+    "combine_parts(Tensor parts, Tensor lses, Tensor? sink, Tensor(a!) out, str backend) -> Tensor",
+    _combine_parts,
+)
+def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
+    """Merge parts into `out`; the merged lse [T, H]."""
+    stage = _stage("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
+    merged, lse = stage.combine_parts(parts, lses, sink)
+    out.copy_(merged)
+    result: Tensor = lse.to(lses.dtype).contiguous()
+    return result
+
+
+def _attend(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, sink, _, backend = rest
+    for stage in ("attend", "combine"):
+        _stage(stage, backend, q.device, q=q, sink=sink)
+    lse = q.new_empty(q.shape[:2], dtype=_accumulator(q))
+    return lse, torch.empty_like(lse)
+
+
+@_op(
+    f"attend(Tensor q, {_SELECTIONS}, float scale, Tensor? q_scale, SymInt? splits, Tensor? sink, Tensor(a!) out, "
+    "str backend) -> (Tensor, Tensor)",
+    _attend,
+)
+def attend(
+    q: Tensor,
+    selections: list[Selection],
+    scale: float,
+    q_scale: Tensor | None,
+    splits: int | None,
+    sink: Tensor | None,
+    out: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Attention into `out`; the lse and the maxima [T, H]. One op for two stages hides the number of parts."""
+    parts, lses, maxima = _attend_parts(q, selections, scale, q_scale, out.shape[2], splits, backend)
+    return combine_parts(parts, lses, sink, out, backend), maxima.amax(0)

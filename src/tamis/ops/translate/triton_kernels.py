@@ -1,0 +1,173 @@
+"""Positions to slots in Triton: one launch, one program per token, which walks its columns and counts on the way."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis.ops.triton_rows import launching_on
+
+if TYPE_CHECKING:
+    from tamis.testing.offline import OfflineCase
+
+LARGEST_BLOCK = 2048
+"""Columns that a program handles at once."""
+COLUMNS_PER_THREAD = 8
+
+
+# Batches of any size share one kernel: where alignment does not matter, sizes are not looked at.
+@triton.jit(do_not_specialize=["table_stride", "requests", "table_width", "rows_per_page", "workspaces"])
+def translate_rows(
+    positions, positions_stride, column_stride, request_ids, block_table, table_stride, page_id_stride, requests,
+    table_width, rows_per_page, workspace_ids, workspace_starts, workspaces, slots, counts, columns,
+    PAGE_SIZE: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, INTERLEAVE: tl.constexpr,
+    COMPACT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One row of slots [tokens, columns] and its number of valid slots."""
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.load(request_ids + token)
+    known = (request >= 0) & (request < requests)
+    table = block_table + tl.where(known, request, 0).to(tl.int64) * table_stride
+    found = slots + token * columns
+    if workspace_ids is not None:
+        workspace = tl.load(workspace_ids + token)
+        in_workspace = workspace >= 0
+        base = tl.load(
+            workspace_starts + tl.minimum(tl.maximum(workspace, 0), workspaces - 1), mask=workspaces > 0, other=0
+        )
+    count = 0
+    for block in range(BLOCKS):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        here = column < columns
+        source = positions + token * positions_stride + column.to(tl.int64) * column_stride
+        position = tl.load(source, mask=here, other=-1)
+        valid = (position >= 0) & known
+        position = tl.maximum(position, 0)
+        if WIDE:
+            position = position.to(tl.int64)
+        if RANKS > 1:
+            valid = valid & (position // INTERLEAVE % RANKS == RANK)
+            position = position // (INTERLEAVE * RANKS) * INTERLEAVE + position % INTERLEAVE
+        page = position // PAGE_SIZE
+        valid = valid & (page < table_width)
+        page_id = tl.load(table + page.to(tl.int64) * page_id_stride, mask=valid, other=-1)
+        # 64 bits: a page id that nobody has looked at must not come back as some other, valid slot.
+        slot = page_id.to(tl.int64) * rows_per_page + (position - page * PAGE_SIZE)
+        if workspace_ids is not None:
+            valid = valid & (in_workspace | (page_id >= 0))
+            slot = tl.where(in_workspace & (workspaces > 0), base.to(tl.int64) + position, slot)
+        else:
+            valid = valid & (page_id >= 0)
+        valid = valid & (slot < 2147483648)
+        result = tl.where(valid, slot, -1).to(tl.int32)
+        if COMPACT:
+            place = count + tl.cumsum(valid.to(tl.int32), 0) - 1
+            tl.store(found + place, result, mask=valid)
+        else:
+            tl.store(found + column, result, mask=here)
+        count += tl.sum(valid.to(tl.int32), 0)
+    if COMPACT:
+        for block in range(BLOCKS):
+            column = block * BLOCK + tl.arange(0, BLOCK)
+            tl.store(found + column, -1, mask=(column >= count) & (column < columns))
+    tl.store(counts + token, count)
+
+
+def translate_positions(
+    positions: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    *,
+    page_size: int,
+    rows_per_page: int,
+    workspace: tuple[Tensor, Tensor] | None,
+    shard: tuple[int, int, int],
+    compact: bool,
+) -> tuple[Tensor, Tensor]:
+    """Slots and how many of them are valid per row; see `tamis.ops.translate_positions`."""
+    slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
+    counts = torch.empty(positions.shape[0], dtype=torch.int32, device=positions.device)
+    if positions.shape[0] == 0:
+        return slots, counts
+    arguments = _arguments(
+        positions, request_ids, block_table, slots, counts, page_size, rows_per_page, workspace, shard, compact
+    )
+    with launching_on(positions.device):
+        translate_rows[(positions.shape[0],)](**arguments, **_options(arguments["BLOCK"]))
+    return slots, counts
+
+
+def _options(block: int) -> dict[str, int]:
+    return {"num_warps": max(1, min(8, block // (32 * COLUMNS_PER_THREAD)))}
+
+
+def _arguments(
+    positions: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    page_size: int,
+    rows_per_page: int,
+    workspace: tuple[Tensor, Tensor] | None,
+    shard: tuple[int, int, int],
+    compact: bool,
+) -> dict[str, Any]:
+    """What `translate_rows` is launched with."""
+    ranks, rank, interleave = shard if shard[0] > 1 else (1, 0, 1)
+    ids, starts = workspace if workspace is not None else (None, None)
+    block = min(LARGEST_BLOCK, triton.next_power_of_2(max(16, positions.shape[1])))
+    return {
+        "positions": positions,
+        "positions_stride": positions.stride(0),
+        "column_stride": positions.stride(1),
+        "request_ids": request_ids.contiguous(),
+        "block_table": block_table,
+        "table_stride": block_table.stride(0),
+        "page_id_stride": block_table.stride(1),
+        "requests": block_table.shape[0],
+        "table_width": block_table.shape[1],
+        "rows_per_page": rows_per_page,
+        "workspace_ids": ids.contiguous() if ids is not None else None,
+        "workspace_starts": starts.contiguous() if starts is not None else None,
+        "workspaces": len(starts) if starts is not None else None,
+        "slots": slots,
+        "counts": counts,
+        "columns": positions.shape[1],
+        "PAGE_SIZE": page_size,
+        "RANKS": ranks,
+        "RANK": rank,
+        "INTERLEAVE": interleave,
+        "COMPACT": compact,
+        # Divisors that may leave 32 bits take the positions with them.
+        "WIDE": ranks * interleave >= 2**31 or page_size >= 2**31,
+        "BLOCK": block,
+        "BLOCKS": triton.cdiv(positions.shape[1], block),
+    }
+
+
+def offline_cases() -> Iterator["OfflineCase"]:
+    """Launches that `tamis.testing.offline` compiles."""
+    from tamis.testing.offline import OfflineCase
+
+    def ints(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    def case(
+        label: str, tokens: int, columns: int, workspaces: int, shard: tuple[int, int, int], compact: bool
+    ) -> OfflineCase:
+        positions, table = ints(tokens, columns), ints(tokens, columns // 64 + 1)
+        workspace = (ints(tokens), ints(workspaces)) if workspaces else None
+        outputs = torch.empty_like(positions), ints(tokens)
+        arguments = _arguments(positions, ints(tokens), table, *outputs, 64, 64, workspace, shard, compact)
+        return OfflineCase.of_launch(translate_rows, arguments, _options(arguments["BLOCK"]), label)
+
+    yield case("translate", 128, 2048, 0, (1, 0, 1), False)
+    yield case("translate, workspace", 128, 2048, 16, (1, 0, 1), False)
+    yield case("translate, sharded and compact", 128, 5000, 0, (8, 3, 16), True)
+    # Triton makes constants of arguments that are 1, which is another program.
+    yield case("translate, one of everything", 1, 1, 1, (1, 0, 1), True)

@@ -1,0 +1,193 @@
+"""Quantise and insert in Triton: one program per few rows, each row read once and written once.
+
+Bytes are those of the reference on every device: maxima, scales and codes are computed in exact or correctly rounded
+arithmetic, and NaN and infinities go where the reference puts them. One promise of the reference is not kept: rows of
+one call that name the same slot race, and what is left there may be the values of one and the scales of another. Two
+rows for one slot are a caller's error on a GPU.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis.cache import PagedCache
+from tamis.layout import named
+from tamis.ops.triton_rows import (
+    copy_rounded,
+    encode_e4m3,
+    interpreted,
+    launching_on,
+    load_wide,
+    round_to_bf16,
+    row_arguments,
+    row_block,
+    row_start,
+    widen_bf16,
+)
+
+if TYPE_CHECKING:
+    from tamis.testing.offline import OfflineCase
+
+BLOCK_VALUES = 4096
+"""Values that one program handles: 32 per thread keep enough bytes in flight without spilling."""
+NUM_WARPS = 4
+
+
+@triton.jit
+def _encode_tiles(
+    kv, row, wanted, cache, values_at, scales_at,
+    MODE: tl.constexpr, LATENT: tl.constexpr, TILE: tl.constexpr, SCALES: tl.constexpr, SCALE_FLOOR: tl.constexpr,
+    ROUND_INPUT: tl.constexpr, NATIVE_BF16: tl.constexpr, TILES_BLOCK: tl.constexpr,
+    TILE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Values and scales of the latent part [rows, tiles, values of a tile]."""
+    TILES: tl.constexpr = LATENT // TILE
+    tile = tl.arange(0, TILES_BLOCK)
+    lane = tl.arange(0, TILE_BLOCK)
+    column = tile[None, :, None] * TILE + lane[None, None, :]
+    inside = wanted[:, None, None] & (tile < TILES)[None, :, None] & (lane < TILE)[None, None, :]
+    x = load_wide(kv + row[:, None, None] + column, inside)
+    if ROUND_INPUT and kv.dtype.element_ty != tl.bfloat16:
+        x = widen_bf16(round_to_bf16(x, NATIVE_BF16))
+    # A maximum passes over NaN, unless there is nothing else; an infinity counts as the largest number.
+    amax = tl.max(tl.abs(x), axis=2)
+    amax = tl.where(amax == amax, tl.minimum(amax, 3.4028234663852886e38), 0.0)
+    smallest = tl.maximum(tl.div_rn(amax, 448.0), SCALE_FLOOR)
+    if MODE == "exact":
+        codes = encode_e4m3(tl.div_rn(x, smallest[:, :, None]))
+        stored = smallest
+    else:
+        # The next power of two from the bits; to multiply by its inverse is to divide by it, exactly.
+        exponent = (smallest.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        codes = encode_e4m3(x * inverse[:, :, None])
+        stored = (exponent << 23).to(tl.float32, bitcast=True)
+    tl.store(cache + values_at[:, None, None] + column, codes, mask=inside)
+    pointers = cache + scales_at
+    if MODE == "exponent":
+        stored = tl.where((tile < TILES)[None, :], exponent, 0).to(tl.uint8)
+        if SCALES > TILES_BLOCK:
+            pad = tl.arange(0, SCALES)  # the layout pads exponents to a multiple of 8, which is 8 for so few tiles
+            tl.store(pointers[:, None] + pad[None, :], 0, mask=wanted[:, None] & (pad >= TILES)[None, :])
+    else:
+        pointers = pointers.to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(pointers[:, None] + tile[None, :], stored, mask=wanted[:, None] & (tile < SCALES)[None, :])
+
+
+@triton.jit
+def _write_columns(
+    kv, row, wanted, destination, scale,
+    MODE: tl.constexpr, START: tl.constexpr, COUNT: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr,
+    NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns that need no maximum: copied, converted, or divided by the cache's one scale."""
+    column = tl.arange(0, BLOCK)
+    inside = wanted[:, None] & (column < COUNT)[None, :]
+    source = kv + row[:, None] + (START + column)[None, :]
+    target = destination[:, None] + column[None, :]
+    if MODE == "tensor":
+        if SCALE_IN_MEMORY:
+            factor = tl.load(scale)
+        else:
+            factor = scale
+        tl.store(target, encode_e4m3(tl.div_rn(load_wide(source, inside), factor)), mask=inside)
+    else:
+        copy_rounded(source, target, inside, inside, NATIVE_BF16)
+
+
+# Batches of any size share one kernel: where alignment does not matter, sizes are not looked at.
+@triton.jit(do_not_specialize=["count", "cache_rows"])
+def write_rows(
+    kv, kv_stride, slots, slots_stride, cache, page_stride, scale, count, cache_rows,
+    PAGE_SIZE: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
+    VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr, SCALES_START: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
+    ROUND_INPUT: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr, NATIVE_BF16: tl.constexpr,
+    ROWS: tl.constexpr, LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, TILES_BLOCK: tl.constexpr,
+    TILE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows [count, LATENT + ROPE] of kv to their slots. Distances inside the cache are in its elements: bytes for FP8
+    layouts, else numbers."""
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = index < count
+    slot = tl.load(slots + index.to(tl.int64) * slots_stride, mask=here, other=-1)
+    wanted = here & (slot >= 0) & (slot < cache_rows)
+    slot = tl.where(wanted, slot, 0).to(tl.int32)
+    row = index.to(tl.int64) * kv_stride
+    values_at = row_start(slot, page_stride, VALUES_STRIDE, PAGE_SIZE, False) + VALUES_START
+    if MODE == "none" or MODE == "tensor":
+        values = cache + values_at
+        _write_columns(kv, row, wanted, values, scale, MODE, 0, LATENT, SCALE_IN_MEMORY, NATIVE_BF16, LATENT_BLOCK)
+        if ROPE:
+            _write_columns(
+                kv, row, wanted, values + LATENT, scale, MODE, LATENT, ROPE, SCALE_IN_MEMORY, NATIVE_BF16,
+                ROPE_BLOCK,
+            )  # fmt: skip
+    else:
+        scales_at = row_start(slot, page_stride, SCALES_STRIDE, PAGE_SIZE, False) + SCALES_START
+        _encode_tiles(
+            kv, row, wanted, cache, values_at, scales_at, MODE, LATENT, TILE, SCALES, SCALE_FLOOR, ROUND_INPUT,
+            NATIVE_BF16, TILES_BLOCK, TILE_BLOCK,
+        )  # fmt: skip
+        if ROPE:
+            tail_at = row_start(slot, page_stride, TAIL_STRIDE, PAGE_SIZE, False) + TAIL_START
+            tail = (cache + tail_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+            _write_columns(kv, row, wanted, tail, scale, "none", LATENT, ROPE, False, NATIVE_BF16, ROPE_BLOCK)
+
+
+def write_kv(kv: Tensor, cache: PagedCache, slots: Tensor) -> None:
+    """Insert rows; negative slots, and those past the cache, are skipped. No two rows may name the same slot."""
+    if slots.shape[0] == 0:
+        return
+    arguments = _arguments(kv, cache, slots)
+    with launching_on(kv.device):
+        write_rows[(triton.cdiv(slots.shape[0], arguments["ROWS"]),)](**arguments, num_warps=NUM_WARPS)
+
+
+def _arguments(kv: Tensor, cache: PagedCache, slots: Tensor) -> dict[str, Any]:
+    """What `write_rows` is launched with."""
+    layout = cache.layout
+    if kv.stride(1) != 1:
+        kv = kv.contiguous()
+    rows = row_arguments(cache)
+    return rows | {
+        "kv": kv,
+        "kv_stride": kv.stride(0),
+        "slots": slots,
+        "slots_stride": slots.stride(0),
+        "count": slots.shape[0],
+        "cache_rows": cache.rows,
+        "SCALES": layout.scales.count if layout.scales is not None else 0,
+        "SCALE_FLOOR": layout.scale_floor,
+        "ROUND_INPUT": layout.rounding == "bf16",
+        "NATIVE_BF16": not interpreted(write_rows),
+        "ROWS": max(1, BLOCK_VALUES // row_block(rows)),
+    }
+
+
+def offline_cases() -> Iterator["OfflineCase"]:
+    """Launches that `tamis.testing.offline` compiles."""
+    from tamis.testing.offline import OfflineCase
+
+    options = {"num_warps": NUM_WARPS}
+    for layout, dtype in (
+        (named("v32-fp8"), torch.bfloat16),
+        (named("v32-fp8", scale_mode="exact"), torch.bfloat16),
+        (named("v32-fp8", latent=128, rope=32), torch.float16),
+        (named("v4-fp8"), torch.float32),
+        (named("plain-fp8"), torch.bfloat16),
+        (named("index-fp8"), torch.bfloat16),
+        (named("v32-bf16"), torch.bfloat16),
+        (named("v4-fp16"), torch.float32),
+    ):
+        arguments = _arguments(torch.empty(2, layout.width, dtype=dtype), PagedCache(layout, 2, 64), torch.arange(2))
+        label = f"write {layout.name} {layout.scale_mode} from {dtype}".replace("torch.", "")
+        yield OfflineCase.of_launch(write_rows, arguments, options, label)
+    # Triton makes constants of arguments that are 1, which is another program.
+    single = PagedCache("plain-fp8", 1, 1, scale=torch.ones(()))
+    arguments = _arguments(torch.empty(1, 576), single, torch.zeros(1, dtype=torch.int32))
+    yield OfflineCase.of_launch(write_rows, arguments, options, "write plain-fp8, one of everything")

@@ -1,0 +1,1 @@
+"""What verification, benchmarks and tests share: hostile inputs, slow definitions, comparisons."""

@@ -1,0 +1,70 @@
+"""Running the checks of all stages, or of some."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from tamis import backends, checks
+from tamis.verify.attention import attend_checks, combine_checks
+from tamis.verify.check import Check, CheckResult, Target, judge
+from tamis.verify.rows import gather_checks, write_checks
+from tamis.verify.selection import index_checks, translate_checks
+from tamis.verify.step import LAYER_STAGES, layer_checks, planner_checks
+
+STAGES = ("write", "gather", "translate", "index", "attend", "combine", "planner", "layer")
+_CHECKS: dict[str, Callable[[Target], Iterator[Check]]] = {
+    "write": write_checks,
+    "gather": gather_checks,
+    "translate": translate_checks,
+    "index": index_checks,
+    "attend": attend_checks,
+    "combine": combine_checks,
+    "planner": planner_checks,
+    "layer": layer_checks,
+}
+
+
+def run_checks(
+    device: torch.device | str = "cpu",
+    backend: str = "auto",
+    stages: Sequence[str] | None = None,
+    quick: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[CheckResult]:
+    """Check stages on a device; one result per check, in the order of `STAGES`.
+
+    Args:
+        device: where the stages run; what they should give is computed on the host.
+        backend: a name from `tamis backends`, or "auto" for what a caller would get.
+        stages: names from `STAGES`; all if not given.
+        quick: fewer shapes, seconds on a CPU.
+        progress: called with the cases done and all cases.
+    """
+    target = Target(torch.device(device), backend, quick)
+    checks.option("backend", backend, ("auto", *(b.name for b in backends.BACKENDS)))
+    for named in (b for b in backends.BACKENDS if b.name == backend):
+        if named.devices is not None and target.device.type not in named.devices:
+            runs_on = " or ".join(named.devices)
+            raise checks.refuse("device", f"{runs_on} for {backend}", target.device.type, "choose another backend")
+    for stage in stages or ():
+        checks.option("stage", stage, STAGES)
+    wanted = [stage for stage in STAGES if stages is None or stage in stages]
+    found = [check for stage in wanted for check in _CHECKS[stage](target)]
+    total, count = sum(len(check.trials) for check in found), 0
+
+    def done() -> None:
+        nonlocal count
+        count += 1
+        if progress is not None:
+            progress(count, total)
+
+    return [judge(check, _backend_names(target, check.stage), done) for check in found]
+
+
+def _backend_names(target: Target, stage: str) -> str:
+    """What runs a stage here; a layer call may mix several."""
+    if stage == "planner":
+        return "host"
+    stages = LAYER_STAGES if stage == "layer" else (stage,)
+    runs = [target.runs(name) for name in stages]
+    return " + ".join(dict.fromkeys(target.backend if b is None else b.name for b in runs))

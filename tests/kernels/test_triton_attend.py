@@ -1,0 +1,209 @@
+"""The portable attention and combine kernels against the references, interpreted on a CPU or compiled on a GPU."""
+
+import pytest
+import torch
+from oracle import INT_MAX, INT_MIN, attend_fp64, relative_error
+from torch import Tensor
+
+from tamis import PagedCache, Selection
+from tamis.layout import Layout, index_fp8, named, plain_fp8, rows, v4_fp8, v32_fp8
+from tamis.ops.attend import triton_kernels
+from tamis.ops.combine import reference as combine_reference
+from tamis.ops.combine import triton_kernels as combine_kernels
+from tamis.ops.write.reference import write_kv
+
+LAYOUTS = [
+    v32_fp8(),
+    v32_fp8(scale_mode="exact"),
+    v4_fp8(),
+    plain_fp8(),
+    plain_fp8(latent=448),
+    named("v32-bf16"),
+    named("v32-fp16"),
+    named("v32-fp32"),
+    named("v4-bf16"),
+    v32_fp8(latent=128, rope=32),
+    v32_fp8(latent=512, rope=0),
+    v4_fp8(latent=128, rope=32),
+    rows(torch.bfloat16, latent=128, rope=32),
+    rows(torch.float32, latent=20, rope=3),
+    index_fp8(),
+]
+SCALE = 0.05
+
+
+def filled(layout: Layout, count: int, page_size: int, device: torch.device, gap: int = 0) -> PagedCache:
+    """Random rows; `gap` leaves other layers' pages in between, filled with NaN codes."""
+    pages = -(-count // page_size)
+    made = PagedCache(layout, pages * (1 + gap), page_size, device=device)
+    if gap:
+        made.storage.view(torch.uint8).fill_(0x7F)
+        made = PagedCache.wrap(made.storage[:: 1 + gap], layout)
+    cache = made.with_scale(0.5) if layout.scale_mode == "tensor" else made
+    write_kv(torch.randn(cache.rows, layout.width, device=device), cache, torch.arange(cache.rows, device=device))
+    return cache
+
+
+def slots_for(cache: PagedCache, tokens: int, k: int) -> Tensor:
+    return torch.randint(0, cache.rows, (tokens, k), dtype=torch.int32, device=cache.device)
+
+
+def on_host(selection: Selection) -> Selection:
+    cache = selection.cache
+    scale = cache.scale.cpu() if isinstance(cache.scale, Tensor) else cache.scale
+    moved = [None if t is None else t.cpu() for t in (selection.slots, selection.lengths)]
+    return Selection(PagedCache.wrap(cache.storage.cpu(), cache.layout, scale=scale), *moved)
+
+
+def bound(q: Tensor, layout: Layout) -> float:
+    """Interpreted kernels and float32 operands are exact to rounding. Otherwise weights are rounded to bf16, and so are
+    rows whose scale is not a power of two."""
+    if q.device.type == "cpu" or q.dtype == torch.float32 or layout.element.itemsize == 4:
+        return 3e-6
+    return 4e-3 if layout.scale_mode == "exact" else 2.2e-3
+
+
+def check(
+    q: Tensor, selections: list[Selection], value_dim: int, splits: int | None = None, sink: Tensor | None = None
+):
+    out, lse, top = triton_kernels.attend_slots(q, selections, scale=SCALE, value_dim=value_dim, splits=splits)
+    merged, total = combine_kernels.combine_parts(out, lse, sink)
+    wide = q.float().cpu()
+    host_sink = None if sink is None else sink.cpu()
+    expected, expected_lse, expected_top = attend_fp64(
+        wide, [on_host(s) for s in selections], scale=SCALE, value_dim=value_dim, sink=host_sink
+    )
+    empty = expected_lse == -torch.inf
+    assert torch.equal(total.cpu() == -torch.inf, empty)
+    assert not merged.isnan().any()
+    assert (merged.cpu()[empty] == 0).all()
+    if not empty.all() and float(expected.norm()) > 0:
+        assert relative_error(merged.cpu(), expected) < bound(q, selections[0].cache.layout)
+        # Keys rounded to bf16 move a logit by as much; anything else is only summed in another order.
+        room = 1e-2 if selections[0].cache.layout.scale_mode == "exact" and q.device.type != "cpu" else 2e-5
+        torch.testing.assert_close(total.cpu()[~empty].double(), expected_lse[~empty], rtol=1e-5, atol=room)
+        peak = top.amax(0).cpu()[~empty].double()
+        torch.testing.assert_close(peak, expected_top[~empty], rtol=1e-5, atol=room)
+    return merged
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.scale_mode}")
+@pytest.mark.parametrize("page_size", [1, 7, 64])
+def test_layouts_and_page_sizes(layout: Layout, page_size: int, device: torch.device) -> None:
+    cache = filled(layout, 70, page_size, device, gap=page_size == 7)
+    q = torch.randn(3, 5, layout.width, device=device)
+    slots = slots_for(cache, 3, 40)
+    check(q, [Selection(cache, slots)], layout.width if layout.latent == 448 else layout.latent)
+    check(q.bfloat16(), [Selection(cache, slots)], layout.latent, splits=3)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 16, 17, 64, 128])
+def test_head_counts(heads: int, device: torch.device) -> None:
+    cache = filled(v32_fp8(), 100, 64, device)
+    q = torch.randn(2, heads, 576, device=device).bfloat16()
+    check(q, [Selection(cache, slots_for(cache, 2, 33))], 512)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("layout", ["v32-fp8", "v32-bf16", "v32-fp16", "plain-fp8"])
+def test_query_dtypes(dtype: torch.dtype, layout: str, device: torch.device) -> None:
+    cache = filled(named(layout), 60, 16, device)
+    q = torch.randn(2, 4, 576, device=device).to(dtype)
+    check(q, [Selection(cache, slots_for(cache, 2, 20))], 512)
+
+
+def test_hostile_slots_lengths_and_nan_rows(device: torch.device) -> None:
+    cache = filled(v32_fp8(), 128, 16, device)
+    cache.storage[4:].fill_(0x7F)  # NaN in every row that is not selected
+    slots = torch.randint(0, 64, (6, 50), dtype=torch.int32, device=device)
+    bad = torch.tensor([INT_MIN, -123456, -1, 128, 129, INT_MAX], dtype=torch.int32, device=device)
+    slots[:, ::3] = bad[torch.randint(0, 6, slots[:, ::3].shape, device=device)]
+    slots[4] = -1
+    lengths = torch.tensor([50, 1, 0, 17, 50, 49], dtype=torch.int32, device=device)
+    slots[3, 17:] = 100
+    sink = torch.tensor([0.0, -torch.inf, torch.inf, 2.0], device=device)
+    q = torch.randn(6, 4, 576, device=device).bfloat16()
+    for splits in (None, 1, 4, 50):
+        check(q, [Selection(cache, slots, lengths)], 512, splits, sink)
+
+
+def test_several_selections(device: torch.device) -> None:
+    window, entries = filled(v4_fp8(), 64, 64, device), filled(v4_fp8(), 32, 2, device)
+    lengths = torch.tensor([16, 3, 0], dtype=torch.int32, device=device)
+    visible = torch.tensor([9, 0, 0], dtype=torch.int32, device=device)
+    selections = [
+        Selection(window, slots_for(window, 3, 16), lengths),
+        Selection(entries, slots_for(entries, 3, 9), visible),
+    ]
+    check(torch.randn(3, 8, 512, device=device).bfloat16(), selections, 512, sink=torch.randn(8, device=device))
+
+
+def test_positions_are_translated_on_the_way(device: torch.device) -> None:
+    cache = filled(v32_fp8(), 128, 16, device)
+    table = torch.tensor([[3, 1, -1], [0, 7, 2**30]], dtype=torch.int32, device=device)
+    ids = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
+    positions = torch.randint(-2, 60, (3, 20), dtype=torch.int32, device=device)
+    q = torch.randn(3, 3, 576, device=device).bfloat16()
+    page = positions // 16
+    known = (positions >= 0) & (page < 3)
+    page_ids = table[ids.long()].gather(1, page.clamp(0, 2).long())
+    known &= (page_ids >= 0) & (page_ids < 8)
+    slots = torch.where(known, page_ids * 16 + positions % 16, -1).int()
+    arguments = {"scale": SCALE, "value_dim": 512, "splits": 2}
+    fused = triton_kernels.attend_slots(q, [Selection(cache, positions, None, ids, table)], **arguments)
+    plain = triton_kernels.attend_slots(q, [Selection(cache, slots)], **arguments)
+    for found, expected in zip(fused, plain, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("largest", [1e-5, 1e-2, 1.0, 1e4])
+def test_tile_maxima_far_outside_the_range_of_fp16(largest: float, device: torch.device) -> None:
+    for layout in (v32_fp8(scale_mode="exact"), v4_fp8()):
+        cache = filled(layout, 64, 16, device)
+        kv = torch.randn(64, layout.width, device=device) * largest
+        kv[::2] *= 1e-5
+        write_kv(kv, cache, torch.arange(64, device=device))
+        q = torch.randn(2, 4, layout.width, device=device).bfloat16() / largest
+        check(q, [Selection(cache, slots_for(cache, 2, 30))], layout.latent)
+
+
+def test_scales_as_tensors_and_strided_inputs(device: torch.device) -> None:
+    cache = filled(plain_fp8(), 64, 16, device)
+    q = torch.randn(4, 576, 3, device=device).transpose(1, 2)
+    slots = slots_for(cache, 40, 4).T[:, ::2]
+    selection = Selection(cache.with_scale(torch.tensor(0.5, device=device)), slots)
+    arguments = {"value_dim": 512, "splits": 1}
+    found = triton_kernels.attend_slots(q, [selection], scale=torch.tensor(SCALE, device=device), **arguments)
+    expected = triton_kernels.attend_slots(q, [Selection(cache, slots)], scale=SCALE, **arguments)
+    assert torch.equal(found[0], expected[0])
+    check(q, [Selection(cache, slots)], 512)
+
+
+def test_nothing_to_do(device: torch.device) -> None:
+    cache = filled(v32_fp8(), 16, 16, device)
+    q = torch.randn(2, 3, 576, device=device).bfloat16()
+    none = torch.zeros(2, 0, dtype=torch.int32, device=device)
+    out, lse, _ = triton_kernels.attend_slots(q, [Selection(cache, none)], scale=1.0, value_dim=512, splits=None)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert triton_kernels.attend_slots(q[:0], [Selection(cache, none[:0])], scale=1.0, value_dim=512, splits=None)[
+        0
+    ].shape[1:] == (0, 3, 512)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7])
+@pytest.mark.parametrize("width", [3, 128, 512])
+def test_combine(parts: int, width: int, device: torch.device) -> None:
+    out, lse = torch.randn(parts, 5, 3, width, device=device), torch.randn(parts, 5, 3, device=device) * 20
+    lse[:, 0] = -torch.inf
+    lse[0, 1] = -torch.inf
+    out[0, 1] = torch.nan
+    out[:, 0] = torch.nan
+    for sink in (None, torch.tensor([0.5, -torch.inf, torch.inf], device=device)):
+        found, found_lse = combine_kernels.combine_parts(out, lse, sink, torch.float32)
+        expected, expected_lse = combine_reference.combine_parts(out, lse, sink)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found_lse, expected_lse, rtol=1e-6, atol=1e-6)
+    half, _ = combine_kernels.combine_parts(out, lse, None, torch.bfloat16)
+    full, _ = combine_kernels.combine_parts(out, lse, None, torch.float32)
+    assert torch.equal(half, full.bfloat16())

@@ -1,0 +1,400 @@
+"""`tamis bench`: what it measures against, what it writes down, and when it refuses to give a time."""
+
+import csv
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import tamis.cli.bench
+from tamis import PagedCache
+from tamis.bench import peers, suites, timing
+from tamis.bench.inputs import AttendSet, GatherSet, TranslateSet, WriteSet, prepare, worst_error
+from tamis.bench.record import COLUMNS, CsvFile
+from tamis.bench.roofline import Ceiling, Cost, attend_cost, distinct_rows, gather_cost, translate_cost, write_cost
+from tamis.bench.suites import Job, make_jobs
+from tamis.cli import main
+from tamis.integrations import flash_mla
+from tamis.layout import named
+from tamis.ops import gather_kv, translate_positions, write_kv
+
+CPU = torch.device("cpu")
+FP8 = named("v32-fp8")
+H200 = Ceiling(4.3e12, 790e12, "measured on an H200")
+SPECIFIED = (
+    "time,gpu,driver,torch,triton,tamis,commit,backend,suite,shape,heads,topk,layout,median_us,p10,p90,bytes,flops,"
+    "roofline_us,peer,peer_us,ratio"
+)
+
+
+def test_smoke_prints_rows_and_writes_them_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.csv"
+    assert main(["bench", "smoke", "--device", "cpu", "--repeats", "2", "--csv", str(path)]) == 0
+    text = capsys.readouterr().out
+    for words in ("attend", "write", "gather", "translate", "32+64", "TB/s", "roofline", "copy measured here"):
+        assert words in text
+    assert "peer flashmla is absent: its kernels do not run on cpu" in text
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert set(SPECIFIED.split(",")) <= set(rows[0])
+    assert list(rows[0]) == COLUMNS
+    assert [row["stage"] for row in rows] == ["attend", "attend", "attend", "write", "gather", "translate"]
+    for row in rows:
+        assert row["backend"] == "reference"
+        assert row["torch"] == torch.__version__
+        assert 0 < float(row["p10"]) <= float(row["median_us"]) <= float(row["p90"])
+        assert float(row["roofline_us"]) > 0
+        assert row["peer"] == "torch"
+        assert float(row["ratio"]) == pytest.approx(float(row["peer_us"]) / float(row["median_us"]), rel=1e-4)
+        assert float(row["error"]) < 5e-2
+        assert row["note"] == ""
+    assert int(rows[0]["flops"]) == 4 * 128 * 4 * 2 * (576 + 512)
+
+
+def test_json_and_a_shape_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--shape", "3q1s100,2q2s50", "--heads", "2", "--topk", "32", "--layout", "v32-bf16"]
+    assert main(["bench", *arguments, "--device", "cpu", "--repeats", "1", "--against", "none", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["absent"] == {}
+    assert found["limits"]["flops_per_second"] is None
+    shown = [(r["suite"], r["shape"], r["heads"], r["topk"], r["layout"], r["peer"]) for r in found["rows"]]
+    assert shown == [("custom", "3q1s100", 2, 32, "v32-bf16", ""), ("custom", "2q2s50", 2, 32, "v32-bf16", "")]
+    assert all(r["of_roofline"] == pytest.approx(r["median_us"] / r["roofline_us"]) for r in found["rows"])
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_no_time_before_verify_passes(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from tamis.ops.translate import reference
+
+    right = reference.translate_positions
+    monkeypatch.setattr(reference, "translate_positions", lambda *a, **o: (right(*a, **o)[0] + 1, right(*a, **o)[1]))
+    path = tmp_path / "rows.csv"
+    arguments = ["bench", "smoke", "--device", "cpu", "--csv", str(path), *(["--json"] if as_json else [])]
+    assert main(arguments) == 1
+    text = capsys.readouterr().out
+    assert not path.exists()
+    assert " us" not in text
+    if as_json:
+        found = json.loads(text)
+        assert found["rows"] == []
+        assert {c["stage"] for c in found["checks"]} >= {"translate"}
+    else:
+        assert text.splitlines()[-1] == "FAILED: no time is given for stages whose results are wrong"
+
+
+def test_only_the_stages_to_be_timed_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def run_checks(device, backend, stages, quick, progress):
+        asked.append((stages, quick))
+        return []
+
+    monkeypatch.setattr("tamis.verify.run_checks", run_checks)
+    assert tamis.cli.bench._verified(make_jobs("decode"), CPU, "auto") == []
+    tamis.cli.bench._verified(make_jobs("write"), CPU, "auto")
+    assert asked == [(["attend", "combine"], True), (["gather", "translate", "write"], True)]
+
+
+def test_wrong_results_on_the_timed_inputs_give_no_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(AttendSet, "error", lambda self, result: float("nan"))
+    assert main(["bench", "--shape", "2q1s64", "--device", "cpu", "--topk", "16", "--against", "none"]) == 1
+    text = capsys.readouterr().out
+    assert "FAILED: attend 2q1s64 is wrong on the inputs to be timed" in text
+    assert "custom" not in text
+
+
+def test_roofline_of_decode_by_hand() -> None:
+    # 128 tokens x 2048 rows x 656 bytes = 172 MB, which take 40.0 us at 4.3 TB/s; indices, queries and outputs add 3%.
+    cost = attend_cost([(1, 16384)] * 128, heads=16, picks=[2048], layout=FP8, value_dim=512)
+    rows = 128 * 2048 * 656
+    assert rows == 171_966_464
+    assert rows / 4.3e12 == pytest.approx(40.0e-6, rel=1e-3)
+    assert cost.bytes == rows + 128 * 2048 * 4 + 128 * 16 * (576 + 512) * 2
+    assert cost.flops == 128 * 2048 * 16 * 2 * (576 + 512)
+    assert H200.seconds(cost) == pytest.approx(41.3e-6, rel=2e-3)
+    # With 128 heads arithmetic rules: 73 GFLOP at 790 TFLOP/s.
+    heavy = attend_cost([(1, 16384)] * 128, heads=128, picks=[2048], layout=FP8, value_dim=512)
+    assert H200.seconds(heavy) == pytest.approx(92.4e-6, rel=1e-3)
+    assert Ceiling(4.3e12, None, "").seconds(heavy) == pytest.approx(48.5e-6, rel=1e-3)
+
+
+def test_rows_that_several_tokens_pick_count_once() -> None:
+    assert distinct_rows(16384, 2048, 1) == 2048
+    assert distinct_rows(100, 2048, 7) == 100
+    assert distinct_rows(8192, 2048, 2) == pytest.approx(2048 + 2048 * 0.75)
+    prefill = attend_cost([(4096, 8192)], heads=1, picks=[2048], layout=FP8, value_dim=512)
+    assert prefill.bytes == 8192 * 656 + 4096 * 2048 * 4 + 4096 * 2 * (576 + 512)
+    assert prefill.flops == 4096 * 2048 * 2 * (576 + 512)
+
+
+def test_costs_of_moves() -> None:
+    assert write_cost(65536, FP8) == Cost(65536 * (1152 + 8 + 656))
+    assert gather_cost(65536, FP8, 64) == Cost(65536 * (656 + 1152) + 4 * 1024)
+    assert translate_cost(128, 2048, 128 * 256) == Cost(128 * 2048 * 8 + 128 * 8 + 4 * 128 * 256)
+
+
+def test_suites_are_those_of_the_command_and_hold_what_they_promise() -> None:
+    assert tuple(suites.SUITES) == tamis.cli.bench.SUITES
+    decode = make_jobs("decode")
+    assert len(decode) == 25
+    assert {job.shape for job in decode} == {f"{b}q1s16k" for b in (1, 8, 32, 64, 128)}
+    assert {(job.layout, job.topk, job.page_size) for job in decode} == {("v32-fp8", 2048, 64)}
+    assert {job.heads for job in make_jobs("decode", heads=[16])} == {16}
+    assert {(job.window, job.topk) for job in make_jobs("v4")} == {(128, 512)}
+    moves = {job.stage: job for job in make_jobs("write", layouts=["v32-fp8"])}
+    assert {stage: job.shape for stage, job in moves.items()} == {
+        "write": "8q8k",
+        "gather": "8q8k",
+        "translate": "128q1s16k",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bake"], "invalid choice: 'bake'"),
+        (["--heads", "0"], "heads must be between 1 and 128"),
+        (["--heads", "8,x"], "'8,x' is not a list of numbers"),
+        (["--topk", "0"], "topk"),
+        (["--layout", "index-fp8"], "layout must be one of"),
+        (["--shape", "12"], "shape must be groups"),
+        (["--shape", "4q0s9"], "shape must be requests with new tokens"),
+        (["--repeats", "0"], "repeats"),
+        (["write", "--heads", "4"], "heads must be left out for the suite 'write'"),
+        (["--against", "cutlass"], "against must be one of 'flashmla'"),
+        (["--against", "flashmla", "--device", "cpu"], "flashmla: its kernels do not run on cpu"),
+        (["--against", "torch,vllm", "--device", "cpu"], "vllm: its kernels do not run on cpu"),
+        (["--csv", "/no/such/folder/x.csv"], "csv must be a file in an existing folder"),
+        (["--backend", "flash", "--device", "cpu"], "backend must be one of"),
+    ],
+)
+def test_wrong_options(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_file_with_other_columns_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "other.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="one with the same columns"):
+        CsvFile(path)
+    assert path.read_text() == "a,b\n1,2\n"
+
+
+def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*peers.FLASH_MLA_MODULES, "vllm._custom_ops"):
+        monkeypatch.setitem(sys.modules, name, None)
+    found, absent = peers.find_peers(None, torch.device("cuda"))
+    assert [peer.name for peer in found] == ["torch"]
+    assert set(absent) == {"flashmla", "vllm"}
+    assert "cannot import flash_mla" in absent["flashmla"]
+    with pytest.raises(ValueError, match="against must be peers that can be imported here, got flashmla: cannot"):
+        peers.find_peers(["flashmla"], torch.device("cuda"))
+    assert peers.find_peers(["none"], torch.device("cuda")) == ([], {})
+    # Code moved over by the drop-in would otherwise be compared with itself.
+    monkeypatch.setitem(sys.modules, "flash_mla", flash_mla)
+    assert "tamis's own drop-in" in peers.find_peers(None, torch.device("cuda"))[1]["flashmla"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "heads", "window"),
+    [
+        ("3q1s256", "v32-fp8", 5, 0),
+        ("2q2s256", "v32-fp8", 64, 0),
+        ("1q8s256", "v32-bf16", 66, 0),
+        ("3q1s256", "v4-fp8", 8, 64),
+    ],
+)
+def test_flash_mla_is_called_as_it_is_defined(shape: str, layout: str, heads: int, window: int) -> None:
+    """The drop-in has FlashMLA's signatures and conventions, so it stands in for it on a CPU."""
+    job = Job("test", "attend", shape, layout, heads, 64, window)
+    sets = prepare(job, CPU).sets
+    seen = []
+
+    def noted(function):
+        def call(q: Tensor, *args, **options):
+            seen.append(q.shape[-2])
+            return function(q, *args, **options)
+
+        return call
+
+    names = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
+    module = SimpleNamespace(get_mla_metadata=flash_mla.get_mla_metadata)
+    for name in names:
+        setattr(module, name, noted(getattr(flash_mla, name)))
+    calls = peers.FlashMLA(module).calls(job, sets)
+    assert len(calls) == len(sets)
+    for item, call in zip(sets, calls, strict=True):
+        assert worst_error(item, call()) < 5e-3
+    assert set(seen) == {64 if heads <= 64 else 128}
+
+
+@pytest.mark.parametrize(("stage", "layout"), [("write", "v32-fp8"), ("attend", "plain-fp8")])
+def test_flash_mla_says_what_it_cannot_do(stage: str, layout: str) -> None:
+    with pytest.raises(peers.Unsupported):
+        peers.FlashMLA(flash_mla).calls(Job("test", stage, "1q1s64", layout, 4, 8), [])
+
+
+def stand_in_for_vllm(*, with_lengths: bool) -> peers.VLLM:
+    """Functions with vLLM's signatures."""
+
+    def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
+        layout = {"fp8_ds_mla": "v32-fp8", "auto": "v32-bf16"}[kv_cache_dtype]
+        write_kv((kv_c, k_pe), PagedCache.wrap(kv_cache, layout), slot_mapping)
+
+    def older(src_cache, dst, block_table, seq_lens, workspace_starts, batch_size):
+        gather_kv(PagedCache.wrap(src_cache, "v32-fp8"), block_table, seq_lens, starts=workspace_starts, out=dst)
+
+    def newer(src_cache, dst, block_table, workspace_starts, batch_size, seq_starts=None):
+        ends = torch.cat((workspace_starts[1:], torch.tensor([len(dst)], dtype=torch.int32)))
+        older(src_cache, dst, block_table, ends - workspace_starts, workspace_starts, batch_size)
+
+    def convert(req_id, block_table, token_indices, BLOCK_SIZE=64, NUM_TOPK_TOKENS=2048):
+        assert token_indices.shape[1] == NUM_TOPK_TOKENS
+        return translate_positions(token_indices, req_id, block_table, page_size=BLOCK_SIZE).slots
+
+    operators = SimpleNamespace(
+        concat_and_cache_mla=concat_and_cache_mla,
+        cp_gather_and_upconvert_fp8_kv_cache=older if with_lengths else newer,
+    )
+    return peers.VLLM(operators, SimpleNamespace(triton_convert_req_index_to_global_index=convert))
+
+
+@pytest.mark.parametrize("with_lengths", [True, False])
+@pytest.mark.parametrize("stage", ["write", "gather", "translate"])
+def test_vllm_is_called_as_it_is_defined(stage: str, with_lengths: bool) -> None:
+    job = Job("test", stage, "2q100s100" if stage != "translate" else "3q1s300", topk=128)
+    sets = prepare(job, CPU).sets
+    for item, call in zip(sets, stand_in_for_vllm(with_lengths=with_lengths).calls(job, sets), strict=True):
+        assert worst_error(item, call()) <= item.bound
+        if isinstance(item, WriteSet):
+            # The peer wrote into a cache of its own.
+            assert not item.cache.storage.any()
+
+
+def test_a_peer_that_fails_or_errs_gets_no_time_but_a_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Peer:
+        name, capturable = "torch", True
+
+        def calls(self, job: Job, sets: list[AttendSet]) -> list:
+            if job.heads == 3:
+                return [lambda: 1 / 0 for item in sets]
+            return [lambda q=item.q: torch.zeros(*q.shape[:2], 512) for item in sets]
+
+    monkeypatch.setattr("tamis.bench.peers._MAKERS", {"torch": lambda device: Peer()})
+    arguments = ["--shape", "2q1s64", "--topk", "16", "--heads", "2,3", "--against", "torch", "--repeats", "1"]
+    assert main(["bench", *arguments, "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "torch on attend 2q1s64: its result differs: error 1.00e+00" in text
+    assert "torch on attend 2q1s64: ZeroDivisionError" in text
+
+
+def test_input_sets_share_no_row_and_errors_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tamis.bench.inputs.set_count", lambda touched, device: 6)
+    job = Job("test", "attend", "2q1s128", "v32-fp8", 2, 32)
+    prepared = prepare(job, CPU)
+    assert len(prepared.sets) == 6
+    caches = {id(item.selections[0].cache) for item in prepared.sets}
+    assert len(caches) == 2
+    first = prepared.sets[0].selections[0].cache
+    used = torch.cat([s.selections[0].slots for s in prepared.sets if s.selections[0].cache is first], dim=1)
+    assert used.shape == (2, 128)
+    assert len(used.unique()) == used.numel()
+    item = prepared.sets[0]
+    right = item.run("auto")
+    assert worst_error(item, right) < 5e-3
+    assert worst_error(item, right * 1.1) == pytest.approx(0.1, rel=0.1)
+    assert worst_error(item, right * float("nan")) == float("inf")
+
+
+@pytest.mark.parametrize(("stage", "kind"), [("gather", GatherSet), ("translate", TranslateSet), ("write", WriteSet)])
+def test_moves_are_checked_on_the_inputs_to_be_timed(stage: str, kind: type) -> None:
+    item = prepare(Job("test", stage, "2q100", topk=16), CPU).sets[0]
+    assert isinstance(item, kind)
+    result = item.run("auto")
+    assert worst_error(item, result) <= item.bound
+    if isinstance(item, WriteSet):
+        result.storage[:, :, :200] = 0
+    else:
+        result += 1
+    assert worst_error(item, result) > item.bound
+
+
+def test_cold_caches_need_enough_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 50 * 2**20)
+    gpu = torch.device("cuda")
+    assert timing.set_count(172_000_000, gpu) == 2
+    assert timing.set_count(1_386_496, gpu) == 152
+    assert timing.set_count(1, gpu) == 256
+    assert timing.set_count(0, gpu) == 256
+
+
+def test_gpu_times_are_of_replays_in_turn_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for CUDA: a graph is captured per version, replays alternate, time is divided by the calls."""
+    log: list[str] = []
+    now = [0.0]
+
+    class Graph:
+        count = 0
+
+        def __init__(self) -> None:
+            Graph.count += 1
+            self.name = f"replay {Graph.count}"
+
+        def replay(self) -> None:
+            log.append(self.name)
+            now[0] += 0.4 if self.name == "replay 1" else 1.0
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def elapsed_time(self, other: "Event") -> float:
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def eager() -> None:
+        now[0] += 0.01
+
+    versions = [([lambda: None] * 4, True), ([lambda: None] * 2, True), ([eager] * 10, False)]
+    ours, peer, plain = timing.time_in_turn(versions, torch.device("cuda"), 20)
+    assert log == ["replay 1", "replay 2"] * 23
+    assert ours == timing.Spread(pytest.approx(100.0), pytest.approx(100.0), pytest.approx(100.0), "graph")
+    assert peer.median_us == pytest.approx(500.0)
+    assert plain.method == "events"
+    assert plain.median_us == pytest.approx(10.0)
+
+
+def test_spread_is_of_the_samples() -> None:
+    spread = timing._spread([float(n) for n in range(100, -1, -1)], "clock")
+    assert (spread.p10, spread.median_us, spread.p90) == (10, 50, 90)
+
+
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_help_has_an_example_that_is_accepted(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "exit codes: 0" in text
+    example = text.split("example:\n  tamis ")[1].splitlines()[0]
+    assert main([*example.split(), "--device", "cpu"]) == 0

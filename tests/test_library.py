@@ -1,0 +1,276 @@
+"""The torch ops behind the stages: schemas, fakes, what they write to, and the text that carries a layout."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tamis import PagedCache, Selection
+from tamis.layout import NAMES, Field, Layout, from_key, index_fp8, named, plain_fp8, rows, v4_fp8, v32_fp8
+from tamis.ops import (
+    Partials,
+    attend,
+    attend_slots,
+    combine_parts,
+    gather_index,
+    gather_kv,
+    index_topk,
+    read_kv,
+    translate_positions,
+    write_kv,
+)
+from tamis.ops.attend import reference as attend_reference
+
+SMALL = {"latent": 32, "rope": 8}
+LAYOUTS = {
+    "fp32": rows(torch.float32, **SMALL),
+    "bf16": rows(torch.bfloat16, latent=32, rope=0),
+    "fp16": rows(torch.float16, **SMALL),
+    "v32-fp8": v32_fp8(**SMALL, tile=16),
+    "v32-fp8 exact": v32_fp8(**SMALL, tile=32, scale_mode="exact"),
+    "v4-fp8": v4_fp8(**SMALL, tile=8),
+    "plain-fp8": plain_fp8(**SMALL),
+    "index-fp8": index_fp8(dim=40),
+}
+PAGES, PAGE = 6, 4
+
+
+class Called(Exception):
+    """Carries an op and its arguments out of the code that called it."""
+
+
+class Catcher(TorchDispatchMode):
+    """Stops at the first call of a `tamis` op, before anything is written."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "tamis":
+            assert not kwargs
+            raise Called(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def traced(run: Callable[[], object]) -> tuple[torch._ops.OpOverload, tuple]:
+    """The op that a piece of code calls while it is traced, and its arguments."""
+    with Catcher(), patch("torch.compiler.is_compiling", return_value=True), pytest.raises(Called) as found:
+        run()
+    return found.value.args
+
+
+def opcheck(run: Callable[[], object], name: str) -> None:
+    func, arguments = traced(run)
+    assert func.name() == f"tamis::{name}"
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    tensors = [t for a in arguments for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
+    # The schema test compares tensors with a tolerance, which torch cannot do in FP8.
+    skipped = any(t.dtype == torch.float8_e4m3fn for t in tensors)
+    torch.library.opcheck(func, arguments, test_utils=tests[1:] if skipped else tests)
+
+
+def ints(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def filled(layout: str | Layout, *, apart: bool = False, scale: float | torch.Tensor = 1.0) -> PagedCache:
+    """A small cache with something in every row; `apart` puts other bytes between its pages and calls FP8 bytes."""
+    made = named(layout)
+    cache = PagedCache(made, PAGES, PAGE, scale=scale)
+    if apart:
+        dtype = torch.uint8 if made.element.itemsize == 1 else made.element
+        block = torch.zeros(PAGES, 2 * PAGE, made.row_elements, dtype=dtype)
+        cache = PagedCache.wrap(block[:, PAGE:], made, scale=scale)
+    write_kv(torch.randn(PAGES * PAGE, made.width), cache, torch.arange(PAGES * PAGE))
+    return cache
+
+
+def test_the_registered_ops_and_what_they_write_to() -> None:
+    written = {
+        "attend": ["out"],
+        "attend_slots": [],
+        "combine_parts": ["out"],
+        "gather_index": [],
+        "gather_kv": ["out"],
+        "index_topk": [],
+        "read_kv": [],
+        "translate_positions": [],
+        "write_kv": ["storage"],
+    }
+    registered = {
+        schema.name.removeprefix("tamis::"): schema
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("tamis::")
+    }
+    assert sorted(registered) == sorted(written)
+    for name, schema in registered.items():
+        assert [a.name for a in schema.arguments if a.is_write] == written[name]
+        assert all(r.alias_info is None for r in schema.returns), "an op must not return what it was given"
+        assert torch.Tag.needs_exact_strides in getattr(torch.ops.tamis, name).default.tags
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_write_and_read(layout: Layout) -> None:
+    cache = filled(layout, apart=True, scale=0.5 if layout.scale_mode == "tensor" else 1.0)
+    slots = torch.tensor([3, -1, 20])
+    opcheck(lambda: write_kv(torch.randn(4, layout.width), cache, slots.int()), "write_kv")
+    opcheck(lambda: read_kv(cache, slots), "read_kv")
+
+
+def test_write_and_read_in_other_forms() -> None:
+    cache = filled("plain-fp8", scale=torch.tensor([0.25]))
+    kv = torch.randn(576, 3).t()
+    opcheck(lambda: write_kv(kv, cache, torch.tensor([3, 4, 5])), "write_kv")
+    opcheck(lambda: write_kv((kv[:, :512].half(), kv[:, 512:].half()), cache, torch.tensor([3])), "write_kv")
+    opcheck(lambda: write_kv(kv[:0], cache, torch.tensor([], dtype=torch.int64)), "write_kv")
+    slots = torch.randint(-1, 24, (2, 5), dtype=torch.int32).t()
+    opcheck(lambda: read_kv(cache, slots, dtype=torch.bfloat16), "read_kv")
+    opcheck(lambda: read_kv(cache, torch.tensor(3)), "read_kv")
+
+
+@pytest.mark.parametrize("layout", ["bf16", "v4-fp8", "plain-fp8"])
+def test_gather(layout: str) -> None:
+    cache = filled(LAYOUTS[layout])
+    table, lengths = ints([[0, 3], [5, 1]]), ints([6, 3])
+    out = torch.zeros(2, cache.layout.width, 12).transpose(1, 2)[0]
+    opcheck(lambda: gather_kv(cache, table, lengths, out=torch.zeros(9, cache.layout.width).half()), "gather_kv")
+    opcheck(lambda: gather_kv(cache, table, lengths, starts=ints([1, 8]), first=ints([1, 2]), out=out), "gather_kv")
+
+
+def test_gather_index() -> None:
+    cache = filled("index-fp8")
+    table = ints([[0, 3], [5, 1]])
+    opcheck(lambda: gather_index(cache, table, ints([6, 3]), rows=12), "gather_index")
+    opcheck(lambda: gather_index(cache, table[:0], ints([]), rows=0), "gather_index")
+
+
+@pytest.mark.parametrize("layout", ["index-fp8", rows(torch.float32, latent=128, rope=0)], ids=["fp8", "rows"])
+def test_index_topk(layout: str | Layout) -> None:
+    cache = filled(layout)
+    q, weights = torch.randn(2, 3, 128).transpose(0, 1), torch.randn(3, 2)
+    ids, table, lengths = ints([0, 0, 1]), ints([[0, 3], [5, 1]]), ints([4, 5, 8])
+    opcheck(lambda: index_topk(q, weights, cache, ids, table, lengths, 6), "index_topk")
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("workspace", [None, (ints([-1, 0, 1]), ints([0, 9]))], ids=["cache", "workspace"])
+def test_translate(compact: bool, turned: bool, workspace: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    positions = torch.randint(-1, 9, (5, 3) if turned else (3, 5), dtype=torch.int32)
+    positions = positions.t() if turned else positions
+    ids, table = ints([0, 1, 1]), ints([[0, 3], [5, -1]])
+    options = {"page_size": PAGE, "workspace": workspace, "compact": compact}
+    opcheck(lambda: translate_positions(positions, ids, table, **options), "translate_positions")
+    options |= {"rows_per_page": 7, "ranks": 2, "rank": 1, "interleave": 2}
+    opcheck(lambda: translate_positions(positions, ids, table, **options), "translate_positions")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_attend(layout: Layout) -> None:
+    selection = Selection(filled(layout, apart=True), torch.randint(-2, 30, (3, 7), dtype=torch.int32))
+    q = torch.randn(3, 2, layout.width)
+    options = {"scale": 0.2, "value_dim": 16, "splits": 3}
+    opcheck(lambda: attend(q, selection, **options), "attend")
+    opcheck(lambda: attend_slots(q, selection, **options), "attend_slots")
+
+
+def test_a_backend_may_choose_the_number_of_parts() -> None:
+    selection = Selection(filled("v32-fp8"), ints([[1, 2], [3, -1]]))
+    func, arguments = traced(lambda: attend_slots(torch.randn(2, 1, 576), selection, scale=1.0, value_dim=8))
+    assert arguments[-2] == 1, "a trace needs to know"
+    torch.library.opcheck(func, (*arguments[:-2], None, arguments[-1]))
+
+
+@pytest.mark.parametrize("splits", [1, 3, 4, 9])
+def test_a_fixed_number_of_parts_is_kept_whatever_the_backend_makes(
+    splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selection = Selection(filled("v32-fp8"), torch.randint(0, 24, (2, 8), dtype=torch.int32))
+    q = torch.randn(2, 3, 576)
+    expected = attend(q, selection, scale=0.1, value_dim=512)
+    usual = attend_reference.attend_slots
+    monkeypatch.setattr(attend_reference, "attend_slots", lambda *a, **options: usual(*a, **options | {"splits": 4}))
+    found = attend_slots(q, selection, scale=0.1, value_dim=512, splits=splits)
+    assert found.out.shape == (splits, 2, 3, 512)
+    assert found.lse.shape == found.max_logits.shape == (splits, 2, 3)
+    merged = combine_parts(found, dtype=torch.float32)
+    for one, other in zip(merged, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("splits", [None, 2])
+def test_attend_with_every_option(splits: int | None) -> None:
+    first = filled("plain-fp8", scale=torch.tensor([0.5]))
+    slots = torch.randint(-1, 24, (9, 3), dtype=torch.int32).t()
+    selections = [
+        Selection(first, slots, ints([9, 0, 4])),
+        Selection(filled("v32-fp8"), slots[:, :4], None, ints([0, 0, 1]), ints([[0, 3], [5, -1]])),
+        Selection(first.with_scale(0.5), slots[:, :0]),
+    ]
+    options = {"scale": 0.2, "value_dim": 512, "splits": splits}
+    for dtype in (torch.float64, torch.float16, torch.float8_e4m3fn):
+        q = torch.randn(2, 3, 576).transpose(0, 1).to(dtype)
+        out = torch.empty(3, 2, 1024, dtype=torch.bfloat16)[..., ::2]
+        more = {"q_scale": torch.tensor([0.5]), "sink": torch.randn(2), "out": out}
+        opcheck(lambda: attend(q, selections, **options, **more), "attend")  # noqa: B023
+    opcheck(lambda: attend_slots(q, selections, **options, q_scale=more["q_scale"]), "attend_slots")
+    opcheck(lambda: attend(q[:0], [Selection(first, slots[:0])], **options), "attend")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_combine(dtype: torch.dtype) -> None:
+    parts = Partials(torch.randn(4, 3, 2, 8).to(dtype), torch.randn(2, 3, 4).transpose(0, 2))
+    opcheck(lambda: combine_parts(parts), "combine_parts")
+    out = torch.empty(3, 2, 8, dtype=torch.float64)
+    opcheck(lambda: combine_parts(parts, sink=torch.randn(2), out=out, lse_base="2"), "combine_parts")
+
+
+def every_layout() -> list[Layout]:
+    odd = Layout("odd/name, with+signs", 3, 0, torch.int8, 3, Field(torch.uint8, 3, 0, 3, 7), scale_floor=1 / 3)
+    return [
+        *(named(name) for name in NAMES),
+        *LAYOUTS.values(),
+        v32_fp8(scale_mode="exact"),
+        v32_fp8(tile=64),
+        v32_fp8(latent=128, rope=0),
+        v4_fp8(rounding="none"),
+        v4_fp8(page_align=1),
+        v4_fp8(latent=128, rope=32, tile=32, page_align=512),
+        index_fp8(dim=64, rounding="none"),
+        replace(v32_fp8(), scale_floor=1e-7),
+        odd,
+    ]
+
+
+def test_a_layout_comes_back_from_its_key() -> None:
+    layouts = every_layout()
+    for layout in layouts:
+        assert from_key(layout.key) == layout
+        assert from_key(layout.key).key == layout.key
+    different = set(layouts)
+    assert len({layout.key for layout in layouts}) == len(different) > 20
+
+
+def test_gradients_are_refused_by_name() -> None:
+    cache = filled("v32-fp32")
+    q = torch.randn(1, 2, 576, requires_grad=True)
+    selection = Selection(cache, ints([[1, 2]]))
+    with pytest.raises(ValueError, match=r"q must be without gradient, .* torch.no_grad\(\)"):
+        attend(q, selection, scale=0.1, value_dim=512)
+    with pytest.raises(ValueError, match="sink must be without gradient"):
+        attend(q.detach(), selection, scale=0.1, value_dim=512, sink=torch.zeros(2, requires_grad=True))
+    before = cache.storage.clone()
+    with pytest.raises(ValueError, match="kv must be without gradient"):
+        write_kv(q[0], cache, torch.tensor([0, 1]))
+    assert torch.equal(cache.storage, before)
+    with torch.no_grad():
+        found = attend(q, selection, scale=0.1, value_dim=512)
+    assert torch.equal(found.out, attend(q.detach(), selection, scale=0.1, value_dim=512).out)
+    assert not found.out.requires_grad
+
+
+def test_unknown_backends_are_refused_by_the_op_as_well() -> None:
+    cache = filled("v32-fp8")
+    func, arguments = traced(lambda: write_kv(torch.randn(1, 576), cache, torch.tensor([0])))
+    with pytest.raises(ValueError, match=r"backend must be 'auto' or one of .*reference"):
+        func(*arguments[:-1], "magic")
