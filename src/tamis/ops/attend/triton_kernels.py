@@ -41,12 +41,13 @@ def choose_launch(heads: int, tokens: int, shared_memory: int, *, exact: bool) -
     """
     if exact:
         return Launch(16, 16, 4, 1)
-    if shared_memory < 200 * 1024:
-        return Launch(16, 32, 4, 1)
-    if heads > 16:
-        return Launch(64, 64, 8, 2)
-    # Few tokens leave multiprocessors to spare: larger blocks shorten the longest chain of steps.
-    return Launch(16, 64, 8, 2) if tokens <= 16 else Launch(16, 32, 4, 2)
+    if shared_memory >= 200 * 1024:
+        if heads > 16:
+            return Launch(64, 64, 8, 2)
+        if tokens <= 16:
+            # Few tokens leave multiprocessors to spare: larger blocks shorten the longest chain of steps.
+            return Launch(16, 64, 8, 2)
+    return Launch(16, 32, 4, 1)
 
 
 def choose_splits(programs: int, columns: int, block_n: int, slots_on_device: int) -> int:
