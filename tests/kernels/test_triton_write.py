@@ -146,11 +146,11 @@ def test_values_that_are_not_numbers(layout: Layout, dtype: torch.dtype, device:
     kv = torch.randn(7, layout.width)
     latent = kv[:, : layout.latent]
     latent[0] = math.nan
-    latent[1, ::3] = torch.tensor([math.nan, math.nan, math.inf]).repeat(layout.latent)[: latent[1, ::3].numel()]
+    latent[1, ::3] = torch.tensor([math.nan, -math.nan, math.inf]).repeat(layout.latent)[: latent[1, ::3].numel()]
     latent[2, 1::2] = -math.inf
     latent[3, :2] = torch.tensor([3.4028234663852886e38, -1e38])
     latent[4] = 0.0
-    latent[4, 5] = math.nan
+    latent[4, 5] = -math.nan
     latent[5] *= 2.0**-130
     latent[6] = -0.0
     kv = kv.to(dtype)

@@ -112,8 +112,10 @@ def _plan_launch(q: Tensor, selection: Selection, splits: int | None) -> tuple[L
 
 
 def _compute_dtype(query: torch.dtype, cache: PagedCache) -> torch.dtype:
-    """bf16, unless it would lose bits: float32 queries and rows, and fp16 rows, are multiplied in float32."""
-    exact = query == torch.float32 or cache.layout.element in (torch.float32, torch.float16)
+    """bf16, unless it would lose bits: float32 queries and rows, fp16 rows, and rows whose scales are no powers of two
+    are multiplied in float32, which is slower."""
+    layout = cache.layout
+    exact = query == torch.float32 or layout.element in (torch.float32, torch.float16) or layout.scale_mode == "exact"
     return torch.float32 if exact else torch.bfloat16
 
 
