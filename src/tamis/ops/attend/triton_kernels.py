@@ -206,8 +206,14 @@ def offline_cases() -> Iterator["OfflineCase"]:
 
     large = ("sm_90", "sm_100")
     small = {True: NATIVE_E4M3, False: tuple(t for t in TARGETS if t not in NATIVE_E4M3)}
-    for layout, heads, translate in (("v32-fp8", 16, True), ("v32-bf16", 16, False), ("v4-fp8", 64, False)):
-        cache = PagedCache(named(layout), 2, 64)
+    for layout, heads, translate in (
+        (named("v32-fp8"), 16, True),
+        (named("v32-fp8", scale_mode="exact"), 16, False),
+        (named("v32-bf16"), 16, False),
+        (named("v4-fp8"), 64, False),
+    ):
+        cache = PagedCache(layout, 2, 64)
+        exact = _compute_dtype(torch.bfloat16, cache) == torch.float32
         q = torch.zeros(2, heads, cache.layout.width, dtype=torch.bfloat16)
         ids, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int32)
         lookup = (ids, table) if translate else (None, None)
@@ -218,8 +224,8 @@ def offline_cases() -> Iterator["OfflineCase"]:
             (0, False, small[False]),
             (227 * 1024, True, large),
         ):
-            launch = choose_launch(heads, 128, room, exact=False)
+            launch = choose_launch(heads, 128, room, exact=exact)
             arguments, options = launch_arguments(q, selection, 0.1, 512, launch, 1, out, lse, lse)
             arguments["NATIVE"] = native
-            label = f"attend {layout}, {heads} heads, {launch.block_h}x{launch.block_n}"
+            label = f"attend {layout.name} {layout.scale_mode}, {heads} heads, {launch.block_h}x{launch.block_n}"
             yield OfflineCase.of_launch(attend_kernel, arguments, options, label, targets)
