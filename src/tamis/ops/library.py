@@ -269,32 +269,20 @@ def attend_slots(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Partial outputs [S, T, H, V], lse and maxima [S, T, H]; S is `splits` if given."""
-    parts, lses, maxima = _attend_parts(q, selections, scale, q_scale, value_dim, splits, backend)
+    factor = scale if q_scale is None else scale * q_scale
+    stage = _stage("attend", backend, q.device, q=q)
+    parts, lses, maxima = stage.attend_slots(q, selections, scale=factor, value_dim=value_dim, splits=splits)
     if splits is None or len(parts) == splits:
         return parts, lses, maxima
     # A backend may cut otherwise, each selection by itself for one. Too many parts become one, too few get empty ones.
     if len(parts) > splits:
-        merged, lse = _stage("combine", backend, q.device).combine_parts(parts, lses, None)
-        parts, lses, maxima = merged.unsqueeze(0), lse.unsqueeze(0), maxima.amax(0, keepdim=True)
+        merged = torch.empty_like(parts[:1])
+        lse = _stage("combine", backend, q.device).combine_parts(parts, lses, None, merged[0])
+        parts, lses, maxima = merged, lse.unsqueeze(0), maxima.amax(0, keepdim=True)
     empty = splits - len(parts)
     nothing = lses.new_full((empty, *lses.shape[1:]), -torch.inf)
     parts = torch.cat((parts, parts.new_zeros(empty, *parts.shape[1:])))
     return parts, torch.cat((lses, nothing)), torch.cat((maxima, nothing))
-
-
-def _attend_parts(
-    q: Tensor,
-    selections: list[Selection],
-    scale: float,
-    q_scale: Tensor | None,
-    value_dim: int,
-    splits: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    factor = scale if q_scale is None else scale * q_scale
-    stage = _stage("attend", backend, q.device, q=q)
-    parts, lses, maxima = stage.attend_slots(q, selections, scale=factor, value_dim=value_dim, splits=splits)
-    return parts, lses, maxima
 
 
 def _combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
@@ -309,16 +297,13 @@ def _combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor
 def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
     """Merge parts into `out`; the merged lse [T, H]."""
     stage = _stage("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
-    merged, lse = stage.combine_parts(parts, lses, sink)
-    out.copy_(merged)
-    result: Tensor = lse.to(lses.dtype).contiguous()
-    return result
+    lse: Tensor = stage.combine_parts(parts, lses, sink, out)
+    return lse.to(lses.dtype).contiguous()
 
 
 def _attend(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, sink, _, backend = rest
-    for stage in ("attend", "combine"):
-        _stage(stage, backend, q.device, q=q, sink=sink)
+    _stage("attend", backend, q.device, q=q, sink=sink)
     lse = q.new_empty(q.shape[:2], dtype=_accumulator(q))
     return lse, torch.empty_like(lse)
 
@@ -338,6 +323,8 @@ def attend(
     out: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Attention into `out`; the lse and the maxima [T, H]. One op for two stages hides the number of parts."""
-    parts, lses, maxima = _attend_parts(q, selections, scale, q_scale, out.shape[2], splits, backend)
-    return combine_parts(parts, lses, sink, out, backend), maxima.amax(0)
+    """Attention into `out`; the lse and the maxima [T, H]. How many parts there were does not show."""
+    factor = scale if q_scale is None else scale * q_scale
+    stage = _stage("attend", backend, q.device, q=q, sink=sink)
+    lse, maxima = stage.attend_into(q, selections, scale=factor, splits=splits, sink=sink, out=out)
+    return lse.contiguous(), maxima.contiguous()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis.cache import Selection
+from tamis.ops.combine import reference as combine
 from tamis.ops.gather.reference import decode_rows
 from tamis.ops.translate.reference import translate_positions
 
@@ -83,3 +84,17 @@ def attend_slots(
             lse[split, start:end] = torch.where(total > 0, peak + total.log(), peak)
             top[split, start:end] = peak
     return out, lse, top
+
+
+def attend_into(
+    q: Tensor,
+    selections: Sequence[Selection],
+    *,
+    scale: float | Tensor,
+    splits: int | None,
+    sink: Tensor | None,
+    out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Merged output into `out` [T, H, V]; lse and maxima [T, H]."""
+    parts, lses, maxima = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
+    return combine.combine_parts(parts, lses, sink, out), maxima.amax(0)

@@ -1,4 +1,4 @@
-"""Merging partial attention outputs by their lse, in Triton: one program per token and head."""
+"""Merging partial attention outputs by their lse, in Triton: one program per token, head and block of columns."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,9 @@ from tamis.ops.triton_rows import interpreted, launching_on, load_wide, store_ro
 if TYPE_CHECKING:
     from tamis.testing.offline import OfflineCase
 
+BLOCK_PARTS = 8
+"""Parts that are read at once: latency, not bandwidth, is what few rows of many parts cost."""
+
 
 @triton.jit
 def combine_kernel(
@@ -24,26 +27,33 @@ def combine_kernel(
     part_stride,
     count,
     heads,
+    out_token_stride,
+    out_head_stride,
+    out_column_stride,
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
     NATIVE_BF16: tl.constexpr,
 ):
-    """Two passes over the lses of a row (they are few), one over its outputs."""
+    """All lses of a row at once, then its outputs, some parts at a time."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_V)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     here = column < VALUE_DIM
-    peak = float("-inf")
-    for part in range(count):
-        peak = tl.maximum(peak, tl.load(parts_lse + part * part_stride + row))
+    part = tl.arange(0, BLOCK_S)
+    lses = tl.load(parts_lse + part * part_stride + row, mask=part < count, other=float("-inf"))
+    peak = tl.max(lses, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
-    total = 0.0
+    total = tl.sum(tl.exp(lses - base), 0)
     merged = tl.zeros([BLOCK_V], tl.float32)
-    for part in range(count):
-        weight = tl.exp(tl.load(parts_lse + part * part_stride + row) - base)
-        total += weight
-        value = load_wide(parts + (part * part_stride + row) * VALUE_DIM + column, here)
-        # An empty part may hold anything: selected, not multiplied away, since 0 * NaN is NaN.
-        merged += tl.where(weight > 0.0, value * weight, 0.0)
+    for first in range(0, count, BLOCK_PARTS):
+        some = first + tl.arange(0, BLOCK_PARTS)
+        known = some < count
+        weight = tl.exp(tl.load(parts_lse + some * part_stride + row, mask=known, other=float("-inf")) - base)
+        # An empty part may hold anything: left out, not multiplied away, since 0 * NaN is NaN.
+        wanted = (weight > 0.0)[:, None] & here[None, :]
+        at = (some.to(tl.int64) * part_stride + row) * VALUE_DIM
+        merged += tl.sum(load_wide(parts + at[:, None] + column[None, :], wanted) * weight[:, None], 0)
     empty = total == 0.0
     whole = tl.where(empty, float("-inf"), peak + tl.log(tl.where(empty, 1.0, total)))
     merged = merged / tl.where(empty, 1.0, total)
@@ -51,37 +61,43 @@ def combine_kernel(
         logit = tl.load(sink + row % heads)
         share = 1.0 / (1.0 + tl.exp(logit - tl.where(empty, 0.0, whole)))
         merged = tl.where(empty, 0.0, merged * share)
-    store_rounded(out + row * VALUE_DIM + column, merged, here, NATIVE_BF16)
-    tl.store(lse + row, whole)
+    target = out + row // heads * out_token_stride + row % heads * out_head_stride
+    store_rounded(target + column * out_column_stride, merged, here, NATIVE_BF16)
+    if tl.program_id(1) == 0:
+        tl.store(lse + row, whole)
 
 
-def combine_parts(
-    out: Tensor, lse: Tensor, sink: Tensor | None, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """As `reference.combine_parts`; the merged output in `dtype`."""
-    _, tokens, heads, width = out.shape
-    merged = torch.empty(tokens, heads, width, dtype=dtype, device=out.device)
-    merged_lse = torch.empty(tokens, heads, dtype=torch.float32, device=out.device)
-    if merged.numel():
-        arguments = _arguments(out.contiguous(), lse.contiguous(), sink, merged, merged_lse)
+def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor) -> Tensor:
+    """As `reference.combine_parts`."""
+    tokens, heads, _ = out.shape
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=out.device)
+    if out.numel():
+        arguments = _arguments(parts.contiguous(), lses.contiguous(), sink, out, lse)
+        blocks = triton.cdiv(arguments["VALUE_DIM"], arguments["BLOCK_V"])
         with launching_on(out.device):
-            combine_kernel[(tokens * heads,)](**arguments, num_warps=4)
-    return merged, merged_lse
+            combine_kernel[(tokens * heads, blocks)](**arguments, num_warps=4)
+    return lse
 
 
-def _arguments(parts: Tensor, parts_lse: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor) -> dict[str, Any]:
+def _arguments(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor) -> dict[str, Any]:
     count, tokens, heads, width = parts.shape
     return {
         "parts": parts,
-        "parts_lse": parts_lse,
+        "parts_lse": lses,
         "sink": sink,
         "out": out,
         "lse": lse,
         "part_stride": tokens * heads,
         "count": count,
         "heads": heads,
+        "out_token_stride": out.stride(0),
+        "out_head_stride": out.stride(1),
+        "out_column_stride": out.stride(2),
         "VALUE_DIM": width,
-        "BLOCK_V": triton.next_power_of_2(width),
+        # Few rows leave multiprocessors to spare for narrower blocks.
+        "BLOCK_V": triton.next_power_of_2(width) if tokens * heads > 512 else min(128, triton.next_power_of_2(width)),
+        "BLOCK_S": triton.next_power_of_2(count),
+        "BLOCK_PARTS": min(BLOCK_PARTS, triton.next_power_of_2(count)),
         "NATIVE_BF16": not interpreted(combine_kernel),
     }
 
@@ -90,9 +106,9 @@ def offline_cases() -> Iterator["OfflineCase"]:
     """Launches that `tamis.testing.offline` compiles."""
     from tamis.testing.offline import OfflineCase
 
-    parts, lse = torch.zeros(4, 2, 16, 512), torch.zeros(4, 2, 16)
-    merged = torch.zeros(2, 16, 512, dtype=torch.bfloat16)
-    for sink in (None, torch.zeros(16)):
-        arguments = _arguments(parts, lse, sink, merged, lse[0])
-        label = "combine" if sink is None else "combine, sink"
+    for count, tokens, sink in ((2, 128, None), (64, 1, torch.zeros(16))):
+        parts, lses = torch.zeros(count, tokens, 16, 512), torch.zeros(count, tokens, 16)
+        out = torch.zeros(tokens, 16, 512, dtype=torch.bfloat16)
+        arguments = _arguments(parts, lses, sink, out, lses[0])
+        label = f"combine {count} parts" + (", sink" if sink is not None else "")
         yield OfflineCase.of_launch(combine_kernel, arguments, {"num_warps": 4}, label)

@@ -1,41 +1,24 @@
-"""Portable sparse attention in Triton: the kernel. One program per query token, block of heads and split of columns.
+"""Portable sparse attention in Triton: the kernel for rows of any format.
 
-A row is read and dequantised once and used twice, as key and as value. Products run on bf16 (float32 for float32
-queries or rows, and for 16-bit formats that bf16 cannot hold), softmax and sums in float32; bf16 has float32's range,
-so no scale of a cache can overflow or flush.
+A row is read and dequantised once and used twice, as key and as value.
 """
 
 import triton
 import triton.language as tl
 
-from tamis.ops.triton_rows import decode_e4m3, load_wide, row_start
-
-
-@triton.jit
-def _find_slots(
-    slots, column_stride, column, end, table, table_width, rows, PAGE_SIZE: tl.constexpr, TRANSLATE: tl.constexpr
-):
-    """The slots in these columns of one token, -1 where one does not count."""
-    slot = tl.load(slots + column * column_stride, mask=column < end, other=-1)
-    if TRANSLATE:
-        page = slot // PAGE_SIZE
-        known = (slot >= 0) & (page < table_width)
-        page_id = tl.load(table + page, mask=known, other=-1)
-        # Compared before the multiplication: a garbage page id must not wrap around into a valid slot.
-        known &= (page_id >= 0) & (page_id <= rows // PAGE_SIZE)
-        slot = tl.where(known, page_id * PAGE_SIZE + slot % PAGE_SIZE, -1)
-    return tl.where(slot < rows, slot, -1)
-
-
-@triton.jit
-def _load_floats(at, mask, INTERPRETED: tl.constexpr):
-    """Numbers as they are stored. The interpreter gets bf16 as float32, since it cannot compute with bf16; a device
-    gets it untouched, so that the load can run ahead into shared memory."""
-    if INTERPRETED:
-        found = load_wide(at, mask)
-    else:
-        found = tl.load(at, mask=mask, other=0.0)
-    return found
+from tamis.ops.attend.triton_parts import (
+    dot,
+    dot_wide,
+    find_span,
+    finish_heads,
+    load_columns,
+    load_floats,
+    load_query,
+    next_weights,
+    round_in_two,
+    to_slots,
+)
+from tamis.ops.triton_rows import decode_e4m3, row_start, store_rounded
 
 
 @triton.jit
@@ -64,7 +47,7 @@ def _load_rows(
     mask = valid[:, None] & (column < LATENT)[None, :] if LATENT < BLOCK_L else valid[:, None]
     at = values + row_start(slot, values_page_stride, VALUES_ROW, PAGE_SIZE, FLAT)[:, None] + column[None, :]
     if MODE == "plain":
-        rows = _load_floats(at, mask, INTERPRETED).to(COMPUTE)
+        rows = load_floats(at, mask, INTERPRETED).to(COMPUTE)
     else:
         rows = decode_e4m3(tl.load(at, mask=mask, other=0), NATIVE).to(tl.float32)
         if MODE == "tile" or MODE == "exponent":
@@ -83,45 +66,16 @@ def _load_rows(
 
 
 @triton.jit
-def _load_query(at, mask, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """float32 values of a query of any dtype; e4m3 arrives as bytes."""
-    if at.dtype.element_ty == tl.uint8:
-        wide = decode_e4m3(tl.load(at, mask=mask, other=0), NATIVE).to(tl.float32)
-    else:
-        wide = _load_floats(at, mask, INTERPRETED).to(tl.float32)
-    return wide
-
-
-@triton.jit
 def _load_tail(at, mask, CODES: tl.constexpr, NATIVE: tl.constexpr, COMPUTE: tl.constexpr, INTERPRETED: tl.constexpr):
     if CODES:
         rows = decode_e4m3(tl.load(at, mask=mask, other=0), NATIVE).to(tl.float32)
     else:
-        rows = _load_floats(at, mask, INTERPRETED)
+        rows = load_floats(at, mask, INTERPRETED)
     return rows.to(COMPUTE)
 
 
 @triton.jit
-def _dot(a, b, acc, COMPUTE: tl.constexpr):
-    if COMPUTE == tl.float32:  # noqa: SIM300 (a constexpr knows how to compare itself, a dtype does not)
-        product = tl.dot(a, b, acc=acc, input_precision="ieee")
-    else:
-        product = tl.dot(a, b, acc=acc)
-    return product
-
-
-@triton.jit
-def _dot_wide(x, y, acc, PARTS: tl.constexpr, COMPUTE: tl.constexpr):
-    """acc + x @ y for float32 x: x is rounded to the compute dtype, and with PARTS 2 the rest multiplied as well."""
-    high = x.to(COMPUTE)
-    acc = _dot(high, y, acc, COMPUTE)
-    if PARTS == 2:
-        acc = _dot((x - high.to(tl.float32)).to(COMPUTE), y, acc, COMPUTE)
-    return acc
-
-
-@triton.jit
-def attend_kernel(
+def attend_rows_kernel(
     q,
     q_token_stride,
     q_head_stride,
@@ -144,7 +98,11 @@ def attend_kernel(
     out,
     lse,
     max_logits,
-    part_stride,
+    out_part_stride,
+    out_token_stride,
+    out_head_stride,
+    sink,
+    tokens,
     scale,
     scale_factor,
     cache_scale,
@@ -173,7 +131,7 @@ def attend_kernel(
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One split of one token for BLOCK_H heads: output normalised by its own sum, natural-log lse, largest logit."""
+    """One split of one token for BLOCK_H heads: output normalised by its own sum (and the sink), lse, largest logit."""
     token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
     head = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
     split = tl.program_id(1)
@@ -184,19 +142,16 @@ def attend_kernel(
     TAIL_VALUES: tl.constexpr = (TAIL > 0) and (VALUE_DIM > LATENT)
 
     query = q + token * q_token_stride + head[:, None] * q_head_stride
-    q_wide = _load_query(
-        query + latent_column[None, :], here[:, None] & (latent_column < LATENT)[None, :], NATIVE, INTERPRETED
+    known_latent = here[:, None] & (latent_column < LATENT)[None, :]
+    q_latent, q_latent_rest = round_in_two(
+        load_query(query + latent_column[None, :], known_latent, NATIVE, INTERPRETED), COMPUTE
     )
-    q_latent = q_wide.to(COMPUTE)
-    if PARTS == 2:
-        q_latent_rest = (q_wide - q_latent.to(tl.float32)).to(COMPUTE)
     acc = tl.zeros([BLOCK_H, BLOCK_L], tl.float32)
     if TAIL > 0:
-        mask = here[:, None] & (tail_column < TAIL)[None, :]
-        q_wide = _load_query(query + LATENT + tail_column[None, :], mask, NATIVE, INTERPRETED)
-        q_tail = q_wide.to(COMPUTE)
-        if PARTS == 2:
-            q_tail_rest = (q_wide - q_tail.to(tl.float32)).to(COMPUTE)
+        known_tail = here[:, None] & (tail_column < TAIL)[None, :]
+        q_tail, q_tail_rest = round_in_two(
+            load_query(query + LATENT + tail_column[None, :], known_tail, NATIVE, INTERPRETED), COMPUTE
+        )
     if TAIL_VALUES:
         tail_acc = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
 
@@ -209,26 +164,16 @@ def attend_kernel(
             value_scale = tl.load(cache_scale_factor)
         logit_scale *= value_scale
 
-    end = columns
-    if lengths is not None:
-        end = tl.minimum(end, tl.load(lengths + token))
-    begin = split * split_columns
-    end = tl.minimum(begin + split_columns, end)
+    begin, end, table_row = find_span(
+        token, split, lengths, columns, split_columns, request_ids, requests, table_stride
+    )
     slots += token * slots_token_stride
-    TRANSLATE: tl.constexpr = block_table is not None
-    table = block_table
-    if TRANSLATE:
-        request = tl.load(request_ids + token).to(tl.int64)
-        listed = (request >= 0) & (request < requests)
-        end = tl.where(listed, end, begin)
-        table = block_table + tl.where(listed, request, 0) * table_stride
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     lane = tl.arange(0, BLOCK_N)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        slot = _find_slots(
-            slots, slots_column_stride, first + lane, end, table, table_width, rows, PAGE_SIZE, TRANSLATE
-        )
+        found = load_columns(slots, slots_column_stride, first + lane, end)
+        slot = to_slots(found, block_table, table_row, table_width, rows, PAGE_SIZE)
         valid = slot >= 0
         slot = tl.where(valid, slot, 0)
         keys = _load_rows(
@@ -251,9 +196,9 @@ def attend_kernel(
             FLAT,
             INTERPRETED,
         )
-        logits = _dot(q_latent, tl.trans(keys), None, COMPUTE)
+        logits = dot(q_latent, tl.trans(keys), None, COMPUTE)
         if PARTS == 2:
-            logits = _dot(q_latent_rest, tl.trans(keys), logits, COMPUTE)
+            logits = dot(q_latent_rest, tl.trans(keys), logits, COMPUTE)
         if TAIL > 0:
             if TAIL_IN_ROW:
                 tail_row = LATENT + row_start(slot, values_page_stride, VALUES_ROW, PAGE_SIZE, FLAT)
@@ -263,32 +208,21 @@ def attend_kernel(
                 at = tail + tail_row[:, None] + tail_column[None, :]
             known = valid[:, None] & (tail_column < TAIL)[None, :] if TAIL < BLOCK_T else valid[:, None]
             tail_keys = _load_tail(at, known, MODE == "tensor", NATIVE, COMPUTE, INTERPRETED)
-            logits = _dot(q_tail, tl.trans(tail_keys), logits, COMPUTE)
+            logits = dot(q_tail, tl.trans(tail_keys), logits, COMPUTE)
             if PARTS == 2:
-                logits = _dot(q_tail_rest, tl.trans(tail_keys), logits, COMPUTE)
-        logits = tl.where(valid[None, :], logits * logit_scale, float("-inf"))
-        higher = tl.maximum(peak, tl.max(logits, 1))
-        # While nothing is valid, subtract 0 instead of -inf: the weights are then exp2(-inf) = 0 and not NaN.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(peak - base)
-        weights = tl.exp2(logits - base[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        peak = higher
-        acc = _dot_wide(weights, keys, acc * shrink[:, None], PARTS, COMPUTE)
+                logits = dot(q_tail_rest, tl.trans(tail_keys), logits, COMPUTE)
+        weights, shrink, peak, total = next_weights(logits * logit_scale, valid, peak, total)
+        acc = dot_wide(weights, keys, acc * shrink[:, None], PARTS, COMPUTE)
         if TAIL_VALUES:
-            tail_acc = _dot_wide(weights, tail_keys, tail_acc * shrink[:, None], PARTS, COMPUTE)
+            tail_acc = dot_wide(weights, tail_keys, tail_acc * shrink[:, None], PARTS, COMPUTE)
 
-    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    place = (split.to(tl.int64) * tokens + token) * heads + head
+    inverse = finish_heads(peak, total, sink, head, here, lse, max_logits, place)
     if MODE == "tensor":
         inverse *= value_scale
-    place = split.to(tl.int64) * part_stride + token * heads + head
-    target = out + (place * VALUE_DIM)[:, None]
+    target = out + split.to(tl.int64) * out_part_stride + token * out_token_stride + head[:, None] * out_head_stride
     mask = here[:, None] & ((latent_column < LATENT) & (latent_column < VALUE_DIM))[None, :]
-    tl.store(target + latent_column[None, :], acc * inverse[:, None], mask=mask)
+    store_rounded(target + latent_column[None, :], acc * inverse[:, None], mask, not INTERPRETED)
     if TAIL_VALUES:
         mask = here[:, None] & ((tail_column < TAIL) & (LATENT + tail_column < VALUE_DIM))[None, :]
-        tl.store(target + LATENT + tail_column[None, :], tail_acc * inverse[:, None], mask=mask)
-    empty = total == 0
-    log_total = tl.log2(tl.where(empty, 1.0, total))
-    tl.store(lse + place, tl.where(empty, float("-inf"), (peak + log_total) * 0.6931471805599453), mask=here)
-    tl.store(max_logits + place, tl.where(empty, float("-inf"), peak * 0.6931471805599453), mask=here)
+        store_rounded(target + LATENT + tail_column[None, :], tail_acc * inverse[:, None], mask, not INTERPRETED)

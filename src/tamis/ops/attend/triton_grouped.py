@@ -1,0 +1,193 @@
+"""Portable sparse attention in Triton: the kernel for few heads over rows of four scaled tiles.
+
+A program's four warps share the work by columns: warp g multiplies tile g of the queries with tile g of the rows, and
+later sums tile g of the values. So a warp holds a quarter of the queries, and a tile's scale, being the same for all of
+a warp's columns, is applied to logits and weights instead of to every value: rows stay as the e4m3 numbers they are,
+which bf16 holds exactly, and scales of any size and precision cost no accuracy.
+
+Bytes are read four to a word and unpacked by shifts. With 8-bit types in sight the compiler would lay out the products
+for them, and fetch values byte by byte.
+"""
+
+import triton
+import triton.language as tl
+
+from tamis.ops.attend.triton_parts import (
+    dot,
+    dot_wide,
+    find_span,
+    finish_heads,
+    load_columns,
+    load_floats,
+    load_query,
+    next_weights,
+    round_in_two,
+    to_slots,
+)
+from tamis.ops.triton_rows import row_start, store_rounded, widen_bf16
+
+GROUPS = tl.constexpr(4)
+"""Tiles of a row, and warps of a program."""
+
+_UNBIAS = tl.constexpr(2.0**120)
+"""e4m3 bits in the place of bf16's are the number times 2**-120: the difference of the exponents' biases."""
+_PROBE = tl.constexpr(1.125 * 2.0**119)
+"""Times this, every e4m3 number is exact in bf16, and the code for NaN, which the shifts read as 480, is infinite."""
+_QUERY = tl.constexpr(2.0**-64)
+"""Keeps products with probed rows far from float32's ends."""
+
+
+@triton.jit
+def _unpack(words, BLOCK_N: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The numbers [GROUPS, BLOCK_N, TILE] of e4m3 bytes, four to a word; 480 for NaN."""
+    even = ((words & 0x00800080) << 8) | ((words & 0x007F007F) << 4)
+    shifted = words >> 8
+    odd = ((shifted & 0x00800080) << 8) | ((shifted & 0x007F007F) << 4)
+    first = tl.join((even & 0xFFFF).to(tl.uint16), (odd & 0xFFFF).to(tl.uint16))
+    second = tl.join((even >> 16).to(tl.uint16), (odd >> 16).to(tl.uint16))
+    bits = tl.reshape(tl.permute(tl.join(first, second), (0, 1, 2, 4, 3)), [GROUPS, BLOCK_N, TILE])
+    if INTERPRETED:
+        numbers = widen_bf16(bits)
+    else:
+        numbers = bits.to(tl.bfloat16, bitcast=True)
+    return numbers * _UNBIAS
+
+
+@triton.jit
+def _sum_groups(x, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The sum over the first axis. A plain reduction across warps would meet in the same banks of shared memory."""
+    halves = tl.reshape(tl.permute(x, (1, 2, 0)), [BLOCK_H, BLOCK_N, 2, 2])
+    left, right = tl.split(halves)
+    first, second = tl.split(left + right)
+    return first + second
+
+
+@triton.jit
+def attend_groups_kernel(
+    q,
+    q_token_stride,
+    q_head_stride,
+    values,
+    values_page_stride,
+    scales,
+    scales_page_stride,
+    tail,
+    tail_page_stride,
+    slots,
+    slots_token_stride,
+    slots_column_stride,
+    lengths,
+    request_ids,
+    block_table,
+    table_stride,
+    table_width,
+    requests,
+    rows,
+    out,
+    lse,
+    max_logits,
+    out_part_stride,
+    out_token_stride,
+    out_head_stride,
+    sink,
+    tokens,
+    scale,
+    scale_factor,
+    heads,
+    columns,
+    split_columns,
+    NATIVE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUES_ROW: tl.constexpr,
+    SCALES_ROW: tl.constexpr,
+    TAIL_ROW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FLAT: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One split of one token for BLOCK_H heads: output normalised by its own sum (and the sink), lse, largest logit.
+
+    `values` holds words: four codes each, and strides to match.
+    """
+    token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
+    head = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+    split = tl.program_id(1)
+    here = head < heads
+    group = tl.arange(0, GROUPS)[:, None, None]
+    TAIL_GROUP: tl.constexpr = BLOCK_T // GROUPS
+    tile_column = group * TILE + tl.arange(0, TILE)[None, None, :]
+    tile_word = group * (TILE // 4) + tl.arange(0, TILE // 4)[None, None, :]
+    tail_column = group * TAIL_GROUP + tl.arange(0, TAIL_GROUP)[None, None, :]
+
+    query = q + token * q_token_stride + head[None, :, None] * q_head_stride
+    q_wide = load_query(query + tile_column, here[None, :, None], NATIVE, INTERPRETED)
+    q_tiles, q_tiles_rest = round_in_two(q_wide * _QUERY, COMPUTE)
+    if TAIL > 0:
+        q_mask = here[None, :, None] & (tail_column < TAIL)
+        q_wide = load_query(query + GROUPS * TILE + tail_column, q_mask, NATIVE, INTERPRETED)
+        q_tail, q_tail_rest = round_in_two(q_wide, COMPUTE)
+    logit_scale = scale * 1.4426950408889634  # log2(e): exponentials and logarithms are to base 2
+    if scale_factor is not None:
+        logit_scale *= tl.load(scale_factor)
+
+    begin, end, table_row = find_span(
+        token, split, lengths, columns, split_columns, request_ids, requests, table_stride
+    )
+    slots += token * slots_token_stride
+    acc = tl.zeros([GROUPS, BLOCK_H, TILE], tl.float32)
+    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    lane = tl.arange(0, BLOCK_N)
+    # Slots are fetched one block ahead, since rows wait for them. Positions are not: Triton 3.6 cannot compile that.
+    AHEAD: tl.constexpr = block_table is None
+    if AHEAD:
+        upcoming = load_columns(slots, slots_column_stride, begin + lane, end)
+    for first in tl.range(begin, end, BLOCK_N, num_stages=1):
+        if AHEAD:
+            found = upcoming
+            upcoming = load_columns(slots, slots_column_stride, first + BLOCK_N + lane, end)
+        else:
+            found = load_columns(slots, slots_column_stride, first + lane, end)
+        slot = to_slots(found, block_table, table_row, table_width, rows, PAGE_SIZE)
+        valid = slot >= 0
+        slot = tl.where(valid, slot, 0)
+        known = valid[None, :, None]
+        words_row = row_start(slot, values_page_stride, VALUES_ROW, PAGE_SIZE, FLAT)
+        words = tl.load(values + words_row[None, :, None] + tile_word, mask=known, other=0)
+        scale_row = row_start(slot, scales_page_stride, SCALES_ROW, PAGE_SIZE, FLAT)
+        at_scale = scales + scale_row[None, :] + tl.arange(0, GROUPS)[:, None]
+        factor = tl.load(at_scale, mask=valid[None, :], other=0.0)
+        keys = _unpack(words, BLOCK_N, TILE, INTERPRETED)
+        probed = tl.permute(keys * _PROBE, (0, 2, 1))
+        logits = dot(q_tiles, probed, None, COMPUTE)
+        if PARTS == 2:
+            logits = dot(q_tiles_rest, probed, logits, COMPUTE)
+        logits *= (factor * (1.0 / (_PROBE * _QUERY)))[:, None, :]
+        if TAIL > 0:
+            tail_row = row_start(slot, tail_page_stride, TAIL_ROW, PAGE_SIZE, FLAT)
+            at_tail = tail + tail_row[None, :, None] + tail_column
+            tail_mask = known & (tail_column < TAIL) if TAIL < BLOCK_T else known
+            tail_keys = tl.permute(load_floats(at_tail, tail_mask, INTERPRETED), (0, 2, 1))
+            logits = dot(q_tail, tail_keys, logits, COMPUTE)
+            if PARTS == 2:
+                logits = dot(q_tail_rest, tail_keys, logits, COMPUTE)
+        summed = _sum_groups(logits, BLOCK_H, BLOCK_N) * logit_scale
+        summed += summed - summed  # what is infinite because a code was NaN becomes NaN
+        weights, shrink, peak, total = next_weights(summed, valid, peak, total)
+        scaled = weights[None, :, :] * factor[:, None, :]
+        acc = dot_wide(scaled, keys, acc * shrink[None, :, None], PARTS, COMPUTE)
+
+    place = (split.to(tl.int64) * tokens + token) * heads + head
+    inverse = finish_heads(peak, total, sink, head, here, lse, max_logits, place)
+    target = out + split.to(tl.int64) * out_part_stride + token * out_token_stride
+    target += head[None, :, None] * out_head_stride + tile_column
+    mask = here[None, :, None] & (tile_column < VALUE_DIM)
+    store_rounded(target, acc * inverse[None, :, None], mask, not INTERPRETED)
