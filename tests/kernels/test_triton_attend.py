@@ -242,3 +242,18 @@ def test_combine(parts: int, width: int, device: torch.device) -> None:
     strided = torch.full((5, width, 7), torch.nan, dtype=torch.bfloat16, device=device).transpose(1, 2)[:, ::2][:, :3]
     combine_kernels.combine_parts(out, lse, sink, strided)
     assert torch.equal(strided, found.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("programs", "places", "parts"),
+    [(128, 264, 2), (32, 264, 8), (128, 132, 1), (256, 132, 1), (1, 264, 64), (4096, 264, 1)],
+)
+def test_parts_fill_the_device_without_starting_a_new_round(programs: int, places: int, parts: int) -> None:
+    assert triton_kernels.choose_splits(programs, 2048, 32, places) == parts
+
+
+def test_one_token_more_than_fits_does_not_cost_a_whole_round() -> None:
+    parts = triton_kernels.choose_splits(133, 2048, 32, 264)
+    rounds = -(-133 * parts // 264)
+    assert rounds * -(-64 // parts) < 1.3 * 64 / 2
+    assert triton_kernels.choose_splits(3, 0, 32, 264) == 1

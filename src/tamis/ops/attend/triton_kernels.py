@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,8 @@ class Launch:
     """Programs that share a multiprocessor."""
 
 
+OVERHEAD_BLOCKS = 2
+"""What a program costs beside its loop, in steps of it: queries, output, and its share of the merge."""
 GROUPED = Launch(16, 32, 4, 1, grouped=True, per_core=2)
 
 
@@ -56,10 +59,18 @@ def choose_launch(heads: int, shared_memory: int, *, compute: torch.dtype, group
     return GROUPED if grouped else Launch(16, 32, 4, 1, per_core=2)
 
 
+@lru_cache(1024)
 def choose_splits(programs: int, columns: int, block_n: int, slots_on_device: int) -> int:
-    """Parts per row: enough that the programs fill the device once, of at least a block each."""
-    most = max(1, columns // block_n)
-    return min(most, max(1, -(-slots_on_device // max(1, programs))))
+    """Parts per row that finish soonest: rounds of programs on the device, times the blocks that each works through.
+
+    A part costs some blocks more for what comes before and after its loop; among equals the fewest parts win.
+    """
+    blocks = max(1, -(-columns // block_n))
+
+    def steps(parts: int) -> int:
+        return -(-programs * parts // slots_on_device) * (-(-blocks // parts) + OVERHEAD_BLOCKS)
+
+    return min(range(1, blocks + 1), key=steps)
 
 
 def attend_slots(
