@@ -92,8 +92,11 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "combine_parts": ["out"],
         "gather_index": [],
         "gather_kv": ["out"],
+        "index_scores": ["out"],
         "index_topk": [],
+        "ragged_scores": ["out"],
         "read_kv": [],
+        "topk_positions": [],
         "translate_positions": [],
         "write_kv": ["storage"],
     }
