@@ -31,10 +31,17 @@ class IndexRecipe:
 
     @classmethod
     def from_hf(cls, config: Any, *, hadamard: bool = False) -> Self:
-        """From a Hugging Face config (object or dict) of the V3.2 family (V3.2, GLM-5.x) or the V4 family."""
+        """From a Hugging Face config (object or dict) of the V3.2 family (V3.2, GLM-5.x) or the V4 family.
+
+        `indexer_rope_interleave` decides the pairs where a V3.2-like config has it; otherwise they are halves, and
+        adjacent in GLM-MoE-DSA, as in transformers' own model.
+        """
         fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         if fields.get("kv_lora_rank"):
             rope = int(fields.get("qk_rope_head_dim") or 0)
-            return cls(rope, interleaved=bool(fields.get("indexer_rope_interleave")), hadamard=hadamard)
+            usual = fields.get("model_type") == "glm_moe_dsa"
+            return cls(rope, interleaved=bool(fields.get("indexer_rope_interleave", usual)), hadamard=hadamard)
+        if "head_dim" not in fields:
+            raise checks.refuse("config", "one with 'kv_lora_rank' or 'head_dim'", "none", "this model has no indexer")
         rope = int(fields.get("qk_rope_head_dim") or fields["head_dim"] * fields.get("partial_rotary_factor", 0.125))
         return cls(rope, interleaved=True, rope_first=False, hadamard=hadamard)

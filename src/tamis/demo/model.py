@@ -10,8 +10,8 @@ from torch.nn.functional import layer_norm, linear, silu
 from tamis.cache import Caches
 from tamis.demo.shape import ModelShape
 from tamis.demo.weights import LayerWeights, make_weights
-from tamis.ops import Attended, IndexInputs
-from tamis.pipeline import SparseMLA
+from tamis.ops import IndexInputs
+from tamis.pipeline import LayerOutput, SparseMLA
 from tamis.plan import Plan
 from tamis.rope import rms_norm, rotate
 
@@ -27,7 +27,7 @@ class AttentionInputs:
     index: IndexInputs
 
 
-Observer = Callable[[int, AttentionInputs, Attended], None]
+Observer = Callable[[int, AttentionInputs, LayerOutput], None]
 """Called after each layer's attention with the layer's number, its inputs and its result."""
 
 

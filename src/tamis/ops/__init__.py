@@ -8,6 +8,7 @@ from tamis.ops.attend import attend, attend_slots
 from tamis.ops.combine import Attended, Partials, combine_parts
 from tamis.ops.gather import gather_index, gather_kv, read_kv
 from tamis.ops.index import IndexInputs, index_scores, index_topk, ragged_scores, topk_positions
+from tamis.ops.index.prepare import quantise_index_query, write_index_keys
 from tamis.ops.translate import Translated, translate_positions
 from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
 
@@ -23,11 +24,13 @@ __all__ = [
     "gather_kv",
     "index_scores",
     "index_topk",
+    "quantise_index_query",
     "quantise_per_tensor",
     "ragged_scores",
     "read_kv",
     "topk_positions",
     "translate_positions",
+    "write_index_keys",
     "write_kv",
     "write_normed_kv",
 ]
