@@ -178,9 +178,9 @@ class SparseMLA:
 
     def _check_positions(self, positions: Tensor, plan: Plan) -> None:
         # A selection of another width comes from another layer or another setting: it would attend to too little.
-        sizes = {"rows": plan.rows} | ({} if self.spec.topk is None else {"topk": self.spec.topk})
         remedy = "one row per token of the plan, the spec's topk wide, -1 padded"
-        checks.tensor("positions", positions, "rows topk", (torch.int32,), remedy=remedy, **sizes)
+        shape = f"rows {self.spec.topk or 'K'}"
+        checks.tensor("positions", positions, shape, (torch.int32,), rows=plan.rows, remedy=remedy)
         if not checks.visible(positions) or not checks.visible(plan.positions):
             return
         own = plan.positions.unsqueeze(1)
@@ -209,12 +209,13 @@ class SparseMLA:
             )
         if index.recipe is not None:
             agreed_recipe("index.recipe", index.recipe, cache)
-        sizes = {"T": plan.rows, "D": cache.layout.width} | ({"H": spec.index_heads} if spec.index_heads else {})
+        width = cache.layout.width
         remedy = "one row per token of the plan, the spec's index heads, as wide as the keys"
-        found = checks.tensor("index.q", index.q, "T H D", QUERY_DTYPES, remedy=remedy, **sizes)
-        checks.tensor("index.weights", index.weights, "T H", checks.FLOATS, T=plan.rows, H=found["H"])
+        shape = f"T {spec.index_heads or 'H'} D"
+        checks.tensor("index.q", index.q, shape, QUERY_DTYPES, T=plan.rows, D=width, remedy=remedy)
+        checks.tensor("index.weights", index.weights, "T H", checks.FLOATS, T=plan.rows, H=index.q.shape[1])
         if index.keys is not None:
-            checks.tensor("index.keys", index.keys, "T D", checks.FLOATS, T=plan.rows, D=found["D"], remedy=remedy)
+            checks.tensor("index.keys", index.keys, "T D", checks.FLOATS, T=plan.rows, D=width, remedy=remedy)
 
     def _translate(self, positions: Tensor, cache: PagedCache, plan: Plan) -> Tensor:
         prefill = plan.prefill

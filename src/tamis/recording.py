@@ -32,8 +32,8 @@ class Recording:
             plan: of the step.
             positions: int32 [rows, topk] of a `LayerOutput`.
         """
-        sizes = {"rows": plan.rows, "topk": self.topk}
-        checks.tensor("positions", positions, "rows topk", (torch.int32,), remedy="record selections alone", **sizes)
+        remedy = f"record selections of {self.topk} positions"
+        checks.tensor("positions", positions, f"rows {self.topk}", (torch.int32,), rows=plan.rows, remedy=remedy)
         chosen = positions.cpu()
         for request, tokens, own in _tokens(requests, plan):
             found = chosen[tokens]
