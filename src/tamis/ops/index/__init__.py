@@ -211,8 +211,9 @@ def _check_paged(
 
 
 def _check_lengths(lengths: Tensor, longest: int, remedy: str) -> None:
-    # Engines give padded requests negative lengths; those see nothing.
-    checks.values_between("lengths", lengths.clamp_min(0), 0, longest, remedy)
+    if checks.visible(lengths):
+        # Engines give padded requests negative lengths; those see nothing.
+        checks.values_between("lengths", lengths.clamp_min(0), 0, longest, remedy)
 
 
 def _scores_out(out: Tensor | None, tokens: int, width: int, device: torch.device) -> Tensor:
