@@ -11,7 +11,7 @@ import torch
 
 from tamis import Batch, Caches, IndexRecipe, LayerSpec, Limits, PagedCache, PagePool, Planner, SparseMLA
 from tamis.layout import index_fp8, rows
-from tamis.ops import IndexInputs, index_scores, quantise_index_query, write_index_keys
+from tamis.ops import IndexInputs, index_scores, quantise_index_query, rotate_index, write_index_keys
 from tamis.rope import Rope
 
 transformers = pytest.importorskip("transformers")
@@ -133,16 +133,10 @@ class Indexer:
 
     def query(self, q: torch.Tensor, weights: torch.Tensor) -> IndexInputs:
         where = {"positions": self.plan.positions, "cos_sin": self.table}
-        q8, folded = quantise_index_query(q, weights, self.recipe, **where)
         if self.quantised:
-            return IndexInputs(q8, folded, recipe=self.recipe)
-        # The same rotation without FP8: keys of a float32 cache.
-        scratch = PagedCache(rows(torch.float32, latent=DIM, rope=0), q.shape[0] * q.shape[1], 1)
-        many = self.plan.positions.repeat_interleave(q.shape[1])
-        slots = torch.arange(len(many))
-        write_index_keys(q.flatten(0, 1), scratch, slots, self.recipe, positions=many, cos_sin=self.table)
+            return IndexInputs(*quantise_index_query(q, weights, self.recipe, **where), recipe=self.recipe)
         constant = (self.module.n_heads * DIM) ** -0.5
-        return IndexInputs(scratch.read(slots).view(q.shape), weights * constant, recipe=self.recipe)
+        return IndexInputs(rotate_index(q, self.recipe, **where), weights * constant, recipe=self.recipe)
 
 
 def run(name: str, layer: int, chunk: int, recipe: IndexRecipe, layout):

@@ -151,6 +151,25 @@ def test_gathered_keys_score_like_paged_ones() -> None:
         torch.testing.assert_close(ragged[t, starts[t] : starts[t] + seen], paged[t, :seen], rtol=1e-6, atol=1e-6)
 
 
+def test_what_a_device_may_hold_does_no_harm() -> None:
+    """Values that are refused on the host, where they can be looked at; on a device nobody looks."""
+    cache, table, _ = make(FP32, [60], 16)
+    q, weights, many = torch.randn(6, 3, 16), torch.randn(6, 3), 2**31 - 1
+    ids, lengths = ints([0, -1, 1, many, 0, 0]), ints([60, 60, 60, 60, many, -many])
+    width = table.shape[1] * 16
+    out = torch.empty(6, width)
+    reference.index_scores(q, weights, cache, ids, table, lengths, out)
+    assert (out[[1, 2, 3, 5]] == -torch.inf).all()
+    assert out[4, :60].isfinite().all()
+    usual = index_scores(q[:1], weights[:1], cache, ints([0]), table, ints([60]))
+    assert torch.equal(out[:1], usual)
+    found = reference.index_topk(q, weights, cache, ids, table, lengths, 20, 1 << 20)
+    assert torch.equal(found, reference.topk_positions(out, lengths, 20, None, None, 0))
+    slots = reference.topk_positions(out, lengths, 20, ids, table, 16)
+    assert (slots[[1, 2, 3, 5]] == -1).all()
+    assert (slots[0] >= 0).all()
+
+
 def test_nothing_to_score() -> None:
     cache, table, _ = make(FP32, [20], 16)
     none = torch.randn(0, 3, 16), torch.randn(0, 3), cache, ints([]), table, ints([])

@@ -9,7 +9,7 @@ from byte_formats import bf16_bits, e4m3, e4m3_value, f32
 
 from tamis import IndexRecipe, LayerSpec, PagedCache
 from tamis.layout import index_fp8, rows
-from tamis.ops import index_scores, quantise_index_query, write_index_keys, write_kv
+from tamis.ops import index_scores, quantise_index_query, rotate_index, write_index_keys, write_kv
 from tamis.ops.index.prepare import hadamard
 from tamis.rope import Rope
 
@@ -151,6 +151,22 @@ def test_queries_meet_keys_of_the_same_recipe(recipe: IndexRecipe) -> None:
     exact = moved[0] @ moved[1]
     bound = 0.07 * float(q[0, 0].norm() * key[0].norm())
     assert (dot.double() - exact).abs().max() < bound
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_unquantised_queries_and_keys(recipe: IndexRecipe) -> None:
+    positions = torch.tensor([3, 90, 0])
+    table = Rope(recipe.rope_dim or 2).cos_sin_table(100)[:, : recipe.rope_dim].contiguous()
+    q = torch.randn(3, 2, 32)
+    found = rotate_index(q.bfloat16(), recipe, positions=positions, cos_sin=table)
+    assert found.dtype == torch.float32
+    expected = turned(q.bfloat16(), table[positions].unsqueeze(1), recipe)
+    expected = expected @ hadamard_matrix(32) if recipe.hadamard else expected
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    keys = rotate_index(q[:, 0].bfloat16(), recipe, positions=positions, cos_sin=table)
+    assert torch.equal(keys, found[:, 0])
+    with pytest.raises(TypeError, match="x must be a bfloat16, float16 or float32 tensor"):
+        rotate_index(q[0, 0], recipe)
 
 
 @pytest.mark.parametrize("rounding", ["bf16", "none"])

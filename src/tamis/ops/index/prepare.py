@@ -16,6 +16,27 @@ from tamis.recipe import IndexRecipe
 from tamis.rope import rotate
 
 
+def rotate_index(
+    x: Tensor, recipe: IndexRecipe, *, positions: Tensor | None = None, cos_sin: Tensor | None = None
+) -> Tensor:
+    """Index queries [T, H, D] or keys [T, D] after rope and Hadamard rotation, in float32, for unquantised scoring.
+
+    Args:
+        x: the projection's output, keys after their norm.
+        recipe: what to do to it.
+        positions: integer [T], absolute; without them x is taken as rotated by the rope already.
+        cos_sin: float32 [max_positions, rope_dim] from `tamis.rope.Rope.cos_sin_table`; goes with `positions`.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in checks.FLOATS or x.dim() not in (2, 3):
+        raise checks.refuse_type(
+            "x", "a bfloat16, float16 or float32 tensor [T, H, D] or [T, D]", checks.describe(x), "convert it"
+        )
+    table = _rows_of_table(positions, cos_sin, x.shape[0], recipe, x.device)
+    if table is not None and x.dim() == 3:
+        table = table.unsqueeze(1)
+    return _prepare(x, table, recipe, "none").float()
+
+
 def quantise_index_query(
     q: Tensor,
     weights: Tensor,

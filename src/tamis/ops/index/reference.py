@@ -5,7 +5,7 @@ shape, in float64, and are rounded once: a matrix product over the whole batch w
 batch's size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ from torch import Tensor
 from tamis.cache import PagedCache
 from tamis.ops.gather.reference import fetch_field, request_slots
 
-KEY_BLOCK = 512
+KEY_BLOCK = 1024
 """Keys per product."""
+LOGIT_BYTES = 4 << 20
+"""What the products of a few tokens with one block of keys take before the heads are summed."""
 BYTES_PER_SCORE = 40
 """What selecting from one score takes at worst: the score, a cleaned copy, and a stable sort with its 64-bit order."""
 
@@ -54,9 +56,7 @@ def ragged_scores(
     def block(first: int) -> tuple[Tensor, Tensor | None, Tensor]:
         row = torch.arange(first, first + KEY_BLOCK, device=keys.device)
         known = row.clamp_max(total - 1)
-        # FP8 has no index_select on every device; its bytes do.
-        raw = keys.view(torch.uint8)[known].view(keys.dtype) if keys.element_size() == 1 else keys[known]
-        return raw, None if key_scales is None else key_scales[known], row < total
+        return _rows(keys, known), None if key_scales is None else key_scales[known], row < total
 
     tokens = torch.arange(q.shape[0], device=q.device)
     _score_tokens(q, weights, tokens, starts.long().clamp_min(0), ends.long().clamp_max(total), total, block, out)
@@ -123,24 +123,43 @@ def _score_tokens(
     out: Tensor,
 ) -> None:
     """Fill the rows of some tokens between their bounds, reading each block of keys once for all of them."""
+    queries, factors = _aligned(_rows(q, tokens).flatten(1)).unflatten(1, q.shape[1:]), _aligned(weights[tokens])
+    together = max(1, LOGIT_BYTES // (8 * KEY_BLOCK * max(1, q.shape[1])))
+    column = torch.arange(KEY_BLOCK, device=q.device)
     for first in range(0, context, KEY_BLOCK):
         raw, scales, there = block(first)
-        keys = raw.double().T
-        for token, low, high in _inside(tokens, starts, ends, first):
-            # Copies start where the allocator aligns them: products may sum in another order from another start.
-            logits = torch.relu(q[token].to(torch.float64, copy=True) @ keys)
-            scores = weights[token].to(torch.float64, copy=True) @ logits
+        keys = raw.double().T.contiguous()
+        low, high = (starts[tokens] - first).unsqueeze(1), (ends[tokens] - first).unsqueeze(1)
+        sees = ((low < KEY_BLOCK) & (high > 0) & (low < high)).squeeze(1).nonzero().squeeze(1)
+        for some in sees.split(together):
+            logits = torch.empty(len(some), q.shape[1], KEY_BLOCK, dtype=torch.float64, device=q.device)
+            scores = torch.empty(len(some), KEY_BLOCK, dtype=torch.float64, device=q.device)
+            chosen = some.tolist()
+            for place, token in enumerate(chosen):
+                torch.mm(queries[token], keys, out=logits[place])
+            logits.relu_()
+            for place, token in enumerate(chosen):
+                torch.mv(logits[place].T, factors[token], out=scores[place])
             scores = scores if scales is None else scores * scales
-            scores = scores.float().masked_fill_(~there, -torch.inf)
-            out[token, first + low : first + high] = scores[low:high]
+            inside = there & (column >= low[some]) & (column < high[some])
+            width = min(KEY_BLOCK, out.shape[1] - first)
+            found = torch.where(inside, scores.float(), -torch.inf)
+            out[tokens[some], first : first + width] = found[:, :width]
 
 
-def _inside(tokens: Tensor, starts: Tensor, ends: Tensor, first: int) -> Iterator[tuple[int, int, int]]:
-    """The tokens that see something of a block, and its columns that they see."""
-    low = (starts[tokens] - first).clamp(0, KEY_BLOCK)
-    high = (ends[tokens] - first).clamp(0, KEY_BLOCK)
-    some = low < high
-    yield from zip(tokens[some].tolist(), low[some].tolist(), high[some].tolist(), strict=True)
+def _rows(values: Tensor, chosen: Tensor) -> Tensor:
+    """values[chosen]. FP8 cannot be indexed on every device; its bytes can."""
+    if values.element_size() > 1:
+        return values[chosen]
+    return values.view(torch.uint8)[chosen].view(values.dtype)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """float64 rows [T, n] that all start on 64 bytes: from another start, a product may sum in another order."""
+    count = rows.shape[1]
+    wide = torch.empty(len(rows), -(-count // 8) * 8, dtype=torch.float64, device=rows.device)
+    wide[:, :count] = rows
+    return wide[:, :count]
 
 
 def _cached_keys(cache: PagedCache, table: Tensor, first: int) -> tuple[Tensor, Tensor | None, Tensor]:
