@@ -123,7 +123,6 @@ def _score_tokens(
     out: Tensor,
 ) -> None:
     """Fill the rows of some tokens between their bounds, reading each block of keys once for all of them."""
-    queries, factors = _aligned(_rows(q, tokens).flatten(1)).unflatten(1, q.shape[1:]), _aligned(weights[tokens])
     together = max(1, LOGIT_BYTES // (8 * KEY_BLOCK * max(1, q.shape[1])))
     column = torch.arange(KEY_BLOCK, device=q.device)
     for first in range(0, context, KEY_BLOCK):
@@ -132,14 +131,15 @@ def _score_tokens(
         low, high = (starts[tokens] - first).unsqueeze(1), (ends[tokens] - first).unsqueeze(1)
         sees = ((low < KEY_BLOCK) & (high > 0) & (low < high)).squeeze(1).nonzero().squeeze(1)
         for some in sees.split(together):
+            queries = _aligned(_rows(q, tokens[some]).flatten(1)).unflatten(1, q.shape[1:])
+            factors = _aligned(weights[tokens[some]])
             logits = torch.empty(len(some), q.shape[1], KEY_BLOCK, dtype=torch.float64, device=q.device)
             scores = torch.empty(len(some), KEY_BLOCK, dtype=torch.float64, device=q.device)
-            chosen = some.tolist()
-            for place, token in enumerate(chosen):
-                torch.mm(queries[token], keys, out=logits[place])
+            for token in range(len(some)):
+                torch.mm(queries[token], keys, out=logits[token])
             logits.relu_()
-            for place, token in enumerate(chosen):
-                torch.mv(logits[place].T, factors[token], out=scores[place])
+            for token in range(len(some)):
+                torch.mv(logits[token].T, factors[token], out=scores[token])
             scores = scores if scales is None else scores * scales
             inside = there & (column >= low[some]) & (column < high[some])
             width = min(KEY_BLOCK, out.shape[1] - first)
