@@ -4,7 +4,7 @@ Grids and blocks depend on shapes alone, so every call can be captured in a grap
 programs whose keys lie behind them stop at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.ops.index.triton_scores import score_keys
-from tamis.ops.index.triton_topk import MOST_PARTS, choose_topk_launch, topk_launches
+from tamis.ops.index.triton_topk import choose_topk_launch, topk_launches
 from tamis.ops.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
 
 if TYPE_CHECKING:
@@ -45,25 +45,28 @@ class ScoreLaunch:
     stages: int
 
 
-def choose_score_launch(tokens: int, requests: int, width: int, cores: int, *, exact: bool, whole: bool) -> ScoreLaunch:
-    """Blocks for so many tokens of so many requests.
-
-    More tokens than requests have neighbours that share their keys. Spans are long enough to hide their start, and
-    short enough that eight per core remain.
+def choose_score_launch(
+    shape: Sequence[int], cores: int, heads: int, block_h: int, *, shared: bool, exact: bool
+) -> ScoreLaunch:
+    """Blocks for a result of that shape: spans long enough to hide their start, and short enough that eight per core
+    remain.
 
     Args:
-        tokens: rows of the result.
-        requests: rows of the block table.
-        width: columns of the result.
+        shape: tokens and columns of the result.
         cores: multiprocessors of the device.
+        heads: of each token.
+        block_h: how many of them a block holds.
+        shared: whether neighbouring tokens mostly see the same keys.
         exact: whether products run in float32.
-        whole: whether a block holds all heads.
     """
-    block_q = 1 if exact or not whole or tokens <= requests else 2
+    tokens, width = shape
+    simple = heads <= block_h and not exact
+    # The logits of two tokens fit the registers up to 64 heads.
+    block_q = 2 if shared and simple and block_h <= 64 else 1
     block_n = 32 if exact else 64
     share = width * triton.cdiv(tokens, block_q) // (8 * cores)
     span = max(4, min(16, share // block_n)) * block_n
-    return ScoreLaunch(block_q, block_n, span, 4, 4 if whole and not exact else 1)
+    return ScoreLaunch(block_q, block_n, span, 4, 4 if simple else 1)
 
 
 def index_scores(
@@ -76,7 +79,7 @@ def index_scores(
     out: Tensor,
 ) -> None:
     """Fill `out`, float32 [T, width]; see `tamis.ops.index_scores`."""
-    _score_pages(q, weights, cache, request_ids, block_table, lengths, out, fill=True)
+    _score_pages(q, weights, cache, request_ids, block_table, lengths, out, batch=q.shape[0], fill=True)
 
 
 def ragged_scores(
@@ -84,19 +87,7 @@ def ragged_scores(
 ) -> None:
     """Fill `out`, float32 [T, N]; see `tamis.ops.ragged_scores`."""
     keys = keys if keys.stride(1) == 1 else keys.contiguous()
-    scales = None if key_scales is None else key_scales.contiguous()
-    places = {
-        "keys": keys,
-        "scales": scales,
-        "starts": starts.contiguous(),
-        "ends": ends.contiguous(),
-        "KEYS_ROW": keys.stride(0),
-        "SCALES_ROW": 1,
-        "PAGE_SIZE": 1,
-    }
-    nothing = ("keys_page_stride", "scales_page_stride", "pages", "request_ids", "block_table", "table_stride")
-    places |= dict.fromkeys((*nothing, "page_id_stride", "requests", "table_width"))
-    _score(q, weights, places | {"held": out.shape[1]}, keys.dtype, 0, out, fill=True)
+    _score(q, weights, _list_places(keys, key_scales, starts, ends, out), keys.dtype, out, shared=True, fill=True)
 
 
 def topk_positions(
@@ -128,16 +119,16 @@ def index_topk(
     tokens = q.shape[0]
     # Rows of a multiple of 16 numbers are read in wide loads.
     width = triton.cdiv(block_table.shape[1] * cache.page_size, 16) * 16
-    lanes = choose_topk_launch(tokens, width, k, 1).lanes
-    # A score, and where rows are cut into parts a position for each.
-    step = max(1, min(tokens, workspace_bytes // (8 * (width + lanes + MOST_PARTS))))
+    scratch = max(choose_topk_launch(n, width, k, _cores(q.device)).scratch for n in (1, max(1, tokens)))
+    step = max(1, min(tokens, workspace_bytes // (4 * (width + scratch))))
     scores = torch.empty(step, width, dtype=torch.float32, device=q.device)
     result = torch.empty(tokens, k, dtype=torch.int32, device=q.device)
     for start in range(0, tokens, step):
         some = slice(start, min(start + step, tokens))
-        part = scores[: some.stop - start]
-        _score_pages(q[some], weights[some], cache, request_ids[some], block_table, lengths[some], part, fill=False)
-        _select(part, lengths[some], k, None, None, 0, result[some])
+        part, ids, visible = scores[: some.stop - start], request_ids[some], lengths[some]
+        # Launched like the whole batch.
+        _score_pages(q[some], weights[some], cache, ids, block_table, visible, part, batch=tokens, fill=False)
+        _select(part, visible, k, None, None, 0, result[some])
     return result
 
 
@@ -150,6 +141,7 @@ def _score_pages(
     lengths: Tensor,
     out: Tensor,
     *,
+    batch: int,
     fill: bool,
 ) -> None:
     if block_table.numel() == 0:
@@ -157,13 +149,28 @@ def _score_pages(
         return
     places = _page_places(cache, request_ids, block_table, lengths, out)
     keys = E4M3 if cache.layout.quantised else cache.layout.element
-    _score(q, weights, places, keys, block_table.shape[0], out, fill=fill)
+    _score(q, weights, places, keys, out, shared=batch > block_table.shape[0], fill=fill)
+
+
+def _list_places(keys: Tensor, key_scales: Tensor | None, starts: Tensor, ends: Tensor, out: Tensor) -> dict[str, Any]:
+    """Arguments of `score_keys` for keys in one list."""
+    paged = ("keys_page_stride", "scales_page_stride", "pages", "request_ids", "block_table", "table_stride")
+    return dict.fromkeys((*paged, "page_id_stride", "requests", "table_width")) | {
+        "keys": keys,
+        "scales": None if key_scales is None else key_scales.contiguous(),
+        "starts": starts.contiguous(),
+        "ends": ends.contiguous(),
+        "held": out.shape[1],
+        "KEYS_ROW": keys.stride(0),
+        "SCALES_ROW": 1,
+        "PAGE_SIZE": 1,
+    }
 
 
 def _page_places(
     cache: PagedCache, request_ids: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor
 ) -> dict[str, Any]:
-    """Arguments of `score_keys` that say where a token's keys are."""
+    """Arguments of `score_keys` for keys in pages."""
     layout = cache.layout
     requests, table_width = block_table.shape
     keys, keys_page, keys_row = strided_field(cache, layout.values)
@@ -190,21 +197,22 @@ def _page_places(
 
 
 def _score(
-    q: Tensor, weights: Tensor, places: dict[str, Any], keys: torch.dtype, requests: int, out: Tensor, *, fill: bool
+    q: Tensor, weights: Tensor, places: dict[str, Any], keys: torch.dtype, out: Tensor, *, shared: bool, fill: bool
 ) -> None:
+    """Launch `score_keys`; `shared` says that neighbouring tokens mostly see the same keys."""
     _, heads, dim = q.shape
     if heads > MAX_HEADS or dim > MAX_DIM:
         expected = f"at most {MAX_HEADS} heads of {MAX_DIM} numbers for the triton backend"
         raise checks.refuse("q", expected, list(q.shape), "pass backend='reference'")
     native = has_native_e4m3(q.device)
     compute = _compute_dtype(q.dtype, keys, native=native)
-    exact, whole = compute == torch.float32, _head_block(heads, dim, compute) >= heads
-    launch = choose_score_launch(q.shape[0], requests, out.shape[1], _cores(q.device), exact=exact, whole=whole)
+    block_h, exact = _head_block(heads, dim, compute), compute == torch.float32
+    launch = choose_score_launch(out.shape, _cores(q.device), heads, block_h, shared=shared, exact=exact)
     arguments, options = score_arguments(q, weights, places, compute, launch, out, native=native, fill=fill)
     programs = triton.cdiv(q.shape[0], launch.block_q) * triton.cdiv(out.shape[1], launch.span)
     if programs:
         with launching_on(q.device):
-            score_keys[(programs, launch.block_q if requests else 1)](**arguments, **options)
+            score_keys[(programs, launch.block_q if places["block_table"] is not None else 1)](**arguments, **options)
 
 
 def _compute_dtype(query: torch.dtype, keys: torch.dtype, *, native: bool) -> torch.dtype:
@@ -308,27 +316,35 @@ def offline_cases() -> Iterator["OfflineCase"]:
     plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     four, table, out = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 32, dtype=torch.int32), torch.empty(4, 2048)
-    for layout, query, heads, requests, targets in (
-        (named("index-fp8"), E4M3, 64, 4, NATIVE_E4M3),
-        (named("index-fp8"), E4M3, 64, 1, NATIVE_E4M3),
-        (named("index-fp8"), E4M3, 64, 1, plain),
-        (named("index-fp8"), bf16, 64, 1, tuple(TARGETS)),
-        (named("index-fp8"), E4M3, 128, 1, NATIVE_E4M3),
-        (rows(bf16, latent=256, rope=0), bf16, 128, 1, tuple(TARGETS)),
-        (rows(fp16, latent=96, rope=0), fp32, 5, 1, tuple(TARGETS)),
+    for layout, query, heads, shared, targets in (
+        (named("index-fp8"), E4M3, 64, False, NATIVE_E4M3),
+        (named("index-fp8"), E4M3, 64, True, NATIVE_E4M3),
+        (named("index-fp8"), E4M3, 64, False, plain),
+        (named("index-fp8"), E4M3, 64, True, plain),
+        (named("index-fp8"), bf16, 64, True, NATIVE_E4M3),
+        (named("index-fp8"), bf16, 64, True, plain),
+        (named("index-fp8"), E4M3, 128, True, NATIVE_E4M3),
+        (rows(bf16, latent=256, rope=0), bf16, 128, True, tuple(TARGETS)),
+        (rows(fp16, latent=96, rope=0), fp32, 5, True, tuple(TARGETS)),
     ):
         cache = PagedCache(layout, 2, 64)
         native = targets == NATIVE_E4M3
         q, keys = torch.empty(4, heads, layout.width, dtype=query), E4M3 if layout.quantised else layout.element
         compute = _compute_dtype(query, keys, native=native)
-        whole = _head_block(heads, layout.width, compute) >= heads
-        launch = choose_score_launch(4, requests, 2048, 132, exact=compute == fp32, whole=whole)
+        block_h = _head_block(heads, layout.width, compute)
+        launch = choose_score_launch(out.shape, 132, heads, block_h, shared=shared, exact=compute == fp32)
         places = _page_places(cache, four, table, four, out)
         arguments, options = score_arguments(
-            q, torch.empty(4, heads), places, compute, launch, out, native=native, fill=requests == 1
+            q, torch.empty(4, heads), places, compute, launch, out, native=native, fill=shared
         )
         label = f"index {layout.name} {checks.dtype_name(query)}, {heads} heads, {launch.block_q} tokens"
         yield OfflineCase.of_launch(score_keys, arguments, options, label, targets)
+        if not layout.quantised:
+            places = _list_places(q[:, 0].contiguous(), None, four, four, out)
+            arguments, options = score_arguments(
+                q, torch.empty(4, heads), places, compute, launch, out, native=native, fill=True
+            )
+            yield OfflineCase.of_launch(score_keys, arguments, options, f"{label}, gathered", targets)
     page_table = torch.zeros(4, 1024, dtype=torch.int32)
     for tokens, width, k, translate in ((512, 65536, 2048, False), (1, 65536, 2048, True), (512, 1000, 4096, True)):
         scores, lengths = torch.empty(tokens, width, device="meta"), torch.zeros(tokens, dtype=torch.int32)

@@ -23,6 +23,11 @@ MOST_PARTS = 64
 MOST_LANES = 8192
 """Numbers that a program can hold on to while it counts them."""
 
+MOST_STRIPS = 32
+STRIP_STEP = 128
+"""Scores of a strip that a warp reads at a time."""
+_STEP = tl.constexpr(STRIP_STEP)
+
 _LOWEST = tl.constexpr(-2139095041)
 """Order of -inf."""
 _HIGHEST = tl.constexpr(2139095040)
@@ -77,60 +82,76 @@ def _bound(maxima, k):
 
 
 @triton.jit
-def _lane_maxima(row, first, end, LANES: tl.constexpr, STAGES: tl.constexpr):
+def _load_scores(row, position, end, ALIGNED: tl.constexpr):
+    """Scores at positions before `end`, -inf behind. Where rows are whole quadruples they are read as such: a mask that
+    may end anywhere would cut the loads into single numbers."""
+    mask = position // 4 * 4 < end if ALIGNED else position < end
+    return tl.where(position < end, tl.load(row + position, mask=mask), -_INFINITY)
+
+
+@triton.jit
+def _lane_maxima(row, first, end, LANES: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr):
     """For each lane the highest of every LANES-th score from `first` to `end`; NaN is nothing."""
-    lane = tl.arange(0, LANES)
-    best = tl.full([LANES], -_INFINITY, tl.float32)
-    # A mask would cut wide loads into single numbers: only the rest has one.
-    whole = first + tl.maximum(end - first, 0) // LANES * LANES
-    for start in tl.range(first, whole, LANES, num_stages=STAGES):
-        x = tl.load(row + start + lane)
+    place = tl.arange(0, TILE // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    best = tl.full([TILE // LANES, LANES], -_INFINITY, tl.float32)
+    for start in tl.range(first, end, TILE, num_stages=STAGES):
+        x = _load_scores(row, start + place, end, ALIGNED)
         best = tl.where(x > best, x, best)
-    if whole < end:
-        x = tl.load(row + whole + lane, mask=whole + lane < end, other=-_INFINITY)
-        best = tl.where(x > best, x, best)
-    return best
+    return tl.max(best, 0)
 
 
 @triton.jit
-def _append(x, position, bound, count, found):
-    above = (x > bound).to(tl.int32)
-    tl.store(found + count + tl.cumsum(above, 0) - 1, position, mask=above != 0)
-    return count + tl.sum(above, 0)
+def _strip_size(length, STRIPS: tl.constexpr):
+    """Positions of each of the strips that a length is cut into."""
+    return tl.cdiv(tl.maximum(length, 0), STRIPS * _STEP) * _STEP
 
 
 @triton.jit
-def _collect(row, first, end, bound, found, TILE: tl.constexpr, STAGES: tl.constexpr):
-    """Write the positions of the scores above the bound, in ascending order, and return how many."""
-    lane = tl.arange(0, TILE)
-    count = 0
-    whole = first + tl.maximum(end - first, 0) // TILE * TILE
-    for start in tl.range(first, whole, TILE, num_stages=STAGES):
-        count = _append(tl.load(row + start + lane), start + lane, bound, count, found)
-    if whole < end:
-        x = tl.load(row + whole + lane, mask=whole + lane < end, other=-_INFINITY)
-        count = _append(x, whole + lane, bound, count, found)
-    return count
+def _collect(row, first, end, bound, found, STRIPS: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr):
+    """Write the positions of the scores above the bound, in ascending order for each strip and from its own start, and
+    return how many each has. A strip is the work of one warp: no other needs to know how many it has found so far."""
+    strip, lane = tl.arange(0, STRIPS), tl.arange(0, _STEP)
+    # A thread holds four neighbours of a strip: adding them up by hand leaves one number for the sum over its warp.
+    thread = tl.arange(0, _STEP // 4)
+    size = _strip_size(end - first, STRIPS)
+    counts = tl.zeros([STRIPS], tl.int32)
+    for start in tl.range(0, size, _STEP, num_stages=STAGES):
+        base = first + strip * size + start
+        x = _load_scores(row, base[None, :] + lane[:, None], end, ALIGNED)
+        above = (x > bound).to(tl.int32).reshape([_STEP // 4, 2, 2, STRIPS])
+        even, odd = tl.split(tl.permute(above, [0, 3, 1, 2]))
+        above0, above2 = tl.split(even)
+        above1, above3 = tl.split(odd)
+        through1 = above0 + above1
+        through2 = through1 + above2
+        through3 = through2 + above3
+        place = (strip * size + counts)[None, :] + tl.cumsum(through3, 0) - through3
+        position = base[None, :] + 4 * thread[:, None]
+        tl.store(found + place, position, mask=above0 != 0)
+        tl.store(found + place + above0, position + 1, mask=above1 != 0)
+        tl.store(found + place + through1, position + 2, mask=above2 != 0)
+        tl.store(found + place + through2, position + 3, mask=above3 != 0)
+        counts += tl.sum(through3, 0)
+    return counts
 
 
 @triton.jit
-def _candidates(row, found, ends, place, count, part_size, PARTS: tl.constexpr):
+def _candidates(row, end, found, ends, place, count, part_size, PARTS: tl.constexpr, STRIPS: tl.constexpr):
     """Positions at these places of a row's list and their orders, below that of -inf where the list has ended.
 
-    Each part has written to a place of its own; `ends` says how many positions there are up to the end of each.
+    Each strip has its part of the list in a place of its own; `ends` says how many there are up to the end of each.
     """
     there = place < count
-    at = place.to(tl.int64)
-    if PARTS > 1:
-        part = tl.zeros_like(place)
-        for level in tl.static_range(1, 7):
-            # The last part that begins at or before the place, one binary digit after the other.
-            if PARTS >> level > 0:
-                other = part + (PARTS >> level)
-                begin = tl.gather(ends, other - 1, 0)
-                part = tl.where(begin <= place, other, part)
-        begin = tl.where(part > 0, tl.gather(ends, tl.maximum(part - 1, 0), 0), 0)
-        at = part.to(tl.int64) * part_size + (place - begin)
+    strip = tl.zeros_like(place)
+    for level in tl.static_range(1, 12):
+        # The last strip that begins at or before the place, one binary digit after the other.
+        if PARTS * STRIPS >> level > 0:
+            other = strip + (PARTS * STRIPS >> level)
+            strip = tl.where(tl.gather(ends, other - 1, 0) <= place, other, strip)
+    begin = tl.where(strip > 0, tl.gather(ends, tl.maximum(strip - 1, 0), 0), 0)
+    first = strip // STRIPS * part_size
+    size = _strip_size(tl.minimum(end - first, part_size), STRIPS)
+    at = first.to(tl.int64) + strip % STRIPS * size + (place - begin)
     position = tl.load(found + at, mask=there, other=0)
     x = tl.load(row + position, mask=there, other=-_INFINITY)
     return position, tl.where(there, _order(x), _LOWEST - 1)
@@ -140,7 +161,10 @@ def _candidates(row, found, ends, place, count, part_size, PARTS: tl.constexpr):
 def _emit(position, orders, least, ties_left, taken, result, table, table_width, page_id_stride, PAGE_SIZE):
     """Append positions above the least order, and as many of that order as are left; return the new counts."""
     equal = (orders == least).to(tl.int32)
-    keep = (orders > least) | ((equal != 0) & (tl.cumsum(equal, 0) <= ties_left))
+    equals = tl.sum(equal, 0)
+    keep = orders >= least
+    if equals > ties_left:
+        keep = (orders > least) | (keep & (tl.cumsum(equal, 0) <= ties_left))
     place = taken + tl.cumsum(keep.to(tl.int32), 0) - 1
     if table is not None:
         page = position // PAGE_SIZE
@@ -148,14 +172,14 @@ def _emit(position, orders, least, ties_left, taken, result, table, table_width,
         slot = page_id.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
         position = tl.where((page_id >= 0) & (slot < 2147483648), slot, -1).to(tl.int32)
     tl.store(result + place, position, mask=keep)
-    return ties_left - tl.sum(equal, 0), taken + tl.sum(keep.to(tl.int32), 0)
+    return ties_left - equals, taken + tl.sum(keep.to(tl.int32), 0)
 
 
 @triton.jit
 def _finish(
-    row, end, bound, found, ends, count, part_size, k, result, request_ids, block_table, table_stride, page_id_stride,
+    row, end, bound, found, counts, part_size, k, result, request_ids, block_table, table_stride, page_id_stride,
     requests, table_width, token,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr, STRIPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Select k of the positions that a row has found above its bound, and write them, or their slots."""
     table = block_table
@@ -165,6 +189,8 @@ def _finish(
         table = block_table + tl.where(listed, request, 0).to(tl.int64) * table_stride
         table_width = tl.where(listed, table_width, 0)
     lane = tl.arange(0, BLOCK)
+    count = tl.sum(counts, 0)
+    ends = tl.cumsum(counts, 0)
     taken = 0
     if (count < k) & (bound > -_INFINITY):
         # The bound is the k-th highest score: its first positions fill up.
@@ -176,7 +202,7 @@ def _finish(
                 PAGE_SIZE,
             )  # fmt: skip
     elif count <= BLOCK:
-        position, orders = _candidates(row, found, ends, lane, count, part_size, PARTS)
+        position, orders = _candidates(row, end, found, ends, lane, count, part_size, PARTS, STRIPS)
         least = tl.full([], _LOWEST, tl.int32)
         if count > k:
             least = _bisect(orders, tl.min(tl.where(lane < count, orders, _HIGHEST), 0), k, 0)
@@ -192,15 +218,15 @@ def _finish(
             middle = _middle(low, high)
             reaching = 0
             for start in range(0, count, BLOCK):
-                _, orders = _candidates(row, found, ends, start + lane, count, part_size, PARTS)
+                _, orders = _candidates(row, end, found, ends, start + lane, count, part_size, PARTS, STRIPS)
                 reaching += tl.sum((orders >= middle).to(tl.int32), 0)
             low, high = _halve(low, high, middle, reaching, k, 0)
         ties_left = k
         for start in range(0, count, BLOCK):
-            _, orders = _candidates(row, found, ends, start + lane, count, part_size, PARTS)
+            _, orders = _candidates(row, end, found, ends, start + lane, count, part_size, PARTS, STRIPS)
             ties_left -= tl.sum((orders > low).to(tl.int32), 0)
         for start in range(0, count, BLOCK):
-            position, orders = _candidates(row, found, ends, start + lane, count, part_size, PARTS)
+            position, orders = _candidates(row, end, found, ends, start + lane, count, part_size, PARTS, STRIPS)
             ties_left, taken = _emit(
                 position, orders, low, ties_left, taken, result, table, table_width, page_id_stride, PAGE_SIZE
             )
@@ -211,73 +237,75 @@ def _finish(
 # Batches of any size share one kernel: where alignment does not matter, sizes are not looked at.
 @triton.jit(do_not_specialize=["width", "k", "table_stride", "requests", "table_width"])
 def select_rows(
-    scores, scores_stride, lengths, width, k, found, found_stride, result, request_ids, block_table, table_stride,
+    scores, scores_stride, lengths, width, k, part_size, found, result, request_ids, block_table, table_stride,
     page_id_stride, requests, table_width,
-    LANES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    STAGES: tl.constexpr,
+    LANES: tl.constexpr, STRIPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The whole selection of one row."""
     token = tl.program_id(0).to(tl.int64)
     row = scores + token * scores_stride
-    found += token * found_stride
+    found += token * part_size
     end = tl.minimum(tl.load(lengths + token), width)
-    bound = _bound(_lane_maxima(row, 0, end, LANES, STAGES), k)
-    count = _collect(row, 0, end, bound, found, TILE, STAGES)
+    bound = _bound(_lane_maxima(row, 0, end, LANES, LANES, ALIGNED, STAGES), k)
+    counts = _collect(row, 0, end, bound, found, STRIPS, ALIGNED, STAGES)
     tl.debug_barrier()  # what other threads have found is read next
     _finish(
-        row, end, bound, found, None, count, 0, k, result + token * k, request_ids, block_table, table_stride,
-        page_id_stride, requests, table_width, token, 1, BLOCK, BLOCK_K, PAGE_SIZE,
+        row, end, bound, found, counts, part_size, k, result + token * k, request_ids, block_table, table_stride,
+        page_id_stride, requests, table_width, token, 1, STRIPS, BLOCK, BLOCK_K, PAGE_SIZE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width"])
 def part_maxima(
     scores, scores_stride, lengths, width, part_size, maxima,
-    PARTS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, LANES: tl.constexpr, STRIPS: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Group maxima [tokens, PARTS, LANES // PARTS] of a part of a row."""
     token, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     first = part * part_size
     end = tl.minimum(tl.minimum(tl.load(lengths + token), width), first + part_size)
-    best = _lane_maxima(scores + token * scores_stride, first, end, LANES // PARTS, STAGES)
+    row = scores + token * scores_stride
+    best = _lane_maxima(row, first, end, LANES // PARTS, STRIPS * _STEP, ALIGNED, STAGES)
     tl.store(maxima + tl.program_id(0).to(tl.int64) * (LANES // PARTS) + tl.arange(0, LANES // PARTS), best)
 
 
 @triton.jit(do_not_specialize=["width", "k"])
 def part_candidates(
     scores, scores_stride, lengths, width, k, part_size, maxima, found, counts, bounds,
-    PARTS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    PARTS: tl.constexpr, LANES: tl.constexpr, STRIPS: tl.constexpr, ALIGNED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Positions [tokens, PARTS, part_size] of a part's scores above the bound of its row, and how many.
+    """Positions [tokens, PARTS, part_size] of a part's scores above the bound of its row, and how many in each strip.
 
     Every program of a row works out its bound, which is faster than a launch that does it once.
     """
     token, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     first = part * part_size
     end = tl.minimum(tl.minimum(tl.load(lengths + token), width), first + part_size)
-    count = 0
+    own = tl.program_id(0).to(tl.int64)
+    found_here = tl.zeros([STRIPS], tl.int32)
     if (first < end) | (part == 0):
         bound = _bound(tl.load(maxima + token * LANES + tl.arange(0, LANES)), k)
-        target = found + tl.program_id(0).to(tl.int64) * part_size
-        count = _collect(scores + token * scores_stride, first, end, bound, target, TILE, STAGES)
+        row = scores + token * scores_stride
+        found_here = _collect(row, first, end, bound, found + own * part_size, STRIPS, ALIGNED, STAGES)
         tl.store(bounds + token, bound, mask=part == 0)
-    tl.store(counts + tl.program_id(0), count)
+    tl.store(counts + own * STRIPS + tl.arange(0, STRIPS), found_here)
 
 
 @triton.jit(do_not_specialize=["width", "k", "table_stride", "requests", "table_width"])
 def merge_parts(
     scores, scores_stride, lengths, width, k, part_size, found, counts, bounds, result, request_ids, block_table,
     table_stride, page_id_stride, requests, table_width,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr, STRIPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """The selection of one row from what its parts have found."""
     token = tl.program_id(0).to(tl.int64)
-    of_parts = tl.load(counts + token * PARTS + tl.arange(0, PARTS))
+    of_strips = tl.load(counts + token * (PARTS * STRIPS) + tl.arange(0, PARTS * STRIPS))
     end = tl.minimum(tl.load(lengths + token), width)
     _finish(
-        scores + token * scores_stride, end, tl.load(bounds + token), found + token * PARTS * part_size,
-        tl.cumsum(of_parts, 0), tl.sum(of_parts, 0), part_size, k, result + token * k, request_ids, block_table,
-        table_stride, page_id_stride, requests, table_width, token, PARTS, BLOCK, BLOCK_K, PAGE_SIZE,
+        scores + token * scores_stride, end, tl.load(bounds + token), found + token * PARTS * part_size, of_strips,
+        part_size, k, result + token * k, request_ids, block_table, table_stride, page_id_stride, requests, table_width,
+        token, PARTS, STRIPS, BLOCK, BLOCK_K, PAGE_SIZE,
     )  # fmt: skip
 
 
@@ -288,43 +316,40 @@ class TopkLaunch:
     parts: int
     """Programs per row, a power of two."""
     part_size: int
+    """Positions per program."""
     lanes: int
     """Groups of scores whose maxima bound the selection."""
-    tile: int
-    """Scores per step of the second pass."""
+    strips: int
+    """Pieces of a part in which positions are collected, a power of two."""
     block: int
     """Positions that are sorted out in registers."""
     warps: int
     stages: int
-    found: int
-    """Positions per part that may pass the bound."""
 
     @property
     def scratch(self) -> int:
         """Numbers per row beside scores and result."""
-        return self.parts * self.found + (self.lanes + self.parts + 1 if self.parts > 1 else 0)
+        return self.parts * self.part_size + (self.lanes + self.parts * self.strips + 1 if self.parts > 1 else 0)
 
 
 def choose_topk_launch(tokens: int, width: int, k: int, cores: int) -> TopkLaunch:
     """Blocks for so many rows. Few long rows are cut into parts, which costs two more launches."""
     power = triton.next_power_of_2(k)
-    lanes = min(MOST_LANES, 4 * max(256, power), triton.next_power_of_2(max(128, width)))
+    lanes = min(MOST_LANES, 4 * max(256, power), triton.next_power_of_2(max(STRIP_STEP, width)))
     parts = 1
-    while 2 * parts * tokens <= 2 * cores and width >= 4096 * parts and parts < min(MOST_PARTS, lanes // 128):
+    while parts * tokens <= cores and width >= 4096 * parts and parts < min(MOST_PARTS, lanes // 128):
         parts *= 2
-    part_size = triton.cdiv(triton.cdiv(width, parts), lanes // parts) * (lanes // parts)
-    tile = min(4096, triton.next_power_of_2(max(128, part_size)))
-    # The scores of all groups that reach above the bound.
-    most = (k + k // 8) * triton.cdiv(max(1, width), lanes)
-    found = part_size if parts > 1 else min(max(1, width), most)
+    share = max(1, triton.cdiv(width, parts))
+    strips = max(1, min(MOST_STRIPS, triton.next_power_of_2(share) // STRIP_STEP))
     block = min(2 * max(64, power), triton.next_power_of_2(max(128, width)))
+    part_size = triton.cdiv(share, strips * STRIP_STEP) * strips * STRIP_STEP
     warps = _warps(max(lanes, block) if parts == 1 else lanes)
-    return TopkLaunch(parts, part_size, lanes, tile, block, warps, 3, found)
+    return TopkLaunch(parts, part_size, lanes, strips, block, warps, 3)
 
 
-def _warps(lanes: int) -> int:
+def _warps(numbers: int) -> int:
     """Enough that 16 numbers are left to each thread."""
-    return max(4, min(16, lanes // 512))
+    return max(4, min(16, numbers // 512))
 
 
 def topk_launches(
@@ -342,8 +367,9 @@ def topk_launches(
     parts = launch.parts
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     rows = {"scores": scores, "scores_stride": scores.stride(0), "lengths": lengths, "width": width}
-    found = torch.empty(tokens, parts * launch.found, dtype=torch.int32, device=scores.device)
-    finish = {
+    cut = {"part_size": launch.part_size, "STRIPS": launch.strips}
+    found = torch.empty(tokens, parts * launch.part_size, dtype=torch.int32, device=scores.device)
+    finish = cut | {
         "k": k,
         "found": found,
         "result": result,
@@ -357,17 +383,16 @@ def topk_launches(
         "BLOCK_K": triton.next_power_of_2(k),
         "PAGE_SIZE": page_size,
     }
-    passes = {"LANES": launch.lanes, "STAGES": launch.stages}
+    aligned = width % 4 == 0 and scores.stride(0) % 4 == 0
+    passes = rows | cut | {"LANES": launch.lanes, "ALIGNED": aligned, "STAGES": launch.stages}
     if parts == 1:
-        whole = finish | rows | passes | {"found_stride": found.stride(0), "TILE": launch.tile}
-        yield select_rows, tokens, whole, options
+        yield select_rows, tokens, finish | passes, options
         return
     maxima = torch.empty(tokens, launch.lanes, dtype=torch.float32, device=scores.device)
-    counts = torch.empty(tokens, parts, dtype=torch.int32, device=scores.device)
+    counts = torch.empty(tokens, parts * launch.strips, dtype=torch.int32, device=scores.device)
     bounds = torch.empty(tokens, dtype=torch.float32, device=scores.device)
-    cut = {"part_size": launch.part_size, "PARTS": parts}
-    yield part_maxima, tokens * parts, rows | cut | passes | {"maxima": maxima}, options
-    collect = {"k": k, "maxima": maxima, "found": found, "counts": counts, "bounds": bounds, "TILE": launch.tile}
-    yield part_candidates, tokens * parts, rows | cut | passes | collect, options
-    merge = {"counts": counts, "bounds": bounds}
-    yield merge_parts, tokens, finish | rows | cut | merge, {"num_warps": _warps(launch.block)}
+    streaming = options | {"num_warps": _warps(launch.strips * STRIP_STEP)}
+    yield part_maxima, tokens * parts, passes | {"PARTS": parts, "maxima": maxima}, streaming
+    collected = {"PARTS": parts, "counts": counts, "bounds": bounds}
+    yield part_candidates, tokens * parts, passes | collected | {"k": k, "maxima": maxima, "found": found}, options
+    yield merge_parts, tokens, finish | rows | collected, {"num_warps": _warps(launch.block)}
