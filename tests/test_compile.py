@@ -8,8 +8,8 @@ import torch
 from test_pipeline import PAGE, choose_positions, start
 from torch._dynamo.testing import CompileCounter
 
-from tamis import Batch, Caches, PagedCache, Selection, SparseMLA
-from tamis.layout import rows
+from tamis import Batch, Caches, IndexRecipe, PagedCache, Selection, SparseMLA
+from tamis.layout import index_fp8, rows
 from tamis.ops import (
     Attended,
     IndexInputs,
@@ -18,13 +18,19 @@ from tamis.ops import (
     combine_parts,
     gather_index,
     gather_kv,
+    index_scores,
     index_topk,
+    quantise_index_query,
     quantise_per_tensor,
+    ragged_scores,
+    topk_positions,
     translate_positions,
+    write_index_keys,
     write_kv,
     write_normed_kv,
 )
 from tamis.ops.write import reference as write_reference
+from tamis.pipeline import LayerOutput
 
 BACKENDS = ["eager", "aot_eager"]
 
@@ -130,6 +136,9 @@ def test_every_other_stage() -> None:
             *gather_index(index, table, lengths, rows=32),
             gather_kv(latent, table, lengths, first=ints([1, 0]), out=out),
             index_topk(q, weights, index, ids, table, ints([9, 7, 1]), 4),
+            (scores := index_scores(q, weights, index, ids, table, ints([9, 7, 1]))),
+            topk_positions(scores, ints([9, 7, 1]), 4, request_ids=ids, block_table=table, page_size=PAGE),
+            ragged_scores(q, weights, q[:, 0], None, ints([0, 1, 2]), ints([3, 3, 1])),
             *translate_positions(positions, ids, table, page_size=PAGE, compact=True),
             *partials,
             *combine_parts(partials, sink=weights[0].exp(), lse_base="2"),
@@ -148,17 +157,41 @@ def test_norm_and_rotation_before_a_write() -> None:
     torch.testing.assert_close(caches[1].storage, caches[0].storage)
 
 
-def serve(layer: Callable[..., Attended], mode: str, steps: list[list[int]], *, index: bool) -> list[torch.Tensor]:
+def test_index_queries_and_keys_before_they_meet() -> None:
+    recipe = IndexRecipe(hadamard=True)
+    caches = [PagedCache("index-fp8", 2, PAGE, recipe=recipe) for _ in range(2)]
+    q, weights, keys, slots = torch.randn(3, 4, 128), torch.randn(3, 4), torch.randn(3, 128), torch.tensor([1, 2, 30])
+    where = {"positions": torch.arange(3), "cos_sin": torch.randn(8, 64)}
+    norm = {"norm_weight": torch.randn(128), "norm_bias": torch.randn(128)}
+
+    def run(cache) -> tuple[torch.Tensor, ...]:
+        write_index_keys(keys, cache, slots, **norm, **where)
+        return quantise_index_query(q, weights, recipe, **where)
+
+    same(compiled(run)(caches[0]), run(caches[1]))
+    same(caches[0].storage, caches[1].storage)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="prepare queries and keys alike"):
+        compiled(lambda cache: write_index_keys(keys, cache, slots, IndexRecipe(), **where))(caches[0])
+
+
+def serve(
+    layer: Callable[..., LayerOutput], mode: str, steps: list[list[int]], *, index: bool, fp8: bool = False
+) -> list[torch.Tensor]:
     """Outputs of some steps, and the caches' bytes after them."""
     torch.manual_seed(3)
     spec, planner, pool, latent = start("v32-fp8", 4, mode, workspace_rows=256)
-    caches = Caches(latent, PagedCache(rows(torch.float32, latent=16, rope=0), 120, PAGE))
+    recipe = IndexRecipe(16) if fp8 else None
+    layout = index_fp8(dim=16) if fp8 else rows(torch.float32, latent=16, rope=0)
+    caches = Caches(latent, PagedCache(layout, 120, PAGE, recipe=recipe))
     results: list[torch.Tensor] = []
     for lengths in steps:
         plan = planner.plan(Batch.build(lengths, lengths, pool))
         n = sum(lengths)
         chosen = {"positions": choose_positions(lengths, lengths, spec.topk)}
-        scores = {"index": IndexInputs(torch.randn(n, 8, 16), torch.randn(n, 8), torch.randn(n, 16))}
+        raw, weights = torch.randn(n, 8, 16), torch.randn(n, 8)
+        if recipe is not None:
+            raw, weights = quantise_index_query(raw, weights, recipe)
+        scores = {"index": IndexInputs(raw, weights, torch.randn(n, 16), recipe)}
         q, kv = torch.randn(n, 4, 576), (torch.randn(n, 512), torch.randn(n, 64))
         sink, out = torch.randn(4), torch.empty(n, 4, 512) if index else None
         found = layer(q, kv, caches, plan, sink=sink, out=out, **(scores if index else chosen))
@@ -176,6 +209,13 @@ def test_the_layer_call(mode: str, index: bool, backend: str) -> None:
     same(
         tuple(serve(compiled(layer, backend), mode, steps, index=index)), tuple(serve(layer, mode, steps, index=index))
     )
+
+
+def test_the_layer_call_with_fp8_index_queries() -> None:
+    layer = SparseMLA(start("v32-fp8", 4, "mixed")[0])
+    steps = [[1, 1, 20, 30], [1, 1, 10, 7]]
+    found = serve(compiled(layer), "mixed", steps, index=True, fp8=True)
+    same(tuple(found), tuple(serve(layer, "mixed", steps, index=True, fp8=True)))
 
 
 def test_inductor_writes_to_the_cache_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,11 +72,11 @@ def test_probe_counts_a_wrong_output_and_a_wrong_selection(monkeypatch: pytest.M
     """The measurement must be able to fail: disturb what it is given."""
 
     class Disturbed(Probe):
-        def compare(self, layer: int, pieces: Any, inputs: Any, select: Any, out: torch.Tensor) -> None:
+        def compare(self, layer: int, pieces: Any, inputs: Any, positions: Any, out: torch.Tensor) -> None:
             if layer == 0:
-                super().compare(layer, pieces, inputs, select, out * 1.5)
+                super().compare(layer, pieces, inputs, positions, out * 1.5)
             else:
-                super().compare(layer, pieces, inputs, lambda: select().clamp_max(0), out)
+                super().compare(layer, pieces, inputs, positions.clamp_max(0), out)
 
     monkeypatch.setattr(tamis.demo.serve, "Probe", Disturbed)
     served = run(cache="v32-fp32")

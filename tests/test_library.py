@@ -17,8 +17,11 @@ from tamis.ops import (
     combine_parts,
     gather_index,
     gather_kv,
+    index_scores,
     index_topk,
+    ragged_scores,
     read_kv,
+    topk_positions,
     translate_positions,
     write_kv,
 )
@@ -92,8 +95,11 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "combine_parts": ["out"],
         "gather_index": [],
         "gather_kv": ["out"],
+        "index_scores": ["out"],
         "index_topk": [],
+        "ragged_scores": ["out"],
         "read_kv": [],
+        "topk_positions": [],
         "translate_positions": [],
         "write_kv": ["storage"],
     }
@@ -145,11 +151,26 @@ def test_gather_index() -> None:
 
 
 @pytest.mark.parametrize("layout", ["index-fp8", rows(torch.float32, latent=128, rope=0)], ids=["fp8", "rows"])
-def test_index_topk(layout: str | Layout) -> None:
-    cache = filled(layout)
-    q, weights = torch.randn(2, 3, 128).transpose(0, 1), torch.randn(3, 2)
-    ids, table, lengths = ints([0, 0, 1]), ints([[0, 3], [5, 1]]), ints([4, 5, 8])
-    opcheck(lambda: index_topk(q, weights, cache, ids, table, lengths, 6), "index_topk")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=["wide-q", "fp8-q"])
+def test_index(layout: str | Layout, dtype: torch.dtype) -> None:
+    cache = filled(layout, apart=True)
+    q, weights = torch.randn(2, 3, 128).transpose(0, 1).to(dtype), torch.randn(3, 2)
+    paged = q, weights, cache, ints([0, 0, 1]), ints([[0, 3], [5, 1]]), ints([4, 5, 8])
+    opcheck(lambda: index_topk(*paged, 6), "index_topk")
+    opcheck(lambda: index_topk(*paged, 6, workspace_bytes=1), "index_topk")
+    opcheck(lambda: index_scores(*paged), "index_scores")
+    opcheck(lambda: index_scores(*paged, out=torch.zeros(3, 20)[:, :9]), "index_scores")
+    keys, bounds = torch.randn(7, 128).to(dtype), (ints([0, 3, 9]), ints([7, 4, -1]))
+    opcheck(lambda: ragged_scores(q, weights, keys, torch.rand(7), *bounds), "ragged_scores")
+    opcheck(lambda: ragged_scores(q, weights, keys, None, *bounds), "ragged_scores")
+
+
+def test_topk() -> None:
+    scores, lengths = torch.randn(9, 3).t(), ints([9, 0, 4])
+    table = {"request_ids": ints([0, 1, 0]), "block_table": ints([[4, 2, 1], [0, 3, -1]]), "page_size": 4}
+    opcheck(lambda: topk_positions(scores, lengths, 5), "topk_positions")
+    opcheck(lambda: topk_positions(scores, lengths, 5, **table), "topk_positions")
+    opcheck(lambda: topk_positions(scores[:0], lengths[:0], 5), "topk_positions")
 
 
 @pytest.mark.parametrize("compact", [False, True])

@@ -79,6 +79,17 @@ def break_index(result: Tensor, *args: object) -> None:
     result[3] = result[3].clamp_max(0)
 
 
+def break_scores(result: None, *args: Tensor) -> None:
+    args[-1][3:4].mul_(1.001)
+
+
+def break_topk(result: Tensor, *args: object) -> None:
+    # The last of the selected positions becomes its neighbour: one wrong choice in one row.
+    if result.shape[0] == 7 and result.shape[1] > 1:
+        count = int((result[0] >= 0).sum())
+        result[0, count - 1] += 1
+
+
 @pytest.mark.parametrize(
     ("stage", "function", "spoil", "also"),
     [
@@ -86,6 +97,9 @@ def break_index(result: Tensor, *args: object) -> None:
         ("gather", "gather_kv", break_gather, "layer"),
         ("translate", "translate_positions", break_first, "layer"),
         ("index", "index_topk", break_index, None),
+        ("index", "index_scores", break_scores, None),
+        ("index", "ragged_scores", break_scores, None),
+        ("index", "topk_positions", break_topk, None),
         ("attend", "attend_slots", break_first, "layer"),
         ("combine", "combine_parts", break_output, "attend"),
     ],

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from tamis.pipeline import Shard, SparseMLA
     from tamis.plan import Limits, Plan
     from tamis.planner import Planner
+    from tamis.recipe import IndexRecipe
+    from tamis.recording import Recording
     from tamis.spec import LayerSpec
 
 _HOME = {
     "Batch": "tamis.batch",
     "Caches": "tamis.cache",
+    "IndexRecipe": "tamis.recipe",
     "LayerSpec": "tamis.spec",
     "Layout": "tamis.layout",
     "Limits": "tamis.plan",
@@ -31,6 +34,7 @@ _HOME = {
     "PagedCache": "tamis.cache",
     "Plan": "tamis.plan",
     "Planner": "tamis.planner",
+    "Recording": "tamis.recording",
     "Selection": "tamis.cache",
     "Shard": "tamis.pipeline",
     "SparseMLA": "tamis.pipeline",
@@ -40,6 +44,7 @@ _HOME = {
 __all__ = [
     "Batch",
     "Caches",
+    "IndexRecipe",
     "LayerSpec",
     "Layout",
     "Limits",
@@ -48,6 +53,7 @@ __all__ = [
     "PagedCache",
     "Plan",
     "Planner",
+    "Recording",
     "Selection",
     "Shard",
     "SparseMLA",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.layout import Field, Layout, named
+from tamis.recipe import IndexRecipe
 
 _ONE_BYTE = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
@@ -24,7 +25,11 @@ class PagedCache:
             shape: rows do not lie there one after the other.
         page_size: rows per page.
         scale: the one factor of a `plain-fp8` cache (stored value = x / scale); 1.0 in every other layout.
+        recipe: of a cache of index keys, how they were prepared, where whoever made the cache said so. Queries and
+            keys prepared otherwise are then refused.
     """
+
+    recipe: IndexRecipe | None
 
     def __init__(
         self,
@@ -34,6 +39,7 @@ class PagedCache:
         device: torch.device | str = "cpu",
         *,
         scale: float | Tensor = 1.0,
+        recipe: IndexRecipe | None = None,
     ) -> None:
         """Allocate `pages` zeroed pages."""
         layout = named(layout)
@@ -43,10 +49,17 @@ class PagedCache:
         raw = torch.zeros(pages, layout.page_bytes(page_size), dtype=torch.uint8, device=device)
         used = raw[:, : layout.row_bytes * page_size].unflatten(1, (page_size, layout.row_bytes))
         self._hold(layout, used.view(layout.element), page_size, scale)
+        self.recipe = recipe
 
     @classmethod
     def wrap(
-        cls, storage: Tensor, layout: str | Layout, page_size: int | None = None, *, scale: float | Tensor = 1.0
+        cls,
+        storage: Tensor,
+        layout: str | Layout,
+        page_size: int | None = None,
+        *,
+        scale: float | Tensor = 1.0,
+        recipe: IndexRecipe | None = None,
     ) -> Self:
         """Describe an engine's tensor: [pages, page_size, C], or the same with a head axis of size 1.
 
@@ -65,6 +78,7 @@ class PagedCache:
             raise checks.refuse("page_size", f"{found['page_size']}, the storage's second axis", page_size, "pass that")
         cache = cls.__new__(cls)
         cache._hold(layout, storage, found["page_size"], scale)
+        cache.recipe = recipe
         return cache
 
     @classmethod
@@ -72,6 +86,7 @@ class PagedCache:
         """The cache that another one described by these, without checking them again: what an op's body needs."""
         cache = cls.__new__(cls)
         cache._keep(layout, storage, scale)
+        cache.recipe = None
         return cache
 
     def _keep(self, layout: Layout, storage: Tensor, scale: float | Tensor) -> None:
@@ -148,7 +163,7 @@ class PagedCache:
 
     def with_scale(self, scale: float | Tensor) -> Self:
         """The same storage read and written under another per-tensor scale."""
-        return type(self).wrap(self.storage, self.layout, self.page_size, scale=scale)
+        return type(self).wrap(self.storage, self.layout, self.page_size, scale=scale, recipe=self.recipe)
 
     def read(self, slots: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """Dequantised rows [..., width] of the given slots; a negative slot, or one past the end, reads zeros."""

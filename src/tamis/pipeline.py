@@ -1,6 +1,7 @@
 """`SparseMLA`: one layer's attention, stage by stage."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from tamis.ops import (
     translate_positions,
     write_kv,
 )
+from tamis.ops.index import QUERY_DTYPES, WORKSPACE_BYTES
+from tamis.ops.index.prepare import agreed_recipe
 from tamis.ops.write import join_parts
 from tamis.plan import Plan
 from tamis.spec import LayerSpec
@@ -35,6 +38,19 @@ class Shard:
     interleave: int = 1
 
 
+class LayerOutput(NamedTuple):
+    """What a layer call returns: what attention gave, and to what it attended."""
+
+    out: Tensor
+    """[rows, H, V]; zeros where nothing was selected."""
+    lse: Tensor
+    """float32 [rows, H], without the sink; -inf where nothing was selected."""
+    max_logits: Tensor | None
+    """float32 [rows, H], the largest scaled logit; -inf where nothing was selected."""
+    positions: Tensor
+    """int32 [rows, K], selected or given: for the layers that share them, or for a `Recording`."""
+
+
 class SparseMLA:
     """The attention of one layer: write, index (or given positions), translate, attend, combine.
 
@@ -42,7 +58,13 @@ class SparseMLA:
     """
 
     def __init__(
-        self, spec: LayerSpec, *, backend: str = "auto", shard: Shard | None = None, batch_invariant: bool = False
+        self,
+        spec: LayerSpec,
+        *,
+        backend: str = "auto",
+        shard: Shard | None = None,
+        batch_invariant: bool = False,
+        index_workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         """Remember what to compute.
 
@@ -51,11 +73,13 @@ class SparseMLA:
             backend: a name from `tamis backends`, or "auto". A named backend runs or the call fails.
             shard: for context parallelism; the caller merges the ranks' results with `combine_parts`.
             batch_invariant: cut each row's columns in the same way whatever the batch, so that the bits of a request's
-                output do not depend on its neighbours. Costs speed in small batches on a GPU.
+                output do not depend on its neighbours. Costs speed in small batches on a GPU. (Selections never do.)
+            index_workspace_bytes: what selecting positions may take in memory; see `index_topk`.
         """
         self.spec, self.backend, self.shard = spec, backend, shard or Shard()
         self._gathered = {d: plain_rows(d, latent=spec.latent_dim, rope=spec.rope_dim) for d in checks.FLOATS}
         self.batch_invariant = batch_invariant
+        self.index_workspace_bytes = checks.integer("index_workspace_bytes", index_workspace_bytes, low=1)
 
     def __call__(
         self,
@@ -69,7 +93,7 @@ class SparseMLA:
         sink: Tensor | None = None,
         q_scale: float | Tensor = 1.0,
         out: Tensor | None = None,
-    ) -> Attended:
+    ) -> LayerOutput:
         """Attend the step's tokens.
 
         Args:
@@ -77,9 +101,11 @@ class SparseMLA:
             kv: [rows, width] or a pair: the new tokens' rows, written first. None: already written.
             caches: the latent cache, with the index cache where `index` is given.
             plan: of this step.
-            positions: int32 [rows, K], request-local positions to attend to, -1 padded: given by an earlier layer, a
-                recording or an engine's indexer.
-            index: the indexer's inputs, if this layer selects its own positions. Exactly one of the two is needed.
+            positions: int32 [rows, topk], request-local positions to attend to, -1 padded: those of an earlier
+                layer's output, of a `Recording`, or of an engine's indexer. Never written to. On the host, positions
+                that a token cannot see are refused.
+            index: the indexer's inputs, if this layer selects its own positions. Exactly one of the two is needed, and
+                a layer that shares an earlier layer's selection (`LayerSpec.reuse_topk`) takes positions only.
             sink: float32 [H].
             q_scale: the factor of an e4m3 query.
             out: [rows, H, value_dim] to write into.
@@ -94,7 +120,8 @@ class SparseMLA:
             positions = self.select(index, caches, plan)
         assert positions is not None
         slots = self._translate(positions, caches.latent, plan)
-        return self._attend(q, slots, caches.latent, plan, sink, q_scale, out)
+        attended = self._attend(q, slots, caches.latent, plan, sink, q_scale, out)
+        return LayerOutput(*attended, positions)
 
     def write(
         self,
@@ -110,9 +137,12 @@ class SparseMLA:
             write_kv(index.keys, _index_cache(caches), plan.slots, backend=self.backend)
 
     def select(self, index: IndexInputs, caches: Caches, plan: Plan) -> Tensor:
-        """Positions int32 [rows, topk] by this layer's indexer; later layers may share them."""
-        if self.spec.topk is None:
-            raise checks.refuse("index", "None for a layer without top-k", "inputs", "pass positions instead")
+        """Positions int32 [rows, topk] by this layer's indexer, in ascending order; later layers may share them.
+
+        The keys of the step's tokens must be in the index cache: `write` puts them there.
+        """
+        self._check_index(index, caches, plan)
+        assert self.spec.topk is not None
         return index_topk(
             index.q,
             index.weights,
@@ -121,6 +151,7 @@ class SparseMLA:
             plan.block_table,
             plan.positions + 1,
             self.spec.topk,
+            workspace_bytes=self.index_workspace_bytes,
             backend=self.backend,
         )
 
@@ -140,15 +171,51 @@ class SparseMLA:
         if (positions is None) == (index is None):
             received = "neither" if index is None else "both"
             raise checks.refuse("positions and index", "given one at a time", received, "pass exactly one")
-        remedy = "one row per token of the plan"
-        if positions is not None:
-            checks.tensor("positions", positions, "rows K", (torch.int32,), rows=plan.rows, remedy=remedy)
         if index is not None:
-            width = _index_cache(caches).layout.width
-            sizes = checks.tensor("index.q", index.q, "T H D", checks.FLOATS, T=plan.rows, D=width, remedy=remedy)
-            checks.tensor("index.weights", index.weights, "T H", checks.FLOATS, T=plan.rows, H=sizes["H"])
-            if index.keys is not None:
-                checks.tensor("index.keys", index.keys, "T D", checks.FLOATS, T=plan.rows, D=width, remedy=remedy)
+            self._check_index(index, caches, plan)
+        if positions is not None:
+            self._check_positions(positions, plan)
+
+    def _check_positions(self, positions: Tensor, plan: Plan) -> None:
+        # A selection of another width comes from another layer or another setting: it would attend to too little.
+        remedy = "one row per token of the plan, the spec's topk wide, -1 padded"
+        shape = f"rows {self.spec.topk or 'K'}"
+        checks.tensor("positions", positions, shape, (torch.int32,), rows=plan.rows, remedy=remedy)
+        if not checks.visible(positions) or not checks.visible(plan.positions):
+            return
+        own = plan.positions.unsqueeze(1)
+        # Rows of padded tokens may hold anything.
+        ahead = ((positions > own) & (own >= 0)).any(1).nonzero().flatten()
+        if len(ahead):
+            token = int(ahead[0])
+            received = f"{int(positions[token].max())} for token {token} at {int(plan.positions[token])}"
+            raise checks.refuse("positions", "at most each token's own", received, "they belong to another step")
+
+    def _check_index(self, index: IndexInputs, caches: Caches, plan: Plan) -> None:
+        spec = self.spec
+        if spec.topk is None:
+            raise checks.refuse("index", "None for a layer without top-k", "inputs", "pass positions instead")
+        if spec.reuse_topk:
+            remedy = "pass positions=, those of the last layer that has an indexer"
+            raise checks.refuse("index", "None for a layer that shares an earlier layer's selection", "inputs", remedy)
+        cache = _index_cache(caches)
+        if cache.page_size != plan.page_size:
+            raise checks.refuse(
+                "caches.index", f"of the plan's page size {plan.page_size}", cache.page_size, "share one block table"
+            )
+        if cache.recipe is not None and index.recipe is None:
+            raise checks.refuse(
+                "index.recipe", f"that of the cache, {cache.recipe}", None, "say how q and keys were prepared"
+            )
+        if index.recipe is not None:
+            agreed_recipe("index.recipe", index.recipe, cache)
+        width = cache.layout.width
+        remedy = "one row per token of the plan, the spec's index heads, as wide as the keys"
+        shape = f"T {spec.index_heads or 'H'} D"
+        checks.tensor("index.q", index.q, shape, QUERY_DTYPES, T=plan.rows, D=width, remedy=remedy)
+        checks.tensor("index.weights", index.weights, "T H", checks.FLOATS, T=plan.rows, H=index.q.shape[1])
+        if index.keys is not None:
+            checks.tensor("index.keys", index.keys, "T D", checks.FLOATS, T=plan.rows, D=width, remedy=remedy)
 
     def _translate(self, positions: Tensor, cache: PagedCache, plan: Plan) -> Tensor:
         prefill = plan.prefill

@@ -115,10 +115,16 @@ def _need(fields: Mapping[str, Any], name: str) -> int:
     return int(value)
 
 
+_KINDS = ("full", "shared")
+
+
 def _reuses_topk(fields: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer attends to an earlier layer's selection. A pattern string wins over the frequency rule."""
+    """Whether a layer attends to an earlier layer's selection. A list or a pattern wins over the frequency rule."""
     if layer >= int(fields.get("num_hidden_layers") or layer + 1):
         return False  # speculative (MTP) layers always own an indexer
+    kinds = fields.get("indexer_types")
+    if kinds:
+        return layer < len(kinds) and checks.option(f"indexer_types[{layer}]", kinds[layer], _KINDS) == "shared"
     pattern = fields.get("index_topk_pattern")
     if pattern:
         return layer < len(pattern) and pattern[layer] == "S"

@@ -10,8 +10,8 @@ from torch.nn.functional import layer_norm, linear, silu
 from tamis.cache import Caches
 from tamis.demo.shape import ModelShape
 from tamis.demo.weights import LayerWeights, make_weights
-from tamis.ops import Attended, IndexInputs
-from tamis.pipeline import SparseMLA
+from tamis.ops import IndexInputs, rotate_index
+from tamis.pipeline import LayerOutput, SparseMLA
 from tamis.plan import Plan
 from tamis.rope import rms_norm, rotate
 
@@ -27,7 +27,7 @@ class AttentionInputs:
     index: IndexInputs
 
 
-Observer = Callable[[int, AttentionInputs, Attended], None]
+Observer = Callable[[int, AttentionInputs, LayerOutput], None]
 """Called after each layer's attention with the layer's number, its inputs and its result."""
 
 
@@ -66,10 +66,9 @@ class Model:
             logit_rows: int64, the tokens whose successors are wanted.
             observe: called after each layer's attention.
         """
-        cos_sin = self._cos_sin[plan.positions.long()]
         x = self.weights.embedding[tokens]
         for number, (layer, layer_caches) in enumerate(zip(self.weights.layers, caches, strict=True)):
-            inputs = self._attention_inputs(layer, rms_norm(x, None), cos_sin)
+            inputs = self._attention_inputs(layer, rms_norm(x, None), plan.positions)
             attended = self.attention(inputs.q, inputs.rows, layer_caches, plan, index=inputs.index)
             if observe is not None:
                 observe(number, inputs, attended)
@@ -79,8 +78,8 @@ class Model:
             x = x + linear(silu(gate) * up, layer.down)
         return linear(rms_norm(x[logit_rows], None), self.weights.head)
 
-    def _attention_inputs(self, layer: LayerWeights, x: Tensor, cos_sin: Tensor) -> AttentionInputs:
-        shape = self.shape
+    def _attention_inputs(self, layer: LayerWeights, x: Tensor, positions: Tensor) -> AttentionInputs:
+        shape, cos_sin = self.shape, self._cos_sin[positions.long()]
         compressed_q = rms_norm(linear(x, layer.q_a), None)
         q = linear(compressed_q, layer.q_b).unflatten(1, (shape.heads, -1))
         q_nope, q_rope = q.split([shape.nope, shape.rope], dim=-1)
@@ -90,22 +89,18 @@ class Model:
         return AttentionInputs(
             torch.cat((layer.absorbed.absorb_query(q_nope), q_rope), dim=-1).to(self.dtype),
             rows.to(self.dtype),
-            self._index_inputs(layer, x, compressed_q, cos_sin),
+            self._index_inputs(layer, x, compressed_q, positions),
         )
 
-    def _index_inputs(self, layer: LayerWeights, x: Tensor, compressed_q: Tensor, cos_sin: Tensor) -> IndexInputs:
+    def _index_inputs(self, layer: LayerWeights, x: Tensor, compressed_q: Tensor, positions: Tensor) -> IndexInputs:
         shape = self.shape
-
-        def rotate_front(value: Tensor, table: Tensor) -> Tensor:
-            # The indexer has its rotary dimensions first, in half-split pairs: both unlike the attention.
-            front, rest = value.split([shape.rope, shape.index_dim - shape.rope], dim=-1)
-            return torch.cat((rotate(front, table, interleaved=False), rest), dim=-1)
-
         q = linear(compressed_q, layer.index_q).unflatten(1, (shape.index_heads, shape.index_dim))
         keys = layer_norm(linear(x, layer.index_k), (shape.index_dim,), bias=layer.index_norm_bias, eps=1e-6)
         weights = linear(x, layer.index_weights) * (shape.index_heads * shape.index_dim) ** -0.5
+        where = {"positions": positions, "cos_sin": self._cos_sin}
         return IndexInputs(
-            rotate_front(q, cos_sin.unsqueeze(1)).to(self.dtype),
+            rotate_index(q, shape.recipe, **where).to(self.dtype),
             weights.to(self.dtype),
-            rotate_front(keys, cos_sin).to(self.dtype),
+            rotate_index(keys, shape.recipe, **where).to(self.dtype),
+            shape.recipe,
         )

@@ -4,7 +4,7 @@ The comparison shares no code with the library: it keeps every row in float32 an
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -67,7 +67,7 @@ class Probe:
         layer: int,
         pieces: Sequence[Piece],
         inputs: AttentionInputs,
-        select: Callable[[], Tensor],
+        positions: Tensor,
         out: Tensor,
     ) -> None:
         """Add one layer's step.
@@ -76,12 +76,11 @@ class Probe:
             layer: its number.
             pieces: of the step, in the order of the rows.
             inputs: what the attention was given.
-            select: returns the positions int32 [T, K] it attended to.
+            positions: int32 [T, K] that it attended to.
             out: its output [T, H, V].
         """
         self._wait(out.device)
         began = time.perf_counter()
-        positions = select()
         first = 0
         for piece in pieces:
             span = slice(first, first + len(piece.tokens))

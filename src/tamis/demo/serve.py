@@ -13,8 +13,8 @@ from tamis.demo.probe import LayerErrors, Probe
 from tamis.demo.requests import Piece, Scheduler, make_requests
 from tamis.demo.shape import ModelShape, Workload
 from tamis.layout import Layout, index_fp8, named, rows
-from tamis.ops import Attended
 from tamis.pages import PagePool
+from tamis.pipeline import LayerOutput
 from tamis.plan import Limits, Plan
 from tamis.planner import Planner
 
@@ -92,7 +92,7 @@ class _Server:
         self.caches = [
             Caches(
                 PagedCache(self.latent, self.pool.pages, workload.page_size, device),
-                PagedCache(self.index, self.pool.pages, workload.page_size, device),
+                PagedCache(self.index, self.pool.pages, workload.page_size, device, recipe=shape.recipe),
             )
             for _ in range(shape.layers)
         ]
@@ -132,18 +132,14 @@ class _Server:
         tokens = torch.tensor([t for p in pieces for t in p.tokens], device=self.device)
         ends = torch.tensor([len(p.tokens) for p in pieces]).cumsum(0) - 1
         last = ends[torch.tensor([p.predicts for p in pieces])].to(self.device)
-        observe = partial(self._observe, pieces, plan) if self.probe else None
+        observe = partial(self._observe, pieces) if self.probe else None
         logits = self.model.forward(tokens, plan, self.caches, last, observe)
         predicted: list[int] = logits.argmax(-1).tolist()
         return predicted
 
-    def _observe(
-        self, pieces: list[Piece], plan: Plan, layer: int, inputs: AttentionInputs, attended: Attended
-    ) -> None:
+    def _observe(self, pieces: list[Piece], layer: int, inputs: AttentionInputs, attended: LayerOutput) -> None:
         assert self.probe is not None
-        # The attention call selected positions itself; selecting again gives the same ones.
-        select = partial(self.model.attention.select, inputs.index, self.caches[layer], plan)
-        self.probe.compare(layer, pieces, inputs, select, attended.out)
+        self.probe.compare(layer, pieces, inputs, attended.positions, attended.out)
 
     def _count(self, pieces: list[Piece], plan: Plan) -> None:
         split = plan.split

@@ -5,6 +5,7 @@ from typing import Literal
 
 from tamis import checks
 from tamis.plan import Mode
+from tamis.recipe import IndexRecipe
 from tamis.rope import Rope
 from tamis.spec import LayerSpec
 
@@ -49,6 +50,11 @@ class ModelShape:
     def rotary(self) -> Rope:
         """Rotary settings, the same for attention and indexer."""
         return Rope(self.rope, factor=self.yarn_factor, mscale=1.0, mscale_all_dim=1.0)
+
+    @property
+    def recipe(self) -> IndexRecipe:
+        """The indexer has its rotary columns first, in half-split pairs: both unlike the attention."""
+        return IndexRecipe(self.rope)
 
     @property
     def spec(self) -> LayerSpec:

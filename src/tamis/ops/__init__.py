@@ -7,7 +7,8 @@ beside it with the same signature. `library` picks the backend and makes each st
 from tamis.ops.attend import attend, attend_slots
 from tamis.ops.combine import Attended, Partials, combine_parts
 from tamis.ops.gather import gather_index, gather_kv, read_kv
-from tamis.ops.index import IndexInputs, index_topk
+from tamis.ops.index import IndexInputs, index_scores, index_topk, ragged_scores, topk_positions
+from tamis.ops.index.prepare import quantise_index_query, rotate_index, write_index_keys
 from tamis.ops.translate import Translated, translate_positions
 from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
 
@@ -21,10 +22,16 @@ __all__ = [
     "combine_parts",
     "gather_index",
     "gather_kv",
+    "index_scores",
     "index_topk",
+    "quantise_index_query",
     "quantise_per_tensor",
+    "ragged_scores",
     "read_kv",
+    "rotate_index",
+    "topk_positions",
     "translate_positions",
+    "write_index_keys",
     "write_kv",
     "write_normed_kv",
 ]

@@ -1,4 +1,4 @@
-"""Seeded hostile inputs for the stages that move rows and positions; attention's are in `attend_cases`.
+"""Seeded hostile inputs for the stages that move rows; the others are in `attend_cases` and `index_cases`.
 
 Every case is built on the host from its own name, so that it is the same on every machine and in every selection of
 cases; `to_device` moves it. A case marked `device_only` holds values that are refused on the host, where they can be
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.layout import Layout, index_fp8, named, rows, v32_fp8
+from tamis.layout import Layout, index_fp8, named, v32_fp8
 from tamis.testing import oracle
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -52,7 +52,8 @@ def to_device(value: T, device: torch.device) -> T:
         moved = value.to(device)
     elif isinstance(value, PagedCache):
         scale = value.scale.to(device) if isinstance(value.scale, Tensor) else value.scale
-        moved = PagedCache.wrap(_strided_copy(value.storage, device), value.layout, value.page_size, scale=scale)
+        storage = _strided_copy(value.storage, device)
+        moved = PagedCache.wrap(storage, value.layout, value.page_size, scale=scale, recipe=value.recipe)
     elif isinstance(value, tuple | list):
         moved = type(value)(to_device(item, device) for item in value)
     elif isinstance(value, dict):
@@ -213,44 +214,6 @@ def _translate_case(name: str, page_size: int, k: int, options: dict[str, Any]) 
     positions[places] = hostile[draw.integers(0, 5, int(places.sum())).long()]
     positions[6] = -1
     return TranslateCase(name, positions, draw.integers(0, 5, 9), table, page_size, options)
-
-
-@dataclass(frozen=True, eq=False)
-class IndexCase:
-    """Index queries over cached keys."""
-
-    name: str
-    q: Tensor
-    weights: Tensor
-    cache: PagedCache
-    request_ids: Tensor
-    block_table: Tensor
-    lengths: Tensor
-    k: int
-    exact: bool = False
-    """Scores are small integers in every precision, full of ties: the selected set is known exactly."""
-
-
-def index_cases(*, quick: bool = False) -> Iterator[IndexCase]:
-    """FP8 and unquantised keys, page sizes, lengths from 0, top-k beyond the context, absent pages, ties."""
-    for label, layout in (("index-fp8", index_fp8()), ("bf16", rows(torch.bfloat16, latent=128, rope=0))):
-        for page_size in (1, 61, 64) if not quick else (61,):
-            for k in (1, 33, 2048) if not quick else (33,):
-                for exact in (False, True):
-                    name = f"{label}, pages of {page_size}, top {k}{', ties' if exact else ''}"
-                    draw = Draw(f"index {name}")
-                    cache = filled_cache(draw, layout, 400, page_size)
-                    q, weights = draw.normal(6, 4, 128, dtype=torch.bfloat16), draw.normal(6, 4)
-                    if exact:
-                        keys = draw.integers(-1, 2, cache.rows, 128).float()
-                        oracle.write(keys, cache, torch.arange(cache.rows))
-                        q, weights = draw.integers(-1, 2, 6, 4, 128).bfloat16(), draw.integers(-2, 3, 6, 4).float()
-                    table = draw.permutation(cache.pages)[: 3 * (-(-130 // page_size))]
-                    table = table.view(3, -1).int() if len(table) % 3 == 0 else draw.integers(0, cache.pages, 3, 3)
-                    table[2, -1] = -1
-                    seen = torch.tensor([0, 1, 40, 130, 100, 130]).clamp_max(table.shape[1] * page_size).int()
-                    ids = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32)
-                    yield IndexCase(name, q, weights, cache, ids, table, seen, k, exact)
 
 
 @dataclass(frozen=True, eq=False)

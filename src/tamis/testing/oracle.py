@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tamis.cache import PagedCache, Selection
 from tamis.layout import Layout
+from tamis.recipe import IndexRecipe
 
 Array = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -184,3 +185,24 @@ def index_scores(
         logits = torch.relu(q[t].double() @ keys.T)
         scores[t, torch.tensor(seen, dtype=torch.int64)] = weights[t].double() @ logits
     return scores
+
+
+def index_keys(keys: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, recipe: IndexRecipe) -> Tensor:
+    """float64 keys after LayerNorm (eps 1e-6), rope pair by pair, and Hadamard rotation by its matrix."""
+    wide = keys.double()
+    centred = wide - wide.mean(1, keepdim=True)
+    normed = centred / (centred.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double() + bias.double()
+    turned, half = normed.clone(), recipe.rope_dim // 2
+    start = 0 if recipe.rope_first else keys.shape[1] - recipe.rope_dim
+    for pair in range(half):
+        first = start + (2 * pair if recipe.interleaved else pair)
+        second = first + (1 if recipe.interleaved else half)
+        cos, sin = cos_sin[:, pair].double(), cos_sin[:, half + pair].double()
+        turned[:, first] = normed[:, first] * cos - normed[:, second] * sin
+        turned[:, second] = normed[:, second] * cos + normed[:, first] * sin
+    if not recipe.hadamard:
+        return turned
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < keys.shape[1]:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return turned @ matrix.div(keys.shape[1] ** 0.5)

@@ -7,8 +7,9 @@ import torch
 from tamis import backends, checks
 from tamis.verify.attention import attend_checks, combine_checks
 from tamis.verify.check import Check, CheckResult, Target, judge
+from tamis.verify.indexing import index_checks
 from tamis.verify.rows import gather_checks, write_checks
-from tamis.verify.selection import index_checks, translate_checks
+from tamis.verify.selection import translate_checks
 from tamis.verify.step import LAYER_STAGES, layer_checks, planner_checks
 
 STAGES = ("write", "gather", "translate", "index", "attend", "combine", "planner", "layer")

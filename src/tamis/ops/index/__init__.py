@@ -1,4 +1,12 @@
-"""Stage `index`: score cached index keys for each query token and select the best positions."""
+"""Stage `index`: score cached index keys for each query token and select the best positions.
+
+The score of position j for token t is `key_scale[j] * sum over heads of weights[t, h] * relu(q[t, h] . key[j])`.
+Weights may be negative, and so may scores: what a token cannot see scores -inf, never 0.
+
+A selection is exact and deterministic: of the positions with a score above -inf the k with the highest scores, among
+equal scores the lowest positions. It is a set, so it is written in ascending order, then -1; nothing in it depends on
+how a backend went about it. A NaN score counts as -inf, and -0.0 equals 0.0.
+"""
 
 from dataclasses import dataclass
 
@@ -8,6 +16,11 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.ops import library
+from tamis.recipe import IndexRecipe
+
+QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)
+MAX_K = 4096
+WORKSPACE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,11 +28,131 @@ class IndexInputs:
     """What a layer's indexer computed for the tokens of a step."""
 
     q: Tensor
-    """[T, index_heads, index_dim], rotated."""
+    """[T, index_heads, index_dim], rotated; in e4m3 its scale is in the weights (`quantise_index_query`)."""
     weights: Tensor
     """[T, index_heads], with every constant factor folded in."""
     keys: Tensor | None = None
-    """[T, index_dim] of the new tokens, rotated; written to the index cache first. None: already there."""
+    """[T, index_dim] of the new tokens, prepared like q; written to the index cache first. None: already there."""
+    recipe: IndexRecipe | None = None
+    """How q and keys were prepared; must be the cache's where the cache records one."""
+
+
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    width: int | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Scores of the cached keys of each token's request: float32 [T, width], -inf where there is nothing to see.
+
+    Decode and prefill are the same call: a token sees the first `lengths[t]` positions of its request.
+
+    Args:
+        q: [T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights.
+        weights: [T, H].
+        cache: index keys, `index-fp8` or unquantised rows of width D.
+        request_ids: int32 [T], the block-table row of each token.
+        block_table: int32 [B, W]; a negative page is absent and its positions score -inf.
+        lengths: int32 [T], how many leading positions each token sees (its own position + 1); 0 or less: none.
+        width: columns of the result, at least the longest length; all that the block table holds if not given.
+        out: float32 [T, width] to write into, its rows contiguous.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    device = _check_paged(q, weights, cache, request_ids, block_table, lengths)
+    longest = block_table.shape[1] * cache.page_size
+    if out is not None:
+        width = out.shape[1] if width is None and isinstance(out, Tensor) and out.dim() == 2 else width
+    width = longest if width is None else checks.integer("width", width, low=0)
+    _check_lengths(lengths, min(longest, width), "the block table, or width, has no room for more")
+    out = _scores_out(out, q.shape[0], width, device)
+    library.index_scores(q, weights, cache, request_ids, block_table, lengths, out, backend)
+    return out
+
+
+def ragged_scores(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+    *,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Scores of gathered keys: float32 [T, N], -inf outside of each token's keys [starts[t], ends[t]).
+
+    Args:
+        q: [T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights.
+        weights: [T, H].
+        keys: [N, D], the keys of all requests one after another, as `gather_index` gives them; e4m3 or unquantised.
+        key_scales: float32 [N], or None: all 1.
+        starts: int32 [T], the first key each token sees.
+        ends: int32 [T], one past its last; bounds outside of the keys are cut, and none are left if end <= start.
+        out: float32 [T, N] to write into, its rows contiguous.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    device = checks.same_device(
+        q=q, weights=weights, keys=keys, key_scales=key_scales, starts=starts, ends=ends, out=out
+    )
+    total = checks.tensor("keys", keys, "N D", QUERY_DTYPES)
+    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=total["D"], remedy="as wide as the keys")
+    checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
+    if key_scales is not None:
+        checks.tensor("key_scales", key_scales, "N", (torch.float32,), N=total["N"], remedy="one per key")
+    for name, bound in (("starts", starts), ("ends", ends)):
+        checks.tensor(name, bound, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
+    out = _scores_out(out, sizes["T"], total["N"], device)
+    library.ragged_scores(q, weights, keys, key_scales, starts, ends, out, backend)
+    return out
+
+
+def topk_positions(
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    *,
+    request_ids: Tensor | None = None,
+    block_table: Tensor | None = None,
+    page_size: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The k best positions of each row: int32 [T, k] in ascending order, then -1.
+
+    With `request_ids`, `block_table` and `page_size` the positions become slots on the way, each in its column, by the
+    rules of `translate_positions`: a position whose page is absent gives -1 where it stands.
+
+    Args:
+        scores: float32 [T, S].
+        lengths: int32 [T], how many leading columns of each row count, whatever lies behind; 0 or less: none.
+        k: how many to select, 1 to 4096.
+        request_ids: int32 [T], the block-table row of each token.
+        block_table: int32 [B, W].
+        page_size: positions per page.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    checks.same_device(scores=scores, lengths=lengths, request_ids=request_ids, block_table=block_table)
+    total = checks.tensor("scores", scores, "T S", (torch.float32,))
+    checks.tensor("lengths", lengths, "T", (torch.int32,), T=total["T"], remedy="one per row of scores")
+    checks.integer("k", k, low=1, high=MAX_K)
+    _check_lengths(lengths, total["S"], "there are no more scores")
+    given = [value is not None for value in (request_ids, block_table, page_size)]
+    if any(given) and not all(given):
+        raise checks.refuse(
+            "request_ids, block_table and page_size", "given together", f"{sum(given)} of 3", "pass all, or none"
+        )
+    if request_ids is not None and block_table is not None:
+        checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=total["T"], remedy="one per row of scores")
+        requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]
+        checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
+        checks.integer("page_size", page_size, low=1)
+    return library.topk_positions(scores, lengths, k, request_ids, block_table, page_size or 0, backend)
 
 
 def index_topk(
@@ -31,31 +164,62 @@ def index_topk(
     lengths: Tensor,
     k: int,
     *,
+    workspace_bytes: int = WORKSPACE_BYTES,
     backend: str = "auto",
 ) -> Tensor:
-    """The k best request-local positions of each token: int32 [T, k], valid ones first, then -1.
+    """The k best request-local positions of each token: int32 [T, k] in ascending order, then -1.
 
-    The score of position j is sum over heads of weight * relu(q . key_j). Among equal scores the lowest position wins,
-    so the result is deterministic. Weights may be negative.
+    The same selection, bit for bit, as `topk_positions(index_scores(...), ...)` of the same backend, without a score
+    for every token and position in memory at once. A token's row depends on nothing else in the batch.
 
     Args:
-        q: [T, H, D] in bf16, fp16 or fp32.
+        q: [T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights.
         weights: [T, H].
         cache: index keys, `index-fp8` or unquantised rows of width D.
         request_ids: int32 [T], the block-table row of each token.
-        block_table: int32 [B, W].
-        lengths: int32 [T], how many leading positions each token may see (its own position + 1); 0 selects nothing.
-        k: how many to select.
+        block_table: int32 [B, W]; positions of an absent (negative) page are never selected.
+        lengths: int32 [T], how many leading positions each token sees (its own position + 1); 0 or less: none.
+        k: how many to select, 1 to 4096.
+        workspace_bytes: how much memory scores and other intermediate results may take, whatever the context; at least
+            what one token needs is used.
         backend: a name from `tamis backends`, or "auto".
     """
-    device = checks.same_device(q=q, weights=weights, request_ids=request_ids, lengths=lengths)
-    sizes = checks.tensor("q", q, "T H D", checks.FLOATS, D=cache.layout.width, remedy=lambda: f"keys are in {cache!r}")
+    _check_paged(q, weights, cache, request_ids, block_table, lengths)
+    checks.integer("k", k, low=1, high=MAX_K)
+    checks.integer("workspace_bytes", workspace_bytes, low=1)
+    longest = block_table.shape[1] * cache.page_size
+    _check_lengths(lengths, longest, "the block table has no page for more")
+    return library.index_topk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
+
+
+def _check_paged(
+    q: Tensor, weights: Tensor, cache: PagedCache, request_ids: Tensor, block_table: Tensor, lengths: Tensor
+) -> torch.device:
+    device = checks.same_device(
+        q=q, weights=weights, request_ids=request_ids, block_table=block_table, lengths=lengths, cache=cache.storage
+    )
+    layout = cache.layout
+    if layout.quantised and (layout.scales is None or layout.tile != layout.width):
+        raise checks.refuse("cache", "index-fp8 or unquantised rows", repr(cache), "index keys have one scale per row")
+    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=layout.width, remedy=lambda: f"keys are in {cache!r}")
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
     checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
-    requests = checks.tensor("block_table", block_table, "B W", (torch.int32,), device=device)["B"]
+    requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]
     checks.tensor("lengths", lengths, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
-    checks.integer("k", k, low=1)
     checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
-    longest = block_table.shape[1] * cache.page_size
-    checks.values_between("lengths", lengths, 0, longest, "the block table has no page for more")
-    return library.index_topk(q, weights, cache, request_ids, block_table, lengths, k, backend)
+    return device
+
+
+def _check_lengths(lengths: Tensor, longest: int, remedy: str) -> None:
+    if checks.visible(lengths):
+        # Engines give padded requests negative lengths; those see nothing.
+        checks.values_between("lengths", lengths.clamp_min(0), 0, longest, remedy)
+
+
+def _scores_out(out: Tensor | None, tokens: int, width: int, device: torch.device) -> Tensor:
+    if out is None:
+        return torch.empty(tokens, width, dtype=torch.float32, device=device)
+    checks.tensor("out", out, "T S", (torch.float32,), T=tokens, S=width, device=device)
+    if out.stride(1) != 1 and width > 1:
+        raise checks.refuse("out", "contiguous along its rows", out.stride(), "allocate it as [T, width]")
+    return out

@@ -1,0 +1,356 @@
+"""Portable lightning indexer in Triton: how the kernels of `triton_scores` and `triton_topk` are launched.
+
+Grids and blocks depend on shapes alone, so every call can be captured in a graph and replayed with other lengths:
+programs whose keys lie behind them stop at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis import checks
+from tamis.cache import PagedCache
+from tamis.ops.index.triton_scores import score_keys
+from tamis.ops.index.triton_topk import choose_topk_launch, topk_launches
+from tamis.ops.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
+
+if TYPE_CHECKING:
+    from tamis.testing.offline import OfflineCase
+
+E4M3 = torch.float8_e4m3fn
+MAX_HEADS = 128
+MAX_DIM = 256
+QUERY_BYTES = 16 * 1024
+"""Largest block of heads of one token; more heads go block by block."""
+SCRATCH_BYTES = 64 << 20
+"""What a selection may take beside scores and result, unless one row needs more."""
+
+
+@dataclass(frozen=True)
+class ScoreLaunch:
+    """How `score_keys` is laid out."""
+
+    block_q: int
+    """Tokens per program."""
+    block_n: int
+    """Keys per step."""
+    span: int
+    """Keys per program."""
+    warps: int
+    stages: int
+
+
+def choose_score_launch(
+    shape: Sequence[int], cores: int, heads: int, block_h: int, *, shared: bool, exact: bool
+) -> ScoreLaunch:
+    """Blocks for a result of that shape: spans long enough to hide their start, and short enough that eight per core
+    remain.
+
+    Args:
+        shape: tokens and columns of the result.
+        cores: multiprocessors of the device.
+        heads: of each token.
+        block_h: how many of them a block holds.
+        shared: whether neighbouring tokens mostly see the same keys.
+        exact: whether products run in float32.
+    """
+    tokens, width = shape
+    simple = heads <= block_h and not exact
+    # The logits of two tokens fit the registers up to 64 heads.
+    block_q = 2 if shared and simple and block_h <= 64 else 1
+    block_n = 32 if exact else 64
+    share = width * triton.cdiv(tokens, block_q) // (8 * cores)
+    span = max(4, min(16, share // block_n)) * block_n
+    return ScoreLaunch(block_q, block_n, span, 4, 4 if simple else 1)
+
+
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+) -> None:
+    """Fill `out`, float32 [T, width]; see `tamis.ops.index_scores`."""
+    _score_pages(q, weights, cache, request_ids, block_table, lengths, out, batch=q.shape[0], fill=True)
+
+
+def ragged_scores(
+    q: Tensor, weights: Tensor, keys: Tensor, key_scales: Tensor | None, starts: Tensor, ends: Tensor, out: Tensor
+) -> None:
+    """Fill `out`, float32 [T, N]; see `tamis.ops.ragged_scores`."""
+    keys = keys if keys.stride(1) == 1 else keys.contiguous()
+    _score(q, weights, _list_places(keys, key_scales, starts, ends, out), keys.dtype, out, shared=True, fill=True)
+
+
+def topk_positions(
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    request_ids: Tensor | None,
+    block_table: Tensor | None,
+    page_size: int,
+) -> Tensor:
+    """Positions, or slots where there is a block table, int32 [T, k]; see `tamis.ops.topk_positions`."""
+    result = torch.empty(scores.shape[0], k, dtype=torch.int32, device=scores.device)
+    table = None if request_ids is None else block_table
+    _select(scores, lengths, k, None if request_ids is None else request_ids.contiguous(), table, page_size, result)
+    return result
+
+
+def index_topk(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    k: int,
+    workspace_bytes: int,
+) -> Tensor:
+    """Positions int32 [T, k], as many tokens at a time as the workspace holds scores of."""
+    tokens = q.shape[0]
+    # Rows of a multiple of 16 numbers are read in wide loads.
+    width = triton.cdiv(block_table.shape[1] * cache.page_size, 16) * 16
+    scratch = max(choose_topk_launch(n, width, k, _cores(q.device)).scratch for n in (1, max(1, tokens)))
+    step = max(1, min(tokens, workspace_bytes // (4 * (width + scratch))))
+    scores = torch.empty(step, width, dtype=torch.float32, device=q.device)
+    result = torch.empty(tokens, k, dtype=torch.int32, device=q.device)
+    for start in range(0, tokens, step):
+        some = slice(start, min(start + step, tokens))
+        part, ids, visible = scores[: some.stop - start], request_ids[some], lengths[some]
+        # Launched like the whole batch.
+        _score_pages(q[some], weights[some], cache, ids, block_table, visible, part, batch=tokens, fill=False)
+        _select(part, visible, k, None, None, 0, result[some])
+    return result
+
+
+def _score_pages(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    *,
+    batch: int,
+    fill: bool,
+) -> None:
+    if block_table.numel() == 0:
+        out.fill_(-torch.inf)
+        return
+    places = _page_places(cache, request_ids, block_table, lengths, out)
+    keys = E4M3 if cache.layout.quantised else cache.layout.element
+    _score(q, weights, places, keys, out, shared=batch > block_table.shape[0], fill=fill)
+
+
+def _list_places(keys: Tensor, key_scales: Tensor | None, starts: Tensor, ends: Tensor, out: Tensor) -> dict[str, Any]:
+    """Arguments of `score_keys` for keys in one list."""
+    paged = ("keys_page_stride", "scales_page_stride", "pages", "request_ids", "block_table", "table_stride")
+    return dict.fromkeys((*paged, "page_id_stride", "requests", "table_width")) | {
+        "keys": keys,
+        "scales": None if key_scales is None else key_scales.contiguous(),
+        "starts": starts.contiguous(),
+        "ends": ends.contiguous(),
+        "held": out.shape[1],
+        "KEYS_ROW": keys.stride(0),
+        "SCALES_ROW": 1,
+        "PAGE_SIZE": 1,
+    }
+
+
+def _page_places(
+    cache: PagedCache, request_ids: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor
+) -> dict[str, Any]:
+    """Arguments of `score_keys` for keys in pages."""
+    layout = cache.layout
+    requests, table_width = block_table.shape
+    keys, keys_page, keys_row = strided_field(cache, layout.values)
+    scales, scales_page, scales_row = strided_field(cache, layout.scales)
+    return {
+        "keys": keys,
+        "keys_page_stride": keys_page,
+        "scales": scales,
+        "scales_page_stride": scales_page,
+        "pages": cache.pages,
+        "request_ids": request_ids.contiguous(),
+        "block_table": block_table,
+        "table_stride": block_table.stride(0),
+        "page_id_stride": block_table.stride(1),
+        "requests": requests,
+        "table_width": table_width,
+        "starts": None,
+        "ends": lengths.contiguous(),
+        "held": min(out.shape[1], table_width * cache.page_size),
+        "KEYS_ROW": keys_row,
+        "SCALES_ROW": scales_row,
+        "PAGE_SIZE": cache.page_size,
+    }
+
+
+def _score(
+    q: Tensor, weights: Tensor, places: dict[str, Any], keys: torch.dtype, out: Tensor, *, shared: bool, fill: bool
+) -> None:
+    """Launch `score_keys`; `shared` says that neighbouring tokens mostly see the same keys."""
+    _, heads, dim = q.shape
+    if heads > MAX_HEADS or dim > MAX_DIM:
+        expected = f"at most {MAX_HEADS} heads of {MAX_DIM} numbers for the triton backend"
+        raise checks.refuse("q", expected, list(q.shape), "pass backend='reference'")
+    native = has_native_e4m3(q.device)
+    compute = _compute_dtype(q.dtype, keys, native=native)
+    block_h, exact = _head_block(heads, dim, compute), compute == torch.float32
+    launch = choose_score_launch(out.shape, _cores(q.device), heads, block_h, shared=shared, exact=exact)
+    arguments, options = score_arguments(q, weights, places, compute, launch, out, native=native, fill=fill)
+    programs = triton.cdiv(q.shape[0], launch.block_q) * triton.cdiv(out.shape[1], launch.span)
+    if programs:
+        with launching_on(q.device):
+            score_keys[(programs, launch.block_q if places["block_table"] is not None else 1)](**arguments, **options)
+
+
+def _compute_dtype(query: torch.dtype, keys: torch.dtype, *, native: bool) -> torch.dtype:
+    """What the products run in: the narrowest type that holds both, e4m3 itself only where the device multiplies it."""
+    if interpreted(score_keys):
+        return torch.float32
+    if query == keys:
+        return torch.float16 if query == E4M3 and not native else query
+    if E4M3 in (query, keys):
+        return keys if query == E4M3 else query
+    return torch.float32
+
+
+def _head_block(heads: int, dim: int, compute: torch.dtype) -> int:
+    width, power = (int(triton.next_power_of_2(n)) for n in (max(32, dim), heads))
+    return max(16, min(QUERY_BYTES // (width * compute.itemsize), power))
+
+
+def score_arguments(
+    q: Tensor,
+    weights: Tensor,
+    places: dict[str, Any],
+    compute: torch.dtype,
+    launch: ScoreLaunch,
+    out: Tensor,
+    *,
+    native: bool,
+    fill: bool,
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Arguments and options of a launch of `score_keys`, given where the keys are."""
+    tokens, heads, dim = q.shape
+    q = q if q.stride(2) == 1 else q.contiguous()
+    stored = E4M3 if compute == E4M3 else torch.uint8
+    keys = places["keys"]
+    types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, E4M3: tl.float8e4nv}
+    arguments = places | {
+        "q": q.view(stored) if q.dtype == E4M3 else q,
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "weights": weights,
+        "weights_token_stride": weights.stride(0),
+        "weights_head_stride": weights.stride(1),
+        "keys": keys.view(stored) if keys.element_size() == 1 else keys,
+        "out": out,
+        "out_stride": out.stride(0),
+        "tokens": tokens,
+        "width": out.shape[1],
+        "span": launch.span,
+        "HEADS": heads,
+        "BLOCK_H": _head_block(heads, dim, compute),
+        "DIM": dim,
+        "BLOCK_D": triton.next_power_of_2(max(32, dim)),
+        "BLOCK_Q": launch.block_q,
+        "BLOCK_N": launch.block_n,
+        "FILL": fill,
+        "COMPUTE": types[compute],
+        "NATIVE": native,
+        "STAGES": launch.stages,
+        "INTERPRETED": interpreted(score_keys),
+    }
+    return arguments, {"num_warps": launch.warps, "num_stages": launch.stages}
+
+
+def _select(
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    request_ids: Tensor | None,
+    block_table: Tensor | None,
+    page_size: int,
+    result: Tensor,
+) -> None:
+    """Select from rows, as many at a time as the scratch memory allows."""
+    tokens, width = scores.shape
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    lengths = lengths.contiguous()
+    launch = choose_topk_launch(tokens, width, k, _cores(scores.device))
+    step = max(1, SCRATCH_BYTES // (4 * launch.scratch))
+    for start in range(0, tokens, step):
+        some = slice(start, start + step)
+        ids = None if request_ids is None else request_ids[some]
+        with launching_on(scores.device):
+            for kernel, grid, arguments, options in topk_launches(
+                launch, scores[some], lengths[some], k, ids, block_table, page_size, result[some]
+            ):
+                kernel[(grid,)](**arguments, **options)
+
+
+def _cores(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1
+    cores: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return cores
+
+
+def offline_cases() -> Iterator["OfflineCase"]:
+    """Launches that `tamis.testing.offline` compiles."""
+    from tamis.layout import named, rows
+    from tamis.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase
+
+    plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    four, table, out = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 32, dtype=torch.int32), torch.empty(4, 2048)
+    for layout, query, heads, shared, targets in (
+        (named("index-fp8"), E4M3, 64, False, NATIVE_E4M3),
+        (named("index-fp8"), E4M3, 64, True, NATIVE_E4M3),
+        (named("index-fp8"), E4M3, 64, False, plain),
+        (named("index-fp8"), E4M3, 64, True, plain),
+        (named("index-fp8"), bf16, 64, True, NATIVE_E4M3),
+        (named("index-fp8"), bf16, 64, True, plain),
+        (named("index-fp8"), E4M3, 128, True, NATIVE_E4M3),
+        (rows(bf16, latent=256, rope=0), bf16, 128, True, tuple(TARGETS)),
+        (rows(fp16, latent=96, rope=0), fp32, 5, True, tuple(TARGETS)),
+    ):
+        cache = PagedCache(layout, 2, 64)
+        native = targets == NATIVE_E4M3
+        q, keys = torch.empty(4, heads, layout.width, dtype=query), E4M3 if layout.quantised else layout.element
+        compute = _compute_dtype(query, keys, native=native)
+        block_h = _head_block(heads, layout.width, compute)
+        launch = choose_score_launch(out.shape, 132, heads, block_h, shared=shared, exact=compute == fp32)
+        places = _page_places(cache, four, table, four, out)
+        arguments, options = score_arguments(
+            q, torch.empty(4, heads), places, compute, launch, out, native=native, fill=shared
+        )
+        label = f"index {layout.name} {checks.dtype_name(query)}, {heads} heads, {launch.block_q} tokens"
+        yield OfflineCase.of_launch(score_keys, arguments, options, label, targets)
+        if not layout.quantised:
+            places = _list_places(q[:, 0].contiguous(), None, four, four, out)
+            arguments, options = score_arguments(
+                q, torch.empty(4, heads), places, compute, launch, out, native=native, fill=True
+            )
+            yield OfflineCase.of_launch(score_keys, arguments, options, f"{label}, gathered", targets)
+    page_table = torch.zeros(4, 1024, dtype=torch.int32)
+    for tokens, width, k, translate in ((512, 65536, 2048, False), (1, 65536, 2048, True), (512, 1000, 4096, True)):
+        scores, lengths = torch.empty(tokens, width, device="meta"), torch.zeros(tokens, dtype=torch.int32)
+        cut = choose_topk_launch(tokens, width, k, 132)
+        ids, pages = (lengths, page_table) if translate else (None, None)
+        result = torch.empty(tokens, k, dtype=torch.int32)
+        for kernel, _, arguments, options in topk_launches(cut, scores, lengths, k, ids, pages, 64, result):
+            label = f"index {kernel.fn.__name__}, {k} of {width}, {cut.parts} parts"
+            yield OfflineCase.of_launch(kernel, arguments, options, label)

@@ -1,0 +1,172 @@
+"""Index scores in Triton: the kernel. One program scores a span of keys for a few neighbouring tokens.
+
+Keys are the rows of the matrix product and the heads of all tokens its columns, so that the sum over heads stays inside
+a thread but for a last exchange, and tokens of one request share each read of a key. A score goes through the same
+operations in the same order wherever its key lies in a tile and whichever tokens share the program.
+"""
+
+import triton
+import triton.language as tl
+
+from tamis.ops.triton_rows import decode_e4m3, load_wide
+
+
+@triton.jit
+def _load_rows(at, mask, COMPUTE: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Rows for the product. Types that it takes as they are stay untouched, so that the load can run ahead into shared
+    memory; the interpreter cannot compute with bf16."""
+    if INTERPRETED and at.dtype.element_ty != tl.uint8:
+        rows = load_wide(at, mask)
+    elif mask is None:
+        rows = tl.load(at)
+    else:
+        rows = tl.load(at, mask=mask, other=0.0)
+    if at.dtype.element_ty == tl.uint8:
+        rows = decode_e4m3(rows, NATIVE)
+    return rows.to(COMPUTE)
+
+
+@triton.jit
+def _load_queries(
+    q, q_token_stride, q_head_stride, weights, weights_token_stride, weights_head_stride, first_token, tokens,
+    first_head, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The heads of a few tokens as columns [BLOCK_D, BLOCK_Q * BLOCK_H], and their weights."""
+    column = tl.arange(0, BLOCK_Q * BLOCK_H)
+    token, head = first_token + column // BLOCK_H, first_head + column % BLOCK_H
+    there = (token < tokens) & (head < HEADS)
+    dim = tl.arange(0, BLOCK_D)
+    at = q + (token.to(tl.int64) * q_token_stride + head * q_head_stride)[:, None] + dim[None, :]
+    rows = _load_rows(at, there[:, None] & (dim < DIM)[None, :], COMPUTE, NATIVE, INTERPRETED)
+    at = weights + token.to(tl.int64) * weights_token_stride + head * weights_head_stride
+    return tl.trans(rows), load_wide(at, there)
+
+
+@triton.jit
+def _sum_heads(logits, weight, first_head, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Weighted sums [keys, BLOCK_Q] of rectified logits [keys, BLOCK_Q * BLOCK_H]."""
+    terms = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+    if HEADS % BLOCK_H:
+        # A padded head times an infinite key is NaN.
+        head = first_head + tl.arange(0, BLOCK_Q * BLOCK_H) % BLOCK_H
+        terms = tl.where((head < HEADS)[None, :], terms, 0.0)
+    return tl.sum(tl.reshape(terms, [logits.shape[0], BLOCK_Q, BLOCK_H]), 2)
+
+
+@triton.jit
+def _find_pages(table, page_id_stride, n, table_width, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each of BLOCK_N positions from n on, or the one page that holds them all."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        index = n // PAGE_SIZE
+    else:
+        index = (n + tl.arange(0, BLOCK_N)) // PAGE_SIZE
+    return tl.load(table + tl.minimum(index, table_width - 1).to(tl.int64) * page_id_stride)
+
+
+@triton.jit
+def _write_nothing(row, here, begin, end, BLOCK_N: tl.constexpr):
+    """-inf from `begin` to `end` in the rows of some tokens."""
+    for n in range(begin, end, BLOCK_N):
+        position = n + tl.arange(0, BLOCK_N)
+        tl.store(row[None, :] + position[:, None], float("-inf"), mask=here[None, :] & (position < end)[:, None])
+
+
+# Batches of any size share one kernel: where alignment does not matter, sizes are not looked at.
+@triton.jit(do_not_specialize=["tokens", "requests", "table_width", "pages", "width", "held", "span", "table_stride"])
+def score_keys(
+    q, q_token_stride, q_head_stride, weights, weights_token_stride, weights_head_stride, keys, keys_page_stride,
+    scales, scales_page_stride, pages, request_ids, block_table, table_stride, page_id_stride, requests, table_width,
+    starts, ends, out, out_stride, tokens, width, held, span,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS_ROW: tl.constexpr,
+    SCALES_ROW: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    FILL: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Scores of the keys span * n .. span * (n + 1) for BLOCK_Q tokens, -inf for keys that a token does not see.
+
+    Without FILL nothing is written behind a token's end. Keys come from pages, of which a table lists `held` positions,
+    or without a block table from one list of which a token sees starts .. ends. Of a group of tokens, those of one
+    request are scored by the program whose second number is the place of the first of them.
+    """
+    PAGED: tl.constexpr = block_table is not None
+    IN_ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
+    HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    # Neighbouring programs score the same keys, which then come from the cache of the device.
+    groups = tl.cdiv(tokens, BLOCK_Q)
+    first_token = tl.program_id(0) % groups * BLOCK_Q
+    first = tl.program_id(0) // groups * span
+    last = tl.minimum(first + span, width)
+    token = first_token + tl.arange(0, BLOCK_Q)
+    here = token < tokens
+    listed = True
+    table = block_table
+    if PAGED:
+        leader = tl.program_id(1)
+        request = tl.load(request_ids + tl.minimum(first_token + leader, tokens - 1))
+        here &= tl.load(request_ids + token, mask=here, other=0) == request
+        if tl.min(tl.where(here, token, tokens), 0) != first_token + leader:
+            return
+        listed = (request >= 0) & (request < requests)
+        table = block_table + tl.where(listed, request, 0).to(tl.int64) * table_stride
+    end = tl.load(ends + token, mask=here, other=0)
+    row = out + token.to(tl.int64) * out_stride
+    stop = tl.minimum(tl.max(end, 0), last)
+    limit = last if FILL else stop
+    stop = tl.where(listed, tl.minimum(stop, held), first)
+    begin = first
+    if starts is not None:
+        start = tl.load(starts + token, mask=here, other=2147483647)
+        begin += tl.maximum(tl.minimum(tl.min(start, 0), last) - first, 0) // BLOCK_N * BLOCK_N
+    key = tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_D)
+    inside = (dim < DIM)[None, :] if DIM < BLOCK_D or INTERPRETED else None
+    if begin < stop:
+        if HEAD_BLOCKS == 1:
+            query, weight = _load_queries(
+                q, q_token_stride, q_head_stride, weights, weights_token_stride, weights_head_stride, first_token,
+                tokens, 0, HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_Q, COMPUTE, NATIVE, INTERPRETED,
+            )  # fmt: skip
+        if PAGED:
+            # One step ahead: a load that waits for a load cannot run far ahead itself.
+            next_page = _find_pages(table, page_id_stride, begin, table_width, PAGE_SIZE, BLOCK_N)
+        for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+            position = n + key
+            if PAGED:
+                page = next_page
+                next_page = _find_pages(table, page_id_stride, n + BLOCK_N, table_width, PAGE_SIZE, BLOCK_N)
+                known = (page >= 0) & (page < pages)
+                # Rows of absent pages are read from the first page and their scores dropped.
+                page = tl.where(known, page, 0).to(tl.int64)
+                in_page = n % PAGE_SIZE + key if IN_ONE_PAGE else position % PAGE_SIZE
+                key_row = page * keys_page_stride + in_page * KEYS_ROW
+                scale_row = page * scales_page_stride + in_page * SCALES_ROW
+            else:
+                scale_row = tl.minimum(position, width - 1)
+                key_row = scale_row.to(tl.int64) * KEYS_ROW
+            if scales is not None:
+                scale = tl.load(scales + scale_row)
+            rows = _load_rows(keys + key_row[:, None] + dim[None, :], inside, COMPUTE, NATIVE, INTERPRETED)
+            score = tl.zeros([BLOCK_N, BLOCK_Q], tl.float32)
+            for block in tl.static_range(HEAD_BLOCKS):
+                if HEAD_BLOCKS > 1:
+                    query, weight = _load_queries(
+                        q, q_token_stride, q_head_stride, weights, weights_token_stride, weights_head_stride,
+                        first_token, tokens, block * BLOCK_H, HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_Q, COMPUTE, NATIVE,
+                        INTERPRETED,
+                    )  # fmt: skip
+                logits = tl.dot(rows, query, input_precision="ieee")
+                summed = _sum_heads(logits, weight, block * BLOCK_H, HEADS, BLOCK_H, BLOCK_Q)
+                score = summed if block == 0 else score + summed
+            if scales is not None:
+                score *= scale[:, None]
+            seen = position[:, None] < end[None, :]
+            if starts is not None:
+                seen &= position[:, None] >= start[None, :]
+            if PAGED:
+                seen &= known if IN_ONE_PAGE else known[:, None]
+            score = tl.where(seen, score, float("-inf"))
+            tl.store(row[None, :] + position[:, None], score, mask=here[None, :] & (position < last)[:, None])
+    # What there are no keys for: behind the longest length or the table, of an unknown request, before the first start.
+    _write_nothing(row, here, begin + tl.cdiv(tl.maximum(stop - begin, 0), BLOCK_N) * BLOCK_N, limit, BLOCK_N)
+    if starts is not None:
+        _write_nothing(row, here, first, tl.minimum(begin, limit), BLOCK_N)

@@ -1,0 +1,47 @@
+"""How index queries and keys are prepared before they are compared."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from tamis import checks
+
+
+@dataclass(frozen=True)
+class IndexRecipe:
+    """What is done to index queries and index keys alike: their dot products mean something only if both had the same.
+
+    The defaults are DeepSeek-V3.2's. A `PagedCache` of index keys may record its recipe (`recipe=`); what is written to
+    it and compared with it must then have the same one.
+    """
+
+    rope_dim: int = 64
+    """How many of the columns are rotated."""
+    interleaved: bool = False
+    """Pairs (2i, 2i+1); otherwise pairs (i, i + rope_dim/2)."""
+    rope_first: bool = True
+    """The rotated columns are the first (V3.2); otherwise the last (V4)."""
+    hadamard: bool = False
+    """Rotate by the orthonormal Hadamard matrix after the rope: the same scores, a smaller FP8 error."""
+
+    def __post_init__(self) -> None:
+        """Refuse a rope that has no pairs."""
+        if checks.integer("rope_dim", self.rope_dim, low=0) % 2:
+            raise checks.refuse("rope_dim", "even", self.rope_dim, "a rope rotates pairs")
+
+    @classmethod
+    def from_hf(cls, config: Any, *, hadamard: bool = False) -> Self:
+        """From a Hugging Face config (object or dict) of the V3.2 family (V3.2, GLM-5.x) or the V4 family.
+
+        `indexer_rope_interleave` decides the pairs where a V3.2-like config has it; otherwise they are halves, and
+        adjacent in GLM-MoE-DSA, as in transformers' own model.
+        """
+        fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+        if fields.get("kv_lora_rank"):
+            rope = int(fields.get("qk_rope_head_dim") or 0)
+            usual = fields.get("model_type") == "glm_moe_dsa"
+            return cls(rope, interleaved=bool(fields.get("indexer_rope_interleave", usual)), hadamard=hadamard)
+        if "head_dim" not in fields:
+            raise checks.refuse("config", "one with 'kv_lora_rank' or 'head_dim'", "none", "this model has no indexer")
+        rope = int(fields.get("qk_rope_head_dim") or fields["head_dim"] * fields.get("partial_rotary_factor", 0.125))
+        return cls(rope, interleaved=True, rope_first=False, hadamard=hadamard)
