@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <ucontext.h>
 #include <vector>
@@ -48,7 +49,6 @@ struct Block {
 
 struct Thread {
     ucontext_t context;
-    std::vector<char> stack;
     Index thread_index;
     Block* block;
     bool done = false;
@@ -166,15 +166,33 @@ inline void cluster_arrive() {
 
 inline void cluster_wait() { emulator::wait(emulator::cluster, emulator::current->cluster_turn); }
 
-inline u32 read_peer(const u32* ours, u32 rank) {
-    emulator::maybe_pause();
-    emulator::Block& peer = emulator::blocks[rank];
-    if (peer.finished) emulator::fail("read the shared memory of a block that has left");
-    const auto offset = reinterpret_cast<const char*>(ours) - reinterpret_cast<char*>(emulator::current->block->memory);
-    u32 value;
-    std::memcpy(&value, reinterpret_cast<char*>(peer.memory) + offset, 4);
-    return value;
+// Addresses: the offset in a block's shared memory, and above it the block's rank.
+constexpr u32 RANK_UNIT = 1u << 24;
+
+inline u32 shared_address(const void* pointer) {
+    emulator::Block* block = emulator::current->block;
+    const auto offset = static_cast<const char*>(pointer) - reinterpret_cast<char*>(block->memory);
+    return offset + block->rank * RANK_UNIT;
 }
+
+inline u32* shared_word(u32 address) {
+    emulator::Block& block = emulator::blocks[address / RANK_UNIT];
+    if (block.finished) emulator::fail("touched the shared memory of a block that has left");
+    return reinterpret_cast<u32*>(reinterpret_cast<char*>(block.memory) + address % RANK_UNIT);
+}
+
+inline void shared_increment(u32 address) { atomicAdd(shared_word(address), 1u); }
+inline u32 shared_load(u32 address) { return *shared_word(address); }
+inline uint4 shared_load4(u32 address) { return *reinterpret_cast<uint4*>(shared_word(address)); }
+inline void shared_store4(u32 address, uint4 value) { *reinterpret_cast<uint4*>(shared_word(address)) = value; }
+inline u32 peer_address(u32 ours, u32 rank) { return ours % RANK_UNIT + rank * RANK_UNIT; }
+
+inline u32 peer_load(u32 theirs) {
+    emulator::maybe_pause();
+    return *shared_word(theirs);
+}
+
+inline void peer_add(u32 theirs, u32 value) { atomicAdd(shared_word(theirs), value); }
 
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
@@ -189,6 +207,8 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
     cluster = Barrier{};
     blocks.assign(size, Block{});
     std::vector<Thread> threads(size * BLOCK_SIZE);
+    static std::vector<std::unique_ptr<char[]>> stacks;
+    while (stacks.size() < threads.size()) stacks.emplace_back(new char[STACK]);
     for (u32 rank = 0; rank < size; ++rank) {
         Block& block = blocks[rank];
         block.storage.resize(shared + GUARD + 16);
@@ -202,19 +222,23 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
     std::vector<u32> left(size, BLOCK_SIZE), alive;
     for (u32 i = 0; i < threads.size(); ++i) {
         Thread& thread = threads[i];
-        thread.stack.resize(STACK);
         thread.block = &blocks[i / BLOCK_SIZE];
         thread.thread_index.x = i % BLOCK_SIZE;
         getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = thread.stack.data();
+        thread.context.uc_stack.ss_sp = stacks[i].get();
         thread.context.uc_stack.ss_size = STACK;
         thread.context.uc_link = &scheduler;
         makecontext(&thread.context, static_cast<void (*)()>([] { (*running)(); current->done = true; }), 0);
         alive.push_back(i);
     }
+    // One block is ahead of the others most of the time, another one after a while.
+    u32 favourite = 0;
     while (!alive.empty()) {
-        const u32 start = random_order() % alive.size();
-        u32 tried = 0, at = start;
+        if (random_order() % 4096 == 0) favourite = random_order() % size;
+        u32 tried = 0, at = random_order() % alive.size();
+        for (u32 again = 0; again < 2 * size && threads[alive[at]].block->rank != favourite; ++again) {
+            at = random_order() % alive.size();
+        }
         while (tried < alive.size()) {
             const Thread& thread = threads[alive[at]];
             if (!thread.waiting || static_cast<int>(thread.waiting->generation - thread.until) >= 0) break;

@@ -1,7 +1,7 @@
 """Exact top-k of index scores in CUDA C++, for GPUs with thread-block clusters."""
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -33,15 +33,19 @@ class Variant(NamedTuple):
     per_sm: int
     """Blocks that share one multiprocessor's memory."""
 
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory per block: its part of a multiprocessor's, whatever the rows need of it."""
+        return SHARED_PER_SM // self.per_sm - SYSTEM_SHARED
+
 
 class Memory(NamedTuple):
     """What a block keeps in shared memory."""
 
-    total: int
-    """Bytes."""
     resident: int
     """Keys of the slice that stay there; the others are read again."""
     bitmap_words: int
+    """Of each of the two bitmaps."""
 
 
 def topk_positions(
@@ -84,7 +88,7 @@ def topk_positions(
         pages = request_ids.data_ptr(), block_table.data_ptr()
         table = block_table.stride(0), block_table.shape[0], block_table.shape[1]
     lengths = lengths.contiguous()
-    launch = _launch(scores.device.index, variant, memory.total)
+    launch = _launch(scores.device.index, variant)
     launch(
         (tokens * variant.cluster, 1, 1),
         *(scores.data_ptr(), scores.stride(0), width, lengths.data_ptr(), k, *pages, *table, page_size),
@@ -93,6 +97,7 @@ def topk_positions(
     return out
 
 
+@lru_cache(maxsize=1024)
 def usual_variant(tokens: int, width: int, multiprocessors: int) -> Variant:
     """Two blocks per multiprocessor if there are rows enough, and slices that are worth a block each."""
     cluster = 1
@@ -105,22 +110,20 @@ def usual_variant(tokens: int, width: int, multiprocessors: int) -> Variant:
     return variant if _room_for_keys(variant, width, MAX_K)[1] > 0 else largest
 
 
+@lru_cache(maxsize=1024)
 def memory_of(variant: Variant, width: int, k: int) -> Memory:
     """How a block's shared memory is divided for rows of a width."""
     longest, room = _room_for_keys(variant, width, k)
     if room < 0:
         raise checks.refuse("scores", "narrower", f"rows of {width}", "split them; about 11 million fit")
-    resident = min(longest, room // 4 // SLICE_UNIT * SLICE_UNIT)
-    bitmap_words = longest // 32
-    return Memory(_fixed_bytes(variant.threads) + 4 * (2 * bitmap_words + resident), resident, bitmap_words)
+    return Memory(min(longest, room // 4 // SLICE_UNIT * SLICE_UNIT), longest // 32)
 
 
 def _room_for_keys(variant: Variant, width: int, k: int) -> tuple[int, int]:
     """How many places a block may have to look at, and the bytes that its two bitmaps of them leave for keys."""
     # Up to three places before a row's start make its loads aligned. Rows of up to k go to one block as a whole.
     longest = max(_whole_units(-(-(width + 3) // variant.cluster)), _whole_units(min(k, width) + 3))
-    per_block = SHARED_PER_SM // variant.per_sm - SYSTEM_SHARED
-    return longest, per_block - _fixed_bytes(variant.threads) - 2 * longest // 8
+    return longest, variant.shared - _fixed_bytes(variant.threads) - 2 * longest // 8
 
 
 def _whole_units(places: int) -> int:
@@ -128,9 +131,9 @@ def _whole_units(places: int) -> int:
 
 
 def _fixed_bytes(threads: int) -> int:
-    """Size of the source's `Shared`: counts of three digits, list, sums of each warp, and the result of a search."""
-    size = 4 * (4096 + 1024 + 1024 + 3 * 32) + 8 * 4096 + 2 * 4 * (threads // 32) + 4 * 6 + 4
-    return -(-size // 16) * 16
+    """Size of the source's `Shared`: counts of three digits and their sums, the list, and sums of each warp."""
+    digits = sum(4 * (bins + 2 * 32 + 2 * bins // 32) for bins in (4096, 1024, 1024))
+    return -(-(digits + 4 * MAX_K + 2 * 4 * (threads // 32) + 4) // 16) * 16
 
 
 @cache
@@ -144,9 +147,9 @@ def _program(threads: int) -> Program:
 
 
 @cache
-def _launch(device: int, variant: Variant, shared: int) -> Launch:
+def _launch(device: int, variant: Variant) -> Launch:
     loaded = kernel(_program(variant.threads), "topk_positions", device)
-    return Launch(loaded, SIGNATURE, threads=variant.threads, shared=shared, cluster=variant.cluster)
+    return Launch(loaded, SIGNATURE, threads=variant.threads, shared=variant.shared, cluster=variant.cluster)
 
 
 def offline_cases() -> Iterator["CudaCase"]:
@@ -154,5 +157,4 @@ def offline_cases() -> Iterator["CudaCase"]:
     from tamis.testing.offline_cuda import CudaCase
 
     for threads in (512, 1024):
-        shared = memory_of(Variant(1, threads, 1024 // threads), 131072, 2048).total
-        yield CudaCase(f"index, top-k, {threads} threads", _program(threads), shared)
+        yield CudaCase(f"index, top-k, {threads} threads", _program(threads), Variant(1, threads, 1).shared)

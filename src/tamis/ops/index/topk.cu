@@ -2,8 +2,8 @@
 //
 // Scores become unsigned keys in the same order. Each block owns one slice of the row and keeps as many of its keys as
 // fit in shared memory. The k-th highest key of the row is found digit by digit, from the top: the blocks count how
-// often each value of a digit occurs, read each other's counts, and all reach the same decision. Then each block marks
-// its winners in a bitmap, and keys equal to the k-th in another one. The counts also say how many winners lie in the
+// often each value of a digit occurs, add up their counts, and all reach the same decision. Then each block marks its
+// winners in a bitmap, and keys equal to the k-th in another one. The counts also say how many winners lie in the
 // slices before, so each block knows where its part of the output starts. A bitmap is read in the order of positions,
 // so the lowest positions win among equal keys, whatever order threads ran in.
 //
@@ -20,10 +20,11 @@ constexpr int FIRST_BINS = 4096, LATER_BINS = 1024;
 constexpr int FIRST_SHIFT = 20, SECOND_SHIFT = 10;
 // Counts are searched in two steps: first among this many groups of bins, one for each lane of a warp.
 constexpr int GROUPS = 32;
-// Candidates that a block lists; with more of them it looks through its slice again. At least the largest k.
-constexpr int LISTED = 4096;
-// 16-byte loads in flight per thread.
-constexpr int LOADS = 4;
+// Candidates that a block lists; with more of them it looks through its slice again.
+constexpr int LISTED = 2048;
+constexpr int LARGEST_K = 4096;
+// 16-byte loads in flight per thread, from the row and from what is kept of it.
+constexpr int LOADS = 4, KEPT_LOADS = 2;
 constexpr int STEP = 4 * THREADS;
 
 // ---- Instructions
@@ -45,12 +46,50 @@ __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster
 
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// The word that another block of the cluster has at the place of ours.
-__device__ __forceinline__ u32 read_peer(const u32* ours, u32 rank) {
-    u32 address = static_cast<u32>(__cvta_generic_to_shared(ours)), theirs, value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(address), "r"(rank));
+// Addresses in shared memory as numbers: of a pointer, the compiler works out the window's base again at every use.
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    u32 address = static_cast<u32>(__cvta_generic_to_shared(pointer));
+    asm volatile("" : "+r"(address));
+    return address;
+}
+
+// Adding one is a single step for all lanes that meet at an address, as they do on a plateau of equal scores.
+__device__ __forceinline__ void shared_increment(u32 address) {
+    asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address) : "memory");
+}
+
+__device__ __forceinline__ u32 shared_load(u32 address) {
+    u32 value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint4 shared_load4(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void shared_store4(u32 address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// The place in another block of the cluster that corresponds to one of ours.
+__device__ __forceinline__ u32 peer_address(u32 ours, u32 rank) {
+    u32 theirs;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(ours), "r"(rank));
+    return theirs;
+}
+
+__device__ __forceinline__ u32 peer_load(u32 theirs) {
+    u32 value;
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(theirs) : "memory");
     return value;
+}
+
+__device__ __forceinline__ void peer_add(u32 theirs, u32 value) {
+    asm volatile("red.shared::cluster.add.u32 [%0], %1;" ::"r"(theirs), "r"(value) : "memory");
 }
 
 // With programmatic dependent launch, the kernel before may still run up to here; otherwise these do nothing.
@@ -66,41 +105,44 @@ __device__ __forceinline__ u32 key_of(float score) {
     return bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
 }
 
+__device__ __forceinline__ uint4 keys_of(float4 s) {
+    return make_uint4(key_of(s.x), key_of(s.y), key_of(s.z), key_of(s.w));
+}
+
+// Counts of one digit over the whole row, and over the slices before this one.
+template <int BINS>
+struct Digit {
+    u32 counts[BINS];  // of this slice only
+    u32 groups[GROUPS], groups_before[GROUPS];
+    u32 bins[BINS / GROUPS], bins_before[BINS / GROUPS];  // of the group in which the search goes on
+};
+
+struct Digits {
+    Digit<FIRST_BINS> first;
+    Digit<LATER_BINS> second, third;
+};
+
 struct Entry {
     u32 key;
     int place;
 };
 
-struct Found {
-    int digit;  // of the k-th key; -1 if there are fewer than k
-    u32 above;  // keys of the row whose digit is higher
-    u32 above_before;  // those of them in slices before this one
-    u32 equal;  // keys of the row with this digit
-    u32 equal_before;
-    u32 own;  // keys of this slice with this digit or a higher one
-};
-
 struct alignas(16) Shared {
-    u32 first_counts[FIRST_BINS];  // how often each value of a digit occurs in the slice
-    u32 second_counts[LATER_BINS];
-    u32 third_counts[LATER_BINS];
-    u32 group_counts[3][GROUPS];
+    Digits digits;
     union {
         Entry list[LISTED];  // candidates, in any order
-        int chosen[LISTED];  // after the marking: places of this slice that are part of the result, ascending
+        int chosen[LARGEST_K];  // after the marking: places of this slice that are part of the result, ascending
     };
-    u32 warp_winners[WARPS];
-    u32 warp_ties[WARPS];
-    Found found;
-    int listed;
+    u32 warp_winners[WARPS], warp_ties[WARPS];
+    u32 listed;  // candidates met so far; the list is not complete if they are more than it holds
 };
 
-static_assert(sizeof(Shared) == SHARED_BYTES, "the caller has another layout in mind");
+static_assert(sizeof(Shared) == SHARED_BYTES && sizeof(Digits) % sizeof(uint4) == 0, "the caller has another layout in mind");
 
 // One block's part of a row. Places count from an address that is a multiple of 16 bytes, at or before the row's start.
 struct Slice {
     const float* scores;  // at place 0
-    u32* keys;  // in shared memory, of the places below `resident`
+    u32 keys;  // address of the keys in shared memory, of the places below `resident`
     int resident;
     int begin, end;  // places that belong to the row
     int position;  // of place 0 in the row
@@ -115,108 +157,109 @@ struct Slice {
     }
 
     __device__ __forceinline__ u32 key(int place) const {
-        return place < resident ? keys[place] : key_of(score(place));
+        return place < resident ? shared_load(keys + 4 * place) : key_of(score(place));
     }
 
     __device__ __forceinline__ uint4 keys4(int place) const {
-        if (place < resident && place < end) return *reinterpret_cast<const uint4*>(keys + place);
-        const float4 s = scores4(place);
-        return make_uint4(key_of(s.x), key_of(s.y), key_of(s.z), key_of(s.w));
+        return place < resident && place < end ? shared_load4(keys + 4 * place) : keys_of(scores4(place));
     }
 };
 
 // ---- Search
 
-struct Tally {
-    u32 row, before, own;  // counts in the whole row, in the slices before this one, in this slice
+struct Found {
+    int digit;  // of the k-th key; -1 if there are fewer than k
+    u32 above, above_before;  // keys whose digit is higher: in the row, and in the slices before this one
+    u32 equal, equal_before;  // keys with this digit
 };
 
-__device__ __forceinline__ Tally tally(const u32* count, u32 rank, u32 blocks) {
-    Tally sum = {0, 0, *count};
-#pragma unroll 4
-    for (u32 peer = 0; peer < blocks; ++peer) {
-        const u32 value = read_peer(count, peer);
-        sum.row += value;
-        sum.before += peer < rank ? value : 0;
-    }
-    return sum;
-}
-
-// The first lane at which the counts of the lanes so far reach `wanted`, or -1; what lies before it is added to `above`.
-__device__ __forceinline__ int reach(const Tally& here, u32 wanted, Tally& above) {
+// The first lane at which the counts of the lanes so far reach `wanted`, 32 if none does; what lies before it is added
+// to `above` and `above_before`.
+__device__ __forceinline__ int reach(u32 count, u32 before, u32 wanted, u32& above, u32& above_before) {
     const int lane = threadIdx.x % 32;
-    u32 so_far = here.row;
+    u32 so_far = count;
+#pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const u32 other = __shfl_up_sync(EVERY_LANE, so_far, step);
         if (lane >= step) so_far += other;
     }
-    const u32 reached = __ballot_sync(EVERY_LANE, above.row + so_far >= wanted);
+    const u32 reached = __ballot_sync(EVERY_LANE, above + so_far >= wanted);
     const int first = reached ? __ffs(reached) - 1 : 32;
-    above.row += __reduce_add_sync(EVERY_LANE, lane < first ? here.row : 0);
-    above.before += __reduce_add_sync(EVERY_LANE, lane < first ? here.before : 0);
-    above.own += __reduce_add_sync(EVERY_LANE, lane < first ? here.own : 0);
-    return first < 32 ? first : -1;
+    above += __reduce_add_sync(EVERY_LANE, lane < first ? count : 0);
+    above_before += __reduce_add_sync(EVERY_LANE, lane < first ? before : 0);
+    return first;
 }
 
-// Where the `wanted`-th highest of the counted keys is. One whole warp runs this; lanes go from high digits to low ones.
-template <int COUNT>
-__device__ __forceinline__ Found search(const u32* counts, const u32* group_counts, u32 wanted, u32 rank, u32 blocks) {
-    constexpr int GROUP = COUNT / GROUPS;
-    constexpr int ROUNDS = GROUP / 32;
-    const int lane = threadIdx.x % 32;
-    Tally above = {0, 0, 0};
-    const int group_lane = reach(tally(group_counts + GROUPS - 1 - lane, rank, blocks), wanted, above);
-    if (group_lane < 0) return {-1, above.row, above.before, 0, 0, above.own};
-    const int highest = (GROUPS - group_lane) * GROUP - 1;
-    Tally bins[ROUNDS];
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) bins[round] = tally(counts + highest - round * 32 - lane, rank, blocks);
-    Found found = {};
-    bool missing = true;
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        if (!missing) continue;
-        const int at = reach(bins[round], wanted, above);
-        if (at < 0) continue;
-        missing = false;
-        found.digit = highest - round * 32 - at;
-        found.equal = __shfl_sync(EVERY_LANE, bins[round].row, at);
-        found.equal_before = __shfl_sync(EVERY_LANE, bins[round].before, at);
-        found.own = above.own + __shfl_sync(EVERY_LANE, bins[round].own, at);
-    }
-    found.above = above.row;
-    found.above_before = above.before;
-    return found;
-}
-
-// Once every block has counted a digit: where the `wanted`-th highest key is. Each thread returns the same.
-template <int COUNT>
-__device__ __forceinline__ Found agree(
-    const u32 (&counts)[COUNT], u32 (&group_counts)[GROUPS], Found& shared_found, u32 wanted, u32 rank, u32 blocks) {
-    constexpr int GROUP = COUNT / GROUPS;
+// Once this block has counted a digit: where the `wanted`-th highest key of the row is, the same in every thread. Bins
+// below `ignored` hold no candidates. Every warp searches for itself, lanes going from high digits to low ones.
+template <int BINS>
+__device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 wanted, u32 rank, u32 blocks) {
+    constexpr int GROUP = BINS / GROUPS, PER_LANE = GROUP / 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __syncthreads();  // every thread has counted
+    const u32 groups = shared_address(digit.groups);
     for (int group = warp; group < GROUPS; group += WARPS) {
         u32 sum = 0;
 #pragma unroll
-        for (int bin = lane; bin < GROUP; bin += 32) sum += counts[group * GROUP + bin];
+        for (int bin = group * GROUP + lane; bin < (group + 1) * GROUP; bin += 32) sum += bin < ignored ? 0 : digit.counts[bin];
         sum = __reduce_add_sync(EVERY_LANE, sum);
-        if (lane == 0) group_counts[group] = sum;
+        // One lane for each block of the cluster.
+        if (lane < blocks) {
+            const u32 theirs = peer_address(groups + 4 * group, lane);
+            peer_add(theirs, sum);
+            if (lane > rank) peer_add(theirs + 4 * GROUPS, sum);
+        }
     }
     cluster_arrive();
-    cluster_wait();  // the counts of every block are complete; nobody changes them from here on
-    if (warp == 0) {
-        const Found found = search<COUNT>(counts, group_counts, wanted, rank, blocks);
-        if (lane == 0) shared_found = found;
+    cluster_wait();  // the counts of every block are complete, and so are the sums of groups in this one
+    Found found = {-1, 0, 0, 0, 0};
+    const int highest = GROUPS - 1 - lane;
+    const int from_top = reach(digit.groups[highest], digit.groups_before[highest], wanted, found.above, found.above_before);
+    if (from_top == 32) return found;
+    const int group = GROUPS - 1 - from_top;
+    const u32 counts = shared_address(digit.counts + group * GROUP + lane);
+#pragma unroll 1
+    for (int peer = warp; peer < blocks; peer += WARPS) {
+        u32 loaded[PER_LANE];
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) loaded[i] = peer_load(peer_address(counts + 128 * i, peer));
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            atomicAdd(&digit.bins[lane + 32 * i], loaded[i]);
+            if (peer < rank) atomicAdd(&digit.bins_before[lane + 32 * i], loaded[i]);
+        }
     }
-    __syncthreads();  // `found` is there; it is written again only after the first barrier of the next digit
-    return shared_found;
+    __syncthreads();  // the sums of the group's bins are complete
+    u32 count[PER_LANE], before[PER_LANE], sum = 0, sum_before = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+        sum += count[i] = digit.bins[GROUP - 1 - lane * PER_LANE - i];
+        sum_before += before[i] = digit.bins_before[GROUP - 1 - lane * PER_LANE - i];
+    }
+    const int at = reach(sum, sum_before, wanted, found.above, found.above_before);
+    bool passed = true;  // the bins so far, as all lanes before, do not reach `wanted`
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+        const u32 equal = __shfl_sync(EVERY_LANE, count[i], at), equal_before = __shfl_sync(EVERY_LANE, before[i], at);
+        if (!passed) continue;
+        passed = found.above + equal < wanted;
+        if (passed) {
+            found.above += equal;
+            found.above_before += equal_before;
+        } else {
+            found.digit = (group + 1) * GROUP - 1 - at * PER_LANE - i;
+            found.equal = equal;
+            found.equal_before = equal_before;
+        }
+    }
+    return found;
 }
 
 // ---- Passes over a slice
 
 // Reads the slice, keeps what fits, and counts the first digit.
 __device__ __forceinline__ void count_first_digit(const Slice& slice, Shared& shared) {
+    const u32 counts = shared_address(shared.digits.first.counts);
     for (int place = 4 * threadIdx.x; place < slice.end; place += STEP * LOADS) {
         float4 scores[LOADS];
         if (place >= slice.begin && place + STEP * (LOADS - 1) + 4 <= slice.end) {
@@ -230,52 +273,59 @@ __device__ __forceinline__ void count_first_digit(const Slice& slice, Shared& sh
         }
 #pragma unroll
         for (int load = 0; load < LOADS; ++load) {
-            const float4 s = scores[load];
-            const uint4 keys = make_uint4(key_of(s.x), key_of(s.y), key_of(s.z), key_of(s.w));
             const int at = place + load * STEP;
-            if (at < slice.resident) *reinterpret_cast<uint4*>(slice.keys + at) = keys;
-            // Adding one is a single instruction for all lanes that meet in a bin, as on a plateau of equal scores.
-            if (keys.x > LOWEST) atomicAdd(&shared.first_counts[keys.x >> FIRST_SHIFT], 1u);
-            if (keys.y > LOWEST) atomicAdd(&shared.first_counts[keys.y >> FIRST_SHIFT], 1u);
-            if (keys.z > LOWEST) atomicAdd(&shared.first_counts[keys.z >> FIRST_SHIFT], 1u);
-            if (keys.w > LOWEST) atomicAdd(&shared.first_counts[keys.w >> FIRST_SHIFT], 1u);
+            const uint4 keys = keys_of(scores[load]);
+            if (at < slice.resident) shared_store4(slice.keys + 4 * at, keys);
+            if (at >= slice.end) break;
+            shared_increment(counts + 4 * (keys.x >> FIRST_SHIFT));
+            shared_increment(counts + 4 * (keys.y >> FIRST_SHIFT));
+            shared_increment(counts + 4 * (keys.z >> FIRST_SHIFT));
+            shared_increment(counts + 4 * (keys.w >> FIRST_SHIFT));
         }
     }
 }
 
-// Counts the second digit of the keys whose first one is `first`; lists these and all higher keys if told to.
-__device__ __forceinline__ void count_second_digit(const Slice& slice, Shared& shared, u32 first, bool listing) {
+// Marks keys whose first digit is higher than `first`; lists those that have it, and counts their second digit.
+__device__ __forceinline__ void count_second_digit(const Slice& slice, Shared& shared, u32 first, u32* winners) {
     const u32 least = first << FIRST_SHIFT;
-    for (int place = 4 * threadIdx.x; place < slice.end; place += STEP * LOADS) {
-        uint4 loaded[LOADS];
+    const u32 counts = shared_address(shared.digits.second.counts);
+    for (int start = 4 * threadIdx.x; start < slice.end; start += STEP * KEPT_LOADS) {
+        uint4 loaded[KEPT_LOADS];
 #pragma unroll
-        for (int load = 0; load < LOADS; ++load) loaded[load] = slice.keys4(place + load * STEP);
+        for (int load = 0; load < KEPT_LOADS; ++load) loaded[load] = slice.keys4(start + load * STEP);
 #pragma unroll
-        for (int load = 0; load < LOADS; ++load) {
+        for (int load = 0; load < KEPT_LOADS; ++load) {
             const u32 keys[4] = {loaded[load].x, loaded[load].y, loaded[load].z, loaded[load].w};
             if (max(max(keys[0], keys[1]), max(keys[2], keys[3])) < least) continue;
+            const int place = start + load * STEP;
+            u32 higher = 0;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if (keys[i] < least) continue;
-                if (listing) shared.list[atomicAdd(&shared.listed, 1)] = {keys[i], place + load * STEP + i};
-                if (keys[i] >> FIRST_SHIFT == first) {
-                    atomicAdd(&shared.second_counts[keys[i] >> SECOND_SHIFT & (LATER_BINS - 1)], 1u);
-                }
+                if (keys[i] >> FIRST_SHIFT > first) higher |= 1u << i;
+                if (keys[i] >> FIRST_SHIFT != first) continue;
+                shared_increment(counts + 4 * (keys[i] >> SECOND_SHIFT & (LATER_BINS - 1)));
+                // On a plateau most blocks would wait for one counter, whose value has become useless.
+                if (*const_cast<volatile u32*>(&shared.listed) > LISTED) continue;
+                const u32 at = atomicAdd(&shared.listed, 1u);
+                if (at < LISTED) shared.list[at] = {keys[i], place + i};
             }
+            if (higher) atomicOr(&winners[place / 32], higher << place % 32);
         }
     }
 }
 
 // Counts the third digit of the keys that start with `prefix`.
 __device__ __forceinline__ void count_third_digit(const Slice& slice, Shared& shared, u32 prefix, bool listing) {
+    const u32 counts = shared_address(shared.digits.third.counts);
     const int candidates = listing ? shared.listed : slice.end;
     for (int i = threadIdx.x; i < candidates; i += THREADS) {
         const u32 key = listing ? shared.list[i].key : slice.key(i);
-        if (key >> SECOND_SHIFT == prefix) atomicAdd(&shared.third_counts[key & (LATER_BINS - 1)], 1u);
+        if (key >> SECOND_SHIFT == prefix) shared_increment(counts + 4 * (key & (LATER_BINS - 1)));
     }
 }
 
-// Marks keys that start with more than `prefix` in one bitmap and those that start with it in the other.
+// Marks keys that start with more than `prefix` in one bitmap and those that start with it in the other. Where there is
+// a list, what is not on it has been marked before.
 __device__ __forceinline__ void mark(
     const Slice& slice, const Shared& shared, u32 prefix, int shift, bool listing, u32* winners, u32* ties) {
     if (listing) {
@@ -299,9 +349,10 @@ __device__ __forceinline__ void mark(
     }
 }
 
-// The sum over threads before this one in the block, and over all; `warps` holds the sum of each warp.
+// The sum over the lanes up to this one.
 __device__ __forceinline__ u32 sum_in_warp(u32 value) {
     const int lane = threadIdx.x % 32;
+#pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const u32 other = __shfl_up_sync(EVERY_LANE, value, step);
         if (lane >= step) value += other;
@@ -309,6 +360,7 @@ __device__ __forceinline__ u32 sum_in_warp(u32 value) {
     return value;
 }
 
+// The sum of the first `count` warps, whose own sums are in `warps`.
 __device__ __forceinline__ u32 sum_of_warps(const u32* warps, int count) {
     const int lane = threadIdx.x % 32;
     return __reduce_add_sync(EVERY_LANE, lane < count ? warps[lane] : 0);
@@ -376,16 +428,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     u32* winners = reinterpret_cast<u32*>(memory) + sizeof(Shared) / sizeof(u32);
     u32* ties = winners + bitmap_words;
-    u32* keys = ties + bitmap_words;
     const u32 rank = cluster_rank(), blocks = cluster_size();
     const int row = blockIdx.x / blocks;
 
-    for (int bin = threadIdx.x; bin < FIRST_BINS; bin += THREADS) shared.first_counts[bin] = 0;
-    for (int bin = threadIdx.x; bin < LATER_BINS; bin += THREADS) shared.second_counts[bin] = shared.third_counts[bin] = 0;
-    if (threadIdx.x == 0) shared.listed = 0;
     wait_for_previous_kernel();
-
     const int length = min(max(lengths[row], 0), width);
+    for (int i = threadIdx.x; i < sizeof(Digits) / sizeof(uint4); i += THREADS) memory[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0) shared.listed = 0;
     const bool everything = length <= k;  // then one block does it, and reads the row once
     if (everything && rank > 0) return;  // the whole cluster takes this way, on which nobody waits for anybody
     const float* start = scores + row * row_stride;
@@ -395,40 +444,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     Slice slice;
     slice.position = static_cast<int>(rank) * size - skipped;
     slice.scores = start + slice.position;
-    slice.keys = keys;
+    slice.keys = shared_address(ties + bitmap_words);
     slice.resident = everything ? 0 : resident;
     slice.begin = rank == 0 ? skipped : 0;
     slice.end = max(min(length - slice.position, size), 0);
 
-    // What is known of the k-th highest key: its upper bits. Keys that start with more are `above`; of those that
-    // start with the same, the first `wanted` are taken.
-    u32 prefix = LOWEST, wanted = 0, total = k, column = 0, quota = 0;
+    // What is known of the k-th highest key: it starts with `prefix`. All keys that start with more are winners; of
+    // those that start with the same, the first `wanted` of the row, of which the first `quota` of this slice.
+    u32 prefix = LOWEST, wanted = 0, quota = 0;
+    u32 column = 0, total = 0;  // of the output: where this block's part starts, and where everything ends
     int shift = 0;
     bool listing = false;
-    if (everything) {
-        total = 0;
-    } else {
+    if (!everything) {
         for (int word = threadIdx.x; word * 32 < slice.end; word += THREADS) winners[word] = ties[word] = 0;
+        cluster_arrive();  // this block runs, and its sums are zero
         __syncthreads();  // counts are zero
         count_first_digit(slice, shared);
-        Found found = agree(shared.first_counts, shared.group_counts[0], shared.found, k, rank, blocks);
+        cluster_wait();  // the other blocks are ready as well
+        Found found = agree(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, rank, blocks);
         column = found.above_before;
-        if (found.digit < 0) {
-            total = found.above;  // fewer than k: all of them
-        } else {
-            listing = found.own <= LISTED;
+        total = found.above;  // all of them, if they are fewer than k
+        if (found.digit >= 0) {
+            total = k;
             prefix = found.digit;
             wanted = k - found.above;
-            shift = FIRST_SHIFT;
-            count_second_digit(slice, shared, prefix, listing);
-            found = agree(shared.second_counts, shared.group_counts[1], shared.found, wanted, rank, blocks);
+            count_second_digit(slice, shared, prefix, winners);
+            found = agree(shared.digits.second, 0, wanted, rank, blocks);
+            listing = shared.listed <= LISTED;
             column += found.above_before;
             wanted -= found.above;
             prefix = prefix << (FIRST_SHIFT - SECOND_SHIFT) | found.digit;
             shift = SECOND_SHIFT;
             if (wanted < found.equal) {
                 count_third_digit(slice, shared, prefix, listing);
-                found = agree(shared.third_counts, shared.group_counts[2], shared.found, wanted, rank, blocks);
+                found = agree(shared.digits.third, 0, wanted, rank, blocks);
                 column += found.above_before;
                 wanted -= found.above;
                 prefix = prefix << SECOND_SHIFT | found.digit;
