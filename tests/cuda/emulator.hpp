@@ -153,7 +153,11 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 
-// What the kernel's section `Instructions` has in assembly.
+// What `instructions.cuh` has in assembly.
+
+constexpr u32 EVERY_LANE = 0xFFFFFFFFu;
+
+inline uint4* shared_memory() { return emulator::current->block->memory; }
 
 inline u32 cluster_rank() { return emulator::current->block->rank; }
 inline u32 cluster_size() { return emulator::blocks.size(); }

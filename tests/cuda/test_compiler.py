@@ -49,11 +49,12 @@ def test_whatever_changes_the_result_is_compiled_again(tmp_path: Path) -> None:
     compiled(ADD, "sm_100a", folder=tmp_path, compiler=made)
     compiled(Program(ADD.name, ADD.source + " ", ADD.options), "sm_90a", folder=tmp_path, compiler=made)
     compiled(Program(ADD.name, ADD.source, ("-DSTEP=4",)), "sm_90a", folder=tmp_path, compiler=made)
-    assert made.calls == 4
+    compiled(Program(ADD.name, ADD.source, ADD.options, (("a.cuh", "b"),)), "sm_90a", folder=tmp_path, compiler=made)
+    assert made.calls == 5
     newer = Counting((13, 1))
     compiled(ADD, "sm_90a", folder=tmp_path, compiler=newer)
     assert newer.calls == 1
-    assert len(list(tmp_path.iterdir())) == 5
+    assert len(list(tmp_path.iterdir())) == 6
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"", lambda b: b[:40] + b"x" + b[41:]])
@@ -78,6 +79,12 @@ def test_a_compile_error_shows_the_log(real: Nvrtc) -> None:
     with pytest.raises(CompileError, match=r"wrong.cu does not compile for sm_90a \(.*-DA=1\):") as caught:
         real.compile(wrong, "sm_90a")
     assert 'wrong.cu(1): error: identifier "nothing" is undefined' in str(caught.value)
+
+
+def test_headers_reach_the_compiler(real: Nvrtc) -> None:
+    source = '#include "one.cuh"\n#include "two.cuh"\nextern "C" __global__ void f(int* x) { *x = ONE + TWO; }'
+    headers = (("one.cuh", "#define ONE 1"), ("two.cuh", "#define TWO 2"))
+    assert usage(real.compile(Program("f.cu", source, (), headers), "sm_90a"))[0].function == "f"
 
 
 def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

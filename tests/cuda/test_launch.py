@@ -23,11 +23,17 @@ class FakeCuda:
         self.log: list[tuple] = []
         self.current = [CONTEXT]
 
+    def cuDeviceGet(self, handle, device):
+        handle._obj.value = device + 100
+        return 0
+
     def cuDevicePrimaryCtxRetain(self, context, device):
+        assert device.value == 103
         context._obj.value = CONTEXT
         return 0
 
     def cuDeviceGetAttribute(self, value, attribute, device):
+        assert device.value == 103
         value._obj.value = {97: 232448}[attribute]
         return 0
 

@@ -1,7 +1,6 @@
 """Top-k in CUDA C++: its source runs on the host, in random orders of threads, against a stable sort."""
 
 import ctypes
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -85,13 +84,9 @@ class Emulated:
 
     def __init__(self, folder: Path, threads: int) -> None:
         program = cuda_kernels._program(threads)
-        source, swaps = re.subn(r"// ---- Instructions.*?// ---- Keys", "// ---- Keys", program.source, flags=re.S)
-        source, memories = re.subn(
-            r"extern __shared__ uint4 memory\[\];", "uint4* memory = emulator::current->block->memory;", source
-        )
-        assert (swaps, memories) == (1, 1)
+        source = program.source.replace('#include "instructions.cuh"', '#include "emulator.hpp"')
         file, library = folder / f"topk{threads}.cpp", folder / f"topk{threads}.so"
-        file.write_text(f'#include "emulator.hpp"\n{source}\n{ENTRY}')
+        file.write_text(source + ENTRY)
         flags = [
             "-std=c++20",
             "-O1",

@@ -5,8 +5,9 @@ import ctypes
 import hashlib
 import importlib.util
 import os
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -32,12 +33,16 @@ class Program:
     source: str
     options: tuple[str, ...] = ()
     """What NVRTC is told besides the architecture, such as `-DTHREADS=512`."""
+    headers: tuple[tuple[str, str], ...] = ()
+    """Names and texts of what the source includes."""
 
     @classmethod
     def packaged(cls, package: str, name: str, **defines: int) -> "Program":
-        """A `.cu` file that lies in a package, with preprocessor constants."""
+        """A `.cu` file that lies in a package, with preprocessor constants; headers lie beside this module."""
         source = resources.files(package).joinpath(name).read_text(encoding="utf-8")
-        return cls(name, source, tuple(f"-D{constant}={value}" for constant, value in defines.items()))
+        included = re.findall(r'^#include "(.+)"', source, re.MULTILINE)
+        headers = tuple((header, resources.files(__package__).joinpath(header).read_text()) for header in included)
+        return cls(name, source, tuple(f"-D{constant}={value}" for constant, value in defines.items()), headers)
 
 
 class Nvrtc:
@@ -54,11 +59,11 @@ class Nvrtc:
         """The cubin of a program for an architecture such as `sm_90a`."""
         options = ["-std=c++17", f"-arch={arch}", *program.options]
         handle = ctypes.c_void_p()
-        texts = program.source.encode(), program.name.encode()
-        self._call("nvrtcCreateProgram", ctypes.byref(handle), *texts, 0, None, None)
+        names, texts = (_strings([header[part] for header in program.headers]) for part in (0, 1))
+        source = program.source.encode(), program.name.encode()
+        self._call("nvrtcCreateProgram", ctypes.byref(handle), *source, len(program.headers), texts, names)
         try:
-            encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-            if self._library.nvrtcCompileProgram(handle, len(options), encoded):
+            if self._library.nvrtcCompileProgram(handle, len(options), _strings(options)):
                 log = self._text("nvrtcGetProgramLog", handle).rstrip(b"\0").decode(errors="replace").strip()
                 raise CompileError(f"{program.name} does not compile for {arch} ({' '.join(options)}):\n{log}")
             return self._text("nvrtcGetCUBIN", handle)
@@ -76,6 +81,10 @@ class Nvrtc:
         status = getattr(self._library, name)(*arguments)
         if status:
             raise RuntimeError(f"{name} failed with NVRTC status {status}")
+
+
+def _strings(texts: Sequence[str]) -> Any:
+    return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
 
 
 @cache
@@ -119,8 +128,7 @@ def compiled(program: Program, arch: str, *, folder: Path | None = None, compile
     neither an old nor a damaged file is ever used. A folder that cannot be written to costs time, nothing else.
     """
     compiler = compiler or nvrtc()
-    parts = [program.name, program.source, *program.options, arch, repr(compiler.version)]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    key = hashlib.sha256(repr((program, arch, compiler.version)).encode()).hexdigest()
     path = (folder or default_cache()) / f"{Path(program.name).stem}-{arch}-{key[:32]}.cubin"
     with contextlib.suppress(OSError):
         stored = path.read_bytes()

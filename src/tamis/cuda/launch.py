@@ -103,10 +103,12 @@ class Kernel:
         """Load it, and allow it all the shared memory that a block on this device may have."""
         self.driver, self.device = api, device
         self.context, self.function = ctypes.c_void_p(), ctypes.c_void_p()
-        module, shared_limit, static_shared = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        module, handle = ctypes.c_void_p(), ctypes.c_int()
+        shared_limit, static_shared = ctypes.c_int(), ctypes.c_int()
+        api.call("cuDeviceGet", ctypes.byref(handle), device)
         # The primary context is the one that torch uses.
-        api.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), device)
-        api.call("cuDeviceGetAttribute", ctypes.byref(shared_limit), SHARED_PER_BLOCK_OPTIN, device)
+        api.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), handle)
+        api.call("cuDeviceGetAttribute", ctypes.byref(shared_limit), SHARED_PER_BLOCK_OPTIN, handle)
         with api.within(self.context):
             api.call("cuModuleLoadData", ctypes.byref(module), cubin)
             api.call("cuModuleGetFunction", ctypes.byref(self.function), module, function.encode())

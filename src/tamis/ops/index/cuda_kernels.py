@@ -32,6 +32,8 @@ class Variant(NamedTuple):
     """Per block: 512 or 1024."""
     per_sm: int
     """Blocks that share one multiprocessor's memory."""
+    overlap: bool = False
+    """Whether a launch may start while the kernel before it ends."""
 
     @property
     def shared(self) -> int:
@@ -149,7 +151,8 @@ def _program(threads: int) -> Program:
 @cache
 def _launch(device: int, variant: Variant) -> Launch:
     loaded = kernel(_program(variant.threads), "topk_positions", device)
-    return Launch(loaded, SIGNATURE, threads=variant.threads, shared=variant.shared, cluster=variant.cluster)
+    cluster, threads, _, overlap = variant
+    return Launch(loaded, SIGNATURE, threads=threads, shared=variant.shared, cluster=cluster, overlap=overlap)
 
 
 def offline_cases() -> Iterator["CudaCase"]:

@@ -7,12 +7,11 @@
 // slices before, so each block knows where its part of the output starts. A bitmap is read in the order of positions,
 // so the lowest positions win among equal keys, whatever order threads ran in.
 //
-// Defined by the caller: THREADS per block, and SHARED_BYTES, the shared memory it reckons with besides bitmaps and keys.
+// Defined by the caller: THREADS per block, and SHARED_BYTES, the memory it reckons with besides bitmaps and keys.
 
-typedef unsigned int u32;
+#include "instructions.cuh"
 
 constexpr int WARPS = THREADS / 32;
-constexpr u32 EVERY_LANE = 0xFFFFFFFFu;
 // The key of -inf, which NaN and places outside the row get as well: no candidate.
 constexpr u32 LOWEST = 0x007FFFFFu;
 // Digits of 12, 10 and 10 bits. The first one is wide because everything after it works on what shares its value.
@@ -26,76 +25,6 @@ constexpr int LARGEST_K = 4096;
 // 16-byte loads in flight per thread, from the row and from what is kept of it.
 constexpr int LOADS = 4, KEPT_LOADS = 2;
 constexpr int STEP = 4 * THREADS;
-
-// ---- Instructions
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ u32 cluster_size() {
-    u32 size;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-    return size;
-}
-
-// What a thread wrote before it arrives is visible to every thread of the cluster that has waited.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
-// Addresses in shared memory as numbers: of a pointer, the compiler works out the window's base again at every use.
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    u32 address = static_cast<u32>(__cvta_generic_to_shared(pointer));
-    asm volatile("" : "+r"(address));
-    return address;
-}
-
-// Adding one is a single step for all lanes that meet at an address, as they do on a plateau of equal scores.
-__device__ __forceinline__ void shared_increment(u32 address) {
-    asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address) : "memory");
-}
-
-__device__ __forceinline__ u32 shared_load(u32 address) {
-    u32 value;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ uint4 shared_load4(u32 address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void shared_store4(u32 address, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
-// The place in another block of the cluster that corresponds to one of ours.
-__device__ __forceinline__ u32 peer_address(u32 ours, u32 rank) {
-    u32 theirs;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(ours), "r"(rank));
-    return theirs;
-}
-
-__device__ __forceinline__ u32 peer_load(u32 theirs) {
-    u32 value;
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(theirs) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void peer_add(u32 theirs, u32 value) {
-    asm volatile("red.shared::cluster.add.u32 [%0], %1;" ::"r"(theirs), "r"(value) : "memory");
-}
-
-// With programmatic dependent launch, the kernel before may still run up to here; otherwise these do nothing.
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- Keys
 
@@ -137,7 +66,8 @@ struct alignas(16) Shared {
     u32 listed;  // candidates met so far; the list is not complete if they are more than it holds
 };
 
-static_assert(sizeof(Shared) == SHARED_BYTES && sizeof(Digits) % sizeof(uint4) == 0, "the caller has another layout in mind");
+static_assert(sizeof(Shared) == SHARED_BYTES, "the caller has another layout in mind");
+static_assert(sizeof(Digits) % sizeof(uint4) == 0, "they are cleared in units of this");
 
 // One block's part of a row. Places count from an address that is a multiple of 16 bytes, at or before the row's start.
 struct Slice {
@@ -201,7 +131,10 @@ __device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 want
     for (int group = warp; group < GROUPS; group += WARPS) {
         u32 sum = 0;
 #pragma unroll
-        for (int bin = group * GROUP + lane; bin < (group + 1) * GROUP; bin += 32) sum += bin < ignored ? 0 : digit.counts[bin];
+        for (int i = 0; i < PER_LANE; ++i) {
+            const int bin = group * GROUP + i * 32 + lane;
+            sum += bin < ignored ? 0 : digit.counts[bin];
+        }
         sum = __reduce_add_sync(EVERY_LANE, sum);
         // One lane for each block of the cluster.
         if (lane < blocks) {
@@ -213,8 +146,8 @@ __device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 want
     cluster_arrive();
     cluster_wait();  // the counts of every block are complete, and so are the sums of groups in this one
     Found found = {-1, 0, 0, 0, 0};
-    const int highest = GROUPS - 1 - lane;
-    const int from_top = reach(digit.groups[highest], digit.groups_before[highest], wanted, found.above, found.above_before);
+    const int mine = GROUPS - 1 - lane;
+    const int from_top = reach(digit.groups[mine], digit.groups_before[mine], wanted, found.above, found.above_before);
     if (from_top == 32) return found;
     const int group = GROUPS - 1 - from_top;
     const u32 counts = shared_address(digit.counts + group * GROUP + lane);
@@ -367,7 +300,8 @@ __device__ __forceinline__ u32 sum_of_warps(const u32* warps, int count) {
 }
 
 // Writes the places of the winners and of the first `quota` ties to `shared.chosen`, ascending; returns how many.
-__device__ __forceinline__ u32 collect(const Slice& slice, Shared& shared, u32 quota, const u32* winners, const u32* ties) {
+__device__ __forceinline__ u32 collect(
+    const Slice& slice, Shared& shared, u32 quota, const u32* winners, const u32* ties) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int words = (slice.end + 31) / 32;
     const int run = (words + THREADS - 1) / THREADS;
@@ -424,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     const float* scores, long long row_stride, int width, const int* lengths, int k, const int* request_ids,
     const int* block_table, long long table_stride, int requests, int table_width, int page_size, int* out,
     int resident, int bitmap_words) {
-    extern __shared__ uint4 memory[];
+    uint4* const memory = shared_memory();
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     u32* winners = reinterpret_cast<u32*>(memory) + sizeof(Shared) / sizeof(u32);
     u32* ties = winners + bitmap_words;
