@@ -101,14 +101,15 @@ def topk_positions(
 
 @lru_cache(maxsize=1024)
 def usual_variant(tokens: int, width: int, multiprocessors: int) -> Variant:
-    """Two blocks per multiprocessor if there are rows enough, and slices that are worth a block each."""
+    """Two blocks per multiprocessor if there are rows enough for that, else large ones; slices worth a block each."""
     cluster = 1
     while cluster < 16 and tokens * cluster * 2 <= 2 * multiprocessors and width > cluster * 4096:
         cluster *= 2
     # Longer slices than about this do not stay in shared memory.
     if tokens > multiprocessors and width > 32768:
         cluster = max(cluster, 2)
-    variant, largest = Variant(cluster, 512, 2), Variant(16, 1024, 1)
+    alone = tokens * cluster <= multiprocessors and width > cluster * 16384
+    variant, largest = Variant(cluster, 1024, 1) if alone else Variant(cluster, 512, 2), Variant(16, 1024, 1)
     return variant if _room_for_keys(variant, width, MAX_K)[1] > 0 else largest
 
 

@@ -22,8 +22,8 @@ constexpr int GROUPS = 32;
 // Candidates that a block lists; with more of them it looks through its slice again.
 constexpr int LISTED = 2048;
 constexpr int LARGEST_K = 4096;
-// 16-byte loads in flight per thread, from the row and from what is kept of it.
-constexpr int LOADS = 4, KEPT_LOADS = 2;
+// Loads in flight per thread.
+constexpr int LOADS = 4;
 constexpr int STEP = 4 * THREADS;
 
 // ---- Keys
@@ -86,12 +86,19 @@ struct Slice {
         return make_float4(score(place), score(place + 1), score(place + 2), score(place + 3));
     }
 
-    __device__ __forceinline__ u32 key(int place) const {
-        return place < resident ? shared_load(keys + 4 * place) : key_of(score(place));
-    }
-
-    __device__ __forceinline__ uint4 keys4(int place) const {
-        return place < resident && place < end ? shared_load4(keys + 4 * place) : keys_of(scores4(place));
+    // Keys that lie `step` places apart. All loads from the row come first, so that they run at the same time.
+    __device__ __forceinline__ void keys_apart(int place, int step, u32 (&found)[LOADS]) const {
+        float loaded[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const int at = place + i * step;
+            loaded[i] = at < resident ? 0.0f : score(at);
+        }
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const int at = place + i * step;
+            found[i] = at >= resident ? key_of(loaded[i]) : at < end ? shared_load(keys + 4 * at) : LOWEST;
+        }
     }
 };
 
@@ -219,41 +226,57 @@ __device__ __forceinline__ void count_first_digit(const Slice& slice, Shared& sh
 }
 
 // Marks keys whose first digit is higher than `first`; lists those that have it, and counts their second digit.
+__device__ __forceinline__ void consider(
+    uint4 four, int place, u32 first, u32 second_counts, Shared& shared, u32* winners) {
+    const u32 keys[4] = {four.x, four.y, four.z, four.w};
+    if (max(max(keys[0], keys[1]), max(keys[2], keys[3])) < first << FIRST_SHIFT) return;
+    u32 higher = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (keys[i] >> FIRST_SHIFT > first) higher |= 1u << i;
+        if (keys[i] >> FIRST_SHIFT != first) continue;
+        shared_increment(second_counts + 4 * (keys[i] >> SECOND_SHIFT & (LATER_BINS - 1)));
+        // On a plateau everybody would wait for one counter, whose value has become useless.
+        if (*const_cast<volatile u32*>(&shared.listed) > LISTED) continue;
+        const u32 at = atomicAdd(&shared.listed, 1u);
+        if (at < LISTED) shared.list[at] = {keys[i], place + i};
+    }
+    if (higher) atomicOr(&winners[place / 32], higher << place % 32);
+}
+
 __device__ __forceinline__ void count_second_digit(const Slice& slice, Shared& shared, u32 first, u32* winners) {
-    const u32 least = first << FIRST_SHIFT;
     const u32 counts = shared_address(shared.digits.second.counts);
-    for (int start = 4 * threadIdx.x; start < slice.end; start += STEP * KEPT_LOADS) {
-        uint4 loaded[KEPT_LOADS];
-#pragma unroll
-        for (int load = 0; load < KEPT_LOADS; ++load) loaded[load] = slice.keys4(start + load * STEP);
-#pragma unroll
-        for (int load = 0; load < KEPT_LOADS; ++load) {
-            const u32 keys[4] = {loaded[load].x, loaded[load].y, loaded[load].z, loaded[load].w};
-            if (max(max(keys[0], keys[1]), max(keys[2], keys[3])) < least) continue;
-            const int place = start + load * STEP;
-            u32 higher = 0;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (keys[i] >> FIRST_SHIFT > first) higher |= 1u << i;
-                if (keys[i] >> FIRST_SHIFT != first) continue;
-                shared_increment(counts + 4 * (keys[i] >> SECOND_SHIFT & (LATER_BINS - 1)));
-                // On a plateau most blocks would wait for one counter, whose value has become useless.
-                if (*const_cast<volatile u32*>(&shared.listed) > LISTED) continue;
-                const u32 at = atomicAdd(&shared.listed, 1u);
-                if (at < LISTED) shared.list[at] = {keys[i], place + i};
-            }
-            if (higher) atomicOr(&winners[place / 32], higher << place % 32);
-        }
+    int place = 4 * threadIdx.x;
+    for (; place < min(slice.resident, slice.end); place += STEP) {
+        consider(shared_load4(slice.keys + 4 * place), place, first, counts, shared, winners);
+    }
+    // What was not kept is read again, two loads ahead.
+    float4 next = slice.scores4(place), after = slice.scores4(place + STEP);
+    for (; place < slice.end; place += STEP) {
+        const float4 scores = next;
+        next = after;
+        after = slice.scores4(place + 2 * STEP);
+        consider(keys_of(scores), place, first, counts, shared, winners);
     }
 }
 
 // Counts the third digit of the keys that start with `prefix`.
 __device__ __forceinline__ void count_third_digit(const Slice& slice, Shared& shared, u32 prefix, bool listing) {
     const u32 counts = shared_address(shared.digits.third.counts);
-    const int candidates = listing ? shared.listed : slice.end;
-    for (int i = threadIdx.x; i < candidates; i += THREADS) {
-        const u32 key = listing ? shared.list[i].key : slice.key(i);
-        if (key >> SECOND_SHIFT == prefix) shared_increment(counts + 4 * (key & (LATER_BINS - 1)));
+    if (listing) {
+        for (int i = threadIdx.x; i < shared.listed; i += THREADS) {
+            const u32 key = shared.list[i].key;
+            if (key >> SECOND_SHIFT == prefix) shared_increment(counts + 4 * (key & (LATER_BINS - 1)));
+        }
+        return;
+    }
+    for (int place = threadIdx.x; place < slice.end; place += THREADS * LOADS) {
+        u32 keys[LOADS];
+        slice.keys_apart(place, THREADS, keys);
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            if (keys[i] >> SECOND_SHIFT == prefix) shared_increment(counts + 4 * (keys[i] & (LATER_BINS - 1)));
+        }
     }
 }
 
@@ -269,15 +292,19 @@ __device__ __forceinline__ void mark(
         }
         return;
     }
-    const int lane = threadIdx.x % 32;
-    for (int word = threadIdx.x / 32; word * 32 < slice.end; word += WARPS) {
-        const int place = word * 32 + lane;
-        const u32 start = (place < slice.end ? slice.key(place) : LOWEST) >> shift;
-        const u32 higher = __ballot_sync(EVERY_LANE, start > prefix);
-        const u32 equal = __ballot_sync(EVERY_LANE, start == prefix);
-        if (lane == 0) {
-            winners[word] = higher;
-            ties[word] = equal;
+    // A warp's 32 places are one word of a bitmap.
+    for (int place = threadIdx.x; place - static_cast<int>(threadIdx.x % 32) < slice.end; place += THREADS * LOADS) {
+        u32 keys[LOADS];
+        slice.keys_apart(place, THREADS, keys);
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const u32 higher = __ballot_sync(EVERY_LANE, keys[i] >> shift > prefix);
+            const u32 equal = __ballot_sync(EVERY_LANE, keys[i] >> shift == prefix);
+            const int word = (place + i * THREADS) / 32;
+            if (threadIdx.x % 32 == 0 && word * 32 < slice.end) {
+                winners[word] = higher;
+                ties[word] = equal;
+            }
         }
     }
 }
