@@ -168,6 +168,8 @@ inline void cluster_arrive() {
         emulator::arrive(emulator::cluster, emulator::blocks.size() * emulator::BLOCK_SIZE);
 }
 
+inline void cluster_arrive_relaxed() { cluster_arrive(); }
+
 inline void cluster_wait() { emulator::wait(emulator::cluster, emulator::current->cluster_turn); }
 
 // Addresses: the offset in a block's shared memory, and above it the block's rank.

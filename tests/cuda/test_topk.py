@@ -213,6 +213,12 @@ def test_every_launch_fits_the_device(tokens: int, width: int) -> None:
         assert variant.cluster == 16
 
 
+def test_k_has_a_limit() -> None:
+    for k in (0, 4097):
+        with pytest.raises(ValueError, match="k must be between 1 and 4096"):
+            topk_positions(torch.zeros(1, 1), torch.ones(1, dtype=torch.int32), k)
+
+
 def test_rows_that_no_launch_can_hold_are_refused() -> None:
     with pytest.raises(ValueError, match="scores must be narrower, got rows of 100000000; split them"):
         memory_of(Variant(16, 1024, 1), 10**8, 2048)

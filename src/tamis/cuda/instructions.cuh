@@ -28,6 +28,9 @@ __device__ __forceinline__ u32 cluster_size() {
 // What a thread wrote before it arrives is visible to every thread of the cluster that has waited.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 
+// Orders nothing: for a thread that has only read from the others, and tells them so.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // Addresses in shared memory as numbers: of a pointer, the compiler works out the window's base again at every use.

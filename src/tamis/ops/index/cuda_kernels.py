@@ -74,6 +74,7 @@ def topk_positions(
         page_size: positions per page; 0 without a block table.
         variant: how to cut the launch, if not as usual.
     """
+    checks.integer("k", k, low=1, high=MAX_K)
     tokens, width = scores.shape
     out = torch.empty((tokens, k), dtype=torch.int32, device=scores.device)
     if tokens == 0:

@@ -396,8 +396,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     const int length = min(max(lengths[row], 0), width);
     for (int i = threadIdx.x; i < sizeof(Digits) / sizeof(uint4); i += THREADS) memory[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) shared.listed = 0;
-    const bool everything = length <= k;  // then one block does it, and reads the row once
-    if (everything && rank > 0) return;  // the whole cluster takes this way, on which nobody waits for anybody
+    cluster_arrive();  // this block runs, and its counts are zero; meanwhile the length arrives
+    const bool everything = length <= k;  // in the whole cluster: then one block does it, and reads the row once
+    if (everything && rank > 0) {
+        cluster_wait();
+        return;
+    }
     const float* start = scores + row * row_stride;
     const int skipped = static_cast<int>(reinterpret_cast<unsigned long long>(start) / sizeof(float) % 4);
     const int parts = everything ? 1 : blocks;
@@ -418,7 +422,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     bool listing = false;
     if (!everything) {
         for (int word = threadIdx.x; word * 32 < slice.end; word += THREADS) winners[word] = ties[word] = 0;
-        cluster_arrive();  // this block runs, and its sums are zero
         __syncthreads();  // counts are zero
         count_first_digit(slice, shared);
         cluster_wait();  // the other blocks are ready as well
@@ -447,7 +450,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
             quota = wanted - min(wanted, found.equal_before);
             column += min(wanted, found.equal_before);
         }
-        cluster_arrive();  // this block has read the counts of the others for the last time
+        cluster_arrive_relaxed();  // this block has read the counts of the others for the last time
     }
     let_next_kernel_start();
 
@@ -467,5 +470,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     }
     if (everything) total = count;
     for (u32 i = total + rank * THREADS + threadIdx.x; i < k; i += parts * THREADS) result[i] = -1;
-    if (!everything) cluster_wait();  // nobody leaves while others may read its counts
+    cluster_wait();  // nobody leaves while others may read its counts
 }
