@@ -1,0 +1,158 @@
+"""From a CUDA C++ source to a cubin: compiled by NVRTC once, then read from disk."""
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DIGEST_SIZE = hashlib.sha256().digest_size
+INSTALL = "install the NVRTC of PyTorch's CUDA version: pip install nvidia-cuda-nvrtc (CUDA 12: nvidia-cuda-nvrtc-cu12)"
+
+
+class CompileError(RuntimeError):
+    """A source that the compiler refused; the message has its log."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A source and how to compile it."""
+
+    name: str
+    """File name, for messages."""
+    source: str
+    options: tuple[str, ...] = ()
+    """What NVRTC is told besides the architecture, such as `-DTHREADS=512`."""
+    headers: tuple[tuple[str, str], ...] = ()
+    """Names and texts of what the source includes."""
+
+    @classmethod
+    def packaged(cls, package: str, name: str, **defines: int) -> "Program":
+        """A `.cu` file that lies in a package, with preprocessor constants; headers lie beside this module."""
+        source = resources.files(package).joinpath(name).read_text(encoding="utf-8")
+        included = re.findall(r'^#include "(.+)"', source, re.MULTILINE)
+        headers = tuple((header, resources.files(__package__).joinpath(header).read_text()) for header in included)
+        return cls(name, source, tuple(f"-D{constant}={value}" for constant, value in defines.items()), headers)
+
+
+class Nvrtc:
+    """The compiler library."""
+
+    def __init__(self, library: Any) -> None:
+        """Wrap a loaded library."""
+        self._library = library
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.version = (major.value, minor.value)
+
+    def compile(self, program: Program, arch: str) -> bytes:
+        """The cubin of a program for an architecture such as `sm_90a`."""
+        options = ["-std=c++17", f"-arch={arch}", *program.options]
+        handle = ctypes.c_void_p()
+        names, texts = (_strings([header[part] for header in program.headers]) for part in (0, 1))
+        source = program.source.encode(), program.name.encode()
+        self._call("nvrtcCreateProgram", ctypes.byref(handle), *source, len(program.headers), texts, names)
+        try:
+            if self._library.nvrtcCompileProgram(handle, len(options), _strings(options)):
+                log = self._text("nvrtcGetProgramLog", handle).rstrip(b"\0").decode(errors="replace").strip()
+                raise CompileError(f"{program.name} does not compile for {arch} ({' '.join(options)}):\n{log}")
+            return self._text("nvrtcGetCUBIN", handle)
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(handle))
+
+    def _text(self, name: str, handle: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"{name}Size", handle, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        self._call(name, handle, text)
+        return text.raw
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            raise RuntimeError(f"{name} failed with NVRTC status {status}")
+
+
+def _strings(texts: Sequence[str]) -> Any:
+    return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+
+
+@cache
+def nvrtc() -> Nvrtc:
+    """The NVRTC of this installation: that of PyTorch's CUDA version before others, wheels before system libraries."""
+    for library, builtins in _candidates():
+        try:
+            # NVRTC opens its builtins by name alone, and wheels are on no search path.
+            if builtins is not None:
+                ctypes.CDLL(builtins)
+            return Nvrtc(ctypes.CDLL(library))
+        except OSError:
+            continue
+    raise ImportError(f"CUDA C++ kernels need NVRTC, NVIDIA's runtime compiler, which was not found; {INSTALL}")
+
+
+def _candidates() -> Iterator[tuple[str, str | None]]:
+    """Libraries to try, and the builtins that each needs to have loaded before."""
+    wanted = [f".so.{major}" for major in ((torch.version.cuda or "13").split(".")[0], "13", "12")]
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec is not None else None
+    wheels = [path for root in roots or () for path in sorted(Path(root).glob("*/lib/libnvrtc.so.*[0-9]"))]
+    for suffix in dict.fromkeys(wanted):
+        for library in wheels:
+            if library.name.endswith(suffix):
+                builtins = sorted(library.parent.glob(f"libnvrtc-builtins{suffix}*"))
+                yield str(library), str(builtins[0]) if builtins else None
+    for suffix in dict.fromkeys(wanted):
+        yield f"libnvrtc{suffix}", None
+
+
+def default_cache() -> Path:
+    """Where cubins are kept unless the caller says otherwise."""
+    return Path.home() / ".cache" / "tamis" / "cubin"
+
+
+def compiled(program: Program, arch: str, *, folder: Path | None = None, compiler: Nvrtc | None = None) -> bytes:
+    """The cubin of a program, from disk if it has been compiled before.
+
+    The file's name holds everything the result depends on, and the file starts with a digest of the rest, so that
+    neither an old nor a damaged file is ever used. A folder that cannot be written to costs time, nothing else.
+    """
+    compiler = compiler or nvrtc()
+    key = hashlib.sha256(repr((program, arch, compiler.version)).encode()).hexdigest()
+    path = (folder or default_cache()) / f"{Path(program.name).stem}-{arch}-{key[:32]}.cubin"
+    with contextlib.suppress(OSError):
+        stored = path.read_bytes()
+        if hashlib.sha256(stored[DIGEST_SIZE:]).digest() == stored[:DIGEST_SIZE]:
+            return stored[DIGEST_SIZE:]
+    cubin = compiler.compile(program, arch)
+    with contextlib.suppress(OSError):
+        _write_whole(path, hashlib.sha256(cubin).digest() + cubin)
+    return cubin
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Write a file that other processes see complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """NVRTC's name of a compute capability; from 9.0 on with the instructions that only this architecture has."""
+    return f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"

@@ -1,0 +1,205 @@
+"""Cubins on a device: load a kernel once, prepare a launch once, then launch in a few microseconds.
+
+A launch goes to the current torch stream, waits for nothing and allocates nothing, so it can be captured in a CUDA
+graph. Loading may happen inside a capture as well.
+"""
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tamis.cuda.compiler import Program, architecture, compiled
+
+# Numbers of cuda.h.
+SHARED_PER_BLOCK_OPTIN = 97
+FUNCTION_STATIC_SHARED = 1
+FUNCTION_MAX_DYNAMIC_SHARED = 8
+FUNCTION_SHARED_CARVEOUT = 9
+FUNCTION_NON_PORTABLE_CLUSTER = 14
+LAUNCH_CLUSTER = 4
+LAUNCH_PROGRAMMATIC_SERIALIZATION = 6
+CAPTURE_RELAXED = 2
+
+PORTABLE_CLUSTER = 8
+"""The largest cluster that every GPU with clusters can run."""
+PLAIN_SHARED = 48 * 1024
+"""Shared memory that a block may use without being asked about it."""
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an identifier, padded to 8 bytes, and 64 bytes whose meaning depends on it."""
+
+    _fields_ = (("name", ctypes.c_uint64), ("value", ctypes.c_uint32 * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class Driver:
+    """The CUDA driver's C interface; a status other than success becomes an error that says what it means."""
+
+    def __init__(self, library: Any) -> None:
+        """Wrap a loaded library."""
+        self.library = library
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function and check its status."""
+        status = getattr(self.library, name)(*arguments)
+        if status:
+            raise self.error(name, status)
+
+    def error(self, name: str, status: int) -> RuntimeError:
+        """What a status other than success means."""
+        text = ctypes.c_char_p()
+        self.library.cuGetErrorString(status, ctypes.byref(text))
+        return RuntimeError(f"{name} failed with CUDA status {status}: {(text.value or b'unknown').decode()}")
+
+    @contextmanager
+    def within(self, context: ctypes.c_void_p) -> Iterator[None]:
+        """Within it, this context is current in this thread, and a capture elsewhere allows everything."""
+        mode = ctypes.c_int(CAPTURE_RELAXED)
+        self.call("cuCtxPushCurrent_v2", context)
+        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+@cache
+def driver() -> Driver:
+    """The CUDA driver of this machine."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ImportError("CUDA C++ kernels need NVIDIA's driver, libcuda.so.1, which was not found") from error
+    made = Driver(library)
+    made.call("cuInit", 0)
+    return made
+
+
+class Kernel:
+    """A function of a cubin, loaded on one device; the module stays loaded as long as the process."""
+
+    def __init__(self, api: Driver, cubin: bytes, function: str, device: int) -> None:
+        """Load it, and allow it all the shared memory that a block on this device may have."""
+        self.driver, self.device = api, device
+        self.context, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+        module, handle = ctypes.c_void_p(), ctypes.c_int()
+        shared_limit, static_shared = ctypes.c_int(), ctypes.c_int()
+        api.call("cuDeviceGet", ctypes.byref(handle), device)
+        # The primary context is the one that torch uses.
+        api.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), handle)
+        api.call("cuDeviceGetAttribute", ctypes.byref(shared_limit), SHARED_PER_BLOCK_OPTIN, handle)
+        with api.within(self.context):
+            api.call("cuModuleLoadData", ctypes.byref(module), cubin)
+            api.call("cuModuleGetFunction", ctypes.byref(self.function), module, function.encode())
+            api.call("cuFuncGetAttribute", ctypes.byref(static_shared), FUNCTION_STATIC_SHARED, self.function)
+            self.shared_limit = shared_limit.value - static_shared.value
+            self.set_attribute(FUNCTION_MAX_DYNAMIC_SHARED, self.shared_limit)
+
+    def set_attribute(self, attribute: int, value: int) -> None:
+        """Change how the function may be launched."""
+        self.driver.call("cuFuncSetAttribute", self.function, attribute, value)
+
+
+@cache
+def kernel(program: Program, function: str, device: int, folder: Path | None = None) -> Kernel:
+    """A function of a program, compiled for a device and loaded there, once."""
+    arch = architecture(torch.cuda.get_device_capability(device))
+    return Kernel(driver(), compiled(program, arch, folder=folder), function, device)
+
+
+class _Buffers(threading.local):
+    """What a launch hands to the driver. One set per thread: other threads run while the driver reads it."""
+
+    def __init__(self, size: int, offsets: list[int], config: dict[str, Any], attributes: list[_Attribute]) -> None:
+        self.values = ctypes.create_string_buffer(size)
+        address = ctypes.addressof(self.values)
+        self.pointers = (ctypes.c_void_p * len(offsets))(*(address + offset for offset in offsets))
+        self.attributes = (_Attribute * max(1, len(attributes)))(*attributes)
+        self.config = _Config(**config, attributes=self.attributes, attribute_count=len(attributes))
+        self.reference = ctypes.byref(self.config)
+        self.current = ctypes.c_void_p()
+        self.current_reference = ctypes.byref(self.current)
+
+
+class Launch:
+    """A kernel with everything but its grid and its arguments: call it with these."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        signature: str,
+        *,
+        threads: int,
+        shared: int = 0,
+        cluster: int = 1,
+        overlap: bool = False,
+    ) -> None:
+        """Prepare launches of a kernel.
+
+        Args:
+            kernel: what to launch.
+            signature: a letter of the module `struct` for each parameter: `P` a pointer, `i` an int, `q` a long long,
+                `f` a float.
+            threads: per block.
+            shared: bytes of dynamic shared memory per block.
+            cluster: blocks per cluster, along the grid's first axis.
+            overlap: start while the kernel before it in the stream still runs (programmatic dependent launch); the
+                kernel must wait by itself, with `griddepcontrol.wait`, before it reads what that one writes.
+        """
+        if shared > kernel.shared_limit:
+            raise ValueError(f"shared must be at most {kernel.shared_limit} on this device, got {shared}")
+        self.kernel = kernel
+        self._launch = kernel.driver.library.cuLaunchKernelEx
+        self._get_current = kernel.driver.library.cuCtxGetCurrent
+        self._struct = struct.Struct(f"@{signature}")
+        offsets = [struct.calcsize(f"@{signature[: i + 1]}") - struct.calcsize(s) for i, s in enumerate(signature)]
+        attributes = []
+        if cluster > 1:
+            attributes.append(_Attribute(LAUNCH_CLUSTER, (ctypes.c_uint32 * 16)(cluster, 1, 1)))
+        if overlap:
+            attributes.append(_Attribute(LAUNCH_PROGRAMMATIC_SERIALIZATION, (ctypes.c_uint32 * 16)(1)))
+        with kernel.driver.within(kernel.context):
+            if shared > PLAIN_SHARED:
+                kernel.set_attribute(FUNCTION_SHARED_CARVEOUT, 100)
+            if cluster > PORTABLE_CLUSTER:
+                kernel.set_attribute(FUNCTION_NON_PORTABLE_CLUSTER, 1)
+        config = {"block": (ctypes.c_uint * 3)(threads, 1, 1), "shared": shared}
+        self._buffers = _Buffers(self._struct.size, offsets, config, attributes)
+
+    def __call__(self, grid: tuple[int, int, int], *values: Any) -> None:
+        """Launch on the current stream of the kernel's device; a pointer is a number, `tensor.data_ptr()`."""
+        buffers = self._buffers
+        self._struct.pack_into(buffers.values, 0, *values)
+        config = buffers.config
+        config.grid[:] = grid
+        config.stream = torch.cuda.current_stream(self.kernel.device).cuda_stream
+        self._get_current(buffers.current_reference)
+        if buffers.current.value == self.kernel.context.value:
+            status = self._launch(buffers.reference, self.kernel.function, buffers.pointers, None)
+        else:
+            # A thread that has not used this device yet, or that uses another one.
+            with self.kernel.driver.within(self.kernel.context):
+                status = self._launch(buffers.reference, self.kernel.function, buffers.pointers, None)
+        if status:
+            raise self.kernel.driver.error("cuLaunchKernelEx", status)

@@ -1,0 +1,270 @@
+// Runs a CUDA kernel on the host, exactly as written: each thread is a coroutine, and whenever one has to wait, another
+// one is picked at random. Orders that a missing barrier would allow therefore happen, and repeat with the same seed.
+// Memory that a kernel must not rely on is filled with garbage.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+typedef unsigned int u32;
+struct float4 { float x, y, z, w; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+
+namespace emulator {
+
+constexpr int BLOCK_SIZE = THREADS;
+constexpr size_t STACK = 64 * 1024, GUARD = 4096;
+
+struct Index { u32 x; };
+
+struct Barrier {
+    u32 generation = 0, arrived = 0;
+};
+
+struct Warp {
+    Barrier barrier;
+    u32 values[2][32];
+};
+
+struct Block {
+    std::vector<unsigned char> storage;
+    uint4* memory;
+    u32 index, rank;
+    Barrier barrier;
+    Warp warps[BLOCK_SIZE / 32];
+    bool finished = false;
+};
+
+struct Thread {
+    ucontext_t context;
+    Index thread_index;
+    Block* block;
+    bool done = false;
+    const Barrier* waiting = nullptr;
+    u32 until = 0, cluster_turn = 0;
+};
+
+inline Thread* current;
+inline ucontext_t scheduler;
+inline std::vector<Block> blocks;
+inline Barrier cluster;
+inline std::mt19937 random_order;
+
+inline void fail(const char* what) {
+    std::fprintf(stderr, "emulator: %s\n", what);
+    std::abort();
+}
+
+inline void pause() { swapcontext(&current->context, &scheduler); }
+
+// Gives others a turn now and then, where threads touch memory that they share.
+inline void maybe_pause() {
+    if (random_order() % 8 == 0) pause();
+}
+
+inline u32 arrive(Barrier& barrier, u32 expected) {
+    const u32 generation = barrier.generation;
+    if (++barrier.arrived == expected) {
+        barrier.arrived = 0;
+        ++barrier.generation;
+    }
+    return generation;
+}
+
+inline void wait(Barrier& barrier, u32 generation) {
+    current->waiting = &barrier;
+    current->until = generation + 1;
+    pause();
+    current->waiting = nullptr;
+}
+
+// Every lane's value, once every lane has given one.
+inline const u32* exchange(u32 value) {
+    Warp& warp = current->block->warps[current->thread_index.x / 32];
+    u32* values = warp.values[warp.barrier.generation % 2];
+    values[current->thread_index.x % 32] = value;
+    wait(warp.barrier, arrive(warp.barrier, 32));
+    return values;
+}
+
+}  // namespace emulator
+
+#define threadIdx (emulator::current->thread_index)
+#define blockIdx (emulator::Index{emulator::current->block->index})
+
+inline void __syncthreads() {
+    emulator::Barrier& barrier = emulator::current->block->barrier;
+    emulator::wait(barrier, emulator::arrive(barrier, emulator::BLOCK_SIZE));
+}
+
+inline u32 __ballot_sync(u32, bool predicate) {
+    const u32* values = emulator::exchange(predicate);
+    u32 mask = 0;
+    for (int lane = 0; lane < 32; ++lane) mask |= values[lane] << lane;
+    return mask;
+}
+
+inline u32 __reduce_add_sync(u32, u32 value) {
+    const u32* values = emulator::exchange(value);
+    u32 sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += values[lane];
+    return sum;
+}
+
+inline u32 __shfl_sync(u32, u32 value, int lane) { return emulator::exchange(value)[lane]; }
+
+inline u32 __shfl_up_sync(u32, u32 value, int step) {
+    const u32* values = emulator::exchange(value);
+    const int lane = threadIdx.x % 32;
+    return values[lane >= step ? lane - step : lane];
+}
+
+template <class T>
+T atomicAdd(T* place, T value) {
+    emulator::maybe_pause();
+    const T old = *place;
+    *place = old + value;
+    return old;
+}
+
+inline void atomicOr(u32* place, u32 value) {
+    emulator::maybe_pause();
+    *place |= value;
+}
+
+inline int __popc(u32 value) { return __builtin_popcount(value); }
+inline int __ffs(u32 value) { return __builtin_ffs(static_cast<int>(value)); }
+inline float __uint_as_float(u32 bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+inline u32 __float_as_uint(float value) { u32 bits; std::memcpy(&bits, &value, 4); return bits; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
+
+// What `instructions.cuh` has in assembly.
+
+constexpr u32 EVERY_LANE = 0xFFFFFFFFu;
+
+inline uint4* shared_memory() { return emulator::current->block->memory; }
+
+inline u32 cluster_rank() { return emulator::current->block->rank; }
+inline u32 cluster_size() { return emulator::blocks.size(); }
+
+inline void cluster_arrive() {
+    emulator::maybe_pause();
+    emulator::current->cluster_turn =
+        emulator::arrive(emulator::cluster, emulator::blocks.size() * emulator::BLOCK_SIZE);
+}
+
+inline void cluster_arrive_relaxed() { cluster_arrive(); }
+
+inline void cluster_wait() { emulator::wait(emulator::cluster, emulator::current->cluster_turn); }
+
+// Addresses: the offset in a block's shared memory, and above it the block's rank.
+constexpr u32 RANK_UNIT = 1u << 24;
+
+inline u32 shared_address(const void* pointer) {
+    emulator::Block* block = emulator::current->block;
+    const auto offset = static_cast<const char*>(pointer) - reinterpret_cast<char*>(block->memory);
+    return offset + block->rank * RANK_UNIT;
+}
+
+inline u32* shared_word(u32 address) {
+    emulator::Block& block = emulator::blocks[address / RANK_UNIT];
+    if (block.finished) emulator::fail("touched the shared memory of a block that has left");
+    return reinterpret_cast<u32*>(reinterpret_cast<char*>(block.memory) + address % RANK_UNIT);
+}
+
+inline void shared_increment(u32 address) { atomicAdd(shared_word(address), 1u); }
+inline u32 shared_load(u32 address) { return *shared_word(address); }
+inline uint4 shared_load4(u32 address) { return *reinterpret_cast<uint4*>(shared_word(address)); }
+inline void shared_store4(u32 address, uint4 value) { *reinterpret_cast<uint4*>(shared_word(address)) = value; }
+inline u32 peer_address(u32 ours, u32 rank) { return ours % RANK_UNIT + rank * RANK_UNIT; }
+
+inline u32 peer_load(u32 theirs) {
+    emulator::maybe_pause();
+    return *shared_word(theirs);
+}
+
+inline void peer_add(u32 theirs, u32 value) { atomicAdd(shared_word(theirs), value); }
+
+inline void wait_for_previous_kernel() {}
+inline void let_next_kernel_start() {}
+
+namespace emulator {
+
+// Runs one cluster to its end.
+template <class Kernel>
+void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
+    static const Kernel* running;
+    running = &kernel;
+    cluster = Barrier{};
+    blocks.assign(size, Block{});
+    std::vector<Thread> threads(size * BLOCK_SIZE);
+    static std::vector<std::unique_ptr<char[]>> stacks;
+    while (stacks.size() < threads.size()) stacks.emplace_back(new char[STACK]);
+    for (u32 rank = 0; rank < size; ++rank) {
+        Block& block = blocks[rank];
+        block.storage.resize(shared + GUARD + 16);
+        for (auto& byte : block.storage) byte = random_order();
+        std::memset(block.storage.data() + block.storage.size() - GUARD, 0xA5, GUARD);
+        const auto address = reinterpret_cast<uintptr_t>(block.storage.data());
+        block.memory = reinterpret_cast<uint4*>((address + 15) / 16 * 16);
+        block.index = index * size + rank;
+        block.rank = rank;
+    }
+    std::vector<u32> left(size, BLOCK_SIZE), alive;
+    for (u32 i = 0; i < threads.size(); ++i) {
+        Thread& thread = threads[i];
+        thread.block = &blocks[i / BLOCK_SIZE];
+        thread.thread_index.x = i % BLOCK_SIZE;
+        getcontext(&thread.context);
+        thread.context.uc_stack.ss_sp = stacks[i].get();
+        thread.context.uc_stack.ss_size = STACK;
+        thread.context.uc_link = &scheduler;
+        makecontext(&thread.context, static_cast<void (*)()>([] { (*running)(); current->done = true; }), 0);
+        alive.push_back(i);
+    }
+    // One block is ahead of the others most of the time, another one after a while.
+    u32 favourite = 0;
+    while (!alive.empty()) {
+        if (random_order() % 4096 == 0) favourite = random_order() % size;
+        u32 tried = 0, at = random_order() % alive.size();
+        for (u32 again = 0; again < 2 * size && threads[alive[at]].block->rank != favourite; ++again) {
+            at = random_order() % alive.size();
+        }
+        while (tried < alive.size()) {
+            const Thread& thread = threads[alive[at]];
+            if (!thread.waiting || static_cast<int>(thread.waiting->generation - thread.until) >= 0) break;
+            at = (at + 1) % alive.size();
+            ++tried;
+        }
+        if (tried == alive.size()) fail("every thread waits");
+        current = &threads[alive[at]];
+        swapcontext(&scheduler, &current->context);
+        if (!current->done) continue;
+        if (--left[current->block->rank] == 0) current->block->finished = true;
+        alive[at] = alive.back();
+        alive.pop_back();
+    }
+    for (const Block& block : blocks) {
+        const unsigned char* end = block.storage.data() + block.storage.size();
+        for (const unsigned char* byte = end - GUARD; byte < end; ++byte) {
+            if (*byte != 0xA5) fail("wrote past the shared memory");
+        }
+    }
+}
+
+}  // namespace emulator

@@ -1,0 +1,200 @@
+"""What reaches the driver: packed arguments, launch options, and the context of the right device."""
+
+import ctypes
+import struct
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tamis.cuda.compiler import Program
+from tamis.cuda.launch import Driver, Kernel, Launch, kernel
+
+CONTEXT, FUNCTION, OTHER = 0x1000, 0x2000, 0x3000
+SIZES = {"P": 8, "q": 8, "i": 4, "f": 4}
+
+
+class FakeCuda:
+    """The driver's functions, without a device."""
+
+    def __init__(self, signature: str = "", status: int = 0) -> None:
+        self.signature, self.status = signature, status
+        self.log: list[tuple] = []
+        self.current = [CONTEXT]
+
+    def cuDeviceGet(self, handle, device):
+        handle._obj.value = device + 100
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, device):
+        assert device.value == 103
+        context._obj.value = CONTEXT
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        assert device.value == 103
+        value._obj.value = {97: 232448}[attribute]
+        return 0
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = self.current[-1]
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context):
+        self.current.append(context.value)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context):
+        context._obj.value = self.current.pop()
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        self.log.append(("mode", mode._obj.value))
+        mode._obj.value = 0 if mode._obj.value == 2 else 2
+        return 0
+
+    def cuModuleLoadData(self, module, cubin):
+        self.log.append(("load", cubin, self.current[-1]))
+        return 0
+
+    def cuModuleGetFunction(self, function, module, name):
+        function._obj.value = FUNCTION
+        self.log.append(("function", name))
+        return 0
+
+    def cuFuncGetAttribute(self, value, attribute, function):
+        value._obj.value = {1: 1000}[attribute]
+        return 0
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        self.log.append(("attribute", function.value, attribute, value))
+        return 0
+
+    def cuGetErrorString(self, status, text):
+        text._obj.value = b"out of luck"
+        return 0
+
+    def cuLaunchKernelEx(self, config, function, pointers, extra):
+        config = config._obj
+        values = [
+            struct.unpack(f"@{letter}", ctypes.string_at(pointer, SIZES[letter]))[0]
+            for letter, pointer in zip(self.signature, pointers, strict=True)
+        ]
+        options = {a.name: list(a.value[:3]) for a in config.attributes[: config.attribute_count]}
+        assert extra is None
+        where = self.current[-1], function.value, config.stream
+        self.log.append(("launch", *where, list(config.grid), list(config.block), config.shared, options, values))
+        return self.status
+
+
+@pytest.fixture(autouse=True)
+def stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0x700 + device))
+
+
+def loaded(fake: FakeCuda) -> Kernel:
+    return Kernel(Driver(fake), b"cubin", "topk", 3)
+
+
+def test_loading_allows_all_shared_memory_and_is_allowed_in_a_capture() -> None:
+    fake = FakeCuda()
+    fake.current = [OTHER]
+    assert loaded(fake).shared_limit == 231448
+    assert fake.log == [
+        ("mode", 2),
+        ("load", b"cubin", CONTEXT),
+        ("function", b"topk"),
+        ("attribute", FUNCTION, 8, 231448),
+        ("mode", 0),
+    ]
+    assert fake.current == [OTHER]
+
+
+def test_arguments_reach_the_driver_in_their_own_sizes() -> None:
+    fake = FakeCuda("PiqfPi")
+    launch = Launch(loaded(fake), "PiqfPi", threads=512)
+    launch((7, 2, 1), 2**48 + 1, -5, -(2**40), 0.5, 0, 2**31 - 1)
+    place, options = (CONTEXT, FUNCTION, 0x703), {}
+    values = [2**48 + 1, -5, -(2**40), 0.5, 0, 2**31 - 1]
+    assert fake.log[-1] == ("launch", *place, [7, 2, 1], [512, 1, 1], 0, options, values)
+    launch((1, 1, 1), 1, 2, 3, 4.0, 5, 6)
+    assert fake.log[-1][4] == [1, 1, 1]
+    assert fake.log[-1][-1] == [1, 2, 3, 4.0, 5, 6]
+    with pytest.raises(struct.error):
+        launch((1, 1, 1), 1, 2)
+    with pytest.raises(struct.error):
+        launch((1, 1, 1), 1, 2**31, 3, 4.0, 5, 6)
+
+
+def test_launch_options() -> None:
+    fake = FakeCuda("i")
+    Launch(loaded(fake), "i", threads=256, shared=100_000, cluster=16, overlap=True)((32, 1, 1), 1)
+    assert ("attribute", FUNCTION, 9, 100) in fake.log
+    assert ("attribute", FUNCTION, 14, 1) in fake.log
+    assert fake.log[-1][-3:] == (100_000, {4: [16, 1, 1], 6: [1, 0, 0]}, [1])
+    plain = FakeCuda("i")
+    Launch(loaded(plain), "i", threads=256, shared=1000, cluster=8)((8, 1, 1), 1)
+    assert not any(entry[:1] == ("attribute",) and entry[2] in (9, 14) for entry in plain.log)
+    assert plain.log[-1][-3:] == (1000, {4: [8, 1, 1]}, [1])
+    with pytest.raises(ValueError, match="shared must be at most 231448 on this device, got 231449"):
+        Launch(loaded(plain), "i", threads=256, shared=231449)
+
+
+def test_another_context_is_left_as_it_was() -> None:
+    fake = FakeCuda("i")
+    launch = Launch(loaded(fake), "i", threads=32)
+    for current in (OTHER, None):
+        fake.current = [current]
+        launch((1, 1, 1), 1)
+        entry = next(e for e in reversed(fake.log) if e[0] == "launch")
+        assert entry[1] == CONTEXT
+        assert fake.current == [current]
+
+
+def test_threads_do_not_share_what_the_driver_reads() -> None:
+    fake = FakeCuda("ii")
+    launch = Launch(loaded(fake), "ii", threads=32, cluster=2)
+    inside, done = threading.Event(), threading.Event()
+    plain = fake.cuLaunchKernelEx
+
+    def slow(config, function, pointers, extra):
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert done.wait(10)
+        return plain(config, function, pointers, extra)
+
+    launch._launch = slow
+    other = threading.Thread(target=launch, args=((2, 1, 1), 1, 2))
+    other.start()
+    assert inside.wait(10)
+    launch((4, 1, 1), 3, 4)
+    done.set()
+    other.join()
+    launches = [(entry[4], entry[-2], entry[-1]) for entry in fake.log if entry[0] == "launch"]
+    options = {4: [2, 1, 1]}
+    assert launches == [([4, 1, 1], options, [3, 4]), ([2, 1, 1], options, [1, 2])]
+
+
+def test_a_failed_launch_says_why() -> None:
+    launch = Launch(loaded(FakeCuda("i", status=701)), "i", threads=32)
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed with CUDA status 701: out of luck"):
+        launch((1, 1, 1), 1)
+
+
+@pytest.mark.gpu
+def test_a_kernel_runs_on_the_current_stream_and_in_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.undo()
+    source = 'extern "C" __global__ void add(int* x, long long n) { x[threadIdx.x] += (int)n; }'
+    program = Program("add.cu", source)
+    x = torch.zeros(64, dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    # The first use of all is inside the capture.
+    with torch.cuda.graph(graph):
+        made = kernel(program, "add", x.device.index, tmp_path)
+        Launch(made, "Pq", threads=64, shared=100_000)((1, 1, 1), x.data_ptr(), 5)
+    assert x.tolist() == [0] * 64
+    graph.replay()
+    graph.replay()
+    assert x.tolist() == [10] * 64
+    assert kernel(program, "add", x.device.index, tmp_path) is made
