@@ -9,12 +9,26 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tamis import PagedCache, Selection
-from tamis.layout import NAMES, Field, Layout, from_key, index_fp8, named, plain_fp8, rows, v4_fp8, v32_fp8
+from tamis.layout import (
+    NAMES,
+    Field,
+    Layout,
+    compressor_state,
+    from_key,
+    index_fp8,
+    named,
+    plain_fp8,
+    rows,
+    v4_fp8,
+    v32_fp8,
+)
 from tamis.ops import (
     Partials,
+    StatePages,
     attend,
     attend_slots,
     combine_parts,
+    compress_kv,
     gather_index,
     gather_kv,
     index_topk,
@@ -90,6 +104,7 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "attend": ["out"],
         "attend_slots": [],
         "combine_parts": ["out"],
+        "compress_kv": ["state_storage", "storage"],
         "gather_index": [],
         "gather_kv": ["out"],
         "index_topk": [],
@@ -115,6 +130,30 @@ def test_write_and_read(layout: Layout) -> None:
     slots = torch.tensor([3, -1, 20])
     opcheck(lambda: write_kv(torch.randn(4, layout.width), cache, slots.int()), "write_kv")
     opcheck(lambda: read_kv(cache, slots), "read_kv")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_compress(layout: Layout, overlapping: bool) -> None:
+    cache = filled(layout, apart=True, scale=torch.tensor(0.5) if layout.scale_mode == "tensor" else 1.0)
+    state = PagedCache(compressor_state(dim=layout.width, overlapping=overlapping), PAGES, PAGE)
+    channels = state.layout.width // 2
+
+    def run() -> None:
+        compress_kv(
+            torch.randn(3, channels),
+            torch.randn(3, channels),
+            state,
+            cache,
+            positions=torch.tensor([0, 1, -1]),
+            pages=StatePages(torch.tensor([5, 6, -1]), ints([0, 0, 0]), ints([[1, -1]])),
+            slots=torch.tensor([-1, 9, -1]),
+            bias=torch.randn(2, channels),
+            norm_weight=torch.ones(layout.width),
+            cos_sin=torch.randn(4, 4),
+        )
+
+    opcheck(run, "compress_kv")
 
 
 def test_write_and_read_in_other_forms() -> None:

@@ -1,4 +1,5 @@
-"""The stages, in the order in which a layer runs them: write, index, translate, (gather,) attend, combine.
+"""The stages, in the order in which a layer runs them: (compress,) write, index, translate,
+(gather,) attend, combine.
 
 Each stage is a package: `__init__` checks the arguments, `reference` is the plain-torch definition, and kernels stand
 beside it with the same signature. `library` picks the backend and makes each stage a torch op for torch.compile.
@@ -6,6 +7,7 @@ beside it with the same signature. `library` picks the backend and makes each st
 
 from tamis.ops.attend import attend, attend_slots
 from tamis.ops.combine import Attended, Partials, combine_parts
+from tamis.ops.compress import StatePages, compress_kv
 from tamis.ops.gather import gather_index, gather_kv, read_kv
 from tamis.ops.index import IndexInputs, index_topk
 from tamis.ops.translate import Translated, translate_positions
@@ -15,10 +17,12 @@ __all__ = [
     "Attended",
     "IndexInputs",
     "Partials",
+    "StatePages",
     "Translated",
     "attend",
     "attend_slots",
     "combine_parts",
+    "compress_kv",
     "gather_index",
     "gather_kv",
     "index_topk",

@@ -86,13 +86,17 @@ def _flat_cache(cache: PagedCache) -> tuple[Tensor, str, float, Tensor | None]:
 
 def _with_objects(run: Callable[..., R], names: list[str]) -> Callable[..., R]:
     """A function that takes an op's arguments and calls `run` with a cache or selections in their place."""
-    if "storage" in names:
-        at = names.index("storage")
-        return lambda *flat: run(*flat[:at], _cache(*flat[at : at + 4]), *flat[at + 4 :])
     if "storages" in names:
         at = names.index("storages")
         return lambda *flat: run(*flat[:at], _selections(*flat[at : at + 8]), *flat[at + 8 :])
-    return run
+    starts = [at for at, name in enumerate(names) if name.endswith("storage")]
+    inside = {at + part for at in starts for part in (1, 2, 3)}
+
+    def call(*flat: Any) -> R:
+        kept = [at for at in range(len(flat)) if at not in inside]
+        return run(*(_cache(*flat[at : at + 4]) if at in starts else flat[at] for at in kept))
+
+    return call if starts else run
 
 
 def _cache(storage: Tensor, layout: str, scale: float, scale_tensor: Tensor | None) -> PagedCache:
@@ -107,6 +111,39 @@ def _stage(name: str, backend: str, device: torch.device, **inputs: Tensor | Non
     """The module that runs a stage. Fakes ask for it too, so that a wrong backend or a gradient fails the trace."""
     checks.no_gradient(**inputs)
     return implementation(name, backend, device)
+
+
+def _compress_kv(values: Tensor, scores: Tensor, *rest: Any) -> None:
+    _stage("compress", rest[-1], values.device, values=values, scores=scores)
+
+
+@_op(
+    "compress_kv(Tensor values, Tensor scores, "
+    "Tensor(a!) state_storage, str state_layout, float state_scale, Tensor? state_scale_tensor, "
+    f"Tensor(b!) storage, {_CACHE}, Tensor positions, Tensor state_slots, Tensor request_ids, Tensor block_table, "
+    "Tensor slots, Tensor bias, Tensor norm_weight, Tensor cos_sin, float eps, str backend) -> ()",
+    _compress_kv,
+)
+def compress_kv(
+    values: Tensor,
+    scores: Tensor,
+    state: PagedCache,
+    cache: PagedCache,
+    positions: Tensor,
+    state_slots: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    eps: float,
+    backend: str,
+) -> None:
+    """State rows of tokens, and the entries that some of them complete."""
+    stage = _stage("compress", backend, cache.device, values=values, scores=scores)
+    pages = (positions, state_slots, request_ids, block_table, slots)
+    stage.compress_kv(values, scores, state, cache, *pages, bias, norm_weight, cos_sin, eps)
 
 
 def _write_kv(kv: Tensor, *rest: Any) -> None:
