@@ -33,6 +33,11 @@ from tamis.ops import (
     gather_kv,
     index_topk,
     read_kv,
+    select_chosen,
+    select_entries,
+    select_gathered,
+    select_mixed,
+    select_window,
     translate_positions,
     write_kv,
 )
@@ -109,6 +114,11 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "gather_kv": ["out"],
         "index_topk": [],
         "read_kv": [],
+        "select_chosen": ["slots", "lengths"],
+        "select_entries": ["completed", "visible", "lengths", "every"],
+        "select_gathered": ["slots", "lengths"],
+        "select_mixed": ["slots", "lengths"],
+        "select_window": ["slots", "lengths"],
         "translate_positions": [],
         "write_kv": ["storage"],
     }
@@ -202,6 +212,33 @@ def test_translate(compact: bool, turned: bool, workspace: tuple[torch.Tensor, t
     opcheck(lambda: translate_positions(positions, ids, table, **options), "translate_positions")
     options |= {"rows_per_page": 7, "ranks": 2, "rank": 1, "interleave": 2}
     opcheck(lambda: translate_positions(positions, ids, table, **options), "translate_positions")
+
+
+def test_select() -> None:
+    positions, ids, table, own = ints([5, -1, 9]), ints([0, 0, 1]), ints([[0, 3], [5, -1]]), torch.tensor([3, -1, 4])
+    rows, wide, each = ints([[0] * 8] * 3), ints([[0] * 20] * 3), torch.zeros(3, dtype=torch.int32)
+    out = {"slots": rows, "lengths": each}
+    options = {"page_size": PAGE, "window": 6, **out}
+    opcheck(lambda: select_window(positions, ids, table, own=own, **options), "select_window")
+    opcheck(
+        lambda: select_window(positions, ids, table, blocks=(ints([4, 9]), ints([6, 9])), **options), "select_window"
+    )
+    numbers = {"ratio": 4, "page_size": 2}
+    opcheck(lambda: select_entries(positions, ids, table, completed=own.clone(), **numbers), "select_entries")
+    outputs = {"every": rows, "visible": each, "lengths": each.clone()}
+    opcheck(lambda: select_entries(positions, ids, table, own=own, **outputs, **numbers), "select_entries")
+    chosen = torch.randint(-1, 4, (3, 8), dtype=torch.int32)
+    opcheck(lambda: select_chosen(chosen, ids, table, own=own, page_size=2, **out), "select_chosen")
+    sizes = {"ratio": 4, "window": 6, "entries": 3, "rows": 9, "columns": 8, "slots": wide, "lengths": each}
+    for picked in (chosen, None):
+        opcheck(lambda: select_gathered(positions, ids, ints([0, 4]), picked, **sizes), "select_gathered")  # noqa: B023
+    step = (ints([0, 1, 3]), ints([6, 10]), ids, table)
+    sizes = {"window_page": PAGE, "entry_page": 2, "window": 6, "ratio": 4, "slots": wide, "lengths": each}
+    inputs = (rows[:1], chosen[:1], None, chosen[1:])
+    mixed = {"topk": 8, "local": True, "real": torch.tensor([True]), **sizes}
+    opcheck(lambda: select_mixed(*inputs, *step, table, **mixed), "select_mixed")
+    inputs = (rows[:1], None, None, chosen[1:, :0])
+    opcheck(lambda: select_mixed(*inputs, *step, None, topk=0, **sizes), "select_mixed")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

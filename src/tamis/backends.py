@@ -8,7 +8,7 @@ from tamis import checks
 from tamis.layout import Layout, named
 from tamis.spec import LayerSpec
 
-STAGES = ("compress", "write", "gather", "index", "translate", "attend", "combine")
+STAGES = ("compress", "write", "gather", "index", "select", "translate", "attend", "combine")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ BACKENDS = (
         "triton",
         "triton_kernels",
         "portable Triton kernels for any GPU that Triton supports",
-        stages=("write", "gather", "translate", "attend", "combine"),
+        stages=("write", "gather", "select", "translate", "attend", "combine"),
         devices=("cuda",),  # PyTorch's name for AMD GPUs as well
         query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
         max_latent=512,

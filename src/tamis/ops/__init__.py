@@ -10,6 +10,7 @@ from tamis.ops.combine import Attended, Partials, combine_parts
 from tamis.ops.compress import StatePages, compress_kv
 from tamis.ops.gather import gather_index, gather_kv, read_kv
 from tamis.ops.index import IndexInputs, index_topk
+from tamis.ops.select import select_chosen, select_entries, select_gathered, select_mixed, select_window
 from tamis.ops.translate import Translated, translate_positions
 from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
 
@@ -28,6 +29,11 @@ __all__ = [
     "index_topk",
     "quantise_per_tensor",
     "read_kv",
+    "select_chosen",
+    "select_entries",
+    "select_gathered",
+    "select_mixed",
+    "select_window",
     "translate_positions",
     "write_kv",
     "write_normed_kv",

@@ -38,7 +38,7 @@ _SELECTIONS = (
 _REQUESTS = "Tensor block_table, Tensor lengths, Tensor starts, Tensor first"
 
 
-def _op(schema: str, fake: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def op(schema: str, fake: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function under a schema for every device, with its fake; return it with the way to the op."""
 
     def register(run: Callable[P, R]) -> Callable[P, R]:
@@ -107,17 +107,17 @@ def _selections(*lists: Sequence[Any]) -> list[Selection]:
     return [Selection(_cache(*one[:4]), *one[4:]) for one in zip(*lists, strict=True)]
 
 
-def _stage(name: str, backend: str, device: torch.device, **inputs: Tensor | None) -> Any:
+def stage_module(name: str, backend: str, device: torch.device, **inputs: Tensor | None) -> Any:
     """The module that runs a stage. Fakes ask for it too, so that a wrong backend or a gradient fails the trace."""
     checks.no_gradient(**inputs)
     return implementation(name, backend, device)
 
 
 def _compress_kv(values: Tensor, scores: Tensor, *rest: Any) -> None:
-    _stage("compress", rest[-1], values.device, values=values, scores=scores)
+    stage_module("compress", rest[-1], values.device, values=values, scores=scores)
 
 
-@_op(
+@op(
     "compress_kv(Tensor values, Tensor scores, "
     "Tensor(a!) state_storage, str state_layout, float state_scale, Tensor? state_scale_tensor, "
     f"Tensor(b!) storage, {_CACHE}, Tensor positions, Tensor state_slots, Tensor request_ids, Tensor block_table, "
@@ -141,38 +141,38 @@ def compress_kv(
     backend: str,
 ) -> None:
     """State rows of tokens, and the entries that some of them complete."""
-    stage = _stage("compress", backend, cache.device, values=values, scores=scores)
+    stage = stage_module("compress", backend, cache.device, values=values, scores=scores)
     pages = (positions, state_slots, request_ids, block_table, slots)
     stage.compress_kv(values, scores, state, cache, *pages, bias, norm_weight, cos_sin, eps)
 
 
 def _write_kv(kv: Tensor, *rest: Any) -> None:
-    _stage("write", rest[-1], kv.device, kv=kv)
+    stage_module("write", rest[-1], kv.device, kv=kv)
 
 
-@_op(f"write_kv(Tensor kv, Tensor slots, Tensor(a!) storage, {_CACHE}, str backend) -> ()", _write_kv)
+@op(f"write_kv(Tensor kv, Tensor slots, Tensor(a!) storage, {_CACHE}, str backend) -> ()", _write_kv)
 def write_kv(kv: Tensor, slots: Tensor, cache: PagedCache, backend: str) -> None:
     """Rows into the cache."""
-    _stage("write", backend, cache.device, kv=kv).write_kv(kv, cache, slots)
+    stage_module("write", backend, cache.device, kv=kv).write_kv(kv, cache, slots)
 
 
 def _read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str) -> Tensor:
-    _stage("gather", backend, cache.device)
+    stage_module("gather", backend, cache.device)
     return slots.new_empty((*slots.shape, cache.layout.width), dtype=dtype)
 
 
-@_op(f"read_kv(Tensor slots, Tensor storage, {_CACHE}, ScalarType dtype, str backend) -> Tensor", _read_kv)
+@op(f"read_kv(Tensor slots, Tensor storage, {_CACHE}, ScalarType dtype, str backend) -> Tensor", _read_kv)
 def read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str) -> Tensor:
     """Rows [..., width] of slots [...]."""
-    rows: Tensor = _stage("gather", backend, cache.device).read_kv(cache, slots, dtype)
+    rows: Tensor = stage_module("gather", backend, cache.device).read_kv(cache, slots, dtype)
     return rows.contiguous()
 
 
 def _gather_kv(block_table: Tensor, *rest: Any) -> None:
-    _stage("gather", rest[-1], block_table.device)
+    stage_module("gather", rest[-1], block_table.device)
 
 
-@_op(f"gather_kv({_REQUESTS}, Tensor storage, {_CACHE}, Tensor(a!) out, str backend) -> ()", _gather_kv)
+@op(f"gather_kv({_REQUESTS}, Tensor storage, {_CACHE}, Tensor(a!) out, str backend) -> ()", _gather_kv)
 def gather_kv(
     block_table: Tensor,
     lengths: Tensor,
@@ -183,17 +183,17 @@ def gather_kv(
     backend: str,
 ) -> None:
     """Whole requests into `out`."""
-    _stage("gather", backend, cache.device).gather_kv(cache, block_table, lengths, starts, first, out)
+    stage_module("gather", backend, cache.device).gather_kv(cache, block_table, lengths, starts, first, out)
 
 
 def _gather_index(block_table: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, cache, rows, backend = rest
-    _stage("gather", backend, block_table.device)
+    stage_module("gather", backend, block_table.device)
     values = block_table.new_empty((rows, cache.layout.width), dtype=torch.float8_e4m3fn)
     return values, block_table.new_empty((rows,), dtype=torch.float32)
 
 
-@_op(
+@op(
     f"gather_index({_REQUESTS}, Tensor storage, {_CACHE}, SymInt rows, str backend) -> (Tensor, Tensor)",
     _gather_index,
 )
@@ -209,18 +209,18 @@ def gather_index(
     """Raw keys [rows, dim] and scales [rows] of whole requests, zeros elsewhere."""
     values = torch.zeros(rows, cache.layout.width, dtype=torch.uint8, device=cache.device).view(torch.float8_e4m3fn)
     scales = torch.zeros(rows, dtype=torch.float32, device=cache.device)
-    stage = _stage("gather", backend, cache.device)
+    stage = stage_module("gather", backend, cache.device)
     stage.gather_index(cache, block_table, lengths, starts, first, values, scales)
     return values, scales
 
 
 def _index_topk(q: Tensor, weights: Tensor, *rest: Any) -> Tensor:
     *_, k, backend = rest
-    _stage("index", backend, q.device, q=q, weights=weights)
+    stage_module("index", backend, q.device, q=q, weights=weights)
     return q.new_empty((q.shape[0], k), dtype=torch.int32)
 
 
-@_op(
+@op(
     f"index_topk(Tensor q, Tensor weights, Tensor storage, {_CACHE}, Tensor request_ids, Tensor block_table, "
     "Tensor lengths, SymInt k, str backend) -> Tensor",
     _index_topk,
@@ -236,17 +236,17 @@ def index_topk(
     backend: str,
 ) -> Tensor:
     """Positions int32 [T, k]."""
-    stage = _stage("index", backend, q.device, q=q, weights=weights)
+    stage = stage_module("index", backend, q.device, q=q, weights=weights)
     positions: Tensor = stage.index_topk(q, weights, cache, request_ids, block_table, lengths, k)
     return positions.contiguous()
 
 
 def _translate_positions(positions: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _stage("translate", rest[-1], positions.device)
+    stage_module("translate", rest[-1], positions.device)
     return positions.new_empty(positions.shape), positions.new_empty((positions.shape[0],))
 
 
-@_op(
+@op(
     "translate_positions(Tensor positions, Tensor request_ids, Tensor block_table, SymInt page_size, "
     "SymInt rows_per_page, Tensor? workspace_ids, Tensor? workspace_starts, SymInt[] shard, bool compact, "
     "str backend) -> (Tensor, Tensor)",
@@ -265,7 +265,7 @@ def translate_positions(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Slots int32 [T, K] and how many of each row are valid."""
-    slots, counts = _stage("translate", backend, positions.device).translate_positions(
+    slots, counts = stage_module("translate", backend, positions.device).translate_positions(
         positions,
         request_ids,
         block_table,
@@ -284,14 +284,14 @@ def _accumulator(q: Tensor) -> torch.dtype:
 
 def _attend_slots(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, value_dim, splits, backend = rest
-    _stage("attend", backend, q.device, q=q)
+    stage_module("attend", backend, q.device, q=q)
     # How many parts a backend chooses is its own affair; `attend`, which merges them, does not show it.
     parts = torch.library.get_ctx().new_dynamic_size(min=1) if splits is None else splits
     lse = q.new_empty((parts, q.shape[0], q.shape[1]), dtype=_accumulator(q))
     return lse.new_empty((*lse.shape, value_dim)), lse, torch.empty_like(lse)
 
 
-@_op(
+@op(
     f"attend_slots(Tensor q, {_SELECTIONS}, float scale, Tensor? q_scale, SymInt value_dim, SymInt? splits, "
     "str backend) -> (Tensor, Tensor, Tensor)",
     _attend_slots,
@@ -311,7 +311,7 @@ def attend_slots(
         return parts, lses, maxima
     # A backend may cut otherwise, each selection by itself for one. Too many parts become one, too few get empty ones.
     if len(parts) > splits:
-        merged, lse = _stage("combine", backend, q.device).combine_parts(parts, lses, None)
+        merged, lse = stage_module("combine", backend, q.device).combine_parts(parts, lses, None)
         parts, lses, maxima = merged.unsqueeze(0), lse.unsqueeze(0), maxima.amax(0, keepdim=True)
     empty = splits - len(parts)
     nothing = lses.new_full((empty, *lses.shape[1:]), -torch.inf)
@@ -329,23 +329,23 @@ def _attend_parts(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     factor = scale if q_scale is None else scale * q_scale
-    stage = _stage("attend", backend, q.device, q=q)
+    stage = stage_module("attend", backend, q.device, q=q)
     parts, lses, maxima = stage.attend_slots(q, selections, scale=factor, value_dim=value_dim, splits=splits)
     return parts, lses, maxima
 
 
 def _combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
-    _stage("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
+    stage_module("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
     return lses.new_empty(lses.shape[1:])
 
 
-@_op(
+@op(
     "combine_parts(Tensor parts, Tensor lses, Tensor? sink, Tensor(a!) out, str backend) -> Tensor",
     _combine_parts,
 )
 def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
     """Merge parts into `out`; the merged lse [T, H]."""
-    stage = _stage("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
+    stage = stage_module("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
     merged, lse = stage.combine_parts(parts, lses, sink)
     out.copy_(merged)
     result: Tensor = lse.to(lses.dtype).contiguous()
@@ -355,12 +355,12 @@ def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor,
 def _attend(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, sink, _, backend = rest
     for stage in ("attend", "combine"):
-        _stage(stage, backend, q.device, q=q, sink=sink)
+        stage_module(stage, backend, q.device, q=q, sink=sink)
     lse = q.new_empty(q.shape[:2], dtype=_accumulator(q))
     return lse, torch.empty_like(lse)
 
 
-@_op(
+@op(
     f"attend(Tensor q, {_SELECTIONS}, float scale, Tensor? q_scale, SymInt? splits, Tensor? sink, Tensor(a!) out, "
     "str backend) -> (Tensor, Tensor)",
     _attend,
