@@ -228,11 +228,10 @@ def test_selected_entries(widths: str) -> None:
     _, _, seen = recorded(widths)
     served = Served(widths, 1, *layouts(widths, "v4-fp32"))
     hidden, plan = seen[1]["hidden"], served.plan(0, TOKENS)
-    angles = served.layer.cos_sin
     with torch.no_grad():
-        compressed_q, _ = served.layer.queries(hidden, angles)
-        served.layer.write(hidden, angles, served.caches, plan)
-        chosen = served.layer.select(hidden, compressed_q, angles, served.caches, plan)
+        compressed_q = served.layer.compressed_query(hidden)
+        served.layer.write(hidden, compressed_q, served.caches, plan)
+        chosen = served.layer.select(hidden, compressed_q, served.caches, plan)
     assert chosen.shape == seen[1]["chosen"].shape
     for ours, theirs in zip(chosen.tolist(), seen[1]["chosen"].tolist(), strict=True):
         assert set(ours) == set(theirs)

@@ -33,6 +33,8 @@ from tamis.ops import (
     gather_kv,
     index_topk,
     read_kv,
+    rotate_and_write,
+    rotate_heads,
     select_chosen,
     select_entries,
     select_gathered,
@@ -114,6 +116,8 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "gather_kv": ["out"],
         "index_topk": [],
         "read_kv": [],
+        "rotate_and_write": ["storage"],
+        "rotate_heads": [],
         "select_chosen": ["slots", "lengths"],
         "select_entries": ["completed", "visible", "lengths", "every"],
         "select_gathered": ["slots", "lengths"],
@@ -164,6 +168,26 @@ def test_compress(layout: Layout, overlapping: bool) -> None:
         )
 
     opcheck(run, "compress_kv")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_rotate(layout: Layout) -> None:
+    cache = filled(layout, apart=True, scale=torch.tensor(0.5) if layout.scale_mode == "tensor" else 1.0)
+    q, positions, table = torch.randn(3, 2, layout.width).transpose(0, 1), torch.tensor([2, -1]), torch.randn(4, 6)
+    opcheck(lambda: rotate_heads(q, positions, table, eps=1e-6), "rotate_heads")
+    opcheck(lambda: rotate_heads(q.half(), positions.int(), table, inverse=True), "rotate_heads")
+    opcheck(
+        lambda: rotate_and_write(
+            q,
+            torch.randn(2, layout.width),
+            cache,
+            torch.tensor([7]),
+            positions=positions,
+            cos_sin=table,
+            norm_weight=torch.ones(layout.width),
+        ),
+        "rotate_and_write",
+    )
 
 
 def test_write_and_read_in_other_forms() -> None:

@@ -10,9 +10,9 @@ from torch.nn.functional import linear
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.layout import Layout, compressor_state, named
-from tamis.ops import StatePages, attend, compress_kv, index_topk, write_kv
+from tamis.ops import StatePages, attend, compress_kv, index_topk, rotate_and_write, rotate_heads
 from tamis.pipeline import FIXED_COLUMNS
-from tamis.rope import rms_norm, rotate
+from tamis.rope import rms_norm
 from tamis.spec import LayerSpec
 from tamis.v4_plan import EntryPlan, V4Plan
 from tamis.v4_weights import CompressorWeights, V4Weights
@@ -125,15 +125,12 @@ class SparseV4:
         completes. Padded rows come out as zeros.
         """
         entries = self._check(hidden, caches, plan)
-        # Padding has position -1, which must not wrap around to the end of the table.
-        angles = self.cos_sin[plan.step.positions.long().clamp_min(0)]
-        compressed_q, q = self.queries(hidden, angles)
-        self.write(hidden, angles, caches, plan)
+        compressed_q = self.compressed_query(hidden)
+        q = self.write(hidden, compressed_q, caches, plan)
         selections = [plan.window.selection(caches.window)]
         if entries is not None and caches.entries is not None:
-            chosen = None
-            if self.spec.kind == "overlapping":
-                chosen = self.select(hidden, compressed_q, angles, caches, plan)
+            indexed = self.spec.kind == "overlapping"
+            chosen = self.select(hidden, compressed_q, caches, plan) if indexed else None
             selections.append(entries.selection(caches.entries, chosen))
         columns = sum(s.slots.shape[1] for s in selections)
         attended = attend(
@@ -145,38 +142,44 @@ class SparseV4:
             splits=-(-columns // FIXED_COLUMNS) if self.batch_invariant else None,
             backend=self.backend,
         )
-        return self.output(attended.out, angles)
+        return self.output(attended.out, plan)
 
-    def queries(self, hidden: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """The compressed query [rows, q rank], which the indexer shares, and the queries [rows, H, D], rotated."""
-        weights = self.weights
-        compressed = rms_norm(project(hidden, weights.q_a).float(), weights.q_norm.float(), self.eps).to(hidden.dtype)
-        q = project(compressed, weights.q_b).unflatten(1, (self.spec.heads, -1))
-        turned = rotate_tail(rms_norm(q.float(), None, self.eps), angles.unsqueeze(1))
-        return compressed, turned.to(hidden.dtype)
+    def compressed_query(self, hidden: Tensor) -> Tensor:
+        """What queries and the indexer's queries are projected from: [rows, q rank]."""
+        low = project(hidden, self.weights.q_a).float()
+        return rms_norm(low, self.weights.q_norm.float(), self.eps).to(hidden.dtype)
 
-    def write(self, hidden: Tensor, angles: Tensor, caches: V4Caches, plan: V4Plan) -> None:
-        """Insert the new tokens' raw rows, remember them for compression, and insert what they complete."""
+    def write(self, hidden: Tensor, compressed_q: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
+        """Insert the new tokens' raw rows, remember them for compression, and insert what they complete; the queries
+        [rows, H, D], which are normed and rotated in the same pass as the rows."""
         weights = self.weights
-        row = rms_norm(project(hidden, weights.kv).float(), weights.kv_norm.float(), self.eps)
-        layout = caches.window.layout
-        stored = torch.bfloat16 if layout.quantised else layout.element
-        write_kv(rotate_tail(row, angles).to(stored), caches.window, plan.window.pages.slots, backend=self.backend)
+        q = rotate_and_write(
+            project(compressed_q, weights.q_b).unflatten(1, (self.spec.heads, -1)),
+            project(hidden, weights.kv),
+            caches.window,
+            plan.window.pages.slots,
+            positions=plan.step.positions,
+            cos_sin=self.cos_sin,
+            norm_weight=weights.kv_norm,
+            eps=self.eps,
+            backend=self.backend,
+        )
         if weights.compressor is not None:
             self._compress(hidden, weights.compressor, caches.state, caches.entries, plan)
         if weights.indexer is not None:
             self._compress(hidden, weights.indexer.compressor, caches.index_state, caches.index, plan)
+        return q
 
-    def select(self, hidden: Tensor, compressed_q: Tensor, angles: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
+    def select(self, hidden: Tensor, compressed_q: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
         """Entries int32 [rows, topk] by this layer's indexer, -1 where there are no more."""
         spec, entries, indexer = self.spec, plan.entries[self.spec.compress], self.weights.indexer
         assert indexer is not None
         assert caches.index is not None
         assert spec.topk is not None
         q = project(compressed_q, indexer.q).unflatten(1, (spec.index_heads, spec.index_dim))
-        weights = project(hidden, indexer.weights).float() * (spec.index_heads * spec.index_dim) ** -0.5
+        weights = project(hidden, indexer.weights, torch.float32) * (spec.index_heads * spec.index_dim) ** -0.5
         return index_topk(
-            rotate_tail(q, angles.unsqueeze(1)),
+            rotate_heads(q, plan.step.positions, self.cos_sin, backend=self.backend),
             weights,
             caches.index,
             plan.step.request_ids,
@@ -186,10 +189,10 @@ class SparseV4:
             backend=self.backend,
         )
 
-    def output(self, attended: Tensor, angles: Tensor) -> Tensor:
+    def output(self, attended: Tensor, plan: V4Plan) -> Tensor:
         """Hidden states [rows, hidden] from attention's [rows, H, D], whose values were rotated as keys are."""
         weights = self.weights
-        turned = rotate_tail(attended, angles.unsqueeze(1), inverse=True)
+        turned = rotate_heads(attended, plan.step.positions, self.cos_sin, inverse=True, backend=self.backend)
         grouped = turned.flatten(1).unflatten(1, (weights.o_a.shape[0], -1)).transpose(0, 1)
         wide = _product_dtype(turned)
         lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2)).transpose(0, 1).to(turned.dtype)
@@ -248,12 +251,6 @@ class SparseV4:
 def _same_pages(name: str, cache: PagedCache | None, page_size: int) -> None:
     if cache is not None and cache.page_size != page_size:
         raise checks.refuse(f"caches.{name}", f"of the plan's page size {page_size}", cache.page_size, "plan with it")
-
-
-def rotate_tail(x: Tensor, angles: Tensor, *, inverse: bool = False) -> Tensor:
-    """x with its last columns rotated, in pairs (2i, 2i+1), by rows of a table from `Rope.cos_sin_table`."""
-    front, tail = x.split([x.shape[-1] - angles.shape[-1], angles.shape[-1]], dim=-1)
-    return torch.cat((front, rotate(tail, angles, interleaved=True, inverse=inverse)), dim=-1)
 
 
 def project(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,5 +1,5 @@
-"""The stages, in the order in which a layer runs them: (compress,) write, index, translate,
-(gather,) attend, combine.
+"""The stages, in the order in which a layer runs them: (rotate, compress,) write, (select,) index, translate, (gather,)
+attend, combine.
 
 Each stage is a package: `__init__` checks the arguments, `reference` is the plain-torch definition, and kernels stand
 beside it with the same signature. `library` picks the backend and makes each stage a torch op for torch.compile.
@@ -10,6 +10,7 @@ from tamis.ops.combine import Attended, Partials, combine_parts
 from tamis.ops.compress import StatePages, compress_kv
 from tamis.ops.gather import gather_index, gather_kv, read_kv
 from tamis.ops.index import IndexInputs, index_topk
+from tamis.ops.rotate import rotate_and_write, rotate_heads
 from tamis.ops.select import select_chosen, select_entries, select_gathered, select_mixed, select_window
 from tamis.ops.translate import Translated, translate_positions
 from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
@@ -29,6 +30,8 @@ __all__ = [
     "index_topk",
     "quantise_per_tensor",
     "read_kv",
+    "rotate_and_write",
+    "rotate_heads",
     "select_chosen",
     "select_entries",
     "select_gathered",

@@ -29,7 +29,7 @@ R = TypeVar("R")
 # Registrations last as long as this object.
 _LIBRARY = torch.library.Library("tamis", "FRAGMENT")
 
-_CACHE = "str layout, float scale, Tensor? scale_tensor"
+CACHE = "str layout, float scale, Tensor? scale_tensor"
 """What follows `storage` in a schema and makes it a cache."""
 _SELECTIONS = (
     "Tensor[] storages, str[] layouts, float[] scales, Tensor?[] scale_tensors, "
@@ -113,44 +113,11 @@ def stage_module(name: str, backend: str, device: torch.device, **inputs: Tensor
     return implementation(name, backend, device)
 
 
-def _compress_kv(values: Tensor, scores: Tensor, *rest: Any) -> None:
-    stage_module("compress", rest[-1], values.device, values=values, scores=scores)
-
-
-@op(
-    "compress_kv(Tensor values, Tensor scores, "
-    "Tensor(a!) state_storage, str state_layout, float state_scale, Tensor? state_scale_tensor, "
-    f"Tensor(b!) storage, {_CACHE}, Tensor positions, Tensor state_slots, Tensor request_ids, Tensor block_table, "
-    "Tensor slots, Tensor bias, Tensor norm_weight, Tensor cos_sin, float eps, str backend) -> ()",
-    _compress_kv,
-)
-def compress_kv(
-    values: Tensor,
-    scores: Tensor,
-    state: PagedCache,
-    cache: PagedCache,
-    positions: Tensor,
-    state_slots: Tensor,
-    request_ids: Tensor,
-    block_table: Tensor,
-    slots: Tensor,
-    bias: Tensor,
-    norm_weight: Tensor,
-    cos_sin: Tensor,
-    eps: float,
-    backend: str,
-) -> None:
-    """State rows of tokens, and the entries that some of them complete."""
-    stage = stage_module("compress", backend, cache.device, values=values, scores=scores)
-    pages = (positions, state_slots, request_ids, block_table, slots)
-    stage.compress_kv(values, scores, state, cache, *pages, bias, norm_weight, cos_sin, eps)
-
-
 def _write_kv(kv: Tensor, *rest: Any) -> None:
     stage_module("write", rest[-1], kv.device, kv=kv)
 
 
-@op(f"write_kv(Tensor kv, Tensor slots, Tensor(a!) storage, {_CACHE}, str backend) -> ()", _write_kv)
+@op(f"write_kv(Tensor kv, Tensor slots, Tensor(a!) storage, {CACHE}, str backend) -> ()", _write_kv)
 def write_kv(kv: Tensor, slots: Tensor, cache: PagedCache, backend: str) -> None:
     """Rows into the cache."""
     stage_module("write", backend, cache.device, kv=kv).write_kv(kv, cache, slots)
@@ -161,7 +128,7 @@ def _read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str)
     return slots.new_empty((*slots.shape, cache.layout.width), dtype=dtype)
 
 
-@op(f"read_kv(Tensor slots, Tensor storage, {_CACHE}, ScalarType dtype, str backend) -> Tensor", _read_kv)
+@op(f"read_kv(Tensor slots, Tensor storage, {CACHE}, ScalarType dtype, str backend) -> Tensor", _read_kv)
 def read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str) -> Tensor:
     """Rows [..., width] of slots [...]."""
     rows: Tensor = stage_module("gather", backend, cache.device).read_kv(cache, slots, dtype)
@@ -172,7 +139,7 @@ def _gather_kv(block_table: Tensor, *rest: Any) -> None:
     stage_module("gather", rest[-1], block_table.device)
 
 
-@op(f"gather_kv({_REQUESTS}, Tensor storage, {_CACHE}, Tensor(a!) out, str backend) -> ()", _gather_kv)
+@op(f"gather_kv({_REQUESTS}, Tensor storage, {CACHE}, Tensor(a!) out, str backend) -> ()", _gather_kv)
 def gather_kv(
     block_table: Tensor,
     lengths: Tensor,
@@ -194,7 +161,7 @@ def _gather_index(block_table: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 @op(
-    f"gather_index({_REQUESTS}, Tensor storage, {_CACHE}, SymInt rows, str backend) -> (Tensor, Tensor)",
+    f"gather_index({_REQUESTS}, Tensor storage, {CACHE}, SymInt rows, str backend) -> (Tensor, Tensor)",
     _gather_index,
 )
 def gather_index(
@@ -221,7 +188,7 @@ def _index_topk(q: Tensor, weights: Tensor, *rest: Any) -> Tensor:
 
 
 @op(
-    f"index_topk(Tensor q, Tensor weights, Tensor storage, {_CACHE}, Tensor request_ids, Tensor block_table, "
+    f"index_topk(Tensor q, Tensor weights, Tensor storage, {CACHE}, Tensor request_ids, Tensor block_table, "
     "Tensor lengths, SymInt k, str backend) -> Tensor",
     _index_topk,
 )

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import PagedCache
-from tamis.ops import library
+from tamis.ops.compress import registered
+from tamis.ops.rotate import check_rotary
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +91,10 @@ def compress_kv(
         raise checks.refuse("bias", "at least one row", list(bias.shape), "one row for each token of a span")
     checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=width, device=device)
     rotary = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), device=device)
-    if rotary["R"] > width or rotary["R"] % 2:
-        raise checks.refuse("cos_sin", f"of an even width up to {width}", rotary["R"], "pass Rope.cos_sin_table")
+    check_rotary(rotary["R"], width)
     checks.positive_number("eps", eps)
     _check_values(state, cache, positions, pages, slots, rotary["P"])
-    library.compress_kv(
+    registered.compress_kv(
         values,
         scores,
         state,

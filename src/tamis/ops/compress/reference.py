@@ -5,8 +5,9 @@ from torch import Tensor
 
 from tamis.cache import PagedCache
 from tamis.ops.gather.reference import fetch_field
+from tamis.ops.rotate.reference import insert, rotate_tail
 from tamis.ops.write.reference import write_kv
-from tamis.rope import rms_norm, rotate
+from tamis.rope import rms_norm
 
 _WORKING_BYTES = 32 * 2**20
 """State rows held at once."""
@@ -37,15 +38,11 @@ def compress_kv(
     tokens = ends.nonzero().squeeze(1)
     span = ratio * (values.shape[1] // cache.layout.width)
     step = max(1, _WORKING_BYTES // (span * state.layout.row_bytes))
-    stored = torch.bfloat16 if cache.layout.quantised else cache.layout.element
     for part in tokens.split(step):
         found = span_slots(state, position[part], request_ids[part], block_table, span)
         pooled = pool_rows(state, found, cache.layout.width)
         entries = rms_norm(pooled, norm_weight.float(), eps)
-        start = position[part] + 1 - ratio
-        rotary = cos_sin.shape[1]
-        entries[:, -rotary:] = rotate(entries[:, -rotary:], cos_sin[start], interleaved=True)
-        write_kv(entries.to(stored), cache, slots[part])
+        insert(rotate_tail(entries, position[part] + 1 - ratio, cos_sin), cache, slots[part])
 
 
 def span_slots(state: PagedCache, last: Tensor, request_ids: Tensor, block_table: Tensor, span: int) -> Tensor:
