@@ -4,25 +4,25 @@ Its attention concatenates windows and compressed entries and masks a dense prod
 paged caches, fed in chunks. Only the weights and the hidden states are shared.
 """
 
+from dataclasses import replace
 from functools import cache, partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from oracle import relative_error
 from torch import Tensor
 
-from tamis import LayerSpec, PagePool
-from tamis.batch import PageMap
+from tamis import Batch, LayerSpec, Limits, PagePool
 from tamis.layout import Layout, index_fp8, named, plain_fp8, rows
 from tamis.rope import Rope
 from tamis.v4 import SparseV4, V4Caches
-from tamis.v4_plan import EntryPlan, V4Plan, WindowPlan
+from tamis.v4_plan import V4Plan
+from tamis.v4_planner import V4Planner
 from tamis.v4_weights import V4Weights
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
-TOKENS = 300
+TOKENS, REQUESTS = 300, 3
 KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 WIDTHS = {
     "tiny": {"head_dim": 32, "index_head_dim": 16, "sliding_window": 8, "rates": (4, 16), "index_topk": 8},
@@ -78,114 +78,85 @@ def recorded(widths: str):
 
     def keep(layer: int):
         def hook(module, args, kwargs, output):
-            seen[layer] |= {"hidden": (args[0] if args else kwargs["hidden_states"])[0], "output": output[0][0]}
+            seen[layer] |= {"hidden": args[0] if args else kwargs["hidden_states"], "output": output[0]}
 
         return hook
 
     def keep_selection(module, args, kwargs, output):
-        seen[1]["chosen"] = output[0]
+        seen[1]["chosen"] = output
 
     for number, layer in enumerate(model.model.layers):
         layer.self_attn.register_forward_hook(keep(number), with_kwargs=True)
     model.model.layers[1].self_attn.compressor.indexer.register_forward_hook(keep_selection, with_kwargs=True)
     past = transformers.DynamicCache(config=config)
     with torch.no_grad():
-        model(torch.randint(0, 256, (1, TOKENS)), past_key_values=past)
+        model(torch.randint(0, 256, (REQUESTS, TOKENS)), past_key_values=past)
     for number in (1, 2):
-        seen[number] |= {name: kept[0] for name, kept in past.layers[number].compressed_kv.items()}
+        seen[number] |= past.layers[number].compressed_kv
     return config, [layer.self_attn for layer in model.model.layers], seen
 
 
 class Served:
-    """One of the model's layers on tamis, with one request, fed chunk by chunk."""
+    """One of the model's layers on tamis, fed step by step."""
 
     def __init__(
         self, widths: str, number: int, layout: Layout, index_layout: Layout, dtype: torch.dtype = torch.float32
     ) -> None:
         config, attention, _ = recorded(widths)
-        self.spec = LayerSpec.from_hf(config, number)
-        rope = Rope.from_hf_v4(config.to_dict(), self.spec.rope_dim, compressed=self.spec.kind != "window")
+        self.spec = spec = LayerSpec.from_hf(config, number)
+        rope = Rope.from_hf_v4(config.to_dict(), spec.rope_dim, compressed=spec.kind != "window")
         weights = {name: value.detach().to(dtype) for name, value in attention[number].state_dict().items()}
         self.layer = SparseV4(
-            self.spec,
+            spec,
             V4Weights.from_state_dict(weights, groups=config.o_groups),
             rope.cos_sin_table(TOKENS),
             eps=config.rms_norm_eps,
         )
-        self.entry_page = PAGE[widths] // self.spec.compress
-        self.pools = {
-            "entries": PagePool(20, PAGE[widths], seed=1),
-            "window": PagePool(80, WINDOW_PAGE, seed=2),
-            "state": PagePool(90, STATE_PAGE, seed=3),
-        }
+        page_sizes = {"window": WINDOW_PAGE, f"state{spec.compress}": STATE_PAGE}
+        limits = Limits(3 * TOKENS, 3, TOKENS, PAGE[widths], page_sizes)
+        self.planner = V4Planner([spec], limits, layout=layout)
+        self.pool = PagePool(40, PAGE[widths], seed=1)
+        self.others = {name: PagePool(240, size, seed=2) for name, size in page_sizes.items()}
         self.caches = V4Caches.allocate(
-            self.spec,
-            pages=20,
-            window_pages=80,
-            state_pages=90,
+            spec,
+            pages=40,
+            window_pages=240,
+            state_pages=240,
             page_size=PAGE[widths],
             window_page_size=WINDOW_PAGE,
             state_page_size=STATE_PAGE,
             layout=layout,
             index_layout=index_layout,
         )
+        for held in (self.caches.window, self.caches.entries, self.caches.index):
+            if held is not None:
+                held.storage.view(torch.uint8).fill_(0xFF)  # NaN in every format
 
-    def plan(self, start: int, end: int) -> V4Plan:
-        """The step's lists, position by position."""
-        for pool in self.pools.values():
-            pool.extend("a", end)
-        count, window, ratio = end - start, self.spec.window, self.spec.compress
-        positions = torch.arange(start, end)
-        ids = torch.zeros(count, dtype=torch.int32)
-        raw = self.pools["window"].slots("a", 0, end)
-        slots = torch.full((count, window), -1, dtype=torch.int32)
-        for row, last in enumerate(range(start, end)):
-            first = max(0, last - window + 1)
-            slots[row, : last + 1 - first] = raw[first : last + 1].int()
-        lengths = (positions + 1).clamp_max(window).int()
-        pages = {name: PageMap(p.block_table(["a"]), p.slots("a", start, end)) for name, p in self.pools.items()}
-        table, entry_page = pages["entries"].block_table, self.entry_page
-
-        def entry_slot(entry: int) -> int:
-            return int(table[0, entry // entry_page]) * entry_page + entry % entry_page
-
-        completed = [entry_slot(p // ratio) if (p + 1) % ratio == 0 else -1 for p in range(start, end)]
-        visible = ((positions + 1) // ratio).int()
-        columns = self.spec.topk or max(1, end // ratio)
-        every = None
-        if self.spec.kind == "plain":
-            every = torch.full((count, columns), -1, dtype=torch.int32)
-            for row, known in enumerate(visible.tolist()):
-                every[row, :known] = torch.tensor([entry_slot(e) for e in range(known)], dtype=torch.int32)
-        entries = EntryPlan(
-            ratio=ratio,
-            page_size=entry_page,
-            block_table=table,
-            slots=torch.tensor(completed),
-            visible=visible,
-            lengths=visible.clamp_max(columns),
-            columns=columns,
-            request_ids=ids,
-            every=every,
-            state=pages["state"],
-        )
-        return V4Plan(
-            step=SimpleNamespace(rows=count, positions=positions.int(), request_ids=ids),
-            window=WindowPlan(window, WINDOW_PAGE, pages["window"], slots, lengths),
-            entries={ratio: entries} if self.spec.kind != "window" else {},
-            gathers={},
-            workspace=None,
-        )
+    def plan(self, *pieces: tuple[int, int, int], padding: int = 0) -> V4Plan:
+        """Of a step with tokens start..end of some requests."""
+        new, ends = [end - start for _, start, end in pieces], [end for _, _, end in pieces]
+        names = [request for request, _, _ in pieces]
+        batch = Batch.build(new, ends, self.pool, requests=names, other_pools=self.others)
+        return self.planner.plan(replace(batch, padded_tokens=sum(new) + padding))
 
     @torch.no_grad()
-    def run(self, hidden: Tensor, chunk: int) -> Tensor:
-        spans = [(start, min(start + chunk, TOKENS)) for start in range(0, TOKENS, chunk)]
-        return torch.cat([self.layer(hidden[a:b], self.caches, self.plan(a, b)) for a, b in spans])
+    def step(self, hidden: Tensor, *pieces: tuple[int, int, int], padding: int = 0) -> list[Tensor]:
+        """The output of each piece, given all requests' hidden states."""
+        plan = self.plan(*pieces, padding=padding)
+        given = [hidden[request, start:end] for request, start, end in pieces]
+        found = self.layer(torch.cat((*given, hidden[0, :padding])), self.caches, plan)
+        *parts, rest = found.split([len(part) for part in given] + [padding])
+        assert not rest.any()
+        return parts
 
-    def entries(self, cache, count: int) -> Tensor:
-        table = self.pools["entries"].block_table(["a"])[0].long()
-        numbers = torch.arange(count)
-        return cache.read(table[numbers // self.entry_page] * self.entry_page + numbers % self.entry_page)
+    def run(self, hidden: Tensor, chunk: int) -> Tensor:
+        """All outputs of the first request, chunk by chunk."""
+        spans = [(start, min(start + chunk, TOKENS)) for start in range(0, TOKENS, chunk)]
+        return torch.cat([self.step(hidden, (0, start, end))[0] for start, end in spans])
+
+    def entries(self, cache, count: int, request: int = 0) -> Tensor:
+        numbers, page = torch.arange(count), cache.page_size
+        return cache.read(self.pool.block_table([request])[0].long()[numbers // page] * page + numbers % page)
 
 
 def layouts(widths: str, name: str) -> tuple[Layout, Layout]:
@@ -203,7 +174,7 @@ def layouts(widths: str, name: str) -> tuple[Layout, Layout]:
 def test_layer_output(widths: str, number: int, chunk: int, layout: str, bound: float) -> None:
     _, _, seen = recorded(widths)
     served = Served(widths, number, *layouts(widths, layout))
-    found, expected = served.run(seen[number]["hidden"], chunk), seen[number]["output"]
+    found, expected = served.run(seen[number]["hidden"], chunk), seen[number]["output"][0]
     assert (found - expected).abs().max() < bound * expected.abs().max()
     assert relative_error(found, expected) < bound
 
@@ -217,23 +188,23 @@ def test_compressed_entries(number: int, chunk: int, layout: str, bound: float) 
     served = Served("full", number, *layouts("full", layout))
     served.run(seen[number]["hidden"], chunk)
     count = TOKENS // served.spec.compress
-    assert len(seen[number]["compressor"]) == count
-    assert relative_error(served.entries(served.caches.entries, count), seen[number]["compressor"]) < bound
+    assert seen[number]["compressor"].shape[1] == count
+    assert relative_error(served.entries(served.caches.entries, count), seen[number]["compressor"][0]) < bound
     if served.caches.index is not None:
-        assert relative_error(served.entries(served.caches.index, count), seen[number]["indexer"]) < 5e-6
+        assert relative_error(served.entries(served.caches.index, count), seen[number]["indexer"][0]) < 5e-6
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_selected_entries(widths: str) -> None:
     _, _, seen = recorded(widths)
     served = Served(widths, 1, *layouts(widths, "v4-fp32"))
-    hidden, plan = seen[1]["hidden"], served.plan(0, TOKENS)
+    hidden, plan = seen[1]["hidden"][0], served.plan((0, 0, TOKENS))
     with torch.no_grad():
         compressed_q = served.layer.compressed_query(hidden)
         served.layer.write(hidden, compressed_q, served.caches, plan)
         chosen = served.layer.select(hidden, compressed_q, served.caches, plan)
-    assert chosen.shape == seen[1]["chosen"].shape
-    for ours, theirs in zip(chosen.tolist(), seen[1]["chosen"].tolist(), strict=True):
+    assert chosen.shape == seen[1]["chosen"][0].shape
+    for ours, theirs in zip(chosen.tolist(), seen[1]["chosen"][0].tolist(), strict=True):
         assert set(ours) == set(theirs)
     # The layer has a choice to make, and makes it otherwise than by taking the last ones.
     assert (chosen[-1] >= 0).all()
@@ -247,14 +218,14 @@ def test_fp8_rows_stay_within_their_quantisation_error(number: int, layout: str)
     _, _, seen = recorded("full")
     served = Served("full", number, *layouts("full", layout))
     found = served.run(seen[number]["hidden"], 37)
-    assert 1e-3 < relative_error(found, seen[number]["output"]) < 4e-2
+    assert 1e-3 < relative_error(found, seen[number]["output"][0]) < 4e-2
 
 
 def test_fp8_index_keys_cost_little_more() -> None:
     """Rounded keys may exchange entries of nearly equal score."""
     _, _, seen = recorded("full")
     served = Served("full", 1, named("v4-fp8"), index_fp8())
-    assert relative_error(served.run(seen[1]["hidden"], 37), seen[1]["output"]) < 6e-2
+    assert relative_error(served.run(seen[1]["hidden"], 37), seen[1]["output"][0]) < 6e-2
 
 
 @pytest.mark.parametrize(("number", "bound"), [(0, 1.5e-2), (1, 6e-2), (2, 1.5e-2)], ids=KINDS)
@@ -263,4 +234,45 @@ def test_16_bit_weights_and_hidden_states(number: int, bound: float) -> None:
     served = Served("full", number, *layouts("full", "v4-bf16"), dtype=torch.bfloat16)
     found = served.run(seen[number]["hidden"].bfloat16(), 37)
     assert found.dtype == torch.bfloat16
-    assert relative_error(found, seen[number]["output"]) < bound
+    assert relative_error(found, seen[number]["output"][0]) < bound
+
+
+@pytest.mark.parametrize("number", range(3), ids=KINDS)
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_requests_share_steps_and_rejected_drafts_leave_no_trace(widths: str, number: int) -> None:
+    """Prompts, decodes, both, padding, and drafts of wrong tokens that are run again."""
+    _, _, seen = recorded(widths)
+    served = Served(widths, number, *layouts(widths, "v4-fp32"))
+    hidden, expected = seen[number]["hidden"], seen[number]["output"]
+    found = torch.zeros_like(expected)
+
+    def run(*pieces: tuple[int, int, int], padding: int = 0) -> None:
+        for (request, start, end), part in zip(pieces, served.step(hidden, *pieces, padding=padding), strict=True):
+            found[request, start:end] = part
+
+    run((1, 0, 127), (0, 0, 251))
+    for token in range(3):
+        run((0, 251 + token, 252 + token), (1, 127 + token, 128 + token), padding=2)
+    run((0, 254, 255), (2, 0, 130))
+    drafts = hidden.clone()
+    drafts[:, 256:] = torch.randn_like(drafts[:, 256:])
+    drafts[2, 131:] = torch.randn_like(drafts[2, 131:])
+    served.step(drafts, (0, 255, 259), (2, 130, 134), padding=1)
+    run((0, 255, 258), (2, 130, 132), (1, 130, 300))
+    run((2, 132, 300), (0, 258, 300))
+    for request in range(REQUESTS):
+        assert relative_error(found[request], expected[request]) < 1e-4
+        if number:
+            count = TOKENS // served.spec.compress
+            entries = served.entries(served.caches.entries, count, request)
+            assert relative_error(entries, seen[number]["compressor"][request]) < 5e-6
+
+
+def test_the_layer_is_the_same_alone_and_with_others() -> None:
+    """The bound is float32's: sums may be ordered by the batch's size."""
+    _, _, seen = recorded("tiny")
+    hidden = seen[1]["hidden"]
+    alone, shared = (Served("tiny", 1, *layouts("tiny", "v4-bf16")) for _ in range(2))
+    first = alone.run(hidden, 100)
+    others = [shared.step(hidden, (0, a, a + 100), (2, a, a + 50), (1, a, a + 100))[0] for a in (0, 100, 200)]
+    assert relative_error(torch.cat(others), first) < 1e-6
