@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool
+from tamis.integrations.vllm.v4_metadata import V4MetadataBuilder, V4WindowMetadataBuilder
 from tamis.layout import Layout, named
 from tamis.ops import write_kv
 from tamis.v4_planner import V4Planner
@@ -17,6 +18,11 @@ SCALE = 512**-0.5
 MAX_TOKENS, MAX_LENGTH, MAX_REQUESTS = 160, 1200, 10
 QUERIES, LENGTHS = [1, 1, 2, 40, 33, 5], [300, 1000, 70, 40, 170, 600]
 RATIOS = (1, 4, 128)
+SHAPES = {
+    "mixed": (QUERIES, LENGTHS),
+    "decodes": ([1, 2, 1], [256, 700, 3]),
+    "prefills": ([30, 64], [30, 400]),
+}
 
 
 def specs() -> list[LayerSpec]:
@@ -143,3 +149,30 @@ def engine_config(**model: Any) -> SimpleNamespace:
         parallel_config=SimpleNamespace(),
         speculative_config=SimpleNamespace(num_speculative_tokens=1),
     )
+
+
+def main_builder(ratio: int, **options: Any) -> V4MetadataBuilder:
+    spec = SimpleNamespace(block_size=PAGE, compress_ratio=ratio)
+    return V4MetadataBuilder(spec, ["layer"], engine_config(), "cpu", **options)
+
+
+def window_builder() -> V4WindowMetadataBuilder:
+    return V4WindowMetadataBuilder(SimpleNamespace(block_size=WINDOW_PAGE), ["layer"], engine_config(), "cpu")
+
+
+def layer_of(step: V4Step, ratio: int, **more: Any) -> SimpleNamespace:
+    fields = {
+        "compress_ratio": ratio,
+        "window_size": WINDOW,
+        "scale": SCALE,
+        "attn_sink": torch.cat((step.sink, torch.full((64 - HEADS,), -torch.inf))),
+        "swa_cache_layer": SimpleNamespace(kv_cache=step.window.storage),
+        "kv_cache": step.entries[ratio].storage if ratio > 1 else None,
+        "kv_cache_torch_dtype": step.window.storage.dtype,
+        "topk_indices_buffer": None,
+    }
+    if ratio == 4:
+        buffer = torch.randint(0, 9, (MAX_TOKENS, TOPK), dtype=torch.int32)
+        buffer[: len(step.tokens)] = step.chosen
+        fields["topk_indices_buffer"] = buffer
+    return SimpleNamespace(**(fields | more))

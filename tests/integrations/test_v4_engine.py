@@ -13,26 +13,21 @@ from v4_standin import (
     PAGE,
     RATIOS,
     SCALE,
+    SHAPES,
     TOPK,
     WINDOW,
     WINDOW_PAGE,
     V4Step,
     engine_config,
+    layer_of,
+    main_builder,
+    window_builder,
 )
 
 from tamis.integrations.vllm.v4_backend import TamisV4Backend, TamisV4WindowBackend
 from tamis.integrations.vllm.v4_impl import V4Impl, get_padded_num_q_heads, init_layer_buffers
 from tamis.integrations.vllm.v4_metadata import V4Metadata, V4MetadataBuilder, V4WindowMetadataBuilder
 from tamis.layout import plain_fp8
-
-
-def main_builder(ratio: int, **options: Any) -> V4MetadataBuilder:
-    spec = SimpleNamespace(block_size=PAGE, compress_ratio=ratio)
-    return V4MetadataBuilder(spec, ["layer"], engine_config(), "cpu", **options)
-
-
-def window_builder() -> V4WindowMetadataBuilder:
-    return V4WindowMetadataBuilder(SimpleNamespace(block_size=WINDOW_PAGE), ["layer"], engine_config(), "cpu")
 
 
 def kept(common: SimpleNamespace) -> dict[str, Tensor]:
@@ -42,13 +37,6 @@ def kept(common: SimpleNamespace) -> dict[str, Tensor]:
 def unchanged(common: SimpleNamespace, before: dict[str, Tensor]) -> None:
     for name, value in before.items():
         assert torch.equal(getattr(common, name), value), name
-
-
-SHAPES = {
-    "mixed": ([1, 1, 2, 40, 33, 5], [300, 1000, 70, 40, 170, 600]),
-    "decodes": ([1, 2, 1], [256, 700, 3]),
-    "prefills": ([30, 64], [30, 400]),
-}
 
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])
@@ -180,24 +168,6 @@ def test_an_empty_step_has_no_rows() -> None:
     assert record.c128a_global_decode_topk_indices is None
     assert record.c128a_prefill_topk_indices is None
     assert len(record.slot_mapping) == 0
-
-
-def layer_of(step: V4Step, ratio: int, **more: Any) -> SimpleNamespace:
-    fields = {
-        "compress_ratio": ratio,
-        "window_size": WINDOW,
-        "scale": SCALE,
-        "attn_sink": torch.cat((step.sink, torch.full((64 - HEADS,), -torch.inf))),
-        "swa_cache_layer": SimpleNamespace(kv_cache=step.window.storage),
-        "kv_cache": step.entries[ratio].storage if ratio > 1 else None,
-        "kv_cache_torch_dtype": step.window.storage.dtype,
-        "topk_indices_buffer": None,
-    }
-    if ratio == 4:
-        buffer = torch.randint(0, 9, (MAX_TOKENS, TOPK), dtype=torch.int32)
-        buffer[: len(step.tokens)] = step.chosen
-        fields["topk_indices_buffer"] = buffer
-    return SimpleNamespace(**(fields | more))
 
 
 def served(step: V4Step, ratio: int, calls: Any, padding: int, q: Tensor, layer: SimpleNamespace) -> Tensor:
