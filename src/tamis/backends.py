@@ -78,7 +78,7 @@ BACKENDS = (
         "triton",
         "triton_kernels",
         "portable Triton kernels for any GPU that Triton supports",
-        stages=("write", "gather", "select", "translate", "attend", "combine"),
+        stages=("rotate", "compress", "write", "gather", "select", "translate", "attend", "combine"),
         devices=("cuda",),  # PyTorch's name for AMD GPUs as well
         query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
         max_latent=512,
