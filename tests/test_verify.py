@@ -64,7 +64,7 @@ def break_write(result: None, kv: Tensor, cache, slots: Tensor) -> None:
 
 
 def break_gather(result: None, *args: Tensor) -> None:
-    args[-1][7] += 1
+    args[-1][7 % len(args[-1])] += 1
 
 
 def break_first(result: tuple[Tensor, ...], *args: object, **options: object) -> None:
@@ -80,6 +80,7 @@ def break_index(result: Tensor, *args: object) -> None:
     [
         ("write", "write_kv", break_write, None),
         ("gather", "gather_kv", break_gather, "layer"),
+        ("select", "select_window", break_gather, None),
         ("translate", "translate_positions", break_first, "layer"),
         ("index", "index_topk", break_index, None),
         ("attend", "attend_slots", break_first, "layer"),

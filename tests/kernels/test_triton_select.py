@@ -12,6 +12,8 @@ from torch import Tensor
 from tamis.ops.select import reference, triton_kernels
 from tamis.ops.select.triton_device import window_rows
 from tamis.ops.triton_rows import interpreted
+from tamis.testing.cases import to_device
+from tamis.testing.select_cases import SelectCase, expected_rows, select_cases
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 
@@ -124,6 +126,26 @@ def test_hostile_tables_and_requests(device: torch.device) -> None:
     check("select_chosen", device, (chosen, ids, table, None, 64), (empty(6, 6), empty(6)))
     sizes = (0, 4, 4, 2, 6, 6)
     check("select_gathered", device, (positions, ids, int32([250, 0]), chosen, *sizes), (empty(6, 10), empty(6)))
+
+
+@pytest.mark.parametrize("case", select_cases(), ids=lambda case: case.name)
+def test_the_cases_of_the_installed_checks(device: torch.device, case: SelectCase) -> None:
+    """Against plain Python, where the others have the reference beside them."""
+    here = to_device(case, device)
+    tokens = (here.positions, here.request_ids, here.block_table, here.own)
+    expected = expected_rows(case)
+    outputs = [torch.full_like(e, 77, dtype=torch.int32, device=device) for e in expected]
+    window, lengths, _, visible, shown, every, slots, counts, rows, row_lengths = outputs
+    completed = outputs[2] = outputs[2].long()
+    triton_kernels.select_window(*tokens, None, case.page_size, case.window, window, lengths)
+    numbers = (case.ratio, case.page_size, case.columns, len(case.positions))
+    triton_kernels.select_entries(*tokens, *numbers, completed, visible, shown, every)
+    triton_kernels.select_chosen(here.chosen, *tokens[1:], case.page_size, slots, counts)
+    first = torch.full((case.requests,), 3, dtype=torch.int32, device=device)
+    sizes = (0, case.ratio, case.window, 20, 50, case.columns)
+    triton_kernels.select_gathered(*tokens[:2], first, here.chosen, *sizes, rows, row_lengths)
+    for number, (found, wanted) in enumerate(zip(outputs, expected, strict=True)):
+        assert torch.equal(found.cpu().long(), wanted), number
 
 
 def test_no_tokens(device: torch.device) -> None:

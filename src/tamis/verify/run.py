@@ -7,14 +7,16 @@ import torch
 from tamis import backends, checks
 from tamis.verify.attention import attend_checks, combine_checks
 from tamis.verify.check import Check, CheckResult, Target, judge
+from tamis.verify.places import select_checks
 from tamis.verify.rows import gather_checks, write_checks
 from tamis.verify.selection import index_checks, translate_checks
 from tamis.verify.step import LAYER_STAGES, layer_checks, planner_checks
 
-STAGES = ("write", "gather", "translate", "index", "attend", "combine", "planner", "layer")
+STAGES = ("write", "gather", "select", "translate", "index", "attend", "combine", "planner", "layer")
 _CHECKS: dict[str, Callable[[Target], Iterator[Check]]] = {
     "write": write_checks,
     "gather": gather_checks,
+    "select": select_checks,
     "translate": translate_checks,
     "index": index_checks,
     "attend": attend_checks,
