@@ -128,7 +128,7 @@ def test_hostile_tables_and_requests(device: torch.device) -> None:
     check("select_gathered", device, (positions, ids, int32([250, 0]), chosen, *sizes), (empty(6, 10), empty(6)))
 
 
-@pytest.mark.parametrize("case", select_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(select_cases()), ids=lambda case: case.name)
 def test_the_cases_of_the_installed_checks(device: torch.device, case: SelectCase) -> None:
     """Against plain Python, where the others have the reference beside them."""
     here = to_device(case, device)
