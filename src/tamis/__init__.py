@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tamis.plan import Limits, Plan
     from tamis.planner import Planner
     from tamis.spec import LayerSpec
+    from tamis.v4_plan import V4Plan
+    from tamis.v4_planner import V4Planner
 
 _HOME = {
     "Batch": "tamis.batch",
@@ -34,6 +36,8 @@ _HOME = {
     "Selection": "tamis.cache",
     "Shard": "tamis.pipeline",
     "SparseMLA": "tamis.pipeline",
+    "V4Plan": "tamis.v4_plan",
+    "V4Planner": "tamis.v4_planner",
     "choose": "tamis.backends",
 }
 
@@ -51,6 +55,8 @@ __all__ = [
     "Selection",
     "Shard",
     "SparseMLA",
+    "V4Plan",
+    "V4Planner",
     "__version__",
     "choose",
     "ops",
