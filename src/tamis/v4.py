@@ -15,6 +15,7 @@ from tamis.pipeline import FIXED_COLUMNS
 from tamis.rope import rms_norm
 from tamis.spec import LayerSpec
 from tamis.v4_plan import EntryPlan, V4Plan
+from tamis.v4_serving import attend_gathered
 from tamis.v4_weights import CompressorWeights, V4Weights
 
 
@@ -109,7 +110,7 @@ class SparseV4:
                 window only have another theta than the rest, and no YaRN.
             eps: of all norms.
             backend: a name from `tamis backends`, or "auto". A named backend runs or the call fails.
-            batch_invariant: as in `SparseMLA`.
+            batch_invariant: as in `SparseMLA`; without effect on prefills that a plan gathers.
         """
         if spec.kind == "tokens":
             raise checks.refuse("spec", "of a V4 kind", repr(spec.kind), "use SparseMLA, or LayerSpec.from_hf")
@@ -127,22 +128,8 @@ class SparseV4:
         entries = self._check(hidden, caches, plan)
         compressed_q = self.compressed_query(hidden)
         q = self.write(hidden, compressed_q, caches, plan)
-        selections = [plan.window.selection(caches.window)]
-        if entries is not None and caches.entries is not None:
-            indexed = self.spec.kind == "overlapping"
-            chosen = self.select(hidden, compressed_q, caches, plan) if indexed else None
-            selections.append(entries.selection(caches.entries, chosen))
-        columns = sum(s.slots.shape[1] for s in selections)
-        attended = attend(
-            q,
-            selections,
-            scale=self.spec.scale,
-            value_dim=self.spec.value_dim,
-            sink=self.weights.sink,
-            splits=-(-columns // FIXED_COLUMNS) if self.batch_invariant else None,
-            backend=self.backend,
-        )
-        return self.output(attended.out, plan)
+        chosen = self.select(hidden, compressed_q, caches, plan) if self.spec.kind == "overlapping" else None
+        return self.output(self._attend(q, chosen, caches, entries, plan), plan)
 
     def compressed_query(self, hidden: Tensor) -> Tensor:
         """What queries and the indexer's queries are projected from: [rows, q rank]."""
@@ -197,6 +184,37 @@ class SparseV4:
         wide = _product_dtype(turned)
         lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2)).transpose(0, 1).to(turned.dtype)
         return project(lowered.flatten(1), weights.o_b)
+
+    def _attend(
+        self, q: Tensor, chosen: Tensor | None, caches: V4Caches, entries: EntryPlan | None, plan: V4Plan
+    ) -> Tensor:
+        spec = self.spec
+        if plan.workspace is not None:
+            return attend_gathered(
+                q,
+                plan,
+                caches.window,
+                caches.entries,
+                chosen,
+                ratio=spec.compress,
+                scale=spec.scale,
+                value_dim=spec.value_dim,
+                sink=self.weights.sink,
+                backend=self.backend,
+            )
+        selections = [plan.window.selection(caches.window)]
+        if entries is not None and caches.entries is not None:
+            selections.append(entries.selection(caches.entries, chosen))
+        columns = sum(s.slots.shape[1] for s in selections)
+        return attend(
+            q,
+            selections,
+            scale=spec.scale,
+            value_dim=spec.value_dim,
+            sink=self.weights.sink,
+            splits=-(-columns // FIXED_COLUMNS) if self.batch_invariant else None,
+            backend=self.backend,
+        ).out
 
     def _compress(
         self,

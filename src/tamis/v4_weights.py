@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from tamis import checks
@@ -112,6 +113,37 @@ class V4Weights:
             checks.tensor("indexer.q", self.indexer.q, "N R", checks.FLOATS, N=size, R=rank)
             checks.tensor("indexer.weights", self.indexer.weights, "H X", checks.FLOATS, H=spec.index_heads, X=hidden)
             self.indexer.compressor.check("indexer.compressor", spec, spec.index_dim, hidden)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Self:
+        """The same weights elsewhere; what is added to or multiplied with float32 numbers (norms, biases, sinks) stays
+        in its dtype."""
+
+        def matrix(weight: Tensor) -> Tensor:
+            return weight.to(device, dtype)
+
+        def compressor(weights: CompressorWeights | None) -> CompressorWeights | None:
+            if weights is None:
+                return None
+            bias, norm = weights.bias.to(device), weights.norm.to(device)
+            return CompressorWeights(matrix(weights.values), matrix(weights.scores), bias, norm)
+
+        indexer = self.indexer
+        if indexer is not None:
+            keys = compressor(indexer.compressor)
+            assert keys is not None
+            indexer = IndexerWeights(matrix(indexer.q), matrix(indexer.weights), keys)
+        return type(self)(
+            matrix(self.q_a),
+            self.q_norm.to(device),
+            matrix(self.q_b),
+            matrix(self.kv),
+            self.kv_norm.to(device),
+            self.sink.to(device),
+            matrix(self.o_a),
+            matrix(self.o_b),
+            compressor(self.compressor),
+            indexer,
+        )
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, Tensor], *, groups: int, prefix: str = "") -> Self:
