@@ -5,7 +5,6 @@ import json
 from math import floor
 from typing import TYPE_CHECKING, Any
 
-from tamis import checks
 from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import Progress
@@ -72,11 +71,12 @@ def run(options: argparse.Namespace) -> int:
     """Serve, compare, and print the tables or the JSON object."""
     let_waiting_threads_sleep()
     device = pick_device(options.device)
+    from tamis import checks
     from tamis.demo.report import as_data, failed_checks
     from tamis.demo.serve import serve
-    from tamis.demo.shape import CacheName, Workload
+    from tamis.demo.shape import Workload
 
-    cache: CacheName = options.cache or f"{options.model}-fp8"
+    cache: Any = options.cache or f"{options.model}-fp8"
     if not cache.startswith(f"{options.model}-"):
         raise checks.refuse("cache", f"one of {options.model}'s own", cache, "leave it out, or choose another model")
     shape = _shape(options)
