@@ -13,10 +13,19 @@ from torch import Tensor
 
 import tamis.cli.bench
 from tamis import PagedCache
-from tamis.bench import peers, suites, timing
-from tamis.bench.inputs import AttendSet, GatherSet, TranslateSet, WriteSet, prepare, worst_error
+from tamis.bench import by_hand, peers, suites, timing
+from tamis.bench.inputs import AttendSet, GatherSet, SelectSet, TranslateSet, WriteSet, prepare, worst_error
 from tamis.bench.record import COLUMNS, CsvFile
-from tamis.bench.roofline import Ceiling, Cost, attend_cost, distinct_rows, gather_cost, translate_cost, write_cost
+from tamis.bench.roofline import (
+    Ceiling,
+    Cost,
+    attend_cost,
+    distinct_rows,
+    gather_cost,
+    select_cost,
+    translate_cost,
+    write_cost,
+)
 from tamis.bench.suites import Job, make_jobs
 from tamis.cli import main
 from tamis.integrations import flash_mla
@@ -149,7 +158,10 @@ def test_suites_are_those_of_the_command_and_hold_what_they_promise() -> None:
     assert {job.shape for job in decode} == {f"{b}q1s16k" for b in (1, 8, 32, 64, 128)}
     assert {(job.layout, job.topk, job.page_size) for job in decode} == {("v32-fp8", 2048, 64)}
     assert {job.heads for job in make_jobs("decode", heads=[16])} == {16}
-    assert {(job.window, job.topk) for job in make_jobs("v4")} == {(128, 512)}
+    assert {(job.stage, job.window, job.topk) for job in make_jobs("v4")} == {
+        ("attend", 128, 512),
+        ("select", 128, None),
+    }
     moves = {job.stage: job for job in make_jobs("write", layouts=["v32-fp8"])}
     assert {stage: job.shape for stage, job in moves.items()} == {
         "write": "8q8k",
@@ -398,3 +410,22 @@ def test_help_has_an_example_that_is_accepted(command: str, capsys: pytest.Captu
     assert "exit codes: 0" in text
     example = text.split("example:\n  tamis ")[1].splitlines()[0]
     assert main([*example.split(), "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("shape", ["3q1s600", "2q1s128_1q40s300"])
+def test_rows_of_a_v4_step(shape: str) -> None:
+    prepared = prepare(Job("test", "select", shape, "v4-fp8", window=128), torch.device("cpu"))
+    item = prepared.sets[0]
+    assert isinstance(item, SelectSet)
+    assert worst_error(item, item.run("auto")) == 0
+    assert worst_error(item, by_hand.call_for(item)()) == 0
+    windows, *others = item.run("auto")
+    windows[0, 3] += 1
+    assert worst_error(item, (windows, *others)) == 1
+    with pytest.raises(peers.Unsupported, match="it has no select"):
+        peers.VLLM(None, None).calls(prepared.job, [item])
+
+
+def test_cost_of_selecting() -> None:
+    """Windows and rows of every entry dominate: 128 and 128 columns of 4 bytes per token."""
+    assert select_cost(64, 128, 64 * 128, 128).bytes == 64 * (8 + 512 + 512 + 36) + 4 * (64 * 5 + 4096)

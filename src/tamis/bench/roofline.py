@@ -80,6 +80,11 @@ def translate_cost(tokens: int, topk: int, pages: int) -> Cost:
     return Cost(tokens * (8 * topk + 8) + 4 * pages)
 
 
+def select_cost(tokens: int, window: int, entries: int, columns: int) -> Cost:
+    """Of a V4 step's rows: positions, requests and pages in, windows, rows of every entry and nine numbers out."""
+    return Cost(tokens * (8 + 4 * window + 4 * columns + 36) + 4 * (tokens * (window // 64 + 3) + entries // 2))
+
+
 def find_ceiling(device: torch.device) -> Ceiling:
     """The measured numbers of a known GPU; otherwise measured here. A CPU has a copy bandwidth only."""
     if device.type != "cuda":
