@@ -78,14 +78,16 @@ def run(options: argparse.Namespace) -> int:
 
     cache: Any = options.cache or f"{options.model}-fp8"
     if not cache.startswith(f"{options.model}-"):
-        raise checks.refuse("cache", f"one of {options.model}'s own", cache, "leave it out, or choose another model")
-    shape = _shape(options)
+        raise checks.refuse("--cache", f"one of {options.model}'s own", cache, "leave it out, or choose another model")
+    shape, page_size = _shape(options), options.page_size
+    if page_size is None:
+        page_size = 256 if options.model == "v4" else 64
     workload = Workload(
         requests=options.requests,
         max_prompt=options.max_prompt,
         new_tokens=options.new_tokens,
         token_budget=options.token_budget,
-        page_size=options.page_size or (256 if options.model == "v4" else 64),
+        page_size=page_size,
         cache=cache,
         mode=options.mode,
         device=device.type,
