@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracle import relative_error
 
-from tamis import LayerSpec, PagedCache
-from tamis.layout import compressor_state
-from tamis.v4 import SparseV4, V4Caches
-from tamis.v4_weights import CompressorWeights, IndexerWeights, V4Weights
+from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool, SparseV4, V4Caches, V4Planner, V4Weights
+from tamis.layout import compressor_state, named, rows
+from tamis.rope import Rope
+from tamis.v4_weights import CompressorWeights, IndexerWeights
 
 HIDDEN, RANK, HEADS, GROUPS, LOW = 12, 10, 4, 2, 3
 WINDOW = LayerSpec(HEADS, 24, 8, 32, 32**-0.5, window=6, sink=True, kind="window")
@@ -144,3 +145,66 @@ def test_calls_are_refused_before_anything_is_written(caches, plan, message: str
     with pytest.raises(ValueError, match=message):
         layer(torch.zeros(2, HIDDEN), replace(held, **caches), made)
     assert not held.window.storage.any()
+
+
+@pytest.mark.parametrize("spec", [WINDOW, OVERLAPPING, PLAIN], ids=lambda s: s.kind)
+def test_a_compiled_layer_gives_the_same_bits(spec: LayerSpec) -> None:
+    torch._dynamo.reset()
+    layer = SparseV4(spec, weights(spec.kind), Rope(8).cos_sin_table(80))
+    sizes = {"window": 8, f"state{spec.compress}": 4}
+    planner = V4Planner([spec], Limits(80, 2, 80, 16, sizes), layout="v4-bf16")
+    pool, others = PagePool(20, 16), {name: PagePool(40, size) for name, size in sizes.items()}
+    numbers = {"pages": 20, "window_pages": 40, "state_pages": 40, "page_size": 16, "window_page_size": 8}
+    layout = named("v4-fp32", latent=24, rope=8)
+    index = rows(torch.float32, latent=16, rope=0)
+    made = {"state_page_size": 4, "layout": layout, "index_layout": index}
+    eager, traced = (V4Caches.allocate(spec, **numbers, **made) for _ in range(2))
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for new, lengths in (([33, 20], [33, 20]), ([1, 17], [34, 37])):
+        plan = planner.plan(Batch.build(new, lengths, pool, other_pools=others))
+        hidden = torch.randn(sum(new), HIDDEN)
+        with torch.no_grad():
+            assert torch.equal(run(hidden, traced, plan), layer(hidden, eager, plan))
+        for name in ("window", "entries", "state", "index", "index_state"):
+            one, other = getattr(eager, name), getattr(traced, name)
+            assert one is None or torch.equal(one.storage, other.storage)
+
+
+@pytest.mark.parametrize("spec", [WINDOW, OVERLAPPING, PLAIN], ids=lambda s: s.kind)
+def test_gathered_prefills_give_what_pages_give(spec: LayerSpec) -> None:
+    """With rows that bf16 can hold, the workspace changes nothing but the order of sums."""
+    layer = SparseV4(spec, weights(spec.kind), Rope(8).cos_sin_table(80))
+    sizes = {"window": 8, f"state{spec.compress}": 4}
+    layout = named("v4-fp8", latent=24, rope=8, tile=8)
+    outputs = []
+    hidden = [torch.randn(53, HIDDEN), torch.randn(18, HIDDEN)]
+    for mode in ("mixed", "separate"):
+        planner = V4Planner([spec], Limits(80, 2, 80, 16, sizes), layout=layout, mode=mode)
+        pool, others = PagePool(20, 16), {name: PagePool(40, size) for name, size in sizes.items()}
+        caches = V4Caches.allocate(
+            spec,
+            pages=20,
+            window_pages=40,
+            state_pages=40,
+            page_size=16,
+            window_page_size=8,
+            state_page_size=4,
+            layout=layout,
+            index_layout=rows(torch.float32, latent=16, rope=0),
+        )
+        for given, new, lengths in zip(hidden, ([33, 20], [1, 17]), ([33, 20], [34, 37]), strict=True):
+            plan = planner.plan(Batch.build(new, lengths, pool, other_pools=others))
+            assert (plan.workspace is not None) == (mode == "separate")
+            outputs.append(layer(given, caches, plan))
+    for one, other in zip(outputs[:2], outputs[2:], strict=True):
+        assert relative_error(one, other) < 1e-6
+
+
+def test_weights_move_and_keep_what_must_stay_exact() -> None:
+    moved = weights("overlapping").to("cpu", torch.bfloat16)
+    moved.check(OVERLAPPING)
+    assert moved.indexer is not None
+    exact = (moved.sink, moved.q_norm, moved.kv_norm, moved.indexer.compressor.bias, moved.indexer.compressor.norm)
+    assert all(t.dtype == torch.float32 for t in exact)
+    matrices = (moved.q_a, moved.o_b, moved.indexer.q, moved.indexer.weights, moved.indexer.compressor.values)
+    assert all(t.dtype == torch.bfloat16 for t in matrices)
