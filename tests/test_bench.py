@@ -20,6 +20,7 @@ from tamis.bench.roofline import (
     Ceiling,
     Cost,
     attend_cost,
+    compress_cost,
     distinct_rows,
     gather_cost,
     select_cost,
@@ -27,9 +28,10 @@ from tamis.bench.roofline import (
     write_cost,
 )
 from tamis.bench.suites import Job, make_jobs
+from tamis.bench.v4_inputs import CompressSet
 from tamis.cli import main
 from tamis.integrations import flash_mla
-from tamis.layout import named
+from tamis.layout import index_fp8, named
 from tamis.ops import gather_kv, translate_positions, write_kv
 
 CPU = torch.device("cpu")
@@ -161,6 +163,7 @@ def test_suites_are_those_of_the_command_and_hold_what_they_promise() -> None:
     assert {(job.stage, job.window, job.topk) for job in make_jobs("v4")} == {
         ("attend", 128, 512),
         ("select", 128, None),
+        ("compress", 0, None),
     }
     moves = {job.stage: job for job in make_jobs("write", layouts=["v32-fp8"])}
     assert {stage: job.shape for stage, job in moves.items()} == {
@@ -424,6 +427,32 @@ def test_rows_of_a_v4_step(shape: str) -> None:
     assert worst_error(item, (windows, *others)) == 1
     with pytest.raises(peers.Unsupported, match="it has no select"):
         peers.VLLM(None, None).calls(prepared.job, [item])
+
+
+@pytest.mark.parametrize("shape", ["8q1s600", "2q1s128_1q40s300"])
+def test_small_launches_of_a_v4_layer(shape: str) -> None:
+    prepared = prepare(Job("test", "compress", shape, "v4-fp8", heads=2), torch.device("cpu"))
+    assert prepared.job.stages == ("rotate", "compress")
+    item = prepared.sets[0]
+    assert isinstance(item, CompressSet)
+    assert 0 < (item.completed >= 0).sum() < len(item.completed) / 3
+    assert worst_error(item, item.run("auto")) == 0
+    q, *others = item.run("auto")
+    assert worst_error(item, (q * 1.5, *others)) == pytest.approx(0.5, rel=1e-2)
+    item.compressors[1].cache.storage.zero_()
+    assert worst_error(item, (q, *others)) == pytest.approx(1.0)
+    with pytest.raises(NotImplementedError, match="not written by hand"):
+        by_hand.call_for(item)
+
+
+def test_cost_of_compressing() -> None:
+    """Heads in and out dominate a decode: 64 of 512 twice and 64 of 128 once, read and written in bf16."""
+    found = compress_cost(64, 16, 64, named("v4-fp8"), index_fp8(), 64).bytes
+    heads = 64 * 64 * (2 * 512 + 128) * 4
+    rows = 64 * (1024 + 584)
+    state = 64 * 2 * 1024 * 4 * 2 + 64 * 2 * 256 * 4 * 2
+    entries = 16 * (16 * 512 * 4 + 584) + 16 * (16 * 128 * 4 + 132)
+    assert found == heads + rows + state + entries
 
 
 def test_cost_of_selecting() -> None:

@@ -6,6 +6,7 @@ Each kind of set runs our stage on itself, says how wrong a result is, and carri
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from tamis.batch import parse_shape
 from tamis.bench.roofline import Cost, attend_cost, gather_cost, select_cost, translate_cost, write_cost
 from tamis.bench.suites import Job
 from tamis.bench.timing import set_count
+from tamis.bench.v4_inputs import CompressSet, compress_sets
 from tamis.cache import PagedCache, Selection
 from tamis.layout import Layout, named
 from tamis.ops import attend, gather_kv, select_entries, select_window, translate_positions, write_kv
@@ -194,7 +196,7 @@ class SelectSet:
         return float(wrong)
 
 
-InputSet = AttendSet | WriteSet | GatherSet | TranslateSet | SelectSet
+InputSet = AttendSet | WriteSet | GatherSet | TranslateSet | SelectSet | CompressSet
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +216,7 @@ def prepare(job: Job, device: torch.device, seed: int = 0) -> Prepared:
         "gather": _gather,
         "translate": _translate,
         "select": _select,
+        "compress": _compress,
     }
     return builders[job.stage](job, _Maker(device, seed))
 
@@ -375,6 +378,15 @@ def _select(job: Job, maker: _Maker) -> Prepared:
         outputs = (empty(tokens, job.window), empty(tokens, columns), completed, counts)
         sets.append(SelectSet(positions, ids, raw, pages, job.page_size, *outputs))
     return Prepared(job, sets, cost)
+
+
+def _compress(job: Job, maker: _Maker) -> Prepared:
+    assert job.heads is not None
+    queries, lengths = parse_shape(job.shape)
+    make = partial(compress_sets, queries, lengths, job.heads, named(job.layout), maker.device)
+    first, cost = make(seed=0)
+    more = range(1, set_count(cost.bytes, maker.device))
+    return Prepared(job, [first, *(make(seed=seed)[0] for seed in more)], cost)
 
 
 def worst_error(item: InputSet, result: object) -> float:
