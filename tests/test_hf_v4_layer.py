@@ -200,9 +200,8 @@ def test_selected_entries(widths: str) -> None:
     served = Served(widths, 1, *layouts(widths, "v4-fp32"))
     hidden, plan = seen[1]["hidden"][0], served.plan((0, 0, TOKENS))
     with torch.no_grad():
-        compressed_q = served.layer.compressed_query(hidden)
-        served.layer.write(hidden, compressed_q, served.caches, plan)
-        chosen = served.layer.select(hidden, compressed_q, served.caches, plan)
+        _, index_q = served.layer.write(hidden, served.caches, plan)
+        chosen = served.layer.select(hidden, index_q, served.caches, plan)
     assert chosen.shape == seen[1]["chosen"][0].shape
     for ours, theirs in zip(chosen.tolist(), seen[1]["chosen"][0].tolist(), strict=True):
         assert set(ours) == set(theirs)

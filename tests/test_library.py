@@ -32,6 +32,7 @@ from tamis.ops import (
     gather_index,
     gather_kv,
     index_topk,
+    norm_rows,
     read_kv,
     rotate_and_write,
     rotate_heads,
@@ -116,6 +117,7 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "gather_kv": ["out"],
         "index_topk": [],
         "read_kv": [],
+        "norm_rows": [],
         "rotate_and_write": ["storage"],
         "rotate_heads": [],
         "select_chosen": ["slots", "lengths"],
@@ -175,6 +177,7 @@ def test_rotate(layout: Layout) -> None:
     cache = filled(layout, apart=True, scale=torch.tensor(0.5) if layout.scale_mode == "tensor" else 1.0)
     q, positions, table = torch.randn(3, 2, layout.width).transpose(0, 1), torch.tensor([2, -1]), torch.randn(4, 6)
     opcheck(lambda: rotate_heads(q, positions, table, eps=1e-6), "rotate_heads")
+    opcheck(lambda: norm_rows(q[0], torch.ones(layout.width)), "norm_rows")
     opcheck(lambda: rotate_heads(q.half(), positions.int(), table, inverse=True), "rotate_heads")
     opcheck(
         lambda: rotate_and_write(
@@ -185,6 +188,7 @@ def test_rotate(layout: Layout) -> None:
             positions=positions,
             cos_sin=table,
             norm_weight=torch.ones(layout.width),
+            index_q=q[:, :1] if layout.quantised else None,
         ),
         "rotate_and_write",
     )

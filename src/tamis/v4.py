@@ -10,9 +10,17 @@ from torch.nn.functional import linear
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.layout import Layout, compressor_state, named
-from tamis.ops import StatePages, attend, compress_kv, index_topk, rotate_and_write, rotate_heads
+from tamis.ops import (
+    Rotated,
+    StatePages,
+    attend,
+    compress_kv,
+    index_topk,
+    norm_rows,
+    rotate_and_write,
+    rotate_heads,
+)
 from tamis.pipeline import FIXED_COLUMNS
-from tamis.rope import rms_norm
 from tamis.spec import LayerSpec
 from tamis.v4_plan import EntryPlan, V4Plan
 from tamis.v4_serving import attend_gathered
@@ -126,22 +134,20 @@ class SparseV4:
         completes. Padded rows come out as zeros.
         """
         entries = self._check(hidden, caches, plan)
-        compressed_q = self.compressed_query(hidden)
-        q = self.write(hidden, compressed_q, caches, plan)
-        chosen = self.select(hidden, compressed_q, caches, plan) if self.spec.kind == "overlapping" else None
+        q, index_q = self.write(hidden, caches, plan)
+        chosen = None if index_q is None else self.select(hidden, index_q, caches, plan)
         return self.output(self._attend(q, chosen, caches, entries, plan), plan)
 
-    def compressed_query(self, hidden: Tensor) -> Tensor:
-        """What queries and the indexer's queries are projected from: [rows, q rank]."""
-        low = project(hidden, self.weights.q_a).float()
-        return rms_norm(low, self.weights.q_norm.float(), self.eps).to(hidden.dtype)
-
-    def write(self, hidden: Tensor, compressed_q: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
+    def write(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> Rotated:
         """Insert the new tokens' raw rows, remember them for compression, and insert what they complete; the queries
-        [rows, H, D], which are normed and rotated in the same pass as the rows."""
-        weights = self.weights
-        q = rotate_and_write(
-            project(compressed_q, weights.q_b).unflatten(1, (self.spec.heads, -1)),
+        [rows, H, D] and the indexer's, which are rotated in the same pass as the rows."""
+        weights, spec = self.weights, self.spec
+        compressed_q = norm_rows(project(hidden, weights.q_a), weights.q_norm, self.eps, backend=self.backend)
+        index_q = None
+        if weights.indexer is not None:
+            index_q = project(compressed_q, weights.indexer.q).unflatten(1, (spec.index_heads, spec.index_dim))
+        queries = rotate_and_write(
+            project(compressed_q, weights.q_b).unflatten(1, (spec.heads, -1)),
             project(hidden, weights.kv),
             caches.window,
             plan.window.pages.slots,
@@ -149,25 +155,26 @@ class SparseV4:
             cos_sin=self.cos_sin,
             norm_weight=weights.kv_norm,
             eps=self.eps,
+            index_q=index_q,
             backend=self.backend,
         )
         if weights.compressor is not None:
             self._compress(hidden, weights.compressor, caches.state, caches.entries, plan)
         if weights.indexer is not None:
             self._compress(hidden, weights.indexer.compressor, caches.index_state, caches.index, plan)
-        return q
+        return queries
 
-    def select(self, hidden: Tensor, compressed_q: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
-        """Entries int32 [rows, topk] by this layer's indexer, -1 where there are no more."""
+    def select(self, hidden: Tensor, index_q: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
+        """Entries int32 [rows, topk] by this layer's indexer, -1 where there are no more. `index_q` is what `write`
+        returned."""
         spec, entries, indexer = self.spec, plan.entries[self.spec.compress], self.weights.indexer
         assert indexer is not None
         assert caches.index is not None
         assert spec.topk is not None
-        q = project(compressed_q, indexer.q).unflatten(1, (spec.index_heads, spec.index_dim))
-        weights = project(hidden, indexer.weights, torch.float32) * (spec.index_heads * spec.index_dim) ** -0.5
         return index_topk(
-            rotate_heads(q, plan.step.positions, self.cos_sin, backend=self.backend),
-            weights,
+            index_q,
+            # The model's constant factor, positive, would change no order.
+            project(hidden, indexer.weights, torch.float32),
             caches.index,
             plan.step.request_ids,
             entries.block_table,
@@ -274,6 +281,9 @@ def _same_pages(name: str, cache: PagedCache | None, page_size: int) -> None:
 def project(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """x @ weight.T in x's dtype, or another; on a CPU the product runs in float32."""
     wide = _product_dtype(x)
+    if dtype == torch.float32 and wide in (torch.bfloat16, torch.float16):
+        # What the product sums in float32 anyway is not rounded in between.
+        return torch.mm(x, weight.to(wide).T, out_dtype=dtype)
     return linear(x.to(wide), weight.to(wide)).to(x.dtype if dtype is None else dtype)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from tamis import Layout, PagedCache
 from tamis.layout import named, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.ops.rotate import reference
-from tamis.ops.rotate.triton_kernels import rotate_and_write, rotate_heads, turn_heads
+from tamis.ops.rotate.triton_kernels import norm_rows, rotate_and_write, rotate_heads, turn_heads
 from tamis.ops.triton_rows import interpreted
 from tamis.rope import Rope
 
@@ -49,6 +49,14 @@ def test_positions_past_the_table_are_not_rotated(device: torch.device) -> None:
     assert torch.equal(rotate_heads(x, far, Rope(8).cos_sin_table(40).to(device), None, False), x)
 
 
+@pytest.mark.parametrize("dtype", ULP)
+@pytest.mark.parametrize("width", [1, 100, 1536])
+def test_norm_of_rows(dtype: torch.dtype, width: int, device: torch.device) -> None:
+    weight = torch.randn(width)
+    for x in (torch.randn(3, 2 * width).to(dtype)[:, width:], torch.randn(width, 3).to(dtype).T):
+        close(norm_rows(x.to(device), weight.to(device), 1e-6), reference.norm_rows(x, weight, 1e-6), dtype)
+
+
 LAYOUTS: list[Layout] = [
     named("v4-bf16"),
     named("v4-fp32"),
@@ -69,10 +77,15 @@ def test_rows_are_inserted_beside_the_queries(layout: Layout, dtype: torch.dtype
     slots = torch.tensor([7, -1, 14, 10**9, 0])
     scale = 0.25 if layout.scale_mode == "tensor" else 1.0
     host, there = PagedCache(layout, 3, 5, scale=scale), PagedCache(layout, 3, 5, device, scale=scale)
-    expected = reference.rotate_and_write(q, kv, host, slots, POSITIONS, table, weight, 1e-6)
+    index_q = None if dtype == torch.float32 else torch.randn(2, 6, 70).half().transpose(0, 1)
+    expected = reference.rotate_and_write(q, kv, host, slots, POSITIONS, table, weight, 1e-6, index_q)
     moved = (t.to(device) for t in (slots, POSITIONS, table, weight))
-    found = rotate_and_write(q.to(device), kv.to(device), there, *moved, 1e-6)
-    close(found, expected, dtype)
+    moved_index = None if index_q is None else index_q.to(device)
+    found = rotate_and_write(q.to(device), kv.to(device), there, *moved, 1e-6, moved_index)
+    close(found[0], expected[0], dtype)
+    assert (found[1] is None) == (index_q is None)
+    if index_q is not None:
+        close(found[1], expected[1], torch.float16)
     every = torch.arange(15)
     gap = (there.read(every.to(device)).cpu() - host.read(every)).abs()
     written = host.read(every)

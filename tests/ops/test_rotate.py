@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tamis import Layout, PagedCache
 from tamis.layout import named, plain_fp8, rows
-from tamis.ops import rotate_and_write, rotate_heads, write_kv
+from tamis.ops import norm_rows, rotate_and_write, rotate_heads, write_kv
 from tamis.rope import Rope
 
 ROTARY = Rope(64, theta=160000.0, factor=16.0, original_length=65536)
@@ -68,7 +68,13 @@ def test_queries_and_rows_in_one_call(layout: Layout, bound: float) -> None:
     q, kv, weight = torch.randn(6, 4, 512), torch.randn(6, 512) * 5, torch.rand(512) + 0.5
     positions, slots = [3, 4, 200, 0, -1, 9], torch.tensor([7, 8, -1, 19, -1])
     table = ROTARY.cos_sin_table(LENGTH)
-    found = rotate_and_write(q, kv, cache, slots, positions=torch.tensor(positions), cos_sin=table, norm_weight=weight)
+    rest = {"positions": torch.tensor(positions), "cos_sin": table, "norm_weight": weight}
+    found, absent = rotate_and_write(q, kv, cache, slots, **rest)
+    assert absent is None
+    index_q = torch.randn(6, 9, 128)
+    again = rotate_and_write(q, kv, cache, slots, **rest, index_q=index_q)
+    assert torch.equal(again.q, found)
+    assert relative_error(again.index_q, turned(index_q, positions)) < 1e-6
     assert relative_error(found, turned(normed(q), positions)) < 1e-6
     expected = turned(normed(kv) * weight, positions)
     written = torch.tensor([0, 1, 3])
@@ -80,6 +86,17 @@ def test_queries_and_rows_in_one_call(layout: Layout, bound: float) -> None:
     write_kv(expected[written].to(torch.bfloat16 if layout.quantised else layout.element), other, slots[written])
     gap = (other.read(slots[written]) - cache.read(slots[written])).abs()
     assert (gap > 1e-5).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_norm_of_rows(dtype: torch.dtype) -> None:
+    x, weight = (torch.randn(70, 5) * 4).to(dtype).T, torch.randn(70)
+    found = norm_rows(x, weight)
+    assert found.dtype == dtype
+    assert relative_error(found, normed(x) * weight.double()) < BOUNDS[dtype]
+    assert norm_rows(x[:0], weight).shape == (0, 70)
+    with pytest.raises(ValueError, match="weight must be of shape"):
+        norm_rows(x, weight[:9])
 
 
 def test_bad_input_is_refused() -> None:
@@ -102,6 +119,8 @@ def test_bad_input_is_refused() -> None:
         ({"slots": torch.tensor([1, 4])}, "slots must be between .* the cache has 4 rows"),
         ({"norm_weight": torch.ones(7)}, "norm_weight must be of shape"),
         ({"kv": x}, "kv must be of shape"),
+        ({"index_q": torch.zeros(1, 2, 8)}, "index_q must be of shape"),
+        ({"index_q": torch.zeros(2, 2, 2)}, "cos_sin must be of an even width"),
     ):
         with pytest.raises(ValueError, match=message):
             rotate_and_write(**(call | rest | change))

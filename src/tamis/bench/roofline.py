@@ -81,11 +81,12 @@ def translate_cost(tokens: int, topk: int, pages: int) -> Cost:
 
 
 def compress_cost(
-    tokens: int, entries: int, heads: int, layout: Layout, index: Layout, index_heads: int, *, span: int = 8
+    tokens: int, entries: int, heads: int, layout: Layout, index: Layout, index_heads: int, q_rank: int, span: int = 8
 ) -> Cost:
-    """Of a C4A layer's small launches: heads in and out in bf16 (queries, index queries, outputs), raw rows, values and
-    scores of two compressors in float32 to their state, and the spans and entries of those tokens that end one."""
-    total = 0
+    """Of a C4A layer's small launches: rows and heads in and out in bf16 (compressed query, queries, index queries,
+    outputs), raw rows, values and scores of two compressors in float32 to their state, and the spans and entries of
+    those tokens that end one."""
+    total = tokens * q_rank * 2 * 2
     for width, count, passes in ((layout.width, heads, 2), (index.width, index_heads, 1)):
         total += tokens * count * width * 2 * 2 * passes
     total += tokens * (layout.width * 2 + layout.row_bytes)

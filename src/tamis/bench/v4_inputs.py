@@ -8,12 +8,12 @@ from torch import Tensor
 from tamis.bench.roofline import Cost, compress_cost
 from tamis.cache import PagedCache
 from tamis.layout import Layout, compressor_state, index_fp8
-from tamis.ops import StatePages, compress_kv, rotate_and_write, rotate_heads
+from tamis.ops import StatePages, compress_kv, norm_rows, rotate_and_write, rotate_heads
 from tamis.rope import Rope
 from tamis.testing import compare
 
 RATIO, SPAN, STATE_PAGE = 4, 8, 4
-INDEX_HEADS, INDEX_DIM, ROTARY = 64, 128, 64
+INDEX_HEADS, INDEX_DIM, ROTARY, Q_RANK = 64, 128, 64, 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,11 @@ class Compressor:
 
 @dataclass(frozen=True, eq=False)
 class CompressSet:
-    """The five small launches of a C4A layer: queries with raw rows, both compressors, index queries, outputs."""
+    """The five small launches of a C4A layer: the norm of the compressed query, queries with raw rows, both
+    compressors, outputs."""
 
+    low_q: Tensor
+    low_weight: Tensor
     q: Tensor
     kv: Tensor
     index_q: Tensor
@@ -45,10 +48,11 @@ class CompressSet:
 
     bound = 1e-2
 
-    def run(self, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, index queries, and the queries rotated back, which stand for outputs."""
+    def run(self, backend: str) -> tuple[Tensor, ...]:
+        """The compressed query, queries, index queries, and the queries rotated back, which stand for outputs."""
         table, positions = self.cos_sin, self.positions
-        q = rotate_and_write(
+        low = norm_rows(self.low_q, self.low_weight, backend=backend)
+        q, index_q = rotate_and_write(
             self.q,
             self.kv,
             self.window,
@@ -56,6 +60,7 @@ class CompressSet:
             positions=positions,
             cos_sin=table,
             norm_weight=self.compressors[0].weight,
+            index_q=self.index_q,
             backend=backend,
         )
         for one in self.compressors:
@@ -72,10 +77,10 @@ class CompressSet:
                 cos_sin=table,
                 backend=backend,
             )
-        index_q = rotate_heads(self.index_q, positions, table, backend=backend)
-        return q, index_q, rotate_heads(q, positions, table, inverse=True, backend=backend)
+        assert index_q is not None
+        return low, q, index_q, rotate_heads(q, positions, table, inverse=True, backend=backend)
 
-    def error(self, result: tuple[Tensor, Tensor, Tensor]) -> float:
+    def error(self, result: tuple[Tensor, ...]) -> float:
         """The largest relative error against the reference: queries, index queries, outputs, raw rows, entries."""
         first, second = (replace(c, state=_copy(c.state), cache=_copy(c.cache)) for c in self.compressors)
         other = replace(self, window=_copy(self.window), compressors=(first, second))
@@ -125,6 +130,8 @@ def compress_sets(
         return Compressor(inputs[0], inputs[1], state, cache, bias, weight)
 
     made = CompressSet(
+        low_q=normal(total, Q_RANK),
+        low_weight=normal(Q_RANK, dtype=torch.float32),
         q=normal(total, heads, layout.width),
         kv=normal(total, layout.width),
         index_q=normal(total, INDEX_HEADS, INDEX_DIM),
@@ -139,7 +146,7 @@ def compress_sets(
         pages=StatePages(state_slots.to(device), ids.int().to(device), table.to(device)),
         completed=completed.to(device),
     )
-    cost = compress_cost(total, int(boundary.sum()), heads, layout, index_fp8(dim=INDEX_DIM), INDEX_HEADS)
+    cost = compress_cost(total, int(boundary.sum()), heads, layout, index_fp8(dim=INDEX_DIM), INDEX_HEADS, Q_RANK)
     return made, cost
 
 

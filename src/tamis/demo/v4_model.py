@@ -87,7 +87,10 @@ class V4Model:
         layer = self.attention[number]
         if layer.spec.kind != "overlapping":
             return None
-        return layer.select(given, layer.compressed_query(given), caches, plan)
+        # To write again what is written changes nothing, and gives the indexer's queries.
+        index_q = layer.write(given, caches, plan).index_q
+        assert index_q is not None
+        return layer.select(given, index_q, caches, plan)
 
 
 def _layer(random: RandomWeights, shape: V4Shape, number: int, dtype: torch.dtype) -> V4LayerWeights:

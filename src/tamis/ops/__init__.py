@@ -10,7 +10,7 @@ from tamis.ops.combine import Attended, Partials, combine_parts
 from tamis.ops.compress import StatePages, compress_kv
 from tamis.ops.gather import gather_index, gather_kv, read_kv
 from tamis.ops.index import IndexInputs, index_topk
-from tamis.ops.rotate import rotate_and_write, rotate_heads
+from tamis.ops.rotate import Rotated, norm_rows, rotate_and_write, rotate_heads
 from tamis.ops.select import select_chosen, select_entries, select_gathered, select_mixed, select_window
 from tamis.ops.translate import Translated, translate_positions
 from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
@@ -19,6 +19,7 @@ __all__ = [
     "Attended",
     "IndexInputs",
     "Partials",
+    "Rotated",
     "StatePages",
     "Translated",
     "attend",
@@ -28,6 +29,7 @@ __all__ = [
     "gather_index",
     "gather_kv",
     "index_topk",
+    "norm_rows",
     "quantise_per_tensor",
     "read_kv",
     "rotate_and_write",

@@ -130,7 +130,7 @@ def _inserted(target: Target, layout: Layout) -> list[Tensor]:
     found = rotate_and_write(
         q, kv, cache, slots, positions=positions, cos_sin=table, norm_weight=weight, backend=target.backend
     )
-    return [found, cache.read(torch.arange(cache.rows, device=target.device))]
+    return [found.q, cache.read(torch.arange(cache.rows, device=target.device))]
 
 
 def _insert(target: Target, layout: Layout) -> Trial:
@@ -356,8 +356,9 @@ def _serve(target: Target, spec: LayerSpec, layout: str) -> Trial:
         out = served.layer(here, served.caches, plan).cpu()
         chosen = None
         if spec.kind == "overlapping":
-            compressed_q = served.layer.compressed_query(here)
-            chosen = served.layer.select(here, compressed_q, served.caches, plan).cpu()
+            index_q = served.layer.write(here, served.caches, plan).index_q
+            assert index_q is not None
+            chosen = served.layer.select(here, index_q, served.caches, plan).cpu()
         starts = [end - new for end, new in zip(served.lengths, new_tokens, strict=True)]
         pieces = [Piece(requests[n], starts[n], [0] * new) for n, new in enumerate(new_tokens)]
         probe.compare(0, pieces, hidden, partial(_same, chosen), out)

@@ -1,4 +1,6 @@
-"""Stage `rotate`: heads normed and rotated in their last columns (DeepSeek-V4), the step's raw rows with them."""
+"""Stage `rotate`: rows normed, heads rotated in their last columns (DeepSeek-V4), the step's raw rows with them."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -6,6 +8,23 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.ops.rotate import registered
+
+
+class Rotated(NamedTuple):
+    """The queries of a step."""
+
+    q: Tensor
+    """[T, H, D]"""
+    index_q: Tensor | None
+    """[T, index heads, index dim], where some were given."""
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str = "auto") -> Tensor:
+    """Rows [T, N] over their root mean square, times `weight` [N], in float32, rounded once to x's dtype."""
+    sizes = checks.tensor("x", x, "T N", checks.FLOATS)
+    checks.tensor("weight", weight, "N", checks.FLOATS, N=sizes["N"], device=x.device)
+    checks.positive_number("eps", eps)
+    return registered.norm_rows(x, weight, eps, backend)
 
 
 def rotate_heads(
@@ -44,12 +63,13 @@ def rotate_and_write(
     cos_sin: Tensor,
     norm_weight: Tensor,
     eps: float = 1e-6,
+    index_q: Tensor | None = None,
     backend: str = "auto",
-) -> Tensor:
+) -> Rotated:
     """Queries normed without weight and rotated, and beside them the tokens' rows normed, rotated and written.
 
-    Both norms run over all D columns and both rotations are those of `rotate_heads`. Rows are rounded once, to bf16
-    before FP8. Returns the queries, in the dtype they came in.
+    Both norms run over all D columns and all rotations are those of `rotate_heads`. Rows are rounded once, to bf16
+    before FP8, and queries to the dtype they came in.
 
     Args:
         q: [T, H, D] in bf16, fp16 or fp32.
@@ -60,6 +80,7 @@ def rotate_and_write(
         cos_sin: float32 [max_positions, R].
         norm_weight: [D], of the rows.
         eps: of both norms.
+        index_q: [T, index heads, index dim], the indexer's queries, which are rotated without a norm.
         backend: a name from `tamis backends`, or "auto".
     """
     width = cache.layout.width
@@ -74,7 +95,12 @@ def rotate_and_write(
     checks.positive_number("eps", eps)
     remedy = f"the cache has {cache.rows} rows; use -1 to skip"
     checks.values_between("slots", slots, torch.iinfo(slots.dtype).min, cache.rows - 1, remedy)
-    return registered.rotate_and_write(q, kv, cache, slots, positions, cos_sin, norm_weight, eps, backend)
+    if index_q is not None:
+        sizes = checks.tensor("index_q", index_q, "T H D", checks.FLOATS, T=total, device=cache.device)
+        check_rotary(cos_sin.shape[1], sizes["D"])
+    arguments = (q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q, backend)
+    turned, turned_index = registered.rotate_and_write(*arguments)
+    return Rotated(turned, None if index_q is None else turned_index)
 
 
 def _check_positions(positions: Tensor, cos_sin: Tensor, total: int, width: int, device: torch.device) -> None:

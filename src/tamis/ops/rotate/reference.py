@@ -8,6 +8,11 @@ from tamis.ops.write.reference import write_kv
 from tamis.rope import rms_norm, rotate
 
 
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rows [T, N]; see `tamis.ops.norm_rows`."""
+    return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
+
+
 def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, eps: float | None, inverse: bool) -> Tensor:
     """Heads [T, H, D]; see `tamis.ops.rotate_heads`."""
     wide = x.float() if eps is None else rms_norm(x.float(), None, eps)
@@ -23,12 +28,14 @@ def rotate_and_write(
     cos_sin: Tensor,
     norm_weight: Tensor,
     eps: float,
-) -> Tensor:
-    """Rows into the cache; the queries [T, H, D]. See `tamis.ops.rotate_and_write`."""
+    index_q: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rows into the cache; the queries [T, H, D] and the indexer's. See `tamis.ops.rotate_and_write`."""
     count = len(slots)
     rows = rms_norm(kv[:count].float(), norm_weight.float(), eps)
     insert(rotate_tail(rows, positions[:count], cos_sin), cache, slots)
-    return rotate_heads(q, positions, cos_sin, eps, False)
+    turned = None if index_q is None else rotate_heads(index_q, positions, cos_sin, None, False)
+    return rotate_heads(q, positions, cos_sin, eps, False), turned
 
 
 def rotate_tail(x: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:

@@ -20,6 +20,16 @@ NUM_WARPS = 1
 """A head of 512 has 16 values for each of a warp's threads, and its sums need no other warp."""
 
 
+@triton.jit
+def norm_rows_kernel(x, stride, weight, out, eps, WIDTH: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    normed = norm_row(load_wide(x + row * stride + column, inside), weight, eps, WIDTH, BLOCK)
+    store_rounded(out + row * WIDTH + column, normed, inside, NATIVE_BF16)
+
+
 @triton.jit(do_not_specialize=["table_rows"])
 def turn_heads(
     x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps,
@@ -52,14 +62,16 @@ def _turn_head(
 
 @triton.jit(do_not_specialize=["table_rows", "count", "cache_rows"])
 def turn_and_insert(
-    x, token_stride, head_stride, out, heads, kv, kv_stride, slots, count, positions, cos_sin, table_rows, norm_weight,
-    eps, cache, page_stride, scale, cache_rows, WIDTH: tl.constexpr, ROTARY: tl.constexpr,
+    x, token_stride, head_stride, out, heads, index, index_token_stride, index_head_stride, index_out, index_heads,
+    kv, kv_stride, slots, count, positions, cos_sin, table_rows, norm_weight, eps,
+    cache, page_stride, scale, cache_rows,
+    WIDTH: tl.constexpr, ROTARY: tl.constexpr, INDEX_WIDTH: tl.constexpr, INDEX_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
     VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr, SCALES_START: tl.constexpr,
     SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token, or, after the last head, the token's row."""
+    """One head of one token, or, after the last head, the token's row, or one of the indexer's heads."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     if head < heads:
@@ -67,6 +79,12 @@ def turn_and_insert(
             token, head, x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps, WIDTH, ROTARY,
             True, False, NATIVE_BF16, BLOCK,
         )  # fmt: skip
+    elif head > heads:
+        if INDEX_WIDTH:
+            _turn_head(
+                token, head - heads - 1, index, index_token_stride, index_head_stride, index_out, index_heads,
+                positions, cos_sin, table_rows, eps, INDEX_WIDTH, ROTARY, False, False, NATIVE_BF16, INDEX_BLOCK,
+            )  # fmt: skip
     else:
         slot = tl.load(slots + token, mask=token < count, other=-1)
         if (slot >= 0) & (slot < cache_rows):
@@ -79,6 +97,17 @@ def turn_and_insert(
                 VALUES_STRIDE, SCALES, SCALES_START, SCALES_STRIDE, TAIL_START, TAIL_STRIDE, SCALE_FLOOR,
                 SCALE_IN_MEMORY, NATIVE_BF16, BLOCK, TILE_BLOCK,
             )  # fmt: skip
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rows [T, N]."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    arguments = _rows(x, weight, eps, out)
+    with launching_on(x.device):
+        norm_rows_kernel[(x.shape[0],)](**arguments, **_row_options(arguments))
+    return out
 
 
 def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, eps: float | None, inverse: bool) -> Tensor:
@@ -100,15 +129,36 @@ def rotate_and_write(
     cos_sin: Tensor,
     norm_weight: Tensor,
     eps: float,
-) -> Tensor:
-    """Rows into the cache, no two of them into one slot; the queries [T, H, D]."""
+    index_q: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rows into the cache, no two of them into one slot; the queries [T, H, D] and the indexer's."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    index_out = None if index_q is None else torch.empty_like(index_q, memory_format=torch.contiguous_format)
     if len(q) == 0:
-        return out
-    arguments = _heads_and_rows(q, kv, cache, slots, positions, cos_sin, norm_weight, eps, out)
+        return out, index_out
+    arguments = _heads_and_rows(q, kv, cache, slots, positions, cos_sin, norm_weight, eps, out, index_q, index_out)
     with launching_on(q.device):
-        turn_and_insert[(q.shape[0], q.shape[1] + 1)](**arguments, num_warps=NUM_WARPS)
-    return out
+        turn_and_insert[(len(q), q.shape[1] + 1 + arguments["index_heads"])](**arguments, num_warps=NUM_WARPS)
+    return out, index_out
+
+
+def _rows(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> dict[str, Any]:
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    return {
+        "x": x,
+        "stride": x.stride(0),
+        "weight": weight.contiguous(),
+        "out": out,
+        "eps": eps,
+        "WIDTH": x.shape[1],
+        "NATIVE_BF16": not interpreted(norm_rows_kernel),
+        "BLOCK": triton.next_power_of_2(x.shape[1]),
+    }
+
+
+def _row_options(arguments: dict[str, Any]) -> dict[str, int]:
+    return {"num_warps": max(1, min(8, arguments["BLOCK"] // 256))}
 
 
 def _shared(x: Tensor, positions: Tensor, cos_sin: Tensor, out: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -152,13 +202,27 @@ def _heads_and_rows(
     norm_weight: Tensor,
     eps: float,
     out: Tensor,
+    index_q: Tensor | None,
+    index_out: Tensor | None,
 ) -> dict[str, Any]:
     q, shared = _shared(q, positions, cos_sin, out)
     if kv.stride(1) != 1:
         kv = kv.contiguous()
+    if index_q is not None and index_q.stride(2) != 1:
+        index_q = index_q.contiguous()
+    width = 0 if index_q is None else index_q.shape[2]
     return (
         insert_arguments(cache)
         | shared
+        | {
+            "index": index_q,
+            "index_token_stride": 0 if index_q is None else index_q.stride(0),
+            "index_head_stride": 0 if index_q is None else index_q.stride(1),
+            "index_out": index_out,
+            "index_heads": 0 if index_q is None else index_q.shape[1],
+            "INDEX_WIDTH": width,
+            "INDEX_BLOCK": max(2, triton.next_power_of_2(max(1, width))),
+        }
         | {
             "kv": kv,
             "kv_stride": kv.stride(0),
@@ -183,8 +247,22 @@ def offline_cases() -> Iterator["OfflineCase"]:
             label = f"rotate {heads}x{width} {dtype}{' inverse' * inverse}{' normed' * (eps is not None)}"
             arguments = _heads(x, positions, table, eps, inverse, x)
             yield OfflineCase.of_launch(turn_heads, arguments, options, label.replace("torch.", ""))
-    for layout in (named("v4-fp8"), named("v4-bf16"), named("v4-fp32"), plain_fp8(latent=448)):
+    index = torch.empty(2, 64, 128, dtype=torch.bfloat16)
+    for layout, other in (
+        (named("v4-fp8"), index),
+        (named("v4-fp8"), None),
+        (named("v4-bf16"), index),
+        (named("v4-fp32"), None),
+        (plain_fp8(latent=448), None),
+    ):
         q = torch.empty(2, 64, layout.width, dtype=torch.bfloat16)
         cache, slots, weight = PagedCache(layout, 2, 64), torch.arange(2), torch.empty(layout.width)
-        arguments = _heads_and_rows(q, q[:, 0], cache, slots, positions, table, weight, 1e-6, q)
-        yield OfflineCase.of_launch(turn_and_insert, arguments, options, f"rotate and write {layout.name}")
+        rest = (positions, table, weight, 1e-6, q, other, other)
+        arguments = _heads_and_rows(q, q[:, 0], cache, slots, *rest)
+        label = f"rotate and write {layout.name}{' with index queries' * (other is not None)}"
+        yield OfflineCase.of_launch(turn_and_insert, arguments, options, label)
+    for width, dtype in ((1536, torch.bfloat16), (100, torch.float32)):
+        x = torch.empty(2, width, dtype=dtype)
+        arguments = _rows(x, torch.empty(width), 1e-6, x)
+        label = f"rotate: norm of {width} {dtype}".replace("torch.", "")
+        yield OfflineCase.of_launch(norm_rows_kernel, arguments, _row_options(arguments), label)
