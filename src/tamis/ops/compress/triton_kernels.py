@@ -21,8 +21,9 @@ from tamis.ops.triton_rows import interpreted, launching_on, load_wide, row_star
 if TYPE_CHECKING:
     from tamis.testing.offline import OfflineCase
 
-SPAN_VALUES = 4096
-"""Values of a span that a program holds at once, and as many scores."""
+SPAN_VALUES = 8192
+"""Values of a span that a program holds at once, and as many scores: the more, the fewer times it waits for memory."""
+MOST_WARPS = 16
 
 
 @triton.jit
@@ -33,10 +34,11 @@ def _in_step(
     other = token - (SPAN - 1) + row
     at = position - (SPAN - 1) + row
     here = (row < SPAN) & (other >= 0) & (at >= 0)
-    here = here & (tl.load(positions + other, mask=here, other=-1) == at)
-    here = here & (tl.load(request_ids + other, mask=here, other=-1) == request)
+    # Three loads at once: each waits for memory, and a span waits for all of them again and again.
+    found = tl.load(positions + other, mask=here, other=-1)
+    owner = tl.load(request_ids + other, mask=here, other=-1)
     slot = tl.load(state_slots + other, mask=here, other=-1)
-    return here & (slot >= 0) & (slot < state_rows)
+    return here & (found == at) & (owner == request) & (slot >= 0) & (slot < state_rows)
 
 
 @triton.jit
@@ -62,9 +64,9 @@ def _pool(
             row, token, position, request, positions, state_slots, request_ids, state_pages * STATE_PAGE, SPAN
         )
         page = at // STATE_PAGE
-        stored = known & (row < SPAN) & (at >= 0) & (page < table_width) & (fresh == 0)
+        stored = known & (row < SPAN) & (at >= 0) & (page < table_width)
         page_id = tl.load(block_table + request.to(tl.int64) * table_stride + page, mask=stored, other=-1)
-        stored = stored & (page_id >= 0) & (page_id < state_pages)
+        stored = stored & (fresh == 0) & (page_id >= 0) & (page_id < state_pages)
         # The earlier of two series of channels is that of the span before.
         channel = column[None, :] + (row // RATIO * WIDTH)[:, None]
         place = page_id.to(tl.int64) * state_page_stride + (at - page * STATE_PAGE).to(tl.int64) * (2 * CHANNELS)
@@ -213,7 +215,7 @@ def _arguments(
 
 def _options(arguments: dict[str, Any]) -> dict[str, int]:
     """Warps by the size of a block: 16 values per thread."""
-    return {"num_warps": max(1, min(8, arguments["ROWS"] * arguments["BLOCK"] // 512))}
+    return {"num_warps": max(1, min(MOST_WARPS, arguments["ROWS"] * arguments["BLOCK"] // 512))}
 
 
 def offline_cases() -> Iterator["OfflineCase"]:
