@@ -208,3 +208,25 @@ def test_weights_move_and_keep_what_must_stay_exact() -> None:
     assert all(t.dtype == torch.float32 for t in exact)
     matrices = (moved.q_a, moved.o_b, moved.indexer.q, moved.indexer.weights, moved.indexer.compressor.values)
     assert all(t.dtype == torch.bfloat16 for t in matrices)
+
+
+@pytest.mark.parametrize("spec", [WINDOW, OVERLAPPING, PLAIN], ids=lambda s: s.kind)
+@pytest.mark.parametrize("mode", ["mixed", "separate"])
+def test_empty_steps_padding_and_paused_requests(spec: LayerSpec, mode: str) -> None:
+    layer = SparseV4(spec, weights(spec.kind), Rope(8).cos_sin_table(80))
+    sizes = {"window": 8, f"state{spec.compress}": 4}
+    layout = named("v4-fp8", latent=24, rope=8, tile=8)
+    planner = V4Planner([spec], Limits(80, 2, 80, 16, sizes), layout=layout, mode=mode)
+    pool, others = PagePool(20, 16), {name: PagePool(40, size) for name, size in sizes.items()}
+    numbers = {"pages": 20, "window_pages": 40, "state_pages": 40, "page_size": 16, "window_page_size": 8}
+    index = rows(torch.float32, latent=16, rope=0)
+    caches = V4Caches.allocate(spec, **numbers, state_page_size=4, layout=layout, index_layout=index)
+    nothing = Batch.build([], [], pool, other_pools=others)
+    assert layer(torch.zeros(0, HIDDEN), caches, planner.plan(nothing)).shape == (0, HIDDEN)
+    warm_up = planner.plan(replace(nothing, padded_tokens=3))
+    assert not layer(torch.randn(3, HIDDEN), caches, warm_up).any()
+    assert not caches.window.storage.any()
+    paused = planner.plan(replace(Batch.build([0, 1], [5, 1], pool, other_pools=others), padded_tokens=4))
+    found = layer(torch.randn(4, HIDDEN), caches, paused)
+    assert found[0].any()
+    assert not found[1:].any()

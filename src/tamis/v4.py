@@ -134,6 +134,8 @@ class SparseV4:
         completes. Padded rows come out as zeros.
         """
         entries = self._check(hidden, caches, plan)
+        if plan.step.requests == 0:
+            return torch.zeros_like(hidden)
         q, index_q = self.write(hidden, caches, plan)
         chosen = None if index_q is None else self.select(hidden, index_q, caches, plan)
         return self.output(self._attend(q, chosen, caches, entries, plan), plan)
