@@ -144,7 +144,7 @@ def _serving_table(workload: "Workload", served: "Served") -> str:
             f"{sum(steps.values())}: {steps['prefill']} prefill, {steps['mixed']} mixed, {steps['decode']} decode",
         ),
         ("tokens", f"{served.tokens}: {served.prefill_tokens} prefill, {served.decode_tokens} decode"),
-        ("tokens attended", f"{served.tokens_attended} of {served.tokens_in_context} in context ({share:.1%})"),
+        ("rows attended", f"{served.tokens_attended} for {served.tokens_in_context} tokens in context ({share:.1%})"),
         ("pages", f"{served.peak_pages} of {served.pages} used at most, {served.free_pages} free at the end"),
         ("time", f"{served.seconds:.1f} s serving, {served.check_seconds:.1f} s comparing"),
         ("speed", f"{served.tokens / served.seconds:.0f} tokens/s, prefill and decode"),
@@ -189,8 +189,10 @@ def _conclusion(workload: "Workload", served: "Served", bound: float) -> str:
     # Rounded down, for "at least", but not below a whole that float32 sums just missed.
     covered = floor(100 * min(e.mass_covered for e in served.errors) + 1e-3)
     worst = max(e.quantisation_error for e in served.errors)
+    read = f"Attention read {share:.0%} of the context, which holds at least {covered}% of dense attention's weight"
+    if workload.cache.startswith("v4"):
+        read = f"Attention read {share:.0%} as many rows as tokens in context; they hold at least {covered}% of its weight"
     return (
-        f"{start}.\nAttention read {share:.0%} of the context, which holds at least {covered}% of dense attention's "
-        f"weight in every layer;\nstoring rows as {served.latent.name} costs a relative error of {worst:.1e} or less "
-        f"(bound: {bound:.0e})."
+        f"{start}.\n{read} in every layer;\nstoring rows as {served.latent.name} costs a relative error of {worst:.1e} "
+        f"or less (bound: {bound:.0e})."
     )
