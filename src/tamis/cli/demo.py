@@ -191,7 +191,7 @@ def _conclusion(workload: "Workload", served: "Served", bound: float) -> str:
     worst = max(e.quantisation_error for e in served.errors)
     read = f"Attention read {share:.0%} of the context, which holds at least {covered}% of dense attention's weight"
     if workload.cache.startswith("v4"):
-        read = f"Attention read {share:.0%} as many rows as tokens in context; they hold at least {covered}% of its weight"
+        read = f"Attention read {share:.0%} as many rows as tokens in context, with at least {covered}% of its weight"
     return (
         f"{start}.\n{read} in every layer;\nstoring rows as {served.latent.name} costs a relative error of {worst:.1e} "
         f"or less (bound: {bound:.0e})."
