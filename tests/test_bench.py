@@ -13,14 +13,25 @@ from torch import Tensor
 
 import tamis.cli.bench
 from tamis import PagedCache
-from tamis.bench import peers, suites, timing
-from tamis.bench.inputs import AttendSet, GatherSet, TranslateSet, WriteSet, prepare, worst_error
+from tamis.bench import by_hand, peers, suites, timing
+from tamis.bench.inputs import AttendSet, GatherSet, SelectSet, TranslateSet, WriteSet, prepare, worst_error
 from tamis.bench.record import COLUMNS, CsvFile
-from tamis.bench.roofline import Ceiling, Cost, attend_cost, distinct_rows, gather_cost, translate_cost, write_cost
+from tamis.bench.roofline import (
+    Ceiling,
+    Cost,
+    attend_cost,
+    compress_cost,
+    distinct_rows,
+    gather_cost,
+    select_cost,
+    translate_cost,
+    write_cost,
+)
 from tamis.bench.suites import Job, make_jobs
+from tamis.bench.v4_inputs import CompressSet
 from tamis.cli import main
 from tamis.integrations import flash_mla
-from tamis.layout import named
+from tamis.layout import index_fp8, named
 from tamis.ops import gather_kv, translate_positions, write_kv
 
 CPU = torch.device("cpu")
@@ -149,7 +160,11 @@ def test_suites_are_those_of_the_command_and_hold_what_they_promise() -> None:
     assert {job.shape for job in decode} == {f"{b}q1s16k" for b in (1, 8, 32, 64, 128)}
     assert {(job.layout, job.topk, job.page_size) for job in decode} == {("v32-fp8", 2048, 64)}
     assert {job.heads for job in make_jobs("decode", heads=[16])} == {16}
-    assert {(job.window, job.topk) for job in make_jobs("v4")} == {(128, 512)}
+    assert {(job.stage, job.window, job.topk) for job in make_jobs("v4")} == {
+        ("attend", 128, 512),
+        ("select", 128, None),
+        ("compress", 0, None),
+    }
     moves = {job.stage: job for job in make_jobs("write", layouts=["v32-fp8"])}
     assert {stage: job.shape for stage, job in moves.items()} == {
         "write": "8q8k",
@@ -398,3 +413,48 @@ def test_help_has_an_example_that_is_accepted(command: str, capsys: pytest.Captu
     assert "exit codes: 0" in text
     example = text.split("example:\n  tamis ")[1].splitlines()[0]
     assert main([*example.split(), "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize("shape", ["3q1s600", "2q1s128_1q40s300"])
+def test_rows_of_a_v4_step(shape: str) -> None:
+    prepared = prepare(Job("test", "select", shape, "v4-fp8", window=128), torch.device("cpu"))
+    item = prepared.sets[0]
+    assert isinstance(item, SelectSet)
+    assert worst_error(item, item.run("auto")) == 0
+    assert worst_error(item, by_hand.call_for(item)()) == 0
+    windows, *others = item.run("auto")
+    windows[0, 3] += 1
+    assert worst_error(item, (windows, *others)) == 1
+    with pytest.raises(peers.Unsupported, match="it has no select"):
+        peers.VLLM(None, None).calls(prepared.job, [item])
+
+
+@pytest.mark.parametrize("shape", ["8q1s600", "2q1s128_1q40s300"])
+def test_small_launches_of_a_v4_layer(shape: str) -> None:
+    prepared = prepare(Job("test", "compress", shape, "v4-fp8", heads=2), torch.device("cpu"))
+    assert prepared.job.stages == ("rotate", "compress")
+    item = prepared.sets[0]
+    assert isinstance(item, CompressSet)
+    assert 0 < (item.completed >= 0).sum() < len(item.completed) / 3
+    assert worst_error(item, item.run("auto")) == 0
+    low, q, *others = item.run("auto")
+    assert worst_error(item, (low, q * 1.5, *others)) == pytest.approx(0.5, rel=1e-2)
+    item.compressors[1].cache.storage.zero_()
+    assert worst_error(item, (low, q, *others)) == pytest.approx(1.0)
+    with pytest.raises(NotImplementedError, match="not written by hand"):
+        by_hand.call_for(item)
+
+
+def test_cost_of_compressing() -> None:
+    """Heads in and out dominate a decode: 64 of 512 twice and 64 of 128 once, read and written in bf16."""
+    found = compress_cost(64, 16, 64, named("v4-fp8"), index_fp8(), 64, 1024).bytes
+    heads = 64 * 64 * (2 * 512 + 128) * 4 + 64 * 1024 * 4
+    rows = 64 * (1024 + 584)
+    state = 64 * 2 * 1024 * 4 * 2 + 64 * 2 * 256 * 4 * 2
+    entries = 16 * (16 * 512 * 4 + 584) + 16 * (16 * 128 * 4 + 132)
+    assert found == heads + rows + state + entries
+
+
+def test_cost_of_selecting() -> None:
+    """Windows and rows of every entry dominate: 128 and 128 columns of 4 bytes per token."""
+    assert select_cost(64, 128, 64 * 128, 128).bytes == 64 * (8 + 512 + 512 + 36) + 4 * (64 * 5 + 4096)

@@ -186,7 +186,7 @@ def test_scheduler_waits_for_pages() -> None:
 
 def test_prompts_have_all_lengths_and_arrive_one_by_one() -> None:
     workload = Workload(requests=6, max_prompt=100, arrival_gap=3)
-    requests = make_requests(ModelShape(), workload)
+    requests = make_requests(ModelShape().vocab, workload)
     assert sorted(len(r.prompt) for r in requests) == workload.prompt_lengths
     assert (min(workload.prompt_lengths), max(workload.prompt_lengths)) == (11, 100)
     assert [r.arrival for r in requests] == [0, 3, 6, 9, 12, 15]

@@ -275,3 +275,19 @@ def test_engine_cache_dtype_names(
 def test_unknown_engine_cache_dtype_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"^cache_dtype must be one of 'auto', .*'fp8_ds_mla'.*, got 'nvfp4'; "):
         for_engine("nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("options", "page_size", "raw", "padded"),
+    [
+        ({"dim": 512, "overlapping": True}, 4, 32768, 32832),
+        ({"dim": 512, "overlapping": False}, 8, 32768, 32832),
+        ({"dim": 128, "overlapping": True}, 4, 8192, 8640),
+    ],
+)
+def test_state_pages_of_compressors(options, page_size: int, raw: int, padded: int) -> None:
+    found = layout.compressor_state(**options)
+    assert (found.element, found.rope, found.row_bytes * page_size) == (FP32, 0, raw)
+    assert found.page_bytes(page_size) == raw
+    assert layout.compressor_state(**options, page_align=576).page_bytes(page_size) == padded
+    assert layout.from_key(found.key) == found

@@ -9,18 +9,40 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tamis import PagedCache, Selection
-from tamis.layout import NAMES, Field, Layout, from_key, index_fp8, named, plain_fp8, rows, v4_fp8, v32_fp8
+from tamis.layout import (
+    NAMES,
+    Field,
+    Layout,
+    compressor_state,
+    from_key,
+    index_fp8,
+    named,
+    plain_fp8,
+    rows,
+    v4_fp8,
+    v32_fp8,
+)
 from tamis.ops import (
     Partials,
+    StatePages,
     attend,
     attend_slots,
     combine_parts,
+    compress_kv,
     gather_index,
     gather_kv,
     index_scores,
     index_topk,
+    norm_rows,
     ragged_scores,
     read_kv,
+    rotate_and_write,
+    rotate_heads,
+    select_chosen,
+    select_entries,
+    select_gathered,
+    select_mixed,
+    select_window,
     topk_positions,
     translate_positions,
     write_kv,
@@ -93,12 +115,21 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "attend": ["out"],
         "attend_slots": [],
         "combine_parts": ["out"],
+        "compress_kv": ["state_storage", "storage"],
         "gather_index": [],
         "gather_kv": ["out"],
         "index_scores": ["out"],
         "index_topk": [],
         "ragged_scores": ["out"],
         "read_kv": [],
+        "norm_rows": [],
+        "rotate_and_write": ["storage"],
+        "rotate_heads": [],
+        "select_chosen": ["slots", "lengths"],
+        "select_entries": ["completed", "visible", "lengths", "every"],
+        "select_gathered": ["slots", "lengths"],
+        "select_mixed": ["slots", "lengths"],
+        "select_window": ["slots", "lengths"],
         "topk_positions": [],
         "translate_positions": [],
         "write_kv": ["storage"],
@@ -121,6 +152,52 @@ def test_write_and_read(layout: Layout) -> None:
     slots = torch.tensor([3, -1, 20])
     opcheck(lambda: write_kv(torch.randn(4, layout.width), cache, slots.int()), "write_kv")
     opcheck(lambda: read_kv(cache, slots), "read_kv")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_compress(layout: Layout, overlapping: bool) -> None:
+    cache = filled(layout, apart=True, scale=torch.tensor(0.5) if layout.scale_mode == "tensor" else 1.0)
+    state = PagedCache(compressor_state(dim=layout.width, overlapping=overlapping), PAGES, PAGE)
+    channels = state.layout.width // 2
+
+    def run() -> None:
+        compress_kv(
+            torch.randn(3, channels),
+            torch.randn(3, channels),
+            state,
+            cache,
+            positions=torch.tensor([0, 1, -1]),
+            pages=StatePages(torch.tensor([5, 6, -1]), ints([0, 0, 0]), ints([[1, -1]])),
+            slots=torch.tensor([-1, 9, -1]),
+            bias=torch.randn(2, channels),
+            norm_weight=torch.ones(layout.width),
+            cos_sin=torch.randn(4, 4),
+        )
+
+    opcheck(run, "compress_kv")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_rotate(layout: Layout) -> None:
+    cache = filled(layout, apart=True, scale=torch.tensor(0.5) if layout.scale_mode == "tensor" else 1.0)
+    q, positions, table = torch.randn(3, 2, layout.width).transpose(0, 1), torch.tensor([2, -1]), torch.randn(4, 6)
+    opcheck(lambda: rotate_heads(q, positions, table, eps=1e-6), "rotate_heads")
+    opcheck(lambda: norm_rows(q[0], torch.ones(layout.width)), "norm_rows")
+    opcheck(lambda: rotate_heads(q.half(), positions.int(), table, inverse=True), "rotate_heads")
+    opcheck(
+        lambda: rotate_and_write(
+            q,
+            torch.randn(2, layout.width),
+            cache,
+            torch.tensor([7]),
+            positions=positions,
+            cos_sin=table,
+            norm_weight=torch.ones(layout.width),
+            index_q=q[:, :1] if layout.quantised else None,
+        ),
+        "rotate_and_write",
+    )
 
 
 def test_write_and_read_in_other_forms() -> None:
@@ -184,6 +261,33 @@ def test_translate(compact: bool, turned: bool, workspace: tuple[torch.Tensor, t
     opcheck(lambda: translate_positions(positions, ids, table, **options), "translate_positions")
     options |= {"rows_per_page": 7, "ranks": 2, "rank": 1, "interleave": 2}
     opcheck(lambda: translate_positions(positions, ids, table, **options), "translate_positions")
+
+
+def test_select() -> None:
+    positions, ids, table, own = ints([5, -1, 9]), ints([0, 0, 1]), ints([[0, 3], [5, -1]]), torch.tensor([3, -1, 4])
+    rows, wide, each = ints([[0] * 8] * 3), ints([[0] * 20] * 3), torch.zeros(3, dtype=torch.int32)
+    out = {"slots": rows, "lengths": each}
+    options = {"page_size": PAGE, "window": 6, **out}
+    opcheck(lambda: select_window(positions, ids, table, own=own, **options), "select_window")
+    opcheck(
+        lambda: select_window(positions, ids, table, blocks=(ints([4, 9]), ints([6, 9])), **options), "select_window"
+    )
+    numbers = {"ratio": 4, "page_size": 2}
+    opcheck(lambda: select_entries(positions, ids, table, completed=own.clone(), **numbers), "select_entries")
+    outputs = {"every": rows, "visible": each, "lengths": each.clone()}
+    opcheck(lambda: select_entries(positions, ids, table, own=own, **outputs, **numbers), "select_entries")
+    chosen = torch.randint(-1, 4, (3, 8), dtype=torch.int32)
+    opcheck(lambda: select_chosen(chosen, ids, table, own=own, page_size=2, **out), "select_chosen")
+    sizes = {"ratio": 4, "window": 6, "entries": 3, "rows": 9, "columns": 8, "slots": wide, "lengths": each}
+    for picked in (chosen, None):
+        opcheck(lambda: select_gathered(positions, ids, ints([0, 4]), picked, **sizes), "select_gathered")  # noqa: B023
+    step = (ints([0, 1, 3]), ints([6, 10]), ids, table)
+    sizes = {"window_page": PAGE, "entry_page": 2, "window": 6, "ratio": 4, "slots": wide, "lengths": each}
+    inputs = (rows[:1], chosen[:1], None, chosen[1:])
+    mixed = {"topk": 8, "local": True, "real": torch.tensor([True]), **sizes}
+    opcheck(lambda: select_mixed(*inputs, *step, table, **mixed), "select_mixed")
+    inputs = (rows[:1], None, None, chosen[1:, :0])
+    opcheck(lambda: select_mixed(*inputs, *step, None, topk=0, **sizes), "select_mixed")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -195,3 +195,24 @@ def test_rms_norm_with_and_without_weight() -> None:
     size = math.sqrt(12.5 + 0.5)
     torch.testing.assert_close(rms_norm(x, None, 0.5), torch.tensor([[3 / size, 4 / size]]))
     torch.testing.assert_close(rms_norm(x, weight, 0.5), torch.tensor([[6 / size, -4 / size]]))
+
+
+def test_v4_settings_by_kind_of_layer() -> None:
+    yarn = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
+    checkpoint = {"rope_theta": 1e4, "compress_rope_theta": 1.6e5, "rope_scaling": yarn}
+    main = {"rope_type": "default", "rope_theta": 2e4}
+    compress = {**yarn, "rope_type": "yarn", "rope_theta": 3e5, "attention_factor": 1.0}
+    nested = {"rope_theta": 1e4, "rope_parameters": {"main": main, "compress": compress}}
+    for config, plain_theta, theta in ((checkpoint, 1e4, 1.6e5), (nested, 2e4, 3e5)):
+        window = Rope.from_hf_v4(config, 64, compressed=False)
+        assert (window.theta, window.factor) == (plain_theta, 1.0)
+        rope = Rope.from_hf_v4(config, 64, compressed=True)
+        assert (rope.theta, rope.factor, rope.original_length) == (theta, 16.0, 65536)
+        # Nothing multiplies cosines and sines.
+        assert torch.equal(rope.cos_sin_table(1)[0], torch.tensor([1.0] * 32 + [0.0] * 32))
+    frequencies = Rope.from_hf_v4(checkpoint, 64, compressed=True).frequencies()
+    ratio = frequencies / Rope(64, 1.6e5).frequencies()
+    # The ramp of the published numbers runs from pair 15 to pair 25.
+    assert torch.allclose(ratio[:16], torch.ones(16))
+    assert torch.allclose(ratio[25:], torch.full((7,), 1 / 16))
+    assert ((ratio[16:25] < 1) & (ratio[16:25] > 1 / 16)).all()

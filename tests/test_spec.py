@@ -69,16 +69,23 @@ def test_v4_layer_kinds() -> None:
     for spec in (window, indexed, plain):
         assert (spec.latent_dim, spec.rope_dim, spec.value_dim, spec.window, spec.sink) == (448, 64, 512, 128, True)
         assert spec.scale == pytest.approx(512**-0.5)
-    assert (window.compress, window.topk) == (1, None)
-    assert (indexed.compress, indexed.topk, indexed.index_heads) == (4, 512, 64)
-    assert (plain.compress, plain.topk) == (128, None)
+    assert (window.kind, window.compress, window.topk) == ("window", 1, None)
+    assert (indexed.kind, indexed.compress, indexed.topk, indexed.index_heads) == ("overlapping", 4, 512, 64)
+    assert (plain.kind, plain.compress, plain.topk) == ("plain", 128, None)
     named = {k: v for k, v in V4.items() if k != "compress_ratios"} | {
         "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
     }
     assert [LayerSpec.from_hf(named, layer).compress for layer in range(3)] == [1, 4, 16]
+    assert [LayerSpec.from_hf(named, layer).kind for layer in range(3)] == ["window", "overlapping", "plain"]
+    speculative = LayerSpec.from_hf({**V4, "num_hidden_layers": 1}, 1)
+    assert (speculative.kind, speculative.compress) == ("window", 1)
     with pytest.raises(ValueError, match=r"compress_ratios\[0\] must be 0, 4 or 128, got 7"):
         LayerSpec.from_hf({**V4, "compress_ratios": [7]})
+    with pytest.raises(ValueError, match=r"layer_types\[0\] must be one of sliding_attention, .*got 'linear'"):
+        LayerSpec.from_hf(named | {"layer_types": ["linear"]})
+    with pytest.raises(ValueError, match="compress_rates must be one with 'heavily_compressed_attention'"):
+        LayerSpec.from_hf(named | {"compress_rates": {}}, 2)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +99,9 @@ def test_v4_layer_kinds() -> None:
         ({"topk": None}, "topk must be given for a layer without a window"),
         ({"rope_dim": -1}, "rope_dim must be >= 0"),
         ({"compress": 0}, "compress must be >= 1"),
+        ({"kind": "linear"}, "kind must be one of 'tokens', 'window', 'overlapping', 'plain', got 'linear'"),
+        ({"kind": "plain"}, "window must be given for a layer of kind 'plain'"),
+        ({"kind": "overlapping", "window": 8}, "topk must be given, with index_heads and index_dim"),
     ],
 )
 def test_impossible_layers_are_refused(fields, message) -> None:

@@ -63,8 +63,16 @@ def break_write(result: None, kv: Tensor, cache, slots: Tensor) -> None:
     cache.storage.view(torch.uint8)[-1, -1, -1] ^= 1
 
 
+def break_head(result: Tensor, *args: object) -> None:
+    result.view(-1)[::7] += 1
+
+
+def break_compress(result: None, values: Tensor, scores: Tensor, state, cache, *rest: object) -> None:
+    cache.storage.view(torch.uint8)[..., ::5] ^= 0x41
+
+
 def break_gather(result: None, *args: Tensor) -> None:
-    args[-1][7] += 1
+    args[-1][7 % len(args[-1])] += 1
 
 
 def break_first(result: tuple[Tensor, ...], *args: object, **options: object) -> None:
@@ -93,8 +101,11 @@ def break_topk(result: Tensor, *args: object) -> None:
 @pytest.mark.parametrize(
     ("stage", "function", "spoil", "also"),
     [
+        ("rotate", "rotate_heads", break_head, "v4-layer"),
+        ("compress", "compress_kv", break_compress, "v4-layer"),
         ("write", "write_kv", break_write, None),
         ("gather", "gather_kv", break_gather, "layer"),
+        ("select", "select_window", break_gather, None),
         ("translate", "translate_positions", break_first, "layer"),
         ("index", "index_topk", break_index, None),
         ("index", "index_scores", break_scores, None),

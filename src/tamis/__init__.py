@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from tamis.recipe import IndexRecipe
     from tamis.recording import Recording
     from tamis.spec import LayerSpec
+    from tamis.v4 import SparseV4, V4Caches
+    from tamis.v4_plan import V4Plan
+    from tamis.v4_planner import V4Planner
+    from tamis.v4_weights import V4Weights
 
 _HOME = {
     "Batch": "tamis.batch",
@@ -38,6 +42,11 @@ _HOME = {
     "Selection": "tamis.cache",
     "Shard": "tamis.pipeline",
     "SparseMLA": "tamis.pipeline",
+    "SparseV4": "tamis.v4",
+    "V4Caches": "tamis.v4",
+    "V4Plan": "tamis.v4_plan",
+    "V4Planner": "tamis.v4_planner",
+    "V4Weights": "tamis.v4_weights",
     "choose": "tamis.backends",
 }
 
@@ -57,6 +66,11 @@ __all__ = [
     "Selection",
     "Shard",
     "SparseMLA",
+    "SparseV4",
+    "V4Caches",
+    "V4Plan",
+    "V4Planner",
+    "V4Weights",
     "__version__",
     "choose",
     "ops",

@@ -8,7 +8,7 @@ from tamis import checks
 from tamis.layout import Layout, named
 from tamis.spec import LayerSpec
 
-STAGES = ("write", "gather", "index", "translate", "attend", "combine")
+STAGES = ("rotate", "compress", "write", "gather", "index", "select", "translate", "attend", "combine")
 
 
 @dataclass(frozen=True)

@@ -56,19 +56,15 @@ class Batch:
         pool: PagePool,
         *,
         requests: Sequence[object] | None = None,
+        other_pools: Mapping[str, PagePool] | None = None,
     ) -> Self:
-        """A batch over a page pool; pages are allocated as needed. `requests` are the pool's names for them."""
+        """A batch over a page pool; pages are allocated as needed. `requests` are the pool's names for them, and
+        `other_pools` become `other_pages`."""
         names: list[object] = list(range(len(lengths))) if requests is None else list(requests)
-        for name, length in zip(names, lengths, strict=True):
-            pool.extend(name, length)
-        slots = [
-            pool.slots(name, length - query, length)
-            for name, query, length in zip(names, query_lengths, lengths, strict=True)
-        ]
         starts = torch.tensor([0, *query_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        joined = torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
-        pages = PageMap(pool.block_table(names), joined)
-        return cls(starts, torch.tensor(list(lengths), dtype=torch.int32), pages)
+        pages, *others = (_pages(one, names, query_lengths, lengths) for one in (pool, *(other_pools or {}).values()))
+        other_pages = dict(zip(other_pools or {}, others, strict=True))
+        return cls(starts, torch.tensor(list(lengths), dtype=torch.int32), pages, other_pages=other_pages)
 
     @classmethod
     def parse(cls, shape: str, pool: PagePool) -> Self:
@@ -76,6 +72,16 @@ class Batch:
         of 1024 new tokens. `k` is 1024; without `s` a request has no earlier context."""
         query_lengths, lengths = parse_shape(shape)
         return cls.build(query_lengths, lengths, pool)
+
+
+def _pages(pool: PagePool, names: list[object], query_lengths: Sequence[int], lengths: Sequence[int]) -> PageMap:
+    for name, length in zip(names, lengths, strict=True):
+        pool.extend(name, length)
+    slots = [
+        pool.slots(name, length - query, length)
+        for name, query, length in zip(names, query_lengths, lengths, strict=True)
+    ]
+    return PageMap(pool.block_table(names), torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64))
 
 
 def parse_shape(shape: str) -> tuple[list[int], list[int]]:

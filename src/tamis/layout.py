@@ -17,11 +17,12 @@ v4-bf16        448 latent + 64 rope (also v4-fp16, v4-fp32)                     
 v4-fp8         planar: rows of 448 e4m3 + 64 bf16, then per row 7 exponent bytes + 1 pad   584
 plain-fp8      576 e4m3, one scale for the whole cache (also 512 wide)                     576
 index-fp8      planar: rows of 128 e4m3, then one float32 scale per row                    132
+state-fp32     a compressor's carried state: values, then scores (`compressor_state`)      8 per value
 =============  ==========================================================================  =========
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from inspect import signature
 from typing import Any, Literal, cast
@@ -265,6 +266,18 @@ def index_fp8(*, dim: int = 128, rounding: Rounding = "bf16") -> Layout:
         scale_floor=1e-4 / E4M3_MAX,
         rounding=rounding,
     )
+
+
+def compressor_state(*, dim: int = 512, overlapping: bool = True, page_align: int = 1) -> Layout:
+    """What a KV compressor carries from token to token: float32 rows, the values first, then their pooling scores.
+
+    Both are `dim` numbers wide, or twice that where spans overlap: then a token takes part in two entries of `dim`
+    numbers. Pass `page_align` for an engine that lays state pages over those of another format (576 for `v4-fp8`).
+    """
+    checks.integer("dim", dim, low=1)
+    size = 2 * dim * (2 if overlapping else 1)
+    built = rows(torch.float32, latent=size, rope=0, name=f"state-fp32[{dim}{' x 2' if overlapping else ''}]")
+    return replace(built, page_align=checks.integer("page_align", page_align, low=1))
 
 
 def _plain(dtype: torch.dtype, standard: int, name: str) -> Callable[..., Layout]:

@@ -35,7 +35,15 @@ class PagePool:
 
     def release(self, request: object) -> None:
         """Give a request's pages back."""
-        self._free.extend(self._held.pop(request, []))
+        self._free.extend(page for page in self._held.pop(request, []) if page >= 0)
+
+    def forget(self, request: object, before: int) -> None:
+        """Give back those pages of a request that hold only positions below `before`; its table has -1 there."""
+        held = self._held.get(request, [])
+        for number in range(min(max(before, 0) // self.page_size, len(held))):
+            if held[number] >= 0:
+                self._free.append(held[number])
+                held[number] = -1
 
     def block_table(self, requests: list[object], width: int | None = None) -> Tensor:
         """int32 [B, width]: the requests' pages, padded with -1."""
@@ -52,4 +60,6 @@ class PagePool:
         ids = torch.tensor(self._held.get(request, []), dtype=torch.int64)
         if end > len(ids) * self.page_size:
             raise checks.refuse("end", f"at most {len(ids) * self.page_size}", end, "call extend first")
+        if start < end and ids[start // self.page_size] < 0:
+            raise checks.refuse("start", "of a page that was not forgotten", start, "ask for later positions")
         return ids[position // self.page_size] * self.page_size + position % self.page_size

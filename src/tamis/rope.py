@@ -45,6 +45,19 @@ class Rope:
             mscale_all_dim=float(found.get("mscale_all_dim", 0.0)),
         )
 
+    @classmethod
+    def from_hf_v4(cls, config: Mapping[str, Any], dim: int, *, compressed: bool) -> Self:
+        """From a V4 config dict: the compressed layers' settings, or those of layers with a window only, which have
+        another theta and no YaRN. V4 never scales cosines and sines."""
+        found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not compressed:
+            nested = found.get("main") or {}
+            return cls(dim, float(nested.get("rope_theta") or config.get("rope_theta") or 10000.0))
+        # Flat settings may name the other layers' theta; nested ones name each their own.
+        own = (found.get("compress") or {}).get("rope_theta") or config.get("compress_rope_theta") or 160000.0
+        scaling = {**(found.get("compress") or found), "rope_theta": own, "mscale": 0.0, "mscale_all_dim": 0.0}
+        return cls.from_hf({"rope_parameters": scaling}, dim)
+
     def frequencies(self) -> Tensor:
         """float32 [dim / 2]: the angle per position of each pair, with YaRN's ramp where configured."""
         steps = torch.arange(0, self.dim, 2, dtype=torch.float64)

@@ -106,6 +106,38 @@ def chunk_starts(lengths: Sequence[int], chunks: Sequence[tuple[int, int]]) -> I
     return starts
 
 
+@dataclass(frozen=True)
+class Group:
+    """Consecutive prefills that share a workspace in equal strides: first request, end, and rows for each."""
+
+    first: int
+    end: int
+    entries: int
+    """Rows for compressed entries, at the front of a request's share."""
+    rows: int
+    """Rows of a request's whole share: entries, then raw tokens."""
+
+
+def group_prefills(entries: Sequence[int], raw: Sequence[int], budget: int) -> list[Group]:
+    """Prefills with so many entries and raw tokens to gather, greedily in order, in groups within `budget` rows."""
+    groups: list[Group] = []
+    for number, (new_entries, new_raw) in enumerate(zip(entries, raw, strict=True)):
+        alone = Group(number, number + 1, new_entries, new_entries + new_raw)
+        if alone.rows > budget:
+            raise checks.refuse(
+                "workspace_rows", f"at least the longest prefill ({alone.rows} rows)", budget, "enlarge the workspace"
+            )
+        if groups:
+            last = groups[-1]
+            most = max(last.entries, new_entries)
+            joined = Group(last.first, number + 1, most, most + max(last.rows - last.entries, new_raw))
+            if (joined.end - joined.first) * joined.rows <= budget:
+                groups[-1] = joined
+                continue
+        groups.append(alone)
+    return groups
+
+
 def part_count(cores: int, heads: int, query_tokens: int = 1, *, capability_major: int = 9) -> int:
     """How many parts a FlashMLA-style schedule has: cores shared by query tokens and by groups of 64 heads (Hopper)."""
     groups = max(1, heads // 64) if capability_major < 10 else 1

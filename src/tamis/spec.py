@@ -2,10 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from tamis import checks
 from tamis.rope import Rope
+
+LayerKind = Literal["tokens", "window", "overlapping", "plain"]
+"""What a layer attends to: tokens that an indexer selects (V3.2); or a window of the last raw tokens (V4), alone, with
+entries pooled from overlapping spans of which an indexer selects some (C4A), or with all entries of plain spans
+(C128A)."""
+_V4_KINDS: dict[str, LayerKind] = {
+    "sliding_attention": "window",
+    "compressed_sparse_attention": "overlapping",
+    "heavily_compressed_attention": "plain",
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,7 @@ class LayerSpec:
     compress: int = 1
     """How many tokens one compressed entry stands for (V4: 1, 4 or 128)."""
     sink: bool = False
+    kind: LayerKind = "tokens"
 
     def __post_init__(self) -> None:
         """Refuse numbers that describe no layer."""
@@ -43,6 +54,12 @@ class LayerSpec:
         checks.integer("compress", self.compress, low=1)
         if self.topk is None and self.window is None:
             raise checks.refuse("topk", "given for a layer without a window", None, "pass topk= or window=")
+        checks.option("kind", self.kind, get_args(LayerKind))
+        if self.kind != "tokens" and self.window is None:
+            raise checks.refuse("window", f"given for a layer of kind {self.kind!r}", None, "pass window=")
+        if self.kind == "overlapping" and (self.topk is None or not self.index_heads or not self.index_dim):
+            expected = "given, with index_heads and index_dim, for a layer of kind 'overlapping'"
+            raise checks.refuse("topk", expected, self.topk, "its entries are selected by an indexer")
 
     @property
     def head_dim(self) -> int:
@@ -91,8 +108,8 @@ class LayerSpec:
     def _v4(cls, fields: Mapping[str, Any], layer: int, heads: int) -> Self:
         width = _need(fields, "head_dim")
         rope = int(fields.get("qk_rope_head_dim") or width * fields.get("partial_rotary_factor", 0.125))
-        ratio = _v4_ratio(fields, layer)
-        indexed = ratio == 4
+        kind, ratio = _v4_kind(fields, layer)
+        indexed = kind == "overlapping"
         return cls(
             heads,
             width - rope,
@@ -103,8 +120,9 @@ class LayerSpec:
             index_heads=_need(fields, "index_n_heads") if indexed else 0,
             index_dim=_need(fields, "index_head_dim") if indexed else 0,
             window=_need(fields, "sliding_window"),
-            compress=max(1, ratio),
+            compress=ratio,
             sink=True,
+            kind=kind,
         )
 
 
@@ -133,17 +151,29 @@ def _reuses_topk(fields: Mapping[str, Any], layer: int) -> bool:
     return max(layer - offset + 1, 0) % frequency != 0
 
 
-def _v4_ratio(fields: Mapping[str, Any], layer: int) -> int:
+def _v4_kind(fields: Mapping[str, Any], layer: int) -> tuple[LayerKind, int]:
+    """Kind and ratio of a layer; speculative (MTP) layers have a window only."""
+    if layer >= int(fields.get("num_hidden_layers") or layer + 1):
+        return "window", 1
     ratios = fields.get("compress_ratios")
     if ratios is not None:
         ratio = int(ratios[layer]) if layer < len(ratios) else 0
-    else:
-        kinds = _need_list(fields, "layer_types")
-        kind = kinds[layer] if layer < len(kinds) else "sliding_attention"
-        ratio = 0 if kind == "sliding_attention" else int((fields.get("compress_rates") or {}).get(kind, -1))
-    if ratio < 0 or (ratios is not None and ratio not in (0, 1, 4, 128)):
-        raise checks.refuse(f"compress_ratios[{layer}]", "0, 4 or 128", ratio, "this layer kind is unknown")
-    return ratio
+        known: dict[int, LayerKind] = {0: "window", 1: "window", 4: "overlapping", 128: "plain"}
+        if ratio not in known:
+            raise checks.refuse(f"compress_ratios[{layer}]", "0, 4 or 128", ratio, "this layer kind is unknown")
+        return known[ratio], max(1, ratio)
+    names = _need_list(fields, "layer_types")
+    name = names[layer] if layer < len(names) else "sliding_attention"
+    if name not in _V4_KINDS:
+        expected = f"one of {', '.join(_V4_KINDS)}"
+        raise checks.refuse(f"layer_types[{layer}]", expected, repr(name), "this layer kind is unknown")
+    kind = _V4_KINDS[name]
+    if kind == "window":
+        return kind, 1
+    rates = fields.get("compress_rates") or {}
+    if name not in rates:
+        raise checks.refuse("compress_rates", f"one with {name!r}", list(rates), "it says how many tokens an entry has")
+    return kind, int(rates[name])
 
 
 def _need_list(fields: Mapping[str, Any], name: str) -> list[Any]:

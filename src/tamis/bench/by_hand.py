@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tamis.bench.inputs import AttendSet, GatherSet, InputSet, TranslateSet, WriteSet
+from tamis.bench.inputs import V4_PAGE, V4_RATIOS, AttendSet, GatherSet, InputSet, SelectSet, TranslateSet, WriteSet
+from tamis.bench.v4_inputs import CompressSet
 from tamis.cache import PagedCache, Selection
 from tamis.layout import E4M3_MAX, Layout
 
@@ -30,6 +31,10 @@ def call_for(item: InputSet) -> Callable[[], Any]:
         if len(set(item.lengths.tolist())) > 1:
             raise NotImplementedError("not written by hand for requests of different lengths")
         return partial(gather, item, torch.zeros_like(item.out))
+    if isinstance(item, SelectSet):
+        return partial(select, item)
+    if isinstance(item, CompressSet):
+        raise NotImplementedError("not written by hand for the small launches of a V4 layer")
     return partial(translate, item)
 
 
@@ -115,3 +120,25 @@ def translate(item: TranslateSet) -> Tensor:
     positions = item.positions.long()
     page = item.block_table[item.request_ids.long()].gather(1, positions.clamp_min(0) // item.page_size)
     return torch.where(positions >= 0, page * item.page_size + positions % item.page_size, -1).int()
+
+
+def select(item: SelectSet) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Columns of positions, a gather from each block table, and masks."""
+    position, request = item.positions.long().unsqueeze(1), item.request_ids.long()
+    raw, pages = item.window_table[request], item.entry_table[request]
+    column = torch.arange(item.windows.shape[1], device=position.device)
+    seen = (position + 1 - len(column)).clamp_min(0) + column
+    windows = torch.where(seen <= position, _slots(seen.clamp_max(position), raw, item.page_size), -1)
+    number = torch.arange(item.every.shape[1], device=position.device)
+    largest = V4_PAGE // V4_RATIOS[-1]
+    held = number.clamp_max(pages.shape[1] * largest - 1).expand(len(position), -1)
+    every = torch.where(number < (position + 1) // V4_RATIOS[-1], _slots(held, pages, largest), -1)
+    first, second = (
+        torch.where((position + 1) % ratio == 0, _slots(position // ratio, pages, V4_PAGE // ratio), -1)[:, 0]
+        for ratio in V4_RATIOS
+    )
+    return windows.int(), every.int(), first.long(), second.long()
+
+
+def _slots(positions: Tensor, table: Tensor, page_size: int) -> Tensor:
+    return table.gather(1, positions // page_size) * page_size + positions % page_size

@@ -6,19 +6,24 @@ Each kind of set runs our stage on itself, says how wrong a result is, and carri
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tamis.batch import parse_shape
-from tamis.bench.roofline import Cost, attend_cost, gather_cost, translate_cost, write_cost
+from tamis.bench.roofline import Cost, attend_cost, gather_cost, select_cost, translate_cost, write_cost
 from tamis.bench.suites import Job
 from tamis.bench.timing import set_count
+from tamis.bench.v4_inputs import CompressSet, compress_sets
 from tamis.cache import PagedCache, Selection
 from tamis.layout import Layout, named
-from tamis.ops import attend, gather_kv, translate_positions, write_kv
+from tamis.ops import attend, gather_kv, select_entries, select_window, translate_positions, write_kv
 from tamis.testing import compare, oracle
 
+V4_RATIOS = (4, 128)
+V4_PAGE = 256
+"""Tokens that a page of compressed entries stands for."""
 FILL_ROWS = 2**17
 """Rows written at once while a cache is filled."""
 
@@ -126,7 +131,72 @@ class TranslateSet:
         return float(wrong)
 
 
-InputSet = AttendSet | WriteSet | GatherSet | TranslateSet
+@dataclass(frozen=True, eq=False)
+class SelectSet:
+    """The rows of one V4 step: windows, entries of two ratios, and every entry of the larger ratio."""
+
+    positions: Tensor
+    request_ids: Tensor
+    window_table: Tensor
+    entry_table: Tensor
+    page_size: int
+    """Of the window."""
+    windows: Tensor
+    every: Tensor
+    completed: tuple[Tensor, Tensor]
+    counts: tuple[Tensor, ...]
+
+    bound = 0.0
+
+    def run(self, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Windows, every entry, and the entries completed, by ratio. Three launches."""
+        tokens = (self.positions, self.request_ids)
+        select_window(
+            *tokens,
+            self.window_table,
+            page_size=self.page_size,
+            window=self.windows.shape[1],
+            slots=self.windows,
+            lengths=self.counts[0],
+            backend=backend,
+        )
+        for ratio, completed, every, counts in zip(
+            V4_RATIOS, self.completed, (None, self.every), (self.counts[1:3], self.counts[3:5]), strict=True
+        ):
+            select_entries(
+                *tokens,
+                self.entry_table,
+                ratio=ratio,
+                page_size=V4_PAGE // ratio,
+                completed=completed,
+                visible=counts[0],
+                lengths=counts[1],
+                every=every,
+                backend=backend,
+            )
+        return self.windows, self.every, *self.completed
+
+    def error(self, result: tuple[Tensor, Tensor, Tensor, Tensor]) -> float:
+        """How many slots of a few tokens are wrong."""
+        wrong = 0
+        for token in {0, len(self.positions) - 1}:
+            position, request = int(self.positions[token]), int(self.request_ids[token])
+            raw, pages = self.window_table[request].tolist(), self.entry_table[request].tolist()
+            seen = range(max(0, position + 1 - self.windows.shape[1]), position + 1)
+            expected = [[oracle.slot_of(x, raw, self.page_size) for x in seen]]
+            largest = V4_RATIOS[-1]
+            expected += [[oracle.slot_of(n, pages, V4_PAGE // largest) for n in range((position + 1) // largest)]]
+            for ratio in V4_RATIOS:
+                ends = (position + 1) % ratio == 0
+                expected += [[oracle.slot_of(position // ratio, pages, V4_PAGE // ratio) if ends else -1]]
+            for found, wanted in zip(result, expected, strict=True):
+                row = found[token].reshape(-1).tolist()
+                wanted = wanted + [-1] * (len(row) - len(wanted))
+                wrong += sum(a != b for a, b in zip(row, wanted, strict=True))
+        return float(wrong)
+
+
+InputSet = AttendSet | WriteSet | GatherSet | TranslateSet | SelectSet | CompressSet
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +215,8 @@ def prepare(job: Job, device: torch.device, seed: int = 0) -> Prepared:
         "write": _write,
         "gather": _gather,
         "translate": _translate,
+        "select": _select,
+        "compress": _compress,
     }
     return builders[job.stage](job, _Maker(device, seed))
 
@@ -285,6 +357,36 @@ def _translate(job: Job, maker: _Maker) -> Prepared:
         positions = torch.cat([_padded(part, job.topk) for part in parts]).int()
         sets.append(TranslateSet(positions, ids, table, job.page_size))
     return Prepared(job, sets, cost)
+
+
+def _select(job: Job, maker: _Maker) -> Prepared:
+    queries, lengths = parse_shape(job.shape)
+    ids = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries)).int().to(maker.device)
+    starts = [torch.arange(length - new, length) for new, length in zip(queries, lengths, strict=True)]
+    positions = torch.cat(starts).int().to(maker.device)
+    tokens, columns = len(ids), -(-max(lengths) // (V4_RATIOS[-1] * 128)) * 128
+    cost = select_cost(tokens, job.window, sum(length // V4_RATIOS[-1] for length in lengths), columns)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=maker.device)
+
+    sets: list[InputSet] = []
+    for _ in range(set_count(cost.bytes, maker.device)):
+        (raw, _), (pages, _) = maker.block_table(lengths, job.page_size), maker.block_table(lengths, V4_PAGE)
+        counts = tuple(empty(tokens) for _ in range(5))
+        completed = (empty(tokens, dtype=torch.int64), empty(tokens, dtype=torch.int64))
+        outputs = (empty(tokens, job.window), empty(tokens, columns), completed, counts)
+        sets.append(SelectSet(positions, ids, raw, pages, job.page_size, *outputs))
+    return Prepared(job, sets, cost)
+
+
+def _compress(job: Job, maker: _Maker) -> Prepared:
+    assert job.heads is not None
+    queries, lengths = parse_shape(job.shape)
+    make = partial(compress_sets, queries, lengths, job.heads, named(job.layout), maker.device)
+    first, cost = make(seed=0)
+    more = range(1, set_count(cost.bytes, maker.device))
+    return Prepared(job, [first, *(make(seed=seed)[0] for seed in more)], cost)
 
 
 def worst_error(item: InputSet, result: object) -> float:

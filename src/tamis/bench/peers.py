@@ -199,7 +199,7 @@ class VLLM:
             return self._gather(job, item)
         if isinstance(item, TranslateSet):
             return self._translate(item)
-        raise Unsupported("its attention is FlashMLA")
+        raise Unsupported("its attention is FlashMLA" if job.stage == "attend" else f"it has no {job.stage}")
 
     def _write(self, job: Job, item: WriteSet) -> Callable[[], Any]:
         kinds = {"v32-fp8": "fp8_ds_mla", "v32-bf16": "auto"}

@@ -80,6 +80,27 @@ def translate_cost(tokens: int, topk: int, pages: int) -> Cost:
     return Cost(tokens * (8 * topk + 8) + 4 * pages)
 
 
+def compress_cost(
+    tokens: int, entries: int, heads: int, layout: Layout, index: Layout, index_heads: int, q_rank: int, span: int = 8
+) -> Cost:
+    """Of a C4A layer's small launches: rows and heads in and out in bf16 (compressed query, queries, index queries,
+    outputs), raw rows, values and scores of two compressors in float32 to their state, and the spans and entries of
+    those tokens that end one."""
+    total = tokens * q_rank * 2 * 2
+    for width, count, passes in ((layout.width, heads, 2), (index.width, index_heads, 1)):
+        total += tokens * count * width * 2 * 2 * passes
+    total += tokens * (layout.width * 2 + layout.row_bytes)
+    for one in (layout, index):
+        total += tokens * 2 * (2 * one.width) * 4 * 2
+        total += entries * (2 * span * one.width * 4 + one.row_bytes)
+    return Cost(total)
+
+
+def select_cost(tokens: int, window: int, entries: int, columns: int) -> Cost:
+    """Of a V4 step's rows: positions, requests and pages in, windows, rows of every entry and nine numbers out."""
+    return Cost(tokens * (8 + 4 * window + 4 * columns + 36) + 4 * (tokens * (window // 64 + 3) + entries // 2))
+
+
 def find_ceiling(device: torch.device) -> Ceiling:
     """The measured numbers of a known GPU; otherwise measured here. A CPU has a copy bandwidth only."""
     if device.type != "cuda":

@@ -17,7 +17,7 @@ class Job:
 
     suite: str
     stage: str
-    """attend, write, gather or translate."""
+    """attend, write, gather, select, translate, or compress: all of a C4A layer's small launches."""
     shape: str
     """In the batch notation: `128q1s16k`."""
     layout: str = "v32-fp8"
@@ -30,7 +30,7 @@ class Job:
     @property
     def stages(self) -> tuple[str, ...]:
         """What must be verified before a time is shown."""
-        return ("attend", "combine") if self.stage == "attend" else (self.stage,)
+        return {"attend": ("attend", "combine"), "compress": ("rotate", "compress")}.get(self.stage, (self.stage,))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,11 @@ SUITES: dict[str, tuple[Grid, ...]] = {
         Grid("gather", ("8q8k",), ("v32-fp8", "v4-fp8")),
         Grid("translate", ("128q1s16k",), topks=(2048,)),
     ),
-    "v4": (Grid("attend", tuple(f"{b}q1s16k" for b in (2, 32, 64, 128)), ("v4-fp8",), (64, 128), (512,), window=128),),
+    "v4": (
+        Grid("attend", tuple(f"{b}q1s16k" for b in (2, 32, 64, 128)), ("v4-fp8",), (64, 128), (512,), window=128),
+        Grid("select", ("64q1s16k", "64q1s128k", "1q4ks32k"), ("v4-fp8",), window=128),
+        Grid("compress", ("64q1s16k", "1q4ks32k"), ("v4-fp8",), (64,)),
+    ),
 }
 CUSTOM = (Grid("attend", ("128q1s16k",), ("v32-fp8",), (16,), (2048,)),)
 """What `--shape` without a suite varies."""

@@ -12,12 +12,16 @@ from tamis.cli.table import render_table
 
 if TYPE_CHECKING:
     from tamis.demo.serve import Served
-    from tamis.demo.shape import ModelShape, Workload
+    from tamis.demo.shape import ModelShape, V4Shape, Workload
 
 DETAILS = """\
 A DeepSeek-V3.2-shaped layer stack with random weights (full-size 512+64 latent rows, 128-wide index keys) serves
 requests of different lengths that arrive one after the other: chunked prefill, mixed steps, decode steps. Beside it,
 dense attention and attention over the same selection with exact rows are computed for comparison.
+
+With --model v4 the stack is DeepSeek-V4-shaped: a layer with a window of 128 raw tokens only, then in turn layers that
+add entries compressed from overlapping spans of 4 tokens, selected by an indexer, and all entries of spans of 128.
+Dense attention then is over the window and every entry.
 
 Exits with 1 if the error caused by the cache format exceeds its bound."""
 
@@ -33,6 +37,8 @@ def register(subcommands: Subcommands) -> None:
         example="tamis demo --requests 4 --topk 64 --cache v32-fp8",
     )
 
+    parser.add_argument("--model", choices=("v32", "v4"), default="v32", help="which layers (default: v32)")
+
     def number(name: str, default: int, text: str) -> None:
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
 
@@ -41,14 +47,13 @@ def register(subcommands: Subcommands) -> None:
     number("--new-tokens", 24, "tokens that each request generates")
     number("--layers", 3, "layers of the model")
     number("--heads", 8, "query heads, 1 to 128")
-    number("--topk", 128, "positions that the indexer selects per token")
+    number("--topk", 128, "positions (with v4: entries) that the indexer selects per token")
     number("--token-budget", 256, "most tokens per step; longer prompts are prefilled in chunks")
-    number("--page-size", 64, "tokens per page")
+    parser.add_argument("--page-size", type=int, metavar="N", help="tokens per page (default: 64; 256 with v4)")
     parser.add_argument(
         "--cache",
-        choices=("v32-fp8", "v32-bf16", "v32-fp32"),
-        default="v32-fp8",
-        help="format of the latent rows (default: v32-fp8); index keys are FP8, with v32-fp32 exact",
+        choices=[f"{model}-{kind}" for model in ("v32", "v4") for kind in ("fp8", "bf16", "fp32")],
+        help="format of the rows (default: the model's fp8); index keys are FP8, with fp32 exact",
     )
     parser.add_argument(
         "--mode",
@@ -66,18 +71,24 @@ def run(options: argparse.Namespace) -> int:
     """Serve, compare, and print the tables or the JSON object."""
     let_waiting_threads_sleep()
     device = pick_device(options.device)
+    from tamis import checks
     from tamis.demo.report import as_data, failed_checks
     from tamis.demo.serve import serve
-    from tamis.demo.shape import ModelShape, Workload
+    from tamis.demo.shape import Workload
 
-    shape = ModelShape(layers=options.layers, heads=options.heads, topk=options.topk, yarn_factor=options.yarn_factor)
+    cache: Any = options.cache or f"{options.model}-fp8"
+    if not cache.startswith(f"{options.model}-"):
+        raise checks.refuse("--cache", f"one of {options.model}'s own", cache, "leave it out, or choose another model")
+    shape, page_size = _shape(options), options.page_size
+    if page_size is None:
+        page_size = 256 if options.model == "v4" else 64
     workload = Workload(
         requests=options.requests,
         max_prompt=options.max_prompt,
         new_tokens=options.new_tokens,
         token_budget=options.token_budget,
-        page_size=options.page_size,
-        cache=options.cache,
+        page_size=page_size,
+        cache=cache,
         mode=options.mode,
         device=device.type,
         seed=options.seed,
@@ -97,8 +108,16 @@ def run(options: argparse.Namespace) -> int:
     return FAILED if failures else OK
 
 
+def _shape(options: argparse.Namespace) -> "ModelShape | V4Shape":
+    from tamis.demo.shape import ModelShape, V4Shape
+
+    numbers = {"layers": options.layers, "heads": options.heads, "topk": options.topk}
+    kind = V4Shape if options.model == "v4" else ModelShape
+    return kind(**numbers, yarn_factor=options.yarn_factor)
+
+
 def _print_report(
-    machine: dict[str, Any], shape: "ModelShape", workload: "Workload", served: "Served", failures: list[str]
+    machine: dict[str, Any], shape: "ModelShape | V4Shape", workload: "Workload", served: "Served", failures: list[str]
 ) -> None:
     from tamis.demo.shape import ERROR_BOUNDS
 
@@ -125,7 +144,7 @@ def _serving_table(workload: "Workload", served: "Served") -> str:
             f"{sum(steps.values())}: {steps['prefill']} prefill, {steps['mixed']} mixed, {steps['decode']} decode",
         ),
         ("tokens", f"{served.tokens}: {served.prefill_tokens} prefill, {served.decode_tokens} decode"),
-        ("tokens attended", f"{served.tokens_attended} of {served.tokens_in_context} in context ({share:.1%})"),
+        ("rows attended", f"{served.tokens_attended} for {served.tokens_in_context} tokens in context ({share:.1%})"),
         ("pages", f"{served.peak_pages} of {served.pages} used at most, {served.free_pages} free at the end"),
         ("time", f"{served.seconds:.1f} s serving, {served.check_seconds:.1f} s comparing"),
         ("speed", f"{served.tokens / served.seconds:.0f} tokens/s, prefill and decode"),
@@ -134,9 +153,7 @@ def _serving_table(workload: "Workload", served: "Served") -> str:
 
 
 def _cache_table(served: "Served") -> str:
-    from tamis.demo.report import row_sizes
-
-    rows = [(s.what, s.layout, s.stored, s.bf16, f"{s.ratio:.2f}") for s in row_sizes(served)]
+    rows = [(s.what, s.layout, f"{s.stored:g}", f"{s.bf16:g}", f"{s.ratio:.2f}") for s in served.sizes]
     header = ("cache, per token and layer", "format", "bytes", "bytes in bf16", "ratio")
     return render_table(header, rows, "llrrr")
 
@@ -172,8 +189,10 @@ def _conclusion(workload: "Workload", served: "Served", bound: float) -> str:
     # Rounded down, for "at least", but not below a whole that float32 sums just missed.
     covered = floor(100 * min(e.mass_covered for e in served.errors) + 1e-3)
     worst = max(e.quantisation_error for e in served.errors)
+    read = f"Attention read {share:.0%} of the context, which holds at least {covered}% of dense attention's weight"
+    if workload.cache.startswith("v4"):
+        read = f"Attention read {share:.0%} as many rows as tokens in context, with at least {covered}% of its weight"
     return (
-        f"{start}.\nAttention read {share:.0%} of the context, which holds at least {covered}% of dense attention's "
-        f"weight in every layer;\nstoring rows as {served.latent.name} costs a relative error of {worst:.1e} or less "
-        f"(bound: {bound:.0e})."
+        f"{start}.\n{read} in every layer;\nstoring rows as {served.latent.name} costs a relative error of {worst:.1e} "
+        f"or less (bound: {bound:.0e})."
     )

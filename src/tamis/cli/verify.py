@@ -14,7 +14,10 @@ from tamis.cli.table import render_table
 if TYPE_CHECKING:
     from tamis.verify import CheckResult
 
-STAGES = ("write", "gather", "translate", "index", "attend", "combine", "planner", "layer")
+STAGES = (
+    *("rotate", "compress", "write", "gather", "select", "translate", "index", "attend", "combine"),
+    *("planner", "layer", "v4-layer"),
+)
 """As in `tamis.verify`, which is too heavy to import for a help text; a test compares the two."""
 
 DETAILS = """\

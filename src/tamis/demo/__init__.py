@@ -1,1 +1,1 @@
-"""A tiny DeepSeek-V3.2-shaped model served over paged caches, with its accuracy measured: `tamis demo`."""
+"""Tiny DeepSeek-V3.2- and V4-shaped models served over paged caches, with their accuracy measured: `tamis demo`."""

@@ -1,38 +1,10 @@
 """What a run says: the checks it failed, and everything as plain data."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from tamis.demo.serve import Served
-from tamis.demo.shape import ERROR_BOUNDS, ModelShape, Workload
-
-
-@dataclass(frozen=True)
-class RowSize:
-    """Bytes that one token takes in one layer."""
-
-    what: str
-    layout: str
-    stored: int
-    bf16: int
-    """The same numbers in bf16."""
-
-    @property
-    def ratio(self) -> float:
-        """Stored bytes against bf16."""
-        return self.stored / self.bf16
-
-
-def row_sizes(served: Served) -> list[RowSize]:
-    """Of the latent rows, the index keys, and both together."""
-    item = torch.bfloat16.itemsize
-    parts = [
-        RowSize(what, layout.name, layout.row_bytes, layout.width * item)
-        for what, layout in (("latent row", served.latent), ("index key", served.index))
-    ]
-    return [*parts, RowSize("both", "", sum(p.stored for p in parts), sum(p.bf16 for p in parts))]
+from tamis.demo.shape import ERROR_BOUNDS, ModelShape, V4Shape, Workload
 
 
 def failed_checks(served: Served, workload: Workload) -> list[str]:
@@ -54,7 +26,7 @@ def failed_checks(served: Served, workload: Workload) -> list[str]:
     return failures
 
 
-def as_data(shape: ModelShape, workload: Workload, served: Served) -> dict[str, Any]:
+def as_data(shape: ModelShape | V4Shape, workload: Workload, served: Served) -> dict[str, Any]:
     """Everything that the tables show and the generated tokens, ready for JSON."""
     failures = failed_checks(served, workload)
     return {
@@ -72,7 +44,7 @@ def as_data(shape: ModelShape, workload: Workload, served: Served) -> dict[str, 
         },
         "layers": None if served.errors is None else [asdict(errors) for errors in served.errors],
         "quantisation_error_bound": ERROR_BOUNDS[workload.cache],
-        "cache_bytes_per_token_and_layer": [asdict(size) | {"ratio": size.ratio} for size in row_sizes(served)],
+        "cache_bytes_per_token_and_layer": [asdict(size) | {"ratio": size.ratio} for size in served.sizes],
         "pages": {"total": served.pages, "peak": served.peak_pages, "free_at_end": served.free_pages},
         "seconds": {"serving": served.seconds, "checking": served.check_seconds},
         "tokens_per_second": served.tokens / served.seconds,

@@ -1,12 +1,12 @@
 """Continuous batching: which requests run in a step, and how many of their tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from tamis.batch import Batch
-from tamis.demo.shape import ModelShape, Workload
+from tamis.demo.shape import Workload
 from tamis.pages import PagePool
 
 
@@ -34,7 +34,7 @@ class Request:
         return len(self.prompt) + self.new_tokens - 1
 
 
-def make_requests(shape: ModelShape, workload: Workload) -> list[Request]:
+def make_requests(vocab: int, workload: Workload) -> list[Request]:
     """Random prompts of all lengths, in random order of arrival; the same for the same seed."""
     generator = torch.Generator().manual_seed(workload.seed)
     lengths = workload.prompt_lengths
@@ -42,7 +42,7 @@ def make_requests(shape: ModelShape, workload: Workload) -> list[Request]:
     return [
         Request(
             name,
-            torch.randint(shape.vocab, (lengths[which],), generator=generator).tolist(),
+            torch.randint(vocab, (lengths[which],), generator=generator).tolist(),
             arrival=name * workload.arrival_gap,
             new_tokens=workload.new_tokens,
         )
@@ -76,9 +76,16 @@ class Scheduler:
     A request is admitted when the pool has pages for its whole life, so that it never has to be preempted.
     """
 
-    def __init__(self, requests: Sequence[Request], pool: PagePool, token_budget: int) -> None:
-        """Queue all requests; none runs before its arrival step."""
-        self.pool, self.token_budget = pool, token_budget
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        pool: PagePool,
+        token_budget: int,
+        windows: Mapping[str, tuple[PagePool, int]] | None = None,
+    ) -> None:
+        """Queue all requests; none runs before its arrival step. `windows` are further pools with how many of a
+        request's last tokens they must hold; older pages are given back while it runs."""
+        self.pool, self.token_budget, self.windows = pool, token_budget, windows or {}
         self.waiting = sorted(requests, key=lambda r: r.arrival)
         self.running: list[Request] = []
         self.step = 0
@@ -108,6 +115,7 @@ class Scheduler:
             [p.end for p in pieces],
             self.pool,
             requests=[p.request.name for p in pieces],
+            other_pools={name: pool for name, (pool, _) in self.windows.items()},
         )
         # A one-token rest of a prompt must not be taken for a decode.
         return replace(batch, prefilling=[p.request.prefilling for p in pieces])
@@ -123,6 +131,11 @@ class Scheduler:
             if len(request.generated) == request.new_tokens:
                 self.running.remove(request)
                 self.pool.release(request.name)
+            for pool, kept in self.windows.values():
+                # The next token sees itself and so many less one before it.
+                pool.forget(request.name, request.cached + 1 - kept)
+                if request not in self.running:
+                    pool.release(request.name)
 
     def _admit(self) -> None:
         while self.waiting and self.waiting[0].arrival <= self.step:

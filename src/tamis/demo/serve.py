@@ -1,25 +1,54 @@
 """The serving loop: requests arrive, steps run, pages come and go."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
+from torch import Tensor
 
 from tamis.cache import Caches, PagedCache
 from tamis.demo.model import AttentionInputs, Model
 from tamis.demo.probe import LayerErrors, Probe
-from tamis.demo.requests import Piece, Scheduler, make_requests
-from tamis.demo.shape import ModelShape, Workload
+from tamis.demo.requests import Piece, Request, Scheduler, make_requests
+from tamis.demo.shape import ModelShape, V4Shape, Workload
 from tamis.layout import Layout, index_fp8, named, rows
 from tamis.pages import PagePool
 from tamis.pipeline import LayerOutput
 from tamis.plan import Limits, Plan
 from tamis.planner import Planner
+from tamis.v4_plan import V4Plan
 
+if TYPE_CHECKING:
+    from tamis.demo.v4_probe import V4Probe
+
+Windows: TypeAlias = Mapping[str, tuple[PagePool, int]]
 ReportProgress = Callable[[int, int], None]
 """Called after each step with the tokens that have run and how many will have in the end."""
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """Bytes that one token takes in one layer."""
+
+    what: str
+    layout: str
+    stored: float
+    bf16: float
+    """The same numbers in bf16."""
+
+    @classmethod
+    def of(cls, what: str, layout: Layout, tokens: int = 1) -> Self:
+        """A row that stands for some tokens."""
+        stored, bf16 = layout.row_bytes, layout.width * torch.bfloat16.itemsize
+        return cls(what, layout.name, stored / tokens if tokens > 1 else stored, bf16 / tokens if tokens > 1 else bf16)
+
+    @property
+    def ratio(self) -> float:
+        """Stored bytes against bf16."""
+        return self.stored / self.bf16
 
 
 @dataclass(frozen=True)
@@ -45,7 +74,8 @@ class Served:
     free_pages: int
     """At the end."""
     latent: Layout
-    index: Layout
+    sizes: list["RowSize"]
+    """Of what is kept of a token."""
     errors: list[LayerErrors] | None
     """Per layer; None if nothing was compared."""
 
@@ -55,9 +85,17 @@ class Served:
         return self.prefill_tokens + self.decode_tokens
 
 
-def serve(shape: ModelShape, workload: Workload, report: ReportProgress | None = None) -> Served:
+def serve(shape: ModelShape | V4Shape, workload: Workload, report: ReportProgress | None = None) -> Served:
     """Serve a workload with continuous batching and return what happened. Deterministic but for the times."""
-    server = _Server(shape, workload)
+    if isinstance(shape, V4Shape):
+        from tamis.demo.v4_serve import V4Server
+
+        return run_server(V4Server(shape, workload), report)
+    return run_server(_V32Server(shape, workload), report)
+
+
+def run_server(server: "Server", report: ReportProgress | None) -> Served:
+    """Run steps until every request is done."""
     total = sum(r.cache_length for r in server.scheduler.waiting)
     while not server.scheduler.finished:
         server.run_step()
@@ -66,52 +104,43 @@ def serve(shape: ModelShape, workload: Workload, report: ReportProgress | None =
     return server.result()
 
 
-class _Server:
-    """The state of one run."""
+class Server:
+    """The state of one run. What a model adds: its plan, its forward pass, and how much it attends to."""
 
-    def __init__(self, shape: ModelShape, workload: Workload) -> None:
-        self.shape, self.workload = shape, workload
-        device = torch.device(workload.device)
-        self.device = device
-        self.latent = named(workload.cache, latent=shape.latent, rope=shape.rope)
-        exact = workload.cache == "v32-fp32"
-        # Exact rows deserve exact keys: a rounded key can flip which of two close positions is selected.
-        self.index = (
-            rows(latent=shape.index_dim, rope=0, dtype=torch.float32) if exact else index_fp8(dim=shape.index_dim)
-        )
-        self.requests = make_requests(shape, workload)
-        longest = max(r.cache_length for r in self.requests)
-        self.pool = _make_pool([r.cache_length for r in self.requests], workload)
-        limits = Limits(
-            max_tokens=workload.token_budget,
-            max_requests=workload.requests,
-            max_length=longest,
-            page_size=workload.page_size,
-        )
-        self.planner = Planner(shape.spec, limits, device, layout=self.latent, mode=workload.mode)
-        self.caches = [
-            Caches(
-                PagedCache(self.latent, self.pool.pages, workload.page_size, device),
-                PagedCache(self.index, self.pool.pages, workload.page_size, device, recipe=shape.recipe),
-            )
-            for _ in range(shape.layers)
-        ]
-        dtype = torch.bfloat16 if device.type == "cuda" and not exact else torch.float32
-        self.model = Model(shape, max_length=longest, device=device, dtype=dtype, seed=workload.seed)
-        self.scheduler = Scheduler(self.requests, self.pool, workload.token_budget)
-        self.probe = Probe(shape.spec, shape.layers) if workload.check else None
+    planner: Any
+    probe: "Probe | V4Probe | None"
+    latent: Layout
+    sizes: list[RowSize]
+
+    def __init__(
+        self, requests: list[Request], pool: PagePool, workload: Workload, windows: Windows | None = None
+    ) -> None:
+        """Start with all requests waiting."""
+        self.workload, self.requests, self.pool = workload, requests, pool
+        self.device = torch.device(workload.device)
+        self.scheduler = Scheduler(requests, pool, workload.token_budget, windows)
         self.steps = {"prefill": 0, "mixed": 0, "decode": 0}
         self.prefill_tokens = self.decode_tokens = 0
-        self.attended = self.in_context = 0
+        self.attended, self.in_context = 0.0, 0
         self.peak_pages = 0
         self.seconds = 0.0
 
     @property
     def tokens(self) -> int:
+        """Tokens that have run."""
         return self.prefill_tokens + self.decode_tokens
+
+    def logits(self, pieces: list[Piece], tokens: Tensor, plan: Any, last: Tensor) -> Tensor:
+        """Logits after the tokens `last` of the step."""
+        raise NotImplementedError
+
+    def attends(self, visible: int) -> float:
+        """How many rows a token with so many tokens in its context attends to, on average over layers."""
+        raise NotImplementedError
 
     @torch.inference_mode()
     def run_step(self) -> None:
+        """Run whatever can run now."""
         pieces = self.scheduler.next_pieces()
         if not pieces:
             return
@@ -121,25 +150,19 @@ class _Server:
         predicted = self._forward(pieces, plan)
         self.seconds += time.perf_counter() - began
         self.seconds -= self.probe.seconds - checked if self.probe else 0.0
-        self._count(pieces, plan)
+        self._count(pieces, plan.step if isinstance(plan, V4Plan) else plan)
         self.scheduler.complete(pieces, predicted)
         if self.probe:
             for piece in pieces:
                 if piece.request not in self.scheduler.running:
                     self.probe.forget(piece.request.name)
 
-    def _forward(self, pieces: list[Piece], plan: Plan) -> list[int]:
+    def _forward(self, pieces: list[Piece], plan: Any) -> list[int]:
         tokens = torch.tensor([t for p in pieces for t in p.tokens], device=self.device)
         ends = torch.tensor([len(p.tokens) for p in pieces]).cumsum(0) - 1
         last = ends[torch.tensor([p.predicts for p in pieces])].to(self.device)
-        observe = partial(self._observe, pieces) if self.probe else None
-        logits = self.model.forward(tokens, plan, self.caches, last, observe)
-        predicted: list[int] = logits.argmax(-1).tolist()
+        predicted: list[int] = self.logits(pieces, tokens, plan, last).argmax(-1).tolist()
         return predicted
-
-    def _observe(self, pieces: list[Piece], layer: int, inputs: AttentionInputs, attended: LayerOutput) -> None:
-        assert self.probe is not None
-        self.probe.compare(layer, pieces, inputs, attended.positions, attended.out)
 
     def _count(self, pieces: list[Piece], plan: Plan) -> None:
         split = plan.split
@@ -150,10 +173,11 @@ class _Server:
         for piece in pieces:
             visible = range(piece.start + 1, piece.end + 1)
             self.in_context += sum(visible)
-            self.attended += sum(min(self.shape.topk, n) for n in visible)
+            self.attended += sum(self.attends(n) for n in visible)
         self.peak_pages = max(self.peak_pages, self.pool.pages - 1 - self.pool.free_pages)
 
     def result(self) -> Served:
+        """What happened so far."""
         return Served(
             mode=self.planner.mode,
             steps=self.steps,
@@ -162,18 +186,64 @@ class _Server:
             seconds=self.seconds,
             check_seconds=self.probe.seconds if self.probe else 0.0,
             generated=[r.generated for r in self.requests],
-            tokens_attended=self.attended,
+            tokens_attended=round(self.attended),
             tokens_in_context=self.in_context,
             pages=self.pool.pages - 1,
             peak_pages=self.peak_pages,
             free_pages=self.pool.free_pages,
             latent=self.latent,
-            index=self.index,
+            sizes=self.sizes,
             errors=self.probe.errors() if self.probe else None,
         )
 
 
-def _make_pool(lengths: list[int], workload: Workload) -> PagePool:
+class _V32Server(Server):
+    """Layers that attend to tokens selected by an indexer."""
+
+    probe: Probe | None
+
+    def __init__(self, shape: ModelShape, workload: Workload) -> None:
+        requests = make_requests(shape.vocab, workload)
+        longest = max(r.cache_length for r in requests)
+        super().__init__(requests, make_pool([r.cache_length for r in requests], workload), workload)
+        self.shape = shape
+        self.latent = named(workload.cache, latent=shape.latent, rope=shape.rope)
+        exact = workload.cache == "v32-fp32"
+        # Exact rows deserve exact keys: a rounded key can flip which of two close positions is selected.
+        index = rows(latent=shape.index_dim, rope=0, dtype=torch.float32) if exact else index_fp8(dim=shape.index_dim)
+        key, row = RowSize.of("index key", index), RowSize.of("latent row", self.latent)
+        self.sizes = [row, key, RowSize("both", "", row.stored + key.stored, row.bf16 + key.bf16)]
+        limits = Limits(
+            max_tokens=workload.token_budget,
+            max_requests=workload.requests,
+            max_length=longest,
+            page_size=workload.page_size,
+        )
+        self.planner = Planner(shape.spec, limits, self.device, layout=self.latent, mode=workload.mode)
+        self.caches = [
+            Caches(
+                PagedCache(self.latent, self.pool.pages, workload.page_size, self.device),
+                PagedCache(index, self.pool.pages, workload.page_size, self.device, recipe=shape.recipe),
+            )
+            for _ in range(shape.layers)
+        ]
+        dtype = torch.bfloat16 if self.device.type == "cuda" and not exact else torch.float32
+        self.model = Model(shape, max_length=longest, device=self.device, dtype=dtype, seed=workload.seed)
+        self.probe = Probe(shape.spec, shape.layers) if workload.check else None
+
+    def logits(self, pieces: list[Piece], tokens: Tensor, plan: Plan, last: Tensor) -> Tensor:
+        observe = partial(self._observe, pieces) if self.probe else None
+        return self.model.forward(tokens, plan, self.caches, last, observe)
+
+    def attends(self, visible: int) -> int:
+        return min(self.shape.topk, visible)
+
+    def _observe(self, pieces: list[Piece], layer: int, inputs: AttentionInputs, attended: LayerOutput) -> None:
+        assert self.probe is not None
+        self.probe.compare(layer, pieces, inputs, attended.positions, attended.out)
+
+
+def make_pool(lengths: list[int], workload: Workload) -> PagePool:
     """Pages for two thirds of all requests at once, so that late ones wait and pages are used again."""
     needed = [-(-length // workload.page_size) for length in lengths]
     pages = max(max(needed), -(-2 * sum(needed) // 3))

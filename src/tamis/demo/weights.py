@@ -54,25 +54,27 @@ class ModelWeights:
     head: Tensor
 
 
-class _Random:
+class RandomWeights:
     """Normal matrices from one generator, always drawn on the host, so that a seed means the same on any device."""
 
-    def __init__(self, shape: ModelShape, device: torch.device, seed: int) -> None:
-        self.shape, self.device = shape, device
+    def __init__(self, hidden: int, device: torch.device, seed: int) -> None:
+        """Weights of a residual stream of `hidden` channels."""
+        self.hidden, self.device = hidden, device
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *size: int) -> Tensor:
+        """Standard normal numbers."""
         return torch.randn(*size, generator=self.generator)
 
     def reader(self, out: int) -> Tensor:
         """From the residual stream, without its constant channel."""
-        weight: Tensor = self.normal(out, self.shape.hidden) / self.shape.hidden**0.5
+        weight: Tensor = self.normal(out, self.hidden) / self.hidden**0.5
         weight[:, 0] = 0.0
         return weight
 
     def writer(self, width: int, gain: float) -> Tensor:
         """Into the residual stream, without its constant channel."""
-        weight: Tensor = self.normal(self.shape.hidden, width) * (gain / width**0.5)
+        weight: Tensor = self.normal(self.hidden, width) * (gain / width**0.5)
         weight[0] = 0.0
         return weight
 
@@ -85,16 +87,15 @@ class _Random:
 
 def make_weights(shape: ModelShape, device: torch.device, seed: int) -> ModelWeights:
     """All weights of a model, the same for the same seed."""
-    random = _Random(shape, device, seed)
+    random = RandomWeights(shape.hidden, device, seed)
     embedding = random.normal(shape.vocab, shape.hidden)
     embedding[:, 0] = 4.0
-    layers = [_layer(random) for _ in range(shape.layers)]
+    layers = [_layer(random, shape) for _ in range(shape.layers)]
     head = random.reader(shape.vocab)
     return ModelWeights(embedding.to(device), layers, head.to(device))
 
 
-def _layer(random: _Random) -> LayerWeights:
-    shape = random.shape
+def _layer(random: RandomWeights, shape: ModelShape) -> LayerWeights:
     narrow = shape.index_dim - shape.rope
     q_a, kv_a = random.reader(shape.q_lora), random.reader(shape.latent + shape.rope)
     q_b = random.related(shape.heads, shape.nope + shape.rope, shape.q_lora, HEAD_SPREAD)

@@ -1,16 +1,15 @@
-"""Drop-in for FlashInfer's sparse MLA decode, `trtllm_batch_decode_with_kv_cache_mla`, on any device.
+"""Drop-in for FlashInfer's sparse MLA decode on any device: `trtllm_batch_decode_with_kv_cache_mla` for V3.2, and
+`trtllm_batch_decode_sparse_mla_dsv4` for V4 (in `flashinfer_v4`).
 
-Only the sparse mode is here (`sparse_mla_top_k` > 0): `block_tables` hold physical *slots*, not pages, and `seq_lens`
-count how many leading columns are valid. Beyond FlashInfer: any head count from 1 to 128, any top-k, any page size,
-any nope width, a query whose dtype differs from the cache's, pages that lie apart.
+Of the first, only the sparse mode is here (`sparse_mla_top_k` > 0): `block_tables` hold physical *slots*, not pages,
+and `seq_lens` count how many leading columns are valid. Beyond FlashInfer: any head count from 1 to 128, any top-k,
+any page size, any nope width, a query whose dtype differs from the cache's, pages that lie apart.
 
 Conventions that differ from the rest of tamis: the lse is base 2, and the FP8 scales come folded into the two factors
 of the matrix products instead of as a property of the cache.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +18,12 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache, Selection
 from tamis.integrations import _arguments
+from tamis.integrations._flashinfer import Queries, arrange, factors, one_sink, output
+from tamis.integrations.flashinfer_v4 import trtllm_batch_decode_sparse_mla_dsv4
 from tamis.layout import Layout, plain_fp8, rows, v32_fp8
 from tamis.ops import attend
 
-__all__ = ["trtllm_batch_decode_with_kv_cache_mla"]
-
-_QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)
+__all__ = ["trtllm_batch_decode_sparse_mla_dsv4", "trtllm_batch_decode_with_kv_cache_mla"]
 
 _WITHOUT_EFFECT = (
     "enable_pdl",
@@ -98,14 +97,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
     _check_mode(sparse_mla_top_k)
     checks.integer("kv_lora_rank", kv_lora_rank, low=1)
     checks.integer("qk_rope_head_dim", qk_rope_head_dim, low=0)
-    queries = _arrange(query, kv_lora_rank + qk_rope_head_dim, cum_seq_lens_q, max_q_len)
+    queries = arrange(query, kv_lora_rank + qk_rope_head_dim, cum_seq_lens_q, max_q_len)
     cache = _wrap(kv_cache, kv_lora_rank, qk_rope_head_dim, query.device)
-    before, after = _factors(bmm1_scale, bmm2_scale, cache)
-    sink = _one_sink(sinks)
+    before, after = factors(bmm1_scale, bmm2_scale, cache)
+    sink = one_sink(sinks)
     _arguments.sink("sinks", sink, queries.heads, query.device)
     slots = _slots(block_tables, sparse_mla_top_k, queries)
     counts = _counts(seq_lens, sparse_mla_top_k_lens, queries, sparse_mla_top_k)
-    out = _output(out, query, queries, kv_lora_rank)
+    out = output(out, query, queries, kv_lora_rank)
     lse = _lse_buffer(lse, queries)
     # In float32 until bmm2_scale is in, so that the result is rounded once.
     exact = torch.empty(queries.tokens, *out.shape[-2:], dtype=torch.float32, device=query.device)
@@ -124,34 +123,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return (out, lse) if return_lse else out
 
 
-@dataclass(frozen=True, eq=False)
-class _Queries:
-    """How the query tokens are arranged."""
-
-    lead: tuple[int, ...]
-    """(B, q), or (T,) when flattened."""
-    heads: int
-    requests: int
-    request: Tensor
-    """int64 [tokens]: whose each token is."""
-
-    @property
-    def tokens(self) -> int:
-        return math.prod(self.lead)
-
-    @property
-    def axes(self) -> str:
-        return "B q" if len(self.lead) == 2 else "T"
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return dict(zip(self.axes.split(), self.lead, strict=True))
-
-    @property
-    def device(self) -> torch.device:
-        return self.request.device
-
-
 def _check_options(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name in _ONLY:
@@ -168,38 +139,6 @@ def _check_mode(top_k: int) -> None:
     if checks.integer("sparse_mla_top_k", top_k, low=0) == 0:
         remedy = "for dense attention over block tables use tamis.integrations.flash_mla.flash_mla_with_kvcache"
         raise checks.refuse("sparse_mla_top_k", "> 0: only the sparse mode is offered here", top_k, remedy)
-
-
-def _arrange(query: Tensor, width: int, starts: Tensor | None, longest: int | None) -> _Queries:
-    axes = "B q H D" if starts is None else "T H D"
-    remedy = "D is kv_lora_rank + qk_rope_head_dim; [T, H, D] needs cum_seq_lens_q"
-    heads = checks.tensor("query", query, axes, _QUERY_DTYPES, remedy=remedy, D=width)["H"]
-    _arguments.head_count("query", heads)
-    lead = tuple(query.shape[:-2])
-    if starts is not None:
-        return _Queries(lead, heads, *_token_requests(starts, longest, lead[0], query.device))
-    if longest is not None:
-        raise checks.refuse("max_q_len", "None without cum_seq_lens_q", longest, "pass both or neither")
-    request = torch.arange(lead[0], device=query.device).repeat_interleave(lead[1])
-    return _Queries(lead, heads, lead[0], request)
-
-
-def _token_requests(starts: Tensor, longest: int | None, tokens: int, device: torch.device) -> tuple[int, Tensor]:
-    """How many requests a flattened query has, and which one each token belongs to."""
-    length = checks.tensor("cum_seq_lens_q", starts, "B+1", (torch.int32,), device=device)["B+1"]
-    remedy = f"begin with 0, never fall, end with the {tokens} query tokens"
-    if length < 2:
-        raise checks.refuse("cum_seq_lens_q", "at least two long", length, remedy)
-    if longest is not None:
-        checks.integer("max_q_len", longest, low=0)
-    if device.type == "cpu":
-        counts = starts.diff()
-        if int(starts[0]) != 0 or int(starts[-1]) != tokens or int(counts.min()) < 0:
-            raise checks.refuse("cum_seq_lens_q", f"a running sum from 0 to {tokens}", starts.tolist(), remedy)
-        if longest is not None and int(counts.max()) > longest:
-            raise checks.refuse("max_q_len", f">= {int(counts.max())}, the longest query", longest, "raise it")
-    request = torch.searchsorted(starts, torch.arange(tokens, dtype=torch.int32, device=device), right=True) - 1
-    return length - 1, request.clamp_(0, length - 2)
 
 
 def _wrap(storage: Tensor, latent: int, rope: int, device: torch.device) -> PagedCache:
@@ -225,32 +164,7 @@ def _layout(dtype: torch.dtype, row: int, latent: int, rope: int) -> Layout:
     raise checks.refuse("kv_cache", expected, f"{checks.dtype_name(dtype)} rows of {row}", "check the two widths")
 
 
-def _factors(bmm1: float | Tensor, bmm2: float | Tensor, cache: PagedCache) -> tuple[float | Tensor, float | Tensor]:
-    for name, value in (("bmm1_scale", bmm1), ("bmm2_scale", bmm2)):
-        checks.scale_factor(name, value)
-        if isinstance(value, Tensor) and value.device != cache.device:
-            raise checks.refuse(name, f"on {cache.device}", f"a tensor on {value.device}", "keep it with the query")
-    on_host = not isinstance(bmm2, Tensor) or bmm2.device.type == "cpu"
-    if cache.layout.scales is not None and on_host and float(bmm2) != 1.0:
-        raise checks.refuse("bmm2_scale", "1.0 with packed rows", float(bmm2), "their scales are in the cache")
-    return _no_axes(bmm1), _no_axes(bmm2)
-
-
-def _no_axes(factor: float | Tensor) -> float | Tensor:
-    """One element under any number of axes multiplies like a number."""
-    return factor.reshape(()) if isinstance(factor, Tensor) else factor
-
-
-def _one_sink(sinks: Tensor | Sequence[Tensor] | None) -> Tensor | None:
-    """FlashInfer's annotation says a list, its kernels take a tensor: both are fine."""
-    if sinks is None or isinstance(sinks, Tensor):
-        return sinks
-    if isinstance(sinks, list | tuple) and len(sinks) == 1:
-        return _one_sink(sinks[0])
-    raise checks.refuse_type("sinks", "a float32 tensor [H]", checks.describe(sinks), "pass one tensor for all heads")
-
-
-def _slots(block_tables: Tensor, columns: int, queries: _Queries) -> Tensor:
+def _slots(block_tables: Tensor, columns: int, queries: Queries) -> Tensor:
     shape, remedy = f"{queries.axes} K", "one row of sparse_mla_top_k slots per query token"
     checks.tensor(
         "block_tables",
@@ -265,7 +179,7 @@ def _slots(block_tables: Tensor, columns: int, queries: _Queries) -> Tensor:
     return block_tables.reshape(queries.tokens, columns)
 
 
-def _counts(seq_lens: Tensor | None, per_token: Tensor | None, queries: _Queries, columns: int) -> Tensor | None:
+def _counts(seq_lens: Tensor | None, per_token: Tensor | None, queries: Queries, columns: int) -> Tensor | None:
     """Valid columns per query token; counts per token go before those per request."""
     tokens, device = queries.tokens, queries.device
     if per_token is not None:
@@ -283,20 +197,7 @@ def _counts(seq_lens: Tensor | None, per_token: Tensor | None, queries: _Queries
     return seq_lens if expected == tokens else seq_lens.index_select(0, queries.request)
 
 
-def _output(out: Tensor | None, query: Tensor, queries: _Queries, value_dim: int) -> Tensor:
-    if out is None:
-        dtype = torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
-        return torch.empty(*queries.lead, queries.heads, value_dim, dtype=dtype, device=query.device)
-    shape = (*queries.lead, queries.heads, value_dim)
-    if not isinstance(out, Tensor) or out.dtype not in checks.FLOATS:
-        raise checks.refuse_type("out", "bfloat16, float16 or float32", checks.describe(out), "or leave it out")
-    if tuple(out.shape) != shape or out.device != query.device:
-        expected = f"of shape {list(shape)} on {query.device}"
-        raise checks.refuse("out", expected, checks.describe(out), "or leave it out")
-    return out
-
-
-def _lse_buffer(lse: Tensor | None, queries: _Queries) -> Tensor:
+def _lse_buffer(lse: Tensor | None, queries: Queries) -> Tensor:
     flat, shaped = (queries.tokens, queries.heads), (*queries.lead, queries.heads)
     if lse is None:
         return torch.empty(flat, dtype=torch.float32, device=queries.device)

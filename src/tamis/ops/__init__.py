@@ -1,4 +1,5 @@
-"""The stages, in the order in which a layer runs them: write, index, translate, (gather,) attend, combine.
+"""The stages, in the order in which a layer runs them: (rotate, compress,) write, (select,) index, translate, (gather,)
+attend, combine.
 
 Each stage is a package: `__init__` checks the arguments, `reference` is the plain-torch definition, and kernels stand
 beside it with the same signature. `library` picks the backend and makes each stage a torch op for torch.compile.
@@ -6,9 +7,12 @@ beside it with the same signature. `library` picks the backend and makes each st
 
 from tamis.ops.attend import attend, attend_slots
 from tamis.ops.combine import Attended, Partials, combine_parts
+from tamis.ops.compress import StatePages, compress_kv
 from tamis.ops.gather import gather_index, gather_kv, read_kv
 from tamis.ops.index import IndexInputs, index_scores, index_topk, ragged_scores, topk_positions
 from tamis.ops.index.prepare import quantise_index_query, rotate_index, write_index_keys
+from tamis.ops.rotate import Rotated, norm_rows, rotate_and_write, rotate_heads
+from tamis.ops.select import select_chosen, select_entries, select_gathered, select_mixed, select_window
 from tamis.ops.translate import Translated, translate_positions
 from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
 
@@ -16,19 +20,30 @@ __all__ = [
     "Attended",
     "IndexInputs",
     "Partials",
+    "Rotated",
+    "StatePages",
     "Translated",
     "attend",
     "attend_slots",
     "combine_parts",
+    "compress_kv",
     "gather_index",
     "gather_kv",
     "index_scores",
     "index_topk",
+    "norm_rows",
     "quantise_index_query",
     "quantise_per_tensor",
     "ragged_scores",
     "read_kv",
+    "rotate_and_write",
+    "rotate_heads",
     "rotate_index",
+    "select_chosen",
+    "select_entries",
+    "select_gathered",
+    "select_mixed",
+    "select_window",
     "topk_positions",
     "translate_positions",
     "write_index_keys",

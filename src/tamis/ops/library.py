@@ -29,7 +29,7 @@ R = TypeVar("R")
 # Registrations last as long as this object.
 _LIBRARY = torch.library.Library("tamis", "FRAGMENT")
 
-_CACHE = "str layout, float scale, Tensor? scale_tensor"
+CACHE = "str layout, float scale, Tensor? scale_tensor"
 """What follows `storage` in a schema and makes it a cache."""
 _SELECTIONS = (
     "Tensor[] storages, str[] layouts, float[] scales, Tensor?[] scale_tensors, "
@@ -38,7 +38,7 @@ _SELECTIONS = (
 _REQUESTS = "Tensor block_table, Tensor lengths, Tensor starts, Tensor first"
 
 
-def _op(schema: str, fake: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def op(schema: str, fake: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register a function under a schema for every device, with its fake; return it with the way to the op."""
 
     def register(run: Callable[P, R]) -> Callable[P, R]:
@@ -86,13 +86,17 @@ def _flat_cache(cache: PagedCache) -> tuple[Tensor, str, float, Tensor | None]:
 
 def _with_objects(run: Callable[..., R], names: list[str]) -> Callable[..., R]:
     """A function that takes an op's arguments and calls `run` with a cache or selections in their place."""
-    if "storage" in names:
-        at = names.index("storage")
-        return lambda *flat: run(*flat[:at], _cache(*flat[at : at + 4]), *flat[at + 4 :])
     if "storages" in names:
         at = names.index("storages")
         return lambda *flat: run(*flat[:at], _selections(*flat[at : at + 8]), *flat[at + 8 :])
-    return run
+    starts = [at for at, name in enumerate(names) if name.endswith("storage")]
+    inside = {at + part for at in starts for part in (1, 2, 3)}
+
+    def call(*flat: Any) -> R:
+        kept = [at for at in range(len(flat)) if at not in inside]
+        return run(*(_cache(*flat[at : at + 4]) if at in starts else flat[at] for at in kept))
+
+    return call if starts else run
 
 
 def _cache(storage: Tensor, layout: str, scale: float, scale_tensor: Tensor | None) -> PagedCache:
@@ -103,39 +107,39 @@ def _selections(*lists: Sequence[Any]) -> list[Selection]:
     return [Selection(_cache(*one[:4]), *one[4:]) for one in zip(*lists, strict=True)]
 
 
-def _stage(name: str, backend: str, device: torch.device, **inputs: Tensor | None) -> Any:
+def stage_module(name: str, backend: str, device: torch.device, **inputs: Tensor | None) -> Any:
     """The module that runs a stage. Fakes ask for it too, so that a wrong backend or a gradient fails the trace."""
     checks.no_gradient(**inputs)
     return implementation(name, backend, device)
 
 
 def _write_kv(kv: Tensor, *rest: Any) -> None:
-    _stage("write", rest[-1], kv.device, kv=kv)
+    stage_module("write", rest[-1], kv.device, kv=kv)
 
 
-@_op(f"write_kv(Tensor kv, Tensor slots, Tensor(a!) storage, {_CACHE}, str backend) -> ()", _write_kv)
+@op(f"write_kv(Tensor kv, Tensor slots, Tensor(a!) storage, {CACHE}, str backend) -> ()", _write_kv)
 def write_kv(kv: Tensor, slots: Tensor, cache: PagedCache, backend: str) -> None:
     """Rows into the cache."""
-    _stage("write", backend, cache.device, kv=kv).write_kv(kv, cache, slots)
+    stage_module("write", backend, cache.device, kv=kv).write_kv(kv, cache, slots)
 
 
 def _read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str) -> Tensor:
-    _stage("gather", backend, cache.device)
+    stage_module("gather", backend, cache.device)
     return slots.new_empty((*slots.shape, cache.layout.width), dtype=dtype)
 
 
-@_op(f"read_kv(Tensor slots, Tensor storage, {_CACHE}, ScalarType dtype, str backend) -> Tensor", _read_kv)
+@op(f"read_kv(Tensor slots, Tensor storage, {CACHE}, ScalarType dtype, str backend) -> Tensor", _read_kv)
 def read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str) -> Tensor:
     """Rows [..., width] of slots [...]."""
-    rows: Tensor = _stage("gather", backend, cache.device).read_kv(cache, slots, dtype)
+    rows: Tensor = stage_module("gather", backend, cache.device).read_kv(cache, slots, dtype)
     return rows.contiguous()
 
 
 def _gather_kv(block_table: Tensor, *rest: Any) -> None:
-    _stage("gather", rest[-1], block_table.device)
+    stage_module("gather", rest[-1], block_table.device)
 
 
-@_op(f"gather_kv({_REQUESTS}, Tensor storage, {_CACHE}, Tensor(a!) out, str backend) -> ()", _gather_kv)
+@op(f"gather_kv({_REQUESTS}, Tensor storage, {CACHE}, Tensor(a!) out, str backend) -> ()", _gather_kv)
 def gather_kv(
     block_table: Tensor,
     lengths: Tensor,
@@ -146,18 +150,18 @@ def gather_kv(
     backend: str,
 ) -> None:
     """Whole requests into `out`."""
-    _stage("gather", backend, cache.device).gather_kv(cache, block_table, lengths, starts, first, out)
+    stage_module("gather", backend, cache.device).gather_kv(cache, block_table, lengths, starts, first, out)
 
 
 def _gather_index(block_table: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, cache, rows, backend = rest
-    _stage("gather", backend, block_table.device)
+    stage_module("gather", backend, block_table.device)
     values = block_table.new_empty((rows, cache.layout.width), dtype=torch.float8_e4m3fn)
     return values, block_table.new_empty((rows,), dtype=torch.float32)
 
 
-@_op(
-    f"gather_index({_REQUESTS}, Tensor storage, {_CACHE}, SymInt rows, str backend) -> (Tensor, Tensor)",
+@op(
+    f"gather_index({_REQUESTS}, Tensor storage, {CACHE}, SymInt rows, str backend) -> (Tensor, Tensor)",
     _gather_index,
 )
 def gather_index(
@@ -172,19 +176,19 @@ def gather_index(
     """Raw keys [rows, dim] and scales [rows] of whole requests, zeros elsewhere."""
     values = torch.zeros(rows, cache.layout.width, dtype=torch.uint8, device=cache.device).view(torch.float8_e4m3fn)
     scales = torch.zeros(rows, dtype=torch.float32, device=cache.device)
-    stage = _stage("gather", backend, cache.device)
+    stage = stage_module("gather", backend, cache.device)
     stage.gather_index(cache, block_table, lengths, starts, first, values, scales)
     return values, scales
 
 
-_PAGED_KEYS = f"Tensor storage, {_CACHE}, Tensor request_ids, Tensor block_table, Tensor lengths"
+_PAGED_KEYS = f"Tensor storage, {CACHE}, Tensor request_ids, Tensor block_table, Tensor lengths"
 
 
 def _index_scores(q: Tensor, weights: Tensor, *rest: Any) -> None:
-    _stage("index", rest[-1], q.device, q=q, weights=weights)
+    stage_module("index", rest[-1], q.device, q=q, weights=weights)
 
 
-@_op(f"index_scores(Tensor q, Tensor weights, {_PAGED_KEYS}, Tensor(a!) out, str backend) -> ()", _index_scores)
+@op(f"index_scores(Tensor q, Tensor weights, {_PAGED_KEYS}, Tensor(a!) out, str backend) -> ()", _index_scores)
 def index_scores(
     q: Tensor,
     weights: Tensor,
@@ -196,15 +200,15 @@ def index_scores(
     backend: str,
 ) -> None:
     """Scores of cached keys into every element of `out`, float32 [T, width]."""
-    stage = _stage("index", backend, q.device, q=q, weights=weights)
+    stage = stage_module("index", backend, q.device, q=q, weights=weights)
     stage.index_scores(q, weights, cache, request_ids, block_table, lengths, out)
 
 
 def _ragged_scores(q: Tensor, weights: Tensor, keys: Tensor, *rest: Any) -> None:
-    _stage("index", rest[-1], q.device, q=q, weights=weights, keys=keys)
+    stage_module("index", rest[-1], q.device, q=q, weights=weights, keys=keys)
 
 
-@_op(
+@op(
     "ragged_scores(Tensor q, Tensor weights, Tensor keys, Tensor? key_scales, Tensor starts, Tensor ends, "
     "Tensor(a!) out, str backend) -> ()",
     _ragged_scores,
@@ -220,16 +224,16 @@ def ragged_scores(
     backend: str,
 ) -> None:
     """Scores of gathered keys into every element of `out`, float32 [T, N]."""
-    stage = _stage("index", backend, q.device, q=q, weights=weights, keys=keys)
+    stage = stage_module("index", backend, q.device, q=q, weights=weights, keys=keys)
     stage.ragged_scores(q, weights, keys, key_scales, starts, ends, out)
 
 
 def _topk_positions(scores: Tensor, lengths: Tensor, k: int, *rest: Any) -> Tensor:
-    _stage("index", rest[-1], scores.device, scores=scores)
+    stage_module("index", rest[-1], scores.device, scores=scores)
     return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
 
 
-@_op(
+@op(
     "topk_positions(Tensor scores, Tensor lengths, SymInt k, Tensor? request_ids, Tensor? block_table, "
     "SymInt page_size, str backend) -> Tensor",
     _topk_positions,
@@ -244,18 +248,18 @@ def topk_positions(
     backend: str,
 ) -> Tensor:
     """Positions int32 [T, k]; slots where there is a block table."""
-    stage = _stage("index", backend, scores.device, scores=scores)
+    stage = stage_module("index", backend, scores.device, scores=scores)
     positions: Tensor = stage.topk_positions(scores, lengths, k, request_ids, block_table, page_size)
     return positions.contiguous()
 
 
 def _index_topk(q: Tensor, weights: Tensor, *rest: Any) -> Tensor:
     *_, k, _, backend = rest
-    _stage("index", backend, q.device, q=q, weights=weights)
+    stage_module("index", backend, q.device, q=q, weights=weights)
     return q.new_empty((q.shape[0], k), dtype=torch.int32)
 
 
-@_op(
+@op(
     f"index_topk(Tensor q, Tensor weights, {_PAGED_KEYS}, SymInt k, SymInt workspace_bytes, str backend) -> Tensor",
     _index_topk,
 )
@@ -271,17 +275,17 @@ def index_topk(
     backend: str,
 ) -> Tensor:
     """Positions int32 [T, k]."""
-    stage = _stage("index", backend, q.device, q=q, weights=weights)
+    stage = stage_module("index", backend, q.device, q=q, weights=weights)
     positions: Tensor = stage.index_topk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes)
     return positions.contiguous()
 
 
 def _translate_positions(positions: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _stage("translate", rest[-1], positions.device)
+    stage_module("translate", rest[-1], positions.device)
     return positions.new_empty(positions.shape), positions.new_empty((positions.shape[0],))
 
 
-@_op(
+@op(
     "translate_positions(Tensor positions, Tensor request_ids, Tensor block_table, SymInt page_size, "
     "SymInt rows_per_page, Tensor? workspace_ids, Tensor? workspace_starts, SymInt[] shard, bool compact, "
     "str backend) -> (Tensor, Tensor)",
@@ -300,7 +304,7 @@ def translate_positions(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Slots int32 [T, K] and how many of each row are valid."""
-    slots, counts = _stage("translate", backend, positions.device).translate_positions(
+    slots, counts = stage_module("translate", backend, positions.device).translate_positions(
         positions,
         request_ids,
         block_table,
@@ -319,14 +323,14 @@ def _accumulator(q: Tensor) -> torch.dtype:
 
 def _attend_slots(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, value_dim, splits, backend = rest
-    _stage("attend", backend, q.device, q=q)
+    stage_module("attend", backend, q.device, q=q)
     # How many parts a backend chooses is its own affair; `attend`, which merges them, does not show it.
     parts = torch.library.get_ctx().new_dynamic_size(min=1) if splits is None else splits
     lse = q.new_empty((parts, q.shape[0], q.shape[1]), dtype=_accumulator(q))
     return lse.new_empty((*lse.shape, value_dim)), lse, torch.empty_like(lse)
 
 
-@_op(
+@op(
     f"attend_slots(Tensor q, {_SELECTIONS}, float scale, Tensor? q_scale, SymInt value_dim, SymInt? splits, "
     "str backend) -> (Tensor, Tensor, Tensor)",
     _attend_slots,
@@ -342,14 +346,14 @@ def attend_slots(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Partial outputs [S, T, H, V], lse and maxima [S, T, H]; S is `splits` if given."""
     factor = scale if q_scale is None else scale * q_scale
-    stage = _stage("attend", backend, q.device, q=q)
+    stage = stage_module("attend", backend, q.device, q=q)
     parts, lses, maxima = stage.attend_slots(q, selections, scale=factor, value_dim=value_dim, splits=splits)
     if splits is None or len(parts) == splits:
         return parts, lses, maxima
     # A backend may cut otherwise, each selection by itself for one. Too many parts become one, too few get empty ones.
     if len(parts) > splits:
         merged = torch.empty_like(parts[:1])
-        lse = _stage("combine", backend, q.device).combine_parts(parts, lses, None, merged[0])
+        lse = stage_module("combine", backend, q.device).combine_parts(parts, lses, None, merged[0])
         parts, lses, maxima = merged, lse.unsqueeze(0), maxima.amax(0, keepdim=True)
     empty = splits - len(parts)
     nothing = lses.new_full((empty, *lses.shape[1:]), -torch.inf)
@@ -358,29 +362,29 @@ def attend_slots(
 
 
 def _combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
-    _stage("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
+    stage_module("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
     return lses.new_empty(lses.shape[1:])
 
 
-@_op(
+@op(
     "combine_parts(Tensor parts, Tensor lses, Tensor? sink, Tensor(a!) out, str backend) -> Tensor",
     _combine_parts,
 )
 def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
     """Merge parts into `out`; the merged lse [T, H]."""
-    stage = _stage("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
+    stage = stage_module("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
     lse: Tensor = stage.combine_parts(parts, lses, sink, out)
     return lse.to(lses.dtype).contiguous()
 
 
 def _attend(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, sink, _, backend = rest
-    _stage("attend", backend, q.device, q=q, sink=sink)
+    stage_module("attend", backend, q.device, q=q, sink=sink)
     lse = q.new_empty(q.shape[:2], dtype=_accumulator(q))
     return lse, torch.empty_like(lse)
 
 
-@_op(
+@op(
     f"attend(Tensor q, {_SELECTIONS}, float scale, Tensor? q_scale, SymInt? splits, Tensor? sink, Tensor(a!) out, "
     "str backend) -> (Tensor, Tensor)",
     _attend,
@@ -397,6 +401,6 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention into `out`; the lse and the maxima [T, H]. How many parts there were does not show."""
     factor = scale if q_scale is None else scale * q_scale
-    stage = _stage("attend", backend, q.device, q=q, sink=sink)
+    stage = stage_module("attend", backend, q.device, q=q, sink=sink)
     lse, maxima = stage.attend_into(q, selections, scale=factor, splits=splits, sink=sink, out=out)
     return lse.contiguous(), maxima.contiguous()

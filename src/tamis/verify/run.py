@@ -8,21 +8,28 @@ from tamis import backends, checks
 from tamis.verify.attention import attend_checks, combine_checks
 from tamis.verify.check import Check, CheckResult, Target, judge
 from tamis.verify.indexing import index_checks
+from tamis.verify.places import select_checks
 from tamis.verify.rows import gather_checks, write_checks
 from tamis.verify.selection import translate_checks
 from tamis.verify.step import LAYER_STAGES, layer_checks, planner_checks
+from tamis.verify.v4 import V4_LAYER_STAGES, compress_checks, rotate_checks, v4_layer_checks
 
-STAGES = ("write", "gather", "translate", "index", "attend", "combine", "planner", "layer")
 _CHECKS: dict[str, Callable[[Target], Iterator[Check]]] = {
+    "rotate": rotate_checks,
+    "compress": compress_checks,
     "write": write_checks,
     "gather": gather_checks,
+    "select": select_checks,
     "translate": translate_checks,
     "index": index_checks,
     "attend": attend_checks,
     "combine": combine_checks,
     "planner": planner_checks,
     "layer": layer_checks,
+    "v4-layer": v4_layer_checks,
 }
+STAGES = tuple(_CHECKS)
+_STAGES_OF = {"layer": LAYER_STAGES, "v4-layer": V4_LAYER_STAGES}
 
 
 def run_checks(
@@ -66,6 +73,5 @@ def _backend_names(target: Target, stage: str) -> str:
     """What runs a stage here; a layer call may mix several."""
     if stage == "planner":
         return "host"
-    stages = LAYER_STAGES if stage == "layer" else (stage,)
-    runs = [target.runs(name) for name in stages]
+    runs = [target.runs(name) for name in _STAGES_OF.get(stage, (stage,))]
     return " + ".join(dict.fromkeys(target.backend if b is None else b.name for b in runs))

@@ -214,24 +214,10 @@ class SparseMetadataBuilder:
         """
         common = common_attn_metadata
         requests, actual = int(common.num_reqs), int(common.num_actual_tokens)
-        starts = _host_values(common, ("query_start_loc_cpu",), "query_start_loc")[: requests + 1].to(torch.int32)
-        lengths = _host_values(common, _length_names(common), "seq_lens")[:requests].to(torch.int32)
-        tokens = int(starts[-1]) if len(starts) else 0
-        if tokens > actual:
-            raise checks.refuse("num_actual_tokens", f"at least the {tokens} new tokens", actual, "count every token")
-        table = common.block_table_tensor
-        width = -(-self.limits.max_length // self.limits.page_size)
-        # Slots past the new tokens are padding or what an earlier step left behind: the planner writes -1 there.
-        slots = common.slot_mapping
-        batch = Batch(
-            starts,
-            common.seq_lens[:requests].to(torch.int32),
-            PageMap(table[:requests, :width].to(torch.int32), slots[:tokens]),
-            host_lengths=lengths,
-            padded_tokens=max(actual, min(len(slots), self.limits.max_tokens)),
-            prefilling=self._prefilling(common, requests),
-        )
+        batch = engine_batch(common, self.limits, prefilling=self._prefilling(common, requests))
+        assert batch.host_lengths is not None
         plan = self.planner.plan(batch)
+        prefill_lengths = batch.host_lengths[plan.split.decodes :]
         return SparseMetadata(
             plan=plan,
             num_reqs=requests,
@@ -245,7 +231,7 @@ class SparseMetadataBuilder:
             seq_lens=plan.lengths,
             block_size=plan.page_size,
             topk_tokens=self.topk_tokens,
-            prefill_max_seq_len=int(lengths[plan.split.decodes :].max()) if plan.split.prefills else 0,
+            prefill_max_seq_len=int(prefill_lengths.max()) if plan.split.prefills else 0,
         )
 
     def _prefilling(self, common: Any, requests: int) -> list[bool] | None:
@@ -255,6 +241,27 @@ class SparseMetadataBuilder:
         if marks.device.type != "cpu":
             raise checks.refuse("is_prefilling", "on the host", f"a tensor on {marks.device}", "pass the host copy")
         return [bool(mark) for mark in marks[:requests].tolist()]
+
+
+def engine_batch(common: Any, limits: Limits, *, prefilling: list[bool] | None = None) -> Batch:
+    """The step that vLLM describes, as a `Batch` over the engine's tensors; nothing is copied to or from a device."""
+    requests, actual = int(common.num_reqs), int(common.num_actual_tokens)
+    starts = _host_values(common, ("query_start_loc_cpu",), "query_start_loc")[: requests + 1].to(torch.int32)
+    lengths = _host_values(common, _length_names(common), "seq_lens")[:requests].to(torch.int32)
+    tokens = int(starts[-1]) if len(starts) else 0
+    if tokens > actual:
+        raise checks.refuse("num_actual_tokens", f"at least the {tokens} new tokens", actual, "count every token")
+    width = -(-limits.max_length // limits.page_size)
+    # Slots past the new tokens are padding or what an earlier step left behind: the planner writes -1 there.
+    slots = common.slot_mapping
+    return Batch(
+        starts,
+        common.seq_lens[:requests].to(torch.int32),
+        PageMap(common.block_table_tensor[:requests, :width].to(torch.int32), slots[:tokens]),
+        host_lengths=lengths,
+        padded_tokens=max(actual, min(len(slots), limits.max_tokens)),
+        prefilling=prefilling,
+    )
 
 
 def _length_names(common: Any) -> tuple[str, ...]:

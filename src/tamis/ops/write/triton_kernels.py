@@ -38,21 +38,34 @@ NUM_WARPS = 1
 
 
 @triton.jit
-def _encode_tiles(
-    kv, row, wanted, cache, values_at, scales_at,
-    MODE: tl.constexpr, LATENT: tl.constexpr, TILE: tl.constexpr, SCALES: tl.constexpr, SCALE_FLOOR: tl.constexpr,
-    ROUND_INPUT: tl.constexpr, NATIVE_BF16: tl.constexpr, TILES_BLOCK: tl.constexpr,
-    TILE_BLOCK: tl.constexpr,
+def _load_tiles(
+    kv, row, wanted,
+    LATENT: tl.constexpr, TILE: tl.constexpr, ROUND_INPUT: tl.constexpr, NATIVE_BF16: tl.constexpr,
+    TILES_BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Values and scales of the latent part [rows, tiles, values of a tile]."""
+    """The latent part [rows, tiles, values of a tile], zeros where there is none."""
+    tile = tl.arange(0, TILES_BLOCK)
+    lane = tl.arange(0, TILE_BLOCK)
+    column = tile[None, :, None] * TILE + lane[None, None, :]
+    inside = wanted[:, None, None] & (tile < LATENT // TILE)[None, :, None] & (lane < TILE)[None, None, :]
+    x = load_wide(kv + row[:, None, None] + column, inside)
+    if ROUND_INPUT and kv.dtype.element_ty != tl.bfloat16:
+        x = widen_bf16(round_to_bf16(x, NATIVE_BF16))
+    return x
+
+
+@triton.jit
+def encode_tiles(
+    x, wanted, cache, values_at, scales_at,
+    MODE: tl.constexpr, LATENT: tl.constexpr, TILE: tl.constexpr, SCALES: tl.constexpr, SCALE_FLOOR: tl.constexpr,
+    TILES_BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write values and scales of the latent part [rows, tiles, values of a tile], which is zero beyond its tiles."""
     TILES: tl.constexpr = LATENT // TILE
     tile = tl.arange(0, TILES_BLOCK)
     lane = tl.arange(0, TILE_BLOCK)
     column = tile[None, :, None] * TILE + lane[None, None, :]
     inside = wanted[:, None, None] & (tile < TILES)[None, :, None] & (lane < TILE)[None, None, :]
-    x = load_wide(kv + row[:, None, None] + column, inside)
-    if ROUND_INPUT and kv.dtype.element_ty != tl.bfloat16:
-        x = widen_bf16(round_to_bf16(x, NATIVE_BF16))
     # A maximum passes over NaN, unless there is nothing else; an infinity counts as the largest number.
     amax = tl.max(tl.abs(x), axis=2)
     amax = tl.where(amax == amax, tl.minimum(amax, 3.4028234663852886e38), 0.0)
@@ -129,10 +142,10 @@ def write_rows(
             )  # fmt: skip
     else:
         scales_at = row_start(slot, page_stride, SCALES_STRIDE, PAGE_SIZE, False) + SCALES_START
-        _encode_tiles(
-            kv, row, wanted, cache, values_at, scales_at, MODE, LATENT, TILE, SCALES, SCALE_FLOOR, ROUND_INPUT,
-            NATIVE_BF16, TILES_BLOCK, TILE_BLOCK,
-        )  # fmt: skip
+        x = _load_tiles(kv, row, wanted, LATENT, TILE, ROUND_INPUT, NATIVE_BF16, TILES_BLOCK, TILE_BLOCK)
+        encode_tiles(
+            x, wanted, cache, values_at, scales_at, MODE, LATENT, TILE, SCALES, SCALE_FLOOR, TILES_BLOCK, TILE_BLOCK
+        )
         if ROPE:
             tail_at = row_start(slot, page_stride, TAIL_STRIDE, PAGE_SIZE, False) + TAIL_START
             tail = (cache + tail_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)

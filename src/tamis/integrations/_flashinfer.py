@@ -1,0 +1,119 @@
+"""What the FlashInfer drop-ins share: how queries are arranged, factors of the matrix products, outputs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.cache import PagedCache
+from tamis.integrations import _arguments
+
+QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """How the query tokens are arranged."""
+
+    lead: tuple[int, ...]
+    """(B, q), or (T,) when flattened."""
+    heads: int
+    requests: int
+    request: Tensor
+    """int64 [tokens]: whose each token is."""
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return math.prod(self.lead)
+
+    @property
+    def axes(self) -> str:
+        """Their axes, by letter."""
+        return "B q" if len(self.lead) == 2 else "T"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis."""
+        return dict(zip(self.axes.split(), self.lead, strict=True))
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.request.device
+
+
+def arrange(query: Tensor, width: int, starts: Tensor | None, longest: int | None) -> Queries:
+    """Check a query [B, q, H, D], or with `starts` [T, H, D], and find each token's request."""
+    axes = "B q H D" if starts is None else "T H D"
+    remedy = "D is kv_lora_rank + qk_rope_head_dim; [T, H, D] needs cum_seq_lens_q"
+    heads = checks.tensor("query", query, axes, QUERY_DTYPES, remedy=remedy, D=width)["H"]
+    _arguments.head_count("query", heads)
+    lead = tuple(query.shape[:-2])
+    if starts is not None:
+        return Queries(lead, heads, *_token_requests(starts, longest, lead[0], query.device))
+    if longest is not None:
+        raise checks.refuse("max_q_len", "None without cum_seq_lens_q", longest, "pass both or neither")
+    request = torch.arange(lead[0], device=query.device).repeat_interleave(lead[1])
+    return Queries(lead, heads, lead[0], request)
+
+
+def _token_requests(starts: Tensor, longest: int | None, tokens: int, device: torch.device) -> tuple[int, Tensor]:
+    """How many requests a flattened query has, and which one each token belongs to."""
+    length = checks.tensor("cum_seq_lens_q", starts, "B+1", (torch.int32,), device=device)["B+1"]
+    remedy = f"begin with 0, never fall, end with the {tokens} query tokens"
+    if length < 2:
+        raise checks.refuse("cum_seq_lens_q", "at least two long", length, remedy)
+    if longest is not None:
+        checks.integer("max_q_len", longest, low=0)
+    if device.type == "cpu":
+        counts = starts.diff()
+        if int(starts[0]) != 0 or int(starts[-1]) != tokens or int(counts.min()) < 0:
+            raise checks.refuse("cum_seq_lens_q", f"a running sum from 0 to {tokens}", starts.tolist(), remedy)
+        if longest is not None and int(counts.max()) > longest:
+            raise checks.refuse("max_q_len", f">= {int(counts.max())}, the longest query", longest, "raise it")
+    request = torch.searchsorted(starts, torch.arange(tokens, dtype=torch.int32, device=device), right=True) - 1
+    return length - 1, request.clamp_(0, length - 2)
+
+
+def factors(bmm1: float | Tensor, bmm2: float | Tensor, cache: PagedCache) -> tuple[float | Tensor, float | Tensor]:
+    """Check the factors before and after the softmax, for a cache whose own scale is 1."""
+    for name, value in (("bmm1_scale", bmm1), ("bmm2_scale", bmm2)):
+        checks.scale_factor(name, value)
+        if isinstance(value, Tensor) and value.device != cache.device:
+            raise checks.refuse(name, f"on {cache.device}", f"a tensor on {value.device}", "keep it with the query")
+    on_host = not isinstance(bmm2, Tensor) or bmm2.device.type == "cpu"
+    if cache.layout.scales is not None and on_host and float(bmm2) != 1.0:
+        raise checks.refuse("bmm2_scale", "1.0 with packed rows", float(bmm2), "their scales are in the cache")
+    return _no_axes(bmm1), _no_axes(bmm2)
+
+
+def _no_axes(factor: float | Tensor) -> float | Tensor:
+    """One element under any number of axes multiplies like a number."""
+    return factor.reshape(()) if isinstance(factor, Tensor) else factor
+
+
+def one_sink(sinks: Tensor | Sequence[Tensor] | None) -> Tensor | None:
+    """FlashInfer's annotation says a list, its kernels take a tensor: both are fine."""
+    if sinks is None or isinstance(sinks, Tensor):
+        return sinks
+    if isinstance(sinks, list | tuple) and len(sinks) == 1:
+        return one_sink(sinks[0])
+    raise checks.refuse_type("sinks", "a float32 tensor [H]", checks.describe(sinks), "pass one tensor for all heads")
+
+
+def output(out: Tensor | None, query: Tensor, queries: Queries, value_dim: int) -> Tensor:
+    """Check the output, or make one: of the query's dtype, bf16 for e4m3."""
+    if out is None:
+        dtype = torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
+        return torch.empty(*queries.lead, queries.heads, value_dim, dtype=dtype, device=query.device)
+    shape = (*queries.lead, queries.heads, value_dim)
+    if not isinstance(out, Tensor) or out.dtype not in checks.FLOATS:
+        raise checks.refuse_type("out", "bfloat16, float16 or float32", checks.describe(out), "or leave it out")
+    if tuple(out.shape) != shape or out.device != query.device:
+        expected = f"of shape {list(shape)} on {query.device}"
+        raise checks.refuse("out", expected, checks.describe(out), "or leave it out")
+    return out

@@ -1,0 +1,77 @@
+"""What vLLM asks a backend of DeepSeek-V4 layers before it sets it up: `TamisV4Backend`, `TamisV4WindowBackend`.
+
+vLLM's V4 layers choose among fixed classes and run attention themselves, so registering a backend does not reach them:
+a plugin replaces the layer's class, and should assert that its own is in use.
+"""
+
+from typing import Any, ClassVar
+
+from tamis.integrations.vllm.backend import TamisSparseBackend
+from tamis.integrations.vllm.v4_metadata import (
+    V4Metadata,
+    V4MetadataBuilder,
+    V4WindowMetadata,
+    V4WindowMetadataBuilder,
+)
+
+
+class TamisV4Backend(TamisSparseBackend):
+    """V4 layers with a compressed cache. Rows are packed (`fp8_ds_mla`), bf16, or e4m3 with one scale."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla"]
+
+    @staticmethod
+    def get_name() -> str:
+        """The name in logs and reports."""
+        return "TAMIS_SPARSE_V4"
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """There is none to ask for: a V4 layer runs attention itself, with `V4Impl` say."""
+        raise NotImplementedError(
+            "a DeepSeek-V4 layer runs attention itself; use tamis.integrations.vllm.v4_impl.V4Impl"
+        )
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """The class that makes per-step metadata."""
+        return V4MetadataBuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type[Any]:
+        """The class of that metadata."""
+        return V4Metadata
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """Tokens per page; a page has 256 / ratio entries."""
+        return [256]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """448 numbers and 64 rotated ones."""
+        return [512]
+
+
+class TamisV4WindowBackend(TamisV4Backend):
+    """The cache of raw tokens, which every V4 layer has."""
+
+    @staticmethod
+    def get_name() -> str:
+        """The name in logs and reports."""
+        return "TAMIS_SPARSE_V4_WINDOW"
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """The class that makes per-step metadata."""
+        return V4WindowMetadataBuilder
+
+    @staticmethod
+    def get_metadata_cls() -> type[Any]:
+        """The class of that metadata."""
+        return V4WindowMetadata
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """Tokens per page, best first; any multiple of 64 will do."""
+        return [64, 256]

@@ -1,0 +1,212 @@
+"""The attention of one DeepSeek-V4 layer under vLLM's names: `V4Impl`, in the mixed-index style.
+
+The caller passes what vLLM's own class takes from a global context: the records of the step. No head is ever padded.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.integrations.flashinfer_v4 import trtllm_batch_decode_sparse_mla_dsv4
+from tamis.integrations.vllm.v4_indices import build_flashinfer_mixed_sparse_indices
+from tamis.integrations.vllm.v4_metadata import V4Metadata, V4WindowMetadata
+
+_E4M3 = torch.float8_e4m3fn
+
+
+def get_padded_num_q_heads(num_heads: int) -> int:
+    """How many heads other libraries' kernels want for so many: 64 or 128. tamis takes any number as it is."""
+    for padded in (64, 128):
+        if num_heads <= padded:
+            return padded
+    raise checks.refuse("num_heads", "at most 128", num_heads, "split the heads over more ranks")
+
+
+def init_layer_buffers(layer: Any) -> None:
+    """Put the factors of a per-tensor FP8 cache onto a layer, under the names of vLLM; nothing for other caches.
+
+    Reads `layer.kv_cache_torch_dtype`, `layer.scale`, and the scales `_q_scale_float` and `_k_scale_float` (1.0 where
+    they are missing).
+    """
+    if layer.kv_cache_torch_dtype != _E4M3:
+        return
+    q_scale = checks.positive_number("_q_scale_float", getattr(layer, "_q_scale_float", 1.0))
+    kv_scale = checks.positive_number("_k_scale_float", getattr(layer, "_k_scale_float", 1.0))
+    values = {"q_scale": q_scale, "q_scale_inv": 1.0 / q_scale, "kv_scale": kv_scale}
+    for name, value in values.items():
+        buffer = torch.tensor([value], dtype=torch.float32, device=getattr(layer, "device", None))
+        if isinstance(layer, torch.nn.Module):
+            layer.register_buffer(f"_flashinfer_fp8_{name}", buffer, persistent=False)
+        else:
+            setattr(layer, f"_flashinfer_fp8_{name}", buffer)
+    layer._flashinfer_fp8_bmm1_scale = float(layer.scale) * q_scale * kv_scale
+    layer._flashinfer_fp8_bmm2_scale = kv_scale
+
+
+@dataclass(frozen=True, eq=False)
+class MixedIndices:
+    """What one step's attention reads, window columns first."""
+
+    compressed_kv_cache: Tensor
+    """The window's cache again for layers without entries."""
+    seq_lens: Tensor
+    sparse_indices: Tensor
+    sparse_topk_lens: Tensor
+
+
+class V4Impl:
+    """Attention of V4 layers of any kind. It holds nothing of a layer: `layer` brings caches, sinks and scales."""
+
+    def __init__(self, *, calls: Literal[1, 2] = 2) -> None:
+        """Choose whether decodes and prefills are attended in two calls, as engines do, or in one; both agree."""
+        self.calls = checks.option("calls", calls, (1, 2))
+
+    def forward_mqa(
+        self,
+        layer: Any,
+        q: Tensor,
+        kv: Tensor | None,
+        positions: Tensor | None,
+        output: Tensor,
+        *,
+        swa_metadata: V4WindowMetadata | None,
+        attn_metadata: V4Metadata | None = None,
+    ) -> None:
+        """Attend the step's tokens and write into `output`.
+
+        Args:
+            layer: with `compress_ratio`, `window_size`, `scale`, `attn_sink`, `swa_cache_layer.kv_cache`; with a ratio
+                above 1 also `kv_cache`, and where an indexer selects, its `topk_indices_buffer`; with a per-tensor FP8
+                cache what `init_layer_buffers` put there.
+            q: [tokens or more, H, 512], rotated, in bf16, fp16, fp32, or e4m3.
+            kv: not read: the caches already hold the step's rows.
+            positions: not read: the records know them.
+            output: [tokens or more, H or more, 512]; further heads and rows of padding become zeros.
+            swa_metadata: the window's record; None while an engine warms up, which gives zeros.
+            attn_metadata: the layer's own record; None for layers with a window only.
+        """
+        _check_output(q, output)
+        if swa_metadata is None:
+            output.zero_()
+            return
+        heads, total = q.shape[1], int(swa_metadata.query_start_loc_cpu[-1])
+        output[:, heads:].zero_()
+        output[total:].zero_()
+        if total == 0:
+            return
+        indices = self.build_sparse_indices(layer, swa_metadata, attn_metadata)
+        self._forward(layer, q[:total], output[:total, :heads], swa_metadata, indices)
+
+    def build_sparse_indices(
+        self, layer: Any, swa_metadata: V4WindowMetadata, attn_metadata: V4Metadata | None
+    ) -> MixedIndices:
+        """The step's rows for this kind of layer in one table. Only tokens of requests are in it, no padding."""
+        window, total = swa_metadata, int(swa_metadata.query_start_loc_cpu[-1])
+        decodes = min(window.num_decode_tokens, total)
+        swa_cache = layer.swa_cache_layer.kv_cache
+        ratio = layer.compress_ratio
+        inputs = _no_entries(window, decodes, total)
+        cache = swa_cache
+        if ratio > 1:
+            if attn_metadata is None:
+                raise checks.refuse("attn_metadata", f"given for ratio {ratio}", None, "pass the layer's own record")
+            cache = layer.kv_cache
+            inputs = _entries(layer, window, attn_metadata, decodes, total)
+        slots, lengths = build_flashinfer_mixed_sparse_indices(
+            decode_swa_indices=window.decode_swa_indices[:decodes, 0],
+            query_start_loc=window.query_start_loc,
+            seq_lens=window.seq_lens,
+            token_to_req_indices=window.token_to_req_indices[:total],
+            swa_block_table=window.block_table,
+            swa_block_size=window.block_size,
+            window_size=layer.window_size,
+            compress_ratio=ratio,
+            **inputs,
+        )
+        return MixedIndices(cache, window.seq_lens, slots, lengths)
+
+    def _forward(self, layer: Any, q: Tensor, output: Tensor, window: V4WindowMetadata, indices: MixedIndices) -> None:
+        starts, host = window.query_start_loc, window.query_start_loc_cpu
+        requests = len(host) - 1
+        first, second = slice(0, window.num_decodes), slice(window.num_decodes, requests)
+        for part in (first, second) if self.calls == 2 else (slice(0, requests),):
+            begin, end = int(host[part.start]), int(host[part.stop])
+            if begin == end:
+                continue
+            rows = slice(begin, end)
+            before, after = _factors(layer, indices.compressed_kv_cache)
+            trtllm_batch_decode_sparse_mla_dsv4(
+                query=q[rows],
+                swa_kv_cache=layer.swa_cache_layer.kv_cache,
+                workspace_buffer=None,
+                sparse_indices=indices.sparse_indices[rows],
+                compressed_kv_cache=indices.compressed_kv_cache,
+                sparse_topk_lens=indices.sparse_topk_lens[rows],
+                seq_lens=indices.seq_lens[part],
+                out=output[rows],
+                bmm1_scale=before,
+                bmm2_scale=after,
+                sinks=layer.attn_sink[: q.shape[1]],
+                # Each call counts its tokens from 0.
+                cum_seq_lens_q=starts[part.start : part.stop + 1] - begin,
+                max_q_len=int((host[part.start + 1 : part.stop + 1] - host[part.start : part.stop]).max()),
+                window_columns=window.decode_swa_width,
+            )
+
+
+def _check_output(q: Tensor, output: Tensor) -> None:
+    checks.tensor("q", q, "T H D", (*checks.FLOATS, _E4M3))
+    dtype = torch.bfloat16 if q.dtype == _E4M3 else q.dtype
+    checks.tensor("output", output, "T H D", (dtype,), device=q.device)
+    if output.shape[0] != q.shape[0] or output.shape[2] != q.shape[2] or output.shape[1] < q.shape[1]:
+        expected = f"[{q.shape[0]}, {q.shape[1]} or more, {q.shape[2]}] like q {list(q.shape)}"
+        raise checks.refuse("output", expected, list(output.shape), "allocate it for q's tokens and heads")
+
+
+def _no_entries(window: V4WindowMetadata, decodes: int, total: int) -> dict[str, Any]:
+    return {
+        "decode_compressed_indices": None,
+        "decode_compressed_topk_lens": None,
+        "prefill_topk_indices": window.seq_lens.new_empty(total - decodes, 0),
+        "compressed_block_table": None,
+        "compressed_block_size": window.block_size,
+        "topk": 0,
+    }
+
+
+def _entries(layer: Any, window: V4WindowMetadata, record: V4Metadata, decodes: int, total: int) -> dict[str, Any]:
+    """Entries chosen by the layer's indexer, or where it has none, all of them as the record lists them."""
+    chosen: Tensor | None = getattr(layer, "topk_indices_buffer", None)
+    lengths, valid = None, None
+    if chosen is not None:
+        decode, prefill = chosen[:decodes], chosen[decodes:total]
+        valid = window.is_valid_token[:decodes]
+    else:
+        slots, numbers = record.c128a_global_decode_topk_indices, record.c128a_prefill_topk_indices
+        given = slots if slots is not None else numbers
+        if given is None:
+            raise checks.refuse("attn_metadata", "a record with c128a rows", None, "build it for this layer's ratio")
+        nothing = given.new_empty(0, given.shape[-1])
+        decode = nothing if slots is None else slots[:decodes, 0]
+        prefill = nothing if numbers is None else numbers[: total - decodes]
+        counts = record.c128a_decode_topk_lens
+        lengths = window.seq_lens.new_empty(0) if counts is None else counts[:decodes]
+    return {
+        "decode_compressed_indices": decode,
+        "decode_compressed_topk_lens": lengths,
+        "prefill_topk_indices": prefill,
+        "compressed_block_table": record.block_table,
+        "compressed_block_size": record.block_size // layer.compress_ratio,
+        "topk": prefill.shape[1] if len(prefill) else 0,
+        "decode_compressed_indices_are_local": chosen is not None,
+        "decode_is_valid_token": valid,
+    }
+
+
+def _factors(layer: Any, cache: Tensor) -> tuple[float | Tensor, float | Tensor]:
+    if cache.dtype == _E4M3:
+        return layer._flashinfer_fp8_bmm1_scale, layer._flashinfer_fp8_bmm2_scale
+    return float(layer.scale), 1.0

@@ -1,0 +1,298 @@
+"""vLLM's per-step metadata of DeepSeek-V4 layers: one builder for compressed caches, one for the window's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.integrations.vllm.metadata import engine_batch, model_field
+from tamis.integrations.vllm.v4_indices import build_c128a_topk_metadata
+from tamis.ops import select_entries, select_window
+from tamis.plan import Limits, Plan
+from tamis.planner import Planner
+from tamis.spec import LayerSpec
+
+_ALIGN_COLUMNS = 128
+"""Of rows that hold every entry: suits kernel tiles of 64 and of 128."""
+
+
+@dataclass(frozen=True, eq=False)
+class V4Metadata:
+    """One step of layers with a compressed cache, under vLLM's names. Tensors are views of buffers that never move."""
+
+    plan: Plan
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    num_actual_tokens: int
+    query_start_loc: Tensor
+    """int32 [num_reqs + 1]"""
+    slot_mapping: Tensor
+    """int64 [num_actual_tokens]: with a ratio above 1, where the entry goes that a token completes; -1 for others."""
+    block_table: Tensor
+    """int32 [num_reqs, pages], as given."""
+    req_id_per_token: Tensor
+    """int32 [num_actual_tokens]; 0 for padding."""
+    block_size: int
+    topk_tokens: int
+    c128a_global_decode_topk_indices: Tensor | None = None
+    """int32 [decode tokens, 1, width] slots of every complete entry."""
+    c128a_decode_topk_lens: Tensor | None = None
+    c128a_prefill_topk_indices: Tensor | None = None
+    """int32 [prefill tokens, width] numbers of the entries: 0, 1, 2..."""
+
+
+@dataclass(frozen=True, eq=False)
+class V4WindowMetadata:
+    """One step of the window's cache, under vLLM's names."""
+
+    plan: Plan
+    block_table: Tensor
+    slot_mapping: Tensor
+    block_size: int
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    token_to_req_indices: Tensor
+    """int32 [tokens]; 0 for padding."""
+    is_valid_token: Tensor
+    """bool [tokens]"""
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    decode_swa_indices: Tensor
+    """int32 [decode tokens, 1, width] slots, oldest first; -1 beyond the length."""
+    decode_swa_lens: Tensor
+    """int32 [decode tokens]; 0 for tokens that are not valid."""
+    prefill_swa_indices: Tensor
+    prefill_swa_lens: Tensor
+    prefill_seq_lens: Tensor
+    """int32 [prefills]"""
+    prefill_gather_lens: Tensor
+    """int32 [prefills]: raw tokens that windows of the new tokens reach, these included."""
+
+    @property
+    def decode_swa_width(self) -> int:
+        """Columns of the window's rows."""
+        return self.decode_swa_indices.shape[-1]
+
+
+class _Builder:
+    """What both builders read of vLLM's configs, and their planner."""
+
+    _cudagraph_support: ClassVar[Any] = "UNIFORM_BATCH"
+    reorder_batch_threshold: int | None = 1
+    supports_update_block_table: ClassVar[bool] = False
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
+    ) -> None:
+        """Read the configs once and allocate every buffer.
+
+        Args:
+            kv_cache_spec: with `block_size`, and `compress_ratio` for compressed caches.
+            layer_names: the layers this builder serves.
+            vllm_config: with `model_config`, `scheduler_config`, `parallel_config` and, for speculative decoding,
+                `speculative_config`.
+            device: where the step runs.
+        """
+        self.kv_cache_spec, self.layer_names, self.vllm_config = kv_cache_spec, layer_names, vllm_config
+        self.device = torch.device(device)
+        model, drafts = vllm_config.model_config, getattr(vllm_config, "speculative_config", None)
+        topk = model_field(model, "index_topk")
+        if topk is None:
+            raise checks.refuse("hf_config", "one with 'index_topk'", "none", "this is not a DeepSeek-V4 model")
+        self.topk_tokens: int = topk
+        self.window_size: int = model_field(model, "sliding_window") or 128
+        self.block_size: int = kv_cache_spec.block_size
+        self.limits = Limits(
+            max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            max_requests=vllm_config.scheduler_config.max_num_seqs,
+            max_length=model.max_model_len,
+            page_size=self.block_size,
+            speculative_tokens=getattr(drafts, "num_speculative_tokens", None) or 0,
+            parallel_drafting=bool(getattr(drafts, "parallel_drafting", False)),
+            # Rows of both builders must line up, and neither shapes decodes as [requests, query length].
+            uniform_decodes=False,
+        )
+        self.reorder_batch_threshold = self.limits.threshold
+        heads = model.get_num_attention_heads(vllm_config.parallel_config)
+        spec = LayerSpec(heads, 448, 64, 512, window=self.window_size, kind="window")
+        self.planner = Planner(spec, self.limits, self.device, layout="v4-fp8", mode="mixed")
+
+    def _each(self, dtype: torch.dtype = torch.int32, fill: int = 0) -> Tensor:
+        return torch.full((self.limits.max_tokens,), fill, dtype=dtype, device=self.device)
+
+    def _rows(self, columns: int) -> Tensor:
+        return torch.full((self.limits.max_tokens, columns), -1, dtype=torch.int32, device=self.device)
+
+
+class V4MetadataBuilder(_Builder):
+    """Makes a `V4Metadata` per step from vLLM's `CommonAttentionMetadata`, or anything with its attributes.
+
+    Where vLLM wants the tokens' positions, they are worked out from lengths and query starts.
+    """
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: Sequence[str],
+        vllm_config: Any,
+        device: torch.device | str,
+        *,
+        every_entry: bool | None = None,
+    ) -> None:
+        """As above; `every_entry` says whether these layers attend to all entries (so do those of ratio 128)."""
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        ratio = getattr(kv_cache_spec, "compress_ratio", None)
+        self.compress_ratio = checks.integer("kv_cache_spec.compress_ratio", ratio, low=1)
+        if self.block_size % self.compress_ratio:
+            expected = f"a multiple of the ratio {self.compress_ratio}"
+            raise checks.refuse("kv_cache_spec.block_size", expected, self.block_size, "use 256")
+        self.every_entry = self.compress_ratio == 128 if every_entry is None else every_entry
+        self.compressed_slot_mapping_buffer = self._each(torch.int64, -1) if self.compress_ratio > 1 else None
+        if self.every_entry:
+            longest = -(-self.limits.max_length // self.compress_ratio)
+            self.c128a_max_compressed = -(-longest // _ALIGN_COLUMNS) * _ALIGN_COLUMNS
+            self.c128a_global_decode_buffer = self._rows(self.c128a_max_compressed)
+            self.c128a_prefill_buffer = self._rows(self.c128a_max_compressed)
+            self.c128a_decode_lens_buffer = self._each()
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4Metadata:
+        """Metadata of one step, valid until the next call. Copies from the engine's tensors and changes none.
+
+        `common_prefix_len` and `fast_build` are part of vLLM's signature, without effect.
+        """
+        common = common_attn_metadata
+        actual = int(common.num_actual_tokens)
+        plan = self.planner.plan(engine_batch(common, self.limits))
+        # vLLM may leave negative entries in its table where a slot is computed all the same: page 0 takes those.
+        table = plan.block_table.clamp_min(0)
+        return V4Metadata(
+            plan=plan,
+            num_reqs=int(common.num_reqs),
+            max_query_len=int(common.max_query_len),
+            max_seq_len=int(common.max_seq_len),
+            num_actual_tokens=actual,
+            query_start_loc=plan.query_starts,
+            slot_mapping=self._slot_mapping(plan, table)[:actual],
+            block_table=plan.block_table,
+            req_id_per_token=plan.request_ids[:actual],
+            block_size=self.block_size,
+            topk_tokens=self.topk_tokens,
+            **self._every(plan, table, actual),
+        )
+
+    def _slot_mapping(self, plan: Plan, table: Tensor) -> Tensor:
+        buffer = self.compressed_slot_mapping_buffer
+        if buffer is None:
+            return plan.slots
+        buffer.fill_(-1)
+        found = buffer[: plan.rows]
+        if plan.requests:
+            select_entries(
+                plan.positions,
+                plan.request_ids,
+                table,
+                ratio=self.compress_ratio,
+                page_size=self.block_size // self.compress_ratio,
+                completed=found,
+            )
+        return found
+
+    def _every(self, plan: Plan, table: Tensor, actual: int) -> dict[str, Tensor | None]:
+        if not self.every_entry or actual == 0 or plan.requests == 0:
+            return {}
+        decodes = decode_rows(plan, actual)
+        slots, lengths, numbers = build_c128a_topk_metadata(
+            plan.positions[:actual],
+            self.compress_ratio,
+            decodes,
+            plan.request_ids,
+            table,
+            self.block_size // self.compress_ratio,
+            plan.slots,
+            self.c128a_global_decode_buffer,
+            self.c128a_decode_lens_buffer,
+            self.c128a_prefill_buffer,
+        )
+        return {
+            "c128a_global_decode_topk_indices": slots.unsqueeze(1) if decodes else None,
+            "c128a_decode_topk_lens": lengths if decodes else None,
+            "c128a_prefill_topk_indices": numbers if decodes < actual else None,
+        }
+
+
+class V4WindowMetadataBuilder(_Builder):
+    """Makes a `V4WindowMetadata` per step."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
+    ) -> None:
+        """As above."""
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.swa_indices_buffer = self._rows(self.window_size)
+        self.swa_lens_buffer, self.is_valid_token_buffer = self._each(), self._each(torch.bool)
+        self.gather_lens_buffer = torch.zeros(self.limits.max_requests, dtype=torch.int32, device=self.device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4WindowMetadata:
+        """Metadata of one step, valid until the next call. Copies from the engine's tensors and changes none."""
+        common = common_attn_metadata
+        actual = int(common.num_actual_tokens)
+        batch = engine_batch(common, self.limits)
+        plan = self.planner.plan(batch)
+        for buffer in (self.swa_lens_buffer, self.is_valid_token_buffer):
+            buffer.zero_()
+        slots, lengths = self.swa_indices_buffer[: plan.rows], self.swa_lens_buffer[: plan.rows]
+        if plan.requests:
+            select_window(
+                plan.positions,
+                plan.request_ids,
+                plan.block_table,
+                page_size=self.block_size,
+                window=self.window_size,
+                slots=slots,
+                lengths=lengths,
+                own=plan.slots,
+            )
+        valid = self.is_valid_token_buffer[: plan.rows]
+        torch.ge(plan.slots, 0, out=valid)
+        decodes, split = decode_rows(plan, actual), plan.split
+        prefill_lengths = plan.lengths[split.decodes :]
+        return V4WindowMetadata(
+            plan=plan,
+            block_table=plan.block_table,
+            slot_mapping=plan.slots[:actual],
+            block_size=self.block_size,
+            seq_lens=plan.lengths,
+            query_start_loc=plan.query_starts,
+            query_start_loc_cpu=batch.query_starts,
+            token_to_req_indices=plan.request_ids[:actual],
+            is_valid_token=valid[:actual],
+            num_decodes=split.decodes,
+            num_prefills=split.prefills,
+            num_decode_tokens=decodes,
+            num_prefill_tokens=actual - decodes,
+            decode_swa_indices=slots[:decodes].unsqueeze(1),
+            decode_swa_lens=lengths[:decodes],
+            prefill_swa_indices=slots[decodes:actual].unsqueeze(1),
+            prefill_swa_lens=lengths[decodes:actual],
+            prefill_seq_lens=prefill_lengths,
+            prefill_gather_lens=self._gather_lengths(plan, prefill_lengths),
+        )
+
+    def _gather_lengths(self, plan: Plan, lengths: Tensor) -> Tensor:
+        found = self.gather_lens_buffer[: plan.split.prefills]
+        if len(found):
+            new = (plan.query_starts[1:] - plan.query_starts[:-1])[plan.split.decodes :]
+            found.copy_(new + (lengths - new).clamp_max_(self.window_size - 1))
+        return found
+
+
+def decode_rows(plan: Plan, actual: int) -> int:
+    """Decode tokens of a step. As in vLLM, padding counts as decode where there are no prefills."""
+    return plan.split.decode_tokens if plan.split.prefills else actual

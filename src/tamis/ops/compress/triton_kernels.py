@@ -1,0 +1,242 @@
+"""Pooling spans of tokens into entries in Triton: one launch, one program per token.
+
+A program writes its token's state row. If the token completes a span, it also pools the span: rows of tokens that run
+in the same step come from the step's own values and scores, since other programs may not have written them yet; rows of
+earlier steps come from the state pages. Both hold the same numbers if `state_slots` say what the block table says.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis.cache import PagedCache
+from tamis.layout import Layout, compressor_state, index_fp8, named, plain_fp8
+from tamis.ops.triton_norm import insert_arguments, insert_row, norm_row, rotate_row
+from tamis.ops.triton_rows import interpreted, launching_on, load_wide, row_start
+
+if TYPE_CHECKING:
+    from tamis.testing.offline import OfflineCase
+
+SPAN_VALUES = 8192
+"""Values of a span that a program holds at once, and as many scores: the more, the fewer times it waits for memory."""
+MOST_WARPS = 16
+
+
+@triton.jit
+def _in_step(
+    row, token, position, request, positions, state_slots, request_ids, state_rows, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Which rows of the span that ends at `token` belong to tokens of this step that write their state."""
+    other = token - (SPAN - 1) + row
+    at = position - (SPAN - 1) + row
+    here = (row < SPAN) & (other >= 0) & (at >= 0)
+    # Three loads at once: each waits for memory, and a span waits for all of them again and again.
+    found = tl.load(positions + other, mask=here, other=-1)
+    owner = tl.load(request_ids + other, mask=here, other=-1)
+    slot = tl.load(state_slots + other, mask=here, other=-1)
+    return here & (found == at) & (owner == request) & (slot >= 0) & (slot < state_rows)
+
+
+@triton.jit
+def _pool(
+    token, position, request, values, values_stride, scores, scores_stride, positions, state_slots, request_ids,
+    block_table, table_stride, requests, table_width, bias, state, state_page_stride, state_pages,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, SERIES: tl.constexpr, STATE_PAGE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The span that ends at `token`, by a softmax per channel: [BLOCK], zeros without any row."""
+    SPAN: tl.constexpr = RATIO * SERIES
+    CHANNELS: tl.constexpr = WIDTH * SERIES
+    column = tl.arange(0, BLOCK)
+    inside = (column < WIDTH)[None, :]
+    known = (request >= 0) & (request < requests)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    pooled = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, SPAN, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = position - (SPAN - 1) + row
+        fresh = _in_step(
+            row, token, position, request, positions, state_slots, request_ids, state_pages * STATE_PAGE, SPAN
+        )
+        page = at // STATE_PAGE
+        stored = known & (row < SPAN) & (at >= 0) & (page < table_width)
+        page_id = tl.load(block_table + request.to(tl.int64) * table_stride + page, mask=stored, other=-1)
+        stored = stored & (fresh == 0) & (page_id >= 0) & (page_id < state_pages)
+        # The earlier of two series of channels is that of the span before.
+        channel = column[None, :] + (row // RATIO * WIDTH)[:, None]
+        place = page_id.to(tl.int64) * state_page_stride + (at - page * STATE_PAGE).to(tl.int64) * (2 * CHANNELS)
+        from_pages = state + place[:, None] + channel
+        in_pages = stored[:, None] & inside
+        other = (token - (SPAN - 1) + row).to(tl.int64)[:, None]
+        in_step = fresh[:, None] & inside
+        score = tl.load(from_pages + CHANNELS, mask=in_pages, other=float("-inf"))
+        biased = load_wide(scores + other * scores_stride + channel, in_step) + load_wide(
+            bias + (row % RATIO * CHANNELS)[:, None] + channel, in_step
+        )
+        score = tl.where(in_step, biased, score)
+        value = tl.load(from_pages, mask=in_pages, other=0.0)
+        value += load_wide(values + other * values_stride + channel, in_step)
+        peak = tl.maximum(top, tl.max(score, axis=0))
+        safe = tl.where(peak == float("-inf"), 0.0, peak)
+        weight = tl.exp(score - safe[None, :])
+        shrink = tl.exp(top - safe)
+        total = total * shrink + tl.sum(weight, axis=0)
+        pooled = pooled * shrink + tl.sum(weight * value, axis=0)
+        top = peak
+    return tl.where(total == 0.0, 0.0, pooled / total)
+
+
+@triton.jit(
+    do_not_specialize=["requests", "table_width", "table_rows", "state_pages", "cache_rows"],
+)
+def compress_tokens(
+    values, values_stride, scores, scores_stride, positions, state_slots, request_ids, block_table, table_stride,
+    requests, table_width, slots, bias, norm_weight, cos_sin, table_rows, eps,
+    state, state_page_stride, state_pages, cache, page_stride, scale, cache_rows,
+    RATIO: tl.constexpr, SERIES: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, STATE_PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
+    VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr, SCALES_START: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
+    SCALE_IN_MEMORY: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token: its state row, and the entry that it completes if it completes one."""
+    token = tl.program_id(0)
+    position = tl.load(positions + token)
+    position = tl.where(position < 0, -1, position).to(tl.int32)  # 64 bits may hold a number that 32 would wrap
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    state_slot = tl.load(state_slots + token)
+    if (position >= 0) & (state_slot >= 0) & (state_slot < state_pages * STATE_PAGE):
+        at = row_start(state_slot.to(tl.int32), state_page_stride, 2 * WIDTH * SERIES, STATE_PAGE, False)
+        for series in tl.static_range(SERIES):
+            channel = series * WIDTH + column
+            value = load_wide(values + token.to(tl.int64) * values_stride + channel, inside)
+            score = load_wide(scores + token.to(tl.int64) * scores_stride + channel, inside)
+            score += load_wide(bias + position % RATIO * (WIDTH * SERIES) + channel, inside)
+            tl.store(state + at + channel, value, mask=inside)
+            tl.store(state + at + WIDTH * SERIES + channel, score, mask=inside)
+    slot = tl.load(slots + token)
+    if (position >= 0) & ((position + 1) % RATIO == 0) & (slot >= 0) & (slot < cache_rows):
+        request = tl.load(request_ids + token)
+        entry = _pool(
+            token, position, request, values, values_stride, scores, scores_stride, positions, state_slots,
+            request_ids, block_table, table_stride, requests, table_width, bias, state, state_page_stride, state_pages,
+            RATIO, WIDTH, SERIES, STATE_PAGE, ROWS, BLOCK,
+        )  # fmt: skip
+        entry = norm_row(entry, norm_weight, eps, WIDTH, BLOCK)
+        entry = rotate_row(entry, cos_sin, position + 1 - RATIO, table_rows, WIDTH, ROTARY, False, BLOCK)
+        insert_row(
+            entry, slot.to(tl.int32), cache, page_stride, scale, PAGE_SIZE, MODE, LATENT, ROPE, TILE, VALUES_START,
+            VALUES_STRIDE, SCALES, SCALES_START, SCALES_STRIDE, TAIL_START, TAIL_STRIDE, SCALE_FLOOR, SCALE_IN_MEMORY,
+            NATIVE_BF16, BLOCK, TILE_BLOCK,
+        )  # fmt: skip
+
+
+def compress_kv(
+    values: Tensor,
+    scores: Tensor,
+    state: PagedCache,
+    cache: PagedCache,
+    positions: Tensor,
+    state_slots: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    eps: float,
+) -> None:
+    """State rows of all tokens, and the entries that some of them complete. No two tokens may name the same slot."""
+    if len(values) == 0:
+        return
+    tokens = (positions, state_slots, request_ids, block_table, slots)
+    arguments = _arguments(values, scores, state, cache, *tokens, bias, norm_weight, cos_sin, eps)
+    with launching_on(values.device):
+        compress_tokens[(len(values),)](**arguments, **_options(arguments))
+
+
+def _arguments(
+    values: Tensor,
+    scores: Tensor,
+    state: PagedCache,
+    cache: PagedCache,
+    positions: Tensor,
+    state_slots: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    slots: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    eps: float,
+) -> dict[str, Any]:
+    """What `compress_tokens` is launched with."""
+    values, scores, block_table = (t if t.stride(1) == 1 else t.contiguous() for t in (values, scores, block_table))
+    rows = insert_arguments(cache)
+    ratio, series = bias.shape[0], values.shape[1] // cache.layout.width
+    return rows | {
+        "values": values,
+        "values_stride": values.stride(0),
+        "scores": scores,
+        "scores_stride": scores.stride(0),
+        "positions": positions.contiguous(),
+        "state_slots": state_slots.contiguous(),
+        "request_ids": request_ids.contiguous(),
+        "block_table": block_table,
+        "table_stride": block_table.stride(0),
+        "requests": block_table.shape[0],
+        "table_width": block_table.shape[1],
+        "slots": slots.contiguous(),
+        "bias": bias.contiguous(),
+        "norm_weight": norm_weight.contiguous(),
+        "cos_sin": cos_sin.contiguous(),
+        "table_rows": cos_sin.shape[0],
+        "eps": eps,
+        "state": state.storage,
+        "state_page_stride": state.page_stride // state.storage.element_size(),
+        "state_pages": state.pages,
+        "cache_rows": cache.rows,
+        "RATIO": ratio,
+        "SERIES": series,
+        "WIDTH": cache.layout.width,
+        "ROTARY": cos_sin.shape[1],
+        "STATE_PAGE": state.page_size,
+        "ROWS": min(triton.next_power_of_2(ratio * series), max(1, SPAN_VALUES // rows["BLOCK"])),
+        "NATIVE_BF16": not interpreted(compress_tokens),
+    }
+
+
+def _options(arguments: dict[str, Any]) -> dict[str, int]:
+    """Warps by the size of a block: 16 values per thread."""
+    return {"num_warps": max(1, min(MOST_WARPS, arguments["ROWS"] * arguments["BLOCK"] // 512))}
+
+
+def offline_cases() -> Iterator["OfflineCase"]:
+    """Launches that `tamis.testing.offline` compiles."""
+    from tamis.testing.offline import OfflineCase
+
+    kinds: list[tuple[Layout, int, bool, torch.dtype]] = [
+        (named("v4-fp8"), 4, True, torch.float32),
+        (named("v4-fp8"), 128, False, torch.float32),
+        (named("v4-bf16"), 4, True, torch.bfloat16),
+        (plain_fp8(latent=448), 128, False, torch.bfloat16),
+        (index_fp8(), 4, True, torch.float32),
+        (index_fp8(dim=100), 3, True, torch.float16),
+    ]
+    for layout, ratio, overlapping, dtype in kinds:
+        state = PagedCache(compressor_state(dim=layout.width, overlapping=overlapping), 2, 4)
+        channels = state.layout.width // 2
+        tokens = torch.empty(2, channels, dtype=dtype)
+        ids = torch.zeros(2, dtype=torch.int32)
+        pages = (ids, ids.long(), ids, torch.zeros(2, 32, dtype=torch.int32), ids.long())
+        weights = (torch.empty(ratio, channels), torch.empty(layout.width), torch.empty(9, 64))
+        arguments = _arguments(tokens, tokens, state, PagedCache(layout, 2, 2), *pages, *weights, 1e-6)
+        label = f"compress {layout.name} {ratio}{' overlapping' * overlapping} from {dtype}".replace("torch.", "")
+        yield OfflineCase.of_launch(compress_tokens, arguments, _options(arguments), label)

@@ -1,0 +1,67 @@
+"""The functions of this stage as torch ops; see `tamis.ops.library`."""
+
+from typing import Any
+
+from torch import Tensor
+
+from tamis.cache import PagedCache
+from tamis.ops.library import CACHE, op, stage_module
+
+
+def _norm_rows(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    stage_module("rotate", rest[-1], x.device, x=x, weight=weight)
+    return x.new_empty(x.shape)
+
+
+@op("norm_rows(Tensor x, Tensor weight, float eps, str backend) -> Tensor", _norm_rows)
+def norm_rows(x: Tensor, weight: Tensor, eps: float, backend: str) -> Tensor:
+    """Rows [T, N]."""
+    normed: Tensor = stage_module("rotate", backend, x.device, x=x, weight=weight).norm_rows(x, weight, eps)
+    return normed.contiguous()
+
+
+def _rotate_heads(x: Tensor, *rest: Any) -> Tensor:
+    stage_module("rotate", rest[-1], x.device, x=x)
+    return x.new_empty(x.shape)
+
+
+@op(
+    "rotate_heads(Tensor x, Tensor positions, Tensor cos_sin, float? eps, bool inverse, str backend) -> Tensor",
+    _rotate_heads,
+)
+def rotate_heads(
+    x: Tensor, positions: Tensor, cos_sin: Tensor, eps: float | None, inverse: bool, backend: str
+) -> Tensor:
+    """Heads [T, H, D]."""
+    stage = stage_module("rotate", backend, x.device, x=x)
+    turned: Tensor = stage.rotate_heads(x, positions, cos_sin, eps, inverse)
+    return turned.contiguous()
+
+
+def _rotate_and_write(q: Tensor, kv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, index_q, backend = rest
+    stage_module("rotate", backend, q.device, q=q, kv=kv, index_q=index_q)
+    return q.new_empty(q.shape), q.new_empty((0,)) if index_q is None else index_q.new_empty(index_q.shape)
+
+
+@op(
+    f"rotate_and_write(Tensor q, Tensor kv, Tensor(a!) storage, {CACHE}, Tensor slots, Tensor positions, "
+    "Tensor cos_sin, Tensor norm_weight, float eps, Tensor? index_q, str backend) -> (Tensor, Tensor)",
+    _rotate_and_write,
+)
+def rotate_and_write(
+    q: Tensor,
+    kv: Tensor,
+    cache: PagedCache,
+    slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    index_q: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Rows into the cache; the queries, and the indexer's, which are empty where there are none."""
+    stage = stage_module("rotate", backend, q.device, q=q, kv=kv, index_q=index_q)
+    turned, index = stage.rotate_and_write(q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q)
+    return turned.contiguous(), q.new_empty((0,)) if index is None else index.contiguous()

@@ -1,0 +1,268 @@
+"""Norm and rotation in Triton: one launch, one program per token and head, and one more per token that is written."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis.cache import PagedCache
+from tamis.layout import named, plain_fp8
+from tamis.ops.triton_norm import insert_arguments, insert_row, norm_row, rotate_row
+from tamis.ops.triton_rows import interpreted, launching_on, load_wide, store_rounded
+
+if TYPE_CHECKING:
+    from tamis.testing.offline import OfflineCase
+
+NUM_WARPS = 1
+"""A head of 512 has 16 values for each of a warp's threads, and its sums need no other warp."""
+
+
+@triton.jit
+def norm_rows_kernel(x, stride, weight, out, eps, WIDTH: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    normed = norm_row(load_wide(x + row * stride + column, inside), weight, eps, WIDTH, BLOCK)
+    store_rounded(out + row * WIDTH + column, normed, inside, NATIVE_BF16)
+
+
+@triton.jit(do_not_specialize=["table_rows"])
+def turn_heads(
+    x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps,
+    WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, INVERSE: tl.constexpr, NATIVE_BF16: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head of one token."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    _turn_head(
+        token, head, x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps, WIDTH, ROTARY,
+        NORM, INVERSE, NATIVE_BF16, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _turn_head(
+    token, head, x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps,
+    WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, INVERSE: tl.constexpr, NATIVE_BF16: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    row = load_wide(x + token.to(tl.int64) * token_stride + head * head_stride + column, inside)
+    if NORM:
+        row = norm_row(row, None, eps, WIDTH, BLOCK)
+    row = rotate_row(row, cos_sin, tl.load(positions + token), table_rows, WIDTH, ROTARY, INVERSE, BLOCK)
+    store_rounded(out + (token.to(tl.int64) * heads + head) * WIDTH + column, row, inside, NATIVE_BF16)
+
+
+@triton.jit(do_not_specialize=["table_rows", "count", "cache_rows"])
+def turn_and_insert(
+    x, token_stride, head_stride, out, heads, index, index_token_stride, index_head_stride, index_out, index_heads,
+    kv, kv_stride, slots, count, positions, cos_sin, table_rows, norm_weight, eps,
+    cache, page_stride, scale, cache_rows,
+    WIDTH: tl.constexpr, ROTARY: tl.constexpr, INDEX_WIDTH: tl.constexpr, INDEX_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
+    VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr, SCALES_START: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
+    SCALE_IN_MEMORY: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head of one token, or, after the last head, the token's row, or one of the indexer's heads."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    if head < heads:
+        _turn_head(
+            token, head, x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps, WIDTH, ROTARY,
+            True, False, NATIVE_BF16, BLOCK,
+        )  # fmt: skip
+    elif head > heads:
+        if INDEX_WIDTH:
+            _turn_head(
+                token, head - heads - 1, index, index_token_stride, index_head_stride, index_out, index_heads,
+                positions, cos_sin, table_rows, eps, INDEX_WIDTH, ROTARY, False, False, NATIVE_BF16, INDEX_BLOCK,
+            )  # fmt: skip
+    else:
+        slot = tl.load(slots + token, mask=token < count, other=-1)
+        if (slot >= 0) & (slot < cache_rows):
+            column = tl.arange(0, BLOCK)
+            row = load_wide(kv + token.to(tl.int64) * kv_stride + column, column < WIDTH)
+            row = norm_row(row, norm_weight, eps, WIDTH, BLOCK)
+            row = rotate_row(row, cos_sin, tl.load(positions + token), table_rows, WIDTH, ROTARY, False, BLOCK)
+            insert_row(
+                row, slot.to(tl.int32), cache, page_stride, scale, PAGE_SIZE, MODE, LATENT, ROPE, TILE, VALUES_START,
+                VALUES_STRIDE, SCALES, SCALES_START, SCALES_STRIDE, TAIL_START, TAIL_STRIDE, SCALE_FLOOR,
+                SCALE_IN_MEMORY, NATIVE_BF16, BLOCK, TILE_BLOCK,
+            )  # fmt: skip
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rows [T, N]."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    arguments = _rows(x, weight, eps, out)
+    with launching_on(x.device):
+        norm_rows_kernel[(x.shape[0],)](**arguments, **_row_options(arguments))
+    return out
+
+
+def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, eps: float | None, inverse: bool) -> Tensor:
+    """Heads [T, H, D]."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    with launching_on(x.device):
+        turn_heads[x.shape[:2]](**_heads(x, positions, cos_sin, eps, inverse, out), num_warps=NUM_WARPS)
+    return out
+
+
+def rotate_and_write(
+    q: Tensor,
+    kv: Tensor,
+    cache: PagedCache,
+    slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    index_q: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rows into the cache, no two of them into one slot; the queries [T, H, D] and the indexer's."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    index_out = None if index_q is None else torch.empty_like(index_q, memory_format=torch.contiguous_format)
+    if len(q) == 0:
+        return out, index_out
+    arguments = _heads_and_rows(q, kv, cache, slots, positions, cos_sin, norm_weight, eps, out, index_q, index_out)
+    with launching_on(q.device):
+        turn_and_insert[(len(q), q.shape[1] + 1 + arguments["index_heads"])](**arguments, num_warps=NUM_WARPS)
+    return out, index_out
+
+
+def _rows(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> dict[str, Any]:
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    return {
+        "x": x,
+        "stride": x.stride(0),
+        "weight": weight.contiguous(),
+        "out": out,
+        "eps": eps,
+        "WIDTH": x.shape[1],
+        "NATIVE_BF16": not interpreted(norm_rows_kernel),
+        "BLOCK": triton.next_power_of_2(x.shape[1]),
+    }
+
+
+def _row_options(arguments: dict[str, Any]) -> dict[str, int]:
+    return {"num_warps": max(1, min(8, arguments["BLOCK"] // 256))}
+
+
+def _shared(x: Tensor, positions: Tensor, cos_sin: Tensor, out: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """What both kernels are launched with, and x with columns that lie side by side."""
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    return x, {
+        "x": x,
+        "token_stride": x.stride(0),
+        "head_stride": x.stride(1),
+        "out": out,
+        "heads": x.shape[1],
+        "positions": positions.contiguous(),
+        "cos_sin": cos_sin.contiguous(),
+        "table_rows": cos_sin.shape[0],
+        "WIDTH": x.shape[2],
+        "ROTARY": cos_sin.shape[1],
+        "NATIVE_BF16": not interpreted(turn_heads),
+    }
+
+
+def _heads(
+    x: Tensor, positions: Tensor, cos_sin: Tensor, eps: float | None, inverse: bool, out: Tensor
+) -> dict[str, Any]:
+    x, shared = _shared(x, positions, cos_sin, out)
+    return shared | {
+        "eps": eps or 0.0,
+        "NORM": eps is not None,
+        "INVERSE": inverse,
+        "BLOCK": max(2, triton.next_power_of_2(x.shape[2])),
+    }
+
+
+def _heads_and_rows(
+    q: Tensor,
+    kv: Tensor,
+    cache: PagedCache,
+    slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    out: Tensor,
+    index_q: Tensor | None,
+    index_out: Tensor | None,
+) -> dict[str, Any]:
+    q, shared = _shared(q, positions, cos_sin, out)
+    if kv.stride(1) != 1:
+        kv = kv.contiguous()
+    if index_q is not None and index_q.stride(2) != 1:
+        index_q = index_q.contiguous()
+    width = 0 if index_q is None else index_q.shape[2]
+    return (
+        insert_arguments(cache)
+        | shared
+        | {
+            "index": index_q,
+            "index_token_stride": 0 if index_q is None else index_q.stride(0),
+            "index_head_stride": 0 if index_q is None else index_q.stride(1),
+            "index_out": index_out,
+            "index_heads": 0 if index_q is None else index_q.shape[1],
+            "INDEX_WIDTH": width,
+            "INDEX_BLOCK": max(2, triton.next_power_of_2(max(1, width))),
+        }
+        | {
+            "kv": kv,
+            "kv_stride": kv.stride(0),
+            "slots": slots.contiguous(),
+            "count": slots.shape[0],
+            "norm_weight": norm_weight.contiguous(),
+            "eps": eps,
+            "cache_rows": cache.rows,
+        }
+    )
+
+
+def offline_cases() -> Iterator["OfflineCase"]:
+    """Launches that `tamis.testing.offline` compiles."""
+    from tamis.testing.offline import OfflineCase
+
+    options = {"num_warps": NUM_WARPS}
+    positions, table = torch.zeros(2, dtype=torch.int32), torch.empty(9, 64)
+    for heads, width, dtype in ((64, 512, torch.bfloat16), (64, 128, torch.bfloat16), (3, 512, torch.float32)):
+        x = torch.empty(2, heads, width, dtype=dtype)
+        for eps, inverse in ((1e-6, False), (None, True)):
+            label = f"rotate {heads}x{width} {dtype}{' inverse' * inverse}{' normed' * (eps is not None)}"
+            arguments = _heads(x, positions, table, eps, inverse, x)
+            yield OfflineCase.of_launch(turn_heads, arguments, options, label.replace("torch.", ""))
+    index = torch.empty(2, 64, 128, dtype=torch.bfloat16)
+    for layout, other in (
+        (named("v4-fp8"), index),
+        (named("v4-fp8"), None),
+        (named("v4-bf16"), index),
+        (named("v4-fp32"), None),
+        (plain_fp8(latent=448), None),
+    ):
+        q = torch.empty(2, 64, layout.width, dtype=torch.bfloat16)
+        cache, slots, weight = PagedCache(layout, 2, 64), torch.arange(2), torch.empty(layout.width)
+        rest = (positions, table, weight, 1e-6, q, other, other)
+        arguments = _heads_and_rows(q, q[:, 0], cache, slots, *rest)
+        label = f"rotate and write {layout.name}{' with index queries' * (other is not None)}"
+        yield OfflineCase.of_launch(turn_and_insert, arguments, options, label)
+    for width, dtype in ((1536, torch.bfloat16), (100, torch.float32)):
+        x = torch.empty(2, width, dtype=dtype)
+        arguments = _rows(x, torch.empty(width), 1e-6, x)
+        label = f"rotate: norm of {width} {dtype}".replace("torch.", "")
+        yield OfflineCase.of_launch(norm_rows_kernel, arguments, _row_options(arguments), label)

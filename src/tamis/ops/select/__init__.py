@@ -1,0 +1,358 @@
+"""Stage `select`: which rows each token of a step attends to and writes, where no indexer decides it (DeepSeek-V4).
+
+Everything is a function of positions and block tables, so most of it is made once per step and shared by all layers.
+The functions write whole rows into buffers of the caller, who keeps them at one address for captured graphs. They read
+no value on the host and change no table. A token that is padding (negative position), belongs to no request, or has a
+negative slot of its own selects nothing: -1 in its row and a length of 0.
+"""
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.ops.select import registered
+
+
+def select_window(
+    positions: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    *,
+    page_size: int,
+    window: int,
+    slots: Tensor,
+    lengths: Tensor,
+    own: Tensor | None = None,
+    blocks: tuple[Tensor, Tensor] | None = None,
+    backend: str = "auto",
+) -> None:
+    """Slots of the last `window` raw tokens up to and including each token, oldest first.
+
+    Args:
+        positions: int32 [T], of each token in its request; negative for padding.
+        request_ids: int32 [T], the block-table row of each token.
+        block_table: int32 [B, W] of the pool of raw tokens; an absent (negative) page gives -1.
+        page_size: tokens per page.
+        window: how many tokens.
+        slots: int32 [T, C] to write: C is `window` or more, -1 beyond the length.
+        lengths: int32 [T] to write.
+        own: int32 or int64 [T], the slot each token is itself written to; negative: it selects nothing.
+        blocks: (context [B], length [B]) int32: tokens of a request see the `window` tokens before `context` and all
+            up to `length`, each other included (draft blocks without a causal mask). `window` and the block must fit
+            into C.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    total = _check_tokens(positions, request_ids, block_table, own)
+    checks.integer("page_size", page_size, low=1)
+    checks.integer("window", window, low=1)
+    width = _check_rows("slots", slots, total, positions.device)
+    if width < window:
+        raise checks.refuse("slots", f"at least window={window} columns wide", width, "widen the buffer")
+    _check_vector("lengths", lengths, torch.int32, total, positions.device)
+    context, ends = blocks if blocks is not None else (None, None)
+    if context is not None and ends is not None:
+        for name, value in (("blocks[0]", context), ("blocks[1]", ends)):
+            checks.tensor(name, value, "B", (torch.int32,), B=block_table.shape[0], device=positions.device)
+    registered.select_window(
+        positions, request_ids, block_table, own, context, ends, page_size, window, slots, lengths, backend
+    )
+
+
+def select_entries(
+    positions: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    *,
+    ratio: int,
+    page_size: int,
+    completed: Tensor | None = None,
+    visible: Tensor | None = None,
+    lengths: Tensor | None = None,
+    every: Tensor | None = None,
+    columns: int | None = None,
+    own: Tensor | None = None,
+    local_from: int | None = None,
+    backend: str = "auto",
+) -> None:
+    """Compressed entries by position: which one a token completes, how many it sees, and the slots of all it sees.
+
+    Entry j of a request is complete at its token `j * ratio + ratio - 1`, which already sees it.
+
+    Args:
+        positions: int32 [T], of each token in its request; negative for padding.
+        request_ids: int32 [T], the block-table row of each token.
+        block_table: int32 [B, W] of the pool of entries; an absent (negative) page gives -1.
+        ratio: tokens per entry.
+        page_size: entries per page.
+        completed: int64 [T] to write: the slot of the entry that a token completes, -1 for all other tokens.
+        visible: int32 [T] to write: how many entries are complete.
+        lengths: int32 [T] to write: at most `columns` of them.
+        every: int32 [T, C] to write: slots of entries 0, 1, 2..., -1 beyond the visible ones. C is the buffer's own
+            width, so nothing is written past a row.
+        columns: for `lengths`; the width of `every` if not given.
+        own: int32 or int64 [T], the slot of each token itself; negative: it selects and completes nothing.
+        local_from: from this token on, `every` holds the entries' numbers (0, 1, 2...) instead of slots.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    total, device = _check_tokens(positions, request_ids, block_table, own), positions.device
+    checks.integer("ratio", ratio, low=1)
+    checks.integer("page_size", page_size, low=1)
+    if completed is not None:
+        _check_vector("completed", completed, torch.int64, total, device)
+    for name, value in (("visible", visible), ("lengths", lengths)):
+        if value is not None:
+            _check_vector(name, value, torch.int32, total, device)
+    width = _check_rows("every", every, total, device) if every is not None else 2**31 - 1
+    columns = width if columns is None else checks.integer("columns", columns, low=0, high=width)
+    local_from = total if local_from is None else checks.integer("local_from", local_from, low=0)
+    registered.select_entries(
+        positions,
+        request_ids,
+        block_table,
+        own,
+        ratio,
+        page_size,
+        columns,
+        local_from,
+        completed,
+        visible,
+        lengths,
+        every,
+        backend,
+    )
+
+
+def select_chosen(
+    chosen: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    *,
+    page_size: int,
+    slots: Tensor,
+    lengths: Tensor,
+    own: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Slots of the entries that an indexer chose, valid ones first, and how many there are.
+
+    `Selection` translates on the way and needs no such pass; this is for consumers that want slots. It differs from
+    `translate_positions` in writing to given buffers and in knowing tokens that select nothing.
+
+    Args:
+        chosen: int32 [T, K], numbers of entries within the request; -1 for none.
+        request_ids: int32 [T], the block-table row of each token.
+        block_table: int32 [B, W] of the pool of entries.
+        page_size: entries per page.
+        slots: int32 [T, K] to write.
+        lengths: int32 [T] to write.
+        own: int32 or int64 [T], the slot of each token itself; negative: it selects nothing.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    total = _check_tokens(None, request_ids, block_table, own)
+    device = request_ids.device
+    columns = checks.tensor("chosen", chosen, "T K", (torch.int32,), T=total, device=device)["K"]
+    checks.integer("page_size", page_size, low=1)
+    if _check_rows("slots", slots, total, device) != columns:
+        raise checks.refuse("slots", f"{columns} columns wide like chosen", list(slots.shape), "slice the buffer")
+    _check_vector("lengths", lengths, torch.int32, total, device)
+    registered.select_chosen(chosen, request_ids, block_table, own, page_size, slots, lengths, backend)
+
+
+def select_gathered(
+    positions: Tensor,
+    request_ids: Tensor,
+    first: Tensor,
+    chosen: Tensor | None = None,
+    *,
+    ratio: int,
+    window: int,
+    entries: int,
+    rows: int,
+    columns: int,
+    slots: Tensor,
+    lengths: Tensor,
+    first_request: int = 0,
+    backend: str = "auto",
+) -> None:
+    """Rows of a workspace into which entries and raw tokens of a few prefills were gathered, in one list per token.
+
+    Request k of the group has its entries in rows `k * rows`, `k * rows + 1`..., and its raw tokens from position
+    `first[k]` on in rows `k * rows + entries` and so on. A token's list begins with its entries, chosen or all, and
+    goes on with its window; -1 beyond.
+
+    Args:
+        positions: int32 [T], of the group's tokens.
+        request_ids: int32 [T]: the request of each token, counted from `first_request`.
+        first: int32 [G], position of the first gathered raw token of each request.
+        chosen: int32 [T, columns], left-packed numbers of entries that an indexer chose; None for all entries.
+        ratio: tokens per entry.
+        window: raw tokens that a token sees, its own included.
+        entries: workspace rows reserved for entries, per request (N).
+        rows: workspace rows per request (M).
+        columns: at most so many entries per token; 0 without entries.
+        slots: int32 [T, columns + window or more] to write.
+        lengths: int32 [T] to write.
+        first_request: number of the group's first request.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    device = checks.same_device(positions=positions, request_ids=request_ids, first=first)
+    total = checks.tensor("positions", positions, "T", (torch.int32,))["T"]
+    checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=total)
+    checks.tensor("first", first, "G", (torch.int32,))
+    for name, value, low in (
+        ("ratio", ratio, 1),
+        ("window", window, 1),
+        ("entries", entries, 0),
+        ("columns", columns, 0),
+    ):
+        checks.integer(name, value, low=low)
+    checks.integer("rows", rows, low=entries)
+    checks.integer("first_request", first_request, low=0)
+    if chosen is not None:
+        checks.tensor("chosen", chosen, "T K", (torch.int32,), T=total, K=columns, device=device)
+    width = _check_rows("slots", slots, total, device)
+    if width < columns + window:
+        raise checks.refuse("slots", f"at least columns + window = {columns + window} wide", width, "widen the buffer")
+    _check_vector("lengths", lengths, torch.int32, total, device)
+    registered.select_gathered(
+        positions,
+        request_ids,
+        first,
+        chosen,
+        first_request,
+        ratio,
+        window,
+        entries,
+        rows,
+        columns,
+        slots,
+        lengths,
+        backend,
+    )
+
+
+def select_mixed(
+    decode_window: Tensor,
+    decode_entries: Tensor | None,
+    decode_lengths: Tensor | None,
+    prefill_entries: Tensor,
+    query_starts: Tensor,
+    request_lengths: Tensor,
+    request_ids: Tensor,
+    window_table: Tensor,
+    entry_table: Tensor | None,
+    *,
+    window_page: int,
+    entry_page: int,
+    window: int,
+    ratio: int,
+    topk: int,
+    slots: Tensor,
+    lengths: Tensor,
+    local: bool = False,
+    real: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """One table for kernels that tell the two pools apart by column: the window's slots first, then the entries'.
+
+    Here a length counts all window columns, filled or not, because the reader finds out by itself how many are. tamis
+    does not need this form: it keeps a `Selection` with true lengths per pool.
+
+    Args:
+        decode_window: int32 [Td, Ws] slots of the decode tokens, which come first; Ws is `window` or more.
+        decode_entries: int32 [Td, Kd] slots, or with `local` numbers of entries; None without entries.
+        decode_lengths: int32 [Td], how many of them count: all columns if not given; counted here with `local`.
+        prefill_entries: int32 [Tp, K] numbers of entries, of which the first min(complete, topk) count.
+        query_starts: int32 [B + 1], running sum of new tokens.
+        request_lengths: int32 [B], context and new tokens.
+        request_ids: int32 [Td + Tp].
+        window_table: int32 [B, W] of the pool of raw tokens.
+        entry_table: int32 [B, W] of the pool of entries; None without entries.
+        window_page: tokens per page.
+        entry_page: entries per page.
+        window: raw tokens that a token sees.
+        ratio: tokens per entry.
+        topk: entries that a prefill token sees at most.
+        slots: int32 [Td + Tp, Ws + max(topk, Kd) or more] to write.
+        lengths: int32 [Td + Tp] to write.
+        local: the decode entries are numbers, not slots.
+        real: bool [Td]: with `local`, tokens for which entries are chosen at all.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    device = checks.same_device(
+        decode_window=decode_window, decode_entries=decode_entries, prefill_entries=prefill_entries
+    )
+    decode = checks.tensor("decode_window", decode_window, "Td Ws", (torch.int32,))
+    prefill = checks.tensor("prefill_entries", prefill_entries, "Tp K", (torch.int32,))
+    total = decode["Td"] + prefill["Tp"]
+    checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=total, device=device)
+    requests = checks.tensor("request_lengths", request_lengths, "B", (torch.int32,), device=device)["B"]
+    checks.tensor("query_starts", query_starts, "N", (torch.int32,), N=requests + 1, device=device)
+    checks.tensor("window_table", window_table, "B W", (torch.int32,), B=requests, device=device)
+    for name, value, low in (("window_page", window_page, 1), ("entry_page", entry_page, 1), ("ratio", ratio, 1)):
+        checks.integer(name, value, low=low)
+    checks.integer("window", window, low=1, high=decode["Ws"])
+    checks.integer("topk", topk, low=0, high=prefill["K"])
+    wide = topk
+    if decode_entries is not None:
+        found = checks.tensor("decode_entries", decode_entries, "Td Kd", (torch.int32,), Td=decode["Td"])
+        wide = max(wide, found["Kd"])
+    if decode_lengths is not None:
+        checks.tensor("decode_lengths", decode_lengths, "Td", (torch.int32,), Td=decode["Td"], device=device)
+    if real is not None:
+        checks.tensor("real", real, "Td", (torch.bool,), Td=decode["Td"], device=device)
+    if entry_table is not None:
+        checks.tensor("entry_table", entry_table, "B W", (torch.int32,), B=requests, device=device)
+    elif topk or (local and decode_entries is not None):
+        raise checks.refuse("entry_table", "given where entries are numbers", None, "pass the entries' page table")
+    width = _check_rows("slots", slots, total, device)
+    if width < decode["Ws"] + wide:
+        raise checks.refuse("slots", f"at least {decode['Ws'] + wide} columns wide", width, "widen the buffer")
+    _check_vector("lengths", lengths, torch.int32, total, device)
+    registered.select_mixed(
+        decode_window,
+        decode_entries,
+        decode_lengths,
+        real,
+        prefill_entries,
+        query_starts,
+        request_lengths,
+        request_ids,
+        window_table,
+        entry_table,
+        window_page,
+        entry_page,
+        window,
+        ratio,
+        topk,
+        local,
+        slots,
+        lengths,
+        backend,
+    )
+
+
+def _check_tokens(positions: Tensor | None, request_ids: Tensor, block_table: Tensor, own: Tensor | None) -> int:
+    device = checks.same_device(request_ids=request_ids, positions=positions, block_table=block_table, own=own)
+    total = checks.tensor("request_ids", request_ids, "T", (torch.int32,), device=device)["T"]
+    if positions is not None:
+        checks.tensor("positions", positions, "T", (torch.int32,), T=total)
+    table = checks.tensor("block_table", block_table, "B W", (torch.int32,))
+    if total and not (table["B"] and table["W"]):
+        raise checks.refuse("block_table", "at least one page", list(block_table.shape), "pass the page table")
+    if own is not None:
+        checks.tensor("own", own, "T", checks.INTS, T=total)
+    return total
+
+
+def _check_vector(name: str, value: Tensor, dtype: torch.dtype, tokens: int, device: torch.device) -> None:
+    checks.tensor(name, value, "T", (dtype,), T=tokens, device=device)
+    if tokens > 1 and value.stride(0) != 1:
+        raise checks.refuse(name, "contiguous", value.stride(), "kernels write it as it lies")
+
+
+def _check_rows(name: str, value: Tensor, tokens: int, device: torch.device) -> int:
+    width = checks.tensor(name, value, "T C", (torch.int32,), T=tokens, device=device)["C"]
+    if width > 1 and value.stride(1) != 1:
+        raise checks.refuse(name, "with neighbouring columns side by side", value.stride(), "do not transpose it")
+    return width

@@ -1,0 +1,239 @@
+"""The Triton kernels of this stage: each program writes the row of one token, all columns of it."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def slot_of(position, wanted, table, page_id_stride, table_width, PAGE_SIZE: tl.constexpr):
+    """int64 slots of positions, -1 where not wanted, negative, past the table, in an absent page, or past 32 bits."""
+    wanted = wanted & (position >= 0)
+    page = tl.where(wanted, position, 0) // PAGE_SIZE
+    wanted = wanted & (page < table_width)
+    page_id = tl.load(table + page.to(tl.int64) * page_id_stride, mask=wanted, other=-1)
+    slot = page_id.to(tl.int64) * PAGE_SIZE + (position - page * PAGE_SIZE)
+    return tl.where(wanted & (page_id >= 0) & (slot < 2147483648), slot, -1)
+
+
+@triton.jit
+def request_of(request_ids, token, first_request, requests):
+    """A token's request, 0 for an unknown one, and whether it is known."""
+    request = tl.load(request_ids + token).to(tl.int64) - first_request
+    known = (request >= 0) & (request < requests)
+    return tl.where(known, request, 0), known
+
+
+@triton.jit
+def is_written(own, token):
+    """Whether a token has a slot of its own; without a list of slots, every token has."""
+    if own is not None:
+        written = tl.load(own + token) >= 0
+    else:
+        written = True
+    return written
+
+
+# Batches of any size share one kernel: where alignment does not matter, sizes are not looked at.
+@triton.jit(do_not_specialize=["block_table_stride", "requests", "table_width"])
+def window_rows(
+    positions, request_ids, block_table, block_table_stride, block_table_column_stride, requests, table_width, own,
+    contexts, ends,
+    slots, slots_stride, lengths, columns,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The window of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    request, known = request_of(request_ids, token, 0, requests)
+    real = known & (position >= 0) & is_written(own, token)
+    if contexts is not None:
+        begin = tl.load(contexts + request) - WINDOW
+        end = tl.load(ends + request)
+    else:
+        begin = position + 1 - WINDOW
+        end = position + 1
+    begin = tl.maximum(begin, 0)
+    count = tl.where(real, tl.minimum(tl.maximum(end - begin, 0), columns), 0)
+    table = block_table + request * block_table_stride
+    for block in range(BLOCKS):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        slot = slot_of(begin + column, column < count, table, block_table_column_stride, table_width, PAGE_SIZE)
+        tl.store(slots + token * slots_stride + column, slot.to(tl.int32), mask=column < columns)
+    tl.store(lengths + token, count)
+
+
+@triton.jit(do_not_specialize=["block_table_stride", "requests", "table_width", "limit", "local_from"])
+def entry_rows(
+    positions, request_ids, block_table, block_table_stride, block_table_column_stride, requests, table_width, own,
+    limit, local_from, completed, visible, lengths, every, every_stride, columns,
+    RATIO: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The entry that one token completes, how many it sees, and the slots of those."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    request, known = request_of(request_ids, token, 0, requests)
+    real = known & (position >= 0) & is_written(own, token)
+    position = tl.maximum(position, 0)
+    count = tl.where(real, (position + 1) // RATIO, 0)
+    table = block_table + request * block_table_stride
+    if completed is not None:
+        ends = real & ((position + 1) % RATIO == 0)
+        tl.store(
+            completed + token,
+            slot_of(position // RATIO, ends, table, block_table_column_stride, table_width, PAGE_SIZE),
+        )
+    if visible is not None:
+        tl.store(visible + token, count)
+    if lengths is not None:
+        tl.store(lengths + token, tl.minimum(count, limit))
+    if every is not None:
+        local = token >= local_from
+        for block in range(BLOCKS):
+            column = block * BLOCK + tl.arange(0, BLOCK)
+            seen = column < count
+            slot = slot_of(
+                column,
+                seen & (column < columns) & (local == 0),
+                table,
+                block_table_column_stride,
+                table_width,
+                PAGE_SIZE,
+            )
+            found = tl.where(local & seen, column, slot)
+            tl.store(every + token * every_stride + column, found.to(tl.int32), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["block_table_stride", "requests", "table_width"])
+def chosen_rows(
+    chosen, chosen_stride, chosen_column_stride, request_ids, block_table, block_table_stride,
+    block_table_column_stride, requests, table_width, own, slots, slots_stride, lengths, columns,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Slots of the entries chosen for one token, valid ones first."""
+    token = tl.program_id(0).to(tl.int64)
+    request, known = request_of(request_ids, token, 0, requests)
+    real = known & is_written(own, token)
+    table = block_table + request * block_table_stride
+    count = 0
+    for block in range(BLOCKS):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        source = chosen + token * chosen_stride + column.to(tl.int64) * chosen_column_stride
+        entry = tl.load(source, mask=(column < columns) & real, other=-1)
+        slot = slot_of(entry, entry >= 0, table, block_table_column_stride, table_width, PAGE_SIZE)
+        valid = slot >= 0
+        place = count + tl.cumsum(valid.to(tl.int32), 0) - 1
+        tl.store(slots + token * slots_stride + place, slot.to(tl.int32), mask=valid)
+        count += tl.sum(valid.to(tl.int32), 0)
+    for block in range(BLOCKS):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(slots + token * slots_stride + column, -1, mask=(column >= count) & (column < columns))
+    tl.store(lengths + token, count)
+
+
+@triton.jit(do_not_specialize=["first_request", "requests", "entries", "rows", "limit"])
+def gathered_rows(
+    positions, request_ids, first_request, requests, first, chosen, chosen_stride, chosen_column_stride, entries, rows,
+    limit, slots, slots_stride, lengths, columns,
+    RATIO: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Workspace rows of one token: entries, then the window."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    request, known = request_of(request_ids, token, first_request, requests)
+    real = known & (position >= 0)
+    position = tl.maximum(position, 0)
+    picked = tl.where(real, tl.minimum((position + 1) // RATIO, limit), 0)
+    recent = tl.where(real, tl.minimum(position + 1, WINDOW), 0)
+    oldest = position + 1 - recent - tl.load(first + request)
+    base = request * rows
+    for block in range(BLOCKS):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        if chosen is not None:
+            source = chosen + token * chosen_stride + column.to(tl.int64) * chosen_column_stride
+            entry = tl.load(source, mask=column < picked, other=-1)
+        else:
+            entry = column
+        entry_row = tl.where((entry >= 0) & (entry < entries), base + entry, -1)
+        raw = oldest + column - picked
+        raw_row = tl.where((raw >= 0) & (raw < rows - entries), base + entries + raw, -1)
+        found = tl.where(column < picked, entry_row, raw_row)
+        found = tl.where(column < picked + recent, found, -1)
+        tl.store(slots + token * slots_stride + column, found.to(tl.int32), mask=column < columns)
+    tl.store(lengths + token, picked + recent)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "decodes", "requests", "window_table_stride", "window_pages", "entry_table_stride", "entry_pages", "width",
+        "decode_width", "topk",
+    ]
+)  # fmt: skip
+def mixed_rows(
+    decode_window, decode_window_stride, decode_window_column_stride, decode_entries, decode_entries_stride,
+    decode_entries_column_stride, decode_lengths, real, decodes, prefill_entries, prefill_entries_stride,
+    prefill_entries_column_stride, query_starts, request_lengths, request_ids, requests,
+    window_table, window_table_stride, window_table_column_stride, window_pages,
+    entry_table, entry_table_stride, entry_table_column_stride, entry_pages, width, decode_width, topk,
+    slots, slots_stride, lengths, columns,
+    WINDOW_PAGE: tl.constexpr, ENTRY_PAGE: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
+    LOCAL: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Window columns and entry columns of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    request, known = request_of(request_ids, token, 0, requests)
+    decode = token < decodes
+    before = tl.load(request_lengths + request) - tl.load(query_starts + request + 1)
+    position = before + token.to(tl.int32)
+    fresh = (decode == 0) & known & (position >= 0)
+    recent = tl.where(fresh, tl.minimum(position + 1, WINDOW), 0)
+    picked = tl.where(fresh, tl.minimum((position + 1) // RATIO, topk), 0)
+    if LOCAL:
+        chosen = decode & known
+        if real is not None:
+            chosen = chosen & (tl.load(real + token, mask=decode, other=0) != 0)
+    counted = 0
+    for block in range(BLOCKS):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        copied = tl.load(
+            decode_window + token * decode_window_stride + column * decode_window_column_stride,
+            mask=decode & (column < width),
+            other=-1,
+        )
+        raw = position + 1 - recent + column
+        window = window_table + request * window_table_stride
+        slot = slot_of(raw, column < recent, window, window_table_column_stride, window_pages, WINDOW_PAGE)
+        found = tl.where(decode, copied.to(tl.int64), slot)
+        place = column - width
+        if decode_entries is not None:
+            given = tl.load(
+                decode_entries + token * decode_entries_stride + place * decode_entries_column_stride,
+                mask=decode & (place >= 0) & (place < decode_width),
+                other=-1,
+            )
+            if LOCAL:
+                entries = entry_table + request * entry_table_stride
+                entry_slot = slot_of(
+                    given, chosen & (given >= 0), entries, entry_table_column_stride, entry_pages, ENTRY_PAGE
+                )
+                counted += tl.sum((entry_slot >= 0).to(tl.int32), 0)
+            else:
+                entry_slot = given.to(tl.int64)
+            found = tl.where(decode & (place >= 0), entry_slot, found)
+        if entry_table is not None:
+            taken = (place >= 0) & (place < picked)
+            entry = tl.load(
+                prefill_entries + (token - decodes) * prefill_entries_stride + place * prefill_entries_column_stride,
+                mask=taken,
+                other=-1,
+            )
+            entries = entry_table + request * entry_table_stride
+            entry_slot = slot_of(entry, taken, entries, entry_table_column_stride, entry_pages, ENTRY_PAGE)
+            found = tl.where(taken, entry_slot, found)
+        tl.store(slots + token * slots_stride + column, found.to(tl.int32), mask=column < columns)
+    if LOCAL:
+        count = counted
+    elif decode_lengths is not None:
+        count = tl.load(decode_lengths + token, mask=decode, other=0)
+    else:
+        count = decode_width
+    tl.store(lengths + token, width + tl.where(decode, count, picked))

@@ -1,0 +1,103 @@
+"""Device functions for one row in registers: norm, rotation of its last columns, and insertion into a cache."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tamis import checks
+from tamis.cache import PagedCache
+from tamis.ops.triton_rows import (
+    encode_e4m3,
+    load_wide,
+    round_to_bf16,
+    row_arguments,
+    row_start,
+    store_rounded,
+    widen_bf16,
+)
+from tamis.ops.write.triton_kernels import encode_tiles
+
+
+@triton.jit
+def norm_row(x, weight, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A row [BLOCK], zero from WIDTH on, over its root mean square, times `weight` unless that is None."""
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+    if weight is not None:
+        column = tl.arange(0, BLOCK)
+        normed = normed * load_wide(weight + column, column < WIDTH)
+    return normed
+
+
+@triton.jit
+def rotate_row(
+    x, cos_sin, position, table_rows,
+    WIDTH: tl.constexpr, ROTARY: tl.constexpr, INVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row [BLOCK] with its last ROTARY of WIDTH columns turned in pairs (2i, 2i+1) by row `position` of the table;
+    unchanged where the table has no such row."""
+    pair = tl.arange(0, BLOCK // 2) - (WIDTH - ROTARY) // 2
+    turning = (pair >= 0) & (pair < ROTARY // 2) & (position >= 0) & (position < table_rows)
+    angles = cos_sin + position.to(tl.int64) * ROTARY + pair
+    cos = tl.load(angles, mask=turning, other=1.0)
+    sin = tl.load(angles + ROTARY // 2, mask=turning, other=0.0)
+    if INVERSE:
+        sin = -sin
+    even, odd = tl.split(tl.reshape(x, [BLOCK // 2, 2]))
+    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [BLOCK])
+
+
+@triton.jit
+def insert_row(
+    x, slot, cache, page_stride, scale,
+    PAGE_SIZE: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
+    VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr, SCALES_START: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
+    SCALE_IN_MEMORY: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a row [BLOCK] of fp32 numbers to a slot that exists, rounded once, to bf16 before FP8."""
+    column = tl.arange(0, BLOCK)
+    inside = column < LATENT + ROPE
+    values_at = row_start(slot, page_stride, VALUES_STRIDE, PAGE_SIZE, False) + VALUES_START
+    if MODE == "none":
+        store_rounded(cache + values_at + column, x, inside, NATIVE_BF16)
+    else:
+        rounded = widen_bf16(round_to_bf16(x, NATIVE_BF16))
+        if MODE == "tensor":
+            if SCALE_IN_MEMORY:
+                factor = tl.load(scale)
+            else:
+                factor = scale
+            tl.store(cache + values_at + column, encode_e4m3(tl.div_rn(rounded, factor)), mask=inside)
+        else:
+            TILES_BLOCK: tl.constexpr = BLOCK // TILE_BLOCK
+            one = tl.zeros([1], tl.int64)
+            scales_at = row_start(slot, page_stride, SCALES_STRIDE, PAGE_SIZE, False) + SCALES_START
+            latent = tl.reshape(tl.where(column < LATENT, rounded, 0.0), [1, TILES_BLOCK, TILE_BLOCK])
+            encode_tiles(
+                latent, one == 0, cache, one + values_at, one + scales_at, MODE, LATENT, TILE, SCALES, SCALE_FLOOR,
+                TILES_BLOCK, TILE_BLOCK,
+            )  # fmt: skip
+            if ROPE:
+                tail_at = row_start(slot, page_stride, TAIL_STRIDE, PAGE_SIZE, False) + TAIL_START
+                tail = (cache + tail_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+                store_rounded(tail + column - LATENT, rounded, inside & (column >= LATENT), NATIVE_BF16)
+
+
+def insert_arguments(cache: PagedCache) -> dict[str, Any]:
+    """What `insert_row` must know about a cache, with the block in which a row of it lies in registers."""
+    layout = cache.layout
+    block = max(2, triton.next_power_of_2(layout.width))
+    tile = layout.tile or block
+    if tile & (tile - 1):
+        # A row cannot be cut into such tiles in registers, but it can be one itself.
+        if tile != layout.latent:
+            raise checks.refuse("cache", "in tiles of a power of two", f"tiles of {tile}", "choose another layout")
+        tile = block
+    known = row_arguments(cache)
+    return {name: value for name, value in known.items() if not name.endswith("_BLOCK")} | {
+        "SCALES": layout.scales.count if layout.scales is not None else 0,
+        "SCALE_FLOOR": layout.scale_floor,
+        "BLOCK": block,
+        "TILE_BLOCK": tile,
+    }

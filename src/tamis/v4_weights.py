@@ -1,0 +1,199 @@
+"""The weights of a DeepSeek-V4 attention layer, under plain names, from either naming that checkpoints use."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.spec import LayerSpec
+
+_CHECKPOINT_NAMES = {
+    "wq_a.weight": "q_a_proj.weight",
+    "q_norm.weight": "q_a_norm.weight",
+    "wq_b.weight": "q_b_proj.weight",
+    "wkv.weight": "kv_proj.weight",
+    "attn_sink": "sinks",
+    "wo_a.weight": "o_a_proj.weight",
+    "wo_b.weight": "o_b_proj.weight",
+    "indexer.wq_b.weight": "compressor.indexer.q_b_proj.weight",
+    "indexer.weights_proj.weight": "compressor.indexer.scorer.weights_proj.weight",
+}
+_CHECKPOINT_COMPRESSOR_NAMES = {
+    "wkv.weight": "kv_proj.weight",
+    "wgate.weight": "gate_proj.weight",
+    "ape": "position_bias",
+    "norm.weight": "kv_norm.weight",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class CompressorWeights:
+    """A KV compressor. C is the width of an entry, or twice that where spans overlap."""
+
+    values: Tensor
+    """[C, hidden]"""
+    scores: Tensor
+    """[C, hidden]"""
+    bias: Tensor
+    """[ratio, C], added to the scores by place in the span."""
+    norm: Tensor
+    """[width of an entry]"""
+
+    def check(self, name: str, spec: LayerSpec, width: int, hidden: int) -> None:
+        """Refuse shapes that do not fit the layer."""
+        channels = width * (2 if spec.kind == "overlapping" else 1)
+        for part in ("values", "scores"):
+            checks.tensor(f"{name}.{part}", getattr(self, part), "C X", checks.FLOATS, C=channels, X=hidden)
+        checks.tensor(f"{name}.bias", self.bias, "r C", checks.FLOATS, r=spec.compress, C=channels)
+        checks.tensor(f"{name}.norm", self.norm, "D", checks.FLOATS, D=width)
+
+
+@dataclass(frozen=True, eq=False)
+class IndexerWeights:
+    """The indexer of a layer with overlapping spans."""
+
+    q: Tensor
+    """[index heads * index dim, q rank]"""
+    weights: Tensor
+    """[index heads, hidden]"""
+    compressor: CompressorWeights
+    """Makes its keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class V4Weights:
+    """One attention layer. Matrices are [out, in], for the heads of this rank."""
+
+    q_a: Tensor
+    """[q rank, hidden]"""
+    q_norm: Tensor
+    """[q rank]"""
+    q_b: Tensor
+    """[H * D, q rank]"""
+    kv: Tensor
+    """[D, hidden]"""
+    kv_norm: Tensor
+    """[D]"""
+    sink: Tensor
+    """float32 [H]"""
+    o_a: Tensor
+    """[groups, o rank, H / groups * D]"""
+    o_b: Tensor
+    """[hidden, groups * o rank]"""
+    compressor: CompressorWeights | None = None
+    indexer: IndexerWeights | None = None
+
+    def check(self, spec: LayerSpec) -> None:
+        """Refuse shapes that do not fit the layer."""
+        width, heads = spec.head_dim, spec.heads
+        rank, hidden = checks.tensor("q_a", self.q_a, "R X", checks.FLOATS).values()
+        checks.tensor("q_norm", self.q_norm, "R", checks.FLOATS, R=rank)
+        checks.tensor("q_b", self.q_b, "N R", checks.FLOATS, N=heads * width, R=rank, remedy="[heads * width, q rank]")
+        checks.tensor("kv", self.kv, "D X", checks.FLOATS, D=width, X=hidden)
+        checks.tensor("kv_norm", self.kv_norm, "D", checks.FLOATS, D=width)
+        groups = checks.tensor("o_a", self.o_a, "G O N", checks.FLOATS)
+        if groups["G"] * groups["N"] != heads * width:
+            raise checks.refuse("o_a", f"[groups, rank, {heads * width} / groups]", list(self.o_a.shape), "view it so")
+        checks.tensor("o_b", self.o_b, "X N", checks.FLOATS, X=hidden, N=groups["G"] * groups["O"])
+        self._check_parts(spec, rank, hidden)
+
+    def _check_parts(self, spec: LayerSpec, rank: int, hidden: int) -> None:
+        wanted = {"compressor": spec.kind != "window", "indexer": spec.kind == "overlapping"}
+        for name, needed in wanted.items():
+            if (getattr(self, name) is not None) != needed:
+                expected = f"{'given' if needed else 'None'} for a layer of kind {spec.kind!r}"
+                raise checks.refuse(f"weights.{name}", expected, type(getattr(self, name)).__name__, "match the spec")
+        if self.compressor is not None:
+            self.compressor.check("compressor", spec, spec.head_dim, hidden)
+        if self.indexer is not None:
+            size = spec.index_heads * spec.index_dim
+            checks.tensor("indexer.q", self.indexer.q, "N R", checks.FLOATS, N=size, R=rank)
+            checks.tensor("indexer.weights", self.indexer.weights, "H X", checks.FLOATS, H=spec.index_heads, X=hidden)
+            self.indexer.compressor.check("indexer.compressor", spec, spec.index_dim, hidden)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Self:
+        """The same weights elsewhere; what is added to or multiplied with float32 numbers (norms, biases, sinks) stays
+        in its dtype."""
+
+        def matrix(weight: Tensor) -> Tensor:
+            return weight.to(device, dtype)
+
+        def compressor(weights: CompressorWeights | None) -> CompressorWeights | None:
+            if weights is None:
+                return None
+            bias, norm = weights.bias.to(device), weights.norm.to(device)
+            return CompressorWeights(matrix(weights.values), matrix(weights.scores), bias, norm)
+
+        indexer = self.indexer
+        if indexer is not None:
+            keys = compressor(indexer.compressor)
+            assert keys is not None
+            indexer = IndexerWeights(matrix(indexer.q), matrix(indexer.weights), keys)
+        return type(self)(
+            matrix(self.q_a),
+            self.q_norm.to(device),
+            matrix(self.q_b),
+            matrix(self.kv),
+            self.kv_norm.to(device),
+            self.sink.to(device),
+            matrix(self.o_a),
+            matrix(self.o_b),
+            compressor(self.compressor),
+            indexer,
+        )
+
+    @classmethod
+    def from_state_dict(cls, tensors: Mapping[str, Tensor], *, groups: int, prefix: str = "") -> Self:
+        """From an attention module's tensors, named as Hugging Face transformers or as the checkpoint names them.
+
+        Args:
+            tensors: unquantised; a whole model's are fine.
+            groups: of the output projection (`o_groups`).
+            prefix: what stands before the attention's own names, such as `model.layers.0.self_attn.`.
+        """
+        own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        found = {_renamed(name): value for name, value in own.items()}
+
+        def get(name: str) -> Tensor:
+            if name not in found:
+                raise checks.refuse("tensors", f"with {prefix + name!r}", f"{len(own)} others", "check the prefix")
+            return found[name]
+
+        has = {part: any(name.startswith(part) for name in found) for part in ("compressor.", "compressor.indexer.")}
+        compressor = _compressor(get, "compressor.") if has["compressor."] else None
+        indexer = None
+        if has["compressor.indexer."]:
+            indexer = IndexerWeights(
+                get("compressor.indexer.q_b_proj.weight"),
+                get("compressor.indexer.scorer.weights_proj.weight"),
+                _compressor(get, "compressor.indexer."),
+            )
+        return cls(
+            get("q_a_proj.weight"),
+            get("q_a_norm.weight"),
+            get("q_b_proj.weight"),
+            get("kv_proj.weight"),
+            get("kv_norm.weight"),
+            get("sinks").float(),
+            get("o_a_proj.weight").unflatten(0, (checks.integer("groups", groups, low=1), -1)),
+            get("o_b_proj.weight"),
+            compressor,
+            indexer,
+        )
+
+
+def _compressor(get: Any, prefix: str) -> CompressorWeights:
+    names = ("kv_proj.weight", "gate_proj.weight", "position_bias", "kv_norm.weight")
+    return CompressorWeights(*(get(prefix + name) for name in names))
+
+
+def _renamed(name: str) -> str:
+    """A checkpoint's name as transformers has it; names of transformers stay."""
+    for ours, theirs in (("compressor.indexer.", "indexer.compressor."), ("compressor.", "compressor.")):
+        rest = name.removeprefix(theirs)
+        if rest != name and rest in _CHECKPOINT_COMPRESSOR_NAMES:
+            return ours + _CHECKPOINT_COMPRESSOR_NAMES[rest]
+    return _CHECKPOINT_NAMES.get(name, name)

@@ -1,0 +1,383 @@
+"""Checks of what only V4 layers run: rotate, compress, and whole layer calls over several steps."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tamis.batch import Batch, PageMap
+from tamis.cache import PagedCache
+from tamis.demo.requests import Piece, Request
+from tamis.demo.v4_probe import V4Probe
+from tamis.layout import Layout, compressor_state, index_fp8, named, plain_fp8, rows
+from tamis.ops import StatePages, compress_kv, rotate_and_write, rotate_heads
+from tamis.pages import PagePool
+from tamis.plan import Limits
+from tamis.rope import Rope
+from tamis.spec import LayerSpec
+from tamis.testing.cases import Draw, to_device
+from tamis.v4 import SparseV4, V4Caches
+from tamis.v4_plan import V4Plan
+from tamis.v4_planner import V4Planner
+from tamis.v4_weights import CompressorWeights, IndexerWeights, V4Weights
+from tamis.verify.check import Check, Target, Trial
+from tamis.verify.repeat import graph_check, repeat_check
+
+ROTARY = Rope(64, theta=160000.0, factor=16.0, original_length=65536)
+LENGTH = 320
+BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+"""Relative errors of single roundings."""
+FP8_BOUND = 4e-2
+V4_LAYER_STAGES = ("rotate", "compress", "attend", "combine")
+LAYER_BOUNDS = {"v4-bf16": 1.5e-2, "v4-fp8": 6e-2}
+"""Of a whole layer in bf16 against exact rows and the same selection."""
+
+
+def rotate_checks(target: Target) -> Iterator[Check]:
+    """Heads and inserted rows against complex multiplication in float64."""
+    if target.runs("rotate") is None:
+        yield Check("rotate", "heads", 0.0, reason=f"{target.backend} does not have this stage")
+        return
+    for dtype, bound in BOUNDS.items():
+        sizes = [(7, 64, 512), (3, 5, 128)] if target.quick else [(1, 1, 64), (7, 64, 512), (65, 5, 128), (9, 128, 512)]
+        trials = [(f"{t} x {h} x {d}", partial(_rotate, target, t, h, d, dtype)) for t, h, d in sizes]
+        yield Check("rotate", f"heads in {dtype}".replace("torch.", ""), bound, trials)
+    found = [layout for layout in _layouts() if target.takes("rotate", layout)]
+    inserted = [layout for layout in found if layout.width == 512]
+    yield Check("rotate", "rows inserted", FP8_BOUND, [(f.name, partial(_insert, target, f)) for f in inserted])
+    yield repeat_check("rotate", [(f.name, partial(_inserted, target, f)) for f in inserted])
+    yield graph_check(target, "rotate", ["rotate"], [("heads", partial(_rotate_again, target))])
+
+
+def compress_checks(target: Target) -> Iterator[Check]:
+    """Entries against sums in float64, over prompts, chunks, decodes and rejected drafts."""
+    found = [case for case in _compress_cases() if target.takes("compress", case.layout)]
+    for quantised, bound in ((False, BOUNDS[torch.bfloat16]), (True, FP8_BOUND)):
+        some = [case for case in found if case.layout.quantised == quantised]
+        name = "entries in FP8" if quantised else "entries"
+        yield Check("compress", name, bound, [(case.name, partial(_compress, target, case)) for case in some])
+    yield repeat_check("compress", [(case.name, partial(_compressed, target, case)) for case in found[::2]])
+    yield graph_check(target, "compress", ["compress"], [(c.name, partial(_compress_again, target, c)) for c in found])
+
+
+def v4_layer_checks(target: Target) -> Iterator[Check]:
+    """Layers of all kinds over prompts, decodes and mixed steps."""
+    for layout, bound in LAYER_BOUNDS.items():
+        found = [spec for spec in _specs() if _takes(target, spec, named(layout))]
+        trials = [(spec.kind, partial(_serve, target, spec, layout)) for spec in found]
+        yield Check("v4-layer", f"prompts, decodes, mixed steps, {layout}", bound, trials)
+    found = [spec for spec in _specs() if spec.kind != "overlapping" and _takes(target, spec, named("v4-fp8"))]
+    replays = [(spec.kind, partial(_again, target, spec)) for spec in found]
+    yield graph_check(target, "v4-layer", V4_LAYER_STAGES, replays)
+
+
+def _turned(x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
+    angles = positions.double().unsqueeze(1) * ROTARY.frequencies().double()
+    factor = torch.polar(torch.ones_like(angles), -angles if inverse else angles)
+    factor = torch.where((positions >= 0).unsqueeze(1), factor, 1.0)
+    while factor.dim() < x.dim():
+        factor = factor.unsqueeze(1)
+    tail = torch.view_as_complex(x[..., -ROTARY.dim :].double().unflatten(-1, (-1, 2)).contiguous())
+    return torch.cat((x[..., : -ROTARY.dim].double(), torch.view_as_real(tail * factor).flatten(-2)), dim=-1)
+
+
+def _normed(x: Tensor) -> Tensor:
+    return x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def _error(found: Tensor, expected: Tensor) -> Trial:
+    return Trial(float((found.cpu().double() - expected).norm() / expected.norm()))
+
+
+def _rotate(target: Target, tokens: int, heads: int, width: int, dtype: torch.dtype) -> Trial:
+    draw = Draw(f"rotate {tokens} {heads} {width}")
+    x, positions = draw.normal(tokens, heads, width, dtype=dtype), draw.integers(-1, LENGTH, tokens)
+    here, at, table = target.here([x, positions, ROTARY.cos_sin_table(LENGTH)])
+    worst = Trial(0.0)
+    for eps, inverse in ((None, False), (1e-6, False), (None, True)):
+        found = rotate_heads(here, at, table, eps=eps, inverse=inverse, backend=target.backend)
+        error = _error(found, _turned(x if eps is None else _normed(x), positions, inverse=inverse))
+        worst = max(worst, error)
+    return worst
+
+
+def _rotate_again(target: Target) -> tuple[list[Tensor], list[Tensor], Callable[..., list[Tensor]]]:
+    draw = Draw("rotate again")
+    table = target.here(ROTARY.cos_sin_table(LENGTH))
+    first, second = ([draw.normal(5, 8, 512), draw.integers(-1, LENGTH, 5)] for _ in range(2))
+
+    def call(x: Tensor, positions: Tensor) -> list[Tensor]:
+        return [rotate_heads(x, positions, table, eps=1e-6, backend=target.backend)]
+
+    return target.here(first), target.here(second), call
+
+
+def _layouts() -> list[Layout]:
+    return [named("v4-fp8"), named("v4-bf16"), named("v4-fp32"), plain_fp8(latent=448), index_fp8()]
+
+
+def _inserted(target: Target, layout: Layout) -> list[Tensor]:
+    """Queries, and the rows of a cache that some of seven tokens are written to."""
+    draw = Draw(f"insert {layout.name}")
+    cache = PagedCache(layout, 3, 5, target.device, scale=0.05 if layout.scale_mode == "tensor" else 1.0)
+    inputs = [draw.normal(7, 3, 512, dtype=torch.bfloat16), draw.normal(7, 512, dtype=torch.bfloat16)]
+    slots, positions = torch.tensor([4, -1, 14, 0, 7, -1]), torch.tensor([3, 5, 300, 0, 77, -1, -1])
+    q, kv, slots, positions, table, weight = target.here(
+        [*inputs, slots, positions, ROTARY.cos_sin_table(LENGTH), draw.normal(512)]
+    )
+    found = rotate_and_write(
+        q, kv, cache, slots, positions=positions, cos_sin=table, norm_weight=weight, backend=target.backend
+    )
+    return [found.q, cache.read(torch.arange(cache.rows, device=target.device))]
+
+
+def _insert(target: Target, layout: Layout) -> Trial:
+    draw = Draw(f"insert {layout.name}")
+    q, kv = draw.normal(7, 3, 512, dtype=torch.bfloat16), draw.normal(7, 512, dtype=torch.bfloat16)
+    weight, positions = draw.normal(512), torch.tensor([3, 5, 300, 0, 77, -1, -1])
+    found, rows_found = _inserted(target, layout)
+    expected = torch.zeros(15, 512, dtype=torch.float64)
+    expected[[4, 14, 0, 7]] = _turned(_normed(kv) * weight.double(), positions)[[0, 2, 3, 4]]
+    return max(_error(found, _turned(_normed(q), positions)), _error(rows_found, expected))
+
+
+@dataclass(frozen=True)
+class CompressCase:
+    """A kind of compressor and the format of its entries."""
+
+    layout: Layout
+    ratio: int
+    overlapping: bool
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return f"{self.layout.name}, {self.ratio} tokens{', overlapping' * self.overlapping}"
+
+    @property
+    def channels(self) -> int:
+        """Of a token's values."""
+        return self.layout.width * (2 if self.overlapping else 1)
+
+
+def _compress_cases() -> list[CompressCase]:
+    small = rows(torch.float32, latent=24, rope=64)
+    kinds = [(4, True), (128, False), (16, False), (3, True)]
+    found = [CompressCase(layout, *kind) for layout in _layouts() for kind in kinds[:2]]
+    return [*found, *(CompressCase(small, *kind) for kind in kinds[2:])]
+
+
+def _tokens(case: CompressCase) -> list[Tensor]:
+    """Values, scores, bias and gain."""
+    draw = Draw(f"compress {case.name}")
+    values, scores = draw.normal(LENGTH, case.channels), draw.normal(LENGTH, case.channels) * 2
+    return [values, scores, draw.normal(case.ratio, case.channels), draw.normal(case.layout.width)]
+
+
+class _Compressor:
+    """A request's tokens, its caches on the target, and the steps they go through."""
+
+    def __init__(self, target: Target, case: CompressCase) -> None:
+        self.target, self.case, layout = target, case, case.layout
+        self.values, self.scores, self.bias, self.weight = target.here(_tokens(case))
+        self.table = target.here(ROTARY.cos_sin_table(LENGTH))
+        self.pool, self.entries = PagePool(90, 8, seed=1), PagePool(140, 3, seed=2)
+        self.pool.extend("a", LENGTH)
+        self.entries.extend("a", LENGTH // case.ratio)
+        kept = compressor_state(dim=layout.width, overlapping=case.overlapping)
+        self.state = PagedCache(kept, 90, 8, target.device)
+        self.state.storage.fill_(torch.nan)
+        scale = 0.05 if layout.scale_mode == "tensor" else 1.0
+        self.cache = PagedCache(layout, 140, 3, target.device, scale=scale)
+
+    def places(self, start: int, end: int) -> tuple[Tensor, StatePages, Tensor]:
+        """Positions, state pages and entry slots of tokens start..end."""
+        positions = torch.arange(start, end)
+        slots = torch.full((end - start,), -1)
+        ends = (positions + 1) % self.case.ratio == 0
+        slots[ends] = self.entries.slots("a", start // self.case.ratio, end // self.case.ratio)
+        ids = torch.zeros(end - start, dtype=torch.int32)
+        pages = StatePages(self.pool.slots("a", start, end), ids, self.pool.block_table(["a"]))
+        return self.target.here((positions, pages, slots))
+
+    def run(self, values: Tensor, scores: Tensor, positions: Tensor, pages: StatePages, slots: Tensor) -> None:
+        compress_kv(
+            values,
+            scores,
+            self.state,
+            self.cache,
+            positions=positions,
+            pages=pages,
+            slots=slots,
+            bias=self.bias,
+            norm_weight=self.weight,
+            cos_sin=self.table,
+            backend=self.target.backend,
+        )
+
+
+def _compressed(target: Target, case: CompressCase) -> list[Tensor]:
+    """All entries of a request that ran as a prompt, decodes, rejected drafts, and a chunk."""
+    made = _Compressor(target, case)
+    for start, end, drafts in ((0, 125, 0), (125, 126, 0), (126, 131, 3), (128, 131, 0), (131, LENGTH, 0)):
+        wrong = target.here((torch.arange(start, end) >= end - drafts).float().unsqueeze(1))
+        made.run(made.values[start:end] + wrong, made.scores[start:end] - wrong, *made.places(start, end))
+    return [made.cache.read(made.entries.slots("a", 0, LENGTH // case.ratio).to(target.device))]
+
+
+def _compress_again(
+    target: Target, case: CompressCase
+) -> tuple[list[Tensor], list[Tensor], Callable[..., list[Tensor]]]:
+    made = _Compressor(target, case)
+    places = made.places(0, 2 * case.ratio)
+    first = [made.values[: 2 * case.ratio], made.scores[: 2 * case.ratio]]
+
+    def call(values: Tensor, scores: Tensor) -> list[Tensor]:
+        made.run(values, scores, *places)
+        return [made.state.storage.clone(), made.cache.storage.clone()]
+
+    return first, [part.flip(0) for part in first], call
+
+
+def _compress(target: Target, case: CompressCase) -> Trial:
+    values, scores, bias, weight = (t.double() for t in _tokens(case))
+    width, ratio = case.layout.width, case.ratio
+    biased = scores + bias.repeat(LENGTH // ratio + 1, 1)[:LENGTH]
+    made = []
+    for start in range(0, LENGTH - ratio + 1, ratio):
+        own = slice(start, start + ratio)
+        parts = [(values[own, -width:], biased[own, -width:])]
+        if case.overlapping and start:
+            before = slice(start - ratio, start)
+            parts.append((values[before, :width], biased[before, :width]))
+        pooled, shares = (torch.cat(part) for part in zip(*parts, strict=True))
+        made.append((shares.softmax(0) * pooled).sum(0))
+    entries = _turned(_normed(torch.stack(made)) * weight, torch.arange(len(made)) * ratio)
+    return _error(_compressed(target, case)[0], entries)
+
+
+def _specs() -> list[LayerSpec]:
+    window = LayerSpec(8, 448, 64, 512, 512**-0.5, window=20, sink=True, kind="window")
+    indexed = replace(window, kind="overlapping", compress=4, topk=9, index_heads=32, index_dim=128)
+    return [window, indexed, replace(window, kind="plain", compress=16)]
+
+
+def _takes(target: Target, spec: LayerSpec, layout: Layout) -> bool:
+    stages = ["rotate", "select", "combine"]
+    stages += ["compress"] * (spec.kind != "window") + ["index"] * (spec.kind == "overlapping")
+    claimed = target.takes("attend", layout, heads=spec.heads, dtype=torch.bfloat16, sink=True)
+    return claimed and all(target.runs(stage) is not None for stage in stages)
+
+
+def _weights(spec: LayerSpec, draw: Draw) -> V4Weights:
+    hidden, rank = 64, 32
+
+    def matrix(*size: int) -> Tensor:
+        scaled: Tensor = draw.normal(*size, dtype=torch.bfloat16) * size[-1] ** -0.5
+        return scaled
+
+    def compressor(width: int) -> CompressorWeights:
+        channels = width * (2 if spec.kind == "overlapping" else 1)
+        bias, norm = draw.normal(spec.compress, channels), draw.normal(width).abs() + 0.5
+        return CompressorWeights(matrix(channels, hidden), matrix(channels, hidden), bias, norm)
+
+    indexer = None
+    if spec.kind == "overlapping":
+        q = matrix(spec.index_heads * spec.index_dim, rank)
+        indexer = IndexerWeights(q, matrix(spec.index_heads, hidden), compressor(spec.index_dim))
+    return V4Weights(
+        matrix(rank, hidden),
+        draw.normal(rank).abs() + 0.5,
+        matrix(spec.heads * 512, rank),
+        matrix(512, hidden),
+        draw.normal(512).abs() + 0.5,
+        draw.normal(spec.heads),
+        matrix(2, 16, spec.heads * 256),
+        matrix(hidden, 32),
+        None if spec.kind == "window" else compressor(512),
+        indexer,
+    )
+
+
+class V4Served:
+    """Requests served step by step through one layer on the target."""
+
+    def __init__(self, target: Target, spec: LayerSpec, layout: str) -> None:
+        """Start with empty caches."""
+        self.target, self.spec, self.draw = target, spec, Draw(f"V4 {spec.kind}")
+        self.weights, self.table = _weights(spec, self.draw), ROTARY.cos_sin_table(LENGTH)
+        moved = to_device(self.weights, target.device)
+        self.layer = SparseV4(spec, moved, target.here(self.table), backend=target.backend)
+        sizes = {"window": 16, f"state{spec.compress}": 4}
+        limits = Limits(192, 4, LENGTH, 64, sizes)
+        self.planner = V4Planner([spec], limits, target.device, layout=layout, backend=target.backend)
+        self.pool, self.others = PagePool(24, 64, seed=3), {n: PagePool(330, s, seed=4) for n, s in sizes.items()}
+        self.caches = V4Caches.allocate(
+            spec,
+            pages=24,
+            window_pages=330,
+            state_pages=330,
+            page_size=64,
+            window_page_size=16,
+            state_page_size=4,
+            layout=layout,
+            device=target.device,
+        )
+        self.lengths: list[int] = []
+
+    def plan(self, new_tokens: Sequence[int], *, padding: int = 0) -> V4Plan:
+        """The next step, in which the requests have these many new tokens; requests past the known ones begin."""
+        self.lengths += [0] * (len(new_tokens) - len(self.lengths))
+        self.lengths = [length + new for length, new in zip(self.lengths, new_tokens, strict=True)]
+        batch = Batch.build(new_tokens, self.lengths, self.pool, other_pools=self.others)
+
+        def moved(pages: PageMap) -> PageMap:
+            return PageMap(*self.target.here([pages.block_table, pages.slots]))
+
+        others = {name: moved(pages) for name, pages in batch.other_pages.items()}
+        padded = sum(new_tokens) + padding
+        return self.planner.plan(replace(batch, pages=moved(batch.pages), other_pages=others, padded_tokens=padded))
+
+    def inputs(self, plan: V4Plan) -> Tensor:
+        """Hidden states of the step, on the host."""
+        return self.draw.normal(plan.step.rows, 64, dtype=torch.bfloat16)
+
+
+def _serve(target: Target, spec: LayerSpec, layout: str) -> Trial:
+    served = V4Served(target, spec, layout)
+    probe = V4Probe([spec], [served.weights], [served.table])
+    requests = [Request(number, [0] * LENGTH, arrival=0, new_tokens=1) for number in range(4)]
+    for number, new_tokens in enumerate(([70, 33, 1], [1, 1, 1], [1, 1, 60, 90])):
+        plan = served.plan(new_tokens, padding=3 * (number == 1))
+        hidden = served.inputs(plan)
+        here = target.here(hidden)
+        out = served.layer(here, served.caches, plan).cpu()
+        chosen = None
+        if spec.kind == "overlapping":
+            index_q = served.layer.write(here, served.caches, plan).index_q
+            assert index_q is not None
+            chosen = served.layer.select(here, index_q, served.caches, plan).cpu()
+        starts = [end - new for end, new in zip(served.lengths, new_tokens, strict=True)]
+        pieces = [Piece(requests[n], starts[n], [0] * new) for n, new in enumerate(new_tokens)]
+        probe.compare(0, pieces, hidden, partial(_same, chosen), out)
+    return Trial(probe.errors()[0].quantisation_error)
+
+
+def _same(value: Tensor | None) -> Tensor | None:
+    return value
+
+
+def _again(target: Target, spec: LayerSpec) -> tuple[list[Tensor], list[Tensor], "partial[list[Tensor]]"]:
+    """A decode step captured with some hidden states and replayed with others."""
+    served = V4Served(target, spec, "v4-fp8")
+    prompt = served.plan([70, 33, 15])
+    served.layer(target.here(served.inputs(prompt)), served.caches, prompt)
+    plan = served.plan([1, 1, 1], padding=2)
+    first, second = target.here([served.inputs(plan), served.inputs(plan)])
+    return [first], [second], partial(_layer_call, served, plan)
+
+
+def _layer_call(served: V4Served, plan: V4Plan, hidden: Tensor) -> list[Tensor]:
+    return [served.layer(hidden, served.caches, plan)]

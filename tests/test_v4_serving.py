@@ -1,0 +1,91 @@
+"""Both ways to serve V4 (prefills that read pages, prefills gathered into a workspace) against fp64 and each other."""
+
+import pytest
+import torch
+from oracle import relative_error
+from v4_standin import HEADS, LENGTHS, QUERIES, RATIOS, SCALE, V4Step, limits, specs
+
+from tamis.layout import Layout, plain_fp8
+from tamis.ops import attend
+from tamis.v4_planner import V4Planner
+from tamis.v4_serving import attend_gathered
+
+BATCHES = {
+    "mixed": (QUERIES, LENGTHS),
+    "decodes": ([1, 2, 1], [129, 700, 3]),
+    "prefills": ([30, 64, 3], [30, 400, 127]),
+    "one token": ([1], [1]),
+}
+OPTIONS = {"scale": SCALE, "value_dim": 512}
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("layout", ["v4-fp8", "v4-bf16", "v4-fp32"])
+def test_prefills_through_a_workspace_agree_with_prefills_through_pages(layout: str, batch: str, ratio: int) -> None:
+    step = V4Step(layout, *BATCHES[batch])
+    expected = step.oracle(ratio)
+    plan = step.planner().plan(step.batch)
+    core = attend(step.q, step.selections(plan, ratio), sink=step.sink, **OPTIONS)
+    assert relative_error(core.out, expected) < 3e-6
+    plan = step.planner(mode="separate").plan(step.batch)
+    entries = step.entries.get(ratio)
+    chosen = step.chosen_for(ratio)
+    gathered = attend_gathered(step.q, plan, step.window, entries, chosen, ratio=ratio, sink=step.sink, **OPTIONS)
+    # Rows of v4-fp8 and v4-bf16 are bf16 numbers: the workspace holds them exactly, and only sums differ.
+    assert relative_error(gathered, expected) < (4e-3 if layout == "v4-fp32" else 3e-6)
+
+
+def test_a_small_workspace_takes_several_groups_and_keeps_nothing_of_the_one_before() -> None:
+    step = V4Step("v4-fp8")
+    plan = step.planner(mode="separate").plan(step.batch)
+    assert [len(plan.gathers[r].groups) for r in RATIOS] == [1, 1, 1]
+    small = limits(workspace_rows=330)
+    plan = V4Planner(specs(), small, layout="v4-fp8", mode="separate").plan(step.batch)
+    assert [len(plan.gathers[r].groups) for r in RATIOS] == [2, 3, 2]
+    assert plan.workspace is not None
+    plan.workspace.fill_(torch.nan)
+    for ratio in RATIOS:
+        out = attend_gathered(
+            step.q,
+            plan,
+            step.window,
+            step.entries.get(ratio),
+            step.chosen_for(ratio),
+            ratio=ratio,
+            sink=step.sink,
+            **OPTIONS,
+        )
+        assert relative_error(out, step.oracle(ratio)) < 3e-6
+
+
+@pytest.mark.parametrize("batch", ["mixed", "decodes"])
+def test_padding_comes_out_as_zeros(batch: str) -> None:
+    step = V4Step("v4-bf16", *BATCHES[batch])
+    total = len(step.tokens)
+    plan = step.planner(mode="separate").plan(step.padded(3))
+    q = torch.cat((step.q, torch.full((3, HEADS, 512), 2.0)))
+    out = attend_gathered(q, plan, step.window, sink=step.sink, **OPTIONS)
+    assert relative_error(out[:total], step.oracle(1)) < 3e-6
+    assert out[total:].eq(0).all()
+
+
+def test_one_scale_for_the_whole_cache() -> None:
+    layout: Layout = plain_fp8(latent=448)
+    step = V4Step(layout, scale=0.03)
+    plan = step.planner(mode="separate").plan(step.batch)
+    for ratio in RATIOS:
+        entries, chosen = step.entries.get(ratio), step.chosen_for(ratio)
+        out = attend_gathered(step.q, plan, step.window, entries, chosen, ratio=ratio, sink=step.sink, **OPTIONS)
+        assert relative_error(out, step.oracle(ratio)) < 4e-3  # e4m3 times a scale, rounded to bf16 in the workspace
+
+
+def test_refusals() -> None:
+    step = V4Step("v4-bf16", [1], [5])
+    with pytest.raises(ValueError, match="plan must be one with a workspace, got None; make the V4Planner with mode"):
+        attend_gathered(step.q, step.planner().plan(step.batch), step.window, **OPTIONS)
+    plan = step.planner(mode="separate").plan(step.batch)
+    with pytest.raises(ValueError, match="entries must be given for ratio 4"):
+        attend_gathered(step.q, plan, step.window, ratio=4, **OPTIONS)
+    with pytest.raises(ValueError, match=r"q must be of shape \[T=1, H, D\]"):
+        attend_gathered(step.q[:0], plan, step.window, **OPTIONS)
