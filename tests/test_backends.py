@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tamis import LayerSpec, choose
+from tamis import LayerSpec, backends, choose
 from tamis.backends import BACKENDS, STAGES, Backend, backend_for_stage
 from tamis.layout import v32_fp8
 
 SPEC = LayerSpec(heads=16, topk=2048)
 HOPPER_ONLY = Backend(
-    "hopper",
-    "hopper",
+    "imagined",
+    "imagined",
     "an imaginary kernel",
     devices=("cuda",),
     compute_capabilities=(9,),
@@ -33,17 +33,17 @@ def test_reference_runs_everything_on_a_cpu() -> None:
             for page_size in (1, 61, 64):
                 choice = choose(LayerSpec(heads=heads, topk=3), "cpu", layout=layout, page_size=page_size)
                 assert choice.name == "reference"
-                assert choice.rejected == {"triton": ["device 'cpu' is not one of cuda"]}
+                assert choice.rejected == dict.fromkeys(("hopper", "triton"), ["device 'cpu' is not one of cuda"])
 
 
 def test_all_reasons_of_a_rejection_are_given() -> None:
     spec = LayerSpec(heads=16, latent_dim=448, value_dim=512, topk=5, sink=True)
     choice = choose(spec, "cpu", layout="v4-bf16", dtype=torch.float32, page_size=61, backends=(HOPPER_ONLY, *BACKENDS))
     assert choice.name == "reference"
-    reasons = choice.rejected["hopper"]
+    reasons = choice.rejected["imagined"]
     for part in ("device 'cpu'", "float32", "v4-bf16", "row width 512", "16 heads", "page size 61", "sinks"):
         assert any(part in reason for reason in reasons), part
-    assert "hopper: rejected: device 'cpu' is not one of cuda; " in choice.explain()
+    assert "imagined: rejected: device 'cpu' is not one of cuda; " in choice.explain()
     assert choice.explain().startswith("reference: chosen")
 
 
@@ -56,11 +56,13 @@ def test_first_that_fits_wins_and_the_rest_are_named() -> None:
 
 
 def test_a_named_backend_runs_or_fails_with_its_reasons() -> None:
-    with pytest.raises(ValueError, match=r"no backend can run this layer on cpu \(hopper: device 'cpu' is not one of"):
-        choose(SPEC, "cpu", prefer="hopper", backends=(HOPPER_ONLY, *BACKENDS))
-    with pytest.raises(ValueError, match="prefer must be one of 'auto', 'triton', 'reference', got 'flash'"):
+    with pytest.raises(
+        ValueError, match=r"no backend can run this layer on cpu \(imagined: device 'cpu' is not one of"
+    ):
+        choose(SPEC, "cpu", prefer="imagined", backends=(HOPPER_ONLY, *BACKENDS))
+    with pytest.raises(ValueError, match="prefer must be one of 'auto', 'hopper', 'triton', 'reference', got 'flash'"):
         choose(SPEC, "cpu", prefer="flash")
-    with pytest.raises(ValueError, match=r"hopper: .*; change what the reasons name"):
+    with pytest.raises(ValueError, match=r"imagined: .*; change what the reasons name"):
         choose(SPEC, "cpu", backends=(HOPPER_ONLY,))
 
 
@@ -93,13 +95,34 @@ def test_every_stage_has_an_implementation_everywhere(stage: str) -> None:
 
 
 def test_portable_kernels_are_preferred_on_a_gpu_and_say_what_they_cannot_do() -> None:
-    assert [b.name for b in BACKENDS] == ["triton", "reference"]
+    assert [b.name for b in BACKENDS] == ["hopper", "triton", "reference"]
     need = replace(choose(SPEC, "cpu").need, device=torch.device("cuda"), capability=(8, 0))
-    assert BACKENDS[0].refusals(need) == []
+    assert BACKENDS[1].refusals(need) == []
     wide = replace(need, layout=v32_fp8(latent=1024), dtype=torch.float64)
-    assert BACKENDS[0].refusals(wide) == [
+    assert BACKENDS[1].refusals(wide) == [
         "query dtype float64 is not one of bfloat16, float16, float32, float8_e4m3fn",
         "latent width 1024 is more than 512",
     ]
     odd = replace(need, layout=v32_fp8(latent=480, tile=96))
-    assert BACKENDS[0].refusals(odd) == ["tiles of 96 values are not a power of two"]
+    assert BACKENDS[1].refusals(odd) == ["tiles of 96 values are not a power of two"]
+
+
+def test_hopper_kernels_are_for_hopper_and_leave_the_rest_to_their_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = BACKENDS[0]
+    need = replace(choose(SPEC, "cpu").need, device=torch.device("cuda"), capability=(9, 0))
+    assert hopper.refusals(need) == []
+    assert hopper.refusals(replace(need, capability=(10, 0))) == ["compute capability 10.0 is not one of 9.x"]
+    assert hopper.refusals(replace(need, capability=None)) == ["compute capability unknown is not one of 9.x"]
+    for capability, wanted in (((9, 0), "hopper"), ((8, 0), "triton"), (None, "triton")):
+        monkeypatch.setattr(backends, "compute_capability", lambda device, found=capability: found)
+        assert backend_for_stage("index", "auto", "cuda").name == wanted
+        assert backend_for_stage("write", "auto", "cuda").name == "triton"
+    with pytest.raises(
+        ValueError, match="backend must be 'auto' or one of hopper, triton, reference that runs on cuda"
+    ):
+        backend_for_stage("write", "hopper", "cuda")
+    monkeypatch.setattr(backends, "compute_capability", lambda device: (9, 0))
+    assert backend_for_stage("write", "hopper", "cuda").name == "triton"
+    monkeypatch.setattr(backends, "has_nvrtc", lambda: False)
+    assert "install the NVRTC of PyTorch's CUDA version" in hopper.refusals(need)[0]
+    assert backend_for_stage("index", "auto", "cuda").name == "triton"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tamis import checks
+from tamis.cuda.compiler import INSTALL, has_nvrtc
 from tamis.layout import Layout, named
 from tamis.spec import LayerSpec
 
@@ -20,9 +21,14 @@ class Backend:
     """File name inside each stage's package."""
     summary: str
     stages: tuple[str, ...] = STAGES
+    """What it has kernels of its own for."""
+    base: str | None = None
+    """The backend that runs the other stages for it."""
     devices: tuple[str, ...] | None = None
     compute_capabilities: tuple[int, ...] | None = None
     """Major versions of CUDA compute capability."""
+    compiled_at_first_use: bool = False
+    """Whether it has kernels in CUDA C++, which NVRTC compiles."""
     query_dtypes: tuple[torch.dtype, ...] = checks.FLOATS
     layouts: tuple[str, ...] | None = None
     widths: tuple[int, ...] | None = None
@@ -40,17 +46,21 @@ class Backend:
     batch_invariant: bool = True
     """Whether, with a fixed number of splits, a row's bits do not depend on what else is in the batch."""
 
+    def device_refusals(self, device: torch.device, capability: tuple[int, int] | None) -> list[str]:
+        """Every reason why it cannot run on a device."""
+        if self.devices is not None and device.type not in self.devices:
+            return [f"device {device.type!r} is not one of {', '.join(self.devices)}"]
+        if self.compute_capabilities is not None and (capability or (None,))[0] not in self.compute_capabilities:
+            wanted = ", ".join(f"{c}.x" for c in self.compute_capabilities)
+            found = "unknown" if capability is None else ".".join(str(n) for n in capability)
+            return [f"compute capability {found} is not one of {wanted}"]
+        if self.compiled_at_first_use and not has_nvrtc():
+            return [f"NVRTC was not found; {INSTALL}"]
+        return []
+
     def refusals(self, need: "Need") -> list[str]:
         """Every reason why this backend cannot do it; empty if it can."""
-        reasons = []
-        if self.devices is not None and need.device.type not in self.devices:
-            reasons.append(f"device {need.device.type!r} is not one of {', '.join(self.devices)}")
-        elif self.compute_capabilities is not None:
-            major = need.capability[0] if need.capability else None
-            if major not in self.compute_capabilities:
-                wanted = ", ".join(f"{c}.x" for c in self.compute_capabilities)
-                found = "unknown" if need.capability is None else ".".join(str(n) for n in need.capability)
-                reasons.append(f"compute capability {found} is not one of {wanted}")
+        reasons = self.device_refusals(need.device, need.capability)
         if need.dtype not in self.query_dtypes:
             names = ", ".join(checks.dtype_name(d) for d in self.query_dtypes)
             reasons.append(f"query dtype {checks.dtype_name(need.dtype)} is not one of {names}")
@@ -74,6 +84,19 @@ class Backend:
 
 
 BACKENDS = (
+    Backend(
+        "hopper",
+        "hopper_kernels",
+        "CUDA C++ for NVIDIA's Hopper, compiled at first use; the portable kernels where it has none",
+        stages=("index",),
+        base="triton",
+        devices=("cuda",),
+        compute_capabilities=(9,),
+        compiled_at_first_use=True,
+        query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
+        max_latent=512,
+        power_of_two_tiles=True,
+    ),
     Backend(
         "triton",
         "triton_kernels",
@@ -162,8 +185,8 @@ def choose(
     checks.integer("page_size", page_size, low=1)
     if layout.width != spec.head_dim:
         raise checks.refuse("layout", f"{spec.head_dim} wide like the spec", layout.width, "choose matching widths")
-    if capability is None and device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
+    if capability is None:
+        capability = compute_capability(device)
     need = Need(spec, device, capability, dtype, layout, page_size)
     names = [b.name for b in backends]
     if prefer != "auto":
@@ -179,13 +202,26 @@ def choose(
     return Choice(wanted[0], need, rejected, tuple(b.name for b in possible if b is not wanted[0]))
 
 
-def backend_for_stage(stage: str, backend: str, device_type: str) -> Backend:
-    """The backend that runs one stage: the named one, or with "auto" the first that knows stage and device."""
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Of an NVIDIA GPU; None for everything else. (AMD's GPUs have numbers of their own under the same name.)"""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def backend_for_stage(stage: str, backend: str, device: torch.device | str) -> Backend:
+    """The backend that runs one stage: the named one or its base, or with "auto" the first that knows stage and
+    device."""
+    device = torch.device(device)
+    capability = compute_capability(device)
     for candidate in BACKENDS:
-        fits = stage in candidate.stages and (candidate.devices is None or device_type in candidate.devices)
-        if fits and backend in ("auto", candidate.name):
+        if backend not in ("auto", candidate.name) or candidate.device_refusals(device, capability):
+            continue
+        if stage in candidate.stages:
             return candidate
-    names = ", ".join(b.name for b in BACKENDS if stage in b.stages)
+        if backend == candidate.name and candidate.base is not None:
+            return backend_for_stage(stage, candidate.base, device)
+    names = ", ".join(b.name for b in BACKENDS if stage in b.stages or b.base is not None)
     raise checks.refuse(
-        "backend", f"'auto' or one of {names} that runs on {device_type}", repr(backend), "see `tamis backends`"
+        "backend", f"'auto' or one of {names} that runs on {device.type}", repr(backend), "see `tamis backends`"
     )

@@ -101,6 +101,16 @@ def nvrtc() -> Nvrtc:
     raise ImportError(f"CUDA C++ kernels need NVRTC, NVIDIA's runtime compiler, which was not found; {INSTALL}")
 
 
+@cache
+def has_nvrtc() -> bool:
+    """Whether this installation has a compiler at all."""
+    try:
+        nvrtc()
+    except ImportError:
+        return False
+    return True
+
+
 def _candidates() -> Iterator[tuple[str, str | None]]:
     """Libraries to try, and the builtins that each needs to have loaded before."""
     wanted = [f".so.{major}" for major in ((torch.version.cuda or "13").split(".")[0], "13", "12")]

@@ -9,11 +9,7 @@ import torch
 from tamis.backends import backend_for_stage
 
 
+@cache
 def implementation(stage: str, backend: str, device: torch.device) -> Any:
     """The module of `tamis.ops.<stage>` for this backend; all of them offer the same functions."""
-    return _module(stage, backend_for_stage(stage, backend, device.type).module)
-
-
-@cache
-def _module(stage: str, module: str) -> Any:
-    return import_module(f"tamis.ops.{stage}.{module}")
+    return import_module(f"tamis.ops.{stage}.{backend_for_stage(stage, backend, device).module}")

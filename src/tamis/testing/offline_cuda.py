@@ -1,6 +1,6 @@
 """Compile the CUDA C++ kernels for GPUs that are not there: `python -m tamis.testing.offline_cuda sm_90a`.
 
-Every `tamis.ops.<stage>.cuda_kernels` module offers `offline_cases()`, which yields its programs as the library
+Every `tamis.ops.<stage>.hopper_kernels` module offers `offline_cases()`, which yields its programs as the library
 compiles them. A kernel that spills registers, or that needs more shared memory than a block may have, is refused.
 """
 
@@ -79,7 +79,7 @@ def compile_case(case: CudaCase, arch: str) -> list[Usage]:
 def all_cases() -> Iterator[CudaCase]:
     """The cases of every stage that has CUDA C++ kernels."""
     for stage in STAGES:
-        name = f"tamis.ops.{stage}.cuda_kernels"
+        name = f"tamis.ops.{stage}.hopper_kernels"
         if find_spec(name) is not None:
             yield from importlib.import_module(name).offline_cases()
 

@@ -57,7 +57,7 @@ class Target:
     def runs(self, stage: str) -> Backend | None:
         """The backend that would run a stage here; None if the named one does not have the stage."""
         try:
-            return backend_for_stage(stage, self.backend, self.device.type)
+            return backend_for_stage(stage, self.backend, self.device)
         except ValueError:
             return None
 

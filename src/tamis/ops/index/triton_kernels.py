@@ -4,8 +4,9 @@ Grids and blocks depend on shapes alone, so every call can be captured in a grap
 programs whose keys lie behind them stop at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,13 +44,20 @@ class ScoreLaunch:
     """Keys per program."""
     warps: int
     stages: int
+    registers: int | None = None
+    """Most registers per thread, where the compiler would take more than pays."""
+
+
+PROGRAMS_PER_CORE = 5
+"""As many programs of one token share an H200's multiprocessor."""
+START_STEPS = 1.5
+"""What a program costs beside its loop, in steps of it."""
 
 
 def choose_score_launch(
-    shape: Sequence[int], cores: int, heads: int, block_h: int, *, shared: bool, exact: bool
+    shape: Sequence[int], cores: int, heads: int, block_h: int, *, shared: bool, exact: bool, native: bool
 ) -> ScoreLaunch:
-    """Blocks for a result of that shape: spans long enough to hide their start, and short enough that eight per core
-    remain.
+    """Blocks for a result of that shape.
 
     Args:
         shape: tokens and columns of the result.
@@ -58,15 +66,28 @@ def choose_score_launch(
         block_h: how many of them a block holds.
         shared: whether neighbouring tokens mostly see the same keys.
         exact: whether products run in float32.
+        native: whether products run on e4m3 itself.
     """
     tokens, width = shape
     simple = heads <= block_h and not exact
-    # The logits of two tokens fit the registers up to 64 heads.
-    block_q = 2 if shared and simple and block_h <= 64 else 1
     block_n = 32 if exact else 64
-    share = width * triton.cdiv(tokens, block_q) // (8 * cores)
-    span = max(4, min(16, share // block_n)) * block_n
-    return ScoreLaunch(block_q, block_n, span, 4, 4 if simple else 1)
+    # The logits of two tokens fit the registers up to 64 heads.
+    if shared and simple and block_h <= 64:
+        steps = min(32, max(4, width * tokens // 2 // (8 * cores) // block_n))
+        return ScoreLaunch(2, block_n, steps * block_n, 4, 3, registers=128 if native else None)
+    steps = choose_steps(tokens, triton.cdiv(width, block_n), PROGRAMS_PER_CORE * cores)
+    return ScoreLaunch(1, block_n, steps * block_n, 4, 4 if simple else 1)
+
+
+@lru_cache(1024)
+def choose_steps(tokens: int, blocks: int, places: int) -> int:
+    """Blocks of keys per program that finish soonest: rounds of programs on the device, times what each works through.
+    Spans of any length are possible, so the last round need not be a short one."""
+
+    def cost(steps: int) -> float:
+        return -(-tokens * -(-blocks // steps) // places) * (steps + START_STEPS)
+
+    return min(range(4, 65), key=cost)
 
 
 def index_scores(
@@ -116,19 +137,44 @@ def index_topk(
     workspace_bytes: int,
 ) -> Tensor:
     """Positions int32 [T, k], as many tokens at a time as the workspace holds scores of."""
-    tokens = q.shape[0]
-    # Rows of a multiple of 16 numbers are read in wide loads.
-    width = triton.cdiv(block_table.shape[1] * cache.page_size, 16) * 16
+    tokens, width = q.shape[0], score_width(cache, block_table)
     scratch = max(choose_topk_launch(n, width, k, _cores(q.device)).scratch for n in (1, max(1, tokens)))
-    step = max(1, min(tokens, workspace_bytes // (4 * (width + scratch))))
-    scores = torch.empty(step, width, dtype=torch.float32, device=q.device)
+
+    def select(scores: Tensor, visible: Tensor, result: Tensor) -> None:
+        _select(scores, visible, k, None, None, 0, result)
+
+    rows = workspace_bytes // (4 * (width + scratch))
+    return score_and_select(q, weights, cache, request_ids, block_table, lengths, k, rows, select)
+
+
+def score_width(cache: PagedCache, block_table: Tensor) -> int:
+    """Numbers in a row of scores: a multiple of 16, so that rows are read in wide loads."""
+    return -(-block_table.shape[1] * cache.page_size // 16) * 16
+
+
+def score_and_select(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    k: int,
+    rows: int,
+    select: Callable[[Tensor, Tensor, Tensor], None],
+) -> Tensor:
+    """Positions int32 [T, k]: scores of `rows` tokens at a time (at least one), each followed by
+    `select(scores, lengths, result)`."""
+    tokens = q.shape[0]
+    step = max(1, min(tokens, rows))
+    scores = torch.empty(step, score_width(cache, block_table), dtype=torch.float32, device=q.device)
     result = torch.empty(tokens, k, dtype=torch.int32, device=q.device)
     for start in range(0, tokens, step):
         some = slice(start, min(start + step, tokens))
         part, ids, visible = scores[: some.stop - start], request_ids[some], lengths[some]
         # Launched like the whole batch.
         _score_pages(q[some], weights[some], cache, ids, block_table, visible, part, batch=tokens, fill=False)
-        _select(part, visible, k, None, None, 0, result[some])
+        select(part, visible, result[some])
     return result
 
 
@@ -207,7 +253,9 @@ def _score(
     native = has_native_e4m3(q.device)
     compute = _compute_dtype(q.dtype, keys, native=native)
     block_h, exact = _head_block(heads, dim, compute), compute == torch.float32
-    launch = choose_score_launch(out.shape, _cores(q.device), heads, block_h, shared=shared, exact=exact)
+    launch = choose_score_launch(
+        out.shape, _cores(q.device), heads, block_h, shared=shared, exact=exact, native=compute == E4M3
+    )
     arguments, options = score_arguments(q, weights, places, compute, launch, out, native=native, fill=fill)
     programs = triton.cdiv(q.shape[0], launch.block_q) * triton.cdiv(out.shape[1], launch.span)
     if programs:
@@ -273,7 +321,8 @@ def score_arguments(
         "STAGES": launch.stages,
         "INTERPRETED": interpreted(score_keys),
     }
-    return arguments, {"num_warps": launch.warps, "num_stages": launch.stages}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    return arguments, options if launch.registers is None else options | {"maxnreg": launch.registers}
 
 
 def _select(
@@ -332,7 +381,9 @@ def offline_cases() -> Iterator["OfflineCase"]:
         q, keys = torch.empty(4, heads, layout.width, dtype=query), E4M3 if layout.quantised else layout.element
         compute = _compute_dtype(query, keys, native=native)
         block_h = _head_block(heads, layout.width, compute)
-        launch = choose_score_launch(out.shape, 132, heads, block_h, shared=shared, exact=compute == fp32)
+        launch = choose_score_launch(
+            out.shape, 132, heads, block_h, shared=shared, exact=compute == fp32, native=compute == E4M3
+        )
         places = _page_places(cache, four, table, four, out)
         arguments, options = score_arguments(
             q, torch.empty(4, heads), places, compute, launch, out, native=native, fill=shared

@@ -57,6 +57,8 @@ def topk_positions(
     request_ids: Tensor | None = None,
     block_table: Tensor | None = None,
     page_size: int = 0,
+    *,
+    out: Tensor | None = None,
     variant: Variant | None = None,
 ) -> Tensor:
     """The k highest-scored positions of each row: int32 [T, k], ascending, then -1.
@@ -72,11 +74,13 @@ def topk_positions(
         request_ids: int32 [T], the block-table row of each token.
         block_table: int32 [B, W].
         page_size: positions per page; 0 without a block table.
+        out: int32 [T, k], contiguous, to write into.
         variant: how to cut the launch, if not as usual.
     """
     checks.integer("k", k, low=1, high=MAX_K)
     tokens, width = scores.shape
-    out = torch.empty((tokens, k), dtype=torch.int32, device=scores.device)
+    if out is None:
+        out = torch.empty((tokens, k), dtype=torch.int32, device=scores.device)
     if tokens == 0:
         return out
     if width > 1 and scores.stride(1) != 1:
@@ -102,14 +106,12 @@ def topk_positions(
 
 @lru_cache(maxsize=1024)
 def usual_variant(tokens: int, width: int, multiprocessors: int) -> Variant:
-    """Two blocks per multiprocessor if there are rows enough for that, else large ones; slices worth a block each."""
+    """One block per multiprocessor, of slices worth a block each: what blocks of a row tell each other costs more than
+    a second one on the same multiprocessor gains. Long slices get a multiprocessor's whole memory."""
     cluster = 1
-    while cluster < 16 and tokens * cluster * 2 <= 2 * multiprocessors and width > cluster * 4096:
+    while cluster < 16 and tokens * cluster * 2 <= multiprocessors and width >= cluster * 16384:
         cluster *= 2
-    # Longer slices than about this do not stay in shared memory.
-    if tokens > multiprocessors and width > 32768:
-        cluster = max(cluster, 2)
-    alone = tokens * cluster <= multiprocessors and width > cluster * 16384
+    alone = tokens * cluster <= multiprocessors and width >= cluster * 49152
     variant, largest = Variant(cluster, 1024, 1) if alone else Variant(cluster, 512, 2), Variant(16, 1024, 1)
     return variant if _room_for_keys(variant, width, MAX_K)[1] > 0 else largest
 

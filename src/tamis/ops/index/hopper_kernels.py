@@ -1,0 +1,40 @@
+"""The lightning indexer on Hopper: portable scores, and top-k in CUDA C++."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tamis.cache import PagedCache
+from tamis.ops.index import cuda_topk
+from tamis.ops.index.cuda_topk import topk_positions
+from tamis.ops.index.triton_kernels import index_scores, ragged_scores, score_and_select, score_width
+
+if TYPE_CHECKING:
+    from tamis.testing.offline_cuda import CudaCase
+
+__all__ = ["index_scores", "index_topk", "ragged_scores", "topk_positions"]
+
+
+def index_topk(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    k: int,
+    workspace_bytes: int,
+) -> Tensor:
+    """Positions int32 [T, k], as many tokens at a time as the workspace holds scores of; selection takes no memory."""
+
+    def select(scores: Tensor, visible: Tensor, result: Tensor) -> None:
+        topk_positions(scores, visible, k, out=result)
+
+    rows = workspace_bytes // (4 * score_width(cache, block_table))
+    return score_and_select(q, weights, cache, request_ids, block_table, lengths, k, rows, select)
+
+
+def offline_cases() -> Iterator["CudaCase"]:
+    """Programs that `tamis.testing.offline_cuda` compiles."""
+    yield from cuda_topk.offline_cases()
