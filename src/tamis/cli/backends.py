@@ -84,7 +84,7 @@ def _need(options: argparse.Namespace) -> "Need":
     import torch
 
     from tamis import checks
-    from tamis.backends import Need
+    from tamis.backends import Need, compute_capability
     from tamis.layout import NAMES, named
     from tamis.spec import LayerSpec
 
@@ -96,5 +96,6 @@ def _need(options: argparse.Namespace) -> "Need":
     value_dim = layout.width if v4 else layout.latent
     spec = LayerSpec(options.heads, layout.latent, layout.rope, value_dim, topk=options.topk, sink=v4)
     device = pick_device(options.device)
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return Need(spec, device, capability, getattr(torch, DTYPES[options.dtype]), layout, options.page_size)
+    return Need(
+        spec, device, compute_capability(device), getattr(torch, DTYPES[options.dtype]), layout, options.page_size
+    )

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
-from tamis.backends import Backend, Need, backend_for_stage
+from tamis.backends import Backend, Need, backend_for_stage, compute_capability
 from tamis.layout import Layout
 from tamis.spec import LayerSpec
 from tamis.testing import cases
@@ -84,9 +84,8 @@ class Target:
         spec = LayerSpec(
             backend.heads[0] if heads is None else heads, layout.latent, layout.rope, layout.latent, topk=1, sink=sink
         )
-        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
         asked = backend.query_dtypes[0] if dtype is None else dtype
-        return not backend.refusals(Need(spec, self.device, capability, asked, layout, page_size))
+        return not backend.refusals(Need(spec, self.device, compute_capability(self.device), asked, layout, page_size))
 
     def not_capturable(self, stages: Sequence[str]) -> str:
         """Why these stages cannot be captured in a CUDA graph here; empty if they can."""

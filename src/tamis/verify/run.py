@@ -32,6 +32,11 @@ STAGES = tuple(_CHECKS)
 _STAGES_OF = {"layer": LAYER_STAGES, "v4-layer": V4_LAYER_STAGES}
 
 
+def stage_checks(stage: str, target: Target) -> Iterator[Check]:
+    """The checks of one stage."""
+    return _CHECKS[stage](target)
+
+
 def run_checks(
     device: torch.device | str = "cpu",
     backend: str = "auto",
@@ -57,7 +62,7 @@ def run_checks(
     for stage in stages or ():
         checks.option("stage", stage, STAGES)
     wanted = [stage for stage in STAGES if stages is None or stage in stages]
-    found = [check for stage in wanted for check in _CHECKS[stage](target)]
+    found = [check for stage in wanted for check in stage_checks(stage, target)]
     total, count = sum(len(check.trials) for check in found), 0
 
     def done() -> None:

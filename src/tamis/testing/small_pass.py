@@ -1,0 +1,39 @@
+"""One small case of every check on a GPU, for tools that slow a program down a hundredfold:
+
+    compute-sanitizer --tool memcheck python -m tamis.testing.small_pass
+    compute-sanitizer --tool racecheck python -m tamis.testing.small_pass attend index
+
+Names of stages restrict it. Checks that compare runs with each other are left out: the tools look at each launch.
+"""
+
+import sys
+
+import torch
+
+from tamis.verify.check import Target
+from tamis.verify.run import STAGES, stage_checks
+
+
+def main(stages: list[str]) -> int:
+    """Run the first case of each check; 1 if one was wrong."""
+    unknown = set(stages) - set(STAGES)
+    if unknown or not torch.cuda.is_available():
+        what = f"unknown stages: {', '.join(sorted(unknown))}" if unknown else "there is no GPU"
+        print(f"{what}; usage: python -m tamis.testing.small_pass [STAGE...]", file=sys.stderr)
+        return 2
+    target, wrong = Target(torch.device("cuda"), quick=True), 0
+    for stage in stages or STAGES:
+        for check in stage_checks(stage, target):
+            if not check.trials or "runs" in check.name:
+                continue
+            _, trial = check.trials[0]
+            found = trial()
+            torch.cuda.synchronize()
+            ok = found.error <= check.bound
+            wrong += not ok
+            print(f"{'ok' if ok else 'WRONG':6} {stage:10} {check.name}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
