@@ -15,6 +15,8 @@ import tamis.cli.bench
 from tamis import PagedCache
 from tamis.bench import peers, suites, timing
 from tamis.bench.inputs import AttendSet, GatherSet, TranslateSet, WriteSet, prepare, worst_error
+from tamis.bench.peers.deep_gemm import DEEP_GEMM_MODULES
+from tamis.bench.peers.flash_mla import FLASH_MLA_MODULES
 from tamis.bench.record import COLUMNS, CsvFile
 from tamis.bench.roofline import Ceiling, Cost, attend_cost, distinct_rows, gather_cost, translate_cost, write_cost
 from tamis.bench.suites import Job, make_jobs
@@ -22,6 +24,8 @@ from tamis.cli import main
 from tamis.integrations import flash_mla
 from tamis.layout import named
 from tamis.ops import gather_kv, translate_positions, write_kv
+from tamis.verify import CheckResult, Scope, run_checks
+from tamis.verify.check import Target
 
 CPU = torch.device("cpu")
 FP8 = named("v32-fp8")
@@ -43,7 +47,8 @@ def test_smoke_prints_rows_and_writes_them_down(tmp_path: Path, capsys: pytest.C
         rows = list(csv.DictReader(file))
     assert set(SPECIFIED.split(",")) <= set(rows[0])
     assert list(rows[0]) == COLUMNS
-    assert [row["stage"] for row in rows] == ["attend", "attend", "attend", "write", "gather", "translate"]
+    stages = ["attend", "attend", "attend", "write", "gather", "translate", "scores", "topk", "index"]
+    assert [row["stage"] for row in rows] == stages
     for row in rows:
         assert row["backend"] == "reference"
         assert row["torch"] == torch.__version__
@@ -92,14 +97,46 @@ def test_no_time_before_verify_passes(
 def test_only_the_stages_to_be_timed_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def run_checks(device, backend, stages, quick, progress):
-        asked.append((stages, quick))
-        return []
+    def run_checks(device, backend, stages, quick, progress, scopes=None):
+        asked.append((stages, quick, scopes))
+        return [CheckResult(stage, "", "", int(stage != missing or scopes is None), 0.0, 0.0, "ok") for stage in stages]
 
     monkeypatch.setattr("tamis.verify.run_checks", run_checks)
-    assert tamis.cli.bench._verified(make_jobs("decode"), CPU, "auto") == []
-    tamis.cli.bench._verified(make_jobs("write"), CPU, "auto")
-    assert asked == [(["attend", "combine"], True), (["gather", "translate", "write"], True)]
+    missing = ""
+    assert len(tamis.cli.bench._verified(make_jobs("decode"), CPU, "auto")) == 2
+    tamis.cli.bench._verified(make_jobs("write", layouts=["v4-fp8"]), CPU, "auto")
+    tamis.cli.bench._verified(make_jobs("index"), CPU, "auto")
+    wide = frozenset({torch.bfloat16})
+    attend, moved = Scope(frozenset({"v32-fp8"}), wide), Scope(frozenset({"v4-fp8"}), wide)
+    keys = Scope(frozenset({"index-fp8", "float32"}), frozenset({torch.float8_e4m3fn}))
+    assert asked == [
+        (["attend", "combine"], True, {"attend": attend, "combine": attend}),
+        (["gather", "translate", "write"], True, {"gather": moved, "translate": moved, "write": moved}),
+        (["index"], True, {"index": keys}),
+    ]
+    # A stage without a case in the format to be timed is checked in all of them.
+    asked, missing = [], "attend"
+    assert [r.cases for r in tamis.cli.bench._verified(make_jobs("v4"), CPU, "auto")] == [1, 1]
+    assert [(stages, scopes is None) for stages, _, scopes in asked] == [
+        (["attend", "combine"], False),
+        (["attend"], True),
+    ]
+    monkeypatch.setattr("tamis.verify.run_checks", lambda *a, **o: [CheckResult("write", "", "", 0, None, 0, "ok")])
+    assert [r.state for r in tamis.cli.bench._verified(make_jobs("write"), CPU, "auto")] == ["FAILED"]
+
+
+def test_checks_in_scope_have_the_formats_to_be_timed_and_no_others() -> None:
+    def cases(stage: str, scope: Scope | None) -> int:
+        return sum(r.cases for r in run_checks(CPU, "auto", [stage], True, None, {stage: scope} if scope else None))
+
+    fp8, scope = torch.float8_e4m3fn, Scope(frozenset({"index-fp8"}), frozenset({torch.float8_e4m3fn}))
+    target = Target(CPU, quick=True, scope=scope)
+    assert target.covers(named("index-fp8"), fp8)
+    assert not target.covers(named("index-fp8"), torch.bfloat16)
+    assert not target.covers(FP8)
+    assert 0 < cases("index", scope) < cases("index", None)
+    assert 0 < cases("gather", scope) < cases("gather", None)
+    assert cases("translate", scope) == cases("translate", None) > 0
 
 
 def test_wrong_results_on_the_timed_inputs_give_no_time(
@@ -170,6 +207,7 @@ def test_suites_are_those_of_the_command_and_hold_what_they_promise() -> None:
         (["--shape", "4q0s9"], "shape must be requests with new tokens"),
         (["--repeats", "0"], "repeats"),
         (["write", "--heads", "4"], "heads must be left out for the suite 'write'"),
+        (["index", "--layout", "v32-fp8"], "layout must be left out for the suite 'index'"),
         (["--against", "cutlass"], "against must be one of 'flashmla'"),
         (["--against", "flashmla", "--device", "cpu"], "flashmla: its kernels do not run on cpu"),
         (["--against", "torch,vllm", "--device", "cpu"], "vllm: its kernels do not run on cpu"),
@@ -194,11 +232,12 @@ def test_a_file_with_other_columns_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*peers.FLASH_MLA_MODULES, "vllm._custom_ops"):
+    for name in (*FLASH_MLA_MODULES, *DEEP_GEMM_MODULES, "vllm._custom_ops"):
         monkeypatch.setitem(sys.modules, name, None)
     found, absent = peers.find_peers(None, torch.device("cuda"))
     assert [peer.name for peer in found] == ["torch"]
-    assert set(absent) == {"flashmla", "vllm"}
+    assert set(absent) == {"flashmla", "deepgemm", "vllm"}
+    assert "cannot import vllm.third_party.deep_gemm" in absent["deepgemm"]
     assert "cannot import flash_mla" in absent["flashmla"]
     with pytest.raises(ValueError, match="against must be peers that can be imported here, got flashmla: cannot"):
         peers.find_peers(["flashmla"], torch.device("cuda"))
@@ -269,7 +308,7 @@ def stand_in_for_vllm(*, with_lengths: bool) -> peers.VLLM:
         concat_and_cache_mla=concat_and_cache_mla,
         cp_gather_and_upconvert_fp8_kv_cache=older if with_lengths else newer,
     )
-    return peers.VLLM(operators, SimpleNamespace(triton_convert_req_index_to_global_index=convert))
+    return peers.VLLM(operators, SimpleNamespace(triton_convert_req_index_to_global_index=convert), None, None)
 
 
 @pytest.mark.parametrize("with_lengths", [True, False])
