@@ -1,7 +1,8 @@
 """`tamis bench index`: rooflines, what counts as a wrong selection, and how DeepGEMM and vLLM are called."""
 
 import math
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from tamis.bench import peers
 from tamis.bench.index_sets import IndexSet, ScoreSet, TopkSet, selection_error
 from tamis.bench.inputs import prepare, worst_error
+from tamis.bench.peers.vllm import TopK
 from tamis.bench.roofline import Ceiling, index_cost, scores_cost, topk_cost
 from tamis.bench.suites import Job, make_jobs
 from tamis.integrations import deep_gemm
@@ -152,6 +154,27 @@ def stand_in_for_deep_gemm(names: list[str], *, newer: bool) -> peers.DeepGEMM:
     return peers.DeepGEMM(module)
 
 
+def test_deep_gemm_is_found_and_launched_as_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    switched: list[bool] = []
+    copy = ModuleType("vllm.third_party.deep_gemm")
+    copy.get_paged_mqa_logits_metadata = None  # type: ignore[attr-defined]
+    copy.set_pdl = switched.append  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
+    monkeypatch.setitem(sys.modules, "vllm.third_party.deep_gemm", None)
+    gpu = torch.device("cuda")
+    with pytest.raises(peers.Unsupported, match="deep_gemm is tamis's own drop-in; cannot import vllm"):
+        peers.DeepGEMM.find(gpu)
+    monkeypatch.setitem(sys.modules, "deep_gemm", ModuleType("deep_gemm"))
+    with pytest.raises(peers.Unsupported, match="deep_gemm has no get_paged_mqa_logits_metadata"):
+        peers.DeepGEMM.find(gpu)
+    for name in ("vllm", "vllm.third_party"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.third_party.deep_gemm", copy)
+    assert peers.DeepGEMM.find(gpu).module is copy
+    assert switched == [True]
+
+
 @pytest.mark.parametrize("newer", [True, False])
 @pytest.mark.parametrize(
     ("shape", "function"),
@@ -213,7 +236,8 @@ def stand_in_for_vllm(names: list[str], *, clusters: bool = True, scoring: bool 
     kernels = SimpleNamespace(cooperative_topk=fast("cooperative"), persistent_topk=fast("persistent"))
     operators = SimpleNamespace(top_k_per_row_prefill=prefill, top_k_per_row_decode=decode)
     scores = stand_in_for_deep_gemm(names, newer=True) if scoring else None
-    return peers.VLLM(operators, None, kernels, scores, clusters=clusters)
+    topk = TopK(operators, kernels, torch.zeros(2**20, dtype=torch.uint8), clusters)
+    return peers.VLLM(operators, None, topk, scores)
 
 
 @pytest.mark.parametrize(

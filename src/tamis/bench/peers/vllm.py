@@ -27,12 +27,9 @@ class VLLM:
 
     operators: Any
     translation: Any
-    kernels: Any
-    """Where the operators without a wrapper are."""
+    topk: "TopK"
     deep_gemm: DeepGEMM | None
-    """Computes the scores for it; None where it is absent."""
-    clusters: bool = True
-    """Whether the GPU runs the top-k for few rows, which takes clusters of blocks."""
+    """Computes the scores for its top-k; None where it is absent."""
     name: str = "vllm"
     capturable: bool = True
 
@@ -46,8 +43,7 @@ class VLLM:
             deep_gemm = DeepGEMM.find(device)
         except Unsupported:
             deep_gemm = None
-        major = torch.cuda.get_device_capability(device)[0]
-        return cls(operators, translation, torch.ops._C, deep_gemm, clusters=major >= 9 and major != 12)
+        return cls(operators, translation, TopK.find(operators, device), deep_gemm)
 
     def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
         """Writes go into caches of their own."""
@@ -61,7 +57,7 @@ class VLLM:
         if isinstance(item, TranslateSet):
             return self._translate(item)
         if isinstance(item, TopkSet):
-            select = self._selection(item.scores, item.lengths, item.k, decode=item.decode)
+            select = self.topk.choose(item.scores, item.lengths, item.k, decode=item.decode)
             return lambda: select(item.scores)
         if isinstance(item, IndexSet):
             return self._index(item)
@@ -120,14 +116,33 @@ class VLLM:
         if item.scored.queries != 1:
             raise Unsupported("its indexer gathers the keys of prompts first, which is not measured here")
         score = self.deep_gemm.scores(item.scored)
-        select = self._selection(score(), item.scored.lengths, item.k, decode=True)
+        select = self.topk.choose(score(), item.scored.lengths, item.k, decode=True)
         return lambda: select(score())
 
-    def _selection(self, like: Tensor, lengths: Tensor, k: int, *, decode: bool) -> Callable[[Tensor], Tensor]:
+
+@dataclass(frozen=True)
+class TopK:
+    """vLLM's selections from scores."""
+
+    operators: Any
+    kernels: Any
+    """Where the operators without a wrapper are."""
+    workspace: Tensor
+    """One for all calls, as vLLM has one for all layers."""
+    clusters: bool
+    """Whether the GPU runs the kernel for few rows, which takes clusters of blocks."""
+
+    @classmethod
+    def find(cls, operators: Any, device: torch.device) -> "TopK":
+        """Those of a device."""
+        major = torch.cuda.get_device_capability(device)[0]
+        workspace = torch.zeros(TOPK_WORKSPACE, dtype=torch.uint8, device=device)
+        return cls(operators, torch.ops._C, workspace, clusters=major >= 9 and major != 12)
+
+    def choose(self, like: Tensor, lengths: Tensor, k: int, *, decode: bool) -> Callable[[Tensor], Tensor]:
         """The kernel that vLLM chooses for scores like these; what it does not write stays -1."""
         rows = len(like)
         out = torch.full((rows, k), -1, dtype=torch.int32, device=like.device)
-        workspace = torch.zeros(TOPK_WORKSPACE, dtype=torch.uint8, device=like.device)
         starts = torch.zeros_like(lengths)
 
         def prompts(scores: Tensor) -> Tensor:
@@ -139,11 +154,11 @@ class VLLM:
             return out
 
         def few_rows(scores: Tensor) -> Tensor:
-            self.kernels.cooperative_topk(scores, lengths, out, workspace, k, scores.shape[1])
+            self.kernels.cooperative_topk(scores, lengths, out, self.workspace, k, scores.shape[1])
             return out
 
         def many_rows(scores: Tensor) -> Tensor:
-            self.kernels.persistent_topk(scores, lengths, out, workspace, k, scores.shape[1])
+            self.kernels.persistent_topk(scores, lengths, out, self.workspace, k, scores.shape[1])
             return out
 
         if not decode:
