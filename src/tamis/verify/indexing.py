@@ -32,8 +32,9 @@ def index_checks(target: Target) -> Iterator[Check]:
         case
         for case in index_cases.index_cases(quick=target.quick)
         if target.takes(stage, case.cache.layout, page_size=case.cache.page_size)
+        and target.covers(case.cache.layout, case.q.dtype)
     ]
-    keys = list(index_cases.keys_cases(quick=target.quick))
+    keys = [case for case in index_cases.keys_cases(quick=target.quick) if target.covers(case.cache.layout)]
     selected = list(index_cases.topk_cases(quick=target.quick))
     yield Check(stage, "keys", KEY_BOUND, [(case.name, partial(_keys, target, case)) for case in keys])
     yield Check(stage, "scores", SCORE_BOUND, [(case.name, partial(_scores, target, case)) for case in found])
