@@ -172,9 +172,17 @@ def combine(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tens
 
 
 def index_scores(
-    q: Tensor, weights: Tensor, cache: PagedCache, request_ids: Tensor, block_table: Tensor, lengths: Tensor
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    absolute: bool = False,
 ) -> Tensor:
-    """float64 scores [T, longest context] of each position, -inf where a token sees none."""
+    """float64 scores [T, longest context] of each position, -inf where a token sees none; `absolute` for those of
+    absolute queries and keys."""
     longest = block_table.shape[1] * cache.page_size
     scores = torch.full((len(q), longest), -torch.inf, dtype=torch.float64)
     for t in range(len(q)):
@@ -182,7 +190,8 @@ def index_scores(
         slots = [slot_of(position, table, cache.page_size) for position in range(int(lengths[t]))]
         seen = [position for position, slot in enumerate(slots) if 0 <= slot < cache.rows]
         keys = rows_of(cache, torch.tensor([slots[position] for position in seen], dtype=torch.int64))
-        logits = torch.relu(q[t].double() @ keys.T)
+        query = q[t].double()
+        logits = query.abs() @ keys.abs().T if absolute else torch.relu(query @ keys.T)
         scores[t, torch.tensor(seen, dtype=torch.int64)] = weights[t].double() @ logits
     return scores
 
