@@ -10,7 +10,7 @@ from byte_formats import bf16_bits, e4m3, e4m3_value, f32
 from tamis import IndexRecipe, LayerSpec, PagedCache
 from tamis.layout import index_fp8, rows
 from tamis.ops import index_scores, quantise_index_query, rotate_index, write_index_keys, write_kv
-from tamis.ops.index.prepare import hadamard
+from tamis.ops.index.reference import hadamard
 from tamis.rope import Rope
 
 PLAIN = IndexRecipe(rope_dim=0)
