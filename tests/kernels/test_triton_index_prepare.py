@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tamis import IndexRecipe, Layout, PagedCache
 from tamis.layout import index_fp8, rows
-from tamis.ops.index import reference, triton_kernels
+from tamis.ops.index import hopper_kernels, reference, triton_kernels
 from tamis.ops.index.triton_prepare import insert_keys
 from tamis.ops.triton_rows import interpreted
 from tamis.rope import Rope
@@ -198,6 +198,11 @@ def test_rows_of_odd_widths(device: torch.device) -> None:
         triton_kernels.write_index_keys(keys, cache, *rest, recipe)
         expected = reference.prepare_rows(*on(torch.device("cpu"), keys, positions, table), recipe, "none")
         assert torch.equal(cache.read(rest[0]).cpu(), expected)
+
+
+def test_both_gpu_backends_offer_them() -> None:
+    assert hopper_kernels.write_index_keys is triton_kernels.write_index_keys
+    assert hopper_kernels.quantise_index_query is triton_kernels.quantise_index_query
 
 
 def test_the_kernel_runs_where_it_should(device: torch.device) -> None:

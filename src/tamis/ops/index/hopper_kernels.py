@@ -14,14 +14,7 @@ from tamis.ops.index.triton_prepare import quantise_index_query, write_index_key
 if TYPE_CHECKING:
     from tamis.testing.offline_cuda import CudaCase
 
-__all__ = [
-    "index_scores",
-    "index_topk",
-    "quantise_index_query",
-    "ragged_scores",
-    "topk_positions",
-    "write_index_keys",
-]
+__all__ = ["index_scores", "index_topk", "quantise_index_query", "ragged_scores", "topk_positions", "write_index_keys"]
 
 
 def index_topk(

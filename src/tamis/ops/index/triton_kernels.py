@@ -26,14 +26,7 @@ from tamis.ops.triton_rows import has_native_e4m3, interpreted, launching_on, st
 if TYPE_CHECKING:
     from tamis.testing.offline import OfflineCase
 
-__all__ = [
-    "index_scores",
-    "index_topk",
-    "quantise_index_query",
-    "ragged_scores",
-    "topk_positions",
-    "write_index_keys",
-]
+__all__ = ["index_scores", "index_topk", "quantise_index_query", "ragged_scores", "topk_positions", "write_index_keys"]
 
 E4M3 = torch.float8_e4m3fn
 MAX_HEADS = 128

@@ -91,12 +91,12 @@ def _hadamard(x, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def prepare_rows(
-    rows, there, weight, bias, eps, position, cos_sin, table_rows,
+    rows, there, weight, bias, eps, positions, token, cos_sin, table_rows,
     WIDTH: tl.constexpr, START: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     HADAMARD_STEPS: tl.constexpr, ROUND: tl.constexpr, NATIVE_BF16: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """fp32 rows [ROWS, BLOCK] ready to be quantised, given where they begin. What is not there has position -1."""
+    """fp32 rows [ROWS, BLOCK] ready to be quantised, given where they begin and whose position is theirs."""
     column = tl.arange(0, BLOCK)
     known = column < WIDTH
     inside = there[:, None] & known[None, :]
@@ -106,10 +106,12 @@ def prepare_rows(
     if weight is not None:
         mean, inverse = _measure_rows(x, inside, eps, WIDTH)
     x = _norm_columns(x, column, known, mean, inverse, weight, bias)
-    if ROTARY and INTERLEAVED:
-        x = rotate_pairs(x, cos_sin, position, table_rows, START, ROTARY, False, ROWS, BLOCK)
-    elif ROTARY:
-        x = _turn_halves(x, rows, mean, inverse, weight, bias, position, cos_sin, table_rows, START, ROTARY, BLOCK)
+    if ROTARY:
+        position = tl.load(positions + token, mask=there, other=-1)
+        if INTERLEAVED:
+            x = rotate_pairs(x, cos_sin, position, table_rows, START, ROTARY, False, ROWS, BLOCK)
+        else:
+            x = _turn_halves(x, rows, mean, inverse, weight, bias, position, cos_sin, table_rows, START, ROTARY, BLOCK)
     if HADAMARD_STEPS:
         if ROUND:
             x = widen_bf16(round_to_bf16(x, NATIVE_BF16))
@@ -133,12 +135,9 @@ def quantise_queries(
     there = row < count
     token = row // HEADS
     head = row - token * HEADS
-    position = token
-    if ROTARY:
-        position = tl.load(positions + token, mask=there, other=-1)
     x = prepare_rows(
-        q + token.to(tl.int64) * token_stride + head * head_stride, there, None, None, 0.0, position, cos_sin,
-        table_rows, WIDTH, START, ROTARY, INTERLEAVED, HADAMARD_STEPS, ROUND, NATIVE_BF16, ROWS, BLOCK,
+        q + token.to(tl.int64) * token_stride + head * head_stride, there, None, None, 0.0, positions, token,
+        cos_sin, table_rows, WIDTH, START, ROTARY, INTERLEAVED, HADAMARD_STEPS, ROUND, NATIVE_BF16, ROWS, BLOCK,
     )  # fmt: skip
     codes, factor = quantise_tiles(tl.reshape(x, [ROWS, 1, BLOCK]), MODE, SCALE_FLOOR)
     column = tl.arange(0, BLOCK)
@@ -163,11 +162,8 @@ def insert_keys(
     slot = tl.load(slots + row, mask=row < count, other=-1)
     wanted = (slot >= 0) & (slot < cache_rows)
     slot = tl.where(wanted, slot, 0).to(tl.int32)
-    position = row
-    if ROTARY:
-        position = tl.load(positions + row, mask=wanted, other=-1)
     x = prepare_rows(
-        keys + row.to(tl.int64) * keys_stride, wanted, norm_weight, norm_bias, norm_eps, position, cos_sin,
+        keys + row.to(tl.int64) * keys_stride, wanted, norm_weight, norm_bias, norm_eps, positions, row, cos_sin,
         table_rows, WIDTH, START, ROTARY, INTERLEAVED, HADAMARD_STEPS, ROUND, NATIVE_BF16, ROWS, BLOCK,
     )  # fmt: skip
     values_at = row_start(slot, page_stride, VALUES_STRIDE, PAGE_SIZE, False) + VALUES_START
