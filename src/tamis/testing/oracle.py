@@ -201,17 +201,23 @@ def index_keys(keys: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, reci
     wide = keys.double()
     centred = wide - wide.mean(1, keepdim=True)
     normed = centred / (centred.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double() + bias.double()
-    turned, half = normed.clone(), recipe.rope_dim // 2
-    start = 0 if recipe.rope_first else keys.shape[1] - recipe.rope_dim
+    return index_rows(normed, cos_sin, recipe)
+
+
+def index_rows(rows: Tensor, cos_sin: Tensor, recipe: IndexRecipe) -> Tensor:
+    """float64 rows after rope pair by pair, and Hadamard rotation by its matrix."""
+    wide = rows.double()
+    turned, half = wide.clone(), recipe.rope_dim // 2
+    start = 0 if recipe.rope_first else rows.shape[1] - recipe.rope_dim
     for pair in range(half):
         first = start + (2 * pair if recipe.interleaved else pair)
         second = first + (1 if recipe.interleaved else half)
         cos, sin = cos_sin[:, pair].double(), cos_sin[:, half + pair].double()
-        turned[:, first] = normed[:, first] * cos - normed[:, second] * sin
-        turned[:, second] = normed[:, second] * cos + normed[:, first] * sin
+        turned[:, first] = wide[:, first] * cos - wide[:, second] * sin
+        turned[:, second] = wide[:, second] * cos + wide[:, first] * sin
     if not recipe.hadamard:
         return turned
     matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < keys.shape[1]:
+    while len(matrix) < rows.shape[1]:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return turned @ matrix.div(keys.shape[1] ** 0.5)
+    return turned @ matrix.div(rows.shape[1] ** 0.5)

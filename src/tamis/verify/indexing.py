@@ -1,4 +1,4 @@
-"""Checks of the indexer: keys as prepared, scores, selections from scores, and both in one call."""
+"""Checks of the indexer: keys and queries as prepared, scores, selections from scores, and both in one call."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from tamis.backends import compute_capability
-from tamis.ops import index_scores, index_topk, ragged_scores, topk_positions, write_index_keys
+from tamis.ops import (
+    index_scores,
+    index_topk,
+    quantise_index_query,
+    ragged_scores,
+    topk_positions,
+    write_index_keys,
+)
 from tamis.testing import index_cases, oracle
 from tamis.testing.index_cases import IndexCase, KeysCase, TopkCase
 from tamis.verify.check import Check, Target, Trial
@@ -25,6 +32,8 @@ align the 32 products of a step, and what was summed before, to the largest of t
 128 numbers takes four steps. Every kernel that multiplies FP8 there has this error."""
 KEY_BOUND = 1e-5
 """Relative error of a key's norm and rotations in float32."""
+QUERY_BOUND = 2**-4 + KEY_BOUND
+"""Relative error of a rotated query's numbers in e4m3: half a step of three mantissa bits."""
 
 
 def index_checks(target: Target) -> Iterator[Check]:
@@ -42,6 +51,7 @@ def index_checks(target: Target) -> Iterator[Check]:
     keys = [case for case in index_cases.keys_cases(quick=target.quick) if target.covers(case.cache.layout)]
     selected = list(index_cases.topk_cases(quick=target.quick))
     yield Check(stage, "keys", KEY_BOUND, [(case.name, partial(_keys, target, case)) for case in keys])
+    yield Check(stage, "queries", QUERY_BOUND, [(case.name, partial(_queries, target, case)) for case in keys])
     coarse = [case for case in found if _multiplies_fp8(target, case)]
     for suffix, bound, some in (
         ("", SCORE_BOUND, [case for case in found if case not in coarse]),
@@ -89,6 +99,26 @@ def _multiplies_fp8(target: Target, case: IndexCase) -> bool:
     """Whether a device's matrix units take the case's numbers as they are."""
     capability = compute_capability(target.device)
     return case.q.dtype == torch.float8_e4m3fn and case.cache.layout.quantised and (capability or (0, 0)) >= (8, 9)
+
+
+def _queries(target: Target, case: KeysCase) -> Trial:
+    """The rows as two heads of half as many tokens, from tiny to huge; the scales are those in the folded weights."""
+    recipe, tokens = case.cache.recipe, len(case.keys) // 2
+    assert recipe is not None
+    rows = case.keys * torch.logspace(-2, 3, 2 * tokens).unsqueeze(1)
+    weights = torch.tensor([4.0, -0.5]).repeat(tokens, 1)
+    positions = case.positions[:tokens]
+    q, moved, at, table = target.here([rows.view(tokens, 2, -1), weights, positions, case.cos_sin])
+    values, folded = quantise_index_query(
+        q, moved, recipe, positions=at, cos_sin=table, scale=0.25, rounding="none", backend=target.backend
+    )
+    exact = oracle.index_rows(rows, case.cos_sin[positions.long().repeat_interleave(2)], recipe)
+    scale = torch.exp2((exact.abs().amax(1, keepdim=True) / 448).log2().ceil())
+    if not torch.equal(folded.cpu().double() / (weights * 0.25), scale.view(tokens, 2)):
+        return Trial(math.inf, "other scales")
+    found = values.cpu().double().view(exact.shape) * scale
+    # Below 2**-6 steps no longer shrink with the number.
+    return Trial(float(((found - exact).abs() / torch.maximum(exact.abs(), scale * 2**-6)).max()))
 
 
 def _scores(target: Target, case: IndexCase) -> Trial:

@@ -192,16 +192,22 @@ def index_topk(
     return library.index_topk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
 
 
+def check_layout(cache: PagedCache) -> None:
+    """Refuse a cache that cannot hold index keys."""
+    layout = cache.layout
+    if layout.quantised and (layout.scales is None or layout.tile != layout.width):
+        raise checks.refuse("cache", "index-fp8 or unquantised rows", repr(cache), "index keys have one scale per row")
+
+
 def _check_paged(
     q: Tensor, weights: Tensor, cache: PagedCache, request_ids: Tensor, block_table: Tensor, lengths: Tensor
 ) -> torch.device:
     device = checks.same_device(
         q=q, weights=weights, request_ids=request_ids, block_table=block_table, lengths=lengths, cache=cache.storage
     )
-    layout = cache.layout
-    if layout.quantised and (layout.scales is None or layout.tile != layout.width):
-        raise checks.refuse("cache", "index-fp8 or unquantised rows", repr(cache), "index keys have one scale per row")
-    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=layout.width, remedy=lambda: f"keys are in {cache!r}")
+    check_layout(cache)
+    width = cache.layout.width
+    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=width, remedy=lambda: f"keys are in {cache!r}")
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
     checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
     requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]

@@ -55,6 +55,24 @@ def _load_tiles(
 
 
 @triton.jit
+def quantise_tiles(x, MODE: tl.constexpr, SCALE_FLOOR: tl.constexpr):
+    """Codes of tiles [rows, tiles, values of a tile] and their scales [rows, tiles], powers of two but for "exact"."""
+    # A maximum passes over NaN, unless there is nothing else; an infinity counts as the largest number.
+    amax = tl.max(tl.abs(x), axis=2)
+    amax = tl.where(amax == amax, tl.minimum(amax, 3.4028234663852886e38), 0.0)
+    scale = tl.maximum(tl.div_rn(amax, 448.0), SCALE_FLOOR)
+    if MODE == "exact":
+        codes = encode_e4m3(tl.div_rn(x, scale[:, :, None]))
+    else:
+        # The next power of two from the bits; to multiply by its inverse is to divide by it, exactly.
+        exponent = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        codes = encode_e4m3(x * inverse[:, :, None])
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return codes, scale
+
+
+@triton.jit
 def encode_tiles(
     x, wanted, cache, values_at, scales_at,
     MODE: tl.constexpr, LATENT: tl.constexpr, TILE: tl.constexpr, SCALES: tl.constexpr, SCALE_FLOOR: tl.constexpr,
@@ -66,22 +84,11 @@ def encode_tiles(
     lane = tl.arange(0, TILE_BLOCK)
     column = tile[None, :, None] * TILE + lane[None, None, :]
     inside = wanted[:, None, None] & (tile < TILES)[None, :, None] & (lane < TILE)[None, None, :]
-    # A maximum passes over NaN, unless there is nothing else; an infinity counts as the largest number.
-    amax = tl.max(tl.abs(x), axis=2)
-    amax = tl.where(amax == amax, tl.minimum(amax, 3.4028234663852886e38), 0.0)
-    smallest = tl.maximum(tl.div_rn(amax, 448.0), SCALE_FLOOR)
-    if MODE == "exact":
-        codes = encode_e4m3(tl.div_rn(x, smallest[:, :, None]))
-        stored = smallest
-    else:
-        # The next power of two from the bits; to multiply by its inverse is to divide by it, exactly.
-        exponent = (smallest.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        codes = encode_e4m3(x * inverse[:, :, None])
-        stored = (exponent << 23).to(tl.float32, bitcast=True)
+    codes, stored = quantise_tiles(x, MODE, SCALE_FLOOR)
     tl.store(cache + values_at[:, None, None] + column, codes, mask=inside)
     pointers = cache + scales_at
     if MODE == "exponent":
+        exponent = stored.to(tl.int32, bitcast=True) >> 23
         stored = tl.where((tile < TILES)[None, :], exponent, 0).to(tl.uint8)
         if SCALES > TILES_BLOCK:
             pad = tl.arange(0, SCALES)  # the layout pads exponents to a multiple of 8, which is 8 for so few tiles
