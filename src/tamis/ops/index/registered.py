@@ -1,4 +1,4 @@
-"""How queries and keys are made ready, as torch ops; see `tamis.ops.library`. A recipe travels as its fields."""
+"""The indexer as torch ops; see `tamis.ops.library`. A recipe travels as its fields."""
 
 from typing import Any
 
@@ -72,3 +72,102 @@ def write_index_keys(
     recipe = IndexRecipe(rope_dim, interleaved, rope_first, hadamard)
     norm = (norm_weight, norm_bias, norm_eps)
     stage.write_index_keys(keys, cache, slots, *norm, positions, cos_sin, recipe)
+
+
+_PAGED_KEYS = f"Tensor storage, {CACHE}, Tensor request_ids, Tensor block_table, Tensor lengths"
+
+
+def _index_scores(q: Tensor, weights: Tensor, *rest: Any) -> None:
+    stage_module("index", rest[-1], q.device, q=q, weights=weights)
+
+
+@op(f"index_scores(Tensor q, Tensor weights, {_PAGED_KEYS}, Tensor(a!) out, str backend) -> ()", _index_scores)
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    backend: str,
+) -> None:
+    """Scores of cached keys into every element of `out`, float32 [T, width]."""
+    stage = stage_module("index", backend, q.device, q=q, weights=weights)
+    stage.index_scores(q, weights, cache, request_ids, block_table, lengths, out)
+
+
+def _ragged_scores(q: Tensor, weights: Tensor, keys: Tensor, *rest: Any) -> None:
+    stage_module("index", rest[-1], q.device, q=q, weights=weights, keys=keys)
+
+
+@op(
+    "ragged_scores(Tensor q, Tensor weights, Tensor keys, Tensor? key_scales, Tensor starts, Tensor ends, "
+    "Tensor(a!) out, str backend) -> ()",
+    _ragged_scores,
+)
+def ragged_scores(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+    out: Tensor,
+    backend: str,
+) -> None:
+    """Scores of gathered keys into every element of `out`, float32 [T, N]."""
+    stage = stage_module("index", backend, q.device, q=q, weights=weights, keys=keys)
+    stage.ragged_scores(q, weights, keys, key_scales, starts, ends, out)
+
+
+def _topk_positions(scores: Tensor, lengths: Tensor, k: int, *rest: Any) -> Tensor:
+    stage_module("index", rest[-1], scores.device, scores=scores)
+    return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
+
+
+@op(
+    "topk_positions(Tensor scores, Tensor lengths, SymInt k, Tensor? request_ids, Tensor? block_table, "
+    "SymInt page_size, str backend) -> Tensor",
+    _topk_positions,
+)
+def topk_positions(
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    request_ids: Tensor | None,
+    block_table: Tensor | None,
+    page_size: int,
+    backend: str,
+) -> Tensor:
+    """Positions int32 [T, k]; slots where there is a block table."""
+    stage = stage_module("index", backend, scores.device, scores=scores)
+    positions: Tensor = stage.topk_positions(scores, lengths, k, request_ids, block_table, page_size)
+    return positions.contiguous()
+
+
+def _index_topk(q: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+    *_, k, _, backend = rest
+    stage_module("index", backend, q.device, q=q, weights=weights)
+    return q.new_empty((q.shape[0], k), dtype=torch.int32)
+
+
+@op(
+    f"index_topk(Tensor q, Tensor weights, {_PAGED_KEYS}, SymInt k, SymInt workspace_bytes, str backend) -> Tensor",
+    _index_topk,
+)
+def index_topk(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    k: int,
+    workspace_bytes: int,
+    backend: str,
+) -> Tensor:
+    """Positions int32 [T, k]."""
+    stage = stage_module("index", backend, q.device, q=q, weights=weights)
+    positions: Tensor = stage.index_topk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes)
+    return positions.contiguous()
