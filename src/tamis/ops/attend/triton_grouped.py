@@ -36,6 +36,14 @@ _UNBIAS = tl.constexpr(2.0**120)
 
 
 @triton.jit
+def _once():
+    """1, though the compiler cannot know it. Around a product's input a loop of so many rounds is a fence, of which
+    nothing is left in the end: the input is computed once, in a layout of its own, instead of anew in every layout that
+    somebody wants it in, and bytes behind the fence do not decide how the product is laid out."""
+    return tl.maximum(tl.program_id(2), 1)
+
+
+@triton.jit
 def _bytes_in_order(first, second, BLOCK_N: tl.constexpr, TILE: tl.constexpr):
     """[GROUPS, BLOCK_N, TILE] from the pairs 0, 1 and 2, 3 of each word."""
     return tl.reshape(tl.permute(tl.join(first, second), (0, 1, 2, 4, 3)), [GROUPS, BLOCK_N, TILE])
@@ -196,10 +204,14 @@ def attend_groups_kernel(
             logits = dot(q_tail, tail_keys, logits, COMPUTE)
             if PARTS == 2:
                 logits = dot(q_tail_rest, tail_keys, logits, COMPUTE)
-        summed = _sum_groups(logits, BLOCK_H, BLOCK_N) * (size * logit_scale)[:, None]
+        summed = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+        for _ in tl.range(0, _once(), num_stages=1):
+            summed = _sum_groups(logits, BLOCK_H, BLOCK_N) * (size * logit_scale)[:, None]
         weights, shrink, peak, total = next_weights(summed, valid, peak, total)
         scaled = weights[None, :, :] * factor[:, None, :]
-        values_wide = _unpack_values(words, BLOCK_N, TILE, INTERPRETED)
+        values_wide = tl.zeros([GROUPS, BLOCK_N, TILE], COMPUTE)
+        for _ in tl.range(0, _once(), num_stages=1):
+            values_wide = _unpack_values(words, BLOCK_N, TILE, INTERPRETED)
         acc = dot_wide(scaled, values_wide, acc * shrink[None, :, None], PARTS, COMPUTE)
 
     place = (split.to(tl.int64) * tokens + token) * heads + head
