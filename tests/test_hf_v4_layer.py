@@ -13,7 +13,7 @@ from oracle import relative_error
 from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PagePool
-from tamis.layout import Layout, index_fp8, named, plain_fp8, rows
+from tamis.layout import Layout, index_fp8, index_mxfp4, named, plain_fp8, rows
 from tamis.rope import Rope
 from tamis.v4 import SparseV4, V4Caches
 from tamis.v4_plan import V4Plan
@@ -225,6 +225,23 @@ def test_fp8_index_keys_cost_little_more() -> None:
     _, _, seen = recorded("full")
     served = Served("full", 1, named("v4-fp8"), index_fp8())
     assert relative_error(served.run(seen[1]["hidden"], 37), seen[1]["output"][0]) < 6e-2
+
+
+def test_mxfp4_index_keys_stay_within_their_quantisation_error() -> None:
+    """e2m1 keeps one mantissa bit, an error of a tenth of a key's length: entries near the last place change it."""
+    _, _, seen = recorded("full")
+    served = Served("full", 1, layouts("full", "v4-fp32")[0], index_mxfp4())
+    found = served.run(seen[1]["hidden"], 37)
+    assert 0.05 < relative_error(served.entries(served.caches.index, 75), seen[1]["indexer"][0]) < 0.15
+    plan, hidden = served.plan((0, 0, TOKENS)), seen[1]["hidden"][0]
+    with torch.no_grad():
+        _, index_q = served.layer.write(hidden, served.caches, plan)
+        chosen = served.layer.select(hidden, index_q, served.caches, plan)
+    pairs = zip(chosen.tolist(), seen[1]["chosen"][0].tolist(), strict=True)
+    kept = [len(set(ours) & set(theirs)) / len(set(theirs)) for ours, theirs in pairs]
+    assert min(kept) > 0.7
+    assert sum(kept) / TOKENS > 0.95
+    assert relative_error(found, seen[1]["output"][0]) < 6e-2
 
 
 @pytest.mark.parametrize(("number", "bound"), [(0, 1.5e-2), (1, 6e-2), (2, 1.5e-2)], ids=KINDS)

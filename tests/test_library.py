@@ -16,6 +16,7 @@ from tamis.layout import (
     compressor_state,
     from_key,
     index_fp8,
+    index_mxfp4,
     named,
     plain_fp8,
     rows,
@@ -59,6 +60,7 @@ LAYOUTS = {
     "v4-fp8": v4_fp8(**SMALL, tile=8),
     "plain-fp8": plain_fp8(**SMALL),
     "index-fp8": index_fp8(dim=40),
+    "index-mxfp4": index_mxfp4(dim=64),
 }
 PAGES, PAGE = 6, 4
 
@@ -220,14 +222,17 @@ def test_gather(layout: str) -> None:
     opcheck(lambda: gather_kv(cache, table, lengths, starts=ints([1, 8]), first=ints([1, 2]), out=out), "gather_kv")
 
 
-def test_gather_index() -> None:
-    cache = filled("index-fp8")
+@pytest.mark.parametrize("layout", ["index-fp8", "index-mxfp4"])
+def test_gather_index(layout: str) -> None:
+    cache = filled(layout)
     table = ints([[0, 3], [5, 1]])
     opcheck(lambda: gather_index(cache, table, ints([6, 3]), rows=12), "gather_index")
     opcheck(lambda: gather_index(cache, table[:0], ints([]), rows=0), "gather_index")
 
 
-@pytest.mark.parametrize("layout", ["index-fp8", rows(torch.float32, latent=128, rope=0)], ids=["fp8", "rows"])
+@pytest.mark.parametrize(
+    "layout", ["index-fp8", "index-mxfp4", rows(torch.float32, latent=128, rope=0)], ids=["fp8", "mxfp4", "rows"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=["wide-q", "fp8-q"])
 def test_index(layout: str | Layout, dtype: torch.dtype) -> None:
     cache = filled(layout, apart=True)
@@ -240,6 +245,8 @@ def test_index(layout: str | Layout, dtype: torch.dtype) -> None:
     keys, bounds = torch.randn(7, 128).to(dtype), (ints([0, 3, 9]), ints([7, 4, -1]))
     opcheck(lambda: ragged_scores(q, weights, keys, torch.rand(7), *bounds), "ragged_scores")
     opcheck(lambda: ragged_scores(q, weights, keys, None, *bounds), "ragged_scores")
+    packed = torch.randint(0, 256, (7, 64)).byte(), torch.randint(120, 130, (7, 4)).byte()
+    opcheck(lambda: ragged_scores(q, weights, *packed, *bounds), "ragged_scores")
 
 
 def test_topk() -> None:
@@ -362,6 +369,7 @@ def every_layout() -> list[Layout]:
         v4_fp8(page_align=1),
         v4_fp8(latent=128, rope=32, tile=32, page_align=512),
         index_fp8(dim=64, rounding="none"),
+        index_mxfp4(dim=64, page_align=576),
         replace(v32_fp8(), scale_floor=1e-7),
         odd,
     ]

@@ -18,6 +18,7 @@ from tamis.cache import PagedCache
 from tamis.layout import named
 from tamis.ops.triton_rows import (
     copy_rounded,
+    encode_e2m1,
     encode_e4m3,
     interpreted,
     launching_on,
@@ -69,7 +70,7 @@ def encode_tiles(
     # A maximum passes over NaN, unless there is nothing else; an infinity counts as the largest number.
     amax = tl.max(tl.abs(x), axis=2)
     amax = tl.where(amax == amax, tl.minimum(amax, 3.4028234663852886e38), 0.0)
-    smallest = tl.maximum(tl.div_rn(amax, 448.0), SCALE_FLOOR)
+    smallest = tl.maximum(tl.div_rn(amax, 6.0 if MODE == "packed" else 448.0), SCALE_FLOOR)
     if MODE == "exact":
         codes = encode_e4m3(tl.div_rn(x, smallest[:, :, None]))
         stored = smallest
@@ -77,11 +78,17 @@ def encode_tiles(
         # The next power of two from the bits; to multiply by its inverse is to divide by it, exactly.
         exponent = (smallest.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        codes = encode_e4m3(x * inverse[:, :, None])
+        scaled = x * inverse[:, :, None]
+        codes = encode_e2m1(scaled) if MODE == "packed" else encode_e4m3(scaled)
         stored = (exponent << 23).to(tl.float32, bitcast=True)
+    if MODE == "packed":
+        lane = tl.arange(0, TILE_BLOCK // 2)
+        column = tile[None, :, None] * (TILE // 2) + lane[None, None, :]
+        inside = wanted[:, None, None] & (tile < TILES)[None, :, None] & (lane < TILE // 2)[None, None, :]
+        exponent = tl.where(tl.max((x != x).to(tl.int32), axis=2) != 0, 255, exponent)
     tl.store(cache + values_at[:, None, None] + column, codes, mask=inside)
     pointers = cache + scales_at
-    if MODE == "exponent":
+    if MODE == "exponent" or MODE == "packed":
         stored = tl.where((tile < TILES)[None, :], exponent, 0).to(tl.uint8)
         if SCALES > TILES_BLOCK:
             pad = tl.arange(0, SCALES)  # the layout pads exponents to a multiple of 8, which is 8 for so few tiles
@@ -194,6 +201,8 @@ def offline_cases() -> Iterator["OfflineCase"]:
         (named("v4-fp8"), torch.float32),
         (named("plain-fp8"), torch.bfloat16),
         (named("index-fp8"), torch.bfloat16),
+        (named("index-mxfp4"), torch.bfloat16),
+        (named("index-mxfp4", dim=96), torch.float32),
         (named("v32-bf16"), torch.bfloat16),
         (named("v4-fp16"), torch.float32),
     ):
