@@ -10,6 +10,7 @@ from tamis.ops.combine import Attended, Partials, combine_parts
 from tamis.ops.compress import StatePages, compress_kv
 from tamis.ops.gather import gather_index, gather_kv, read_kv
 from tamis.ops.index import IndexInputs, index_scores, index_topk, ragged_scores, topk_positions
+from tamis.ops.index.mxfp4 import PackedQuery, pack_index_query, unpack_index_query
 from tamis.ops.index.prepare import quantise_index_query, rotate_index, write_index_keys
 from tamis.ops.rotate import Rotated, norm_rows, rotate_and_write, rotate_heads
 from tamis.ops.select import select_chosen, select_entries, select_gathered, select_mixed, select_window
@@ -19,6 +20,7 @@ from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
 __all__ = [
     "Attended",
     "IndexInputs",
+    "PackedQuery",
     "Partials",
     "Rotated",
     "StatePages",
@@ -32,6 +34,7 @@ __all__ = [
     "index_scores",
     "index_topk",
     "norm_rows",
+    "pack_index_query",
     "quantise_index_query",
     "quantise_per_tensor",
     "ragged_scores",
@@ -46,6 +49,7 @@ __all__ = [
     "select_window",
     "topk_positions",
     "translate_positions",
+    "unpack_index_query",
     "write_index_keys",
     "write_kv",
     "write_normed_kv",
