@@ -34,11 +34,14 @@ from tamis.ops import (
     gather_kv,
     index_scores,
     index_topk,
+    lower_groups,
     norm_rows,
+    quantise_blocks,
     ragged_scores,
     read_kv,
     rotate_and_write,
     rotate_heads,
+    rotate_to_fp8,
     select_chosen,
     select_entries,
     select_gathered,
@@ -122,11 +125,13 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "gather_kv": ["out"],
         "index_scores": ["out"],
         "index_topk": [],
+        "lower_groups": [],
         "ragged_scores": ["out"],
         "read_kv": [],
         "norm_rows": [],
         "rotate_and_write": ["storage"],
         "rotate_heads": [],
+        "rotate_to_fp8": [],
         "select_chosen": ["slots", "lengths"],
         "select_entries": ["completed", "visible", "lengths", "every"],
         "select_gathered": ["slots", "lengths"],
@@ -178,6 +183,16 @@ def test_compress(layout: Layout, overlapping: bool) -> None:
         )
 
     opcheck(run, "compress_kv")
+
+
+def test_fp8_output() -> None:
+    x, positions, table = torch.randn(3, 2, 64).transpose(0, 1), torch.tensor([2, -1]), torch.randn(4, 6)
+    opcheck(lambda: rotate_to_fp8(x, positions, table, tile=32), "rotate_to_fp8")
+    opcheck(lambda: rotate_to_fp8(x[:0].half(), positions[:0], table, tile=64, inverse=False), "rotate_to_fp8")
+    values, scales = rotate_to_fp8(x, positions, table, tile=32)
+    weight = quantise_blocks(torch.randn(3, 5, 64), tile=32)
+    opcheck(lambda: lower_groups(values, scales, *weight), "lower_groups")
+    opcheck(lambda: lower_groups(values[:0], scales[:0], *weight, dtype=torch.float32), "lower_groups")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -37,6 +37,9 @@ E2M1_MAX = 6.0
 SMALLEST_NORMAL = 1.1754943508222875e-38
 """Smallest normal float32: the floor of an exact scale, so that an all-zero tile divides by something."""
 
+OUTPUT_SCALE_FLOOR = 1e-10 / E4M3_MAX
+"""Smallest scale of attention's output in FP8, which is in no cache: magnitudes below 1e-10 count as that much."""
+
 ScaleMode = Literal["none", "tensor", "pow2", "exact", "exponent"]
 """How values are scaled: not at all; by one factor of the whole cache; per tile by a float32 that is a power of two or
 exactly amax/448; per tile by a stored exponent byte (2**(byte - 127))."""

@@ -16,9 +16,11 @@ from tamis.ops import (
     attend,
     compress_kv,
     index_topk,
+    lower_groups,
     norm_rows,
     rotate_and_write,
     rotate_heads,
+    rotate_to_fp8,
 )
 from tamis.pipeline import FIXED_COLUMNS
 from tamis.spec import LayerSpec
@@ -188,11 +190,23 @@ class SparseV4:
     def output(self, attended: Tensor, plan: V4Plan) -> Tensor:
         """Hidden states [rows, hidden] from attention's [rows, H, D], whose values were rotated as keys are."""
         weights = self.weights
+        if weights.o_a_scales is not None:
+            return project(self._lower_in_fp8(attended, plan.step.positions, weights.o_a_scales), weights.o_b)
         turned = rotate_heads(attended, plan.step.positions, self.cos_sin, inverse=True, backend=self.backend)
         grouped = turned.flatten(1).unflatten(1, (weights.o_a.shape[0], -1)).transpose(0, 1)
         wide = _product_dtype(turned)
         lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2)).transpose(0, 1).to(turned.dtype)
         return project(lowered.flatten(1), weights.o_b)
+
+    def _lower_in_fp8(self, attended: Tensor, positions: Tensor, weight_scales: Tensor) -> Tensor:
+        """[rows, groups * o rank]"""
+        groups, _, width = self.weights.o_a.shape
+        tile = width // weight_scales.shape[2]
+        values, scales = rotate_to_fp8(attended, positions, self.cos_sin, tile=tile, backend=self.backend)
+        grouped, exponents = (part.flatten(1).unflatten(1, (groups, -1)) for part in (values, scales))
+        weight, dtype = self.weights.o_a, attended.dtype
+        lowered = lower_groups(grouped, exponents, weight, weight_scales, dtype=dtype, backend=self.backend)
+        return lowered.flatten(1)
 
     def _attend(
         self, q: Tensor, chosen: Tensor | None, caches: V4Caches, entries: EntryPlan | None, plan: V4Plan

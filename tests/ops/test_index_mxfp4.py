@@ -17,7 +17,7 @@ def test_literal_bytes_and_unfolded_scales() -> None:
     packed = pack_index_query(q, torch.tensor([[2.0, 4.0]]), RECIPE, scale=0.5)
     assert packed.values.shape == (1, 2, 32)
     assert packed.values[0, 0, :2].tolist() == [0xB7, 0x60]
-    assert packed.values[0, 1, 16] == 0x87  # 1 is an eighth of a step under the scale of 48
+    assert packed.values[0, 1, 16] == 0x87  # -1 over 8 rounds to -0
     assert packed.scales.tolist() == [[[127, 1], [1, 130]]]
     assert packed.weights.tolist() == [[1.0, 2.0]]
     wide = unpack_index_query(packed.values, packed.scales)

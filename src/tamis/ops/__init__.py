@@ -13,12 +13,14 @@ from tamis.ops.index import IndexInputs, index_scores, index_topk, ragged_scores
 from tamis.ops.index.mxfp4 import PackedQuery, pack_index_query, unpack_index_query
 from tamis.ops.index.prepare import quantise_index_query, rotate_index, write_index_keys
 from tamis.ops.rotate import Rotated, norm_rows, rotate_and_write, rotate_heads
+from tamis.ops.rotate.output import Fp8Heads, lower_groups, quantise_blocks, rotate_to_fp8
 from tamis.ops.select import select_chosen, select_entries, select_gathered, select_mixed, select_window
 from tamis.ops.translate import Translated, translate_positions
 from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
 
 __all__ = [
     "Attended",
+    "Fp8Heads",
     "IndexInputs",
     "PackedQuery",
     "Partials",
@@ -33,8 +35,10 @@ __all__ = [
     "gather_kv",
     "index_scores",
     "index_topk",
+    "lower_groups",
     "norm_rows",
     "pack_index_query",
+    "quantise_blocks",
     "quantise_index_query",
     "quantise_per_tensor",
     "ragged_scores",
@@ -42,6 +46,7 @@ __all__ = [
     "rotate_and_write",
     "rotate_heads",
     "rotate_index",
+    "rotate_to_fp8",
     "select_chosen",
     "select_entries",
     "select_gathered",

@@ -47,7 +47,7 @@ def rotate_heads(
         backend: a name from `tamis backends`, or "auto".
     """
     sizes = checks.tensor("x", x, "T H D", checks.FLOATS)
-    _check_positions(positions, cos_sin, sizes["T"], sizes["D"], x.device)
+    check_positions(positions, cos_sin, sizes["T"], sizes["D"], x.device)
     if eps is not None:
         checks.positive_number("eps", eps)
     return registered.rotate_heads(x, positions, cos_sin, eps, inverse, backend)
@@ -90,7 +90,7 @@ def rotate_and_write(
     count = checks.tensor("slots", slots, "S", checks.INTS, device=cache.device)["S"]
     if count > total:
         raise checks.refuse("slots", f"at most {total} long, one per row of kv", count, "slice it")
-    _check_positions(positions, cos_sin, total, width, cache.device)
+    check_positions(positions, cos_sin, total, width, cache.device)
     checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=width, device=cache.device)
     checks.positive_number("eps", eps)
     remedy = f"the cache has {cache.rows} rows; use -1 to skip"
@@ -103,7 +103,8 @@ def rotate_and_write(
     return Rotated(turned, None if index_q is None else turned_index)
 
 
-def _check_positions(positions: Tensor, cos_sin: Tensor, total: int, width: int, device: torch.device) -> None:
+def check_positions(positions: Tensor, cos_sin: Tensor, total: int, width: int, device: torch.device) -> None:
+    """Refuse positions and a table that do not fit so many rows of this width."""
     checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device, remedy="one per token")
     table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), device=device)
     check_rotary(table["R"], width)

@@ -56,6 +56,21 @@ def _load_tiles(
 
 
 @triton.jit
+def smallest_scales(x, LARGEST: tl.constexpr, SCALE_FLOOR: tl.constexpr):
+    """Scales [rows, tiles] under which no value of a tile [rows, tiles, values] is larger than LARGEST."""
+    # A maximum passes over NaN, unless there is nothing else; an infinity counts as the largest number.
+    amax = tl.max(tl.abs(x), axis=2)
+    amax = tl.where(amax == amax, tl.minimum(amax, 3.4028234663852886e38), 0.0)
+    return tl.maximum(tl.div_rn(amax, LARGEST), SCALE_FLOOR)
+
+
+@triton.jit
+def exponents_above(scale):
+    """Exponents, with a bias of 127, of the next powers of two, from the bits."""
+    return (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+
+
+@triton.jit
 def encode_tiles(
     x, wanted, cache, values_at, scales_at,
     MODE: tl.constexpr, LATENT: tl.constexpr, TILE: tl.constexpr, SCALES: tl.constexpr, SCALE_FLOOR: tl.constexpr,
@@ -67,16 +82,13 @@ def encode_tiles(
     lane = tl.arange(0, TILE_BLOCK)
     column = tile[None, :, None] * TILE + lane[None, None, :]
     inside = wanted[:, None, None] & (tile < TILES)[None, :, None] & (lane < TILE)[None, None, :]
-    # A maximum passes over NaN, unless there is nothing else; an infinity counts as the largest number.
-    amax = tl.max(tl.abs(x), axis=2)
-    amax = tl.where(amax == amax, tl.minimum(amax, 3.4028234663852886e38), 0.0)
-    smallest = tl.maximum(tl.div_rn(amax, 6.0 if MODE == "packed" else 448.0), SCALE_FLOOR)
+    smallest = smallest_scales(x, 6.0 if MODE == "packed" else 448.0, SCALE_FLOOR)
     if MODE == "exact":
         codes = encode_e4m3(tl.div_rn(x, smallest[:, :, None]))
         stored = smallest
     else:
-        # The next power of two from the bits; to multiply by its inverse is to divide by it, exactly.
-        exponent = (smallest.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+        # To multiply by the inverse of a power of two is to divide by it, exactly.
+        exponent = exponents_above(smallest)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         scaled = x * inverse[:, :, None]
         codes = encode_e2m1(scaled) if MODE == "packed" else encode_e4m3(scaled)
