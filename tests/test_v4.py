@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import relative_error
 
-from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool, SparseV4, V4Caches, V4Planner, V4Weights
+from tamis import Batch, IndexRecipe, LayerSpec, Limits, PagedCache, PagePool, SparseV4, V4Caches, V4Planner, V4Weights
 from tamis.layout import compressor_state, named, rows
 from tamis.rope import Rope
 from tamis.v4_weights import CompressorWeights, IndexerWeights
@@ -208,6 +208,28 @@ def test_weights_move_and_keep_what_must_stay_exact() -> None:
     assert all(t.dtype == torch.float32 for t in exact)
     matrices = (moved.q_a, moved.o_b, moved.indexer.q, moved.indexer.weights, moved.indexer.compressor.values)
     assert all(t.dtype == torch.bfloat16 for t in matrices)
+
+
+def test_index_caches_prepared_otherwise_are_refused() -> None:
+    """Nothing in the bytes shows a Hadamard rotation, and queries without it would select the wrong entries."""
+    pool, sizes = PagePool(20, 16), {"window": 8, "state4": 4}
+    others = {name: PagePool(40, size) for name, size in sizes.items()}
+    plan = V4Planner([OVERLAPPING], Limits(80, 2, 80, 16, sizes), layout="v4-fp32").plan(
+        Batch.build([5], [5], pool, other_pools=others)
+    )
+    numbers = {"pages": 20, "window_pages": 40, "state_pages": 40, "page_size": 16, "window_page_size": 8}
+    index = rows(torch.float32, latent=16, rope=0)
+    layout = named("v4-fp32", latent=24, rope=8)
+    caches = V4Caches.allocate(OVERLAPPING, **numbers, state_page_size=4, layout=layout, index_layout=index)
+    assert caches.index is not None
+    assert caches.index.recipe == IndexRecipe(8, interleaved=True, rope_first=False)
+    other = PagedCache.wrap(caches.index.storage, index, recipe=replace(caches.index.recipe, hadamard=True))
+    layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
+    with pytest.raises(ValueError, match=r"^caches.index.recipe must be of a cache with IndexRecipe.*hadamard=True"):
+        layer(torch.randn(5, HIDDEN), replace(caches, index=other), plan)
+    assert not caches.window.storage.any()
+    unsaid = PagedCache.wrap(caches.index.storage, index)
+    assert layer(torch.randn(5, HIDDEN), replace(caches, index=unsaid), plan).any()
 
 
 def test_output_weights_in_fp8() -> None:

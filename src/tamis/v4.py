@@ -23,6 +23,7 @@ from tamis.ops import (
     rotate_to_fp8,
 )
 from tamis.pipeline import FIXED_COLUMNS
+from tamis.recipe import IndexRecipe
 from tamis.spec import LayerSpec
 from tamis.v4_plan import EntryPlan, V4Plan
 from tamis.v4_serving import attend_gathered
@@ -85,13 +86,11 @@ class V4Caches:
         def state(dim: int) -> PagedCache:
             return PagedCache(compressor_state(dim=dim, overlapping=overlapping), state_pages, rows, device)
 
-        return cls(
-            window,
-            PagedCache(layout, pages, entries_per_page, device),
-            state(spec.head_dim),
-            PagedCache(index_layout, pages, entries_per_page, device) if overlapping else None,
-            state(spec.index_dim) if overlapping else None,
-        )
+        entries = PagedCache(layout, pages, entries_per_page, device)
+        if not overlapping:
+            return cls(window, entries, state(spec.head_dim))
+        index = PagedCache(index_layout, pages, entries_per_page, device, recipe=_index_recipe(spec))
+        return cls(window, entries, state(spec.head_dim), index, state(spec.index_dim))
 
 
 class SparseV4:
@@ -284,9 +283,16 @@ class SparseV4:
             cache = getattr(caches, name)
             if cache is None:
                 raise checks.refuse(f"caches.{name}", f"given for a layer of kind {spec.kind!r}", None, "allocate it")
+        if caches.index is not None and caches.index.recipe not in (None, _index_recipe(spec)):
+            expected = f"of a cache with {_index_recipe(spec)}, which this layer follows"
+            raise checks.refuse("caches.index.recipe", expected, caches.index.recipe, "write and score by the stages")
         _same_pages("entries", caches.entries, entries.page_size)
         _same_pages("index", caches.index, entries.page_size)
         return entries
+
+
+def _index_recipe(spec: LayerSpec) -> IndexRecipe:
+    return IndexRecipe(spec.rope_dim, interleaved=True, rope_first=False)
 
 
 def _same_pages(name: str, cache: PagedCache | None, page_size: int) -> None:
