@@ -3,7 +3,6 @@
 import csv
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +12,10 @@ from torch import Tensor
 
 import tamis.cli.bench
 from tamis import PagedCache
-from tamis.bench import by_hand, peers, suites, timing
+from tamis.bench import by_hand, peers, suites
 from tamis.bench.inputs import AttendSet, GatherSet, SelectSet, TranslateSet, WriteSet, prepare, worst_error
+from tamis.bench.peers.deep_gemm import DEEP_GEMM_MODULES
+from tamis.bench.peers.flash_mla import FLASH_MLA_MODULES
 from tamis.bench.record import COLUMNS, CsvFile
 from tamis.bench.roofline import (
     Ceiling,
@@ -33,6 +34,8 @@ from tamis.cli import main
 from tamis.integrations import flash_mla
 from tamis.layout import index_fp8, named
 from tamis.ops import gather_kv, translate_positions, write_kv
+from tamis.verify import CheckResult, Scope, run_checks
+from tamis.verify.check import Target
 
 CPU = torch.device("cpu")
 FP8 = named("v32-fp8")
@@ -54,7 +57,8 @@ def test_smoke_prints_rows_and_writes_them_down(tmp_path: Path, capsys: pytest.C
         rows = list(csv.DictReader(file))
     assert set(SPECIFIED.split(",")) <= set(rows[0])
     assert list(rows[0]) == COLUMNS
-    assert [row["stage"] for row in rows] == ["attend", "attend", "attend", "write", "gather", "translate"]
+    stages = ["attend", "attend", "attend", "write", "gather", "translate", "scores", "topk", "index"]
+    assert [row["stage"] for row in rows] == stages
     for row in rows:
         assert row["backend"] == "reference"
         assert row["torch"] == torch.__version__
@@ -103,14 +107,46 @@ def test_no_time_before_verify_passes(
 def test_only_the_stages_to_be_timed_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def run_checks(device, backend, stages, quick, progress):
-        asked.append((stages, quick))
-        return []
+    def run_checks(device, backend, stages, quick, progress, scopes=None):
+        asked.append((stages, quick, scopes))
+        return [CheckResult(stage, "", "", int(stage != missing or scopes is None), 0.0, 0.0, "ok") for stage in stages]
 
     monkeypatch.setattr("tamis.verify.run_checks", run_checks)
-    assert tamis.cli.bench._verified(make_jobs("decode"), CPU, "auto") == []
-    tamis.cli.bench._verified(make_jobs("write"), CPU, "auto")
-    assert asked == [(["attend", "combine"], True), (["gather", "translate", "write"], True)]
+    missing = ""
+    assert len(tamis.cli.bench._verified(make_jobs("decode"), CPU, "auto")) == 2
+    tamis.cli.bench._verified(make_jobs("write", layouts=["v4-fp8"]), CPU, "auto")
+    tamis.cli.bench._verified(make_jobs("index"), CPU, "auto")
+    wide = frozenset({torch.bfloat16})
+    attend, moved = Scope(frozenset({"v32-fp8"}), wide), Scope(frozenset({"v4-fp8"}), wide)
+    keys = Scope(frozenset({"index-fp8", "float32"}), frozenset({torch.float8_e4m3fn}))
+    assert asked == [
+        (["attend", "combine"], True, {"attend": attend, "combine": attend}),
+        (["gather", "translate", "write"], True, {"gather": moved, "translate": moved, "write": moved}),
+        (["index"], True, {"index": keys}),
+    ]
+    # A stage without a case in the format to be timed is checked in all of them.
+    asked, missing = [], "attend"
+    assert [r.cases for r in tamis.cli.bench._verified(make_jobs("v4"), CPU, "auto")] == [1] * 5
+    assert [(stages, scopes is None) for stages, _, scopes in asked] == [
+        (["attend", "combine", "compress", "rotate", "select"], False),
+        (["attend"], True),
+    ]
+    monkeypatch.setattr("tamis.verify.run_checks", lambda *a, **o: [CheckResult("write", "", "", 0, None, 0, "ok")])
+    assert [r.state for r in tamis.cli.bench._verified(make_jobs("write"), CPU, "auto")] == ["FAILED"]
+
+
+def test_checks_in_scope_have_the_formats_to_be_timed_and_no_others() -> None:
+    def cases(stage: str, scope: Scope | None) -> int:
+        return sum(r.cases for r in run_checks(CPU, "auto", [stage], True, None, {stage: scope} if scope else None))
+
+    fp8, scope = torch.float8_e4m3fn, Scope(frozenset({"index-fp8"}), frozenset({torch.float8_e4m3fn}))
+    target = Target(CPU, quick=True, scope=scope)
+    assert target.covers(named("index-fp8"), fp8)
+    assert not target.covers(named("index-fp8"), torch.bfloat16)
+    assert not target.covers(FP8)
+    assert 0 < cases("index", scope) < cases("index", None)
+    assert 0 < cases("gather", scope) < cases("gather", None)
+    assert cases("translate", scope) == cases("translate", None) > 0
 
 
 def test_wrong_results_on_the_timed_inputs_give_no_time(
@@ -185,6 +221,7 @@ def test_suites_are_those_of_the_command_and_hold_what_they_promise() -> None:
         (["--shape", "4q0s9"], "shape must be requests with new tokens"),
         (["--repeats", "0"], "repeats"),
         (["write", "--heads", "4"], "heads must be left out for the suite 'write'"),
+        (["index", "--layout", "v32-fp8"], "layout must be left out for the suite 'index'"),
         (["--against", "cutlass"], "against must be one of 'flashmla'"),
         (["--against", "flashmla", "--device", "cpu"], "flashmla: its kernels do not run on cpu"),
         (["--against", "torch,vllm", "--device", "cpu"], "vllm: its kernels do not run on cpu"),
@@ -209,11 +246,12 @@ def test_a_file_with_other_columns_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*peers.FLASH_MLA_MODULES, "vllm._custom_ops"):
+    for name in (*FLASH_MLA_MODULES, *DEEP_GEMM_MODULES, "vllm._custom_ops"):
         monkeypatch.setitem(sys.modules, name, None)
     found, absent = peers.find_peers(None, torch.device("cuda"))
     assert [peer.name for peer in found] == ["torch"]
-    assert set(absent) == {"flashmla", "vllm"}
+    assert set(absent) == {"flashmla", "deepgemm", "vllm"}
+    assert "cannot import vllm.third_party.deep_gemm" in absent["deepgemm"]
     assert "cannot import flash_mla" in absent["flashmla"]
     with pytest.raises(ValueError, match="against must be peers that can be imported here, got flashmla: cannot"):
         peers.find_peers(["flashmla"], torch.device("cuda"))
@@ -284,7 +322,7 @@ def stand_in_for_vllm(*, with_lengths: bool) -> peers.VLLM:
         concat_and_cache_mla=concat_and_cache_mla,
         cp_gather_and_upconvert_fp8_kv_cache=older if with_lengths else newer,
     )
-    return peers.VLLM(operators, SimpleNamespace(triton_convert_req_index_to_global_index=convert))
+    return peers.VLLM(operators, SimpleNamespace(triton_convert_req_index_to_global_index=convert), None, None)
 
 
 @pytest.mark.parametrize("with_lengths", [True, False])
@@ -349,63 +387,6 @@ def test_moves_are_checked_on_the_inputs_to_be_timed(stage: str, kind: type) -> 
     assert worst_error(item, result) > item.bound
 
 
-def test_cold_caches_need_enough_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "cache_bytes", lambda device: 50 * 2**20)
-    gpu = torch.device("cuda")
-    assert timing.set_count(172_000_000, gpu) == 2
-    assert timing.set_count(1_386_496, gpu) == 152
-    assert timing.set_count(1, gpu) == 256
-    assert timing.set_count(0, gpu) == 256
-
-
-def test_gpu_times_are_of_replays_in_turn_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for CUDA: a graph is captured per version, replays alternate, time is divided by the calls."""
-    log: list[str] = []
-    now = [0.0]
-
-    class Graph:
-        count = 0
-
-        def __init__(self) -> None:
-            Graph.count += 1
-            self.name = f"replay {Graph.count}"
-
-        def replay(self) -> None:
-            log.append(self.name)
-            now[0] += 0.4 if self.name == "replay 1" else 1.0
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.at = 0.0
-
-        def record(self) -> None:
-            self.at = now[0]
-
-        def elapsed_time(self, other: "Event") -> float:
-            return other.at - self.at
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-    def eager() -> None:
-        now[0] += 0.01
-
-    versions = [([lambda: None] * 4, True), ([lambda: None] * 2, True), ([eager] * 10, False)]
-    ours, peer, plain = timing.time_in_turn(versions, torch.device("cuda"), 20)
-    assert log == ["replay 1", "replay 2"] * 23
-    assert ours == timing.Spread(pytest.approx(100.0), pytest.approx(100.0), pytest.approx(100.0), "graph")
-    assert peer.median_us == pytest.approx(500.0)
-    assert plain.method == "events"
-    assert plain.median_us == pytest.approx(10.0)
-
-
-def test_spread_is_of_the_samples() -> None:
-    spread = timing._spread([float(n) for n in range(100, -1, -1)], "clock")
-    assert (spread.p10, spread.median_us, spread.p90) == (10, 50, 90)
-
-
 @pytest.mark.parametrize("command", ["verify", "bench"])
 def test_help_has_an_example_that_is_accepted(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
@@ -426,7 +407,7 @@ def test_rows_of_a_v4_step(shape: str) -> None:
     windows[0, 3] += 1
     assert worst_error(item, (windows, *others)) == 1
     with pytest.raises(peers.Unsupported, match="it has no select"):
-        peers.VLLM(None, None).calls(prepared.job, [item])
+        peers.VLLM(None, None, None, None).calls(prepared.job, [item])
 
 
 @pytest.mark.parametrize("shape", ["8q1s600", "2q1s128_1q40s300"])

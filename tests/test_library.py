@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tamis import PagedCache, Selection
+from tamis import IndexRecipe, PagedCache, Selection
 from tamis.layout import (
     NAMES,
     Field,
@@ -37,6 +37,7 @@ from tamis.ops import (
     lower_groups,
     norm_rows,
     quantise_blocks,
+    quantise_index_query,
     ragged_scores,
     read_kv,
     rotate_and_write,
@@ -49,6 +50,7 @@ from tamis.ops import (
     select_window,
     topk_positions,
     translate_positions,
+    write_index_keys,
     write_kv,
 )
 from tamis.ops.attend import reference as attend_reference
@@ -129,6 +131,7 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "ragged_scores": ["out"],
         "read_kv": [],
         "norm_rows": [],
+        "quantise_index_query": [],
         "rotate_and_write": ["storage"],
         "rotate_heads": [],
         "rotate_to_fp8": [],
@@ -139,6 +142,7 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "select_window": ["slots", "lengths"],
         "topk_positions": [],
         "translate_positions": [],
+        "write_index_keys": ["storage"],
         "write_kv": ["storage"],
     }
     registered = {
@@ -262,6 +266,26 @@ def test_index(layout: str | Layout, dtype: torch.dtype) -> None:
     opcheck(lambda: ragged_scores(q, weights, keys, None, *bounds), "ragged_scores")
     packed = torch.randint(0, 256, (7, 64)).byte(), torch.randint(120, 130, (7, 4)).byte()
     opcheck(lambda: ragged_scores(q, weights, *packed, *bounds), "ragged_scores")
+
+
+@pytest.mark.parametrize("layout", ["fp32", "bf16", "index-fp8"])
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_index_preparation(layout: str, hadamard: bool) -> None:
+    width = 32 if hadamard else 40
+    kinds = {"fp32": rows(torch.float32, latent=width, rope=0), "bf16": rows(latent=width, rope=0)}
+    cache = filled(kinds.get(layout, index_fp8(dim=width)), apart=True)
+    recipe, where = (
+        IndexRecipe(8, hadamard=hadamard),
+        {"positions": torch.tensor([3, 0, -1]), "cos_sin": torch.randn(9, 8)},
+    )
+    norm = {"norm_weight": torch.randn(width), "norm_bias": torch.randn(width), "norm_eps": 1e-5}
+    keys, slots = torch.randn(width, 3).t(), torch.tensor([3, -1])
+    for options in ({}, where, where | norm):
+        opcheck(lambda: write_index_keys(keys, cache, slots, recipe, **options), "write_index_keys")  # noqa: B023
+    opcheck(lambda: write_index_keys(keys[:0], cache, slots[:0], recipe), "write_index_keys")
+    q, weights = torch.randn(2, 3, width).bfloat16().transpose(0, 1), torch.randn(2, 3).t()
+    for options in ({}, where, where | {"rounding": "none", "scale_mode": "exact", "scale": 2}):
+        opcheck(lambda: quantise_index_query(q, weights, recipe, **options), "quantise_index_query")  # noqa: B023
 
 
 def test_topk() -> None:

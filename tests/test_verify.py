@@ -91,6 +91,14 @@ def break_scores(result: None, *args: Tensor) -> None:
     args[-1][3:4].mul_(1.001)
 
 
+def break_keys(result: None, keys: Tensor, cache, *rest: object) -> None:
+    cache.storage[0].mul_(1.001)
+
+
+def break_query(result: tuple[Tensor, Tensor], *args: object) -> None:
+    result[0].view(torch.uint8)[-1, -1, -1] ^= 0x80
+
+
 def break_topk(result: Tensor, *args: object) -> None:
     # The last of the selected positions becomes its neighbour: one wrong choice in one row.
     if result.shape[0] == 7 and result.shape[1] > 1:
@@ -111,6 +119,8 @@ def break_topk(result: Tensor, *args: object) -> None:
         ("index", "index_scores", break_scores, None),
         ("index", "ragged_scores", break_scores, None),
         ("index", "topk_positions", break_topk, None),
+        ("index", "write_index_keys", break_keys, None),
+        ("index", "quantise_index_query", break_query, None),
         ("attend", "attend_slots", break_first, "layer"),
         ("combine", "combine_parts", break_output, "attend"),
     ],

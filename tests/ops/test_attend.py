@@ -293,7 +293,11 @@ BAD = {
     "sink nan": (lambda a: a | {"sink": torch.full((4,), torch.nan)}, ValueError, "sink must be free of NaN"),
     "out shape": (lambda a: a | {"out": torch.zeros(2, 4, 511)}, ValueError, "out must be of shape"),
     "lse_base": (lambda a: a | {"lse_base": "10"}, ValueError, "lse_base must be one of 'e', '2'"),
-    "backend": (lambda a: a | {"backend": "cuda-magic"}, ValueError, "backend must be 'auto' or one of triton, ref"),
+    "backend": (
+        lambda a: a | {"backend": "cuda-magic"},
+        ValueError,
+        "backend must be 'auto' or one of hopper, triton, ref",
+    ),
     "device": (lambda a: a | {"q": a["q"].to("meta")}, ValueError, "cache must be on meta like q, got cpu"),
 }
 

@@ -8,9 +8,9 @@ import torch
 from byte_formats import bf16_bits, e4m3, e4m3_value, f32
 
 from tamis import IndexRecipe, LayerSpec, PagedCache
-from tamis.layout import index_fp8, rows
+from tamis.layout import index_fp8, plain_fp8, rows
 from tamis.ops import index_scores, quantise_index_query, rotate_index, write_index_keys, write_kv
-from tamis.ops.index.prepare import hadamard
+from tamis.ops.index.reference import hadamard
 from tamis.rope import Rope
 
 PLAIN = IndexRecipe(rope_dim=0)
@@ -206,6 +206,15 @@ def test_padded_tokens_have_position_minus_one() -> None:
     assert (cache.storage.flatten()[256:1024] == 0).all()
 
 
+def test_padded_tokens_are_not_rotated() -> None:
+    """Not even by the first row of a table, which YaRN may scale."""
+    q, table = torch.randn(2, 3, 128), Rope(64).cos_sin_table(10) * 1.25
+    where = {"positions": torch.tensor([-1, 0]), "cos_sin": table}
+    found = rotate_index(q, IndexRecipe(), **where)
+    assert torch.equal(found[0], q[0])
+    assert torch.equal(found[1, :, :64], q[1, :, :64] * 1.25)
+
+
 def test_a_cache_keeps_its_recipe_and_refuses_others() -> None:
     recipe = IndexRecipe(interleaved=True)
     cache = PagedCache("index-fp8", 1, 8, recipe=recipe)
@@ -233,6 +242,14 @@ def test_a_cache_keeps_its_recipe_and_refuses_others() -> None:
         ({"positions": torch.tensor([0, 9]), "cos_sin": torch.zeros(4, 4)}, ValueError, "make a longer cos_sin table"),
         ({"positions": torch.tensor([0, 1]), "cos_sin": torch.zeros(4, 8)}, ValueError, "cos_sin must be of shape"),
         ({"slots": torch.tensor([0, 99])}, ValueError, "slots must be between"),
+        ({"slots": torch.tensor([0, 1, 2])}, ValueError, "slots must be at most 2 long, one per row of keys"),
+        (
+            {"cache": PagedCache(plain_fp8(latent=8, rope=0), 1, 4)},
+            ValueError,
+            "cache must be index-fp8, index-mxfp4 or unquantised",
+        ),
+        ({"norm_weight": torch.ones(8), "norm_eps": 0.0}, ValueError, "norm_eps must be finite and > 0"),
+        ({"norm_weight": torch.ones(8).requires_grad_()}, ValueError, "norm_weight must be without gradient"),
         (
             {"recipe": IndexRecipe(12), "positions": torch.tensor([0, 1]), "cos_sin": torch.zeros(4, 12)},
             ValueError,

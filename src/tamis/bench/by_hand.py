@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tamis.bench.index_sets import IndexSet, ScoreSet, TopkSet
 from tamis.bench.inputs import V4_PAGE, V4_RATIOS, AttendSet, GatherSet, InputSet, SelectSet, TranslateSet, WriteSet
 from tamis.bench.v4_inputs import CompressSet
 from tamis.cache import PagedCache, Selection
@@ -32,9 +33,17 @@ def call_for(item: InputSet) -> Callable[[], Any]:
             raise NotImplementedError("not written by hand for requests of different lengths")
         return partial(gather, item, torch.zeros_like(item.out))
     if isinstance(item, SelectSet):
-        return partial(select, item)
+        return partial(select_rows, item)
     if isinstance(item, CompressSet):
         raise NotImplementedError("not written by hand for the small launches of a V4 layer")
+    if isinstance(item, ScoreSet):
+        return partial(score, item)
+    if isinstance(item, TopkSet):
+        if bool((item.lengths < item.scores.shape[1]).any()):
+            raise NotImplementedError("not written by hand for rows of different lengths")
+        return partial(select, item.scores, item.k)
+    if isinstance(item, IndexSet):
+        return lambda: select(score(item.scored), item.k)
     return partial(translate, item)
 
 
@@ -122,7 +131,7 @@ def translate(item: TranslateSet) -> Tensor:
     return torch.where(positions >= 0, page * item.page_size + positions % item.page_size, -1).int()
 
 
-def select(item: SelectSet) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def select_rows(item: SelectSet) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Columns of positions, a gather from each block table, and masks."""
     position, request = item.positions.long().unsqueeze(1), item.request_ids.long()
     raw, pages = item.window_table[request], item.entry_table[request]
@@ -142,3 +151,22 @@ def select(item: SelectSet) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _slots(positions: Tensor, table: Tensor, page_size: int) -> Tensor:
     return table.gather(1, positions // page_size) * page_size + positions % page_size
+
+
+def score(item: ScoreSet) -> Tensor:
+    """Keys of a request, a product per request and head, and a weighted sum, some tokens at a time."""
+    dtype = torch.bfloat16 if item.q.device.type == "cuda" else torch.float32
+    scores = torch.full((len(item.q), item.width), -torch.inf, device=item.q.device)
+    for tokens, slots in item.places:
+        keys = rows(item.cache, slots, dtype)
+        step = max(1, WORKING_BYTES[item.q.device.type] // (len(keys) * item.q.shape[1] * 8))
+        for begin in range(tokens.start, tokens.stop, step):
+            some = slice(begin, min(begin + step, tokens.stop))
+            logits = torch.relu_(item.q[some].to(dtype) @ keys.T).float()
+            scores[some, : len(keys)] = torch.einsum("th,ths->ts", item.weights[some], logits)
+    return scores
+
+
+def select(scores: Tensor, k: int) -> Tensor:
+    """`torch.topk`, as positions."""
+    return scores.topk(min(k, scores.shape[1]), dim=1, sorted=False).indices.int()

@@ -4,7 +4,7 @@ Each kind of set runs our stage on itself, says how wrong a result is, and carri
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from tamis.batch import parse_shape
+from tamis.bench.index_sets import IndexSet, ScoreSet, TopkSet, index_sets, score_sets, topk_sets
+from tamis.bench.maker import Maker
 from tamis.bench.roofline import Cost, attend_cost, gather_cost, select_cost, translate_cost, write_cost
 from tamis.bench.suites import Job
 from tamis.bench.timing import set_count
@@ -24,8 +26,6 @@ from tamis.testing import compare, oracle
 V4_RATIOS = (4, 128)
 V4_PAGE = 256
 """Tokens that a page of compressed entries stands for."""
-FILL_ROWS = 2**17
-"""Rows written at once while a cache is filled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +196,7 @@ class SelectSet:
         return float(wrong)
 
 
-InputSet = AttendSet | WriteSet | GatherSet | TranslateSet | SelectSet | CompressSet
+InputSet = AttendSet | WriteSet | GatherSet | TranslateSet | SelectSet | CompressSet | ScoreSet | TopkSet | IndexSet
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +210,7 @@ class Prepared:
 
 def prepare(job: Job, device: torch.device, seed: int = 0) -> Prepared:
     """Build as many sets as make every call a cold one."""
-    builders: dict[str, Callable[[Job, _Maker], Prepared]] = {
+    builders: dict[str, Callable[[Job, Maker], Prepared]] = {
         "attend": _attend,
         "write": _write,
         "gather": _gather,
@@ -218,50 +218,19 @@ def prepare(job: Job, device: torch.device, seed: int = 0) -> Prepared:
         "select": _select,
         "compress": _compress,
     }
-    return builders[job.stage](job, _Maker(device, seed))
+    indexer: dict[str, Callable[[Job, Maker], tuple[Sequence[InputSet], Cost]]] = {
+        "scores": score_sets,
+        "topk": topk_sets,
+        "topk-ties": topk_sets,
+        "index": index_sets,
+    }
+    if job.stage in indexer:
+        sets, cost = indexer[job.stage](job, Maker(device, seed))
+        return Prepared(job, list(sets), cost)
+    return builders[job.stage](job, Maker(device, seed))
 
 
-class _Maker:
-    """Random tensors and filled caches on one device."""
-
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self.device = device
-        self._generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator, device=self.device, dtype=torch.float32).bfloat16()
-
-    def picks(self, rows: int, k: int, below: int) -> Tensor:
-        """int64 [rows, k]: in each row different numbers below `below`, in random order."""
-        # A part at a time: a prefill over a long context would need gigabytes of random numbers at once.
-        step = max(1, 2**26 // below)
-        parts = []
-        for begin in range(0, rows, step):
-            shape = (min(step, rows - begin), below)
-            parts.append(torch.rand(shape, generator=self._generator, device=self.device).topk(k, dim=1).indices)
-        return torch.cat(parts)
-
-    def cache(self, layout: Layout, pages: int, page_size: int, *, filled: bool = True) -> PagedCache:
-        """A cache whose rows are all random numbers."""
-        cache = PagedCache(layout, pages, page_size, self.device)
-        for begin in range(0, cache.rows if filled else 0, FILL_ROWS):
-            slots = torch.arange(begin, min(begin + FILL_ROWS, cache.rows), device=self.device)
-            write_kv(self.normal(len(slots), layout.width), cache, slots)
-        return cache
-
-    def block_table(self, lengths: list[int], page_size: int) -> tuple[Tensor, int]:
-        """Shuffled pages for each request, -1 past its end, and how many pages there are."""
-        counts = [-(-length // page_size) for length in lengths]
-        order = torch.randperm(sum(counts), generator=self._generator, device=self.device).int()
-        table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32, device=self.device)
-        begin = 0
-        for row, count in zip(table, counts, strict=True):
-            row[:count] = order[begin : begin + count]
-            begin += count
-        return table, begin
-
-
-def _attend(job: Job, maker: _Maker) -> Prepared:
+def _attend(job: Job, maker: Maker) -> Prepared:
     assert job.heads is not None
     assert job.topk is not None
     layout = named(job.layout)
@@ -282,7 +251,7 @@ def _attend(job: Job, maker: _Maker) -> Prepared:
 
 
 def _selections(
-    job: Job, layout: Layout, queries: list[int], lengths: list[int], maker: _Maker, most: int
+    job: Job, layout: Layout, queries: list[int], lengths: list[int], maker: Maker, most: int
 ) -> Iterator[tuple[Selection, ...]]:
     """Selections from one cache (two with a window) that share no row with each other where tokens are few."""
     assert job.topk is not None
@@ -318,7 +287,7 @@ def _slots(positions: Tensor, table: Tensor, ids: Tensor, page_size: int) -> Ten
     return torch.where(positions >= 0, page * page_size + positions % page_size, -1).int()
 
 
-def _write(job: Job, maker: _Maker) -> Prepared:
+def _write(job: Job, maker: Maker) -> Prepared:
     layout, tokens = named(job.layout), sum(parse_shape(job.shape)[0])
     cost = write_cost(tokens, layout)
     sets: list[InputSet] = []
@@ -331,7 +300,7 @@ def _write(job: Job, maker: _Maker) -> Prepared:
     return Prepared(job, sets, cost)
 
 
-def _gather(job: Job, maker: _Maker) -> Prepared:
+def _gather(job: Job, maker: Maker) -> Prepared:
     layout, lengths = named(job.layout), parse_shape(job.shape)[1]
     cost = gather_cost(sum(lengths), layout, job.page_size)
     starts = torch.tensor([sum(lengths[:n]) for n in range(len(lengths))], dtype=torch.int32, device=maker.device)
@@ -344,7 +313,7 @@ def _gather(job: Job, maker: _Maker) -> Prepared:
     return Prepared(job, sets, cost)
 
 
-def _translate(job: Job, maker: _Maker) -> Prepared:
+def _translate(job: Job, maker: Maker) -> Prepared:
     assert job.topk is not None
     queries, lengths = parse_shape(job.shape)
     ids = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries)).int().to(maker.device)
@@ -359,7 +328,7 @@ def _translate(job: Job, maker: _Maker) -> Prepared:
     return Prepared(job, sets, cost)
 
 
-def _select(job: Job, maker: _Maker) -> Prepared:
+def _select(job: Job, maker: Maker) -> Prepared:
     queries, lengths = parse_shape(job.shape)
     ids = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries)).int().to(maker.device)
     starts = [torch.arange(length - new, length) for new, length in zip(queries, lengths, strict=True)]
@@ -380,7 +349,7 @@ def _select(job: Job, maker: _Maker) -> Prepared:
     return Prepared(job, sets, cost)
 
 
-def _compress(job: Job, maker: _Maker) -> Prepared:
+def _compress(job: Job, maker: Maker) -> Prepared:
     assert job.heads is not None
     queries, lengths = parse_shape(job.shape)
     make = partial(compress_sets, queries, lengths, job.heads, named(job.layout), maker.device)

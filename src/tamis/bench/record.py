@@ -61,7 +61,8 @@ class Row:
     flops: int
     roofline_us: float
     error: float
-    """Of our result on these inputs: relative, against float64; wrong slots for translate."""
+    """Of our result on these inputs: relative, against float64; wrong slots for translate; for selections by how much a
+    score left out exceeds a selected one, relative to the largest."""
     peer: str = ""
     peer_us: float | None = None
     peer_p10: float | None = None

@@ -1,7 +1,7 @@
 """What a call must move and compute at least, and how long the machine needs for that at best."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
@@ -16,6 +16,8 @@ class Cost:
 
     bytes: int
     flops: int = 0
+    speed: int = 1
+    """How many operations take the time of one in bf16: 2 for products of FP8 numbers."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Ceiling:
     def seconds(self, cost: Cost) -> float:
         """The time below which no version runs: the larger of moving and computing."""
         moving = cost.bytes / self.bytes_per_second
-        computing = cost.flops / self.flops_per_second if self.flops_per_second else 0.0
+        computing = cost.flops / (self.flops_per_second * cost.speed) if self.flops_per_second else 0.0
         return max(moving, computing)
 
 
@@ -99,6 +101,33 @@ def compress_cost(
 def select_cost(tokens: int, window: int, entries: int, columns: int) -> Cost:
     """Of a V4 step's rows: positions, requests and pages in, windows, rows of every entry and nine numbers out."""
     return Cost(tokens * (8 + 4 * window + 4 * columns + 36) + 4 * (tokens * (window // 64 + 3) + entries // 2))
+
+
+def scores_cost(requests: Sequence[tuple[int, int]], *, heads: int, layout: Layout, page_size: int) -> Cost:
+    """Of index scores: keys with their scales and page ids, FP8 queries, their weights and lengths in, scores out."""
+    pairs = sum(tokens * length for tokens, length in requests)
+    read = _index_cost(requests, heads=heads, layout=layout, page_size=page_size)
+    return replace(read, bytes=read.bytes + 4 * pairs)
+
+
+def topk_cost(requests: Sequence[tuple[int, int]], *, topk: int) -> Cost:
+    """Of a selection: scores and lengths in, positions out."""
+    tokens = sum(new for new, _ in requests)
+    return Cost(4 * sum(new * length for new, length in requests) + 4 * tokens * (1 + topk))
+
+
+def index_cost(requests: Sequence[tuple[int, int]], *, heads: int, topk: int, layout: Layout, page_size: int) -> Cost:
+    """Of scores and selection in one: what scores read, positions out, and no score in memory."""
+    read = _index_cost(requests, heads=heads, layout=layout, page_size=page_size)
+    return replace(read, bytes=read.bytes + 4 * topk * sum(tokens for tokens, _ in requests))
+
+
+def _index_cost(requests: Sequence[tuple[int, int]], *, heads: int, layout: Layout, page_size: int) -> Cost:
+    keys = sum(length * layout.row_bytes + 4 * -(-length // page_size) for _, length in requests)
+    tokens = sum(new for new, _ in requests)
+    queries = tokens * (heads * (layout.width + 4) + 8)
+    pairs = sum(new * length for new, length in requests)
+    return Cost(keys + queries, 2 * pairs * heads * layout.width, speed=2)
 
 
 def find_ceiling(device: torch.device) -> Ceiling:

@@ -40,7 +40,7 @@ class Bench:
         error = worst_error(first, first.run(self.backend))
         if not error <= first.bound:
             raise WrongResult(f"{job.stage} {job.shape} is wrong on the inputs to be timed: error {error:.2e}")
-        backend = backend_for_stage(job.stage, self.backend, self.device)
+        backend = backend_for_stage(job.stages[0], self.backend, self.device)
         runners = [_ready(peer, job, prepared.sets) for peer in self.peers]
         spread, runners, theirs = self._timed(prepared, runners)
         row = partial(self._row, prepared, backend.name, spread, error)

@@ -4,11 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+import torch
+
 from tamis import checks
 from tamis.batch import parse_shape
 from tamis.layout import NAMES
 
 PAGE_SIZE = 64
+INDEXER = ("scores", "topk", "topk-ties", "index")
+KEYS = ("index-fp8",)
+SCORES = ("float32",)
+LATENT = tuple(name for name in NAMES if not name.startswith("index"))
 
 
 @dataclass(frozen=True)
@@ -17,10 +23,12 @@ class Job:
 
     suite: str
     stage: str
-    """attend, write, gather, select, translate, or compress: all of a C4A layer's small launches."""
+    """attend, write, gather, select, translate, or compress: all of a C4A layer's small launches; of the indexer
+    scores, topk, topk-ties (from scores that are mostly equal) or index (scores and top-k in one call)."""
     shape: str
-    """In the batch notation: `128q1s16k`."""
+    """In the batch notation: `128q1s16k`. In the indexer every token sees its whole request."""
     layout: str = "v32-fp8"
+    """Of the rows that are read or written."""
     heads: int | None = None
     topk: int | None = None
     window: int = 0
@@ -30,7 +38,14 @@ class Job:
     @property
     def stages(self) -> tuple[str, ...]:
         """What must be verified before a time is shown."""
+        if self.stage in INDEXER:
+            return ("index",)
         return {"attend": ("attend", "combine"), "compress": ("rotate", "compress")}.get(self.stage, (self.stage,))
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        """Of the queries, where the stage has some."""
+        return torch.float8_e4m3fn if self.stage in INDEXER else torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,11 @@ class Grid:
     topks: tuple[int, ...] = ()
     window: int = 0
 
+    @property
+    def latent(self) -> bool:
+        """Whether it is about latent rows, whose format can be another one."""
+        return self.layouts[0] in LATENT
+
     def jobs(self, suite: str) -> list[Job]:
         """Expanded, shapes first."""
         none = (None,)
@@ -53,6 +73,7 @@ class Grid:
         ]
 
 
+TOPK_SHAPES = ("1q1s64k", "1q1s1024k", "32q1s128k", "64q1s32k", "64q1s128k", "128q1s64k", "1q1ks64k")
 SUITES: dict[str, tuple[Grid, ...]] = {
     "smoke": (
         Grid("attend", ("4q1s512", "1q16s256"), ("v32-fp8",), (4,), (128,)),
@@ -60,6 +81,9 @@ SUITES: dict[str, tuple[Grid, ...]] = {
         Grid("write", ("2q256",)),
         Grid("gather", ("2q256",)),
         Grid("translate", ("4q1s512",), topks=(128,)),
+        Grid("scores", ("4q1s512",), KEYS, (4,)),
+        Grid("topk", ("4q1s512",), SCORES, topks=(128,)),
+        Grid("index", ("4q1s512",), KEYS, (4,), (128,)),
     ),
     "decode": (
         Grid("attend", tuple(f"{b}q1s16k" for b in (1, 8, 32, 64, 128)), ("v32-fp8",), (8, 16, 32, 64, 128), (2048,)),
@@ -77,6 +101,12 @@ SUITES: dict[str, tuple[Grid, ...]] = {
         Grid("attend", tuple(f"{b}q1s16k" for b in (2, 32, 64, 128)), ("v4-fp8",), (64, 128), (512,), window=128),
         Grid("select", ("64q1s16k", "64q1s128k", "1q4ks32k"), ("v4-fp8",), window=128),
         Grid("compress", ("64q1s16k", "1q4ks32k"), ("v4-fp8",), (64,)),
+    ),
+    "index": (
+        Grid("scores", ("1q1s64k", "32q1s128k", "128q1s64k", "1q4ks64k"), KEYS, (64,)),
+        Grid("topk", TOPK_SHAPES, SCORES, topks=(2048,)),
+        Grid("topk-ties", ("1q1s64k", "128q1s64k"), SCORES, topks=(2048,)),
+        Grid("index", ("32q1s128k", "128q1s64k"), KEYS, (64,), (2048,)),
     ),
 }
 CUSTOM = (Grid("attend", ("128q1s16k",), ("v32-fp8",), (16,), (2048,)),)
@@ -99,20 +129,25 @@ def make_jobs(
         if 0 in parse_shape(shape)[0]:
             raise checks.refuse("shape", "requests with new tokens", repr(shape), "write q1 for a decode")
     for layout in layouts:
-        checks.option("layout", layout, [n for n in NAMES if not n.startswith("index")])
+        checks.option("layout", layout, LATENT)
     for count in heads:
         checks.integer("heads", count, low=1, high=128)
     for count in topks:
         checks.integer("topk", count, low=1)
     grids = CUSTOM if name == "custom" else SUITES[name]
-    for option, given, used in (("heads", heads, "heads"), ("topk", topks, "topks")):
-        if given and not any(getattr(grid, used) for grid in grids):
+    varied = {
+        "heads": (heads, [bool(grid.heads) for grid in grids]),
+        "topk": (topks, [bool(grid.topks) for grid in grids]),
+        "layout": (layouts, [grid.latent for grid in grids]),
+    }
+    for option, (given, used) in varied.items():
+        if given and not any(used):
             raise checks.refuse(option, f"left out for the suite {name!r}", list(given), "nothing there depends on it")
     changed = [
         replace(
             grid,
             shapes=tuple(shapes) or grid.shapes,
-            layouts=tuple(layouts) or grid.layouts,
+            layouts=tuple(layouts) if layouts and grid.latent else grid.layouts,
             heads=tuple(heads) if heads and grid.heads else grid.heads,
             topks=tuple(topks) if topks and grid.topks else grid.topks,
         )

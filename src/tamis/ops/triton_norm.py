@@ -1,4 +1,4 @@
-"""Device functions for one row in registers: norm, rotation of its last columns, and insertion into a cache."""
+"""Device functions for rows in registers: norm, rotation of some columns, and insertion into a cache."""
 
 from typing import Any
 
@@ -34,17 +34,32 @@ def rotate_row(
     x, cos_sin, position, table_rows,
     WIDTH: tl.constexpr, ROTARY: tl.constexpr, INVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row [BLOCK] with its last ROTARY of WIDTH columns turned in pairs (2i, 2i+1) by row `position` of the table;
-    unchanged where the table has no such row."""
-    pair = tl.arange(0, BLOCK // 2) - (WIDTH - ROTARY) // 2
-    turning = (pair >= 0) & (pair < ROTARY // 2) & (position >= 0) & (position < table_rows)
-    angles = cos_sin + position.to(tl.int64) * ROTARY + pair
+    """A row [BLOCK] with its last ROTARY of WIDTH columns turned by row `position` of the table; see `rotate_pairs`."""
+    one = tl.zeros([1], tl.int64) + position
+    row = tl.reshape(x, [1, BLOCK])
+    return tl.reshape(rotate_pairs(row, cos_sin, one, table_rows, WIDTH - ROTARY, ROTARY, INVERSE, 1, BLOCK), [BLOCK])
+
+
+@triton.jit
+def rotate_pairs(
+    x, cos_sin, position, table_rows,
+    START: tl.constexpr, ROTARY: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows [ROWS, BLOCK] with ROTARY columns from START on (an even one) turned in pairs (2i, 2i+1) by rows `position`
+    [ROWS] of the table; unchanged where the table has no such row."""
+    pair = tl.arange(0, BLOCK // 2) - START // 2
+    known = (position >= 0) & (position < table_rows)
+    turning = known[:, None] & ((pair >= 0) & (pair < ROTARY // 2))[None, :]
+    angles = cos_sin + (position.to(tl.int64) * ROTARY)[:, None] + pair[None, :]
     cos = tl.load(angles, mask=turning, other=1.0)
     sin = tl.load(angles + ROTARY // 2, mask=turning, other=0.0)
     if INVERSE:
         sin = -sin
-    even, odd = tl.split(tl.reshape(x, [BLOCK // 2, 2]))
-    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [BLOCK])
+    even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
+    # Columns that stay are not multiplied: infinities beside them, and the sign of a zero, stay out of them.
+    first = tl.where(turning, even * cos - odd * sin, even)
+    second = tl.where(turning, odd * cos + even * sin, odd)
+    return tl.reshape(tl.join(first, second), [ROWS, BLOCK])
 
 
 @triton.jit

@@ -199,9 +199,17 @@ def combine(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tens
 
 
 def index_scores(
-    q: Tensor, weights: Tensor, cache: PagedCache, request_ids: Tensor, block_table: Tensor, lengths: Tensor
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    absolute: bool = False,
 ) -> Tensor:
-    """float64 scores [T, longest context] of each position, -inf where a token sees none."""
+    """float64 scores [T, longest context] of each position, -inf where a token sees none; `absolute` for those of
+    absolute queries and keys."""
     longest = block_table.shape[1] * cache.page_size
     scores = torch.full((len(q), longest), -torch.inf, dtype=torch.float64)
     for t in range(len(q)):
@@ -209,7 +217,8 @@ def index_scores(
         slots = [slot_of(position, table, cache.page_size) for position in range(int(lengths[t]))]
         seen = [position for position, slot in enumerate(slots) if 0 <= slot < cache.rows]
         keys = rows_of(cache, torch.tensor([slots[position] for position in seen], dtype=torch.int64))
-        logits = torch.relu(q[t].double() @ keys.T)
+        query = q[t].double()
+        logits = query.abs() @ keys.abs().T if absolute else torch.relu(query @ keys.T)
         scores[t, torch.tensor(seen, dtype=torch.int64)] = weights[t].double() @ logits
     return scores
 
@@ -219,17 +228,23 @@ def index_keys(keys: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, reci
     wide = keys.double()
     centred = wide - wide.mean(1, keepdim=True)
     normed = centred / (centred.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double() + bias.double()
-    turned, half = normed.clone(), recipe.rope_dim // 2
-    start = 0 if recipe.rope_first else keys.shape[1] - recipe.rope_dim
+    return index_rows(normed, cos_sin, recipe)
+
+
+def index_rows(rows: Tensor, cos_sin: Tensor, recipe: IndexRecipe) -> Tensor:
+    """float64 rows after rope pair by pair, and Hadamard rotation by its matrix."""
+    wide = rows.double()
+    turned, half = wide.clone(), recipe.rope_dim // 2
+    start = 0 if recipe.rope_first else rows.shape[1] - recipe.rope_dim
     for pair in range(half):
         first = start + (2 * pair if recipe.interleaved else pair)
         second = first + (1 if recipe.interleaved else half)
         cos, sin = cos_sin[:, pair].double(), cos_sin[:, half + pair].double()
-        turned[:, first] = normed[:, first] * cos - normed[:, second] * sin
-        turned[:, second] = normed[:, second] * cos + normed[:, first] * sin
+        turned[:, first] = wide[:, first] * cos - wide[:, second] * sin
+        turned[:, second] = wide[:, second] * cos + wide[:, first] * sin
     if not recipe.hadamard:
         return turned
     matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < keys.shape[1]:
+    while len(matrix) < rows.shape[1]:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return turned @ matrix.div(keys.shape[1] ** 0.5)
+    return turned @ matrix.div(rows.shape[1] ** 0.5)

@@ -1,9 +1,10 @@
 """One small case of every check on a GPU, for tools that slow a program down a hundredfold:
 
-    compute-sanitizer --tool memcheck python -m tamis.testing.small_pass
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tamis.testing.small_pass
     compute-sanitizer --tool racecheck python -m tamis.testing.small_pass attend index
 
-Names of stages restrict it. Checks that compare runs with each other are left out: the tools look at each launch.
+Names of stages restrict it. Checks that compare runs with each other are left out, since the tools look at each launch,
+and so are captured graphs, which need the allocator that hides short overruns from memcheck.
 """
 
 import sys
@@ -24,7 +25,7 @@ def main(stages: list[str]) -> int:
     target, wrong = Target(torch.device("cuda"), quick=True), 0
     for stage in stages or STAGES:
         for check in stage_checks(stage, target):
-            if not check.trials or "runs" in check.name:
+            if not check.trials or "runs" in check.name or "graph" in check.name:
                 continue
             _, trial = check.trials[0]
             found = trial()

@@ -3,7 +3,7 @@
 `run_checks` is what `tamis verify` prints and what `tamis bench` asks before it shows a time.
 """
 
-from tamis.verify.check import CheckResult
+from tamis.verify.check import CheckResult, Scope
 from tamis.verify.run import STAGES, run_checks
 
-__all__ = ["STAGES", "CheckResult", "run_checks"]
+__all__ = ["STAGES", "CheckResult", "Scope", "run_checks"]

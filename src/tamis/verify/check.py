@@ -47,12 +47,23 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
+class Scope:
+    """What a caller is about to run: cases of other formats are left out, with the kernels they would compile."""
+
+    layouts: frozenset[str]
+    """Names, without the widths that a name may have in brackets."""
+    dtypes: frozenset[torch.dtype]
+    """Of queries, where a stage has some."""
+
+
+@dataclass(frozen=True)
 class Target:
-    """What is checked: a device and a backend, thoroughly or quickly."""
+    """What is checked: a device and a backend, thoroughly or quickly, in every format or in some."""
 
     device: torch.device
     backend: str = "auto"
     quick: bool = False
+    scope: Scope | None = None
 
     def runs(self, stage: str) -> Backend | None:
         """The backend that would run a stage here; None if the named one does not have the stage."""
@@ -77,7 +88,7 @@ class Target:
     ) -> bool:
         """Whether the backend claims such a case. What "auto" chooses must run everything, so there it is True."""
         backend = self.runs(stage)
-        if backend is None:
+        if backend is None or not self.covers(layout, dtype):
             return False
         if self.backend == "auto":
             return True
@@ -86,6 +97,12 @@ class Target:
         )
         asked = backend.query_dtypes[0] if dtype is None else dtype
         return not backend.refusals(Need(spec, self.device, compute_capability(self.device), asked, layout, page_size))
+
+    def covers(self, layout: Layout, dtype: torch.dtype | None = None) -> bool:
+        """Whether a case with such rows, and such queries if any, is to be checked."""
+        if self.scope is None:
+            return True
+        return layout.name.split("[")[0] in self.scope.layouts and (dtype is None or dtype in self.scope.dtypes)
 
     def not_capturable(self, stages: Sequence[str]) -> str:
         """Why these stages cannot be captured in a CUDA graph here; empty if they can."""

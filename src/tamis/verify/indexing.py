@@ -1,4 +1,4 @@
-"""Checks of the indexer: keys as prepared, scores, selections from scores, and both in one call."""
+"""Checks of the indexer: keys and queries as prepared, scores, selections from scores, and both in one call."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tamis.ops import index_scores, index_topk, ragged_scores, topk_positions, write_index_keys
+from tamis.backends import compute_capability
+from tamis.ops import (
+    index_scores,
+    index_topk,
+    quantise_index_query,
+    ragged_scores,
+    topk_positions,
+    write_index_keys,
+)
 from tamis.testing import index_cases, oracle
 from tamis.testing.index_cases import IndexCase, KeysCase, TopkCase
 from tamis.verify.check import Check, Target, Trial
@@ -18,8 +26,14 @@ from tamis.verify.repeat import count_differences, graph_check, repeat_check
 SCORE_BOUND = 1e-5
 """Error of a score, and by how much an unselected one may exceed a selected one, relative to the largest score that the
 token's heads could have without cancelling: float32 sums."""
+FP8_BOUND = 4 * 2.0**-13
+"""The same where matrix units multiply e4m3, relative to the score of all products at their absolute value: Hopper's
+align the 32 products of a step, and what was summed before, to the largest of them, and keep 13 bits below it. A key of
+128 numbers takes four steps. Every kernel that multiplies FP8 there has this error."""
 KEY_BOUND = 1e-5
 """Relative error of a key's norm and rotations in float32."""
+QUERY_BOUND = 2**-4 + KEY_BOUND
+"""Relative error of a rotated query's numbers in e4m3: half a step of three mantissa bits."""
 
 
 def index_checks(target: Target) -> Iterator[Check]:
@@ -32,16 +46,27 @@ def index_checks(target: Target) -> Iterator[Check]:
         case
         for case in index_cases.index_cases(quick=target.quick)
         if target.takes(stage, case.cache.layout, page_size=case.cache.page_size)
+        and target.covers(case.cache.layout, case.q.dtype)
     ]
-    keys = list(index_cases.keys_cases(quick=target.quick))
+    keys = [case for case in index_cases.keys_cases(quick=target.quick) if target.covers(case.cache.layout)]
     selected = list(index_cases.topk_cases(quick=target.quick))
     yield Check(stage, "keys", KEY_BOUND, [(case.name, partial(_keys, target, case)) for case in keys])
-    yield Check(stage, "scores", SCORE_BOUND, [(case.name, partial(_scores, target, case)) for case in found])
-    yield Check(stage, "gathered scores", SCORE_BOUND, [(c.name, partial(_ragged, target, c)) for c in found[::2]])
+    yield Check(stage, "queries", QUERY_BOUND, [(case.name, partial(_queries, target, case)) for case in keys])
+    coarse = [case for case in found if _multiplies_fp8(target, case)]
+    for suffix, bound, some in (
+        ("", SCORE_BOUND, [case for case in found if case not in coarse]),
+        (", FP8 products", FP8_BOUND, coarse),
+    ):
+        if not some and suffix:
+            continue
+        drawn = [case for case in some if not case.exact]
+        yield Check(stage, f"scores{suffix}", bound, [(c.name, partial(_scores, target, c)) for c in some])
+        yield Check(
+            stage, f"gathered scores{suffix}", bound, [(c.name, partial(_ragged, target, c)) for c in some[::2]]
+        )
+        yield Check(stage, f"best scores{suffix}", bound, [(c.name, partial(_index, target, c)) for c in drawn])
     yield Check(stage, "top-k", 0.0, [(case.name, partial(_topk, target, case)) for case in selected])
-    for name, bound, exact in (("best scores", SCORE_BOUND, False), ("ties", 0.0, True)):
-        some = [case for case in found if case.exact == exact]
-        yield Check(stage, name, bound, [(case.name, partial(_index, target, case)) for case in some])
+    yield Check(stage, "ties", 0.0, [(case.name, partial(_index, target, case)) for case in found if case.exact])
     yield Check(stage, "fused like unfused", 0.0, [(case.name, partial(_fused, target, case)) for case in found])
     some = list(islice(found, 0, None, 4))
     yield repeat_check(stage, [(case.name, partial(_indexed, target, case)) for case in some])
@@ -70,11 +95,37 @@ def _keys(target: Target, case: KeysCase) -> Trial:
     return Trial(float((found - expected).abs().max() / expected.abs().max()))
 
 
+def _multiplies_fp8(target: Target, case: IndexCase) -> bool:
+    """Whether a device's matrix units take the case's numbers as they are."""
+    capability = compute_capability(target.device)
+    return case.q.dtype == torch.float8_e4m3fn and case.cache.layout.quantised and (capability or (0, 0)) >= (8, 9)
+
+
+def _queries(target: Target, case: KeysCase) -> Trial:
+    """The rows as two heads of half as many tokens, from tiny to huge; the scales are those in the folded weights."""
+    recipe, tokens = case.cache.recipe, len(case.keys) // 2
+    assert recipe is not None
+    rows = case.keys * torch.logspace(-2, 3, 2 * tokens).unsqueeze(1)
+    weights = torch.tensor([4.0, -0.5]).repeat(tokens, 1)
+    positions = case.positions[:tokens]
+    q, moved, at, table = target.here([rows.view(tokens, 2, -1), weights, positions, case.cos_sin])
+    values, folded = quantise_index_query(
+        q, moved, recipe, positions=at, cos_sin=table, scale=0.25, rounding="none", backend=target.backend
+    )
+    exact = oracle.index_rows(rows, case.cos_sin[positions.long().repeat_interleave(2)], recipe)
+    scale = torch.exp2((exact.abs().amax(1, keepdim=True) / 448).log2().ceil())
+    if not torch.equal(folded.cpu().double() / (weights * 0.25), scale.view(tokens, 2)):
+        return Trial(math.inf, "other scales")
+    found = values.cpu().double().view(exact.shape) * scale
+    # Below 2**-6 steps no longer shrink with the number.
+    return Trial(float(((found - exact).abs() / torch.maximum(exact.abs(), scale * 2**-6)).max()))
+
+
 def _scores(target: Target, case: IndexCase) -> Trial:
     moved = target.here(case)
     paged = moved.q, moved.weights, moved.cache, moved.request_ids, moved.block_table, moved.lengths
     found = index_scores(*paged, backend=target.backend).cpu().double()
-    return _score_error(found, _exact(case), _size(case))
+    return _score_error(found, _exact(case), _size(target, case))
 
 
 def _ragged(target: Target, case: IndexCase) -> Trial:
@@ -94,12 +145,15 @@ def _ragged(target: Target, case: IndexCase) -> Trial:
     scales = None if scales is None else scales.to(target.device)
     found = ragged_scores(q, weights, keys.to(target.device), scales, *bounds, backend=target.backend)
     wide = oracle.rows_of(case.cache, slots)
+    cancelling = not _multiplies_fp8(target, case)
     exact = torch.full((len(ends), total), -torch.inf, dtype=torch.float64)
     size = torch.zeros(len(ends), dtype=torch.float64)
     for token in range(len(ends)):
         seen = slice(max(0, int(starts[token])), max(0, int(ends[token])))
         logits = torch.relu(case.q[token].double() @ wide[seen].T)
         exact[token, seen] = case.weights[token].double() @ logits
+        if not cancelling:
+            logits = case.q[token].double().abs() @ wide[seen].abs().T
         largest = case.weights[token].double().abs() @ logits
         size[token] = largest.max() if largest.numel() else 0.0
     return _score_error(found.cpu().double(), exact, size)
@@ -141,10 +195,11 @@ def _exact(case: IndexCase) -> Tensor:
     return oracle.index_scores(case.q, case.weights, case.cache, case.request_ids, case.block_table, case.lengths)
 
 
-def _size(case: IndexCase) -> Tensor:
-    """Per token, the largest score if no two heads cancelled."""
-    paged = case.cache, case.request_ids, case.block_table, case.lengths
-    largest = oracle.index_scores(case.q, case.weights.abs(), *paged)
+def _size(target: Target, case: IndexCase) -> Tensor:
+    """Per token, the largest score if no two heads cancelled, nor two products where FP8 is multiplied."""
+    paged = case.request_ids, case.block_table, case.lengths
+    fp8 = _multiplies_fp8(target, case)
+    largest = oracle.index_scores(case.q, case.weights.abs(), case.cache, *paged, absolute=fp8)
     return largest.amax(1).clamp_min(0) if largest.shape[1] else torch.zeros(len(largest), dtype=torch.float64)
 
 
@@ -187,7 +242,7 @@ def _fused(target: Target, case: IndexCase) -> Trial:
 
 def _index(target: Target, case: IndexCase) -> Trial:
     found = _indexed(target, case)[0].cpu()
-    scores, size = _exact(case), _size(case)
+    scores, size = _exact(case), _size(target, case)
     worst, note = 0.0, ""
     for token in range(len(found)):
         error, told = _row_error(found[token].tolist(), scores[token], float(size[token]), case)

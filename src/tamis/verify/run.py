@@ -1,12 +1,13 @@
 """Running the checks of all stages, or of some."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from tamis import backends, checks
 from tamis.verify.attention import attend_checks, combine_checks
-from tamis.verify.check import Check, CheckResult, Target, judge
+from tamis.verify.check import Check, CheckResult, Scope, Target, judge
 from tamis.verify.indexing import index_checks
 from tamis.verify.places import select_checks
 from tamis.verify.rows import gather_checks, write_checks
@@ -43,6 +44,7 @@ def run_checks(
     stages: Sequence[str] | None = None,
     quick: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    scopes: Mapping[str, Scope] | None = None,
 ) -> list[CheckResult]:
     """Check stages on a device; one result per check, in the order of `STAGES`.
 
@@ -52,6 +54,7 @@ def run_checks(
         stages: names from `STAGES`; all if not given.
         quick: fewer shapes, seconds on a CPU.
         progress: called with the cases done and all cases.
+        scopes: per stage, the formats that matter; all for a stage without one.
     """
     target = Target(torch.device(device), backend, quick)
     checks.option("backend", backend, ("auto", *(b.name for b in backends.BACKENDS)))
@@ -62,7 +65,8 @@ def run_checks(
     for stage in stages or ():
         checks.option("stage", stage, STAGES)
     wanted = [stage for stage in STAGES if stages is None or stage in stages]
-    found = [check for stage in wanted for check in stage_checks(stage, target)]
+    within = scopes or {}
+    found = [check for stage in wanted for check in stage_checks(stage, replace(target, scope=within.get(stage)))]
     total, count = sum(len(check.trials) for check in found), 0
 
     def done() -> None:

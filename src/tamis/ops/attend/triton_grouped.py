@@ -3,10 +3,12 @@
 A program's four warps share the work by columns: warp g multiplies tile g of the queries with tile g of the rows, and
 later sums tile g of the values. So a warp holds a quarter of the queries, and a tile's scale, being the same for all of
 a warp's columns, is applied to logits and weights instead of to every value: rows stay as the e4m3 numbers they are,
-which bf16 holds exactly, and scales of any size and precision cost no accuracy.
+and scales of any size and precision cost no accuracy.
 
-Bytes are read four to a word and unpacked by shifts. With 8-bit types in sight the compiler would lay out the products
-for them, and fetch values byte by byte.
+Bytes are read four to a word. As keys they become fp16, which the hardware makes of e4m3 directly; queries are brought
+into its range by a power of two per head. As values they become bf16, which has the range that weights times scales
+need, by shifts: with 8-bit types in sight the compiler would lay out the sum over values for them, and fetch these byte
+by byte.
 """
 
 import triton
@@ -24,33 +26,50 @@ from tamis.ops.attend.triton_parts import (
     round_in_two,
     to_slots,
 )
-from tamis.ops.triton_rows import row_start, store_rounded, widen_bf16
+from tamis.ops.triton_rows import decode_e4m3, row_start, store_rounded, widen_bf16
 
 GROUPS = tl.constexpr(4)
 """Tiles of a row, and warps of a program."""
 
 _UNBIAS = tl.constexpr(2.0**120)
 """e4m3 bits in the place of bf16's are the number times 2**-120: the difference of the exponents' biases."""
-_PROBE = tl.constexpr(1.125 * 2.0**119)
-"""Times this, every e4m3 number is exact in bf16, and the code for NaN, which the shifts read as 480, is infinite."""
-_QUERY = tl.constexpr(2.0**-64)
-"""Keeps products with probed rows far from float32's ends."""
 
 
 @triton.jit
-def _unpack(words, BLOCK_N: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The numbers [GROUPS, BLOCK_N, TILE] of e4m3 bytes, four to a word; 480 for NaN."""
+def _bytes_in_order(first, second, BLOCK_N: tl.constexpr, TILE: tl.constexpr):
+    """[GROUPS, BLOCK_N, TILE] from the pairs 0, 1 and 2, 3 of each word."""
+    return tl.reshape(tl.permute(tl.join(first, second), (0, 1, 2, 4, 3)), [GROUPS, BLOCK_N, TILE])
+
+
+@triton.jit
+def _unpack_keys(words, BLOCK_N: tl.constexpr, TILE: tl.constexpr, NATIVE: tl.constexpr):
+    """The numbers of e4m3 bytes, four to a word, in fp16."""
+    first = tl.join((words & 0xFF).to(tl.uint8), ((words >> 8) & 0xFF).to(tl.uint8))
+    second = tl.join(((words >> 16) & 0xFF).to(tl.uint8), ((words >> 24) & 0xFF).to(tl.uint8))
+    return decode_e4m3(_bytes_in_order(first, second, BLOCK_N, TILE), NATIVE)
+
+
+@triton.jit
+def _unpack_values(words, BLOCK_N: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The same in bf16; 480 for NaN, which the logits have shown by then."""
     even = ((words & 0x00800080) << 8) | ((words & 0x007F007F) << 4)
     shifted = words >> 8
     odd = ((shifted & 0x00800080) << 8) | ((shifted & 0x007F007F) << 4)
     first = tl.join((even & 0xFFFF).to(tl.uint16), (odd & 0xFFFF).to(tl.uint16))
     second = tl.join((even >> 16).to(tl.uint16), (odd >> 16).to(tl.uint16))
-    bits = tl.reshape(tl.permute(tl.join(first, second), (0, 1, 2, 4, 3)), [GROUPS, BLOCK_N, TILE])
+    bits = _bytes_in_order(first, second, BLOCK_N, TILE)
     if INTERPRETED:
         numbers = widen_bf16(bits)
     else:
         numbers = bits.to(tl.bfloat16, bitcast=True)
     return numbers * _UNBIAS
+
+
+@triton.jit
+def _power_below(x):
+    """The largest power of two that is not above positive x, within what float32 can invert."""
+    exponent = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True) >> 23, 1), 253)
+    return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -129,11 +148,13 @@ def attend_groups_kernel(
 
     query = q + token * q_token_stride + head[None, :, None] * q_head_stride
     q_wide = load_query(query + tile_column, here[None, :, None], NATIVE, INTERPRETED)
-    q_tiles, q_tiles_rest = round_in_two(q_wide * _QUERY, COMPUTE)
+    # The largest number of each head is between 2**14 and 2**15, so that fp16 loses nothing that counts beside it.
+    size = _power_below(tl.max(tl.max(tl.abs(q_wide), 2), 0)) * 0.00006103515625
+    q_tiles = (q_wide * (1.0 / size)[None, :, None]).to(tl.float16)
     if TAIL > 0:
         q_mask = here[None, :, None] & (tail_column < TAIL)
         q_wide = load_query(query + GROUPS * TILE + tail_column, q_mask, NATIVE, INTERPRETED)
-        q_tail, q_tail_rest = round_in_two(q_wide, COMPUTE)
+        q_tail, q_tail_rest = round_in_two(q_wide * (1.0 / size)[None, :, None], COMPUTE)
     logit_scale = scale * 1.4426950408889634  # log2(e): exponentials and logarithms are to base 2
     if scale_factor is not None:
         logit_scale *= tl.load(scale_factor)
@@ -165,12 +186,8 @@ def attend_groups_kernel(
         scale_row = row_start(slot, scales_page_stride, SCALES_ROW, PAGE_SIZE, FLAT)
         at_scale = scales + scale_row[None, :] + tl.arange(0, GROUPS)[:, None]
         factor = tl.load(at_scale, mask=valid[None, :], other=0.0)
-        keys = _unpack(words, BLOCK_N, TILE, INTERPRETED)
-        probed = tl.permute(keys * _PROBE, (0, 2, 1))
-        logits = dot(q_tiles, probed, None, COMPUTE)
-        if PARTS == 2:
-            logits = dot(q_tiles_rest, probed, logits, COMPUTE)
-        logits *= (factor * (1.0 / (_PROBE * _QUERY)))[:, None, :]
+        keys = tl.permute(_unpack_keys(words, BLOCK_N, TILE, NATIVE), (0, 2, 1))
+        logits = dot(q_tiles, keys, None, COMPUTE) * factor[:, None, :]
         if TAIL > 0:
             tail_row = row_start(slot, tail_page_stride, TAIL_ROW, PAGE_SIZE, FLAT)
             at_tail = tail + tail_row[None, :, None] + tail_column
@@ -179,11 +196,11 @@ def attend_groups_kernel(
             logits = dot(q_tail, tail_keys, logits, COMPUTE)
             if PARTS == 2:
                 logits = dot(q_tail_rest, tail_keys, logits, COMPUTE)
-        summed = _sum_groups(logits, BLOCK_H, BLOCK_N) * logit_scale
-        summed += summed - summed  # what is infinite because a code was NaN becomes NaN
+        summed = _sum_groups(logits, BLOCK_H, BLOCK_N) * (size * logit_scale)[:, None]
         weights, shrink, peak, total = next_weights(summed, valid, peak, total)
         scaled = weights[None, :, :] * factor[:, None, :]
-        acc = dot_wide(scaled, keys, acc * shrink[None, :, None], PARTS, COMPUTE)
+        values_wide = _unpack_values(words, BLOCK_N, TILE, INTERPRETED)
+        acc = dot_wide(scaled, values_wide, acc * shrink[None, :, None], PARTS, COMPUTE)
 
     place = (split.to(tl.int64) * tokens + token) * heads + head
     inverse = finish_heads(peak, total, sink, head, here, lse, max_logits, place)

@@ -15,7 +15,7 @@ from tamis.cache import PagedCache, Selection
 from tamis.layout import Layout
 from tamis.ops.attend.triton_grouped import GROUPS, attend_groups_kernel
 from tamis.ops.attend.triton_rowwise import attend_rows_kernel
-from tamis.ops.combine.triton_kernels import combine_parts
+from tamis.ops.combine.triton_kernels import combine_with_maxima
 from tamis.ops.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def attend_into(
         return lse[0], top[0]
     room = torch.empty(parts, *q.shape[:2], value_dim, device=q.device)
     lse, top = _launch_all(q, selections, launches, scale, None, room)
-    return combine_parts(room, lse, sink, out), top.amax(0)
+    return combine_with_maxima(room, lse, top, sink, out)
 
 
 def _launch_all(

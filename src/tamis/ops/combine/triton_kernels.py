@@ -24,6 +24,8 @@ def combine_kernel(
     sink,
     out,
     lse,
+    parts_top,
+    top,
     part_stride,
     count,
     heads,
@@ -65,21 +67,39 @@ def combine_kernel(
     store_rounded(target + column * out_column_stride, merged, here, NATIVE_BF16)
     if tl.program_id(1) == 0:
         tl.store(lse + row, whole)
+        if parts_top is not None:
+            tops = tl.load(parts_top + part * part_stride + row, mask=part < count, other=float("-inf"))
+            tl.store(top + row, tl.max(tops, 0))
 
 
 def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor) -> Tensor:
     """As `reference.combine_parts`."""
-    tokens, heads, _ = out.shape
-    lse = torch.empty(tokens, heads, dtype=torch.float32, device=out.device)
+    return _combine(parts, lses, sink, out, None)[0]
+
+
+def combine_with_maxima(
+    parts: Tensor, lses: Tensor, maxima: Tensor, sink: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same, and the largest of the parts' maxima [S, T, H], in one launch."""
+    return _combine(parts, lses, sink, out, maxima)
+
+
+def _combine(
+    parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, maxima: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+    top = torch.empty_like(lse)
     if out.numel():
-        arguments = _arguments(parts.contiguous(), lses.contiguous(), sink, out, lse)
+        arguments = _arguments(parts.contiguous(), lses.contiguous(), sink, out, lse, maxima, top)
         blocks = triton.cdiv(arguments["VALUE_DIM"], arguments["BLOCK_V"])
         with launching_on(out.device):
-            combine_kernel[(tokens * heads, blocks)](**arguments, num_warps=4)
-    return lse
+            combine_kernel[(lse.numel(), blocks)](**arguments, num_warps=4)
+    return lse, top
 
 
-def _arguments(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor) -> dict[str, Any]:
+def _arguments(
+    parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, maxima: Tensor | None, top: Tensor
+) -> dict[str, Any]:
     count, tokens, heads, width = parts.shape
     return {
         "parts": parts,
@@ -87,6 +107,8 @@ def _arguments(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, ls
         "sink": sink,
         "out": out,
         "lse": lse,
+        "parts_top": maxima,
+        "top": top,
         "part_stride": tokens * heads,
         "count": count,
         "heads": heads,
@@ -109,6 +131,6 @@ def offline_cases() -> Iterator["OfflineCase"]:
     for count, tokens, sink in ((2, 128, None), (64, 1, torch.zeros(16))):
         parts, lses = torch.zeros(count, tokens, 16, 512), torch.zeros(count, tokens, 16)
         out = torch.zeros(tokens, 16, 512, dtype=torch.bfloat16)
-        arguments = _arguments(parts, lses, sink, out, lses[0])
+        arguments = _arguments(parts, lses, sink, out, lses[0], None if sink is None else lses, lses[0])
         label = f"combine {count} parts" + (", sink" if sink is not None else "")
         yield OfflineCase.of_launch(combine_kernel, arguments, {"num_warps": 4}, label)

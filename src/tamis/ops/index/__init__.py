@@ -17,7 +17,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.layout import index_mxfp4
-from tamis.ops import library
+from tamis.ops.index import registered
 from tamis.recipe import IndexRecipe
 
 QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)
@@ -73,7 +73,7 @@ def index_scores(
     width = longest if width is None else checks.integer("width", width, low=0)
     _check_lengths(lengths, min(longest, width), "the block table, or width, has no room for more")
     out = _scores_out(out, q.shape[0], width, device)
-    library.index_scores(q, weights, cache, request_ids, block_table, lengths, out, backend)
+    registered.index_scores(q, weights, cache, request_ids, block_table, lengths, out, backend)
     return out
 
 
@@ -119,7 +119,7 @@ def ragged_scores(
     for name, bound in (("starts", starts), ("ends", ends)):
         checks.tensor(name, bound, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
     out = _scores_out(out, sizes["T"], total["N"], device)
-    library.ragged_scores(q, weights, keys, key_scales, starts, ends, out, backend)
+    registered.ragged_scores(q, weights, keys, key_scales, starts, ends, out, backend)
     return out
 
 
@@ -162,7 +162,7 @@ def topk_positions(
         requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]
         checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
         checks.integer("page_size", page_size, low=1)
-    return library.topk_positions(scores, lengths, k, request_ids, block_table, page_size or 0, backend)
+    return registered.topk_positions(scores, lengths, k, request_ids, block_table, page_size or 0, backend)
 
 
 def index_topk(
@@ -199,7 +199,15 @@ def index_topk(
     checks.integer("workspace_bytes", workspace_bytes, low=1)
     longest = block_table.shape[1] * cache.page_size
     _check_lengths(lengths, longest, "the block table has no page for more")
-    return library.index_topk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
+    return registered.index_topk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
+
+
+def check_layout(cache: PagedCache) -> None:
+    """Refuse a cache that cannot hold index keys."""
+    layout = cache.layout
+    if layout.quantised and not layout.packed and (layout.scales is None or layout.tile != layout.width):
+        expected = "index-fp8, index-mxfp4 or unquantised rows"
+        raise checks.refuse("cache", expected, repr(cache), "index keys have one scale per row, or are packed")
 
 
 def _check_paged(
@@ -208,11 +216,9 @@ def _check_paged(
     device = checks.same_device(
         q=q, weights=weights, request_ids=request_ids, block_table=block_table, lengths=lengths, cache=cache.storage
     )
-    layout = cache.layout
-    if layout.quantised and not layout.packed and (layout.scales is None or layout.tile != layout.width):
-        expected = "index-fp8, index-mxfp4 or unquantised rows"
-        raise checks.refuse("cache", expected, repr(cache), "index keys have one scale per row, or are packed")
-    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=layout.width, remedy=lambda: f"keys are in {cache!r}")
+    check_layout(cache)
+    width = cache.layout.width
+    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=width, remedy=lambda: f"keys are in {cache!r}")
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
     checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
     requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]

@@ -1,4 +1,4 @@
-"""The lightning indexer on Hopper: portable scores, and top-k in CUDA C++."""
+"""The lightning indexer on Hopper: portable but for top-k, which is in CUDA C++."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -9,11 +9,12 @@ from tamis.cache import PagedCache
 from tamis.ops.index import cuda_topk
 from tamis.ops.index.cuda_topk import topk_positions
 from tamis.ops.index.triton_kernels import index_scores, ragged_scores, score_and_select, score_width
+from tamis.ops.index.triton_prepare import quantise_index_query, write_index_keys
 
 if TYPE_CHECKING:
     from tamis.testing.offline_cuda import CudaCase
 
-__all__ = ["index_scores", "index_topk", "ragged_scores", "topk_positions"]
+__all__ = ["index_scores", "index_topk", "quantise_index_query", "ragged_scores", "topk_positions", "write_index_keys"]
 
 
 def index_topk(

@@ -5,15 +5,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
 
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.layout import Rounding, index_fp8
-from tamis.ops.write import write_kv
-from tamis.ops.write.reference import encode_rows
+from tamis.ops.index import check_layout, reference, registered
+from tamis.ops.write import check_slots
 from tamis.recipe import IndexRecipe
-from tamis.rope import rotate
 
 
 def rotate_index(
@@ -31,10 +29,8 @@ def rotate_index(
         raise checks.refuse_type(
             "x", "a bfloat16, float16 or float32 tensor [T, H, D] or [T, D]", checks.describe(x), "convert it"
         )
-    table = _rows_of_table(positions, cos_sin, x.shape[0], recipe, x.device)
-    if table is not None and x.dim() == 3:
-        table = table.unsqueeze(1)
-    return _prepare(x, table, recipe, "none").float()
+    where = _check_rotations(recipe, positions, cos_sin, x.shape[0], x.shape[-1], x.device)
+    return reference.prepare_rows(x, *where, recipe, "none").float()
 
 
 def quantise_index_query(
@@ -47,6 +43,7 @@ def quantise_index_query(
     scale: float | None = None,
     rounding: Rounding = "bf16",
     scale_mode: Literal["pow2", "exact"] = "pow2",
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """e4m3 queries [T, H, D] and float32 weights [T, H] with `scale` and the scale of each query folded in.
 
@@ -57,12 +54,13 @@ def quantise_index_query(
         q: [T, H, D], the projection's output.
         weights: [T, H], the head weights' projection.
         recipe: what to do to q; the same as for the keys it will meet.
-        positions: integer [T], absolute; without them q is taken as rotated already.
+        positions: integer [T], absolute, -1 for padding; without them q is taken as rotated already.
         cos_sin: float32 [max_positions, rope_dim] from `tamis.rope.Rope.cos_sin_table`; goes with `positions`.
         scale: the constant factor of all weights, (H * D) ** -0.5 if not given.
         rounding: "bf16" rounds before quantisation (after the rope, and again after the Hadamard rotation), as most
             implementations do; "none" keeps float32, as fused kernels do.
         scale_mode: "pow2" or "exact".
+        backend: a name from `tamis backends`, or "auto".
     """
     sizes = checks.tensor("q", q, "T H D", checks.FLOATS)
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"], device=q.device)
@@ -70,12 +68,10 @@ def quantise_index_query(
     heads, dim = sizes["H"], sizes["D"]
     layout = replace(index_fp8(dim=dim, rounding=rounding), scale_mode=scale_mode)
     constant = (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
-    table = _rows_of_table(positions, cos_sin, sizes["T"], recipe, q.device)
-    turned = _prepare(q, None if table is None else table.unsqueeze(1), recipe, rounding)
-    values, scales, _ = encode_rows(turned.reshape(-1, dim), layout)
-    assert scales is not None
-    folded = weights.float() * constant * scales.view(sizes["T"], heads)
-    return values.view(torch.float8_e4m3fn).view(q.shape), folded
+    positions, cos_sin = _check_rotations(recipe, positions, cos_sin, sizes["T"], dim, q.device)
+    return registered.quantise_index_query(
+        q, weights, positions, cos_sin, *_fields(recipe), layout.key, constant, backend
+    )
 
 
 def write_index_keys(
@@ -104,7 +100,7 @@ def write_index_keys(
         norm_weight: [D] of the LayerNorm; without it keys are taken as normalised already.
         norm_bias: [D], with `norm_weight` only.
         norm_eps: of the LayerNorm.
-        positions: integer [T], absolute; without them keys are taken as rotated already.
+        positions: integer [T], absolute, -1 for padding; without them keys are taken as rotated already.
         cos_sin: float32 [max_positions, rope_dim] from `tamis.rope.Rope.cos_sin_table`; goes with `positions`.
         backend: a name from `tamis backends`, or "auto".
     """
@@ -112,16 +108,20 @@ def write_index_keys(
     remedy = f"keys of {cache!r}"
     total = checks.tensor("keys", keys, "T D", checks.FLOATS, D=dim, device=device, remedy=remedy)["T"]
     recipe = agreed_recipe("recipe", recipe, cache)
-    table = _rows_of_table(positions, cos_sin, total, recipe, device)
+    check_layout(cache)
+    count = check_slots(slots, cache, "keys", total)
+    positions, cos_sin = _check_rotations(recipe, positions, cos_sin, total, dim, device)
     if norm_weight is not None:
         checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=dim, device=device)
         if norm_bias is not None:
             checks.tensor("norm_bias", norm_bias, "D", checks.FLOATS, D=dim, device=device)
-        bias = None if norm_bias is None else norm_bias.float()
-        keys = layer_norm(keys.float(), (dim,), norm_weight.float(), bias, norm_eps)
+        norm_eps = checks.positive_number("norm_eps", norm_eps)
     elif norm_bias is not None:
         raise checks.refuse("norm_bias", "given with norm_weight only", "a bias alone", "pass the weight too")
-    write_kv(_prepare(keys, table, recipe, cache.layout.rounding), cache, slots, backend=backend)
+    keys, positions = keys[:count], None if positions is None else positions[:count]
+    registered.write_index_keys(
+        keys, cache, slots, norm_weight, norm_bias, norm_eps, positions, cos_sin, *_fields(recipe), backend
+    )
 
 
 def agreed_recipe(name: str, recipe: IndexRecipe | None, cache: PagedCache) -> IndexRecipe:
@@ -134,46 +134,31 @@ def agreed_recipe(name: str, recipe: IndexRecipe | None, cache: PagedCache) -> I
     return agreed
 
 
-def hadamard(x: Tensor) -> Tensor:
-    """x times the orthonormal Hadamard matrix over its last axis (a power of two wide), in float32."""
-    dim = x.shape[-1]
-    if dim & (dim - 1):
-        raise checks.refuse("width", "a power of two for a Hadamard rotation", dim, "use a recipe without it")
-    turned = x.float()
-    span = 1
-    while span < dim:
-        pairs = turned.unflatten(-1, (-1, 2, span))
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        turned = torch.stack((first + second, first - second), dim=-2).flatten(-3)
-        span *= 2
-    return turned.mul(dim**-0.5)
+def _fields(recipe: IndexRecipe) -> tuple[int, bool, bool, bool]:
+    return recipe.rope_dim, recipe.interleaved, recipe.rope_first, recipe.hadamard
 
 
-def _prepare(x: Tensor, cos_sin: Tensor | None, recipe: IndexRecipe, rounding: Rounding) -> Tensor:
-    """Rope and Hadamard rotation in float32."""
-    width, rope = x.shape[-1], recipe.rope_dim
-    if cos_sin is not None and rope:
-        if rope > width:
-            raise checks.refuse("recipe.rope_dim", f"at most {width}, the width", rope, "use the model's recipe")
-        start = 0 if recipe.rope_first else width - rope
-        turned = rotate(x[..., start : start + rope].float(), cos_sin, interleaved=recipe.interleaved)
-        x = torch.cat((x[..., :start].float(), turned, x[..., start + rope :].float()), dim=-1)
-    if not recipe.hadamard:
-        return x
-    return hadamard(x.bfloat16() if rounding == "bf16" else x)
-
-
-def _rows_of_table(
-    positions: Tensor | None, cos_sin: Tensor | None, total: int, recipe: IndexRecipe, device: torch.device
-) -> Tensor | None:
-    """Cosines and sines [T, rope_dim] of each token, or None where nothing is to be rotated."""
+def _check_rotations(
+    recipe: IndexRecipe,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
+    total: int,
+    width: int,
+    device: torch.device,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Positions and table, both None where no column is to be rotated by the rope."""
+    if recipe.hadamard and width & (width - 1):
+        raise checks.refuse("width", "a power of two for a Hadamard rotation", width, "use a recipe without it")
     if (positions is None) != (cos_sin is None):
         received = "cos_sin" if positions is None else "positions"
         raise checks.refuse("positions and cos_sin", "given together", f"only {received}", "pass both, or none")
     if positions is None or cos_sin is None:
-        return None
+        return None, None
     checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device)
     table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), R=recipe.rope_dim, device=device)
-    # Padded tokens have position -1 and no slot; what they are rotated by does not matter.
+    # Padded tokens have position -1 and no slot; they are not rotated.
     checks.values_between("positions", positions, -1, table["P"] - 1, "make a longer cos_sin table")
-    return cos_sin[positions.long().clamp_min(0)]
+    if recipe.rope_dim > width:
+        expected = f"at most {width}, the width"
+        raise checks.refuse("recipe.rope_dim", expected, recipe.rope_dim, "use the model's recipe")
+    return (positions, cos_sin) if recipe.rope_dim else (None, None)

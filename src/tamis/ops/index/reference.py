@@ -1,4 +1,5 @@
-"""Index scores and exact top-k, in plain torch: the definition that kernels are tested against.
+"""Index queries and keys made ready, scores and exact top-k, in plain torch: the definition that kernels are tested
+against.
 
 A score's bits depend on its token and its key alone. The products run token by token over blocks of keys of one fixed
 shape, in float64, and are rounded once: a matrix product over the whole batch would choose its order of sums by the
@@ -9,9 +10,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 from tamis.cache import PagedCache
+from tamis.layout import Layout, Rounding
 from tamis.ops.gather.reference import decode_e2m1, fetch_field, request_slots
+from tamis.ops.write.reference import encode_rows, write_kv
+from tamis.recipe import IndexRecipe
+from tamis.rope import rotate
 
 KEY_BLOCK = 1024
 """Keys per product."""
@@ -19,6 +25,72 @@ LOGIT_BYTES = 4 << 20
 """What the products of a few tokens with one block of keys take before the heads are summed."""
 BYTES_PER_SCORE = 40
 """What selecting from one score takes at worst: the score, a cleaned copy, and a stable sort with its 64-bit order."""
+
+
+def quantise_index_query(
+    q: Tensor,
+    weights: Tensor,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
+    recipe: IndexRecipe,
+    layout: Layout,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """e4m3 queries [T, H, D], encoded like rows of `layout`, and float32 weights [T, H] with both scales folded in."""
+    turned = prepare_rows(q, positions, cos_sin, recipe, layout.rounding)
+    values, scales, _ = encode_rows(turned.reshape(-1, q.shape[2]), layout)
+    assert scales is not None
+    return values.view(torch.float8_e4m3fn).view(q.shape), weights.float() * scale * scales.view(weights.shape)
+
+
+def write_index_keys(
+    keys: Tensor,
+    cache: PagedCache,
+    slots: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    norm_eps: float,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
+    recipe: IndexRecipe,
+) -> None:
+    """Keys [T, D] into the cache; see `tamis.ops.write_index_keys`."""
+    if norm_weight is not None:
+        bias = None if norm_bias is None else norm_bias.float()
+        keys = layer_norm(keys.float(), keys.shape[1:], norm_weight.float(), bias, norm_eps)
+    write_kv(prepare_rows(keys, positions, cos_sin, recipe, cache.layout.rounding), cache, slots)
+
+
+def prepare_rows(
+    x: Tensor, positions: Tensor | None, cos_sin: Tensor | None, recipe: IndexRecipe, rounding: Rounding
+) -> Tensor:
+    """Rows [T, D] or heads [T, H, D] after rope and Hadamard rotation in float32; a position that the table does not
+    have is not rotated."""
+    if positions is not None and cos_sin is not None:
+        rope, width = recipe.rope_dim, x.shape[-1]
+        start = 0 if recipe.rope_first else width - rope
+        front, middle, back = x.float().split([start, rope, width - start - rope], dim=-1)
+        position = positions.long().view(-1, *[1] * (x.dim() - 2))
+        angles = cos_sin[position.clamp(0, len(cos_sin) - 1)]
+        known = ((position >= 0) & (position < len(cos_sin))).unsqueeze(-1)
+        turned = torch.where(known, rotate(middle, angles, interleaved=recipe.interleaved), middle)
+        x = torch.cat((front, turned, back), dim=-1)
+    if not recipe.hadamard:
+        return x
+    return hadamard(x.bfloat16() if rounding == "bf16" else x)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x times the orthonormal Hadamard matrix over its last axis (a power of two wide), in float32."""
+    dim = x.shape[-1]
+    turned = x.float()
+    span = 1
+    while span < dim:
+        pairs = turned.unflatten(-1, (-1, 2, span))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        turned = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        span *= 2
+    return turned.mul(dim**-0.5)
 
 
 def index_scores(

@@ -1,4 +1,5 @@
-"""Portable lightning indexer in Triton: how the kernels of `triton_scores` and `triton_topk` are launched.
+"""Portable lightning indexer in Triton: how the kernels of `triton_scores` and `triton_topk` are launched, and those
+of `triton_prepare`.
 
 Grids and blocks depend on shapes alone, so every call can be captured in a graph and replayed with other lengths:
 programs whose keys lie behind them stop at once.
@@ -17,12 +18,16 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.layout import Layout
+from tamis.ops.index import triton_prepare
+from tamis.ops.index.triton_prepare import quantise_index_query, write_index_keys
 from tamis.ops.index.triton_scores import score_keys
 from tamis.ops.index.triton_topk import choose_topk_launch, topk_launches
 from tamis.ops.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
 
 if TYPE_CHECKING:
     from tamis.testing.offline import OfflineCase
+
+__all__ = ["index_scores", "index_topk", "quantise_index_query", "ragged_scores", "topk_positions", "write_index_keys"]
 
 E4M3 = torch.float8_e4m3fn
 PACKED = torch.bfloat16
@@ -373,6 +378,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
     from tamis.layout import named, rows
     from tamis.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase
 
+    yield from triton_prepare.offline_cases()
     plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     four, table, out = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 32, dtype=torch.int32), torch.empty(4, 2048)

@@ -8,6 +8,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.ops.rotate import registered
+from tamis.ops.write import check_slots
 
 
 class Rotated(NamedTuple):
@@ -87,14 +88,10 @@ def rotate_and_write(
     remedy = f"rows of {cache!r}"
     total = checks.tensor("q", q, "T H D", checks.FLOATS, D=width, device=cache.device, remedy=remedy)["T"]
     checks.tensor("kv", kv, "T D", checks.FLOATS, T=total, D=width, device=cache.device, remedy=remedy)
-    count = checks.tensor("slots", slots, "S", checks.INTS, device=cache.device)["S"]
-    if count > total:
-        raise checks.refuse("slots", f"at most {total} long, one per row of kv", count, "slice it")
+    check_slots(slots, cache, "kv", total)
     check_positions(positions, cos_sin, total, width, cache.device)
     checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=width, device=cache.device)
     checks.positive_number("eps", eps)
-    remedy = f"the cache has {cache.rows} rows; use -1 to skip"
-    checks.values_between("slots", slots, torch.iinfo(slots.dtype).min, cache.rows - 1, remedy)
     if index_q is not None:
         sizes = checks.tensor("index_q", index_q, "T H D", checks.FLOATS, T=total, device=cache.device)
         check_rotary(cos_sin.shape[1], sizes["D"])

@@ -12,7 +12,6 @@ from tamis.layout import OUTPUT_SCALE_FLOOR
 from tamis.ops.triton_norm import rotate_row
 from tamis.ops.triton_rows import (
     decode_e4m3,
-    encode_e4m3,
     has_native_e4m3,
     interpreted,
     launching_on,
@@ -20,7 +19,7 @@ from tamis.ops.triton_rows import (
     power_of_two,
     store_rounded,
 )
-from tamis.ops.write.triton_kernels import exponents_above, smallest_scales
+from tamis.ops.write.triton_kernels import quantise_tiles
 
 if TYPE_CHECKING:
     from tamis.testing.offline import OfflineCase
@@ -45,14 +44,12 @@ def turn_to_fp8(
     row = load_wide(x + token.to(tl.int64) * token_stride + head * head_stride + column, column < WIDTH)
     row = rotate_row(row, cos_sin, tl.load(positions + token), table_rows, WIDTH, ROTARY, INVERSE, BLOCK)
     tiles = tl.reshape(row, [1, BLOCK // TILE, TILE])
-    exponent = exponents_above(smallest_scales(tiles, 448.0, FLOOR))
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    codes = tl.reshape(encode_e4m3(tiles * inverse[:, :, None]), [BLOCK])
+    codes, scale = quantise_tiles(tiles, "exponent", FLOOR)
     place = token.to(tl.int64) * heads + head
-    tl.store(values + place * WIDTH + column, codes, mask=column < WIDTH)
+    tl.store(values + place * WIDTH + column, tl.reshape(codes, [BLOCK]), mask=column < WIDTH)
     tile = tl.arange(0, BLOCK // TILE)
-    stored = tl.reshape(exponent, [BLOCK // TILE]).to(tl.uint8)
-    tl.store(scales + place * (WIDTH // TILE) + tile, stored, mask=tile < WIDTH // TILE)
+    exponent = tl.reshape(scale, [BLOCK // TILE]).to(tl.int32, bitcast=True) >> 23
+    tl.store(scales + place * (WIDTH // TILE) + tile, exponent.to(tl.uint8), mask=tile < WIDTH // TILE)
 
 
 @triton.jit

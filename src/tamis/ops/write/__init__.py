@@ -47,10 +47,7 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
     sizes = checks.tensor(
         "kv", kv, "T D", checks.FLOATS, D=cache.layout.width, device=cache.device, remedy=lambda: f"rows of {cache!r}"
     )
-    count = checks.tensor("slots", slots, "S", checks.INTS, device=cache.device)["S"]
-    if count > sizes["T"]:
-        raise checks.refuse("slots", f"at most {sizes['T']} long, one per row of kv", count, "slice it")
-    _slots_inside("slots", slots, cache)
+    count = check_slots(slots, cache, "kv", sizes["T"])
     library.write_kv(kv[:count], slots, cache, backend)
 
 
@@ -112,6 +109,12 @@ def quantise_per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
     return scaled.contiguous(), scale.reciprocal().reshape(1)
 
 
-def _slots_inside(name: str, slots: Tensor, cache: PagedCache) -> None:
-    info = torch.iinfo(slots.dtype)
-    checks.values_between(name, slots, info.min, cache.rows - 1, f"the cache has {cache.rows} rows; use -1 to skip")
+def check_slots(slots: Tensor, cache: PagedCache, name: str, total: int) -> int:
+    """Refuse slots that the cache does not have, or more of them than the `total` rows of argument `name`; how many
+    there are."""
+    count = checks.tensor("slots", slots, "S", checks.INTS, device=cache.device)["S"]
+    if count > total:
+        raise checks.refuse("slots", f"at most {total} long, one per row of {name}", count, "slice it")
+    remedy = f"the cache has {cache.rows} rows; use -1 to skip"
+    checks.values_between("slots", slots, torch.iinfo(slots.dtype).min, cache.rows - 1, remedy)
+    return count

@@ -56,18 +56,23 @@ def _load_tiles(
 
 
 @triton.jit
-def smallest_scales(x, LARGEST: tl.constexpr, SCALE_FLOOR: tl.constexpr):
-    """Scales [rows, tiles] under which no value of a tile [rows, tiles, values] is larger than LARGEST."""
+def quantise_tiles(x, MODE: tl.constexpr, SCALE_FLOOR: tl.constexpr):
+    """Codes of tiles [rows, tiles, values of a tile], in pairs if "packed", and their scales [rows, tiles]: powers of
+    two but for "exact"."""
     # A maximum passes over NaN, unless there is nothing else; an infinity counts as the largest number.
     amax = tl.max(tl.abs(x), axis=2)
     amax = tl.where(amax == amax, tl.minimum(amax, 3.4028234663852886e38), 0.0)
-    return tl.maximum(tl.div_rn(amax, LARGEST), SCALE_FLOOR)
-
-
-@triton.jit
-def exponents_above(scale):
-    """Exponents, with a bias of 127, of the next powers of two, from the bits."""
-    return (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+    scale = tl.maximum(tl.div_rn(amax, 6.0 if MODE == "packed" else 448.0), SCALE_FLOOR)
+    if MODE == "exact":
+        codes = encode_e4m3(tl.div_rn(x, scale[:, :, None]))
+    else:
+        # The next power of two from the bits; to multiply by its inverse is to divide by it, exactly.
+        exponent = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        scaled = x * inverse[:, :, None]
+        codes = encode_e2m1(scaled) if MODE == "packed" else encode_e4m3(scaled)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return codes, scale
 
 
 @triton.jit
@@ -82,25 +87,17 @@ def encode_tiles(
     lane = tl.arange(0, TILE_BLOCK)
     column = tile[None, :, None] * TILE + lane[None, None, :]
     inside = wanted[:, None, None] & (tile < TILES)[None, :, None] & (lane < TILE)[None, None, :]
-    smallest = smallest_scales(x, 6.0 if MODE == "packed" else 448.0, SCALE_FLOOR)
-    if MODE == "exact":
-        codes = encode_e4m3(tl.div_rn(x, smallest[:, :, None]))
-        stored = smallest
-    else:
-        # To multiply by the inverse of a power of two is to divide by it, exactly.
-        exponent = exponents_above(smallest)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        scaled = x * inverse[:, :, None]
-        codes = encode_e2m1(scaled) if MODE == "packed" else encode_e4m3(scaled)
-        stored = (exponent << 23).to(tl.float32, bitcast=True)
+    codes, stored = quantise_tiles(x, MODE, SCALE_FLOOR)
     if MODE == "packed":
-        lane = tl.arange(0, TILE_BLOCK // 2)
-        column = tile[None, :, None] * (TILE // 2) + lane[None, None, :]
-        inside = wanted[:, None, None] & (tile < TILES)[None, :, None] & (lane < TILE // 2)[None, None, :]
-        exponent = tl.where(tl.max((x != x).to(tl.int32), axis=2) != 0, 255, exponent)
+        pair = tl.arange(0, TILE_BLOCK // 2)
+        column = tile[None, :, None] * (TILE // 2) + pair[None, None, :]
+        inside = wanted[:, None, None] & (tile < TILES)[None, :, None] & (pair < TILE // 2)[None, None, :]
     tl.store(cache + values_at[:, None, None] + column, codes, mask=inside)
     pointers = cache + scales_at
     if MODE == "exponent" or MODE == "packed":
+        exponent = stored.to(tl.int32, bitcast=True) >> 23
+        if MODE == "packed":
+            exponent = tl.where(tl.max((x != x).to(tl.int32), axis=2) != 0, 255, exponent)
         stored = tl.where((tile < TILES)[None, :], exponent, 0).to(tl.uint8)
         if SCALES > TILES_BLOCK:
             pad = tl.arange(0, SCALES)  # the layout pads exponents to a multiple of 8, which is 8 for so few tiles

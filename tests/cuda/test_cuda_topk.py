@@ -237,6 +237,8 @@ def test_the_device_selects_what_a_stable_sort_selects(kind: str, rows: int, wid
     placed = whole.cuda().as_strided(scores.shape, scores.stride(), scores.storage_offset())
     wanted = expected(scores, lengths, k)
     for variant in (None, Variant(1, 512, 2), Variant(2, 1024, 1), Variant(8, 512, 2), Variant(16, 1024, 1)):
+        if variant is not None and cuda_topk._room_for_keys(variant, scores.shape[1], k)[1] < 0:
+            continue  # its bitmaps of so wide a slice do not fit a block
         found = topk_positions(placed, lengths.cuda(), k, variant=variant)
         assert torch.equal(found.cpu(), wanted), variant
 
