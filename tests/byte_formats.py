@@ -124,6 +124,24 @@ def index_fp8(row: list[float], index: int, page_size: int) -> Patches:
     return [(128 * index, quantised(row, scale)), (128 * page_size + 4 * index, struct.pack("<f", scale))]
 
 
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def e2m1(x: float) -> int:
+    """Nearest, ties to the even code, saturating at 6."""
+    size = min(abs(x), 6.0)
+    code = min(range(8), key=lambda c: (abs(E2M1[c] - size), c % 2))
+    return code | (8 if math.copysign(1.0, x) < 0 else 0)
+
+
+def index_mxfp4(row: list[float], index: int, page_size: int) -> Patches:
+    tiles = tiles_of([bf16(x) for x in row], 32)
+    exponents = [exponent_above(max(amax_of(t) / 6, Fraction(1, 2**126))) for t in tiles]
+    codes = [e2m1(x / 2.0**e) for t, e in zip(tiles, exponents, strict=True) for x in t]
+    packed = bytes(low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True))
+    return [(64 * index, packed), (64 * page_size + 4 * index, bytes(e + 127 for e in exponents))]
+
+
 def plain_fp8(scale: float) -> Callable[[list[float], int, int], Patches]:
     return lambda row, index, page_size: [(576 * index, quantised(row, f32(scale)))]
 
@@ -153,6 +171,7 @@ FORMATS = {
     "v4-fp8": Format(named("v4-fp8"), v4_fp8),
     "v4-fp8-512": Format(named("v4-fp8", page_align=512), v4_fp8),
     "index-fp8": Format(named("index-fp8"), index_fp8),
+    "index-mxfp4": Format(named("index-mxfp4"), index_mxfp4),
     "plain-fp8": Format(named("plain-fp8"), plain_fp8(1.0)),
     "plain-fp8-scaled": Format(named("plain-fp8"), plain_fp8(0.037), 0.037),
     "v32-bf16": Format(named("v32-bf16"), rows_bf16),

@@ -7,7 +7,7 @@ import torch
 
 from tamis import LayerSpec, backends, choose
 from tamis.backends import BACKENDS, STAGES, Backend, backend_for_stage
-from tamis.layout import v32_fp8
+from tamis.layout import index_mxfp4, v32_fp8
 
 SPEC = LayerSpec(heads=16, topk=2048)
 HOPPER_ONLY = Backend(
@@ -103,6 +103,16 @@ def test_portable_kernels_are_preferred_on_a_gpu_and_say_what_they_cannot_do() -
     ]
     odd = replace(need, layout=v32_fp8(latent=480, tile=96))
     assert BACKENDS[1].refusals(odd) == ["tiles of 96 values are not a power of two"]
+
+
+def test_rows_of_two_values_to_a_byte_are_for_index_keys() -> None:
+    """Read as FP8 they would be garbage: attention kernels refuse them by name."""
+    packed = index_mxfp4(dim=576)
+    need = backends.Need(SPEC, torch.device("cuda"), (9, 0), torch.bfloat16, packed, 64)
+    for backend in BACKENDS[:2]:
+        refused = [reason for reason in backend.refusals(need) if "two values to a byte" in reason]
+        assert refused == ["cache layout index-mxfp4[576] has two values to a byte, which only index keys may have"]
+    assert BACKENDS[2].refusals(need) == []
 
 
 def test_hopper_kernels_are_for_hopper_and_leave_the_rest_to_their_base(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ def fields(found: Layout) -> list[Field]:
         ("v4-fp8", 448, 64, U8, 584, 584, 2),
         ("plain-fp8", 512, 64, torch.float8_e4m3fn, 576, 576, 1),
         ("index-fp8", 128, 0, U8, 132, 132, 4),
+        ("index-mxfp4", 128, 0, U8, 68, 68, 1),
     ],
 )
 def test_named_layout_has_the_sizes_of_the_specification(
@@ -41,7 +42,7 @@ def test_named_layout_has_the_sizes_of_the_specification(
 
 
 def test_every_name_is_covered_above() -> None:
-    assert len(layout.NAMES) == 10
+    assert len(layout.NAMES) == 11
     assert all(named(name).name == name for name in layout.NAMES)
 
 
@@ -55,6 +56,7 @@ def test_every_name_is_covered_above() -> None:
         ("v4-fp8", Field(U8, 448, 0, 576), Field(U8, 8, 0, 8, plane=576), Field(BF16, 64, 448, 576)),
         ("plain-fp8", Field(U8, 576, 0, 576), None, None),
         ("index-fp8", Field(U8, 128, 0, 128), Field(FP32, 1, 0, 4, plane=128), None),
+        ("index-mxfp4", Field(U8, 64, 0, 64), Field(U8, 4, 0, 4, plane=64), None),
     ],
 )
 def test_fields_lie_where_the_specification_puts_them(
@@ -72,12 +74,14 @@ def test_fields_lie_where_the_specification_puts_them(
         ("v4-fp8", 64, "exponent", "bf16"),
         ("plain-fp8", 0, "tensor", "none"),
         ("index-fp8", 128, "pow2", "bf16"),
+        ("index-mxfp4", 32, "exponent", "bf16"),
     ],
 )
 def test_tiles_and_scale_modes(name: str, tile: int, scale_mode: str, rounding: str) -> None:
     found = named(name)
     assert (found.tile, found.scale_mode, found.rounding) == (tile, scale_mode, rounding)
     assert found.quantised == (scale_mode != "none")
+    assert found.packed == (name == "index-mxfp4")
 
 
 @pytest.mark.parametrize(
@@ -87,8 +91,9 @@ def test_tiles_and_scale_modes(name: str, tile: int, scale_mode: str, rounding: 
         (named("v32-fp8", scale_mode="exact"), 2.0**-126),
         (named("v4-fp8"), 1e-4 / 448),
         (named("index-fp8"), 1e-4 / 448),
+        (named("index-mxfp4"), 2.0**-126),
     ],
-    ids=["v32-pow2", "v32-exact", "v4", "index"],
+    ids=["v32-pow2", "v32-exact", "v4", "index", "index-mxfp4"],
 )
 def test_smallest_scale(found: Layout, floor: float) -> None:
     assert found.scale_floor == pytest.approx(floor, rel=1e-7)
@@ -102,6 +107,7 @@ def test_smallest_scale(found: Layout, floor: float) -> None:
         ("v4-fp8", 1, 576),
         ("index-fp8", 64, 8192),
         ("index-fp8", 61, 7808),
+        ("index-mxfp4", 64, 4096),
         ("v32-fp8", 64, 512),
     ],
 )
@@ -128,6 +134,8 @@ def test_scale_plane_starts_after_all_values_of_a_page(name: str, page_size: int
         ("plain-fp8", 64, 36864),
         ("index-fp8", 64, 8448),
         ("index-fp8", 1, 132),
+        ("index-mxfp4", 64, 4352),
+        ("index-mxfp4", 1, 68),
     ],
 )
 def test_page_bytes(name: str, page_size: int, page_bytes: int) -> None:
@@ -139,6 +147,11 @@ def test_v4_pages_padded_to_512(page_size: int, page_bytes: int) -> None:
     found = named("v4-fp8", page_align=512)
     assert found.page_bytes(page_size) == page_bytes
     assert (found.row_bytes, found.values, found.scales) == (584, named("v4-fp8").values, named("v4-fp8").scales)
+
+
+@pytest.mark.parametrize(("align", "page_bytes"), [(576, 4608), (512, 4608), (1, 4352)])
+def test_mxfp4_pages_padded_to_those_of_the_rows(align: int, page_bytes: int) -> None:
+    assert named("index-mxfp4", page_align=align).page_bytes(64) == page_bytes
 
 
 def test_v4_pages_without_padding() -> None:
@@ -158,6 +171,7 @@ def test_v4_pages_without_padding() -> None:
         (named("v32-bf16", latent=512, rope=0), 1024, None, None),
         (named("v32-fp32", latent=128, rope=32), 640, None, None),
         (named("index-fp8", dim=64), 68, Field(FP32, 1, 0, 4, plane=64), None),
+        (named("index-mxfp4", dim=96), 51, Field(U8, 3, 0, 3, plane=48), None),
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else "",
 )
@@ -174,6 +188,7 @@ def test_other_widths_are_a_parameter(found: Layout, row_bytes: int, scales: Fie
         (named("plain-fp8", latent=512, rope=0), "plain-fp8[512+0]"),
         (named("v32-bf16", latent=128, rope=32), "v32-bf16[128+32]"),
         (named("index-fp8", dim=64), "index-fp8[64]"),
+        (named("index-mxfp4", dim=64), "index-mxfp4[64]"),
         (layout.rows(FP16, latent=512, rope=64), "rows-float16[512+64]"),
     ],
 )
@@ -183,7 +198,7 @@ def test_other_widths_show_in_the_name(found: Layout, name: str) -> None:
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("widths", [{}, {"latent": 512, "rope": 0}, {"latent": 128, "rope": 32}], ids=str)
-@pytest.mark.parametrize("name", [n for n in layout.NAMES if n != "index-fp8"])
+@pytest.mark.parametrize("name", [n for n in layout.NAMES if not n.startswith("index-")])
 def test_fields_of_a_page_never_overlap_and_stay_inside(name: str, widths: dict[str, int], page_size: int) -> None:
     found = named(name, **widths)
     used = torch.zeros(found.page_bytes(page_size), dtype=torch.int32)
@@ -215,7 +230,7 @@ def test_options_reach_the_format() -> None:
 
 @pytest.mark.parametrize("wrong", ["v32_fp8", "", None, 656, ["v32-fp8"]], ids=repr)
 def test_unknown_name_lists_the_known_ones(wrong: object) -> None:
-    with pytest.raises(ValueError, match=r"^layout must be one of v32-bf16, .*index-fp8, got .*; or pass a Layout"):
+    with pytest.raises(ValueError, match=r"^layout must be one of v32-bf16, .*index-mxfp4, got .*; or pass a Layout"):
         named(wrong)  # type: ignore[arg-type]
 
 
@@ -235,6 +250,7 @@ def test_unknown_name_lists_the_known_ones(wrong: object) -> None:
         ("v4-fp8", {"rounding": "fp16"}, ValueError, "rounding must be one of 'bf16', 'none', got 'fp16'; "),
         ("v4-fp8", {"page_align": 0}, ValueError, "page_align must be >= 1, got 0; "),
         ("index-fp8", {"dim": 130}, ValueError, "dim must be a multiple of 4 .*got 130; "),
+        ("index-mxfp4", {"dim": 48}, ValueError, "dim must be a multiple of 32 .*got 48; "),
         ("index-fp8", {"rounding": "fp32"}, ValueError, "rounding must be one of .*got 'fp32'; "),
     ],
 )

@@ -16,6 +16,7 @@ from tamis.layout import (
     compressor_state,
     from_key,
     index_fp8,
+    index_mxfp4,
     named,
     plain_fp8,
     rows,
@@ -33,12 +34,15 @@ from tamis.ops import (
     gather_kv,
     index_scores,
     index_topk,
+    lower_groups,
     norm_rows,
+    quantise_blocks,
     quantise_index_query,
     ragged_scores,
     read_kv,
     rotate_and_write,
     rotate_heads,
+    rotate_to_fp8,
     select_chosen,
     select_entries,
     select_gathered,
@@ -61,6 +65,7 @@ LAYOUTS = {
     "v4-fp8": v4_fp8(**SMALL, tile=8),
     "plain-fp8": plain_fp8(**SMALL),
     "index-fp8": index_fp8(dim=40),
+    "index-mxfp4": index_mxfp4(dim=64),
 }
 PAGES, PAGE = 6, 4
 
@@ -122,12 +127,14 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "gather_kv": ["out"],
         "index_scores": ["out"],
         "index_topk": [],
+        "lower_groups": [],
         "ragged_scores": ["out"],
         "read_kv": [],
         "norm_rows": [],
         "quantise_index_query": [],
         "rotate_and_write": ["storage"],
         "rotate_heads": [],
+        "rotate_to_fp8": [],
         "select_chosen": ["slots", "lengths"],
         "select_entries": ["completed", "visible", "lengths", "every"],
         "select_gathered": ["slots", "lengths"],
@@ -182,6 +189,16 @@ def test_compress(layout: Layout, overlapping: bool) -> None:
     opcheck(run, "compress_kv")
 
 
+def test_fp8_output() -> None:
+    x, positions, table = torch.randn(3, 2, 64).transpose(0, 1), torch.tensor([2, -1]), torch.randn(4, 6)
+    opcheck(lambda: rotate_to_fp8(x, positions, table, tile=32), "rotate_to_fp8")
+    opcheck(lambda: rotate_to_fp8(x[:0].half(), positions[:0], table, tile=64, inverse=False), "rotate_to_fp8")
+    values, scales = rotate_to_fp8(x, positions, table, tile=32)
+    weight = quantise_blocks(torch.randn(3, 5, 64), tile=32)
+    opcheck(lambda: lower_groups(values, scales, *weight), "lower_groups")
+    opcheck(lambda: lower_groups(values[:0], scales[:0], *weight, dtype=torch.float32), "lower_groups")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_rotate(layout: Layout) -> None:
     cache = filled(layout, apart=True, scale=torch.tensor(0.5) if layout.scale_mode == "tensor" else 1.0)
@@ -224,14 +241,17 @@ def test_gather(layout: str) -> None:
     opcheck(lambda: gather_kv(cache, table, lengths, starts=ints([1, 8]), first=ints([1, 2]), out=out), "gather_kv")
 
 
-def test_gather_index() -> None:
-    cache = filled("index-fp8")
+@pytest.mark.parametrize("layout", ["index-fp8", "index-mxfp4"])
+def test_gather_index(layout: str) -> None:
+    cache = filled(layout)
     table = ints([[0, 3], [5, 1]])
     opcheck(lambda: gather_index(cache, table, ints([6, 3]), rows=12), "gather_index")
     opcheck(lambda: gather_index(cache, table[:0], ints([]), rows=0), "gather_index")
 
 
-@pytest.mark.parametrize("layout", ["index-fp8", rows(torch.float32, latent=128, rope=0)], ids=["fp8", "rows"])
+@pytest.mark.parametrize(
+    "layout", ["index-fp8", "index-mxfp4", rows(torch.float32, latent=128, rope=0)], ids=["fp8", "mxfp4", "rows"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=["wide-q", "fp8-q"])
 def test_index(layout: str | Layout, dtype: torch.dtype) -> None:
     cache = filled(layout, apart=True)
@@ -244,6 +264,8 @@ def test_index(layout: str | Layout, dtype: torch.dtype) -> None:
     keys, bounds = torch.randn(7, 128).to(dtype), (ints([0, 3, 9]), ints([7, 4, -1]))
     opcheck(lambda: ragged_scores(q, weights, keys, torch.rand(7), *bounds), "ragged_scores")
     opcheck(lambda: ragged_scores(q, weights, keys, None, *bounds), "ragged_scores")
+    packed = torch.randint(0, 256, (7, 64)).byte(), torch.randint(120, 130, (7, 4)).byte()
+    opcheck(lambda: ragged_scores(q, weights, *packed, *bounds), "ragged_scores")
 
 
 @pytest.mark.parametrize("layout", ["fp32", "bf16", "index-fp8"])
@@ -386,6 +408,7 @@ def every_layout() -> list[Layout]:
         v4_fp8(page_align=1),
         v4_fp8(latent=128, rope=32, tile=32, page_align=512),
         index_fp8(dim=64, rounding="none"),
+        index_mxfp4(dim=64, page_align=576),
         replace(v32_fp8(), scale_floor=1e-7),
         odd,
     ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import relative_error
 
-from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool, SparseV4, V4Caches, V4Planner, V4Weights
+from tamis import Batch, IndexRecipe, LayerSpec, Limits, PagedCache, PagePool, SparseV4, V4Caches, V4Planner, V4Weights
 from tamis.layout import compressor_state, named, rows
 from tamis.rope import Rope
 from tamis.v4_weights import CompressorWeights, IndexerWeights
@@ -210,10 +210,51 @@ def test_weights_move_and_keep_what_must_stay_exact() -> None:
     assert all(t.dtype == torch.bfloat16 for t in matrices)
 
 
+def test_index_caches_prepared_otherwise_are_refused() -> None:
+    """Nothing in the bytes shows a Hadamard rotation, and queries without it would select the wrong entries."""
+    pool, sizes = PagePool(20, 16), {"window": 8, "state4": 4}
+    others = {name: PagePool(40, size) for name, size in sizes.items()}
+    plan = V4Planner([OVERLAPPING], Limits(80, 2, 80, 16, sizes), layout="v4-fp32").plan(
+        Batch.build([5], [5], pool, other_pools=others)
+    )
+    numbers = {"pages": 20, "window_pages": 40, "state_pages": 40, "page_size": 16, "window_page_size": 8}
+    index = rows(torch.float32, latent=16, rope=0)
+    layout = named("v4-fp32", latent=24, rope=8)
+    caches = V4Caches.allocate(OVERLAPPING, **numbers, state_page_size=4, layout=layout, index_layout=index)
+    assert caches.index is not None
+    assert caches.index.recipe == IndexRecipe(8, interleaved=True, rope_first=False)
+    other = PagedCache.wrap(caches.index.storage, index, recipe=replace(caches.index.recipe, hadamard=True))
+    layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
+    with pytest.raises(ValueError, match=r"^caches.index.recipe must be of a cache with IndexRecipe.*hadamard=True"):
+        layer(torch.randn(5, HIDDEN), replace(caches, index=other), plan)
+    assert not caches.window.storage.any()
+    unsaid = PagedCache.wrap(caches.index.storage, index)
+    assert layer(torch.randn(5, HIDDEN), replace(caches, index=unsaid), plan).any()
+
+
+def test_output_weights_in_fp8() -> None:
+    plain = weights("window")
+    small = plain.with_fp8_output(tile=32)
+    small.check(WINDOW)
+    assert small.o_a_scales is not None
+    assert small.o_a_scales.shape == (GROUPS, 1, HEADS // GROUPS)
+    wide = small.o_a.float() * small.o_a_scales.repeat_interleave(32, dim=2)
+    assert 1e-3 < relative_error(wide, plain.o_a) < 4e-2
+    moved = small.to("cpu", torch.bfloat16)
+    assert (moved.o_a.dtype, moved.o_b.dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+    assert moved.o_a_scales is not None
+    with pytest.raises(TypeError, match=r"^o_a must be "):
+        replace(plain, o_a_scales=small.o_a_scales).check(WINDOW)
+    with pytest.raises(ValueError, match=r"^o_a_scales must be in tiles that divide a head of 32"):
+        replace(small, o_a_scales=small.o_a_scales[:, :, :1]).check(WINDOW)
+
+
 @pytest.mark.parametrize("spec", [WINDOW, OVERLAPPING, PLAIN], ids=lambda s: s.kind)
+@pytest.mark.parametrize("fp8_output", [False, True])
 @pytest.mark.parametrize("mode", ["mixed", "separate"])
-def test_empty_steps_padding_and_paused_requests(spec: LayerSpec, mode: str) -> None:
-    layer = SparseV4(spec, weights(spec.kind), Rope(8).cos_sin_table(80))
+def test_empty_steps_padding_and_paused_requests(spec: LayerSpec, fp8_output: bool, mode: str) -> None:
+    held = weights(spec.kind)
+    layer = SparseV4(spec, held.with_fp8_output(tile=32) if fp8_output else held, Rope(8).cos_sin_table(80))
     sizes = {"window": 8, f"state{spec.compress}": 4}
     layout = named("v4-fp8", latent=24, rope=8, tile=8)
     planner = V4Planner([spec], Limits(80, 2, 80, 16, sizes), layout=layout, mode=mode)

@@ -5,8 +5,9 @@ import torch
 from oracle import relative_error
 from v4_standin import HEADS, LENGTHS, QUERIES, RATIOS, SCALE, V4Step, limits, specs
 
-from tamis.layout import Layout, plain_fp8
-from tamis.ops import attend
+from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool
+from tamis.layout import Layout, named, plain_fp8
+from tamis.ops import attend, write_kv
 from tamis.v4_planner import V4Planner
 from tamis.v4_serving import attend_gathered
 
@@ -89,3 +90,32 @@ def test_refusals() -> None:
         attend_gathered(step.q, plan, step.window, ratio=4, **OPTIONS)
     with pytest.raises(ValueError, match=r"q must be of shape \[T=1, H, D\]"):
         attend_gathered(step.q[:0], plan, step.window, **OPTIONS)
+
+
+@pytest.mark.parametrize("window", [8, 128])
+@pytest.mark.parametrize("block", [4, 5])
+@pytest.mark.parametrize(("layout", "bound"), [("v4-bf16", 1e-2), ("v4-fp8", 6.5e-2)])
+def test_draft_blocks_without_a_causal_mask(window: int, block: int, layout: str, bound: float) -> None:
+    """Every token of a block attends to the window before the block and to the whole block, later tokens included."""
+    spec = LayerSpec(HEADS, 448, 64, 512, SCALE, window=window, kind="window")
+    sizes = {"window": 16}
+    planner = V4Planner(
+        [spec], Limits(32, 4, 400, 256, sizes, speculative_tokens=block - 1), layout=layout, draft_tokens=block
+    )
+    lengths, pool, others = [300, block, 40], PagePool(8, 256), {"window": PagePool(60, 16, seed=3)}
+    batch = Batch.build([block] * 3, lengths, pool, other_pools=others)
+    cache = PagedCache(named(layout), 60, 16)
+    kept = [torch.randn(length, 512).bfloat16() for length in lengths]
+    for request, rows in enumerate(kept):
+        write_kv(rows, cache, others["window"].slots(request, 0, len(rows)))
+    q = torch.randn(3 * block, HEADS, 512).bfloat16()
+    found, causal = (
+        attend(q, [planner.plan(batch, causal=causal).window.selection(cache)], **OPTIONS).out
+        for causal in (False, True)
+    )
+    for token in range(3 * block):
+        rows = kept[token // block].double()
+        seen = rows[max(len(rows) - block - window, 0) :]
+        weights = torch.softmax(q[token].double() @ seen.T * SCALE, dim=-1)
+        assert relative_error(found[token], weights @ seen) < bound
+    assert relative_error(found, causal) > 0.1

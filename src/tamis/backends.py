@@ -41,6 +41,8 @@ class Backend:
     """Widest latent part of a row."""
     power_of_two_tiles: bool = False
     """Tiles that share a scale must have a power of two of values."""
+    packed_rows: bool = False
+    """Whether attention reads rows of two values to a byte; every backend reads index keys of that kind."""
     capturable: bool = True
     """Whether its calls can be captured in a CUDA graph."""
     batch_invariant: bool = True
@@ -73,6 +75,8 @@ class Backend:
             reasons.append(f"latent width {latent} is more than {self.max_latent}")
         if self.power_of_two_tiles and tile & (tile - 1):
             reasons.append(f"tiles of {tile} values are not a power of two")
+        if need.layout.packed and not self.packed_rows:
+            reasons.append(f"cache layout {need.layout.name} has two values to a byte, which only index keys may have")
         if not self.heads[0] <= need.spec.heads <= self.heads[1]:
             reasons.append(f"{need.spec.heads} heads are not between {self.heads[0]} and {self.heads[1]}")
         if self.page_sizes is not None and not any(need.page_size % size == 0 for size in self.page_sizes):
@@ -112,6 +116,7 @@ BACKENDS = (
         "reference",
         "plain PyTorch on any device: exact, slow on GPUs",
         query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
+        packed_rows=True,
         capturable=False,
         batch_invariant=False,
     ),

@@ -17,6 +17,7 @@ v4-bf16        448 latent + 64 rope (also v4-fp16, v4-fp32)                     
 v4-fp8         planar: rows of 448 e4m3 + 64 bf16, then per row 7 exponent bytes + 1 pad   584
 plain-fp8      576 e4m3, one scale for the whole cache (also 512 wide)                     576
 index-fp8      planar: rows of 128 e4m3, then one float32 scale per row                    132
+index-mxfp4    planar: rows of 64 bytes of e2m1 pairs, then 4 exponent bytes per row       68
 state-fp32     a compressor's carried state: values, then scores (`compressor_state`)      8 per value
 =============  ==========================================================================  =========
 """
@@ -32,8 +33,12 @@ import torch
 from tamis import checks
 
 E4M3_MAX = 448.0
+E2M1_MAX = 6.0
 SMALLEST_NORMAL = 1.1754943508222875e-38
 """Smallest normal float32: the floor of an exact scale, so that an all-zero tile divides by something."""
+
+OUTPUT_SCALE_FLOOR = 1e-10 / E4M3_MAX
+"""Smallest scale of attention's output in FP8, which is in no cache: magnitudes below 1e-10 count as that much."""
 
 ScaleMode = Literal["none", "tensor", "pow2", "exact", "exponent"]
 """How values are scaled: not at all; by one factor of the whole cache; per tile by a float32 that is a power of two or
@@ -101,8 +106,22 @@ class Layout:
 
     @property
     def quantised(self) -> bool:
-        """Whether values are stored in FP8."""
+        """Whether values are stored in fewer than 16 bits: in e4m3, or `packed`."""
         return self.scale_mode != "none"
+
+    @property
+    def packed(self) -> bool:
+        """Whether values are e2m1, two to a byte: value 2i in the low four bits of byte i, 2i + 1 in the high ones.
+
+        Exponent bytes then stand for every power of two but one: 255 makes a NaN of its whole tile, since e2m1 has
+        none.
+        """
+        return self.quantised and 2 * self.values.count == self.latent
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a quantised value before its scale."""
+        return E2M1_MAX if self.packed else E4M3_MAX
 
     @property
     def row_elements(self) -> int:
@@ -268,6 +287,32 @@ def index_fp8(*, dim: int = 128, rounding: Rounding = "bf16") -> Layout:
     )
 
 
+def index_mxfp4(*, dim: int = 128, rounding: Rounding = "bf16", page_align: int = 1) -> Layout:
+    """Index keys in planar pages: all rows' e2m1 values, two to a byte, then one exponent byte per 32 values.
+
+    Pass `page_align` for an engine that lays index pages over those of another format (576 for `v4-fp8`).
+    """
+    tile = 32
+    checks.integer("dim", dim, low=1)
+    if dim % tile:
+        raise checks.refuse("dim", f"a multiple of {tile} (one scale per tile)", dim, "choose such a width")
+    checks.option("rounding", rounding, ("bf16", "none"))
+    size, exponents = dim // 2, dim // tile
+    return Layout(
+        "index-mxfp4" if dim == 128 else f"index-mxfp4[{dim}]",
+        dim,
+        0,
+        torch.uint8,
+        size + exponents,
+        values=Field(torch.uint8, size, 0, size),
+        scales=Field(torch.uint8, exponents, 0, exponents, plane=size),
+        tile=tile,
+        scale_mode="exponent",
+        rounding=rounding,
+        page_align=checks.integer("page_align", page_align, low=1),
+    )
+
+
 def compressor_state(*, dim: int = 512, overlapping: bool = True, page_align: int = 1) -> Layout:
     """What a KV compressor carries from token to token: float32 rows, the values first, then their pooling scores.
 
@@ -299,6 +344,7 @@ _BUILDERS: dict[str, Callable[..., Layout]] = {
     "v4-fp8": v4_fp8,
     "plain-fp8": plain_fp8,
     "index-fp8": index_fp8,
+    "index-mxfp4": index_mxfp4,
 }
 
 NAMES = tuple(_BUILDERS)

@@ -16,11 +16,14 @@ from tamis.ops import (
     attend,
     compress_kv,
     index_topk,
+    lower_groups,
     norm_rows,
     rotate_and_write,
     rotate_heads,
+    rotate_to_fp8,
 )
 from tamis.pipeline import FIXED_COLUMNS
+from tamis.recipe import IndexRecipe
 from tamis.spec import LayerSpec
 from tamis.v4_plan import EntryPlan, V4Plan
 from tamis.v4_serving import attend_gathered
@@ -83,13 +86,11 @@ class V4Caches:
         def state(dim: int) -> PagedCache:
             return PagedCache(compressor_state(dim=dim, overlapping=overlapping), state_pages, rows, device)
 
-        return cls(
-            window,
-            PagedCache(layout, pages, entries_per_page, device),
-            state(spec.head_dim),
-            PagedCache(index_layout, pages, entries_per_page, device) if overlapping else None,
-            state(spec.index_dim) if overlapping else None,
-        )
+        entries = PagedCache(layout, pages, entries_per_page, device)
+        if not overlapping:
+            return cls(window, entries, state(spec.head_dim))
+        index = PagedCache(index_layout, pages, entries_per_page, device, recipe=_index_recipe(spec))
+        return cls(window, entries, state(spec.head_dim), index, state(spec.index_dim))
 
 
 class SparseV4:
@@ -188,11 +189,23 @@ class SparseV4:
     def output(self, attended: Tensor, plan: V4Plan) -> Tensor:
         """Hidden states [rows, hidden] from attention's [rows, H, D], whose values were rotated as keys are."""
         weights = self.weights
+        if weights.o_a_scales is not None:
+            return project(self._lower_in_fp8(attended, plan.step.positions, weights.o_a_scales), weights.o_b)
         turned = rotate_heads(attended, plan.step.positions, self.cos_sin, inverse=True, backend=self.backend)
         grouped = turned.flatten(1).unflatten(1, (weights.o_a.shape[0], -1)).transpose(0, 1)
         wide = _product_dtype(turned)
         lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2)).transpose(0, 1).to(turned.dtype)
         return project(lowered.flatten(1), weights.o_b)
+
+    def _lower_in_fp8(self, attended: Tensor, positions: Tensor, weight_scales: Tensor) -> Tensor:
+        """[rows, groups * o rank]"""
+        groups, _, width = self.weights.o_a.shape
+        tile = width // weight_scales.shape[2]
+        values, scales = rotate_to_fp8(attended, positions, self.cos_sin, tile=tile, backend=self.backend)
+        grouped, exponents = (part.flatten(1).unflatten(1, (groups, -1)) for part in (values, scales))
+        weight, dtype = self.weights.o_a, attended.dtype
+        lowered = lower_groups(grouped, exponents, weight, weight_scales, dtype=dtype, backend=self.backend)
+        return lowered.flatten(1)
 
     def _attend(
         self, q: Tensor, chosen: Tensor | None, caches: V4Caches, entries: EntryPlan | None, plan: V4Plan
@@ -270,9 +283,16 @@ class SparseV4:
             cache = getattr(caches, name)
             if cache is None:
                 raise checks.refuse(f"caches.{name}", f"given for a layer of kind {spec.kind!r}", None, "allocate it")
+        if caches.index is not None and caches.index.recipe not in (None, _index_recipe(spec)):
+            expected = f"of a cache with {_index_recipe(spec)}, which this layer follows"
+            raise checks.refuse("caches.index.recipe", expected, caches.index.recipe, "write and score by the stages")
         _same_pages("entries", caches.entries, entries.page_size)
         _same_pages("index", caches.index, entries.page_size)
         return entries
+
+
+def _index_recipe(spec: LayerSpec) -> IndexRecipe:
+    return IndexRecipe(spec.rope_dim, interleaved=True, rope_first=False)
 
 
 def _same_pages(name: str, cache: PagedCache | None, page_size: int) -> None:

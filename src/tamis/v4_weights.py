@@ -1,13 +1,14 @@
 """The weights of a DeepSeek-V4 attention layer, under plain names, from either naming that checkpoints use."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.ops import quantise_blocks
 from tamis.spec import LayerSpec
 
 _CHECKPOINT_NAMES = {
@@ -80,11 +81,14 @@ class V4Weights:
     sink: Tensor
     """float32 [H]"""
     o_a: Tensor
-    """[groups, o rank, H / groups * D]"""
+    """[groups, o rank, H / groups * D]; e4m3 where there are `o_a_scales`."""
     o_b: Tensor
     """[hidden, groups * o rank]"""
     compressor: CompressorWeights | None = None
     indexer: IndexerWeights | None = None
+    o_a_scales: Tensor | None = None
+    """float32 [groups, o rank / tile (rounded up), H / groups * D / tile]: attention's output is then quantised too, in
+    tiles as wide, and lowered in FP8."""
 
     def check(self, spec: LayerSpec) -> None:
         """Refuse shapes that do not fit the layer."""
@@ -94,10 +98,16 @@ class V4Weights:
         checks.tensor("q_b", self.q_b, "N R", checks.FLOATS, N=heads * width, R=rank, remedy="[heads * width, q rank]")
         checks.tensor("kv", self.kv, "D X", checks.FLOATS, D=width, X=hidden)
         checks.tensor("kv_norm", self.kv_norm, "D", checks.FLOATS, D=width)
-        groups = checks.tensor("o_a", self.o_a, "G O N", checks.FLOATS)
+        stored = checks.FLOATS if self.o_a_scales is None else (torch.float8_e4m3fn,)
+        groups = checks.tensor("o_a", self.o_a, "G O N", stored)
         if groups["G"] * groups["N"] != heads * width:
             raise checks.refuse("o_a", f"[groups, rank, {heads * width} / groups]", list(self.o_a.shape), "view it so")
         checks.tensor("o_b", self.o_b, "X N", checks.FLOATS, X=hidden, N=groups["G"] * groups["O"])
+        if self.o_a_scales is not None:
+            tiles = checks.tensor("o_a_scales", self.o_a_scales, "G M N", (torch.float32,), G=groups["G"])["N"]
+            if tiles == 0 or groups["N"] % tiles or width % (groups["N"] // tiles):
+                expected = f"in tiles that divide a head of {width}"
+                raise checks.refuse("o_a_scales", expected, list(self.o_a_scales.shape), "use with_fp8_output")
         self._check_parts(spec, rank, hidden)
 
     def _check_parts(self, spec: LayerSpec, rank: int, hidden: int) -> None:
@@ -114,9 +124,14 @@ class V4Weights:
             checks.tensor("indexer.weights", self.indexer.weights, "H X", checks.FLOATS, H=spec.index_heads, X=hidden)
             self.indexer.compressor.check("indexer.compressor", spec, spec.index_dim, hidden)
 
+    def with_fp8_output(self, tile: int = 128) -> Self:
+        """The same weights with `o_a` in e4m3, one power of two for each square block of `tile` numbers a side."""
+        values, scales = quantise_blocks(self.o_a, tile=tile)
+        return replace(self, o_a=values, o_a_scales=scales)
+
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Self:
         """The same weights elsewhere; what is added to or multiplied with float32 numbers (norms, biases, sinks) stays
-        in its dtype."""
+        in its dtype, and so does what is in FP8."""
 
         def matrix(weight: Tensor) -> Tensor:
             return weight.to(device, dtype)
@@ -139,10 +154,11 @@ class V4Weights:
             matrix(self.kv),
             self.kv_norm.to(device),
             self.sink.to(device),
-            matrix(self.o_a),
+            matrix(self.o_a) if self.o_a_scales is None else self.o_a.to(device),
             matrix(self.o_b),
             compressor(self.compressor),
             indexer,
+            None if self.o_a_scales is None else self.o_a_scales.to(device),
         )
 
     @classmethod

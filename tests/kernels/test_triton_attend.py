@@ -6,7 +6,7 @@ from oracle import INT_MAX, INT_MIN, attend_fp64, relative_error
 from torch import Tensor
 
 from tamis import PagedCache, Selection
-from tamis.layout import Layout, index_fp8, named, plain_fp8, rows, v4_fp8, v32_fp8
+from tamis.layout import Layout, index_fp8, index_mxfp4, named, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.ops.attend import triton_kernels
 from tamis.ops.combine import reference as combine_reference
 from tamis.ops.combine import triton_kernels as combine_kernels
@@ -241,6 +241,13 @@ def test_combine(parts: int, width: int, device: torch.device) -> None:
     strided = torch.full((5, width, 7), torch.nan, dtype=torch.bfloat16, device=device).transpose(1, 2)[:, ::2][:, :3]
     combine_kernels.combine_parts(out, lse, sink, strided)
     assert torch.equal(strided, found.bfloat16())
+
+
+def test_packed_rows_are_refused(device: torch.device) -> None:
+    selection = Selection(PagedCache(index_mxfp4(), 2, 4, device), torch.zeros(1, 3, dtype=torch.int32, device=device))
+    q = torch.zeros(1, 2, 128, device=device)
+    with pytest.raises(ValueError, match=r"^cache must be in e4m3 .*got index-mxfp4; pass backend='reference'"):
+        triton_kernels.attend_slots(q, [selection], scale=1.0, value_dim=128, splits=None)
 
 
 @pytest.mark.parametrize(

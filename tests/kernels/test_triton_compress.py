@@ -6,7 +6,7 @@ from compressing import C4, C16, C128, PADDING, Compressor
 from torch import Tensor
 
 from tamis import Layout, PagedCache
-from tamis.layout import index_fp8, named, plain_fp8, rows, v4_fp8, v32_fp8
+from tamis.layout import index_fp8, index_mxfp4, named, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.ops import StatePages
 from tamis.ops.compress import reference
 from tamis.ops.compress.triton_kernels import compress_kv, compress_tokens
@@ -112,6 +112,7 @@ LAYOUTS: list[Layout] = [
     plain_fp8(latent=448, rope=64),
     index_fp8(),
     index_fp8(dim=40),
+    index_mxfp4(),
     rows(torch.float32, latent=10, rope=0),
 ]
 

@@ -9,7 +9,7 @@ from test_triton_write import LAYOUTS, every_layout
 from torch import Tensor
 
 from tamis import PagedCache
-from tamis.layout import Layout, v4_fp8
+from tamis.layout import Layout, index_mxfp4, v4_fp8
 from tamis.ops.gather import reference
 from tamis.ops.gather.triton_kernels import gather_index, gather_kv, read_kv, read_rows
 from tamis.ops.triton_rows import interpreted
@@ -101,6 +101,17 @@ def test_every_code_under_every_exponent(device: torch.device) -> None:
     assert cache.layout.scales is not None
     cache.field(cache.layout.scales).copy_(torch.arange(256).unsqueeze(1))
     moved = PagedCache.wrap(storage.to(device), cache.layout)
+    slots = torch.arange(256)
+    for dtype in (BF16, FP16, FP32):
+        same_numbers(read_kv(moved, slots.to(device), dtype), reference.read_kv(cache, slots, dtype))
+
+
+def test_every_packed_pair_under_every_exponent(device: torch.device) -> None:
+    cache = PagedCache(index_mxfp4(dim=512), 1, 256)
+    assert cache.layout.scales is not None
+    cache.field(cache.layout.values).copy_(torch.arange(256))
+    cache.field(cache.layout.scales).copy_(torch.arange(256).unsqueeze(1))
+    moved = PagedCache.wrap(cache.storage.to(device), cache.layout)
     slots = torch.arange(256)
     for dtype in (BF16, FP16, FP32):
         same_numbers(read_kv(moved, slots.to(device), dtype), reference.read_kv(cache, slots, dtype))
@@ -237,6 +248,21 @@ def test_index_keys_come_back_as_stored(name: str, page_size: int, device: torch
         reference.gather_index(host, *requests, expected[0].view(torch.float8_e4m3fn), expected[1])
         assert torch.equal(found[0].cpu(), expected[0])
         assert torch.equal(found[1].cpu(), expected[1])
+
+
+@pytest.mark.parametrize("name", ["index-mxfp4", "index-mxfp4-96"])
+def test_packed_index_keys_come_back_as_stored(name: str, device: torch.device) -> None:
+    layout = LAYOUTS[name]
+    assert layout.scales is not None
+    host, cache = filled(layout, 14, 3, device)
+    table = torch.randperm(14)[:12].int().view(3, 4)
+    requests = (table, int32([4, 0, 3]), int32([1, 6, 6]), int32([0, 0, 1]))
+    sizes = [(12, layout.values.count), (12, layout.scales.count)]
+    found, expected = ([torch.full(s, 7, dtype=torch.uint8, device=d) for s in sizes] for d in (device, "cpu"))
+    gather_index(cache, *(t.to(device) for t in requests), *found)
+    reference.gather_index(host, *requests, *expected)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+    assert (expected[0][[0, 5, 9, 11]] == 7).all()
 
 
 def test_no_index_keys(device: torch.device) -> None:

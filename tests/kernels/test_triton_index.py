@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.layout import Layout, index_fp8, rows
+from tamis.layout import Layout, index_fp8, index_mxfp4, rows
 from tamis.ops.index import reference, triton_kernels
 from tamis.ops.index.triton_scores import score_keys
 from tamis.ops.triton_rows import interpreted
@@ -28,7 +28,11 @@ def filled(layout: Layout, pages: int, page_size: int, seed: int = 0) -> PagedCa
     cache = PagedCache(layout, pages, page_size)
     generator = torch.Generator().manual_seed(seed)
     values = cache.field(layout.values)
-    if layout.quantised:
+    if layout.packed:
+        values.copy_(torch.randint(0, 256, values.shape, generator=generator))
+        scales = cache.field(layout.scales)
+        scales.copy_(torch.randint(118, 132, scales.shape, generator=generator))
+    elif layout.quantised:
         assert layout.scales is not None
         codes = torch.randn(values.shape, generator=generator).mul(30).to(E4M3).view(torch.uint8)
         values.copy_(codes)
@@ -86,8 +90,10 @@ def test_scores_agree_with_the_reference(data: st.DataObject, device: torch.devi
     draw = data.draw
     page_size, width = draw(st.sampled_from([1, 2, 16, 61, 64, 128])), draw(st.integers(1, 5))
     dim = draw(st.sampled_from([16, 64, 96, 128]))
-    stored = draw(st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32]))
-    layout = index_fp8(dim=dim) if stored is None else rows(stored, latent=dim, rope=0)
+    stored = draw(st.sampled_from([None, "packed", torch.bfloat16, torch.float16, torch.float32]))
+    layout = index_fp8(dim=dim) if stored is None else index_mxfp4(dim=max(32, dim))
+    if isinstance(stored, torch.dtype):
+        layout = rows(stored, latent=dim, rope=0)
     requests, pages = draw(st.integers(1, 3)), draw(st.integers(1, 20))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     table = torch.randint(-1, pages, (requests, width), generator=generator, dtype=torch.int32)
@@ -166,6 +172,27 @@ def test_ragged_scores(dtype: torch.dtype, scaled: bool, device: torch.device) -
     given = [None if t is None else t.to(device) for t in (q, weights, keys, scales, starts, ends)]
     triton_kernels.ragged_scores(*given, found)
     agree(found.cpu(), expected, q.shape[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [32, 96, 128, 256])
+def test_packed_keys_in_pages_and_in_a_list(dtype: torch.dtype, dim: int, device: torch.device) -> None:
+    """Every code, exponents far apart in one key, and a tile that is NaN."""
+    cache = filled(index_mxfp4(dim=dim), 4, 61)
+    cache.field(cache.layout.values)[0, :4, :16] = torch.randperm(256)[:64].view(4, 16).byte()
+    exponents = cache.field(cache.layout.scales)
+    exponents[1, 7, 0], exponents[2, 3, -1], exponents[2, 4] = 255, 30, 0
+    step = Step(cache, [0, 0, 1], int32([[2, 0, 1], [3, -1, 1]]), [183, 100, 170], 5, dtype)
+    step.check_scores(device)
+    expected = reference.index_topk(*step.arguments(), 32, 1 << 20)
+    assert torch.equal(triton_kernels.index_topk(*step.arguments(device), 32, 1 << 20).cpu(), expected)
+    keys, scales = (cache.field(f).flatten(0, 1) for f in (cache.layout.values, cache.layout.scales))
+    starts, ends = int32([0, 70, -9]), int32([244, 150, 300])
+    listed, found = torch.empty(3, 244), torch.full((3, 244), 7.0, device=device)
+    reference.ragged_scores(step.q, step.weights, keys, scales, starts, ends, listed)
+    given = [t.to(device) for t in (step.q, step.weights, keys, scales, starts, ends)]
+    triton_kernels.ragged_scores(*given, found)
+    agree(found.cpu(), listed, 5)
 
 
 def whole_numbers(tokens: int, heads: int) -> tuple[PagedCache, Tensor, Tensor]:

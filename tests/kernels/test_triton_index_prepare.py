@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tamis import IndexRecipe, Layout, PagedCache
-from tamis.layout import index_fp8, rows
+from tamis.layout import index_fp8, index_mxfp4, rows
 from tamis.ops.index import hopper_kernels, reference, triton_kernels
 from tamis.ops.index.triton_prepare import insert_keys
 from tamis.ops.triton_rows import interpreted
@@ -93,6 +93,7 @@ def test_query_shapes_and_strides(tokens: int, heads: int, width: int, device: t
 KEY_LAYOUTS = {
     "index-fp8": index_fp8(),
     "unrounded": index_fp8(rounding="none"),
+    "index-mxfp4": index_mxfp4(),
     "exact": EXACT,
     "bf16": rows(torch.bfloat16, latent=128, rope=0),
     "fp16": rows(torch.float16, latent=128, rope=0),

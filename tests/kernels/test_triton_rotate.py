@@ -7,7 +7,15 @@ from torch import Tensor
 from tamis import Layout, PagedCache
 from tamis.layout import named, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.ops.rotate import reference
-from tamis.ops.rotate.triton_kernels import norm_rows, rotate_and_write, rotate_heads, turn_heads
+from tamis.ops.rotate.output import quantise_blocks
+from tamis.ops.rotate.triton_kernels import (
+    lower_groups,
+    norm_rows,
+    rotate_and_write,
+    rotate_heads,
+    rotate_to_fp8,
+    turn_heads,
+)
 from tamis.ops.triton_rows import interpreted
 from tamis.rope import Rope
 
@@ -55,6 +63,40 @@ def test_norm_of_rows(dtype: torch.dtype, width: int, device: torch.device) -> N
     weight = torch.randn(width)
     for x in (torch.randn(3, 2 * width).to(dtype)[:, width:], torch.randn(width, 3).to(dtype).T):
         close(norm_rows(x.to(device), weight.to(device), 1e-6), reference.norm_rows(x, weight, 1e-6), dtype)
+
+
+@pytest.mark.parametrize("dtype", ULP)
+@pytest.mark.parametrize(("heads", "width", "rotary", "tile"), [(3, 512, 64, 128), (2, 96, 6, 32), (1, 64, 64, 64)])
+def test_heads_to_fp8(dtype: torch.dtype, heads: int, width: int, rotary: int, tile: int, device: torch.device) -> None:
+    """Exponents are the reference's; a value may round the other way where the rotations differ in their last bit."""
+    x = (torch.randn(heads, 6, width) * torch.logspace(-6, 3, width)).to(dtype).transpose(0, 1)
+    x[1, 0, :tile] = 0.0
+    table = Rope(rotary).cos_sin_table(40)
+    for inverse in (True, False):
+        expected = reference.rotate_to_fp8(x, POSITIONS, table, tile, inverse)
+        moved = x.transpose(0, 1).to(device).transpose(0, 1)
+        values, scales = (t.cpu() for t in rotate_to_fp8(moved, POSITIONS.to(device), table.to(device), tile, inverse))
+        assert torch.equal(scales, expected[1])
+        found, others = values.float(), expected[0].float()
+        assert torch.equal(found[..., : width - rotary], others[..., : width - rotary])
+        assert ((found - others).abs() <= others.abs() / 8 + 2**-9).all()
+        assert (found != others).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize(("tokens", "rank", "width", "tile"), [(1, 3, 64, 32), (20, 70, 256, 128), (70, 130, 128, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_groups_are_lowered(
+    tokens: int, rank: int, width: int, tile: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(tokens, 3, width).to(torch.float8_e4m3fn)
+    scales = torch.randint(110, 130, (tokens, 3, width // tile)).byte()
+    weight = quantise_blocks(torch.randn(3, rank, width), tile=tile)
+    expected = reference.lower_groups(x, scales, *weight, torch.float32)
+    found = lower_groups(*(t.to(device) for t in (x, scales, *weight)), dtype).cpu()
+    assert found.dtype == dtype
+    bound = 4e-3 if dtype == torch.bfloat16 else 1e-5 if interpreted(turn_heads) else 1e-3
+    assert ((found.float() - expected).norm(dim=-1) <= bound * expected.norm(dim=-1)).all()
+    assert lower_groups(*(t.to(device) for t in (x[:0], scales[:0], *weight)), dtype).shape == (0, 3, rank)
 
 
 LAYOUTS: list[Layout] = [

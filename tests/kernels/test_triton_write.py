@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tamis import PagedCache
-from tamis.layout import Layout, index_fp8, plain_fp8, rows, v4_fp8, v32_fp8
+from tamis.layout import Layout, index_fp8, index_mxfp4, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.ops.triton_rows import encode_e4m3, interpreted, round_to_bf16
 from tamis.ops.write import reference
 from tamis.ops.write.triton_kernels import write_kv, write_rows
@@ -35,6 +35,8 @@ LAYOUTS = {
     "index": index_fp8(),
     "index-unrounded": index_fp8(rounding="none"),
     "index-100": index_fp8(dim=100),
+    "index-mxfp4": index_mxfp4(),
+    "index-mxfp4-96": index_mxfp4(dim=96, rounding="none"),
     "bf16": rows(BF16),
     "fp16-448+64": rows(FP16, latent=448),
     "fp32-128+32": rows(FP32, latent=128, rope=32),

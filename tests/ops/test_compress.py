@@ -7,7 +7,7 @@ from oracle import relative_error
 from torch import Tensor
 
 from tamis import Layout, PagedCache
-from tamis.layout import index_fp8, named, plain_fp8, rows
+from tamis.layout import index_fp8, index_mxfp4, named, plain_fp8, rows
 from tamis.ops import StatePages, compress_kv, write_kv
 
 
@@ -195,6 +195,7 @@ def test_pages_that_a_table_lacks_take_no_part() -> None:
         (named("v4-fp8"), 64, 1.0, 4e-2),
         (plain_fp8(latent=448, rope=64), 64, 0.5, 4e-2),
         (index_fp8(), 64, 1.0, 4e-2),
+        (index_mxfp4(), 64, 1.0, 0.15),
         (rows(torch.float32, latent=128, rope=0), 64, 1.0, 2e-6),
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else None,

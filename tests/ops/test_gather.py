@@ -425,7 +425,7 @@ def test_gather_index_refuses_wrong_input(change: dict[str, object], kind: type[
     ids=lambda layout: layout.name,
 )
 def test_gather_index_refuses_latent_caches(layout: Layout) -> None:
-    with pytest.raises(ValueError, match=r"^cache must be of layout index-fp8, got '.*'; use gather_kv"):
+    with pytest.raises(ValueError, match=r"^cache must be of layout index-fp8 or index-mxfp4, got '.*'; use gather_kv"):
         ops.gather_index(PagedCache(layout, 2, 4), TABLE, TWO, rows=9)
 
 

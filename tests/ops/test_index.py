@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tamis import PagedCache, PagePool
-from tamis.layout import index_fp8, named, rows
+from tamis.layout import index_fp8, index_mxfp4, named, rows
 from tamis.ops import gather_index, index_scores, index_topk, ragged_scores, topk_positions, write_kv
 from tamis.ops.index import reference
 
@@ -43,12 +43,13 @@ def stored(cache: PagedCache, table: torch.Tensor, length: int) -> torch.Tensor:
     return cache.read(torch.tensor(slots, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("layout", ["index-fp8", "exact", "bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("layout", ["index-fp8", "exact", "index-mxfp4", "bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("page_size", [1, 16, 61])
 def test_paged_scores(layout: str, dtype: torch.dtype, page_size: int) -> None:
     plain = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     made = rows(plain[layout], latent=32, rope=0) if layout in plain else index_fp8(dim=32)
+    made = index_mxfp4(dim=32) if layout == "index-mxfp4" else made
     cache, table, _ = make(made, [50, 40, 3] if page_size > 1 else [30, 9, 3], 32, page_size)
     if layout == "exact":  # a scale that is no power of two is used as it is stored
         cache.field(made.scales)[:] = torch.rand_like(cache.field(made.scales)) + 0.1
@@ -215,6 +216,27 @@ def test_fp8_keys_are_scored_as_stored() -> None:
     assert found == sorted(stable_top(scores, 20))
 
 
+def test_packed_keys_are_scored_as_stored_in_pages_and_in_a_list() -> None:
+    """Scores are those of what reading the cache gives, in float64, however the keys come."""
+    cache, table, _ = make("index-mxfp4", [70, 33], 128)
+    keys, scales = gather_index(cache, table, ints([70, 33]), rows=110)
+    assert (keys.dtype, keys.shape) == (torch.uint8, (110, 64))
+    assert (scales.dtype, scales.shape) == (torch.uint8, (110, 4))
+    assert not keys[103:].any()
+    q, weights = torch.randn(3, 5, 128), torch.randn(3, 5)
+    ids, seen = ints([0, 1, 1]), ints([70, 33, 9])
+    paged = index_scores(q, weights, cache, ids, table, seen)
+    listed = ragged_scores(q, weights, keys, scales, ints([0, 70, 70]), ints([70, 103, 79]))
+    for token, (request, length, start) in enumerate(((0, 70, 0), (1, 33, 70), (1, 9, 70))):
+        expected = plain_scores(q[token], weights[token], stored(cache, table[request], length))
+        assert torch.allclose(paged[token, :length].double(), expected, rtol=1e-6, atol=1e-5)
+        assert torch.equal(listed[token, start : start + length], paged[token, :length])
+    with pytest.raises(ValueError, match=r"^key_scales must be .*one byte per 32 values"):
+        ragged_scores(q, weights, keys, scales[:, :3], seen, seen)
+    with pytest.raises(TypeError, match=r"^key_scales must be "):
+        ragged_scores(q, weights, keys, None, seen, seen)
+
+
 def long_case(layout="index-fp8"):
     """Several requests longer than a block of keys, tokens of all of them mixed."""
     lengths = [1300, 700, 513, 5]
@@ -226,7 +248,9 @@ def long_case(layout="index-fp8"):
     return q, weights, cache, ids, table, visible
 
 
-@pytest.mark.parametrize("layout", ["index-fp8", rows(torch.float32, latent=128, rope=0)], ids=["fp8", "fp32"])
+@pytest.mark.parametrize(
+    "layout", ["index-fp8", "index-mxfp4", rows(torch.float32, latent=128, rope=0)], ids=["fp8", "mxfp4", "fp32"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_a_score_depends_on_its_token_and_key_alone(layout, dtype: torch.dtype) -> None:
     q, weights, cache, ids, table, visible = long_case(layout)
@@ -281,8 +305,16 @@ def test_the_workspace_bounds_how_many_tokens_have_scores(monkeypatch: pytest.Mo
         ({"request_ids": ints([0, 0, 0])}, ValueError, "request_ids .* one per query token"),
         ({"request_ids": ints([0, 4])}, ValueError, "request_ids must be between 0 and 0"),
         ({"lengths": ints([1, 999])}, ValueError, "lengths must be between 0 and 64"),
-        ({"cache": PagedCache("v32-fp8", 4, 16)}, ValueError, "cache must be index-fp8 or unquantised rows"),
-        ({"cache": PagedCache("plain-fp8", 4, 16)}, ValueError, "cache must be index-fp8 or unquantised rows"),
+        (
+            {"cache": PagedCache("v32-fp8", 4, 16)},
+            ValueError,
+            "cache must be index-fp8, index-mxfp4 or unq",
+        ),
+        (
+            {"cache": PagedCache("plain-fp8", 4, 16)},
+            ValueError,
+            "cache must be index-fp8, index-mxfp4 or unq",
+        ),
         ({"k": 0}, ValueError, "k must be between 1 and 4096"),
         ({"k": 4097}, ValueError, "k must be between 1 and 4096"),
         ({"workspace_bytes": 0}, ValueError, "workspace_bytes must be >= 1"),

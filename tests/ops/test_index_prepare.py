@@ -246,7 +246,7 @@ def test_a_cache_keeps_its_recipe_and_refuses_others() -> None:
         (
             {"cache": PagedCache(plain_fp8(latent=8, rope=0), 1, 4)},
             ValueError,
-            "cache must be index-fp8 or unquantised",
+            "cache must be index-fp8, index-mxfp4 or unquantised",
         ),
         ({"norm_weight": torch.ones(8), "norm_eps": 0.0}, ValueError, "norm_eps must be finite and > 0"),
         ({"norm_weight": torch.ones(8).requires_grad_()}, ValueError, "norm_weight must be without gradient"),

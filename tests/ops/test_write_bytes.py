@@ -107,6 +107,36 @@ def test_v4_page_against_literal_bytes() -> None:
     assert not cache.storage[0].any()
 
 
+def test_mxfp4_page_against_literal_bytes() -> None:
+    """Values of e2m1, its ties, saturation inside a tile, and a tile of zeros."""
+    kv = torch.zeros(2, 128)
+    kv[0, 0:8] = torch.tensor([0.0, 0.5, 1.0, 1.5, -2.0, -3.0, -4.0, -6.0])
+    kv[0, 32:41] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, 4.5])
+    kv[0, 64] = 6.0625  # the next power of two: 3.03 over 2 is 3
+    kv[1, 127] = -0.0625
+    cache = PagedCache("index-mxfp4", 2, 3)
+    ops.write_kv(kv, cache, torch.tensor([3, 5]))
+    page = bytes(cache.storage[1].flatten().tolist())
+    assert page[0:4] == bytes([0x10, 0x32, 0xDC, 0xFE])
+    assert page[16:21] == bytes([0x20, 0x42, 0x64, 0x86, 0x06])
+    assert page[32] == 0x05
+    assert page[2 * 64 + 63] == 0xE0
+    assert page[192:204] == bytes([127, 127, 128, 1]) + bytes(4) + bytes([1, 1, 1, 121])
+
+
+def test_a_packed_tile_with_a_nan_is_nan() -> None:
+    kv = torch.ones(1, 128)
+    kv[0, 40] = torch.nan
+    kv[0, 64] = torch.inf
+    cache = PagedCache("index-mxfp4", 1, 1)
+    ops.write_kv(kv, cache, torch.tensor([0]))
+    assert cache.storage[0, 0, 64:].tolist() == [125, 255, 253, 125]
+    found = cache.read(torch.tensor([0]))[0]
+    assert found[32:64].isnan().all()
+    assert found[torch.tensor([0, 127])].tolist() == [1.0, 1.0]
+    assert found[64].isinf()
+
+
 def test_index_page_against_literal_bytes() -> None:
     kv = torch.zeros(2, 128)
     kv[0, 0:2] = torch.tensor([448.0, -1.0])

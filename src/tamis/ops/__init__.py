@@ -10,15 +10,19 @@ from tamis.ops.combine import Attended, Partials, combine_parts
 from tamis.ops.compress import StatePages, compress_kv
 from tamis.ops.gather import gather_index, gather_kv, read_kv
 from tamis.ops.index import IndexInputs, index_scores, index_topk, ragged_scores, topk_positions
+from tamis.ops.index.mxfp4 import PackedQuery, pack_index_query, unpack_index_query
 from tamis.ops.index.prepare import quantise_index_query, rotate_index, write_index_keys
 from tamis.ops.rotate import Rotated, norm_rows, rotate_and_write, rotate_heads
+from tamis.ops.rotate.output import Fp8Heads, lower_groups, quantise_blocks, rotate_to_fp8
 from tamis.ops.select import select_chosen, select_entries, select_gathered, select_mixed, select_window
 from tamis.ops.translate import Translated, translate_positions
 from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
 
 __all__ = [
     "Attended",
+    "Fp8Heads",
     "IndexInputs",
+    "PackedQuery",
     "Partials",
     "Rotated",
     "StatePages",
@@ -31,7 +35,10 @@ __all__ = [
     "gather_kv",
     "index_scores",
     "index_topk",
+    "lower_groups",
     "norm_rows",
+    "pack_index_query",
+    "quantise_blocks",
     "quantise_index_query",
     "quantise_per_tensor",
     "ragged_scores",
@@ -39,6 +46,7 @@ __all__ = [
     "rotate_and_write",
     "rotate_heads",
     "rotate_index",
+    "rotate_to_fp8",
     "select_chosen",
     "select_entries",
     "select_gathered",
@@ -46,6 +54,7 @@ __all__ = [
     "select_window",
     "topk_positions",
     "translate_positions",
+    "unpack_index_query",
     "write_index_keys",
     "write_kv",
     "write_normed_kv",

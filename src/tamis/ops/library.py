@@ -153,11 +153,19 @@ def gather_kv(
     stage_module("gather", backend, cache.device).gather_kv(cache, block_table, lengths, starts, first, out)
 
 
+def _stored_keys(cache: PagedCache, rows: int, zeros: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    """Room for keys and scales as they are stored, one scale per key without an axis of its own."""
+    layout = cache.layout
+    assert layout.scales is not None
+    values = zeros((rows, layout.values.count), dtype=torch.uint8)
+    scales = zeros((rows, layout.scales.count), dtype=layout.scales.dtype)
+    return (values, scales) if layout.packed else (values.view(torch.float8_e4m3fn), scales.squeeze(1))
+
+
 def _gather_index(block_table: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, cache, rows, backend = rest
     stage_module("gather", backend, block_table.device)
-    values = block_table.new_empty((rows, cache.layout.width), dtype=torch.float8_e4m3fn)
-    return values, block_table.new_empty((rows,), dtype=torch.float32)
+    return _stored_keys(cache, rows, block_table.new_zeros)
 
 
 @op(
@@ -173,9 +181,8 @@ def gather_index(
     rows: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Raw keys [rows, dim] and scales [rows] of whole requests, zeros elsewhere."""
-    values = torch.zeros(rows, cache.layout.width, dtype=torch.uint8, device=cache.device).view(torch.float8_e4m3fn)
-    scales = torch.zeros(rows, dtype=torch.float32, device=cache.device)
+    """Keys and scales of whole requests as they are stored, zeros elsewhere."""
+    values, scales = _stored_keys(cache, rows, block_table.new_zeros)
     stage = stage_module("gather", backend, cache.device)
     stage.gather_index(cache, block_table, lengths, starts, first, values, scales)
     return values, scales

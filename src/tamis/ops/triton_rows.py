@@ -48,6 +48,39 @@ def encode_e4m3(x):
 
 
 @triton.jit
+def encode_e2m1(x):
+    """Bytes [rows, tiles, n / 2] of fp32 numbers [rows, tiles, n], rounded to e2m1 in the way of `encode_e4m3`: one
+    mantissa bit, and steps of a half below 1; saturating at 6, which is also what NaN becomes."""
+    x = tl.where(x == x, x, 6.0)
+    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
+    size = tl.minimum(tl.abs(x), 6.0)
+    step = tl.maximum(size.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000) + (22 << 23)
+    rounded = (size + step.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    code = (rounded - step + (step >> 22) - (149 << 1)) | sign
+    even, odd = tl.split(tl.reshape(code, [code.shape[0], code.shape[1], code.shape[2] // 2, 2]))
+    return (even | (odd << 4)).to(tl.uint8)
+
+
+@triton.jit
+def decode_e2m1(pairs):
+    """Exact fp16 values [rows, tiles, 2 * n] of bytes [rows, tiles, n] with two e2m1 codes each: shifted into place, a
+    code is its value times 2**-14."""
+    bits = tl.join(pairs & 15, pairs >> 4).to(tl.uint16)
+    value = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0
+    return tl.reshape(value.to(tl.float16), [pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]])
+
+
+@triton.jit
+def power_of_two(exponent, PACKED: tl.constexpr):
+    """fp32 factors of exponent bytes; beside packed values, 255 is NaN."""
+    # 2**-127, which the smallest byte stands for, is no normal number.
+    bits = tl.where(exponent == 0, 0x400000, exponent.to(tl.int32) << 23)
+    if PACKED:
+        bits = tl.where(exponent == 255, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def widen_bf16(bits):
     """fp32 numbers from the bits of bf16 ones. (The interpreter's own conversion spoils subnormals.)"""
     return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -161,7 +194,7 @@ def _layout_constants(key: str, page_size: int) -> dict[str, Any]:
     tile = layout.tile or layout.latent
     constants: dict[str, Any] = {
         "PAGE_SIZE": page_size,
-        "MODE": layout.scale_mode,
+        "MODE": "packed" if layout.packed else layout.scale_mode,
         "LATENT": layout.latent,
         "ROPE": layout.rope,
         "TILE": tile,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.layout import Layout, index_fp8, named, v32_fp8
+from tamis.layout import Layout, index_fp8, index_mxfp4, named, v32_fp8
 from tamis.testing import oracle
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -110,6 +110,7 @@ class WriteCase:
 def write_cases(*, quick: bool = False) -> Iterator[WriteCase]:
     """Every format and page size; magnitudes from 1e-6 to 1e4, zeros, NaN, infinities; negative and foreign slots."""
     formats = [*latent_layouts(quick=quick), ("index-fp8", index_fp8()), ("index-fp8 64", index_fp8(dim=64))]
+    formats += [("index-mxfp4", index_mxfp4()), ("index-mxfp4 64", index_mxfp4(dim=64))]
     for label, layout in formats:
         for page_size in (1, 61, 64) if not quick else (61,):
             for gap in (0, layout.row_bytes, layout.alignment) if page_size == 61 and not quick else (0,):

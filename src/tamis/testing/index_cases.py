@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.layout import Layout, index_fp8, rows
+from tamis.layout import Layout, index_fp8, index_mxfp4, rows
 from tamis.recipe import IndexRecipe
 from tamis.testing import oracle
 from tamis.testing.cases import INT_MIN, Draw, filled_cache
@@ -37,6 +37,7 @@ def index_cases(*, quick: bool = False) -> Iterator[IndexCase]:
     kinds: list[tuple[str, Layout, torch.dtype]] = [
         ("index-fp8", index_fp8(), torch.bfloat16),
         ("index-fp8, fp8 queries", index_fp8(), E4M3),
+        ("index-mxfp4", index_mxfp4(), torch.bfloat16),
         ("bf16", rows(torch.bfloat16, latent=128, rope=0), torch.bfloat16),
     ]
     for label, layout, dtype in kinds:

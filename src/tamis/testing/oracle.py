@@ -45,10 +45,25 @@ def round_to_e4m3(x: Array) -> Bytes:
     return code.astype(np.uint8)
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def round_to_e2m1(x: Array) -> Bytes:
+    """Codes of float32 numbers, packed in pairs: to the nearest, to the even code if two are equally near."""
+    x = np.where(np.isnan(x), np.float32(6), x)
+    size = np.minimum(np.abs(x.astype(np.float64)), 6.0)
+    middles = (E2M1[1:] + E2M1[:-1]) / 2
+    code = (size[..., None] > middles).sum(-1)
+    code += (code < 7) & (code & 1 == 1) & (size == middles[np.minimum(code, 6)])
+    code |= np.signbit(x) << 3
+    pairs: Bytes = (code[..., 0::2] | code[..., 1::2] << 4).astype(np.uint8)
+    return pairs
+
+
 def tile_factors(tiles: Array, layout: Layout) -> tuple[Array, Tensor]:
     """The float32 divisor of each tile [N, tiles, tile] and what a row stores for it."""
     largest = np.nan_to_num(np.abs(tiles), nan=0.0, posinf=float(np.finfo(np.float32).max)).max(-1)
-    smallest = np.maximum(largest / np.float32(448), np.float32(layout.scale_floor))
+    smallest = np.maximum(largest / np.float32(layout.largest), np.float32(layout.scale_floor))
     if layout.scale_mode == "exact":
         return smallest, torch.from_numpy(smallest)
     mantissa, exponent = np.frexp(smallest)
@@ -56,7 +71,10 @@ def tile_factors(tiles: Array, layout: Layout) -> tuple[Array, Tensor]:
     factor = np.ldexp(np.float32(1), exponent).astype(np.float32)
     if layout.scale_mode == "pow2":
         return factor, torch.from_numpy(factor)
-    return factor, torch.from_numpy(np.clip(exponent + 127, 0, 255).astype(np.uint8))
+    stored = np.clip(exponent + 127, 0, 255)
+    if layout.packed:
+        stored = np.where(np.isnan(tiles).any(-1), 255, stored)
+    return factor, torch.from_numpy(stored.astype(np.uint8))
 
 
 def encode(kv: Tensor, layout: Layout, scale: float | Tensor = 1.0) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -69,7 +87,11 @@ def encode(kv: Tensor, layout: Layout, scale: float | Tensor = 1.0) -> tuple[Ten
     latent = latent.bfloat16().float() if layout.rounding == "bf16" else latent.float()
     tiles = latent.reshape(len(kv), layout.latent // layout.tile, layout.tile).numpy()
     factors, stored = tile_factors(tiles, layout)
-    codes = _quotients(tiles, factors[..., None]).reshape(len(kv), layout.latent)
+    if layout.packed:
+        codes = torch.from_numpy(round_to_e2m1(np.divide(tiles, factors[..., None], dtype=np.float32)))
+    else:
+        codes = _quotients(tiles, factors[..., None])
+    codes = codes.reshape(len(kv), layout.values.count)
     assert layout.scales is not None
     padded = torch.zeros(len(kv), layout.scales.count, dtype=stored.dtype)
     padded[:, : stored.shape[1]] = stored
@@ -104,15 +126,20 @@ def rows_of(cache: PagedCache, slots: Tensor) -> Tensor:
     raw = stored("values")
     if layout.scale_mode == "none":
         return raw.double()
-    values = torch.from_numpy(e4m3_table()[raw.numpy()])
+    values = _e2m1_pairs(raw) if layout.packed else torch.from_numpy(e4m3_table()[raw.numpy()])
     if layout.scale_mode == "tensor":
         return values * float(np.float32(float(cache.scale)))
     scales = stored("scales")[:, : layout.latent // layout.tile].double()
     if layout.scale_mode == "exponent":
-        scales = torch.exp2(scales - 127)
+        scales = torch.exp2(scales - 127).masked_fill((scales == 255) & layout.packed, torch.nan)
     latent = values.view(len(slots), layout.latent // layout.tile, layout.tile) * scales.unsqueeze(-1)
     tail = stored("tail").double() if layout.tail is not None else torch.zeros(len(slots), 0, dtype=torch.float64)
     return torch.cat((latent.reshape(len(slots), layout.latent), tail), dim=1)
+
+
+def _e2m1_pairs(raw: Tensor) -> Tensor:
+    codes = np.stack((raw.numpy() & 15, raw.numpy() >> 4), axis=-1).reshape(len(raw), 2 * raw.shape[1])
+    return torch.from_numpy(np.concatenate((E2M1, -E2M1))[codes])
 
 
 def slot_of(position: int, table: Sequence[int], page_size: int, rows_per_page: int | None = None) -> int:

@@ -137,7 +137,8 @@ def _ragged(target: Target, case: IndexCase) -> Trial:
     layout = case.cache.layout
     keys, scales = case.cache.field(layout.values)[page, row], None
     if layout.scales is not None:
-        keys, scales = keys.view(torch.float8_e4m3fn), case.cache.field(layout.scales)[page, row].squeeze(1)
+        scales = case.cache.field(layout.scales)[page, row]
+        keys, scales = (keys, scales) if layout.packed else (keys.view(torch.float8_e4m3fn), scales.squeeze(1))
     ends = case.lengths
     starts = (ends // 3).int()
     q, weights, *bounds = target.here([case.q, case.weights, starts, ends])

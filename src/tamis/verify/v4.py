@@ -12,7 +12,15 @@ from tamis.cache import PagedCache
 from tamis.demo.requests import Piece, Request
 from tamis.demo.v4_probe import V4Probe
 from tamis.layout import Layout, compressor_state, index_fp8, named, plain_fp8, rows
-from tamis.ops import StatePages, compress_kv, rotate_and_write, rotate_heads
+from tamis.ops import (
+    StatePages,
+    compress_kv,
+    lower_groups,
+    quantise_blocks,
+    rotate_and_write,
+    rotate_heads,
+    rotate_to_fp8,
+)
 from tamis.pages import PagePool
 from tamis.plan import Limits
 from tamis.rope import Rope
@@ -30,6 +38,7 @@ LENGTH = 320
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 """Relative errors of single roundings."""
 FP8_BOUND = 4e-2
+OUTPUT_BOUND = 5e-2
 V4_LAYER_STAGES = ("rotate", "compress", "attend", "combine")
 LAYER_BOUNDS = {"v4-bf16": 1.5e-2, "v4-fp8": 6e-2}
 """Of a whole layer in bf16 against exact rows and the same selection."""
@@ -44,6 +53,8 @@ def rotate_checks(target: Target) -> Iterator[Check]:
         sizes = [(7, 64, 512), (3, 5, 128)] if target.quick else [(1, 1, 64), (7, 64, 512), (65, 5, 128), (9, 128, 512)]
         trials = [(f"{t} x {h} x {d}", partial(_rotate, target, t, h, d, dtype)) for t, h, d in sizes]
         yield Check("rotate", f"heads in {dtype}".replace("torch.", ""), bound, trials)
+    trials = [(f"{tokens} tokens", partial(_lower, target, tokens)) for tokens in (1, 7, 70)]
+    yield Check("rotate", "output lowered in FP8", OUTPUT_BOUND, trials)
     found = [layout for layout in _layouts() if target.takes("rotate", layout)]
     inserted = [layout for layout in found if layout.width == 512]
     yield Check("rotate", "rows inserted", FP8_BOUND, [(f.name, partial(_insert, target, f)) for f in inserted])
@@ -101,6 +112,18 @@ def _rotate(target: Target, tokens: int, heads: int, width: int, dtype: torch.dt
         error = _error(found, _turned(x if eps is None else _normed(x), positions, inverse=inverse))
         worst = max(worst, error)
     return worst
+
+
+def _lower(target: Target, tokens: int) -> Trial:
+    """Eight heads in two groups, rotated back, quantised and lowered, against the exact projection."""
+    draw = Draw(f"lower {tokens}")
+    x, positions, weight = draw.normal(tokens, 8, 512), draw.integers(-1, LENGTH, tokens), draw.normal(2, 100, 2048)
+    here, at, table, held = target.here([x, positions, ROTARY.cos_sin_table(LENGTH), weight])
+    values, scales = rotate_to_fp8(here, at, table, backend=target.backend)
+    grouped, exponents = (part.flatten(1).unflatten(1, (2, -1)) for part in (values, scales))
+    found = lower_groups(grouped, exponents, *quantise_blocks(held), dtype=torch.float32, backend=target.backend)
+    exact = _turned(x, positions, inverse=True).flatten(1).unflatten(1, (2, -1))
+    return _error(found, torch.einsum("tgk,gok->tgo", exact, weight.double()))
 
 
 def _rotate_again(target: Target) -> tuple[list[Tensor], list[Tensor], Callable[..., list[Tensor]]]:

@@ -139,6 +139,8 @@ def _plain_query(q: Tensor, selections: Sequence[Selection]) -> Tensor:
         if layout.latent > MAX_LATENT or layout.tile & (layout.tile - 1):
             expected = f"a latent part of at most {MAX_LATENT} in tiles of a power of two, for the triton backend"
             raise checks.refuse("cache", expected, f"{layout.latent} in tiles of {layout.tile}", remedy)
+        if layout.packed:
+            raise checks.refuse("cache", "in e4m3 or 16 and more bits for the triton backend", layout.name, remedy)
     q = q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q
     return q if q.stride(2) == 1 else q.contiguous()
 

@@ -66,13 +66,16 @@ def gather_index(
     first: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Gather index keys as they are stored: e4m3 [rows, dim] and float32 scales [rows].
+    """Gather index keys as they are stored: e4m3 [rows, dim] and float32 scales [rows] of an `index-fp8` cache, e2m1
+    pairs uint8 [rows, dim / 2] and exponents uint8 [rows, dim / 32] of an `index-mxfp4` one.
 
     `rows` may be an upper bound: rows past the last request are zeros. Other arguments as in `gather_kv`.
     """
     layout = cache.layout
-    if layout.scales is None or layout.scales.dtype != torch.float32 or layout.scales.count != 1 or layout.rope:
-        raise checks.refuse("cache", "of layout index-fp8", repr(layout.name), "use gather_kv for latent rows")
+    one_each = layout.scales is not None and layout.scales.dtype == torch.float32 and layout.scales.count == 1
+    if layout.rope or not (one_each or layout.packed):
+        expected = "of layout index-fp8 or index-mxfp4"
+        raise checks.refuse("cache", expected, repr(layout.name), "use gather_kv for latent rows")
     starts, first = _request_rows(cache, block_table, lengths, starts, first)
     checks.integer("rows", rows, low=0)
     _rows_fit("rows", rows, starts, lengths)

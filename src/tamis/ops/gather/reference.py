@@ -22,12 +22,25 @@ def fetch_field(cache: PagedCache, field: Field, slots: Tensor) -> Tensor:
     return flat.index_select(0, slots)
 
 
+def decode_e2m1(codes: Tensor, exponents: Tensor) -> Tensor:
+    """float32 values [..., D] of packed rows [..., D / 2] under exponent bytes [..., tiles]; see `Layout.packed`."""
+    code = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    size = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+    values = torch.cat((size, -size))[code.long()].unflatten(-1, (exponents.shape[-1], -1))
+    factors = torch.exp2(exponents.float() - 127).masked_fill(exponents == 255, torch.nan)
+    rows: Tensor = (values * factors.unsqueeze(-1)).flatten(-2)
+    return rows
+
+
 def decode_rows(cache: PagedCache, slots: Tensor) -> Tensor:
     """Dequantised float32 rows [N, width]; slots [N] int64 must be inside the cache."""
     layout = cache.layout
     raw = fetch_field(cache, layout.values, slots)
     if layout.scale_mode == "none":
         return raw.float()
+    if layout.packed:
+        assert layout.scales is not None
+        return decode_e2m1(raw, fetch_field(cache, layout.scales, slots))
     values = raw.view(torch.float8_e4m3fn)
     if layout.scale_mode == "tensor":
         return values.float().mul_(cache.scale)
@@ -89,9 +102,9 @@ def gather_index(
     values: Tensor,
     scales: Tensor,
 ) -> None:
-    """As `gather_kv`, without dequantising: raw e4m3 keys and their scales."""
+    """As `gather_kv`, without dequantising: keys and their scales as they are stored."""
     slots = request_slots(cache, block_table, lengths, starts, first, values.shape[0])
     covered = slots >= 0
     assert cache.layout.scales is not None
     values.view(torch.uint8)[covered] = fetch_field(cache, cache.layout.values, slots[covered])
-    scales[covered] = fetch_field(cache, cache.layout.scales, slots[covered]).squeeze(1)
+    scales.view(-1, cache.layout.scales.count)[covered] = fetch_field(cache, cache.layout.scales, slots[covered])

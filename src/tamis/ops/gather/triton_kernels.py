@@ -16,10 +16,12 @@ from tamis.cache import PagedCache
 from tamis.layout import named
 from tamis.ops.triton_rows import (
     copy_rounded,
+    decode_e2m1,
     decode_e4m3,
     has_native_e4m3,
     interpreted,
     launching_on,
+    power_of_two,
     row_arguments,
     row_block,
     row_start,
@@ -100,16 +102,22 @@ def _decode_tiles(
     lane = tl.arange(0, TILE_BLOCK)
     column = tile[None, :, None] * TILE + lane[None, None, :]
     inside = (tile < TILES)[None, :, None] & (lane < TILE)[None, None, :]
-    codes = tl.load(values[:, None, None] + column, mask=readable[:, None, None] & inside, other=0)
+    if MODE == "packed":
+        pair = tl.arange(0, TILE_BLOCK // 2)
+        there = readable[:, None, None] & (tile < TILES)[None, :, None] & (pair < TILE // 2)[None, None, :]
+        at = tile[None, :, None] * (TILE // 2) + pair[None, None, :]
+        found = decode_e2m1(tl.load(values[:, None, None] + at, mask=there, other=0))
+    else:
+        codes = tl.load(values[:, None, None] + column, mask=readable[:, None, None] & inside, other=0)
+        found = decode_e4m3(codes, NATIVE_E4M3)
     wanted = readable[:, None] & (tile < TILES)[None, :]
-    if MODE == "exponent":
-        exponent = tl.load(scales[:, None] + tile[None, :], mask=wanted, other=127).to(tl.int32)
-        # 2**-127, which the smallest byte stands for, is no normal number.
-        factor = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+    if MODE == "exponent" or MODE == "packed":
+        exponent = tl.load(scales[:, None] + tile[None, :], mask=wanted, other=127)
+        factor = power_of_two(exponent, MODE == "packed")
     else:
         pointers = scales.to(tl.pointer_type(tl.float32), bitcast=True)
         factor = tl.load(pointers[:, None] + tile[None, :], mask=wanted, other=0.0)
-    x = decode_e4m3(codes, NATIVE_E4M3).to(tl.float32) * factor[:, :, None]
+    x = found.to(tl.float32) * factor[:, :, None]
     target = out[:, None, None] + column.to(tl.int64) * out_column_stride
     store_rounded(target, x, writable[:, None, None] & inside, NATIVE_BF16)
 
@@ -193,11 +201,11 @@ def read_rows(
 def copy_index_rows(
     cache, page_stride, values, values_stride, values_column_stride, scales, scales_stride, rows, starts, lengths,
     first, block_table, table_stride, page_id_stride, requests, table_width, pages,
-    PAGE_SIZE: tl.constexpr, STEPS: tl.constexpr, DIM: tl.constexpr, VALUES_START: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, STEPS: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr, VALUES_START: tl.constexpr,
     VALUES_STRIDE: tl.constexpr, SCALES_START: tl.constexpr, SCALES_STRIDE: tl.constexpr, ROWS: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, SCALES_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys and scales of requests, byte for byte; rows of no request keep their content."""
+    """Keys of DIM bytes and their scales, byte for byte; rows of no request keep their content."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = _request_slots(
         rows, starts, lengths, first, block_table, table_stride, page_id_stride, requests, table_width, pages,
@@ -212,8 +220,11 @@ def copy_index_rows(
     target = values + row.to(tl.int64)[:, None] * values_stride + (column.to(tl.int64) * values_column_stride)[None, :]
     tl.store(target, codes, mask=inside)
     scales_at = row_start(slot, page_stride, SCALES_STRIDE, PAGE_SIZE, False) + SCALES_START
-    factor = tl.load((cache + scales_at).to(tl.pointer_type(tl.float32), bitcast=True), mask=covered, other=0.0)
-    tl.store(scales + row.to(tl.int64) * scales_stride, factor, mask=covered)
+    number = tl.arange(0, SCALES_BLOCK)
+    inside = covered[:, None] & (number < SCALES)[None, :]
+    stored = (cache + scales_at).to(tl.pointer_type(scales.dtype.element_ty), bitcast=True)
+    factor = tl.load(stored[:, None] + number[None, :], mask=inside, other=0)
+    tl.store(scales + row.to(tl.int64)[:, None] * scales_stride + number[None, :], factor, mask=inside)
 
 
 def read_kv(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
@@ -243,7 +254,7 @@ def gather_index(
     values: Tensor,
     scales: Tensor,
 ) -> None:
-    """As `gather_kv`, without dequantising: raw e4m3 keys and their scales."""
+    """As `gather_kv`, without dequantising: keys and their scales as they are stored."""
     if values.shape[0] and block_table.numel():
         requests = _requests(cache, block_table, lengths, starts, first)
         _launch(copy_index_rows, _index_arguments(cache, values, scales, requests), values)
@@ -308,7 +319,9 @@ def _read_arguments(cache: PagedCache, out: Tensor, rows_from: dict[str, Any]) -
 def _index_arguments(cache: PagedCache, values: Tensor, scales: Tensor, rows_from: dict[str, Any]) -> dict[str, Any]:
     """What `copy_index_rows` is launched with."""
     used = ("cache", "page_stride", "PAGE_SIZE", "VALUES_START", "VALUES_STRIDE", "SCALES_START", "SCALES_STRIDE")
-    rows = row_arguments(cache)
+    rows, layout = row_arguments(cache), cache.layout
+    assert layout.scales is not None
+    block = triton.next_power_of_2(layout.values.count)
     return (
         rows_from
         | {name: rows[name] for name in used}
@@ -319,9 +332,11 @@ def _index_arguments(cache: PagedCache, values: Tensor, scales: Tensor, rows_fro
             "scales": scales,
             "scales_stride": scales.stride(0),
             "rows": values.shape[0],
-            "DIM": cache.layout.width,
-            "DIM_BLOCK": rows["LATENT_BLOCK"],
-            "ROWS": _rows_per_program(rows["LATENT_BLOCK"]),
+            "DIM": layout.values.count,
+            "DIM_BLOCK": block,
+            "SCALES": layout.scales.count,
+            "SCALES_BLOCK": triton.next_power_of_2(layout.scales.count),
+            "ROWS": _rows_per_program(block),
         }
     )
 
@@ -336,6 +351,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
         ("v4-fp8", torch.bfloat16),
         ("plain-fp8", torch.float16),
         ("v32-bf16", torch.bfloat16),
+        ("index-mxfp4", torch.bfloat16),
     ):
         cache = PagedCache(name, 2, 64)
         out = torch.empty(16, cache.layout.width, dtype=dtype)
@@ -343,7 +359,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
         arguments = _read_arguments(cache, out, requests)
         label = f"gather {name} to {dtype}".replace("torch.", "")
         yield OfflineCase.of_launch(read_rows, arguments, _options(arguments), label)
-        if cache.layout.quantised:
+        if cache.layout.quantised and not cache.layout.packed:
             arguments |= {"NATIVE_E4M3": True}
             yield OfflineCase.of_launch(
                 read_rows, arguments, _options(arguments), f"{label}, native", targets=NATIVE_E4M3
@@ -356,7 +372,10 @@ def offline_cases() -> Iterator["OfflineCase"]:
     cache = PagedCache(named("v32-fp8", latent=128, rope=32), 2, 64)
     arguments = _read_arguments(cache, torch.empty(16, 160), _no_requests(cache) | {"slots": torch.arange(16)})
     yield OfflineCase.of_launch(read_rows, arguments, _options(arguments), f"read {cache.layout.name} to float32")
-    cache = PagedCache("index-fp8", 2, 64)
-    values, scales = torch.empty(16, 128, dtype=torch.uint8), torch.empty(16)
-    arguments = _index_arguments(cache, values, scales, _requests(cache, table, ones, ones, ones))
-    yield OfflineCase.of_launch(copy_index_rows, arguments, _options(arguments), "gather index-fp8 as stored")
+    for name, values, scales in (
+        ("index-fp8", torch.empty(16, 128, dtype=torch.uint8), torch.empty(16)),
+        ("index-mxfp4", torch.empty(16, 64, dtype=torch.uint8), torch.empty(16, 4, dtype=torch.uint8)),
+    ):
+        cache = PagedCache(name, 2, 64)
+        arguments = _index_arguments(cache, values, scales, _requests(cache, table, ones, ones, ones))
+        yield OfflineCase.of_launch(copy_index_rows, arguments, _options(arguments), f"gather {name} as stored")

@@ -1,7 +1,8 @@
 """Stage `index`: score cached index keys for each query token and select the best positions.
 
-The score of position j for token t is `key_scale[j] * sum over heads of weights[t, h] * relu(q[t, h] . key[j])`.
-Weights may be negative, and so may scores: what a token cannot see scores -inf, never 0.
+The score of position j for token t is `key_scale[j] * sum over heads of weights[t, h] * relu(q[t, h] . key[j])`. Keys
+of `index-mxfp4` have one scale per 32 values, inside the product. Weights may be negative, and so may scores: what a
+token cannot see scores -inf, never 0.
 
 A selection is exact and deterministic: of the positions with a score above -inf the k with the highest scores, among
 equal scores the lowest positions. It is a set, so it is written in ascending order, then -1; nothing in it depends on
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import PagedCache
+from tamis.layout import index_mxfp4
 from tamis.ops.index import registered
 from tamis.recipe import IndexRecipe
 
@@ -56,7 +58,7 @@ def index_scores(
     Args:
         q: [T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights.
         weights: [T, H].
-        cache: index keys, `index-fp8` or unquantised rows of width D.
+        cache: index keys, `index-fp8`, `index-mxfp4` or unquantised rows of width D.
         request_ids: int32 [T], the block-table row of each token.
         block_table: int32 [B, W]; a negative page is absent and its positions score -inf.
         lengths: int32 [T], how many leading positions each token sees (its own position + 1); 0 or less: none.
@@ -91,8 +93,9 @@ def ragged_scores(
     Args:
         q: [T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights.
         weights: [T, H].
-        keys: [N, D], the keys of all requests one after another, as `gather_index` gives them; e4m3 or unquantised.
-        key_scales: float32 [N], or None: all 1.
+        keys: [N, D], the keys of all requests one after another, as `gather_index` gives them: e4m3 or unquantised, or
+            e2m1 pairs, uint8 [N, D / 2].
+        key_scales: float32 [N], or None: all 1; of e2m1 pairs the exponents, uint8 [N, D / 32].
         starts: int32 [T], the first key each token sees.
         ends: int32 [T], one past its last; bounds outside of the keys are cut, and none are left if end <= start.
         out: float32 [T, N] to write into, its rows contiguous.
@@ -101,10 +104,17 @@ def ragged_scores(
     device = checks.same_device(
         q=q, weights=weights, keys=keys, key_scales=key_scales, starts=starts, ends=ends, out=out
     )
-    total = checks.tensor("keys", keys, "N D", QUERY_DTYPES)
-    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=total["D"], remedy="as wide as the keys")
+    total = checks.tensor("keys", keys, "N D", (*QUERY_DTYPES, torch.uint8))
+    packed = keys.dtype == torch.uint8
+    width = 2 * total["D"] if packed else total["D"]
+    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=width, remedy="as wide as the keys")
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
-    if key_scales is not None:
+    if packed:
+        groups = index_mxfp4(dim=width).scales
+        assert groups is not None
+        remedy = "one byte per 32 values, as gather_index gives them"
+        checks.tensor("key_scales", key_scales, "N G", (torch.uint8,), N=total["N"], G=groups.count, remedy=remedy)
+    elif key_scales is not None:
         checks.tensor("key_scales", key_scales, "N", (torch.float32,), N=total["N"], remedy="one per key")
     for name, bound in (("starts", starts), ("ends", ends)):
         checks.tensor(name, bound, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
@@ -175,7 +185,7 @@ def index_topk(
     Args:
         q: [T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights.
         weights: [T, H].
-        cache: index keys, `index-fp8` or unquantised rows of width D.
+        cache: index keys, `index-fp8`, `index-mxfp4` or unquantised rows of width D.
         request_ids: int32 [T], the block-table row of each token.
         block_table: int32 [B, W]; positions of an absent (negative) page are never selected.
         lengths: int32 [T], how many leading positions each token sees (its own position + 1); 0 or less: none.
@@ -195,8 +205,9 @@ def index_topk(
 def check_layout(cache: PagedCache) -> None:
     """Refuse a cache that cannot hold index keys."""
     layout = cache.layout
-    if layout.quantised and (layout.scales is None or layout.tile != layout.width):
-        raise checks.refuse("cache", "index-fp8 or unquantised rows", repr(cache), "index keys have one scale per row")
+    if layout.quantised and not layout.packed and (layout.scales is None or layout.tile != layout.width):
+        expected = "index-fp8, index-mxfp4 or unquantised rows"
+        raise checks.refuse("cache", expected, repr(cache), "index keys have one scale per row, or are packed")
 
 
 def _check_paged(

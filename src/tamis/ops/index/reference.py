@@ -14,7 +14,7 @@ from torch.nn.functional import layer_norm
 
 from tamis.cache import PagedCache
 from tamis.layout import Layout, Rounding
-from tamis.ops.gather.reference import fetch_field, request_slots
+from tamis.ops.gather.reference import decode_e2m1, fetch_field, request_slots
 from tamis.ops.write.reference import encode_rows, write_kv
 from tamis.recipe import IndexRecipe
 from tamis.rope import rotate
@@ -128,6 +128,8 @@ def ragged_scores(
     def block(first: int) -> tuple[Tensor, Tensor | None, Tensor]:
         row = torch.arange(first, first + KEY_BLOCK, device=keys.device)
         known = row.clamp_max(total - 1)
+        if keys.dtype == torch.uint8 and key_scales is not None:
+            return decode_e2m1(keys[known], key_scales[known]), None, row < total
         return _rows(keys, known), None if key_scales is None else key_scales[known], row < total
 
     tokens = torch.arange(q.shape[0], device=q.device)
@@ -235,14 +237,17 @@ def _aligned(rows: Tensor) -> Tensor:
 
 
 def _cached_keys(cache: PagedCache, table: Tensor, first: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A block of one request's keys as stored, their scales, and which of them there are."""
+    """A block of one request's keys, their scales unless these are inside the product, and which of them there are."""
     zero = torch.zeros(1, dtype=torch.int64, device=table.device)
     slots = request_slots(cache, table, zero + KEY_BLOCK, zero, zero + first, KEY_BLOCK)
     known = slots.clamp_min(0)
     raw = fetch_field(cache, cache.layout.values, known)
     if cache.layout.scales is None:
         return raw, None, slots >= 0
-    return raw.view(torch.float8_e4m3fn), fetch_field(cache, cache.layout.scales, known).squeeze(1), slots >= 0
+    scales = fetch_field(cache, cache.layout.scales, known)
+    if cache.layout.packed:
+        return decode_e2m1(raw, scales), None, slots >= 0
+    return raw.view(torch.float8_e4m3fn), scales.squeeze(1), slots >= 0
 
 
 def _slots(positions: Tensor, request_ids: Tensor, block_table: Tensor, page_size: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import PagedCache
+from tamis.layout import Layout
 from tamis.ops.index import triton_prepare
 from tamis.ops.index.triton_prepare import quantise_index_query, write_index_keys
 from tamis.ops.index.triton_scores import score_keys
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["index_scores", "index_topk", "quantise_index_query", "ragged_scores", "topk_positions", "write_index_keys"]
 
 E4M3 = torch.float8_e4m3fn
+PACKED = torch.bfloat16
+"""What holds e2m1 values times their scales: bf16 has float32's range."""
 MAX_HEADS = 128
 MAX_DIM = 256
 QUERY_BYTES = 16 * 1024
@@ -113,7 +116,8 @@ def ragged_scores(
 ) -> None:
     """Fill `out`, float32 [T, N]; see `tamis.ops.ragged_scores`."""
     keys = keys if keys.stride(1) == 1 else keys.contiguous()
-    _score(q, weights, _list_places(keys, key_scales, starts, ends, out), keys.dtype, out, shared=True, fill=True)
+    held = PACKED if keys.dtype == torch.uint8 else keys.dtype
+    _score(q, weights, _list_places(keys, key_scales, starts, ends, out), held, out, shared=True, fill=True)
 
 
 def topk_positions(
@@ -199,8 +203,13 @@ def _score_pages(
         out.fill_(-torch.inf)
         return
     places = _page_places(cache, request_ids, block_table, lengths, out)
-    keys = E4M3 if cache.layout.quantised else cache.layout.element
+    keys = _held_dtype(cache.layout)
     _score(q, weights, places, keys, out, shared=batch > block_table.shape[0], fill=fill)
+
+
+def _held_dtype(layout: Layout) -> torch.dtype:
+    """What holds a key of this layout without its scale, or with it if packed."""
+    return PACKED if layout.packed else E4M3 if layout.quantised else layout.element
 
 
 def _list_places(keys: Tensor, key_scales: Tensor | None, starts: Tensor, ends: Tensor, out: Tensor) -> dict[str, Any]:
@@ -213,7 +222,8 @@ def _list_places(keys: Tensor, key_scales: Tensor | None, starts: Tensor, ends: 
         "ends": ends.contiguous(),
         "held": out.shape[1],
         "KEYS_ROW": keys.stride(0),
-        "SCALES_ROW": 1,
+        "SCALES_ROW": 1 if key_scales is None else key_scales.contiguous().stride(0),
+        "TILE": 0 if keys.dtype != torch.uint8 or key_scales is None else 2 * keys.shape[1] // key_scales.shape[1],
         "PAGE_SIZE": 1,
     }
 
@@ -243,6 +253,7 @@ def _page_places(
         "held": min(out.shape[1], table_width * cache.page_size),
         "KEYS_ROW": keys_row,
         "SCALES_ROW": scales_row,
+        "TILE": layout.tile if layout.packed else 0,
         "PAGE_SIZE": cache.page_size,
     }
 
@@ -379,12 +390,15 @@ def offline_cases() -> Iterator["OfflineCase"]:
         (named("index-fp8"), bf16, 64, True, NATIVE_E4M3),
         (named("index-fp8"), bf16, 64, True, plain),
         (named("index-fp8"), E4M3, 128, True, NATIVE_E4M3),
+        (named("index-mxfp4"), bf16, 64, False, tuple(TARGETS)),
+        (named("index-mxfp4"), bf16, 64, True, tuple(TARGETS)),
+        (named("index-mxfp4"), E4M3, 64, True, NATIVE_E4M3),
         (rows(bf16, latent=256, rope=0), bf16, 128, True, tuple(TARGETS)),
         (rows(fp16, latent=96, rope=0), fp32, 5, True, tuple(TARGETS)),
     ):
         cache = PagedCache(layout, 2, 64)
         native = targets == NATIVE_E4M3
-        q, keys = torch.empty(4, heads, layout.width, dtype=query), E4M3 if layout.quantised else layout.element
+        q, keys = torch.empty(4, heads, layout.width, dtype=query), _held_dtype(layout)
         compute = _compute_dtype(query, keys, native=native)
         block_h = _head_block(heads, layout.width, compute)
         launch = choose_score_launch(

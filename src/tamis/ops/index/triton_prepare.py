@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import PagedCache
-from tamis.layout import Layout, index_fp8, rows
+from tamis.layout import Layout, index_fp8, index_mxfp4, rows
 from tamis.ops.triton_norm import rotate_pairs
 from tamis.ops.triton_rows import (
     interpreted,
@@ -153,9 +153,9 @@ def insert_keys(
     cache_rows, count,
     WIDTH: tl.constexpr, START: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     HADAMARD_STEPS: tl.constexpr, ROUND: tl.constexpr, PAGE_SIZE: tl.constexpr, MODE: tl.constexpr,
-    VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr, SCALES_START: tl.constexpr,
-    SCALES_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr, NATIVE_BF16: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr, VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr,
+    SCALES_START: tl.constexpr, SCALES_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr, NATIVE_BF16: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A few keys to their slots. Distances inside the cache are in its elements, as in `write_rows`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -173,8 +173,12 @@ def insert_keys(
         store_rounded(cache + values_at[:, None] + column[None, :], x, inside, NATIVE_BF16)
     else:
         scales_at = row_start(slot, page_stride, SCALES_STRIDE, PAGE_SIZE, False) + SCALES_START
-        tiles = tl.reshape(x, [ROWS, 1, BLOCK])
-        encode_tiles(tiles, wanted, cache, values_at, scales_at, MODE, WIDTH, WIDTH, SCALES, SCALE_FLOOR, 1, BLOCK)
+        TILES_BLOCK: tl.constexpr = BLOCK // TILE if MODE == "packed" else 1
+        tiles = tl.reshape(x, [ROWS, TILES_BLOCK, BLOCK // TILES_BLOCK])
+        encode_tiles(
+            tiles, wanted, cache, values_at, scales_at, MODE, WIDTH, TILE, SCALES, SCALE_FLOOR, TILES_BLOCK,
+            BLOCK // TILES_BLOCK,
+        )  # fmt: skip
 
 
 def quantise_index_query(
@@ -290,7 +294,7 @@ def _key_arguments(
     places = ("cache", "page_stride", "PAGE_SIZE", "VALUES_START", "VALUES_STRIDE", "SCALES_START", "SCALES_STRIDE")
     found = row_arguments(cache)
     return _shared_arguments(layout.width, positions, cos_sin, recipe, layout) | {
-        **{name: found[name] for name in places},
+        **{name: found[name] for name in (*places, "MODE", "TILE")},
         "keys": keys,
         "keys_stride": keys.stride(0),
         "slots": slots.contiguous(),
@@ -313,6 +317,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
         (index_fp8(), v32, torch.bfloat16),
         (index_fp8(), v4, torch.bfloat16),
         (index_fp8(dim=96, rounding="none"), v32, torch.float32),
+        (index_mxfp4(), v4, torch.bfloat16),
         (rows(torch.bfloat16, latent=128, rope=0), v4, torch.float16),
     ):
         cache, x = PagedCache(layout, 2, 64), torch.empty(2, 64, layout.width, dtype=dtype)
@@ -322,7 +327,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
         yield OfflineCase.of_launch(insert_keys, arguments, OPTIONS, f"index keys {label}, normed")
         arguments = _key_arguments(keys, cache, slots, None, None, 1e-6, None, None, recipe)
         yield OfflineCase.of_launch(insert_keys, arguments, OPTIONS, f"index keys {label}, rotated before")
-        if layout.quantised:
+        if layout.quantised and not layout.packed:
             out = (x.view(torch.uint8)[..., : layout.width].contiguous(), torch.empty(2, 64))
             arguments = _query_arguments(x, torch.empty(2, 64), positions, table, recipe, layout, 1.0, *out)
             yield OfflineCase.of_launch(quantise_queries, arguments, OPTIONS, f"index queries {label}")

@@ -8,7 +8,7 @@ operations in the same order wherever its key lies in a tile and whichever token
 import triton
 import triton.language as tl
 
-from tamis.ops.triton_rows import decode_e4m3, load_wide
+from tamis.ops.triton_rows import decode_e2m1, decode_e4m3, load_wide, power_of_two
 
 
 @triton.jit
@@ -24,6 +24,20 @@ def _load_rows(at, mask, COMPUTE: tl.constexpr, NATIVE: tl.constexpr, INTERPRETE
     if at.dtype.element_ty == tl.uint8:
         rows = decode_e4m3(rows, NATIVE)
     return rows.to(COMPUTE)
+
+
+@triton.jit
+def _load_packed(
+    keys, scales, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Rows [keys, BLOCK_D] for the product, from e2m1 pairs and an exponent byte per TILE values: numbers with one
+    mantissa bit, which COMPUTE holds as they are."""
+    tile, pair = tl.arange(0, BLOCK_D // TILE), tl.arange(0, TILE // 2)
+    column = (tile * (TILE // 2))[None, :, None] + pair[None, None, :]
+    found = tl.load(keys[:, None, None] + column, mask=(tile < DIM // TILE)[None, :, None], other=0)
+    exponent = tl.load(scales[:, None] + tile[None, :], mask=(tile < DIM // TILE)[None, :], other=127)
+    values = decode_e2m1(found).to(tl.float32) * power_of_two(exponent, True)[:, :, None]
+    return tl.reshape(values.to(COMPUTE), [keys.shape[0], BLOCK_D])
 
 
 @triton.jit
@@ -79,14 +93,14 @@ def score_keys(
     scales, scales_page_stride, pages, request_ids, block_table, table_stride, page_id_stride, requests, table_width,
     starts, ends, out, out_stride, tokens, width, held, span,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS_ROW: tl.constexpr,
-    SCALES_ROW: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALES_ROW: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
     FILL: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Scores of the keys span * n .. span * (n + 1) for BLOCK_Q tokens, -inf for keys that a token does not see.
 
     Without FILL nothing is written behind a token's end. Keys come from pages, of which a table lists `held` positions,
-    or without a block table from one list of which a token sees starts .. ends. Of a group of tokens, those of one
-    request are scored by the program whose second number is the place of the first of them.
+    or without a block table from one list of which a token sees starts .. ends. With a TILE they are e2m1 pairs. Of a
+    group of tokens, those of one request are scored by the program whose second number is the place of the first.
     """
     PAGED: tl.constexpr = block_table is not None
     IN_ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
@@ -141,11 +155,15 @@ def score_keys(
                 key_row = page * keys_page_stride + in_page * KEYS_ROW
                 scale_row = page * scales_page_stride + in_page * SCALES_ROW
             else:
-                scale_row = tl.minimum(position, width - 1)
-                key_row = scale_row.to(tl.int64) * KEYS_ROW
-            if scales is not None:
-                scale = tl.load(scales + scale_row)
-            rows = _load_rows(keys + key_row[:, None] + dim[None, :], inside, COMPUTE, NATIVE, INTERPRETED)
+                listed_row = tl.minimum(position, width - 1).to(tl.int64)
+                key_row = listed_row * KEYS_ROW
+                scale_row = listed_row * SCALES_ROW
+            if TILE:
+                rows = _load_packed(keys + key_row, scales + scale_row, DIM, BLOCK_D, TILE, COMPUTE)
+            else:
+                if scales is not None:
+                    scale = tl.load(scales + scale_row)
+                rows = _load_rows(keys + key_row[:, None] + dim[None, :], inside, COMPUTE, NATIVE, INTERPRETED)
             score = tl.zeros([BLOCK_N, BLOCK_Q], tl.float32)
             for block in tl.static_range(HEAD_BLOCKS):
                 if HEAD_BLOCKS > 1:
@@ -157,7 +175,7 @@ def score_keys(
                 logits = tl.dot(rows, query, input_precision="ieee")
                 summed = _sum_heads(logits, weight, block * BLOCK_H, HEADS, BLOCK_H, BLOCK_Q)
                 score = summed if block == 0 else score + summed
-            if scales is not None:
+            if scales is not None and TILE == 0:
                 score *= scale[:, None]
             seen = position[:, None] < end[None, :]
             if starts is not None:

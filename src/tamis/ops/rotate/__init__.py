@@ -48,7 +48,7 @@ def rotate_heads(
         backend: a name from `tamis backends`, or "auto".
     """
     sizes = checks.tensor("x", x, "T H D", checks.FLOATS)
-    _check_positions(positions, cos_sin, sizes["T"], sizes["D"], x.device)
+    check_positions(positions, cos_sin, sizes["T"], sizes["D"], x.device)
     if eps is not None:
         checks.positive_number("eps", eps)
     return registered.rotate_heads(x, positions, cos_sin, eps, inverse, backend)
@@ -89,7 +89,7 @@ def rotate_and_write(
     total = checks.tensor("q", q, "T H D", checks.FLOATS, D=width, device=cache.device, remedy=remedy)["T"]
     checks.tensor("kv", kv, "T D", checks.FLOATS, T=total, D=width, device=cache.device, remedy=remedy)
     check_slots(slots, cache, "kv", total)
-    _check_positions(positions, cos_sin, total, width, cache.device)
+    check_positions(positions, cos_sin, total, width, cache.device)
     checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=width, device=cache.device)
     checks.positive_number("eps", eps)
     if index_q is not None:
@@ -100,7 +100,8 @@ def rotate_and_write(
     return Rotated(turned, None if index_q is None else turned_index)
 
 
-def _check_positions(positions: Tensor, cos_sin: Tensor, total: int, width: int, device: torch.device) -> None:
+def check_positions(positions: Tensor, cos_sin: Tensor, total: int, width: int, device: torch.device) -> None:
+    """Refuse positions and a table that do not fit so many rows of this width."""
     checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device, remedy="one per token")
     table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), device=device)
     check_rotary(table["R"], width)

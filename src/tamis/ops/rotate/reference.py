@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.ops.write.reference import write_kv
+from tamis.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
+from tamis.ops.write.reference import divide, exponent_above, to_e4m3, write_kv
 from tamis.rope import rms_norm, rotate
 
 
@@ -36,6 +37,24 @@ def rotate_and_write(
     insert(rotate_tail(rows, positions[:count], cos_sin), cache, slots)
     turned = None if index_q is None else rotate_heads(index_q, positions, cos_sin, None, False)
     return rotate_heads(q, positions, cos_sin, eps, False), turned
+
+
+def rotate_to_fp8(x: Tensor, positions: Tensor, cos_sin: Tensor, tile: int, inverse: bool) -> tuple[Tensor, Tensor]:
+    """e4m3 heads [T, H, D] and exponents [T, H, D / tile]; see `tamis.ops.rotate_to_fp8`."""
+    turned = rotate_tail(x.float(), positions.unsqueeze(1), cos_sin, inverse)
+    tiles = turned.unflatten(-1, (-1, tile))
+    amax = tiles.abs().nan_to_num_(0.0, posinf=torch.finfo(torch.float32).max).amax(-1)
+    exponent = exponent_above(divide(amax, E4M3_MAX).clamp_min(OUTPUT_SCALE_FLOOR))
+    values = to_e4m3(torch.ldexp(tiles, -exponent.unsqueeze(-1))).flatten(-2)
+    return values.view(torch.float8_e4m3fn), (exponent + 127).to(torch.uint8)
+
+
+def lower_groups(x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Lowered groups [T, G, O]; see `tamis.ops.lower_groups`."""
+    tile = x.shape[2] // scales.shape[2]
+    own = torch.exp2(scales.float() - 127).repeat_interleave(tile, dim=2)
+    theirs = weight_scales.repeat_interleave(tile, dim=1)[:, : weight.shape[1]].repeat_interleave(tile, dim=2)
+    return torch.einsum("tgk,gok->tgo", x.float() * own, weight.float() * theirs).to(dtype)
 
 
 def rotate_tail(x: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:

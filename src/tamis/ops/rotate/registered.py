@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tamis.cache import PagedCache
@@ -65,3 +66,45 @@ def rotate_and_write(
     stage = stage_module("rotate", backend, q.device, q=q, kv=kv, index_q=index_q)
     turned, index = stage.rotate_and_write(q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q)
     return turned.contiguous(), q.new_empty((0,)) if index is None else index.contiguous()
+
+
+def _rotate_to_fp8(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, tile, _, backend = rest
+    stage_module("rotate", backend, x.device, x=x)
+    tokens, heads, width = x.shape
+    values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    return values, x.new_empty((tokens, heads, width // tile), dtype=torch.uint8)
+
+
+@op(
+    "rotate_to_fp8(Tensor x, Tensor positions, Tensor cos_sin, SymInt tile, bool inverse, str backend) "
+    "-> (Tensor, Tensor)",
+    _rotate_to_fp8,
+)
+def rotate_to_fp8(
+    x: Tensor, positions: Tensor, cos_sin: Tensor, tile: int, inverse: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Heads in e4m3 and the exponents of their tiles."""
+    stage = stage_module("rotate", backend, x.device, x=x)
+    values, scales = stage.rotate_to_fp8(x, positions, cos_sin, tile, inverse)
+    return values.contiguous(), scales.contiguous()
+
+
+def _lower_groups(x: Tensor, scales: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    *_, dtype, backend = rest
+    stage_module("rotate", backend, x.device)
+    return x.new_empty((x.shape[0], weight.shape[0], weight.shape[1]), dtype=dtype)
+
+
+@op(
+    "lower_groups(Tensor x, Tensor scales, Tensor weight, Tensor weight_scales, ScalarType dtype, str backend) "
+    "-> Tensor",
+    _lower_groups,
+)
+def lower_groups(
+    x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype, backend: str
+) -> Tensor:
+    """Lowered groups [T, G, O]."""
+    stage = stage_module("rotate", backend, x.device)
+    lowered: Tensor = stage.lower_groups(x, scales, weight, weight_scales, dtype)
+    return lowered.contiguous()

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from tamis.cache import PagedCache
 from tamis.layout import named, plain_fp8
+from tamis.ops.rotate import triton_output
+from tamis.ops.rotate.triton_output import lower_groups, rotate_to_fp8
 from tamis.ops.triton_norm import insert_arguments, insert_row, norm_row, rotate_row
 from tamis.ops.triton_rows import interpreted, launching_on, load_wide, store_rounded
 
 if TYPE_CHECKING:
     from tamis.testing.offline import OfflineCase
 
+__all__ = ["lower_groups", "norm_rows", "rotate_and_write", "rotate_heads", "rotate_to_fp8"]
 NUM_WARPS = 1
 """A head of 512 has 16 values for each of a warp's threads, and its sums need no other warp."""
 
@@ -266,3 +269,4 @@ def offline_cases() -> Iterator["OfflineCase"]:
         arguments = _rows(x, torch.empty(width), 1e-6, x)
         label = f"rotate: norm of {width} {dtype}".replace("torch.", "")
         yield OfflineCase.of_launch(norm_rows_kernel, arguments, _row_options(arguments), label)
+    yield from triton_output.offline_cases()

@@ -4,12 +4,24 @@ import torch
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.layout import E4M3_MAX, Layout
+from tamis.layout import E2M1_MAX, E4M3_MAX, Layout
 
 
 def to_e4m3(x: Tensor) -> Tensor:
     """Saturating round-to-nearest-even conversion to e4m3, as raw bytes. NaN stays NaN."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def to_e2m1(x: Tensor) -> Tensor:
+    """Saturating round-to-nearest-even conversion to e2m1, two codes to a byte, the even column in the low four bits.
+    NaN, which e2m1 has not, becomes 6."""
+    x = x.nan_to_num(E2M1_MAX)
+    size = x.abs().clamp_max(E2M1_MAX)
+    # Steps of a half below 2, of 1 below 4, of 2 above; torch.round goes to the even number, which has the even code.
+    above = torch.where(size < 4, 2 + size.round(), 4 + (size / 2).round())
+    code = torch.where(size < 2, (2 * size).round(), above).to(torch.uint8)
+    code |= x.signbit().to(torch.uint8) << 3
+    return code[..., 0::2] | code[..., 1::2] << 4
 
 
 def exponent_above(x: Tensor) -> Tensor:
@@ -27,14 +39,17 @@ def tile_scales(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Scales of tiles [N, tiles, tile]: the float32 factor of each tile and what the row stores for it."""
     # A NaN stays where it is; it must not also take away the other values' scale.
     amax = values.abs().nan_to_num_(0.0, posinf=torch.finfo(torch.float32).max).amax(-1)
-    smallest = divide(amax, E4M3_MAX).clamp_min(layout.scale_floor)
+    smallest = divide(amax, layout.largest).clamp_min(layout.scale_floor)
     if layout.scale_mode == "exact":
         return smallest, smallest
     exponent = exponent_above(smallest)
     scale = torch.ldexp(torch.ones_like(smallest), exponent)
     if layout.scale_mode == "pow2":
         return scale, scale
-    return scale, (exponent + 127).clamp(0, 255).to(torch.uint8)
+    stored = (exponent + 127).clamp(0, 255)
+    if layout.packed:
+        stored = stored.masked_fill(values.isnan().any(-1), 255)
+    return scale, stored.to(torch.uint8)
 
 
 def encode_rows(kv: Tensor, layout: Layout, scale: float | Tensor = 1.0) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -48,7 +63,8 @@ def encode_rows(kv: Tensor, layout: Layout, scale: float | Tensor = 1.0) -> tupl
         latent = latent.to(torch.bfloat16)
     tiles = latent.float().unflatten(1, (-1, layout.tile))
     factors, stored = tile_scales(tiles, layout)
-    values = to_e4m3(tiles / factors.unsqueeze(-1)).flatten(1)
+    scaled = tiles / factors.unsqueeze(-1)
+    values = (to_e2m1(scaled) if layout.packed else to_e4m3(scaled)).flatten(1)
     assert layout.scales is not None
     if stored.shape[1] < layout.scales.count:
         stored = torch.nn.functional.pad(stored, (0, layout.scales.count - stored.shape[1]))

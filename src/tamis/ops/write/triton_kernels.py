@@ -18,6 +18,7 @@ from tamis.cache import PagedCache
 from tamis.layout import named
 from tamis.ops.triton_rows import (
     copy_rounded,
+    encode_e2m1,
     encode_e4m3,
     interpreted,
     launching_on,
@@ -56,18 +57,20 @@ def _load_tiles(
 
 @triton.jit
 def quantise_tiles(x, MODE: tl.constexpr, SCALE_FLOOR: tl.constexpr):
-    """Codes of tiles [rows, tiles, values of a tile] and their scales [rows, tiles], powers of two but for "exact"."""
+    """Codes of tiles [rows, tiles, values of a tile], in pairs if "packed", and their scales [rows, tiles]: powers of
+    two but for "exact"."""
     # A maximum passes over NaN, unless there is nothing else; an infinity counts as the largest number.
     amax = tl.max(tl.abs(x), axis=2)
     amax = tl.where(amax == amax, tl.minimum(amax, 3.4028234663852886e38), 0.0)
-    scale = tl.maximum(tl.div_rn(amax, 448.0), SCALE_FLOOR)
+    scale = tl.maximum(tl.div_rn(amax, 6.0 if MODE == "packed" else 448.0), SCALE_FLOOR)
     if MODE == "exact":
         codes = encode_e4m3(tl.div_rn(x, scale[:, :, None]))
     else:
         # The next power of two from the bits; to multiply by its inverse is to divide by it, exactly.
         exponent = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        codes = encode_e4m3(x * inverse[:, :, None])
+        scaled = x * inverse[:, :, None]
+        codes = encode_e2m1(scaled) if MODE == "packed" else encode_e4m3(scaled)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
     return codes, scale
 
@@ -85,10 +88,16 @@ def encode_tiles(
     column = tile[None, :, None] * TILE + lane[None, None, :]
     inside = wanted[:, None, None] & (tile < TILES)[None, :, None] & (lane < TILE)[None, None, :]
     codes, stored = quantise_tiles(x, MODE, SCALE_FLOOR)
+    if MODE == "packed":
+        pair = tl.arange(0, TILE_BLOCK // 2)
+        column = tile[None, :, None] * (TILE // 2) + pair[None, None, :]
+        inside = wanted[:, None, None] & (tile < TILES)[None, :, None] & (pair < TILE // 2)[None, None, :]
     tl.store(cache + values_at[:, None, None] + column, codes, mask=inside)
     pointers = cache + scales_at
-    if MODE == "exponent":
+    if MODE == "exponent" or MODE == "packed":
         exponent = stored.to(tl.int32, bitcast=True) >> 23
+        if MODE == "packed":
+            exponent = tl.where(tl.max((x != x).to(tl.int32), axis=2) != 0, 255, exponent)
         stored = tl.where((tile < TILES)[None, :], exponent, 0).to(tl.uint8)
         if SCALES > TILES_BLOCK:
             pad = tl.arange(0, SCALES)  # the layout pads exponents to a multiple of 8, which is 8 for so few tiles
@@ -201,6 +210,8 @@ def offline_cases() -> Iterator["OfflineCase"]:
         (named("v4-fp8"), torch.float32),
         (named("plain-fp8"), torch.bfloat16),
         (named("index-fp8"), torch.bfloat16),
+        (named("index-mxfp4"), torch.bfloat16),
+        (named("index-mxfp4", dim=96), torch.float32),
         (named("v32-bf16"), torch.bfloat16),
         (named("v4-fp16"), torch.float32),
     ):

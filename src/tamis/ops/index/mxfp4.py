@@ -1,0 +1,69 @@
+"""Index queries in MXFP4, as indexers with keys of that kind exchange them."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.layout import Rounding, index_mxfp4
+from tamis.ops.gather.reference import decode_e2m1
+from tamis.ops.index.prepare import rotate_index
+from tamis.ops.write.reference import encode_rows
+from tamis.recipe import IndexRecipe
+
+
+class PackedQuery(NamedTuple):
+    """Queries whose scales, one per 32 values, cannot be folded into the weights."""
+
+    values: Tensor
+    """uint8 [T, H, D / 2], e2m1 pairs with the even column in the low four bits."""
+    scales: Tensor
+    """uint8 [T, H, D / 32], exponents: 2 ** (byte - 127)."""
+    weights: Tensor
+    """float32 [T, H], with the constant factor folded in."""
+
+
+def pack_index_query(
+    q: Tensor,
+    weights: Tensor,
+    recipe: IndexRecipe,
+    *,
+    positions: Tensor | None = None,
+    cos_sin: Tensor | None = None,
+    scale: float | None = None,
+    rounding: Rounding = "bf16",
+) -> PackedQuery:
+    """Queries rotated and quantised like the keys of an `index-mxfp4` cache.
+
+    Args:
+        q: [T, H, D], the projection's output; D a multiple of 32.
+        weights: [T, H], the head weights' projection.
+        recipe: what to do to q; the same as for the keys it will meet.
+        positions: integer [T], absolute; without them q is taken as rotated already.
+        cos_sin: float32 [max_positions, rope_dim] from `tamis.rope.Rope.cos_sin_table`; goes with `positions`.
+        scale: the constant factor of all weights, (H * D) ** -0.5 if not given.
+        rounding: "bf16" rounds once after the rotations; "none" keeps float32.
+    """
+    sizes = checks.tensor("q", q, "T H D", checks.FLOATS)
+    total, heads, dim = sizes["T"], sizes["H"], sizes["D"]
+    checks.tensor("weights", weights, "T H", checks.FLOATS, T=total, H=heads, device=q.device)
+    layout = index_mxfp4(dim=dim, rounding=rounding)
+    constant = (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
+    turned = rotate_index(q, recipe, positions=positions, cos_sin=cos_sin)
+    values, scales, _ = encode_rows(turned.reshape(-1, dim), layout)
+    assert scales is not None
+    return PackedQuery(values.view(total, heads, -1), scales.view(total, heads, -1), weights.float() * constant)
+
+
+def unpack_index_query(values: Tensor, scales: Tensor) -> Tensor:
+    """The queries as bf16 [T, H, D], which holds them exactly, for `index_scores`, `index_topk` and `ragged_scores`.
+
+    The scorers multiply 4-bit keys in bf16, so that packed queries would be unpacked there as well, by every program.
+    """
+    sizes = checks.tensor("values", values, "T H P", (torch.uint8,))
+    groups = index_mxfp4(dim=2 * sizes["P"]).scales
+    assert groups is not None
+    expected = {"T": sizes["T"], "H": sizes["H"], "G": groups.count}
+    checks.tensor("scales", scales, "T H G", (torch.uint8,), **expected, device=values.device)  # type: ignore[arg-type]
+    return decode_e2m1(values, scales).bfloat16()

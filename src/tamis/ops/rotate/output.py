@@ -1,0 +1,100 @@
+"""Attention's output in FP8: heads rotated back and quantised, and the grouped projection that takes them."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
+from tamis.ops.rotate import check_positions, registered
+
+
+class Fp8Heads(NamedTuple):
+    """Heads in e4m3 under one power of two per tile."""
+
+    values: Tensor
+    """e4m3 [T, H, D]"""
+    scales: Tensor
+    """uint8 [T, H, D / tile], exponents: 2 ** (byte - 127)"""
+
+
+def rotate_to_fp8(
+    x: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    *,
+    tile: int = 128,
+    inverse: bool = True,
+    backend: str = "auto",
+) -> Fp8Heads:
+    """`rotate_heads` in float32, rounded once, to e4m3.
+
+    Args:
+        x: [T, H, D] in bf16, fp16 or fp32.
+        positions: integer [T], absolute; padding (negative) is not rotated.
+        cos_sin: float32 [max_positions, R] from `tamis.rope.Rope.cos_sin_table`; R columns are rotated.
+        tile: how many columns share a scale: a power of two from 32 on that divides D.
+        inverse: rotate back, as an output must be.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    sizes = checks.tensor("x", x, "T H D", checks.FLOATS)
+    check_positions(positions, cos_sin, sizes["T"], sizes["D"], x.device)
+    _check_tile(tile, sizes["D"])
+    return Fp8Heads(*registered.rotate_to_fp8(x, positions, cos_sin, tile, inverse, backend))
+
+
+def lower_groups(
+    x: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Tensor:
+    """The first half of a grouped low-rank projection: [T, G, O], each group of x times the weight of that group.
+
+    Products of e4m3 numbers are summed in float32 (within a tile as the device's FP8 product sums) and rounded once.
+
+    Args:
+        x: e4m3 [T, G, K]: heads from `rotate_to_fp8`, those of one group side by side.
+        scales: uint8 [T, G, K / tile], exponents.
+        weight: e4m3 [G, O, K].
+        weight_scales: float32 [G, O / tile (rounded up), K / tile], of square blocks.
+        dtype: of the result.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    e4m3 = (torch.float8_e4m3fn,)
+    device = checks.same_device(x=x, scales=scales, weight=weight, weight_scales=weight_scales)
+    sizes = checks.tensor("weight", weight, "G O K", e4m3)
+    groups, width = sizes["G"], sizes["K"]
+    total = checks.tensor("x", x, "T G K", e4m3, G=groups, K=width, remedy="as the weight has groups")["T"]
+    tiles = checks.tensor("scales", scales, "T G N", (torch.uint8,), T=total, G=groups)["N"]
+    tile = width // max(1, tiles)
+    _check_tile(tile, width)
+    rows = -(-sizes["O"] // tile)
+    expected = {"G": groups, "M": rows, "N": tiles}
+    checks.tensor("weight_scales", weight_scales, "G M N", (torch.float32,), **expected, device=device)  # type: ignore[arg-type]
+    checks.option("dtype", dtype, checks.FLOATS)
+    return registered.lower_groups(x, scales, weight, weight_scales, dtype, backend)
+
+
+def quantise_blocks(weight: Tensor, *, tile: int = 128) -> tuple[Tensor, Tensor]:
+    """e4m3 [G, O, K] and the float32 powers of two [G, O / tile (rounded up), K / tile] of its square blocks."""
+    sizes = checks.tensor("weight", weight, "G O K", checks.FLOATS)
+    _check_tile(tile, sizes["K"])
+    rows = -(-sizes["O"] // tile)
+    padded = torch.nn.functional.pad(weight.float(), (0, 0, 0, rows * tile - sizes["O"]))
+    blocks = padded.unflatten(2, (-1, tile)).unflatten(1, (rows, tile))
+    smallest = (blocks.abs().amax((2, 4)) / E4M3_MAX).clamp_min(OUTPUT_SCALE_FLOOR)
+    mantissa, exponent = torch.frexp(smallest)
+    scales = torch.ldexp(torch.ones_like(smallest), exponent - (mantissa == 0.5).to(exponent.dtype))
+    codes = (blocks / scales[:, :, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).flatten(3).flatten(1, 2)[:, : sizes["O"]].contiguous().view(codes.dtype), scales
+
+
+def _check_tile(tile: int, width: int) -> None:
+    checks.integer("tile", tile, low=1)
+    if tile < 32 or tile & (tile - 1) or width % tile:
+        raise checks.refuse("tile", f"a power of two from 32 on that divides {width}", tile, "128 is customary")
