@@ -5,9 +5,7 @@ Grids and blocks depend on shapes alone, so every call can be captured in a grap
 programs whose keys lie behind them stop at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,7 @@ from tamis.cache import PagedCache
 from tamis.layout import Layout
 from tamis.ops.index import triton_prepare
 from tamis.ops.index.triton_prepare import quantise_index_query, write_index_keys
-from tamis.ops.index.triton_scores import score_keys
+from tamis.ops.index.triton_scores import ScoreLaunch, choose_score_launch, score_keys
 from tamis.ops.index.triton_topk import choose_topk_launch, topk_launches
 from tamis.ops.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
 
@@ -38,64 +36,6 @@ QUERY_BYTES = 16 * 1024
 """Largest block of heads of one token; more heads go block by block."""
 SCRATCH_BYTES = 64 << 20
 """What a selection may take beside scores and result, unless one row needs more."""
-
-
-@dataclass(frozen=True)
-class ScoreLaunch:
-    """How `score_keys` is laid out."""
-
-    block_q: int
-    """Tokens per program."""
-    block_n: int
-    """Keys per step."""
-    span: int
-    """Keys per program."""
-    warps: int
-    stages: int
-    registers: int | None = None
-    """Most registers per thread, where the compiler would take more than pays."""
-
-
-PROGRAMS_PER_CORE = 5
-"""As many programs of one token share an H200's multiprocessor."""
-START_STEPS = 1.5
-"""What a program costs beside its loop, in steps of it."""
-
-
-def choose_score_launch(
-    shape: Sequence[int], cores: int, heads: int, block_h: int, *, shared: bool, exact: bool, native: bool
-) -> ScoreLaunch:
-    """Blocks for a result of that shape.
-
-    Args:
-        shape: tokens and columns of the result.
-        cores: multiprocessors of the device.
-        heads: of each token.
-        block_h: how many of them a block holds.
-        shared: whether neighbouring tokens mostly see the same keys.
-        exact: whether products run in float32.
-        native: whether products run on e4m3 itself.
-    """
-    tokens, width = shape
-    simple = heads <= block_h and not exact
-    block_n = 32 if exact else 64
-    # The logits of two tokens fit the registers up to 64 heads.
-    if shared and simple and block_h <= 64:
-        steps = min(32, max(4, width * tokens // 2 // (8 * cores) // block_n))
-        return ScoreLaunch(2, block_n, steps * block_n, 4, 3, registers=128 if native else None)
-    steps = choose_steps(tokens, triton.cdiv(width, block_n), PROGRAMS_PER_CORE * cores)
-    return ScoreLaunch(1, block_n, steps * block_n, 4, 4 if simple else 1)
-
-
-@lru_cache(1024)
-def choose_steps(tokens: int, blocks: int, places: int) -> int:
-    """Blocks of keys per program that finish soonest: rounds of programs on the device, times what each works through.
-    Spans of any length are possible, so the last round need not be a short one."""
-
-    def cost(steps: int) -> float:
-        return -(-tokens * -(-blocks // steps) // places) * (steps + START_STEPS)
-
-    return min(range(4, 65), key=cost)
 
 
 def index_scores(

@@ -1,9 +1,13 @@
-"""Index scores in Triton: the kernel. One program scores a span of keys for a few neighbouring tokens.
+"""Index scores in Triton: the kernel and its launch. One program scores a span of keys for a few neighbouring tokens.
 
 Keys are the rows of the matrix product and the heads of all tokens its columns, so that the sum over heads stays inside
 a thread but for a last exchange, and tokens of one request share each read of a key. A score goes through the same
 operations in the same order wherever its key lies in a tile and whichever tokens share the program.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import triton
 import triton.language as tl
@@ -188,3 +192,61 @@ def score_keys(
     _write_nothing(row, here, begin + tl.cdiv(tl.maximum(stop - begin, 0), BLOCK_N) * BLOCK_N, limit, BLOCK_N)
     if starts is not None:
         _write_nothing(row, here, first, tl.minimum(begin, limit), BLOCK_N)
+
+
+@dataclass(frozen=True)
+class ScoreLaunch:
+    """How `score_keys` is laid out."""
+
+    block_q: int
+    """Tokens per program."""
+    block_n: int
+    """Keys per step."""
+    span: int
+    """Keys per program."""
+    warps: int
+    stages: int
+    registers: int | None = None
+    """Most registers per thread, where the compiler would take more than pays."""
+
+
+PROGRAMS_PER_CORE = 5
+"""As many programs of one token share an H200's multiprocessor."""
+START_STEPS = 1.5
+"""What a program costs beside its loop, in steps of it."""
+
+
+def choose_score_launch(
+    shape: Sequence[int], cores: int, heads: int, block_h: int, *, shared: bool, exact: bool, native: bool
+) -> ScoreLaunch:
+    """Blocks for a result of that shape.
+
+    Args:
+        shape: tokens and columns of the result.
+        cores: multiprocessors of the device.
+        heads: of each token.
+        block_h: how many of them a block holds.
+        shared: whether neighbouring tokens mostly see the same keys.
+        exact: whether products run in float32.
+        native: whether products run on e4m3 itself.
+    """
+    tokens, width = shape
+    simple = heads <= block_h and not exact
+    block_n = 32 if exact else 64
+    # The logits of two tokens fit the registers up to 64 heads.
+    if shared and simple and block_h <= 64:
+        steps = min(32, max(4, width * tokens // 2 // (8 * cores) // block_n))
+        return ScoreLaunch(2, block_n, steps * block_n, 4, 3, registers=128 if native else None)
+    steps = choose_steps(tokens, triton.cdiv(width, block_n), PROGRAMS_PER_CORE * cores)
+    return ScoreLaunch(1, block_n, steps * block_n, 4, 4 if simple else 1)
+
+
+@lru_cache(1024)
+def choose_steps(tokens: int, blocks: int, places: int) -> int:
+    """Blocks of keys per program that finish soonest: rounds of programs on the device, times what each works through.
+    Spans of any length are possible, so the last round need not be a short one."""
+
+    def cost(steps: int) -> float:
+        return -(-tokens * -(-blocks // steps) // places) * (steps + START_STEPS)
+
+    return min(range(4, 65), key=cost)
