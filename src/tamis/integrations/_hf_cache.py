@@ -57,7 +57,7 @@ class CacheShape:
     device: torch.device
 
 
-class TamisCache(Cache):  # type: ignore[misc]
+class TamisCache(Cache):
     """What attached models keep of the tokens they have seen.
 
     Columns are counted as transformers counts them, padding included; only real tokens take room in the pages. Page
@@ -230,7 +230,9 @@ class TamisCache(Cache):  # type: ignore[misc]
         if taken == list(range(before)):
             return
         for name, depth in self.depths.items():
-            moves = [(page * before + old, page * len(taken) + row) for row, old in enumerate(taken) for page in range(depth)]
+            moves = [
+                (page * before + old, page * len(taken) + row) for row, old in enumerate(taken) for page in range(depth)
+            ]
             self._move(name, moves, depth * len(taken))
         self.kept = self.kept[rows.cpu()]
 

@@ -3,7 +3,7 @@
 A model's forward pass plans a step once; each attention module then gets that `Step` in place of a mask.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Any, Literal, Protocol
 
@@ -89,6 +89,14 @@ class Planners:
         return self._planner.plan(batch)
 
 
+def _key_layout(kind: CacheKind, dim: int, dtype: torch.dtype) -> Layout:
+    """Of index keys. A rounded key can change what is selected, so beside bf16 rows they stay as exact as the model
+    itself makes them."""
+    if kind == "fp8":
+        return index_fp8(dim=dim)
+    return rows(torch.float32 if kind == "fp32" else dtype, latent=dim, rope=0)
+
+
 class V32Family:
     """DeepSeek-V3.2 and GLM-MoE-DSA: latent rows and index keys of every token, in one pool."""
 
@@ -98,12 +106,12 @@ class V32Family:
         modules = [layer.self_attn for layer in base.layers]
         specs = [_v32_spec(config, module) for module in modules]
         latent = specs[0].latent_dim
-        dim = config.index_head_dim
+        dim, rope = config.index_head_dim, specs[0].rope_dim
         if kind == "fp8":
-            layout, keys = v32_fp8(latent=latent, rope=specs[0].rope_dim, tile=gcd(latent, 128)), index_fp8(dim=dim)
+            layout = v32_fp8(latent=latent, rope=rope, tile=gcd(latent, 128))
         else:
-            layout = rows(_PLAIN[kind], latent=latent, rope=specs[0].rope_dim)
-            keys = rows(_PLAIN[kind], latent=dim, rope=0)
+            layout = rows(_PLAIN[kind], latent=latent, rope=rope)
+        keys = _key_layout(kind, dim, dtype)
         # Without FP8 the Hadamard rotation would only cost time.
         self.recipe = IndexRecipe.from_hf(config, hadamard=kind == "fp8" and dim & (dim - 1) == 0)
         choose(specs[0], device, layout=layout, dtype=dtype, page_size=PAGE, prefer=backend)
@@ -170,8 +178,8 @@ def _v32_attend(
     hidden = step.pack(hidden_states)
     angles = step.pack(_angles(position_embeddings, hidden_states))
     residual = module.q_a_layernorm(module.q_a_proj(hidden))
-    q_nope, q_rope = module.q_b_proj(residual).unflatten(1, (spec.heads, -1)).split(
-        [module.qk_nope_head_dim, spec.rope_dim], dim=-1
+    q_nope, q_rope = (
+        module.q_b_proj(residual).unflatten(1, (spec.heads, -1)).split([module.qk_nope_head_dim, spec.rope_dim], dim=-1)
     )
     latent, k_rope = module.kv_a_proj_with_mqa(hidden).split([spec.latent_dim, spec.rope_dim], dim=-1)
     index = None if module.indexer is None else _index_inputs(module.indexer, hidden, residual, angles, caches, step)
@@ -200,7 +208,7 @@ def _index_inputs(
     """Queries and weights of the step's tokens; their keys are written here, normed and rotated on the way."""
     family = step.family
     # Each token has its own row of angles, so its number is its position in the table.
-    where = {"positions": torch.arange(len(hidden), device=hidden.device), "cos_sin": angles}
+    where: dict[str, Any] = {"positions": torch.arange(len(hidden), device=hidden.device), "cos_sin": angles}
     assert caches.index is not None
     write_index_keys(
         indexer.wk(hidden),
@@ -256,7 +264,8 @@ class V4Family:
             if spec.kind != "window":
                 spans = 2 if spec.kind == "overlapping" else 1
                 pools[state_pool(spec.compress)] = Pool(STATE_PAGES[spec.kind], spans * spec.compress)
-        self.shape = CacheShape(pools, [_v4_held(spec, layout, kind, page) for spec in specs], weight.device)
+        held = [_v4_held(spec, layout, _key_layout(kind, spec.index_dim or 4, weight.dtype), page) for spec in specs]
+        self.shape = CacheShape(pools, held, weight.device)
         self.layers: list[SparseV4] = []
         self._planners = Planners(
             lambda limits: V4Planner(specs, limits, weight.device, layout=layout, backend=backend),
@@ -288,7 +297,7 @@ class V4Family:
             self.layers.append(SparseV4(spec, weights, table, eps=eps, backend=self.backend))
 
 
-def _v4_held(spec: LayerSpec, layout: Layout, kind: CacheKind, page: int) -> dict[str, Held]:
+def _v4_held(spec: LayerSpec, layout: Layout, keys: Layout, page: int) -> dict[str, Held]:
     held = {"window": Held(WINDOW_POOL, layout, WINDOW_PAGE)}
     if spec.kind == "window":
         return held
@@ -297,7 +306,6 @@ def _v4_held(spec: LayerSpec, layout: Layout, kind: CacheKind, page: int) -> dic
     held["entries"] = Held(MAIN_POOL, layout, page // spec.compress)
     held["state"] = Held(pool, state, STATE_PAGES[spec.kind])
     if overlapping:
-        keys = index_fp8(dim=spec.index_dim) if kind == "fp8" else rows(_PLAIN[kind], latent=spec.index_dim, rope=0)
         held["index"] = Held(MAIN_POOL, keys, page // spec.compress)
         state = compressor_state(dim=spec.index_dim, overlapping=True)
         held["index_state"] = Held(pool, state, STATE_PAGES[spec.kind])

@@ -8,7 +8,7 @@ An attached model selects positions and attends to them; no mask and no other te
 long prompts run in chunks. Everything else, `generate` included, is the model's own.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, get_args
 
@@ -20,7 +20,9 @@ from tamis import checks
 try:
     import transformers as _transformers
 except ImportError as error:
-    raise ImportError("tamis.integrations.transformers needs Hugging Face transformers: pip install 'tamis[transformers]'") from error
+    raise ImportError(
+        "tamis.integrations.transformers needs Hugging Face transformers: pip install 'tamis[transformers]'"
+    ) from error
 
 from tamis.integrations._hf_cache import TamisCache
 from tamis.integrations._hf_layers import (
@@ -52,15 +54,13 @@ class _Attachment:
     chunk: int
 
 
-def attach(
-    model: Any, *, cache: CacheKind = "fp8", backend: str = "auto", chunk_tokens: int = CHUNK_TOKENS
-) -> None:
+def attach(model: Any, *, cache: CacheKind = "fp8", backend: str = "auto", chunk_tokens: int = CHUNK_TOKENS) -> None:
     """Run a model's attention through tamis, until `detach`.
 
     Args:
         model: a `DeepseekV32ForCausalLM`, `GlmMoeDsaForCausalLM` or `DeepseekV4ForCausalLM` on one device.
         cache: of what the pages are made. "fp8" is the model family's own format (656 or 584 bytes a token at full
-            width) with FP8 index keys; "bf16" and "fp32" keep rows and index keys in that format.
+            width) with FP8 index keys; "bf16" keeps rows in bf16 and index keys in the model's dtype; "fp32" is exact.
         backend: a name from `tamis backends`, or "auto".
         chunk_tokens: how many tokens of a prompt run at once, over all of the batch.
 
@@ -101,7 +101,7 @@ def detach(model: Any) -> None:
 
 def is_attached(model: Any) -> bool:
     """Whether a model's attention runs through tamis."""
-    return "_tamis" in vars(getattr(model, "model", None) or object)
+    return getattr(getattr(model, "model", None), "_tamis", None) is not None
 
 
 def new_cache(model: Any) -> TamisCache:
@@ -153,7 +153,7 @@ def _model_forward(
     elif not isinstance(cache, TamisCache):
         remedy = "pass none, or new_cache(model)"
         raise checks.refuse("past_key_values", "a TamisCache", type(cache).__name__, remedy)
-    elif cache.shape is not attachment.family.shape:
+    elif cache.shape != attachment.family.shape:
         raise checks.refuse("past_key_values", "of this model", "another one's", "pass new_cache(model)")
     use_cache = self.config.use_cache if use_cache is None else use_cache
     returned = cache if use_cache or past_key_values is not None else None
