@@ -1,11 +1,10 @@
 """Run as a program: by how much a prefill of a tiny DeepSeek-V3.2 raises this process's memory, in bytes.
 
-`python hf_memory.py attached|untouched TOKENS`
+`python hf_memory.py attached|untouched TOKENS ...`, one line for each number of tokens.
 """
 
 import re
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ def memory(name: str) -> int:
     return 1024 * int(found[1])
 
 
-def main(kind: str, tokens: int) -> None:
+def main(kind: str, sizes: list[int]) -> None:
     torch.manual_seed(0)
     config = DeepseekV32Config(
         hidden_size=32,
@@ -39,20 +38,21 @@ def main(kind: str, tokens: int) -> None:
         first_k_dense_replace=1,
         intermediate_size=32,
         vocab_size=32,
-        max_position_embeddings=tokens,
+        max_position_embeddings=max(sizes),
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
     model = DeepseekV32ForCausalLM(config).eval()
     if kind == "attached":
         attach(model, cache="bf16")
-    ids = torch.randint(0, config.vocab_size, (1, tokens))
     with torch.no_grad():
-        model(ids[:, :64], logits_to_keep=1)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-        before, began = memory("VmRSS"), time.monotonic()
-        model(ids, logits_to_keep=1)
-    print(memory("VmHWM") - before, time.monotonic() - began)
+        for size in (64, *sizes):  # the first one warms up
+            ids = torch.randint(0, config.vocab_size, (1, size))
+            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+            before = memory("VmRSS")
+            model(ids, logits_to_keep=1)
+            if size in sizes:
+                print(memory("VmHWM") - before, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], [int(size) for size in sys.argv[2:]])

@@ -356,7 +356,9 @@ def test_wrong_attachments_are_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="nonesuch"):
         attach(model, backend="nonesuch")
     assert not is_attached(model)
-    with pytest.raises(ValueError, match="DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM, DeepseekV4ForCausalLM, got Lin"):
+    with pytest.raises(
+        ValueError, match="DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM, DeepseekV4ForCausalLM, got Lin"
+    ):
         attach(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="call attach"):
         new_cache(model)
@@ -427,14 +429,14 @@ def test_memory_of_a_long_prefill() -> None:
     the tokens, the attached one's at most in proportion to them.
     """
 
-    def peak(kind: str, size: int) -> int:
-        program = Path(__file__).parent / "hf_memory.py"
-        run = subprocess.run([sys.executable, program, kind, str(size)], check=True, capture_output=True, text=True)
-        return int(run.stdout.split()[0])
+    def peaks(kind: str, *sizes: int) -> list[int]:
+        command = [sys.executable, str(Path(__file__).parent / "hf_memory.py"), kind, *map(str, sizes)]
+        run = subprocess.run(command, check=True, capture_output=True, text=True)
+        return [int(line) for line in run.stdout.split()]
 
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("peaks are read from Linux's /proc")
-    half, untouched = peak("untouched", 1024), peak("untouched", 2048)
+    half, untouched = peaks("untouched", 1024, 2048)
     assert untouched > 3 * half  # so it is a square
-    attached = peak("attached", 4096)
+    (attached,) = peaks("attached", 4096)
     assert attached * 32768 / 4096 < untouched * (32768 / 2048) ** 2 / 8
