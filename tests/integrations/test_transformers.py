@@ -131,6 +131,17 @@ def test_logits(model: Any, kind: Any, low: float, high: float) -> None:
     assert torch.equal(logits(model, ids), found)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("kind", "high"), [("fp32", 1e-2), ("bf16", 2e-2), ("fp8", 0.1)])
+def test_16_bit_models(name: str, kind: Any, high: float) -> None:
+    model, ids = build(name).half(), tokens(2, 90)
+    expected = logits(model, ids)
+    attach(model, cache=kind)
+    found = logits(model, ids)
+    assert found.dtype == torch.float16
+    assert relative_error(found.float(), expected.float()) < high
+
+
 @every_family
 def test_without_a_choice_to_make_fp8_costs_its_rounding_only(model: Any) -> None:
     ids = tokens(2, 32)
@@ -161,6 +172,17 @@ def test_padding_changes_nothing(model: Any, side: str) -> None:
     found = logits(model, ids, attention_mask=mask)
     for row, expected in enumerate(alone):
         assert relative_error(found[row, mask[row] != 0], expected) < 1e-4
+
+
+@every_family
+def test_a_chunk_may_be_nothing_but_padding(model: Any) -> None:
+    ids, mask = tokens(2, 90), torch.ones(2, 90)
+    mask[0, :50] = mask[1, :60] = 0
+    alone = [logits(model, ids[:1, 50:])[0], logits(model, ids[1:, 60:])[0]]
+    attach(model, cache="fp32", chunk_tokens=2 * 20)
+    found = logits(model, ids, attention_mask=mask)
+    assert relative_error(found[0, 50:], alone[0]) < 1e-5
+    assert relative_error(found[1, 60:], alone[1]) < 1e-5
 
 
 @every_family
@@ -347,6 +369,27 @@ def test_hidden_states_are_recorded_whole(model: Any) -> None:
     assert found.past_key_values is None
     assert len(found.hidden_states) == len(expected)
     assert relative_error(found.hidden_states[-1], expected[-1]) < 1e-5
+
+
+@v32_only
+def test_other_ways_to_call_the_model(model: Any) -> None:
+    ids = tokens(2, 50)
+    attach(model, cache="fp32", chunk_tokens=32)
+    expected, generated = logits(model, ids), greedy(model, ids, 6)
+    with torch.no_grad():
+        assert torch.equal(model(ids, return_dict=False)[0], expected)
+        hidden, held = model.model(ids, return_dict=False)
+        assert torch.equal(model.lm_head(hidden), expected)
+        assert torch.equal(logits(model, inputs_embeds=model.get_input_embeddings()(ids)), expected)
+    assert isinstance(held, TamisCache)
+    assert torch.equal(greedy(model, ids, 6, use_cache=False), generated)
+    assert torch.equal(greedy(model, ids, 6, prefill_chunk_size=16), generated)
+    sampled = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, num_return_sequences=2, max_new_tokens=3
+    )
+    assert sampled.shape == (4, 53)
+    with pytest.raises(ValueError, match="but not both"):
+        logits(model)
 
 
 @v32_only

@@ -225,7 +225,7 @@ def _index_inputs(
     if family.quantised:
         q, weights = quantise_index_query(q, weights, family.recipe, **where, backend=family.backend)
     else:
-        q = rotate_index(q, family.recipe, **where)
+        q = rotate_index(q, family.recipe, **where).to(q.dtype)
         weights = weights.float() * (indexer.n_heads * indexer.head_dim) ** -0.5
     return IndexInputs(q, weights, recipe=family.recipe)
 

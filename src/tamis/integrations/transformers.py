@@ -139,6 +139,7 @@ def _model_forward(
     past_key_values: Any = None,
     inputs_embeds: Tensor | None = None,
     use_cache: bool | None = None,
+    return_dict: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """In place of the model's forward pass: the same, in chunks, with a planned step for a mask."""
@@ -178,6 +179,7 @@ def _model_forward(
                 position_ids=position_ids[:, some],
                 past_key_values=returned,
                 use_cache=use_cache,
+                return_dict=True,
                 **kwargs,
             )
         )
@@ -185,7 +187,8 @@ def _model_forward(
     last = outputs[-1]
     if len(outputs) > 1:
         last.last_hidden_state = torch.cat([out.last_hidden_state for out in outputs], dim=1)
-    return last
+    return_dict = self.config.return_dict if return_dict is None else return_dict
+    return last if return_dict else last.to_tuple()
 
 
 def _real(new: Tensor, device: torch.device) -> Tensor | None:
