@@ -337,6 +337,19 @@ def test_a_copied_model_has_its_own_attention(model: Any) -> None:
             parameter.sub_(1.0)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_is_attached_again_after_a_conversion(name: str) -> None:
+    model, ids = build(name), tokens(1, 50)
+    attach(model, cache="fp32")
+    logits(model, ids)
+    model.half()
+    with pytest.raises(ValueError, match="float32 on cpu, as when it was attached, got float16"):
+        logits(model, ids)
+    expected = logits(model.float(), ids)
+    detach(model)
+    assert relative_error(expected, logits(model, ids)) < 1e-5
+
+
 @v32_only
 def test_a_layer_that_is_no_plain_linear_is_absorbed_too(model: Any) -> None:
     class Scaled(torch.nn.Module):

@@ -267,6 +267,7 @@ class V4Family:
         held = [_v4_held(spec, layout, _key_layout(kind, spec.index_dim or 4, weight.dtype), page) for spec in specs]
         self.shape = CacheShape(pools, held, weight.device)
         self.layers: list[SparseV4] = []
+        self._source = 0
         self._planners = Planners(
             lambda limits: V4Planner(specs, limits, weight.device, layout=layout, backend=backend),
             {name: pool.page_size for name, pool in pools.items()},
@@ -275,8 +276,11 @@ class V4Family:
     def plan(self, batch: Batch) -> Any:
         """The step's metadata, valid until the next step."""
         longest = int(batch.lengths.max())
-        if not self.layers or len(self.layers[0].cos_sin) < longest:
+        # Layers share the model's weights until it is copied or converted.
+        source = self._base.layers[0].self_attn.kv_proj.weight.data_ptr()
+        if source != self._source or len(self.layers[0].cos_sin) < longest:
             self._make_layers(longest + longest // 4 + V4_PAGE)
+            self._source = source
         return self._planners.plan(batch)
 
     def _make_layers(self, positions: int) -> None:

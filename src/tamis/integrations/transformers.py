@@ -52,6 +52,7 @@ _RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits"
 class _Attachment:
     family: Family
     chunk: int
+    dtype: torch.dtype
 
 
 def attach(model: Any, *, cache: CacheKind = "fp8", backend: str = "auto", chunk_tokens: int = CHUNK_TOKENS) -> None:
@@ -81,7 +82,7 @@ def attach(model: Any, *, cache: CacheKind = "fp8", backend: str = "auto", chunk
     if len(places) != 1:
         raise checks.refuse("model", "on one device", sorted(places), "move it with .to(device)")
     family = make_family(base, cache, backend)
-    base._tamis = _Attachment(family, chunk_tokens)
+    base._tamis = _Attachment(family, chunk_tokens, base.embed_tokens.weight.dtype)
     base.forward = MethodType(_model_forward, base)
     model._prepare_cache_for_generation = MethodType(_prepare_cache, model)
     for module in modules:
@@ -147,7 +148,7 @@ def _model_forward(
     given = input_ids if input_ids is not None else inputs_embeds
     if given is None or (input_ids is not None and inputs_embeds is not None):
         raise checks.refuse("input_ids", "given, or inputs_embeds, but not both", "neither or both", "pass one")
-    _check_use(self, attachment.family)
+    _check_use(self, attachment)
     cache = past_key_values
     if cache is None:
         cache = TamisCache(attachment.family.shape)
@@ -196,11 +197,13 @@ def _real(new: Tensor, device: torch.device) -> Tensor | None:
     return None if bool(new.all()) else new.flatten().nonzero().squeeze(1).to(device)
 
 
-def _check_use(base: Any, family: Family) -> None:
+def _check_use(base: Any, attachment: _Attachment) -> None:
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in base.parameters()):
         remedy = "call it under torch.no_grad(), or detach(model) to train it"
         raise checks.refuse("model", "used for inference while it is attached", "gradients enabled", remedy)
-    device = base.embed_tokens.weight.device
-    if device != family.shape.device:
-        remedy = "detach it, and attach it again after moving it"
-        raise checks.refuse("model", f"on {family.shape.device}, where it was attached", device, remedy)
+    weight = base.embed_tokens.weight
+    device, dtype = attachment.family.shape.device, attachment.dtype
+    if (weight.device, weight.dtype) != (device, dtype):
+        expected = f"{checks.dtype_name(dtype)} on {device}, as when it was attached"
+        remedy = "detach it, and attach it again after moving or converting it"
+        raise checks.refuse("model", expected, f"{checks.dtype_name(weight.dtype)} on {weight.device}", remedy)
