@@ -211,6 +211,25 @@ def test_chunks_and_single_tokens_give_what_the_whole_gives(model: Any, kind: An
     assert held.get_seq_length() == 150
 
 
+def test_many_heads_gather_their_prefills_whatever_the_padding() -> None:
+    """From 32 heads on, FP8 prefills go through a workspace; rows of one new token among longer ones are decodes."""
+    model, ids = build("v32", num_attention_heads=32, num_key_value_heads=32), tokens(3, 70)
+    attach(model, cache="fp8")
+    alone = [logits(model, ids[row : row + 1])[0] for row in range(3)]
+    held = new_cache(model)
+    mask = torch.ones(3, 71)
+    mask[0, 40:70] = mask[1, 41:] = 0
+    columns = torch.cat((ids, ids[:, 40:41]), dim=1)
+    first = logits(model, columns[:, :40], attention_mask=mask[:, :40], past_key_values=held)
+    own = (mask.cumsum(1) - 1).long()[:, 40:]  # padding between tokens does not count, as in generate
+    second = logits(model, columns[:, 40:], attention_mask=mask, position_ids=own, past_key_values=held)
+    found = torch.cat((first, second), dim=1)
+    assert model.model._tamis.family.plan(held.batch(torch.ones(3, 2, dtype=torch.bool))).mode == "separate"
+    assert relative_error(found[0, [*range(40), 70]], alone[0][:41]) < 1e-4
+    assert relative_error(found[1, :41], alone[1][:41]) < 1e-4
+    assert relative_error(found[2, :70], alone[2]) < 1e-4
+
+
 @every_family
 def test_several_turns_share_a_cache(model: Any) -> None:
     first, second = tokens(2, 70), tokens(2, 60)

@@ -66,7 +66,7 @@ def attach(model: Any, *, cache: CacheKind = "fp8", backend: str = "auto", chunk
         chunk_tokens: how many tokens of a prompt run at once, over all of the batch.
 
     Attached models are for inference. They take padding masks [requests, columns] only, keep their tokens in a
-    `TamisCache`, and give no attention weights.
+    `TamisCache`, and give no attention weights. V4 models count a request's own tokens, whatever `position_ids` say.
     """
     make_family, forward = _parts(model)
     checks.option("cache", cache, get_args(CacheKind))
