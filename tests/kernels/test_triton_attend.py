@@ -213,6 +213,19 @@ def test_a_nan_in_a_selected_row_shows(code: int, device: torch.device) -> None:
     assert not out[0, 1].isnan().any()
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-36, 1e-20, 1e20, 1e36])
+def test_queries_of_any_size(size: float, device: torch.device) -> None:
+    cache = filled(v32_fp8(), 64, 16, device)
+    q = torch.randn(2, 3, 576, device=device) * size
+    q[0, 1] = 0.0  # a head of a padded token
+    selection = Selection(cache, slots_for(cache, 2, 30))
+    scale = SCALE / max(size, 1e-30)
+    out, _, _ = triton_kernels.attend_slots(q.bfloat16(), [selection], scale=scale, value_dim=512, splits=1)
+    wide = q.bfloat16().double().cpu()
+    expected, _, _ = attend_fp64(wide, [on_host(selection)], scale=scale, value_dim=512)
+    assert relative_error(out[0].cpu(), expected) < (3e-6 if device.type == "cpu" else 2.2e-3)
+
+
 def test_nothing_to_do(device: torch.device) -> None:
     cache = filled(v32_fp8(), 16, 16, device)
     q = torch.randn(2, 3, 576, device=device).bfloat16()

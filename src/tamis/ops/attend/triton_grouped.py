@@ -75,8 +75,8 @@ def _unpack_values(words, BLOCK_N: tl.constexpr, TILE: tl.constexpr, INTERPRETED
 
 @triton.jit
 def _power_below(x):
-    """The largest power of two that is not above positive x, within what float32 can invert."""
-    exponent = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True) >> 23, 1), 253)
+    """The largest power of two that is not above x, but at least 2**-112: 2**-14 of it can still be inverted."""
+    exponent = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True) >> 23, 15), 253)
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 

@@ -1,0 +1,138 @@
+"""`tamis generate`: a checkpoint of Hugging Face transformers, or a tiny random one, generates text or tokens."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.parser import OK, Subcommands, add_command
+from tamis.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from tamis.integrations._generation import Generated
+
+DETAILS = """\
+Loads a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 checkpoint with Hugging Face transformers, lets tamis do its attention
+(true sparse attention over paged caches), and streams what it generates to stdout; progress goes to stderr. Without
+--checkpoint it makes a tiny random model of the family given with --model, which generates meaningless token numbers.
+
+Needs transformers: pip install 'tamis[transformers]'."""
+
+
+def register(subcommands: Subcommands) -> None:
+    """Add the command."""
+    parser = add_command(
+        subcommands,
+        "generate",
+        run,
+        summary="Generate from a checkpoint, or a tiny random model, with attention through tamis",
+        details=DETAILS,
+        example="tamis generate --checkpoint ./model --prompt 'A sieve is' --max-new-tokens 64",
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="a local checkpoint (default: a tiny random one)"
+    )
+    parser.add_argument(
+        "--model", choices=("v32", "glm", "v4"), default="v32", help="of the random model (default: v32)"
+    )
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="what to continue; needs a checkpoint with a tokenizer")
+    prompt.add_argument("--prompt-ids", metavar="N,N,...", help="what to continue, as token numbers")
+    prompt.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="so many random tokens to continue (default: 256)"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="how many to add (default: 64)")
+    parser.add_argument(
+        "--cache", choices=("fp8", "bf16", "fp32"), default="fp8", help="format of the pages (default: fp8)"
+    )
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="from `tamis backends` (default: auto)")
+    parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random weights and prompts (default: 0)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate, and stream the tokens or print the JSON object."""
+    let_waiting_threads_sleep()
+    from tamis import checks
+
+    checks.integer("--max-new-tokens", options.max_new_tokens, low=1)
+    device = pick_device(options.device)
+    try:
+        import tamis.integrations.transformers  # noqa: F401  (it says what to install)
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    from tamis.integrations import _generation as generation
+
+    ids = None if options.prompt_ids is None else _numbers(options.prompt_ids)
+    if options.checkpoint is None:
+        model, tokenizer = generation.make_model(options.model, device, options.seed), None
+    else:
+        model, tokenizer = generation.load_model(options.checkpoint, device)
+    prompt = generation.prompt_ids(
+        model, tokenizer, text=options.prompt, ids=ids, count=options.prompt_tokens, seed=options.seed
+    )
+    machine = describe_machine(device)
+    progress = Progress("tokens")
+
+    def report(piece: str, count: int) -> None:
+        if not options.json:
+            print(piece, end="", flush=True)
+        # On a terminal the tokens themselves show how far things are, and a line between them would spoil the text.
+        if options.json or not sys.stdout.isatty():
+            progress.update(count, options.max_new_tokens)
+
+    if not options.json:
+        print(machine_line(machine), file=sys.stderr)
+    try:
+        result = generation.generate(
+            model,
+            tokenizer,
+            prompt,
+            cache=options.cache,
+            backend=options.backend,
+            max_new_tokens=options.max_new_tokens,
+            report=report,
+        )
+    finally:
+        progress.close()
+    if options.json:
+        print(json.dumps(_as_data(model, result, options, machine), indent=2))
+    else:
+        print()
+        print(_summary(result, options.cache), file=sys.stderr)
+    return OK
+
+
+def _summary(result: "Generated", cache: str) -> str:
+    speed = result.tokens_per_second
+    return (
+        f"{len(result.prompt)} tokens of prompt in {result.prefill_seconds:.2f} s, "
+        f"{len(result.tokens)} new ones in {result.decode_seconds:.2f} s"
+        f"{'' if speed is None else f' ({speed:.1f} tokens/s)'}, {cache} pages"
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    from tamis import checks
+
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise checks.refuse("--prompt-ids", "numbers joined by commas", repr(text), "such as 1,2,3") from None
+
+
+def _as_data(model: Any, result: "Generated", options: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "machine": machine,
+        "model": type(model).__name__,
+        "checkpoint": None if options.checkpoint is None else str(options.checkpoint),
+        "cache": options.cache,
+        "prompt": result.prompt,
+        "generated": result.tokens,
+        "text": result.text,
+        "prefill_seconds": result.prefill_seconds,
+        "decode_seconds": result.decode_seconds,
+        "tokens_per_second": result.tokens_per_second,
+    }

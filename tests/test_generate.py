@@ -1,0 +1,129 @@
+"""`tamis generate` end to end, on tiny random models and on a checkpoint saved here."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tamis.cli import main
+
+transformers = pytest.importorskip("transformers")
+SHORT = ("--device", "cpu", "--prompt-tokens", "90", "--max-new-tokens", "3")
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_topk": 8,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 32,
+    "vocab_size": 12,
+    "pad_token_id": None,
+    "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in 16 bits with a tokenizer of ten words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(3)
+    config = transformers.DeepseekV32Config(**TINY)
+    transformers.DeepseekV32ForCausalLM(config).bfloat16().save_pretrained(folder)
+    words = {word: number for number, word in enumerate("abcdefghijkl")}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model", ["v32", "glm", "v4"])
+def test_random_models_stream_token_numbers(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", model, *SHORT]) == 0
+    found = capsys.readouterr()
+    assert len([int(number) for number in found.out.split()]) == 3
+    assert "90 tokens of prompt" in found.err
+    assert "tokens/s), fp8 pages" in found.err
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *SHORT, "--cache", "bf16", "--seed", "5", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert (len(first["prompt"]), len(first["generated"])) == (90, 3)
+    assert (first["model"], first["cache"], first["checkpoint"]) == ("DeepseekV32ForCausalLM", "bf16", None)
+    assert first["text"] is None
+    assert first["prefill_seconds"] > 0
+    assert first["tokens_per_second"] > 0
+    assert main(["generate", *SHORT, "--cache", "bf16", "--seed", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["generated"] == first["generated"]
+
+
+def test_a_checkpoint_gives_what_transformers_gives(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "a c e g i k b d f h j l a b c"
+    options = ["generate", "--checkpoint", str(checkpoint), "--device", "cpu", "--cache", "fp32", "--prompt", prompt]
+    assert main([*options, "--max-new-tokens", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model = transformers.DeepseekV32ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    ids = torch.tensor([found["prompt"]])
+    assert found["prompt"][:4] == [0, 2, 4, 6]
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    assert found["generated"] == expected[0, ids.shape[1] :].tolist()
+    assert found["text"].split() == ["abcdefghijkl"[number] for number in found["generated"]]
+    assert main([*options, "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out.strip() == found["text"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--checkpoint", "nowhere"], "a directory with a config.json"),
+        (["--prompt", "a word"], "use --prompt-ids"),
+        (["--prompt-ids", "1,x"], "numbers joined by commas"),
+        (["--prompt-ids", "1,4096"], "each from 0 to 4095"),
+        (["--prompt-tokens", "0"], "--prompt-tokens must be >= 1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
+        (["--backend", "nonesuch"], "nonesuch"),
+        (["--cache", "int4"], "invalid choice"),
+        (["--prompt", "a", "--prompt-ids", "1"], "not allowed with"),
+    ],
+)
+def test_wrong_input(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--device", "cpu", *options]) == 2
+    found = capsys.readouterr()
+    assert found.err.splitlines()[-1].startswith("tamis: error: ")
+    assert message in found.err
+
+
+def test_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert main(["generate", "--device", "cpu", "--checkpoint", str(tmp_path)]) == 2
+    assert "deepseek_v32, glm_moe_dsa, deepseek_v4, got 'llama'" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_weights_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers.DeepseekV32Config(**TINY).save_pretrained(tmp_path)
+    assert main(["generate", "--device", "cpu", "--checkpoint", str(tmp_path)]) == 2
+    assert "cannot be loaded" in capsys.readouterr().err
+
+
+def test_without_transformers_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("tamis.integrations.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["generate", "--device", "cpu"]) == 2
+    assert "pip install 'tamis[transformers]'" in capsys.readouterr().err
