@@ -178,8 +178,12 @@ def layouts(widths: str, name: str) -> tuple[Layout, Layout]:
 @pytest.mark.parametrize(
     ("widths", "layout", "chunk"),
     # How a request is cut does not depend on the widths, nor on the format of its rows.
-    [("tiny", "v4-fp32", 300), ("tiny", "v4-fp32", 37), ("tiny", "v4-fp32", 1), ("tiny", "v4-bf16", 37)]
-    + [("full", "v4-fp32", 37), ("full", "v4-bf16", 300)],
+    [
+        *(("tiny", "v4-fp32", chunk) for chunk in (300, 37, 1)),
+        ("tiny", "v4-bf16", 37),
+        ("full", "v4-fp32", 37),
+        ("full", "v4-bf16", 300),
+    ],
 )
 def test_layer_output(widths: str, number: int, layout: str, chunk: int) -> None:
     _, _, seen = recorded(widths)

@@ -49,7 +49,6 @@ MADE: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {
     "random": lambda shape, g: torch.randn(shape, generator=g),
     "plateaus": lambda shape, g: (torch.randn(shape, generator=g) * 2).round().clamp_min(0),
     "one value": lambda shape, g: torch.full(shape, -3.5),
-    "zeros of both signs": lambda shape, g: some([0.0, -0.0], shape, g),
     "zeros and neighbours": lambda shape, g: some([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38], shape, g),
     "nothing": lambda shape, g: some([-INF, NAN, -NAN], shape, g),
     "holes": lambda shape, g: torch.randn(shape, generator=g) * some([1.0, 1.0, NAN, INF, -INF], shape, g),
