@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -388,12 +389,17 @@ def test_moves_are_checked_on_the_inputs_to_be_timed(stage: str, kind: type) -> 
 
 
 @pytest.mark.parametrize("command", ["verify", "bench"])
-def test_help_has_an_example_that_is_accepted(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_an_example_that_is_accepted(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert "exit codes: 0" in text
     example = text.split("example:\n  tamis ")[1].splitlines()[0]
+    accepted: list[object] = []
+    monkeypatch.setattr(import_module(f"tamis.cli.{command}"), "run", lambda options: accepted.append(options) or 0)
     assert main([*example.split(), "--device", "cpu"]) == 0
+    assert len(accepted) == 1
 
 
 @pytest.mark.parametrize("shape", ["3q1s600", "2q1s128_1q40s300"])

@@ -8,7 +8,7 @@ from oracle import relative_error
 
 from tamis import LayerSpec
 from tamis.verify.check import Target
-from tamis.verify.v4 import V4Served
+from tamis.verify.v4_layer import V4Served
 
 pytestmark = pytest.mark.gpu
 WINDOW = LayerSpec(8, 448, 64, 512, 512**-0.5, window=20, sink=True, kind="window")

@@ -199,13 +199,17 @@ def test_fp8_output() -> None:
     opcheck(lambda: lower_groups(values[:0], scales[:0], *weight, dtype=torch.float32), "lower_groups")
 
 
+def test_rotate() -> None:
+    q, positions, table = torch.randn(3, 2, 40).transpose(0, 1), torch.tensor([2, -1]), torch.randn(4, 6)
+    opcheck(lambda: rotate_heads(q, positions, table, eps=1e-6), "rotate_heads")
+    opcheck(lambda: norm_rows(q[0], torch.ones(40)), "norm_rows")
+    opcheck(lambda: rotate_heads(q.half(), positions.int(), table, inverse=True), "rotate_heads")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_rotate(layout: Layout) -> None:
+def test_rotate_and_write(layout: Layout) -> None:
     cache = filled(layout, apart=True, scale=torch.tensor(0.5) if layout.scale_mode == "tensor" else 1.0)
     q, positions, table = torch.randn(3, 2, layout.width).transpose(0, 1), torch.tensor([2, -1]), torch.randn(4, 6)
-    opcheck(lambda: rotate_heads(q, positions, table, eps=1e-6), "rotate_heads")
-    opcheck(lambda: norm_rows(q[0], torch.ones(layout.width)), "norm_rows")
-    opcheck(lambda: rotate_heads(q.half(), positions.int(), table, inverse=True), "rotate_heads")
     opcheck(
         lambda: rotate_and_write(
             q,
@@ -261,6 +265,11 @@ def test_index(layout: str | Layout, dtype: torch.dtype) -> None:
     opcheck(lambda: index_topk(*paged, 6, workspace_bytes=1), "index_topk")
     opcheck(lambda: index_scores(*paged), "index_scores")
     opcheck(lambda: index_scores(*paged, out=torch.zeros(3, 20)[:, :9]), "index_scores")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=["wide-q", "fp8-q"])
+def test_ragged_scores(dtype: torch.dtype) -> None:
+    q, weights = torch.randn(2, 3, 128).transpose(0, 1).to(dtype), torch.randn(3, 2)
     keys, bounds = torch.randn(7, 128).to(dtype), (ints([0, 3, 9]), ints([7, 4, -1]))
     opcheck(lambda: ragged_scores(q, weights, keys, torch.rand(7), *bounds), "ragged_scores")
     opcheck(lambda: ragged_scores(q, weights, keys, None, *bounds), "ragged_scores")
@@ -268,21 +277,26 @@ def test_index(layout: str | Layout, dtype: torch.dtype) -> None:
     opcheck(lambda: ragged_scores(q, weights, *packed, *bounds), "ragged_scores")
 
 
-@pytest.mark.parametrize("layout", ["fp32", "bf16", "index-fp8"])
-@pytest.mark.parametrize("hadamard", [False, True])
-def test_index_preparation(layout: str, hadamard: bool) -> None:
+@pytest.mark.parametrize(("layout", "hadamard"), [("fp32", False), ("bf16", True), ("fp8", False), ("fp8", True)])
+def test_index_keys(layout: str, hadamard: bool) -> None:
     width = 32 if hadamard else 40
     kinds = {"fp32": rows(torch.float32, latent=width, rope=0), "bf16": rows(latent=width, rope=0)}
     cache = filled(kinds.get(layout, index_fp8(dim=width)), apart=True)
-    recipe, where = (
-        IndexRecipe(8, hadamard=hadamard),
-        {"positions": torch.tensor([3, 0, -1]), "cos_sin": torch.randn(9, 8)},
-    )
+    recipe, where = IndexRecipe(8, hadamard=hadamard), where_rotated()
     norm = {"norm_weight": torch.randn(width), "norm_bias": torch.randn(width), "norm_eps": 1e-5}
     keys, slots = torch.randn(width, 3).t(), torch.tensor([3, -1])
     for options in ({}, where, where | norm):
         opcheck(lambda: write_index_keys(keys, cache, slots, recipe, **options), "write_index_keys")  # noqa: B023
     opcheck(lambda: write_index_keys(keys[:0], cache, slots[:0], recipe), "write_index_keys")
+
+
+def where_rotated() -> dict[str, torch.Tensor]:
+    return {"positions": torch.tensor([3, 0, -1]), "cos_sin": torch.randn(9, 8)}
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_index_queries(hadamard: bool) -> None:
+    width, recipe, where = 32 if hadamard else 40, IndexRecipe(8, hadamard=hadamard), where_rotated()
     q, weights = torch.randn(2, 3, width).bfloat16().transpose(0, 1), torch.randn(2, 3).t()
     for options in ({}, where, where | {"rounding": "none", "scale_mode": "exact", "scale": 2}):
         opcheck(lambda: quantise_index_query(q, weights, recipe, **options), "quantise_index_query")  # noqa: B023

@@ -10,6 +10,9 @@ import pytest
 from tamis.backends import STAGES
 from tamis.testing.offline import NATIVE_E4M3, TARGETS
 
+WHOLE = ("sm_90", "gfx942")
+"""Where every launch is compiled: one target of each compiler, AMD's with the least shared memory. Others differ from
+these in instructions and limits, which a kernel's options meet, and not in what they make of a format or a shape."""
 PRODUCT = """
 import triton
 import triton.language as tl
@@ -43,7 +46,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_and_fits(target: str) -> None:
-    done = run("-m", "tamis.testing.offline", target)
+    done = run("-m", "tamis.testing.offline", *([] if target in WHOLE else ["--few"]), target)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines()[1:] if line.startswith(target)]
     for stage in STAGES:

@@ -49,7 +49,6 @@ MADE: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {
     "random": lambda shape, g: torch.randn(shape, generator=g),
     "plateaus": lambda shape, g: (torch.randn(shape, generator=g) * 2).round().clamp_min(0),
     "one value": lambda shape, g: torch.full(shape, -3.5),
-    "zeros of both signs": lambda shape, g: some([0.0, -0.0], shape, g),
     "zeros and neighbours": lambda shape, g: some([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38], shape, g),
     "nothing": lambda shape, g: some([-INF, NAN, -NAN], shape, g),
     "holes": lambda shape, g: torch.randn(shape, generator=g) * some([1.0, 1.0, NAN, INF, -INF], shape, g),
@@ -74,13 +73,12 @@ def test_selections_agree_with_the_reference(made: str, data: st.DataObject, dev
 
 
 @pytest.mark.parametrize("made", ["random", "plateaus", "one value", "zeros and neighbours", "ascending", "descending"])
-@pytest.mark.parametrize("cores", [ONE_PROGRAM, SOME, MANY])
+@pytest.mark.parametrize("cores", [ONE_PROGRAM, MANY])
 def test_long_rows_whole_and_in_parts(made: str, cores: int, device: torch.device) -> None:
-    scores = MADE[made]((2, 16000), torch.Generator().manual_seed(7))
-    parts = choose_topk_launch(2, 16000, 300, cores).parts
-    assert parts == {ONE_PROGRAM: 1, SOME: 4, MANY: 4}[cores]
-    check(scores, int32([16000, 9001]), 300, device, cores)
-    check(scores, int32([0, 3900]), 300, device, cores)
+    scores = MADE[made]((4, 16000), torch.Generator().manual_seed(7))
+    assert choose_topk_launch(4, 16000, 300, cores).parts == {ONE_PROGRAM: 1, MANY: 4}[cores]
+    assert choose_topk_launch(4, 16000, 300, SOME) == choose_topk_launch(4, 16000, 300, MANY)
+    check(scores, int32([16000, 9001, 0, 3900]), 300, device, cores)
 
 
 @pytest.mark.parametrize("k", [2048, 4096])
@@ -92,7 +90,7 @@ def test_large_selections(k: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("cores", [ONE_PROGRAM, MANY])
 def test_scores_in_the_order_that_defeats_the_groups(cores: int, device: torch.device) -> None:
-    k, width = 64, 8000
+    k, width = 64, 4200
     launch = choose_topk_launch(3, width, k, cores)
     group = torch.arange(width) % (launch.lanes // launch.parts)
     high = torch.where(group < (k - 1) // launch.parts, 1.0, 0.0)

@@ -1,8 +1,9 @@
-"""Compile the Triton kernels for GPUs that are not there: `python -m tamis.testing.offline sm_90 [gfx942 ...]`.
+"""Compile the Triton kernels for GPUs that are not there: `python -m tamis.testing.offline [--few] sm_90 [gfx942 ...]`.
 
 Every `tamis.ops.<stage>.triton_kernels` module may offer `offline_cases()`, which yields launches as the library makes
 them. Each is compiled for a target, and its shared memory is checked against what a block may have there: Triton
-compiles what does not fit without a word, and the launch fails on the device.
+compiles what does not fit without a word, and the launch fails on the device. `--few` leaves out launches that differ
+from others in formats and shapes only.
 """
 
 import importlib
@@ -195,12 +196,24 @@ def all_cases() -> Iterator[OfflineCase]:
             yield from module.offline_cases()
 
 
-def main(names: list[str]) -> int:
+def few_cases(cases: Iterable[OfflineCase]) -> list[OfflineCase]:
+    """One case of each kernel, for each set of launch options and each set of targets that it has launches for."""
+    found: dict[object, OfflineCase] = {}
+    for case in cases:
+        found.setdefault((case.kernel, tuple(sorted(case.options.items())), case.targets), case)
+    return list(found.values())
+
+
+def main(arguments: list[str]) -> int:
     """Compile every case for the named targets and print a line for each; 1 if one of them failed."""
+    names = [argument for argument in arguments if argument != "--few"]
     if not names or any(name not in TARGETS for name in names):
-        print(f"usage: python -m tamis.testing.offline TARGET...; targets: {' '.join(TARGETS)}", file=sys.stderr)
+        usage = "usage: python -m tamis.testing.offline [--few] TARGET..."
+        print(f"{usage}; targets: {' '.join(TARGETS)}", file=sys.stderr)
         return 2
     cases, failures = list(all_cases()), 0
+    if len(names) < len(arguments):
+        cases = few_cases(cases)
     print(f"{'target':7} {'shared':>7} {'regs':>5} {'spill':>5} {'s':>5}  case")
     for name in names:
         for case in cases:

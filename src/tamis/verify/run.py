@@ -13,7 +13,8 @@ from tamis.verify.places import select_checks
 from tamis.verify.rows import gather_checks, write_checks
 from tamis.verify.selection import translate_checks
 from tamis.verify.step import LAYER_STAGES, layer_checks, planner_checks
-from tamis.verify.v4 import V4_LAYER_STAGES, compress_checks, rotate_checks, v4_layer_checks
+from tamis.verify.v4_layer import V4_LAYER_STAGES, v4_layer_checks
+from tamis.verify.v4_stages import compress_checks, rotate_checks
 
 _CHECKS: dict[str, Callable[[Target], Iterator[Check]]] = {
     "rotate": rotate_checks,

@@ -1,0 +1,136 @@
+"""What `attach` does to a model, what `detach` takes back, and what both refuse."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hf_models import FAMILIES, build, every_family, greedy, logits, tokens, transformers, v32_only
+from oracle import relative_error
+
+from tamis.integrations.transformers import attach, detach, is_attached, new_cache
+
+
+@every_family
+def test_detach_restores_everything(model: Any) -> None:
+    ids = tokens(2, 60)
+    expected, tokens_before = logits(model, ids), greedy(model, ids, 8)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    names = list(model.state_dict())
+    attach(model)
+    assert is_attached(model)
+    logits(model, ids)
+    assert list(model.state_dict()) == names
+    detach(model)
+    assert not is_attached(model)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert torch.equal(logits(model, ids), expected)
+    assert torch.equal(greedy(model, ids, 8), tokens_before)
+    detach(model)
+    detach(torch.nn.Linear(2, 2))
+
+
+@every_family
+def test_a_copied_model_has_its_own_attention(model: Any) -> None:
+    ids = tokens(1, 50)
+    attach(model, cache="fp32")
+    expected = logits(model, ids)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert torch.equal(logits(other, ids), expected)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(1.0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_is_attached_again_after_a_conversion(name: str) -> None:
+    model, ids = build(name), tokens(1, 50)
+    attach(model, cache="fp32")
+    logits(model, ids)
+    model.half()
+    with pytest.raises(ValueError, match="float32 on cpu, as when it was attached, got float16"):
+        logits(model, ids)
+    expected = logits(model.float(), ids)
+    detach(model)
+    assert relative_error(expected, logits(model, ids)) < 1e-5
+
+
+@v32_only
+def test_a_layer_that_is_no_plain_linear_is_absorbed_too(model: Any) -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Linear) -> None:
+            super().__init__()
+            self.halved = torch.nn.Parameter(inner.weight / 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.halved) * 2
+
+    ids = tokens(1, 60)
+    expected = logits(model, ids)
+    attention = model.model.layers[0].self_attn
+    plain = attention.kv_b_proj
+    attention.kv_b_proj = Scaled(plain)
+    attach(model, cache="fp32")
+    try:
+        assert relative_error(logits(model, ids), expected) < 1e-5
+    finally:
+        attention.kv_b_proj = plain
+
+
+@v32_only
+def test_wrong_attachments_are_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="cache must be one of 'fp8', 'bf16', 'fp32'"):
+        attach(model, cache="int4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nonesuch"):
+        attach(model, backend="nonesuch")
+    assert not is_attached(model)
+    with pytest.raises(
+        ValueError, match="DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM, DeepseekV4ForCausalLM, got Lin"
+    ):
+        attach(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="call attach"):
+        new_cache(model)
+    attach(model)
+    with pytest.raises(ValueError, match="detach"):
+        attach(model)
+    detach(model)
+    model.model.forward = model.model.forward
+    try:
+        with pytest.raises(ValueError, match="hooks"):
+            attach(model)
+    finally:
+        del model.model.forward
+
+
+@v32_only
+def test_wrong_uses_are_refused(model: Any) -> None:
+    ids = tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    attach(model)
+    with pytest.raises(ValueError, match="no_grad"):
+        model(ids)
+    with pytest.raises(ValueError, match="TamisCache, got DynamicCache"):
+        logits(model, ids, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="padding mask"):
+        logits(model, ids, attention_mask=torch.ones(2, 1, 20, 20))
+    with pytest.raises(ValueError, match="cache_implementation"):
+        greedy(model, ids, 2, cache_implementation="static")
+    held = new_cache(model)
+    logits(model, ids, attention_mask=mask, past_key_values=held)
+    with pytest.raises(ValueError, match="unchanged"):
+        logits(model, ids[:, :1], attention_mask=torch.ones(2, 21), past_key_values=held)
+    with pytest.raises(ValueError, match="attention_mask must be given for a cache with padding"):
+        logits(model, ids[:, :1], past_key_values=held)
+    with pytest.raises(ValueError, match="of 2 rows"):
+        logits(model, ids[:1, :1], past_key_values=held)
+    assert held.get_seq_length() == 20
+    detach(model)
+    with pytest.raises(ValueError, match="attach the model"):
+        logits(model, ids[:, :1], past_key_values=held)
+    attach(model, cache="bf16")
+    with pytest.raises(ValueError, match="another one's"):
+        logits(model, ids[:, :1], past_key_values=held)
