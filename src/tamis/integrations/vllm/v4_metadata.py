@@ -82,11 +82,13 @@ class V4WindowMetadata:
 
 
 class _Builder:
-    """What both builders read of vLLM's configs, and their planner."""
+    """What all builders read of vLLM's configs, and their planner."""
 
     _cudagraph_support: ClassVar[Any] = "UNIFORM_BATCH"
     reorder_batch_threshold: int | None = 1
     supports_update_block_table: ClassVar[bool] = False
+    uniform_decodes: ClassVar[bool] = False
+    """Window and entries must cut batches alike, and neither shapes decodes as [requests, query length]."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
@@ -116,8 +118,7 @@ class _Builder:
             page_size=self.block_size,
             speculative_tokens=getattr(drafts, "num_speculative_tokens", None) or 0,
             parallel_drafting=bool(getattr(drafts, "parallel_drafting", False)),
-            # Rows of both builders must line up, and neither shapes decodes as [requests, query length].
-            uniform_decodes=False,
+            uniform_decodes=self.uniform_decodes,
         )
         self.reorder_batch_threshold = self.limits.threshold
         heads = model.get_num_attention_heads(vllm_config.parallel_config)
@@ -131,7 +132,40 @@ class _Builder:
         return torch.full((self.limits.max_tokens, columns), -1, dtype=torch.int32, device=self.device)
 
 
-class V4MetadataBuilder(_Builder):
+class CompressedBuilder(_Builder):
+    """What builders of caches with one row per entry share: the ratio, and where completed entries go."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
+    ) -> None:
+        """As above."""
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        ratio = getattr(kv_cache_spec, "compress_ratio", None)
+        self.compress_ratio = checks.integer("kv_cache_spec.compress_ratio", ratio, low=1)
+        if self.block_size % self.compress_ratio:
+            expected = f"a multiple of the ratio {self.compress_ratio}"
+            raise checks.refuse("kv_cache_spec.block_size", expected, self.block_size, "use 256")
+        self.compressed_slot_mapping_buffer = self._each(torch.int64, -1) if self.compress_ratio > 1 else None
+
+    def _slot_mapping(self, plan: Plan, table: Tensor) -> Tensor:
+        buffer = self.compressed_slot_mapping_buffer
+        if buffer is None:
+            return plan.slots
+        buffer.fill_(-1)
+        found = buffer[: plan.rows]
+        if plan.requests:
+            select_entries(
+                plan.positions,
+                plan.request_ids,
+                table,
+                ratio=self.compress_ratio,
+                page_size=self.block_size // self.compress_ratio,
+                completed=found,
+            )
+        return found
+
+
+class V4MetadataBuilder(CompressedBuilder):
     """Makes a `V4Metadata` per step from vLLM's `CommonAttentionMetadata`, or anything with its attributes.
 
     Where vLLM wants the tokens' positions, they are worked out from lengths and query starts.
@@ -148,13 +182,7 @@ class V4MetadataBuilder(_Builder):
     ) -> None:
         """As above; `every_entry` says whether these layers attend to all entries (so do those of ratio 128)."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        ratio = getattr(kv_cache_spec, "compress_ratio", None)
-        self.compress_ratio = checks.integer("kv_cache_spec.compress_ratio", ratio, low=1)
-        if self.block_size % self.compress_ratio:
-            expected = f"a multiple of the ratio {self.compress_ratio}"
-            raise checks.refuse("kv_cache_spec.block_size", expected, self.block_size, "use 256")
         self.every_entry = self.compress_ratio == 128 if every_entry is None else every_entry
-        self.compressed_slot_mapping_buffer = self._each(torch.int64, -1) if self.compress_ratio > 1 else None
         if self.every_entry:
             longest = -(-self.limits.max_length // self.compress_ratio)
             self.c128a_max_compressed = -(-longest // _ALIGN_COLUMNS) * _ALIGN_COLUMNS
@@ -186,23 +214,6 @@ class V4MetadataBuilder(_Builder):
             topk_tokens=self.topk_tokens,
             **self._every(plan, table, actual),
         )
-
-    def _slot_mapping(self, plan: Plan, table: Tensor) -> Tensor:
-        buffer = self.compressed_slot_mapping_buffer
-        if buffer is None:
-            return plan.slots
-        buffer.fill_(-1)
-        found = buffer[: plan.rows]
-        if plan.requests:
-            select_entries(
-                plan.positions,
-                plan.request_ids,
-                table,
-                ratio=self.compress_ratio,
-                page_size=self.block_size // self.compress_ratio,
-                completed=found,
-            )
-        return found
 
     def _every(self, plan: Plan, table: Tensor, actual: int) -> dict[str, Tensor | None]:
         if not self.every_entry or actual == 0 or plan.requests == 0:
