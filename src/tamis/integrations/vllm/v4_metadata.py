@@ -17,6 +17,8 @@ from tamis.spec import LayerSpec
 
 _ALIGN_COLUMNS = 128
 """Of rows that hold every entry: suits kernel tiles of 64 and of 128."""
+_ALIGN_DRAFTS = 64
+"""Of window rows that hold a draft block as well."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,7 @@ class V4WindowMetadata:
 
     @property
     def decode_swa_width(self) -> int:
-        """Columns of the window's rows."""
+        """Columns of the window's rows; more than the window where draft blocks have no causal mask."""
         return self.decode_swa_indices.shape[-1]
 
 
@@ -247,29 +249,25 @@ class V4WindowMetadataBuilder(_Builder):
         """As above."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.swa_indices_buffer = self._rows(self.window_size)
+        drafts = self.limits.speculative_tokens
+        wide = -(-(self.window_size + drafts) // _ALIGN_DRAFTS) * _ALIGN_DRAFTS
+        self.draft_indices_buffer = self._rows(wide) if drafts else None
         self.swa_lens_buffer, self.is_valid_token_buffer = self._each(), self._each(torch.bool)
         self.gather_lens_buffer = torch.zeros(self.limits.max_requests, dtype=torch.int32, device=self.device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4WindowMetadata:
-        """Metadata of one step, valid until the next call. Copies from the engine's tensors and changes none."""
+        """Metadata of one step, valid until the next call. Copies from the engine's tensors and changes none.
+
+        Where the engine says `causal=False`, the new tokens of a request are a draft block: all of them see the window
+        before the block and the whole of it.
+        """
         common = common_attn_metadata
         actual = int(common.num_actual_tokens)
         batch = engine_batch(common, self.limits)
         plan = self.planner.plan(batch)
         for buffer in (self.swa_lens_buffer, self.is_valid_token_buffer):
             buffer.zero_()
-        slots, lengths = self.swa_indices_buffer[: plan.rows], self.swa_lens_buffer[: plan.rows]
-        if plan.requests:
-            select_window(
-                plan.positions,
-                plan.request_ids,
-                plan.block_table,
-                page_size=self.block_size,
-                window=self.window_size,
-                slots=slots,
-                lengths=lengths,
-                own=plan.slots,
-            )
+        slots, lengths = self._window(plan, bool(getattr(common, "causal", True)))
         valid = self.is_valid_token_buffer[: plan.rows]
         torch.ge(plan.slots, 0, out=valid)
         decodes, split = decode_rows(plan, actual), plan.split
@@ -295,6 +293,31 @@ class V4WindowMetadataBuilder(_Builder):
             prefill_seq_lens=prefill_lengths,
             prefill_gather_lens=self._gather_lengths(plan, prefill_lengths),
         )
+
+    def _window(self, plan: Plan, causal: bool) -> tuple[Tensor, Tensor]:
+        """Slots [rows, columns] and how many of each row count."""
+        buffer, blocks = self.swa_indices_buffer, None
+        if not causal:
+            room = 0 if self.draft_indices_buffer is None else self.draft_indices_buffer.shape[1] - self.window_size
+            if self.draft_indices_buffer is None or plan.max_query > room:
+                expected = f"True for blocks of more than {room} tokens"
+                raise checks.refuse("causal", expected, f"blocks of {plan.max_query}", "set num_speculative_tokens")
+            buffer = self.draft_indices_buffer
+            blocks = (plan.lengths - (plan.query_starts[1:] - plan.query_starts[:-1]), plan.lengths)
+        slots, lengths = buffer[: plan.rows], self.swa_lens_buffer[: plan.rows]
+        if plan.requests:
+            select_window(
+                plan.positions,
+                plan.request_ids,
+                plan.block_table,
+                page_size=self.block_size,
+                window=self.window_size,
+                slots=slots,
+                lengths=lengths,
+                own=plan.slots,
+                blocks=blocks,
+            )
+        return slots, lengths
 
     def _gather_lengths(self, plan: Plan, lengths: Tensor) -> Tensor:
         found = self.gather_lens_buffer[: plan.split.prefills]
