@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from oracle import relative_error
+from oracle import hadamard_matrix, relative_error
 from torch import Tensor
 
-from tamis import Layout, PagedCache, PagePool
+from tamis import IndexRecipe, Layout, PagedCache, PagePool
 from tamis.layout import compressor_state, rows
 from tamis.ops import StatePages, compress_kv
 from tamis.rope import Rope
@@ -29,6 +29,7 @@ class Compressor:
     entry_page: int = 2
     scale: float = 1.0
     length: int = 1100
+    hadamard: bool = False
     stage: Callable[..., None] | None = None
     """What runs instead of `compress_kv`, with the signature of the stage's modules."""
     device: torch.device | str = "cpu"
@@ -40,7 +41,8 @@ class Compressor:
         state = compressor_state(dim=self.dim, overlapping=self.overlapping)
         self.state = PagedCache(state, 700, self.state_page, self.device)
         self.state.storage.fill_(torch.nan)
-        self.cache = PagedCache(self.layout, 600, self.entry_page, self.device, scale=self.scale)
+        recipe = IndexRecipe.of_v4(self.rope, hadamard=True) if self.hadamard else None
+        self.cache = PagedCache(self.layout, 600, self.entry_page, self.device, scale=self.scale, recipe=recipe)
         self.state_pool = PagePool(700, self.state_page, seed=1)
         self.entry_pool = PagePool(600, self.entry_page, seed=2)
         self.bias = torch.randn(self.ratio, self.channels)
@@ -84,7 +86,7 @@ class Compressor:
             tokens = (positions, pages.slots, pages.request_ids, pages.block_table, slots)
             inputs = (values, scores, *tokens, self.bias, self.norm, self.cos_sin)
             values, scores, *rest = (t.to(self.device) for t in inputs)
-            self.stage(values, scores, self.state, self.cache, *rest, 1e-6)
+            self.stage(values, scores, self.state, self.cache, *rest, 1e-6, self.hadamard)
             return
         compress_kv(
             values,
@@ -125,7 +127,8 @@ class Compressor:
             normed[-self.rope :: 2] = even * angle.cos() - odd * angle.sin()
             normed[1 - self.rope :: 2] = odd * angle.cos() + even * angle.sin()
             made.append(normed)
-        return torch.stack(made)
+        entries = torch.stack(made)
+        return entries @ hadamard_matrix(self.dim) if self.hadamard else entries
 
     def check(self, request: object, count: int, bound: float = 2e-6) -> None:
         assert relative_error(self.entries(request, count), self.expected(request, count)) < bound

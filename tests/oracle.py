@@ -45,3 +45,11 @@ def attend_fp64(
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """|found - expected| / |expected|, in the 2-norm; NaN never passes a comparison with it."""
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def hadamard_matrix(dim: int) -> Tensor:
+    """The orthonormal one, by Sylvester's construction, in fp64."""
+    found = torch.ones(1, 1, dtype=torch.float64)
+    while len(found) < dim:
+        found = torch.cat((torch.cat((found, found), 1), torch.cat((found, -found), 1)))
+    return found / dim**0.5

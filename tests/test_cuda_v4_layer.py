@@ -44,7 +44,7 @@ def test_layer_agrees_with_the_host(spec: LayerSpec) -> None:
             assert relative_error(ours.read(every.cuda()).cpu(), theirs.read(every)) < BOUND
 
 
-@pytest.mark.parametrize("spec", [WINDOW, PLAIN], ids=lambda s: s.kind)
+@pytest.mark.parametrize("spec", [WINDOW, OVERLAPPING, PLAIN], ids=lambda s: s.kind)
 def test_a_captured_step_is_replayed_for_the_steps_after_it(spec: LayerSpec) -> None:
     host, gpu = both(spec)
     run(host, gpu, [70, 33, 15])

@@ -9,7 +9,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from oracle import relative_error
+from oracle import hadamard_matrix, relative_error
 from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PagePool
@@ -107,6 +107,7 @@ class Served:
         index_layout: Layout,
         dtype: torch.dtype = torch.float32,
         fp8_output: bool = False,
+        hadamard: bool = False,
     ) -> None:
         config, attention, _ = recorded(widths)
         self.spec = spec = LayerSpec.from_hf(config, number)
@@ -134,6 +135,7 @@ class Served:
             state_page_size=STATE_PAGE,
             layout=layout,
             index_layout=index_layout,
+            hadamard=hadamard,
         )
         for held in (self.caches.window, self.caches.entries, self.caches.index):
             if held is not None:
@@ -211,9 +213,11 @@ def test_compressed_entries(number: int, layout: str, bound: float, chunk: int) 
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_selected_entries(widths: str) -> None:
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_selected_entries(widths: str, hadamard: bool) -> None:
+    """The oracle knows no Hadamard rotation: orthogonal, and on queries and keys alike, it changes no selection."""
     _, _, seen = recorded(widths)
-    served = Served(widths, 1, *layouts(widths, "v4-fp32"))
+    served = Served(widths, 1, *layouts(widths, "v4-fp32"), hadamard=hadamard)
     hidden, plan = seen[1]["hidden"][0], served.plan((0, 0, TOKENS))
     with torch.no_grad():
         _, index_q = served.layer.write(hidden, served.caches, plan)
@@ -252,12 +256,14 @@ def test_fp8_index_keys_cost_little_more() -> None:
     assert relative_error(served.run(seen[1]["hidden"], 37), seen[1]["output"][0]) < 6e-2
 
 
-def test_mxfp4_index_keys_stay_within_their_quantisation_error() -> None:
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_mxfp4_index_keys_stay_within_their_quantisation_error(hadamard: bool) -> None:
     """e2m1 keeps one mantissa bit, an error of a tenth of a key's length: entries near the last place change it."""
     _, _, seen = recorded("full")
-    served = Served("full", 1, layouts("full", "v4-fp32")[0], index_mxfp4())
+    served = Served("full", 1, layouts("full", "v4-fp32")[0], index_mxfp4(), hadamard=hadamard)
     found = served.run(seen[1]["hidden"], 37)
-    assert 0.05 < relative_error(served.entries(served.caches.index, 75), seen[1]["indexer"][0]) < 0.15
+    keys = seen[1]["indexer"][0].double() @ (hadamard_matrix(128) if hadamard else torch.eye(128).double())
+    assert 0.05 < relative_error(served.entries(served.caches.index, 75), keys) < 0.15
     plan, hidden = served.plan((0, 0, TOKENS)), seen[1]["hidden"][0]
     with torch.no_grad():
         _, index_q = served.layer.write(hidden, served.caches, plan)

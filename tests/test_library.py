@@ -169,6 +169,8 @@ def test_write_and_read(layout: Layout) -> None:
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_compress(layout: Layout, overlapping: bool) -> None:
     cache = filled(layout, apart=True, scale=torch.tensor(0.5) if layout.scale_mode == "tensor" else 1.0)
+    if layout.width & (layout.width - 1) == 0:
+        cache.recipe = IndexRecipe.of_v4(4, hadamard=True)
     state = PagedCache(compressor_state(dim=layout.width, overlapping=overlapping), PAGES, PAGE)
     channels = state.layout.width // 2
 
@@ -219,7 +221,8 @@ def test_rotate_and_write(layout: Layout) -> None:
             positions=positions,
             cos_sin=table,
             norm_weight=torch.ones(layout.width),
-            index_q=q[:, :1] if layout.quantised else None,
+            index_q=q[:, :1, -32:] if layout.quantised else None,
+            index_hadamard=layout.packed,
         ),
         "rotate_and_write",
     )

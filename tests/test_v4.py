@@ -1,14 +1,16 @@
 """The V4 layer's own rules: weights under both namings, caches, and what it refuses."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import relative_error
+from oracle import hadamard_matrix, relative_error
 
 from tamis import Batch, IndexRecipe, LayerSpec, Limits, PagedCache, PagePool, SparseV4, V4Caches, V4Planner, V4Weights
-from tamis.layout import compressor_state, named, rows
+from tamis.layout import Layout, compressor_state, index_fp8, named, rows
 from tamis.rope import Rope
 from tamis.v4_weights import CompressorWeights, IndexerWeights
 
@@ -210,26 +212,91 @@ def test_weights_move_and_keep_what_must_stay_exact() -> None:
     assert all(t.dtype == torch.bfloat16 for t in matrices)
 
 
-def test_index_caches_prepared_otherwise_are_refused() -> None:
-    """Nothing in the bytes shows a Hadamard rotation, and queries without it would select the wrong entries."""
-    pool, sizes = PagePool(20, 16), {"window": 8, "state4": 4}
-    others = {name: PagePool(40, size) for name, size in sizes.items()}
-    plan = V4Planner([OVERLAPPING], Limits(80, 2, 80, 16, sizes), layout="v4-fp32").plan(
-        Batch.build([5], [5], pool, other_pools=others)
-    )
-    numbers = {"pages": 20, "window_pages": 40, "state_pages": 40, "page_size": 16, "window_page_size": 8}
-    index = rows(torch.float32, latent=16, rope=0)
+def indexed(hadamard: bool, index_layout: Layout | None = None) -> tuple[V4Caches, V4Planner, Callable[..., Batch]]:
+    """Caches of the overlapping layer, a planner for them, and what makes the batches of one request after another."""
+    sizes = {"window": 8, "state4": 4}
+    pool, others = PagePool(20, 16), {name: PagePool(40, size) for name, size in sizes.items()}
     layout = named("v4-fp32", latent=24, rope=8)
-    caches = V4Caches.allocate(OVERLAPPING, **numbers, state_page_size=4, layout=layout, index_layout=index)
+    caches = V4Caches.allocate(
+        OVERLAPPING,
+        pages=20,
+        window_pages=40,
+        state_pages=40,
+        page_size=16,
+        window_page_size=8,
+        state_page_size=4,
+        layout=layout,
+        index_layout=index_layout or rows(torch.float32, latent=16, rope=0),
+        hadamard=hadamard,
+    )
+    planner = V4Planner([OVERLAPPING], Limits(80, 2, 80, 16, sizes), layout=layout)
+    return caches, planner, partial(Batch.build, pool=pool, other_pools=others)
+
+
+def test_index_caches_prepared_otherwise_are_refused() -> None:
+    """Nothing in the bytes shows how pairs were rotated, and other queries would select the wrong entries."""
+    caches, planner, batch = indexed(hadamard=False)
+    plan = planner.plan(batch([5], [5]))
     assert caches.index is not None
     assert caches.index.recipe == IndexRecipe(8, interleaved=True, rope_first=False)
-    other = PagedCache.wrap(caches.index.storage, index, recipe=replace(caches.index.recipe, hadamard=True))
     layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
-    with pytest.raises(ValueError, match=r"^caches.index.recipe must be of a cache with IndexRecipe.*hadamard=True"):
-        layer(torch.randn(5, HIDDEN), replace(caches, index=other), plan)
+    for recipe in (IndexRecipe(8), IndexRecipe.of_v4(6, hadamard=True)):
+        other = PagedCache.wrap(caches.index.storage, caches.index.layout, recipe=recipe)
+        with pytest.raises(ValueError, match=r"^caches.index.recipe must be IndexRecipe.*which this layer follows"):
+            layer(torch.randn(5, HIDDEN), replace(caches, index=other), plan)
     assert not caches.window.storage.any()
-    unsaid = PagedCache.wrap(caches.index.storage, index)
+    unsaid = PagedCache.wrap(caches.index.storage, caches.index.layout)
     assert layer(torch.randn(5, HIDDEN), replace(caches, index=unsaid), plan).any()
+
+
+def test_a_hadamard_rotation_needs_a_power_of_two() -> None:
+    spec = replace(OVERLAPPING, index_dim=24)
+    sizes = {"pages": 3, "window_pages": 5, "state_pages": 7, "layout": "v4-bf16"}
+    assert V4Caches.allocate(spec, **sizes, index_layout=index_fp8(dim=24)).index is not None
+    with pytest.raises(ValueError, match="width must be a power of two for a Hadamard rotation, got 24"):
+        V4Caches.allocate(spec, **sizes, index_layout=index_fp8(dim=24), hadamard=True)
+
+
+def test_a_hadamard_rotation_keeps_selections_and_outputs() -> None:
+    """It is orthogonal, and turns queries and keys alike: exact keys give the same scores."""
+    layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
+    hidden = [torch.randn(53, HIDDEN), torch.randn(18, HIDDEN)]
+    found = []
+    for hadamard in (False, True):
+        caches, planner, batch = indexed(hadamard)
+        assert caches.index is not None
+        assert caches.index.recipe == IndexRecipe.of_v4(8, hadamard=hadamard)
+        for given, new, lengths in zip(hidden, ([33, 20], [1, 17]), ([33, 20], [34, 37]), strict=True):
+            plan = planner.plan(batch(new, lengths))
+            _, index_q = layer.write(given, caches, plan)
+            chosen = layer.select(given, index_q, caches, plan)
+            found.append((layer(given, caches, plan), chosen, index_q, caches.index.read(torch.arange(80))))
+    for plain, turned in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(plain[1], turned[1])
+        assert (plain[1] >= 0).any()
+        assert relative_error(turned[0], plain[0]) < 1e-6
+        for one, other in zip(plain[2:], turned[2:], strict=True):
+            assert relative_error(other, one.double() @ hadamard_matrix(16)) < 1e-6
+            assert relative_error(other, one) > 0.1
+
+
+def test_a_compiled_layer_turns_index_keys_alike() -> None:
+    """A trace loses a cache's recipe, so that the op must be told."""
+    torch._dynamo.reset()
+    layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
+    hidden, keys = torch.randn(33, HIDDEN), []
+    for run, hadamard in (
+        (layer, True),
+        (torch.compile(layer, fullgraph=True, backend="aot_eager"), True),
+        (layer, False),
+    ):
+        caches, planner, batch = indexed(hadamard, index_fp8(dim=16))
+        with torch.no_grad():
+            run(hidden, caches, planner.plan(batch([33], [33])))
+        assert caches.index is not None
+        keys.append(caches.index.storage)
+    assert torch.equal(keys[0], keys[1])
+    assert not torch.equal(keys[0], keys[2])
 
 
 def test_output_weights_in_fp8() -> None:

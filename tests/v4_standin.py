@@ -156,8 +156,10 @@ def main_builder(ratio: int, **options: Any) -> V4MetadataBuilder:
     return V4MetadataBuilder(spec, ["layer"], engine_config(), "cpu", **options)
 
 
-def window_builder() -> V4WindowMetadataBuilder:
-    return V4WindowMetadataBuilder(SimpleNamespace(block_size=WINDOW_PAGE), ["layer"], engine_config(), "cpu")
+def window_builder(drafts: int = 1) -> V4WindowMetadataBuilder:
+    config = engine_config()
+    config.speculative_config.num_speculative_tokens = drafts
+    return V4WindowMetadataBuilder(SimpleNamespace(block_size=WINDOW_PAGE), ["layer"], config, "cpu")
 
 
 def layer_of(step: V4Step, ratio: int, **more: Any) -> SimpleNamespace:

@@ -22,12 +22,22 @@ class IndexRecipe:
     rope_first: bool = True
     """The rotated columns are the first (V3.2); otherwise the last (V4)."""
     hadamard: bool = False
-    """Rotate by the orthonormal Hadamard matrix after the rope: the same scores, a smaller FP8 error."""
+    """Rotate by the orthonormal Hadamard matrix after the rope: the same scores, a smaller quantisation error."""
 
     def __post_init__(self) -> None:
         """Refuse a rope that has no pairs."""
         if checks.integer("rope_dim", self.rope_dim, low=0) % 2:
             raise checks.refuse("rope_dim", "even", self.rope_dim, "a rope rotates pairs")
+
+    @classmethod
+    def of_v4(cls, rope_dim: int = 64, *, hadamard: bool = False) -> Self:
+        """DeepSeek-V4's: adjacent pairs in the last columns."""
+        return cls(rope_dim, interleaved=True, rope_first=False, hadamard=hadamard)
+
+    def check_width(self, width: int) -> None:
+        """Refuse rows that the Hadamard matrix does not fit."""
+        if self.hadamard and width & (width - 1):
+            raise checks.refuse("width", "a power of two for a Hadamard rotation", width, "use a recipe without it")
 
     @classmethod
     def from_hf(cls, config: Any, *, hadamard: bool = False) -> Self:
@@ -44,4 +54,4 @@ class IndexRecipe:
         if "head_dim" not in fields:
             raise checks.refuse("config", "one with 'kv_lora_rank' or 'head_dim'", "none", "this model has no indexer")
         rope = int(fields.get("qk_rope_head_dim") or fields["head_dim"] * fields.get("partial_rotary_factor", 0.125))
-        return cls(rope, interleaved=True, rope_first=False, hadamard=hadamard)
+        return cls.of_v4(rope, hadamard=hadamard)

@@ -116,3 +116,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     """x / rms(x) over the last axis, times `weight` where there is one."""
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return normed if weight is None else normed * weight
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x times the orthonormal Hadamard matrix over its last axis (a power of two wide), in float32."""
+    dim = x.shape[-1]
+    turned = x.float()
+    span = 1
+    while span < dim:
+        pairs = turned.unflatten(-1, (-1, 2, span))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        turned = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        span *= 2
+    return turned.mul(dim**-0.5)

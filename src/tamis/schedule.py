@@ -138,6 +138,45 @@ def group_prefills(entries: Sequence[int], raw: Sequence[int], budget: int) -> l
     return groups
 
 
+@dataclass(frozen=True)
+class IndexChunk:
+    """Consecutive prefills whose index keys are gathered together, and which of their queries are scored at once."""
+
+    first: int
+    end: int
+    keys: int
+    """Of all these requests."""
+    queries: slice
+    """Counted from the first request's first; a chunk whose queries begin later finds the keys gathered already."""
+
+
+def chunk_index_prefills(
+    keys: Sequence[int], queries: Sequence[int], *, key_budget: int, score_budget: int
+) -> list[IndexChunk]:
+    """Prefills with so many index keys and queries, greedily in order, within so many keys and scores at a time.
+
+    A request that is too large by itself stands alone and is cut between queries. Prefills without any key are in no
+    chunk unless others share it: there is nothing to score.
+    """
+    chunks: list[IndexChunk] = []
+    end = 0
+    while end < len(keys):
+        first, total, rows = end, keys[end], queries[end]
+        end += 1
+        while (
+            end < len(keys)
+            and total + keys[end] <= key_budget
+            and (total + keys[end]) * (rows + queries[end]) <= score_budget
+        ):
+            total, rows = total + keys[end], rows + queries[end]
+            end += 1
+        if total:
+            step = max(1, score_budget // total)
+            cuts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+            chunks += [IndexChunk(first, end, total, cut) for cut in cuts]
+    return chunks
+
+
 def part_count(cores: int, heads: int, query_tokens: int = 1, *, capability_major: int = 9) -> int:
     """How many parts a FlashMLA-style schedule has: cores shared by query tokens and by groups of 64 heads (Hopper)."""
     groups = max(1, heads // 64) if capability_major < 10 else 1

@@ -57,6 +57,7 @@ class V4Caches:
         state_page_size: int | None = None,
         layout: str | Layout = "v4-fp8",
         index_layout: str | Layout = "index-fp8",
+        hadamard: bool = False,
         device: torch.device | str = "cpu",
     ) -> Self:
         """Zeroed caches for a layer, in pages of the sizes that a `V4Plan` is made for.
@@ -71,6 +72,8 @@ class V4Caches:
             state_page_size: tokens per page; 4 for overlapping spans and 8 for plain ones if not given.
             layout: of raw tokens and entries.
             index_layout: of index keys.
+            hadamard: index keys are turned by the Hadamard matrix, and so will be the queries that meet them: the same
+                scores, a smaller quantisation error.
             device: where the caches are.
         """
         layout = named(layout)
@@ -89,7 +92,9 @@ class V4Caches:
         entries = PagedCache(layout, pages, entries_per_page, device)
         if not overlapping:
             return cls(window, entries, state(spec.head_dim))
-        index = PagedCache(index_layout, pages, entries_per_page, device, recipe=_index_recipe(spec))
+        recipe = IndexRecipe.of_v4(spec.rope_dim, hadamard=hadamard)
+        recipe.check_width(spec.index_dim)
+        index = PagedCache(index_layout, pages, entries_per_page, device, recipe=recipe)
         return cls(window, entries, state(spec.head_dim), index, state(spec.index_dim))
 
 
@@ -159,6 +164,7 @@ class SparseV4:
             norm_weight=weights.kv_norm,
             eps=self.eps,
             index_q=index_q,
+            index_hadamard=_hadamard(caches.index),
             backend=self.backend,
         )
         if weights.compressor is not None:
@@ -283,16 +289,20 @@ class SparseV4:
             cache = getattr(caches, name)
             if cache is None:
                 raise checks.refuse(f"caches.{name}", f"given for a layer of kind {spec.kind!r}", None, "allocate it")
-        if caches.index is not None and caches.index.recipe not in (None, _index_recipe(spec)):
-            expected = f"of a cache with {_index_recipe(spec)}, which this layer follows"
-            raise checks.refuse("caches.index.recipe", expected, caches.index.recipe, "write and score by the stages")
+        if caches.index is not None and caches.index.recipe is not None:
+            recipe = IndexRecipe.of_v4(spec.rope_dim, hadamard=caches.index.recipe.hadamard)
+            if caches.index.recipe != recipe:
+                expected = f"{recipe}, which this layer follows"
+                raise checks.refuse("caches.index.recipe", expected, caches.index.recipe, "use V4Caches.allocate")
+            recipe.check_width(spec.index_dim)
         _same_pages("entries", caches.entries, entries.page_size)
         _same_pages("index", caches.index, entries.page_size)
         return entries
 
 
-def _index_recipe(spec: LayerSpec) -> IndexRecipe:
-    return IndexRecipe(spec.rope_dim, interleaved=True, rope_first=False)
+def _hadamard(index: PagedCache | None) -> bool:
+    """Whether index keys, and with them index queries, are turned by the Hadamard matrix."""
+    return index is not None and index.recipe is not None and index.recipe.hadamard
 
 
 def _same_pages(name: str, cache: PagedCache | None, page_size: int) -> None:

@@ -25,6 +25,7 @@ from v4_standin import (
 )
 
 from tamis.integrations.vllm.v4_backend import TamisV4Backend, TamisV4WindowBackend
+from tamis.integrations.vllm.v4_forward import forward_decode
 from tamis.integrations.vllm.v4_impl import V4Impl, get_padded_num_q_heads, init_layer_buffers
 from tamis.integrations.vllm.v4_metadata import V4Metadata, V4MetadataBuilder, V4WindowMetadataBuilder
 from tamis.layout import plain_fp8
@@ -131,6 +132,39 @@ def test_records_of_the_window(shape: str) -> None:
     assert (record.block_size, record.decode_swa_width) == (WINDOW_PAGE, WINDOW)
 
 
+def test_draft_blocks_without_a_causal_mask() -> None:
+    """Rows [max(context - W, 0), length) for all tokens of a block, in columns rounded up to 64."""
+    builder = window_builder(drafts=5)
+    builder.build(0, V4Step("v4-bf16", [90, 60], [900, 1100]).common("window"))
+    step = V4Step("v4-bf16", [5, 5, 4], [300, 5, 100])
+    common = step.common("window", padding=2)
+    common.causal = False
+    record = builder.build(0, common)
+    assert (record.decode_swa_width, record.num_decodes) == (192, 3)
+    for row, (r, _) in enumerate(step.tokens):
+        context = step.lengths[r] - step.queries[r]
+        seen = step.raw.slots(r, max(0, context - WINDOW), step.lengths[r]).tolist()
+        assert record.decode_swa_indices[row, 0].tolist() == seen + [-1] * (192 - len(seen))
+        assert record.decode_swa_lens[row] == len(seen)
+    assert record.decode_swa_indices[-2:].eq(-1).all()
+    assert record.decode_swa_lens[-2:].eq(0).all()
+    layer, output = layer_of(step, 1), torch.ones(len(step.tokens) + 2, 64, 512)
+    forward_decode(layer, torch.cat((step.q, step.q[:2])), None, record, None, True, output)
+    for row, (r, _) in enumerate(step.tokens):
+        seen = step.raw.slots(r, max(0, step.lengths[r] - step.queries[r] - WINDOW), step.lengths[r])
+        keys = step.window.read(seen).double()
+        logits = torch.cat((step.q[row].double() @ keys.T * SCALE, step.sink.double().unsqueeze(1)), 1)
+        assert relative_error(output[row, :HEADS], logits.softmax(1)[:, :-1] @ keys) < 3e-6
+    assert output[-2:].eq(0).all()
+    with pytest.raises(
+        ValueError, match="swa_metadata must be with rows of the layer's window of 128, got 192 columns"
+    ):
+        V4Impl().build_sparse_indices(layer, record, None)
+    assert builder.build(0, step.common("window")).decode_swa_width == WINDOW
+    with pytest.raises(ValueError, match="causal must be True for blocks of more than 0 tokens"):
+        window_builder(drafts=0).build(0, common)
+
+
 def test_both_builders_cut_batches_alike_and_keep_their_addresses() -> None:
     main, window = main_builder(128), window_builder()
     assert main.reorder_batch_threshold == window.reorder_batch_threshold == 2
@@ -144,6 +178,13 @@ def test_both_builders_cut_batches_alike_and_keep_their_addresses() -> None:
         assert one.plan.split == other.plan.split
         names = ("slot_mapping", "block_table", "req_id_per_token", "query_start_loc")
         places.append([getattr(one, n).data_ptr() for n in names] + [other.is_valid_token.data_ptr()])
+        for field, buffer in (
+            (one.c128a_global_decode_topk_indices, main.c128a_global_decode_buffer),
+            (one.c128a_decode_topk_lens, main.c128a_decode_lens_buffer),
+            (one.c128a_prefill_topk_indices, main.c128a_prefill_buffer),
+            (other.decode_swa_indices, window.swa_indices_buffer),
+        ):
+            assert field is None or len(field) == 0 or field.data_ptr() == buffer.data_ptr()
     assert places[0] == places[1] == places[2]
 
 
@@ -244,6 +285,8 @@ def test_warm_up_and_refusals() -> None:
 
 def test_padded_heads_are_for_other_kernels() -> None:
     assert [get_padded_num_q_heads(n) for n in (1, 64, 65, 128)] == [64, 64, 128, 128]
+    newer = (8, 16, 32, 64, 128)
+    assert [get_padded_num_q_heads(n, newer) for n in (1, 8, 9, 17, 64, 65)] == [8, 8, 16, 32, 64, 128]
     with pytest.raises(ValueError, match="num_heads must be at most 128, got 129"):
         get_padded_num_q_heads(129)
 

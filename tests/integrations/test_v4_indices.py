@@ -1,5 +1,6 @@
 """vLLM's index builders for V4 by their own names: the published scenarios, and what upstream leaves behind."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -130,6 +131,21 @@ def test_mixed_rows() -> None:
         [133, 134, 135, 136, 96, 97, -1, -1],
     ]
     assert lengths.tolist() == [5, 6, 6]
+
+
+@pytest.mark.parametrize("lengths", [None, [2, 0]])
+def test_mixed_rows_in_buffers_of_the_caller(lengths: list[int] | None) -> None:
+    """Global slots of decodes, with lengths or without: then all of their columns count. Nothing old is left behind."""
+    rows, counts = torch.full((6, 12), 77, dtype=torch.int32), torch.full((6,), 77, dtype=torch.int32)
+    found = build_flashinfer_mixed_sparse_indices(
+        int32([[0, 1, 2, 3], [4, -1, -1, -1]]), int32([[8, 9, -1], [-1, -1, -1]]), lengths and int32(lengths),
+        torch.empty(0, 3, dtype=torch.int32), int32([0, 1, 2]), int32([400, 1]), int32([0, 1]), int32([[0], [2]]), 64,
+        int32([[5], [6]]), 2, 4, 128, 0, out=(rows, counts),
+    )  # fmt: skip
+    assert [part.data_ptr() for part in found] == [rows.data_ptr(), counts.data_ptr()]
+    assert found[0].tolist() == [[0, 1, 2, 3, 8, 9, *[-1] * 6], [4, *[-1] * 11]]
+    assert found[1].tolist() == ([7, 7] if lengths is None else [6, 4])
+    assert rows[2:].eq(77).all()
 
 
 def test_mixed_rows_of_a_layer_with_a_window_only() -> None:

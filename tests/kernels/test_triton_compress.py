@@ -117,6 +117,26 @@ LAYOUTS: list[Layout] = [
 ]
 
 
+@pytest.mark.parametrize("layout", [index_fp8(), index_mxfp4(), index_fp8(dim=32)], ids=lambda layout: layout.name)
+def test_index_keys_turned_by_hadamard(both, layout: Layout) -> None:
+    kernel, plain = both(**C4, layout=layout, rope=8, length=44, hadamard=True)
+    for compressor in (kernel, plain):
+        torch.manual_seed(7)
+        compressor.step(("a", 0, 6))
+        compressor.step(("a", 6, 42))
+    # Sums in another order may move a value over a rounding boundary, once in many.
+    bytes_found, bytes_expected = kernel.cache.storage.cpu(), plain.cache.storage
+    written = bytes_expected.count_nonzero()
+    assert (bytes_found != bytes_expected).sum() < 0.02 * written
+    kernel.check("a", 10, 0.15 if layout.packed else 4e-2)
+
+
+def test_exact_entries_turned_by_hadamard(both) -> None:
+    kernel, _ = both(**C4, layout=rows(torch.float32, latent=32, rope=0), length=44, hadamard=True)
+    kernel.run("a", 42, 7)
+    kernel.check("a", 10)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_format_of_entries(both, layout: Layout, device: torch.device) -> None:
     scale = 0.5 if layout.scale_mode == "tensor" else 1.0

@@ -120,10 +120,10 @@ def test_rows_are_inserted_beside_the_queries(layout: Layout, dtype: torch.dtype
     scale = 0.25 if layout.scale_mode == "tensor" else 1.0
     host, there = PagedCache(layout, 3, 5, scale=scale), PagedCache(layout, 3, 5, device, scale=scale)
     index_q = None if dtype == torch.float32 else torch.randn(2, 6, 70).half().transpose(0, 1)
-    expected = reference.rotate_and_write(q, kv, host, slots, POSITIONS, table, weight, 1e-6, index_q)
+    expected = reference.rotate_and_write(q, kv, host, slots, POSITIONS, table, weight, 1e-6, index_q, False)
     moved = (t.to(device) for t in (slots, POSITIONS, table, weight))
     moved_index = None if index_q is None else index_q.to(device)
-    found = rotate_and_write(q.to(device), kv.to(device), there, *moved, 1e-6, moved_index)
+    found = rotate_and_write(q.to(device), kv.to(device), there, *moved, 1e-6, moved_index, False)
     close(found[0], expected[0], dtype)
     assert (found[1] is None) == (index_q is None)
     if index_q is not None:
@@ -135,6 +135,22 @@ def test_rows_are_inserted_beside_the_queries(layout: Layout, dtype: torch.dtype
     # A sum that lies on a rounding boundary may fall to the other side.
     assert (gap > 1e-5 * written.abs().max()).float().mean() < 0.01
     assert there.read(every.to(device)).any(1).tolist() == [slot in (7, 14, 0) for slot in range(15)]
+
+
+@pytest.mark.parametrize("dtype", ULP)
+@pytest.mark.parametrize("width", [8, 128])
+def test_index_queries_turned_by_hadamard(dtype: torch.dtype, width: int, device: torch.device) -> None:
+    layout, table = v4_fp8(latent=24, rope=8, tile=8), Rope(8).cos_sin_table(40)
+    q, kv, index_q = torch.randn(6, 1, 32), torch.randn(6, 32), torch.randn(6, 3, width).to(dtype)
+    rest = (torch.arange(6), POSITIONS, table, torch.ones(32))
+    _, expected = reference.rotate_and_write(q, kv, PagedCache(layout, 2, 5), *rest, 1e-6, index_q, True)
+    caches = PagedCache(layout, 2, 5, device), *(t.to(device) for t in rest)
+    _, found = rotate_and_write(q.to(device), kv.to(device), *caches, 1e-6, index_q.to(device), True)
+    gap = (found.cpu().float() - expected.float()).abs()
+    # A value that the first rounding moved moves every column of its head by a little.
+    assert (gap <= ULP[dtype] * expected.float().abs().amax(2, keepdim=True) + 1e-6).all()
+    if dtype != torch.float32:
+        assert (gap > 0).float().mean() < 0.02
 
 
 def test_the_kernel_runs_where_it_should(device: torch.device) -> None:

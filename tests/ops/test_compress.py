@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from compressing import C4, C16, C128, DIM, EXACT, PADDING, Compressor
+from compressing import C4, C16, C128, DIM, EXACT, PADDING, ROPE, Compressor
 from oracle import relative_error
 from torch import Tensor
 
-from tamis import Layout, PagedCache
+from tamis import IndexRecipe, Layout, PagedCache
 from tamis.layout import index_fp8, index_mxfp4, named, plain_fp8, rows
-from tamis.ops import StatePages, compress_kv, write_kv
+from tamis.ops import StatePages, compress_kv, write_index_keys, write_kv
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,30 @@ def test_every_format_of_entries(layout: Layout, rope: int, scale: float, bound:
     assert (gap > 1e-5).float().mean() < 0.02  # a sum that lies on a rounding boundary
 
 
+@pytest.mark.parametrize(
+    "layout", [index_fp8(), index_mxfp4(), named("v4-bf16", latent=64, rope=64)], ids=lambda x: x.name
+)
+def test_entries_turned_by_hadamard_are_those_of_index_keys(layout: Layout) -> None:
+    """To the byte: the same entries, exact and not turned, written as keys under the cache's recipe."""
+    torch.manual_seed(3)
+    exact = Compressor(**C4, layout=rows(torch.float32, latent=128, rope=0), rope=64, length=44)
+    torch.manual_seed(3)
+    compressor = Compressor(**C4, layout=layout, rope=64, length=44, hadamard=True)
+    for one in (exact, compressor):
+        torch.manual_seed(4)
+        one.run("a", 42, 5)
+    keys = PagedCache(layout, 600, compressor.entry_page, recipe=compressor.cache.recipe)
+    write_index_keys(exact.entries("a", 10).bfloat16(), keys, compressor.entry_pool.slots("a", 0, 10))
+    assert torch.equal(compressor.cache.storage, keys.storage)
+    compressor.check("a", 10, {"index-fp8": 4e-2, "index-mxfp4": 0.15}.get(layout.name, 5e-3))
+
+
+def test_exact_entries_turned_by_hadamard() -> None:
+    compressor = Compressor(**C4, layout=rows(torch.float32, latent=32, rope=0), length=44, hadamard=True)
+    compressor.run("a", 42, 5)
+    compressor.check("a", 10)
+
+
 def test_half_precision_inputs_are_widened_first() -> None:
     compressor = Compressor(**C4)
     compressor.given["a"] = tuple(part.bfloat16() for part in compressor.tokens("a", compressor.length))
@@ -242,6 +266,14 @@ def test_empty_steps() -> None:
         ({"cos_sin": torch.zeros(9, 26)}, "cos_sin must be of an even width up to that of the rows, .* got 26"),
         ({"eps": 0.0}, "eps must be finite and > 0"),
         ({"state": PagedCache(EXACT, 2, 2)}, "state must be of float32 rows 96 wide"),
+        (
+            {"cache": PagedCache(EXACT, 600, 2, recipe=IndexRecipe(ROPE))},
+            r"cache\.recipe must be IndexRecipe.*use a cache of",
+        ),
+        (
+            {"cache": PagedCache(EXACT, 600, 2, recipe=IndexRecipe.of_v4(ROPE, hadamard=True))},
+            "a power of two .* got 24",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(change, message: str) -> None:

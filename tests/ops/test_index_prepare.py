@@ -6,12 +6,12 @@ import struct
 import pytest
 import torch
 from byte_formats import bf16_bits, e4m3, e4m3_value, f32
+from oracle import hadamard_matrix
 
 from tamis import IndexRecipe, LayerSpec, PagedCache
 from tamis.layout import index_fp8, plain_fp8, rows
 from tamis.ops import index_scores, quantise_index_query, rotate_index, write_index_keys, write_kv
-from tamis.ops.index.reference import hadamard
-from tamis.rope import Rope
+from tamis.rope import Rope, hadamard
 
 PLAIN = IndexRecipe(rope_dim=0)
 
@@ -25,13 +25,6 @@ def quantised(values: list[float], mode: str = "pow2") -> tuple[list[int], float
     smallest = f32(max(max(abs(v) for v in values), 1e-4) / 448)
     scale = 2.0 ** math.ceil(math.log2(smallest)) if mode == "pow2" else smallest
     return [e4m3(f32(v / scale)) for v in values], scale
-
-
-def hadamard_matrix(dim: int) -> torch.Tensor:
-    found = torch.ones(1, 1, dtype=torch.float64)
-    while len(found) < dim:
-        found = torch.cat((torch.cat((found, found), 1), torch.cat((found, -found), 1)))
-    return found / dim**0.5
 
 
 def turned(x: torch.Tensor, angles: torch.Tensor, recipe: IndexRecipe) -> torch.Tensor:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from oracle import relative_error
+from oracle import hadamard_matrix, relative_error
 from torch import Tensor
 
-from tamis import Layout, PagedCache
+from tamis import IndexRecipe, Layout, PagedCache
 from tamis.layout import named, plain_fp8, rows
-from tamis.ops import norm_rows, rotate_and_write, rotate_heads, write_kv
+from tamis.ops import norm_rows, quantise_index_query, rotate_and_write, rotate_heads, write_kv
 from tamis.rope import Rope
 
 ROTARY = Rope(64, theta=160000.0, factor=16.0, original_length=65536)
@@ -89,6 +89,24 @@ def test_queries_and_rows_in_one_call(layout: Layout, bound: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
+def test_index_queries_turned_by_hadamard(dtype: torch.dtype) -> None:
+    cache = PagedCache(named("v4-bf16"), 4, 5)
+    q, kv, index_q = torch.randn(6, 1, 512).to(dtype), torch.randn(6, 512).to(dtype), torch.randn(6, 9, 128).to(dtype)
+    positions, table = [3, 4, 200, 0, -1, 9], ROTARY.cos_sin_table(LENGTH)
+    rest = {"positions": torch.tensor(positions), "cos_sin": table, "norm_weight": torch.ones(512), "index_q": index_q}
+    found = rotate_and_write(q, kv, cache, torch.arange(6), **rest, index_hadamard=True).index_q
+    assert found.dtype == dtype
+    assert relative_error(found, turned(index_q, positions) @ hadamard_matrix(128)) < 2 * BOUNDS[dtype]
+    if dtype == torch.bfloat16:
+        # What the stage `index` would quantise is this, to the byte.
+        recipe, weights = IndexRecipe.of_v4(64, hadamard=True), torch.randn(6, 9)
+        here = quantise_index_query(index_q, weights, recipe, positions=torch.tensor(positions), cos_sin=table)
+        later = quantise_index_query(found, weights, IndexRecipe(0))
+        assert torch.equal(here[0].view(torch.uint8), later[0].view(torch.uint8))
+        assert torch.equal(here[1], later[1])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
 def test_norm_of_rows(dtype: torch.dtype) -> None:
     x, weight = (torch.randn(70, 5) * 4).to(dtype).T, torch.randn(70)
     found = norm_rows(x, weight)
@@ -121,6 +139,7 @@ def test_bad_input_is_refused() -> None:
         ({"kv": x}, "kv must be of shape"),
         ({"index_q": torch.zeros(1, 2, 8)}, "index_q must be of shape"),
         ({"index_q": torch.zeros(2, 2, 2)}, "cos_sin must be of an even width"),
+        ({"index_q": torch.zeros(2, 2, 6), "index_hadamard": True}, "width must be a power of two"),
     ):
         with pytest.raises(ValueError, match=message):
             rotate_and_write(**(call | rest | change))

@@ -63,6 +63,38 @@ def rotate_pairs(
 
 
 @triton.jit
+def hadamard_rows(x, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [ROWS, BLOCK] times the orthonormal Hadamard matrix, in as many steps as a column's number has bits. Each
+    adds and subtracts neighbours and puts all sums before all differences, so that after the last each column is in its
+    place again."""
+    for _ in tl.static_range(STEPS):
+        first, second = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
+        x = tl.reshape(tl.permute(tl.join(first + second, first - second), [0, 2, 1]), [ROWS, BLOCK])
+    return x * BLOCK**-0.5
+
+
+@triton.jit
+def hadamard_row(x, pointers, STEPS: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr):
+    """A row [BLOCK] times the Hadamard matrix unless STEPS is 0, after rounding it like what `pointers` point to."""
+    if STEPS:
+        x = tl.reshape(round_like(x, pointers, NATIVE_BF16), [1, BLOCK])
+        x = tl.reshape(hadamard_rows(x, STEPS, 1, BLOCK), [BLOCK])
+    return x
+
+
+@triton.jit
+def round_like(x, pointers, NATIVE_BF16: tl.constexpr):
+    """fp32 numbers rounded to what `pointers` point to, or to bf16, from which FP8 and its like are made."""
+    if pointers.dtype.element_ty == tl.float32:
+        rounded = x
+    elif pointers.dtype.element_ty == tl.float16:
+        rounded = x.to(tl.float16).to(tl.float32)
+    else:
+        rounded = widen_bf16(round_to_bf16(x, NATIVE_BF16))
+    return rounded
+
+
+@triton.jit
 def insert_row(
     x, slot, cache, page_stride, scale,
     PAGE_SIZE: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
@@ -97,6 +129,11 @@ def insert_row(
                 tail_at = row_start(slot, page_stride, TAIL_STRIDE, PAGE_SIZE, False) + TAIL_START
                 tail = (cache + tail_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
                 store_rounded(tail + column - LATENT, rounded, inside & (column >= LATENT), NATIVE_BF16)
+
+
+def hadamard_steps(width: int) -> int:
+    """How many steps `hadamard_rows` takes for rows of this width, a power of two."""
+    return width.bit_length() - 1
 
 
 def insert_arguments(cache: PagedCache) -> dict[str, Any]:

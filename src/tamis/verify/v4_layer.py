@@ -23,7 +23,7 @@ from tamis.verify.check import Check, Target, Trial
 from tamis.verify.repeat import graph_check
 from tamis.verify.v4_stages import LENGTH, ROTARY
 
-V4_LAYER_STAGES = ("rotate", "compress", "attend", "combine")
+V4_LAYER_STAGES = ("rotate", "compress", "index", "attend", "combine")
 LAYER_BOUNDS = {"v4-bf16": 1.5e-2, "v4-fp8": 6e-2}
 """Of a whole layer in bf16 against exact rows and the same selection."""
 
@@ -34,7 +34,7 @@ def v4_layer_checks(target: Target) -> Iterator[Check]:
         found = [spec for spec in _specs() if _takes(target, spec, named(layout))]
         trials = [(spec.kind, partial(_serve, target, spec, layout)) for spec in found]
         yield Check("v4-layer", f"prompts, decodes, mixed steps, {layout}", bound, trials)
-    found = [spec for spec in _specs() if spec.kind != "overlapping" and _takes(target, spec, named("v4-fp8"))]
+    found = [spec for spec in _specs() if _takes(target, spec, named("v4-fp8"))]
     replays = [(spec.kind, partial(_again, target, spec)) for spec in found]
     yield graph_check(target, "v4-layer", V4_LAYER_STAGES, replays)
 

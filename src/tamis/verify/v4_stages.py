@@ -19,8 +19,10 @@ from tamis.ops import (
     rotate_to_fp8,
 )
 from tamis.pages import PagePool
+from tamis.recipe import IndexRecipe
 from tamis.rope import Rope
 from tamis.testing.cases import Draw
+from tamis.testing.oracle import index_rows
 from tamis.verify.check import Check, Target, Trial
 from tamis.verify.repeat import graph_check, repeat_check
 
@@ -150,11 +152,13 @@ class CompressCase:
     layout: Layout
     ratio: int
     overlapping: bool
+    recipe: IndexRecipe | None = None
 
     @property
     def name(self) -> str:
         """For reports."""
-        return f"{self.layout.name}, {self.ratio} tokens{', overlapping' * self.overlapping}"
+        turned = ", by Hadamard" * (self.recipe is not None)
+        return f"{self.layout.name}, {self.ratio} tokens{', overlapping' * self.overlapping}{turned}"
 
     @property
     def channels(self) -> int:
@@ -166,7 +170,8 @@ def _compress_cases() -> list[CompressCase]:
     small = rows(torch.float32, latent=24, rope=64)
     kinds = [(4, True), (128, False), (16, False), (3, True)]
     found = [CompressCase(layout, *kind) for layout in _layouts() for kind in kinds[:2]]
-    return [*found, *(CompressCase(small, *kind) for kind in kinds[2:])]
+    turned = CompressCase(index_fp8(), 4, True, IndexRecipe.of_v4(ROTARY.dim, hadamard=True))
+    return [*found, turned, *(CompressCase(small, *kind) for kind in kinds[2:])]
 
 
 def _tokens(case: CompressCase) -> list[Tensor]:
@@ -190,7 +195,7 @@ class _Compressor:
         self.state = PagedCache(kept, 90, 8, target.device)
         self.state.storage.fill_(torch.nan)
         scale = 0.05 if layout.scale_mode == "tensor" else 1.0
-        self.cache = PagedCache(layout, 140, 3, target.device, scale=scale)
+        self.cache = PagedCache(layout, 140, 3, target.device, scale=scale, recipe=case.recipe)
 
     def places(self, start: int, end: int) -> tuple[Tensor, StatePages, Tensor]:
         """Positions, state pages and entry slots of tokens start..end."""
@@ -254,5 +259,7 @@ def _compress(target: Target, case: CompressCase) -> Trial:
             parts.append((values[before, :width], biased[before, :width]))
         pooled, shares = (torch.cat(part) for part in zip(*parts, strict=True))
         made.append((shares.softmax(0) * pooled).sum(0))
-    entries = _turned(_normed(torch.stack(made)) * weight, torch.arange(len(made)) * ratio)
+    angles = ROTARY.cos_sin_table(LENGTH)[: len(made) * ratio : ratio]
+    recipe = case.recipe or IndexRecipe.of_v4(ROTARY.dim)
+    entries = index_rows(_normed(torch.stack(made)) * weight, angles, recipe)
     return _error(_compressed(target, case)[0], entries)

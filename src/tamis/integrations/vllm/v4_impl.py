@@ -3,6 +3,7 @@
 The caller passes what vLLM's own class takes from a global context: the records of the step. No head is ever padded.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,12 +18,13 @@ from tamis.integrations.vllm.v4_metadata import V4Metadata, V4WindowMetadata
 _E4M3 = torch.float8_e4m3fn
 
 
-def get_padded_num_q_heads(num_heads: int) -> int:
-    """How many heads other libraries' kernels want for so many: 64 or 128. tamis takes any number as it is."""
-    for padded in (64, 128):
+def get_padded_num_q_heads(num_heads: int, sizes: Sequence[int] = (64, 128)) -> int:
+    """How many heads other libraries' kernels want for so many; newer ones take (8, 16, 32, 64, 128) as well. tamis
+    takes any number as it is."""
+    for padded in sizes:
         if num_heads <= padded:
             return padded
-    raise checks.refuse("num_heads", "at most 128", num_heads, "split the heads over more ranks")
+    raise checks.refuse("num_heads", f"at most {max(sizes)}", num_heads, "split the heads over more ranks")
 
 
 def init_layer_buffers(layer: Any) -> None:
@@ -105,6 +107,10 @@ class V4Impl:
     ) -> MixedIndices:
         """The step's rows for this kind of layer in one table. Only tokens of requests are in it, no padding."""
         window, total = swa_metadata, int(swa_metadata.query_start_loc_cpu[-1])
+        if window.decode_swa_width != layer.window_size:
+            expected = f"with rows of the layer's window of {layer.window_size}"
+            remedy = "readers of this form derive lengths from a causal mask; use v4_forward for draft blocks"
+            raise checks.refuse("swa_metadata", expected, f"{window.decode_swa_width} columns", remedy)
         decodes = min(window.num_decode_tokens, total)
         swa_cache = layer.swa_cache_layer.kv_cache
         ratio = layer.compress_ratio

@@ -173,17 +173,24 @@ def build_flashinfer_mixed_sparse_indices(
     topk: int,
     decode_compressed_indices_are_local: bool = False,
     decode_is_valid_token: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(sparse_indices int32 [T, Ws + K], sparse_topk_lens int32 [T]) as FlashInfer's combined form wants them.
 
     Columns before Ws, the width of `decode_swa_indices`, name window slots, the others slots of the compressed pool; K
     is padded to a multiple of 4 with -1. A length counts all Ws columns. Arguments as in `tamis.ops.select_mixed`.
+
+    With `out`, int32 [T or more, Ws + K or more] and [T or more], the results are the first rows of these buffers, for
+    callers whose addresses must not change; rows are written in full.
     """
     tokens = decode_swa_indices.shape[0] + prefill_topk_indices.shape[0]
     entries = max(topk, 0 if decode_compressed_indices is None else decode_compressed_indices.shape[1])
     width = decode_swa_indices.shape[1] + -(-entries // 4) * 4
-    slots = torch.empty(tokens, width, dtype=torch.int32, device=seq_lens.device)
-    lengths = torch.empty(tokens, dtype=torch.int32, device=seq_lens.device)
+    if out is None:
+        slots = torch.empty(tokens, width, dtype=torch.int32, device=seq_lens.device)
+        lengths = torch.empty(tokens, dtype=torch.int32, device=seq_lens.device)
+    else:
+        slots, lengths = (buffer[:tokens] for buffer in out)
     select_mixed(
         decode_swa_indices,
         decode_compressed_indices,

@@ -17,6 +17,8 @@ from tamis.spec import LayerSpec
 
 _ALIGN_COLUMNS = 128
 """Of rows that hold every entry: suits kernel tiles of 64 and of 128."""
+_ALIGN_DRAFTS = 64
+"""Of window rows that hold a draft block as well."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,16 +79,18 @@ class V4WindowMetadata:
 
     @property
     def decode_swa_width(self) -> int:
-        """Columns of the window's rows."""
+        """Columns of the window's rows; more than the window where draft blocks have no causal mask."""
         return self.decode_swa_indices.shape[-1]
 
 
 class _Builder:
-    """What both builders read of vLLM's configs, and their planner."""
+    """What all builders read of vLLM's configs, and their planner."""
 
     _cudagraph_support: ClassVar[Any] = "UNIFORM_BATCH"
     reorder_batch_threshold: int | None = 1
     supports_update_block_table: ClassVar[bool] = False
+    uniform_decodes: ClassVar[bool] = False
+    """Window and entries must cut batches alike, and neither shapes decodes as [requests, query length]."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
@@ -116,8 +120,7 @@ class _Builder:
             page_size=self.block_size,
             speculative_tokens=getattr(drafts, "num_speculative_tokens", None) or 0,
             parallel_drafting=bool(getattr(drafts, "parallel_drafting", False)),
-            # Rows of both builders must line up, and neither shapes decodes as [requests, query length].
-            uniform_decodes=False,
+            uniform_decodes=self.uniform_decodes,
         )
         self.reorder_batch_threshold = self.limits.threshold
         heads = model.get_num_attention_heads(vllm_config.parallel_config)
@@ -131,7 +134,40 @@ class _Builder:
         return torch.full((self.limits.max_tokens, columns), -1, dtype=torch.int32, device=self.device)
 
 
-class V4MetadataBuilder(_Builder):
+class CompressedBuilder(_Builder):
+    """What builders of caches with one row per entry share: the ratio, and where completed entries go."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
+    ) -> None:
+        """As above."""
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        ratio = getattr(kv_cache_spec, "compress_ratio", None)
+        self.compress_ratio = checks.integer("kv_cache_spec.compress_ratio", ratio, low=1)
+        if self.block_size % self.compress_ratio:
+            expected = f"a multiple of the ratio {self.compress_ratio}"
+            raise checks.refuse("kv_cache_spec.block_size", expected, self.block_size, "use 256")
+        self.compressed_slot_mapping_buffer = self._each(torch.int64, -1) if self.compress_ratio > 1 else None
+
+    def _slot_mapping(self, plan: Plan, table: Tensor) -> Tensor:
+        buffer = self.compressed_slot_mapping_buffer
+        if buffer is None:
+            return plan.slots
+        buffer.fill_(-1)
+        found = buffer[: plan.rows]
+        if plan.requests:
+            select_entries(
+                plan.positions,
+                plan.request_ids,
+                table,
+                ratio=self.compress_ratio,
+                page_size=self.block_size // self.compress_ratio,
+                completed=found,
+            )
+        return found
+
+
+class V4MetadataBuilder(CompressedBuilder):
     """Makes a `V4Metadata` per step from vLLM's `CommonAttentionMetadata`, or anything with its attributes.
 
     Where vLLM wants the tokens' positions, they are worked out from lengths and query starts.
@@ -148,13 +184,7 @@ class V4MetadataBuilder(_Builder):
     ) -> None:
         """As above; `every_entry` says whether these layers attend to all entries (so do those of ratio 128)."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        ratio = getattr(kv_cache_spec, "compress_ratio", None)
-        self.compress_ratio = checks.integer("kv_cache_spec.compress_ratio", ratio, low=1)
-        if self.block_size % self.compress_ratio:
-            expected = f"a multiple of the ratio {self.compress_ratio}"
-            raise checks.refuse("kv_cache_spec.block_size", expected, self.block_size, "use 256")
         self.every_entry = self.compress_ratio == 128 if every_entry is None else every_entry
-        self.compressed_slot_mapping_buffer = self._each(torch.int64, -1) if self.compress_ratio > 1 else None
         if self.every_entry:
             longest = -(-self.limits.max_length // self.compress_ratio)
             self.c128a_max_compressed = -(-longest // _ALIGN_COLUMNS) * _ALIGN_COLUMNS
@@ -186,23 +216,6 @@ class V4MetadataBuilder(_Builder):
             topk_tokens=self.topk_tokens,
             **self._every(plan, table, actual),
         )
-
-    def _slot_mapping(self, plan: Plan, table: Tensor) -> Tensor:
-        buffer = self.compressed_slot_mapping_buffer
-        if buffer is None:
-            return plan.slots
-        buffer.fill_(-1)
-        found = buffer[: plan.rows]
-        if plan.requests:
-            select_entries(
-                plan.positions,
-                plan.request_ids,
-                table,
-                ratio=self.compress_ratio,
-                page_size=self.block_size // self.compress_ratio,
-                completed=found,
-            )
-        return found
 
     def _every(self, plan: Plan, table: Tensor, actual: int) -> dict[str, Tensor | None]:
         if not self.every_entry or actual == 0 or plan.requests == 0:
@@ -236,29 +249,25 @@ class V4WindowMetadataBuilder(_Builder):
         """As above."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.swa_indices_buffer = self._rows(self.window_size)
+        drafts = self.limits.speculative_tokens
+        wide = -(-(self.window_size + drafts) // _ALIGN_DRAFTS) * _ALIGN_DRAFTS
+        self.draft_indices_buffer = self._rows(wide) if drafts else None
         self.swa_lens_buffer, self.is_valid_token_buffer = self._each(), self._each(torch.bool)
         self.gather_lens_buffer = torch.zeros(self.limits.max_requests, dtype=torch.int32, device=self.device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4WindowMetadata:
-        """Metadata of one step, valid until the next call. Copies from the engine's tensors and changes none."""
+        """Metadata of one step, valid until the next call. Copies from the engine's tensors and changes none.
+
+        Where the engine says `causal=False`, the new tokens of a request are a draft block: all of them see the window
+        before the block and the whole of it.
+        """
         common = common_attn_metadata
         actual = int(common.num_actual_tokens)
         batch = engine_batch(common, self.limits)
         plan = self.planner.plan(batch)
         for buffer in (self.swa_lens_buffer, self.is_valid_token_buffer):
             buffer.zero_()
-        slots, lengths = self.swa_indices_buffer[: plan.rows], self.swa_lens_buffer[: plan.rows]
-        if plan.requests:
-            select_window(
-                plan.positions,
-                plan.request_ids,
-                plan.block_table,
-                page_size=self.block_size,
-                window=self.window_size,
-                slots=slots,
-                lengths=lengths,
-                own=plan.slots,
-            )
+        slots, lengths = self._window(plan, bool(getattr(common, "causal", True)))
         valid = self.is_valid_token_buffer[: plan.rows]
         torch.ge(plan.slots, 0, out=valid)
         decodes, split = decode_rows(plan, actual), plan.split
@@ -284,6 +293,31 @@ class V4WindowMetadataBuilder(_Builder):
             prefill_seq_lens=prefill_lengths,
             prefill_gather_lens=self._gather_lengths(plan, prefill_lengths),
         )
+
+    def _window(self, plan: Plan, causal: bool) -> tuple[Tensor, Tensor]:
+        """Slots [rows, columns] and how many of each row count."""
+        buffer, blocks = self.swa_indices_buffer, None
+        if not causal:
+            room = 0 if self.draft_indices_buffer is None else self.draft_indices_buffer.shape[1] - self.window_size
+            if self.draft_indices_buffer is None or plan.max_query > room:
+                expected = f"True for blocks of more than {room} tokens"
+                raise checks.refuse("causal", expected, f"blocks of {plan.max_query}", "set num_speculative_tokens")
+            buffer = self.draft_indices_buffer
+            blocks = (plan.lengths - (plan.query_starts[1:] - plan.query_starts[:-1]), plan.lengths)
+        slots, lengths = buffer[: plan.rows], self.swa_lens_buffer[: plan.rows]
+        if plan.requests:
+            select_window(
+                plan.positions,
+                plan.request_ids,
+                plan.block_table,
+                page_size=self.block_size,
+                window=self.window_size,
+                slots=slots,
+                lengths=lengths,
+                own=plan.slots,
+                blocks=blocks,
+            )
+        return slots, lengths
 
     def _gather_lengths(self, plan: Plan, lengths: Tensor) -> Tensor:
         found = self.gather_lens_buffer[: plan.split.prefills]

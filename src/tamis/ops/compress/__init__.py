@@ -9,6 +9,7 @@ from tamis import checks
 from tamis.cache import PagedCache
 from tamis.ops.compress import registered
 from tamis.ops.rotate import check_rotary
+from tamis.recipe import IndexRecipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,8 @@ def compress_kv(
     weighted by a softmax over their scores, to which `bias` is added by place in the span. Where spans overlap, every
     token has two sets of D channels: the second goes into its own span's entry, the first into the next one's, so that
     2r tokens are pooled. The result is RMS-normalised, rotated in its last channels at the position of the span's first
-    token, rounded once (to bf16 before FP8), and written.
+    token, rounded once (to bf16 before FP8), and written. Where the cache records a recipe with a Hadamard rotation
+    (index keys), the rounded entry is turned by it and rounded again.
 
     An entry depends on positions alone, not on how tokens were cut into steps: what earlier steps computed is read from
     the state pages, of which the last r (2r) tokens of each request must be kept. To run a token again overwrites its
@@ -54,7 +56,7 @@ def compress_kv(
         values: [T, C] in bf16, fp16 or fp32; C is D, or 2D where spans overlap.
         scores: [T, C], without the bias.
         state: a cache of `tamis.layout.compressor_state`, 2C wide.
-        cache: of the entries, D wide, in any layout.
+        cache: of the entries, D wide, in any layout; a recipe that it records must be V4's, with or without Hadamard.
         positions: integer [T], absolute; negative for padding. Tokens of one request stand in rising order.
         pages: of the state.
         slots: int32 or int64 [T], the slot of the entry that each token completes. Only tokens with
@@ -92,6 +94,7 @@ def compress_kv(
     checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=width, device=device)
     rotary = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), device=device)
     check_rotary(rotary["R"], width)
+    hadamard = _check_recipe(cache, rotary["R"])
     checks.positive_number("eps", eps)
     _check_values(state, cache, positions, pages, slots, rotary["P"])
     registered.compress_kv(
@@ -108,8 +111,20 @@ def compress_kv(
         norm_weight,
         cos_sin,
         eps,
+        hadamard,
         backend,
     )
+
+
+def _check_recipe(cache: PagedCache, rotary: int) -> bool:
+    """Whether entries are turned by the Hadamard matrix."""
+    if cache.recipe is None:
+        return False
+    made = IndexRecipe.of_v4(rotary, hadamard=cache.recipe.hadamard)
+    if cache.recipe != made:
+        raise checks.refuse("cache.recipe", f"{made}, as entries are rotated", cache.recipe, "use a cache of V4 keys")
+    cache.recipe.check_width(cache.layout.width)
+    return cache.recipe.hadamard
 
 
 def _check_values(

@@ -27,6 +27,7 @@ def compress_kv(
     norm_weight: Tensor,
     cos_sin: Tensor,
     eps: float,
+    hadamard: bool,
 ) -> None:
     """State rows of all tokens, then the entries that some of them complete; see `tamis.ops.compress_kv`."""
     ratio = bias.shape[0]
@@ -42,7 +43,7 @@ def compress_kv(
         found = span_slots(state, position[part], request_ids[part], block_table, span)
         pooled = pool_rows(state, found, cache.layout.width)
         entries = rms_norm(pooled, norm_weight.float(), eps)
-        insert(rotate_tail(entries, position[part] + 1 - ratio, cos_sin), cache, slots[part])
+        insert(rotate_tail(entries, position[part] + 1 - ratio, cos_sin), cache, slots[part], hadamard)
 
 
 def span_slots(state: PagedCache, last: Tensor, request_ids: Tensor, block_table: Tensor, span: int) -> Tensor:

@@ -16,7 +16,7 @@ def _compress_kv(values: Tensor, scores: Tensor, *rest: Any) -> None:
     "compress_kv(Tensor values, Tensor scores, "
     "Tensor(a!) state_storage, str state_layout, float state_scale, Tensor? state_scale_tensor, "
     f"Tensor(b!) storage, {CACHE}, Tensor positions, Tensor state_slots, Tensor request_ids, Tensor block_table, "
-    "Tensor slots, Tensor bias, Tensor norm_weight, Tensor cos_sin, float eps, str backend) -> ()",
+    "Tensor slots, Tensor bias, Tensor norm_weight, Tensor cos_sin, float eps, bool hadamard, str backend) -> ()",
     _compress_kv,
 )
 def compress_kv(
@@ -33,9 +33,10 @@ def compress_kv(
     norm_weight: Tensor,
     cos_sin: Tensor,
     eps: float,
+    hadamard: bool,
     backend: str,
 ) -> None:
     """State rows of tokens, and the entries that some of them complete."""
     stage = stage_module("compress", backend, cache.device, values=values, scores=scores)
     pages = (positions, state_slots, request_ids, block_table, slots)
-    stage.compress_kv(values, scores, state, cache, *pages, bias, norm_weight, cos_sin, eps)
+    stage.compress_kv(values, scores, state, cache, *pages, bias, norm_weight, cos_sin, eps, hadamard)

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.layout import Layout, compressor_state, index_fp8, named, plain_fp8
-from tamis.ops.triton_norm import insert_arguments, insert_row, norm_row, rotate_row
+from tamis.layout import Layout, compressor_state, index_fp8, index_mxfp4, named, plain_fp8
+from tamis.ops.triton_norm import hadamard_row, hadamard_steps, insert_arguments, insert_row, norm_row, rotate_row
 from tamis.ops.triton_rows import interpreted, launching_on, load_wide, row_start
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def compress_tokens(
     requests, table_width, slots, bias, norm_weight, cos_sin, table_rows, eps,
     state, state_page_stride, state_pages, cache, page_stride, scale, cache_rows,
     RATIO: tl.constexpr, SERIES: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, STATE_PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, HADAMARD_STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
     VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr, SCALES_START: tl.constexpr,
     SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
@@ -131,6 +131,7 @@ def compress_tokens(
         )  # fmt: skip
         entry = norm_row(entry, norm_weight, eps, WIDTH, BLOCK)
         entry = rotate_row(entry, cos_sin, position + 1 - RATIO, table_rows, WIDTH, ROTARY, False, BLOCK)
+        entry = hadamard_row(entry, cache, HADAMARD_STEPS, NATIVE_BF16, BLOCK)
         insert_row(
             entry, slot.to(tl.int32), cache, page_stride, scale, PAGE_SIZE, MODE, LATENT, ROPE, TILE, VALUES_START,
             VALUES_STRIDE, SCALES, SCALES_START, SCALES_STRIDE, TAIL_START, TAIL_STRIDE, SCALE_FLOOR, SCALE_IN_MEMORY,
@@ -152,12 +153,13 @@ def compress_kv(
     norm_weight: Tensor,
     cos_sin: Tensor,
     eps: float,
+    hadamard: bool,
 ) -> None:
     """State rows of all tokens, and the entries that some of them complete. No two tokens may name the same slot."""
     if len(values) == 0:
         return
     tokens = (positions, state_slots, request_ids, block_table, slots)
-    arguments = _arguments(values, scores, state, cache, *tokens, bias, norm_weight, cos_sin, eps)
+    arguments = _arguments(values, scores, state, cache, *tokens, bias, norm_weight, cos_sin, eps, hadamard)
     with launching_on(values.device):
         compress_tokens[(len(values),)](**arguments, **_options(arguments))
 
@@ -176,6 +178,7 @@ def _arguments(
     norm_weight: Tensor,
     cos_sin: Tensor,
     eps: float,
+    hadamard: bool,
 ) -> dict[str, Any]:
     """What `compress_tokens` is launched with."""
     values, scores, block_table = (t if t.stride(1) == 1 else t.contiguous() for t in (values, scores, block_table))
@@ -209,6 +212,7 @@ def _arguments(
         "ROTARY": cos_sin.shape[1],
         "STATE_PAGE": state.page_size,
         "ROWS": min(triton.next_power_of_2(ratio * series), max(1, SPAN_VALUES // rows["BLOCK"])),
+        "HADAMARD_STEPS": hadamard_steps(cache.layout.width) if hadamard else 0,
         "NATIVE_BF16": not interpreted(compress_tokens),
     }
 
@@ -222,21 +226,25 @@ def offline_cases() -> Iterator["OfflineCase"]:
     """Launches that `tamis.testing.offline` compiles."""
     from tamis.testing.offline import OfflineCase
 
-    kinds: list[tuple[Layout, int, bool, torch.dtype]] = [
-        (named("v4-fp8"), 4, True, torch.float32),
-        (named("v4-fp8"), 128, False, torch.float32),
-        (named("v4-bf16"), 4, True, torch.bfloat16),
-        (plain_fp8(latent=448), 128, False, torch.bfloat16),
-        (index_fp8(), 4, True, torch.float32),
-        (index_fp8(dim=100), 3, True, torch.float16),
+    kinds: list[tuple[Layout, int, bool, torch.dtype, bool]] = [
+        (named("v4-fp8"), 4, True, torch.float32, False),
+        (named("v4-fp8"), 128, False, torch.float32, False),
+        (named("v4-bf16"), 4, True, torch.bfloat16, False),
+        (plain_fp8(latent=448), 128, False, torch.bfloat16, False),
+        (index_fp8(), 4, True, torch.float32, False),
+        (index_fp8(), 4, True, torch.float32, True),
+        (index_fp8(dim=100), 3, True, torch.float16, False),
+        (index_mxfp4(), 4, True, torch.float32, False),
+        (index_mxfp4(), 4, True, torch.float32, True),
     ]
-    for layout, ratio, overlapping, dtype in kinds:
+    for layout, ratio, overlapping, dtype, hadamard in kinds:
         state = PagedCache(compressor_state(dim=layout.width, overlapping=overlapping), 2, 4)
         channels = state.layout.width // 2
         tokens = torch.empty(2, channels, dtype=dtype)
         ids = torch.zeros(2, dtype=torch.int32)
         pages = (ids, ids.long(), ids, torch.zeros(2, 32, dtype=torch.int32), ids.long())
         weights = (torch.empty(ratio, channels), torch.empty(layout.width), torch.empty(9, 64))
-        arguments = _arguments(tokens, tokens, state, PagedCache(layout, 2, 2), *pages, *weights, 1e-6)
-        label = f"compress {layout.name} {ratio}{' overlapping' * overlapping} from {dtype}".replace("torch.", "")
+        arguments = _arguments(tokens, tokens, state, PagedCache(layout, 2, 2), *pages, *weights, 1e-6, hadamard)
+        how = f"{ratio}{' overlapping' * overlapping}{' by Hadamard' * hadamard}"
+        label = f"compress {layout.name} {how} from {dtype}".replace("torch.", "")
         yield OfflineCase.of_launch(compress_tokens, arguments, _options(arguments), label)

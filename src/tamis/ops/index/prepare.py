@@ -147,8 +147,7 @@ def _check_rotations(
     device: torch.device,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Positions and table, both None where no column is to be rotated by the rope."""
-    if recipe.hadamard and width & (width - 1):
-        raise checks.refuse("width", "a power of two for a Hadamard rotation", width, "use a recipe without it")
+    recipe.check_width(width)
     if (positions is None) != (cos_sin is None):
         received = "cos_sin" if positions is None else "positions"
         raise checks.refuse("positions and cos_sin", "given together", f"only {received}", "pass both, or none")

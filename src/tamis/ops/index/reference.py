@@ -17,7 +17,7 @@ from tamis.layout import Layout, Rounding
 from tamis.ops.gather.reference import decode_e2m1, fetch_field, request_slots
 from tamis.ops.write.reference import encode_rows, write_kv
 from tamis.recipe import IndexRecipe
-from tamis.rope import rotate
+from tamis.rope import hadamard, rotate
 
 KEY_BLOCK = 1024
 """Keys per product."""
@@ -78,19 +78,6 @@ def prepare_rows(
     if not recipe.hadamard:
         return x
     return hadamard(x.bfloat16() if rounding == "bf16" else x)
-
-
-def hadamard(x: Tensor) -> Tensor:
-    """x times the orthonormal Hadamard matrix over its last axis (a power of two wide), in float32."""
-    dim = x.shape[-1]
-    turned = x.float()
-    span = 1
-    while span < dim:
-        pairs = turned.unflatten(-1, (-1, 2, span))
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        turned = torch.stack((first + second, first - second), dim=-2).flatten(-3)
-        span *= 2
-    return turned.mul(dim**-0.5)
 
 
 def index_scores(

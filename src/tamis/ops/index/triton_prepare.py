@@ -16,7 +16,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.layout import Layout, index_fp8, index_mxfp4, rows
-from tamis.ops.triton_norm import rotate_pairs
+from tamis.ops.triton_norm import hadamard_rows, hadamard_steps, rotate_pairs
 from tamis.ops.triton_rows import (
     interpreted,
     launching_on,
@@ -80,16 +80,6 @@ def _turn_halves(
 
 
 @triton.jit
-def _hadamard(x, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows times the orthonormal Hadamard matrix. Each step adds and subtracts neighbours and puts all sums before all
-    differences; after as many steps as a column's number has bits, each column is in its place again."""
-    for _ in tl.static_range(STEPS):
-        first, second = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
-        x = tl.reshape(tl.permute(tl.join(first + second, first - second), [0, 2, 1]), [ROWS, BLOCK])
-    return x * BLOCK**-0.5
-
-
-@triton.jit
 def prepare_rows(
     rows, there, weight, bias, eps, positions, token, cos_sin, table_rows,
     WIDTH: tl.constexpr, START: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -115,7 +105,7 @@ def prepare_rows(
     if HADAMARD_STEPS:
         if ROUND:
             x = widen_bf16(round_to_bf16(x, NATIVE_BF16))
-        x = _hadamard(x, HADAMARD_STEPS, ROWS, BLOCK)
+        x = hadamard_rows(x, HADAMARD_STEPS, ROWS, BLOCK)
     if ROUND:
         x = widen_bf16(round_to_bf16(x, NATIVE_BF16))
     return x
@@ -238,7 +228,7 @@ def _shared_arguments(
         "START": start,
         "ROTARY": rotary,
         "INTERLEAVED": recipe.interleaved,
-        "HADAMARD_STEPS": block.bit_length() - 1 if recipe.hadamard else 0,
+        "HADAMARD_STEPS": hadamard_steps(block) if recipe.hadamard else 0,
         "ROUND": layout.rounding == "bf16",
         "MODE": layout.scale_mode,
         "SCALE_FLOOR": layout.scale_floor,

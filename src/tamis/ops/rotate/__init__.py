@@ -9,6 +9,7 @@ from tamis import checks
 from tamis.cache import PagedCache
 from tamis.ops.rotate import registered
 from tamis.ops.write import check_slots
+from tamis.recipe import IndexRecipe
 
 
 class Rotated(NamedTuple):
@@ -65,6 +66,7 @@ def rotate_and_write(
     norm_weight: Tensor,
     eps: float = 1e-6,
     index_q: Tensor | None = None,
+    index_hadamard: bool = False,
     backend: str = "auto",
 ) -> Rotated:
     """Queries normed without weight and rotated, and beside them the tokens' rows normed, rotated and written.
@@ -82,6 +84,8 @@ def rotate_and_write(
         norm_weight: [D], of the rows.
         eps: of both norms.
         index_q: [T, index heads, index dim], the indexer's queries, which are rotated without a norm.
+        index_hadamard: turn these, once rotated and rounded, by the Hadamard matrix as well, and round them again; for
+            index keys whose cache says so (`PagedCache.recipe`).
         backend: a name from `tamis backends`, or "auto".
     """
     width = cache.layout.width
@@ -95,7 +99,8 @@ def rotate_and_write(
     if index_q is not None:
         sizes = checks.tensor("index_q", index_q, "T H D", checks.FLOATS, T=total, device=cache.device)
         check_rotary(cos_sin.shape[1], sizes["D"])
-    arguments = (q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q, backend)
+        IndexRecipe(hadamard=index_hadamard).check_width(sizes["D"])
+    arguments = (q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q, index_hadamard, backend)
     turned, turned_index = registered.rotate_and_write(*arguments)
     return Rotated(turned, None if index_q is None else turned_index)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from tamis.cache import PagedCache
 from tamis.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
 from tamis.ops.write.reference import divide, exponent_above, to_e4m3, write_kv
-from tamis.rope import rms_norm, rotate
+from tamis.rope import hadamard, rms_norm, rotate
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,12 +30,15 @@ def rotate_and_write(
     norm_weight: Tensor,
     eps: float,
     index_q: Tensor | None,
+    index_hadamard: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Rows into the cache; the queries [T, H, D] and the indexer's. See `tamis.ops.rotate_and_write`."""
     count = len(slots)
     rows = rms_norm(kv[:count].float(), norm_weight.float(), eps)
     insert(rotate_tail(rows, positions[:count], cos_sin), cache, slots)
     turned = None if index_q is None else rotate_heads(index_q, positions, cos_sin, None, False)
+    if turned is not None and index_hadamard:
+        turned = hadamard(turned).to(turned.dtype)
     return rotate_heads(q, positions, cos_sin, eps, False), turned
 
 
@@ -66,7 +69,9 @@ def rotate_tail(x: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool = F
     return torch.cat((front, torch.where((known >= 0).unsqueeze(-1), turned, tail)), dim=-1)
 
 
-def insert(rows: Tensor, cache: PagedCache, slots: Tensor) -> None:
-    """Float32 rows rounded once, to bf16 before FP8, and written."""
+def insert(rows: Tensor, cache: PagedCache, slots: Tensor, turned: bool = False) -> None:
+    """Float32 rows rounded once, to bf16 before FP8, and written; if they are to be turned by the Hadamard matrix, that
+    comes after, and they are rounded again."""
     stored = torch.bfloat16 if cache.layout.quantised else cache.layout.element
-    write_kv(rows.to(stored), cache, slots)
+    rounded = rows.to(stored)
+    write_kv(hadamard(rounded).to(stored) if turned else rounded, cache, slots)

@@ -40,14 +40,15 @@ def rotate_heads(
 
 
 def _rotate_and_write(q: Tensor, kv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, index_q, backend = rest
+    *_, index_q, _, backend = rest
     stage_module("rotate", backend, q.device, q=q, kv=kv, index_q=index_q)
     return q.new_empty(q.shape), q.new_empty((0,)) if index_q is None else index_q.new_empty(index_q.shape)
 
 
 @op(
     f"rotate_and_write(Tensor q, Tensor kv, Tensor(a!) storage, {CACHE}, Tensor slots, Tensor positions, "
-    "Tensor cos_sin, Tensor norm_weight, float eps, Tensor? index_q, str backend) -> (Tensor, Tensor)",
+    "Tensor cos_sin, Tensor norm_weight, float eps, Tensor? index_q, bool index_hadamard, str backend) "
+    "-> (Tensor, Tensor)",
     _rotate_and_write,
 )
 def rotate_and_write(
@@ -60,11 +61,13 @@ def rotate_and_write(
     norm_weight: Tensor,
     eps: float,
     index_q: Tensor | None,
+    index_hadamard: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Rows into the cache; the queries, and the indexer's, which are empty where there are none."""
     stage = stage_module("rotate", backend, q.device, q=q, kv=kv, index_q=index_q)
-    turned, index = stage.rotate_and_write(q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q)
+    rotation = (positions, cos_sin, norm_weight, eps)
+    turned, index = stage.rotate_and_write(q, kv, cache, slots, *rotation, index_q, index_hadamard)
     return turned.contiguous(), q.new_empty((0,)) if index is None else index.contiguous()
 
 

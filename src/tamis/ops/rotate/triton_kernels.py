@@ -12,7 +12,7 @@ from tamis.cache import PagedCache
 from tamis.layout import named, plain_fp8
 from tamis.ops.rotate import triton_output
 from tamis.ops.rotate.triton_output import lower_groups, rotate_to_fp8
-from tamis.ops.triton_norm import insert_arguments, insert_row, norm_row, rotate_row
+from tamis.ops.triton_norm import hadamard_row, hadamard_steps, insert_arguments, insert_row, norm_row, rotate_row
 from tamis.ops.triton_rows import interpreted, launching_on, load_wide, store_rounded
 
 if TYPE_CHECKING:
@@ -44,15 +44,15 @@ def turn_heads(
     head = tl.program_id(1)
     _turn_head(
         token, head, x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps, WIDTH, ROTARY,
-        NORM, INVERSE, NATIVE_BF16, BLOCK,
+        NORM, INVERSE, 0, NATIVE_BF16, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def _turn_head(
     token, head, x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps,
-    WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, INVERSE: tl.constexpr, NATIVE_BF16: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, INVERSE: tl.constexpr,
+    HADAMARD_STEPS: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -60,6 +60,7 @@ def _turn_head(
     if NORM:
         row = norm_row(row, None, eps, WIDTH, BLOCK)
     row = rotate_row(row, cos_sin, tl.load(positions + token), table_rows, WIDTH, ROTARY, INVERSE, BLOCK)
+    row = hadamard_row(row, out, HADAMARD_STEPS, NATIVE_BF16, BLOCK)
     store_rounded(out + (token.to(tl.int64) * heads + head) * WIDTH + column, row, inside, NATIVE_BF16)
 
 
@@ -69,6 +70,7 @@ def turn_and_insert(
     kv, kv_stride, slots, count, positions, cos_sin, table_rows, norm_weight, eps,
     cache, page_stride, scale, cache_rows,
     WIDTH: tl.constexpr, ROTARY: tl.constexpr, INDEX_WIDTH: tl.constexpr, INDEX_BLOCK: tl.constexpr,
+    HADAMARD_STEPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
     VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr, SCALES_START: tl.constexpr,
     SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
@@ -80,13 +82,14 @@ def turn_and_insert(
     if head < heads:
         _turn_head(
             token, head, x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps, WIDTH, ROTARY,
-            True, False, NATIVE_BF16, BLOCK,
+            True, False, 0, NATIVE_BF16, BLOCK,
         )  # fmt: skip
     elif head > heads:
         if INDEX_WIDTH:
             _turn_head(
                 token, head - heads - 1, index, index_token_stride, index_head_stride, index_out, index_heads,
-                positions, cos_sin, table_rows, eps, INDEX_WIDTH, ROTARY, False, False, NATIVE_BF16, INDEX_BLOCK,
+                positions, cos_sin, table_rows, eps, INDEX_WIDTH, ROTARY, False, False, HADAMARD_STEPS,
+                NATIVE_BF16, INDEX_BLOCK,
             )  # fmt: skip
     else:
         slot = tl.load(slots + token, mask=token < count, other=-1)
@@ -133,13 +136,15 @@ def rotate_and_write(
     norm_weight: Tensor,
     eps: float,
     index_q: Tensor | None,
+    index_hadamard: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Rows into the cache, no two of them into one slot; the queries [T, H, D] and the indexer's."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     index_out = None if index_q is None else torch.empty_like(index_q, memory_format=torch.contiguous_format)
     if len(q) == 0:
         return out, index_out
-    arguments = _heads_and_rows(q, kv, cache, slots, positions, cos_sin, norm_weight, eps, out, index_q, index_out)
+    index = (index_q, index_out, index_hadamard)
+    arguments = _heads_and_rows(q, kv, cache, slots, positions, cos_sin, norm_weight, eps, out, *index)
     with launching_on(q.device):
         turn_and_insert[(len(q), q.shape[1] + 1 + arguments["index_heads"])](**arguments, num_warps=NUM_WARPS)
     return out, index_out
@@ -207,6 +212,7 @@ def _heads_and_rows(
     out: Tensor,
     index_q: Tensor | None,
     index_out: Tensor | None,
+    index_hadamard: bool,
 ) -> dict[str, Any]:
     q, shared = _shared(q, positions, cos_sin, out)
     if kv.stride(1) != 1:
@@ -225,6 +231,7 @@ def _heads_and_rows(
             "index_heads": 0 if index_q is None else index_q.shape[1],
             "INDEX_WIDTH": width,
             "INDEX_BLOCK": max(2, triton.next_power_of_2(max(1, width))),
+            "HADAMARD_STEPS": hadamard_steps(width) if index_hadamard and width else 0,
         }
         | {
             "kv": kv,
@@ -251,18 +258,20 @@ def offline_cases() -> Iterator["OfflineCase"]:
             arguments = _heads(x, positions, table, eps, inverse, x)
             yield OfflineCase.of_launch(turn_heads, arguments, options, label.replace("torch.", ""))
     index = torch.empty(2, 64, 128, dtype=torch.bfloat16)
-    for layout, other in (
-        (named("v4-fp8"), index),
-        (named("v4-fp8"), None),
-        (named("v4-bf16"), index),
-        (named("v4-fp32"), None),
-        (plain_fp8(latent=448), None),
+    for layout, other, hadamard in (
+        (named("v4-fp8"), index, False),
+        (named("v4-fp8"), index, True),
+        (named("v4-fp8"), None, False),
+        (named("v4-bf16"), index, False),
+        (named("v4-fp32"), None, False),
+        (plain_fp8(latent=448), None, False),
     ):
         q = torch.empty(2, 64, layout.width, dtype=torch.bfloat16)
         cache, slots, weight = PagedCache(layout, 2, 64), torch.arange(2), torch.empty(layout.width)
-        rest = (positions, table, weight, 1e-6, q, other, other)
+        rest = (positions, table, weight, 1e-6, q, other, other, hadamard)
         arguments = _heads_and_rows(q, q[:, 0], cache, slots, *rest)
-        label = f"rotate and write {layout.name}{' with index queries' * (other is not None)}"
+        queries = f"{' with index queries' * (other is not None)}{' by Hadamard' * hadamard}"
+        label = f"rotate and write {layout.name}{queries}"
         yield OfflineCase.of_launch(turn_and_insert, arguments, options, label)
     for width, dtype in ((1536, torch.bfloat16), (100, torch.float32)):
         x = torch.empty(2, width, dtype=dtype)
