@@ -392,7 +392,7 @@ def test_help_has_an_example_that_is_accepted(command: str, capsys: pytest.Captu
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert "exit codes: 0" in text
-    example = text.split("example:\n  tamis ")[1].splitlines()[0]
+    example = text.split("examples:\n  tamis ")[1].splitlines()[0]
     assert main([*example.split(), "--device", "cpu"]) == 0
 
 

@@ -7,19 +7,23 @@ import sys
 from collections.abc import Sequence
 
 from tamis._version import __version__
-from tamis.cli import backends, bench, demo, generate, verify
-from tamis.cli.parser import EXIT_CODES, USAGE, Parser
+from tamis.cli import backends, bench, demo, doctor, generate, verify
+from tamis.cli.parser import EXIT_CODES, INTERRUPTED, USAGE, Parser, example_text
 
-COMMANDS = (demo, generate, backends, verify, bench)
+COMMANDS = (demo, generate, doctor, backends, verify, bench)
 """In the order in which the help lists them."""
 
-INTERRUPTED = 130
+EXAMPLES = """\
+tamis demo
+tamis doctor
+tamis verify --quick
+tamis bench --help"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 all is well, 1 a check failed, 2 wrong usage or input."""
+    """Run a command and return its exit code; see `tamis.cli.parser.MEANINGS`."""
     try:
-        options = _parser().parse_args(argv)
+        options = make_parser().parse_args(argv)
     except SystemExit as stop:  # argparse has printed the help, the version or the error already
         return stop.code if isinstance(stop.code, int) else 0
     try:
@@ -33,11 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """The parser of all commands; it imports nothing heavy."""
     parser = Parser(
         prog="tamis",
         description="Sparse latent attention for DeepSeek-V3.2, GLM-5 and DeepSeek-V4 style models.",
-        epilog=f"example:\n  tamis demo\n\n{EXIT_CODES}",
+        epilog=f"{example_text(EXAMPLES)}\n\n{EXIT_CODES}",
     )
     parser.add_argument("--version", action="version", version=f"tamis {__version__}")
     subcommands = parser.add_subparsers(dest="command", metavar="command", required=True)
