@@ -27,7 +27,7 @@ test: lint docs
 
 # The site, in site/; a warning is an error. What is generated from code and results is checked by the tests.
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Write again what the documents take from code and results: pictures, tables, the list of commands.
 generate: setup

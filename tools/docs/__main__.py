@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tools.docs import commands, flow, layouts, planning, results
+from tools.docs import bounds, commands, flow, layouts, planning, results
 
 ROOT = Path(__file__).parents[2]
 PICTURES: dict[str, Callable[[], str]] = {
@@ -19,6 +19,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     **{f"layout-{name}": partial(layouts.draw, name) for name in layouts.NAMES},
 }
 TEXTS: dict[str, Callable[[], str]] = {
+    "bounds": bounds.bounds,
     "commands": commands.commands,
     "exit codes": commands.exit_codes,
     "highlights": results.highlights,
@@ -30,7 +31,7 @@ PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 def outputs() -> dict[Path, str]:
     """Every file that is generated, wholly or in part, with the text it should have."""
     pictures = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in PICTURES.items()}
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return pictures | {page: _filled(page.read_text()) for page in pages}
 
 
