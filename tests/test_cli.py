@@ -134,6 +134,37 @@ def test_absent_device_is_refused(
     assert "use --device cpu" in one_error_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(13, "Permission denied", "results.csv"), "Permission denied: 'results.csv'"),
+        (ImportError("No module named 'triton'"), "No module named 'triton'; `tamis doctor` says what is missing"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(options: object) -> int:
+        raise error
+
+    def register(subcommands: tamis.cli.parser.Subcommands) -> None:
+        subcommands.add_parser("fail").set_defaults(run=failing)
+
+    monkeypatch.setattr(tamis.cli, "COMMANDS", (SimpleNamespace(register=register),))
+    assert main(["fail"]) == 2
+    assert words in one_error_line(capsys)
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = [sys.executable, "-m", "tamis", "backends", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
 def test_interruption(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(options: object) -> int:
         raise KeyboardInterrupt

@@ -32,7 +32,7 @@ def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
     examples = (parser.epilog or "").split("\n\n")[0].splitlines()[1:]
     yield "\n".join(['```sh title="examples"', *(line.strip() for line in examples), "```"])
     rows = [f"| {_names(action)} | {_text(action)} |" for action in parser._actions if action.dest != "help"]
-    yield "\n".join(["| option | |", "|---|---|", *rows])
+    yield "\n".join(["| option | what it does |", "|---|---|", *rows])
 
 
 def _names(action: argparse.Action) -> str:

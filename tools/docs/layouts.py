@@ -57,13 +57,14 @@ def draw(name: str) -> str:
     found = pieces(layout)
     planes = sorted({piece.plane for piece in found})
     bars = len(planes) + (len(planes) > 1)
-    height = 56 + 64 * bars + 22 * len(found) + 8
+    top = 64 if len(planes) > 1 else 56
+    height = top + 64 * bars + 22 * len(found) + 8
     picture = Picture(2 * LEFT + WIDTH, height, f"Bytes of the format {name}")
     picture.text(LEFT, 32, name, "title code")
     total = layout.page_bytes(PAGE_SIZE)
     what = f"{layout.row_bytes} bytes a row"
     picture.text(LEFT + WIDTH, 32, f"{what}; {total} bytes a page of {PAGE_SIZE}", "end muted")
-    y = 56.0
+    y = float(top)
     if len(planes) > 1:
         _page(picture, y, layout, found, total)
         y += 64

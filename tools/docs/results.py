@@ -8,6 +8,7 @@ from tamis.batch import parse_shape
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PEERS = {"flashmla": "FlashMLA", "deepgemm": "DeepGEMM", "vllm": "vLLM", "torch": "torch by hand", "": "-"}
+SAID_ONCE = ("stage", "heads", "top-k", "rows", "backend")
 Row = dict[str, str]
 
 HIGHLIGHTS: dict[str, tuple[str, str, str, str]] = {
@@ -78,10 +79,14 @@ def suite(name: str) -> str:
         ("peer", "l", lambda r: f"{PEERS[r['peer']]}, {_us(r['peer_us'])}" if r["peer_us"] else "-"),
         ("peer / tamis", "r", lambda r: f"{float(r['ratio']):.2f}" if r["ratio"] else "-"),
     ]
-    # Columns that say the same in every row would only take room.
-    kept = [c for c in columns if c[0] in ("stage", "time") or {c[2](row) for row in rows} != {"-"}]
+    # What is the same in every row is said once, above the table.
+    values = {name: {cell(row) for row in rows} for name, _, cell in columns}
+    same = [name for name, found in values.items() if len(found) == 1 and name in SAID_ONCE]
+    said = [f"{name} {found}" for name in same for found in values[name] if found != "-"]
+    kept = [column for column in columns if column[0] not in same and values[column[0]] != {"-"}]
     lines = [tuple(cell(row) for _, _, cell in kept) for row in rows]
-    return f"{_origin(rows)}\n\n" + _table([c[0] for c in kept], lines, "".join(c[1] for c in kept))
+    title = f"{_origin(rows)} All rows: {', '.join(said)}." if said else _origin(rows)
+    return f"{title}\n\n" + _table([c[0] for c in kept], lines, "".join(c[1] for c in kept))
 
 
 def _origin(rows: Sequence[Row]) -> str:

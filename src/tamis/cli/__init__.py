@@ -3,12 +3,13 @@
 Nothing here imports torch before a command runs, so that `--help` and `--version` answer at once.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
 from tamis._version import __version__
 from tamis.cli import backends, bench, demo, doctor, generate, verify
-from tamis.cli.parser import EXIT_CODES, INTERRUPTED, USAGE, Parser, example_text
+from tamis.cli.parser import EXIT_CODES, INTERRUPTED, OK, USAGE, Parser, example_text
 
 COMMANDS = (demo, generate, doctor, backends, verify, bench)
 """In the order in which the help lists them."""
@@ -28,13 +29,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 0
     try:
         code: int = options.run(options)
-    except (ValueError, TypeError) as error:
-        print(f"tamis: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return USAGE
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; what is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except (ValueError, TypeError, OSError) as error:
+        return _refuse(str(error))
+    except ImportError as error:
+        return _refuse(f"{error}; `tamis doctor` says what is missing and how to install it")
     except KeyboardInterrupt:
         print("tamis: interrupted", file=sys.stderr)
         return INTERRUPTED
     return code
+
+
+def _refuse(message: str) -> int:
+    print(f"tamis: error: {' '.join(message.split())}", file=sys.stderr)
+    return USAGE
 
 
 def make_parser() -> Parser:
