@@ -38,7 +38,7 @@ wheel: setup
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 check-wheel: wheel
-	$(BIN)/pytest -m wheel
+	$(BIN)/pytest -m wheel tests/test_release.py
 
 bench: setup
 	$(BIN)/python benchmarks/cpu_step.py

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 NOT_RUN = {
     "needs a network": ("pip", "git", "cd"),
-    "needs a GPU": ("tamis", "python", "pytest"),
+    "needs a GPU": ("tamis", "python", "pytest", "vllm"),
     "takes a minute": ("tamis", "make", "python"),
     "examples": ("tamis",),
 }

@@ -53,5 +53,5 @@ def add_command(
 
 def example_text(example: str) -> str:
     """One or more command lines, as a help text shows them."""
-    lines = example.splitlines()
+    lines = [line.strip() for line in example.splitlines()]
     return "\n  ".join(["example:" if len(lines) == 1 else "examples:", *lines])
