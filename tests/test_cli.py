@@ -21,7 +21,7 @@ import tamis.cli
 from tamis._version import __version__
 from tamis.backends import Backend, choose
 from tamis.cli import main, make_parser, progress
-from tamis.cli.progress import Progress, progress_line
+from tamis.cli.progress import Progress, progress_bar, progress_line
 from tamis.cli.table import render_table
 from tamis.spec import LayerSpec
 
@@ -293,7 +293,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_line() -> None:
+def test_progress_line_and_bar() -> None:
+    assert progress_bar(420, 1000) == "[========            ]"
+    assert progress_bar(0, 0) == progress_bar(7, 7) == "[" + 20 * "=" + "]"
     assert progress_line(420, 1000, 2.0, "tokens") == " 42% 420/1000 tokens, 210 tokens/s, eta 3 s"
     assert progress_line(999, 1000, 1.0, "tokens").startswith(" 99%")
     assert progress_line(0, 10, 0.0, "steps") == "  0% 0/10 steps, 0 steps/s, eta ?"
@@ -315,6 +317,7 @@ def test_progress_prints_now_and_then(stream: io.StringIO, lines: int) -> None:
         assert "\r" not in text
     else:
         assert text.count("%") == 100
+        assert "\r[==========          ]  50% 50/100 tokens, 8 tokens/s, eta 6 s" in text
         assert text.endswith("\r")
         shown = text.split("\r")
         assert set(shown[-2]) == {" "}

@@ -21,6 +21,7 @@ PICTURES: dict[str, Callable[[], str]] = {
 TEXTS: dict[str, Callable[[], str]] = {
     "bounds": bounds.bounds,
     "commands": commands.commands,
+    "cpu step": results.cpu_step,
     "exit codes": commands.exit_codes,
     "highlights": results.highlights,
     "results": results.everything,

@@ -4,10 +4,12 @@ import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tamis.backends import BACKENDS
 from tamis.batch import parse_shape
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PEERS = {"flashmla": "FlashMLA", "deepgemm": "DeepGEMM", "vllm": "vLLM", "torch": "torch by hand", "": "-"}
+PREFERENCE = [backend.name for backend in BACKENDS]
 SAID_ONCE = ("stage", "heads", "top-k", "rows", "backend")
 Row = dict[str, str]
 
@@ -21,7 +23,8 @@ HIGHLIGHTS: dict[str, tuple[str, str, str, str]] = {
     "scores and top-k in one call, 128 x 64K": ("h200_index", "index", "128q1s64k", "64"),
     "write 64K tokens, FP8": ("h200_write", "write", "8q8k", ""),
 }
-"""What README shows: file, stage, shape and heads, wins and losses alike. Where there are several rows, the newest."""
+"""What README shows: file, stage, shape and heads, wins and losses alike. Where there are several rows, that of
+the backend which runs by itself, and of those the newest."""
 
 
 def everything() -> str:
@@ -49,11 +52,23 @@ def highlights() -> str:
     for words, (name, stage, shape, heads) in HIGHLIGHTS.items():
         wanted = {"stage": stage, "shape": shape, "heads": heads}
         found = [row for row in read(name) if all(row[column] == value for column, value in wanted.items())]
-        row = max(found, key=lambda row: row["time"])
+        row = max(found, key=lambda row: (-PREFERENCE.index(row["backend"]), row["time"]))
         peer = "-" if not row["peer_us"] else f"{PEERS[row['peer']]}: {_us(row['peer_us'])}"
         ratio = "-" if not row["ratio"] else f"{float(row['ratio']):.2f}"
         lines.append((words, row["backend"], _us(row["median_us"]), peer, ratio))
     return _table(("on one H200", "backend", "tamis", "peer, same run", "peer / tamis"), lines, "llrrr")
+
+
+def cpu_step() -> str:
+    """What `benchmarks/cpu_step.py` has measured."""
+    with (RESULTS / "cpu_step.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = [
+        (r["torch"], r["threads"], r["heads"], r["topk"], f"{r['by_hand_ms']} ms", f"{r['tamis_ms']} ms", r["ratio"])
+        for r in rows
+    ]
+    header = ("torch", "threads", "heads", "top-k", "by hand", "tamis", "tamis / by hand")
+    return _table(header, lines, "lrrrrrr")
 
 
 def suite(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
-from tamis.cli.progress import Progress
+from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import render_table
 from tamis.cli.verify import as_data, results_table
 
@@ -102,7 +102,8 @@ def run(options: argparse.Namespace) -> int:
     from tamis.bench.suites import make_jobs
 
     # What can be refused is refused before the first check runs.
-    peers, absent = find_peers(options.against, device)
+    with waiting("looking for peers"):
+        peers, absent = find_peers(options.against, device)
     file = CsvFile(options.csv) if options.csv is not None else None
 
     jobs = make_jobs(
@@ -113,7 +114,8 @@ def run(options: argparse.Namespace) -> int:
     failures = [result for result in _verified(jobs, device, options.backend) if not result.ok]
     if failures:
         return _refuse(failures, json_wanted=options.json)
-    bench = _bench(device, options.backend, repeats, peers)
+    with waiting("finding the machine's limits"):
+        bench = _bench(device, options.backend, repeats, peers)
     rows, wrong = _measured(bench, jobs, file)
     machine = describe_machine(device)
     if options.json:

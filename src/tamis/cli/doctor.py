@@ -190,8 +190,9 @@ def look_at_gpu() -> Gpu:
     built_for = torch.version.cuda or (f"HIP {torch.version.hip}" if torch.version.hip else None)
     usable = None
     if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        usable = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+        usable = torch.cuda.get_device_name()
+        if torch.version.hip is None:  # AMD's GPUs have numbers of their own under the same name
+            usable += ", compute capability {}.{}".format(*torch.cuda.get_device_capability())
     return Gpu(built_for, usable, _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), _cuda())
 
 

@@ -10,10 +10,11 @@ REDRAW_SECONDS = 0.1
 QUIET_SECONDS = 1.0
 """On a terminal a line appears after so long at the latest, even if nothing was reported."""
 LOG_SECONDS = 5.0
+BAR_WIDTH = 20
 
 
 class Progress:
-    """Shows share, count, rate and time left: one line redrawn on a terminal, a plain line now and then in a log.
+    """Shows share, count, rate and time left: a bar redrawn on a terminal, a plain line now and then in a log.
 
     Before the first report, and between two that lie far apart, the line shows what is under way and for how long.
     Work that ends within a few seconds leaves no trace in a log. To be used in a `with` statement.
@@ -88,7 +89,7 @@ class Progress:
         if self._last is not None:
             line = progress_line(*self._last, seconds, self._unit)
         if self._terminal:
-            self._redraw(line)
+            self._redraw(line if self._last is None else f"{progress_bar(*self._last)} {line}")
         else:
             print(line, file=self._stream, flush=True)
 
@@ -101,6 +102,12 @@ class Progress:
 def waiting(doing: str) -> Progress:
     """For work that cannot be counted."""
     return Progress("", doing)
+
+
+def progress_bar(done: int, total: int) -> str:
+    """Such as `[========            ]`."""
+    filled = BAR_WIDTH * done // total if total else BAR_WIDTH
+    return f"[{'=' * filled:<{BAR_WIDTH}}]"
 
 
 def progress_line(done: int, total: int, seconds: float, unit: str) -> str:
