@@ -161,7 +161,9 @@ def test_a_closed_pipe_is_no_error() -> None:
         assert process.stdout is not None
         process.stdout.close()
         assert process.stderr is not None
-        assert process.stderr.read() == ""
+        said = process.stderr.read()  # on a slow machine, that torch is being loaded
+    assert "error" not in said
+    assert "Broken" not in said
     assert process.returncode == 0
 
 

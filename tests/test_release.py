@@ -20,7 +20,10 @@ ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
 NEEDED = re.compile(r"[\w.-]+")
 
-pytestmark = pytest.mark.wheel
+pytestmark = [
+    pytest.mark.wheel,
+    pytest.mark.skipif(not DIST.is_dir(), reason="nothing is built: run `make check-wheel`"),
+]
 
 
 @pytest.fixture(scope="module")
