@@ -395,7 +395,7 @@ def test_help_has_an_example_that_is_accepted(
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert "exit codes: 0" in text
-    example = text.split("example:\n  tamis ")[1].splitlines()[0]
+    example = text.split("examples:\n  tamis ")[1].splitlines()[0]
     accepted: list[object] = []
     monkeypatch.setattr(import_module(f"tamis.cli.{command}"), "run", lambda options: accepted.append(options) or 0)
     assert main([*example.split(), "--device", "cpu"]) == 0

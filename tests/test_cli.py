@@ -2,10 +2,16 @@
 
 import io
 import json
+import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +20,8 @@ import tamis.backends
 import tamis.cli
 from tamis._version import __version__
 from tamis.backends import Backend, choose
-from tamis.cli import main
-from tamis.cli.progress import Progress, progress_line
+from tamis.cli import main, make_parser, progress
+from tamis.cli.progress import Progress, progress_bar, progress_line
 from tamis.cli.table import render_table
 from tamis.spec import LayerSpec
 
@@ -50,18 +56,28 @@ def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["backends", "--help"]])
-def test_help_has_an_example_and_exit_codes(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+COMMANDS = [module.__name__.rpartition(".")[2] for module in tamis.cli.COMMANDS]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
+def test_help_has_examples_that_parse_and_exit_codes(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    assert "example:\n  tamis" in text
-    assert "exit codes: 0" in text
+    assert "exit codes: 0 all is well, 1 a check failed, 2 wrong usage or input, 130 interrupted" in text
+    examples = re.search(r"examples?:\n((?:  tamis .*\n)+)", text)
+    assert examples is not None
+    for line in examples[1].splitlines():
+        words = shlex.split(line)[1:]
+        if "--help" not in words:
+            parsed = make_parser().parse_args(words)
+            assert parsed.command == arguments[0] or arguments == ["--help"]
+            assert not parsed.json or "--json" in words
 
 
 def test_example_in_help_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("backends", "demo"):
         main([command, "--help"])
-        example = capsys.readouterr().out.split("example:\n  tamis ")[1].splitlines()[0]
+        example = capsys.readouterr().out.split("examples:\n  tamis ")[1].splitlines()[0]
         small = ["--layers", "1", "--max-prompt", "20"] if command == "demo" else ["--device", "cpu"]
         assert main([*example.split(), *small]) == 0
 
@@ -118,6 +134,39 @@ def test_absent_device_is_refused(
     assert "use --device cpu" in one_error_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(13, "Permission denied", "results.csv"), "Permission denied: 'results.csv'"),
+        (ImportError("No module named 'triton'"), "No module named 'triton'; `tamis doctor` says what is missing"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(options: object) -> int:
+        raise error
+
+    def register(subcommands: tamis.cli.parser.Subcommands) -> None:
+        subcommands.add_parser("fail").set_defaults(run=failing)
+
+    monkeypatch.setattr(tamis.cli, "COMMANDS", (SimpleNamespace(register=register),))
+    assert main(["fail"]) == 2
+    assert words in one_error_line(capsys)
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = [sys.executable, "-m", "tamis", "backends", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read()  # on a slow machine, that torch is being loaded
+    assert "error" not in said
+    assert "Broken" not in said
+    assert process.returncode == 0
+
+
 def test_interruption(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(options: object) -> int:
         raise KeyboardInterrupt
@@ -128,6 +177,23 @@ def test_interruption(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     monkeypatch.setattr(tamis.cli, "COMMANDS", (SimpleNamespace(register=register),))
     assert main(["wait"]) == 130
     assert capsys.readouterr().err == "tamis: interrupted\n"
+
+
+def test_interrupting_a_command_gives_one_line() -> None:
+    code = "import sys; from tamis.cli import main, progress; progress.LOG_SECONDS = 0.5; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "demo", "--requests", "64", "--token-budget", "64"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Whoever runs the tests in the background may have told its children to ignore the signal.
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, preexec_fn=listening, **pipes) as process:
+        assert process.stderr is not None
+        first = next(line for line in process.stderr if "model" in line or "tokens" in line)  # it is at work
+        process.send_signal(signal.SIGINT)
+        out, rest = process.communicate(timeout=60)
+    assert process.returncode == 130, first + rest
+    assert out == ""
+    assert rest.splitlines()[-1] == "tamis: interrupted"
+    assert "Traceback" not in rest
 
 
 def test_backends_table_agrees_with_choose(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +295,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_line() -> None:
+def test_progress_line_and_bar() -> None:
+    assert progress_bar(420, 1000) == "[========            ]"
+    assert progress_bar(0, 0) == progress_bar(7, 7) == "[" + 20 * "=" + "]"
     assert progress_line(420, 1000, 2.0, "tokens") == " 42% 420/1000 tokens, 210 tokens/s, eta 3 s"
     assert progress_line(999, 1000, 1.0, "tokens").startswith(" 99%")
     assert progress_line(0, 10, 0.0, "steps") == "  0% 0/10 steps, 0 steps/s, eta ?"
@@ -251,7 +319,37 @@ def test_progress_prints_now_and_then(stream: io.StringIO, lines: int) -> None:
         assert "\r" not in text
     else:
         assert text.count("%") == 100
+        assert "\r[==========          ]  50% 50/100 tokens, 8 tokens/s, eta 6 s" in text
         assert text.endswith("\r")
         shown = text.split("\r")
         assert set(shown[-2]) == {" "}
         assert len(shown[-2]) == len(shown[-3])
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_progress_says_what_is_under_way_while_nothing_is_reported(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.02)
+    with Progress("tokens", "loading", stream=stream, every=0.02) as shown:
+        _wait_for(stream, "loading, 0 s")
+        shown.update(1, 10)
+        _wait_for(stream, " 10% 1/10 tokens")
+    ended = stream.getvalue()
+    time.sleep(0.1)
+    assert stream.getvalue() == ended
+    assert not stream.isatty() or ended.endswith("\r")
+
+
+def _wait_for(stream: io.StringIO, words: str) -> None:
+    end = time.monotonic() + 10
+    while words not in stream.getvalue():
+        assert time.monotonic() < end, stream.getvalue()
+        time.sleep(0.01)
+
+
+def test_quick_work_leaves_no_trace_in_a_log() -> None:
+    stream = io.StringIO()
+    with Progress("tokens", stream=stream) as shown:
+        shown.update(1, 2)
+    assert stream.getvalue() == ""

@@ -12,6 +12,9 @@ from tamis.cli.table import render_table
 if TYPE_CHECKING:
     from tamis.backends import Need
 
+EXAMPLES = """\
+tamis backends --heads 128 --layout v32-fp8 --page-size 64
+tamis backends --heads 8 --layout v4-fp8 --dtype fp16 --json"""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -36,7 +39,7 @@ def register(subcommands: Subcommands) -> None:
         run,
         summary="Show which implementation would run a layer on this machine, and every reason against the others",
         details="Exits with 1 if none can.",
-        example="tamis backends --heads 128 --layout v32-fp8 --page-size 64",
+        example=EXAMPLES,
     )
     parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
     parser.add_argument("--heads", type=int, default=128, metavar="N", help="query heads on one rank (default: 128)")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
-from tamis.cli.progress import Progress
+from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import render_table
 from tamis.cli.verify import as_data, results_table
 
@@ -42,6 +42,11 @@ top-k. Selections may differ where scores are nearly equal.
 
 Exits with 1 if a check fails."""
 
+EXAMPLES = """\
+tamis bench smoke --against none
+tamis bench decode --heads 16,128 --against flashmla --csv results.csv
+tamis bench --shape 128q1s16k --heads 16 --layout v32-fp8 --json"""
+
 
 def register(subcommands: Subcommands) -> None:
     """Add the command."""
@@ -51,7 +56,7 @@ def register(subcommands: Subcommands) -> None:
         run,
         summary="Measure the stages against the machine's limits and against peers",
         details=DETAILS,
-        example="tamis bench smoke --against none",
+        example=EXAMPLES,
     )
     parser.add_argument("suite", nargs="?", choices=SUITES, metavar="suite", help="one of the above (default: smoke)")
     parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
@@ -97,7 +102,8 @@ def run(options: argparse.Namespace) -> int:
     from tamis.bench.suites import make_jobs
 
     # What can be refused is refused before the first check runs.
-    peers, absent = find_peers(options.against, device)
+    with waiting("looking for peers"):
+        peers, absent = find_peers(options.against, device)
     file = CsvFile(options.csv) if options.csv is not None else None
 
     jobs = make_jobs(
@@ -108,7 +114,8 @@ def run(options: argparse.Namespace) -> int:
     failures = [result for result in _verified(jobs, device, options.backend) if not result.ok]
     if failures:
         return _refuse(failures, json_wanted=options.json)
-    bench = _bench(device, options.backend, repeats, peers)
+    with waiting("finding the machine's limits"):
+        bench = _bench(device, options.backend, repeats, peers)
     rows, wrong = _measured(bench, jobs, file)
     machine = describe_machine(device)
     if options.json:
@@ -131,16 +138,13 @@ def _verified(jobs: "list[Job]", device: "torch.device", backend: str) -> "list[
         stage: Scope(frozenset(job.layout for job in some), frozenset(job.query_dtype for job in some))
         for stage, some in users.items()
     }
-    progress = Progress("checks")
-    try:
+    with Progress("checks", "preparing the checks") as progress:
         results = run_checks(device, backend, stages, True, progress.update, scopes)
         unchecked = _unchecked(stages, results)
         if unchecked:
             # No quick case has the format: those of other formats say at least something about the stage.
             results = [r for r in results if r.stage not in unchecked]
             results += run_checks(device, backend, unchecked, True, progress.update)
-    finally:
-        progress.close()
     unchecked = _unchecked(stages, results)
     return [replace(r, state="FAILED") if r.stage in unchecked and r.cases == 0 else r for r in results]
 
@@ -171,10 +175,9 @@ def _measured(bench: "Bench", jobs: "list[Job]", file: "CsvFile | None") -> "tup
     """All rows, and a line for each job whose result was wrong."""
     from tamis.bench.run import WrongResult
 
-    progress = Progress("measurements")
     rows: list[Row] = []
     wrong: list[str] = []
-    try:
+    with Progress("measurements", "measuring") as progress:
         for number, job in enumerate(jobs):
             try:
                 found = bench.measure(job)
@@ -185,8 +188,6 @@ def _measured(bench: "Bench", jobs: "list[Job]", file: "CsvFile | None") -> "tup
             if file is not None:
                 file.add(found)
             progress.update(number + 1, len(jobs))
-    finally:
-        progress.close()
     return rows, wrong
 
 

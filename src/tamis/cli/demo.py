@@ -25,6 +25,11 @@ Dense attention then is over the window and every entry.
 
 Exits with 1 if the error caused by the cache format exceeds its bound."""
 
+EXAMPLES = """\
+tamis demo --requests 4 --topk 64 --cache v32-fp8
+tamis demo --model v4 --requests 4 --new-tokens 8
+tamis demo --json"""
+
 
 def register(subcommands: Subcommands) -> None:
     """Add the command."""
@@ -34,7 +39,7 @@ def register(subcommands: Subcommands) -> None:
         run,
         summary="Serve a tiny model over paged FP8 caches and compare it with dense attention",
         details=DETAILS,
-        example="tamis demo --requests 4 --topk 64 --cache v32-fp8",
+        example=EXAMPLES,
     )
 
     parser.add_argument("--model", choices=("v32", "v4"), default="v32", help="which layers (default: v32)")
@@ -94,11 +99,8 @@ def run(options: argparse.Namespace) -> int:
         seed=options.seed,
         check=not options.no_check,
     )
-    progress = Progress("tokens")
-    try:
+    with Progress("tokens", "making the model") as progress:
         served = serve(shape, workload, progress.update)
-    finally:
-        progress.close()
     machine = describe_machine(device)
     failures = failed_checks(served, workload)
     if options.json:

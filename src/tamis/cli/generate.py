@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.parser import OK, Subcommands, add_command
-from tamis.cli.progress import Progress
+from tamis.cli.progress import Progress, waiting
 
 if TYPE_CHECKING:
     from tamis.integrations._generation import Generated
@@ -20,6 +20,11 @@ Loads a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 checkpoint with Hugging Face t
 
 Needs transformers: pip install 'tamis[transformers]'."""
 
+EXAMPLES = """\
+tamis generate --max-new-tokens 16
+tamis generate --model v4 --prompt-ids 1,2,3 --cache bf16 --json
+tamis generate --checkpoint ./model --prompt 'A sieve is' --max-new-tokens 64"""
+
 
 def register(subcommands: Subcommands) -> None:
     """Add the command."""
@@ -29,7 +34,7 @@ def register(subcommands: Subcommands) -> None:
         run,
         summary="Generate from a checkpoint, or a tiny random model, with attention through tamis",
         details=DETAILS,
-        example="tamis generate --checkpoint ./model --prompt 'A sieve is' --max-new-tokens 64",
+        example=EXAMPLES,
     )
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="a local checkpoint (default: a tiny random one)"
@@ -59,33 +64,35 @@ def run(options: argparse.Namespace) -> int:
 
     checks.integer("--max-new-tokens", options.max_new_tokens, low=1)
     device = pick_device(options.device)
-    try:
-        import tamis.integrations.transformers  # noqa: F401  (it says what to install)
-    except ImportError as error:
-        raise ValueError(str(error)) from error
-    from tamis.integrations import _generation as generation
-
     ids = None if options.prompt_ids is None else _numbers(options.prompt_ids)
-    if options.checkpoint is None:
-        model, tokenizer = generation.make_model(options.model, device, options.seed), None
-    else:
-        model, tokenizer = generation.load_model(options.checkpoint, device)
+    with waiting("loading the model"):
+        try:
+            import tamis.integrations.transformers  # noqa: F401  (it says what to install)
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+        from tamis.integrations import _generation as generation
+
+        if options.checkpoint is None:
+            model, tokenizer = generation.make_model(options.model, device, options.seed), None
+        else:
+            model, tokenizer = generation.load_model(options.checkpoint, device)
     prompt = generation.prompt_ids(
         model, tokenizer, text=options.prompt, ids=ids, count=options.prompt_tokens, seed=options.seed
     )
     machine = describe_machine(device)
-    progress = Progress("tokens")
-
-    def report(piece: str, count: int) -> None:
-        if not options.json:
-            print(piece, end="", flush=True)
-        # On a terminal the tokens themselves show how far things are, and a line between them would spoil the text.
-        if options.json or not sys.stdout.isatty():
-            progress.update(count, options.max_new_tokens)
-
     if not options.json:
         print(machine_line(machine), file=sys.stderr)
-    try:
+    with Progress("tokens", "reading the prompt") as progress:
+
+        def report(piece: str, count: int) -> None:
+            # On a terminal the tokens themselves show how far things are, and a line between them would spoil the text.
+            if options.json or not sys.stdout.isatty():
+                progress.update(count, options.max_new_tokens)
+            else:
+                progress.close()
+            if not options.json:
+                print(piece, end="", flush=True)
+
         result = generation.generate(
             model,
             tokenizer,
@@ -95,8 +102,6 @@ def run(options: argparse.Namespace) -> int:
             max_new_tokens=options.max_new_tokens,
             report=report,
         )
-    finally:
-        progress.close()
     if options.json:
         print(json.dumps(_as_data(model, result, options, machine), indent=2))
     else:

@@ -4,6 +4,8 @@ import os
 import platform
 from typing import TYPE_CHECKING, Any
 
+from tamis.cli.progress import waiting
+
 if TYPE_CHECKING:
     import torch
 
@@ -21,9 +23,10 @@ def let_waiting_threads_sleep() -> None:
 
 def pick_device(name: str | None) -> "torch.device":
     """The named device, refused if it is not there; without a name the GPU if there is one."""
-    import torch
+    with waiting("loading torch"):
+        import torch
 
-    from tamis import checks
+        from tamis import checks
 
     present = torch.cuda.is_available()
     if name == "cuda" and not present:

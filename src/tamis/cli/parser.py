@@ -4,10 +4,11 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
-OK, FAILED, USAGE = 0, 1, 2
-"""Exit codes: everything is as it should be; a check failed; wrong usage or input."""
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes of all commands; see `MEANINGS`."""
 
-EXIT_CODES = "exit codes: 0 all is well, 1 a check failed, 2 wrong usage or input, 130 interrupted"
+MEANINGS = {OK: "all is well", FAILED: "a check failed", USAGE: "wrong usage or input", INTERRUPTED: "interrupted"}
+EXIT_CODES = "exit codes: " + ", ".join(f"{code} {meaning}" for code, meaning in MEANINGS.items())
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,14 +38,20 @@ def add_command(
 ) -> Parser:
     """Add a command and return its parser for the options; `run` gets them parsed and returns the exit code.
 
-    `--json` is there for every command.
+    `--json` is there for every command. `example` may be several, one to a line.
     """
     parser = subcommands.add_parser(
         name,
         help=summary,
         description=f"{summary}.\n\n{details}",
-        epilog=f"example:\n  {example}\n\n{EXIT_CODES}",
+        epilog=f"{example_text(example)}\n\n{EXIT_CODES}",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
     return parser
+
+
+def example_text(example: str) -> str:
+    """One or more command lines, as a help text shows them."""
+    lines = [line.strip() for line in example.splitlines()]
+    return "\n  ".join(["example:" if len(lines) == 1 else "examples:", *lines])

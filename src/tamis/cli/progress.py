@@ -1,23 +1,29 @@
 """A progress line on stderr."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Self, TextIO
 
 REDRAW_SECONDS = 0.1
+QUIET_SECONDS = 1.0
+"""On a terminal a line appears after so long at the latest, even if nothing was reported."""
 LOG_SECONDS = 5.0
+BAR_WIDTH = 20
 
 
 class Progress:
-    """Shows share, count, rate and time left: one line redrawn on a terminal, a plain line now and then in a log.
+    """Shows share, count, rate and time left: a bar redrawn on a terminal, a plain line now and then in a log.
 
-    Work that ends within a few seconds leaves no trace in a log.
+    Before the first report, and between two that lie far apart, the line shows what is under way and for how long.
+    Work that ends within a few seconds leaves no trace in a log. To be used in a `with` statement.
     """
 
     def __init__(
         self,
         unit: str,
+        doing: str = "starting",
         *,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -27,40 +33,81 @@ class Progress:
 
         Args:
             unit: what is counted, in the plural.
+            doing: what is under way until the first report.
             stream: stderr if not given.
             clock: seconds, from any origin.
             every: seconds between two lines; 0.1 on a terminal and 5 elsewhere if not given.
         """
-        self._unit, self._clock = unit, clock
+        self._unit, self._doing, self._clock = unit, doing, clock
         self._stream = sys.stderr if stream is None else stream
         self._terminal = self._stream.isatty()
         self._every = every if every is not None else REDRAW_SECONDS if self._terminal else LOG_SECONDS
         self._began = self._shown = clock()
+        self._last: tuple[int, int] | None = None
         self._width = 0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Self:
+        """Watch over silences."""
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave a clean line behind."""
+        self.close()
 
     def update(self, done: int, total: int) -> None:
         """Report that `done` of `total` units are ready; prints only when it is time to."""
-        now = self._clock()
-        if now - self._shown < self._every:
-            return
-        self._shown = now
-        line = progress_line(done, total, now - self._began, self._unit)
-        if self._terminal:
-            self._redraw(line)
-        else:
-            print(line, file=self._stream, flush=True)
+        with self._lock:
+            self._last = done, total
+            self._show(self._every)
 
     def close(self) -> None:
         """Take the line off a terminal, so that what follows starts on a clean one."""
-        if self._terminal and self._width:
-            self._redraw("")
-            self._stream.write("\r")
-            self._stream.flush()
+        with self._lock:
+            self._closed.set()
+            if self._terminal and self._width:
+                self._redraw("")
+                self._stream.write("\r")
+                self._stream.flush()
+
+    def _watch(self) -> None:
+        silence = QUIET_SECONDS if self._terminal else self._every
+        while not self._closed.wait(silence / 2):
+            with self._lock:
+                if not self._closed.is_set():
+                    self._show(silence)
+
+    def _show(self, silence: float) -> None:
+        now = self._clock()
+        if now - self._shown < silence:
+            return
+        self._shown = now
+        seconds = now - self._began
+        line = f"{self._doing}, {seconds:.0f} s"
+        if self._last is not None:
+            line = progress_line(*self._last, seconds, self._unit)
+        if self._terminal:
+            self._redraw(line if self._last is None else f"{progress_bar(*self._last)} {line}")
+        else:
+            print(line, file=self._stream, flush=True)
 
     def _redraw(self, line: str) -> None:
         self._stream.write("\r" + line.ljust(self._width))
         self._stream.flush()
         self._width = len(line)
+
+
+def waiting(doing: str) -> Progress:
+    """For work that cannot be counted."""
+    return Progress("", doing)
+
+
+def progress_bar(done: int, total: int) -> str:
+    """Such as `[========            ]`."""
+    filled = BAR_WIDTH * done // total if total else BAR_WIDTH
+    return f"[{'=' * filled:<{BAR_WIDTH}}]"
 
 
 def progress_line(done: int, total: int, seconds: float, unit: str) -> str:

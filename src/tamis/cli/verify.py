@@ -29,6 +29,11 @@ inputs must give the bits of an eager call.
 
 A check that cannot apply here is shown with its reason. Exits with 1 if a check fails, or if none applies."""
 
+EXAMPLES = """\
+tamis verify --quick --stage attend
+tamis verify --quick --json
+tamis verify --device cuda --backend triton"""
+
 
 def register(subcommands: Subcommands) -> None:
     """Add the command."""
@@ -38,7 +43,7 @@ def register(subcommands: Subcommands) -> None:
         run,
         summary="Check the numbers of every stage on this machine",
         details=DETAILS,
-        example="tamis verify --quick --stage attend",
+        example=EXAMPLES,
     )
     parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
     parser.add_argument("--backend", default="auto", metavar="NAME", help="from `tamis backends` (default: auto)")
@@ -59,11 +64,8 @@ def run(options: argparse.Namespace) -> int:
     device = pick_device(options.device)
     from tamis.verify import run_checks
 
-    progress = Progress("cases")
-    try:
+    with Progress("cases", "preparing the checks") as progress:
         results = run_checks(device, options.backend, options.stage, options.quick, progress.update)
-    finally:
-        progress.close()
     machine = describe_machine(device)
     passed = verdict(results)
     if options.json:

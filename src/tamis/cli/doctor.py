@@ -1,0 +1,273 @@
+"""`tamis doctor`: what is installed here, what runs, and what to install for what does not."""
+
+import argparse
+import ctypes
+import json
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from typing import Any
+
+from tamis._version import __version__
+from tamis.cli.backends import judge
+from tamis.cli.parser import FAILED, OK, Subcommands, add_command
+from tamis.cli.progress import waiting
+from tamis.cli.table import render_table
+
+DETAILS = """\
+Reports Python, torch, Triton, the GPU and its driver, optional packages, and which backend would run a DeepSeek-V3.2
+layer and a DeepSeek-V4 layer here, with every reason against the others. Nothing is changed or fetched.
+
+Exits with 1 if something required is missing or too old, if no backend can run those layers, or if the machine has a
+GPU that torch cannot use. Optional packages that are missing are named with what they are for."""
+
+EXAMPLES = """\
+tamis doctor
+tamis doctor --json"""
+
+PURPOSES = {
+    "torch": ("required", "everything"),
+    "numpy": ("required", "planning"),
+    "triton": ("for GPUs", "portable kernels"),
+    "transformers": ("optional", "Hugging Face models, `tamis generate`"),
+    "vllm": ("optional", "serving with vLLM"),
+    "matplotlib": ("optional", "pictures in benchmark reports"),
+}
+"""Packages, whether they must be there, and for what."""
+
+EXTRAS = {"transformers": "tamis[transformers]", "vllm": "tamis[vllm]", "matplotlib": "tamis[report]"}
+LAYERS = {"DeepSeek-V3.2": (128, "v32-fp8", 2048), "DeepSeek-V4": (64, "v4-fp8", 512)}
+"""Heads, format and top-k of the layers a choice is shown for."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    found: str
+    """A version or a description; "-" if it is not there."""
+    state: str
+    """ok, missing (optional), or WRONG (required, or there and unusable)."""
+    advice: str = ""
+    """What it is for and what to do, where something is to be done."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What torch and the driver say about GPUs."""
+
+    built_for: str | None
+    """CUDA version of torch's build, "HIP x.y" for AMD's, None for a build without GPUs."""
+    usable: str | None
+    """Name of the device that torch can use."""
+    driver: str | None
+    """The driver's own version."""
+    driver_cuda: tuple[int, int] | None
+    """The newest CUDA that the driver can run."""
+
+
+def register(subcommands: Subcommands) -> None:
+    """Add the command."""
+    add_command(
+        subcommands,
+        "doctor",
+        run,
+        summary="Report what is installed, which backend runs and why, and what to install for what is missing",
+        details=DETAILS,
+        example=EXAMPLES,
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look, and print the tables or the JSON object."""
+    with waiting("looking around"):
+        findings = [_python(), Finding("tamis", __version__, "ok"), *_packages()]
+        choices: dict[str, list[dict[str, Any]]] = {}
+        if _imports("torch", findings):
+            gpu = look_at_gpu()
+            findings = [_needed_by(gpu, finding) for finding in findings]
+            findings += [judge_gpu(gpu), _nvrtc()]
+            choices = _choices()
+    findings += [
+        Finding(f"backend for {layer}", "none", "WRONG", "see the reasons below")
+        for layer, verdicts in choices.items()
+        if all(v["state"] != "chosen" for v in verdicts)
+    ]
+    usable = all(finding.state != "WRONG" for finding in findings)
+    if options.json:
+        print(json.dumps({"ok": usable, "findings": [asdict(f) for f in findings], "choices": choices}, indent=2))
+    else:
+        _print_report(findings, choices, usable)
+    return OK if usable else FAILED
+
+
+def _print_report(findings: list[Finding], choices: dict[str, list[dict[str, Any]]], usable: bool) -> None:
+    print(render_table(("what", "found", "state", "what to do"), [_cells(f) for f in findings]), end="\n\n")
+    for layer, verdicts in choices.items():
+        heads, layout, topk = LAYERS[layer]
+        print(f"{layer} layer: {heads} heads, {layout} pages of 64, top-k {topk}")
+        for v in verdicts:
+            why = {"chosen": v["summary"], "possible": "another one is preferred"}
+            print(f"  {v['name']}: {v['state']}: {why.get(v['state']) or '; '.join(v['reasons'])}")
+        print()
+    wrong = [f.name for f in findings if f.state == "WRONG"]
+    print("usable" if usable else f"NOT USABLE as it should be: {', '.join(wrong)}")
+
+
+def _cells(finding: Finding) -> tuple[str, ...]:
+    from textwrap import fill
+
+    return finding.name, finding.found, finding.state, fill(finding.advice, 72) or "-"
+
+
+def _python() -> Finding:
+    return judge_version("Python", platform.python_version(), _minimums().get("python"), "required", "everything", "")
+
+
+def _packages() -> list[Finding]:
+    minimums, found = _minimums(), []
+    for name, (need, purpose) in PURPOSES.items():
+        if name == "triton" and sys.platform != "linux":
+            continue
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            version = None
+        install = f"pip install '{EXTRAS.get(name, name)}'"
+        found.append(judge_version(name, version, minimums.get(name), need, purpose, install))
+    return found
+
+
+def judge_version(
+    name: str, version: str | None, minimum: str | None, need: str, purpose: str, install: str
+) -> Finding:
+    """What to make of a version, or of its absence."""
+    if version is None:
+        state = "WRONG" if need == "required" else "missing"
+        return Finding(name, "-", state, f"{need}, for {purpose}: {install}")
+    if minimum is not None and _numbers(version) < _numbers(minimum):
+        state = "WRONG" if need == "required" else "too old"
+        return Finding(name, version, state, f"{minimum} or newer is needed for {purpose}: {install or 'upgrade'}")
+    return Finding(name, version, "ok")
+
+
+def _minimums() -> dict[str, str]:
+    """The lowest versions that tamis says it needs, by package; empty for a checkout that was never installed."""
+    try:
+        own = metadata.metadata("tamis")
+    except metadata.PackageNotFoundError:
+        return {}
+    needed = own.get_all("Requires-Dist") or []
+    pairs = [re.match(r"([\w.-]+)>=([\d.]+)", requirement) for requirement in needed]
+    return {"python": str(own["Requires-Python"]).removeprefix(">=")} | {p[1]: p[2] for p in pairs if p is not None}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def _imports(name: str, findings: list[Finding]) -> bool:
+    """Whether a package can be imported; if one that is installed cannot, that is a finding."""
+    try:
+        __import__(name)
+    except Exception as error:  # broken installations raise whatever they like
+        installed = any(f.name == name and f.found != "-" for f in findings)
+        if installed:
+            findings.append(Finding(f"import {name}", type(error).__name__, "WRONG", " ".join(str(error).split())))
+        return False
+    return True
+
+
+def look_at_gpu() -> Gpu:
+    """Ask torch, the driver's library and its command."""
+    import torch
+
+    built_for = torch.version.cuda or (f"HIP {torch.version.hip}" if torch.version.hip else None)
+    usable = None
+    if torch.cuda.is_available():
+        usable = torch.cuda.get_device_name()
+        if torch.version.hip is None:  # AMD's GPUs have numbers of their own under the same name
+            usable += ", compute capability {}.{}".format(*torch.cuda.get_device_capability())
+    return Gpu(built_for, usable, _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), _cuda())
+
+
+def _cuda() -> tuple[int, int] | None:
+    """The newest CUDA version that the installed driver can run; asking does not start CUDA."""
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return (version.value // 1000, version.value % 1000 // 10) if version.value else None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.split("\n")
+    return lines[0].strip() or None if done.returncode == 0 else None
+
+
+def judge_gpu(gpu: Gpu) -> Finding:
+    """What to make of the GPU: usable, absent, or there and out of reach, with what to do."""
+    present = gpu.driver is not None
+    driver = f"driver {gpu.driver}" if present else "no driver"
+    if gpu.usable is not None:
+        return Finding("GPU", f"{gpu.usable}, {driver}" if present else gpu.usable, "ok")
+    if gpu.built_for is None:
+        if present:
+            advice = "torch is a build without GPU support: install one for CUDA (see PyTorch's install page)"
+            return Finding("GPU", f"{driver}, out of torch's reach", "WRONG", advice)
+        return Finding("GPU", "none", "ok", "torch is a build without GPU support, and no NVIDIA driver was found")
+    if not present:
+        advice = f"torch is built for {_named(gpu.built_for)}; if there is a GPU, install its driver"
+        return Finding("GPU", "none", "ok", advice)
+    if gpu.driver_cuda is not None and gpu.driver_cuda[0] < (_numbers(gpu.built_for) or (0,))[0]:
+        newest = ".".join(str(number) for number in gpu.driver_cuda)
+        advice = f"the driver runs CUDA up to {newest}, torch is built for {gpu.built_for}: update the driver, or "
+        return Finding("GPU", driver, "WRONG", advice + f"install a torch built for CUDA {gpu.driver_cuda[0]}")
+    advice = f"torch is built for {_named(gpu.built_for)} and sees no device: check CUDA_VISIBLE_DEVICES and nvidia-smi"
+    return Finding("GPU", driver, "WRONG", advice)
+
+
+def _needed_by(gpu: Gpu, finding: Finding) -> Finding:
+    """Triton is optional until there is a GPU."""
+    needed = finding.name == "triton" and finding.state == "missing" and gpu.usable is not None
+    return replace(finding, state="WRONG") if needed else finding
+
+
+def _named(built_for: str) -> str:
+    return built_for if built_for.startswith("HIP") else f"CUDA {built_for}"
+
+
+def _nvrtc() -> Finding:
+    from tamis.cuda.compiler import INSTALL, has_nvrtc, nvrtc
+
+    if has_nvrtc():
+        return Finding("NVRTC", ".".join(str(number) for number in nvrtc().version), "ok")
+    return Finding("NVRTC", "-", "missing", f"for the kernels in CUDA C++ (Hopper): {INSTALL}")
+
+
+def _choices() -> dict[str, list[dict[str, Any]]]:
+    import torch
+
+    from tamis.backends import Need, compute_capability
+    from tamis.layout import named
+    from tamis.spec import LayerSpec
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = {}
+    for name, (heads, layout, topk) in LAYERS.items():
+        rows = named(layout)
+        spec = LayerSpec(heads, rows.latent, rows.rope, 512, topk=topk, sink=layout.startswith("v4"))
+        need = Need(spec, device, compute_capability(device), torch.bfloat16, rows, 64)
+        found[name] = [asdict(verdict) for verdict in judge(need)]
+    return found

@@ -1,0 +1,129 @@
+"""`tamis doctor`: what it finds here, and what it would say elsewhere."""
+
+import json
+import sys
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+
+from tamis.cli import doctor, main
+from tamis.cli.doctor import Gpu, judge_gpu, judge_version
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found | {"findings": {finding["name"]: finding for finding in found["findings"]}}
+
+
+def test_json_reports_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = report(capsys)
+    assert found["ok"]
+    assert found["findings"]["torch"]["found"] == torch.__version__
+    assert set(doctor.PURPOSES) <= set(found["findings"])
+    for verdicts in found["choices"].values():
+        assert [v["state"] for v in verdicts].count("chosen") == 1
+        assert all(v["reasons"] for v in verdicts if v["state"] == "rejected")
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "DeepSeek-V4 layer: 64 heads, v4-fp8 pages of 64, top-k 512" in text
+    assert ": chosen: " in text
+    assert text.splitlines()[-1] == "usable"
+
+
+def test_without_torch_it_still_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    known = metadata.version
+
+    def version(name: str) -> str:
+        if name in ("torch", "transformers"):
+            raise metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["doctor", "--json"]) == 1
+    found = report(capsys)
+    assert found["findings"]["torch"]["state"] == "WRONG"
+    assert found["findings"]["torch"]["advice"] == "required, for everything: pip install 'torch'"
+    assert found["findings"]["transformers"]["state"] == "missing"
+    assert "pip install 'tamis[transformers]'" in found["findings"]["transformers"]["advice"]
+    assert found["choices"] == {}
+
+
+def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "import torch  ModuleNotFoundError  WRONG" in text
+    assert text.splitlines()[-1] == "NOT USABLE as it should be: import torch"
+
+
+def test_no_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("tamis.backends.BACKENDS", ())
+    assert main(["doctor", "--json"]) == 1
+    assert report(capsys)["findings"]["backend for DeepSeek-V4"]["state"] == "WRONG"
+
+
+@pytest.mark.parametrize("usable", [None, "NVIDIA H200"])
+def test_triton_is_needed_where_a_gpu_is(
+    usable: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "look_at_gpu", lambda: Gpu("13.0", usable, None, None))
+    known = metadata.version
+    missing = metadata.PackageNotFoundError("triton")
+
+    def version(name: str) -> str:
+        if name == "triton":
+            raise missing
+        return known(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert main(["doctor", "--json"]) == (0 if usable is None else 1)
+    assert report(capsys)["findings"]["triton"]["state"] == ("missing" if usable is None else "WRONG")
+
+
+@pytest.mark.parametrize(
+    ("version", "minimum", "need", "state", "words"),
+    [
+        ("2.13.0+cu130", "2.11", "required", "ok", ""),
+        ("2.9.1", "2.11", "required", "WRONG", "2.11 or newer"),
+        ("2.9.1", "2.11", "optional", "too old", "2.11 or newer is needed for rows: pip install x"),
+        ("2.9.1", None, "required", "ok", ""),
+        (None, "2.11", "required", "WRONG", "required, for rows: pip install x"),
+        (None, None, "optional", "missing", "optional, for rows: pip install x"),
+    ],
+)
+def test_versions(version: str | None, minimum: str | None, need: str, state: str, words: str) -> None:
+    found = judge_version("x", version, minimum, need, "rows", "pip install x")
+    assert found.state == state
+    assert words in found.advice
+
+
+@pytest.mark.parametrize(
+    ("gpu", "state", "words"),
+    [
+        (Gpu("13.0", "NVIDIA H200, compute capability 9.0", "580.1", (13, 0)), "ok", ""),
+        (Gpu("HIP 7.0", "AMD Instinct", None, None), "ok", ""),
+        (Gpu(None, None, None, None), "ok", "no NVIDIA driver"),
+        (Gpu(None, None, "580.1", (13, 0)), "WRONG", "install one for CUDA"),
+        (Gpu("13.0", None, None, None), "ok", "install its driver"),
+        (Gpu("13.0", None, "535.2", (12, 2)), "WRONG", "up to 12.2, torch is built for 13.0: update the driver, or"),
+        (Gpu("12.8", None, "535.2", (12, 2)), "WRONG", "CUDA_VISIBLE_DEVICES"),
+        (Gpu("13.0", None, "580.1", (13, 0)), "WRONG", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_gpus(gpu: Gpu, state: str, words: str) -> None:
+    found = judge_gpu(gpu)
+    assert found.state == state
+    assert words in found.advice
+
+
+def test_the_lowest_versions_are_those_of_the_package() -> None:
+    found = doctor._minimums()
+    assert found["python"] == "3.11"
+    assert {"torch", "numpy", "triton", "transformers", "vllm", "matplotlib"} <= set(found)

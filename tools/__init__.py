@@ -1,0 +1,1 @@
+"""What maintains the repository and is no part of the package."""

@@ -1,0 +1,1 @@
+"""What the documents take from code and results: pictures, tables, the list of commands."""

@@ -1,0 +1,52 @@
+"""`python -m tools.docs` writes again what the documents take from code and results; `make generate` calls it.
+
+Pictures are whole files. In Markdown it is what stands between `<!-- generated: name -->` and `<!-- end -->`.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tools.docs import bounds, commands, flow, layouts, planning, results
+
+ROOT = Path(__file__).parents[2]
+PICTURES: dict[str, Callable[[], str]] = {
+    "layer": flow.draw_layer,
+    "pages": flow.draw_pages,
+    "entries": flow.draw_entries,
+    "step": planning.draw,
+    **{f"layout-{name}": partial(layouts.draw, name) for name in layouts.NAMES},
+}
+TEXTS: dict[str, Callable[[], str]] = {
+    "bounds": bounds.bounds,
+    "commands": commands.commands,
+    "cpu step": results.cpu_step,
+    "exit codes": commands.exit_codes,
+    "highlights": results.highlights,
+    "results": results.everything,
+}
+PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def outputs() -> dict[Path, str]:
+    """Every file that is generated, wholly or in part, with the text it should have."""
+    pictures = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in PICTURES.items()}
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return pictures | {page: _filled(page.read_text()) for page in pages}
+
+
+def _filled(text: str) -> str:
+    return PLACE.sub(lambda found: f"{found[1]}\n{TEXTS[found[2]]()}\n\n{found[3]}", text)
+
+
+def main() -> None:
+    """Write what has changed, and say which files."""
+    for path, text in outputs().items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Tables of measured times, from `benchmarks/results/`."""
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tamis.backends import BACKENDS
+from tamis.batch import parse_shape
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+PEERS = {"flashmla": "FlashMLA", "deepgemm": "DeepGEMM", "vllm": "vLLM", "torch": "torch by hand", "": "-"}
+PREFERENCE = [backend.name for backend in BACKENDS]
+SAID_ONCE = ("stage", "heads", "top-k", "rows", "backend")
+Row = dict[str, str]
+
+HIGHLIGHTS: dict[str, tuple[str, str, str, str]] = {
+    "sparse decode, 128 requests, 128 heads, FP8": ("h200_decode", "attend", "128q1s16k", "128"),
+    "sparse decode, 128 requests, 16 heads, FP8": ("h200_decode", "attend", "128q1s16k", "16"),
+    "sparse decode, 1 request, 16 heads, FP8": ("h200_decode", "attend", "1q1s16k", "16"),
+    "V4 decode, 128 requests, 64 heads": ("h200_v4", "attend", "128q1s16k", "64"),
+    "indexer scores, 128 x 64K keys": ("h200_index", "scores", "128q1s64k", "64"),
+    "exact top-k 2048 of 128 x 64K": ("h200_index", "topk", "128q1s64k", ""),
+    "scores and top-k in one call, 128 x 64K": ("h200_index", "index", "128q1s64k", "64"),
+    "write 64K tokens, FP8": ("h200_write", "write", "8q8k", ""),
+}
+"""What README shows: file, stage, shape and heads, wins and losses alike. Where there are several rows, that of
+the backend which runs by itself, and of those the newest."""
+
+
+def everything() -> str:
+    """Every file that `tamis bench` has written, each under a heading; other files have columns of their own."""
+    names = sorted(path.stem for path in RESULTS.glob("*.csv") if path.stem.startswith("h200_"))
+    return "\n\n".join(f"### `tamis bench {name.removeprefix('h200_')}` on an H200\n\n{suite(name)}" for name in names)
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a file, of each measurement the newest."""
+    newest: dict[tuple[str, ...], Row] = {}
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            key = tuple(
+                row[column] for column in ("gpu", "stage", "shape", "heads", "topk", "layout", "backend", "peer")
+            )
+            if key not in newest or row["time"] >= newest[key]["time"]:
+                newest[key] = row
+    return list(newest.values())
+
+
+def highlights() -> str:
+    """A few rows for README."""
+    lines = []
+    for words, (name, stage, shape, heads) in HIGHLIGHTS.items():
+        wanted = {"stage": stage, "shape": shape, "heads": heads}
+        found = [row for row in read(name) if all(row[column] == value for column, value in wanted.items())]
+        row = max(found, key=lambda row: (-PREFERENCE.index(row["backend"]), row["time"]))
+        peer = "-" if not row["peer_us"] else f"{PEERS[row['peer']]}: {_us(row['peer_us'])}"
+        ratio = "-" if not row["ratio"] else f"{float(row['ratio']):.2f}"
+        lines.append((words, row["backend"], _us(row["median_us"]), peer, ratio))
+    return _table(("on one H200", "backend", "tamis", "peer, same run", "peer / tamis"), lines, "llrrr")
+
+
+def cpu_step() -> str:
+    """What `benchmarks/cpu_step.py` has measured."""
+    with (RESULTS / "cpu_step.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = [
+        (r["torch"], r["threads"], r["heads"], r["topk"], f"{r['by_hand_ms']} ms", f"{r['tamis_ms']} ms", r["ratio"])
+        for r in rows
+    ]
+    header = ("torch", "threads", "heads", "top-k", "by hand", "tamis", "tamis / by hand")
+    return _table(header, lines, "lrrrrrr")
+
+
+def suite(name: str) -> str:
+    """All rows of a file, with what they were measured on."""
+    rows = read(name)
+    columns: list[tuple[str, str, Callable[[Row], str]]] = [
+        ("stage", "l", lambda r: f"`{r['stage']}`"),
+        ("shape", "l", lambda r: _shape(r["shape"])),
+        ("heads", "r", lambda r: r["heads"] or "-"),
+        (
+            "top-k",
+            "r",
+            lambda r: (
+                f"{r['window']} + {r['topk']}" if r["window"] not in ("", "0") and r["topk"] else r["topk"] or "-"
+            ),
+        ),
+        ("rows", "l", lambda r: f"`{r['layout']}`"),
+        ("backend", "l", lambda r: r["backend"]),
+        ("time", "r", lambda r: _us(r["median_us"])),
+        ("p10 to p90", "r", lambda r: f"{_digits(r['p10'])} to {_digits(r['p90'])}"),
+        ("of roofline", "r", lambda r: f"{100 * float(r['roofline_us']) / float(r['median_us']):.0f}%"),
+        ("error", "r", lambda r: "0" if float(r["error"]) == 0 else f"{float(r['error']):.1e}"),
+        ("peer", "l", lambda r: f"{PEERS[r['peer']]}, {_us(r['peer_us'])}" if r["peer_us"] else "-"),
+        ("peer / tamis", "r", lambda r: f"{float(r['ratio']):.2f}" if r["ratio"] else "-"),
+    ]
+    # What is the same in every row is said once, above the table.
+    values = {name: {cell(row) for row in rows} for name, _, cell in columns}
+    same = [name for name, found in values.items() if len(found) == 1 and name in SAID_ONCE]
+    said = [f"{name} {found}" for name in same for found in values[name] if found != "-"]
+    kept = [column for column in columns if column[0] not in same and values[column[0]] != {"-"}]
+    lines = [tuple(cell(row) for _, _, cell in kept) for row in rows]
+    title = f"{_origin(rows)} All rows: {', '.join(said)}." if said else _origin(rows)
+    return f"{title}\n\n" + _table([c[0] for c in kept], lines, "".join(c[1] for c in kept))
+
+
+def _origin(rows: Sequence[Row]) -> str:
+    machines = sorted({f"{r['gpu']}, driver {r['driver']}, torch {r['torch']}, Triton {r['triton']}" for r in rows})
+    commits = sorted({r["commit"][:10] for r in rows})
+    days = sorted({r["time"][:10] for r in rows})
+    return f"{'; '.join(machines)}; commit {', '.join(commits)}; {', '.join(days)}."
+
+
+def _shape(shape: str) -> str:
+    """`32q1s16k` -> `32 x 1 of 16384`: requests, new tokens, tokens in all."""
+    queries, lengths = parse_shape(shape)
+    if queries == lengths:
+        return f"{len(queries)} x {queries[0]} new"
+    return f"{len(queries)} x {queries[0]} of {lengths[0]}"
+
+
+def _digits(text: str) -> str:
+    value = float(text)
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def _us(text: str) -> str:
+    return f"{_digits(text)} us"
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]], align: str) -> str:
+    rule = ["--:" if side == "r" else "---" for side in align]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
