@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from tamis._version import __version__
-from tamis.cli import backends, bench, demo, generate, verify
+from tamis.cli import backends, bench, demo, generate, inspect, verify
 from tamis.cli.parser import EXIT_CODES, USAGE, Parser
 
-COMMANDS = (demo, generate, backends, verify, bench)
+COMMANDS = (demo, generate, inspect, backends, verify, bench)
 """In the order in which the help lists them."""
 
 INTERRUPTED = 130

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(str(error)) from error
     from tamis.integrations import _generation as generation
 
-    ids = None if options.prompt_ids is None else _numbers(options.prompt_ids)
+    ids = None if options.prompt_ids is None else numbers("--prompt-ids", options.prompt_ids)
     if options.checkpoint is None:
         model, tokenizer = generation.make_model(options.model, device, options.seed), None
     else:
@@ -114,13 +114,14 @@ def _summary(result: "Generated", cache: str) -> str:
     )
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(option: str, text: str) -> list[int]:
+    """The numbers of an option such as `1,2,3`."""
     from tamis import checks
 
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise checks.refuse("--prompt-ids", "numbers joined by commas", repr(text), "such as 1,2,3") from None
+        raise checks.refuse(option, "numbers joined by commas", repr(text), "such as 1,2,3") from None
 
 
 def _as_data(model: Any, result: "Generated", options: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:

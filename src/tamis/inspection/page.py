@@ -1,0 +1,204 @@
+"""An `Inspection` as one HTML file: a heat map of selections to zoom into, charts, and the model's parameters."""
+
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from tamis._version import __version__
+from tamis.inspection.collect import Inspection
+from tamis.inspection.notes import LayerNotes
+from tamis.inspection.packing import pack_layer
+from tamis.inspection.summary import bin_name, describe_layers, layer_overlap, used_bins
+from tamis.report import document, escape
+
+POSITION_BINS = 80
+_BODY = """\
+<div class="wrap">
+<header>
+<p class="brand">tamis inspect</p>
+<h1>{title}</h1>
+<p class="sub">{subtitle}</p>
+</header>
+<div class="tiles">{tiles}</div>
+<h2 id="map-title">What each query selects</h2>
+<p class="note">A row is a query, a column is what it can select. {unit_note}</p>
+<div class="card">
+<div class="bar">
+<label>Layer <select id="layer"></select></label>
+<fieldset class="modes" id="modes"><legend>Colour</legend>
+<label title="Selected places by the indexer's score"><input type="radio" name="mode" value="score" checked>Score</label>
+<label title="How many of the pairs under a pixel are selected"><input type="radio" name="mode" value="share">Density</label>
+<label title="Where dense attention puts its weight"><input type="radio" name="mode" value="mass">Dense attention</label>
+</fieldset>
+<span class="end"><button type="button" id="in" aria-label="Zoom in">+</button>
+<button type="button" id="out" aria-label="Zoom out">−</button><button type="button" id="reset">Show all</button></span>
+</div>
+<div class="stage">
+<div class="plot"><canvas id="heat" tabindex="0" role="img" aria-labelledby="map-title" aria-describedby="how"></canvas>
+<div id="tip" role="status" hidden></div></div>
+<div class="side">
+<div><h3 id="scale-name"></h3><canvas id="scale"></canvas><div class="ends"><span id="scale-low"></span><span id="scale-high"></span></div></div>
+<div><h3>Whole prompt</h3><canvas id="mini" aria-label="Overview; click to go there" role="img"></canvas></div>
+<div id="picked" aria-live="polite"></div>
+</div>
+</div>
+<p class="note how" id="how">Wheel or <kbd>+</kbd> <kbd>−</kbd> to zoom, drag or arrow keys to move, <kbd>0</kbd> to show
+all. Click a query to list what it selects.</p>
+</div>
+<h2>Measures</h2>
+<p class="note">{measured}</p>
+<div class="charts">
+<section class="card"><h3>By layer</h3><p>Share of dense attention's weight on what was selected, and how often the
+heaviest token was among it.</p><div id="chart-layers"></div></section>
+<section class="card"><h3>By position in the prompt</h3><p id="position-note"></p><div id="chart-position"></div></section>
+<section class="card"><h3>How far back</h3><p id="distance-note"></p><div id="chart-distance"></div></section>
+<section class="card"><h3>Overlap between layers</h3><p>Intersection over union of two layers' selections. {overlap_note}</p>
+<div id="chart-overlap"></div></section>
+</div>
+<h2>Layers</h2>
+<div class="card scroll"><table id="layers"><thead><tr><th>Layer</th><th>Attends to</th><th class="n">Top-k</th>
+<th class="n">Selected</th><th class="n">Recall</th><th class="n">Worst tenth</th><th class="n">Top-1 hit</th>
+<th class="n">Effective top-k</th><th class="n">Tied cuts</th><th class="n">Median distance</th></tr></thead>
+<tbody>{rows}</tbody></table></div>
+<h2>Model</h2>
+<div class="card pairs" id="parameters">{parameters}</div>
+<footer>Made by tamis {version}. This file needs no network.</footer>
+</div>"""
+
+
+def render_page(inspection: Inspection, *, title: str, text: Callable[[int], str], parameters: Mapping[str, Any]) -> str:
+    """The page's HTML.
+
+    Args:
+        inspection: what to show.
+        title: such as the model's name.
+        text: from a token number to what is shown for it.
+        parameters: of the model, by name.
+    """
+    layers = describe_layers(inspection)
+    overlap = layer_overlap(inspection)
+    blobs: dict[str, str] = {}
+    described = []
+    for notes in inspection.layers:
+        about, blobs[f"layer-{notes.number}"] = pack_layer(notes, inspection.source(notes))
+        described.append(layers[notes.number] | about | {"positions": _by_position(notes)})
+    bins = used_bins(inspection.layers)
+    kept = inspection.extent.kept
+    data = {
+        "tokens": [text(token) for token in inspection.tokens],
+        "kept": None if len(kept) == len(inspection.tokens) else kept.tolist(),
+        "layers": described,
+        "bins": [bin_name(number) for number in range(bins)],
+        "overlap": overlap,
+    }
+    assets = files("tamis.inspection")
+    body = _BODY.format(
+        title=escape(title),
+        subtitle=escape(_subtitle(inspection)),
+        tiles=_tiles(layers),
+        unit_note=escape(_unit_note(inspection)),
+        measured=escape(_measured(inspection)),
+        overlap_note=escape(f"Mean over {overlap['queries']} queries." if overlap["queries"] else ""),
+        rows="".join(_row(layer) for layer in layers),
+        parameters="".join(f"<dl><dt>{escape(name)}</dt><dd>{escape(v)}</dd></dl>" for name, v in parameters.items()),
+        version=escape(__version__),
+    )
+    style = assets.joinpath("page.css").read_text(encoding="utf-8")
+    script = "\n".join(assets.joinpath(name).read_text(encoding="utf-8") for name in ("heatmap.js", "page.js"))
+    return document(f"{title} · tamis inspect", body, style=style, script=script, data=data, blobs=blobs)
+
+
+def _subtitle(inspection: Inspection) -> str:
+    selecting = len(inspection.layers)
+    of_all = f"{selecting} of {len(inspection.specs)} layers select"
+    return f"{len(inspection.tokens):,} tokens, {of_all}, {inspection.cache} pages"
+
+
+def _unit_note(inspection: Inspection) -> str:
+    ratios = sorted({notes.ratio for notes in inspection.layers})
+    if not inspection.layers:
+        return "No layer of this model selects anything."
+    if ratios == [1]:
+        return "Above the diagonal lies what a query cannot see."
+    return f"Layers select compressed entries, each as wide as the {ratios[-1]} tokens it stands for."
+
+
+def _measured(inspection: Inspection) -> str:
+    compared, total = len(inspection.extent.compared), len(inspection.tokens)
+    share = "every query" if compared == total else f"{compared:,} of {total:,} queries"
+    choosing = sum(int(notes.choosing.sum()) for notes in inspection.layers)
+    text = f"Dense attention was computed for {share}, from the same cached rows, over everything a query sees."
+    if choosing:
+        return text + " Means are over queries that see more than they can select."
+    return text + " No query sees more than it can select, so everything is selected: use a longer prompt."
+
+
+def _tiles(layers: list[dict[str, Any]]) -> str:
+    chosen = [layer for layer in layers if "recall" in layer]
+    tied = sum(layer["tied_queries"] for layer in chosen if layer["shares"] is None)
+    choosing = sum(layer["choosing"] for layer in chosen if layer["shares"] is None)
+    tiles = [
+        (_percent(_across(chosen, "recall")), "Recall", "of dense attention's weight is on selected places"),
+        (_percent(_across(chosen, "top1")), "Top-1 hit", "of heads find their heaviest place selected"),
+        (_number(_across(chosen, "effective")), "Effective top-k", "selected places that carry the weight"),
+        (f"{tied:,}", "Tied cuts", f"of {choosing:,} selections were decided by position, not by score"),
+    ]
+    window = _across(chosen, "window_share")
+    if window is not None:
+        tiles.append((_percent(window), "Window", "of all attention stays within the sliding window"))
+    return "".join(
+        f'<div class="card tile"><span class="value">{escape(value)}</span><span class="name">{escape(name)}</span>'
+        f'<span class="why">{escape(why)}</span></div>'
+        for value, name, why in tiles
+    )
+
+
+def _across(layers: list[dict[str, Any]], name: str) -> float | None:
+    known = [layer[name] for layer in layers if layer[name] is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _row(layer: dict[str, Any]) -> str:
+    if "recall" not in layer:
+        rest = '<td colspan="8"></td>'
+        return f'<tr class="flat"><td>{layer["layer"]}</td><td>{escape(layer["attends_to"])}</td>{rest}</tr>'
+    shares = "" if layer["shares"] is None else f", as layer {layer['shares']} selects"
+    cells = (
+        f"{layer['topk']:,}",
+        _number(layer["selected"]),
+        _percent(layer["recall"]),
+        _percent(layer["recall_p10"]),
+        _percent(layer["top1"]),
+        _number(layer["effective"]),
+        f"{layer['tied_queries']:,}",
+        (layer["median_distance"] or "-").replace(" to ", "–"),
+    )
+    numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
+    name = layer["layer"]
+    what = escape(layer["attends_to"] + shares)
+    return f'<tr data-layer="{name}"><td>{name}</td><td>{what}</td>{numbers}</tr>'
+
+
+def _by_position(notes: LayerNotes) -> dict[str, list[float | None]]:
+    """Means over stretches of the prompt, None where no query of a stretch was compared."""
+    tokens = notes.extent.tokens
+    count = min(POSITION_BINS, tokens)
+    where = np.arange(tokens) * count // tokens
+    found: dict[str, list[float | None]] = {}
+    for name in ("recall", "top1"):
+        values = getattr(notes, name)
+        known = ~np.isnan(values)
+        total = np.bincount(where[known], values[known], minlength=count)
+        number = np.bincount(where[known], minlength=count)
+        found[name] = [round(float(t / n), 4) if n else None for t, n in zip(total, number, strict=True)]
+    return found
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
