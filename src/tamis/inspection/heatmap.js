@@ -179,9 +179,8 @@ class HeatMap {
       if (!exact || this.kept) this.paintMap(values, py, query, end, wide, scale);
     }
     if (exact) this.paintRows(values, rows, first, last, wide, high, scale);
-    const background = 0;
     for (let i = 0; i < values.length; i++) {
-      pixels[i] = values[i] < 0 ? background : colours[Math.min(255, Math.round(values[i] * 255))];
+      pixels[i] = values[i] < 0 ? 0 : colours[Math.min(255, Math.round(values[i] * 255))];
     }
   }
 
@@ -198,11 +197,11 @@ class HeatMap {
   paintRows(values, rows, first, last, wide, high, scale) {
     const { ratio } = this.layer.about, { x, y } = this.view, share = this.mode === "share";
     const one = share ? Math.min(1, scale * Math.min(1, scale * ratio)) : 1;
-    const add = share && scale < 1;
+    const add = share && scale < 1, gap = scale >= 9 ? 1 : 0;
     for (let row = first; row < Math.min(last, this.rowCount); row++) {
       const query = this.queryOf(row);
       const top = Math.max(0, Math.floor((query - y) * scale));
-      const bottom = Math.min(high, Math.max(top + 1, Math.floor((query + 1 - y) * scale)));
+      const bottom = Math.min(high, Math.max(top + 1, Math.floor((query + 1 - y) * scale) - gap));
       const stop = rows.starts[row + 1];
       if (this.kept) for (let py = top; py < bottom; py++) {
         const end = py * wide + Math.min(wide, Math.max(0, Math.ceil((query + 1 - x) * scale)));
@@ -212,7 +211,7 @@ class HeatMap {
         const from = (rows.places[i] * ratio - x) * scale;
         if (from >= wide) break;
         const left = Math.max(0, Math.floor(from));
-        const right = Math.min(wide, Math.max(left + 1, Math.floor(from + ratio * scale)));
+        const right = Math.min(wide, Math.max(left + 1, Math.floor(from + ratio * scale) - gap));
         // Selected at all shows: the lowest score still has a colour.
         const value = share ? one : 0.25 + (0.75 * rows.levels[i]) / 255;
         for (let py = top; py < bottom; py++) for (let px = left; px < right; px++) {

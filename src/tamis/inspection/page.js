@@ -99,8 +99,8 @@ function start() {
     if (spot.x >= Math.floor((query + 1) / now.ratio) * now.ratio && spot.size < 1) {
       return [...row("query", token(shown(query)), ` at ${number(query)}`), ...row("", "cannot see this")];
     }
-    const queries = [Math.floor(spot.y), Math.max(query + 1, Math.ceil(spot.y + spot.size))];
-    const places = [place, Math.max(place + 1, Math.ceil((spot.x + spot.size) / now.ratio))];
+    const queries = [query, query + Math.max(1, Math.round(spot.size))];
+    const places = [place, place + Math.max(1, Math.round(spot.size / now.ratio))];
     let count = 0, best = -1, bestRow = -1, known = 0;
     for (let r = heat.rowFrom(queries[0]); r < Math.min(heat.rowFrom(queries[1]), heat.rowCount); r++) {
       known++;
