@@ -40,6 +40,9 @@ Peers run in turn with ours, in the same process, on the same inputs. Before the
 FlashMLA and the keys of prompts are gathered for DeepGEMM. vLLM's whole indexer is DeepGEMM's scores, then its own
 top-k. Selections may differ where scores are nearly equal.
 
+--report draws what was measured, or what files of --csv hold: a roofline, ratios against peers, and latency against
+batch and context. It needs matplotlib: pip install 'tamis[report]'.
+
 Exits with 1 if a check fails."""
 
 
@@ -51,7 +54,7 @@ def register(subcommands: Subcommands) -> None:
         run,
         summary="Measure the stages against the machine's limits and against peers",
         details=DETAILS,
-        example="tamis bench smoke --against none",
+        example="tamis bench smoke --against none\n  tamis bench --report out --from benchmarks/results/*.csv",
     )
     parser.add_argument("suite", nargs="?", choices=SUITES, metavar="suite", help="one of the above (default: smoke)")
     parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
@@ -74,6 +77,18 @@ def register(subcommands: Subcommands) -> None:
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds (default: 25 on a GPU, 5 on a CPU)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows to this file")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="draw the rows: report.html, and PNG files beside it"
+    )
+    parser.add_argument(
+        "--from",
+        dest="files",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="CSV",
+        help="with --report: measure nothing, draw the rows of these files",
+    )
 
 
 def _words(text: str) -> list[str]:
@@ -88,10 +103,21 @@ def _numbers(text: str) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verify, measure, and print the table or the JSON object."""
+    """Verify, measure, and print the table or the JSON object; or draw what was measured before."""
     let_waiting_threads_sleep()
-    device = pick_device(options.device)
     from tamis import checks
+
+    if options.files and options.report is None:
+        raise checks.refuse("--from", "given with --report", "alone", "name a folder for the report")
+    if options.report is not None:
+        from tamis.bench.report import check_place, read_rows
+
+        check_place(options.report)
+    if options.files:
+        files = _written(read_rows(options.files), options.report)
+        print(json.dumps({"report": files}) if options.json else "\n".join(files))
+        return OK
+    device = pick_device(options.device)
     from tamis.bench.peers import find_peers
     from tamis.bench.record import CsvFile
     from tamis.bench.suites import make_jobs
@@ -111,12 +137,26 @@ def run(options: argparse.Namespace) -> int:
     bench = _bench(device, options.backend, repeats, peers)
     rows, wrong = _measured(bench, jobs, file)
     machine = describe_machine(device)
+    files = _written(rows, options.report) if options.report is not None and rows else []
     if options.json:
-        data = {"machine": machine, "limits": asdict(bench.ceiling), "absent": absent, "wrong": wrong}
+        data = {"machine": machine, "limits": asdict(bench.ceiling), "absent": absent, "wrong": wrong, "report": files}
         print(json.dumps(data | {"rows": [row.as_data() for row in rows]}))
     else:
         _print_report(machine, bench, rows, absent, wrong)
+        for file in files:
+            print(file)
     return FAILED if wrong else OK
+
+
+def _written(rows: "list[Row]", folder: Path) -> list[str]:
+    """The report's files."""
+    from tamis.bench.report import write_report
+
+    progress = Progress("figures")
+    try:
+        return [str(file) for file in write_report(rows, folder, progress.update)]
+    finally:
+        progress.close()
 
 
 def _verified(jobs: "list[Job]", device: "torch.device", backend: str) -> "list[CheckResult]":

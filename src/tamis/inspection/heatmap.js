@@ -24,7 +24,7 @@ class LayerArrays {
     this.low = take(Float32Array, kept);
     this.high = take(Float32Array, kept);
     const gaps = take(Uint8Array, about.gapBytes);
-    this.levels = take(Uint8Array, about.selectedCount);
+    this.levels = take(Uint16Array, about.selectedCount);
     this.starts = new Uint32Array(kept + 1);
     for (let row = 0; row < kept; row++) this.starts[row + 1] = this.starts[row] + counts[row];
     this.places = new Uint32Array(about.selectedCount);
@@ -55,7 +55,7 @@ class LayerArrays {
   }
 
   score(row, i) {
-    return this.low[row] + ((this.high[row] - this.low[row]) * this.levels[i]) / 255;
+    return this.low[row] + ((this.high[row] - this.low[row]) * this.levels[i]) / 65535;
   }
 }
 
@@ -63,7 +63,7 @@ class LayerArrays {
 class HeatMap {
   constructor(canvas, tokens, kept) {
     Object.assign(this, { canvas, tokens, kept, mode: "score", layer: null, rows: null, pinned: null });
-    this.margin = { left: 58, top: 40, right: 6, bottom: 6 };
+    this.margin = { left: 68, top: 40, right: 6, bottom: 6 };
     this.view = { x: 0, y: 0, span: tokens };
     this.changed = () => {};
     this.drawing = 0;
@@ -196,8 +196,8 @@ class HeatMap {
 
   paintRows(values, rows, first, last, wide, high, scale) {
     const { ratio } = this.layer.about, { x, y } = this.view, share = this.mode === "share";
-    const one = share ? Math.min(1, scale * Math.min(1, scale * ratio)) : 1;
-    const add = share && scale < 1, gap = scale >= 9 ? 1 : 0;
+    // Where several pairs fall on a pixel, it shows their share, or the mean score of the selected ones.
+    const counts = scale < 1 ? new Uint16Array(values.length) : null, gap = scale >= 9 ? 1 : 0;
     for (let row = first; row < Math.min(last, this.rowCount); row++) {
       const query = this.queryOf(row);
       const top = Math.max(0, Math.floor((query - y) * scale));
@@ -213,14 +213,20 @@ class HeatMap {
         const left = Math.max(0, Math.floor(from));
         const right = Math.min(wide, Math.max(left + 1, Math.floor(from + ratio * scale) - gap));
         // Selected at all shows: the lowest score still has a colour.
-        const value = share ? one : 0.25 + (0.75 * rows.levels[i]) / 255;
+        const value = share ? 1 : 0.25 + (0.75 * rows.levels[i]) / 65535;
         for (let py = top; py < bottom; py++) for (let px = left; px < right; px++) {
           const at = py * wide + px;
-          values[at] = add ? Math.min(1, Math.max(0, values[at]) + one) : Math.max(values[at], value);
+          if (counts) {
+            values[at] = counts[at]++ ? values[at] + value : value;
+          } else values[at] = value;
         }
       }
     }
-    if (add) for (let i = 0; i < values.length; i++) if (values[i] > 0) values[i] = Math.sqrt(values[i]);
+    if (!counts) return;
+    const whole = 1 / (scale * Math.min(1, scale * ratio));
+    for (let i = 0; i < values.length; i++) {
+      if (counts[i]) values[i] = share ? Math.sqrt(Math.min(1, counts[i] / whole)) : values[i] / counts[i];
+    }
   }
 
   drawAxes(context, plot) {
@@ -247,7 +253,7 @@ class HeatMap {
     context.textAlign = "left";
     context.fillText(this.layer.about.ratio > 1 ? "selected entry, by position →" : "selected token →", plot.left, 12);
     context.save();
-    context.translate(11, plot.top + down);
+    context.translate(12, plot.top + down);
     context.rotate(-Math.PI / 2);
     context.fillText("← query", 0, 0);
     context.restore();

@@ -33,7 +33,7 @@ class Extent:
 
     @classmethod
     def plan(
-        cls, specs: Sequence[LayerSpec], tokens: int, compared: int, asked: Sequence[int], kept_rows: int = 6 << 20
+        cls, specs: Sequence[LayerSpec], tokens: int, compared: int, asked: Sequence[int], kept_places: int = 4 << 20
     ) -> "Extent":
         """For a model's layers and a prompt.
 
@@ -42,11 +42,11 @@ class Extent:
             tokens: in the prompt.
             compared: for how many queries to compute dense attention.
             asked: queries whose selections must be kept.
-            kept_rows: about how many selected places may be kept of all layers together.
+            kept_places: about how many selected places may be kept of all layers together.
         """
         own = [spec for spec in specs if spec.topk is not None and not spec.reuse_topk]
         each = sum(min(spec.topk or 0, max(1, tokens // spec.compress)) for spec in own)
-        kept = evenly_spaced(tokens, max(64, kept_rows // max(each, 1)))
+        kept = evenly_spaced(tokens, max(64, kept_places // max(each, 1)))
         kept = torch.cat((kept, torch.tensor(asked, dtype=torch.int64))).unique()
         # Maps of many layers are made smaller, so that the page of a large model stays one.
         return cls(tokens, evenly_spaced(tokens, compared), kept, min(tokens, 512 if len(own) <= 12 else 256))

@@ -1,4 +1,4 @@
-"""The arrays of a report, small enough for one HTML file: maps in bytes, rows as gaps and 8-bit scores, compressed."""
+"""The arrays of a report, small enough for one HTML file: maps in bytes, rows as gaps and 16-bit scores, compressed."""
 
 import base64
 import zlib
@@ -15,7 +15,7 @@ def pack_layer(notes: LayerNotes, source: LayerNotes) -> tuple[dict[str, int | f
     The stream holds, one after another and little-endian: the map of selected shares, the map of highest scores and the
     map of dense attention's mass (uint8 [grid, columns] each, see `_maps`); then for each kept query the number of
     selected places (uint16), the lowest and the highest score (float32 each, in two arrays); then all places as gaps
-    (see `encode_gaps`); then all scores, 0 to 255 between a query's lowest and highest.
+    (see `encode_gaps`); then all scores (uint16), 0 to 65535 between a query's lowest and highest.
     """
     selected, best, mass, low, high = _maps(notes, source)
     own = slice(None) if source is notes else slice(0)
@@ -26,7 +26,7 @@ def pack_layer(notes: LayerNotes, source: LayerNotes) -> tuple[dict[str, int | f
     top = np.where(there, scores, -np.inf).max(1, initial=-np.inf)
     floor, top = (np.where(counts > 0, edge, 0).astype("<f4") for edge in (floor, top))
     span = np.where(top > floor, top - floor, 1)[:, None]
-    levels = np.rint((scores - floor[:, None]) / span * 255).clip(0, 255).astype(np.uint8)[there]
+    levels = np.rint((scores - floor[:, None]) / span * 65535).clip(0, 65535).astype("<u2")[there]
     gaps = encode_gaps(rows[there], counts)
     parts = (selected, best, mass, counts.astype("<u2"), floor, top, np.frombuffer(gaps, np.uint8), levels)
     stream = zlib.compress(b"".join(np.ascontiguousarray(part).tobytes() for part in parts), 6)

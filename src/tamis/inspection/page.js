@@ -121,7 +121,13 @@ function start() {
       return found;
     }
     const r = heat.rowFrom(query);
-    if (!single) return [...row("queries", `${number(queries[0])}–${number(queries[1] - 1)}`), ...row("", "nothing selected here")];
+    if (!single) {
+      return [
+        ...row("queries", token(shown(query)), ` at ${number(query)} to ${number(queries[1] - 1)}`),
+        ...row(now.ratio === 1 ? "tokens" : "entries", token(placeText(place)), ` at ${number(place * now.ratio)} to ${number(places[1] * now.ratio - 1)}`),
+        ...row("score", "nothing selected here"),
+      ];
+    }
     return [
       ...row("query", token(shown(query)), ` at ${number(query)}`),
       ...row(now.ratio === 1 ? "token" : "entry", token(placeText(place)), ` at ${placeName(place)}`),

@@ -39,11 +39,13 @@ def write_report(
     folder.mkdir(exist_ok=True)
     written, drawings = [folder / PAGE], {}
     for number, figure in enumerate(FIGURES):
-        drawing = draw(figure, newest, THEMED, "svg")
-        if drawing is not None:
+        drawing, picture = draw(figure, newest, THEMED, "svg"), draw(figure, newest, LIGHT, "png")
+        file = folder / f"{figure.name}.png"
+        if drawing is None or picture is None:
+            file.unlink(missing_ok=True)  # of an earlier report, whose rows had more
+        else:
             drawings[figure] = drawing.decode("utf-8")
-            file = folder / f"{figure.name}.png"
-            file.write_bytes(draw(figure, newest, LIGHT, "png") or b"")
+            file.write_bytes(picture)
             written.append(file)
         report(number + 1, len(FIGURES))
     written[0].write_text(render_page(newest, drawings), encoding="utf-8")
