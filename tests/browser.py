@@ -107,7 +107,9 @@ class Browser:
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         points = [{"type": "pointerMove", "duration": 40, "x": round(x), "y": round(y)} for x, y in (start, end)]
         steps = [points[0], {"type": "pointerDown", "button": 0}, points[1], {"type": "pointerUp", "button": 0}]
-        self._call("POST", f"{self._session}/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": steps}]})
+        self._call(
+            "POST", f"{self._session}/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": steps}]}
+        )
 
     def press(self, selector: str, keys: str) -> None:
         """Type into the element."""

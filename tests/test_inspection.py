@@ -92,7 +92,7 @@ def test_selections_and_recall_are_those_of_transformers(name: str, layer: int, 
         hits = [int(top) in chosen for top in mine.argmax(1)]
         assert sum(hits) / len(hits) == pytest.approx(notes.top1[query], abs=1e-6)
         if ratio > 1:
-            near = float(weights[:, query, :-notes.places].sum(1).mean())
+            near = float(weights[:, query, : -notes.places].sum(1).mean())
             assert near == pytest.approx(notes.window[query], abs=2e-5)
 
 
@@ -205,7 +205,9 @@ def test_attached_models_are_refused_and_stay_attached() -> None:
         detach(model("v32"))
 
 
-def unpacked(about: dict[str, Any], text: str, kept: int) -> tuple[list[np.ndarray], list[list[int]], list[list[float]]]:
+def unpacked(
+    about: dict[str, Any], text: str, kept: int
+) -> tuple[list[np.ndarray], list[list[int]], list[list[float]]]:
     """What the page's script reads, in plain Python."""
     stream = zlib.decompress(base64.b64decode(text))
     area = about["grid"] * about["columns"]

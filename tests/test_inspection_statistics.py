@@ -92,7 +92,7 @@ def test_distances(own: list[int], ratio: int, seed: int) -> None:
     chosen, every = Counter(), Counter()
     rows = []
     for position in own:
-        places = [place for place in range((position + 1) // ratio)]
+        places = range((position + 1) // ratio)
         picked = [place for place in places if torch.rand((), generator=generator) < 0.3]
         rows.append([*picked, *[-1] * (301 - len(picked))])
         for kind, some in ((chosen, picked), (every, places)):

@@ -114,8 +114,8 @@ def run(options: argparse.Namespace) -> int:
 
         check_place(options.report)
     if options.files:
-        files = _written(read_rows(options.files), options.report)
-        print(json.dumps({"report": files}) if options.json else "\n".join(files))
+        drawn = _written(read_rows(options.files), options.report)
+        print(json.dumps({"report": drawn}) if options.json else "\n".join(drawn))
         return OK
     device = pick_device(options.device)
     from tamis.bench.peers import find_peers
@@ -137,14 +137,14 @@ def run(options: argparse.Namespace) -> int:
     bench = _bench(device, options.backend, repeats, peers)
     rows, wrong = _measured(bench, jobs, file)
     machine = describe_machine(device)
-    files = _written(rows, options.report) if options.report is not None and rows else []
+    drawn = _written(rows, options.report) if options.report is not None and rows else []
     if options.json:
-        data = {"machine": machine, "limits": asdict(bench.ceiling), "absent": absent, "wrong": wrong, "report": files}
+        data = {"machine": machine, "limits": asdict(bench.ceiling), "absent": absent, "wrong": wrong, "report": drawn}
         print(json.dumps(data | {"rows": [row.as_data() for row in rows]}))
     else:
         _print_report(machine, bench, rows, absent, wrong)
-        for file in files:
-            print(file)
+        for name in drawn:
+            print(name)
     return FAILED if wrong else OK
 
 

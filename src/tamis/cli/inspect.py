@@ -25,7 +25,7 @@ Runs a prompt once through a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 model who
 each layer's indexer selects for every query. Without --checkpoint it makes a tiny random model, and without a prompt
 one of random passages that recur.
 
-  recall         share of dense attention's weight on what is selected, mean over heads; and of the worst tenth of queries
+  recall         share of dense attention's weight on what is selected, mean over heads; also of the worst tenth
   top-1 hit      how often a head's heaviest token is selected
   effective      how many selected tokens do the work: e to the entropy of attention's weights on them
   tied cuts      queries whose last selected score other tokens have as well, so that position decided
@@ -47,7 +47,8 @@ def register(subcommands: Subcommands) -> None:
         run,
         summary="Show which tokens a model's layers select for a prompt, as tables, JSON or one HTML file",
         details=DETAILS,
-        example="tamis inspect --html report.html\n  tamis inspect --checkpoint ./model --prompt-file text.txt --query 100,-1",
+        example="tamis inspect --html report.html\n"
+        "  tamis inspect --checkpoint ./model --prompt-file text.txt --query 100,-1",
     )
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="a local checkpoint (default: a tiny random one)"
@@ -212,7 +213,7 @@ def _report(inspection: "Inspection", queries: list[int], text: Callable[[int], 
         parts.append(render_table(("IoU", *names), rows, "l" + "r" * len(names)))
     for query in queries:
         described = describe_query(inspection, query, text)
-        rows = [
+        lines = [
             (
                 layer["layer"],
                 len(layer["selected"]),
@@ -221,7 +222,7 @@ def _report(inspection: "Inspection", queries: list[int], text: Callable[[int], 
             for layer in described["layers"]
         ]
         title = f"query {query}, token {described['token']}: what scores highest"
-        parts.append(f"{title}\n{render_table(('layer', 'selected', 'token@position score'), rows, 'lr')}")
+        parts.append(f"{title}\n{render_table(('layer', 'selected', 'token@position score'), lines, 'lr')}")
     return "\n\n".join(parts)
 
 

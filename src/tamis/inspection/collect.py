@@ -171,7 +171,9 @@ class _WatchedV4(SparseV4):
         assert caches.index is not None
         seen = _Seen(plan.step.positions, plan.step.request_ids, entries.block_table, entries.visible)
         # With the model's constant factor, which changes no order, scores are those of the model.
-        weights = project(hidden, indexer.weights, torch.float32) * (self.spec.index_heads * self.spec.index_dim) ** -0.5
+        weights = (
+            project(hidden, indexer.weights, torch.float32) * (self.spec.index_heads * self.spec.index_dim) ** -0.5
+        )
         chosen = _select(self._watch, self._number, index_q, weights, caches.index, seen, self.backend)
         self._compare(chosen, caches, entries, plan)
         return chosen

@@ -176,7 +176,8 @@ class HeatMap {
       const seen = Math.floor((Math.floor(query) + 1) / about.ratio) * about.ratio;
       const end = Math.min(wide, Math.ceil((seen - x) * scale));
       if (end > 0) values.fill(0, py * wide, py * wide + end);
-      if (!exact || this.kept) this.paintMap(values, py, query, end, wide, scale);
+      // Around rows that are known one by one, the map stays in the background.
+      if (!exact || this.kept) this.paintMap(values, py, query, end, wide, scale, exact ? 0.4 : 1);
     }
     if (exact) this.paintRows(values, rows, first, last, wide, high, scale);
     for (let i = 0; i < values.length; i++) {
@@ -184,13 +185,13 @@ class HeatMap {
     }
   }
 
-  paintMap(values, py, query, end, wide, scale) {
+  paintMap(values, py, query, end, wide, scale, strength) {
     const { about, maps } = this.layer, map = maps[this.mode];
     const row = Math.min(about.grid - 1, Math.floor((query / this.tokens) * about.grid)) * about.columns;
     const width = about.places * about.ratio;
     for (let px = 0; px < end; px++) {
       const column = Math.floor(((this.view.x + (px + 0.5) / scale) / width) * about.columns);
-      if (column < about.columns) values[py * wide + px] = map[row + column] / 255;
+      if (column < about.columns) values[py * wide + px] = (strength * map[row + column]) / 255;
     }
   }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from importlib.resources import files
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -14,61 +15,11 @@ from tamis.inspection.summary import bin_name, describe_layers, layer_overlap, u
 from tamis.report import document, escape
 
 POSITION_BINS = 80
-_BODY = """\
-<div class="wrap">
-<header>
-<p class="brand">tamis inspect</p>
-<h1>{title}</h1>
-<p class="sub">{subtitle}</p>
-</header>
-<div class="tiles">{tiles}</div>
-<h2 id="map-title">What each query selects</h2>
-<p class="note">A row is a query, a column is what it can select. {unit_note}</p>
-<div class="card">
-<div class="bar">
-<label>Layer <select id="layer"></select></label>
-<fieldset class="modes" id="modes"><legend>Colour</legend>
-<label title="Selected places by the indexer's score"><input type="radio" name="mode" value="score" checked>Score</label>
-<label title="How many of the pairs under a pixel are selected"><input type="radio" name="mode" value="share">Density</label>
-<label title="Where dense attention puts its weight"><input type="radio" name="mode" value="mass">Dense attention</label>
-</fieldset>
-<span class="end"><button type="button" id="in" aria-label="Zoom in">+</button>
-<button type="button" id="out" aria-label="Zoom out">−</button><button type="button" id="reset">Show all</button></span>
-</div>
-<div class="stage">
-<div class="plot"><canvas id="heat" tabindex="0" role="img" aria-labelledby="map-title" aria-describedby="how"></canvas>
-<div id="tip" role="status" hidden></div></div>
-<div class="side">
-<div><h3 id="scale-name"></h3><canvas id="scale"></canvas><div class="ends"><span id="scale-low"></span><span id="scale-high"></span></div></div>
-<div><h3>Whole prompt</h3><canvas id="mini" aria-label="Overview; click to go there" role="img"></canvas></div>
-<div id="picked" aria-live="polite"></div>
-</div>
-</div>
-<p class="note how" id="how">Wheel or <kbd>+</kbd> <kbd>−</kbd> to zoom, drag or arrow keys to move, <kbd>0</kbd> to show
-all. Click a query to list what it selects.</p>
-</div>
-<h2>Measures</h2>
-<p class="note">{measured}</p>
-<div class="charts">
-<section class="card"><h3>By layer</h3><p>Share of dense attention's weight on what was selected, and how often the
-heaviest token was among it.</p><div id="chart-layers"></div></section>
-<section class="card"><h3>By position in the prompt</h3><p id="position-note"></p><div id="chart-position"></div></section>
-<section class="card"><h3>How far back</h3><p id="distance-note"></p><div id="chart-distance"></div></section>
-<section class="card"><h3>Overlap between layers</h3><p>Intersection over union of two layers' selections. {overlap_note}</p>
-<div id="chart-overlap"></div></section>
-</div>
-<h2>Layers</h2>
-<div class="card scroll"><table id="layers"><thead><tr><th>Layer</th><th>Attends to</th><th class="n">Top-k</th>
-<th class="n">Selected</th><th class="n">Recall</th><th class="n">Worst tenth</th><th class="n">Top-1 hit</th>
-<th class="n">Effective top-k</th><th class="n">Tied cuts</th><th class="n">Median distance</th></tr></thead>
-<tbody>{rows}</tbody></table></div>
-<h2>Model</h2>
-<div class="card pairs" id="parameters">{parameters}</div>
-<footer>Made by tamis {version}. This file needs no network.</footer>
-</div>"""
 
 
-def render_page(inspection: Inspection, *, title: str, text: Callable[[int], str], parameters: Mapping[str, Any]) -> str:
+def render_page(
+    inspection: Inspection, *, title: str, text: Callable[[int], str], parameters: Mapping[str, Any]
+) -> str:
     """The page's HTML.
 
     Args:
@@ -93,8 +44,7 @@ def render_page(inspection: Inspection, *, title: str, text: Callable[[int], str
         "bins": [bin_name(number) for number in range(bins)],
         "overlap": overlap,
     }
-    assets = files("tamis.inspection")
-    body = _BODY.format(
+    body = Template(_asset("page.html")).substitute(
         title=escape(title),
         subtitle=escape(_subtitle(inspection)),
         tiles=_tiles(layers),
@@ -105,9 +55,13 @@ def render_page(inspection: Inspection, *, title: str, text: Callable[[int], str
         parameters="".join(f"<dl><dt>{escape(name)}</dt><dd>{escape(v)}</dd></dl>" for name, v in parameters.items()),
         version=escape(__version__),
     )
-    style = assets.joinpath("page.css").read_text(encoding="utf-8")
-    script = "\n".join(assets.joinpath(name).read_text(encoding="utf-8") for name in ("heatmap.js", "page.js"))
-    return document(f"{title} · tamis inspect", body, style=style, script=script, data=data, blobs=blobs)
+    script = "\n".join(_asset(name) for name in ("heatmap.js", "charts.js", "page.js"))
+    title = f"{title} · tamis inspect"
+    return document(title, body, style=_asset("page.css"), script=script, data=data, blobs=blobs)
+
+
+def _asset(name: str) -> str:
+    return files("tamis.inspection").joinpath(name).read_text(encoding="utf-8")
 
 
 def _subtitle(inspection: Inspection) -> str:
@@ -120,9 +74,13 @@ def _unit_note(inspection: Inspection) -> str:
     ratios = sorted({notes.ratio for notes in inspection.layers})
     if not inspection.layers:
         return "No layer of this model selects anything."
-    if ratios == [1]:
-        return "Above the diagonal lies what a query cannot see."
-    return f"Layers select compressed entries, each as wide as the {ratios[-1]} tokens it stands for."
+    text = "Above the diagonal lies what a query cannot see."
+    if ratios != [1]:
+        text = f"Layers select compressed entries, each as wide as the {ratios[-1]} tokens it stands for."
+    kept, total = len(inspection.extent.kept), len(inspection.tokens)
+    if kept < total:
+        text += f" Selections of {kept:,} of {total:,} queries are here one by one; between them the map shows means."
+    return text
 
 
 def _measured(inspection: Inspection) -> str:
@@ -173,7 +131,7 @@ def _row(layer: dict[str, Any]) -> str:
         _percent(layer["top1"]),
         _number(layer["effective"]),
         f"{layer['tied_queries']:,}",
-        (layer["median_distance"] or "-").replace(" to ", "–"),
+        layer["median_distance"] or "-",
     )
     numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
     name = layer["layer"]

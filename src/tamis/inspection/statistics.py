@@ -49,8 +49,8 @@ def dense_shares(logits: Tensor, chosen: Tensor) -> Shares:
     inside = mean * chosen
     share = inside / inside.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     effective = torch.special.entr(share).sum(1).exp()
-    hidden = (part.masked_fill(empty, torch.nan) for part in (recall.clamp_max(1.0), top1, effective))
-    return Shares(*hidden, mean)
+    recall, top1, effective = (part.masked_fill(empty, torch.nan) for part in (recall.clamp_max(1.0), top1, effective))
+    return Shares(recall, top1, effective, mean)
 
 
 def tied_at_cut(scores: Tensor, positions: Tensor) -> Tensor:

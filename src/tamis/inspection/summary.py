@@ -28,9 +28,7 @@ def describe_layers(inspection: Inspection) -> list[dict[str, Any]]:
     everything. `recall`, `top1` and `effective` come from the compared queries alone.
     """
     noted = {notes.number: notes for notes in inspection.layers}
-    return [
-        _describe(number, spec, noted.get(number), inspection) for number, spec in enumerate(inspection.specs)
-    ]
+    return [_describe(number, spec, noted.get(number), inspection) for number, spec in enumerate(inspection.specs)]
 
 
 def _describe(number: int, spec: LayerSpec, notes: LayerNotes | None, inspection: Inspection) -> dict[str, Any]:

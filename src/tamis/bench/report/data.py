@@ -12,7 +12,18 @@ from tamis.batch import parse_shape
 from tamis.bench.record import COLUMNS, Row
 from tamis.bench.roofline import MEASURED
 
-STEP_COLUMNS = ("version", "torch", "machine", "threads", "requests", "heads", "topk", "context", "by_hand_ms", "tamis_ms")
+STEP_COLUMNS = (
+    "version",
+    "torch",
+    "machine",
+    "threads",
+    "requests",
+    "heads",
+    "topk",
+    "context",
+    "by_hand_ms",
+    "tamis_ms",
+)
 """Of `benchmarks/cpu_step.py`, which measures a whole step on a CPU."""
 COMPUTE_BOUND = 0.99
 """A row whose bytes take less than this share of its limit's time is limited by arithmetic."""
@@ -120,9 +131,7 @@ def once(rows: Iterable[Row]) -> list[Row]:
     """One row per measurement of ours, whatever the peers."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        found.setdefault(
-            (row.gpu, row.suite, row.stage, row.shape, row.heads, row.topk, row.window, row.layout), row
-        )
+        found.setdefault((row.gpu, row.suite, row.stage, row.shape, row.heads, row.topk, row.window, row.layout), row)
     return list(found.values())
 
 

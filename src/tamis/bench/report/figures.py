@@ -163,7 +163,9 @@ def _roof(ax: Any, machine: str, rows: list[Row], palette: Palette, tips: Tips) 
     intensity = [row.flops / row.bytes for row in computing]
     low, high = min(intensity) / 3, max(intensity) * 3
     moving = limits.bytes_per_second
-    peaks = [("", None)] if limits.flops_per_second is None else [("bf16", limits.flops_per_second)]
+    peaks: list[tuple[str, float | None]] = (
+        [("", None)] if limits.flops_per_second is None else [("bf16", limits.flops_per_second)]
+    )
     if limits.flops_per_second and any(speed(row) > 1 for row in computing):
         peaks.append(("FP8", 2 * limits.flops_per_second))
     for number, (name, peak) in enumerate(peaks):
@@ -182,10 +184,10 @@ def _roof(ax: Any, machine: str, rows: list[Row], palette: Palette, tips: Tips) 
         y = row.flops / row.median_us / 1e6
         share = row.roofline_us / row.median_us
         gid = tips.add(f"{describe(row)}: {row.median_us:.1f} us, {y:.3g} TFLOP/s, {share:.0%} of its limit")
-        label = row.stage if row.stage not in shown else None
+        name = "" if row.stage in shown else row.stage
         shown.add(row.stage)
         ax.scatter(
-            [x], [y], s=34, color=colours[row.stage], edgecolor=palette.card, lw=0.7, label=label, gid=gid, zorder=3
+            [x], [y], s=34, color=colours[row.stage], edgecolor=palette.card, lw=0.7, label=name, gid=gid, zorder=3
         )
     ax.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
     ax.grid(lw=0.6)
@@ -318,20 +320,21 @@ def _panels(rows: Sequence[Row]) -> list[_Panel]:
         heads = f"{row.heads} heads" if row.heads else ""
         window = f"{row.window}+" if row.window else ""
         topk = f"top-k {window}{row.topk}" if row.topk else ""
-        stage = (row.gpu, f"{row.stage}, {row.layout}")
+        place = (row.gpu, f"{row.stage}, {row.layout}")
         at = f"{compact(shape.length)} context"
         detail = ", ".join(part for part in (topk, at if heads else "") if part)
-        lines = batches.setdefault((*stage, detail, str(shape.new)), {})
+        lines = batches.setdefault((*place, detail, str(shape.new)), {})
         lines.setdefault(heads or at, []).append((shape.requests, row))
         line = ", ".join(part for part in (f"{shape.requests} x {compact(shape.new)} new", heads) if part)
-        contexts.setdefault((*stage, topk, ""), {}).setdefault(line, []).append((shape.length, row))
+        contexts.setdefault((*place, topk, ""), {}).setdefault(line, []).append((shape.length, row))
     panels = []
     for axis, found in (("requests", batches), ("tokens of context", contexts)):
-        for (_, stage, detail, _), lines in found.items():
+        for (machine, stage, detail, _), lines in found.items():
             kept = {name: sorted(points, key=lambda p: p[0]) for name, points in lines.items()}
             kept = {name: points for name, points in kept.items() if len({x for x, _ in points}) > 1}
             if kept:
-                panels.append(_Panel(f"{stage}{', ' + detail if detail else ''}", axis, kept))
+                told = (stage, detail, machine if len(_machines(rows)) > 1 else "")
+                panels.append(_Panel(", ".join(part for part in told if part), axis, kept))
     return panels
 
 
@@ -339,8 +342,8 @@ FIGURES = (
     FigureKind(
         "roofline",
         "Against the machine's limits",
-        "Each point is a measurement; the lines are what memory and arithmetic allow. Stages that only move data have no "
-        "place on the left: on the right is every row's share of its own limit.",
+        "Each point is a measurement; the lines are what memory and arithmetic allow. Stages that only move data have "
+        "no place on the left: on the right is every row's share of its own limit.",
         roofline,
     ),
     FigureKind(

@@ -33,9 +33,7 @@ def render_page(rows: Sequence[Row], drawings: Mapping[FigureKind, str]) -> str:
 {figures}
 <h2>All measurements</h2>
 <p class="note">Times are medians in microseconds. Errors are relative to float64, on the inputs that were timed.</p>
-<div class="card scroll"><table id="rows"><thead><tr><th>Stage</th><th>Backend</th><th>Shape</th><th class="n">Heads</th>
-<th class="n">Top-k</th><th>Layout</th><th class="n">Time</th><th class="n">p10 to p90</th><th class="n">Limit</th>
-<th class="n">Share</th><th>Peer</th><th class="n">Its time</th><th class="n">Peer / ours</th><th class="n">Error</th></tr></thead>
+<div class="card scroll"><table id="rows"><thead><tr>{_header()}</tr></thead>
 <tbody>{"".join(_line(row) for row in rows)}</tbody></table></div>
 <footer>Made by tamis {escape(__version__)}. This file needs no network.</footer>
 </div>"""
@@ -73,12 +71,18 @@ def _tiles(rows: Sequence[Row]) -> str:
         ratios = [row.ratio for row in rows if row.peer == peer and row.ratio is not None]
         ahead = sum(ratio >= 1 for ratio in ratios)
         why = f"its time over ours, geometric mean; tamis ahead in {ahead} of {len(ratios)}"
-        tiles.append((f"{geometric_mean(ratios):.2f}×", f"Against {peer}", why))
+        tiles.append((f"{geometric_mean(ratios):.2f}", f"Against {peer}", why))
     return "".join(
         f'<div class="card tile"><span class="value">{escape(value)}</span><span class="name">{escape(name)}</span>'
         f'<span class="why">{escape(why)}</span></div>'
         for value, name, why in tiles
     )
+
+
+def _header() -> str:
+    names = "Stage,Backend,Shape,Heads,Top-k,Layout,Time,p10 to p90,Limit,Share,Peer,Its time,Peer / ours,Error"
+    numbers = {"Heads", "Top-k", "Time", "p10 to p90", "Limit", "Share", "Its time", "Peer / ours", "Error"}
+    return "".join(f'<th class="{"n" if name in numbers else ""}">{name}</th>' for name in names.split(","))
 
 
 def _line(row: Row) -> str:
