@@ -248,7 +248,7 @@ def _ratio_bars(ax: Any, name: str, rows: list[Row], top: float, palette: Palett
         text = f"{describe(row)}: {row.median_us:.1f} us against {row.peer_us or 0:.1f} us of {row.peer}"
         colour = palette.series[0] if ratio >= 1 else palette.series[1]
         ax.barh([place], [ratio], height=0.72, color=colour).patches[0].set_gid(tips.add(text))
-        ax.text(ratio - top * 0.012, place, f"{ratio:.2f}", va="center", ha="right", fontsize=8, color=palette.card)
+        ax.text(top * 0.012, place, f"{ratio:.2f}", va="center", fontsize=8, color=palette.card)
     ax.axvline(1, color=palette.ink, lw=1.2)
     ax.set_title(name, fontsize=9.5)
     labels = [f"{row.shape}  {row.heads}h" if row.heads else row.shape for row in ordered]
@@ -267,6 +267,7 @@ def _batch(row: Row) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Panel:
+    machine: str
     title: str
     axis: str
     lines: dict[str, list[tuple[int, Row]]]
@@ -280,6 +281,7 @@ def latency(rows: Sequence[Row], palette: Palette, tips: Tips) -> Figure | None:
     columns = min(3, len(panels))
     down = ceil(len(panels) / columns)
     figure = Figure(figsize=(WIDTH, 3.5 * down))
+    several = len({panel.machine for panel in panels}) > 1
     axes = figure.subplots(down, columns, squeeze=False).flatten()
     for ax in axes[len(panels) :]:
         ax.set_axis_off()
@@ -303,7 +305,7 @@ def latency(rows: Sequence[Row], palette: Palette, tips: Tips) -> Figure | None:
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         ax.yaxis.minorticks_off()
         ax.margins(y=0.25)
-        ax.set_title(panel.title, fontsize=9.5)
+        ax.set_title(f"{panel.machine}\n{panel.title}" if several else panel.title, fontsize=9.5)
         ax.grid(lw=0.6)
         ax.legend(fontsize=8)
     return figure
@@ -333,8 +335,7 @@ def _panels(rows: Sequence[Row]) -> list[_Panel]:
             kept = {name: sorted(points, key=lambda p: p[0]) for name, points in lines.items()}
             kept = {name: points for name, points in kept.items() if len({x for x, _ in points}) > 1}
             if kept:
-                told = (stage, detail, machine if len(_machines(rows)) > 1 else "")
-                panels.append(_Panel(", ".join(part for part in told if part), axis, kept))
+                panels.append(_Panel(machine, ", ".join(part for part in (stage, detail) if part), axis, kept))
     return panels
 
 
