@@ -245,6 +245,6 @@ def test_sixteen_thousand_tokens_stay_usable(topk: int, layers: int, ratio: int,
             return times;
             """
         )
-        assert float(np.median(times)) < 400, times
+        assert float(np.median(times)) < 700, times
         window.screenshot(SCREENSHOTS / f"inspect-16k-{topk}-{ratio}.png", whole=False)
         assert window.console() == []

@@ -95,7 +95,8 @@ def inspect_model(
                 continue
             if not spec.reuse_topk:
                 source = number
-            notes[number] = LayerNotes(number, spec, extent, source if spec.reuse_topk else None)
+            factor = 1.0 if spec.kind == "tokens" else (spec.index_heads * spec.index_dim) ** -0.5
+            notes[number] = LayerNotes(number, spec, extent, source if spec.reuse_topk else None, factor)
         watch.total = len(prompt) * len(notes)
         with torch.no_grad():
             # The part below the head: logits of every token over the vocabulary are of no use here.
@@ -170,10 +171,7 @@ class _WatchedV4(SparseV4):
         assert indexer is not None
         assert caches.index is not None
         seen = _Seen(plan.step.positions, plan.step.request_ids, entries.block_table, entries.visible)
-        # With the model's constant factor, which changes no order, scores are those of the model.
-        weights = (
-            project(hidden, indexer.weights, torch.float32) * (self.spec.index_heads * self.spec.index_dim) ** -0.5
-        )
+        weights = project(hidden, indexer.weights, torch.float32)
         chosen = _select(self._watch, self._number, index_q, weights, caches.index, seen, self.backend)
         self._compare(chosen, caches, entries, plan)
         return chosen

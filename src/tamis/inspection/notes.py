@@ -17,6 +17,12 @@ from tamis.inspection.statistics import (
 )
 from tamis.spec import LayerSpec
 
+PAGE_BYTES = 13 << 20
+"""What the arrays of a page may take, before base64 adds a third."""
+PLACE_BYTES = 3
+"""About what a selected place takes in a page, with its score."""
+KEPT_QUERIES = 256
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -28,13 +34,13 @@ class Extent:
     """Queries, ascending, for which dense attention is computed as well."""
     kept: Tensor
     """Queries, ascending, whose selections are kept one by one."""
+    shown: Tensor
+    """Those of the kept queries, by their place among them, that a page has room for."""
     grid: int
     """Rows and columns of the maps of everything."""
 
     @classmethod
-    def plan(
-        cls, specs: Sequence[LayerSpec], tokens: int, compared: int, asked: Sequence[int], kept_places: int = 4 << 20
-    ) -> "Extent":
+    def plan(cls, specs: Sequence[LayerSpec], tokens: int, compared: int, asked: Sequence[int]) -> "Extent":
         """For a model's layers and a prompt.
 
         Args:
@@ -42,24 +48,30 @@ class Extent:
             tokens: in the prompt.
             compared: for how many queries to compute dense attention.
             asked: queries whose selections must be kept.
-            kept_places: about how many selected places may be kept of all layers together.
         """
-        own = [spec for spec in specs if spec.topk is not None and not spec.reuse_topk]
-        each = sum(min(spec.topk or 0, max(1, tokens // spec.compress)) for spec in own)
-        kept = evenly_spaced(tokens, max(64, kept_places // max(each, 1)))
-        kept = torch.cat((kept, torch.tensor(asked, dtype=torch.int64))).unique()
+        selecting = [spec for spec in specs if spec.topk is not None]
         # Maps of many layers are made smaller, so that the page of a large model stays one.
-        return cls(tokens, evenly_spaced(tokens, compared), kept, min(tokens, 512 if len(own) <= 12 else 256))
+        grid = min(tokens, 512 if len(selecting) <= 12 else 256)
+        maps = 3 * len(selecting) * grid * grid // 2
+        each = sum(min(s.topk or 0, max(1, tokens // s.compress)) for s in selecting if not s.reuse_topk)
+        room = max(8, (PAGE_BYTES - maps) // (PLACE_BYTES * max(each, 1)))
+        wanted = torch.tensor(asked, dtype=torch.int64)
+        kept = torch.cat((evenly_spaced(tokens, max(room, KEPT_QUERIES)), wanted)).unique()
+        shown = torch.cat((evenly_spaced(len(kept), room), torch.searchsorted(kept, wanted[:room]))).unique()
+        return cls(tokens, evenly_spaced(tokens, compared), kept, shown, grid)
 
 
 class LayerNotes:
     """One selecting layer. Arrays of queries are on the host; NaN where nothing was computed."""
 
-    def __init__(self, number: int, spec: LayerSpec, extent: Extent, source: int | None = None) -> None:
-        """Start empty. A layer that shares the selection of another has that one's number as `source`."""
+    def __init__(
+        self, number: int, spec: LayerSpec, extent: Extent, source: int | None = None, score_factor: float = 1.0
+    ) -> None:
+        """Start empty. A layer that shares the selection of another has that one's number as `source`. Scores are noted
+        times a factor that the model has and its layer, for which it changes no order, leaves out."""
         assert spec.topk is not None
         self.number, self.spec, self.extent, self.source = number, spec, extent, source
-        self.topk, self.ratio = spec.topk, spec.compress
+        self.topk, self.ratio, self.score_factor = spec.topk, spec.compress, score_factor
         self.places = max(1, extent.tokens // self.ratio)
         """What can be selected: tokens, or entries."""
         tokens, grid = extent.tokens, extent.grid
@@ -104,7 +116,7 @@ class LayerNotes:
         chosen = np.zeros(places.shape, np.float32)
         if scores is not None:
             found = scores.gather(1, positions.clamp_min(0).long())
-            chosen = found.cpu().numpy()
+            chosen = found.mul(self.score_factor).cpu().numpy()
             self.tied[at] = tied_at_cut(scores, positions).cpu().numpy()
             self.cut[at] = np.where(there, chosen, np.inf).min(1)
         self._add_blocks(at, places, there, chosen)

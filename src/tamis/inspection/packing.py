@@ -13,12 +13,12 @@ def pack_layer(notes: LayerNotes, source: LayerNotes) -> tuple[dict[str, int | f
     its `source` has no rows of its own.
 
     The stream holds, one after another and little-endian: the map of selected shares, the map of highest scores and the
-    map of dense attention's mass (uint8 [grid, columns] each, see `_maps`); then for each kept query the number of
+    map of dense attention's mass (uint8 [grid, columns] each, see `_maps`); then for each shown query the number of
     selected places (uint16), the lowest and the highest score (float32 each, in two arrays); then all places as gaps
     (see `encode_gaps`); then all scores (uint16), 0 to 65535 between a query's lowest and highest.
     """
     selected, best, mass, low, high = _maps(notes, source)
-    own = slice(None) if source is notes else slice(0)
+    own = notes.extent.shown.numpy() if source is notes else slice(0)
     rows, scores = notes.rows[own], notes.scores[own]
     there = rows >= 0
     counts = there.sum(1)

@@ -36,10 +36,10 @@ def render_page(
         about, blobs[f"layer-{notes.number}"] = pack_layer(notes, inspection.source(notes))
         described.append(layers[notes.number] | about | {"positions": _by_position(notes)})
     bins = used_bins(inspection.layers)
-    kept = inspection.extent.kept
+    shown = inspection.extent.kept[inspection.extent.shown]
     data = {
         "tokens": [text(token) for token in inspection.tokens],
-        "kept": None if len(kept) == len(inspection.tokens) else kept.tolist(),
+        "kept": None if len(shown) == len(inspection.tokens) else shown.tolist(),
         "layers": described,
         "bins": [bin_name(number) for number in range(bins)],
         "overlap": overlap,
@@ -77,9 +77,9 @@ def _unit_note(inspection: Inspection) -> str:
     text = "Above the diagonal lies what a query cannot see."
     if ratios != [1]:
         text = f"Layers select compressed entries, each as wide as the {ratios[-1]} tokens it stands for."
-    kept, total = len(inspection.extent.kept), len(inspection.tokens)
-    if kept < total:
-        text += f" Selections of {kept:,} of {total:,} queries are here one by one; between them the map shows means."
+    shown, total = len(inspection.extent.shown), len(inspection.tokens)
+    if shown < total:
+        text += f" Selections of {shown:,} of {total:,} queries are here one by one; between them the map shows means."
     return text
 
 
