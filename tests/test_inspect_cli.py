@@ -222,6 +222,19 @@ def pixels(window: browser.Browser) -> int:
 
 
 @needs_browser
+def test_a_page_with_little_to_show(tmp_path: Path) -> None:
+    with browser.open_browser(tmp_path / "profile") as window:
+        window.open(written(made_up(1, 8, 1), tmp_path / "one.html"))
+        window.wait("document.querySelector('#picked h3')?.textContent === 'Query 0 selects 1'")
+        assert window.run("return document.getElementById('chart-overlap').innerText") == "Only one layer selects."
+        nothing = LayerSpec(heads=1, window=128, kind="window")
+        empty = Inspection([5, 6], [nothing], [], Extent.plan([nothing], 2, 1, []), "fp8")
+        window.open(written(empty, tmp_path / "none.html"))
+        window.wait("document.querySelector('#layers tr.flat')")
+        assert window.console() == []
+
+
+@needs_browser
 @pytest.mark.parametrize(("topk", "layers", "ratio"), [(64, 3, 1), (1024, 2, 4)])
 def test_sixteen_thousand_tokens_stay_usable(topk: int, layers: int, ratio: int, tmp_path: Path) -> None:
     page = written(made_up(16384, topk, layers, ratio), tmp_path / "page.html")

@@ -95,7 +95,11 @@ function drawDistance(box, layer, bins) {
 
 function drawOverlap(box, overlap, show) {
   const count = overlap.layers.length;
-  if (!overlap.queries) { box.replaceChildren(element("p", {}, "There is nothing to compare.")); return; }
+  if (!overlap.queries || count < 2) {
+    const why = count < 2 ? "Only one layer selects." : "No query sees more than it can select, so all layers select the same.";
+    box.replaceChildren(element("p", {}, why));
+    return;
+  }
   const svg = frame(box, 300, "Overlap between layers"), left = 48, side = Math.min(270, (270 / count) * count), cell = side / count;
   const colours = ramp(), every = Math.ceil(count / 16);
   const css = (value) => { const c = colours[Math.round(value * 255)]; return `rgb(${c & 255} ${(c >> 8) & 255} ${(c >> 16) & 255})`; };
