@@ -42,6 +42,7 @@ def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: p
     assert [query["query"] for query in found["queries"]] == [80, 129]
     assert len(found["queries"][1]["layers"]) == layers
     assert found["model"]["model"].endswith("ForCausalLM")
+    assert found["html"] is None
     html = page.read_text(encoding="utf-8")
     # Nothing is loaded: no addresses but the names of XML's vocabulary.
     assert set(re.findall(r"https?://[\w./]+", html)) <= {"http://www.w3.org/2000/svg"}
@@ -80,6 +81,14 @@ def test_wrong_input(options: list[str], message: str, capsys: pytest.CaptureFix
     assert found.out == ""
     assert found.err.splitlines()[-1].startswith("tamis: error: ")
     assert message in found.err
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("inspect", "bench"):
+        assert main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert text.count(f"\n  tamis {command} ") >= 2
+        assert "exit codes: 0" in text
 
 
 def test_made_up_prompts_recur() -> None:

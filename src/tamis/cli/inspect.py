@@ -118,7 +118,8 @@ def run(options: argparse.Namespace) -> int:
         page = render_page(inspection, title=parameters["model"], text=text, parameters=parameters)
         options.html.write_text(page, encoding="utf-8")
     if options.json:
-        print(json.dumps(_as_data(inspection, queries, text, parameters, machine)))
+        data = _as_data(inspection, queries, text, parameters, machine)
+        print(json.dumps(data | {"html": None if options.html is None else str(options.html)}))
     else:
         print(machine_line(machine), end="\n\n")
         print(_report(inspection, queries, text))

@@ -16,7 +16,7 @@ from tamis.cache import Caches, PagedCache
 from tamis.inspection.notes import Extent, LayerNotes
 from tamis.inspection.statistics import dense_shares, selected_mask
 from tamis.integrations._hf_layers import CacheKind
-from tamis.integrations.transformers import attach, detach, is_attached
+from tamis.integrations.transformers import attach, detach
 from tamis.ops import IndexInputs, Rotated, gather_kv, index_scores, read_kv, topk_positions
 from tamis.ops.write import join_parts
 from tamis.pipeline import LayerOutput, SparseMLA
@@ -81,8 +81,6 @@ def inspect_model(
         raise checks.refuse("tokens", "at least one", "none", "pass a prompt")
     checks.integer("compared_queries", compared_queries, low=1)
     asked = [_resolved(query, len(prompt)) for query in queries]
-    if is_attached(model):
-        raise checks.refuse("model", "without tamis", "one that is attached", "call detach(model) first")
     notes: dict[int, LayerNotes] = {}
     watch = _Watch(notes, report)
     attach(model, cache=cache, backend=backend, wrap_layer=watch.wrap)

@@ -82,6 +82,7 @@ class LayerNotes:
         self.cut = np.full(tokens, np.nan, np.float32)
         """The lowest selected score."""
         self.recall, self.top1, self.effective, self.window = np.full((4, tokens), np.nan, np.float32)
+        """As in `Shares`, and for V4 the window's share of all attention; of the compared queries."""
         self.distances = np.zeros(DISTANCE_BINS, np.int64)
         self.possible = np.zeros(DISTANCE_BINS, np.int64)
         columns = min(grid, self.places)
