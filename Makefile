@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup run test lint docs generate wheel check-wheel bench clean
+.PHONY: setup run test lint docs browser generate wheel check-wheel bench clean
 
 setup: $(STAMP)
 
@@ -22,7 +22,17 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint docs
+# Reports are tested in a real browser. Without one its tests are skipped, and say so.
+browser:
+	@if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    export DEBIAN_FRONTEND=noninteractive; \
+	    { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver fonts-dejavu-core; } >/dev/null 2>&1 \
+	      || echo "no browser: apt-get could not install chromium and chromium-driver"; \
+	  else echo "no browser: install chromium and chromedriver (Debian: apt-get install chromium chromium-driver)"; fi; \
+	fi
+
+test: lint docs browser
 	$(BIN)/pytest -n 2 -m 'not gpu and not wheel'
 
 # The site, in site/; a warning is an error. What is generated from code and results is checked by the tests.

@@ -86,6 +86,23 @@ def test_a_checkpoint_gives_what_transformers_gives(checkpoint: Path, capsys: py
     assert capsys.readouterr().out.strip() == found["text"]
 
 
+def test_the_same_checkpoint_can_be_inspected(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "a c e g i k b d f h j l a b c"
+    (tmp_path / "prompt.txt").write_text(prompt)
+    options = ["inspect", "--checkpoint", str(checkpoint), "--device", "cpu", "--json", "--query", "0"]
+    found = []
+    for given in (["--prompt", prompt], ["--prompt-file", str(tmp_path / "prompt.txt")]):
+        assert main([*options, *given]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["prompt"] == ["abcdefghijkl".index(word) for word in prompt.split()]
+    assert found[0]["layers"] == found[1]["layers"]
+    assert found[0]["layers"][0]["selected"] == 8
+    assert found[0]["queries"][0]["token"] == "a"
+    assert [place["token"] for place in found[0]["queries"][0]["layers"][0]["selected"]] == ["a"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from tamis._version import __version__
-from tamis.cli import backends, bench, demo, doctor, generate, verify
+from tamis.cli import backends, bench, demo, doctor, generate, inspect, verify
 from tamis.cli.parser import EXIT_CODES, INTERRUPTED, OK, USAGE, Parser, example_text
 
-COMMANDS = (demo, generate, doctor, backends, verify, bench)
+COMMANDS = (demo, generate, inspect, doctor, backends, verify, bench)
 """In the order in which the help lists them."""
 
 EXAMPLES = """\

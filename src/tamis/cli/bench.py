@@ -40,12 +40,16 @@ Peers run in turn with ours, in the same process, on the same inputs. Before the
 FlashMLA and the keys of prompts are gathered for DeepGEMM. vLLM's whole indexer is DeepGEMM's scores, then its own
 top-k. Selections may differ where scores are nearly equal.
 
+--report draws what was measured, or what files of --csv hold: a roofline, ratios against peers, and latency against
+batch and context. It needs matplotlib: pip install 'tamis[report]'.
+
 Exits with 1 if a check fails."""
 
 EXAMPLES = """\
 tamis bench smoke --against none
 tamis bench decode --heads 16,128 --against flashmla --csv results.csv
-tamis bench --shape 128q1s16k --heads 16 --layout v32-fp8 --json"""
+tamis bench --shape 128q1s16k --heads 16 --layout v32-fp8 --json
+tamis bench --report out --from benchmarks/results/*.csv"""
 
 
 def register(subcommands: Subcommands) -> None:
@@ -79,6 +83,18 @@ def register(subcommands: Subcommands) -> None:
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds (default: 25 on a GPU, 5 on a CPU)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows to this file")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="draw the rows: report.html, and PNG files beside it"
+    )
+    parser.add_argument(
+        "--from",
+        dest="files",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="CSV",
+        help="with --report: measure nothing, draw the rows of these files",
+    )
 
 
 def _words(text: str) -> list[str]:
@@ -93,10 +109,21 @@ def _numbers(text: str) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verify, measure, and print the table or the JSON object."""
+    """Verify, measure, and print the table or the JSON object; or draw what was measured before."""
     let_waiting_threads_sleep()
-    device = pick_device(options.device)
     from tamis import checks
+
+    if options.files and options.report is None:
+        raise checks.refuse("--from", "given with --report", "alone", "name a folder for the report")
+    if options.report is not None:
+        from tamis.bench.report import check_place, read_rows
+
+        check_place(options.report)
+    if options.files:
+        drawn = _written(read_rows(options.files), options.report)
+        print(json.dumps({"report": drawn}) if options.json else "\n".join(drawn))
+        return OK
+    device = pick_device(options.device)
     from tamis.bench.peers import find_peers
     from tamis.bench.record import CsvFile
     from tamis.bench.suites import make_jobs
@@ -118,12 +145,23 @@ def run(options: argparse.Namespace) -> int:
         bench = _bench(device, options.backend, repeats, peers)
     rows, wrong = _measured(bench, jobs, file)
     machine = describe_machine(device)
+    drawn = _written(rows, options.report) if options.report is not None and rows else []
     if options.json:
-        data = {"machine": machine, "limits": asdict(bench.ceiling), "absent": absent, "wrong": wrong}
+        data = {"machine": machine, "limits": asdict(bench.ceiling), "absent": absent, "wrong": wrong, "report": drawn}
         print(json.dumps(data | {"rows": [row.as_data() for row in rows]}))
     else:
         _print_report(machine, bench, rows, absent, wrong)
+        for name in drawn:
+            print(name)
     return FAILED if wrong else OK
+
+
+def _written(rows: "list[Row]", folder: Path) -> list[str]:
+    """The report's files."""
+    from tamis.bench.report import write_report
+
+    with Progress("figures", "drawing") as progress:
+        return [str(file) for file in write_report(rows, folder, progress.update)]
 
 
 def _verified(jobs: "list[Job]", device: "torch.device", backend: str) -> "list[CheckResult]":

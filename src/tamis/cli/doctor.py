@@ -32,9 +32,9 @@ PURPOSES = {
     "torch": ("required", "everything"),
     "numpy": ("required", "planning"),
     "triton": ("for GPUs", "portable kernels"),
-    "transformers": ("optional", "Hugging Face models, `tamis generate`"),
+    "transformers": ("optional", "Hugging Face models, `tamis generate`, `tamis inspect`"),
     "vllm": ("optional", "serving with vLLM"),
-    "matplotlib": ("optional", "pictures in benchmark reports"),
+    "matplotlib": ("optional", "`tamis bench --report`"),
 }
 """Packages, whether they must be there, and for what."""
 

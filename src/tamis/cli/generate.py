@@ -3,12 +3,12 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.machine import describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.model import add_model_options, load_model, numbers
 from tamis.cli.parser import OK, Subcommands, add_command
-from tamis.cli.progress import Progress, waiting
+from tamis.cli.progress import Progress
 
 if TYPE_CHECKING:
     from tamis.integrations._generation import Generated
@@ -36,12 +36,7 @@ def register(subcommands: Subcommands) -> None:
         details=DETAILS,
         example=EXAMPLES,
     )
-    parser.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="a local checkpoint (default: a tiny random one)"
-    )
-    parser.add_argument(
-        "--model", choices=("v32", "glm", "v4"), default="v32", help="of the random model (default: v32)"
-    )
+    add_model_options(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="what to continue; needs a checkpoint with a tokenizer")
     prompt.add_argument("--prompt-ids", metavar="N,N,...", help="what to continue, as token numbers")
@@ -49,12 +44,6 @@ def register(subcommands: Subcommands) -> None:
         "--prompt-tokens", type=int, metavar="N", help="so many random tokens to continue (default: 256)"
     )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="how many to add (default: 64)")
-    parser.add_argument(
-        "--cache", choices=("fp8", "bf16", "fp32"), default="fp8", help="format of the pages (default: fp8)"
-    )
-    parser.add_argument("--backend", default="auto", metavar="NAME", help="from `tamis backends` (default: auto)")
-    parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random weights and prompts (default: 0)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,18 +53,10 @@ def run(options: argparse.Namespace) -> int:
 
     checks.integer("--max-new-tokens", options.max_new_tokens, low=1)
     device = pick_device(options.device)
-    ids = None if options.prompt_ids is None else _numbers(options.prompt_ids)
-    with waiting("loading the model"):
-        try:
-            import tamis.integrations.transformers  # noqa: F401  (it says what to install)
-        except ImportError as error:
-            raise ValueError(str(error)) from error
-        from tamis.integrations import _generation as generation
+    ids = None if options.prompt_ids is None else numbers("--prompt-ids", options.prompt_ids)
+    model, tokenizer = load_model(options, device)
+    from tamis.integrations import _generation as generation
 
-        if options.checkpoint is None:
-            model, tokenizer = generation.make_model(options.model, device, options.seed), None
-        else:
-            model, tokenizer = generation.load_model(options.checkpoint, device)
     prompt = generation.prompt_ids(
         model, tokenizer, text=options.prompt, ids=ids, count=options.prompt_tokens, seed=options.seed
     )
@@ -117,15 +98,6 @@ def _summary(result: "Generated", cache: str) -> str:
         f"{len(result.tokens)} new ones in {result.decode_seconds:.2f} s"
         f"{'' if speed is None else f' ({speed:.1f} tokens/s)'}, {cache} pages"
     )
-
-
-def _numbers(text: str) -> list[int]:
-    from tamis import checks
-
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise checks.refuse("--prompt-ids", "numbers joined by commas", repr(text), "such as 1,2,3") from None
 
 
 def _as_data(model: Any, result: "Generated", options: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:

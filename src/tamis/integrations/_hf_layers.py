@@ -3,6 +3,7 @@
 A model's forward pass plans a step once; each attention module then gets that `Step` in place of a mask.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Any, Literal, Protocol
@@ -29,6 +30,8 @@ from tamis.v4_planner import V4Planner
 from tamis.v4_weights import V4Weights
 
 CacheKind = Literal["fp8", "bf16", "fp32"]
+WrapLayer = Callable[[int, Any], Any]
+"""From a layer's number and the layer (a `SparseMLA` or a `SparseV4`) to what runs in its place."""
 _PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PAGE, V4_PAGE, WINDOW_PAGE = 64, 256, 64
 STATE_PAGES = {"overlapping": 4, "plain": 8}
@@ -38,6 +41,7 @@ class Family(Protocol):
     """What one family of models adds: what its layers keep, and how a step is planned."""
 
     shape: CacheShape
+    specs: list[LayerSpec]
     layers: list[Any]
 
     def plan(self, batch: Batch) -> Any:
@@ -100,11 +104,11 @@ def _key_layout(kind: CacheKind, dim: int, dtype: torch.dtype) -> Layout:
 class V32Family:
     """DeepSeek-V3.2 and GLM-MoE-DSA: latent rows and index keys of every token, in one pool."""
 
-    def __init__(self, base: Any, kind: CacheKind, backend: str) -> None:
+    def __init__(self, base: Any, kind: CacheKind, backend: str, wrap_layer: WrapLayer) -> None:
         """Read a model (the part below the language-model head)."""
         config, device, dtype = base.config, base.embed_tokens.weight.device, base.embed_tokens.weight.dtype
         modules = [layer.self_attn for layer in base.layers]
-        specs = [_v32_spec(config, module) for module in modules]
+        self.specs = specs = [_v32_spec(config, module) for module in modules]
         latent = specs[0].latent_dim
         dim, rope = config.index_head_dim, specs[0].rope_dim
         if kind == "fp8":
@@ -116,7 +120,7 @@ class V32Family:
         self.recipe = IndexRecipe.from_hf(config, hadamard=kind == "fp8" and dim & (dim - 1) == 0)
         choose(specs[0], device, layout=layout, dtype=dtype, page_size=PAGE, prefer=backend)
         self.backend, self.quantised = backend, kind == "fp8"
-        self.layers = [SparseMLA(spec, backend=backend) for spec in specs]
+        self.layers = [wrap_layer(number, SparseMLA(spec, backend=backend)) for number, spec in enumerate(specs)]
         held = [
             {"latent": Held(MAIN_POOL, layout, PAGE)}
             | ({} if spec.reuse_topk else {"index": Held(MAIN_POOL, keys, PAGE, self.recipe)})
@@ -247,11 +251,11 @@ class V4Family:
     """DeepSeek-V4: raw tokens of a window, compressed entries, index keys and compressor state, in pools of their
     own. What has left the window, and state that has been pooled, is overwritten."""
 
-    def __init__(self, base: Any, kind: CacheKind, backend: str) -> None:
+    def __init__(self, base: Any, kind: CacheKind, backend: str, wrap_layer: WrapLayer) -> None:
         """Read a model (the part below the language-model head)."""
-        self._base, self.backend = base, backend
+        self._base, self.backend, self._wrap_layer = base, backend, wrap_layer
         weight = base.embed_tokens.weight
-        self._specs = specs = [LayerSpec.from_hf(base.config, number) for number in range(len(base.layers))]
+        self.specs = specs = [LayerSpec.from_hf(base.config, number) for number in range(len(base.layers))]
         latent, rope = specs[0].latent_dim, specs[0].rope_dim
         if kind == "fp8":
             layout: Layout = v4_fp8(latent=latent, rope=rope, tile=gcd(latent, 64))
@@ -293,12 +297,13 @@ class V4Family:
             for name in ("main", "compress")
         }
         self.layers = []
-        for spec, layer in zip(self._specs, base.layers, strict=True):
-            module = layer.self_attn
+        for number, spec in enumerate(self.specs):
+            module = base.layers[number].self_attn
             weights = V4Weights.from_state_dict(module.state_dict(), groups=base.config.o_groups)
             table = tables[module.rope_layer_type]
             eps = base.config.rms_norm_eps
-            self.layers.append(SparseV4(spec, weights, table, eps=eps, backend=self.backend))
+            layer = SparseV4(spec, weights, table, eps=eps, backend=self.backend)
+            self.layers.append(self._wrap_layer(number, layer))
 
 
 def _v4_held(spec: LayerSpec, layout: Layout, keys: Layout, page: int) -> dict[str, Held]:

@@ -31,6 +31,7 @@ from tamis.integrations._hf_layers import (
     Step,
     V4Family,
     V32Family,
+    WrapLayer,
     glm_forward,
     v4_forward,
     v32_forward,
@@ -55,7 +56,14 @@ class _Attachment:
     dtype: torch.dtype
 
 
-def attach(model: Any, *, cache: CacheKind = "fp8", backend: str = "auto", chunk_tokens: int = CHUNK_TOKENS) -> None:
+def attach(
+    model: Any,
+    *,
+    cache: CacheKind = "fp8",
+    backend: str = "auto",
+    chunk_tokens: int = CHUNK_TOKENS,
+    wrap_layer: WrapLayer = lambda number, layer: layer,
+) -> None:
     """Run a model's attention through tamis, until `detach`.
 
     Args:
@@ -64,6 +72,8 @@ def attach(model: Any, *, cache: CacheKind = "fp8", backend: str = "auto", chunk
             width) with FP8 index keys; "bf16" keeps rows in bf16 and index keys in the model's dtype; "fp32" is exact.
         backend: a name from `tamis backends`, or "auto".
         chunk_tokens: how many tokens of a prompt run at once, over all of the batch.
+        wrap_layer: gets each layer's number and its `SparseMLA` or `SparseV4` whenever one is made, and returns what
+            runs in its place. For tools that look on, as `tamis inspect` does.
 
     Attached models are for inference. They take padding masks [requests, columns] only, keep their tokens in a
     `TamisCache`, and give no attention weights. V4 models count a request's own tokens, whatever `position_ids` say.
@@ -81,7 +91,7 @@ def attach(model: Any, *, cache: CacheKind = "fp8", backend: str = "auto", chunk
     places = {str(parameter.device) for parameter in model.parameters()}
     if len(places) != 1:
         raise checks.refuse("model", "on one device", sorted(places), "move it with .to(device)")
-    family = make_family(base, cache, backend)
+    family = make_family(base, cache, backend, wrap_layer)
     base._tamis = _Attachment(family, chunk_tokens, base.embed_tokens.weight.dtype)
     base.forward = MethodType(_model_forward, base)
     model._prepare_cache_for_generation = MethodType(_prepare_cache, model)

@@ -1,0 +1,51 @@
+"""What commands that run a model of Hugging Face transformers share: their options, and how it is loaded."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tamis.cli.machine import DEVICES
+from tamis.cli.progress import waiting
+
+if TYPE_CHECKING:
+    import torch
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model, and how it runs."""
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="a local checkpoint (default: a tiny random one)"
+    )
+    parser.add_argument(
+        "--model", choices=("v32", "glm", "v4"), default="v32", help="of the random model (default: v32)"
+    )
+    parser.add_argument(
+        "--cache", choices=("fp8", "bf16", "fp32"), default="fp8", help="format of the pages (default: fp8)"
+    )
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="from `tamis backends` (default: auto)")
+    parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random weights and prompts (default: 0)")
+
+
+def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any, Any]:
+    """The model, and its tokenizer or None."""
+    with waiting("loading the model"):
+        try:
+            import tamis.integrations.transformers  # noqa: F401  (it says what to install)
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+        from tamis.integrations import _generation as generation
+
+        if options.checkpoint is None:
+            return generation.make_model(options.model, device, options.seed), None
+        return generation.load_model(options.checkpoint, device)
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """The numbers of an option such as `1,2,3`."""
+    from tamis import checks
+
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise checks.refuse(option, "numbers joined by commas", repr(text), "such as 1,2,3") from None
