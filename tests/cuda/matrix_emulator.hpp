@@ -198,6 +198,12 @@ inline void named_arrive(u32 name, u32 threads) {
     emulator::maybe_pause();
 }
 
+template <int REGISTERS>
+void give_registers() {}
+
+template <int REGISTERS>
+void take_registers() {}
+
 inline void load_matrices(u32 (&m)[4], u32 address) { emulator::load_matrices(m, address, false); }
 inline void load_matrices_transposed(u32 (&m)[4], u32 address) { emulator::load_matrices(m, address, true); }
 

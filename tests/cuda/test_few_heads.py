@@ -140,3 +140,190 @@ def test_the_source_computes_attention(emulated, name: str) -> None:
     heads = 32 if name == "two groups" else 16
     slots = torch.randint(0, cache.rows, (3, 150), dtype=torch.int32)
     check(torch.randn(3, heads, 576).bfloat16(), Selection(cache, slots))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hostile_slots_lengths_parts_and_sinks(emulated, name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    emulated(name, 1)
+    cache = filled(70, 7, gap=16, mode="exact")
+    slots = torch.randint(0, cache.rows, (6, 101), dtype=torch.int32)
+    slots[0, 3:60] = torch.tensor([-1, cache.rows, 2**31 - 1])[torch.randint(0, 3, (57,))].int()
+    slots[0, 64:] = -(2**31)
+    slots[1] = -1
+    slots[2, ::2] = cache.rows
+    lengths = torch.tensor([101, 101, 77, 0, 1, 33], dtype=torch.int32)
+    heads = {"two streams": 8, "one stream": 1, "two groups": 17}[name]
+    q, sink = torch.randn(6, heads, 576).to(dtype), torch.randn(heads)
+    sink[0] = torch.inf
+    for splits in (1, 3):
+        check(q, Selection(cache, slots, lengths), splits=splits, sink=sink)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_positions_are_looked_up_on_the_way(emulated, name: str) -> None:
+    torch.manual_seed(2)
+    emulated(name, 1)
+    cache = filled(40 * 5, 5, gap=32)
+    table = torch.randint(-1, 41, (3, 9), dtype=torch.int32)
+    table[0, 2], table[0, 3] = 2**31 - 1, -(2**31)
+    positions = torch.randint(-3, 60, (4, 70), dtype=torch.int32)
+    ids = torch.tensor([0, 2, 1, 0], dtype=torch.int32)
+    check(torch.randn(4, 5, 576).bfloat16(), Selection(cache, positions, None, ids, table), splits=2)
+
+
+def test_requests_that_the_table_does_not_have_attend_to_nothing(emulated) -> None:
+    emulated("two streams", 1)
+    cache, ids = filled(40, 5), torch.tensor([0, 3, -1], dtype=torch.int32)
+    table = torch.arange(8, dtype=torch.int32).expand(3, 8)
+    selection = Selection(cache, torch.arange(40, dtype=torch.int32).expand(3, 40), None, ids, table)
+    q = torch.randn(3, 4, 576).bfloat16()
+    parts, lse, maxima = hopper_kernels.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    assert (lse[0, 0] > -torch.inf).all()
+    assert (parts[0, 1:] == 0).all()
+    assert (lse[0, 1:] == -torch.inf).all()
+    assert (maxima[0, 1:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("mode", ["pow2", "exact"])
+@pytest.mark.parametrize("largest", [1e-5, 1e4, None])
+def test_tile_maxima(emulated, mode: str, largest: float | None) -> None:
+    """Every tile of the output is right by itself, though others are larger by nine orders of magnitude."""
+    torch.manual_seed(3)
+    emulated("one stream", 1)
+    cache = filled(64, mode=mode)
+    maxima = torch.logspace(-5, 4, 4) if largest is None else torch.full((4,), largest)
+    kv = torch.randn(cache.rows, 576)
+    kv[:, :512] *= maxima.repeat_interleave(128) / 4
+    oracle.write(kv, cache, torch.arange(cache.rows))
+    slots = torch.randint(0, cache.rows, (2, 96), dtype=torch.int32)
+    check(torch.randn(2, 16, 576).bfloat16(), Selection(cache, slots), scale=1 / (24 * float(maxima.max())))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_of_one_selection_whose_tiles_differ(emulated, name: str) -> None:
+    """Where a row with tiny values has the largest logit, and one with huge values a small one, both count."""
+    torch.manual_seed(4)
+    emulated(name, 1)
+    cache = filled(96, mode="exact", spread=14.0)
+    cache.field(cache.layout.tail)[:] *= 8.0
+    slots = torch.stack([torch.randperm(96)[:90] for _ in range(3)]).int()
+    q = torch.randn(3, 16, 576) * torch.tensor([2.0**-10, 1.0, 2.0**10])[:, None, None]
+    q[:, :, :512] *= torch.exp2(torch.randint(-14, -4, (3, 16, 1)).float())
+    check(q.bfloat16(), Selection(cache, slots), scale=0.01)
+
+
+def test_rows_in_the_order_of_growing_tiles(emulated) -> None:
+    """References move at almost every stage, and by far."""
+    torch.manual_seed(5)
+    emulated("one stream", 1)
+    cache = filled(256, mode="exact")
+    kv = torch.randn(cache.rows, 576) * torch.logspace(-5, 4, cache.rows)[:, None]
+    oracle.write(kv, cache, torch.arange(cache.rows))
+    order = torch.arange(cache.rows, dtype=torch.int32)
+    q = torch.randn(2, 3, 576).bfloat16()
+    check(q, Selection(cache, torch.stack((order, order.flip(0)))), scale=1e-4)
+
+
+def test_tiles_of_zeros(emulated) -> None:
+    """Their scales are the smallest there are, or zero."""
+    torch.manual_seed(6)
+    emulated("one stream", 1)
+    cache = filled(64, mode="exact")
+    kv = torch.randn(cache.rows, 576)
+    kv[:40, :256] = 0
+    oracle.write(kv, cache, torch.arange(cache.rows))
+    cache.field(cache.layout.scales).view(-1, 4)[20:30, 0] = 0.0
+    slots = torch.arange(64, dtype=torch.int32).expand(2, 64).clone()
+    slots[1, 40:] = -1
+    check(torch.randn(2, 16, 576).bfloat16() * 300, Selection(cache, slots))
+
+
+@pytest.mark.parametrize("size", [0.0, 2.0**-120, 1e-6, 1e30])
+def test_queries_of_any_size(emulated, size: float) -> None:
+    torch.manual_seed(7)
+    emulated("two streams", 1)
+    cache = filled(64)
+    slots = torch.randint(0, 64, (2, 64), dtype=torch.int32)
+    q = (torch.randn(2, 16, 576) * size).bfloat16()
+    q[1, :, 512:] = torch.randn(16, 64).bfloat16()
+    check(q, Selection(cache, slots), scale=min(0.05 / max(size, 1e-30), 0.05))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("column", [0, 300, 511])
+def test_a_nan_in_a_selected_row_shows(emulated, code: int, column: int) -> None:
+    torch.manual_seed(8)
+    emulated("two streams", 1)
+    cache = filled(64)
+    cache.storage[1, 3, column] = code  # row 19
+    slots = torch.randint(20, 64, (3, 70), dtype=torch.int32)
+    slots[1, 50] = 19
+    slots[2, 0] = 19  # beyond what counts
+    lengths = torch.tensor([70, 70, 0], dtype=torch.int32)
+    q = torch.randn(3, 16, 576).bfloat16()
+    out, lse, _ = hopper_kernels.attend_slots(
+        q, [Selection(cache, slots, lengths)], scale=SCALE, value_dim=512, splits=1
+    )
+    assert out[0, 1].isnan().all()
+    assert lse[0, 1].isnan().all()
+    assert not out[0, 0].isnan().any()
+    assert (out[0, 2] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_part_goes_straight_into_the_output(emulated, dtype: torch.dtype) -> None:
+    torch.manual_seed(9)
+    emulated("two groups", 1)
+    cache = filled(50)
+    selection = Selection(cache, torch.randint(0, cache.rows, (3, 40), dtype=torch.int32))
+    q, sink = torch.randn(3, 20, 576).bfloat16(), torch.randn(20)
+    room = torch.full((3, 24, 520), 7.0, dtype=dtype)
+    out = room[:, :20, 4:516]
+    lse, maxima = hopper_kernels.attend_into(q, [selection], scale=SCALE, splits=1, sink=sink, out=out)
+    wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
+    assert torch.allclose(out.double(), wanted, atol=4e-3 if dtype == torch.bfloat16 else 1e-3)
+    assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
+    assert maxima.shape == (3, 20)
+    assert (room[:, 20:] == 7).all()
+    assert (room[..., :4] == 7).all()
+    assert (room[..., 516:] == 7).all()
+
+
+def test_strided_queries_and_slots_and_a_scale_in_memory(emulated) -> None:
+    torch.manual_seed(10)
+    emulated("one stream", 1)
+    cache = filled(50)
+    slots = torch.randint(0, cache.rows, (40, 6), dtype=torch.int32).T[::2]
+    q = torch.randn(6, 3, 580).bfloat16()[::2, :, 2:578]
+    selection = Selection(cache, slots)
+    wanted, _ = oracle.attend(q, [selection], scale=SCALE, value_dim=512)
+    out, _, _ = hopper_kernels.attend_slots(q, [selection], scale=torch.tensor(SCALE), value_dim=512, splits=1)
+    assert torch.allclose(out[0].double(), wanted, atol=2e-3)
+
+
+def test_no_columns_and_no_tokens(emulated) -> None:
+    emulated("two streams", 1)
+    cache = filled(50)
+    for tokens, columns in ((2, 0), (0, 5)):
+        selection = Selection(cache, torch.zeros(tokens, columns, dtype=torch.int32))
+        q = torch.randn(tokens, 4, 576).bfloat16()
+        out, lse, _ = hopper_kernels.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=None)
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+
+
+def test_a_row_does_not_depend_on_the_others(emulated) -> None:
+    torch.manual_seed(11)
+    emulated("two streams", 3)
+    cache = filled(100)
+    slots = torch.randint(0, cache.rows, (4, 130), dtype=torch.int32)
+    q = torch.randn(4, 9, 576).bfloat16()
+
+    def run(tokens: slice) -> Tensor:
+        return hopper_kernels.attend_slots(
+            q[tokens], [Selection(cache, slots[tokens])], scale=SCALE, value_dim=512, splits=2
+        )[0]
+
+    assert torch.equal(run(slice(0, 4))[:, 2:3], run(slice(2, 3)))

@@ -137,6 +137,18 @@ __device__ __forceinline__ void named_arrive(u32 name, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+// ---- Registers per thread, which four warps in a row change together: those that need few leave the others more
+
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
 // ---- Matrices, shared by the lanes of a warp as PTX describes for m16n8k16
 
 // Four matrices of 8 rows of 16 bytes; lane i gives the address of row i % 8 of matrix i / 8.

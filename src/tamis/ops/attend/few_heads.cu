@@ -41,6 +41,11 @@ constexpr float START_BITS = 10.0f, LARGEST_WEIGHT = 32768.0f;
 constexpr float LEAST_SCALE_BITS = -85.0f, LARGEST_TOTAL = 1e33f;
 constexpr float NO_REFERENCE = -1e30f;
 
+// Registers per thread: producers leave theirs to the consumers.
+constexpr int LAUNCHED_WITH = 65536 / (PER_SM * THREADS) / 8 * 8, PRODUCER_REGISTERS = 40;
+constexpr int CONSUMER_REGISTERS = ((TEAMS + 1) * LAUNCHED_WITH - PRODUCER_REGISTERS) / TEAMS / 8 * 8;
+static_assert(CONSUMER_REGISTERS > LAUNCHED_WITH && CONSUMER_REGISTERS <= 240, "no plan for so few threads");
+
 // Shared memory.
 constexpr int RINGS = 0;
 constexpr int LOGITS = RINGS + STREAMS * STAGES * STAGE_BYTES;  // two buffers for each team
@@ -54,7 +59,7 @@ constexpr int BARRIERS = QUERY_MAXIMA + TEAMS * 2 * QUERY_MAXIMA_BUFFER;  // ful
 constexpr int NOTES = BARRIERS + STREAMS * STAGES * 16;  // which rows count, and whether the item ends here
 
 static_assert(NOTES + STREAMS * STAGES * 8 == SHARED_BYTES, "the caller has another layout in mind");
-static_assert(THREADS == TEAMS * TEAM_THREADS + 32 * STREAMS, "consumers, then producers");
+static_assert(THREADS == (TEAMS + 1) * TEAM_THREADS && STREAMS <= 4, "consumers, then four warps for producers");
 static_assert(STREAMS == 1 || HEAD_GROUPS == 1, "named barriers are numbered for one or the other");
 
 // Named barriers: one for each team, and two for the hand-over between streams.
@@ -641,9 +646,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
         const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
                            lengths, request_ids, block_table, table_stride, table_width, requests, items, parts,
                            part_columns};
-        produce(work, memory);
+        give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x < TEAMS * TEAM_THREADS + 32 * STREAMS) produce(work, memory);
         return;
     }
+    take_registers<CONSUMER_REGISTERS>();
     const Seat seat;
     const Result result = {out, out_kind, out_part_stride, out_token_stride, out_head_stride, lse, maxima, sink};
     const u32 logits = memory + LOGITS + seat.team * 2 * LOGITS_BUFFER;

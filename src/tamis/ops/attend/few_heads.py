@@ -44,8 +44,8 @@ class Variant(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Per block: teams of four warps, then a producer warp for each stream."""
-        return 32 * (4 * self.streams * self.head_groups + self.streams)
+        """Per block: teams of four warps, then four warps of which one produces for each stream."""
+        return 128 * (self.streams * self.head_groups + 1)
 
     @property
     def shared(self) -> int:
