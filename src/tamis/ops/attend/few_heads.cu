@@ -186,6 +186,7 @@ __device__ __forceinline__ void copy_stage(const Work& work, Found found, const 
         found.row = row;
     }
     barrier_wait(place.empty(), place.parity ^ 1);
+    __syncwarp();  // an empty stage comes back at once: a lane that still waited would miss it
     if (lane == 0) {
         shared_store(place.note(), counted);
         shared_store(place.note() + 4, found.last);
@@ -437,7 +438,7 @@ __device__ __forceinline__ void move_references(
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float scale_bits = fmaxf(fast_log2(fabsf(scales[slab][i % 2])), LEAST_SCALE_BITS);
-            highest[i / 2] = fmaxf(highest[i / 2], products[slab][i] * units[i / 2] + scale_bits);
+            highest[i / 2] = fmaxf(highest[i / 2], fmaf(products[slab][i], units[i / 2], scale_bits));
         }
     }
 #pragma unroll
@@ -461,7 +462,7 @@ __device__ __forceinline__ void weigh(
         for (int slab = 0; slab < SLABS; ++slab) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float weight = fast_exp2(products[slab][i] * units[i / 2] - state.reference[i / 2]);
+                const float weight = fast_exp2(fmaf(products[slab][i], units[i / 2], -state.reference[i / 2]));
                 added[i / 2] += weight;
                 scaled[slab][i] = weight * scales[slab][i % 2];
                 top = fmaxf(top, fabsf(scaled[slab][i]));
