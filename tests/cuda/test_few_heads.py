@@ -327,3 +327,102 @@ def test_a_row_does_not_depend_on_the_others(emulated) -> None:
         )[0]
 
     assert torch.equal(run(slice(0, 4))[:, 2:3], run(slice(2, 3)))
+
+
+def test_what_it_leaves_to_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, q = filled(20), torch.zeros(1, 16, 576, dtype=torch.bfloat16)
+    selection = Selection(cache, torch.zeros(1, 4, dtype=torch.int32))
+    moved = torch.zeros(len(cache.storage.flatten()) + 4, dtype=torch.uint8)[4:].view(cache.storage.shape)
+    others = {
+        "queries in torch.float32": (q.float(), selection, 512),
+        "33 heads, more than 32": (q[:, :1].expand(1, 33, 576), selection, 512),
+        "values of 256 columns, not 512": (q, selection, 256),
+        "rows of the layout v32-bf16": (q, Selection(PagedCache("v32-bf16", 1, 4), selection.slots), 512),
+        "rows that do not start at a multiple of 16 bytes": (
+            q,
+            Selection(PagedCache.wrap(moved, v32_fp8()), selection.slots),
+            512,
+        ),
+    }
+    seen = []
+    monkeypatch.setattr(hopper_kernels.triton_kernels, "attend_slots", lambda q, *_, **__: seen.append(q.shape[1]))
+    monkeypatch.setattr(hopper_kernels.triton_kernels, "attend_into", lambda q, *_, **__: seen.append(q.shape[1]))
+    for reason, (query, one, width) in others.items():
+        assert few_heads.refusal(query, [selection, one], width) == reason
+        hopper_kernels.attend_slots(query, [one], scale=SCALE, value_dim=width, splits=1)
+        out = torch.empty(1, query.shape[1], width)
+        hopper_kernels.attend_into(query, [one], scale=SCALE, splits=1, sink=None, out=out)
+    assert seen == [16, 16, 33, 33, 16, 16, 16, 16, 16, 16]
+    assert few_heads.refusal(q, [selection], 512) is None
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 17, 32])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 32, 64, 128, 132, 133, 264, 265, 512, 4096])
+def test_no_batch_falls_off_a_cliff(tokens: int, heads: int) -> None:
+    variant = few_heads.usual_variant(tokens, heads, 132)
+    assert variant.head_groups * few_heads.GROUP >= heads
+    assert (variant.shared + 1024) * variant.per_sm <= 228 * 1024
+
+    def steps(count: int) -> float:
+        parts = few_heads.choose_parts(count, 2048, variant, 132)
+        rounds = -(-count * parts // (132 * variant.per_sm))
+        return rounds * (-(-2048 // (32 * variant.streams)) / parts + few_heads.OVERHEAD_STEPS)
+
+    assert steps(tokens + 1) <= 1.5 * steps(tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [1, 8, 16, 17, 32])
+@pytest.mark.parametrize(("tokens", "splits"), [(3, None), (3, 1), (3, 7), (300, None)])
+def test_the_device_computes_attention(heads: int, dtype: torch.dtype, tokens: int, splits: int | None) -> None:
+    torch.manual_seed(heads)
+    host = filled(1000, 61, gap=48, mode="exact", spread=8.0)
+    slots = torch.randint(-5, 1010, (tokens, 333), dtype=torch.int32)
+    lengths = torch.randint(0, 334, (tokens,), dtype=torch.int32)
+    lengths[:2] = torch.tensor([333, 0])
+    q, sink = torch.randn(tokens, heads, 576).to(dtype), torch.randn(heads)
+    wanted, wanted_lse = oracle.attend(q, [Selection(host, slots, lengths)], scale=SCALE, value_dim=512, sink=sink)
+    raw = host.storage.as_strided((host.storage.untyped_storage().nbytes(),), (1,), 0).cuda()
+    cache = PagedCache.wrap(raw.as_strided(host.storage.shape, host.storage.stride()), host.layout)
+    out = torch.empty(tokens, heads, 512, device="cuda")
+    lse, _ = hopper_kernels.attend_into(
+        q.cuda(),
+        [Selection(cache, slots.cuda(), lengths.cuda())],
+        scale=SCALE,
+        splits=splits,
+        sink=sink.cuda(),
+        out=out,
+    )
+    empty = wanted_lse == -torch.inf
+    assert torch.equal(lse.cpu() == -torch.inf, empty)
+    assert torch.allclose(lse.cpu()[~empty].double(), wanted_lse[~empty], atol=2e-3, rtol=1e-5)
+    norm = wanted.unflatten(2, (4, 128)).norm(dim=3)
+    error = (out.cpu() - wanted).unflatten(2, (4, 128)).norm(dim=3)
+    assert (error <= 1.5e-3 * norm + 1e-30).all()
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_sees_new_slots_lengths_and_queries() -> None:
+    cache = filled(640, 64)
+    cache = PagedCache.wrap(cache.storage.cuda(), cache.layout)
+    q = torch.randn(40, 16, 576, device="cuda").bfloat16()
+    slots = torch.zeros(40, 200, dtype=torch.int32, device="cuda")
+    lengths = torch.full((40,), 200, dtype=torch.int32, device="cuda")
+    selection, out = Selection(cache, slots, lengths), torch.empty(40, 16, 512, device="cuda", dtype=torch.bfloat16)
+
+    def run(into: Tensor) -> None:
+        hopper_kernels.attend_into(q, [selection], scale=SCALE, splits=None, sink=None, out=into)
+
+    run(out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(out)
+    for _ in range(3):
+        slots.random_(-3, 650)
+        lengths.random_(0, 201)
+        q.normal_()
+        graph.replay()
+        wanted = torch.empty_like(out)
+        run(wanted)
+        assert torch.equal(out, wanted)
