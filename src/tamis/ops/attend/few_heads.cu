@@ -1,6 +1,7 @@
 // Sparse attention of up to 32 heads over FP8 rows of 656 bytes, which enter shared memory once and stay as they are.
 //
-// A block works through items, each a query token and a part of its columns. One producer warp per stream of rows
+// A block works through items, each a query token, or a part of the columns of one: the first tokens of a launch are
+// whole and go straight into the output, the others are cut into parts that another kernel merges. One producer warp per stream of rows
 // looks up slots and copies rows, 32 to a stage, into a ring. Teams of four consumer warps do the rest: 16 heads are
 // the rows of the small matrix instruction, so there is nothing to pad. Warp w of a team owns tile w of a row, 128
 // columns, as keys and as values: it multiplies them as the e4m3 numbers they are, exact in fp16, and applies the
@@ -79,7 +80,14 @@ struct Work {
     const int* block_table;
     long long table_stride;
     int table_width, requests;
-    int items, parts, part_columns;
+    int whole, items, parts, part_columns;
+
+    // Items of whole tokens come first.
+    __device__ __forceinline__ int token_of(int item) const {
+        return item < whole ? item : whole + (item - whole) / parts;
+    }
+
+    __device__ __forceinline__ int part_of(int item) const { return item < whole ? 0 : (item - whole) % parts; }
 };
 
 // A stage of a stream's ring, and which pass over the ring this is.
@@ -133,8 +141,8 @@ struct Walk {
 
     __device__ __forceinline__ void enter() {
         if (item >= work.items) return;
-        const int token = item / work.parts, begin = item % work.parts * work.part_columns;
-        end = min(begin + work.part_columns, work.columns);
+        const int token = work.token_of(item), begin = work.part_of(item) * work.part_columns;
+        end = item < work.whole ? work.columns : min(begin + work.part_columns, work.columns);
         if (work.lengths != nullptr) end = min(end, work.lengths[token]);
         table = nullptr;
         if (work.block_table != nullptr) {
@@ -584,14 +592,14 @@ __device__ __forceinline__ void take_over(State& state, u32 at) {
 struct Result {
     void* out;
     int kind;  // of number: 0 float32, 1 bf16, 2 fp16
-    long long part_stride, token_stride, head_stride;
-    float *lse, *maxima;
+    long long token_stride, head_stride;
+    float *lse, *maxima;  // of every token, one after the other
     const float* sink;
 };
 
+// Writes row `at` of a result.
 __device__ __forceinline__ void store(
-    const State& state, const Result& result, const Seat& seat, int token, int part, int tokens, int heads,
-    const float (&units)[2]) {
+    const State& state, const Result& result, const Seat& seat, long long at, int heads, const float (&units)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int head = GROUP * seat.group + seat.row + 8 * half;
@@ -604,12 +612,10 @@ __device__ __forceinline__ void store(
             factor *= 1.0f / (1.0f + fast_exp2((result.sink[head] - lse) * LOG2_E));
         }
         if (seat.warp == 0 && seat.pair == 0) {
-            const long long at = (static_cast<long long>(part) * tokens + token) * heads + head;
-            result.lse[at] = lse;
-            result.maxima[at] = empty ? minus_infinity() : state.top[half] * units[half] * LN_2;
+            result.lse[at * heads + head] = lse;
+            result.maxima[at * heads + head] = empty ? minus_infinity() : state.top[half] * units[half] * LN_2;
         }
-        const long long offset = part * result.part_stride + token * result.token_stride + head * result.head_stride +
-                                 TILE * seat.warp + 4 * seat.pair;
+        const long long offset = at * result.token_stride + head * result.head_stride + TILE * seat.warp + 4 * seat.pair;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const float(&even)[4] = state.sums[step][0], (&odd)[4] = state.sums[step][1];
@@ -632,9 +638,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
     const u16* q, long long q_token_stride, long long q_head_stride, const unsigned char* rows, long long page_stride,
     int page_size, int pages, const int* slots, long long slots_token_stride, long long slots_column_stride,
     int columns, const int* lengths, const int* request_ids, const int* block_table, long long table_stride,
-    int table_width, int requests, void* out, int out_kind, long long out_part_stride, long long out_token_stride,
-    long long out_head_stride, float* lse, float* maxima, const float* sink, float scale, const float* scale_factor,
-    int tokens, int heads, int parts, int part_columns) {
+    int table_width, int requests, void* out, int out_kind, long long out_token_stride, long long out_head_stride,
+    float* lse, float* maxima, const float* sink, float* parts_out, float* parts_lse, float* parts_maxima, float scale,
+    const float* scale_factor, int tokens, int heads, int whole, int parts, int part_columns) {
     const u32 memory = shared_address(shared_memory());
     if (threadIdx.x < STREAMS * STAGES) {
         barrier_init(memory + BARRIERS + 16 * threadIdx.x, 1);
@@ -642,18 +648,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
         publish_barriers();
     }
     __syncthreads();
-    const int items = tokens * parts;
+    const int items = whole + (tokens - whole) * parts;
+    const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
+                       lengths, request_ids, block_table, table_stride, table_width, requests, whole, items, parts,
+                       part_columns};
     if (threadIdx.x >= TEAMS * TEAM_THREADS) {
-        const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
-                           lengths, request_ids, block_table, table_stride, table_width, requests, items, parts,
-                           part_columns};
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x < TEAMS * TEAM_THREADS + 32 * STREAMS) produce(work, memory);
         return;
     }
     take_registers<CONSUMER_REGISTERS>();
     const Seat seat;
-    const Result result = {out, out_kind, out_part_stride, out_token_stride, out_head_stride, lse, maxima, sink};
     const u32 logits = memory + LOGITS + seat.team * 2 * LOGITS_BUFFER;
     const u32 query_maxima = memory + QUERY_MAXIMA + seat.team * 2 * QUERY_MAXIMA_BUFFER;
     const u32 merge = memory + MERGE + seat.warp * MERGE_FRAGMENTS * FRAGMENT + 16 * seat.lane;
@@ -662,7 +667,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
     // A buffer is written again only after a barrier that follows its last use: with two of them, one is enough.
     u32 logits_turn = 0, query_turn = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const int token = item / parts, part = item % parts;
+        const int token = work.token_of(item);
         Query query;
         query.load(q + token * q_token_stride, q_head_stride, heads, seat, query_maxima + query_turn * QUERY_MAXIMA_BUFFER);
         query_turn ^= 1;
@@ -700,6 +705,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
             take_over(state, merge);
             if (another) named_arrive(MERGE_EMPTY, STREAMS * TEAM_THREADS);
         }
-        store(state, result, seat, token, part, tokens, heads, units);
+        // Parts are float32 [parts, tokens that are not whole, heads, values]; the sink is for whoever merges them.
+        const bool direct = item < whole;
+        const Result result = {direct ? out : parts_out,
+                               direct ? out_kind : 0,
+                               direct ? out_token_stride : static_cast<long long>(heads) * TILES * TILE,
+                               direct ? out_head_stride : TILES * TILE,
+                               direct ? lse : parts_lse,
+                               direct ? maxima : parts_maxima,
+                               direct ? sink : nullptr};
+        const long long row = static_cast<long long>(work.part_of(item)) * (tokens - whole) + token - whole;
+        store(state, result, seat, direct ? token : row, heads, units);
     }
 }

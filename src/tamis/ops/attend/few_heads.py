@@ -25,9 +25,9 @@ COPY_ALIGNMENT = 16
 """Bytes that a row's address must be a multiple of."""
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
 OUT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-SIGNATURE = "PqqPqiiPqqiPPPqiiPiqqqPPPfPiiii"
-OVERHEAD_STEPS = 2
-"""What an item costs beside its stages, in stages: queries, output, and its share of the merge."""
+SIGNATURE = "PqqPqiiPqqiPPPqiiPiqqPPPPPPfPiiiii"
+OVERHEAD_STEPS, MERGE_STEPS = 2, 2
+"""What an item costs beside its stages, and what merging parts costs, in stages of all streams."""
 
 
 class Variant(NamedTuple):
@@ -91,17 +91,35 @@ def usual_variant(tokens: int, heads: int, multiprocessors: int) -> Variant:
     return FEW_TOKENS if tokens <= 2 * multiprocessors else MANY_TOKENS
 
 
+class Cut(NamedTuple):
+    """How a batch becomes items."""
+
+    whole: int
+    """Tokens, from the first on, that are one item each."""
+    parts: int
+    """Items that each of the other tokens is cut into."""
+
+
 @lru_cache(1024)
-def choose_parts(tokens: int, columns: int, variant: Variant, multiprocessors: int) -> int:
-    """Parts per token that finish soonest: rounds of blocks on the device, times the steps that each works through.
-    Among equals the fewest parts win."""
+def choose_cut(tokens: int, columns: int, variant: Variant, multiprocessors: int, *, direct: bool = True) -> Cut:
+    """The cut that finishes soonest: rounds of blocks on the device, times the steps that each works through.
+
+    Whole tokens fill whole rounds; those that are left over, fewer than there are blocks, are cut, so that one token
+    more never costs a round more. Among equals the fewest parts win. Unless tokens can be stored directly, all are cut
+    alike.
+    """
     steps = max(1, -(-columns // (STAGE * variant.streams)))
     room = variant.per_sm * multiprocessors
 
-    def duration(parts: int) -> int:
-        return -(-tokens * parts // room) * (-(-steps // parts) + OVERHEAD_STEPS)
+    def duration(cut: Cut) -> int:
+        left = tokens - cut.whole
+        merged = -(-left * cut.parts // room) * (-(-steps // cut.parts) + OVERHEAD_STEPS) + (MERGE_STEPS if left else 0)
+        return -(-cut.whole // room) * (steps + OVERHEAD_STEPS) + merged
 
-    return min(range(1, steps + 1), key=duration)
+    choices = [Cut(tokens, 1)] if direct else []
+    for whole in sorted({0, tokens // room * room if direct else 0}):
+        choices += [Cut(whole, parts) for parts in range(1, steps + 1)]
+    return min(choices, key=duration)
 
 
 def fits_directly(out: Tensor) -> bool:
@@ -110,42 +128,66 @@ def fits_directly(out: Tensor) -> bool:
     return out.dtype in OUT_KINDS and strides and out.data_ptr() % (4 * out.element_size()) == 0
 
 
-def attend_parts(
+class Target(NamedTuple):
+    """Where results go: output [..., T, H, V], lse and maxima [..., T, H]."""
+
+    out: Tensor
+    lse: Tensor
+    maxima: Tensor
+
+    @classmethod
+    def empty(cls, *shape: int, device: torch.device) -> "Target":
+        """Room in float32 for the results of a shape [..., T, H]."""
+        out = torch.empty(*shape, VALUE_DIM, device=device)
+        lse = torch.empty(shape, device=device)
+        return cls(out, lse, torch.empty_like(lse))
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Where its memory is."""
+        return self.out.data_ptr(), self.lse.data_ptr(), self.maxima.data_ptr()
+
+
+def attend_items(
     q: Tensor,
     selection: Selection,
     variant: Variant,
     *,
     scale: float | Tensor,
     sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    maxima: Tensor,
+    whole: Target | None,
+    parts: Target,
 ) -> None:
-    """Fill `out` [parts, T, H, V], `lse` and `maxima` [parts, T, H], each part normalised by its own sum."""
+    """Fill the first tokens' rows of `whole` [T, ...], and `parts` [P, t, ...] for the other t, contiguous in float32.
+
+    Each part is normalised by its own sum; the sink counts only in whole tokens.
+    """
     tokens, heads, _ = q.shape
     if tokens == 0:
         return
     if q.stride(2) != 1 or q.stride(0) % 4 or q.stride(1) % 4 or q.data_ptr() % 8:
         q = q.contiguous()
-    cache, slots, parts = selection.cache, selection.slots, out.shape[0]
-    columns = slots.shape[1]
+    cache, slots = selection.cache, selection.slots
+    count, left = parts.lse.shape[0], parts.lse.shape[1]
+    items, columns = tokens - left + left * count, slots.shape[1]
     # Held by name until the launch, so that nobody else gets their memory.
     lengths = None if selection.lengths is None else selection.lengths.contiguous()
     ids = None if selection.request_ids is None else selection.request_ids.contiguous()
     table = None if selection.block_table is None else selection.block_table.contiguous()
     factor = scale.float() if isinstance(scale, Tensor) else None
     pages = (0, 0, 0) if table is None else (table.stride(0), table.shape[1], table.shape[0])
+    whole = whole or parts
+    out, lse, maxima = whole.addresses()
     launch = _launch(q.device, variant, q.dtype)
     launch(
-        (min(tokens * parts, variant.per_sm * multiprocessors(q.device)), 1, 1),
+        (min(items, variant.per_sm * multiprocessors(q.device)), 1, 1),
         *(q.data_ptr(), q.stride(0), q.stride(1)),
         *(cache.storage.data_ptr(), cache.page_stride, cache.page_size, cache.pages),
         *(slots.data_ptr(), slots.stride(0), slots.stride(1), columns),
         *(_address(lengths), _address(ids), _address(table), *pages),
-        *(out.data_ptr(), OUT_KINDS[out.dtype], out.stride(0), out.stride(1), out.stride(2)),
-        *(lse.data_ptr(), maxima.data_ptr(), _address(sink)),
+        *(out, OUT_KINDS[whole.out.dtype], whole.out.stride(-3), whole.out.stride(-2), lse, maxima, _address(sink)),
+        *parts.addresses(),
         *(1.0 if isinstance(scale, Tensor) else scale, _address(factor)),
-        *(tokens, heads, parts, -(-columns // parts)),
+        *(tokens, heads, tokens - left, count, -(-columns // count)),
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tamis.cache import Selection
 from tamis.ops.attend import few_heads, triton_kernels
+from tamis.ops.attend.few_heads import Target
 from tamis.ops.combine.triton_kernels import combine_with_maxima
 
 if TYPE_CHECKING:
@@ -20,9 +21,11 @@ def attend_slots(
     """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
     if few_heads.refusal(q, selections, value_dim) is not None:
         return triton_kernels.attend_slots(q, selections, scale=scale, value_dim=value_dim, splits=splits)
-    launches = _plan(q, selections, splits)
-    out = torch.empty(sum(parts for _, parts in launches), *q.shape[:2], value_dim, device=q.device)
-    return out, *_launch_all(q, selections, launches, scale, None, out)
+    variant, cores = _variant(q)
+    counts = [_parts(q, s, variant, cores, splits) for s in selections]
+    found = Target.empty(sum(counts), *q.shape[:2], device=q.device)
+    _attend_in_parts(q, selections, counts, variant, scale, found)
+    return found
 
 
 def attend_into(
@@ -34,52 +37,58 @@ def attend_into(
     sink: Tensor | None,
     out: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_into`; a single part goes straight into `out`."""
+    """As `reference.attend_into`; tokens that are not cut go straight into `out`."""
     value_dim = out.shape[2]
     if few_heads.refusal(q, selections, value_dim) is not None:
         return triton_kernels.attend_into(q, selections, scale=scale, splits=splits, sink=sink, out=out)
-    launches = _plan(q, selections, splits)
-    parts = sum(count for _, count in launches)
-    if parts == 1 and few_heads.fits_directly(out):
-        lse, top = _launch_all(q, selections, launches, scale, sink, out.unsqueeze(0))
-        return lse[0], top[0]
-    room = torch.empty(parts, *q.shape[:2], value_dim, device=q.device)
-    lse, top = _launch_all(q, selections, launches, scale, None, room)
-    return combine_with_maxima(room, lse, top, sink, out)
-
-
-def _plan(q: Tensor, selections: Sequence[Selection], splits: int | None) -> list[tuple[few_heads.Variant, int]]:
-    """The variant and the parts of each selection."""
+    variant, cores = _variant(q)
     tokens, heads, _ = q.shape
+    if len(selections) == 1 and few_heads.fits_directly(out):
+        cut = few_heads.choose_cut(tokens, selections[0].slots.shape[1], variant, cores)
+        if splits is not None:
+            parts = _parts(q, selections[0], variant, cores, splits)
+            cut = few_heads.Cut(tokens, 1) if parts == 1 else few_heads.Cut(0, parts)
+        lse = torch.empty(tokens, heads, device=q.device)
+        whole = Target(out, lse, torch.empty_like(lse))
+        cut_up = Target.empty(cut.parts, tokens - cut.whole, heads, device=q.device)
+        few_heads.attend_items(q, selections[0], variant, scale=scale, sink=sink, whole=whole, parts=cut_up)
+        if cut.whole < tokens:
+            rest = slice(cut.whole, tokens)
+            combine_with_maxima(*cut_up, sink, out[rest], into=(whole.lse[rest], whole.maxima[rest]))
+        return whole.lse, whole.maxima
+    counts = [_parts(q, s, variant, cores, splits) for s in selections]
+    found = Target.empty(sum(counts), tokens, heads, device=q.device)
+    _attend_in_parts(q, selections, counts, variant, scale, found)
+    return combine_with_maxima(*found, sink, out)
+
+
+def _variant(q: Tensor) -> tuple[few_heads.Variant, int]:
+    """How blocks are laid out, and the multiprocessors they run on."""
     cores = few_heads.multiprocessors(q.device)
-    variant = few_heads.usual_variant(tokens, heads, cores)
-    launches = []
-    for selection in selections:
-        columns = selection.slots.shape[1]
-        parts = few_heads.choose_parts(tokens, columns, variant, cores) if splits is None else splits
-        launches.append((variant, min(parts, max(1, columns))))
-    return launches
+    return few_heads.usual_variant(q.shape[0], q.shape[1], cores), cores
 
 
-def _launch_all(
+def _parts(q: Tensor, selection: Selection, variant: few_heads.Variant, cores: int, splits: int | None) -> int:
+    columns = selection.slots.shape[1]
+    if splits is None:
+        return few_heads.choose_cut(q.shape[0], columns, variant, cores, direct=False).parts
+    return min(splits, max(1, columns))
+
+
+def _attend_in_parts(
     q: Tensor,
     selections: Sequence[Selection],
-    launches: list[tuple[few_heads.Variant, int]],
+    counts: list[int],
+    variant: few_heads.Variant,
     scale: float | Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Fill `out` [parts, T, H, V]; lse and maxima [parts, T, H]."""
-    lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
-    top = torch.empty_like(lse)
+    found: Target,
+) -> None:
+    """Every selection in parts of its own, one after the other in `found` [P, T, ...]."""
     first = 0
-    for selection, (variant, count) in zip(selections, launches, strict=True):
-        span = slice(first, first + count)
-        few_heads.attend_parts(
-            q, selection, variant, scale=scale, sink=sink, out=out[span], lse=lse[span], maxima=top[span]
-        )
+    for selection, count in zip(selections, counts, strict=True):
+        part = Target(*(tensor[first : first + count] for tensor in found))
+        few_heads.attend_items(q, selection, variant, scale=scale, sink=None, whole=None, parts=part)
         first += count
-    return lse, top
 
 
 def offline_cases() -> Iterator["CudaCase"]:
