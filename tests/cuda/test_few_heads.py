@@ -342,9 +342,13 @@ def test_no_columns_and_no_tokens(emulated) -> None:
         assert (lse == -torch.inf).all()
 
 
-def test_a_row_does_not_depend_on_the_others(emulated) -> None:
+def test_a_row_does_not_depend_on_the_others(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the variant, where the number of parts is given."""
     torch.manual_seed(11)
+    usual = few_heads.usual_variant
     emulated("two streams", 3)
+    seen = set()
+    monkeypatch.setattr(few_heads, "usual_variant", lambda *given: seen.add(usual(*given)) or VARIANTS["two streams"])
     cache = filled(100)
     slots = torch.randint(0, cache.rows, (4, 130), dtype=torch.int32)
     q = torch.randn(4, 9, 576).bfloat16()
@@ -355,6 +359,10 @@ def test_a_row_does_not_depend_on_the_others(emulated) -> None:
         )[0]
 
     assert torch.equal(run(slice(0, 4))[:, 2:3], run(slice(2, 3)))
+    hopper_kernels.attend_slots(
+        q.repeat(9, 1, 1), [Selection(cache, slots[:1, :1].repeat(36, 1))], scale=SCALE, value_dim=512, splits=1
+    )
+    assert len(seen) == 1
 
 
 def test_what_it_leaves_to_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

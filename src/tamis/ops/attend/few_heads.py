@@ -83,12 +83,12 @@ def _known_rows(layout: Layout) -> bool:
     return same and fields and layout.scale_mode in ("pow2", "exact")
 
 
-def usual_variant(tokens: int, heads: int, multiprocessors: int) -> Variant:
+def usual_variant(tokens: int | None, heads: int, multiprocessors: int) -> Variant:
     """Two blocks on a multiprocessor overlap the ends of their items; where there is no second item, two streams of one
-    block overlap better, and split a token into fewer parts."""
+    block overlap better, and split a token into fewer parts. Without a number of tokens: one for all of them."""
     if heads > GROUP:
         return TWO_GROUPS
-    return FEW_TOKENS if tokens <= 2 * multiprocessors else MANY_TOKENS
+    return FEW_TOKENS if tokens is not None and tokens <= 2 * multiprocessors else MANY_TOKENS
 
 
 class Cut(NamedTuple):

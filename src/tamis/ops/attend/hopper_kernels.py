@@ -21,7 +21,7 @@ def attend_slots(
     """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
     if few_heads.refusal(q, selections, value_dim) is not None:
         return triton_kernels.attend_slots(q, selections, scale=scale, value_dim=value_dim, splits=splits)
-    variant, cores = _variant(q)
+    variant, cores = _variant(q, splits)
     counts = [_parts(q, s, variant, cores, splits) for s in selections]
     found = Target.empty(sum(counts), *q.shape[:2], device=q.device)
     _attend_in_parts(q, selections, counts, variant, scale, found)
@@ -41,7 +41,7 @@ def attend_into(
     value_dim = out.shape[2]
     if few_heads.refusal(q, selections, value_dim) is not None:
         return triton_kernels.attend_into(q, selections, scale=scale, splits=splits, sink=sink, out=out)
-    variant, cores = _variant(q)
+    variant, cores = _variant(q, splits)
     tokens, heads, _ = q.shape
     if len(selections) == 1 and few_heads.fits_directly(out):
         cut = few_heads.choose_cut(tokens, selections[0].slots.shape[1], variant, cores)
@@ -62,10 +62,11 @@ def attend_into(
     return combine_with_maxima(*found, sink, out)
 
 
-def _variant(q: Tensor) -> tuple[few_heads.Variant, int]:
-    """How blocks are laid out, and the multiprocessors they run on."""
+def _variant(q: Tensor, splits: int | None) -> tuple[few_heads.Variant, int]:
+    """How blocks are laid out, and the multiprocessors they run on; the former is part of what fixes a row's bits."""
+    tokens, heads, _ = q.shape
     cores = few_heads.multiprocessors(q.device)
-    return few_heads.usual_variant(q.shape[0], q.shape[1], cores), cores
+    return few_heads.usual_variant(tokens if splits is None else None, heads, cores), cores
 
 
 def _parts(q: Tensor, selection: Selection, variant: few_heads.Variant, cores: int, splits: int | None) -> int:
