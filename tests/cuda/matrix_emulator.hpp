@@ -145,10 +145,6 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     return result;
 }
 
-using std::fabs;
-using std::fmax;
-inline float fmaxf(float a, float b) { return std::fmax(a, b); }
-
 // What `instructions.cuh` has in assembly.
 
 inline void barrier_init(u32 barrier, u32 count) {
@@ -176,7 +172,7 @@ inline void barrier_wait(u32 barrier, u32 parity) {
 }
 
 inline void copy_to_shared(u32 destination, const void* source, u32 bytes, u32 barrier) {
-    if (destination % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes % 16) emulator::fail("a copy that is not aligned");
+    if ((destination | reinterpret_cast<uintptr_t>(source) | bytes) % 16) emulator::fail("a copy that is not aligned");
     emulator::in_flight.push_back([=] {
         std::memcpy(shared_word(destination), source, bytes);
         emulator::CopyBarrier& one = emulator::copy_barrier(barrier);
@@ -222,8 +218,17 @@ inline void e4m3_to_half(u32 codes, u32& first, u32& second) {
     second = half[2] | half[3] << 16;
 }
 
-inline u32 pack_half(float first, float second) { return emulator::half_bits(first) | emulator::half_bits(second) << 16; }
-inline u32 pack_bf16(float first, float second) { return emulator::bf16_bits(first) | emulator::bf16_bits(second) << 16; }
-inline float2 unpack_half(u32 packed) { return {emulator::half_value(packed & 0xFFFF), emulator::half_value(packed >> 16)}; }
+inline u32 pack_half(float first, float second) {
+    return emulator::half_bits(first) | emulator::half_bits(second) << 16;
+}
+
+inline u32 pack_bf16(float first, float second) {
+    return emulator::bf16_bits(first) | emulator::bf16_bits(second) << 16;
+}
+
+inline float2 unpack_half(u32 packed) {
+    return {emulator::half_value(packed & 0xFFFF), emulator::half_value(packed >> 16)};
+}
+
 inline float fast_exp2(float x) { return std::exp2(x); }
 inline float fast_log2(float x) { return std::log2(x); }

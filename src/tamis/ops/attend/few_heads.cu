@@ -1,12 +1,13 @@
 // Sparse attention of up to 32 heads over FP8 rows of 656 bytes, which enter shared memory once and stay as they are.
 //
 // A block works through items, each a query token, or a part of the columns of one: the first tokens of a launch are
-// whole and go straight into the output, the others are cut into parts that another kernel merges. One producer warp per stream of rows
-// looks up slots and copies rows, 32 to a stage, into a ring. Teams of four consumer warps do the rest: 16 heads are
-// the rows of the small matrix instruction, so there is nothing to pad. Warp w of a team owns tile w of a row, 128
-// columns, as keys and as values: it multiplies them as the e4m3 numbers they are, exact in fp16, and applies the
-// tile's scale to logits and weights. The warps of a team add up their shares of the logits through shared memory, in
-// the layout of the matrix instruction, after which every warp has all weights where it needs them as an operand.
+// whole and go straight into the output, the others are cut into parts that another kernel merges. One producer warp
+// per stream of rows looks up slots and copies rows, 32 to a stage, into a ring. Teams of four consumer warps do the
+// rest: 16 heads are the rows of the small matrix instruction, so there is nothing to pad. Warp w of a team owns tile w
+// of a row, 128 columns, as keys and as values: it multiplies them as the e4m3 numbers they are, exact in fp16, and
+// applies the tile's scale to logits and weights. The warps of a team add up their shares of the logits through shared
+// memory, in the layout of the matrix instruction, after which every warp has all weights where it needs them as an
+// operand.
 //
 // Queries are brought into fp16's range by a power of two per head. So are weights: each warp keeps, per head, a
 // reference r, and has exp2(logit - r) * scale as weights and the sum of exp2(logit - r) as their total. The reference
@@ -376,8 +377,9 @@ struct State {
 // This tile's share of the products of a stage's keys and queries.
 __device__ __forceinline__ void multiply_keys(
     const Query& query, const Seat& seat, u32 rows, const float (&scales)[SLABS][2], float (&products)[SLABS][4]) {
-    const u32 latent = rows + seat.lane % 8 * ROW + TILE * seat.warp + 16 * (seat.lane / 8);
-    const u32 rope = rows + (seat.lane % 8 + 8 * (seat.lane / 16)) * ROW + ROPE + 32 * seat.warp + 16 * (seat.lane / 8 % 2);
+    const int row = seat.lane % 8, matrix = seat.lane / 8;
+    const u32 latent = rows + row * ROW + TILE * seat.warp + 16 * matrix;
+    const u32 rope = rows + (row + matrix / 2 * 8) * ROW + ROPE + 32 * seat.warp + 16 * (matrix % 2);
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
 #pragma unroll
@@ -494,7 +496,8 @@ __device__ __forceinline__ void weigh(
 // order, they are two rows of the even column and two of the odd one.
 __device__ __forceinline__ void add_values(
     State& state, const Seat& seat, u32 rows, const u32 (&weights)[SLABS / 2][4]) {
-    const u32 at = rows + (seat.lane % 8 + 8 * (seat.lane / 8 % 2)) * ROW + TILE * seat.warp + 16 * (seat.lane / 16);
+    const int row = seat.lane % 8, matrix = seat.lane / 8;
+    const u32 at = rows + (row + matrix % 2 * 8) * ROW + TILE * seat.warp + 16 * (matrix / 2);
 #pragma unroll
     for (int slabs = 0; slabs < SLABS / 2; ++slabs) {
 #pragma unroll
@@ -615,18 +618,21 @@ __device__ __forceinline__ void store(
             result.lse[at * heads + head] = lse;
             result.maxima[at * heads + head] = empty ? minus_infinity() : state.top[half] * units[half] * LN_2;
         }
-        const long long offset = at * result.token_stride + head * result.head_stride + TILE * seat.warp + 4 * seat.pair;
+        const int column = TILE * seat.warp + 4 * seat.pair;
+        const long long offset = at * result.token_stride + head * result.head_stride + column;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const float(&even)[4] = state.sums[step][0], (&odd)[4] = state.sums[step][1];
             const float a = even[2 * half] * factor, b = odd[2 * half] * factor;
             const float c = even[2 * half + 1] * factor, d = odd[2 * half + 1] * factor;
             if (result.kind == 0) {
-                *reinterpret_cast<float4*>(static_cast<float*>(result.out) + offset + 16 * step) = make_float4(a, b, c, d);
+                float* target = static_cast<float*>(result.out) + offset + 16 * step;
+                *reinterpret_cast<float4*>(target) = make_float4(a, b, c, d);
             } else {
                 const uint2 packed = result.kind == 1 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d))
                                                       : make_uint2(pack_half(a, b), pack_half(c, d));
-                *reinterpret_cast<uint2*>(static_cast<u16*>(result.out) + offset + 16 * step) = packed;
+                u16* target = static_cast<u16*>(result.out) + offset + 16 * step;
+                *reinterpret_cast<uint2*>(target) = packed;
             }
         }
     }
@@ -669,7 +675,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int token = work.token_of(item);
         Query query;
-        query.load(q + token * q_token_stride, q_head_stride, heads, seat, query_maxima + query_turn * QUERY_MAXIMA_BUFFER);
+        const u32 maxima_buffer = query_maxima + query_turn * QUERY_MAXIMA_BUFFER;
+        query.load(q + token * q_token_stride, q_head_stride, heads, seat, maxima_buffer);
         query_turn ^= 1;
         const float units[2] = {query.size[0] * logit_scale, query.size[1] * logit_scale};
         State state;
