@@ -250,13 +250,17 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
         makecontext(&thread.context, static_cast<void (*)()>([] { (*running)(); current->done = true; }), 0);
         alive.push_back(i);
     }
-    // One block is ahead of the others most of the time, another one after a while.
-    u32 favourite = 0;
+    // One block is ahead of the others most of the time, and one warp of each behind; others after a while.
+    u32 favourite = 0, slow = random_order() % (BLOCK_SIZE / 32);
     while (!alive.empty()) {
         if (!in_flight.empty() && random_order() % 64 == 0) finish_one_in_flight();
         if (random_order() % 4096 == 0) favourite = random_order() % size;
         u32 tried = 0, at = random_order() % alive.size();
         for (u32 again = 0; again < 2 * size && threads[alive[at]].block->rank != favourite; ++again) {
+            at = random_order() % alive.size();
+        }
+        if (random_order() % 16384 == 0) slow = random_order() % (BLOCK_SIZE / 32);
+        for (u32 again = 0; again < 16 && threads[alive[at]].thread_index.x / 32 == slow; ++again) {
             at = random_order() % alive.size();
         }
         while (tried < alive.size()) {

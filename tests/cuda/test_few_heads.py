@@ -152,7 +152,8 @@ def test_hostile_slots_lengths_parts_and_sinks(emulated, name: str, dtype: torch
     torch.manual_seed(1)
     emulated(name, 1)
     cache = filled(70, 7, gap=16, mode="exact")
-    slots = torch.randint(0, cache.rows, (6, 101), dtype=torch.int32)
+    cache.storage[:4] = 0x7F  # NaN, in rows that nobody selects
+    slots = torch.randint(28, cache.rows, (6, 101), dtype=torch.int32)
     slots[0, 3:60] = torch.tensor([-1, cache.rows, 2**31 - 1])[torch.randint(0, 3, (57,))].int()
     slots[0, 64:] = -(2**31)
     slots[1] = -1
