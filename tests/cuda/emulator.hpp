@@ -260,14 +260,16 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
             at = random_order() % alive.size();
         }
         if (random_order() % 16384 == 0) slow = random_order() % (BLOCK_SIZE / 32);
-        for (u32 again = 0; again < 16 && threads[alive[at]].thread_index.x / 32 == slow; ++again) {
-            at = random_order() % alive.size();
-        }
-        while (tried < alive.size()) {
+        // The slow warp's turn comes when nobody else can go on.
+        const auto can_run = [&](bool slow_as_well) {
             const Thread& thread = threads[alive[at]];
-            if (!thread.waiting || static_cast<int>(thread.waiting->generation - thread.until) >= 0) break;
-            at = (at + 1) % alive.size();
-            ++tried;
+            if (thread.thread_index.x / 32 == slow && !slow_as_well) return false;
+            return !thread.waiting || static_cast<int>(thread.waiting->generation - thread.until) >= 0;
+        };
+        const bool patient = random_order() % 256 == 0;
+        for (; tried < alive.size() && !can_run(patient); ++tried) at = (at + 1) % alive.size();
+        if (tried == alive.size()) {
+            for (tried = 0; tried < alive.size() && !can_run(true); ++tried) at = (at + 1) % alive.size();
         }
         if (tried == alive.size()) {
             if (in_flight.empty()) fail("every thread waits");
