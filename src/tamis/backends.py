@@ -92,7 +92,7 @@ BACKENDS = (
         "hopper",
         "hopper_kernels",
         "CUDA C++ for NVIDIA's Hopper, compiled at first use; the portable kernels where it has none",
-        stages=("index",),
+        stages=("index", "attend"),
         base="triton",
         devices=("cuda",),
         compute_capabilities=(9,),
