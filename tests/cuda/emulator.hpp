@@ -27,7 +27,7 @@ namespace emulator {
 constexpr int BLOCK_SIZE = THREADS;
 constexpr size_t STACK = 64 * 1024, GUARD = 4096;
 
-struct Index { u32 x; };
+struct Index { u32 x, y; };
 
 struct Barrier {
     u32 generation = 0, arrived = 0;
@@ -61,6 +61,7 @@ inline ucontext_t scheduler;
 inline std::vector<Block> blocks;
 inline Barrier cluster;
 inline std::mt19937 random_order;
+inline bool (*something_arrives)() = nullptr;  // what happens without threads, when all of them wait
 
 inline void fail(const char* what) {
     std::fprintf(stderr, "emulator: %s\n", what);
@@ -99,10 +100,13 @@ inline const u32* exchange(u32 value) {
     return values;
 }
 
+inline u32 grid_width = ~0u;
+
 }  // namespace emulator
 
 #define threadIdx (emulator::current->thread_index)
-#define blockIdx (emulator::Index{emulator::current->block->index})
+#define blockIdx (emulator::Index{emulator::current->block->index % emulator::grid_width, \
+                                  emulator::current->block->index / emulator::grid_width})
 
 inline void __syncthreads() {
     emulator::Barrier& barrier = emulator::current->block->barrier;
@@ -251,7 +255,10 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
             at = (at + 1) % alive.size();
             ++tried;
         }
-        if (tried == alive.size()) fail("every thread waits");
+        if (tried == alive.size()) {
+            if (something_arrives && something_arrives()) continue;
+            fail("every thread waits");
+        }
         current = &threads[alive[at]];
         swapcontext(&scheduler, &current->context);
         if (!current->done) continue;

@@ -246,7 +246,7 @@ __device__ __forceinline__ Scales scales_of(u32 row, bool odd, float rope_top) {
         scales.exponent = exponent;
     } else {
         const uint4 bits = shared_load4(row + SCALES_AT);
-        exponent = max(exponent, max(max(bits.x, bits.y), max(bits.z, bits.w)) >> 23);
+        exponent = max(exponent, static_cast<int>(max(max(bits.x, bits.y), max(bits.z, bits.w)) >> 23));
         scales.exponent = exponent;
         const float inverse = scales.inverse();
         const auto pair = [&](u32 word) { const float s = __uint_as_float(word) * inverse; return halves(s, s); };
@@ -608,9 +608,15 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
             slot = block % LEFTOVERS;
             first.skip();
             second.skip();
-            multiply_first();
-            products_wait<1>(values);
-            if (lane == 0) barrier_arrive(used);
+            if (HALVES == 2) {  // the next rows have to wait for this half
+                products_wait<0>(values);
+                if (lane == 0) barrier_arrive(used);
+                multiply_first();
+            } else {
+                multiply_first();
+                products_wait<1>(values);
+                if (lane == 0) barrier_arrive(used);
+            }
             multiply_second(memory + LEFTOVER + slot * TILE_BYTES);
             if (LAG) hand_over(before);
         }
