@@ -168,6 +168,7 @@ struct Ring {
             const u32 target = raw(stage) + (__ffs(absent) - 1) * RAW_BYTES + start;
             for (u32 at = lane * 16; at < bytes; at += 32 * 16) shared_store4(target + at, make_uint4(0, 0, 0, 0));
         }
+        __syncwarp();  // no barrier counts these stores
     }
 
     __device__ __forceinline__ void fetch_first(int stage) {
@@ -539,7 +540,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     const int lane = threadIdx.x % 32, head = threadIdx.x / 32 * 16 + lane / 4;
     Softmax upper = {shared_load_float(memory + PER_HEAD + head * 4) * scale * LOG2_E};
     Softmax lower = {shared_load_float(memory + PER_HEAD + head * 4 + 32) * scale * LOG2_E};
-    float reference = power_of_two(1);
+    float reference = power_of_two(LOWEST_EXPONENT - SCALE_EXPONENT);  // no row has less
     float s[32], values[128];
 #pragma unroll
     for (int i = 0; i < 128; ++i) values[i] = 0.0f;
