@@ -139,8 +139,8 @@ struct Follower {
         const long long stride = page_in_second ? work.second.page_stride : work.first.page_stride;
         const bool there = page >= 0 && static_cast<long long>(page) * size + within < rows;
         const unsigned char* start = (page_in_second ? work.second.pages : work.first.pages) + page * stride;
-        const unsigned char* row = there ? start + within * ROW_BYTES : nullptr;
-        exponents = start + size * ROW_BYTES + within * 8;
+        const unsigned char* row = there ? start + within * static_cast<long long>(ROW_BYTES) : nullptr;
+        exponents = start + size * static_cast<long long>(ROW_BYTES) + within * 8ll;
         find_page();
         return row;
     }
@@ -283,14 +283,10 @@ __device__ __forceinline__ void dequantise(u32 memory, const Work& work) {
         const u32 raw = ring.raw(stage), leftover = block % LEFTOVERS;
         barrier_wait(ring.ready(stage, 1), stage_parity);
         const u32 flags = shared_load(ring.flags(stage));
-        uint4 rope[4];
         float top[4];
         Scales scales[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            rope[i] = shared_load4(raw + source[i] + ROPE_AT + 16 * unit);
-            top[i] = largest(rope[i]);
-        }
+        for (int i = 0; i < 4; ++i) top[i] = largest(shared_load4(raw + source[i] + ROPE_AT + 16 * unit));
 #pragma unroll
         for (int step = 1; step < 8; step *= 2) {
 #pragma unroll
@@ -343,7 +339,7 @@ __device__ __forceinline__ void dequantise(u32 memory, const Work& work) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float inverse = scales[i].inverse();
-            const uint4 x = rope[i];
+            const uint4 x = shared_load4(raw + source[i] + ROPE_AT + 16 * unit);
             shared_store4(to + target[i], make_uint4(narrow(x.x, inverse), narrow(x.y, inverse), narrow(x.z, inverse),
                                                      narrow(x.w, inverse)));
         }
