@@ -57,11 +57,11 @@ def reason_against(q: Tensor, selections: Sequence[Selection], value_dim: int) -
     planar = {_is_planar(s.cache.layout) for s in selections}
     if None in planar or len(planar) > 1:
         return "caches are not all v32-fp8, or all v4-fp8"
-    for cache in (s.cache for s in selections):
-        if cache.page_stride % 16 or cache.storage.data_ptr() % 16:
+    for held in (s.cache for s in selections):
+        if held.page_stride % 16 or held.storage.data_ptr() % 16:
             return "rows do not start at multiples of 16 bytes"
-        if True in planar and cache.page_size % 2:
-            return f"pages have {cache.page_size} rows, an odd number"
+        if True in planar and held.page_size % 2:
+            return f"pages have {held.page_size} rows, an odd number"
     return None
 
 

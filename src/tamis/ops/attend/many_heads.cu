@@ -1,8 +1,9 @@
 // Sparse attention of 64 heads at a time over FP8 rows, on Hopper: one block per (query token, 64 heads, part).
 //
 // Three groups of four warps. `dequantise` brings rows by bulk copies into a ring, widens them to fp16 and hands them
-// over in halves of 256 columns. `score` multiplies queries with both halves, does the softmax, publishes the weights
-// and multiplies them, from its registers, with the first half. `weigh` multiplies them with the second half.
+// over in halves: first the columns from 256 on, whose bytes lie beside the scales, so that one copy brings all that
+// they need, then those before. `score` multiplies queries with both halves, does the softmax, publishes the weights and
+// multiplies them, from its registers, with the first half. `weigh` multiplies them with the second half.
 //
 // Numbers. A row is held as fp16 times 2**E, E from the largest of its scales and of its 16-bit columns, so that its
 // largest values lie just below fp16's largest; every e4m3 value times a power of two is exact down to 2**-30 of that.
@@ -25,9 +26,8 @@ constexpr int WARPS = 4;    // of a group
 
 constexpr int WIDTH = V4 ? 512 : 576, VALUES = 512, TILES = WIDTH / 64;
 constexpr int LATENT = V4 ? 448 : 512;
-constexpr int ROW_BYTES = V4 ? 576 : 656;                // of a row without exponent bytes
-constexpr int FIRST_BYTES = 256;                         // of a row: what the first half of the columns needs alone
-constexpr int SECOND_BYTES = ROW_BYTES - FIRST_BYTES;
+constexpr int ROW_BYTES = V4 ? 576 : 656;  // of a row without exponent bytes
+constexpr int SECOND_BYTES = 256;  // of a row: what the second half of the columns needs alone
 constexpr int SCALES_AT = V4 ? 576 : 512, ROPE_AT = V4 ? 448 : 528;
 constexpr int RAW_BYTES = V4 ? 592 : 656;  // of a row in the ring: four rows are 64 mod 128 bytes, which spreads banks
 
@@ -177,24 +177,24 @@ struct Ring {
         const u32 odd = __ballot_sync(EVERY_LANE, V4 && row != nullptr && reinterpret_cast<unsigned long long>(exponents) & 8);
         if (lane == 0) {
             shared_store(flags(stage), present | odd << 16);
-            barrier_arrive_expecting(ready(stage, 0), __popc(present) * FIRST_BYTES);
+            barrier_arrive_expecting(ready(stage, 0), __popc(present) * (RAW_BYTES - SECOND_BYTES));
         }
-        __syncwarp();
-        if (row != nullptr) bulk_copy(raw(stage) + lane * RAW_BYTES, row, FIRST_BYTES, ready(stage, 0));
-        clear(stage, 0, FIRST_BYTES);
-    }
-
-    __device__ __forceinline__ void fetch_second(int stage) {
-        if (lane == 0) barrier_arrive_expecting(ready(stage, 1), __popc(present) * (RAW_BYTES - FIRST_BYTES));
         __syncwarp();
         if (row != nullptr) {
             const u32 target = raw(stage) + lane * RAW_BYTES;
-            bulk_copy(target + FIRST_BYTES, row + FIRST_BYTES, SECOND_BYTES, ready(stage, 1));
+            bulk_copy(target + SECOND_BYTES, row + SECOND_BYTES, ROW_BYTES - SECOND_BYTES, ready(stage, 0));
             // Two rows' exponents, as copies are aligned to 16 bytes.
             const auto pair = reinterpret_cast<const unsigned char*>(reinterpret_cast<unsigned long long>(exponents) & ~8ull);
-            if (V4) bulk_copy(target + SCALES_AT, pair, 16, ready(stage, 1));
+            if (V4) bulk_copy(target + SCALES_AT, pair, 16, ready(stage, 0));
         }
-        clear(stage, FIRST_BYTES, RAW_BYTES - FIRST_BYTES);
+        clear(stage, SECOND_BYTES, RAW_BYTES - SECOND_BYTES);
+    }
+
+    __device__ __forceinline__ void fetch_second(int stage) {
+        if (lane == 0) barrier_arrive_expecting(ready(stage, 1), __popc(present) * SECOND_BYTES);
+        __syncwarp();
+        if (row != nullptr) bulk_copy(raw(stage) + lane * RAW_BYTES, row, SECOND_BYTES, ready(stage, 1));
+        clear(stage, 0, SECOND_BYTES);
     }
 };
 
@@ -281,7 +281,7 @@ __device__ __forceinline__ void dequantise(u32 memory, const Work& work) {
     };
     for (int block = 0; block < blocks; ++block) {
         const u32 raw = ring.raw(stage), leftover = block % LEFTOVERS;
-        barrier_wait(ring.ready(stage, 1), stage_parity);
+        barrier_wait(ring.ready(stage, 0), stage_parity);
         const u32 flags = shared_load(ring.flags(stage));
         float top[4];
         Scales scales[4];
@@ -299,6 +299,8 @@ __device__ __forceinline__ void dequantise(u32 memory, const Work& work) {
         }
 
         barrier_wait(memory + HALF_FREE + half * 8, half_parity);
+        // The weights of the last block may lie where the columns beyond 512 go; with three halves, they are freed here.
+        if (HALVES == 2) barrier_wait(memory + HALF_FREE + 8, half_parity);
         if (unit == 0) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -309,24 +311,7 @@ __device__ __forceinline__ void dequantise(u32 memory, const Work& work) {
                                    flags >> own & 1 ? factor : -1.0f);
             }
         }
-        barrier_wait(ring.ready(stage, 0), stage_parity);
         u32 to = memory + HALF + half * HALF_BYTES;
-#pragma unroll
-        for (int tile = 0; tile < 4; ++tile) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const uint2 bytes = shared_load2(raw + source[i] + tile * 64 + unit * 8);
-                shared_store4(to + tile * TILE_BYTES + target[i], widen(bytes, scales[i].of_tile(tile)));
-            }
-        }
-        fence_for_copies_and_products();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(memory + HALF_READY + half * 8);
-        if (block + RING < blocks) ring.fetch_first(stage);
-        next_half();
-
-        barrier_wait(memory + HALF_FREE + half * 8, half_parity);
-        to = memory + HALF + half * HALF_BYTES;
 #pragma unroll
         for (int tile = 4; tile < LATENT / 64; ++tile) {
 #pragma unroll
@@ -342,6 +327,23 @@ __device__ __forceinline__ void dequantise(u32 memory, const Work& work) {
             const uint4 x = shared_load4(raw + source[i] + ROPE_AT + 16 * unit);
             shared_store4(to + target[i], make_uint4(narrow(x.x, inverse), narrow(x.y, inverse), narrow(x.z, inverse),
                                                      narrow(x.w, inverse)));
+        }
+        fence_for_copies_and_products();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(memory + HALF_READY + half * 8);
+        if (block + RING < blocks) ring.fetch_first(stage);
+        next_half();
+
+        barrier_wait(ring.ready(stage, 1), stage_parity);
+        barrier_wait(memory + HALF_FREE + half * 8, half_parity);
+        to = memory + HALF + half * HALF_BYTES;
+#pragma unroll
+        for (int tile = 0; tile < 4; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const uint2 bytes = shared_load2(raw + source[i] + tile * 64 + unit * 8);
+                shared_store4(to + tile * TILE_BYTES + target[i], widen(bytes, scales[i].of_tile(tile)));
+            }
         }
         fence_for_copies_and_products();
         __syncwarp();
@@ -546,25 +548,25 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     const u32 target = in_tile(threadIdx.x / 32 * 16 + lane % 16, lane / 16);
     Half first = {0}, second = {1};
     const auto at = [](int step) { return step / 4 * TILE_BYTES + step % 4 * 32; };
-    const auto multiply_first = [&] {
+    const auto multiply_first = [&](u32 leftover) {
         barrier_wait(memory + HALF_READY + first.number * 8, first.parity);
-        const auto queries = along_rows(memory + QUERIES), keys = along_rows(memory + HALF + first.number * HALF_BYTES);
+        const auto queries = along_rows(memory + QUERIES + HALF_BYTES), rest = along_rows(leftover);
+        const auto keys = along_rows(memory + HALF + first.number * HALF_BYTES);
         products_begin();
 #pragma unroll
         for (int step = 0; step < 16; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), step > 0);
-        products_commit();
-    };
-    const auto multiply_second = [&](u32 leftover) {
-        barrier_wait(memory + HALF_READY + second.number * 8, second.parity);
-        const auto queries = along_rows(memory + QUERIES + HALF_BYTES), rest = along_rows(leftover);
-        const auto keys = along_rows(memory + HALF + second.number * HALF_BYTES);
-        products_begin();
-#pragma unroll
-        for (int step = 0; step < 16; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), 1);
 #pragma unroll
         for (int step = 16; step < TILES * 4 - 16; ++step) {
             multiply_64(s, advance(queries, at(step)), advance(rest, at(step - 16)), 1);
         }
+        products_commit();
+    };
+    const auto multiply_second = [&] {
+        barrier_wait(memory + HALF_READY + second.number * 8, second.parity);
+        const auto queries = along_rows(memory + QUERIES), keys = along_rows(memory + HALF + second.number * HALF_BYTES);
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < 16; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), 1);
         products_commit();
         products_wait<0>(s);
     };
@@ -594,8 +596,8 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         products_commit();
     };
     if (blocks > 0) {
-        multiply_first();
-        multiply_second(memory + LEFTOVER);
+        multiply_first(memory + LEFTOVER);
+        multiply_second();
         u32 slot = 0;
         // The compiler gives up overlapping products where a branch leaves while one of them is under way, hence the
         // last block by itself.
@@ -603,18 +605,19 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
             weigh_first(slot);
             const u32 used = memory + HALF_FREE + first.number * 8, before = slot;
             slot = block % LEFTOVERS;
+            const u32 leftover = memory + LEFTOVER + slot * TILE_BYTES;
             first.skip();
             second.skip();
             if (HALVES == 2) {  // the next rows have to wait for this half
                 products_wait<0>(values);
                 if (lane == 0) barrier_arrive(used);
-                multiply_first();
+                multiply_first(leftover);
             } else {
-                multiply_first();
+                multiply_first(leftover);
                 products_wait<1>(values);
                 if (lane == 0) barrier_arrive(used);
             }
-            multiply_second(memory + LEFTOVER + slot * TILE_BYTES);
+            multiply_second();
             if (LAG) hand_over(before);
         }
         weigh_first(slot);
@@ -629,7 +632,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(memory + FINISHED);
-    out.store(values, 0, above, below);
+    out.store(values, VALUES / 2, above, below);
 }
 
 template <class Place>
@@ -657,7 +660,7 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const Place& place
         if (++leftover == LEFTOVERS) leftover = 0, parity ^= 1;
     }
     barrier_wait(memory + FINISHED, 0);
-    place().store(values, VALUES / 2, shared_load_float(memory + PER_HEAD + head * 4),
+    place().store(values, 0, shared_load_float(memory + PER_HEAD + head * 4),
               shared_load_float(memory + PER_HEAD + head * 4 + 32));
 }
 
