@@ -4,7 +4,9 @@ import ctypes
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,14 @@ import torch
 from torch import Tensor
 
 from tamis.cache import PagedCache, Selection
+from tamis.cuda.compiler import has_nvrtc, nvrtc
 from tamis.layout import named
 from tamis.ops import write_kv
 from tamis.ops.attend import cuda_many_heads as many
 from tamis.ops.attend import reference
 from tamis.ops.attend.cuda_many_heads import SIGNATURE, USUAL, VARIANTS, Variant
 from tamis.ops.combine import reference as combine
+from tamis.testing.offline_cuda import CudaCase, compile_case
 
 ENTRY = """
 #include <utility>
@@ -331,3 +335,22 @@ def test_a_captured_launch_sees_new_queries_slots_and_lengths() -> None:
         graph.replay()
         wanted = expected(q.cpu(), [Selection(host, selection.slots.cpu(), lengths.cpu())], 0.05)
         close((out.cpu(), lse.cpu(), top.cpu()), wanted, error=4e-3)
+
+
+@pytest.mark.parametrize("case", list(many.offline_cases()), ids=lambda case: case.label)
+def test_it_compiles_without_spills_and_products_overlap(case: CudaCase) -> None:
+    if not has_nvrtc():
+        pytest.skip("NVRTC is not installed")
+    found = compile_case(case, "sm_90a")
+    assert [one.function for one in found] in ([], ["attend_many_heads"])
+    triton = find_spec("triton")
+    tool = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm" if triton and triton.origin else None
+    if tool is None or not tool.exists():
+        pytest.skip("needs the disassembler that comes with Triton")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(nvrtc().compile(case.program, "sm_90a"))
+        file.flush()
+        code = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    # Where the compiler gives up overlapping, it waits after each of the 76 products or more.
+    assert code.count("HGMMA") >= 76
+    assert code.count("WARPGROUP.DEPBAR") <= 6
