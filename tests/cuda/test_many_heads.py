@@ -54,16 +54,9 @@ class Emulated:
         source = source.replace('#include "warpgroups.cuh"', '#include "warpgroup_emulator.hpp"')
         file, library = folder / "many_heads.cpp", folder / "many_heads.so"
         file.write_text(source + ENTRY)
-        flags = [
-            "-std=c++20",
-            "-O2",
-            "-w",
-            "-shared",
-            "-fPIC",
-            "-fno-strict-aliasing",
-            "-I",
-            str(Path(__file__).parent),
-        ]
+        # Libraries of different block sizes must not share the emulator's variables, hence the last one.
+        flags = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique"]
+        flags += ["-I", str(Path(__file__).parent)]
         subprocess.run(["g++", *flags, *program.options, "-o", library, file], check=True)
         self.run = ctypes.CDLL(str(library)).run
 
