@@ -9,6 +9,7 @@
 struct float2 { float x, y; };
 struct alignas(8) uint2 { u32 x, y; };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 
 namespace emulator {
 
@@ -50,8 +51,26 @@ inline CopyBarrier& copy_barrier(u32 address) {
     return found->second;
 }
 
+// Copies that a thread waits for itself: each happens at once, or not before somebody waits for it.
+struct OwnCopies {
+    std::vector<std::function<void()>> open;
+    std::vector<std::vector<std::function<void()>>> groups;
+};
+
+inline OwnCopies own_copies[BLOCK_SIZE];
+
+inline void later(u32 destination, const void* source, u32 bytes) {
+    const auto copy = [=] {
+        if (source) std::memcpy(shared_word(destination), source, bytes);
+        else std::memset(shared_word(destination), 0, bytes);
+    };
+    if (random_order() % 2) copy();
+    else own_copies[current->thread_index.x].open.push_back(copy);
+}
+
 inline void start_block(u32 grid) {
     grid_size = grid;
+    for (auto& own : own_copies) own = {};
     copy_barriers.clear();
     named_barriers.clear();
 }
@@ -138,6 +157,15 @@ T __shfl_xor_sync(u32, T value, int mask) {
 inline bool __any_sync(u32 lanes, bool predicate) { return __ballot_sync(lanes, predicate) != 0; }
 inline void __syncwarp() { emulator::exchange(0); }
 
+inline u32 __reduce_max_sync(u32, u32 value) {
+    const u32* values = emulator::exchange_all(value);
+    u32 top = 0;
+    for (int lane = 0; lane < 32; ++lane) top = max(top, values[lane]);
+    return top;
+}
+
+inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
+
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
     u32 result = 0;
@@ -182,6 +210,32 @@ inline void copy_to_shared(u32 destination, const void* source, u32 bytes, u32 b
     emulator::maybe_pause();
 }
 
+template <int BYTES>
+void copy_or_clear(u32 destination, const void* source, bool there) {
+    if (destination % BYTES || (there && reinterpret_cast<uintptr_t>(source) % BYTES)) {
+        emulator::fail("a copy that is not aligned");
+    }
+    emulator::maybe_pause();
+    emulator::later(destination, there ? source : nullptr, BYTES);
+}
+
+inline void copies_commit() {
+    auto& own = emulator::own_copies[threadIdx.x];
+    own.groups.push_back(std::move(own.open));
+    own.open.clear();
+}
+
+template <int PENDING>
+void copies_wait() {
+    emulator::maybe_pause();
+    auto& own = emulator::own_copies[threadIdx.x];
+    while (own.groups.size() > PENDING) {
+        for (const auto& copy : own.groups.front()) copy();
+        own.groups.erase(own.groups.begin());
+    }
+}
+
+inline uint2 shared_load2(u32 address) { return {*shared_word(address), *shared_word(address + 4)}; }
 inline void shared_store(u32 address, u32 value) { *shared_word(address) = value; }
 
 inline void named_sync(u32 name, u32 threads) {
@@ -216,6 +270,11 @@ inline void e4m3_to_half(u32 codes, u32& first, u32& second) {
     for (int i = 0; i < 4; ++i) half[i] = emulator::e4m3_as_half(codes >> 8 * i & 0xFF);
     first = half[0] | half[1] << 16;
     second = half[2] | half[3] << 16;
+}
+
+inline u32 multiply_halves(u32 a, u32 b) {
+    const auto product = [](u32 x, u32 y) { return emulator::half_bits(emulator::half_value(x) * emulator::half_value(y)); };
+    return product(a & 0xFFFF, b & 0xFFFF) | product(a >> 16, b >> 16) << 16;
 }
 
 inline u32 pack_half(float first, float second) {

@@ -58,6 +58,16 @@ __device__ __forceinline__ uint4 shared_load4(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ uint2 shared_load2(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void shared_store(u32 address, u32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void shared_store4(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -122,8 +132,27 @@ __device__ __forceinline__ void copy_to_shared(u32 destination, const void* sour
                  ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void shared_store(u32 address, u32 value) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+// ---- Copies that a thread waits for by itself, in the order in which it started them
+
+// Of 16 or 8 bytes, aligned to as many; `there` false: zeros, and the source is not touched.
+template <int BYTES>
+__device__ __forceinline__ void copy_or_clear(u32 destination, const void* source, bool there) {
+    const int bytes = there ? BYTES : 0;
+    if (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     ::"r"(destination), "l"(source), "n"(BYTES), "r"(bytes) : "memory");
+    }
+}
+
+// Ends a group of copies, which may be empty.
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most this many groups are under way.
+template <int PENDING>
+__device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // ---- Barriers among some of a block's warps, by number: 0 is that of __syncthreads
@@ -183,6 +212,13 @@ __device__ __forceinline__ void multiply_bf16(float (&sum)[4], const u32 (&a)[4]
 __device__ __forceinline__ void e4m3_to_half(u32 codes, u32& first, u32& second) {
     asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
         : "=r"(first), "=r"(second) : "r"(codes));
+}
+
+// Two products.
+__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
 }
 
 __device__ __forceinline__ u32 pack_half(float first, float second) {

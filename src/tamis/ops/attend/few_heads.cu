@@ -1,8 +1,9 @@
 // Sparse attention of up to 32 heads over FP8 rows of 656 bytes, which enter shared memory once and stay as they are.
 //
 // A block works through items, each a query token, or a part of the columns of one: the first tokens of a launch are
-// whole and go straight into the output, the others are cut into parts that another kernel merges. One producer warp
-// per stream of rows looks up slots and copies rows, 32 to a stage, into a ring. Teams of four consumer warps do the
+// whole and go straight into the output, the others are cut into parts that another kernel merges. Two producer warps
+// per stream of rows take turns in looking up slots and copying rows, 32 to a stage, into a ring: a lane's copies are
+// issued one by one, and a single warp would be slower than the memory. Teams of four consumer warps do the
 // rest: 16 heads are the rows of the small matrix instruction, so there is nothing to pad. Warp w of a team owns tile w
 // of a row, 128 columns, as keys and as values: it multiplies them as the e4m3 numbers they are, exact in fp16, and
 // applies the tile's scale to logits and weights. The warps of a team add up their shares of the logits through shared
@@ -35,12 +36,13 @@ constexpr int GROUP = 16;  // heads
 constexpr int STEPS = TILE / 16;
 // An fp16 query has more digits than bf16, which the rope part is multiplied in: two numbers for one.
 constexpr int ROPE_PARTS = QUERY_HALF ? 2 : 1;
+constexpr int PRODUCERS = 2;  // of a stream
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // Weights start at 2^10 and may grow to 2^15 before the reference moves; below, fp16 has full precision to 2^-14.
-constexpr float START_BITS = 10.0f, LARGEST_WEIGHT = 32768.0f;
+constexpr float START_BITS = 10.0f, LARGEST_BITS = 15.0f;
 // A tile without a scale has weights of zero, whatever the reference; its tokens must not make the total overflow.
-constexpr float LEAST_SCALE_BITS = -85.0f, LARGEST_TOTAL = 1e33f;
+constexpr float LEAST_SCALE_BITS = -85.0f, LARGEST_TOTAL_BITS = 100.0f;
 constexpr float NO_REFERENCE = -1e30f;
 
 // Registers per thread: producers leave theirs to the consumers.
@@ -61,7 +63,7 @@ constexpr int BARRIERS = QUERY_MAXIMA + TEAMS * 2 * QUERY_MAXIMA_BUFFER;  // ful
 constexpr int NOTES = BARRIERS + STREAMS * STAGES * 16;  // which rows count, and whether the item ends here
 
 static_assert(NOTES + STREAMS * STAGES * 8 == SHARED_BYTES, "the caller has another layout in mind");
-static_assert(THREADS == (TEAMS + 1) * TEAM_THREADS && STREAMS <= 4, "consumers, then four warps for producers");
+static_assert(THREADS == (TEAMS + 1) * TEAM_THREADS && STREAMS * PRODUCERS <= 4, "four warps for producers");
 static_assert(STREAMS == 1 || HEAD_GROUPS == 1, "named barriers are numbered for one or the other");
 
 // Named barriers: one for each team, and two for the hand-over between streams.
@@ -107,9 +109,10 @@ struct Place {
     __device__ __forceinline__ u32 note() const { return notes + 8 * stage; }
     __device__ __forceinline__ u32 rows() const { return ring + stage * STAGE_BYTES; }
 
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
+    __device__ __forceinline__ void advance(int stages = 1) {
+        stage += stages;
+        if (stage >= STAGES) {
+            stage -= STAGES;
             parity ^= 1;
         }
     }
@@ -133,12 +136,13 @@ struct Found {
 // Walks over the stages of a stream, item after item. An item has at least one stage, though it may be empty.
 struct Walk {
     const Work& work;
+    const int stream;
     int item, column, end;
     const int *slots, *table;
 
-    __device__ __forceinline__ Walk(const Work& work) : work(work), item(blockIdx.x) { enter(); }
-
-    __device__ __forceinline__ int stream() const { return (threadIdx.x / 32) - TEAMS * TEAM_WARPS; }
+    __device__ __forceinline__ Walk(const Work& work, int stream) : work(work), stream(stream), item(blockIdx.x) {
+        enter();
+    }
 
     __device__ __forceinline__ void enter() {
         if (item >= work.items) return;
@@ -153,20 +157,24 @@ struct Walk {
             if (!listed) end = begin;
         }
         slots = work.slots + token * work.slots_token_stride;
-        column = begin + stream() * STAGE;
+        column = begin + stream * STAGE;
     }
 
-    // What this lane fetches for the stage at hand; moves on to the next one.
-    __device__ __forceinline__ Wanted next() {
-        Wanted wanted = {item < work.items, column + STAGE * STREAMS >= end, -1, table};
-        if (!wanted.exists) return wanted;
-        const int mine = column + threadIdx.x % 32;
-        if (mine < end) wanted.found = slots[mine * work.slots_column_stride];
-        column += STAGE * STREAMS;
-        if (wanted.last) {
+    __device__ __forceinline__ void skip(int stages) {
+        for (int i = 0; i < stages && item < work.items; ++i) {
+            column += STAGE * STREAMS;
+            if (column < end) continue;
             item += gridDim.x;
             enter();
         }
+    }
+
+    // What this lane fetches for the stage at hand; moves on to the producer's next one.
+    __device__ __forceinline__ Wanted next() {
+        Wanted wanted = {item < work.items, column + STAGE * STREAMS >= end, -1, table};
+        const int mine = column + threadIdx.x % 32;
+        if (wanted.exists && mine < end) wanted.found = slots[mine * work.slots_column_stride];
+        skip(PRODUCERS);
         return wanted;
     }
 };
@@ -211,15 +219,18 @@ __device__ __forceinline__ void copy_stage(const Work& work, Found found, const 
 
 // Slots are fetched two stages ahead and pages one, since each waits for the one before.
 __device__ __forceinline__ void produce(const Work& work, u32 memory) {
-    Walk walk(work);
-    Place place(memory, walk.stream());
+    const int producer = threadIdx.x / 32 - TEAMS * TEAM_WARPS, turn = producer % PRODUCERS;
+    Walk walk(work, producer / PRODUCERS);
+    Place place(memory, walk.stream);
+    walk.skip(turn);
+    place.advance(turn);
     Found now = look_up(work, walk.next());
     Wanted upcoming = walk.next();
     while (now.exists) {
         const Wanted later = walk.next();
         const Found next = look_up(work, upcoming);
         copy_stage(work, now, place);
-        place.advance();
+        place.advance(PRODUCERS);
         now = next;
         upcoming = later;
     }
@@ -348,7 +359,7 @@ struct State {
     // [even or odd][2 * half of the heads + first or second pair].
     float sums[STEPS][2][4];
     float reference[2], total[2];
-    float top[2];  // largest product of query and key; only in warp 0
+    float top[2];  // largest product of query and key
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -380,10 +391,21 @@ __device__ __forceinline__ void multiply_keys(
     const int row = seat.lane % 8, matrix = seat.lane / 8;
     const u32 latent = rows + row * ROW + TILE * seat.warp + 16 * matrix;
     const u32 rope = rows + (row + matrix / 2 * 8) * ROW + ROPE + 32 * seat.warp + 16 * (matrix % 2);
+    float latent_products[SLABS][4];
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) products[slab][i] = 0.0f;
+        for (int i = 0; i < 4; ++i) products[slab][i] = latent_products[slab][i] = 0.0f;
+    }
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab += 2) {
+        u32 keys[4];
+        load_matrices(keys, rope + slab * 8 * ROW);
+#pragma unroll
+        for (int part = 0; part < ROPE_PARTS; ++part) {
+            multiply_bf16(products[slab], query.rope[part], keys[0], keys[1]);
+            multiply_bf16(products[slab + 1], query.rope[part], keys[2], keys[3]);
+        }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -396,23 +418,15 @@ __device__ __forceinline__ void multiply_keys(
             for (int slab = 0; slab < SLABS; ++slab) {
                 u32 first, second;
                 e4m3_to_half(codes[slab][step], first, second);
-                multiply_half(products[slab], query.latent[4 * half + step], first, second);
+                multiply_half(latent_products[slab], query.latent[4 * half + step], first, second);
             }
         }
     }
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) products[slab][i] *= scales[slab][i % 2];
-    }
-#pragma unroll
-    for (int slab = 0; slab < SLABS; slab += 2) {
-        u32 keys[4];
-        load_matrices(keys, rope + slab * 8 * ROW);
-#pragma unroll
-        for (int part = 0; part < ROPE_PARTS; ++part) {
-            multiply_bf16(products[slab], query.rope[part], keys[0], keys[1]);
-            multiply_bf16(products[slab + 1], query.rope[part], keys[2], keys[3]);
+        for (int i = 0; i < 4; ++i) {
+            products[slab][i] = fmaf(latent_products[slab][i], scales[slab][i % 2], products[slab][i]);
         }
     }
 }
@@ -463,32 +477,34 @@ __device__ __forceinline__ void move_references(
 __device__ __forceinline__ void weigh(
     State& state, const float (&products)[SLABS][4], const float (&scales)[SLABS][2], const float (&units)[2],
     u32 (&weights)[SLABS / 2][4]) {
-    float scaled[SLABS][4], added[2];
-#pragma unroll 1
-    for (bool first = true;; first = false) {
-        float top = 0.0f;
-        added[0] = added[1] = 0.0f;
-#pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float weight = fast_exp2(fmaf(products[slab][i], units[i / 2], -state.reference[i / 2]));
-                added[i / 2] += weight;
-                scaled[slab][i] = weight * scales[slab][i % 2];
-                top = fmaxf(top, fabsf(scaled[slab][i]));
-            }
-        }
-        // Totals are looked at as well for what a product with zero hides.
-        const bool fits = top <= LARGEST_WEIGHT && added[0] < LARGEST_TOTAL && added[1] < LARGEST_TOTAL;
-        if (!first || !__any_sync(EVERY_LANE, !fits)) break;
-        move_references(state, products, scales, units);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) state.total[half] += added[half];
+    // Looked at before anything depends on it, by bounds: the largest logit of a lane with its largest scale. Where these
+    // belong to different rows, the references are looked at and stay.
+    float highest[2] = {minus_infinity(), minus_infinity()}, largest_scale = 0.0f;
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
-        weights[slab / 2][2 * (slab % 2)] = pack_half(scaled[slab][0], scaled[slab][1]);
-        weights[slab / 2][2 * (slab % 2) + 1] = pack_half(scaled[slab][2], scaled[slab][3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) highest[i / 2] = fmaxf(highest[i / 2], products[slab][i]);
+        largest_scale = fmaxf(largest_scale, fmaxf(fabsf(scales[slab][0]), fabsf(scales[slab][1])));
+    }
+    const float room = fminf(LARGEST_BITS - fast_log2(largest_scale), LARGEST_TOTAL_BITS);
+    bool fits = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        state.top[half] = fmaxf(state.top[half], highest[half]);
+        fits = fits && fmaf(highest[half], units[half], -state.reference[half]) <= room;
+    }
+    if (__any_sync(EVERY_LANE, !fits)) move_references(state, products, scales, units);
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+        float scaled[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float weight = fast_exp2(fmaf(products[slab][i], units[i / 2], -state.reference[i / 2]));
+            state.total[i / 2] += weight;
+            scaled[i] = weight * scales[slab][i % 2];
+        }
+        weights[slab / 2][2 * (slab % 2)] = pack_half(scaled[0], scaled[1]);
+        weights[slab / 2][2 * (slab % 2) + 1] = pack_half(scaled[2], scaled[3]);
     }
 }
 
@@ -536,13 +552,6 @@ __device__ __forceinline__ void process_stage(
             for (int i = 0; i < 4; ++i) {
                 if (!(counted >> (8 * slab + 2 * seat.pair + i % 2) & 1)) products[slab][i] = minus_infinity();
             }
-        }
-    }
-    if (seat.warp == 0) {
-#pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) state.top[i / 2] = fmaxf(state.top[i / 2], products[slab][i]);
         }
     }
     u32 weights[SLABS / 2][4];
@@ -654,13 +663,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
         publish_barriers();
     }
     __syncthreads();
+    let_next_kernel_start();
+    wait_for_previous_kernel();
     const int items = whole + (tokens - whole) * parts;
     const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
                        lengths, request_ids, block_table, table_stride, table_width, requests, whole, items, parts,
                        part_columns};
     if (threadIdx.x >= TEAMS * TEAM_THREADS) {
         give_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x < TEAMS * TEAM_THREADS + 32 * STREAMS) produce(work, memory);
+        if (threadIdx.x < TEAMS * TEAM_THREADS + 32 * PRODUCERS * STREAMS) produce(work, memory);
         return;
     }
     take_registers<CONSUMER_REGISTERS>();

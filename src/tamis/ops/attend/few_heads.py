@@ -1,7 +1,7 @@
-"""Sparse attention of few heads over FP8 rows in CUDA C++: what it covers, how a launch is cut, and the launch."""
+"""Sparse attention of few heads over FP8 rows in CUDA C++, for Hopper: `few_heads.cu` and its launches."""
 
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,6 +11,19 @@ from tamis.cache import Selection
 from tamis.cuda.compiler import Program
 from tamis.cuda.launch import Launch, kernel
 from tamis.layout import Layout, v32_fp8
+from tamis.ops.attend.items import (
+    OUT_KINDS,
+    VALUE_DIM,
+    Cut,
+    Target,
+    address,
+    attend_in_items,
+    choose_cut,
+    device_index,
+    fits_directly,
+    multiprocessors,
+)
+from tamis.ops.combine.triton_kernels import combine_with_maxima
 
 if TYPE_CHECKING:
     from tamis.testing.offline_cuda import CudaCase
@@ -20,14 +33,11 @@ GROUP = 16
 """Heads that one team of warps works on: the rows of the matrix instruction."""
 STAGE = 32
 """Rows that enter shared memory at a time."""
-WIDTH, VALUE_DIM, ROW_BYTES = 576, 512, 656
+WIDTH, ROW_BYTES = 576, 656
 COPY_ALIGNMENT = 16
 """Bytes that a row's address must be a multiple of."""
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
-OUT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SIGNATURE = "PqqPqiiPqqiPPPqiiPiqqPPPPPPfPiiiii"
-OVERHEAD_STEPS, MERGE_STEPS = 2, 2
-"""What an item costs beside its stages, and what merging parts costs, in stages of all streams."""
 
 
 class Variant(NamedTuple):
@@ -91,60 +101,54 @@ def usual_variant(tokens: int | None, heads: int, multiprocessors: int) -> Varia
     return FEW_TOKENS if tokens is not None and tokens <= 2 * multiprocessors else MANY_TOKENS
 
 
-class Cut(NamedTuple):
-    """How a batch becomes items."""
-
-    whole: int
-    """Tokens, from the first on, that are one item each."""
-    parts: int
-    """Items that each of the other tokens is cut into."""
-
-
-@lru_cache(1024)
-def choose_cut(tokens: int, columns: int, variant: Variant, multiprocessors: int, *, direct: bool = True) -> Cut:
-    """The cut that finishes soonest: rounds of blocks on the device, times the steps that each works through.
-
-    Whole tokens fill whole rounds; those that are left over, fewer than there are blocks, are cut, so that one token
-    more never costs a round more. Among equals the fewest parts win. Unless tokens can be stored directly, all are cut
-    alike.
-    """
-    steps = max(1, -(-columns // (STAGE * variant.streams)))
-    room = variant.per_sm * multiprocessors
-
-    def duration(cut: Cut) -> int:
-        left = tokens - cut.whole
-        merged = -(-left * cut.parts // room) * (-(-steps // cut.parts) + OVERHEAD_STEPS) + (MERGE_STEPS if left else 0)
-        return -(-cut.whole // room) * (steps + OVERHEAD_STEPS) + merged
-
-    choices = [Cut(tokens, 1)] if direct else []
-    for whole in sorted({0, tokens // room * room if direct else 0}):
-        choices += [Cut(whole, parts) for parts in range(1, steps + 1)]
-    return min(choices, key=duration)
+def attend_slots(
+    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
+    variant = _variant(q, splits)
+    counts = [_cut(q, s, variant, splits, direct=False).parts for s in selections]
+    found = Target.empty(sum(counts), *q.shape[:2], device=q.device)
+    first = 0
+    for selection, count in zip(selections, counts, strict=True):
+        part = Target(*(tensor[first : first + count] for tensor in found))
+        attend_items(q, selection, variant, scale=scale, sink=None, whole=part, parts=part)
+        first += count
+    return found
 
 
-def fits_directly(out: Tensor) -> bool:
-    """Whether the kernel can write to it: four neighbours at a time."""
-    strides = out.stride(2) == 1 and out.stride(0) % 4 == 0 and out.stride(1) % 4 == 0
-    return out.dtype in OUT_KINDS and strides and out.data_ptr() % (4 * out.element_size()) == 0
+def attend_into(
+    q: Tensor,
+    selections: Sequence[Selection],
+    *,
+    scale: float | Tensor,
+    splits: int | None,
+    sink: Tensor | None,
+    out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.attend_into`; tokens that are not cut go straight into `out`."""
+    if len(selections) > 1 or not fits_directly(out):
+        parts = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
+        return combine_with_maxima(*parts, sink, out)
+    variant = _variant(q, splits)
+
+    def launch(whole: Target, parts: Target) -> None:
+        attend_items(q, selections[0], variant, scale=scale, sink=sink, whole=whole, parts=parts)
+
+    return attend_in_items(out, sink, _cut(q, selections[0], variant, splits, direct=True), launch)
 
 
-class Target(NamedTuple):
-    """Where results go: output [..., T, H, V], lse and maxima [..., T, H]."""
+def _variant(q: Tensor, splits: int | None) -> Variant:
+    """How blocks are laid out: part of what fixes a row's bits, so with a number of parts the same for all batches."""
+    return usual_variant(q.shape[0] if splits is None else None, q.shape[1], multiprocessors(q.device))
 
-    out: Tensor
-    lse: Tensor
-    maxima: Tensor
 
-    @classmethod
-    def empty(cls, *shape: int, device: torch.device) -> "Target":
-        """Room in float32 for the results of a shape [..., T, H]."""
-        out = torch.empty(*shape, VALUE_DIM, device=device)
-        lse = torch.empty(shape, device=device)
-        return cls(out, lse, torch.empty_like(lse))
-
-    def addresses(self) -> tuple[int, int, int]:
-        """Where its memory is."""
-        return self.out.data_ptr(), self.lse.data_ptr(), self.maxima.data_ptr()
+def _cut(q: Tensor, selection: Selection, variant: Variant, splits: int | None, *, direct: bool) -> Cut:
+    tokens, columns = q.shape[0], selection.slots.shape[1]
+    if splits is None:
+        steps = max(1, -(-columns // (STAGE * variant.streams)))
+        return choose_cut(tokens, steps, variant.per_sm * multiprocessors(q.device), direct=direct)
+    parts = min(splits, max(1, columns))
+    return Cut(tokens, 1) if parts == 1 and direct else Cut(0, parts)
 
 
 def attend_items(
@@ -154,7 +158,7 @@ def attend_items(
     *,
     scale: float | Tensor,
     sink: Tensor | None,
-    whole: Target | None,
+    whole: Target,
     parts: Target,
 ) -> None:
     """Fill the first tokens' rows of `whole` [T, ...], and `parts` [P, t, ...] for the other t, contiguous in float32.
@@ -175,7 +179,6 @@ def attend_items(
     table = None if selection.block_table is None else selection.block_table.contiguous()
     factor = scale.float() if isinstance(scale, Tensor) else None
     pages = (0, 0, 0) if table is None else (table.stride(0), table.shape[1], table.shape[0])
-    whole = whole or parts
     out, lse, maxima = whole.addresses()
     launch = _launch(q.device, variant, q.dtype)
     launch(
@@ -183,22 +186,12 @@ def attend_items(
         *(q.data_ptr(), q.stride(0), q.stride(1)),
         *(cache.storage.data_ptr(), cache.page_stride, cache.page_size, cache.pages),
         *(slots.data_ptr(), slots.stride(0), slots.stride(1), columns),
-        *(_address(lengths), _address(ids), _address(table), *pages),
-        *(out, OUT_KINDS[whole.out.dtype], whole.out.stride(-3), whole.out.stride(-2), lse, maxima, _address(sink)),
+        *(address(lengths), address(ids), address(table), *pages),
+        *(out, OUT_KINDS[whole.out.dtype], whole.out.stride(-3), whole.out.stride(-2), lse, maxima, address(sink)),
         *parts.addresses(),
-        *(1.0 if isinstance(scale, Tensor) else scale, _address(factor)),
+        *(1.0 if isinstance(scale, Tensor) else scale, address(factor)),
         *(tokens, heads, tokens - left, count, -(-columns // count)),
     )
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
@@ -218,9 +211,8 @@ def program(variant: Variant, dtype: torch.dtype) -> Program:
 
 @cache
 def _launch(device: torch.device, variant: Variant, dtype: torch.dtype) -> Launch:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    loaded = kernel(program(variant, dtype), "attend_few_heads", index)
-    return Launch(loaded, SIGNATURE, threads=variant.threads, shared=variant.shared)
+    loaded = kernel(program(variant, dtype), "attend_few_heads", device_index(device))
+    return Launch(loaded, SIGNATURE, threads=variant.threads, shared=variant.shared, overlap=True)
 
 
 def offline_cases() -> Iterator["CudaCase"]:
