@@ -58,13 +58,6 @@ __device__ __forceinline__ void products_wait(float (&result)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(result[i])::"memory");
 }
 
-template <int PENDING, int M, int N>
-__device__ __forceinline__ void products_wait(float (&results)[M][N]) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-#pragma unroll
-    for (int i = 0; i < M * N; ++i) asm volatile("" : "+f"(results[i / N][i % N])::"memory");
-}
-
 // d[64, 64] (+)= a[64, 16] b[64, 16]^T, both along rows.
 __device__ __forceinline__ void multiply_64(float (&d)[32], unsigned long long a, unsigned long long b, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"

@@ -51,6 +51,7 @@ def offline_cases() -> Iterator["CudaCase"]:
     """Programs that `tamis.testing.offline_cuda` compiles."""
     from tamis.testing.offline_cuda import CudaCase
 
-    yield CudaCase("attend, merging parts", items.merge_program(), 0)
+    for at_once in items.MERGED_AT_ONCE:
+        yield CudaCase(f"attend, merging parts, {at_once} at once", items.merge_program(at_once), 0)
     yield from few_heads.offline_cases()
     yield from many_heads.offline_cases()

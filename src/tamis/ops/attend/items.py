@@ -12,6 +12,8 @@ from tamis.cuda.launch import Launch, kernel
 
 VALUE_DIM = 512
 OUT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+MERGED_AT_ONCE = (4, 16)
+"""Parts that the merge reads before it adds: many hide latency, few leave room for more tokens and heads at a time."""
 MERGE_SIGNATURE = "PPPiiiPPiqqPP"
 OVERHEAD_STEPS, MERGE_STEPS = 2, 2
 """What an item costs beside its steps, and what merging parts costs."""
@@ -95,7 +97,8 @@ def merge_parts(parts: Target, sink: Tensor | None, whole: Target) -> None:
     """Merge parts [P, T, H, ...] into a target that they fit directly."""
     count, tokens, heads = parts.lse.shape
     out, lse, maxima = whole.addresses()
-    _merge_launch(whole.out.device)(
+    at_once = MERGED_AT_ONCE[0 if count <= MERGED_AT_ONCE[0] else 1]
+    _merge_launch(whole.out.device, at_once)(
         (tokens * heads, 1, 1),
         *(*parts.addresses(), count, tokens, heads, address(sink)),
         *(out, OUT_KINDS[whole.out.dtype], whole.out.stride(0), whole.out.stride(1), lse, maxima),
@@ -103,14 +106,14 @@ def merge_parts(parts: Target, sink: Tensor | None, whole: Target) -> None:
 
 
 @cache
-def merge_program() -> Program:
-    """The source of the merge."""
-    return Program.packaged(__package__, "merge_parts.cu")
+def merge_program(at_once: int) -> Program:
+    """The source of the merge, for a number of parts that are read at once."""
+    return Program.packaged(__package__, "merge_parts.cu", AT_ONCE=at_once)
 
 
 @cache
-def _merge_launch(device: torch.device) -> Launch:
-    loaded = kernel(merge_program(), "merge_parts", device_index(device))
+def _merge_launch(device: torch.device, at_once: int) -> Launch:
+    loaded = kernel(merge_program(at_once), "merge_parts", device_index(device))
     return Launch(loaded, MERGE_SIGNATURE, threads=VALUE_DIM // 4, overlap=True)
 
 

@@ -5,8 +5,9 @@
 // Four groups of four warps. Two `widen`: each of their warps copies eight of a block's 64 rows into shared memory, makes
 // them fp16 and hands them over in halves: first the columns from 256 on, whose bytes lie beside the scales, then those
 // before; the bytes of the next block are on their way meanwhile. `score` multiplies queries with both halves, does the
-// softmax, publishes the weights and multiplies them, from its registers, with the first half. `weigh` multiplies them
-// with the second half.
+// softmax, publishes the weights and multiplies them, from its registers, with the first quarter of the values. `weigh`
+// multiplies them with the other three. Of three buffers for halves, one gets the next block's first half while this
+// block is worked on; the second follows when the first half of this block has been multiplied.
 //
 // Numbers. A row is held as fp16 times 2**E, E from the largest of its scales and of its 16-bit columns, so that its
 // largest values lie just below fp16's largest; every e4m3 value times a power of two is exact down to 2**-30 of that.
@@ -35,7 +36,7 @@ constexpr int SCALES_AT = V4 ? 576 : 512, ROPE_AT = V4 ? 448 : 528;
 constexpr int RAW_BYTES = V4 ? 592 : 656;  // of a row as it came: four rows are 64 mod 128 bytes, which spreads banks
 
 constexpr u32 TILE_BYTES = 64 * 128, HALF_BYTES = 4 * TILE_BYTES;
-constexpr int HALVES = 3;     // buffers for halves: with a third, the next rows are widened meanwhile
+constexpr int HALVES = 3;     // buffers for half the columns of a block: those from 256 on, then those before
 constexpr int LEFTOVERS = 2;  // buffers for the columns beyond 512, on which the weights are then written
 
 // ---- Shared memory
@@ -44,15 +45,15 @@ constexpr u32 QUERIES = 0;
 constexpr u32 HALF = QUERIES + TILES * TILE_BYTES;
 constexpr u32 LEFTOVER = HALF + HALVES * HALF_BYTES;
 constexpr u32 RAW = LEFTOVER + LEFTOVERS * TILE_BYTES;
-constexpr u32 FACTOR = RAW + TOKENS * RAW_BYTES;              // [LEFTOVERS][TOKENS] 2**E; negative: no row
-constexpr u32 RESCALE = FACTOR + LEFTOVERS * TOKENS * 4;      // [LEFTOVERS][HEADS] of the output so far
+constexpr u32 FACTOR = RAW + TOKENS * RAW_BYTES;              // [LEFTOVERS][TOKENS] 2**E, and 0 or, for no row, -inf
+constexpr u32 RESCALE = FACTOR + LEFTOVERS * TOKENS * 8;      // [LEFTOVERS][HEADS] of the output so far
 constexpr u32 PER_HEAD = RESCALE + LEFTOVERS * HEADS * 4;     // [HEADS] scales of queries, at the end of the output
-constexpr u32 HALF_READY = PER_HEAD + HEADS * 4;              // [HALVES] barriers
-constexpr u32 HALF_FREE = HALF_READY + HALVES * 8;            // [HALVES]
-constexpr u32 WEIGHTS_READY = HALF_FREE + HALVES * 8;         // [LEFTOVERS]
+constexpr u32 READY = PER_HEAD + HEADS * 4;                   // [HALVES] barriers
+constexpr u32 FREE = READY + HALVES * 8;                      // [HALVES]
+constexpr u32 WEIGHTS_READY = FREE + HALVES * 8;              // [LEFTOVERS]
 constexpr u32 FINISHED = WEIGHTS_READY + LEFTOVERS * 8;
 constexpr u32 USED = FINISHED + 8;
-static_assert(USED <= SHARED_BYTES && RAW % 128 == 0 && HALF_READY % 8 == 0, "shared memory");
+static_assert(USED <= SHARED_BYTES && RAW % 128 == 0 && READY % 8 == 0, "shared memory");
 
 // Named barriers.
 constexpr u32 SCORING = 1, CONSUMERS = 2;
@@ -72,15 +73,26 @@ __device__ __forceinline__ float power_of_two(int biased) { return __uint_as_flo
 __device__ __forceinline__ int biased_exponent(float x) { return __float_as_uint(x) >> 23 & 0xFF; }
 __device__ __forceinline__ float load_float(u32 address) { return __uint_as_float(shared_load(address)); }
 __device__ __forceinline__ void store_float(u32 address, float x) { shared_store(address, __float_as_uint(x)); }
-__device__ __forceinline__ float2 load_floats(u32 address) {
-    const uint2 bits = shared_load2(address);
-    return {__uint_as_float(bits.x), __uint_as_float(bits.y)};
-}
 __device__ __forceinline__ float low_bfloat(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bfloat(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
 // Where a 16-byte unit of a row lies in a tile.
 __device__ __forceinline__ u32 in_tile(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
+
+// A place in the sequence of halves, and the parity of its buffer's barriers.
+struct Half {
+    int number = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ Half after(int steps) const {
+        const int next = number + steps;
+        return next < HALVES ? Half{next, parity} : Half{next - HALVES, parity ^ 1};
+    }
+
+    __device__ __forceinline__ u32 tiles(u32 memory) const { return memory + HALF + number * HALF_BYTES; }
+    __device__ __forceinline__ u32 ready(u32 memory) const { return memory + READY + number * 8; }
+    __device__ __forceinline__ u32 free(u32 memory) const { return memory + FREE + number * 8; }
+};
 
 // ---- What to attend to
 
@@ -260,24 +272,29 @@ __device__ __forceinline__ Scales scales_of(u32 row, u32 rope_top) {
     return scales;
 }
 
-// Of a lane's two rows, its unit of 8 columns in the tiles from FIRST to END. Loads go ahead of the stores, which they
-// would have to follow otherwise.
-template <int FIRST, int END>
-__device__ __forceinline__ void widen_tiles(u32 to, const u32 (&source)[2], const u32 (&target)[2], const Scales (&scales)[2]) {
-    uint2 bytes[END - FIRST][2];
+// Of a lane's two rows, its unit of 8 columns in four tiles or fewer, as they came.
+template <int TILES>
+struct Codes {
+    uint2 bytes[TILES][2];
+
+    __device__ __forceinline__ void load(const u32 (&source)[2], int first) {
 #pragma unroll
-    for (int tile = FIRST; tile < END; ++tile) {
+        for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) bytes[tile - FIRST][i] = shared_load2(source[i] + tile * 64);
-    }
-#pragma unroll
-    for (int tile = FIRST; tile < END; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            shared_store4(to + (tile - FIRST) * TILE_BYTES + target[i], widen(bytes[tile - FIRST][i], scales[i].of_tile(tile)));
+            for (int i = 0; i < 2; ++i) bytes[tile][i] = shared_load2(source[i] + (first + tile) * 64);
         }
     }
-}
+
+    __device__ __forceinline__ void store_wide(u32 to, const u32 (&target)[2], const Scales (&scales)[2], int first) const {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                shared_store4(to + tile * TILE_BYTES + target[i], widen(bytes[tile][i], scales[i].of_tile(first + tile)));
+            }
+        }
+    }
+};
 
 __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
     const int warp = threadIdx.x / 32 % WIDENERS, lane = threadIdx.x % 32, blocks = work.end - work.begin;
@@ -293,54 +310,58 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
         source[i] = raw + (row + 2 * i) * RAW_BYTES + unit * 8;
         target[i] = in_tile(warp * OWN + row + 2 * i, unit);
     }
-    int half = 0;
-    u32 half_parity = 1;
+    Half here;
+    const auto take = [&] { barrier_wait(here.free(memory), here.parity ^ 1); };
     const auto hand_over = [&] {
         fence_for_copies_and_products();
         __syncwarp();
-        if (lane == 0) barrier_arrive(memory + HALF_READY + half * 8);
-        if (++half == HALVES) half = 0, half_parity ^= 1;
+        if (lane == 0) barrier_arrive(here.ready(memory));
+        here = here.after(1);
     };
     for (int block = 0; block < blocks; ++block) {
         const u32 leftover = block % LEFTOVERS, present = fetch.present;
         copies_wait<1>();
         __syncwarp();
-        const uint4 rope[2] = {shared_load4(source[0] + ROPE_AT + 8 * unit), shared_load4(source[1] + ROPE_AT + 8 * unit)};
-        u32 tops = largest(rope[0]) | largest(rope[1]) << 16;
+        u32 tops = largest(shared_load4(source[0] + ROPE_AT + 8 * unit));
+        tops |= largest(shared_load4(source[1] + ROPE_AT + 8 * unit)) << 16;
 #pragma unroll
         for (int step = 1; step < 8; step *= 2) tops = __vmaxu2(tops, __shfl_xor_sync(EVERY_LANE, tops, step));
         const Scales scales[2] = {scales_of(source[0] - unit * 8, tops & 0xFFFF), scales_of(source[1] - unit * 8, tops >> 16)};
 
         // The weights of two blocks ago may lie where the columns beyond 512 go; they are freed with this half.
-        barrier_wait(memory + HALF_FREE + half * 8, half_parity);
+        Codes<LATENT / 64 - 4> upper;
+        if (!V4) upper.load(source, 4);
+        take();
         if (unit == 0) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int own = row + 2 * i;
+                const u32 at = memory + FACTOR + (leftover * TOKENS + warp * OWN + own) * 8;
                 // An exponent of 255 is no number; neither are the row's logits, then.
-                const float factor = scales[i].exponent == 255 ? __uint_as_float(0x7FC00000u) : scales[i].left_out();
-                store_float(memory + FACTOR + (leftover * TOKENS + warp * OWN + own) * 4, present >> own & 1 ? factor : -1.0f);
+                store_float(at, scales[i].exponent == 255 ? __uint_as_float(0x7FC00000u) : scales[i].left_out());
+                store_float(at + 4, present >> own & 1 ? 0.0f : minus_infinity());
             }
         }
-        const u32 to = memory + HALF + half * HALF_BYTES;
-        const u32 rope_to = V4 ? to + 3 * TILE_BYTES : memory + LEFTOVER + leftover * TILE_BYTES;
+        const u32 rope_to = V4 ? here.tiles(memory) + 3 * TILE_BYTES : memory + LEFTOVER + leftover * TILE_BYTES;
+        if (V4) upper.load(source, 4);
+        upper.store_wide(here.tiles(memory), target, scales, 4);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float inverse = scales[i].inverse();
-            const uint4 x = rope[i];
+            const uint4 x = shared_load4(source[i] + ROPE_AT + 8 * unit);  // again, as registers are few
             shared_store4(rope_to + target[i], make_uint4(narrow(x.x, inverse), narrow(x.y, inverse), narrow(x.z, inverse),
                                                           narrow(x.w, inverse)));
         }
-        widen_tiles<4, 6>(to, source, target, scales);
-        widen_tiles<6, LATENT / 64>(to + 2 * TILE_BYTES, source, target, scales);
         hand_over();
         if (block + 1 < blocks) fetch.first();
         else copies_commit();
 
         copies_wait<1>();
         __syncwarp();
-        barrier_wait(memory + HALF_FREE + half * 8, half_parity);
-        widen_tiles<0, 4>(memory + HALF + half * HALF_BYTES, source, target, scales);
+        Codes<4> lower;
+        lower.load(source, 0);
+        take();
+        lower.store_wide(here.tiles(memory), target, scales, 0);
         hand_over();
         if (block + 1 < blocks) fetch.second();
         else copies_commit();
@@ -404,8 +425,8 @@ struct Output {
     const float* sink;
     float *lse, *tops;
 
-    // A fragment of 256 columns, each head times a factor.
-    __device__ __forceinline__ void store(const float (&values)[2][64], int column, float upper, float lower) const {
+    // A fragment of 128 columns, each head times a factor.
+    __device__ __forceinline__ void store(const float (&values)[64], int column, float upper, float lower) const {
         const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % WARPS * 16 + lane / 4;
 #pragma unroll
         for (int below = 0; below < 2; ++below) {
@@ -414,9 +435,8 @@ struct Output {
             const long long at = (head + 8 * below) * head_stride + column + lane % 4 * 2;
             // Nothing times NaN: a head that attends to nothing gives zeros.
 #pragma unroll
-            for (int i = 0; i < 32; ++i) {
-                const int first = i % 16 * 4 + 2 * below;
-                const float a = values[i / 16][first] * factor, b = values[i / 16][first + 1] * factor;
+            for (int i = 0; i < 16; ++i) {
+                const float a = values[4 * i + 2 * below] * factor, b = values[4 * i + 2 * below + 1] * factor;
                 if (kind == 0) {
                     *reinterpret_cast<float2*>(static_cast<float*>(start) + at + 8 * i) = make_float2(a, b);
                 } else {
@@ -453,25 +473,27 @@ __device__ __forceinline__ float over_lanes_of_head(float x) {
     return fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 2));
 }
 
-__device__ __forceinline__ void rescale(float (&values)[2][64], float upper, float lower) {
+template <int N>
+__device__ __forceinline__ void rescale(float (&values)[N][64], float upper, float lower) {
     if (__ballot_sync(EVERY_LANE, upper != 1.0f || lower != 1.0f) == 0) return;
 #pragma unroll
-    for (int i = 0; i < 128; ++i) values[i / 64][i % 64] *= i & 2 ? lower : upper;
+    for (int i = 0; i < N * 64; ++i) values[i / 64][i % 64] *= i & 2 ? lower : upper;
 }
 
 // Logits of a block to weights, as fragments; returns the factors of the output so far.
 __device__ __forceinline__ float2 soften(float (&s)[32], u32 factors, Softmax& upper, Softmax& lower, float& reference,
                                          u32 (&weights)[4][4]) {
-    const u32 own = factors + threadIdx.x % 4 * 8;  // of this lane's columns; read twice, as registers are few
+    const u32 own = factors + threadIdx.x % 4 * 16;  // of this lane's columns; read twice, as registers are few
     float highest = 0.0f, tops[2] = {minus_infinity(), minus_infinity()};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const float2 factor = load_floats(own + i * 32);
-        highest = fmaxf(highest, fmaxf(factor.x, factor.y));
+        const uint4 pair = shared_load4(own + i * 64);
+        const float factor[2] = {__uint_as_float(pair.x), __uint_as_float(pair.z)};
+        const float added[2] = {__uint_as_float(pair.y), __uint_as_float(pair.w)};
+        highest = fmaxf(highest, fmaxf(factor[0], factor[1]));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const float one = j % 2 ? factor.y : factor.x;
-            s[4 * i + j] = one < 0.0f ? minus_infinity() : s[4 * i + j] * one;
+            s[4 * i + j] = fmaf(s[4 * i + j], factor[j % 2], added[j % 2]);
             tops[j / 2] = fmaxf(tops[j / 2], s[4 * i + j]);
         }
     }
@@ -487,7 +509,7 @@ __device__ __forceinline__ float2 soften(float (&s)[32], u32 factors, Softmax& u
     const float inverse = HEADROOM * power_of_two(254 - biased_exponent(reference));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const float2 factor = load_floats(own + i * 32);
+        const float2 factor = {load_float(own + i * 64), load_float(own + i * 64 + 8)};
         const float a = fast_exp2(s[4 * i] * upper.unit - upper.base), b = fast_exp2(s[4 * i + 1] * upper.unit - upper.base);
         const float c = fast_exp2(s[4 * i + 2] * lower.unit - lower.base), d = fast_exp2(s[4 * i + 3] * lower.unit - lower.base);
         upper.sum += a + b;
@@ -516,17 +538,6 @@ __device__ __forceinline__ float finish(Softmax& head, float reference, int numb
     return empty ? 0.0f : factor;
 }
 
-// A position in the sequence of halves, and the parity of its buffer's barriers.
-struct Half {
-    int number;
-    u32 parity = 0;
-
-    __device__ __forceinline__ void skip() {
-        number += 2;
-        if (number >= HALVES) number -= HALVES, parity ^= 1;
-    }
-};
-
 // `place` tells where results go, at the end, when registers are free.
 template <class Place>
 __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const Place& place) {
@@ -534,19 +545,19 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     Softmax upper = {load_float(memory + PER_HEAD + head * 4) * scale * LOG2_E};
     Softmax lower = {load_float(memory + PER_HEAD + head * 4 + 32) * scale * LOG2_E};
     float reference = power_of_two(LOWEST_EXPONENT - SCALE_EXPONENT);  // no row has less
-    float s[32], values[2][64];
+    float s[32], values[1][64];
 #pragma unroll
-    for (int i = 0; i < 128; ++i) values[i / 64][i % 64] = 0.0f;
+    for (int i = 0; i < 64; ++i) values[0][i] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) s[i] = 0.0f;
     // Rows of the matrices that this lane addresses when it stores weights.
     const u32 target = in_tile(threadIdx.x / 32 * 16 + lane % 16, lane / 16);
-    Half first = {0}, second = {1};
+    Half here;
     const auto at = [](int step) { return step / 4 * TILE_BYTES + step % 4 * 32; };
-    const auto multiply_first = [&](u32 leftover) {
-        barrier_wait(memory + HALF_READY + first.number * 8, first.parity);
-        const auto queries = along_rows(memory + QUERIES + HALF_BYTES), rest = along_rows(leftover);
-        const auto keys = along_rows(memory + HALF + first.number * HALF_BYTES);
+    const auto multiply_first_keys = [&](u32 slot) {
+        barrier_wait(here.ready(memory), here.parity);
+        const auto queries = along_rows(memory + QUERIES + HALF_BYTES), keys = along_rows(here.tiles(memory));
+        const auto rest = along_rows(memory + LEFTOVER + slot * TILE_BYTES);
         products_begin();
 #pragma unroll
         for (int step = 0; step < 16; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), step > 0);
@@ -556,24 +567,21 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         }
         products_commit();
     };
-    const auto multiply_second = [&] {
-        barrier_wait(memory + HALF_READY + second.number * 8, second.parity);
-        const auto queries = along_rows(memory + QUERIES), keys = along_rows(memory + HALF + second.number * HALF_BYTES);
+    const auto multiply_second_keys = [&] {
+        const Half second = here.after(1);
+        barrier_wait(second.ready(memory), second.parity);
+        const auto queries = along_rows(memory + QUERIES), keys = along_rows(second.tiles(memory));
         products_begin();
 #pragma unroll
         for (int step = 0; step < 16; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), 1);
         products_commit();
         products_wait<0>(s);
     };
-    const auto hand_over = [&](u32 slot) {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(memory + WEIGHTS_READY + slot * 8);
-    };
-    // Softmax of a block's logits, and the product with the first half of the values under way.
+    // Softmax of a block's logits, and the product with the first quarter of the values under way.
     const auto weigh_first = [&](u32 slot) {
-        const u32 leftover = memory + LEFTOVER + slot * TILE_BYTES, from = memory + HALF + first.number * HALF_BYTES;
+        const u32 leftover = memory + LEFTOVER + slot * TILE_BYTES;
         u32 weights[4][4];
-        const float2 factor = soften(s, memory + FACTOR + slot * TOKENS * 4, upper, lower, reference, weights);
+        const float2 factor = soften(s, memory + FACTOR + slot * TOKENS * 8, upper, lower, reference, weights);
         if (!V4) named_sync(SCORING, WARPS * 32);  // all four warps have read what the weights take the place of
 #pragma unroll
         for (int step = 0; step < 4; ++step) store_matrices(leftover + (target ^ step * 32), weights[step]);
@@ -582,37 +590,33 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
             store_float(memory + RESCALE + (slot * HEADS + head) * 4 + 32, factor.y);
         }
         fence_for_copies_and_products();
-        hand_over(slot);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(memory + WEIGHTS_READY + slot * 8);
         rescale(values, factor.x, factor.y);
-        const auto rows = down_rows(from, TILE_BYTES);
+        const auto rows = down_rows(here.tiles(memory), TILE_BYTES);
         products_begin();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            multiply_128(values[0], weights[step], advance(rows, step * 2048));
-            multiply_128(values[1], weights[step], advance(rows, step * 2048 + 2 * TILE_BYTES));
-        }
+        for (int step = 0; step < 4; ++step) multiply_128(values[0], weights[step], advance(rows, step * 2048));
         products_commit();
     };
     if (blocks > 0) {
-        multiply_first(memory + LEFTOVER);
-        multiply_second();
+        multiply_first_keys(0);
+        multiply_second_keys();
         u32 slot = 0;
         // The compiler gives up overlapping products where a branch leaves while one of them is under way, hence the
         // last block by itself.
         for (int block = 1; block < blocks; ++block) {
             weigh_first(slot);
-            const u32 used = memory + HALF_FREE + first.number * 8;
+            const u32 used = here.free(memory);
             slot = block % LEFTOVERS;
-            const u32 leftover = memory + LEFTOVER + slot * TILE_BYTES;
-            first.skip();
-            second.skip();
-            multiply_first(leftover);
-            products_wait<1>(values);
+            here = here.after(2);
+            multiply_first_keys(slot);
+            products_wait<1>(values[0]);
             if (lane == 0) barrier_arrive(used);
-            multiply_second();
+            multiply_second_keys();
         }
         weigh_first(slot);
-        products_wait<0>(values);
+        products_wait<0>(values[0]);
     }
     const Output out = place();
     const float above = finish(upper, reference, head, out), below = finish(lower, reference, head + 8, out);
@@ -622,16 +626,16 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(memory + FINISHED);
-    out.store(values, VALUES / 2, above, below);
+    out.store(values[0], VALUES / 2, above, below);
 }
 
 template <class Place>
 __device__ __forceinline__ void weigh(u32 memory, int blocks, const Place& place) {
     const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % WARPS * 16 + lane / 4;
-    float values[2][64];
+    float values[3][64];
 #pragma unroll
-    for (int i = 0; i < 128; ++i) values[i / 64][i % 64] = 0.0f;
-    Half second = {1};
+    for (int i = 0; i < 192; ++i) values[i / 64][i % 64] = 0.0f;
+    Half here;
     int leftover = 0;
     u32 parity = 0;
     for (int block = 0; block < blocks; ++block) {
@@ -639,22 +643,31 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const Place& place
         const u32 factors = memory + RESCALE + (leftover * HEADS + head) * 4;
         rescale(values, load_float(factors), load_float(factors + 32));
         const auto weights = along_rows(memory + LEFTOVER + leftover * TILE_BYTES);
-        const auto rows = down_rows(memory + HALF + second.number * HALF_BYTES, TILE_BYTES);
+        const auto upper = down_rows(here.tiles(memory) + 2 * TILE_BYTES, TILE_BYTES);
+        const auto lower = down_rows(here.after(1).tiles(memory), TILE_BYTES);
         products_begin();
 #pragma unroll
+        for (int step = 0; step < 4; ++step) multiply_128(values[0], advance(weights, step * 32), advance(upper, step * 2048));
+        products_commit();
+#pragma unroll
         for (int step = 0; step < 4; ++step) {
-            multiply_128(values[0], advance(weights, step * 32), advance(rows, step * 2048));
-            multiply_128(values[1], advance(weights, step * 32), advance(rows, step * 2048 + 2 * TILE_BYTES));
+            multiply_128(values[1], advance(weights, step * 32), advance(lower, step * 2048));
+            multiply_128(values[2], advance(weights, step * 32), advance(lower, step * 2048 + 2 * TILE_BYTES));
         }
         products_commit();
-        products_wait<0>(values);
-        if (lane == 0) barrier_arrive(memory + HALF_FREE + second.number * 8);
-        second.skip();
+        products_wait<1>(values[0]);
+        if (lane == 0) barrier_arrive(here.free(memory));
+        products_wait<0>(values[1]);
+        products_wait<0>(values[2]);
+        if (lane < 2) barrier_arrive(here.after(1).free(memory));  // the second time for `score`
+        here = here.after(2);
         if (++leftover == LEFTOVERS) leftover = 0, parity ^= 1;
     }
     barrier_wait(memory + FINISHED, 0);
-    place().store(values, 0, load_float(memory + PER_HEAD + head * 4),
-              load_float(memory + PER_HEAD + head * 4 + 32));
+    const Output out = place();
+    const float above = load_float(memory + PER_HEAD + head * 4), below = load_float(memory + PER_HEAD + head * 4 + 32);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) out.store(values[i], (VALUES * 3 / 4 + i * VALUES / 4) % VALUES, above, below);
 }
 
 // ---- Kernel
@@ -690,8 +703,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const long long token = cut < 0 ? item : whole + cut / parts;
     if (threadIdx.x == 0) {
         for (int i = 0; i < HALVES; ++i) {
-            barrier_init(memory + HALF_READY + i * 8, WIDENERS);
-            barrier_init(memory + HALF_FREE + i * 8, WARPS);
+            barrier_init(memory + READY + i * 8, WIDENERS);
+            barrier_init(memory + FREE + i * 8, 2 * WARPS);
         }
         for (int i = 0; i < LEFTOVERS; ++i) barrier_init(memory + WEIGHTS_READY + i * 8, WARPS);
         barrier_init(memory + FINISHED, WARPS);

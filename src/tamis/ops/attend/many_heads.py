@@ -37,7 +37,7 @@ SELECTIONS = 2
 """How many one launch takes."""
 THREADS = 512
 SHARED_BYTES = 227 * 1024
-REGISTERS = {"SCORE": 224, "WEIGH": 160, "WIDEN": 64}
+REGISTERS = {"SCORE": 160, "WEIGH": 224, "WIDEN": 64}
 """Per thread of the groups of warps, of which the last are two: 512 in all."""
 SIGNATURE = "PqqiifPPPiqqPPPPPii" + SELECTIONS * "PqiiPqqiPPPqii"
 
