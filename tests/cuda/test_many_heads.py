@@ -48,8 +48,8 @@ extern "C" __attribute__((visibility("default"))) void run(int blocks, int seed,
 class Emulated:
     """The kernel of a layout, compiled for the host."""
 
-    def __init__(self, folder: Path, planar: bool) -> None:
-        program = many.program(planar)
+    def __init__(self, folder: Path, planar: bool, selections: int) -> None:
+        program = many.program(planar, selections)
         source = program.source.replace('#include "instructions.cuh"', "")
         source = source.replace('#include "warpgroups.cuh"', '#include "warpgroup_emulator.hpp"')
         file, library = folder / "many_heads.cpp", folder / "many_heads.so"
@@ -84,15 +84,15 @@ class Emulated:
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Emulated]:
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Emulated]:
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
-    made: dict[bool, Emulated] = {}
+    made: dict[tuple[bool, int], Emulated] = {}
 
-    def get(planar: bool) -> Emulated:
-        if planar not in made:
-            made[planar] = Emulated(tmp_path_factory.mktemp("many"), planar)
-        return made[planar]
+    def get(planar: bool, selections: int = 1) -> Emulated:
+        if (planar, selections) not in made:
+            made[planar, selections] = Emulated(tmp_path_factory.mktemp("many"), planar, selections)
+        return made[planar, selections]
 
     return get
 
@@ -182,14 +182,14 @@ def test_window_and_entries_under_one_softmax_with_sinks(emulated) -> None:
     scale = torch.tensor([0.06])
     wanted = expected(q, selections, 0.06, sink)
     selections[1] = Selection(entries, slots[1], lengths[1])  # on a device nobody has looked at lengths
-    direct, _ = emulated(True)(q, selections, scale=scale, whole=4, sink=sink)
+    direct, _ = emulated(True, 2)(q, selections, scale=scale, whole=4, sink=sink)
     close(direct, wanted, error=4e-3)
     for parts in (2, 3, 7):
-        _, found = emulated(True)(q, selections, scale=scale, parts=parts, seed=parts)
+        _, found = emulated(True, 2)(q, selections, scale=scale, parts=parts, seed=parts)
         close(
             merged(*found), expected(q, [selections[0], Selection(entries, slots[1], lengths[1].clamp_max(150))], 0.06)
         )
-    direct, rest = emulated(True)(q, selections, scale=scale, whole=3, parts=3, sink=sink)
+    direct, rest = emulated(True, 2)(q, selections, scale=scale, whole=3, parts=3, sink=sink)
     close(Target(*(t[:3] for t in direct)), tuple(t[:3] for t in wanted), error=4e-3)
     assert (direct.out[3] == -7).all()
     close(merged(*rest, sink=sink), tuple(t[3:] for t in wanted))

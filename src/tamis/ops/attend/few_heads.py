@@ -146,7 +146,7 @@ def _cut(q: Tensor, selection: Selection, variant: Variant, splits: int | None, 
     tokens, columns = q.shape[0], selection.slots.shape[1]
     if splits is None:
         steps = max(1, -(-columns // (STAGE * variant.streams)))
-        return choose_cut(tokens, steps, variant.per_sm * multiprocessors(q.device), direct=direct)
+        return choose_cut(tokens, q.shape[1], steps, variant.per_sm * multiprocessors(q.device), direct=direct)
     parts = min(splits, max(1, columns))
     return Cut(tokens, 1) if parts == 1 and direct else Cut(0, parts)
 

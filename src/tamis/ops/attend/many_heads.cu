@@ -16,7 +16,8 @@
 // weight * 2**E is what decides how much a row matters to the output, and fp16 holds it down to 2**-34 of the largest.
 //
 // Constants: V4 (rows of 448 e4m3 + 64 bf16 with exponent bytes in a plane of their own, all values; otherwise 512 e4m3,
-// four float32 scales, 64 bf16, the first 512 values), THREADS, SHARED_BYTES, and registers per thread of the groups.
+// four float32 scales, 64 bf16, the first 512 values), SELECTIONS (1 or 2), THREADS, SHARED_BYTES, and registers per
+// thread of the groups.
 #include "instructions.cuh"
 #include "warpgroups.cuh"
 
@@ -97,9 +98,9 @@ struct Half {
 // ---- What to attend to
 
 struct Selection {
-    const unsigned char* pages;
+    const unsigned char* start;
     long long page_stride;
-    int page_size, page_shift, rows;  // a page's size as a power of two; negative: it is none
+    int page_size, page_shift, pages;  // a page's size as a power of two; negative: it is none
     const int* slots;  // of the query token
     long long column_stride;
     int length;
@@ -129,8 +130,11 @@ struct Follower {
         find_page();
     }
 
+    // Whether a block is of the second selection.
+    __device__ __forceinline__ bool is_later() const { return SELECTIONS > 1 && block >= work.first_blocks; }
+
     __device__ __forceinline__ void load_slot() {
-        const bool later = block >= work.first_blocks;
+        const bool later = is_later();
         const int at = (block - (later ? work.first_blocks : 0)) * TOKENS + column;
         const int length = block < work.end ? (later ? work.second.length : work.first.length) : 0;
         const int* const slots = later ? work.second.slots : work.first.slots;
@@ -141,7 +145,7 @@ struct Follower {
 
     // Of the block whose slot is there; then on to the next slot.
     __device__ __forceinline__ void find_page() {
-        const bool later = page_in_second = block >= work.first_blocks;
+        const bool later = page_in_second = is_later();
         const int size = later ? work.second.page_size : work.first.page_size;
         const int shift = later ? work.second.page_shift : work.first.page_shift;
         const int width = later ? work.second.table_width : work.first.table_width;
@@ -157,13 +161,11 @@ struct Follower {
     // Of the next block, and its exponents; null where there is no row.
     __device__ __forceinline__ const unsigned char* next(const unsigned char*& exponents) {
         const bool later = page_in_second;
-        const int size = later ? work.second.page_size : work.first.page_size;
-        const int rows = later ? work.second.rows : work.first.rows;
         const long long stride = later ? work.second.page_stride : work.first.page_stride;
-        const unsigned char* const start = (later ? work.second.pages : work.first.pages) + page * stride;
-        const bool there = page >= 0 && static_cast<long long>(page) * size + within < rows;
+        const unsigned char* const start = (later ? work.second.start : work.first.start) + page * stride;
+        const bool there = static_cast<u32>(page) < static_cast<u32>(later ? work.second.pages : work.first.pages);
         const unsigned char* const row = there ? start + within * ROW_BYTES : nullptr;
-        exponents = start + size * static_cast<long long>(ROW_BYTES) + within * 8;
+        exponents = start + (later ? work.second.page_size : work.first.page_size) * ROW_BYTES + within * 8;
         find_page();
         return row;
     }
@@ -173,22 +175,24 @@ struct Follower {
 
 // Brings the eight rows of a warp, in two pieces: the second is the first 256 bytes.
 struct Fetch {
-    static constexpr int UNITS = (ROW_BYTES - SECOND_BYTES) / 16;
     u32 raw;  // where they go
     int lane;
     Follower follower;  // of row lane % 8
     const unsigned char* from[2];  // of rows lane / 8 and lane / 8 + 4: eight lanes copy 128 bytes
     u32 present;  // a bit for each row
 
-    __device__ __forceinline__ void copy(int start, int units) const {
+    template <int START, int UNITS>
+    __device__ __forceinline__ void copy() const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const u32 target = raw + (lane / 8 + 4 * i) * RAW_BYTES + start;
+            // One address for all units, which differ by constants.
+            const u32 target = raw + (lane / 8 + 4 * i) * RAW_BYTES + lane % 8 * 16;
+            const unsigned char* const source = from[i] + lane % 8 * 16;
             const bool there = from[i] != nullptr;
 #pragma unroll
-            for (int unit = 0; unit < units; unit += 8) {
-                const int at = (unit + lane % 8) * 16;
-                if (unit + lane % 8 < units) copy_or_clear<16>(target + at, from[i] + start + at, there);
+            for (int unit = 0; unit < UNITS; unit += 8) {
+                const int at = START + unit * 16;
+                if (unit + 8 <= UNITS || unit + lane % 8 < UNITS) copy_or_clear<16>(target + at, source + at, there);
             }
         }
     }
@@ -204,13 +208,13 @@ struct Fetch {
             const u32 high = __shfl_sync(EVERY_LANE, static_cast<u32>(address >> 32), lane / 8 + 4 * i);
             from[i] = reinterpret_cast<const unsigned char*>(static_cast<unsigned long long>(high) << 32 | low);
         }
-        copy(SECOND_BYTES, UNITS);
+        copy<SECOND_BYTES, (ROW_BYTES - SECOND_BYTES) / 16>();
         if (V4 && lane < OWN) copy_or_clear<8>(raw + lane * RAW_BYTES + SCALES_AT, exponents, row != nullptr);
         copies_commit();
     }
 
     __device__ __forceinline__ void second() {
-        copy(0, SECOND_BYTES / 16);
+        copy<0, SECOND_BYTES / 16>();
         copies_commit();
     }
 };
@@ -353,13 +357,14 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
                                                           narrow(x.w, inverse)));
         }
         hand_over();
-        if (block + 1 < blocks) fetch.first();
-        else copies_commit();
 
-        copies_wait<1>();
+        // On their way to registers while the next rows are looked up.
+        copies_wait<0>();
         __syncwarp();
         Codes<4> lower;
         lower.load(source, 0);
+        if (block + 1 < blocks) fetch.first();
+        else copies_commit();
         take();
         lower.store_wide(here.tiles(memory), target, scales, 0);
         hand_over();
@@ -554,13 +559,21 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     const u32 target = in_tile(threadIdx.x / 32 * 16 + lane % 16, lane / 16);
     Half here;
     const auto at = [](int step) { return step / 4 * TILE_BYTES + step % 4 * 32; };
-    const auto multiply_first_keys = [&](u32 slot) {
+    // In two pieces: issuing products takes as long as they do, and others wait for what came before them.
+    const auto multiply_first_keys = [&] {
         barrier_wait(here.ready(memory), here.parity);
+        const auto queries = along_rows(memory + QUERIES + HALF_BYTES), keys = along_rows(here.tiles(memory));
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), step > 0);
+        products_commit();
+    };
+    const auto multiply_more_keys = [&](u32 slot) {
         const auto queries = along_rows(memory + QUERIES + HALF_BYTES), keys = along_rows(here.tiles(memory));
         const auto rest = along_rows(memory + LEFTOVER + slot * TILE_BYTES);
         products_begin();
 #pragma unroll
-        for (int step = 0; step < 16; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), step > 0);
+        for (int step = 4; step < 16; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), 1);
 #pragma unroll
         for (int step = 16; step < TILES * 4 - 16; ++step) {
             multiply_64(s, advance(queries, at(step)), advance(rest, at(step - 16)), 1);
@@ -600,7 +613,8 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         products_commit();
     };
     if (blocks > 0) {
-        multiply_first_keys(0);
+        multiply_first_keys();
+        multiply_more_keys(0);
         multiply_second_keys();
         u32 slot = 0;
         // The compiler gives up overlapping products where a branch leaves while one of them is under way, hence the
@@ -610,9 +624,10 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
             const u32 used = here.free(memory);
             slot = block % LEFTOVERS;
             here = here.after(2);
-            multiply_first_keys(slot);
+            multiply_first_keys();
             products_wait<1>(values[0]);
             if (lane == 0) barrier_arrive(used);
+            multiply_more_keys(slot);
             multiply_second_keys();
         }
         weigh_first(slot);
@@ -649,14 +664,16 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const Place& place
 #pragma unroll
         for (int step = 0; step < 4; ++step) multiply_128(values[0], advance(weights, step * 32), advance(upper, step * 2048));
         products_commit();
+        // `widen` waits for this half: it is freed before more products are issued, which takes as long as they do.
+        products_wait<0>(values[0]);
+        if (lane == 0) barrier_arrive(here.free(memory));
+        products_begin();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             multiply_128(values[1], advance(weights, step * 32), advance(lower, step * 2048));
             multiply_128(values[2], advance(weights, step * 32), advance(lower, step * 2048 + 2 * TILE_BYTES));
         }
         products_commit();
-        products_wait<1>(values[0]);
-        if (lane == 0) barrier_arrive(here.free(memory));
         products_wait<0>(values[1]);
         products_wait<0>(values[2]);
         if (lane < 2) barrier_arrive(here.after(1).free(memory));  // the second time for `score`
@@ -673,14 +690,14 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const Place& place
 // ---- Kernel
 
 #define SELECTION(n)                                                                                                   \
-    const unsigned char *pages##n, long long page_stride##n, int page_size##n, int rows##n, const int *slots##n,       \
+    const unsigned char *start##n, long long page_stride##n, int page_size##n, int pages##n, const int *slots##n,      \
         long long token_stride##n, long long column_stride##n, int columns##n, const int *lengths##n,                  \
         const int *request_ids##n, const int *table##n, long long table_stride##n, int table_width##n, int requests##n
 
 // Of one query token. A token of an unknown request selects nothing.
 __device__ __forceinline__ Selection selection_of(long long token, SELECTION()) {
     const int shift = page_size & page_size - 1 ? -1 : __ffs(page_size) - 1;
-    Selection made = {pages, page_stride, page_size, shift, rows, slots + token * token_stride, column_stride, columns, nullptr, table_width};
+    Selection made = {start, page_stride, page_size, shift, pages, slots + token * token_stride, column_stride, columns, nullptr, table_width};
     if (columns > 0 && lengths != nullptr) made.length = min(max(lengths[token], 0), columns);
     if (columns > 0 && table != nullptr) {
         const int request = request_ids[token];
@@ -713,9 +730,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     let_next_kernel_start();
     wait_for_previous_kernel();
     Work work;
-    work.first = selection_of(token, pages0, page_stride0, page_size0, rows0, slots0, token_stride0, column_stride0, columns0,
+    work.first = selection_of(token, start0, page_stride0, page_size0, pages0, slots0, token_stride0, column_stride0, columns0,
                               lengths0, request_ids0, table0, table_stride0, table_width0, requests0);
-    work.second = selection_of(token, pages1, page_stride1, page_size1, rows1, slots1, token_stride1, column_stride1, columns1,
+    work.second = selection_of(token, start1, page_stride1, page_size1, pages1, slots1, token_stride1, column_stride1, columns1,
                                lengths1, request_ids1, table1, table_stride1, table_width1, requests1);
     work.first_blocks = (work.first.length + TOKENS - 1) / TOKENS;
     const int blocks = work.first_blocks + (work.second.length + TOKENS - 1) / TOKENS;

@@ -109,7 +109,7 @@ def _cut(q: Tensor, selections: Sequence[Selection], splits: int | None, *, dire
     tokens, heads, _ = q.shape
     if splits is None:
         steps = max(1, sum(-(-s.slots.shape[1] // ROWS) for s in selections))  # if every column is used
-        return choose_cut(tokens, steps, max(1, multiprocessors(q.device) // -(-heads // HEADS)), direct=direct)
+        return choose_cut(tokens, heads, steps, max(1, multiprocessors(q.device) // -(-heads // HEADS)), direct=direct)
     return Cut(tokens, 1) if splits == 1 and direct else Cut(0, splits)
 
 
@@ -131,7 +131,7 @@ def attend_items(
     if tokens:
         # Copies of arguments stay alive until the launch by being in the list.
         values, copies = launch_values(q, selections, scale, sink, whole, parts)
-        launch = _launch(q.device, _is_planar(selections[0].cache.layout) is True)
+        launch = _launch(q.device, _is_planar(selections[0].cache.layout) is True, len(selections))
         launch(((tokens - left + left * count) * -(-heads // HEADS), 1, 1), *values)
         del copies
 
@@ -160,7 +160,7 @@ def launch_values(
         lengths, ids, table = (None if t is None else t.contiguous() for t in tensors)
         made += [t for t in (lengths, ids, table) if t is not None]
         cache, slots = selection.cache, selection.slots
-        values += [cache.storage.data_ptr(), cache.page_stride, cache.page_size, cache.rows, slots.data_ptr()]
+        values += [cache.storage.data_ptr(), cache.page_stride, cache.page_size, cache.pages, slots.data_ptr()]
         values += [*slots.stride(), slots.shape[1], address(lengths), address(ids), address(table)]
         values += [0, 0, 0] if table is None else [table.stride(0), table.shape[1], table.shape[0]]
     nothing = [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
@@ -168,16 +168,16 @@ def launch_values(
 
 
 @cache
-def program(planar: bool) -> Program:
-    """The source for v4-fp8 rows (planar) or v32-fp8 rows."""
+def program(planar: bool, selections: int) -> Program:
+    """The source for v4-fp8 rows (planar) or v32-fp8 rows, and one selection or two."""
     registers = {f"{group}_REGISTERS": count for group, count in REGISTERS.items()}
-    constants = {"V4": int(planar), "THREADS": THREADS, "SHARED_BYTES": SHARED_BYTES, **registers}
-    return Program.packaged(__package__, "many_heads.cu", **constants)
+    constants = {"V4": int(planar), "SELECTIONS": selections, "THREADS": THREADS, "SHARED_BYTES": SHARED_BYTES}
+    return Program.packaged(__package__, "many_heads.cu", **constants, **registers)
 
 
 @cache
-def _launch(device: torch.device, planar: bool) -> Launch:
-    loaded = kernel(program(planar), "attend_many_heads", device_index(device))
+def _launch(device: torch.device, planar: bool, selections: int) -> Launch:
+    loaded = kernel(program(planar, selections), "attend_many_heads", device_index(device))
     return Launch(loaded, SIGNATURE, threads=THREADS, shared=SHARED_BYTES, overlap=True)
 
 
@@ -186,4 +186,5 @@ def offline_cases() -> Iterator["CudaCase"]:
     from tamis.testing.offline_cuda import CudaCase
 
     for planar, name in ((False, "v32-fp8"), (True, "v4-fp8")):
-        yield CudaCase(f"attend, many heads, {name}", program(planar), SHARED_BYTES)
+        for count in range(1, SELECTIONS + 1):
+            yield CudaCase(f"attend, many heads, {name}, selections: {count}", program(planar, count), SHARED_BYTES)
