@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tamis import PagedCache, Selection
 from tamis.layout import v32_fp8
-from tamis.ops.attend import few_heads, hopper_kernels
+from tamis.ops.attend import few_heads, hopper_kernels, items, many_heads, triton_kernels
 from tamis.ops.attend.few_heads import Variant
+from tamis.ops.attend.items import Target
 from tamis.ops.combine import reference as combine_reference
 from tamis.testing import oracle
 
@@ -120,7 +121,7 @@ def check(
 ) -> None:
     """Both functions of the stage, each tile of each head by itself."""
     wanted, wanted_lse = oracle.attend(q, [selection], scale=scale, value_dim=512, sink=sink)
-    parts, lses, maxima = hopper_kernels.attend_slots(q, [selection], scale=scale, value_dim=512, splits=splits)
+    parts, lses, maxima = few_heads.attend_slots(q, [selection], scale=scale, value_dim=512, splits=splits)
     merged = torch.empty(wanted.shape)
     lse = combine_reference.combine_parts(parts, lses, sink, merged)
     empty = wanted_lse == -torch.inf
@@ -184,7 +185,7 @@ def test_requests_that_the_table_does_not_have_attend_to_nothing(emulated) -> No
     table = torch.arange(8, dtype=torch.int32).expand(3, 8)
     selection = Selection(cache, torch.arange(40, dtype=torch.int32).expand(3, 40), None, ids, table)
     q = torch.randn(3, 4, 576).bfloat16()
-    parts, lse, maxima = hopper_kernels.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    parts, lse, maxima = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
     assert (lse[0, 0] > -torch.inf).all()
     assert (parts[0, 1:] == 0).all()
     assert (lse[0, 1:] == -torch.inf).all()
@@ -268,9 +269,7 @@ def test_a_nan_in_a_selected_row_shows(emulated, code: int, column: int) -> None
     slots[2, 0] = 19  # beyond what counts
     lengths = torch.tensor([70, 70, 0], dtype=torch.int32)
     q = torch.randn(3, 16, 576).bfloat16()
-    out, lse, _ = hopper_kernels.attend_slots(
-        q, [Selection(cache, slots, lengths)], scale=SCALE, value_dim=512, splits=1
-    )
+    out, lse, _ = few_heads.attend_slots(q, [Selection(cache, slots, lengths)], scale=SCALE, value_dim=512, splits=1)
     assert out[0, 1].isnan().all()
     assert lse[0, 1].isnan().all()
     assert not out[0, 0].isnan().any()
@@ -286,7 +285,7 @@ def test_one_part_goes_straight_into_the_output(emulated, dtype: torch.dtype) ->
     q, sink = torch.randn(3, 20, 576).bfloat16(), torch.randn(20)
     room = torch.full((3, 24, 520), 7.0, dtype=dtype)
     out = room[:, :20, 4:516]
-    lse, maxima = hopper_kernels.attend_into(q, [selection], scale=SCALE, splits=1, sink=sink, out=out)
+    lse, maxima = few_heads.attend_into(q, [selection], scale=SCALE, splits=1, sink=sink, out=out)
     wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
     assert torch.allclose(out.double(), wanted, atol=4e-3 if dtype == torch.bfloat16 else 1e-3)
     assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
@@ -301,21 +300,21 @@ def test_tokens_that_are_left_over_are_cut(emulated, monkeypatch: pytest.MonkeyP
     torch.manual_seed(12)
     emulated("one stream", 2)
 
-    def combine(parts: Tensor, lses: Tensor, tops: Tensor, sink: Tensor, out: Tensor, into: tuple[Tensor, Tensor]):
-        into[0].copy_(combine_reference.combine_parts(parts, lses, sink, out))
-        into[1].copy_(tops.amax(0))
+    def merge(parts: Target, sink: Tensor, whole: Target) -> None:
+        whole.lse.copy_(combine_reference.combine_parts(parts.out, parts.lse, sink, whole.out))
+        whole.maxima.copy_(parts.maxima.amax(0))
 
-    monkeypatch.setattr(hopper_kernels, "combine_with_maxima", combine)
+    monkeypatch.setattr(items, "merge_parts", merge)
     cache = filled(100)
     selection = Selection(cache, torch.randint(0, cache.rows, (5, 320), dtype=torch.int32))
     q, sink = torch.randn(5, 7, 576).bfloat16(), torch.randn(7)
-    assert few_heads.choose_cut(5, 320, VARIANTS["one stream"], 2) == (4, 4)
+    assert items.choose_cut(5, 7, 10, 4) == (4, 4)
     out = torch.empty(5, 7, 512)
-    lse, top = hopper_kernels.attend_into(q, [selection], scale=SCALE, splits=None, sink=sink, out=out)
+    lse, top = few_heads.attend_into(q, [selection], scale=SCALE, splits=None, sink=sink, out=out)
     wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
     assert torch.allclose(out.double(), wanted, atol=1e-3)
     assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
-    again, _, tops = hopper_kernels.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    again, _, tops = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
     assert again.shape == (1, 5, 7, 512)
     assert torch.equal(top, tops[0])
 
@@ -328,7 +327,7 @@ def test_strided_queries_and_slots_and_a_scale_in_memory(emulated) -> None:
     q = torch.randn(6, 3, 580).bfloat16()[::2, :, 2:578]
     selection = Selection(cache, slots)
     wanted, _ = oracle.attend(q, [selection], scale=SCALE, value_dim=512)
-    out, _, _ = hopper_kernels.attend_slots(q, [selection], scale=torch.tensor(SCALE), value_dim=512, splits=1)
+    out, _, _ = few_heads.attend_slots(q, [selection], scale=torch.tensor(SCALE), value_dim=512, splits=1)
     assert torch.allclose(out[0].double(), wanted, atol=2e-3)
 
 
@@ -338,7 +337,7 @@ def test_no_columns_and_no_tokens(emulated) -> None:
     for tokens, columns in ((2, 0), (0, 5)):
         selection = Selection(cache, torch.zeros(tokens, columns, dtype=torch.int32))
         q = torch.randn(tokens, 4, 576).bfloat16()
-        out, lse, _ = hopper_kernels.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=None)
+        out, lse, _ = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=None)
         assert (out == 0).all()
         assert (lse == -torch.inf).all()
 
@@ -355,18 +354,18 @@ def test_a_row_does_not_depend_on_the_others(emulated, monkeypatch: pytest.Monke
     q = torch.randn(4, 9, 576).bfloat16()
 
     def run(tokens: slice) -> Tensor:
-        return hopper_kernels.attend_slots(
+        return few_heads.attend_slots(
             q[tokens], [Selection(cache, slots[tokens])], scale=SCALE, value_dim=512, splits=2
         )[0]
 
     assert torch.equal(run(slice(0, 4))[:, 2:3], run(slice(2, 3)))
-    hopper_kernels.attend_slots(
+    few_heads.attend_slots(
         q.repeat(9, 1, 1), [Selection(cache, slots[:1, :1].repeat(36, 1))], scale=SCALE, value_dim=512, splits=1
     )
     assert len(seen) == 1
 
 
-def test_what_it_leaves_to_the_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_leaves_to_other_kernels() -> None:
     cache, q = filled(20), torch.zeros(1, 16, 576, dtype=torch.bfloat16)
     selection = Selection(cache, torch.zeros(1, 4, dtype=torch.int32))
     moved = torch.zeros(len(cache.storage.flatten()) + 4, dtype=torch.uint8)[4:].view(cache.storage.shape)
@@ -381,33 +380,28 @@ def test_what_it_leaves_to_the_portable_kernels(monkeypatch: pytest.MonkeyPatch)
             512,
         ),
     }
-    seen = []
-    monkeypatch.setattr(hopper_kernels.triton_kernels, "attend_slots", lambda q, *_, **__: seen.append(q.shape[1]))
-    monkeypatch.setattr(hopper_kernels.triton_kernels, "attend_into", lambda q, *_, **__: seen.append(q.shape[1]))
     for reason, (query, one, width) in others.items():
         assert few_heads.refusal(query, [selection, one], width) == reason
-        hopper_kernels.attend_slots(query, [one], scale=SCALE, value_dim=width, splits=1)
-        out = torch.empty(1, query.shape[1], width)
-        hopper_kernels.attend_into(query, [one], scale=SCALE, splits=1, sink=None, out=out)
-    assert seen == [16, 16, 33, 33, 16, 16, 16, 16, 16, 16]
     assert few_heads.refusal(q, [selection], 512) is None
+    chosen = {reason: hopper_kernels.kernels_for(*given, None) for reason, given in kernel_calls(others).items()}
+    assert chosen.pop("33 heads, more than 32") is many_heads
+    assert set(chosen.values()) == {triton_kernels}
 
 
-@pytest.mark.parametrize("heads", [1, 8, 16, 17, 32])
-@pytest.mark.parametrize("tokens", [1, 2, 8, 32, 64, 128, 132, 133, 264, 265, 512, 4096])
-def test_no_batch_falls_off_a_cliff(tokens: int, heads: int) -> None:
-    variant = few_heads.usual_variant(tokens, heads, 132)
-    assert variant.head_groups * few_heads.GROUP >= heads
-    assert (variant.shared + 1024) * variant.per_sm <= 228 * 1024
+def kernel_calls(others: dict[str, tuple[Tensor, Selection, int]]) -> dict[str, tuple[Tensor, list[Selection], int]]:
+    return {reason: (query, [one], width) for reason, (query, one, width) in others.items()}
 
-    whole_row, room = 64 // variant.streams + few_heads.OVERHEAD_STEPS, 132 * variant.per_sm
 
-    def steps(count: int) -> float:
-        whole, parts = few_heads.choose_cut(count, 2048, variant, 132)
-        cut = 64 // variant.streams / parts + few_heads.OVERHEAD_STEPS
-        return -(-whole // room) * whole_row + -(-(count - whole) * parts // room) * cut
-
-    assert steps(tokens + 1) <= steps(tokens) + 4
+def test_which_kernels_take_a_number_of_heads() -> None:
+    cache = PagedCache("v32-fp8", 1, 4)
+    expected = {(16, 4096): few_heads, (17, 63): few_heads, (32, 64): many_heads, (33, 1): many_heads}
+    for (heads, tokens), kernels in expected.items():
+        q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
+        assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512, None) is kernels
+    # With a number of parts, whatever the number of tokens.
+    one = torch.zeros(1, 32, 576).bfloat16(), [Selection(cache, torch.zeros(1, 1, dtype=torch.int32))]
+    assert hopper_kernels.kernels_for(*one, 512, None) is few_heads
+    assert hopper_kernels.kernels_for(*one, 512, 4) is many_heads
 
 
 @pytest.mark.gpu
@@ -425,7 +419,7 @@ def test_the_device_computes_attention(heads: int, dtype: torch.dtype, tokens: i
     raw = host.storage.as_strided((host.storage.untyped_storage().nbytes(),), (1,), 0).cuda()
     cache = PagedCache.wrap(raw.as_strided(host.storage.shape, host.storage.stride()), host.layout)
     out = torch.empty(tokens, heads, 512, device="cuda")
-    lse, _ = hopper_kernels.attend_into(
+    lse, _ = few_heads.attend_into(
         q.cuda(),
         [Selection(cache, slots.cuda(), lengths.cuda())],
         scale=SCALE,
@@ -451,7 +445,7 @@ def test_a_captured_launch_sees_new_slots_lengths_and_queries() -> None:
     selection, out = Selection(cache, slots, lengths), torch.empty(40, 16, 512, device="cuda", dtype=torch.bfloat16)
 
     def run(into: Tensor) -> None:
-        hopper_kernels.attend_into(q, [selection], scale=SCALE, splits=None, sink=None, out=into)
+        few_heads.attend_into(q, [selection], scale=SCALE, splits=None, sink=None, out=into)
 
     run(out)
     graph = torch.cuda.CUDAGraph()
