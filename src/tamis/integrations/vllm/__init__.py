@@ -1,8 +1,8 @@
 """tamis as an attention backend of vLLM, for models with DeepSeek sparse attention.
 
-`register` is the plugin's entry point; vLLM then loads `plugin` (V3.2, GLM-5) and `v4_plugin` (DeepSeek-V4), the only
-modules that import vLLM, when they are needed. The classes in the other modules have vLLM's names, shapes and call
-order but import nothing of vLLM: any objects with the same attributes serve, which is how they are tested without an
+`register` is the plugin's entry point; vLLM then loads `plugin` (V3.2, GLM-5) or `v4_plugin` (DeepSeek-V4) when it
+needs them. These two, and `v4_layer`, import vLLM. The classes in the other modules have vLLM's names, shapes and call
+order but import nothing of it: any objects with the same attributes serve, which is how they are tested without an
 engine.
 """
 
@@ -10,6 +10,9 @@ from importlib import import_module
 
 BACKEND = "tamis.integrations.vllm.plugin.Backend"
 _UNSUPPORTED = "tamis.integrations.vllm.versions.UnsupportedVersion"
+_V4_MODELS = "tamis.integrations.vllm.v4_plugin"
+V4_SOURCES = ("vllm.models.deepseek_v4", "vllm.models.deepseek_v41")
+"""Packages whose models are registered anew; a class is looked for in this order."""
 _REGISTRY = "vllm.v1.attention.backends.registry"
 
 
@@ -34,3 +37,13 @@ def register() -> None:
         ) from error
     supported = version_refusal(version) is None
     registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND if supported else _UNSUPPORTED)
+    if supported:
+        _register_v4_models()
+
+
+def _register_v4_models() -> None:
+    """Have vLLM find V4's model classes in `v4_plugin`, where they know of CUSTOM."""
+    models = import_module("vllm.model_executor.models.registry").ModelRegistry
+    for architecture, known in list(models.models.items()):
+        if getattr(known, "module_name", None) in V4_SOURCES:
+            models.register_model(architecture, f"{_V4_MODELS}:{known.class_name}")
