@@ -12,7 +12,7 @@ BACKEND = "tamis.integrations.vllm.plugin.Backend"
 _UNSUPPORTED = "tamis.integrations.vllm.versions.UnsupportedVersion"
 _V4_MODELS = "tamis.integrations.vllm.v4_plugin"
 V4_SOURCES = ("vllm.models.deepseek_v4", "vllm.models.deepseek_v41")
-"""Packages whose models are registered anew; a class is looked for in this order."""
+"""Packages whose models are registered anew."""
 _REGISTRY = "vllm.v1.attention.backends.registry"
 
 
@@ -45,5 +45,6 @@ def _register_v4_models() -> None:
     """Have vLLM find V4's model classes in `v4_plugin`, where they know of CUSTOM."""
     models = import_module("vllm.model_executor.models.registry").ModelRegistry
     for architecture, known in list(models.models.items()):
-        if getattr(known, "module_name", None) in V4_SOURCES:
-            models.register_model(architecture, f"{_V4_MODELS}:{known.class_name}")
+        source = getattr(known, "module_name", None)
+        if source in V4_SOURCES:
+            models.register_model(architecture, f"{_V4_MODELS}:{source.rpartition('.')[2]}__{known.class_name}")

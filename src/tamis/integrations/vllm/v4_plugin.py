@@ -12,9 +12,11 @@ from typing import Any
 
 from tamis.integrations.vllm import V4_SOURCES
 
+_OTHER_FORMAT = "DeepSeek-V4.1 has another cache format"
 _REFUSED = {
-    "DeepseekV4ForConditionalGeneration": "images are attended to in both directions",
-    "DeepseekV41ForCausalLM": "DeepSeek-V4.1 has another cache format",
+    "deepseek_v4__DeepseekV4ForConditionalGeneration": "images are attended to in both directions",
+    "deepseek_v41__DeepseekV41ForCausalLM": _OTHER_FORMAT,
+    "deepseek_v41__DSparkDeepseekV4ForCausalLM": _OTHER_FORMAT,
 }
 """Model classes that would silently run without tamis, and why they cannot run with it."""
 
@@ -23,33 +25,34 @@ _CAPABILITIES = (9, 10)
 
 
 def __getattr__(name: str) -> type[Any]:
-    """The model class of this name, which checks its layers once CUSTOM is chosen."""
-    if not name.startswith("_"):
-        for source in V4_SOURCES:
-            found = getattr(import_module(source), name, None)
-            if isinstance(found, type):
-                return _checked(found)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """The model class of this name, `<package of vllm.models>__<class>`, which looks after CUSTOM."""
+    package, _, class_name = name.partition("__")
+    if f"vllm.models.{package}" not in V4_SOURCES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _checked(getattr(import_module(f"vllm.models.{package}"), class_name), name)
 
 
 @cache
-def _checked(model_class: type[Any]) -> type[Any]:
-    name = model_class.__name__
+def _checked(model_class: type[Any], name: str) -> type[Any]:
+    """A subclass that is vLLM's own until CUSTOM is chosen; `name` is where this module has it."""
 
     # vLLM looks for these two names in the signature.
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         if not _chosen(vllm_config):
             model_class.__init__(self, vllm_config=vllm_config, prefix=prefix)
             return
-        if name in _REFUSED:
-            raise ValueError(f"tamis does not run {name}: {_REFUSED[name]}; choose another attention backend")
+        refusal = _REFUSED.get(name)
+        if refusal is not None:
+            remedy = "choose another attention backend"
+            raise ValueError(f"tamis does not run {model_class.__name__}: {refusal}; {remedy}")
         layers = vllm_config.compilation_config.static_forward_context
         before = set(layers)
         replace_attention()
         model_class.__init__(self, vllm_config=vllm_config, prefix=prefix)
         check_attention([layer for key, layer in layers.items() if key not in before])
 
-    return type(name, (model_class,), {"__init__": __init__, "__module__": __name__, "__qualname__": name})
+    members = {"__init__": __init__, "__module__": __name__, "__qualname__": name}
+    return type(model_class.__name__, (model_class,), members)
 
 
 def _chosen(vllm_config: Any) -> bool:
