@@ -1,12 +1,13 @@
 """Metadata from vLLM's own common records over random batches, and attention on it against dense fp64."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import engine_standin as engine
 import pytest
 import torch
-from conftest import make_config
+from configured import make_config
 from engine_standin import BF16, LATENT, Served, Step, close
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -93,8 +94,6 @@ def test_random_batches(seed: int, heads: int, cache_dtype: str) -> None:
 
 
 def test_speculative_decode_is_decode() -> None:
-    from types import SimpleNamespace
-
     drafts = SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False, enable_adaptive_verification=False)
     step = engine.make_step([300, 40, 700], [3, 3, 3], 16)
     record, out = serve(step, make_config(speculative=drafts))
