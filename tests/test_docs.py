@@ -21,7 +21,9 @@ def test_the_example_is_short() -> None:
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 20
 
 
-@pytest.mark.parametrize("name", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/coverage.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/coverage.md", "docs/vllm.md"]
+)
 def test_links_to_files_resolve(name: str) -> None:
     document = ROOT / name
     for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):

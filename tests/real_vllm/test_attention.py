@@ -11,6 +11,7 @@ from configured import make_config
 from engine_standin import BF16, LATENT, Served, Step, close
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
@@ -133,3 +134,34 @@ def test_cache_shape_of_0_25(cache_dtype: str) -> None:
     backend: Any = AttentionBackendEnum.CUSTOM.get_class()
     with set_current_vllm_config(make_config(cache_dtype=cache_dtype)):
         assert backend.get_kv_cache_shape(5, 64, 1, 576, "auto") == (5, 64, 656 if cache_dtype == "fp8_ds_mla" else 576)
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_context_parallel_ranks_merge_by_lse(interleave: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's base class tells a layer its rank; what the ranks return, merged as vLLM merges it, is the whole."""
+    ranks, step = 2, engine.step("mixed_small", 16)
+    config = make_config(8, ranks=ranks)
+    config.parallel_config.cp_kv_cache_interleave_size = interleave
+    table, _, pages = step.place(PAGE)
+    metadata = make_builder(config).build(0, common_of(step, table, torch.full((step.tokens,), -1)))
+    impl_class: Any = AttentionBackendEnum.CUSTOM.get_class().get_impl_cls()
+    outs, lses = [], []
+    for rank in range(ranks):
+        group = SimpleNamespace(world_size=ranks, rank_in_group=rank)
+        for name, found in (("get_dcp_group", group), ("get_dcp_world_size_and_rank", (ranks, rank))):
+            monkeypatch.setattr(parallel_state, name, lambda *_, found=found: found, raising=False)
+        with set_current_vllm_config(config):
+            impl = engine.impl(8, cls=impl_class, topk_indices_buffer=step.positions)
+        storage = torch.full((pages, PAGE, 576), torch.nan, dtype=torch.bfloat16)
+        for request, rows in enumerate(step.rows):
+            position = torch.arange(len(rows))
+            inside = position // (interleave * ranks) * interleave + position % interleave
+            slots = table[request, inside // PAGE].long() * PAGE + inside % PAGE
+            slots[position // interleave % ranks != rank] = -1
+            impl.do_kv_cache_update(*rows.split([LATENT, 64], 1), storage, slots)
+        out, lse = impl.forward_mqa(step.q, storage, metadata, engine.layer())
+        assert lse is not None
+        outs.append(out.double())
+        lses.append(lse.double())
+    weights = torch.softmax(torch.stack(lses), 0).unsqueeze(-1)
+    close((weights * torch.stack(outs)).sum(0), engine.dense_fp64(step)[0], BF16)
