@@ -197,7 +197,9 @@ def serve(engine: Engine, model: Path, folder: Path, rounds: int) -> None:
         "start_seconds": start_seconds,
         "layers": used,
     }
-    (folder / f"{engine.name}.json").write_text(json.dumps(result))
+    written = folder / f"{engine.name}.part"
+    written.write_text(json.dumps(result))
+    written.rename(folder / f"{engine.name}.json")
 
 
 def attention_in_use(config: Any) -> list[str]:
@@ -273,7 +275,7 @@ class Race:
         results = {
             engine.name: json.loads((self.folder / f"{engine.name}.json").read_text())
             for engine in alive
-            if self.wait(engine, "json") and self.processes[engine].wait() is not None
+            if self.wait(engine, "json")
         }
         for engine, process in self.processes.items():
             if process.poll() is None:
@@ -348,23 +350,19 @@ def write_table(results: dict[str, dict[str, Any]], path: Path, about: dict[str,
             )
 
 
-def logs_only(folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if not name.endswith(".log")]
-
-
 def versions() -> dict[str, str]:
     facts = "torch.cuda.get_device_name(), torch.__version__, vllm.version.__version__"
     code = f"import torch, vllm.version; print({facts}, sep='|')"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    parts = asked.stdout.strip().splitlines()[-1:] or ["unknown|unknown|unknown"]
-    return dict(zip(("device", "torch", "vllm"), parts[0].split("|"), strict=True))
+    found = asked.stdout.strip().rpartition("\n")[2].split("|")
+    return dict(zip(("device", "torch", "vllm"), found if len(found) == 3 else ["unknown"] * 3, strict=True))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with the tiny model's config and tokenizer")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
-    parser.add_argument("--logs", type=Path, help="folder for the engines' logs")
+    parser.add_argument("--logs", type=Path, help="folder for the engines' logs and tokens")
     parser.add_argument("--rounds", type=int, default=5, help="timed turns of each engine; the fastest counts")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which running engines are stopped")
     parser.add_argument("--only", nargs="*", choices=ENGINES, help="run these engines only")
@@ -376,7 +374,7 @@ def main() -> int:
         serve(ENGINES[options.serve], options.model, options.folder, options.rounds)
         return 0
     engines = [engine for name, engine in ENGINES.items() if not options.only or name in options.only]
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         write_checkpoint(options.model, folder / "model")
         write_entry_point(folder / "site")
@@ -384,7 +382,9 @@ def main() -> int:
         for group in [[engine] for engine in engines] if options.serial else [engines]:
             results |= Race(group, folder / "model", folder, options.rounds, options.limit).run()
         if options.logs is not None:
-            shutil.copytree(folder, options.logs, ignore=logs_only, dirs_exist_ok=True)
+            options.logs.mkdir(parents=True, exist_ok=True)
+            for path in (*folder.glob("*.log"), *folder.glob("*.json")):
+                shutil.copy(path, options.logs)
     write_table(results, options.out / "h200_vllm.csv", versions())
     print((options.out / "h200_vllm.csv").read_text())
     found = conditions(results)
