@@ -34,6 +34,7 @@ test-vllm: $(VLLM_STAMP)
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/pip install --quiet --upgrade pip
+	$(VLLM_BIN)/pip install --quiet -c constraints-vllm.txt torch
 	$(VLLM_BIN)/pip install --quiet --no-deps --no-compile -r constraints-vllm.txt
 	$(VLLM_BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $(VLLM_STAMP)
