@@ -193,6 +193,7 @@ def serve(engine: Engine, model: Path, folder: Path, rounds: int) -> None:
             [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
             for answer in answers
         ],
+        "margins": [[margin(step) for step in answer.logprobs] for answer in answers],
         "seconds": seconds,
         "start_seconds": start_seconds,
         "layers": used,
@@ -200,6 +201,12 @@ def serve(engine: Engine, model: Path, folder: Path, rounds: int) -> None:
     written = folder / f"{engine.name}.part"
     written.write_text(json.dumps(result))
     written.rename(folder / f"{engine.name}.json")
+
+
+def margin(step: dict[int, Any]) -> float:
+    """How far the best token was ahead of the second best."""
+    best, second = sorted((float(entry.logprob) for entry in step.values()), reverse=True)[:2]
+    return best - second
 
 
 def attention_in_use(config: Any) -> list[str]:
@@ -305,6 +312,15 @@ def logprob_difference(left: dict[str, Any] | None, right: dict[str, Any] | None
     return float(sum(differences)) / len(differences) if differences else None
 
 
+def first_differences(left: dict[str, Any], right: dict[str, Any]) -> str:
+    """Per prompt where two runs part, and by how much the left one preferred its token: a small margin is rounding."""
+    found = []
+    for a, b, margins in zip(left["tokens"], right["tokens"], left["margins"], strict=True):
+        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+        found.append("none" if first is None else f"{first} (margin {margins[first]:.3f})")
+    return ", ".join(found)
+
+
 def throughput(result: dict[str, Any] | None) -> float | None:
     return None if result is None else PROMPTS * NEW_TOKENS / float(min(result["seconds"]))
 
@@ -387,6 +403,11 @@ def main() -> int:
                 shutil.copy(path, options.logs)
     write_table(results, options.out / "h200_vllm.csv", versions())
     print((options.out / "h200_vllm.csv").read_text())
+    for mode in MODES:
+        own = results.get(OWN["auto", mode].name)
+        for other in (PEERS[mode], OWN["fp8_ds_mla", mode]):
+            if own is not None and other.name in results:
+                print(f"{mode}, bf16 and {other.name} part at:", first_differences(own, results[other.name]))
     found = conditions(results)
     print(*found, sep="\n")
     return 0 if all(condition.passed for condition in found) else 1

@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +25,8 @@ def script() -> ModuleType:
 
 def result(tokens: list[list[int]], shift: float = 0.0, seconds: float = 1.0) -> dict[str, Any]:
     logprobs = [[-1.0 - shift * number for number in range(len(row))] for row in tokens]
-    return {"tokens": tokens, "logprobs": logprobs, "seconds": [seconds, seconds + 1], "start_seconds": 1.0}
+    margins = [[0.25 * token for token in row] for row in tokens]
+    return {"tokens": tokens, "logprobs": logprobs, "margins": margins, "seconds": [seconds, 2.0], "start_seconds": 1.0}
 
 
 def test_numbers(script: ModuleType) -> None:
@@ -33,6 +34,9 @@ def test_numbers(script: ModuleType) -> None:
     assert script.equal_share(one, other) == pytest.approx(5 / 6)
     # Up to the first difference: shifts 0, 0.1, 0.2 of the first prompt, 0 of the second.
     assert script.logprob_difference(one, other) == pytest.approx(0.3 / 4)
+    assert script.first_differences(one, other) == "none, 1 (margin 1.250)"
+    entries = {7: SimpleNamespace(logprob=-2.0), 8: SimpleNamespace(logprob=-0.5), 9: SimpleNamespace(logprob=-3.0)}
+    assert script.margin(entries) == 1.5
     assert script.equal_share(one, None) is None
     assert script.logprob_difference(None, one) is None
 
