@@ -72,8 +72,9 @@ class Condition:
 def write_checkpoint(source: Path, folder: Path, seed: int = 20) -> None:
     """A random bf16 checkpoint for the config in `source`.
 
-    Queries and output projections are large enough that attention is peaked and decides the next token, and logits far
-    enough apart that rounding seldom does.
+    Queries are large enough that attention is peaked. What layers add is small beside the embeddings, so that rounding
+    seldom decides a token: with outputs three times as large, vLLM's own backend agrees with itself, eager and with
+    graphs, on a fifth of the tokens.
     """
     import torch
     from safetensors.torch import save_file
@@ -109,7 +110,7 @@ def write_checkpoint(source: Path, folder: Path, seed: int = 20) -> None:
             "self_attn.kv_a_proj_with_mqa.weight": matrix(latent + rope, hidden),
             "self_attn.kv_a_layernorm.weight": ones(latent),
             "self_attn.kv_b_proj.weight": matrix(heads * (nope + value), latent),
-            "self_attn.o_proj.weight": matrix(hidden, heads * value, 1.5),
+            "self_attn.o_proj.weight": matrix(hidden, heads * value, 0.5),
             "self_attn.indexer.wq_b.weight": matrix(index_heads * index_width, q_rank),
             "self_attn.indexer.wk.weight": matrix(index_width, hidden),
             "self_attn.indexer.k_norm.weight": torch.ones(index_width),
@@ -117,7 +118,7 @@ def write_checkpoint(source: Path, folder: Path, seed: int = 20) -> None:
             "self_attn.indexer.weights_proj.weight": matrix(index_heads, hidden),
             "mlp.gate_proj.weight": matrix(inner, hidden),
             "mlp.up_proj.weight": matrix(inner, hidden),
-            "mlp.down_proj.weight": matrix(hidden, inner, 0.5),
+            "mlp.down_proj.weight": matrix(hidden, inner, 0.2),
         }
         tensors |= {f"model.layers.{number}.{name}": tensor for name, tensor in layer.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -319,7 +319,7 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
     const auto hand_over = [&] {
         fence_for_copies_and_products();
         __syncwarp();
-        if (lane == 0) barrier_arrive(here.ready(memory));
+        if (unit == 0) barrier_arrive(here.ready(memory));  // the lanes that write factors
         here = here.after(1);
     };
     for (int block = 0; block < blocks; ++block) {
@@ -604,7 +604,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         }
         fence_for_copies_and_products();
         __syncwarp();
-        if (lane == 0) barrier_arrive(memory + WEIGHTS_READY + slot * 8);
+        if (lane % 4 == 0) barrier_arrive(memory + WEIGHTS_READY + slot * 8);
         rescale(values, factor.x, factor.y);
         const auto rows = down_rows(here.tiles(memory), TILE_BYTES);
         products_begin();
@@ -639,8 +639,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         store_float(memory + PER_HEAD + head * 4, above);
         store_float(memory + PER_HEAD + head * 4 + 32, below);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(memory + FINISHED);
+    if (lane % 4 == 0) barrier_arrive(memory + FINISHED);
     out.store(values[0], VALUES / 2, above, below);
 }
 
@@ -720,11 +719,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const long long token = cut < 0 ? item : whole + cut / parts;
     if (threadIdx.x == 0) {
         for (int i = 0; i < HALVES; ++i) {
-            barrier_init(memory + READY + i * 8, WIDENERS);
+            barrier_init(memory + READY + i * 8, WIDENERS * 4);
             barrier_init(memory + FREE + i * 8, 2 * WARPS);
         }
-        for (int i = 0; i < LEFTOVERS; ++i) barrier_init(memory + WEIGHTS_READY + i * 8, WARPS);
-        barrier_init(memory + FINISHED, WARPS);
+        for (int i = 0; i < LEFTOVERS; ++i) barrier_init(memory + WEIGHTS_READY + i * 8, WARPS * 8);
+        barrier_init(memory + FINISHED, WARPS * 8);
         publish_barriers();
     }
     let_next_kernel_start();
