@@ -635,6 +635,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     }
     const Output out = place();
     const float above = finish(upper, reference, head, out), below = finish(lower, reference, head + 8, out);
+    __syncwarp();  // every lane has read the queries' scales that lie there
     if (lane % 4 == 0) {
         store_float(memory + PER_HEAD + head * 4, above);
         store_float(memory + PER_HEAD + head * 4 + 32, below);
