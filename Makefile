@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
+APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
 .PHONY: setup run test check lint style types docs pytest browser generate wheel check-wheel bench clean
 
@@ -44,7 +45,7 @@ browser:
 	@if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    export DEBIAN_FRONTEND=noninteractive; \
-	    { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver fonts-dejavu-core; } >/dev/null 2>&1 \
+	    { $(APT) update; $(APT) install -y --no-install-recommends chromium chromium-driver fonts-dejavu-core; } >/dev/null 2>&1 \
 	      || echo "no browser: apt-get could not install chromium and chromium-driver"; \
 	  else echo "no browser: install chromium and chromedriver (Debian: apt-get install chromium chromium-driver)"; fi; \
 	fi
