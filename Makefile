@@ -29,7 +29,7 @@ style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: style
+types: setup
 	$(BIN)/mypy
 
 # Tests that are free to move from a busy worker to an idle one end sooner: their lengths differ a thousandfold.
@@ -37,7 +37,7 @@ pytest: style browser
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu and not wheel'
 
 # The site, in site/; a warning is an error. What is generated from code and results is checked by the tests.
-docs: style
+docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Reports are tested in a real browser. Without one its tests are skipped, and say so.
