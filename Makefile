@@ -2,9 +2,11 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test check lint style types docs pytest browser generate wheel check-wheel bench clean
+.PHONY: setup run test test-vllm check lint style types docs pytest browser generate wheel check-wheel bench clean
 
 setup: $(STAMP)
 
@@ -61,8 +63,20 @@ wheel: setup
 check-wheel: wheel
 	$(BIN)/pytest -m wheel tests/test_release.py
 
+# The plugin inside the real vLLM, which has an environment of its own: its dependencies would pull gigabytes.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/pytest tests/real_vllm
+
+$(VLLM_STAMP): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/pip install --quiet --upgrade pip
+	$(VLLM_BIN)/pip install --quiet -c constraints-vllm.txt torch
+	$(VLLM_BIN)/pip install --quiet --no-deps --no-compile -r constraints-vllm.txt
+	$(VLLM_BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	touch $(VLLM_STAMP)
+
 bench: setup
 	$(BIN)/python benchmarks/cpu_step.py
 
 clean:
-	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -124,6 +124,7 @@ def test_hopper_kernels_are_for_hopper_and_leave_the_rest_to_their_base(monkeypa
     for capability, wanted in (((9, 0), "hopper"), ((8, 0), "triton"), (None, "triton")):
         monkeypatch.setattr(backends, "compute_capability", lambda device, found=capability: found)
         assert backend_for_stage("index", "auto", "cuda").name == wanted
+        assert backend_for_stage("attend", "auto", "cuda").name == wanted
         assert backend_for_stage("write", "auto", "cuda").name == "triton"
     with pytest.raises(
         ValueError, match="backend must be 'auto' or one of hopper, triton, reference that runs on cuda"

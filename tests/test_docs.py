@@ -73,7 +73,7 @@ def commands(title: str) -> Iterator[tuple[str, list[str]]]:
     for page in PAGES:
         for block in blocks(page):
             if block.language == "sh" and (block.title in NOT_RUN if title == "any" else block.title == title):
-                for line in block.text.splitlines():
+                for line in block.text.replace("\\\n", " ").splitlines():
                     if words := shlex.split(line, comments=True):
                         yield f"{page}:{block.line} {block.title}", words
 

@@ -29,6 +29,8 @@ class Backend:
     """Major versions of CUDA compute capability."""
     compiled_at_first_use: bool = False
     """Whether it has kernels in CUDA C++, which NVRTC compiles."""
+    direct_prefills: bool = False
+    """Whether prefills read FP8 rows as fast as rows that were gathered and widened before."""
     query_dtypes: tuple[torch.dtype, ...] = checks.FLOATS
     layouts: tuple[str, ...] | None = None
     widths: tuple[int, ...] | None = None
@@ -92,11 +94,12 @@ BACKENDS = (
         "hopper",
         "hopper_kernels",
         "CUDA C++ for NVIDIA's Hopper, compiled at first use; the portable kernels where it has none",
-        stages=("index",),
+        stages=("index", "attend"),
         base="triton",
         devices=("cuda",),
         compute_capabilities=(9,),
         compiled_at_first_use=True,
+        direct_prefills=True,
         query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
         max_latent=512,
         power_of_two_tiles=True,

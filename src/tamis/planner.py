@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.backends import backend_for_stage
 from tamis.batch import Batch, PageMap
 from tamis.layout import Layout, named
 from tamis.plan import Chunk, DecodePart, Limits, Mode, Plan, PrefillPart
@@ -46,12 +47,15 @@ class Planner:
             device: where the tensors of a step live.
             layout: of the latent cache; decides whether a workspace is of use.
             mode: "mixed" sends all tokens through one call that reads the cache directly; "separate" gathers the
-                prefills of an FP8 cache into a 16-bit workspace. "auto" separates from 32 heads on.
+                prefills of an FP8 cache into a 16-bit workspace. "auto" separates from 32 heads on, unless the device's
+                backend reads FP8 rows as fast.
         """
         checks.option("mode", mode, ("auto", "mixed", "separate"))
         self.spec, self.limits, self.device, self.layout = spec, limits, torch.device(device), named(layout)
         if mode == "auto":
-            mode = "separate" if self.layout.quantised and spec.heads >= MIN_HEADS_FOR_WORKSPACE else "mixed"
+            gathers = self.layout.quantised and spec.heads >= MIN_HEADS_FOR_WORKSPACE
+            direct = backend_for_stage("attend", "auto", self.device).direct_prefills
+            mode = "separate" if gathers and not direct else "mixed"
         if mode == "separate" and not self.layout.quantised:
             raise checks.refuse("mode", f"'mixed' for {self.layout.name}", repr(mode), "there is nothing to upconvert")
         self.mode: Literal["mixed", "separate"] = mode

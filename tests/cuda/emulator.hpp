@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <random>
 #include <ucontext.h>
@@ -47,6 +48,9 @@ struct Block {
     bool finished = false;
 };
 
+// What runs beside the threads, such as a copy: it may happen at any time, in any order.
+inline std::vector<std::function<void()>> in_flight;
+
 struct Thread {
     ucontext_t context;
     Index thread_index;
@@ -61,6 +65,14 @@ inline ucontext_t scheduler;
 inline std::vector<Block> blocks;
 inline Barrier cluster;
 inline std::mt19937 random_order;
+inline u32 grid_size = 1;
+
+inline void finish_one_in_flight() {
+    std::swap(in_flight[random_order() % in_flight.size()], in_flight.back());
+    const auto finish = std::move(in_flight.back());
+    in_flight.pop_back();
+    finish();
+}
 
 inline void fail(const char* what) {
     std::fprintf(stderr, "emulator: %s\n", what);
@@ -103,6 +115,7 @@ inline const u32* exchange(u32 value) {
 
 #define threadIdx (emulator::current->thread_index)
 #define blockIdx (emulator::Index{emulator::current->block->index})
+#define gridDim (emulator::Index{emulator::grid_size})
 
 inline void __syncthreads() {
     emulator::Barrier& barrier = emulator::current->block->barrier;
@@ -237,21 +250,32 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
         makecontext(&thread.context, static_cast<void (*)()>([] { (*running)(); current->done = true; }), 0);
         alive.push_back(i);
     }
-    // One block is ahead of the others most of the time, another one after a while.
-    u32 favourite = 0;
+    // One block is ahead of the others most of the time, and one warp of each behind; others after a while.
+    u32 favourite = 0, slow = random_order() % (BLOCK_SIZE / 32);
     while (!alive.empty()) {
+        if (!in_flight.empty() && random_order() % 64 == 0) finish_one_in_flight();
         if (random_order() % 4096 == 0) favourite = random_order() % size;
         u32 tried = 0, at = random_order() % alive.size();
         for (u32 again = 0; again < 2 * size && threads[alive[at]].block->rank != favourite; ++again) {
             at = random_order() % alive.size();
         }
-        while (tried < alive.size()) {
+        if (random_order() % 16384 == 0) slow = random_order() % (BLOCK_SIZE / 32);
+        // The slow warp's turn comes when nobody else can go on.
+        const auto can_run = [&](bool slow_as_well) {
             const Thread& thread = threads[alive[at]];
-            if (!thread.waiting || static_cast<int>(thread.waiting->generation - thread.until) >= 0) break;
-            at = (at + 1) % alive.size();
-            ++tried;
+            if (thread.thread_index.x / 32 == slow && !slow_as_well) return false;
+            return !thread.waiting || static_cast<int>(thread.waiting->generation - thread.until) >= 0;
+        };
+        const bool patient = random_order() % 256 == 0;
+        for (; tried < alive.size() && !can_run(patient); ++tried) at = (at + 1) % alive.size();
+        if (tried == alive.size()) {
+            for (tried = 0; tried < alive.size() && !can_run(true); ++tried) at = (at + 1) % alive.size();
         }
-        if (tried == alive.size()) fail("every thread waits");
+        if (tried == alive.size()) {
+            if (in_flight.empty()) fail("every thread waits");
+            finish_one_in_flight();
+            continue;
+        }
         current = &threads[alive[at]];
         swapcontext(&scheduler, &current->context);
         if (!current->done) continue;
@@ -259,6 +283,7 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
         alive[at] = alive.back();
         alive.pop_back();
     }
+    if (!in_flight.empty()) fail("copies into a block that has left");
     for (const Block& block : blocks) {
         const unsigned char* end = block.storage.data() + block.storage.size();
         for (const unsigned char* byte = end - GUARD; byte < end; ++byte) {

@@ -76,6 +76,11 @@ class TamisSparseBackend:
         return True
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: a step is planned by the query lengths that the host knows."""
+        return False
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Whether any tamis backend runs on such a device."""
         return _device_refusal(LayerSpec(heads=1, topk=1), _pair(capability)) is None

@@ -90,6 +90,7 @@ class SparseImpl:
         spellings = ("topk_indices_buffer", "topk_indice_buffer")
         self._passed_buffer = next((mla_args[s] for s in spellings if mla_args.get(s) is not None), None)
         self._weights: AbsorbedWeights | None = None
+        self._wrapped: tuple[Tensor, str, PagedCache] | None = None
         buffer = self.topk_indices_buffer
         spec = LayerSpec(
             # Context-parallel ranks exchange queries first: each attends for the heads of all.
@@ -240,12 +241,17 @@ class SparseImpl:
         return output
 
     def _wrap(self, storage: Tensor, cache_dtype: str, scale: float | Tensor) -> PagedCache:
+        # An engine passes the same tensor twice in every step, and describing it takes longer than launching a kernel.
+        if self._wrapped is not None and self._wrapped[0] is storage and self._wrapped[1] == cache_dtype:
+            return self._wrapped[2]
         latent, rope = self.kv_lora_rank, self.qk_rope_head_dim
-        if cache_dtype in ("fp8", "fp8_e4m3") and storage.shape[-1] != latent + rope:
-            # Some backends give the packed rows this shorter name; a row wider than its numbers can be nothing else.
-            cache_dtype = "fp8_ds_mla"
-        layout = for_engine(cache_dtype, latent=latent, rope=rope, dtype=storage.dtype)
-        return PagedCache.wrap(storage, layout, scale=scale if layout.scale_mode == "tensor" else 1.0)
+        # Some backends give the packed rows this shorter name; a row wider than its numbers can be nothing else.
+        packed = cache_dtype in ("fp8", "fp8_e4m3") and storage.shape[-1] != latent + rope
+        layout = for_engine("fp8_ds_mla" if packed else cache_dtype, latent=latent, rope=rope, dtype=storage.dtype)
+        if layout.scale_mode == "tensor":
+            return PagedCache.wrap(storage, layout, scale=scale)
+        self._wrapped = (storage, cache_dtype, PagedCache.wrap(storage, layout))
+        return self._wrapped[2]
 
     def _positions(self, rows: int) -> Tensor:
         buffer = self.topk_indices_buffer

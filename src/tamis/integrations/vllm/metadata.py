@@ -129,6 +129,7 @@ class SparseMetadataBuilder:
     supports_update_block_table: ClassVar[bool] = False
     treat_short_extends_as_decodes: ClassVar[bool] = True
     """False: requests that `is_prefilling` marks are prefills even where their piece of the prompt is short."""
+    metadata_cls: ClassVar[type[SparseMetadata]] = SparseMetadata
 
     def __init__(
         self,
@@ -218,7 +219,7 @@ class SparseMetadataBuilder:
         assert batch.host_lengths is not None
         plan = self.planner.plan(batch)
         prefill_lengths = batch.host_lengths[plan.split.decodes :]
-        return SparseMetadata(
+        return self.metadata_cls(
             plan=plan,
             num_reqs=requests,
             max_query_len=int(common.max_query_len),
@@ -247,7 +248,9 @@ def engine_batch(common: Any, limits: Limits, *, prefilling: list[bool] | None =
     """The step that vLLM describes, as a `Batch` over the engine's tensors; nothing is copied to or from a device."""
     requests, actual = int(common.num_reqs), int(common.num_actual_tokens)
     starts = _host_values(common, ("query_start_loc_cpu",), "query_start_loc")[: requests + 1].to(torch.int32)
+    # While drafting, vLLM lets its upper bounds run past the longest request.
     lengths = _host_values(common, _length_names(common), "seq_lens")[:requests].to(torch.int32)
+    lengths = lengths.clamp_max(limits.max_length)
     tokens = int(starts[-1]) if len(starts) else 0
     if tokens > actual:
         raise checks.refuse("num_actual_tokens", f"at least the {tokens} new tokens", actual, "count every token")

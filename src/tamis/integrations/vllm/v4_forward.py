@@ -73,15 +73,17 @@ def forward_prefill(
 
     Args:
         layer: as in `forward_decode`.
-        q: [prefill tokens, H, 512], rotated.
-        positions: [prefill tokens] in their requests.
+        q: [prefill tokens or more, H, 512], rotated. Rows past the record's tokens are the engine's padding: not read,
+            and their output keeps its content.
+        positions: [prefill tokens or more] in their requests.
         compressed_k_cache: entries; None for layers with a window only.
         swa_k_cache: raw tokens.
-        output: [prefill tokens, H or more, 512].
+        output: [prefill tokens or more, H or more, 512].
         attn_metadata: the layer's own record; None for layers with a window only.
         swa_metadata: the window's record.
     """
     first, count = swa_metadata.num_decode_tokens, swa_metadata.num_prefill_tokens
+    q, positions, output = q[:count], positions[:count], output[:count]
     indices, lengths = swa_metadata.prefill_swa_indices[:, 0], swa_metadata.prefill_swa_lens
     selections = [Selection(_wrap(swa_k_cache, layer), indices, lengths)]
     if compressed_k_cache is not None:

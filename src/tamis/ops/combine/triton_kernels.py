@@ -78,17 +78,29 @@ def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor)
 
 
 def combine_with_maxima(
-    parts: Tensor, lses: Tensor, maxima: Tensor, sink: Tensor | None, out: Tensor
+    parts: Tensor,
+    lses: Tensor,
+    maxima: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same, and the largest of the parts' maxima [S, T, H], in one launch."""
-    return _combine(parts, lses, sink, out, maxima)
+    """The same, and the largest of the parts' maxima [S, T, H], in one launch; `into` holds both, contiguous."""
+    return _combine(parts, lses, sink, out, maxima, into)
 
 
 def _combine(
-    parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, maxima: Tensor | None
+    parts: Tensor,
+    lses: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    maxima: Tensor | None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-    top = torch.empty_like(lse)
+    if into is None:
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        into = lse, torch.empty_like(lse)
+    lse, top = into
     if out.numel():
         arguments = _arguments(parts.contiguous(), lses.contiguous(), sink, out, lse, maxima, top)
         blocks = triton.cdiv(arguments["VALUE_DIM"], arguments["BLOCK_V"])

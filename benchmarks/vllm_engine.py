@@ -1,0 +1,418 @@
+"""The real vLLM engine on a tiny random DeepSeek-V3.2 model: tamis' plugin against vLLM's own FlashMLA backend.
+
+    python benchmarks/vllm_engine.py --model tinyv32 --out results
+
+`tinyv32` holds a config.json (dense layers only) and a tokenizer. Every engine runs in a process of its own; all start
+at once and then take turns generating, so that nothing else uses the GPU while one is timed. Tokens, logprobs and times
+become `h200_vllm.csv` and one PASS or FAIL line per condition; where an engine did not get through, the end of its log
+is printed. tamis need not be installed: its entry point is put on the engines' path.
+"""
+
+import argparse
+import csv
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS, SHORTEST, LONGEST, NEW_TOKENS = 8, 3000, 6000, 32
+LOGPROBS = 5
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to serve the model."""
+
+    backend: str
+    cache: str
+    mode: str
+
+    @property
+    def name(self) -> str:
+        backend = "tamis" if self.backend == "CUSTOM" else self.backend.lower()
+        return f"{backend}-{'bf16' if self.cache == 'auto' else self.cache}-{self.mode}"
+
+
+MODES = ("eager", "graph")
+OWN = {(cache, mode): Engine("CUSTOM", cache, mode) for cache in ("auto", "fp8_ds_mla") for mode in MODES}
+PEERS = {mode: Engine("FLASHMLA_SPARSE", "auto", mode) for mode in MODES}
+ENGINES = {engine.name: engine for engine in (*PEERS.values(), *OWN.values())}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Something that must hold, and what was found."""
+
+    name: str
+    found: float | None
+    bound: float
+    at_least: bool = True
+
+    @property
+    def passed(self) -> bool:
+        if self.found is None:
+            return False
+        return self.found >= self.bound if self.at_least else self.found <= self.bound
+
+    def __str__(self) -> str:
+        found = "nothing, an engine failed" if self.found is None else f"{self.found:.4g}"
+        sign = ">=" if self.at_least else "<="
+        return f"{'PASS' if self.passed else 'FAIL'} {self.name}: {found} ({sign} {self.bound:g})"
+
+
+def write_checkpoint(source: Path, folder: Path, seed: int = 20) -> None:
+    """A random bf16 checkpoint for the config in `source`.
+
+    Queries are large enough that attention is peaked. What layers add is small beside the embeddings, so that rounding
+    seldom decides a token: with outputs three times as large, vLLM's own backend agrees with itself, eager and with
+    graphs, on a fifth of the tokens.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    shutil.copytree(source, folder)
+    folder.chmod(0o755)
+    config = json.loads((folder / "config.json").read_text())
+    hidden, vocabulary, inner = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
+    q_rank, latent, heads = config["q_lora_rank"], config["kv_lora_rank"], config["num_attention_heads"]
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    index_heads, index_width = config["index_n_heads"], config["index_head_dim"]
+    normal = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        values: torch.Tensor = torch.randn(rows, columns, generator=normal) * (gain * columns**-0.5)
+        return values.bfloat16()
+
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.bfloat16)
+
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(vocabulary, hidden, generator=normal).bfloat16(),
+        "model.norm.weight": ones(hidden),
+        "lm_head.weight": matrix(vocabulary, hidden, 4.0),
+    }
+    for number in range(config["num_hidden_layers"]):
+        layer = {
+            "input_layernorm.weight": ones(hidden),
+            "post_attention_layernorm.weight": ones(hidden),
+            "self_attn.q_a_proj.weight": matrix(q_rank, hidden),
+            "self_attn.q_a_layernorm.weight": ones(q_rank),
+            "self_attn.q_b_proj.weight": matrix(heads * (nope + rope), q_rank, 1.5),
+            "self_attn.kv_a_proj_with_mqa.weight": matrix(latent + rope, hidden),
+            "self_attn.kv_a_layernorm.weight": ones(latent),
+            "self_attn.kv_b_proj.weight": matrix(heads * (nope + value), latent),
+            "self_attn.o_proj.weight": matrix(hidden, heads * value, 0.5),
+            "self_attn.indexer.wq_b.weight": matrix(index_heads * index_width, q_rank),
+            "self_attn.indexer.wk.weight": matrix(index_width, hidden),
+            "self_attn.indexer.k_norm.weight": torch.ones(index_width),
+            "self_attn.indexer.k_norm.bias": torch.zeros(index_width),
+            "self_attn.indexer.weights_proj.weight": matrix(index_heads, hidden),
+            "mlp.gate_proj.weight": matrix(inner, hidden),
+            "mlp.up_proj.weight": matrix(inner, hidden),
+            "mlp.down_proj.weight": matrix(hidden, inner, 0.2),
+        }
+        tensors |= {f"model.layers.{number}.{name}": tensor for name, tensor in layer.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_entry_point(folder: Path) -> None:
+    """What an installer would write, so that vLLM finds the plugin of a checkout."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / "tamis-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tamis\nVersion: 0\n")
+    groups = project["entry-points"].items()
+    lines = [f"[{group}]\n{name} = {target}" for group, points in groups for name, target in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+def prompts(vocabulary: int) -> list[dict[str, list[int]]]:
+    choice = random.Random(7)
+    lengths = [choice.randint(SHORTEST, LONGEST) for _ in range(PROMPTS)]
+    return [{"prompt_token_ids": [choice.randrange(2, vocabulary) for _ in range(n)]} for n in lengths]
+
+
+def serve(engine: Engine, model: Path, folder: Path, rounds: int) -> None:
+    """One engine: start, say so, and generate whenever the turn comes. Runs in a process of its own."""
+    import torch
+    from vllm import LLM, SamplingParams
+
+    began = time.perf_counter()
+    llm = LLM(
+        model=str(model),
+        attention_backend=engine.backend,
+        kv_cache_dtype=engine.cache,
+        enforce_eager=engine.mode == "eager",
+        compilation_config={} if engine.mode == "eager" else {"cudagraph_capture_sizes": [1, 2, 4, 8]},
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=8192,
+        max_num_seqs=PROMPTS,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=2 << 30,
+        disable_log_stats=True,
+        seed=0,
+    )
+    start_seconds = time.perf_counter() - began
+    config = llm.llm_engine.vllm_config
+    used = attention_in_use(config)
+    print("LAYERS", json.dumps(used), flush=True)
+    if engine.backend == "CUSTOM" and not any("tamis" in name for name in used):
+        raise SystemExit("error: no layer runs on tamis")
+    requests = prompts(config.model_config.get_vocab_size())
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=LOGPROBS
+    )
+    llm.generate(requests, sampling, use_tqdm=False)
+    (folder / f"{engine.name}.ready").touch()
+    seconds, outputs = [], []
+    for turn in range(rounds):
+        go = folder / f"{engine.name}.go{turn}"
+        while not go.exists():
+            time.sleep(0.02)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        outputs = llm.generate(requests, sampling, use_tqdm=False)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+        (folder / f"{engine.name}.done{turn}").touch()
+    answers = [output.outputs[0] for output in outputs]
+    result = {
+        "tokens": [list(answer.token_ids) for answer in answers],
+        "logprobs": [
+            [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+            for answer in answers
+        ],
+        "margins": [[margin(step) for step in answer.logprobs] for answer in answers],
+        "seconds": seconds,
+        "start_seconds": start_seconds,
+        "layers": used,
+    }
+    written = folder / f"{engine.name}.part"
+    written.write_text(json.dumps(result))
+    written.rename(folder / f"{engine.name}.json")
+
+
+def margin(step: dict[int, Any]) -> float:
+    """How far the best token was ahead of the second best."""
+    best, second = sorted((float(entry.logprob) for entry in step.values()), reverse=True)[:2]
+    return best - second
+
+
+def attention_in_use(config: Any) -> list[str]:
+    """The backends that the engine's layers really have."""
+    found = set()
+    for layer in config.compilation_config.static_forward_context.values():
+        backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
+        if backend is not None:
+            found.add(f"{backend.__module__}.{backend.__qualname__}/{type(getattr(layer, 'impl', None)).__name__}")
+    return sorted(found)
+
+
+def child_environment(number: int, folder: Path) -> dict[str, str]:
+    cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    settings = {
+        "VLLM_PLUGINS": "tamis",
+        # The engine core stays in the process that is timed.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "VLLM_PORT": str(21000 + 200 * number),
+        "VLLM_CACHE_ROOT": str(folder / f"cache{number}"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
+        # DeepGEMM compiles its kernels with nvcc at the first call; all engines share them.
+        "CUDA_HOME": cuda,
+        "DG_JIT_CACHE_DIR": str(folder / "deep_gemm"),
+        "PATH": f"{cuda}/bin:{os.environ.get('PATH', '')}",
+        "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+    }
+    return os.environ | settings
+
+
+class Race:
+    """All engines' processes: started together, then given their turns."""
+
+    def __init__(self, engines: list[Engine], model: Path, folder: Path, rounds: int, limit: float) -> None:
+        self.engines, self.folder, self.rounds = engines, folder, rounds
+        self.deadline = time.monotonic() + limit
+        self.processes = {}
+        for number, engine in enumerate(engines):
+            command = [sys.executable, __file__, "--serve", engine.name, "--model", str(model)]
+            command += ["--folder", str(folder), "--rounds", str(rounds)]
+            with (folder / f"{engine.name}.log").open("w") as log:
+                self.processes[engine] = subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, env=child_environment(number, folder)
+                )
+
+    def wait(self, engine: Engine, mark: str) -> bool:
+        """Until the engine has left this mark; False if it died or time is up."""
+        path = self.folder / f"{engine.name}.{mark}"
+        while not path.exists():
+            if self.processes[engine].poll() is not None or time.monotonic() > self.deadline:
+                return path.exists()
+            time.sleep(0.02)
+        return True
+
+    def run(self) -> dict[str, dict[str, Any]]:
+        """Results by the engines' names, of those that got through."""
+        began = time.monotonic()
+        alive = [engine for engine in self.engines if self.wait(engine, "ready")]
+        print(f"{len(alive)} of {len(self.engines)} engines ready after {time.monotonic() - began:.0f} s", flush=True)
+        for turn in range(self.rounds):
+            for engine in list(alive):
+                (self.folder / f"{engine.name}.go{turn}").touch()
+                if not self.wait(engine, f"done{turn}"):
+                    alive.remove(engine)
+        results = {
+            engine.name: json.loads((self.folder / f"{engine.name}.json").read_text())
+            for engine in alive
+            if self.wait(engine, "json")
+        }
+        for engine, process in self.processes.items():
+            if process.poll() is None:
+                process.kill()
+            if engine.name not in results:
+                lines = (self.folder / f"{engine.name}.log").read_text(errors="replace").splitlines()
+                print(f"--- {engine.name} did not get through; the end of its log:", *lines[-40:], sep="\n", flush=True)
+        return results
+
+
+def equal_share(left: dict[str, Any] | None, right: dict[str, Any] | None) -> float | None:
+    """The part of all positions at which two runs chose the same token."""
+    if left is None or right is None:
+        return None
+    pairs = [pair for a, b in zip(left["tokens"], right["tokens"], strict=True) for pair in zip(a, b, strict=True)]
+    return float(sum(a == b for a, b in pairs)) / len(pairs)
+
+
+def logprob_difference(left: dict[str, Any] | None, right: dict[str, Any] | None) -> float | None:
+    """Mean absolute difference of the chosen tokens' logprobs, up to each prompt's first different token."""
+    if left is None or right is None:
+        return None
+    differences = []
+    for a, b, p, q in zip(left["tokens"], right["tokens"], left["logprobs"], right["logprobs"], strict=True):
+        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+        differences += [abs(x - y) for x, y in zip(p[:first], q[:first], strict=True)]
+    return float(sum(differences)) / len(differences) if differences else None
+
+
+def first_differences(left: dict[str, Any], right: dict[str, Any]) -> str:
+    """Per prompt where two runs part, and by how much the left one preferred its token: a small margin is rounding."""
+    found = []
+    for a, b, margins in zip(left["tokens"], right["tokens"], left["margins"], strict=True):
+        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+        found.append("none" if first is None else f"{first} (margin {margins[first]:.3f})")
+    return ", ".join(found)
+
+
+def throughput(result: dict[str, Any] | None) -> float | None:
+    return None if result is None else PROMPTS * NEW_TOKENS / float(min(result["seconds"]))
+
+
+def conditions(results: dict[str, dict[str, Any]]) -> list[Condition]:
+    """What the plugin must achieve."""
+    found = []
+    for mode in MODES:
+        peer = results.get(PEERS[mode].name)
+        own, packed = (results.get(OWN[cache, mode].name) for cache in ("auto", "fp8_ds_mla"))
+        speed, peer_speed = throughput(own), throughput(peer)
+        ratio = speed / peer_speed if speed is not None and peer_speed is not None else None
+        found += [
+            Condition(f"{mode}, bf16: tokens equal to FLASHMLA_SPARSE", equal_share(own, peer), 0.95),
+            Condition(f"{mode}, bf16: throughput over FLASHMLA_SPARSE", ratio, 1.0),
+            Condition(f"{mode}, fp8_ds_mla: tokens equal to bf16", equal_share(packed, own), 0.80),
+            Condition(f"{mode}, fp8_ds_mla: logprob difference to bf16", logprob_difference(packed, own), 0.05, False),
+        ]
+    return found
+
+
+def write_table(results: dict[str, dict[str, Any]], path: Path, about: dict[str, str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        facts = ["tokens_per_s", "seconds_best", "seconds_all", "start_s", "equal_to_flashmla", "equal_to_own_bf16"]
+        table.writerow(["engine", *asdict(PEERS["eager"]), *facts, "logprob_diff_to_own_bf16", *about])
+        for name, result in results.items():
+            engine = ENGINES[name]
+            own, peer = results.get(OWN["auto", engine.mode].name), results.get(PEERS[engine.mode].name)
+            numbers = [throughput(result), min(result["seconds"])]
+            shares = [equal_share(result, peer), equal_share(result, own), logprob_difference(result, own)]
+            table.writerow(
+                [
+                    name,
+                    *asdict(engine).values(),
+                    *(f"{n:.4f}" for n in numbers),
+                    " ".join(f"{s:.4f}" for s in result["seconds"]),
+                    f"{result['start_seconds']:.1f}",
+                    *("" if s is None else f"{s:.5f}" for s in shares),
+                    *about.values(),
+                ]
+            )
+
+
+def versions() -> dict[str, str]:
+    facts = "torch.cuda.get_device_name(), torch.__version__, vllm.version.__version__"
+    code = f"import torch, vllm.version; print({facts}, sep='|')"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    found = asked.stdout.strip().rpartition("\n")[2].split("|")
+    return dict(zip(("device", "torch", "vllm"), found if len(found) == 3 else ["unknown"] * 3, strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder with the tiny model's config and tokenizer")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
+    parser.add_argument("--logs", type=Path, help="folder for the engines' logs and tokens")
+    parser.add_argument("--rounds", type=int, default=5, help="timed turns of each engine; the fastest counts")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which running engines are stopped")
+    parser.add_argument("--only", nargs="*", choices=ENGINES, help="run these engines only")
+    parser.add_argument("--serial", action="store_true", help="start one engine after the other, if memory is short")
+    parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(ENGINES[options.serve], options.model, options.folder, options.rounds)
+        return 0
+    engines = [engine for name, engine in ENGINES.items() if not options.only or name in options.only]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        write_checkpoint(options.model, folder / "model")
+        write_entry_point(folder / "site")
+        results: dict[str, dict[str, Any]] = {}
+        for group in [[engine] for engine in engines] if options.serial else [engines]:
+            results |= Race(group, folder / "model", folder, options.rounds, options.limit).run()
+        if options.logs is not None:
+            options.logs.mkdir(parents=True, exist_ok=True)
+            for path in (*folder.glob("*.log"), *folder.glob("*.json")):
+                shutil.copy(path, options.logs)
+    write_table(results, options.out / "h200_vllm.csv", versions())
+    print((options.out / "h200_vllm.csv").read_text())
+    for mode in MODES:
+        own = results.get(OWN["auto", mode].name)
+        for other in (PEERS[mode], OWN["fp8_ds_mla", mode]):
+            if own is not None and other.name in results:
+                print(f"{mode}, bf16 and {other.name} part at:", first_differences(own, results[other.name]))
+    found = conditions(results)
+    print(*found, sep="\n")
+    return 0 if all(condition.passed for condition in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

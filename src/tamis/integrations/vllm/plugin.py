@@ -1,0 +1,100 @@
+"""What vLLM loads when `--attention-backend CUSTOM` is chosen: tamis' classes below vLLM's own base classes.
+
+Importing this module imports vLLM. Sizes, steps and kernels are those of the modules beside it, which do not.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+
+from tamis.integrations.vllm.backend import TamisSparseBackend
+from tamis.integrations.vllm.impl import SparseImpl
+from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder, model_field
+from tamis.integrations.vllm.versions import sparse_impl_base
+
+
+class Metadata(SparseMetadata, AttentionMetadata):
+    """One step."""
+
+
+class Builder(SparseMetadataBuilder, AttentionMetadataBuilder[Metadata]):
+    """Makes a `Metadata` per step, in buffers that captured graphs may keep."""
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+    metadata_cls: ClassVar[type[SparseMetadata]] = Metadata
+
+
+class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
+    """The attention of one layer. vLLM's base sets the rank among context-parallel ones before the constructor runs."""
+
+    supports_dcp: ClassVar[bool] = True
+    supports_pcp: ClassVar[bool] = False
+    masked_mha_available: ClassVar[bool] = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As `SparseImpl`, with what vLLM keeps in its configuration."""
+        config = get_current_vllm_config_or_none()
+        if config is not None:
+            self.cp_kv_cache_interleave_size = config.parallel_config.cp_kv_cache_interleave_size
+        super().__init__(*args, **kwargs)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Nothing: vLLM's layer absorbs and projects, so no second copy of the weights is made."""
+
+    def record_logical_topk_ready(self) -> None:
+        """Nothing: positions are translated on the stream that selected them."""
+
+
+class Backend(TamisSparseBackend, AttentionBackend):
+    """Sparse MLA through tamis."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        """The class of a layer's attention."""
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        """The class that makes per-step metadata."""
+        return Builder
+
+    @staticmethod
+    def get_metadata_cls() -> type[Metadata]:
+        """The class of that metadata."""
+        return Metadata
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[pages, page size, row].
+
+        vLLM 0.25 says "auto" for `fp8_ds_mla` caches, whose pages it has allocated for 656 bytes a row, so its
+        configuration is asked as well.
+        """
+        config = get_current_vllm_config_or_none()
+        if cache_dtype_str == "auto" and config is not None:
+            cache_dtype_str = config.cache_config.cache_dtype
+        return TamisSparseBackend.get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str)
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """Every reason why this configuration cannot run; vLLM shows them and stops."""
+        reasons: list[str] = super().validate_configuration(*args, **kwargs)
+        return reasons + _refusals(get_current_vllm_config_or_none())
+
+
+def _refusals(config: Any) -> list[str]:
+    """What vLLM does not ask about."""
+    if config is None:
+        return []
+    host_backed = getattr(config.attention_config, "hisparse_config", None) is not None
+    refusals = {
+        "caches in host memory (HiSparse) are not supported": host_backed,
+        "the model config has no index_topk": (
+            config.model_config is not None and model_field(config.model_config, "index_topk") is None
+        ),
+    }
+    return [reason for reason, applies in refusals.items() if applies]

@@ -1,0 +1,101 @@
+"""DeepSeek-V4 inside vLLM on tamis.
+
+vLLM's V4 layers are not chosen through its registry of backends: a function picks among fixed classes, and takes an
+unknown choice for its default, without a word. So the plugin registers V4's model classes anew, as subclasses of vLLM's
+own that do the same until CUSTOM is chosen: then the layers are `TamisV4Attention`, and a model that got others is an
+error. vLLM imports this module when it looks for one of these model classes, by its name.
+"""
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from tamis.integrations.vllm import V4_SOURCES
+
+_OTHER_FORMAT = "DeepSeek-V4.1 has another cache format"
+_REFUSED = {
+    "deepseek_v4__DeepseekV4ForConditionalGeneration": "images are attended to in both directions",
+    "deepseek_v41__DeepseekV41ForCausalLM": _OTHER_FORMAT,
+    "deepseek_v41__DSparkDeepseekV4ForCausalLM": _OTHER_FORMAT,
+}
+"""Model classes that would silently run without tamis, and why they cannot run with it."""
+
+_CAPABILITIES = (9, 10)
+"""Major compute capabilities on which vLLM gives V4 layers the caches that are read here."""
+
+
+def __getattr__(name: str) -> type[Any]:
+    """The model class of this name, `<package of vllm.models>__<class>`, which looks after CUSTOM."""
+    package, _, class_name = name.partition("__")
+    if f"vllm.models.{package}" not in V4_SOURCES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _checked(getattr(import_module(f"vllm.models.{package}"), class_name), name)
+
+
+@cache
+def _checked(model_class: type[Any], name: str) -> type[Any]:
+    """A subclass that is vLLM's own until CUSTOM is chosen; `name` is where this module has it."""
+
+    # vLLM looks for these two names in the signature.
+    def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        if not _chosen(vllm_config):
+            model_class.__init__(self, vllm_config=vllm_config, prefix=prefix)
+            return
+        refusal = _REFUSED.get(name)
+        if refusal is not None:
+            remedy = "choose another attention backend"
+            raise ValueError(f"tamis does not run {model_class.__name__}: {refusal}; {remedy}")
+        layers = vllm_config.compilation_config.static_forward_context
+        before = set(layers)
+        replace_attention()
+        model_class.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        check_attention([layer for key, layer in layers.items() if key not in before])
+
+    members = {"__init__": __init__, "__module__": __name__, "__qualname__": name}
+    return type(model_class.__name__, (model_class,), members)
+
+
+def _chosen(vllm_config: Any) -> bool:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return vllm_config.attention_config.backend is AttentionBackendEnum.CUSTOM
+
+
+def replace_attention() -> None:
+    """Let vLLM's choice of a V4 layer's class end in `TamisV4Attention` where CUSTOM is chosen. May be repeated."""
+    from vllm import platforms
+
+    capability = platforms.current_platform.get_device_capability()
+    if not platforms.current_platform.is_cuda() or capability is None or capability.major not in _CAPABILITIES:
+        majors = " and ".join(f"{major}.x" for major in _CAPABILITIES)
+        raise ValueError(
+            f"tamis runs DeepSeek-V4 in vLLM on CUDA devices of compute capability {majors}, and this one has "
+            f"{capability}; choose another attention backend"
+        )
+    from vllm.models.deepseek_v4.nvidia import model
+
+    if model._select_dsv4_attn_cls.__module__ == __name__:
+        return
+    usual = model._select_dsv4_attn_cls
+
+    def select(vllm_config: Any) -> type[Any]:
+        from tamis.integrations.vllm.v4_layer import TamisV4Attention
+
+        return TamisV4Attention if _chosen(vllm_config) else usual(vllm_config)
+
+    model._select_dsv4_attn_cls = select
+
+
+def check_attention(layers: list[Any]) -> None:
+    """Raise unless all V4 attention among these layers is tamis' own, and there is some."""
+    from vllm.models.deepseek_v4.attention import DeepseekV4Attention
+
+    from tamis.integrations.vllm.v4_layer import TamisV4Attention
+
+    found = {type(layer) for layer in layers if isinstance(layer, DeepseekV4Attention)}
+    if found != {TamisV4Attention}:
+        built = ", ".join(sorted(kind.__name__ for kind in found)) or "no V4 attention at all"
+        raise RuntimeError(
+            f"CUSTOM was chosen, but vLLM built {built} instead of TamisV4Attention alone; "
+            "this version of vLLM chooses V4 layers in a way that tamis does not know"
+        )

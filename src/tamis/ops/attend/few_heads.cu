@@ -1,0 +1,738 @@
+// Sparse attention of up to 32 heads over FP8 rows of 656 bytes, which enter shared memory once and stay as they are.
+//
+// A block works through items, each a query token, or a part of the columns of one: the first tokens of a launch are
+// whole and go straight into the output, the others are cut into parts that another kernel merges. Two producer warps
+// per stream of rows take turns in looking up slots and copying rows, 32 to a stage, into a ring: a lane's copies are
+// issued one by one, and a single warp would be slower than the memory. Teams of four consumer warps do the
+// rest: 16 heads are the rows of the small matrix instruction, so there is nothing to pad. Warp w of a team owns tile w
+// of a row, 128 columns, as keys and as values: it multiplies them as the e4m3 numbers they are, exact in fp16, and
+// applies the tile's scale to logits and weights. The warps of a team add up their shares of the logits through shared
+// memory, in the layout of the matrix instruction, after which every warp has all weights where it needs them as an
+// operand.
+//
+// Queries are brought into fp16's range by a power of two per head. So are weights: each warp keeps, per head, a
+// reference r, and has exp2(logit - r) * scale as weights and the sum of exp2(logit - r) as their total. The reference
+// follows the largest product instead of the largest logit, so that products are numbers that fp16 holds in full,
+// whatever the scales of this warp's tile are; exp2(logit - r), in float32, has room for that.
+//
+// Teams are one for each stream of rows and group of 16 heads. Two groups read the same stages; two streams share a
+// token's columns, and are merged at the end of each item.
+//
+// Defined by the caller: STREAMS, HEAD_GROUPS, STAGES of a ring, PER_SM blocks on a multiprocessor, QUERY_HALF (1:
+// queries are fp16, 0: bf16), and THREADS and SHARED_BYTES, which follow from them.
+
+#include "instructions.cuh"
+
+typedef unsigned short u16;
+
+// A row: 512 codes in four tiles, a float32 scale for each tile, 64 bf16 numbers of the rope part.
+constexpr int ROW = 656, TILES = 4, TILE = 128, SCALES = 512, ROPE = 528;
+constexpr int STAGE = 32;  // rows
+constexpr int STAGE_BYTES = STAGE * ROW;
+// Matrices of 8 rows of a stage; and bytes that the warp's share of one of their results takes.
+constexpr int SLABS = STAGE / 8, FRAGMENT = 512;
+constexpr int TEAM_WARPS = TILES, TEAM_THREADS = 32 * TEAM_WARPS, TEAMS = STREAMS * HEAD_GROUPS;
+constexpr int GROUP = 16;  // heads
+constexpr int STEPS = TILE / 16;
+// An fp16 query has more digits than bf16, which the rope part is multiplied in: two numbers for one.
+constexpr int ROPE_PARTS = QUERY_HALF ? 2 : 1;
+constexpr int PRODUCERS = 2;  // of a stream
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+// Weights start at 2^10 and may grow to 2^15 before the reference moves; below, fp16 has full precision to 2^-14.
+constexpr float START_BITS = 10.0f, LARGEST_BITS = 15.0f;
+// A tile without a scale has weights of zero, whatever the reference; its tokens must not make the total overflow.
+constexpr float LEAST_SCALE_BITS = -85.0f, LARGEST_TOTAL_BITS = 100.0f;
+constexpr float NO_REFERENCE = -1e30f;
+
+// Registers per thread: producers leave theirs to the consumers.
+constexpr int LAUNCHED_WITH = 65536 / (PER_SM * THREADS) / 8 * 8, PRODUCER_REGISTERS = 40;
+constexpr int CONSUMER_REGISTERS = ((TEAMS + 1) * LAUNCHED_WITH - PRODUCER_REGISTERS) / TEAMS / 8 * 8;
+static_assert(CONSUMER_REGISTERS > LAUNCHED_WITH && CONSUMER_REGISTERS <= 240, "no plan for so few threads");
+
+// Shared memory.
+constexpr int RINGS = 0;
+constexpr int LOGITS = RINGS + STREAMS * STAGES * STAGE_BYTES;  // two buffers for each team
+constexpr int LOGITS_BUFFER = TEAM_WARPS * SLABS * FRAGMENT;
+constexpr int MERGE = LOGITS + TEAMS * 2 * LOGITS_BUFFER;
+constexpr int MERGE_FRAGMENTS = 2 * STEPS + 2;  // sums; then references and totals; then largest logits
+constexpr int MERGE_BYTES = STREAMS > 1 ? HEAD_GROUPS * TEAM_WARPS * MERGE_FRAGMENTS * FRAGMENT : 0;
+constexpr int QUERY_MAXIMA = MERGE + MERGE_BYTES;  // two buffers for each team
+constexpr int QUERY_MAXIMA_BUFFER = 4 * TEAM_WARPS * GROUP;
+constexpr int BARRIERS = QUERY_MAXIMA + TEAMS * 2 * QUERY_MAXIMA_BUFFER;  // full, then empty, for each stage
+constexpr int NOTES = BARRIERS + STREAMS * STAGES * 16;  // which rows count, and whether the item ends here
+
+static_assert(NOTES + STREAMS * STAGES * 8 == SHARED_BYTES, "the caller has another layout in mind");
+static_assert(THREADS == (TEAMS + 1) * TEAM_THREADS && STREAMS * PRODUCERS <= 4, "four warps for producers");
+static_assert(STREAMS == 1 || HEAD_GROUPS == 1, "named barriers are numbered for one or the other");
+
+// Named barriers: one for each team, and two for the hand-over between streams.
+constexpr u32 TEAM_BARRIER = 1, MERGE_FULL = 3, MERGE_EMPTY = 4;
+
+// ---- What a launch works on
+
+struct Work {
+    const unsigned char* rows;
+    long long page_stride;
+    int page_size, pages;
+    const int* slots;
+    long long slots_token_stride, slots_column_stride;
+    int columns;
+    const int* lengths;  // null: every column counts
+    const int* request_ids;  // with the table: slots are positions
+    const int* block_table;
+    long long table_stride;
+    int table_width, requests;
+    int whole, items, parts, part_columns;
+
+    // Items of whole tokens come first.
+    __device__ __forceinline__ int token_of(int item) const {
+        return item < whole ? item : whole + (item - whole) / parts;
+    }
+
+    __device__ __forceinline__ int part_of(int item) const { return item < whole ? 0 : (item - whole) % parts; }
+};
+
+// A stage of a stream's ring, and which pass over the ring this is.
+struct Place {
+    u32 ring, barriers, notes;
+    int stage = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ Place(u32 memory, int stream)
+        : ring(memory + RINGS + stream * STAGES * STAGE_BYTES),
+          barriers(memory + BARRIERS + stream * STAGES * 16),
+          notes(memory + NOTES + stream * STAGES * 8) {}
+
+    __device__ __forceinline__ u32 full() const { return barriers + 16 * stage; }
+    __device__ __forceinline__ u32 empty() const { return barriers + 16 * stage + 8; }
+    __device__ __forceinline__ u32 note() const { return notes + 8 * stage; }
+    __device__ __forceinline__ u32 rows() const { return ring + stage * STAGE_BYTES; }
+
+    __device__ __forceinline__ void advance(int stages = 1) {
+        stage += stages;
+        if (stage >= STAGES) {
+            stage -= STAGES;
+            parity ^= 1;
+        }
+    }
+};
+
+// ---- Producer
+
+// One lane's share of a stage.
+struct Wanted {
+    bool exists;  // false: there is no such stage
+    bool last;  // of its item, in this stream
+    int found;  // slot or position, -1: nothing
+    const int* table;
+};
+
+struct Found {
+    bool exists, last;
+    int page, row;
+};
+
+// Walks over the stages of a stream, item after item. An item has at least one stage, though it may be empty.
+struct Walk {
+    const Work& work;
+    const int stream;
+    int item, column, end;
+    const int *slots, *table;
+
+    __device__ __forceinline__ Walk(const Work& work, int stream) : work(work), stream(stream), item(blockIdx.x) {
+        enter();
+    }
+
+    __device__ __forceinline__ void enter() {
+        if (item >= work.items) return;
+        const int token = work.token_of(item), begin = work.part_of(item) * work.part_columns;
+        end = item < work.whole ? work.columns : min(begin + work.part_columns, work.columns);
+        if (work.lengths != nullptr) end = min(end, work.lengths[token]);
+        table = nullptr;
+        if (work.block_table != nullptr) {
+            const int request = work.request_ids[token];
+            const bool listed = request >= 0 && request < work.requests;
+            table = work.block_table + (listed ? request : 0) * work.table_stride;
+            if (!listed) end = begin;
+        }
+        slots = work.slots + token * work.slots_token_stride;
+        column = begin + stream * STAGE;
+    }
+
+    __device__ __forceinline__ void skip(int stages) {
+        for (int i = 0; i < stages && item < work.items; ++i) {
+            column += STAGE * STREAMS;
+            if (column < end) continue;
+            item += gridDim.x;
+            enter();
+        }
+    }
+
+    // What this lane fetches for the stage at hand; moves on to the producer's next one.
+    __device__ __forceinline__ Wanted next() {
+        Wanted wanted = {item < work.items, column + STAGE * STREAMS >= end, -1, table};
+        const int mine = column + threadIdx.x % 32;
+        if (wanted.exists && mine < end) wanted.found = slots[mine * work.slots_column_stride];
+        skip(PRODUCERS);
+        return wanted;
+    }
+};
+
+__device__ __forceinline__ Found look_up(const Work& work, const Wanted& wanted) {
+    Found found = {wanted.exists, wanted.last, -1, 0};
+    if (wanted.found < 0) return found;
+    const u32 page = static_cast<u32>(wanted.found) / static_cast<u32>(work.page_size);
+    found.row = wanted.found - page * work.page_size;
+    if (wanted.table == nullptr) {
+        found.page = page;
+    } else if (page < static_cast<u32>(work.table_width)) {
+        found.page = wanted.table[page];
+    }
+    return found;
+}
+
+__device__ __forceinline__ void copy_stage(const Work& work, Found found, const Place& place) {
+    const int lane = threadIdx.x % 32;
+    const u32 counted = __ballot_sync(EVERY_LANE, found.page >= 0 && found.page < work.pages);
+    // Rows that do not count are copies of one that does: their weights are zero, so they must be numbers.
+    const int stand_in = counted ? __ffs(counted) - 1 : 0;
+    const int page = __shfl_sync(EVERY_LANE, found.page, stand_in), row = __shfl_sync(EVERY_LANE, found.row, stand_in);
+    if (!(counted >> lane & 1)) {
+        found.page = page;
+        found.row = row;
+    }
+    barrier_wait(place.empty(), place.parity ^ 1);
+    __syncwarp();  // an empty stage comes back at once: a lane that still waited would miss it
+    if (lane == 0) {
+        shared_store(place.note(), counted);
+        shared_store(place.note() + 4, found.last);
+        barrier_arrive_expecting(place.full(), counted ? STAGE_BYTES : 0);
+    }
+    __syncwarp();
+    if (counted) {
+        const unsigned char* source = work.rows + found.page * work.page_stride + found.row * ROW;
+        copy_to_shared(place.rows() + lane * ROW, source, ROW, place.full());
+    }
+    __syncwarp();
+}
+
+// Slots are fetched two stages ahead and pages one, since each waits for the one before.
+__device__ __forceinline__ void produce(const Work& work, u32 memory) {
+    const int producer = threadIdx.x / 32 - TEAMS * TEAM_WARPS, turn = producer % PRODUCERS;
+    Walk walk(work, producer / PRODUCERS);
+    Place place(memory, walk.stream);
+    walk.skip(turn);
+    place.advance(turn);
+    Found now = look_up(work, walk.next());
+    Wanted upcoming = walk.next();
+    while (now.exists) {
+        const Wanted later = walk.next();
+        const Found next = look_up(work, upcoming);
+        copy_stage(work, now, place);
+        place.advance(PRODUCERS);
+        now = next;
+        upcoming = later;
+    }
+}
+
+// ---- Consumer
+
+// A warp's place; as the matrix instruction has it, a lane holds heads `row` and `row + 8` of the group, and of eight
+// columns the two from 2 * pair on.
+struct Seat {
+    int warp, lane, team, stream, group, row, pair;
+
+    __device__ __forceinline__ Seat() {
+        lane = threadIdx.x % 32;
+        warp = threadIdx.x / 32 % TEAM_WARPS;
+        team = threadIdx.x / TEAM_THREADS;
+        stream = STREAMS > 1 ? team : 0;
+        group = STREAMS > 1 ? 0 : team;
+        row = lane / 4;
+        pair = lane % 4;
+    }
+
+    __device__ __forceinline__ void sync_team() const { named_sync(TEAM_BARRIER + team, TEAM_THREADS); }
+};
+
+// The largest and the sum over the four lanes that share a head.
+__device__ __forceinline__ float max_of_head(float x) {
+    x = fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 1));
+    return fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 2));
+}
+
+__device__ __forceinline__ float sum_of_head(float x) {
+    x += __shfl_xor_sync(EVERY_LANE, x, 1);
+    return x + __shfl_xor_sync(EVERY_LANE, x, 2);
+}
+
+__device__ __forceinline__ float2 widen(u32 packed) {
+    if (QUERY_HALF) return unpack_half(packed);
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000u)};
+}
+
+__device__ __forceinline__ float largest(float so_far, u32 packed) {
+    const float2 wide = widen(packed);
+    return fmaxf(so_far, fmaxf(fabsf(wide.x), fabsf(wide.y)));
+}
+
+// Two queries of a head each, times powers of two.
+struct Query {
+    u32 latent[STEPS][4];
+    u32 rope[ROPE_PARTS][4];
+    float size[2];  // what the products must be multiplied with
+
+    // Columns are dealt out so that a lane's four neighbours in a row meet the four codes of a word.
+    __device__ __forceinline__ void load(const u16* q, long long head_stride, int heads, const Seat& seat, u32 maxima) {
+        u32 tail[4];
+        float top[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int head = GROUP * seat.group + seat.row + 8 * half;
+            const bool here = head < heads;
+            const u16* latent_at = q + head * head_stride + TILE * seat.warp + 4 * seat.pair;
+            const u16* rope_at = q + head * head_stride + TILES * TILE + 16 * seat.warp + 2 * seat.pair;
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const uint2 four = here ? *reinterpret_cast<const uint2*>(latent_at + 16 * step) : make_uint2(0, 0);
+                latent[step][half] = four.x;
+                latent[step][half + 2] = four.y;
+            }
+            tail[half] = here ? *reinterpret_cast<const u32*>(rope_at) : 0;
+            tail[half + 2] = here ? *reinterpret_cast<const u32*>(rope_at + 8) : 0;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                top[half] = largest(largest(top[half], latent[step][half]), latent[step][half + 2]);
+            }
+            top[half] = max_of_head(top[half]);
+            if (seat.pair == 0) {
+                shared_store(maxima + 4 * (GROUP * seat.warp + seat.row + 8 * half), __float_as_uint(top[half]));
+            }
+        }
+        seat.sync_team();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 bits = 0;  // positive floats are in the order of their bits, NaN above all
+#pragma unroll
+            for (int warp = 0; warp < TEAM_WARPS; ++warp) {
+                bits = max(bits, shared_load(maxima + 4 * (GROUP * warp + seat.row + 8 * half)));
+            }
+            // The largest number of a head gets between 2^14 and 2^15, so that fp16 loses nothing that counts.
+            const u32 exponent = min(max(bits >> 23, 27u), 254u);
+            size[half] = __uint_as_float((exponent - 14) << 23);
+            const float factor = __uint_as_float((268 - exponent) << 23);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const float2 first = widen(latent[step][half]), second = widen(latent[step][half + 2]);
+                latent[step][half] = pack_half(first.x * factor, first.y * factor);
+                latent[step][half + 2] = pack_half(second.x * factor, second.y * factor);
+            }
+#pragma unroll
+            for (int side = half; side < 4; side += 2) {
+                float2 wide = widen(tail[side]);
+                wide = {wide.x * factor, wide.y * factor};
+#pragma unroll
+                for (int part = 0; part < ROPE_PARTS; ++part) {
+                    const u32 packed = pack_bf16(wide.x, wide.y);
+                    rope[part][side] = packed;
+                    wide.x -= __uint_as_float(packed << 16);
+                    wide.y -= __uint_as_float(packed & 0xFFFF0000u);
+                }
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ uint4 bits_of(float a, float b, float c, float d) {
+    return make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
+}
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
+
+// A warp's share of an item: 16 heads times a tile of values.
+struct State {
+    // By 16 columns of the tile; a lane has four neighbours of them for each of its two heads, which are at
+    // [even or odd][2 * half of the heads + first or second pair].
+    float sums[STEPS][2][4];
+    float reference[2], total[2];
+    float top[2];  // largest product of query and key
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[step][0][i] = sums[step][1][i] = 0.0f;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            reference[half] = NO_REFERENCE;
+            total[half] = 0.0f;
+            top[half] = minus_infinity();
+        }
+    }
+
+    __device__ __forceinline__ void multiply(int half, float factor) {
+        total[half] *= factor;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[step][i / 2][2 * half + i % 2] *= factor;
+        }
+    }
+};
+
+// This tile's share of the products of a stage's keys and queries.
+__device__ __forceinline__ void multiply_keys(
+    const Query& query, const Seat& seat, u32 rows, const float (&scales)[SLABS][2], float (&products)[SLABS][4]) {
+    const int row = seat.lane % 8, matrix = seat.lane / 8;
+    const u32 latent = rows + row * ROW + TILE * seat.warp + 16 * matrix;
+    const u32 rope = rows + (row + matrix / 2 * 8) * ROW + ROPE + 32 * seat.warp + 16 * (matrix % 2);
+    float latent_products[SLABS][4];
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) products[slab][i] = latent_products[slab][i] = 0.0f;
+    }
+#pragma unroll
+    for (int slab = 0; slab < SLABS; slab += 2) {
+        u32 keys[4];
+        load_matrices(keys, rope + slab * 8 * ROW);
+#pragma unroll
+        for (int part = 0; part < ROPE_PARTS; ++part) {
+            multiply_bf16(products[slab], query.rope[part], keys[0], keys[1]);
+            multiply_bf16(products[slab + 1], query.rope[part], keys[2], keys[3]);
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        u32 codes[SLABS][4];
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) load_matrices(codes[slab], latent + slab * 8 * ROW + 64 * half);
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+#pragma unroll
+            for (int slab = 0; slab < SLABS; ++slab) {
+                u32 first, second;
+                e4m3_to_half(codes[slab][step], first, second);
+                multiply_half(latent_products[slab], query.latent[4 * half + step], first, second);
+            }
+        }
+    }
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            products[slab][i] = fmaf(latent_products[slab][i], scales[slab][i % 2], products[slab][i]);
+        }
+    }
+}
+
+// Adds up the shares of a team's warps, every warp for itself.
+__device__ __forceinline__ void add_shares(const Seat& seat, u32 buffer, float (&products)[SLABS][4]) {
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+        const float(&p)[4] = products[slab];
+        shared_store4(buffer + (seat.warp * SLABS + slab) * FRAGMENT + 16 * seat.lane, bits_of(p[0], p[1], p[2], p[3]));
+    }
+    seat.sync_team();
+#pragma unroll
+    for (int other = 1; other < TEAM_WARPS; ++other) {
+        const u32 theirs = buffer + (seat.warp + other) % TEAM_WARPS * SLABS * FRAGMENT + 16 * seat.lane;
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) {
+            const uint4 share = shared_load4(theirs + slab * FRAGMENT);
+            products[slab][0] += __uint_as_float(share.x);
+            products[slab][1] += __uint_as_float(share.y);
+            products[slab][2] += __uint_as_float(share.z);
+            products[slab][3] += __uint_as_float(share.w);
+        }
+    }
+}
+
+// Moves the references to where the largest weight of a stage is 2^START_BITS; they never move down.
+__device__ __forceinline__ void move_references(
+    State& state, const float (&products)[SLABS][4], const float (&scales)[SLABS][2], const float (&units)[2]) {
+    float highest[2] = {NO_REFERENCE, NO_REFERENCE};
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float scale_bits = fmaxf(fast_log2(fabsf(scales[slab][i % 2])), LEAST_SCALE_BITS);
+            highest[i / 2] = fmaxf(highest[i / 2], fmaf(products[slab][i], units[i / 2], scale_bits));
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float moved = fmaxf(state.reference[half], max_of_head(highest[half]) - START_BITS);
+        state.multiply(half, fast_exp2(state.reference[half] - moved));
+        state.reference[half] = moved;
+    }
+}
+
+// From products to weights times scales, in fp16 and as operands; adds to the totals.
+__device__ __forceinline__ void weigh(
+    State& state, const float (&products)[SLABS][4], const float (&scales)[SLABS][2], const float (&units)[2],
+    u32 (&weights)[SLABS / 2][4]) {
+    // Looked at before anything depends on it, by bounds: the largest logit of a lane with its largest scale. Where these
+    // belong to different rows, the references are looked at and stay.
+    float highest[2] = {minus_infinity(), minus_infinity()}, largest_scale = 0.0f;
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) highest[i / 2] = fmaxf(highest[i / 2], products[slab][i]);
+        largest_scale = fmaxf(largest_scale, fmaxf(fabsf(scales[slab][0]), fabsf(scales[slab][1])));
+    }
+    const float room = fminf(LARGEST_BITS - fast_log2(largest_scale), LARGEST_TOTAL_BITS);
+    bool fits = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        state.top[half] = fmaxf(state.top[half], highest[half]);
+        fits = fits && fmaf(highest[half], units[half], -state.reference[half]) <= room;
+    }
+    if (__any_sync(EVERY_LANE, !fits)) move_references(state, products, scales, units);
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+        float scaled[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float weight = fast_exp2(fmaf(products[slab][i], units[i / 2], -state.reference[i / 2]));
+            state.total[i / 2] += weight;
+            scaled[i] = weight * scales[slab][i % 2];
+        }
+        weights[slab / 2][2 * (slab % 2)] = pack_half(scaled[0], scaled[1]);
+        weights[slab / 2][2 * (slab % 2) + 1] = pack_half(scaled[2], scaled[3]);
+    }
+}
+
+// Rows of codes, read as 16-bit numbers, come transposed: a word has two columns of one row, then of the next. Put in
+// order, they are two rows of the even column and two of the odd one.
+__device__ __forceinline__ void add_values(
+    State& state, const Seat& seat, u32 rows, const u32 (&weights)[SLABS / 2][4]) {
+    const int row = seat.lane % 8, matrix = seat.lane / 8;
+    const u32 at = rows + (row + matrix % 2 * 8) * ROW + TILE * seat.warp + 16 * (matrix / 2);
+#pragma unroll
+    for (int slabs = 0; slabs < SLABS / 2; ++slabs) {
+#pragma unroll
+        for (int step = 0; step < STEPS; step += 2) {
+            u32 codes[4];
+            load_matrices_transposed(codes, at + slabs * 16 * ROW + 16 * step);
+#pragma unroll
+            for (int next = 0; next < 2; ++next) {
+                u32 even[2], odd[2];
+#pragma unroll
+                for (int slab = 0; slab < 2; ++slab) {
+                    e4m3_to_half(__byte_perm(codes[2 * next + slab], 0, 0x3120), even[slab], odd[slab]);
+                }
+                multiply_half(state.sums[step + next][0], weights[slabs], even[0], even[1]);
+                multiply_half(state.sums[step + next][1], weights[slabs], odd[0], odd[1]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void process_stage(
+    State& state, const Query& query, const Seat& seat, u32 rows, u32 counted, u32 buffer, const float (&units)[2]) {
+    float scales[SLABS][2], products[SLABS][4];
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+        const u32 at = rows + (8 * slab + 2 * seat.pair) * ROW + SCALES + 4 * seat.warp;
+        scales[slab][0] = __uint_as_float(shared_load(at));
+        scales[slab][1] = __uint_as_float(shared_load(at + ROW));
+    }
+    multiply_keys(query, seat, rows, scales, products);
+    add_shares(seat, buffer, products);
+    if (counted != EVERY_LANE) {
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (!(counted >> (8 * slab + 2 * seat.pair + i % 2) & 1)) products[slab][i] = minus_infinity();
+            }
+        }
+    }
+    u32 weights[SLABS / 2][4];
+    weigh(state, products, scales, units, weights);
+    add_values(state, seat, rows, weights);
+}
+
+// ---- The end of an item
+
+// The second stream hands over its state...
+__device__ __forceinline__ void hand_over(const State& state, u32 at) {
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; ++i) {
+        const float(&s)[4] = state.sums[i / 2][i % 2];
+        shared_store4(at + i * FRAGMENT, bits_of(s[0], s[1], s[2], s[3]));
+    }
+    const float *r = state.reference, *t = state.total;
+    shared_store4(at + 2 * STEPS * FRAGMENT, bits_of(r[0], r[1], t[0], t[1]));
+    shared_store4(at + (2 * STEPS + 1) * FRAGMENT, bits_of(state.top[0], state.top[1], 0.0f, 0.0f));
+}
+
+// ... which the first one adds to its own.
+__device__ __forceinline__ void take_over(State& state, u32 at) {
+    const uint4 scalars = shared_load4(at + 2 * STEPS * FRAGMENT);
+    const uint4 tops = shared_load4(at + (2 * STEPS + 1) * FRAGMENT);
+    const float reference[2] = {__uint_as_float(scalars.x), __uint_as_float(scalars.y)};
+    const float total[2] = {__uint_as_float(scalars.z), __uint_as_float(scalars.w)};
+    float theirs[2];
+    state.top[0] = fmaxf(state.top[0], __uint_as_float(tops.x));
+    state.top[1] = fmaxf(state.top[1], __uint_as_float(tops.y));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float moved = fmaxf(state.reference[half], reference[half]);
+        state.multiply(half, fast_exp2(state.reference[half] - moved));
+        theirs[half] = fast_exp2(reference[half] - moved);
+        state.reference[half] = moved;
+        state.total[half] += total[half] * theirs[half];
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * STEPS; ++i) {
+        const uint4 s = shared_load4(at + i * FRAGMENT);
+        float(&sums)[4] = state.sums[i / 2][i % 2];
+        sums[0] += __uint_as_float(s.x) * theirs[0];
+        sums[1] += __uint_as_float(s.y) * theirs[0];
+        sums[2] += __uint_as_float(s.z) * theirs[1];
+        sums[3] += __uint_as_float(s.w) * theirs[1];
+    }
+}
+
+struct Result {
+    void* out;
+    int kind;  // of number: 0 float32, 1 bf16, 2 fp16
+    long long token_stride, head_stride;
+    float *lse, *maxima;  // of every token, one after the other
+    const float* sink;
+};
+
+// Writes row `at` of a result.
+__device__ __forceinline__ void store(
+    const State& state, const Result& result, const Seat& seat, long long at, int heads, const float (&units)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int head = GROUP * seat.group + seat.row + 8 * half;
+        if (head >= heads) continue;
+        const float total = state.total[half];
+        const bool empty = total == 0.0f;
+        const float lse = empty ? minus_infinity() : (state.reference[half] + fast_log2(total)) * LN_2;
+        float factor = empty ? 0.0f : 1.0f / total;
+        if (result.sink != nullptr && !empty) {
+            factor *= 1.0f / (1.0f + fast_exp2((result.sink[head] - lse) * LOG2_E));
+        }
+        if (seat.warp == 0 && seat.pair == 0) {
+            result.lse[at * heads + head] = lse;
+            result.maxima[at * heads + head] = empty ? minus_infinity() : state.top[half] * units[half] * LN_2;
+        }
+        const int column = TILE * seat.warp + 4 * seat.pair;
+        const long long offset = at * result.token_stride + head * result.head_stride + column;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const float(&even)[4] = state.sums[step][0], (&odd)[4] = state.sums[step][1];
+            const float a = even[2 * half] * factor, b = odd[2 * half] * factor;
+            const float c = even[2 * half + 1] * factor, d = odd[2 * half + 1] * factor;
+            if (result.kind == 0) {
+                float* target = static_cast<float*>(result.out) + offset + 16 * step;
+                *reinterpret_cast<float4*>(target) = make_float4(a, b, c, d);
+            } else {
+                const uint2 packed = result.kind == 1 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d))
+                                                      : make_uint2(pack_half(a, b), pack_half(c, d));
+                u16* target = static_cast<u16*>(result.out) + offset + 16 * step;
+                *reinterpret_cast<uint2*>(target) = packed;
+            }
+        }
+    }
+}
+
+// ---- Kernel
+
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
+    const u16* q, long long q_token_stride, long long q_head_stride, const unsigned char* rows, long long page_stride,
+    int page_size, int pages, const int* slots, long long slots_token_stride, long long slots_column_stride,
+    int columns, const int* lengths, const int* request_ids, const int* block_table, long long table_stride,
+    int table_width, int requests, void* out, int out_kind, long long out_token_stride, long long out_head_stride,
+    float* lse, float* maxima, const float* sink, float* parts_out, float* parts_lse, float* parts_maxima, float scale,
+    const float* scale_factor, int tokens, int heads, int whole, int parts, int part_columns) {
+    const u32 memory = shared_address(shared_memory());
+    if (threadIdx.x < STREAMS * STAGES) {
+        barrier_init(memory + BARRIERS + 16 * threadIdx.x, 1);
+        barrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, HEAD_GROUPS * TEAM_WARPS);
+        publish_barriers();
+    }
+    __syncthreads();
+    let_next_kernel_start();
+    wait_for_previous_kernel();
+    const int items = whole + (tokens - whole) * parts;
+    const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
+                       lengths, request_ids, block_table, table_stride, table_width, requests, whole, items, parts,
+                       part_columns};
+    if (threadIdx.x >= TEAMS * TEAM_THREADS) {
+        give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x < TEAMS * TEAM_THREADS + 32 * PRODUCERS * STREAMS) produce(work, memory);
+        return;
+    }
+    take_registers<CONSUMER_REGISTERS>();
+    const Seat seat;
+    const u32 logits = memory + LOGITS + seat.team * 2 * LOGITS_BUFFER;
+    const u32 query_maxima = memory + QUERY_MAXIMA + seat.team * 2 * QUERY_MAXIMA_BUFFER;
+    const u32 merge = memory + MERGE + seat.warp * MERGE_FRAGMENTS * FRAGMENT + 16 * seat.lane;
+    const float logit_scale = (scale_factor == nullptr ? scale : scale * *scale_factor) * LOG2_E;
+    Place place(memory, seat.stream);
+    // A buffer is written again only after a barrier that follows its last use: with two of them, one is enough.
+    u32 logits_turn = 0, query_turn = 0;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const int token = work.token_of(item);
+        Query query;
+        const u32 maxima_buffer = query_maxima + query_turn * QUERY_MAXIMA_BUFFER;
+        query.load(q + token * q_token_stride, q_head_stride, heads, seat, maxima_buffer);
+        query_turn ^= 1;
+        const float units[2] = {query.size[0] * logit_scale, query.size[1] * logit_scale};
+        State state;
+        state.clear();
+        bool last;
+#pragma unroll 1
+        do {
+            barrier_wait(place.full(), place.parity);
+            const u32 counted = shared_load(place.note());
+            last = shared_load(place.note() + 4);
+            if (counted) {
+                process_stage(state, query, seat, place.rows(), counted, logits + logits_turn * LOGITS_BUFFER, units);
+                logits_turn ^= 1;
+            }
+            __syncwarp();
+            if (seat.lane == 0) barrier_arrive(place.empty());
+            place.advance();
+        } while (!last);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            state.total[half] = sum_of_head(state.total[half]);
+            state.top[half] = max_of_head(state.top[half]);
+        }
+        if (STREAMS > 1) {
+            const bool another = item + gridDim.x < items;
+            if (seat.stream == 1) {
+                if (item != blockIdx.x) named_sync(MERGE_EMPTY, STREAMS * TEAM_THREADS);
+                hand_over(state, merge);
+                named_arrive(MERGE_FULL, STREAMS * TEAM_THREADS);
+                continue;
+            }
+            named_sync(MERGE_FULL, STREAMS * TEAM_THREADS);
+            take_over(state, merge);
+            if (another) named_arrive(MERGE_EMPTY, STREAMS * TEAM_THREADS);
+        }
+        // Parts are float32 [parts, tokens that are not whole, heads, values]; the sink is for whoever merges them.
+        const bool direct = item < whole;
+        const Result result = {direct ? out : parts_out,
+                               direct ? out_kind : 0,
+                               direct ? out_token_stride : static_cast<long long>(heads) * TILES * TILE,
+                               direct ? out_head_stride : TILES * TILE,
+                               direct ? lse : parts_lse,
+                               direct ? maxima : parts_maxima,
+                               direct ? sink : nullptr};
+        const long long row = static_cast<long long>(work.part_of(item)) * (tokens - whole) + token - whole;
+        store(state, result, seat, direct ? token : row, heads, units);
+    }
+}

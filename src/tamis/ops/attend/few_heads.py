@@ -1,0 +1,225 @@
+"""Sparse attention of few heads over FP8 rows in CUDA C++, for Hopper: `few_heads.cu` and its launches."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tamis.cache import Selection
+from tamis.cuda.compiler import Program
+from tamis.cuda.launch import Launch, kernel
+from tamis.layout import Layout, v32_fp8
+from tamis.ops.attend.items import (
+    OUT_KINDS,
+    VALUE_DIM,
+    Cut,
+    Target,
+    address,
+    attend_in_items,
+    choose_cut,
+    device_index,
+    fits_directly,
+    multiprocessors,
+)
+from tamis.ops.combine.triton_kernels import combine_with_maxima
+
+if TYPE_CHECKING:
+    from tamis.testing.offline_cuda import CudaCase
+
+MAX_HEADS = 32
+GROUP = 16
+"""Heads that one team of warps works on: the rows of the matrix instruction."""
+STAGE = 32
+"""Rows that enter shared memory at a time."""
+WIDTH, ROW_BYTES = 576, 656
+COPY_ALIGNMENT = 16
+"""Bytes that a row's address must be a multiple of."""
+QUERY_DTYPES = (torch.bfloat16, torch.float16)
+SIGNATURE = "PqqPqiiPqqiPPPqiiPiqqPPPPPPfPiiiii"
+
+
+class Variant(NamedTuple):
+    """How a block is laid out."""
+
+    streams: int
+    """Rings of rows, each with a producer and a team: a token's columns are dealt out to them."""
+    head_groups: int
+    """Teams that read the same ring, 16 heads each."""
+    stages: int
+    """Of each ring."""
+    per_sm: int
+    """Blocks that share one multiprocessor."""
+
+    @property
+    def threads(self) -> int:
+        """Per block: teams of four warps, then four warps of which one produces for each stream."""
+        return 128 * (self.streams * self.head_groups + 1)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: rings, shares of logits, what streams hand over, query maxima, barriers, notes."""
+        teams, stages = self.streams * self.head_groups, self.streams * self.stages
+        merge = self.head_groups * 4 * 18 * 512 if self.streams > 1 else 0
+        return stages * STAGE * ROW_BYTES + teams * 2 * 4 * 4 * 512 + merge + teams * 2 * 4 * 4 * GROUP + stages * 24
+
+
+FEW_TOKENS, MANY_TOKENS, TWO_GROUPS = Variant(2, 1, 3, 1), Variant(1, 1, 4, 2), Variant(1, 2, 8, 1)
+
+
+def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
+    """Why these kernels cannot do it, None if they can."""
+    if q.dtype not in QUERY_DTYPES:
+        return f"queries in {q.dtype}"
+    if q.shape[1] > MAX_HEADS:
+        return f"{q.shape[1]} heads, more than {MAX_HEADS}"
+    if value_dim != VALUE_DIM:
+        return f"values of {value_dim} columns, not {VALUE_DIM}"
+    for selection in selections:
+        held = selection.cache
+        if not _known_rows(held.layout):
+            return f"rows of the layout {held.layout.name}"
+        if held.page_stride % COPY_ALIGNMENT or held.storage.data_ptr() % COPY_ALIGNMENT:
+            return f"rows that do not start at a multiple of {COPY_ALIGNMENT} bytes"
+    return None
+
+
+@cache
+def _known_rows(layout: Layout) -> bool:
+    usual = v32_fp8()
+    same = all(getattr(layout, part) == getattr(usual, part) for part in ("latent", "rope", "tile"))
+    fields = (layout.values, layout.scales, layout.tail) == (usual.values, usual.scales, usual.tail)
+    return same and fields and layout.scale_mode in ("pow2", "exact")
+
+
+def usual_variant(tokens: int | None, heads: int, multiprocessors: int) -> Variant:
+    """Two blocks on a multiprocessor overlap the ends of their items; where there is no second item, two streams of one
+    block overlap better, and split a token into fewer parts. Without a number of tokens: one for all of them."""
+    if heads > GROUP:
+        return TWO_GROUPS
+    return FEW_TOKENS if tokens is not None and tokens <= 2 * multiprocessors else MANY_TOKENS
+
+
+def attend_slots(
+    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
+    variant = _variant(q, splits)
+    counts = [_cut(q, s, variant, splits, direct=False).parts for s in selections]
+    found = Target.empty(sum(counts), *q.shape[:2], device=q.device)
+    first = 0
+    for selection, count in zip(selections, counts, strict=True):
+        part = Target(*(tensor[first : first + count] for tensor in found))
+        attend_items(q, selection, variant, scale=scale, sink=None, whole=part, parts=part)
+        first += count
+    return found
+
+
+def attend_into(
+    q: Tensor,
+    selections: Sequence[Selection],
+    *,
+    scale: float | Tensor,
+    splits: int | None,
+    sink: Tensor | None,
+    out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.attend_into`; tokens that are not cut go straight into `out`."""
+    if len(selections) > 1 or not fits_directly(out):
+        parts = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
+        return combine_with_maxima(*parts, sink, out)
+    variant = _variant(q, splits)
+
+    def launch(whole: Target, parts: Target) -> None:
+        attend_items(q, selections[0], variant, scale=scale, sink=sink, whole=whole, parts=parts)
+
+    return attend_in_items(out, sink, _cut(q, selections[0], variant, splits, direct=True), launch)
+
+
+def _variant(q: Tensor, splits: int | None) -> Variant:
+    """How blocks are laid out: part of what fixes a row's bits, so with a number of parts the same for all batches."""
+    return usual_variant(q.shape[0] if splits is None else None, q.shape[1], multiprocessors(q.device))
+
+
+def _cut(q: Tensor, selection: Selection, variant: Variant, splits: int | None, *, direct: bool) -> Cut:
+    tokens, columns = q.shape[0], selection.slots.shape[1]
+    if splits is None:
+        steps = max(1, -(-columns // (STAGE * variant.streams)))
+        return choose_cut(tokens, q.shape[1], steps, variant.per_sm * multiprocessors(q.device), direct=direct)
+    parts = min(splits, max(1, columns))
+    return Cut(tokens, 1) if parts == 1 and direct else Cut(0, parts)
+
+
+def attend_items(
+    q: Tensor,
+    selection: Selection,
+    variant: Variant,
+    *,
+    scale: float | Tensor,
+    sink: Tensor | None,
+    whole: Target,
+    parts: Target,
+) -> None:
+    """Fill the first tokens' rows of `whole` [T, ...], and `parts` [P, t, ...] for the other t, contiguous in float32.
+
+    Each part is normalised by its own sum; the sink counts only in whole tokens.
+    """
+    tokens, heads, _ = q.shape
+    if tokens == 0:
+        return
+    if q.stride(2) != 1 or q.stride(0) % 4 or q.stride(1) % 4 or q.data_ptr() % 8:
+        q = q.contiguous()
+    cache, slots = selection.cache, selection.slots
+    count, left = parts.lse.shape[0], parts.lse.shape[1]
+    items, columns = tokens - left + left * count, slots.shape[1]
+    # Held by name until the launch, so that nobody else gets their memory.
+    lengths = None if selection.lengths is None else selection.lengths.contiguous()
+    ids = None if selection.request_ids is None else selection.request_ids.contiguous()
+    table = None if selection.block_table is None else selection.block_table.contiguous()
+    factor = scale.float() if isinstance(scale, Tensor) else None
+    pages = (0, 0, 0) if table is None else (table.stride(0), table.shape[1], table.shape[0])
+    out, lse, maxima = whole.addresses()
+    launch = _launch(q.device, variant, q.dtype)
+    launch(
+        (min(items, variant.per_sm * multiprocessors(q.device)), 1, 1),
+        *(q.data_ptr(), q.stride(0), q.stride(1)),
+        *(cache.storage.data_ptr(), cache.page_stride, cache.page_size, cache.pages),
+        *(slots.data_ptr(), slots.stride(0), slots.stride(1), columns),
+        *(address(lengths), address(ids), address(table), *pages),
+        *(out, OUT_KINDS[whole.out.dtype], whole.out.stride(-3), whole.out.stride(-2), lse, maxima, address(sink)),
+        *parts.addresses(),
+        *(1.0 if isinstance(scale, Tensor) else scale, address(factor)),
+        *(tokens, heads, tokens - left, count, -(-columns // count)),
+    )
+
+
+@cache
+def program(variant: Variant, dtype: torch.dtype) -> Program:
+    """The source for a variant and a dtype of queries."""
+    constants = {
+        "STREAMS": variant.streams,
+        "HEAD_GROUPS": variant.head_groups,
+        "STAGES": variant.stages,
+        "PER_SM": variant.per_sm,
+        "QUERY_HALF": int(dtype == torch.float16),
+        "THREADS": variant.threads,
+        "SHARED_BYTES": variant.shared,
+    }
+    return Program.packaged(__package__, "few_heads.cu", **constants)
+
+
+@cache
+def _launch(device: torch.device, variant: Variant, dtype: torch.dtype) -> Launch:
+    loaded = kernel(program(variant, dtype), "attend_few_heads", device_index(device))
+    return Launch(loaded, SIGNATURE, threads=variant.threads, shared=variant.shared, overlap=True)
+
+
+def offline_cases() -> Iterator["CudaCase"]:
+    """Programs that `tamis.testing.offline_cuda` compiles."""
+    from tamis.testing.offline_cuda import CudaCase
+
+    for variant in (FEW_TOKENS, MANY_TOKENS, TWO_GROUPS):
+        for dtype in QUERY_DTYPES:
+            label = f"attend, few heads, {tuple(variant)}, {str(dtype).removeprefix('torch.')} queries"
+            yield CudaCase(label, program(variant, dtype), variant.shared)

@@ -1,0 +1,68 @@
+"""Sparse attention on Hopper: FP8 rows in CUDA C++, by the number of heads; everything else by the portable kernels."""
+
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tamis.cache import Selection
+from tamis.ops.attend import few_heads, items, many_heads, triton_kernels
+
+if TYPE_CHECKING:
+    from tamis.testing.offline_cuda import CudaCase
+
+FULL_DEVICE = 64
+"""Tokens from which on 17 to 32 heads are better padded to 64 than taken 16 at a time (measured on an H200)."""
+
+
+def attend_slots(
+    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attend_slots`."""
+    kernels = kernels_for(q, selections, value_dim, splits)
+    found: tuple[Tensor, Tensor, Tensor] = kernels.attend_slots(
+        q, selections, scale=scale, value_dim=value_dim, splits=splits
+    )
+    return found
+
+
+def attend_into(
+    q: Tensor,
+    selections: Sequence[Selection],
+    *,
+    scale: float | Tensor,
+    splits: int | None,
+    sink: Tensor | None,
+    out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.attend_into`."""
+    kernels = kernels_for(q, selections, out.shape[2], splits)
+    found: tuple[Tensor, Tensor] = kernels.attend_into(q, selections, scale=scale, splits=splits, sink=sink, out=out)
+    return found
+
+
+def kernels_for(q: Tensor, selections: Sequence[Selection], value_dim: int, splits: int | None) -> ModuleType:
+    """Kernels that take such a call and are fastest at it: those for few heads, those for many, or the portable ones.
+
+    Both of the former can do 17 to 32 heads: those for many heads win once tokens fill the device. Where the number of
+    parts is given, the tokens have no say, so that a row's bits do not depend on the rest of the batch.
+    """
+    tokens, heads, _ = q.shape
+    order = [few_heads, many_heads]
+    if heads > few_heads.GROUP and (splits is not None or tokens >= FULL_DEVICE):
+        order.reverse()
+    for kernels in order:
+        if kernels.refusal(q, selections, value_dim) is None:
+            return kernels
+    return triton_kernels
+
+
+def offline_cases() -> Iterator["CudaCase"]:
+    """Programs that `tamis.testing.offline_cuda` compiles."""
+    from tamis.testing.offline_cuda import CudaCase
+
+    for at_once in items.MERGED_AT_ONCE:
+        yield CudaCase(f"attend, merging parts, {at_once} at once", items.merge_program(at_once), 0)
+    yield from few_heads.offline_cases()
+    yield from many_heads.offline_cases()

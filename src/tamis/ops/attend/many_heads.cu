@@ -1,0 +1,770 @@
+// Sparse attention of 64 heads at a time over FP8 rows, on Hopper: one block per item and 64 heads. An item is a query
+// token, or a part of the rows of one: the first tokens of a launch are whole and go straight into the output, the others
+// are cut into parts that another kernel merges.
+//
+// Four groups of four warps. Two `widen`: each of their warps copies eight of a block's 64 rows into shared memory, makes
+// them fp16 and hands them over in halves: first the columns from 256 on, whose bytes lie beside the scales, then those
+// before; the bytes of the next block are on their way meanwhile. `score` multiplies queries with both halves, does the
+// softmax, publishes the weights and multiplies them, from its registers, with the first quarter of the values. `weigh`
+// multiplies them with the other three. Of three buffers for halves, one gets the next block's first half while this
+// block is worked on; the second follows when the first half of this block has been multiplied.
+//
+// Numbers. A row is held as fp16 times 2**E, E from the largest of its scales and of its 16-bit columns, so that its
+// largest values lie just below fp16's largest; every e4m3 value times a power of two is exact down to 2**-30 of that.
+// The products with queries (fp16 times a power of two per head) are exact in float32, times 2**E they are logits.
+// Weights carry 2**(E - reference) into the product with values, the reference being the largest E so far: the product
+// weight * 2**E is what decides how much a row matters to the output, and fp16 holds it down to 2**-34 of the largest.
+//
+// Constants: V4 (rows of 448 e4m3 + 64 bf16 with exponent bytes in a plane of their own, all values; otherwise 512 e4m3,
+// four float32 scales, 64 bf16, the first 512 values), SELECTIONS (1 or 2), THREADS, SHARED_BYTES, and registers per
+// thread of the groups.
+#include "instructions.cuh"
+#include "warpgroups.cuh"
+
+// ---- Shapes
+
+constexpr int HEADS = 64;   // of a block
+constexpr int TOKENS = 64;  // selected rows that are worked on at a time
+constexpr int WIDENERS = 8;  // warps
+constexpr int OWN = TOKENS / WIDENERS;  // rows of one of them
+constexpr int WARPS = 4;    // of a group
+
+constexpr int WIDTH = V4 ? 512 : 576, VALUES = 512, TILES = WIDTH / 64;
+constexpr int LATENT = V4 ? 448 : 512;
+constexpr int ROW_BYTES = V4 ? 576 : 656;  // of a row without exponent bytes
+constexpr int SECOND_BYTES = 256;  // of a row: what the second half of the columns needs alone
+constexpr int SCALES_AT = V4 ? 576 : 512, ROPE_AT = V4 ? 448 : 528;
+constexpr int RAW_BYTES = V4 ? 592 : 656;  // of a row as it came: four rows are 64 mod 128 bytes, which spreads banks
+
+constexpr u32 TILE_BYTES = 64 * 128, HALF_BYTES = 4 * TILE_BYTES;
+constexpr int HALVES = 3;     // buffers for half the columns of a block: those from 256 on, then those before
+constexpr int LEFTOVERS = 2;  // buffers for the columns beyond 512, on which the weights are then written
+
+// ---- Shared memory
+
+constexpr u32 QUERIES = 0;
+constexpr u32 HALF = QUERIES + TILES * TILE_BYTES;
+constexpr u32 LEFTOVER = HALF + HALVES * HALF_BYTES;
+constexpr u32 RAW = LEFTOVER + LEFTOVERS * TILE_BYTES;
+constexpr u32 FACTOR = RAW + TOKENS * RAW_BYTES;              // [LEFTOVERS][TOKENS] 2**E, and 0 or, for no row, -inf
+constexpr u32 RESCALE = FACTOR + LEFTOVERS * TOKENS * 8;      // [LEFTOVERS][HEADS] of the output so far
+constexpr u32 PER_HEAD = RESCALE + LEFTOVERS * HEADS * 4;     // [HEADS] scales of queries, at the end of the output
+constexpr u32 READY = PER_HEAD + HEADS * 4;                   // [HALVES] barriers
+constexpr u32 FREE = READY + HALVES * 8;                      // [HALVES]
+constexpr u32 WEIGHTS_READY = FREE + HALVES * 8;              // [LEFTOVERS]
+constexpr u32 FINISHED = WEIGHTS_READY + LEFTOVERS * 8;
+constexpr u32 USED = FINISHED + 8;
+static_assert(USED <= SHARED_BYTES && RAW % 128 == 0 && READY % 8 == 0, "shared memory");
+
+// Named barriers.
+constexpr u32 SCORING = 1, CONSUMERS = 2;
+
+// ---- Arithmetic
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+// fp16 ends at 2**16. Rows: e4m3 ends at 448, so a scale below 2**7 fits; a bf16 below 2**16 does as it is.
+constexpr int SCALE_EXPONENT = 6, VALUE_EXPONENT = 15, QUERY_EXPONENT = 14;
+constexpr int LOWEST_EXPONENT = 127 - 60;  // of a row, with float32's bias: below 2**-44 all is zero
+// Weights: a maximum is raised only when logits exceed it by more than LEEWAY; 2**(LEEWAY + HEADROOM) stays in fp16.
+constexpr float LEEWAY = 4.0f, HEADROOM = 1024.0f;
+constexpr float SPARE = 4.0f;  // by how much a raised reference exceeds the rows that raised it
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
+__device__ __forceinline__ float power_of_two(int biased) { return __uint_as_float(static_cast<u32>(biased) << 23); }
+__device__ __forceinline__ int biased_exponent(float x) { return __float_as_uint(x) >> 23 & 0xFF; }
+__device__ __forceinline__ float load_float(u32 address) { return __uint_as_float(shared_load(address)); }
+__device__ __forceinline__ void store_float(u32 address, float x) { shared_store(address, __float_as_uint(x)); }
+__device__ __forceinline__ float low_bfloat(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bfloat(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+// Where a 16-byte unit of a row lies in a tile.
+__device__ __forceinline__ u32 in_tile(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
+
+// A place in the sequence of halves, and the parity of its buffer's barriers.
+struct Half {
+    int number = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ Half after(int steps) const {
+        const int next = number + steps;
+        return next < HALVES ? Half{next, parity} : Half{next - HALVES, parity ^ 1};
+    }
+
+    __device__ __forceinline__ u32 tiles(u32 memory) const { return memory + HALF + number * HALF_BYTES; }
+    __device__ __forceinline__ u32 ready(u32 memory) const { return memory + READY + number * 8; }
+    __device__ __forceinline__ u32 free(u32 memory) const { return memory + FREE + number * 8; }
+};
+
+// ---- What to attend to
+
+struct Selection {
+    const unsigned char* start;
+    long long page_stride;
+    int page_size, page_shift, pages;  // a page's size as a power of two; negative: it is none
+    const int* slots;  // of the query token
+    long long column_stride;
+    int length;
+    const int* table;  // of the token's request; null: slots are no positions
+    int table_width;
+};
+
+struct Work {
+    Selection first, second;
+    int first_blocks;
+    int begin, end;  // blocks of this part
+};
+
+// Follows one column of every block: the slot two blocks ahead, its page one block ahead. Which selection a block is of
+// is the same for all lanes; everything is chosen by it first and loaded once, as a load into a register that another
+// one is still on the way to would wait for that.
+struct Follower {
+    const Work& work;
+    int column;  // within a block
+    int block;   // whose slot is `slot`
+    int slot, page = -1, within = 0;
+    bool page_in_second = false;
+
+    __device__ __forceinline__ Follower(const Work& work, int column)
+        : work(work), column(column), block(work.begin) {
+        load_slot();
+        find_page();
+    }
+
+    // Whether a block is of the second selection.
+    __device__ __forceinline__ bool is_later() const { return SELECTIONS > 1 && block >= work.first_blocks; }
+
+    __device__ __forceinline__ void load_slot() {
+        const bool later = is_later();
+        const int at = (block - (later ? work.first_blocks : 0)) * TOKENS + column;
+        const int length = block < work.end ? (later ? work.second.length : work.first.length) : 0;
+        const int* const slots = later ? work.second.slots : work.first.slots;
+        const long long stride = later ? work.second.column_stride : work.first.column_stride;
+        slot = -1;
+        if (at < length) slot = slots[at * stride];
+    }
+
+    // Of the block whose slot is there; then on to the next slot.
+    __device__ __forceinline__ void find_page() {
+        const bool later = page_in_second = is_later();
+        const int size = later ? work.second.page_size : work.first.page_size;
+        const int shift = later ? work.second.page_shift : work.first.page_shift;
+        const int width = later ? work.second.table_width : work.first.table_width;
+        const int* const table = later ? work.second.table : work.first.table;
+        const int number = shift >= 0 ? slot >> shift : slot / size;  // negative where the slot is, or zero
+        within = slot - number * size;
+        page = slot < 0 ? -1 : number;
+        if (table != nullptr && slot >= 0) page = number < width ? table[number] : -1;
+        ++block;
+        load_slot();
+    }
+
+    // Of the next block, and its exponents; null where there is no row.
+    __device__ __forceinline__ const unsigned char* next(const unsigned char*& exponents) {
+        const bool later = page_in_second;
+        const long long stride = later ? work.second.page_stride : work.first.page_stride;
+        const unsigned char* const start = (later ? work.second.start : work.first.start) + page * stride;
+        const bool there = static_cast<u32>(page) < static_cast<u32>(later ? work.second.pages : work.first.pages);
+        const unsigned char* const row = there ? start + within * ROW_BYTES : nullptr;
+        exponents = start + (later ? work.second.page_size : work.first.page_size) * ROW_BYTES + within * 8;
+        find_page();
+        return row;
+    }
+};
+
+// ---- Rows to tiles
+
+// Brings the eight rows of a warp, in two pieces: the second is the first 256 bytes.
+struct Fetch {
+    u32 raw;  // where they go
+    int lane;
+    Follower follower;  // of row lane % 8
+    const unsigned char* from[2];  // of rows lane / 8 and lane / 8 + 4: eight lanes copy 128 bytes
+    u32 present;  // a bit for each row
+
+    template <int START, int UNITS>
+    __device__ __forceinline__ void copy() const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            // One address for all units, which differ by constants.
+            const u32 target = raw + (lane / 8 + 4 * i) * RAW_BYTES + lane % 8 * 16;
+            const unsigned char* const source = from[i] + lane % 8 * 16;
+            const bool there = from[i] != nullptr;
+#pragma unroll
+            for (int unit = 0; unit < UNITS; unit += 8) {
+                const int at = START + unit * 16;
+                if (unit + 8 <= UNITS || unit + lane % 8 < UNITS) copy_or_clear<16>(target + at, source + at, there);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void first() {
+        const unsigned char* exponents;
+        const unsigned char* const row = follower.next(exponents);
+        present = __ballot_sync(EVERY_LANE, row != nullptr);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const auto address = reinterpret_cast<unsigned long long>(row);
+            const u32 low = __shfl_sync(EVERY_LANE, static_cast<u32>(address), lane / 8 + 4 * i);
+            const u32 high = __shfl_sync(EVERY_LANE, static_cast<u32>(address >> 32), lane / 8 + 4 * i);
+            from[i] = reinterpret_cast<const unsigned char*>(static_cast<unsigned long long>(high) << 32 | low);
+        }
+        copy<SECOND_BYTES, (ROW_BYTES - SECOND_BYTES) / 16>();
+        if (V4 && lane < OWN) copy_or_clear<8>(raw + lane * RAW_BYTES + SCALES_AT, exponents, row != nullptr);
+        copies_commit();
+    }
+
+    __device__ __forceinline__ void second() {
+        copy<0, SECOND_BYTES / 16>();
+        copies_commit();
+    }
+};
+
+// Eight e4m3 to fp16 under a scale.
+__device__ __forceinline__ uint4 widen(uint2 bytes, u32 scale) {
+    uint4 v;
+    e4m3_to_half(bytes.x, v.x, v.y);
+    e4m3_to_half(bytes.y, v.z, v.w);
+    return make_uint4(multiply_halves(v.x, scale), multiply_halves(v.y, scale), multiply_halves(v.z, scale),
+                      multiply_halves(v.w, scale));
+}
+
+__device__ __forceinline__ u32 narrow(u32 bfloat_pair, float factor) {
+    return pack_half(low_bfloat(bfloat_pair) * factor, high_bfloat(bfloat_pair) * factor);
+}
+
+// The largest magnitude of eight bf16, as 15 bits; they are in the order of their bits, NaN above all.
+__device__ __forceinline__ u32 largest(uint4 bfloats) {
+    constexpr u32 MAGNITUDES = 0x7FFF7FFF;
+    const u32 pairs = __vmaxu2(__vmaxu2(bfloats.x & MAGNITUDES, bfloats.y & MAGNITUDES),
+                               __vmaxu2(bfloats.z & MAGNITUDES, bfloats.w & MAGNITUDES));
+    return max(pairs & 0xFFFF, pairs >> 16);
+}
+
+// What a lane knows of a row: scales as pairs of halves, or exponent bytes, and the power of two that they leave out.
+struct Scales {
+    uint4 words;    // V4: x and y are exponent bytes
+    int exponent;   // biased, of the row's power of two plus SCALE_EXPONENT
+
+    __device__ __forceinline__ u32 of_tile(int tile) const {
+        if (!V4) return tile < 2 ? words.x : tile < 4 ? words.y : tile < 6 ? words.z : words.w;
+        const int byte = (tile < 4 ? words.x >> 8 * tile : words.y >> 8 * (tile - 4)) & 0xFF;
+        const float scale = power_of_two(max(127 + SCALE_EXPONENT + byte - exponent, 0));
+        return pack_half(scale, scale);
+    }
+
+    __device__ __forceinline__ float left_out() const { return power_of_two(exponent - SCALE_EXPONENT); }
+    __device__ __forceinline__ float inverse() const { return power_of_two(254 + SCALE_EXPONENT - exponent); }
+};
+
+__device__ __forceinline__ Scales scales_of(u32 row, u32 rope_top) {
+    Scales scales;
+    int exponent = max(static_cast<int>(rope_top >> 7) - (VALUE_EXPONENT - SCALE_EXPONENT), LOWEST_EXPONENT);
+    if (V4) {
+        const uint2 bytes = shared_load2(row + SCALES_AT);
+        scales.words = make_uint4(bytes.x, bytes.y, 0, 0);
+#pragma unroll
+        for (int i = 0; i < 7; ++i) exponent = max(exponent, static_cast<int>((i < 4 ? bytes.x : bytes.y) >> 8 * (i & 3) & 0xFF));
+        scales.exponent = exponent;
+    } else {
+        const uint4 bits = shared_load4(row + SCALES_AT);
+        exponent = max(exponent, static_cast<int>(max(max(bits.x, bits.y), max(bits.z, bits.w)) >> 23));
+        scales.exponent = exponent;
+        const float inverse = scales.inverse();
+        const auto pair = [&](u32 word) { const float s = __uint_as_float(word) * inverse; return pack_half(s, s); };
+        scales.words = make_uint4(pair(bits.x), pair(bits.y), pair(bits.z), pair(bits.w));
+    }
+    return scales;
+}
+
+// Of a lane's two rows, its unit of 8 columns in four tiles or fewer, as they came.
+template <int TILES>
+struct Codes {
+    uint2 bytes[TILES][2];
+
+    __device__ __forceinline__ void load(const u32 (&source)[2], int first) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) bytes[tile][i] = shared_load2(source[i] + (first + tile) * 64);
+        }
+    }
+
+    __device__ __forceinline__ void store_wide(u32 to, const u32 (&target)[2], const Scales (&scales)[2], int first) const {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                shared_store4(to + tile * TILE_BYTES + target[i], widen(bytes[tile][i], scales[i].of_tile(first + tile)));
+            }
+        }
+    }
+};
+
+__device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
+    const int warp = threadIdx.x / 32 % WIDENERS, lane = threadIdx.x % 32, blocks = work.end - work.begin;
+    const u32 raw = memory + RAW + warp * OWN * RAW_BYTES;
+    Fetch fetch = {raw, lane, Follower(work, warp * OWN + lane % OWN)};
+    fetch.first();
+    fetch.second();
+    // A lane works on two rows, on the unit of 8 columns that is its own in every tile. Rows 4 apart share a wave of loads.
+    const int unit = lane % 8, row = 4 * (lane / 8 % 2) + lane / 16;
+    u32 source[2], target[2];  // of its rows as they came, of its units in a tile
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        source[i] = raw + (row + 2 * i) * RAW_BYTES + unit * 8;
+        target[i] = in_tile(warp * OWN + row + 2 * i, unit);
+    }
+    Half here;
+    const auto take = [&] { barrier_wait(here.free(memory), here.parity ^ 1); };
+    const auto hand_over = [&] {
+        fence_for_copies_and_products();
+        __syncwarp();
+        if (unit == 0) barrier_arrive(here.ready(memory));  // the lanes that write factors
+        here = here.after(1);
+    };
+    for (int block = 0; block < blocks; ++block) {
+        const u32 leftover = block % LEFTOVERS, present = fetch.present;
+        copies_wait<1>();
+        __syncwarp();
+        u32 tops = largest(shared_load4(source[0] + ROPE_AT + 8 * unit));
+        tops |= largest(shared_load4(source[1] + ROPE_AT + 8 * unit)) << 16;
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) tops = __vmaxu2(tops, __shfl_xor_sync(EVERY_LANE, tops, step));
+        const Scales scales[2] = {scales_of(source[0] - unit * 8, tops & 0xFFFF), scales_of(source[1] - unit * 8, tops >> 16)};
+
+        // The weights of two blocks ago may lie where the columns beyond 512 go; they are freed with this half.
+        Codes<LATENT / 64 - 4> upper;
+        if (!V4) upper.load(source, 4);
+        take();
+        if (unit == 0) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int own = row + 2 * i;
+                const u32 at = memory + FACTOR + (leftover * TOKENS + warp * OWN + own) * 8;
+                // An exponent of 255 is no number; neither are the row's logits, then.
+                store_float(at, scales[i].exponent == 255 ? __uint_as_float(0x7FC00000u) : scales[i].left_out());
+                store_float(at + 4, present >> own & 1 ? 0.0f : minus_infinity());
+            }
+        }
+        const u32 rope_to = V4 ? here.tiles(memory) + 3 * TILE_BYTES : memory + LEFTOVER + leftover * TILE_BYTES;
+        if (V4) upper.load(source, 4);
+        upper.store_wide(here.tiles(memory), target, scales, 4);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float inverse = scales[i].inverse();
+            const uint4 x = shared_load4(source[i] + ROPE_AT + 8 * unit);  // again, as registers are few
+            shared_store4(rope_to + target[i], make_uint4(narrow(x.x, inverse), narrow(x.y, inverse), narrow(x.z, inverse),
+                                                          narrow(x.w, inverse)));
+        }
+        hand_over();
+
+        // On their way to registers while the next rows are looked up.
+        copies_wait<0>();
+        __syncwarp();
+        Codes<4> lower;
+        lower.load(source, 0);
+        if (block + 1 < blocks) fetch.first();
+        else copies_commit();
+        take();
+        lower.store_wide(here.tiles(memory), target, scales, 0);
+        hand_over();
+        if (block + 1 < blocks) fetch.second();
+        else copies_commit();
+    }
+    copies_wait<0>();
+}
+
+// ---- Queries
+
+// bf16 to fp16 tiles, each head times a power of two that goes to PER_HEAD; by the eight warps that multiply.
+__device__ __forceinline__ void load_queries(u32 memory, const unsigned short* queries, long long head_stride, int heads) {
+    constexpr int UNITS = WIDTH / 8, ROUNDS = (UNITS + 31) / 32, READERS = 2 * WARPS, AT_ONCE = 4;
+    const int warp = threadIdx.x / 32 % READERS, lane = threadIdx.x % 32;
+    for (int first = warp; first < HEADS; first += READERS * AT_ONCE) {
+        uint4 words[AT_ONCE][ROUNDS];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int head = first + i * READERS;
+#pragma unroll
+            for (int round = 0; round < ROUNDS; ++round) {
+                const int unit = lane + 32 * round;
+                words[i][round] = make_uint4(0, 0, 0, 0);
+                if (head < heads && unit < UNITS) {
+                    words[i][round] = *reinterpret_cast<const uint4*>(queries + head * head_stride + unit * 8);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int head = first + i * READERS;
+            u32 top = 0;
+#pragma unroll
+            for (int round = 0; round < ROUNDS; ++round) top = max(top, largest(words[i][round]));
+            top = __reduce_max_sync(EVERY_LANE, top);
+            // Neither infinity nor NaN changes what the factor can be.
+            const int exponent = max(min(static_cast<int>(top >> 7), 254), LOWEST_EXPONENT) - QUERY_EXPONENT;
+            const float inverse = power_of_two(254 - exponent);
+            if (lane == 0) store_float(memory + PER_HEAD + head * 4, power_of_two(exponent));
+#pragma unroll
+            for (int round = 0; round < ROUNDS; ++round) {
+                const int unit = lane + 32 * round;
+                const uint4 x = words[i][round];
+                if (unit < UNITS) {
+                    shared_store4(memory + QUERIES + unit / 8 * TILE_BYTES + in_tile(head, unit % 8),
+                                  make_uint4(narrow(x.x, inverse), narrow(x.y, inverse), narrow(x.z, inverse), narrow(x.w, inverse)));
+                }
+            }
+        }
+    }
+    fence_for_copies_and_products();
+    named_sync(CONSUMERS, 2 * WARPS * 32);
+}
+
+// ---- Output
+
+struct Output {
+    void* start;  // of the part, token and first head
+    long long head_stride;
+    int heads;   // of this block
+    int kind;    // of numbers: 0 float32, 1 bf16, 2 fp16
+    const float* sink;
+    float *lse, *tops;
+
+    // A fragment of 128 columns, each head times a factor.
+    __device__ __forceinline__ void store(const float (&values)[64], int column, float upper, float lower) const {
+        const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % WARPS * 16 + lane / 4;
+#pragma unroll
+        for (int below = 0; below < 2; ++below) {
+            if (head + 8 * below >= heads) continue;
+            const float factor = below ? lower : upper;
+            const long long at = (head + 8 * below) * head_stride + column + lane % 4 * 2;
+            // Nothing times NaN: a head that attends to nothing gives zeros.
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                const float a = values[4 * i + 2 * below] * factor, b = values[4 * i + 2 * below + 1] * factor;
+                if (kind == 0) {
+                    *reinterpret_cast<float2*>(static_cast<float*>(start) + at + 8 * i) = make_float2(a, b);
+                } else {
+                    static_cast<u32*>(start)[(at + 8 * i) / 2] = kind == 1 ? pack_bf16(a, b) : pack_half(a, b);
+                }
+            }
+        }
+    }
+};
+
+// ---- Softmax and products
+
+// Two heads of a lane: `upper` is lane / 4 of the warp's 16, `lower` eight further.
+struct Softmax {
+    float unit;              // of a logit with base 2, in products of rows and queries
+    float top = minus_infinity();   // largest logit
+    float base = -1e30f;     // what weights are relative to
+    float sum = 0.0f;        // of this lane's columns
+
+    // The factor of everything so far.
+    __device__ __forceinline__ float raise(float block_top) {
+        const float logit = block_top * unit;
+        top = fmaxf(top, logit);
+        if (!(logit > base + LEEWAY)) return 1.0f;
+        const float factor = fast_exp2(base - logit);
+        base = logit;
+        sum *= factor;
+        return factor;
+    }
+};
+
+__device__ __forceinline__ float over_lanes_of_head(float x) {
+    x = fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 1));
+    return fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 2));
+}
+
+template <int N>
+__device__ __forceinline__ void rescale(float (&values)[N][64], float upper, float lower) {
+    if (__ballot_sync(EVERY_LANE, upper != 1.0f || lower != 1.0f) == 0) return;
+#pragma unroll
+    for (int i = 0; i < N * 64; ++i) values[i / 64][i % 64] *= i & 2 ? lower : upper;
+}
+
+// Logits of a block to weights, as fragments; returns the factors of the output so far.
+__device__ __forceinline__ float2 soften(float (&s)[32], u32 factors, Softmax& upper, Softmax& lower, float& reference,
+                                         u32 (&weights)[4][4]) {
+    const u32 own = factors + threadIdx.x % 4 * 16;  // of this lane's columns; read twice, as registers are few
+    float highest = 0.0f, tops[2] = {minus_infinity(), minus_infinity()};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint4 pair = shared_load4(own + i * 64);
+        const float factor[2] = {__uint_as_float(pair.x), __uint_as_float(pair.z)};
+        const float added[2] = {__uint_as_float(pair.y), __uint_as_float(pair.w)};
+        highest = fmaxf(highest, fmaxf(factor[0], factor[1]));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            s[4 * i + j] = fmaf(s[4 * i + j], factor[j % 2], added[j % 2]);
+            tops[j / 2] = fmaxf(tops[j / 2], s[4 * i + j]);
+        }
+    }
+    highest = over_lanes_of_head(highest);
+    float2 scale = make_float2(upper.raise(over_lanes_of_head(tops[0])), lower.raise(over_lanes_of_head(tops[1])));
+    if (highest > reference) {  // in all lanes of all warps alike
+        const float raised = highest * SPARE;
+        const float factor = reference * power_of_two(254 - biased_exponent(raised));
+        scale.x *= factor;
+        scale.y *= factor;
+        reference = raised;
+    }
+    const float inverse = HEADROOM * power_of_two(254 - biased_exponent(reference));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float2 factor = {load_float(own + i * 64), load_float(own + i * 64 + 8)};
+        const float a = fast_exp2(s[4 * i] * upper.unit - upper.base), b = fast_exp2(s[4 * i + 1] * upper.unit - upper.base);
+        const float c = fast_exp2(s[4 * i + 2] * lower.unit - lower.base), d = fast_exp2(s[4 * i + 3] * lower.unit - lower.base);
+        upper.sum += a + b;
+        lower.sum += c + d;
+        const float even = factor.x * inverse, odd = factor.y * inverse;
+        weights[i / 2][i % 2 * 2] = pack_half(a * even, b * odd);
+        weights[i / 2][i % 2 * 2 + 1] = pack_half(c * even, d * odd);
+    }
+    return scale;
+}
+
+// What is left to do to a head's output; its lse and largest logit are written on the way.
+__device__ __forceinline__ float finish(Softmax& head, float reference, int number, const Output& out) {
+    head.sum += __shfl_xor_sync(EVERY_LANE, head.sum, 1);
+    head.sum += __shfl_xor_sync(EVERY_LANE, head.sum, 2);
+    const bool empty = head.sum == 0.0f;
+    const float whole = empty ? minus_infinity() : (head.base + fast_log2(head.sum)) * LN_2;
+    float factor = empty ? 0.0f : reference / HEADROOM / head.sum;
+    if (number < out.heads) {
+        if (out.sink != nullptr) factor *= 1.0f / (1.0f + fast_exp2((out.sink[number] - whole) * LOG2_E));
+        if (threadIdx.x % 4 == 0) {
+            out.lse[number] = whole;
+            out.tops[number] = head.sum == head.sum ? head.top * LN_2 : head.sum;  // NaN has no place in an order
+        }
+    }
+    return empty ? 0.0f : factor;
+}
+
+// `place` tells where results go, at the end, when registers are free.
+template <class Place>
+__device__ __forceinline__ void score(u32 memory, int blocks, float scale, const Place& place) {
+    const int lane = threadIdx.x % 32, head = threadIdx.x / 32 * 16 + lane / 4;
+    Softmax upper = {load_float(memory + PER_HEAD + head * 4) * scale * LOG2_E};
+    Softmax lower = {load_float(memory + PER_HEAD + head * 4 + 32) * scale * LOG2_E};
+    float reference = power_of_two(LOWEST_EXPONENT - SCALE_EXPONENT);  // no row has less
+    float s[32], values[1][64];
+#pragma unroll
+    for (int i = 0; i < 64; ++i) values[0][i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) s[i] = 0.0f;
+    // Rows of the matrices that this lane addresses when it stores weights.
+    const u32 target = in_tile(threadIdx.x / 32 * 16 + lane % 16, lane / 16);
+    Half here;
+    const auto at = [](int step) { return step / 4 * TILE_BYTES + step % 4 * 32; };
+    // In two pieces: issuing products takes as long as they do, and others wait for what came before them.
+    const auto multiply_first_keys = [&] {
+        barrier_wait(here.ready(memory), here.parity);
+        const auto queries = along_rows(memory + QUERIES + HALF_BYTES), keys = along_rows(here.tiles(memory));
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), step > 0);
+        products_commit();
+    };
+    const auto multiply_more_keys = [&](u32 slot) {
+        const auto queries = along_rows(memory + QUERIES + HALF_BYTES), keys = along_rows(here.tiles(memory));
+        const auto rest = along_rows(memory + LEFTOVER + slot * TILE_BYTES);
+        products_begin();
+#pragma unroll
+        for (int step = 4; step < 16; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), 1);
+#pragma unroll
+        for (int step = 16; step < TILES * 4 - 16; ++step) {
+            multiply_64(s, advance(queries, at(step)), advance(rest, at(step - 16)), 1);
+        }
+        products_commit();
+    };
+    const auto multiply_second_keys = [&] {
+        const Half second = here.after(1);
+        barrier_wait(second.ready(memory), second.parity);
+        const auto queries = along_rows(memory + QUERIES), keys = along_rows(second.tiles(memory));
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < 16; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), 1);
+        products_commit();
+        products_wait<0>(s);
+    };
+    // Softmax of a block's logits, and the product with the first quarter of the values under way.
+    const auto weigh_first = [&](u32 slot) {
+        const u32 leftover = memory + LEFTOVER + slot * TILE_BYTES;
+        u32 weights[4][4];
+        const float2 factor = soften(s, memory + FACTOR + slot * TOKENS * 8, upper, lower, reference, weights);
+        if (!V4) named_sync(SCORING, WARPS * 32);  // all four warps have read what the weights take the place of
+#pragma unroll
+        for (int step = 0; step < 4; ++step) store_matrices(leftover + (target ^ step * 32), weights[step]);
+        if (lane % 4 == 0) {
+            store_float(memory + RESCALE + (slot * HEADS + head) * 4, factor.x);
+            store_float(memory + RESCALE + (slot * HEADS + head) * 4 + 32, factor.y);
+        }
+        fence_for_copies_and_products();
+        __syncwarp();
+        if (lane % 4 == 0) barrier_arrive(memory + WEIGHTS_READY + slot * 8);
+        rescale(values, factor.x, factor.y);
+        const auto rows = down_rows(here.tiles(memory), TILE_BYTES);
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) multiply_128(values[0], weights[step], advance(rows, step * 2048));
+        products_commit();
+    };
+    if (blocks > 0) {
+        multiply_first_keys();
+        multiply_more_keys(0);
+        multiply_second_keys();
+        u32 slot = 0;
+        // The compiler gives up overlapping products where a branch leaves while one of them is under way, hence the
+        // last block by itself.
+        for (int block = 1; block < blocks; ++block) {
+            weigh_first(slot);
+            const u32 used = here.free(memory);
+            slot = block % LEFTOVERS;
+            here = here.after(2);
+            multiply_first_keys();
+            products_wait<1>(values[0]);
+            if (lane == 0) barrier_arrive(used);
+            multiply_more_keys(slot);
+            multiply_second_keys();
+        }
+        weigh_first(slot);
+        products_wait<0>(values[0]);
+    }
+    const Output out = place();
+    const float above = finish(upper, reference, head, out), below = finish(lower, reference, head + 8, out);
+    if (lane % 4 == 0) {
+        store_float(memory + PER_HEAD + head * 4, above);
+        store_float(memory + PER_HEAD + head * 4 + 32, below);
+    }
+    if (lane % 4 == 0) barrier_arrive(memory + FINISHED);
+    out.store(values[0], VALUES / 2, above, below);
+}
+
+template <class Place>
+__device__ __forceinline__ void weigh(u32 memory, int blocks, const Place& place) {
+    const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % WARPS * 16 + lane / 4;
+    float values[3][64];
+#pragma unroll
+    for (int i = 0; i < 192; ++i) values[i / 64][i % 64] = 0.0f;
+    Half here;
+    int leftover = 0;
+    u32 parity = 0;
+    for (int block = 0; block < blocks; ++block) {
+        barrier_wait(memory + WEIGHTS_READY + leftover * 8, parity);
+        const u32 factors = memory + RESCALE + (leftover * HEADS + head) * 4;
+        rescale(values, load_float(factors), load_float(factors + 32));
+        const auto weights = along_rows(memory + LEFTOVER + leftover * TILE_BYTES);
+        const auto upper = down_rows(here.tiles(memory) + 2 * TILE_BYTES, TILE_BYTES);
+        const auto lower = down_rows(here.after(1).tiles(memory), TILE_BYTES);
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) multiply_128(values[0], advance(weights, step * 32), advance(upper, step * 2048));
+        products_commit();
+        // `widen` waits for this half: it is freed before more products are issued, which takes as long as they do.
+        products_wait<0>(values[0]);
+        if (lane == 0) barrier_arrive(here.free(memory));
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            multiply_128(values[1], advance(weights, step * 32), advance(lower, step * 2048));
+            multiply_128(values[2], advance(weights, step * 32), advance(lower, step * 2048 + 2 * TILE_BYTES));
+        }
+        products_commit();
+        products_wait<0>(values[1]);
+        products_wait<0>(values[2]);
+        if (lane < 2) barrier_arrive(here.after(1).free(memory));  // the second time for `score`
+        here = here.after(2);
+        if (++leftover == LEFTOVERS) leftover = 0, parity ^= 1;
+    }
+    barrier_wait(memory + FINISHED, 0);
+    const Output out = place();
+    const float above = load_float(memory + PER_HEAD + head * 4), below = load_float(memory + PER_HEAD + head * 4 + 32);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) out.store(values[i], (VALUES * 3 / 4 + i * VALUES / 4) % VALUES, above, below);
+}
+
+// ---- Kernel
+
+#define SELECTION(n)                                                                                                   \
+    const unsigned char *start##n, long long page_stride##n, int page_size##n, int pages##n, const int *slots##n,      \
+        long long token_stride##n, long long column_stride##n, int columns##n, const int *lengths##n,                  \
+        const int *request_ids##n, const int *table##n, long long table_stride##n, int table_width##n, int requests##n
+
+// Of one query token. A token of an unknown request selects nothing.
+__device__ __forceinline__ Selection selection_of(long long token, SELECTION()) {
+    const int shift = page_size & page_size - 1 ? -1 : __ffs(page_size) - 1;
+    Selection made = {start, page_stride, page_size, shift, pages, slots + token * token_stride, column_stride, columns, nullptr, table_width};
+    if (columns > 0 && lengths != nullptr) made.length = min(max(lengths[token], 0), columns);
+    if (columns > 0 && table != nullptr) {
+        const int request = request_ids[token];
+        const bool known = request >= 0 && request < requests;
+        made.table = table + (known ? request : 0) * table_stride;
+        if (!known) made.length = 0;
+    }
+    return made;
+}
+
+// Whole tokens fill out [T, H, 512], lse and tops [T, H]; the others parts_out [parts, T - whole, H, 512] and so on.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
+    const unsigned short* queries, long long query_token_stride, long long query_head_stride, int tokens, int heads,
+    float scale, const float* scale_factor, const float* sink, void* out, int out_kind, long long out_token_stride,
+    long long out_head_stride, float* lse, float* tops, float* parts_out, float* parts_lse, float* parts_tops, int whole,
+    int parts, SELECTION(0), SELECTION(1)) {
+    const u32 memory = tiles_start();
+    const int groups = (heads + HEADS - 1) / HEADS;
+    const int item = blockIdx.x / groups, first_head = blockIdx.x % groups * HEADS, cut = item - whole;
+    const long long token = cut < 0 ? item : whole + cut / parts;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < HALVES; ++i) {
+            barrier_init(memory + READY + i * 8, WIDENERS * 4);
+            barrier_init(memory + FREE + i * 8, 2 * WARPS);
+        }
+        for (int i = 0; i < LEFTOVERS; ++i) barrier_init(memory + WEIGHTS_READY + i * 8, WARPS * 8);
+        barrier_init(memory + FINISHED, WARPS * 8);
+        publish_barriers();
+    }
+    let_next_kernel_start();
+    wait_for_previous_kernel();
+    Work work;
+    work.first = selection_of(token, start0, page_stride0, page_size0, pages0, slots0, token_stride0, column_stride0, columns0,
+                              lengths0, request_ids0, table0, table_stride0, table_width0, requests0);
+    work.second = selection_of(token, start1, page_stride1, page_size1, pages1, slots1, token_stride1, column_stride1, columns1,
+                               lengths1, request_ids1, table1, table_stride1, table_width1, requests1);
+    work.first_blocks = (work.first.length + TOKENS - 1) / TOKENS;
+    const int blocks = work.first_blocks + (work.second.length + TOKENS - 1) / TOKENS;
+    work.begin = cut < 0 ? 0 : static_cast<int>(static_cast<long long>(blocks) * (cut % parts) / parts);
+    work.end = cut < 0 ? blocks : static_cast<int>(static_cast<long long>(blocks) * (cut % parts + 1) / parts);
+    __syncthreads();
+
+    const auto place = [&] {
+        const int groups = (heads + HEADS - 1) / HEADS, first_head = blockIdx.x % groups * HEADS;
+        const int item = blockIdx.x / groups, cut = item - whole, here = min(heads - first_head, HEADS);
+        if (cut < 0) {
+            const long long at = item * out_token_stride + first_head * out_head_stride;
+            void* const start = static_cast<char*>(out) + at * (out_kind == 0 ? 4 : 2);
+            const long long row = static_cast<long long>(item) * heads + first_head;
+            return Output{start, out_head_stride, here, out_kind, sink == nullptr ? nullptr : sink + first_head, lse + row, tops + row};
+        }
+        const long long row = (static_cast<long long>(cut % parts) * (tokens - whole) + cut / parts) * heads + first_head;
+        return Output{parts_out + row * VALUES, VALUES, here, 0, nullptr, parts_lse + row, parts_tops + row};
+    };
+    const int group = threadIdx.x / (WARPS * 32);
+    if (group >= 2) {
+        give_registers<WIDEN_REGISTERS>();
+        widen_rows(memory, work);
+        return;
+    }
+    load_queries(memory, queries + token * query_token_stride + first_head * query_head_stride, query_head_stride,
+                 min(heads - first_head, HEADS));
+    if (group == 0) {
+        take_registers<SCORE_REGISTERS>();
+        if (scale_factor != nullptr) scale *= *scale_factor;
+        score(memory, work.end - work.begin, scale, place);
+    } else {
+        take_registers<WEIGH_REGISTERS>();
+        weigh(memory, work.end - work.begin, place);
+    }
+}

@@ -1,0 +1,190 @@
+"""Sparse attention of 64 heads at a time over FP8 rows in CUDA C++, for Hopper: `many_heads.cu` and its launches."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.cache import Selection
+from tamis.cuda.compiler import Program
+from tamis.cuda.launch import Launch, kernel
+from tamis.layout import Layout, v4_fp8, v32_fp8
+from tamis.ops.attend.items import (
+    OUT_KINDS,
+    VALUE_DIM,
+    Cut,
+    Target,
+    address,
+    attend_in_items,
+    choose_cut,
+    device_index,
+    fits_directly,
+    multiprocessors,
+)
+from tamis.ops.combine.triton_kernels import combine_with_maxima
+
+if TYPE_CHECKING:
+    from tamis.testing.offline_cuda import CudaCase
+
+HEADS = 64
+"""Of a block."""
+ROWS = 64
+"""Selected rows that a block works on at a time."""
+SELECTIONS = 2
+"""How many one launch takes."""
+THREADS = 512
+SHARED_BYTES = 227 * 1024
+REGISTERS = {"SCORE": 160, "WEIGH": 224, "WIDEN": 64}
+"""Per thread of the groups of warps, of which the last are two: 512 in all."""
+SIGNATURE = "PqqiifPPPiqqPPPPPii" + SELECTIONS * "PqiiPqqiPPPqii"
+
+
+def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
+    """Why these kernels cannot do a call, or None if they can."""
+    if q.dtype != torch.bfloat16:
+        return f"queries are {checks.dtype_name(q.dtype)}, not bfloat16"
+    if value_dim != VALUE_DIM:
+        return f"values are {value_dim} wide, not {VALUE_DIM}"
+    if len(selections) > SELECTIONS:
+        return f"there are {len(selections)} selections, more than {SELECTIONS}"
+    planar = {_is_planar(s.cache.layout) for s in selections}
+    if None in planar or len(planar) > 1:
+        return "caches are not all v32-fp8, or all v4-fp8"
+    for held in (s.cache for s in selections):
+        if held.page_stride % 16 or held.storage.data_ptr() % 16:
+            return "rows do not start at multiples of 16 bytes"
+    return None
+
+
+def _is_planar(layout: Layout) -> bool | None:
+    """Whether a layout is v4-fp8's bytes (True), v32-fp8's (False), or neither."""
+    described = layout.values, layout.scales, layout.tail, layout.tile
+    for planar, known in ((False, _V32), (True, _V4)):
+        if described == known:
+            return planar
+    return None
+
+
+def _described(layout: Layout) -> tuple[Any, ...]:
+    return layout.values, layout.scales, layout.tail, layout.tile
+
+
+_V32, _V4 = _described(v32_fp8()), _described(v4_fp8())
+
+
+def attend_slots(
+    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attend_slots`, in one launch; parts are cut between blocks of 64 rows."""
+    cut = _cut(q, selections, splits, direct=False)
+    found = Target.empty(cut.parts, *q.shape[:2], device=q.device)
+    attend_items(q, selections, scale=scale, sink=None, whole=found, parts=found)
+    return found
+
+
+def attend_into(
+    q: Tensor,
+    selections: Sequence[Selection],
+    *,
+    scale: float | Tensor,
+    splits: int | None,
+    sink: Tensor | None,
+    out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.attend_into`; tokens that are not cut go straight into `out`."""
+    if not fits_directly(out):
+        parts = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
+        return combine_with_maxima(*parts, sink, out)
+
+    def launch(whole: Target, parts: Target) -> None:
+        attend_items(q, selections, scale=scale, sink=sink, whole=whole, parts=parts)
+
+    return attend_in_items(out, sink, _cut(q, selections, splits, direct=True), launch)
+
+
+def _cut(q: Tensor, selections: Sequence[Selection], splits: int | None, *, direct: bool) -> Cut:
+    tokens, heads, _ = q.shape
+    if splits is None:
+        steps = max(1, sum(-(-s.slots.shape[1] // ROWS) for s in selections))  # if every column is used
+        return choose_cut(tokens, heads, steps, max(1, multiprocessors(q.device) // -(-heads // HEADS)), direct=direct)
+    return Cut(tokens, 1) if splits == 1 and direct else Cut(0, splits)
+
+
+def attend_items(
+    q: Tensor,
+    selections: Sequence[Selection],
+    *,
+    scale: float | Tensor,
+    sink: Tensor | None,
+    whole: Target,
+    parts: Target,
+) -> None:
+    """Fill the first tokens' rows of `whole` [T, ...], and `parts` [P, t, ...] for the other t, contiguous in float32.
+
+    Each part is normalised by its own sum; the sink counts only in whole tokens.
+    """
+    tokens, heads, _ = q.shape
+    count, left = parts.lse.shape[:2]
+    if tokens:
+        # Copies of arguments stay alive until the launch by being in the list.
+        values, copies = launch_values(q, selections, scale, sink, whole, parts)
+        launch = _launch(q.device, _is_planar(selections[0].cache.layout) is True, len(selections))
+        launch(((tokens - left + left * count) * -(-heads // HEADS), 1, 1), *values)
+        del copies
+
+
+def launch_values(
+    q: Tensor,
+    selections: Sequence[Selection],
+    scale: float | Tensor,
+    sink: Tensor | None,
+    whole: Target,
+    parts: Target,
+) -> tuple[list[Any], list[Tensor]]:
+    """Arguments of a launch as `SIGNATURE` lists them, and tensors made on the way, to be held until it is done."""
+    tokens, heads, _ = q.shape
+    if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16:
+        q = q.clone(memory_format=torch.contiguous_format)
+    made = [q]
+    factor = scale if isinstance(scale, Tensor) else None
+    out, lse, maxima = whole.addresses()
+    values = [q.data_ptr(), q.stride(0), q.stride(1), tokens, heads, 1.0 if isinstance(scale, Tensor) else scale]
+    values += [address(factor), address(sink), out, OUT_KINDS[whole.out.dtype]]
+    values += [whole.out.stride(-3), whole.out.stride(-2), lse, maxima]
+    values += [*parts.addresses(), tokens - parts.lse.shape[1], parts.lse.shape[0]]
+    for selection in selections:
+        tensors = [selection.lengths, selection.request_ids, selection.block_table]
+        lengths, ids, table = (None if t is None else t.contiguous() for t in tensors)
+        made += [t for t in (lengths, ids, table) if t is not None]
+        cache, slots = selection.cache, selection.slots
+        values += [cache.storage.data_ptr(), cache.page_stride, cache.page_size, cache.pages, slots.data_ptr()]
+        values += [*slots.stride(), slots.shape[1], address(lengths), address(ids), address(table)]
+        values += [0, 0, 0] if table is None else [table.stride(0), table.shape[1], table.shape[0]]
+    nothing = [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    return values + nothing * (SELECTIONS - len(selections)), made
+
+
+@cache
+def program(planar: bool, selections: int) -> Program:
+    """The source for v4-fp8 rows (planar) or v32-fp8 rows, and one selection or two."""
+    registers = {f"{group}_REGISTERS": count for group, count in REGISTERS.items()}
+    constants = {"V4": int(planar), "SELECTIONS": selections, "THREADS": THREADS, "SHARED_BYTES": SHARED_BYTES}
+    return Program.packaged(__package__, "many_heads.cu", **constants, **registers)
+
+
+@cache
+def _launch(device: torch.device, planar: bool, selections: int) -> Launch:
+    loaded = kernel(program(planar, selections), "attend_many_heads", device_index(device))
+    return Launch(loaded, SIGNATURE, threads=THREADS, shared=SHARED_BYTES, overlap=True)
+
+
+def offline_cases() -> Iterator["CudaCase"]:
+    """Programs that `tamis.testing.offline_cuda` compiles."""
+    from tamis.testing.offline_cuda import CudaCase
+
+    for planar, name in ((False, "v32-fp8"), (True, "v4-fp8")):
+        for count in range(1, SELECTIONS + 1):
+            yield CudaCase(f"attend, many heads, {name}, selections: {count}", program(planar, count), SHARED_BYTES)

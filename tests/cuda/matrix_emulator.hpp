@@ -1,0 +1,293 @@
+// What kernels with matrix instructions need besides: matrices shared by a warp, copies that barriers in shared memory
+// count, and named barriers. Copies land late and in any order, so that whoever does not wait reads old bytes.
+#pragma once
+#include "emulator.hpp"
+
+#include <array>
+#include <map>
+
+struct float2 { float x, y; };
+struct alignas(8) uint2 { u32 x, y; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
+namespace emulator {
+
+template <class T>
+struct Shuffled {
+    T values[2][32];
+};
+
+// As `exchange`, of anything.
+template <class T>
+const T* exchange_all(const T& value) {
+    static std::map<const Warp*, Shuffled<T>> all;
+    Warp& warp = current->block->warps[current->thread_index.x / 32];
+    T* values = all[&warp].values[warp.barrier.generation % 2];
+    values[current->thread_index.x % 32] = value;
+    wait(warp.barrier, arrive(warp.barrier, 32));
+    return values;
+}
+
+struct CopyBarrier {
+    Barrier phase;
+    u32 count, arrived = 0;
+    long long bytes = 0;  // announced and not there yet
+
+    void look() {
+        if (arrived < count || bytes != 0) return;
+        arrived = 0;
+        ++phase.generation;
+    }
+};
+
+// By address. A block's are forgotten when it ends.
+inline std::map<u32, CopyBarrier> copy_barriers;
+inline std::map<u32, Barrier> named_barriers;
+
+inline CopyBarrier& copy_barrier(u32 address) {
+    const auto found = copy_barriers.find(address);
+    if (found == copy_barriers.end()) fail("a barrier that nobody set up");
+    return found->second;
+}
+
+// Copies that a thread waits for itself: each happens at once, or not before somebody waits for it.
+struct OwnCopies {
+    std::vector<std::function<void()>> open;
+    std::vector<std::vector<std::function<void()>>> groups;
+};
+
+inline OwnCopies own_copies[BLOCK_SIZE];
+
+inline void later(u32 destination, const void* source, u32 bytes) {
+    const auto copy = [=] {
+        if (source) std::memcpy(shared_word(destination), source, bytes);
+        else std::memset(shared_word(destination), 0, bytes);
+    };
+    if (random_order() % 2) copy();
+    else own_copies[current->thread_index.x].open.push_back(copy);
+}
+
+inline void start_block(u32 grid) {
+    grid_size = grid;
+    for (auto& own : own_copies) own = {};
+    copy_barriers.clear();
+    named_barriers.clear();
+}
+
+inline float half_value(u32 bits) {
+    _Float16 value;
+    const auto narrow = static_cast<uint16_t>(bits);
+    std::memcpy(&value, &narrow, 2);
+    return static_cast<float>(value);
+}
+
+inline u32 half_bits(float value) {
+    const auto narrow = static_cast<_Float16>(value);
+    uint16_t bits;
+    std::memcpy(&bits, &narrow, 2);
+    return bits;
+}
+
+inline float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
+
+inline u32 bf16_bits(float value) {
+    const u32 bits = __float_as_uint(value);
+    return value != value ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
+}
+
+inline u32 e4m3_as_half(u32 code) {
+    const u32 exponent = code >> 3 & 15, digits = code & 7;
+    float value = exponent == 0 ? std::ldexp(digits / 8.0f, -6)
+                                : std::ldexp(1.0f + digits / 8.0f, static_cast<int>(exponent) - 7);
+    if ((code & 0x7F) == 0x7F) value = NAN;
+    return half_bits(code & 0x80 ? -value : value);
+}
+
+struct Operands {
+    u32 a[4], b[2];
+};
+
+// Row by column of m16n8k16: every lane finds what it needs in the registers of the others.
+template <class Widen>
+void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1, const Widen& widen) {
+    const Operands* lanes = exchange_all(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+    const int lane = current->thread_index.x % 32;
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+        double total = sum[i];
+        for (int k = 0; k < 16; ++k) {
+            const u32 left = lanes[4 * (row % 8) + k / 2 % 4].a[row / 8 + 2 * (k / 8)];
+            const u32 right = lanes[4 * column + k / 2 % 4].b[k / 8];
+            total += static_cast<double>(widen(left >> 16 * (k % 2) & 0xFFFF)) * widen(right >> 16 * (k % 2) & 0xFFFF);
+        }
+        sum[i] = static_cast<float>(total);
+    }
+}
+
+inline uint16_t matrix_element(const u32* rows, int matrix, int row, int column) {
+    const u32 address = rows[8 * matrix + row];
+    if (address % 16) fail("a matrix row that is not aligned");
+    uint16_t element;
+    std::memcpy(&element, reinterpret_cast<const char*>(shared_word(address)) + 2 * column, 2);
+    return element;
+}
+
+inline void load_matrices(u32 (&m)[4], u32 address, bool transposed) {
+    const u32* rows = exchange_all(address);
+    const int lane = current->thread_index.x % 32, major = lane / 4, minor = 2 * (lane % 4);
+    for (int i = 0; i < 4; ++i) {
+        m[i] = 0;
+        for (int e = 0; e < 2; ++e) {
+            const u32 element = transposed ? matrix_element(rows, i, minor + e, major)
+                                           : matrix_element(rows, i, major, minor + e);
+            m[i] |= element << 16 * e;
+        }
+    }
+    exchange_all(0u);  // nobody writes before everybody has read
+}
+
+}  // namespace emulator
+
+template <class T>
+T __shfl_xor_sync(u32, T value, int mask) {
+    return emulator::exchange_all(value)[threadIdx.x % 32 ^ mask];
+}
+
+inline bool __any_sync(u32 lanes, bool predicate) { return __ballot_sync(lanes, predicate) != 0; }
+inline void __syncwarp() { emulator::exchange(0); }
+
+inline u32 __reduce_max_sync(u32, u32 value) {
+    const u32* values = emulator::exchange_all(value);
+    u32 top = 0;
+    for (int lane = 0; lane < 32; ++lane) top = max(top, values[lane]);
+    return top;
+}
+
+inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
+
+inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
+    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+    u32 result = 0;
+    for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+    return result;
+}
+
+// What `instructions.cuh` has in assembly.
+
+inline void barrier_init(u32 barrier, u32 count) {
+    if (barrier % 8) emulator::fail("a barrier that is not aligned");
+    emulator::copy_barriers[barrier] = {{}, count};
+}
+
+inline void publish_barriers() {}
+
+inline void barrier_arrive_expecting(u32 barrier, u32 bytes) {
+    emulator::maybe_pause();
+    emulator::CopyBarrier& one = emulator::copy_barrier(barrier);
+    if (one.arrived == one.count) emulator::fail("more threads arrived than were expected");
+    ++one.arrived;
+    one.bytes += bytes;
+    one.look();
+}
+
+inline void barrier_arrive(u32 barrier) { barrier_arrive_expecting(barrier, 0); }
+
+inline void barrier_wait(u32 barrier, u32 parity) {
+    emulator::maybe_pause();
+    emulator::CopyBarrier& one = emulator::copy_barrier(barrier);
+    while (one.phase.generation % 2 == parity) emulator::wait(one.phase, one.phase.generation);
+}
+
+inline void copy_to_shared(u32 destination, const void* source, u32 bytes, u32 barrier) {
+    if ((destination | reinterpret_cast<uintptr_t>(source) | bytes) % 16) emulator::fail("a copy that is not aligned");
+    emulator::in_flight.push_back([=] {
+        std::memcpy(shared_word(destination), source, bytes);
+        emulator::CopyBarrier& one = emulator::copy_barrier(barrier);
+        one.bytes -= bytes;
+        one.look();
+    });
+    emulator::maybe_pause();
+}
+
+template <int BYTES>
+void copy_or_clear(u32 destination, const void* source, bool there) {
+    if (destination % BYTES || (there && reinterpret_cast<uintptr_t>(source) % BYTES)) {
+        emulator::fail("a copy that is not aligned");
+    }
+    emulator::maybe_pause();
+    emulator::later(destination, there ? source : nullptr, BYTES);
+}
+
+inline void copies_commit() {
+    auto& own = emulator::own_copies[threadIdx.x];
+    own.groups.push_back(std::move(own.open));
+    own.open.clear();
+}
+
+template <int PENDING>
+void copies_wait() {
+    emulator::maybe_pause();
+    auto& own = emulator::own_copies[threadIdx.x];
+    while (own.groups.size() > PENDING) {
+        for (const auto& copy : own.groups.front()) copy();
+        own.groups.erase(own.groups.begin());
+    }
+}
+
+inline uint2 shared_load2(u32 address) { return {*shared_word(address), *shared_word(address + 4)}; }
+inline void shared_store(u32 address, u32 value) { *shared_word(address) = value; }
+
+inline void named_sync(u32 name, u32 threads) {
+    emulator::Barrier& barrier = emulator::named_barriers[name];
+    emulator::wait(barrier, emulator::arrive(barrier, threads));
+}
+
+inline void named_arrive(u32 name, u32 threads) {
+    emulator::arrive(emulator::named_barriers[name], threads);
+    emulator::maybe_pause();
+}
+
+template <int REGISTERS>
+void give_registers() {}
+
+template <int REGISTERS>
+void take_registers() {}
+
+inline void load_matrices(u32 (&m)[4], u32 address) { emulator::load_matrices(m, address, false); }
+inline void load_matrices_transposed(u32 (&m)[4], u32 address) { emulator::load_matrices(m, address, true); }
+
+inline void multiply_half(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    emulator::multiply(sum, a, b0, b1, emulator::half_value);
+}
+
+inline void multiply_bf16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    emulator::multiply(sum, a, b0, b1, emulator::bf16_value);
+}
+
+inline void e4m3_to_half(u32 codes, u32& first, u32& second) {
+    u32 half[4];
+    for (int i = 0; i < 4; ++i) half[i] = emulator::e4m3_as_half(codes >> 8 * i & 0xFF);
+    first = half[0] | half[1] << 16;
+    second = half[2] | half[3] << 16;
+}
+
+inline u32 multiply_halves(u32 a, u32 b) {
+    const auto product = [](u32 x, u32 y) { return emulator::half_bits(emulator::half_value(x) * emulator::half_value(y)); };
+    return product(a & 0xFFFF, b & 0xFFFF) | product(a >> 16, b >> 16) << 16;
+}
+
+inline u32 pack_half(float first, float second) {
+    return emulator::half_bits(first) | emulator::half_bits(second) << 16;
+}
+
+inline u32 pack_bf16(float first, float second) {
+    return emulator::bf16_bits(first) | emulator::bf16_bits(second) << 16;
+}
+
+inline float2 unpack_half(u32 packed) {
+    return {emulator::half_value(packed & 0xFFFF), emulator::half_value(packed >> 16)};
+}
+
+inline float fast_exp2(float x) { return std::exp2(x); }
+inline float fast_log2(float x) { return std::log2(x); }

@@ -1,0 +1,461 @@
+"""Attention of few heads in CUDA C++: its source runs on the host, in random orders of threads, against float64."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tamis import PagedCache, Selection
+from tamis.layout import v32_fp8
+from tamis.ops.attend import few_heads, hopper_kernels, items, many_heads, triton_kernels
+from tamis.ops.attend.few_heads import Variant
+from tamis.ops.attend.items import Target
+from tamis.ops.combine import reference as combine_reference
+from tamis.testing import oracle
+
+SCALE = 0.05
+TYPES = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": ctypes.c_float}
+NAMES = {"P": "void*", "q": "long long", "i": "int", "f": "float"}
+# As laid out for a device, with rings as short as they can be.
+VARIANTS = {"two streams": Variant(2, 1, 2, 1), "one stream": Variant(1, 1, 2, 2), "two groups": Variant(1, 2, 2, 1)}
+
+
+def entry() -> str:
+    """A function that runs every block of a grid, one after the other."""
+    given = ", ".join(f"{NAMES[letter]} a{i}" for i, letter in enumerate(few_heads.SIGNATURE))
+    passed = ", ".join(f"Pointer{{a{i}}}" if one == "P" else f"a{i}" for i, one in enumerate(few_heads.SIGNATURE))
+    return f"""
+struct Pointer {{
+  void* address;
+  template <class T>
+  operator T*() const {{ return static_cast<T*>(address); }}
+}};
+
+extern "C" __attribute__((visibility("default"))) void run(int grid, long long shared, int seed, {given}) {{
+  emulator::random_order.seed(seed);
+  for (int block = 0; block < grid; ++block) {{
+    emulator::start_block(grid);
+    emulator::run_cluster(block, 1, shared, [&] {{ attend_few_heads({passed}); }});
+  }}
+}}
+"""
+
+
+class Emulated:
+    """Launches of one variant, on the host."""
+
+    def __init__(self, folder: Path, variant: Variant, dtype: torch.dtype) -> None:
+        program = few_heads.program(variant, dtype)
+        source = program.source.replace('#include "instructions.cuh"', '#include "matrix_emulator.hpp"')
+        name = "-".join(str(number) for number in (*variant, dtype))
+        file, library = folder / f"{name}.cpp", folder / f"{name}.so"
+        file.write_text(source + entry())
+        # Several of them are loaded at once, each with variables of its own.
+        flags = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique"]
+        flags += ["-fvisibility=hidden", "-I", str(Path(__file__).parent)]
+        subprocess.run(["g++", *flags, *program.options, "-o", library, file], check=True)
+        self.run, self.shared, self.seed = ctypes.CDLL(str(library)).run, variant.shared, 0
+        self.run.argtypes = [TYPES[letter] for letter in "iqi" + few_heads.SIGNATURE]
+
+    def __call__(self, grid: tuple[int, int, int], *values: Any) -> None:
+        self.seed += 1
+        self.run(grid[0], self.shared, self.seed, *values)
+
+
+Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    return tmp_path_factory.mktemp("few_heads")
+
+
+@pytest.fixture
+def emulated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Makes the module launch a variant on the host, on a device of a number of multiprocessors."""
+
+    def install(name: str, cores: int = 2) -> None:
+        def launch(device: torch.device, variant: Variant, dtype: torch.dtype) -> Emulated:
+            if (variant, dtype) not in BUILT:
+                BUILT[variant, dtype] = Emulated(folder, variant, dtype)
+            return BUILT[variant, dtype]
+
+        monkeypatch.setattr(few_heads, "_launch", launch)
+        monkeypatch.setattr(few_heads, "multiprocessors", lambda device: cores)
+        monkeypatch.setattr(few_heads, "usual_variant", lambda *_: VARIANTS[name])
+
+    return install
+
+
+BUILT: dict[tuple[Variant, torch.dtype], Emulated] = {}
+
+
+def filled(rows: int, page_size: int = 16, *, mode: str = "pow2", gap: int = 0, spread: float = 0.0) -> PagedCache:
+    """Random rows; `gap` bytes of NaN between pages; `spread`: tiles differ by up to this power of two."""
+    layout = v32_fp8(scale_mode=mode)
+    pages = -(-rows // page_size)
+    raw = torch.full((pages, page_size * 656 + gap), 0x7F, dtype=torch.uint8)
+    cache = PagedCache.wrap(raw[:, : page_size * 656].unflatten(1, (page_size, 656)), layout)
+    kv = torch.randn(cache.rows, 576)
+    kv[:, :512] *= torch.exp2((torch.rand(cache.rows, 4) * 2 - 1) * spread).repeat_interleave(128, 1)
+    oracle.write(kv, cache, torch.arange(cache.rows))
+    return cache
+
+
+def check(
+    q: Tensor,
+    selection: Selection,
+    *,
+    splits: int | None = 1,
+    sink: Tensor | None = None,
+    scale: float = SCALE,
+    bound: float = 1e-3,
+) -> None:
+    """Both functions of the stage, each tile of each head by itself."""
+    wanted, wanted_lse = oracle.attend(q, [selection], scale=scale, value_dim=512, sink=sink)
+    parts, lses, maxima = few_heads.attend_slots(q, [selection], scale=scale, value_dim=512, splits=splits)
+    merged = torch.empty(wanted.shape)
+    lse = combine_reference.combine_parts(parts, lses, sink, merged)
+    empty = wanted_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    assert (merged[empty] == 0).all()
+    assert torch.allclose(lse[~empty].double(), wanted_lse[~empty], atol=2e-3, rtol=1e-5)
+    norm = wanted.unflatten(2, (4, 128)).norm(dim=3)
+    error = (merged - wanted).unflatten(2, (4, 128)).norm(dim=3)
+    assert (error <= bound * norm + 1e-30).all(), float((error / norm.clamp_min(1e-30)).max())
+    for token, head in (~empty).nonzero().tolist():
+        rows = oracle.rows_of(selection.cache, torch.tensor(oracle.selected_slots(selection, token)))
+        top = (rows @ q[token, head].double()).max() * scale
+        assert abs(maxima[:, token, head].max() - top) < 2e-3 + 1e-4 * abs(top)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_source_computes_attention(emulated, name: str) -> None:
+    torch.manual_seed(0)
+    emulated(name)
+    cache = filled(100)
+    heads = 32 if name == "two groups" else 16
+    slots = torch.randint(0, cache.rows, (3, 150), dtype=torch.int32)
+    check(torch.randn(3, heads, 576).bfloat16(), Selection(cache, slots))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hostile_slots_lengths_parts_and_sinks(emulated, name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    emulated(name, 1)
+    cache = filled(70, 7, gap=16, mode="exact")
+    cache.storage[:4] = 0x7F  # NaN, in rows that nobody selects
+    slots = torch.randint(28, cache.rows, (6, 101), dtype=torch.int32)
+    slots[0, 3:60] = torch.tensor([-1, cache.rows, 2**31 - 1])[torch.randint(0, 3, (57,))].int()
+    slots[0, 64:] = -(2**31)
+    slots[1] = -1
+    slots[2, ::2] = cache.rows
+    lengths = torch.tensor([101, 101, 77, 0, 1, 33], dtype=torch.int32)
+    heads = {"two streams": 8, "one stream": 1, "two groups": 17}[name]
+    q, sink = torch.randn(6, heads, 576).to(dtype), torch.randn(heads)
+    sink[0] = torch.inf
+    for splits in (1, 3):
+        check(q, Selection(cache, slots, lengths), splits=splits, sink=sink)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_positions_are_looked_up_on_the_way(emulated, name: str) -> None:
+    torch.manual_seed(2)
+    emulated(name, 1)
+    cache = filled(40 * 5, 5, gap=32)
+    table = torch.randint(-1, 41, (3, 9), dtype=torch.int32)
+    table[0, 2], table[0, 3] = 2**31 - 1, -(2**31)
+    positions = torch.randint(-3, 60, (4, 70), dtype=torch.int32)
+    ids = torch.tensor([0, 2, 1, 0], dtype=torch.int32)
+    check(torch.randn(4, 5, 576).bfloat16(), Selection(cache, positions, None, ids, table), splits=2)
+
+
+def test_requests_that_the_table_does_not_have_attend_to_nothing(emulated) -> None:
+    emulated("two streams", 1)
+    cache, ids = filled(40, 5), torch.tensor([0, 3, -1], dtype=torch.int32)
+    table = torch.arange(8, dtype=torch.int32).expand(3, 8)
+    selection = Selection(cache, torch.arange(40, dtype=torch.int32).expand(3, 40), None, ids, table)
+    q = torch.randn(3, 4, 576).bfloat16()
+    parts, lse, maxima = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    assert (lse[0, 0] > -torch.inf).all()
+    assert (parts[0, 1:] == 0).all()
+    assert (lse[0, 1:] == -torch.inf).all()
+    assert (maxima[0, 1:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("mode", ["pow2", "exact"])
+@pytest.mark.parametrize("largest", [1e-5, 1e4, None])
+def test_tile_maxima(emulated, mode: str, largest: float | None) -> None:
+    """Every tile of the output is right by itself, though others are larger by nine orders of magnitude."""
+    torch.manual_seed(3)
+    emulated("one stream", 1)
+    cache = filled(64, mode=mode)
+    maxima = torch.logspace(-5, 4, 4) if largest is None else torch.full((4,), largest)
+    kv = torch.randn(cache.rows, 576)
+    kv[:, :512] *= maxima.repeat_interleave(128) / 4
+    oracle.write(kv, cache, torch.arange(cache.rows))
+    slots = torch.randint(0, cache.rows, (2, 96), dtype=torch.int32)
+    check(torch.randn(2, 16, 576).bfloat16(), Selection(cache, slots), scale=1 / (24 * float(maxima.max())))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_of_one_selection_whose_tiles_differ(emulated, name: str) -> None:
+    """Where a row with tiny values has the largest logit, and one with huge values a small one, both count."""
+    torch.manual_seed(4)
+    emulated(name, 1)
+    cache = filled(96, mode="exact", spread=14.0)
+    cache.field(cache.layout.tail)[:] *= 8.0
+    slots = torch.stack([torch.randperm(96)[:90] for _ in range(3)]).int()
+    q = torch.randn(3, 16, 576) * torch.tensor([2.0**-10, 1.0, 2.0**10])[:, None, None]
+    q[:, :, :512] *= torch.exp2(torch.randint(-14, -4, (3, 16, 1)).float())
+    check(q.bfloat16(), Selection(cache, slots), scale=0.01)
+
+
+def test_rows_in_the_order_of_growing_tiles(emulated) -> None:
+    """References move at almost every stage, and by far."""
+    torch.manual_seed(5)
+    emulated("one stream", 1)
+    cache = filled(256, mode="exact")
+    kv = torch.randn(cache.rows, 576) * torch.logspace(-5, 4, cache.rows)[:, None]
+    oracle.write(kv, cache, torch.arange(cache.rows))
+    order = torch.arange(cache.rows, dtype=torch.int32)
+    q = torch.randn(2, 3, 576).bfloat16()
+    check(q, Selection(cache, torch.stack((order, order.flip(0)))), scale=1e-4)
+
+
+def test_tiles_of_zeros(emulated) -> None:
+    """Their scales are the smallest there are, or zero."""
+    torch.manual_seed(6)
+    emulated("one stream", 1)
+    cache = filled(64, mode="exact")
+    kv = torch.randn(cache.rows, 576)
+    kv[:40, :256] = 0
+    oracle.write(kv, cache, torch.arange(cache.rows))
+    cache.field(cache.layout.scales).view(-1, 4)[20:30, 0] = 0.0
+    slots = torch.arange(64, dtype=torch.int32).expand(2, 64).clone()
+    slots[1, 40:] = -1
+    check(torch.randn(2, 16, 576).bfloat16() * 300, Selection(cache, slots))
+
+
+@pytest.mark.parametrize("size", [0.0, 2.0**-120, 1e-6, 1e30])
+def test_queries_of_any_size(emulated, size: float) -> None:
+    torch.manual_seed(7)
+    emulated("two streams", 1)
+    cache = filled(64)
+    slots = torch.randint(0, 64, (2, 64), dtype=torch.int32)
+    q = (torch.randn(2, 16, 576) * size).bfloat16()
+    q[1, :, 512:] = torch.randn(16, 64).bfloat16()
+    check(q, Selection(cache, slots), scale=min(0.05 / max(size, 1e-30), 0.05))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("column", [0, 300, 511])
+def test_a_nan_in_a_selected_row_shows(emulated, code: int, column: int) -> None:
+    torch.manual_seed(8)
+    emulated("two streams", 1)
+    cache = filled(64)
+    cache.storage[1, 3, column] = code  # row 19
+    slots = torch.randint(20, 64, (3, 70), dtype=torch.int32)
+    slots[1, 50] = 19
+    slots[2, 0] = 19  # beyond what counts
+    lengths = torch.tensor([70, 70, 0], dtype=torch.int32)
+    q = torch.randn(3, 16, 576).bfloat16()
+    out, lse, _ = few_heads.attend_slots(q, [Selection(cache, slots, lengths)], scale=SCALE, value_dim=512, splits=1)
+    assert out[0, 1].isnan().all()
+    assert lse[0, 1].isnan().all()
+    assert not out[0, 0].isnan().any()
+    assert (out[0, 2] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_part_goes_straight_into_the_output(emulated, dtype: torch.dtype) -> None:
+    torch.manual_seed(9)
+    emulated("two groups", 1)
+    cache = filled(50)
+    selection = Selection(cache, torch.randint(0, cache.rows, (3, 40), dtype=torch.int32))
+    q, sink = torch.randn(3, 20, 576).bfloat16(), torch.randn(20)
+    room = torch.full((3, 24, 520), 7.0, dtype=dtype)
+    out = room[:, :20, 4:516]
+    lse, maxima = few_heads.attend_into(q, [selection], scale=SCALE, splits=1, sink=sink, out=out)
+    wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
+    assert torch.allclose(out.double(), wanted, atol=4e-3 if dtype == torch.bfloat16 else 1e-3)
+    assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
+    assert maxima.shape == (3, 20)
+    assert (room[:, 20:] == 7).all()
+    assert (room[..., :4] == 7).all()
+    assert (room[..., 516:] == 7).all()
+
+
+def test_tokens_that_are_left_over_are_cut(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tokens and parts in one launch; the merge sees only the latter."""
+    torch.manual_seed(12)
+    emulated("one stream", 2)
+
+    def merge(parts: Target, sink: Tensor, whole: Target) -> None:
+        whole.lse.copy_(combine_reference.combine_parts(parts.out, parts.lse, sink, whole.out))
+        whole.maxima.copy_(parts.maxima.amax(0))
+
+    monkeypatch.setattr(items, "merge_parts", merge)
+    cache = filled(100)
+    selection = Selection(cache, torch.randint(0, cache.rows, (5, 320), dtype=torch.int32))
+    q, sink = torch.randn(5, 7, 576).bfloat16(), torch.randn(7)
+    assert items.choose_cut(5, 7, 10, 4) == (4, 4)
+    out = torch.empty(5, 7, 512)
+    lse, top = few_heads.attend_into(q, [selection], scale=SCALE, splits=None, sink=sink, out=out)
+    wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
+    assert torch.allclose(out.double(), wanted, atol=1e-3)
+    assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
+    again, _, tops = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    assert again.shape == (1, 5, 7, 512)
+    assert torch.equal(top, tops[0])
+
+
+def test_strided_queries_and_slots_and_a_scale_in_memory(emulated) -> None:
+    torch.manual_seed(10)
+    emulated("one stream", 1)
+    cache = filled(50)
+    slots = torch.randint(0, cache.rows, (40, 6), dtype=torch.int32).T[::2]
+    q = torch.randn(6, 3, 580).bfloat16()[::2, :, 2:578]
+    selection = Selection(cache, slots)
+    wanted, _ = oracle.attend(q, [selection], scale=SCALE, value_dim=512)
+    out, _, _ = few_heads.attend_slots(q, [selection], scale=torch.tensor(SCALE), value_dim=512, splits=1)
+    assert torch.allclose(out[0].double(), wanted, atol=2e-3)
+
+
+def test_no_columns_and_no_tokens(emulated) -> None:
+    emulated("two streams", 1)
+    cache = filled(50)
+    for tokens, columns in ((2, 0), (0, 5)):
+        selection = Selection(cache, torch.zeros(tokens, columns, dtype=torch.int32))
+        q = torch.randn(tokens, 4, 576).bfloat16()
+        out, lse, _ = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=None)
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+
+
+def test_a_row_does_not_depend_on_the_others(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the variant, where the number of parts is given."""
+    torch.manual_seed(11)
+    usual = few_heads.usual_variant
+    emulated("two streams", 3)
+    seen = set()
+    monkeypatch.setattr(few_heads, "usual_variant", lambda *given: seen.add(usual(*given)) or VARIANTS["two streams"])
+    cache = filled(100)
+    slots = torch.randint(0, cache.rows, (4, 130), dtype=torch.int32)
+    q = torch.randn(4, 9, 576).bfloat16()
+
+    def run(tokens: slice) -> Tensor:
+        return few_heads.attend_slots(
+            q[tokens], [Selection(cache, slots[tokens])], scale=SCALE, value_dim=512, splits=2
+        )[0]
+
+    assert torch.equal(run(slice(0, 4))[:, 2:3], run(slice(2, 3)))
+    few_heads.attend_slots(
+        q.repeat(9, 1, 1), [Selection(cache, slots[:1, :1].repeat(36, 1))], scale=SCALE, value_dim=512, splits=1
+    )
+    assert len(seen) == 1
+
+
+def test_what_it_leaves_to_other_kernels() -> None:
+    cache, q = filled(20), torch.zeros(1, 16, 576, dtype=torch.bfloat16)
+    selection = Selection(cache, torch.zeros(1, 4, dtype=torch.int32))
+    moved = torch.zeros(len(cache.storage.flatten()) + 4, dtype=torch.uint8)[4:].view(cache.storage.shape)
+    others = {
+        "queries in torch.float32": (q.float(), selection, 512),
+        "33 heads, more than 32": (q[:, :1].expand(1, 33, 576), selection, 512),
+        "values of 256 columns, not 512": (q, selection, 256),
+        "rows of the layout v32-bf16": (q, Selection(PagedCache("v32-bf16", 1, 4), selection.slots), 512),
+        "rows that do not start at a multiple of 16 bytes": (
+            q,
+            Selection(PagedCache.wrap(moved, v32_fp8()), selection.slots),
+            512,
+        ),
+    }
+    for reason, (query, one, width) in others.items():
+        assert few_heads.refusal(query, [selection, one], width) == reason
+    assert few_heads.refusal(q, [selection], 512) is None
+    chosen = {reason: hopper_kernels.kernels_for(*given, None) for reason, given in kernel_calls(others).items()}
+    assert chosen.pop("33 heads, more than 32") is many_heads
+    assert set(chosen.values()) == {triton_kernels}
+
+
+def kernel_calls(others: dict[str, tuple[Tensor, Selection, int]]) -> dict[str, tuple[Tensor, list[Selection], int]]:
+    return {reason: (query, [one], width) for reason, (query, one, width) in others.items()}
+
+
+def test_which_kernels_take_a_number_of_heads() -> None:
+    cache = PagedCache("v32-fp8", 1, 4)
+    expected = {(16, 4096): few_heads, (17, 63): few_heads, (32, 64): many_heads, (33, 1): many_heads}
+    for (heads, tokens), kernels in expected.items():
+        q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
+        assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512, None) is kernels
+    # With a number of parts, whatever the number of tokens.
+    one = torch.zeros(1, 32, 576).bfloat16(), [Selection(cache, torch.zeros(1, 1, dtype=torch.int32))]
+    assert hopper_kernels.kernels_for(*one, 512, None) is few_heads
+    assert hopper_kernels.kernels_for(*one, 512, 4) is many_heads
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [1, 8, 16, 17, 32])
+@pytest.mark.parametrize(("tokens", "splits"), [(3, None), (3, 1), (3, 7), (300, None)])
+def test_the_device_computes_attention(heads: int, dtype: torch.dtype, tokens: int, splits: int | None) -> None:
+    torch.manual_seed(heads)
+    host = filled(1000, 61, gap=48, mode="exact", spread=8.0)
+    slots = torch.randint(-5, 1010, (tokens, 333), dtype=torch.int32)
+    lengths = torch.randint(0, 334, (tokens,), dtype=torch.int32)
+    lengths[:2] = torch.tensor([333, 0])
+    q, sink = torch.randn(tokens, heads, 576).to(dtype), torch.randn(heads)
+    wanted, wanted_lse = oracle.attend(q, [Selection(host, slots, lengths)], scale=SCALE, value_dim=512, sink=sink)
+    raw = host.storage.as_strided((host.storage.untyped_storage().nbytes(),), (1,), 0).cuda()
+    cache = PagedCache.wrap(raw.as_strided(host.storage.shape, host.storage.stride()), host.layout)
+    out = torch.empty(tokens, heads, 512, device="cuda")
+    lse, _ = few_heads.attend_into(
+        q.cuda(),
+        [Selection(cache, slots.cuda(), lengths.cuda())],
+        scale=SCALE,
+        splits=splits,
+        sink=sink.cuda(),
+        out=out,
+    )
+    empty = wanted_lse == -torch.inf
+    assert torch.equal(lse.cpu() == -torch.inf, empty)
+    assert torch.allclose(lse.cpu()[~empty].double(), wanted_lse[~empty], atol=2e-3, rtol=1e-5)
+    norm = wanted.unflatten(2, (4, 128)).norm(dim=3)
+    error = (out.cpu() - wanted).unflatten(2, (4, 128)).norm(dim=3)
+    assert (error <= 1.5e-3 * norm + 1e-30).all()
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_sees_new_slots_lengths_and_queries() -> None:
+    cache = filled(640, 64)
+    cache = PagedCache.wrap(cache.storage.cuda(), cache.layout)
+    q = torch.randn(40, 16, 576, device="cuda").bfloat16()
+    slots = torch.zeros(40, 200, dtype=torch.int32, device="cuda")
+    lengths = torch.full((40,), 200, dtype=torch.int32, device="cuda")
+    selection, out = Selection(cache, slots, lengths), torch.empty(40, 16, 512, device="cuda", dtype=torch.bfloat16)
+
+    def run(into: Tensor) -> None:
+        few_heads.attend_into(q, [selection], scale=SCALE, splits=None, sink=None, out=into)
+
+    run(out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(out)
+    for _ in range(3):
+        slots.random_(-3, 650)
+        lengths.random_(0, 201)
+        q.normal_()
+        graph.replay()
+        wanted = torch.empty_like(out)
+        run(wanted)
+        assert torch.equal(out, wanted)

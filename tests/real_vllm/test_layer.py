@@ -1,0 +1,98 @@
+"""vLLM's own MLA layer, built and run on CPU tensors with the backend that its selector gives it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import engine_standin as engine
+import pytest
+import torch
+
+# A layer imports this when its weights are loaded, and under a CUDA platform it would ask vLLM's kernels.
+import vllm.model_executor.layers.quantization.fp8  # noqa: F401
+from configured import make_config
+from engine_standin import LATENT, NOPE, ROPE, VALUE
+from oracle import relative_error
+from test_attention import PAGE, common_of
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.v1.attention import selector
+
+from tamis.integrations.vllm.plugin import Backend, Impl
+
+HEADS = 4
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """The process groups of a single rank."""
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        init_distributed_environment(1, 0, f"file://{tmp_path / 'rendezvous'}", 0, "gloo")
+        initialize_model_parallel()
+    yield
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def make_layer(config: VllmConfig, buffer: torch.Tensor) -> Any:
+    selector._cached_get_attn_backend.cache_clear()
+    project = ColumnParallelLinear(LATENT, HEADS * (NOPE + VALUE), bias=False, params_dtype=torch.float32)
+    torch.nn.init.normal_(project.weight, std=LATENT**-0.5)
+    layer = MLAAttention(
+        num_heads=HEADS,
+        scale=engine.SCALE,
+        qk_nope_head_dim=NOPE,
+        qk_rope_head_dim=ROPE,
+        v_head_dim=VALUE,
+        q_lora_rank=1536,
+        kv_lora_rank=LATENT,
+        kv_b_proj=project,
+        cache_config=config.cache_config,
+        prefix="layer",
+        use_sparse=True,
+        indexer=SimpleNamespace(topk_indices_buffer=buffer),
+        topk_indices_buffer=buffer,
+    )
+    layer.process_weights_after_loading(torch.float32)
+    return layer
+
+
+@pytest.mark.usefixtures("hopper", "alone")
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
+def test_a_layer_of_vllm_runs_on_tamis(cache_dtype: str) -> None:
+    config = make_config(HEADS, cache_dtype, dtype=torch.float32)
+    config.cache_config.block_size = PAGE
+    step = engine.make_step([300, 90, 200, 40], [1, 1, 30, 40], HEADS)
+    with set_current_vllm_config(config):
+        layer = make_layer(config, step.positions.clone())
+        assert layer.attn_backend is Backend
+        assert type(layer.impl) is Impl
+        spec = layer.get_kv_cache_spec(config)
+        row = 656 if cache_dtype == "fp8_ds_mla" else 576 * 4
+        assert spec.page_size_bytes == PAGE * row
+        table, slots, pages = step.place(PAGE)
+        shape = (pages, 1, PAGE, 656 if cache_dtype == "fp8_ds_mla" else 576)
+        layer.bind_kv_cache(torch.zeros(shape, dtype=spec.dtype))
+        metadata = Backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu")).build(
+            0, common_of(step, table, step.new_slots(slots))
+        )
+        for rows, at in zip(step.rows, slots, strict=True):
+            latent, rope = rows.float().split([LATENT, ROPE], 1)
+            layer.update_kv_cache(latent, rope.unsqueeze(1), layer.kv_cache, at, metadata, cache_dtype, layer._k_scale)
+        q = torch.randn(step.tokens, HEADS, NOPE + ROPE)
+        output = torch.empty(step.tokens, HEADS * VALUE)
+        latent, rope = step.new_rows().float().split([LATENT, ROPE], 1)
+        layer.forward_impl(q, latent, rope.unsqueeze(1), layer.kv_cache, metadata, output)
+    up = layer.kv_b_proj.weight.double().view(HEADS, NOPE + VALUE, LATENT)
+    absorbed = torch.cat((torch.einsum("thp,hpl->thl", q[..., :NOPE].double(), up[:, :NOPE]), q[..., NOPE:]), -1)
+    whole = engine.Step(step.lengths, step.queries, step.rows, absorbed, step.positions)
+    expected = torch.einsum("thl,hvl->thv", engine.dense_fp64(whole)[0], up[:, NOPE:]).flatten(1)
+    assert relative_error(output, expected) < 1e-5

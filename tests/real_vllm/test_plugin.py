@@ -1,0 +1,95 @@
+"""Registration, choice and refusals, through vLLM's own registry and selector."""
+
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+import torch
+import vllm.version
+from vllm.config import VllmConfig
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from tamis.integrations.vllm import register
+from tamis.integrations.vllm.backend import TamisSparseBackend
+from tamis.integrations.vllm.versions import SUPPORTED, sparse_impl_base
+
+
+def choose(**changes: Any) -> type[AttentionBackend]:
+    selector._cached_get_attn_backend.cache_clear()
+    options: dict[str, Any] = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto"}
+    return selector.get_attn_backend(**(options | {"use_mla": True, "use_sparse": True} | changes))
+
+
+def test_the_entry_point_is_found_and_registers() -> None:
+    (point,) = (p for p in entry_points(group="vllm.general_plugins") if p.name == "tamis")
+    assert point.load() is register
+    backend: Any = AttentionBackendEnum.CUSTOM.get_class()
+    assert issubclass(backend, TamisSparseBackend)
+    assert issubclass(backend, AttentionBackend)
+    assert issubclass(backend.get_impl_cls(), sparse_impl_base())
+    assert issubclass(backend.get_builder_cls(), AttentionMetadataBuilder)
+    assert not backend.get_impl_cls().__abstractmethods__
+    assert not backend.get_builder_cls().__abstractmethods__
+    register()
+    assert AttentionBackendEnum.CUSTOM.get_class() is backend
+
+
+def test_this_version_is_supported() -> None:
+    assert vllm.version.__version__.startswith(SUPPORTED)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "fp8_ds_mla", "fp8"])
+def test_it_is_chosen(current: VllmConfig, cache_dtype: str) -> None:
+    backend = choose(kv_cache_dtype=cache_dtype)
+    assert backend is AttentionBackendEnum.CUSTOM.get_class()
+    assert backend.get_supported_kernel_block_sizes() == [64]
+    support = backend.get_builder_cls().get_cudagraph_support(current, None)
+    assert support is AttentionCGSupport.UNIFORM_BATCH
+
+
+@pytest.mark.usefixtures("hopper", "current")
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({"head_size": 128}, ["head size 128 is not one of 576"]),
+        ({"kv_cache_dtype": "int8_per_token_head"}, ["cache dtype 'int8_per_token_head' is not one of auto"]),
+        ({"use_sparse": False}, ["the layer is not sparse"]),
+        ({"use_mla": False, "head_size": 64}, ["not latent attention", "head size 64"]),
+        ({"use_mm_prefix": True}, ["bidirectional multimodal prefixes"]),
+        ({"attn_type": "encoder"}, ["attention type encoder not supported"]),
+    ],
+)
+def test_layers_are_refused_with_reasons(changes: dict[str, Any], reasons: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"CUSTOM is not valid for this configuration\. Reason") as caught:
+        choose(**changes)
+    assert all(reason in str(caught.value) for reason in reasons)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_configurations_are_refused_with_reasons(current: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    current.attention_config.use_non_causal = True
+    reasons = ["batch invariance not supported", "non-causal attention not supported"]
+    if hasattr(current.attention_config, "hisparse_config"):
+        current.parallel_config.prefill_context_parallel_size = 2
+        current.attention_config.hisparse_config = object()
+        reasons += ["PCP not supported", "host memory (HiSparse)"]
+    delattr(current.model_config.hf_config, "index_topk")
+    reasons += ["the model config has no index_topk"]
+    with pytest.raises(ValueError, match="CUSTOM is not valid") as caught:
+        choose()
+    assert all(reason in str(caught.value) for reason in reasons)
+
+
+@pytest.mark.usefixtures("hopper", "current")
+def test_other_versions_are_refused_when_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as other:
+        other.setattr(vllm.version, "__version__", "0.28.1")
+        register()
+        with pytest.raises(ValueError, match=r"tamis supports vLLM 0\.25\.x and 0\.32\.x, and this is 0\.28\.1"):
+            choose()
+    register()
+    assert issubclass(choose(), TamisSparseBackend)
