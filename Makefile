@@ -4,49 +4,60 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
+APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-vllm lint docs browser generate wheel check-wheel bench clean
+.PHONY: setup run test test-vllm check lint style types docs pytest browser generate wheel check-wheel bench clean
 
 setup: $(STAMP)
 
+# Modules are compiled when they are first imported: most of what is installed never is.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	touch $(STAMP)
 
 run: setup
 	$(BIN)/tamis demo
 
-lint: setup
+# What does not wait for each other runs side by side; one failure fails it all.
+test:
+	+$(MAKE) --no-print-directory -j 4 check
+
+check: style types docs pytest
+
+lint: style types
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup
 	$(BIN)/mypy
+
+# Tests that are free to move from a busy worker to an idle one end sooner: their lengths differ a thousandfold.
+pytest: style browser
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu and not wheel'
+
+# The site, in site/; a warning is an error. What is generated from code and results is checked by the tests.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Reports are tested in a real browser. Without one its tests are skipped, and say so.
 browser:
 	@if ! command -v chromium >/dev/null || ! command -v chromedriver >/dev/null; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    export DEBIAN_FRONTEND=noninteractive; \
-	    { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver fonts-dejavu-core; } >/dev/null 2>&1 \
+	    { $(APT) update; $(APT) install -y --no-install-recommends chromium chromium-driver fonts-dejavu-core; } >/dev/null 2>&1 \
 	      || echo "no browser: apt-get could not install chromium and chromium-driver"; \
 	  else echo "no browser: install chromium and chromedriver (Debian: apt-get install chromium chromium-driver)"; fi; \
 	fi
-
-test: lint docs browser
-	$(BIN)/pytest -n 2 -m 'not gpu and not wheel'
-
-# The site, in site/; a warning is an error. What is generated from code and results is checked by the tests.
-docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Write again what the documents take from code and results: pictures, tables, the list of commands.
 generate: setup
 	$(BIN)/python -m tools.docs
 
 wheel: setup
-	rm -rf build dist
+	rm -rf build/lib build/bdist.* dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 check-wheel: wheel

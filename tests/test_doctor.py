@@ -127,3 +127,4 @@ def test_the_lowest_versions_are_those_of_the_package() -> None:
     found = doctor._minimums()
     assert found["python"] == "3.11"
     assert {"torch", "numpy", "triton", "transformers", "vllm", "matplotlib"} <= set(found)
+    assert found["vllm"] == "0.25"  # whatever else is said about its versions

@@ -12,7 +12,8 @@ from tamis.testing.offline import NATIVE_E4M3, TARGETS
 
 WHOLE = ("sm_90", "gfx942")
 """Where every launch is compiled: one target of each compiler, AMD's with the least shared memory. Others differ from
-these in instructions and limits, which a kernel's options meet, and not in what they make of a format or a shape."""
+these in instructions and limits, which each kernel's largest launch meets, and not in what they make of a format or a
+shape."""
 PRODUCT = """
 import triton
 import triton.language as tl

@@ -162,7 +162,7 @@ def _minimums() -> dict[str, str]:
     except metadata.PackageNotFoundError:
         return {}
     needed = own.get_all("Requires-Dist") or []
-    pairs = [re.match(r"([\w.-]+)>=([\d.]+)", requirement) for requirement in needed]
+    pairs = [re.match(r"([\w.-]+)[^;]*?>=([\d.]+)", requirement) for requirement in needed]
     return {"python": str(own["Requires-Python"]).removeprefix(">=")} | {p[1]: p[2] for p in pairs if p is not None}
 
 

@@ -25,11 +25,11 @@ Runs a prompt once through a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 model who
 each layer's indexer selects for every query. Without --checkpoint it makes a tiny random model, and without a prompt
 one of random passages that recur.
 
-  recall         share of dense attention's weight on what is selected, mean over heads; also of the worst tenth
-  top-1 hit      how often a head's heaviest token is selected
-  effective      how many selected tokens do the work: e to the entropy of attention's weights on them
-  tied cuts      queries whose last selected score other tokens have as well, so that position decided
-  IoU            intersection over union of what two layers select
+- recall: share of dense attention's weight on what is selected, mean over heads; also of the worst tenth
+- top-1 hit: how often a head's heaviest token is selected
+- effective: how many selected tokens do the work, e to the entropy of attention's weights on them
+- tied cuts: queries whose last selected score other tokens have as well, so that position decided
+- IoU: intersection over union of what two layers select
 
 These are means over queries that see more than top-k tokens; for the others everything is selected. Dense attention is
 computed from the same cached rows, for --compared-queries evenly spaced queries, in pieces: memory does not grow with

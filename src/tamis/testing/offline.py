@@ -2,8 +2,7 @@
 
 Every `tamis.ops.<stage>.triton_kernels` module may offer `offline_cases()`, which yields launches as the library makes
 them. Each is compiled for a target, and its shared memory is checked against what a block may have there: Triton
-compiles what does not fit without a word, and the launch fails on the device. `--few` leaves out launches that differ
-from others in formats and shapes only.
+compiles what does not fit without a word, and the launch fails on the device. `--few` takes one launch of each kernel.
 """
 
 import importlib
@@ -197,10 +196,19 @@ def all_cases() -> Iterator[OfflineCase]:
 
 
 def few_cases(cases: Iterable[OfflineCase]) -> list[OfflineCase]:
-    """One case of each kernel, for each set of launch options and each set of targets that it has launches for."""
+    """Of each kernel, for each set of targets that it has launches for, the one with the most stages and warps.
+
+    What does not fit a target is likely to be that.
+    """
+
+    def size(case: OfflineCase) -> tuple[int, int]:
+        return case.options.get("num_stages", 0), case.options.get("num_warps", 0)
+
     found: dict[object, OfflineCase] = {}
     for case in cases:
-        found.setdefault((case.kernel, tuple(sorted(case.options.items())), case.targets), case)
+        key = case.kernel, case.targets
+        if key not in found or size(case) > size(found[key]):
+            found[key] = case
     return list(found.values())
 
 
