@@ -6,7 +6,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-vllm check lint style types docs pytest browser generate wheel check-wheel bench clean
+.PHONY: setup run test test-vllm vllm-environment check lint style types docs pytest browser generate wheel check-wheel bench clean
 
 setup: $(STAMP)
 
@@ -64,15 +64,16 @@ check-wheel: wheel
 	$(BIN)/pytest -m wheel tests/test_release.py
 
 # The plugin inside the real vLLM, which has an environment of its own: its dependencies would pull gigabytes.
-test-vllm: $(VLLM_STAMP)
+test-vllm: vllm-environment
 	$(VLLM_BIN)/pytest tests/real_vllm
+
+vllm-environment: $(VLLM_STAMP)
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
-	$(VLLM_BIN)/pip install --quiet --upgrade pip
-	$(VLLM_BIN)/pip install --quiet -c constraints-vllm.txt torch
-	$(VLLM_BIN)/pip install --quiet --no-deps --no-compile -r constraints-vllm.txt
-	$(VLLM_BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	$(VLLM_BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints-vllm.txt torch
+	$(VLLM_BIN)/pip install --quiet --no-compile --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $(VLLM_STAMP)
 
 bench: setup
