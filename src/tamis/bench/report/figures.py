@@ -273,6 +273,10 @@ class _Panel:
     lines: dict[str, list[tuple[int, Row]]]
 
 
+NEAREST_TICKS = 1.3
+"""How many times larger a labelled number of requests or tokens is than the one before it."""
+
+
 def latency(rows: Sequence[Row], palette: Palette, tips: Tips) -> Figure | None:
     """Times against the number of requests, and against the length of the context."""
     panels = _panels(rows)
@@ -299,7 +303,9 @@ def latency(rows: Sequence[Row], palette: Palette, tips: Tips) -> Figure | None:
                 ax.plot(*zip(*theirs, strict=True), color=colour, lw=1.2, ls=(0, (3, 2)), zorder=2)
         ticks = sorted({x for points in panel.lines.values() for x, _ in points})
         ax.set(xscale="log", yscale="log", xlabel=panel.axis, ylabel="us")
-        ax.set_xticks(ticks, [compact(x) for x in ticks])
+        # A label that would lie on the one before it is left out.
+        near = [x < NEAREST_TICKS * before for before, x in zip([0, *ticks], ticks, strict=False)]
+        ax.set_xticks(ticks, ["" if hidden else compact(x) for x, hidden in zip(ticks, near, strict=True)])
         ax.xaxis.minorticks_off()
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
@@ -324,7 +330,8 @@ def _panels(rows: Sequence[Row]) -> list[_Panel]:
         topk = f"top-k {window}{row.topk}" if row.topk else ""
         place = (row.gpu, f"{row.stage}, {row.layout}")
         at = f"{compact(shape.length)} context"
-        detail = ", ".join(part for part in (topk, at if heads else "") if part)
+        several = f"{compact(shape.new)} new tokens" if shape.new > 1 else ""
+        detail = ", ".join(part for part in (topk, at if heads else "", several) if part)
         lines = batches.setdefault((*place, detail, str(shape.new)), {})
         lines.setdefault(heads or at, []).append((shape.requests, row))
         line = ", ".join(part for part in (f"{shape.requests} x {compact(shape.new)} new", heads) if part)
