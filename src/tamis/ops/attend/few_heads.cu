@@ -733,9 +733,10 @@ __device__ __forceinline__ void store(
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const float(&sums)[2][4] = state.sums[step];
-            const float a = sums[0][2 * half] * factor, d = sums[1][2 * half + 1] * factor;
+            const float a = sums[0][2 * half] * factor;
             const float b = (BF16_ROWS ? sums[0][2 * half + 1] : sums[1][2 * half]) * factor;
             const float c = (BF16_ROWS ? sums[1][2 * half] : sums[0][2 * half + 1]) * factor;
+            const float d = sums[1][2 * half + 1] * factor;
             if (result.kind == 0) {
                 write_four(static_cast<float*>(result.out) + offset + 16 * step, a, b, c, d);
             } else {
