@@ -329,6 +329,19 @@ def test_tokens_that_are_left_over_are_cut(emulated, monkeypatch: pytest.MonkeyP
     assert torch.equal(top, tops[0])
 
 
+@pytest.mark.parametrize("mode", ["pow2", "bf16"])
+def test_rows_far_into_a_page(emulated, mode: str) -> None:
+    """More than 2 GiB, of which only the last rows are ever touched."""
+    torch.manual_seed(14)
+    emulated("one stream", 1)
+    near = filled(32, 32, mode=mode)
+    rows = 2**31 // near.layout.row_bytes + 64
+    far = PagedCache.wrap(torch.empty(1, rows, near.storage.shape[2], dtype=near.storage.dtype), near.layout)
+    far.storage[0, -32:] = near.storage[0]
+    slots = torch.randint(rows - 32, rows, (1, 40), dtype=torch.int32)
+    check(torch.randn(1, 4, 576).bfloat16(), Selection(far, slots))
+
+
 def test_selections_of_different_rows(emulated) -> None:
     torch.manual_seed(13)
     emulated("one stream", 1)

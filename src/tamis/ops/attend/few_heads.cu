@@ -1,5 +1,5 @@
-// Sparse attention of up to 32 heads over rows that enter shared memory once and stay as they are: FP8 rows of 656 bytes,
-// or bf16 rows of 1152.
+// Sparse attention of up to 32 heads over rows that enter shared memory once and stay as they are: FP8 rows of 656
+// bytes, or bf16 rows of 1152.
 //
 // A block works through items, each a query token, or a part of the columns of one: the first tokens of a launch are
 // whole and go straight into the output, the others are cut into parts that another kernel merges. Two producer warps
@@ -21,8 +21,8 @@
 // Teams are one for each stream of rows and group of 16 heads. Two groups read the same stages; two streams share a
 // token's columns, and are merged at the end of each item.
 //
-// Defined by the caller: BF16_ROWS (1: rows are bf16, 0: FP8), STREAMS, HEAD_GROUPS, STAGES of a ring, PER_SM blocks on a
-// multiprocessor, QUERY_HALF (1: queries are fp16, which takes FP8 rows, 0: bf16), and THREADS and SHARED_BYTES, which
+// Defined by the caller: BF16_ROWS (1: rows are bf16, 0: FP8), STREAMS, HEAD_GROUPS, STAGES of a ring, PER_SM blocks on
+// a multiprocessor, QUERY_HALF (1: queries are fp16, which takes FP8 rows, 0: bf16), and THREADS and SHARED_BYTES, which
 // follow from them.
 
 #include "instructions.cuh"
@@ -43,8 +43,8 @@ constexpr int SLABS = STAGE / 8, FRAGMENT = 512;
 constexpr int TEAM_WARPS = TILES, TEAM_THREADS = 32 * TEAM_WARPS, TEAMS = STREAMS * HEAD_GROUPS;
 constexpr int GROUP = 16;  // heads
 constexpr int STEPS = TILE / 16;
-// Of the 16 columns of a step, a lane has two pairs, the first from PAIR_STRIDE times its number on. Four neighbours are
-// the codes of a word; numbers of 16 bits come in two matrices of eight columns.
+// Of the 16 columns of a step, a lane has two pairs, the first from PAIR_STRIDE * pair on. Four neighbours are the codes
+// of a word; numbers of 16 bits come in two matrices of eight columns.
 constexpr int PAIR_STRIDE = BF16_ROWS ? 2 : 4, SECOND_PAIR = BF16_ROWS ? 8 : 2;
 // An fp16 query has more digits than bf16, which the rope part is multiplied in: two numbers for one.
 constexpr int ROPE_PARTS = QUERY_HALF ? 2 : 1;
@@ -52,7 +52,7 @@ constexpr int PRODUCERS = 2;  // of a stream
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // In fp16, weights start at 2^10 and may grow to 2^15 before the reference moves; below, there is full precision to
-// 2^-14. In bf16 they start at one, so that a row alone in its stage gets there unrounded.
+// 2^-14. In bf16 they start at one, which is exact where a single row counts.
 constexpr float START_BITS = BF16_ROWS ? 0.0f : 10.0f, LARGEST_BITS = BF16_ROWS ? 8.0f : 15.0f;
 // A tile without a scale has weights of zero, whatever the reference; its tokens must not make the total overflow.
 constexpr float LEAST_SCALE_BITS = -85.0f, LARGEST_TOTAL_BITS = 100.0f;
@@ -225,7 +225,7 @@ __device__ __forceinline__ void copy_stage(const Work& work, Found found, const 
     }
     __syncwarp();
     if (counted) {
-        const unsigned char* source = work.rows + found.page * work.page_stride + found.row * ROW;
+        const unsigned char* source = work.rows + found.page * work.page_stride + static_cast<long long>(found.row) * ROW;
         copy_to_shared(place.rows() + lane * PITCH, source, ROW, place.full());
     }
     __syncwarp();
