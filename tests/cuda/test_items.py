@@ -106,9 +106,11 @@ def test_nan_in_a_part_shows(merge) -> None:
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 17, 32, 64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 8, 32, 64, 128, 132, 133, 264, 265, 512, 4096])
-def test_no_batch_falls_off_a_cliff(tokens: int, heads: int) -> None:
-    variant = few_heads.usual_variant(tokens, heads, 132)
+@pytest.mark.parametrize("bf16_rows", [False, True])
+def test_no_batch_falls_off_a_cliff(tokens: int, heads: int, bf16_rows: bool) -> None:
+    variant = few_heads.usual_variant(tokens, heads, 132, bf16_rows)
     if heads <= few_heads.MAX_HEADS:
+        assert variant.bf16_rows == bf16_rows
         assert variant.head_groups * few_heads.GROUP >= heads
         assert (variant.shared + 1024) * variant.per_sm <= 228 * 1024
         row, room = 64 // variant.streams, 132 * variant.per_sm

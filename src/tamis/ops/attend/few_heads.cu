@@ -1,46 +1,59 @@
-// Sparse attention of up to 32 heads over FP8 rows of 656 bytes, which enter shared memory once and stay as they are.
+// Sparse attention of up to 32 heads over rows that enter shared memory once and stay as they are: FP8 rows of 656
+// bytes, or bf16 rows of 1152.
 //
 // A block works through items, each a query token, or a part of the columns of one: the first tokens of a launch are
 // whole and go straight into the output, the others are cut into parts that another kernel merges. Two producer warps
 // per stream of rows take turns in looking up slots and copying rows, 32 to a stage, into a ring: a lane's copies are
 // issued one by one, and a single warp would be slower than the memory. Teams of four consumer warps do the
 // rest: 16 heads are the rows of the small matrix instruction, so there is nothing to pad. Warp w of a team owns tile w
-// of a row, 128 columns, as keys and as values: it multiplies them as the e4m3 numbers they are, exact in fp16, and
-// applies the tile's scale to logits and weights. The warps of a team add up their shares of the logits through shared
+// of a row, 128 columns, as keys and as values. The warps of a team add up their shares of the logits through shared
 // memory, in the layout of the matrix instruction, after which every warp has all weights where it needs them as an
-// operand.
+// operand. Each warp keeps, per head, a reference r, and has exp2(logit - r) as weights.
 //
-// Queries are brought into fp16's range by a power of two per head. So are weights: each warp keeps, per head, a
-// reference r, and has exp2(logit - r) * scale as weights and the sum of exp2(logit - r) as their total. The reference
-// follows the largest product instead of the largest logit, so that products are numbers that fp16 holds in full,
-// whatever the scales of this warp's tile are; exp2(logit - r), in float32, has room for that.
+// FP8 rows are multiplied as the e4m3 numbers they are, exact in fp16, and a tile's scale is applied to logits and
+// weights. Queries are brought into fp16's range by a power of two per head. So are weights times scales: the reference
+// follows their largest instead of the largest logit, so that they are numbers that fp16 holds in full, whatever the
+// scales of this warp's tile are; exp2(logit - r), whose sum is in float32, has room for that.
+//
+// bf16 rows are multiplied as they are, with queries as they are and weights in bf16, whose range is that of float32:
+// the reference follows the largest logit.
 //
 // Teams are one for each stream of rows and group of 16 heads. Two groups read the same stages; two streams share a
 // token's columns, and are merged at the end of each item.
 //
-// Defined by the caller: STREAMS, HEAD_GROUPS, STAGES of a ring, PER_SM blocks on a multiprocessor, QUERY_HALF (1:
-// queries are fp16, 0: bf16), and THREADS and SHARED_BYTES, which follow from them.
+// Defined by the caller: BF16_ROWS (1: rows are bf16, 0: FP8), STREAMS, HEAD_GROUPS, STAGES of a ring, PER_SM blocks on
+// a multiprocessor, QUERY_HALF (1: queries are fp16, which takes FP8 rows, 0: bf16), and THREADS and SHARED_BYTES, which
+// follow from them.
 
 #include "instructions.cuh"
 
 typedef unsigned short u16;
 
-// A row: 512 codes in four tiles, a float32 scale for each tile, 64 bf16 numbers of the rope part.
-constexpr int ROW = 656, TILES = 4, TILE = 128, SCALES = 512, ROPE = 528;
+// A row: 512 codes in four tiles, a float32 scale for each tile, 64 bf16 numbers of the rope part; or 512 bf16 numbers
+// and 64.
+constexpr int TILES = 4, TILE = 128, SCALES = 512;
+constexpr int ROW = BF16_ROWS ? 1152 : 656, TILE_BYTES = BF16_ROWS ? 2 * TILE : TILE, ROPE = BF16_ROWS ? 1024 : 528;
+// From one row to the next in shared memory: an odd multiple of 16 bytes, so that the rows of a matrix are in different
+// banks.
+constexpr int PITCH = ROW / 16 % 2 ? ROW : ROW + 16;
 constexpr int STAGE = 32;  // rows
-constexpr int STAGE_BYTES = STAGE * ROW;
+constexpr int STAGE_BYTES = STAGE * PITCH;
 // Matrices of 8 rows of a stage; and bytes that the warp's share of one of their results takes.
 constexpr int SLABS = STAGE / 8, FRAGMENT = 512;
 constexpr int TEAM_WARPS = TILES, TEAM_THREADS = 32 * TEAM_WARPS, TEAMS = STREAMS * HEAD_GROUPS;
 constexpr int GROUP = 16;  // heads
 constexpr int STEPS = TILE / 16;
+// Of the 16 columns of a step, a lane has two pairs, the first from PAIR_STRIDE * pair on. Four neighbours are the codes
+// of a word; numbers of 16 bits come in two matrices of eight columns.
+constexpr int PAIR_STRIDE = BF16_ROWS ? 2 : 4, SECOND_PAIR = BF16_ROWS ? 8 : 2;
 // An fp16 query has more digits than bf16, which the rope part is multiplied in: two numbers for one.
 constexpr int ROPE_PARTS = QUERY_HALF ? 2 : 1;
 constexpr int PRODUCERS = 2;  // of a stream
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-// Weights start at 2^10 and may grow to 2^15 before the reference moves; below, fp16 has full precision to 2^-14.
-constexpr float START_BITS = 10.0f, LARGEST_BITS = 15.0f;
+// In fp16, weights start at 2^10 and may grow to 2^15 before the reference moves; below, there is full precision to
+// 2^-14. In bf16 they start at one, which is exact where a single row counts.
+constexpr float START_BITS = BF16_ROWS ? 0.0f : 10.0f, LARGEST_BITS = BF16_ROWS ? 8.0f : 15.0f;
 // A tile without a scale has weights of zero, whatever the reference; its tokens must not make the total overflow.
 constexpr float LEAST_SCALE_BITS = -85.0f, LARGEST_TOTAL_BITS = 100.0f;
 constexpr float NO_REFERENCE = -1e30f;
@@ -58,13 +71,14 @@ constexpr int MERGE = LOGITS + TEAMS * 2 * LOGITS_BUFFER;
 constexpr int MERGE_FRAGMENTS = 2 * STEPS + 2;  // sums; then references and totals; then largest logits
 constexpr int MERGE_BYTES = STREAMS > 1 ? HEAD_GROUPS * TEAM_WARPS * MERGE_FRAGMENTS * FRAGMENT : 0;
 constexpr int QUERY_MAXIMA = MERGE + MERGE_BYTES;  // two buffers for each team
-constexpr int QUERY_MAXIMA_BUFFER = 4 * TEAM_WARPS * GROUP;
+constexpr int QUERY_MAXIMA_BUFFER = BF16_ROWS ? 0 : 4 * TEAM_WARPS * GROUP;
 constexpr int BARRIERS = QUERY_MAXIMA + TEAMS * 2 * QUERY_MAXIMA_BUFFER;  // full, then empty, for each stage
 constexpr int NOTES = BARRIERS + STREAMS * STAGES * 16;  // which rows count, and whether the item ends here
 
 static_assert(NOTES + STREAMS * STAGES * 8 == SHARED_BYTES, "the caller has another layout in mind");
 static_assert(THREADS == (TEAMS + 1) * TEAM_THREADS && STREAMS * PRODUCERS <= 4, "four warps for producers");
 static_assert(STREAMS == 1 || HEAD_GROUPS == 1, "named barriers are numbered for one or the other");
+static_assert(!(BF16_ROWS && QUERY_HALF), "bf16 rows are multiplied with bf16 queries");
 
 // Named barriers: one for each team, and two for the hand-over between streams.
 constexpr u32 TEAM_BARRIER = 1, MERGE_FULL = 3, MERGE_EMPTY = 4;
@@ -207,12 +221,12 @@ __device__ __forceinline__ void copy_stage(const Work& work, Found found, const 
     if (lane == 0) {
         shared_store(place.note(), counted);
         shared_store(place.note() + 4, found.last);
-        barrier_arrive_expecting(place.full(), counted ? STAGE_BYTES : 0);
+        barrier_arrive_expecting(place.full(), counted ? STAGE * ROW : 0);
     }
     __syncwarp();
     if (counted) {
-        const unsigned char* source = work.rows + found.page * work.page_stride + found.row * ROW;
-        copy_to_shared(place.rows() + lane * ROW, source, ROW, place.full());
+        const unsigned char* source = work.rows + found.page * work.page_stride + static_cast<long long>(found.row) * ROW;
+        copy_to_shared(place.rows() + lane * PITCH, source, ROW, place.full());
     }
     __syncwarp();
 }
@@ -277,31 +291,47 @@ __device__ __forceinline__ float largest(float so_far, u32 packed) {
     return fmaxf(so_far, fmaxf(fabsf(wide.x), fabsf(wide.y)));
 }
 
-// Two queries of a head each, times powers of two.
+// Two queries of a head each; for FP8 rows, times powers of two.
 struct Query {
     u32 latent[STEPS][4];
     u32 rope[ROPE_PARTS][4];
     float size[2];  // what the products must be multiplied with
 
-    // Columns are dealt out so that a lane's four neighbours in a row meet the four codes of a word.
     __device__ __forceinline__ void load(const u16* q, long long head_stride, int heads, const Seat& seat, u32 maxima) {
         u32 tail[4];
-        float top[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int head = GROUP * seat.group + seat.row + 8 * half;
             const bool here = head < heads;
-            const u16* latent_at = q + head * head_stride + TILE * seat.warp + 4 * seat.pair;
+            const u16* latent_at = q + head * head_stride + TILE * seat.warp + PAIR_STRIDE * seat.pair;
             const u16* rope_at = q + head * head_stride + TILES * TILE + 16 * seat.warp + 2 * seat.pair;
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
-                const uint2 four = here ? *reinterpret_cast<const uint2*>(latent_at + 16 * step) : make_uint2(0, 0);
+                const uint2 four = here ? four_at(latent_at + 16 * step) : make_uint2(0, 0);
                 latent[step][half] = four.x;
                 latent[step][half + 2] = four.y;
             }
-            tail[half] = here ? *reinterpret_cast<const u32*>(rope_at) : 0;
-            tail[half + 2] = here ? *reinterpret_cast<const u32*>(rope_at + 8) : 0;
+            tail[half] = here ? two_at(rope_at) : 0;
+            tail[half + 2] = here ? two_at(rope_at + 8) : 0;
         }
+        if (BF16_ROWS) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) rope[0][i] = tail[i];
+            size[0] = size[1] = 1.0f;
+        } else {
+            bring_into_range(tail, seat, maxima);
+        }
+    }
+
+    __device__ __forceinline__ static u32 two_at(const u16* at) { return *reinterpret_cast<const u32*>(at); }
+
+    __device__ __forceinline__ static uint2 four_at(const u16* at) {
+        if (BF16_ROWS) return make_uint2(two_at(at), two_at(at + SECOND_PAIR));
+        return *reinterpret_cast<const uint2*>(at);
+    }
+
+    __device__ __forceinline__ void bring_into_range(const u32 (&tail)[4], const Seat& seat, u32 maxima) {
+        float top[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -355,8 +385,9 @@ __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF8
 
 // A warp's share of an item: 16 heads times a tile of values.
 struct State {
-    // By 16 columns of the tile; a lane has four neighbours of them for each of its two heads, which are at
-    // [even or odd][2 * half of the heads + first or second pair].
+    // By 16 columns of the tile; a lane has two pairs of them for each of its two heads. Those of FP8 rows are at
+    // [even or odd][2 * half of the heads + first or second pair], those of bf16 rows at
+    // [first or second pair][2 * half of the heads + even or odd].
     float sums[STEPS][2][4];
     float reference[2], total[2];
     float top[2];  // largest product of query and key
@@ -385,43 +416,72 @@ struct State {
     }
 };
 
-// This tile's share of the products of a stage's keys and queries.
-__device__ __forceinline__ void multiply_keys(
-    const Query& query, const Seat& seat, u32 rows, const float (&scales)[SLABS][2], float (&products)[SLABS][4]) {
+// The rope part's share of the products of a stage's keys and queries.
+__device__ __forceinline__ void multiply_rope(
+    const Query& query, const Seat& seat, u32 rows, float (&products)[SLABS][4]) {
     const int row = seat.lane % 8, matrix = seat.lane / 8;
-    const u32 latent = rows + row * ROW + TILE * seat.warp + 16 * matrix;
-    const u32 rope = rows + (row + matrix / 2 * 8) * ROW + ROPE + 32 * seat.warp + 16 * (matrix % 2);
-    float latent_products[SLABS][4];
-#pragma unroll
-    for (int slab = 0; slab < SLABS; ++slab) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) products[slab][i] = latent_products[slab][i] = 0.0f;
-    }
+    const u32 rope = rows + (row + matrix / 2 * 8) * PITCH + ROPE + 32 * seat.warp + 16 * (matrix % 2);
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab += 2) {
         u32 keys[4];
-        load_matrices(keys, rope + slab * 8 * ROW);
+        load_matrices(keys, rope + slab * 8 * PITCH);
 #pragma unroll
         for (int part = 0; part < ROPE_PARTS; ++part) {
             multiply_bf16(products[slab], query.rope[part], keys[0], keys[1]);
             multiply_bf16(products[slab + 1], query.rope[part], keys[2], keys[3]);
         }
     }
+}
+
+// The share of a tile of bf16 numbers.
+__device__ __forceinline__ void multiply_numbers(const Query& query, u32 tile, float (&products)[SLABS][4]) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step += 2) {
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab) {
+            u32 keys[4];
+            load_matrices(keys, tile + slab * 8 * PITCH + 32 * step);
+            multiply_bf16(products[slab], query.latent[step], keys[0], keys[1]);
+            multiply_bf16(products[slab], query.latent[step + 1], keys[2], keys[3]);
+        }
+    }
+}
+
+// The share of a tile of codes, without its scale.
+__device__ __forceinline__ void multiply_codes(const Query& query, u32 tile, float (&products)[SLABS][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         u32 codes[SLABS][4];
 #pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) load_matrices(codes[slab], latent + slab * 8 * ROW + 64 * half);
+        for (int slab = 0; slab < SLABS; ++slab) load_matrices(codes[slab], tile + slab * 8 * PITCH + 64 * half);
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
 #pragma unroll
             for (int slab = 0; slab < SLABS; ++slab) {
                 u32 first, second;
                 e4m3_to_half(codes[slab][step], first, second);
-                multiply_half(latent_products[slab], query.latent[4 * half + step], first, second);
+                multiply_half(products[slab], query.latent[4 * half + step], first, second);
             }
         }
     }
+}
+
+// This warp's share of the products of a stage's keys and queries.
+__device__ __forceinline__ void multiply_keys(
+    const Query& query, const Seat& seat, u32 rows, const float (&scales)[SLABS][2], float (&products)[SLABS][4]) {
+    const u32 tile = rows + seat.lane % 8 * PITCH + TILE_BYTES * seat.warp + 16 * (seat.lane / 8);
+    float latent_products[SLABS][4];
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) products[slab][i] = latent_products[slab][i] = 0.0f;
+    }
+    multiply_rope(query, seat, rows, products);
+    if (BF16_ROWS) {
+        multiply_numbers(query, tile, products);
+        return;
+    }
+    multiply_codes(query, tile, latent_products);
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
 #pragma unroll
@@ -473,7 +533,11 @@ __device__ __forceinline__ void move_references(
     }
 }
 
-// From products to weights times scales, in fp16 and as operands; adds to the totals.
+__device__ __forceinline__ u32 pack_weights(float first, float second) {
+    return BF16_ROWS ? pack_bf16(first, second) : pack_half(first, second);
+}
+
+// From products to weights times scales, as operands; adds to the totals.
 __device__ __forceinline__ void weigh(
     State& state, const float (&products)[SLABS][4], const float (&scales)[SLABS][2], const float (&units)[2],
     u32 (&weights)[SLABS / 2][4]) {
@@ -486,7 +550,7 @@ __device__ __forceinline__ void weigh(
         for (int i = 0; i < 4; ++i) highest[i / 2] = fmaxf(highest[i / 2], products[slab][i]);
         largest_scale = fmaxf(largest_scale, fmaxf(fabsf(scales[slab][0]), fabsf(scales[slab][1])));
     }
-    const float room = fminf(LARGEST_BITS - fast_log2(largest_scale), LARGEST_TOTAL_BITS);
+    const float room = BF16_ROWS ? LARGEST_BITS : fminf(LARGEST_BITS - fast_log2(largest_scale), LARGEST_TOTAL_BITS);
     bool fits = true;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -503,45 +567,63 @@ __device__ __forceinline__ void weigh(
             state.total[i / 2] += weight;
             scaled[i] = weight * scales[slab][i % 2];
         }
-        weights[slab / 2][2 * (slab % 2)] = pack_half(scaled[0], scaled[1]);
-        weights[slab / 2][2 * (slab % 2) + 1] = pack_half(scaled[2], scaled[3]);
+        weights[slab / 2][2 * (slab % 2)] = pack_weights(scaled[0], scaled[1]);
+        weights[slab / 2][2 * (slab % 2) + 1] = pack_weights(scaled[2], scaled[3]);
     }
 }
 
 // Rows of codes, read as 16-bit numbers, come transposed: a word has two columns of one row, then of the next. Put in
 // order, they are two rows of the even column and two of the odd one.
+__device__ __forceinline__ void add_codes(State& state, u32 tile, const u32 (&weights)[4]) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step += 2) {
+        u32 codes[4];
+        load_matrices_transposed(codes, tile + 16 * step);
+#pragma unroll
+        for (int next = 0; next < 2; ++next) {
+            u32 even[2], odd[2];
+#pragma unroll
+            for (int slab = 0; slab < 2; ++slab) {
+                e4m3_to_half(__byte_perm(codes[2 * next + slab], 0, 0x3120), even[slab], odd[slab]);
+            }
+            multiply_half(state.sums[step + next][0], weights, even[0], even[1]);
+            multiply_half(state.sums[step + next][1], weights, odd[0], odd[1]);
+        }
+    }
+}
+
+__device__ __forceinline__ void add_numbers(State& state, u32 tile, const u32 (&weights)[4]) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        u32 values[4];
+        load_matrices_transposed(values, tile + 32 * step);
+        multiply_bf16(state.sums[step][0], weights, values[0], values[1]);
+        multiply_bf16(state.sums[step][1], weights, values[2], values[3]);
+    }
+}
+
 __device__ __forceinline__ void add_values(
     State& state, const Seat& seat, u32 rows, const u32 (&weights)[SLABS / 2][4]) {
     const int row = seat.lane % 8, matrix = seat.lane / 8;
-    const u32 at = rows + (row + matrix % 2 * 8) * ROW + TILE * seat.warp + 16 * (matrix / 2);
+    const u32 tile = rows + (row + matrix % 2 * 8) * PITCH + TILE_BYTES * seat.warp + 16 * (matrix / 2);
 #pragma unroll
     for (int slabs = 0; slabs < SLABS / 2; ++slabs) {
-#pragma unroll
-        for (int step = 0; step < STEPS; step += 2) {
-            u32 codes[4];
-            load_matrices_transposed(codes, at + slabs * 16 * ROW + 16 * step);
-#pragma unroll
-            for (int next = 0; next < 2; ++next) {
-                u32 even[2], odd[2];
-#pragma unroll
-                for (int slab = 0; slab < 2; ++slab) {
-                    e4m3_to_half(__byte_perm(codes[2 * next + slab], 0, 0x3120), even[slab], odd[slab]);
-                }
-                multiply_half(state.sums[step + next][0], weights[slabs], even[0], even[1]);
-                multiply_half(state.sums[step + next][1], weights[slabs], odd[0], odd[1]);
-            }
+        if (BF16_ROWS) {
+            add_numbers(state, tile + slabs * 16 * PITCH, weights[slabs]);
+        } else {
+            add_codes(state, tile + slabs * 16 * PITCH, weights[slabs]);
         }
     }
 }
 
 __device__ __forceinline__ void process_stage(
     State& state, const Query& query, const Seat& seat, u32 rows, u32 counted, u32 buffer, const float (&units)[2]) {
-    float scales[SLABS][2], products[SLABS][4];
+    float scales[SLABS][2], products[SLABS][4];  // bf16 rows have scales of one, of which the compiler leaves nothing
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
-        const u32 at = rows + (8 * slab + 2 * seat.pair) * ROW + SCALES + 4 * seat.warp;
-        scales[slab][0] = __uint_as_float(shared_load(at));
-        scales[slab][1] = __uint_as_float(shared_load(at + ROW));
+        const u32 at = rows + (8 * slab + 2 * seat.pair) * PITCH + SCALES + 4 * seat.warp;
+        scales[slab][0] = BF16_ROWS ? 1.0f : __uint_as_float(shared_load(at));
+        scales[slab][1] = BF16_ROWS ? 1.0f : __uint_as_float(shared_load(at + PITCH));
     }
     multiply_keys(query, seat, rows, scales, products);
     add_shares(seat, buffer, products);
@@ -609,6 +691,25 @@ struct Result {
     const float* sink;
 };
 
+// A lane's columns of a step, in float32 or packed.
+__device__ __forceinline__ void write_four(float* target, float a, float b, float c, float d) {
+    if (BF16_ROWS) {
+        *reinterpret_cast<float2*>(target) = make_float2(a, b);
+        *reinterpret_cast<float2*>(target + SECOND_PAIR) = make_float2(c, d);
+    } else {
+        *reinterpret_cast<float4*>(target) = make_float4(a, b, c, d);
+    }
+}
+
+__device__ __forceinline__ void write_four(u16* target, uint2 packed) {
+    if (BF16_ROWS) {
+        *reinterpret_cast<u32*>(target) = packed.x;
+        *reinterpret_cast<u32*>(target + SECOND_PAIR) = packed.y;
+    } else {
+        *reinterpret_cast<uint2*>(target) = packed;
+    }
+}
+
 // Writes row `at` of a result.
 __device__ __forceinline__ void store(
     const State& state, const Result& result, const Seat& seat, long long at, int heads, const float (&units)[2]) {
@@ -627,21 +728,21 @@ __device__ __forceinline__ void store(
             result.lse[at * heads + head] = lse;
             result.maxima[at * heads + head] = empty ? minus_infinity() : state.top[half] * units[half] * LN_2;
         }
-        const int column = TILE * seat.warp + 4 * seat.pair;
+        const int column = TILE * seat.warp + PAIR_STRIDE * seat.pair;
         const long long offset = at * result.token_stride + head * result.head_stride + column;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            const float(&even)[4] = state.sums[step][0], (&odd)[4] = state.sums[step][1];
-            const float a = even[2 * half] * factor, b = odd[2 * half] * factor;
-            const float c = even[2 * half + 1] * factor, d = odd[2 * half + 1] * factor;
+            const float(&sums)[2][4] = state.sums[step];
+            const float a = sums[0][2 * half] * factor;
+            const float b = (BF16_ROWS ? sums[0][2 * half + 1] : sums[1][2 * half]) * factor;
+            const float c = (BF16_ROWS ? sums[1][2 * half] : sums[0][2 * half + 1]) * factor;
+            const float d = sums[1][2 * half + 1] * factor;
             if (result.kind == 0) {
-                float* target = static_cast<float*>(result.out) + offset + 16 * step;
-                *reinterpret_cast<float4*>(target) = make_float4(a, b, c, d);
+                write_four(static_cast<float*>(result.out) + offset + 16 * step, a, b, c, d);
             } else {
                 const uint2 packed = result.kind == 1 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d))
                                                       : make_uint2(pack_half(a, b), pack_half(c, d));
-                u16* target = static_cast<u16*>(result.out) + offset + 16 * step;
-                *reinterpret_cast<uint2*>(target) = packed;
+                write_four(static_cast<u16*>(result.out) + offset + 16 * step, packed);
             }
         }
     }

@@ -1,7 +1,8 @@
-"""Sparse attention of few heads over FP8 rows in CUDA C++, for Hopper: `few_heads.cu` and its launches."""
+"""Sparse attention of few heads over FP8 or bf16 rows in CUDA C++, for Hopper: `few_heads.cu` and its launches."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from tamis.cache import Selection
 from tamis.cuda.compiler import Program
 from tamis.cuda.launch import Launch, kernel
-from tamis.layout import Layout, v32_fp8
+from tamis.layout import Layout, rows, v32_fp8
 from tamis.ops.attend.items import (
     OUT_KINDS,
     VALUE_DIM,
@@ -33,7 +34,6 @@ GROUP = 16
 """Heads that one team of warps works on: the rows of the matrix instruction."""
 STAGE = 32
 """Rows that enter shared memory at a time."""
-WIDTH, ROW_BYTES = 576, 656
 COPY_ALIGNMENT = 16
 """Bytes that a row's address must be a multiple of."""
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
@@ -51,6 +51,8 @@ class Variant(NamedTuple):
     """Of each ring."""
     per_sm: int
     """Blocks that share one multiprocessor."""
+    bf16_rows: bool = False
+    """Whether rows are bf16 (1152 bytes) or FP8 (656)."""
 
     @property
     def threads(self) -> int:
@@ -61,11 +63,22 @@ class Variant(NamedTuple):
     def shared(self) -> int:
         """Bytes of shared memory: rings, shares of logits, what streams hand over, query maxima, barriers, notes."""
         teams, stages = self.streams * self.head_groups, self.streams * self.stages
+        row = 1152 + 16 if self.bf16_rows else 656  # padded to an odd multiple of 16 bytes
         merge = self.head_groups * 4 * 18 * 512 if self.streams > 1 else 0
-        return stages * STAGE * ROW_BYTES + teams * 2 * 4 * 4 * 512 + merge + teams * 2 * 4 * 4 * GROUP + stages * 24
+        maxima = 0 if self.bf16_rows else teams * 2 * 4 * 4 * GROUP
+        return stages * STAGE * row + teams * 2 * 4 * 4 * 512 + merge + maxima + stages * 24
 
 
-FEW_TOKENS, MANY_TOKENS, TWO_GROUPS = Variant(2, 1, 3, 1), Variant(1, 1, 4, 2), Variant(1, 2, 8, 1)
+class Variants(NamedTuple):
+    """Those for one kind of rows."""
+
+    few_tokens: Variant
+    many_tokens: Variant
+    two_groups: Variant
+
+
+FP8_ROWS = Variants(Variant(2, 1, 3, 1), Variant(1, 1, 4, 2), Variant(1, 2, 8, 1))
+BF16_ROWS = Variants(Variant(2, 1, 2, 1, True), Variant(1, 1, 2, 2, True), Variant(1, 2, 5, 1, True))
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
@@ -78,38 +91,44 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
         return f"values of {value_dim} columns, not {VALUE_DIM}"
     for selection in selections:
         held = selection.cache
-        if not _known_rows(held.layout):
+        bf16_rows = _rows_are_bf16(held.layout)
+        if bf16_rows is None:
             return f"rows of the layout {held.layout.name}"
+        if bf16_rows and q.dtype != torch.bfloat16:
+            return f"queries in {q.dtype} over rows of the layout {held.layout.name}"
         if held.page_stride % COPY_ALIGNMENT or held.storage.data_ptr() % COPY_ALIGNMENT:
             return f"rows that do not start at a multiple of {COPY_ALIGNMENT} bytes"
     return None
 
 
 @cache
-def _known_rows(layout: Layout) -> bool:
-    usual = v32_fp8()
-    same = all(getattr(layout, part) == getattr(usual, part) for part in ("latent", "rope", "tile"))
-    fields = (layout.values, layout.scales, layout.tail) == (usual.values, usual.scales, usual.tail)
-    return same and fields and layout.scale_mode in ("pow2", "exact")
+def _rows_are_bf16(layout: Layout) -> bool | None:
+    """Whether rows are those of v32-bf16 (True), of v32-fp8 (False), or neither."""
+    for bf16_rows, usual, modes in ((True, rows(), ("none",)), (False, v32_fp8(), ("pow2", "exact"))):
+        parts = ("latent", "rope", "tile", "values", "scales", "tail")
+        if layout.scale_mode in modes and all(getattr(layout, part) == getattr(usual, part) for part in parts):
+            return bf16_rows
+    return None
 
 
-def usual_variant(tokens: int | None, heads: int, multiprocessors: int) -> Variant:
+def usual_variant(tokens: int | None, heads: int, multiprocessors: int, bf16_rows: bool) -> Variant:
     """Two blocks on a multiprocessor overlap the ends of their items; where there is no second item, two streams of one
     block overlap better, and split a token into fewer parts. Without a number of tokens: one for all of them."""
+    variants = BF16_ROWS if bf16_rows else FP8_ROWS
     if heads > GROUP:
-        return TWO_GROUPS
-    return FEW_TOKENS if tokens is not None and tokens <= 2 * multiprocessors else MANY_TOKENS
+        return variants.two_groups
+    return variants.few_tokens if tokens is not None and tokens <= 2 * multiprocessors else variants.many_tokens
 
 
 def attend_slots(
     q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
-    variant = _variant(q, splits)
-    counts = [_cut(q, s, variant, splits, direct=False).parts for s in selections]
+    variants = [_variant(q, s, splits) for s in selections]
+    counts = [_cut(q, s, v, splits, direct=False).parts for s, v in zip(selections, variants, strict=True)]
     found = Target.empty(sum(counts), *q.shape[:2], device=q.device)
     first = 0
-    for selection, count in zip(selections, counts, strict=True):
+    for selection, variant, count in zip(selections, variants, counts, strict=True):
         part = Target(*(tensor[first : first + count] for tensor in found))
         attend_items(q, selection, variant, scale=scale, sink=None, whole=part, parts=part)
         first += count
@@ -129,7 +148,7 @@ def attend_into(
     if len(selections) > 1 or not fits_directly(out):
         parts = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
         return combine_with_maxima(*parts, sink, out)
-    variant = _variant(q, splits)
+    variant = _variant(q, selections[0], splits)
 
     def launch(whole: Target, parts: Target) -> None:
         attend_items(q, selections[0], variant, scale=scale, sink=sink, whole=whole, parts=parts)
@@ -137,9 +156,10 @@ def attend_into(
     return attend_in_items(out, sink, _cut(q, selections[0], variant, splits, direct=True), launch)
 
 
-def _variant(q: Tensor, splits: int | None) -> Variant:
+def _variant(q: Tensor, selection: Selection, splits: int | None) -> Variant:
     """How blocks are laid out: part of what fixes a row's bits, so with a number of parts the same for all batches."""
-    return usual_variant(q.shape[0] if splits is None else None, q.shape[1], multiprocessors(q.device))
+    bf16_rows = bool(_rows_are_bf16(selection.cache.layout))
+    return usual_variant(q.shape[0] if splits is None else None, q.shape[1], multiprocessors(q.device), bf16_rows)
 
 
 def _cut(q: Tensor, selection: Selection, variant: Variant, splits: int | None, *, direct: bool) -> Cut:
@@ -198,6 +218,7 @@ def attend_items(
 def program(variant: Variant, dtype: torch.dtype) -> Program:
     """The source for a variant and a dtype of queries."""
     constants = {
+        "BF16_ROWS": int(variant.bf16_rows),
         "STREAMS": variant.streams,
         "HEAD_GROUPS": variant.head_groups,
         "STAGES": variant.stages,
@@ -219,7 +240,7 @@ def offline_cases() -> Iterator["CudaCase"]:
     """Programs that `tamis.testing.offline_cuda` compiles."""
     from tamis.testing.offline_cuda import CudaCase
 
-    for variant in (FEW_TOKENS, MANY_TOKENS, TWO_GROUPS):
-        for dtype in QUERY_DTYPES:
-            label = f"attend, few heads, {tuple(variant)}, {str(dtype).removeprefix('torch.')} queries"
+    for kind, variants, dtypes in (("fp8", FP8_ROWS, QUERY_DTYPES), ("bf16", BF16_ROWS, (torch.bfloat16,))):
+        for variant, dtype in product(variants, dtypes):
+            label = f"attend, few heads, {kind} rows, {variant[:4]}, {str(dtype).removeprefix('torch.')} queries"
             yield CudaCase(label, program(variant, dtype), variant.shared)

@@ -1,4 +1,4 @@
-"""Sparse attention on Hopper: FP8 rows in CUDA C++, by the number of heads; everything else by the portable kernels."""
+"""Sparse attention on Hopper: FP8 rows, and bf16 rows of few heads, in CUDA C++; the rest by the portable kernels."""
 
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -45,8 +45,8 @@ def attend_into(
 def kernels_for(q: Tensor, selections: Sequence[Selection], value_dim: int, splits: int | None) -> ModuleType:
     """Kernels that take such a call and are fastest at it: those for few heads, those for many, or the portable ones.
 
-    Both of the former can do 17 to 32 heads: those for many heads win once tokens fill the device. Where the number of
-    parts is given, the tokens have no say, so that a row's bits do not depend on the rest of the batch.
+    Both of the former can do 17 to 32 heads over FP8 rows: those for many heads win once tokens fill the device. Where
+    the number of parts is given, the tokens have no say, so that a row's bits do not depend on the rest of the batch.
     """
     tokens, heads, _ = q.shape
     order = [few_heads, many_heads]

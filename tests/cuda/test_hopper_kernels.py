@@ -1,0 +1,62 @@
+"""Which of the kernels for Hopper take which calls, and what they leave to the portable ones."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tamis import PagedCache, Selection
+from tamis.layout import v32_fp8
+from tamis.ops.attend import few_heads, hopper_kernels, many_heads, triton_kernels
+
+
+def test_what_few_heads_leave_to_other_kernels() -> None:
+    cache, q = PagedCache("v32-fp8", 2, 16), torch.zeros(1, 16, 576, dtype=torch.bfloat16)
+    selection = Selection(cache, torch.zeros(1, 4, dtype=torch.int32))
+    moved = torch.zeros(len(cache.storage.flatten()) + 4, dtype=torch.uint8)[4:].view(cache.storage.shape)
+    others = {
+        "queries in torch.float32": (q.float(), selection, 512),
+        "33 heads, more than 32": (q[:, :1].expand(1, 33, 576), selection, 512),
+        "values of 256 columns, not 512": (q, selection, 256),
+        "rows of the layout v32-fp16": (q, Selection(PagedCache("v32-fp16", 1, 4), selection.slots), 512),
+        "queries in torch.float16 over rows of the layout v32-bf16": (
+            q.half(),
+            Selection(PagedCache("v32-bf16", 1, 4), selection.slots),
+            512,
+        ),
+        "rows that do not start at a multiple of 16 bytes": (
+            q,
+            Selection(PagedCache.wrap(moved, v32_fp8()), selection.slots),
+            512,
+        ),
+    }
+    for reason, (query, one, width) in others.items():
+        assert few_heads.refusal(query, [selection, one], width) == reason
+    assert few_heads.refusal(q, [selection], 512) is None
+    chosen = {reason: hopper_kernels.kernels_for(*given, None) for reason, given in kernel_calls(others).items()}
+    assert chosen.pop("33 heads, more than 32") is many_heads
+    assert set(chosen.values()) == {triton_kernels}
+
+
+def kernel_calls(others: dict[str, tuple[Tensor, Selection, int]]) -> dict[str, tuple[Tensor, list[Selection], int]]:
+    return {reason: (query, [one], width) for reason, (query, one, width) in others.items()}
+
+
+def test_which_kernels_take_a_number_of_heads() -> None:
+    cache = PagedCache("v32-fp8", 1, 4)
+    expected = {(16, 4096): few_heads, (17, 63): few_heads, (32, 64): many_heads, (33, 1): many_heads}
+    for (heads, tokens), kernels in expected.items():
+        q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
+        assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512, None) is kernels
+    # With a number of parts, whatever the number of tokens.
+    one = torch.zeros(1, 32, 576).bfloat16(), [Selection(cache, torch.zeros(1, 1, dtype=torch.int32))]
+    assert hopper_kernels.kernels_for(*one, 512, None) is few_heads
+    assert hopper_kernels.kernels_for(*one, 512, 4) is many_heads
+
+
+@pytest.mark.parametrize("splits", [None, 4])
+def test_which_kernels_take_bf16_rows(splits: int | None) -> None:
+    cache = PagedCache("v32-bf16", 1, 4)
+    expected = {(16, 4096): few_heads, (17, 1): few_heads, (32, 64): few_heads, (33, 1): triton_kernels}
+    for (heads, tokens), kernels in expected.items():
+        q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
+        assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512, splits) is kernels
