@@ -164,8 +164,9 @@ struct Follower {
         const long long stride = later ? work.second.page_stride : work.first.page_stride;
         const unsigned char* const start = (later ? work.second.start : work.first.start) + page * stride;
         const bool there = static_cast<u32>(page) < static_cast<u32>(later ? work.second.pages : work.first.pages);
-        const unsigned char* const row = there ? start + within * ROW_BYTES : nullptr;
-        exponents = start + (later ? work.second.page_size : work.first.page_size) * ROW_BYTES + within * 8;
+        const long long size = later ? work.second.page_size : work.first.page_size;
+        const unsigned char* const row = there ? start + within * static_cast<long long>(ROW_BYTES) : nullptr;
+        exponents = start + size * ROW_BYTES + within * 8ll;
         find_page();
         return row;
     }
