@@ -378,7 +378,7 @@ def versions() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with the tiny model's config and tokenizer")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm"), help="folder for the table")
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs and tokens")
     parser.add_argument("--rounds", type=int, default=5, help="timed turns of each engine; the fastest counts")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which running engines are stopped")

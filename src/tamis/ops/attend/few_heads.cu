@@ -564,11 +564,16 @@ __device__ __forceinline__ void weigh(
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float weight = fast_exp2(fmaf(products[slab][i], units[i / 2], -state.reference[i / 2]));
-            state.total[i / 2] += weight;
+            if (!BF16_ROWS) state.total[i / 2] += weight;
             scaled[i] = weight * scales[slab][i % 2];
         }
-        weights[slab / 2][2 * (slab % 2)] = pack_weights(scaled[0], scaled[1]);
-        weights[slab / 2][2 * (slab % 2) + 1] = pack_weights(scaled[2], scaled[3]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 packed = pack_weights(scaled[2 * half], scaled[2 * half + 1]);
+            weights[slab / 2][2 * (slab % 2) + half] = packed;
+            // What is multiplied is what is added up: rounding that all weights share then cancels.
+            if (BF16_ROWS) state.total[half] += __uint_as_float(packed << 16) + __uint_as_float(packed & 0xFFFF0000u);
+        }
     }
 }
 
