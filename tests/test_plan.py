@@ -111,6 +111,20 @@ def test_addresses_never_change_and_stale_values_are_gone() -> None:
     assert (big.block_table[2:] == -1).all()
 
 
+def test_a_narrower_table_leaves_nothing_behind() -> None:
+    made = make_planner()
+    generator = torch.Generator().manual_seed(0)
+    for requests, width in ((6, 5), (3, 2), (5, 4), (5, 1), (6, 5)):
+        starts = torch.arange(requests + 1, dtype=torch.int32)
+        table = torch.randint(0, 90, (requests, width), dtype=torch.int32, generator=generator)
+        pages = PageMap(table, torch.arange(requests))
+        plan = made.plan(Batch(starts, torch.ones(requests, dtype=torch.int32), pages))
+        whole = plan.block_table.as_strided((8, plan.block_table.shape[1]), plan.block_table.stride())
+        assert torch.equal(whole[:requests, :width], table)
+        assert (whole[requests:] == -1).all()
+        assert (whole[:, width:] == -1).all()
+
+
 def test_callers_tensors_are_never_changed() -> None:
     batch = make_batch([1, 1, 5], [30, 40, 50])
     batch.pages.block_table[0, -1] = -1

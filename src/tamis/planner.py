@@ -88,6 +88,8 @@ class Planner:
             )
             for name, size in page_sizes.items()
         }
+        # How much of these the last step has handed out; what lies beyond is -1.
+        self._filled_tokens, self._filled_pages = 0, dict.fromkeys(page_sizes, (0, 0, 0))
         self._workspace_rows = limits.workspace_rows or 5 * limits.max_length
         self._workspace = None
         if mode == "separate":
@@ -125,7 +127,7 @@ class Planner:
         self._arena.copy_(self._staged(torch.from_numpy(host)), non_blocking=True)
         if batch.host_lengths is not None:
             self._views["lengths"][:requests].copy_(self._staged_if_host(batch.lengths), non_blocking=True)
-        self._fill_positions(tokens)
+        self._fill_positions(tokens, rows)
         pages = self._fill_pages("", batch.pages, requests, rows)
         others = {n: self._fill_pages(n, p, requests, rows) for n, p in batch.other_pages.items()}
         return Plan(
@@ -163,20 +165,30 @@ class Planner:
         # one fixed block could overtake a copy still under way.
         return host.pin_memory() if self.device.type == "cuda" else host
 
-    def _fill_positions(self, tokens: int) -> None:
-        self._positions.fill_(-1)
+    def _fill_positions(self, tokens: int, rows: int) -> None:
         if tokens:
-            ids = self._views["request_ids"][:tokens]
-            last = self._views["lengths"][ids] - self._views["query_starts"][1:][ids]
-            self._positions[:tokens] = (last + self._count[:tokens]).clamp_min_(-1)
+            found = self._positions[:tokens]
+            last = self._views["lengths"] - self._views["query_starts"][1:]
+            torch.index_select(last, 0, self._views["request_ids"][:tokens], out=found)
+            found.add_(self._count[:tokens]).clamp_min_(-1)
+        if tokens < self._filled_tokens:
+            self._positions[tokens : self._filled_tokens].fill_(-1)
+        self._filled_tokens = rows
 
     def _fill_pages(self, name: str, pages: PageMap, requests: int, rows: int) -> PageMap:
-        held = self._pages[name]
-        held.block_table.fill_(-1)
-        held.slots.fill_(-1)
-        count, width = len(pages.slots), pages.block_table.shape[1]
+        held, count, width = self._pages[name], len(pages.slots), pages.block_table.shape[1]
         held.block_table[:requests, :width].copy_(self._staged_if_host(pages.block_table), non_blocking=True)
         held.slots[:count].copy_(self._staged_if_host(pages.slots), non_blocking=True)
+        # What the last step left beyond is cleared; a step like the last one clears nothing.
+        last_requests, last_width, last_count = self._filled_pages[name]
+        for stale in (
+            held.block_table[requests:last_requests, :last_width],
+            held.block_table[:requests, width:last_width],
+            held.slots[count:last_count],
+        ):
+            if stale.numel():
+                stale.fill_(-1)
+        self._filled_pages[name] = requests, width, rows
         return PageMap(held.block_table[:requests], held.slots[:rows])
 
     def _staged_if_host(self, value: Tensor) -> Tensor:
@@ -229,7 +241,8 @@ class Planner:
         checks.tensor("query_starts", batch.query_starts, "N", (torch.int32,), device=host, remedy="a running sum")
         starts = batch.query_starts.numpy()
         requests = len(starts) - 1
-        if requests < 0 or starts[0] != 0 or (np.diff(starts) < 0).any():
+        query_lengths = np.diff(starts)
+        if requests < 0 or starts[0] != 0 or (query_lengths < 0).any():
             raise checks.refuse("query_starts", "a running sum from 0", starts.tolist(), "begin it with 0")
         tokens = int(starts[-1])
         for name, count, limit in (("tokens", tokens, limits.max_tokens), ("requests", requests, limits.max_requests)):
@@ -242,11 +255,11 @@ class Planner:
         checks.tensor("host_lengths", lengths, "B", (torch.int32,), B=requests, remedy="one per request")
         checks.values_between("lengths", lengths, 0, limits.max_length, "raise Limits.max_length")
         host_lengths = lengths.numpy()
-        short = np.diff(starts) > host_lengths
+        short = query_lengths > host_lengths
         if short.any():
             at = int(short.argmax())
             raise checks.refuse(
-                f"lengths[{at}]", f"at least its {np.diff(starts)[at]} new tokens", host_lengths[at], "count them in"
+                f"lengths[{at}]", f"at least its {query_lengths[at]} new tokens", host_lengths[at], "count them in"
             )
         if batch.padded_tokens is not None:
             checks.integer("padded_tokens", batch.padded_tokens, low=tokens, high=limits.max_tokens)
