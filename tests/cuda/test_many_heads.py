@@ -179,7 +179,7 @@ def test_window_and_entries_under_one_softmax_with_sinks(emulated) -> None:
     selections = [Selection(window, slots[0], lengths[0]), Selection(entries, slots[1], lengths[1].clamp_max(150))]
     q, sink = queries(4, 64, 512), torch.randn(64)
     sink[3], sink[4] = -torch.inf, torch.inf
-    scale = torch.tensor([0.06])
+    scale = torch.tensor([0.06], dtype=torch.float64)  # kernels read float32
     wanted = expected(q, selections, 0.06, sink)
     selections[1] = Selection(entries, slots[1], lengths[1])  # on a device nobody has looked at lengths
     direct, _ = emulated(True, 2)(q, selections, scale=scale, whole=4, sink=sink)

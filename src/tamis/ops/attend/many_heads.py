@@ -149,7 +149,8 @@ def launch_values(
     if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16:
         q = q.clone(memory_format=torch.contiguous_format)
     made = [q]
-    factor = scale if isinstance(scale, Tensor) else None
+    factor = scale.float() if isinstance(scale, Tensor) else None
+    made += [] if factor is None else [factor]
     out, lse, maxima = whole.addresses()
     values = [q.data_ptr(), q.stride(0), q.stride(1), tokens, heads, 1.0 if isinstance(scale, Tensor) else scale]
     values += [address(factor), address(sink), out, OUT_KINDS[whole.out.dtype]]
