@@ -1,27 +1,20 @@
-"""The torch ops behind the stages: schemas, fakes, what they write to, and the text that carries a layout."""
+"""The torch ops behind the stages: schemas, fakes, and what they write to."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
+from small_layouts import LAYOUTS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tamis import IndexRecipe, PagedCache, Selection
 from tamis.layout import (
-    NAMES,
-    Field,
     Layout,
     compressor_state,
-    from_key,
     index_fp8,
-    index_mxfp4,
     named,
-    plain_fp8,
     rows,
-    v4_fp8,
-    v32_fp8,
 )
 from tamis.ops import (
     Partials,
@@ -55,18 +48,6 @@ from tamis.ops import (
 )
 from tamis.ops.attend import reference as attend_reference
 
-SMALL = {"latent": 32, "rope": 8}
-LAYOUTS = {
-    "fp32": rows(torch.float32, **SMALL),
-    "bf16": rows(torch.bfloat16, latent=32, rope=0),
-    "fp16": rows(torch.float16, **SMALL),
-    "v32-fp8": v32_fp8(**SMALL, tile=16),
-    "v32-fp8 exact": v32_fp8(**SMALL, tile=32, scale_mode="exact"),
-    "v4-fp8": v4_fp8(**SMALL, tile=8),
-    "plain-fp8": plain_fp8(**SMALL),
-    "index-fp8": index_fp8(dim=40),
-    "index-mxfp4": index_mxfp4(dim=64),
-}
 PAGES, PAGE = 6, 4
 
 
@@ -411,33 +392,6 @@ def test_combine(dtype: torch.dtype) -> None:
     opcheck(lambda: combine_parts(parts), "combine_parts")
     out = torch.empty(3, 2, 8, dtype=torch.float64)
     opcheck(lambda: combine_parts(parts, sink=torch.randn(2), out=out, lse_base="2"), "combine_parts")
-
-
-def every_layout() -> list[Layout]:
-    odd = Layout("odd/name, with+signs", 3, 0, torch.int8, 3, Field(torch.uint8, 3, 0, 3, 7), scale_floor=1 / 3)
-    return [
-        *(named(name) for name in NAMES),
-        *LAYOUTS.values(),
-        v32_fp8(scale_mode="exact"),
-        v32_fp8(tile=64),
-        v32_fp8(latent=128, rope=0),
-        v4_fp8(rounding="none"),
-        v4_fp8(page_align=1),
-        v4_fp8(latent=128, rope=32, tile=32, page_align=512),
-        index_fp8(dim=64, rounding="none"),
-        index_mxfp4(dim=64, page_align=576),
-        replace(v32_fp8(), scale_floor=1e-7),
-        odd,
-    ]
-
-
-def test_a_layout_comes_back_from_its_key() -> None:
-    layouts = every_layout()
-    for layout in layouts:
-        assert from_key(layout.key) == layout
-        assert from_key(layout.key).key == layout.key
-    different = set(layouts)
-    assert len({layout.key for layout in layouts}) == len(different) > 20
 
 
 def test_gradients_are_refused_by_name() -> None:
