@@ -30,7 +30,7 @@ class Backend:
     compiled_at_first_use: bool = False
     """Whether it has kernels in CUDA C++, which NVRTC compiles."""
     direct_prefills: bool = False
-    """Whether prefills read FP8 rows as fast as rows that were gathered and widened before."""
+    """Whether it has kernels of its own for FP8 rows at every head count, so that prefills need no 16-bit workspace."""
     query_dtypes: tuple[torch.dtype, ...] = checks.FLOATS
     layouts: tuple[str, ...] | None = None
     widths: tuple[int, ...] | None = None

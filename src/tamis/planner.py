@@ -48,7 +48,7 @@ class Planner:
             layout: of the latent cache; decides whether a workspace is of use.
             mode: "mixed" sends all tokens through one call that reads the cache directly; "separate" gathers the
                 prefills of an FP8 cache into a 16-bit workspace. "auto" separates from 32 heads on, unless the device's
-                backend reads FP8 rows as fast.
+                backend has kernels of its own for FP8 rows at every head count.
         """
         checks.option("mode", mode, ("auto", "mixed", "separate"))
         self.spec, self.limits, self.device, self.layout = spec, limits, torch.device(device), named(layout)

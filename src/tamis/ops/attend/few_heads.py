@@ -44,7 +44,7 @@ class Variant(NamedTuple):
     """How a block is laid out."""
 
     streams: int
-    """Rings of rows, each with a producer and a team: a token's columns are dealt out to them."""
+    """Rings of rows, each with two producers and a team: a token's columns are dealt out to them."""
     head_groups: int
     """Teams that read the same ring, 16 heads each."""
     stages: int
@@ -56,7 +56,7 @@ class Variant(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Per block: teams of four warps, then four warps of which one produces for each stream."""
+        """Per block: teams of four warps, then four warps of which two produce for each stream."""
         return 128 * (self.streams * self.head_groups + 1)
 
     @property

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tamis.testing.offline_cuda import CudaCase
 
 FULL_DEVICE = 64
-"""Tokens from which on 17 to 32 heads are better padded to 64 than taken 16 at a time (measured on an H200)."""
+"""Tokens from which on 17 to 32 heads are better padded to 64 than taken 16 at a time (see benchmarks/NOTES.md)."""
 
 
 def attend_slots(
