@@ -7,8 +7,8 @@ from tamis.verify.run import STAGES, stage_checks
 
 
 def bounds() -> str:
-    """Per stage: what must be equal to the definition, and how far the rest may be off."""
-    lines = ["| stage | must be equal | largest relative error |", "|---|---|---|"]
+    """Per stage: what must hold exactly, and how far the rest may be off."""
+    lines = ["| stage | must hold exactly | largest relative error |", "|---|---|---|"]
     for stage in STAGES:
         found = list(stage_checks(stage, Target(torch.device("cpu"), "auto", quick=True)))
         equal = [check.name for check in found if check.bound == 0]

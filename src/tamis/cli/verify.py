@@ -12,6 +12,7 @@ from tamis.cli.progress import Progress
 from tamis.cli.table import render_table
 
 if TYPE_CHECKING:
+    from tamis.testing.offline_cuda import KernelUse
     from tamis.verify import CheckResult
 
 STAGES = (
@@ -26,6 +27,9 @@ Runs each stage on hostile inputs (page sizes from 1, empty rows, wrong slots, N
 writes and slots of translations must be equal, attention is bounded by relative error. The same inputs must give the
 same bits ten times; a request must give the same bits alone and in a batch; a captured CUDA graph replayed with other
 inputs must give the bits of an eager call.
+
+Kernels in CUDA C++ are listed with their registers, stack and shared memory; one that spills registers to the stack, or
+needs more shared memory than a block may have, fails. Without a GPU they are compiled for this alone, unless --quick.
 
 A check that cannot apply here is shown with its reason. Exits with 1 if a check fails, or if none applies."""
 
@@ -68,11 +72,15 @@ def run(options: argparse.Namespace) -> int:
         results = run_checks(device, options.backend, options.stage, options.quick, progress.update)
     machine = describe_machine(device)
     passed = verdict(results)
+    kernels = [kernel for result in results for kernel in result.kernels]
     if options.json:
-        print(json.dumps({"machine": machine, "ok": passed, "checks": [as_data(r) for r in results]}, indent=2))
+        data = {"machine": machine, "ok": passed, "checks": [as_data(r) for r in results]}
+        print(json.dumps(data | {"kernels": [asdict(kernel) for kernel in kernels]}, indent=2))
     else:
         print(machine_line(machine), end="\n\n")
         print(results_table(results), end="\n\n")
+        if kernels:
+            print(kernels_table(kernels), end="\n\n")
         print(conclusion(results))
     return OK if passed else FAILED
 
@@ -83,9 +91,11 @@ def verdict(results: "list[CheckResult]") -> bool:
 
 
 def as_data(result: "CheckResult") -> dict[str, Any]:
-    """A result ready for JSON, which has no infinity."""
+    """A result ready for JSON, which has no infinity; its kernels are listed apart."""
     error = result.error
-    return asdict(result) | {"error": error if error is None or isfinite(error) else str(error)}
+    data = asdict(result) | {"error": error if error is None or isfinite(error) else str(error)}
+    del data["kernels"]
+    return data
 
 
 def results_table(results: "list[CheckResult]") -> str:
@@ -97,6 +107,20 @@ def results_table(results: "list[CheckResult]") -> str:
         rows.append((r.stage, r.check, r.backend, r.cases, worst, bound, r.state, _wrapped(r.note)))
     header = ("stage", "check", "backend", "cases", "worst error", "bound", "result", "why")
     return render_table(header, rows, "lllrrrll")
+
+
+def kernels_table(kernels: "list[KernelUse]") -> str:
+    """One line per kernel in CUDA C++."""
+    header = ("CUDA C++ kernel", "target", "registers", "stack bytes", "shared bytes,\nstatic", "dynamic", "limit")
+    rows = [
+        (
+            f"{k.program}: {k.function}",
+            *(k.target, k.registers, k.stack),
+            *(k.static_shared, k.dynamic_shared, k.shared_limit),
+        )
+        for k in kernels
+    ]
+    return render_table(header, rows, "llrrrrr")
 
 
 def conclusion(results: "list[CheckResult]") -> str:

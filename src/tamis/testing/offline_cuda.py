@@ -47,11 +47,55 @@ class Usage:
     """Bytes of static shared memory, the system's included."""
 
 
-def usage(cubin: bytes) -> list[Usage]:
-    """What the kernels of a cubin need, from the tool that comes with Triton; empty where it is not installed."""
+@dataclass(frozen=True)
+class KernelUse:
+    """What one kernel needs, compiled for an architecture and launched as its case says."""
+
+    program: str
+    """The case's label."""
+    function: str
+    target: str
+    """The architecture."""
+    registers: int
+    """Per thread."""
+    stack: int
+    """Bytes per thread."""
+    static_shared: int
+    """Bytes per block, the system's included."""
+    dynamic_shared: int
+    """Bytes per block, of the largest launch."""
+    shared_limit: int
+    """Bytes that a block may have of both together."""
+
+    @property
+    def excess(self) -> int:
+        """Bytes of stack, and of shared memory beyond the limit; 0 is as it must be."""
+        return self.stack + max(0, self.static_shared + self.dynamic_shared - self.shared_limit)
+
+    @property
+    def refusal(self) -> str:
+        """What is wrong with it; empty if nothing is."""
+        if self.stack:
+            return f"{self.function} has {self.stack} bytes of stack; use fewer registers"
+        if self.excess:
+            return (
+                f"{self.function} needs {self.static_shared} + {self.dynamic_shared} bytes of shared memory, but a "
+                f"block on {self.target} may have {self.shared_limit}; use less"
+            )
+        return ""
+
+
+def cuobjdump() -> Path | None:
+    """The tool that reads resources off a cubin, which comes with Triton; None where it is not installed."""
     triton = find_spec("triton")
     tool = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump" if triton and triton.origin else None
-    if tool is None or not tool.exists():
+    return tool if tool is not None and tool.exists() else None
+
+
+def usage(cubin: bytes) -> list[Usage]:
+    """What the kernels of a cubin need; empty where the tool that says so is not installed."""
+    tool = cuobjdump()
+    if tool is None:
         return []
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -61,27 +105,46 @@ def usage(cubin: bytes) -> list[Usage]:
     return [Usage(name, int(regs), int(stack), max(int(shared), SYSTEM_SHARED)) for name, regs, stack, shared in found]
 
 
-def compile_case(case: CudaCase, arch: str) -> list[Usage]:
+def kernel_uses(case: CudaCase, arch: str, cubin: bytes) -> list[KernelUse]:
+    """What the kernels of a case need, from its cubin."""
+    checks.option("arch", arch, tuple(SHARED_LIMITS))
+    return [
+        KernelUse(
+            case.label, one.function, arch, one.registers, one.stack, one.shared, case.shared, SHARED_LIMITS[arch]
+        )
+        for one in usage(cubin)
+    ]
+
+
+def compile_case(case: CudaCase, arch: str) -> list[KernelUse]:
     """Compile a case and return what its kernels need; refuse stack memory and too much shared memory."""
     checks.option("arch", arch, tuple(SHARED_LIMITS))
-    found = usage(nvrtc().compile(case.program, arch))
+    found = kernel_uses(case, arch, nvrtc().compile(case.program, arch))
     for one in found:
-        if one.stack:
-            raise MemoryError(f"{case.label}: {one.function} has {one.stack} bytes of stack; use fewer registers")
-        if one.shared + case.shared > SHARED_LIMITS[arch]:
-            raise MemoryError(
-                f"{case.label}: {one.function} needs {one.shared} + {case.shared} bytes of shared memory, but a block "
-                f"on {arch} may have {SHARED_LIMITS[arch]}; use less"
-            )
+        if one.refusal:
+            raise MemoryError(f"{case.label}: {one.refusal}")
     return found
+
+
+def has_cases(stage: str) -> bool:
+    """Whether a stage has CUDA C++ kernels."""
+    return stage in STAGES and find_spec(_module(stage)) is not None
+
+
+def stage_cases(stage: str) -> Iterator[CudaCase]:
+    """The cases of a stage; none where it has no CUDA C++ kernels."""
+    if has_cases(stage):
+        yield from importlib.import_module(_module(stage)).offline_cases()
+
+
+def _module(stage: str) -> str:
+    return f"tamis.ops.{stage}.hopper_kernels"
 
 
 def all_cases() -> Iterator[CudaCase]:
     """The cases of every stage that has CUDA C++ kernels."""
     for stage in STAGES:
-        name = f"tamis.ops.{stage}.hopper_kernels"
-        if find_spec(name) is not None:
-            yield from importlib.import_module(name).offline_cases()
+        yield from stage_cases(stage)
 
 
 def main(names: list[str]) -> int:
@@ -97,7 +160,8 @@ def main(names: list[str]) -> int:
                 continue
             try:
                 for one in compile_case(case, name):
-                    print(f"{name:8} {one.registers:5} {one.shared:7} {case.shared:7}  {case.label}: {one.function}")
+                    shared = f"{one.static_shared:7} {one.dynamic_shared:7}"
+                    print(f"{name:8} {one.registers:5} {shared}  {case.label}: {one.function}")
             except Exception as error:
                 failures += 1
                 print(f"{name:8} FAILED  {case.label}: {type(error).__name__}: {error}", flush=True)

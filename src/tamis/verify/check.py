@@ -11,6 +11,7 @@ from tamis.backends import Backend, Need, backend_for_stage, compute_capability
 from tamis.layout import Layout
 from tamis.spec import LayerSpec
 from tamis.testing import cases
+from tamis.testing.offline_cuda import KernelUse
 
 State = Literal["ok", "FAILED", "not applicable"]
 T = TypeVar("T")
@@ -23,6 +24,8 @@ class Trial(NamedTuple):
     """0 is perfect; NaN and infinity never pass. A relative error, or how many elements differ."""
     note: str = ""
     """Where the first difference is."""
+    kernels: tuple[KernelUse, ...] = ()
+    """What was found out about CUDA C++ kernels."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class CheckResult:
     state: State
     note: str = ""
     """Why the check does not apply, or the first case that failed and how."""
+    kernels: tuple[KernelUse, ...] = ()
+    """What the check found out about CUDA C++ kernels."""
 
     @property
     def ok(self) -> bool:
@@ -133,6 +138,8 @@ class Check:
     """The name of each case and what to run."""
     reason: str = ""
     """Why the check does not apply."""
+    backend: str = ""
+    """Whose kernels it is about, where that is not what runs the stage here."""
 
 
 def judge(check: Check, backend: str, done: Callable[[], None]) -> CheckResult:
@@ -141,12 +148,14 @@ def judge(check: Check, backend: str, done: Callable[[], None]) -> CheckResult:
         reason = check.reason or f"{backend} does not claim any of these cases"
         return CheckResult(check.stage, check.name, backend, 0, None, check.bound, "not applicable", reason)
     worst, note, failed = 0.0, "", 0
+    kernels: list[KernelUse] = []
     for name, trial in check.trials:
         try:
             found = trial()
         except Exception as error:
             text = " ".join(str(error).split())
             found = Trial(math.inf, f"{type(error).__name__}: {text[:300]}")
+        kernels += found.kernels
         # Written so that NaN fails too.
         if not found.error <= check.bound:
             failed += 1
@@ -156,4 +165,5 @@ def judge(check: Check, backend: str, done: Callable[[], None]) -> CheckResult:
     if failed > 1:
         note = f"{failed} cases; {note}"
     state: State = "FAILED" if failed else "ok"
-    return CheckResult(check.stage, check.name, backend, len(check.trials), worst, check.bound, state, note)
+    count = len(check.trials)
+    return CheckResult(check.stage, check.name, backend, count, worst, check.bound, state, note, tuple(kernels))

@@ -10,6 +10,7 @@ from tamis.verify.attention import attend_checks, combine_checks
 from tamis.verify.check import Check, CheckResult, Scope, Target, judge
 from tamis.verify.indexing import index_checks
 from tamis.verify.places import select_checks
+from tamis.verify.resources import resource_checks
 from tamis.verify.rows import gather_checks, write_checks
 from tamis.verify.selection import translate_checks
 from tamis.verify.step import LAYER_STAGES, layer_checks, planner_checks
@@ -36,7 +37,8 @@ _STAGES_OF = {"layer": LAYER_STAGES, "v4-layer": V4_LAYER_STAGES}
 
 def stage_checks(stage: str, target: Target) -> Iterator[Check]:
     """The checks of one stage."""
-    return _CHECKS[stage](target)
+    yield from _CHECKS[stage](target)
+    yield from resource_checks(stage, target)
 
 
 def run_checks(
@@ -76,7 +78,7 @@ def run_checks(
         if progress is not None:
             progress(count, total)
 
-    return [judge(check, _backend_names(target, check.stage), done) for check in found]
+    return [judge(check, check.backend or _backend_names(target, check.stage), done) for check in found]
 
 
 def _backend_names(target: Target, stage: str) -> str:
