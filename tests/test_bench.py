@@ -2,21 +2,15 @@
 
 import csv
 import json
-import sys
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 import tamis.cli.bench
-from tamis import PagedCache
 from tamis.bench import by_hand, peers, suites
 from tamis.bench.inputs import AttendSet, GatherSet, SelectSet, TranslateSet, WriteSet, prepare, worst_error
-from tamis.bench.peers.deep_gemm import DEEP_GEMM_MODULES
-from tamis.bench.peers.flash_mla import FLASH_MLA_MODULES
 from tamis.bench.record import COLUMNS, CsvFile
 from tamis.bench.roofline import (
     Ceiling,
@@ -32,9 +26,7 @@ from tamis.bench.roofline import (
 from tamis.bench.suites import Job, make_jobs
 from tamis.bench.v4_inputs import CompressSet
 from tamis.cli import main
-from tamis.integrations import flash_mla
 from tamis.layout import index_fp8, named
-from tamis.ops import gather_kv, translate_positions, write_kv
 from tamis.verify import CheckResult, Scope, run_checks
 from tamis.verify.check import Target
 
@@ -202,6 +194,9 @@ def test_suites_are_those_of_the_command_and_hold_what_they_promise() -> None:
         ("select", 128, None),
         ("compress", 0, None),
     }
+    assert len(make_jobs("prefill")) == 4 * 2 + 3 * 3
+    replaced = make_jobs("prefill", layouts=["v32-fp8"], heads=[64])
+    assert [job.shape for job in replaced] == ["1q512s8k", "1q4ks8k", "1q4ks32k", "1q4ks128k"]
     moves = {job.stage: job for job in make_jobs("write", layouts=["v32-fp8"])}
     assert {stage: job.shape for stage, job in moves.items()} == {
         "write": "8q8k",
@@ -244,117 +239,6 @@ def test_a_file_with_other_columns_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one with the same columns"):
         CsvFile(path)
     assert path.read_text() == "a,b\n1,2\n"
-
-
-def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*FLASH_MLA_MODULES, *DEEP_GEMM_MODULES, "vllm._custom_ops"):
-        monkeypatch.setitem(sys.modules, name, None)
-    found, absent = peers.find_peers(None, torch.device("cuda"))
-    assert [peer.name for peer in found] == ["torch"]
-    assert set(absent) == {"flashmla", "deepgemm", "vllm"}
-    assert "cannot import vllm.third_party.deep_gemm" in absent["deepgemm"]
-    assert "cannot import flash_mla" in absent["flashmla"]
-    with pytest.raises(ValueError, match="against must be peers that can be imported here, got flashmla: cannot"):
-        peers.find_peers(["flashmla"], torch.device("cuda"))
-    assert peers.find_peers(["none"], torch.device("cuda")) == ([], {})
-    # Code moved over by the drop-in would otherwise be compared with itself.
-    monkeypatch.setitem(sys.modules, "flash_mla", flash_mla)
-    assert "tamis's own drop-in" in peers.find_peers(None, torch.device("cuda"))[1]["flashmla"]
-
-
-@pytest.mark.parametrize(
-    ("shape", "layout", "heads", "window"),
-    [
-        ("3q1s256", "v32-fp8", 5, 0),
-        ("2q2s256", "v32-fp8", 64, 0),
-        ("1q8s256", "v32-bf16", 66, 0),
-        ("3q1s256", "v4-fp8", 8, 64),
-    ],
-)
-def test_flash_mla_is_called_as_it_is_defined(shape: str, layout: str, heads: int, window: int) -> None:
-    """The drop-in has FlashMLA's signatures and conventions, so it stands in for it on a CPU."""
-    job = Job("test", "attend", shape, layout, heads, 64, window)
-    sets = prepare(job, CPU).sets
-    seen = []
-
-    def noted(function):
-        def call(q: Tensor, *args, **options):
-            seen.append(q.shape[-2])
-            return function(q, *args, **options)
-
-        return call
-
-    names = ("flash_mla_with_kvcache", "flash_mla_sparse_fwd")
-    module = SimpleNamespace(get_mla_metadata=flash_mla.get_mla_metadata)
-    for name in names:
-        setattr(module, name, noted(getattr(flash_mla, name)))
-    calls = peers.FlashMLA(module).calls(job, sets)
-    assert len(calls) == len(sets)
-    for item, call in zip(sets, calls, strict=True):
-        assert worst_error(item, call()) < 5e-3
-    assert set(seen) == {64 if heads <= 64 else 128}
-
-
-@pytest.mark.parametrize(("stage", "layout"), [("write", "v32-fp8"), ("attend", "plain-fp8")])
-def test_flash_mla_says_what_it_cannot_do(stage: str, layout: str) -> None:
-    with pytest.raises(peers.Unsupported):
-        peers.FlashMLA(flash_mla).calls(Job("test", stage, "1q1s64", layout, 4, 8), [])
-
-
-def stand_in_for_vllm(*, with_lengths: bool) -> peers.VLLM:
-    """Functions with vLLM's signatures."""
-
-    def concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale):
-        layout = {"fp8_ds_mla": "v32-fp8", "auto": "v32-bf16"}[kv_cache_dtype]
-        write_kv((kv_c, k_pe), PagedCache.wrap(kv_cache, layout), slot_mapping)
-
-    def older(src_cache, dst, block_table, seq_lens, workspace_starts, batch_size):
-        gather_kv(PagedCache.wrap(src_cache, "v32-fp8"), block_table, seq_lens, starts=workspace_starts, out=dst)
-
-    def newer(src_cache, dst, block_table, workspace_starts, batch_size, seq_starts=None):
-        ends = torch.cat((workspace_starts[1:], torch.tensor([len(dst)], dtype=torch.int32)))
-        older(src_cache, dst, block_table, ends - workspace_starts, workspace_starts, batch_size)
-
-    def convert(req_id, block_table, token_indices, BLOCK_SIZE=64, NUM_TOPK_TOKENS=2048):
-        assert token_indices.shape[1] == NUM_TOPK_TOKENS
-        return translate_positions(token_indices, req_id, block_table, page_size=BLOCK_SIZE).slots
-
-    operators = SimpleNamespace(
-        concat_and_cache_mla=concat_and_cache_mla,
-        cp_gather_and_upconvert_fp8_kv_cache=older if with_lengths else newer,
-    )
-    return peers.VLLM(operators, SimpleNamespace(triton_convert_req_index_to_global_index=convert), None, None)
-
-
-@pytest.mark.parametrize("with_lengths", [True, False])
-@pytest.mark.parametrize("stage", ["write", "gather", "translate"])
-def test_vllm_is_called_as_it_is_defined(stage: str, with_lengths: bool) -> None:
-    job = Job("test", stage, "2q100s100" if stage != "translate" else "3q1s300", topk=128)
-    sets = prepare(job, CPU).sets
-    for item, call in zip(sets, stand_in_for_vllm(with_lengths=with_lengths).calls(job, sets), strict=True):
-        assert worst_error(item, call()) <= item.bound
-        if isinstance(item, WriteSet):
-            # The peer wrote into a cache of its own.
-            assert not item.cache.storage.any()
-
-
-def test_a_peer_that_fails_or_errs_gets_no_time_but_a_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Peer:
-        name, capturable = "torch", True
-
-        def calls(self, job: Job, sets: list[AttendSet]) -> list:
-            if job.heads == 3:
-                return [lambda: 1 / 0 for item in sets]
-            return [lambda q=item.q: torch.zeros(*q.shape[:2], 512) for item in sets]
-
-    monkeypatch.setattr("tamis.bench.peers._MAKERS", {"torch": lambda device: Peer()})
-    arguments = ["--shape", "2q1s64", "--topk", "16", "--heads", "2,3", "--against", "torch", "--repeats", "1"]
-    assert main(["bench", *arguments, "--device", "cpu"]) == 0
-    text = capsys.readouterr().out
-    assert "torch on attend 2q1s64: its result differs: error 1.00e+00" in text
-    assert "torch on attend 2q1s64: ZeroDivisionError" in text
 
 
 def test_input_sets_share_no_row_and_errors_show(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,10 @@ class AttendSet:
     value_dim: int
     queries: int | None
     """New tokens per request, where all have the same number."""
+    block_table: Tensor
+    """int32 [B, W], the pages of each request; -1: absent."""
+    lengths: Tensor
+    """int32 [B], the rows of each request."""
 
     bound = 1e-2
 
@@ -242,20 +246,28 @@ def _attend(job: Job, maker: Maker) -> Prepared:
     cost = attend_cost(requests, heads=job.heads, picks=picks, layout=layout, value_dim=value_dim)
     uniform = queries[0] if len(set(queries)) == 1 else None
     wanted = set_count(cost.bytes, maker.device)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=maker.device)
     sets: list[InputSet] = []
     while len(sets) < wanted:
-        for selections in _selections(job, layout, queries, lengths, maker, wanted - len(sets)):
+        table, pages = maker.block_table(lengths, job.page_size)
+        for selections in _selections(job, layout, queries, lengths, (table, pages), maker, wanted - len(sets)):
             q = maker.normal(sum(queries), job.heads, layout.width)
-            sets.append(AttendSet(q, selections, layout.width**-0.5, value_dim, uniform))
+            sets.append(AttendSet(q, selections, layout.width**-0.5, value_dim, uniform, table, counts))
     return Prepared(job, sets, cost)
 
 
 def _selections(
-    job: Job, layout: Layout, queries: list[int], lengths: list[int], maker: Maker, most: int
+    job: Job,
+    layout: Layout,
+    queries: list[int],
+    lengths: list[int],
+    placed: tuple[Tensor, int],
+    maker: Maker,
+    most: int,
 ) -> Iterator[tuple[Selection, ...]]:
     """Selections from one cache (two with a window) that share no row with each other where tokens are few."""
     assert job.topk is not None
-    table, pages = maker.block_table(lengths, job.page_size)
+    table, pages = placed
     cache = maker.cache(layout, pages, job.page_size)
     second = maker.cache(layout, pages, job.page_size) if job.window else None
     decode = max(queries) == 1

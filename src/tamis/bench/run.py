@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,15 @@ class WrongResult(Exception):
     """Our result on the inputs to be timed is wrong, so there is no time."""
 
 
+class Measured(NamedTuple):
+    """What came out for one job."""
+
+    rows: list[Row]
+    """One per peer that has something to say about it; one without a peer if none has."""
+    unsuited: dict[str, str]
+    """Peers without such a stage or format beside others that have it, and why."""
+
+
 @dataclass(frozen=True)
 class Bench:
     """What all measurements of a run share."""
@@ -33,8 +42,8 @@ class Bench:
     machine: Machine
     peers: Sequence[Peer]
 
-    def measure(self, job: Job) -> list[Row]:
-        """One row per peer that has something to say about the job; one without a peer if none has."""
+    def measure(self, job: Job) -> Measured:
+        """Time a job, ours and its peers."""
         prepared = prepare(job, self.device)
         first = prepared.sets[0]
         error = worst_error(first, first.run(self.backend))
@@ -44,11 +53,13 @@ class Bench:
         runners = [_ready(peer, job, prepared.sets) for peer in self.peers]
         spread, runners, theirs = self._timed(prepared, runners)
         row = partial(self._row, prepared, backend.name, spread, error)
-        # A peer without such a stage is not worth a line; one that failed is.
+        # A peer without such a stage is not worth a row; one that failed is.
         told = [(r, t) for r, t in zip(runners, theirs, strict=True) if t is not None or not r.foreign]
         rows = [row(runner, spread_of) for runner, spread_of in told]
-        reasons = "; ".join(f"{runner.peer.name}: {runner.note}" for runner in runners)
-        return rows or [replace(row(None, None), note=reasons)]
+        unsuited = {runner.peer.name: runner.note for runner in runners if runner.foreign}
+        if rows:
+            return Measured(rows, unsuited)
+        return Measured([replace(row(None, None), note="; ".join(": ".join(pair) for pair in unsuited.items()))], {})
 
     def _timed(
         self, prepared: Prepared, runners: "list[_Runner]"

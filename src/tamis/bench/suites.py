@@ -153,4 +153,5 @@ def make_jobs(
         )
         for grid in grids
     ]
-    return [job for grid in changed for job in grid.jobs(name)]
+    # Two grids of a suite may differ in nothing but what was replaced.
+    return list(dict.fromkeys(job for grid in changed for job in grid.jobs(name)))

@@ -37,8 +37,10 @@ with the 10th and 90th percentile. The roofline is the larger of bytes over band
 the peak for FP8 products); bytes count each selected row, key, score, index, query and output once.
 
 Peers run in turn with ours, in the same process, on the same inputs. Before their time starts, heads are padded for
-FlashMLA and the keys of prompts are gathered for DeepGEMM. vLLM's whole indexer is DeepGEMM's scores, then its own
-top-k. Selections may differ where scores are nearly equal.
+FlashMLA and the keys of prompts are gathered for DeepGEMM. flashmla-gather, for prompts over FP8 rows, is vLLM's gather
+of whole requests as bf16 rows, then FlashMLA's prefill over them, both in its time. fa3 is FlashAttention 3 over bf16
+rows as pages of one row. vLLM's whole indexer is DeepGEMM's scores, then its own top-k. Selections may differ where
+scores are nearly equal.
 
 --report draws what was measured, or what files of --csv hold: a roofline, ratios against peers, and latency against
 batch and context. It needs matplotlib: pip install 'tamis[report]'.
@@ -79,7 +81,7 @@ def register(subcommands: Subcommands) -> None:
         "--against",
         type=_words,
         metavar="PEER,...",
-        help="flashmla, deepgemm, vllm, torch or none (default: those that can be imported)",
+        help="flashmla, flashmla-gather, fa3, deepgemm, vllm, torch or none (default: those that can be imported)",
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds (default: 25 on a GPU, 5 on a CPU)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows to this file")
@@ -143,14 +145,15 @@ def run(options: argparse.Namespace) -> int:
         return _refuse(failures, json_wanted=options.json)
     with waiting("finding the machine's limits"):
         bench = _bench(device, options.backend, repeats, peers)
-    rows, wrong = _measured(bench, jobs, file)
+    rows, wrong, unsuited = _measured(bench, jobs, file)
     machine = describe_machine(device)
     drawn = _written(rows, options.report) if options.report is not None and rows else []
     if options.json:
-        data = {"machine": machine, "limits": asdict(bench.ceiling), "absent": absent, "wrong": wrong, "report": drawn}
-        print(json.dumps(data | {"rows": [row.as_data() for row in rows]}))
+        data = {"machine": machine, "limits": asdict(bench.ceiling), "absent": absent, "unsuited": unsuited}
+        print(json.dumps(data | {"wrong": wrong, "report": drawn, "rows": [row.as_data() for row in rows]}))
     else:
-        _print_report(machine, bench, rows, absent, wrong)
+        # Whoever named a peer is told why it is not there; those that were merely found are not worth a line.
+        _print_report(machine, bench, rows, absent, [] if options.against is None else unsuited, wrong)
         for name in drawn:
             print(name)
     return FAILED if wrong else OK
@@ -210,28 +213,35 @@ def _bench(device: "torch.device", backend: str, repeats: int, peers: Any) -> "B
     return Bench(device, backend, repeats, find_ceiling(device), machine, peers)
 
 
-def _measured(bench: "Bench", jobs: "list[Job]", file: "CsvFile | None") -> "tuple[list[Row], list[str]]":
-    """All rows, and a line for each job whose result was wrong."""
+def _measured(bench: "Bench", jobs: "list[Job]", file: "CsvFile | None") -> "tuple[list[Row], list[str], list[str]]":
+    """All rows, a line for each job whose result was wrong, and one for each peer and kind of job it is not for."""
     from tamis.bench.run import WrongResult
 
     rows: list[Row] = []
     wrong: list[str] = []
+    unsuited: list[str] = []
     with Progress("measurements", "measuring") as progress:
         for number, job in enumerate(jobs):
             try:
-                found = bench.measure(job)
+                found, reasons = bench.measure(job)
             except WrongResult as error:
                 wrong.append(str(error))
                 continue
             rows += found
+            unsuited += [f"{peer} on {job.stage} of {job.layout}: {reason}" for peer, reason in reasons.items()]
             if file is not None:
                 file.add(found)
             progress.update(number + 1, len(jobs))
-    return rows, wrong
+    return rows, wrong, list(dict.fromkeys(unsuited))
 
 
 def _print_report(
-    machine: dict[str, Any], bench: "Bench", rows: "list[Row]", absent: dict[str, str], wrong: list[str]
+    machine: dict[str, Any],
+    bench: "Bench",
+    rows: "list[Row]",
+    absent: dict[str, str],
+    unsuited: list[str],
+    wrong: list[str],
 ) -> None:
     print(machine_line(machine))
     peak = bench.ceiling.flops_per_second
@@ -241,6 +251,7 @@ def _print_report(
     if rows:
         print(times_table(rows), end="\n\n")
     notes = [f"{row.peer or 'no peer'} on {row.stage} {row.shape}: {row.note}" for row in rows if row.note]
+    notes += unsuited
     notes += [f"peer {name} is absent: {reason}" for name, reason in absent.items()]
     notes += [f"FAILED: {line}" for line in wrong]
     for note in dict.fromkeys(notes):

@@ -11,13 +11,26 @@ from tamis.bench import by_hand
 from tamis.bench.inputs import InputSet
 from tamis.bench.peers.base import Peer, Unsupported
 from tamis.bench.peers.deep_gemm import DeepGEMM
+from tamis.bench.peers.flash_attention import FlashAttention3
 from tamis.bench.peers.flash_mla import FlashMLA
+from tamis.bench.peers.gathered import GatheredFlashMLA
 from tamis.bench.peers.vllm import VLLM
 from tamis.bench.suites import Job
 
-__all__ = ["NAMES", "VLLM", "DeepGEMM", "FlashMLA", "Peer", "Torch", "Unsupported", "find_peers"]
+__all__ = [
+    "NAMES",
+    "VLLM",
+    "DeepGEMM",
+    "FlashAttention3",
+    "FlashMLA",
+    "GatheredFlashMLA",
+    "Peer",
+    "Torch",
+    "Unsupported",
+    "find_peers",
+]
 
-NAMES = ("flashmla", "deepgemm", "vllm", "torch")
+NAMES = ("flashmla", "flashmla-gather", "fa3", "deepgemm", "vllm", "torch")
 
 
 def find_peers(wanted: Sequence[str] | None, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
@@ -64,6 +77,8 @@ class Torch:
 
 _MAKERS: dict[str, Callable[[torch.device], Peer]] = {
     "flashmla": FlashMLA.find,
+    "flashmla-gather": GatheredFlashMLA.find,
+    "fa3": FlashAttention3.find,
     "deepgemm": DeepGEMM.find,
     "vllm": VLLM.find,
     "torch": Torch.find,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tamis.bench.inputs import AttendSet, InputSet
 from tamis.bench.peers.base import Unsupported, load_first, need_gpu
@@ -33,28 +34,28 @@ class FlashMLA:
 
     def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
         """Heads are padded to 64 or 128 beforehand, as engines do; the padded heads are computed, as they are there."""
-        if job.stage != "attend" or job.heads is None:
+        if job.stage != "attend":
             raise Unsupported(f"it has no {job.stage}")
         if job.page_size != 64:
             raise Unsupported("its pages have 64 rows")
-        heads = 64 if job.heads <= 64 else 128
         if job.layout == "v32-bf16":
-            return [self._prefill(job, s, heads) for s in sets if isinstance(s, AttendSet)]
+            return [self._prefill(s) for s in sets if isinstance(s, AttendSet)]
         if job.layout not in ("v32-fp8", "v4-fp8"):
             raise Unsupported(f"it does not read {job.layout}")
         try:
             schedule, _ = self.module.get_mla_metadata()
         except TypeError as error:
             raise Unsupported("its get_mla_metadata takes arguments: an older release") from error
-        return [self._decode(job, s, heads, schedule) for s in sets if isinstance(s, AttendSet)]
+        return [self._decode(s, schedule) for s in sets if isinstance(s, AttendSet)]
 
-    def _decode(self, job: Job, item: AttendSet, heads: int, schedule: Any) -> Callable[[], Any]:
+    def _decode(self, item: AttendSet, schedule: Any) -> Callable[[], Any]:
         queries = item.queries
         if queries is None:
             raise Unsupported("its requests all have the same number of new tokens")
-        tokens, _, width = item.q.shape
+        padded = _padded_heads(item.q)
+        tokens, heads, width = padded.shape
         requests = tokens // queries
-        q = _padded_heads(item.q, heads).view(requests, queries, heads, width)
+        q = padded.view(requests, queries, heads, width)
         first, *others = item.selections
         more: dict[str, Any] = {}
         for other in others:
@@ -74,23 +75,27 @@ class FlashMLA:
                 indices=first.slots.view(requests, queries, -1),
                 **more,
             )
-            return out.view(tokens, heads, item.value_dim)[:, : job.heads]
+            return out.view(tokens, heads, item.value_dim)[:, : item.q.shape[1]]
 
         return call
 
-    def _prefill(self, job: Job, item: AttendSet, heads: int) -> Callable[[], Any]:
-        q = _padded_heads(item.q, heads)
+    def _prefill(self, item: AttendSet) -> Callable[[], Any]:
         (selection,) = item.selections
-        rows = selection.cache.storage.reshape(-1, 1, item.q.shape[2])
-        slots = selection.slots.unsqueeze(1)
+        return self.sparse_prefill(item.q, selection.cache.storage.flatten(0, 1), selection.slots, item.scale)
+
+    def sparse_prefill(self, q: Tensor, rows: Tensor, indices: Tensor, scale: float) -> Callable[[], Any]:
+        """A call that attends to 16-bit rows [R, D] by their indices [T, K]."""
+        padded, rows, indices = _padded_heads(q), rows.unsqueeze(1), indices.unsqueeze(1)
 
         def call() -> Any:
-            return self.module.flash_mla_sparse_fwd(q, rows, slots, item.scale)[0][:, : job.heads]
+            return self.module.flash_mla_sparse_fwd(padded, rows, indices, scale)[0][:, : q.shape[1]]
 
         return call
 
 
-def _padded_heads(q: torch.Tensor, heads: int) -> torch.Tensor:
+def _padded_heads(q: Tensor) -> Tensor:
+    """With 64 or 128 heads, which is what its kernels take."""
+    heads = 64 if q.shape[1] <= 64 else 128
     padded = torch.zeros(q.shape[0], heads, q.shape[2], dtype=q.dtype, device=q.device)
     padded[:, : q.shape[1]] = q
     return padded

@@ -1,7 +1,7 @@
 """vLLM's own kernels as a peer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -83,16 +83,7 @@ class VLLM:
     def _gather(self, job: Job, item: GatherSet) -> Callable[[], Any]:
         if job.layout != "v32-fp8":
             raise Unsupported(f"it does not upconvert {job.layout}")
-        out = torch.zeros_like(item.out)
-        gather = self.operators.cp_gather_and_upconvert_fp8_kv_cache
-        # Releases differ in whether the lengths are an argument.
-        lengths = [item.lengths] if "seq_lens" in signature(gather).parameters else []
-
-        def call() -> Any:
-            gather(item.cache.storage, out, item.block_table, *lengths, item.starts, len(item.lengths))
-            return out
-
-        return call
+        return upconverting(self.operators, replace(item, out=torch.zeros_like(item.out)))
 
     def _translate(self, item: TranslateSet) -> Callable[[], Any]:
         convert = self.translation.triton_convert_req_index_to_global_index
@@ -118,6 +109,19 @@ class VLLM:
         score = self.deep_gemm.scores(item.scored)
         select = self.topk.choose(score(), item.scored.lengths, item.k, decode=True)
         return lambda: select(score())
+
+
+def upconverting(operators: Any, item: GatherSet) -> Callable[[], Tensor]:
+    """A call of vLLM's gather, which turns FP8 rows into bf16 ones on the way."""
+    gather = operators.cp_gather_and_upconvert_fp8_kv_cache
+    # Releases differ in whether the lengths are an argument.
+    lengths = [item.lengths] if "seq_lens" in signature(gather).parameters else []
+
+    def call() -> Tensor:
+        gather(item.cache.storage, item.out, item.block_table, *lengths, item.starts, len(item.lengths))
+        return item.out
+
+    return call
 
 
 @dataclass(frozen=True)
