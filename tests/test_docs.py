@@ -135,6 +135,33 @@ def test_what_is_generated_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not stale, "run `make generate`"
 
 
+def test_highlights_show_the_newest_run_and_its_fastest_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    from tools.docs import results
+
+    def row(backend: str, time: str, ours: str, peer: str, theirs: str) -> dict[str, str]:
+        wanted = {"stage": "attend", "shape": "1q1s1k", "heads": "16", "layout": "v32-bf16", "commit": time[:1]}
+        return wanted | {
+            "backend": backend,
+            "time": time,
+            "median_us": ours,
+            "peer": peer,
+            "peer_us": theirs,
+            "ratio": str(float(theirs) / float(ours)) if theirs else "",
+        }
+
+    rows = [
+        row("hopper", "1a", "60", "deepgemm", "20"),
+        row("hopper", "2a", "50", "flashmla", "100"),
+        row("hopper", "2a", "50", "fa3", "75"),
+        row("hopper", "2b", "50", "vllm", ""),
+        row("triton", "3a", "90", "torch", "10"),
+    ]
+    monkeypatch.setattr(results, "HIGHLIGHTS", {"decode": ("some", "attend", "1q1s1k", "16", "v32-bf16")})
+    monkeypatch.setattr(results, "read", lambda name: rows)
+    assert results.highlights().splitlines()[-1] == "| decode | hopper | 50.0 us | FlashAttention 3: 75.0 us | 1.50 |"
+
+
 def test_no_picture_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     from tools.docs.__main__ import PICTURES
