@@ -87,6 +87,15 @@ def attend(
     return Attended(out, in_base(lse, lse_base), maxima)
 
 
+def translates_freely(q: Tensor, selection: Selection, value_dim: int, *, backend: str = "auto") -> bool:
+    """Whether attention over such a selection looks positions up at no cost. Where it does not, or the answer cannot be
+    had since torch.compile traces, `translate_positions` comes first."""
+    if torch.compiler.is_compiling():
+        return False
+    stage = library.stage_module("attend", backend, q.device)
+    return bool(stage.translates_freely(q, [selection], value_dim=value_dim))
+
+
 def _checked(
     q: Tensor | tuple[Tensor, Tensor], selections: Selection | Sequence[Selection]
 ) -> tuple[Tensor, list[Selection]]:
