@@ -13,13 +13,12 @@ from tamis.layout import rows as plain_rows
 from tamis.ops import (
     Attended,
     IndexInputs,
-    attend,
     gather_kv,
     index_topk,
     translate_positions,
     write_kv,
 )
-from tamis.ops.attend import translates_freely
+from tamis.ops.attend import attend_unchecked, check_rest, check_selections, translates_freely
 from tamis.ops.index import QUERY_DTYPES, WORKSPACE_BYTES
 from tamis.ops.index.prepare import agreed_recipe
 from tamis.ops.write import join_parts
@@ -80,6 +79,7 @@ class SparseMLA:
         """
         self.spec, self.backend, self.shard = spec, backend, shard or Shard()
         self._gathered = {d: plain_rows(d, latent=spec.latent_dim, rope=spec.rope_dim) for d in checks.FLOATS}
+        self._passed: tuple[object, ...] | None = None
         self._columns = f"rows {spec.topk or 'K'}"
         self.batch_invariant = batch_invariant
         self.index_workspace_bytes = checks.integer("index_workspace_bytes", index_workspace_bytes, low=1)
@@ -149,8 +149,6 @@ class SparseMLA:
             q_scale: the factor of an e4m3 query.
             out: [rows, H, value_dim] to write into.
         """
-        self._check_query(q, cache, len(q))
-        self._check_columns(positions, len(q))
         return self._attend_directly(q, positions, cache, request_ids, block_table, sink, q_scale, out)
 
     def write(
@@ -283,9 +281,27 @@ class SparseMLA:
         out: Tensor | None,
     ) -> Attended:
         selection = Selection(cache, positions, None, request_ids, block_table)
+        self._check_directly(q, selection, sink, out)
         if self.shard.ranks > 1 or not translates_freely(q, selection, self.spec.value_dim, backend=self.backend):
             selection = Selection(cache, self._translate(positions, cache, request_ids, block_table))
         return self._attend_rows(q, selection, sink, q_scale, out)
+
+    def _check_directly(self, q: Tensor, selection: Selection, sink: Tensor | None, out: Tensor | None) -> None:
+        if torch.compiler.is_compiling() or checks.visible(q):
+            given = None
+        else:
+            # The same shapes come layer after layer and step after step, and checks take longer than launches: on a
+            # device, where they see no values, what passed last time is not checked again.
+            cache, ids, table = selection.cache, selection.request_ids, selection.block_table
+            given = (cache.layout.key, *checks.signature(q, selection.slots, ids, table, cache.storage, sink, out))
+            if given == self._passed:
+                return
+        self._check_query(q, selection.cache, q.shape[0])
+        self._check_columns(selection.slots, q.shape[0])
+        check_selections(q, [selection])
+        check_rest(q, self.spec.value_dim, sink, None, out)
+        if given is not None:
+            self._passed = given
 
     def _attend(
         self,
@@ -301,6 +317,7 @@ class SparseMLA:
         if prefill is None or not prefill.chunks:
             ids, table = plan.request_ids, plan.block_table
             return self._attend_directly(q, positions, cache, ids, table, sink, q_scale, out)
+        check_rest(q, self.spec.value_dim, sink, None, out)
         workspace_rows = (prefill.ids, prefill.starts)
         slots = self._translate(positions, cache, plan.request_ids, plan.block_table, workspace_rows)
         if out is None:
@@ -333,18 +350,8 @@ class SparseMLA:
         out: Tensor | None,
     ) -> Attended:
         spec = self.spec
-        columns = selection.slots.shape[1]
-        return attend(
-            q,
-            selection,
-            scale=spec.scale,
-            value_dim=spec.value_dim,
-            sink=sink,
-            q_scale=q_scale,
-            splits=-(-columns // FIXED_COLUMNS) if self.batch_invariant else None,
-            out=out,
-            backend=self.backend,
-        )
+        splits = -(-selection.slots.shape[1] // FIXED_COLUMNS) if self.batch_invariant else None
+        return attend_unchecked(q, [selection], spec.scale, spec.value_dim, sink, q_scale, splits, out, self.backend)
 
 
 def _index_cache(caches: Caches) -> PagedCache:

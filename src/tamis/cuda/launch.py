@@ -193,6 +193,7 @@ class Launch:
         self._struct.pack_into(buffers.values, 0, *values)
         config = buffers.config
         config.grid[:] = grid
+        # The number behind torch.cuda.current_stream, as Triton asks for it too: no object is made for it.
         config.stream = torch._C._cuda_getCurrentRawStream(self.kernel.device)
         self._get_current(buffers.current_reference)
         if buffers.current.value == self.kernel.context.value:

@@ -150,7 +150,9 @@ def row_start(slots, page_stride, row_stride, PAGE_SIZE: tl.constexpr, FLAT: tl.
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Within it kernels run on this device: Triton launches on the current device, wherever the tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def interpreted(kernel: object) -> bool:
