@@ -10,12 +10,15 @@ import torch
 from configured import make_config
 from engine_standin import BF16, LATENT, Served, Step, close
 from torch import Tensor
+from vllm import _custom_ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from tamis.integrations.vllm import plugin
 
 PAGE = 64
 
@@ -92,6 +95,22 @@ def test_random_batches(seed: int, heads: int, cache_dtype: str) -> None:
     assert record.num_actual_tokens == step.tokens + padding
     assert record.prefill is None
     close(out[: step.tokens], engine.dense_fp64(step)[0], BF16)
+
+
+def test_queries_are_joined_by_the_engines_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = engine.make_step([300, 40], [1, 3], 16)
+    plain = serve(step, make_config())[1]
+    joined = []
+
+    def concat_mla_q(latent: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> None:
+        joined.append(torch.cat((latent, rope), -1, out=out))
+
+    monkeypatch.setattr(_custom_ops, "concat_mla_q", concat_mla_q)
+    assert torch.equal(serve(step, make_config())[1], plain)
+    assert not joined  # on the host
+    monkeypatch.setattr(plugin, "engine_joins", lambda latent, rope: True)
+    assert torch.equal(serve(step, make_config())[1], plain)
+    assert [q.shape for q in joined] == [(4, 16, 576)]
 
 
 def test_speculative_decode_is_decode() -> None:

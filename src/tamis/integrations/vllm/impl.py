@@ -129,7 +129,7 @@ class SparseImpl:
                 query; both anew in each call, and 1.0 where they are missing.
             output: [T or more, H, kv_lora_rank], or with the last two axes joined, to write into.
         """
-        q = join_parts("q", q)
+        q = self._joined(q)
         rows = q.shape[0]
         cache = self._wrap(kv_c_and_k_pe_cache, self.kv_cache_dtype, getattr(layer, "_k_scale_float", 1.0))
         if cache.page_size != attn_metadata.block_size:
@@ -260,6 +260,9 @@ class SparseImpl:
             return PagedCache.wrap(storage, layout, scale=scale)
         self._wrapped = (storage, cache_dtype, PagedCache.wrap(storage, layout))
         return self._wrapped[2]
+
+    def _joined(self, q: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        return join_parts("q", q)
 
     def _positions(self, rows: int) -> Tensor:
         buffer = self.topk_indices_buffer
