@@ -88,6 +88,7 @@ class Planner:
             )
             for name, size in page_sizes.items()
         }
+        self._numbers = np.arange(requests, dtype=np.int32)
         # How much of these the last step has handed out; what lies beyond is -1.
         self._filled_tokens, self._filled_pages = 0, dict.fromkeys(page_sizes, (0, 0, 0))
         self._workspace_rows = limits.workspace_rows or 5 * limits.max_length
@@ -108,21 +109,24 @@ class Planner:
             uniform=self.limits.uniform_decodes,
             prefilling=batch.prefilling,
         )
-        host = self._fills.copy()
-        parts = {name: host[span] for name, span in self._spans.items()}
-        parts["request_ids"][:tokens] = np.repeat(np.arange(requests, dtype=np.int32), query_lengths)
-        parts["query_starts"][: requests + 1] = starts
-        parts["query_starts"][requests + 1 :] = tokens
-        parts["lengths"][:requests] = host_lengths
-        parts["prefill_ids"][split.decode_tokens : tokens] = (
-            parts["request_ids"][split.decode_tokens : tokens] - split.decodes
-        )
-        prefill_lengths: list[int] = host_lengths[split.decodes :].tolist()
-        chunks = pack_chunks(prefill_lengths, self._workspace_rows) if self.mode == "separate" else []
-        parts["workspace_starts"][: split.prefills] = chunk_starts(prefill_lengths, chunks)
+        host, spans = self._fills.copy(), self._spans
+        request_ids = host[spans["request_ids"]]
+        request_ids[:tokens] = self._numbers[:requests].repeat(query_lengths)
+        query_starts = host[spans["query_starts"]]
+        query_starts[: requests + 1] = starts
+        query_starts[requests + 1 :] = tokens
+        host[spans["lengths"]][:requests] = host_lengths
+        prefill_lengths: list[int] = []
+        chunks: list[tuple[int, int]] = []
+        if split.prefills:
+            prefills = slice(split.decode_tokens, tokens)
+            host[spans["prefill_ids"]][prefills] = request_ids[prefills] - split.decodes
+            prefill_lengths = host_lengths[split.decodes :].tolist()
+            chunks = pack_chunks(prefill_lengths, self._workspace_rows) if self.mode == "separate" else []
+            host[spans["workspace_starts"]][: split.prefills] = chunk_starts(prefill_lengths, chunks)
         schedule = self._schedule(split.decode_tokens if self.mode == "separate" else tokens)
-        parts["schedule_parts"][:] = schedule.parts.reshape(-1)
-        parts["schedule_splits"][: len(schedule.splits)] = schedule.splits
+        host[spans["schedule_parts"]] = schedule.parts.reshape(-1)
+        host[spans["schedule_splits"]][: len(schedule.splits)] = schedule.splits
         self._arena.copy_(staged(torch.from_numpy(host), self.device), non_blocking=True)
         if batch.host_lengths is not None:
             self._views["lengths"][:requests].copy_(self._staged_if_host(batch.lengths), non_blocking=True)
@@ -175,13 +179,12 @@ class Planner:
         held.slots[:count].copy_(self._staged_if_host(pages.slots), non_blocking=True)
         # What the last step left beyond is cleared; a step like the last one clears nothing.
         last_requests, last_width, last_count = self._filled_pages[name]
-        for stale in (
-            held.block_table[requests:last_requests, :last_width],
-            held.block_table[:requests, width:last_width],
-            held.slots[count:last_count],
-        ):
-            if stale.numel():
-                stale.fill_(-1)
+        if requests < last_requests:
+            held.block_table[requests:last_requests, :last_width].fill_(-1)
+        if width < last_width:
+            held.block_table[:requests, width:last_width].fill_(-1)
+        if count < last_count:
+            held.slots[count:last_count].fill_(-1)
         self._filled_pages[name] = requests, width, rows
         return PageMap(held.block_table[:requests], held.slots[:rows])
 
