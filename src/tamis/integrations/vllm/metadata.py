@@ -124,6 +124,8 @@ class SparseMetadata:
 
     def request_ids(self, rows: int) -> Tensor:
         """The block-table row of each query row: of all new tokens, and of as much padding as the caller kept."""
+        if rows == self.num_actual_tokens:
+            return self.req_id_per_token
         self._check_rows(rows)
         return self.step.request_ids[:rows]
 
@@ -287,8 +289,8 @@ class SparseMetadataBuilder:
         """
         common, limits = common_attn_metadata, self.limits
         requests, actual = int(common.num_reqs), int(common.num_actual_tokens)
-        starts = _host_values(common, ("query_start_loc_cpu",), "query_start_loc")[: requests + 1].numpy()
-        host_lengths = _host_values(common, _length_names(common), "seq_lens")[:requests]
+        starts = _first(_host_values(common, ("query_start_loc_cpu",), "query_start_loc"), requests + 1).numpy()
+        host_lengths = _first(_host_values(common, _length_names(common), "seq_lens"), requests)
         queries = starts[1:] - starts[:-1]
         check_starts(starts, queries, limits)
         tokens, slots = int(starts[-1]), common.slot_mapping
@@ -309,11 +311,11 @@ class SparseMetadataBuilder:
             max_query_len=int(common.max_query_len),
             max_seq_len=int(common.max_seq_len),
             num_actual_tokens=actual,
-            query_start_loc=common.query_start_loc[: requests + 1],
-            slot_mapping=slots[:actual],
+            query_start_loc=_first(common.query_start_loc, requests + 1),
+            slot_mapping=_first(slots, actual),
             block_table=self._block_table(common.block_table_tensor, requests),
             req_id_per_token=self._request_ids[:actual],
-            seq_lens=common.seq_lens[:requests],
+            seq_lens=_first(common.seq_lens, requests),
             step=step,
             block_size=limits.page_size,
             topk_tokens=self.topk_tokens,
@@ -335,7 +337,8 @@ class SparseMetadataBuilder:
         if table.dtype != torch.int32:
             received = checks.dtype_name(table.dtype)
             raise checks.refuse_type("block_table_tensor", "int32", received, "pass the engine's own tensor")
-        return table[:requests, : self._table_width]
+        rows = _first(table, requests)
+        return rows if rows.shape[1] <= self._table_width else rows[:, : self._table_width]
 
     def _prefilling(self, common: Any, requests: int) -> list[bool] | None:
         marks = getattr(common, "is_prefilling", None)
@@ -367,11 +370,16 @@ def engine_batch(common: Any, limits: Limits, *, prefilling: list[bool] | None =
     )
 
 
+def _first(values: Tensor, count: int) -> Tensor:
+    """So many of them; where these are all, without the cost of a view."""
+    return values if values.shape[0] == count else values[:count]
+
+
 def _padded_rows(tokens: int, actual: int, slots: Tensor, limits: Limits) -> int:
     """Token rows that a layer may be called with: all that the engine counts or has a slot for."""
     if tokens > actual:
         raise checks.refuse("num_actual_tokens", f"at least the {tokens} new tokens", actual, "count every token")
-    given = len(slots)
+    given = slots.shape[0]
     if given < tokens:
         raise checks.refuse("slot_mapping", f"at least {tokens} long", given, "pass one slot per new token")
     most = limits.max_tokens
