@@ -113,6 +113,33 @@ def test_queries_are_joined_by_the_engines_kernel_where_it_can(monkeypatch: pyte
     assert [q.shape for q in joined] == [(4, 16, 576)]
 
 
+def test_rows_are_written_by_the_engines_kernel_where_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = engine.make_step([300, 40], [1, 3], 16)
+    plain = serve(step, make_config())[1]
+    written = []
+
+    def concat_and_cache_mla(
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        scale: torch.Tensor,
+    ) -> None:
+        written.append((kv_cache_dtype, len(kv_c)))
+        kv_cache.view(-1, 576)[slot_mapping] = torch.cat((kv_c, k_pe), -1)
+
+    monkeypatch.setattr(_custom_ops, "concat_and_cache_mla", concat_and_cache_mla)
+    assert torch.equal(serve(step, make_config())[1], plain)
+    assert not written  # on the host
+    monkeypatch.setattr(plugin, "engine_writes", lambda *arguments: True)
+    assert torch.equal(serve(step, make_config())[1], plain)
+    assert written == [("auto", 299), ("auto", 37), ("auto", 4)]
+    monkeypatch.setattr(plugin.Impl, "tamis_backend", "reference")
+    assert torch.equal(serve(step, make_config())[1], plain)
+    assert len(written) == 3  # a backend that was chosen by name writes by itself
+
+
 def test_speculative_decode_is_decode() -> None:
     drafts = SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False, enable_adaptive_verification=False)
     step = engine.make_step([300, 40, 700], [3, 3, 3], 16)
