@@ -250,7 +250,6 @@ class SparseMetadataBuilder:
             cache_dtype, latent=dims.kv_lora_rank, rope=dims.qk_rope_head_dim, dtype=self.model_config.dtype
         )
         self.planner = Planner(self.spec, self.limits, self.device, layout=layout, mode=mode)
-        self._table_width = -(-self.limits.max_length // self.limits.page_size)
         self._request_ids = torch.zeros(self.limits.max_tokens, dtype=torch.int32, device=self.device)
         self._named = 0
         """How many of them the last step has set; those beyond are 0."""
@@ -313,7 +312,7 @@ class SparseMetadataBuilder:
             num_actual_tokens=actual,
             query_start_loc=_first(common.query_start_loc, requests + 1),
             slot_mapping=_first(slots, actual),
-            block_table=self._block_table(common.block_table_tensor, requests),
+            block_table=_block_table(common.block_table_tensor, requests),
             req_id_per_token=self._request_ids[:actual],
             seq_lens=_first(common.seq_lens, requests),
             step=step,
@@ -331,14 +330,6 @@ class SparseMetadataBuilder:
             ids = np.concatenate((ids, self._zeros[tokens : self._named]))
         self._named = tokens
         self._request_ids[: len(ids)].copy_(staged(torch.from_numpy(ids), self.device), non_blocking=True)
-
-    def _block_table(self, table: Tensor, requests: int) -> Tensor:
-        # A converted copy would not be where a captured graph looks for it.
-        if table.dtype != torch.int32:
-            received = checks.dtype_name(table.dtype)
-            raise checks.refuse_type("block_table_tensor", "int32", received, "pass the engine's own tensor")
-        rows = _first(table, requests)
-        return rows if rows.shape[1] <= self._table_width else rows[:, : self._table_width]
 
     def _prefilling(self, common: Any, requests: int) -> list[bool] | None:
         marks = getattr(common, "is_prefilling", None)
@@ -373,6 +364,14 @@ def engine_batch(common: Any, limits: Limits, *, prefilling: list[bool] | None =
 def _first(values: Tensor, count: int) -> Tensor:
     """So many of them; where these are all, without the cost of a view."""
     return values if values.shape[0] == count else values[:count]
+
+
+def _block_table(table: Tensor, requests: int) -> Tensor:
+    # A converted copy would not be where a captured graph looks for it.
+    if table.dtype != torch.int32:
+        received = checks.dtype_name(table.dtype)
+        raise checks.refuse_type("block_table_tensor", "int32", received, "pass the engine's own tensor")
+    return _first(table, requests)
 
 
 def _padded_rows(tokens: int, actual: int, slots: Tensor, limits: Limits) -> int:

@@ -197,7 +197,9 @@ def attend_items(
     # Held by name until the launch, so that nobody else gets their memory.
     lengths = None if selection.lengths is None else selection.lengths.contiguous()
     ids = None if selection.request_ids is None else selection.request_ids.contiguous()
-    table = None if selection.block_table is None else selection.block_table.contiguous()
+    table = selection.block_table
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
     factor = scale.float() if isinstance(scale, Tensor) else None
     pages = (0, 0, 0) if table is None else (table.stride(0), table.shape[1], table.shape[0])
     out, lse, maxima = whole.addresses()

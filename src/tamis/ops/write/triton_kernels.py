@@ -7,6 +7,7 @@ rows for one slot are a caller's error on a GPU.
 """
 
 from collections.abc import Iterator
+from functools import cache as remember
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.layout import named
+from tamis.layout import from_key, named
 from tamis.ops.triton_rows import (
     copy_rounded,
     encode_e2m1,
     encode_e4m3,
     interpreted,
     launching_on,
+    layout_constants,
     load_wide,
     round_to_bf16,
     row_arguments,
@@ -186,13 +188,13 @@ def write_kv(kv: Tensor, cache: PagedCache, slots: Tensor, rope: Tensor | None =
 
 def _arguments(kv: Tensor, cache: PagedCache, slots: Tensor, rope: Tensor | None = None) -> dict[str, Any]:
     """What `write_rows` is launched with."""
-    layout = cache.layout
     if kv.stride(1) != 1:
         kv = kv.contiguous()
     if rope is not None and rope.stride(1) != 1:
         rope = rope.contiguous()
-    rows = row_arguments(cache)
-    return rows | {
+    return {
+        **row_arguments(cache),
+        **_constants(cache.layout.key, cache.page_size),
         "kv": kv,
         "kv_stride": kv.stride(0),
         "rope": rope,
@@ -201,11 +203,19 @@ def _arguments(kv: Tensor, cache: PagedCache, slots: Tensor, rope: Tensor | None
         "slots_stride": slots.stride(0),
         "count": slots.shape[0],
         "cache_rows": cache.rows,
+    }
+
+
+@remember
+def _constants(key: str, page_size: int) -> dict[str, Any]:
+    """What a layout adds to its `layout_constants`."""
+    layout = from_key(key)
+    return {
         "SCALES": layout.scales.count if layout.scales is not None else 0,
         "SCALE_FLOOR": layout.scale_floor,
         "ROUND_INPUT": layout.rounding == "bf16",
         "NATIVE_BF16": not interpreted(write_rows),
-        "ROWS": max(1, BLOCK_VALUES // row_block(rows)),
+        "ROWS": max(1, BLOCK_VALUES // row_block(layout_constants(key, page_size))),
     }
 
 
