@@ -1,13 +1,18 @@
 """The layer call against fp64, over steps of a served batch."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from oracle import relative_error
 
-from tamis import Batch, Caches, LayerSpec, Limits, PagedCache, PagePool, Planner, Shard, SparseMLA
+from tamis import Batch, Caches, LayerSpec, Limits, PagedCache, PagePool, Planner, Shard, SparseMLA, pipeline
 from tamis.layout import rows
 from tamis.ops import IndexInputs, Partials, combine_parts, write_kv
 
+# The package has a function of this name as well.
+attend = import_module("tamis.ops.attend")
+reference = import_module("tamis.ops.attend.reference")
 LAYOUTS = ["v32-fp32", "v32-bf16", "v32-fp8", "plain-fp8"]
 PAGE = 16
 
@@ -237,3 +242,58 @@ def test_batch_invariant_mode_gives_the_same_attention() -> None:
     usual = SparseMLA(spec)(q, kv, cache, plan, positions=positions)
     fixed = SparseMLA(spec, batch_invariant=True)(q, kv, cache, plan, positions=positions)
     torch.testing.assert_close(usual.out, fixed.out, rtol=1e-5, atol=1e-6)
+
+
+def test_positions_looked_up_on_the_way_give_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, planner, pool, cache = start("v32-bf16", 4)
+    plan = planner.plan(Batch.build([1, 3], [70, 9], pool))
+    write_kv(torch.randn(cache.rows, 576), cache, torch.arange(cache.rows))
+    q, positions = torch.randn(4, 4, 576), choose_positions([1, 3], [70, 9], 24)
+    expected = SparseMLA(spec)(q, None, cache, plan, positions=positions)
+    direct = SparseMLA(spec).attend_positions(q, cache, positions, plan.request_ids, plan.block_table)
+    monkeypatch.setattr(reference, "translates_freely", lambda q, selections, value_dim: True)
+    monkeypatch.setattr(pipeline, "translate_positions", None)
+    on_the_way = SparseMLA(spec)(q, None, cache, plan, positions=positions)
+    for found in (direct, on_the_way):
+        assert torch.equal(found.out, expected.out)
+        assert torch.equal(found.lse, expected.lse)
+
+
+def test_shapes_that_passed_are_not_checked_again_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, planner, pool, cache = start("v32-bf16", 4)
+    plan = planner.plan(Batch.build([1, 3], [70, 9], pool))
+    given = {
+        "q": torch.randn(4, 4, 576),
+        "cache": cache,
+        "positions": choose_positions([1, 3], [70, 9], 24),
+        "request_ids": plan.request_ids,
+        "block_table": plan.block_table,
+    }
+    layer, checked = SparseMLA(spec), []
+
+    def check_selections(q, selections) -> None:
+        checked.append(q.shape)
+        attend.check_selections(q, selections)
+
+    monkeypatch.setattr(pipeline, "check_selections", check_selections)
+    for _ in range(2):
+        layer.attend_positions(**given)
+    assert len(checked) == 2, "on the host values are checked, every time"
+    monkeypatch.setattr(pipeline.checks, "visible", lambda tensor: False)
+    for _ in range(3):
+        layer.attend_positions(**given)
+    assert len(checked) == 3
+    wrong = {
+        "q": (torch.randn(4, 5, 576), "q must be of shape"),
+        "positions": (given["positions"].long(), "positions must be int32"),
+        "request_ids": (plan.request_ids[:3], r"selections\[0\].request_ids must be of shape"),
+        "block_table": (plan.block_table[0], r"selections\[0\].block_table must be of shape"),
+        "sink": (torch.zeros(5), "sink must be of shape"),
+        "out": (torch.zeros(4, 4, 500), "out must be of shape"),
+        "q_scale": (-1.0, "q_scale must be finite and > 0"),
+    }
+    for name, (value, message) in wrong.items():
+        for _ in range(2):
+            with pytest.raises((ValueError, TypeError), match=message):
+                layer.attend_positions(**(given | {name: value}))
+    layer.attend_positions(**given)

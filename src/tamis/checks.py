@@ -45,6 +45,14 @@ def visible(value: Tensor) -> bool:
     return value.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def signature(*tensors: Tensor | None) -> tuple[object, ...]:
+    """All that checks can see of tensors on a device: what passed once passes again as long as this is the same."""
+    seen: list[object] = []
+    for value in tensors:
+        seen += (None,) if value is None else (value.shape, value.dtype, value.device)
+    return tuple(seen)
+
+
 def no_gradient(**tensors: Tensor | None) -> None:
     """Refuse tensors that would need a gradient: the ops have none, and a silent zero would be worse than an error."""
     if not torch.is_grad_enabled():

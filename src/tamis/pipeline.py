@@ -13,18 +13,19 @@ from tamis.layout import rows as plain_rows
 from tamis.ops import (
     Attended,
     IndexInputs,
-    attend,
     gather_kv,
     index_topk,
     translate_positions,
     write_kv,
 )
+from tamis.ops.attend import attend_unchecked, check_rest, check_selections, translates_freely
 from tamis.ops.index import QUERY_DTYPES, WORKSPACE_BYTES
 from tamis.ops.index.prepare import agreed_recipe
 from tamis.ops.write import join_parts
 from tamis.plan import Plan
 from tamis.spec import LayerSpec
 
+DTYPES = (*checks.FLOATS, torch.float64, torch.float8_e4m3fn)
 FIXED_COLUMNS = 512
 """Columns per split in batch-invariant mode: few enough to fill a GPU with a handful of requests at top-k 2048."""
 
@@ -78,6 +79,8 @@ class SparseMLA:
         """
         self.spec, self.backend, self.shard = spec, backend, shard or Shard()
         self._gathered = {d: plain_rows(d, latent=spec.latent_dim, rope=spec.rope_dim) for d in checks.FLOATS}
+        self._passed: tuple[object, ...] | None = None
+        self._columns = f"rows {spec.topk or 'K'}"
         self.batch_invariant = batch_invariant
         self.index_workspace_bytes = checks.integer("index_workspace_bytes", index_workspace_bytes, low=1)
 
@@ -119,9 +122,34 @@ class SparseMLA:
         if index is not None:
             positions = self.select(index, caches, plan)
         assert positions is not None
-        slots = self._translate(positions, caches.latent, plan)
-        attended = self._attend(q, slots, caches.latent, plan, sink, q_scale, out)
+        attended = self._attend(q, positions, caches.latent, plan, sink, q_scale, out)
         return LayerOutput(*attended, positions)
+
+    def attend_positions(
+        self,
+        q: Tensor,
+        cache: PagedCache,
+        positions: Tensor,
+        request_ids: Tensor,
+        block_table: Tensor,
+        *,
+        sink: Tensor | None = None,
+        q_scale: float | Tensor = 1.0,
+        out: Tensor | None = None,
+    ) -> Attended:
+        """Attend to given positions of rows that are in the cache: what a layer call does without prefills to gather.
+
+        Args:
+            q: [rows, H, width], absorbed.
+            cache: of latent rows.
+            positions: int32 [rows, topk], as in a layer call. That tokens can see them is not checked.
+            request_ids: int32 [rows], the block-table row of each token.
+            block_table: int32 [requests, pages].
+            sink: as in a layer call, like the others.
+            q_scale: the factor of an e4m3 query.
+            out: [rows, H, value_dim] to write into.
+        """
+        return self._attend_directly(q, positions, cache, request_ids, block_table, sink, q_scale, out)
 
     def write(
         self,
@@ -156,14 +184,16 @@ class SparseMLA:
         )
 
     def _check(self, q: Tensor, cache: PagedCache, plan: Plan) -> None:
-        spec = self.spec
-        remedy = "the plan's rows, the spec's heads and widths"
-        dtypes = (*checks.FLOATS, torch.float64, torch.float8_e4m3fn)
-        checks.tensor("q", q, "rows H D", dtypes, rows=plan.rows, H=spec.heads, D=spec.head_dim, remedy=remedy)
+        self._check_query(q, cache, plan.rows)
         if cache.page_size != plan.page_size:
             raise checks.refuse("caches", f"of the plan's page size {plan.page_size}", cache.page_size, "plan with it")
         if plan.mode == "separate" and not cache.layout.quantised:
             raise checks.refuse("caches", "an FP8 cache for a separate plan", repr(cache), "plan with its layout")
+
+    def _check_query(self, q: Tensor, cache: PagedCache, rows: int) -> None:
+        spec = self.spec
+        remedy = "the plan's rows, the spec's heads and widths"
+        checks.tensor("q", q, "rows H D", DTYPES, rows=rows, H=spec.heads, D=spec.head_dim, remedy=remedy)
         if self.backend != "auto":
             choose(spec, q.device, layout=cache.layout, dtype=q.dtype, page_size=cache.page_size, prefer=self.backend)
 
@@ -177,10 +207,7 @@ class SparseMLA:
             self._check_positions(positions, plan)
 
     def _check_positions(self, positions: Tensor, plan: Plan) -> None:
-        # A selection of another width comes from another layer or another setting: it would attend to too little.
-        remedy = "one row per token of the plan, the spec's topk wide, -1 padded"
-        shape = f"rows {self.spec.topk or 'K'}"
-        checks.tensor("positions", positions, shape, (torch.int32,), rows=plan.rows, remedy=remedy)
+        self._check_columns(positions, plan.rows)
         if not checks.visible(positions) or not checks.visible(plan.positions):
             return
         own = plan.positions.unsqueeze(1)
@@ -190,6 +217,11 @@ class SparseMLA:
             token = int(ahead[0])
             received = f"{int(positions[token].max())} for token {token} at {int(plan.positions[token])}"
             raise checks.refuse("positions", "at most each token's own", received, "they belong to another step")
+
+    def _check_columns(self, positions: Tensor, rows: int) -> None:
+        # A selection of another width comes from another layer or another setting: it would attend to too little.
+        remedy = "one row per token of the plan, the spec's topk wide, -1 padded"
+        checks.tensor("positions", positions, self._columns, (torch.int32,), rows=rows, remedy=remedy)
 
     def _check_index(self, index: IndexInputs, caches: Caches, plan: Plan) -> None:
         spec = self.spec
@@ -217,33 +249,77 @@ class SparseMLA:
         if index.keys is not None:
             checks.tensor("index.keys", index.keys, "T D", checks.FLOATS, T=plan.rows, D=width, remedy=remedy)
 
-    def _translate(self, positions: Tensor, cache: PagedCache, plan: Plan) -> Tensor:
-        prefill = plan.prefill
+    def _translate(
+        self,
+        positions: Tensor,
+        cache: PagedCache,
+        request_ids: Tensor,
+        block_table: Tensor,
+        workspace: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         return translate_positions(
             positions,
-            plan.request_ids,
-            plan.block_table,
+            request_ids,
+            block_table,
             page_size=cache.page_size,
-            workspace=None if prefill is None or not prefill.chunks else (prefill.ids, prefill.starts),
+            workspace=workspace,
             ranks=self.shard.ranks,
             rank=self.shard.rank,
             interleave=self.shard.interleave,
             backend=self.backend,
         ).slots
 
+    def _attend_directly(
+        self,
+        q: Tensor,
+        positions: Tensor,
+        cache: PagedCache,
+        request_ids: Tensor,
+        block_table: Tensor,
+        sink: Tensor | None,
+        q_scale: float | Tensor,
+        out: Tensor | None,
+    ) -> Attended:
+        selection = Selection(cache, positions, None, request_ids, block_table)
+        self._check_directly(q, selection, sink, out)
+        if self.shard.ranks > 1 or not translates_freely(q, selection, self.spec.value_dim, backend=self.backend):
+            selection = Selection(cache, self._translate(positions, cache, request_ids, block_table))
+        return self._attend_rows(q, selection, sink, q_scale, out)
+
+    def _check_directly(self, q: Tensor, selection: Selection, sink: Tensor | None, out: Tensor | None) -> None:
+        if torch.compiler.is_compiling() or checks.visible(q):
+            given = None
+        else:
+            # The same shapes come layer after layer and step after step, and checks take longer than launches: on a
+            # device, where they see no values, what passed last time is not checked again.
+            cache, ids, table = selection.cache, selection.request_ids, selection.block_table
+            given = (cache.layout.key, *checks.signature(q, selection.slots, ids, table, cache.storage, sink, out))
+            if given == self._passed:
+                return
+        self._check_query(q, selection.cache, q.shape[0])
+        self._check_columns(selection.slots, q.shape[0])
+        check_selections(q, [selection])
+        check_rest(q, self.spec.value_dim, sink, None, out)
+        if given is not None:
+            self._passed = given
+
     def _attend(
         self,
         q: Tensor,
-        slots: Tensor,
+        positions: Tensor,
         cache: PagedCache,
         plan: Plan,
         sink: Tensor | None,
         q_scale: float | Tensor,
         out: Tensor | None,
     ) -> Attended:
-        chunks = plan.prefill.chunks if plan.prefill is not None else ()
-        if not chunks:
-            return self._attend_rows(q, Selection(cache, slots), sink, q_scale, out)
+        prefill = plan.prefill
+        if prefill is None or not prefill.chunks:
+            ids, table = plan.request_ids, plan.block_table
+            return self._attend_directly(q, positions, cache, ids, table, sink, q_scale, out)
+        check_rest(q, self.spec.value_dim, sink, None, out)
+        workspace_rows = (prefill.ids, prefill.starts)
+        slots = self._translate(positions, cache, plan.request_ids, plan.block_table, workspace_rows)
         if out is None:
             dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
             out = torch.zeros(plan.rows, self.spec.heads, self.spec.value_dim, dtype=dtype, device=q.device)
@@ -259,7 +335,7 @@ class SparseMLA:
             fill(slice(0, plan.decode.tokens), cache)
         workspace = plan.workspace
         assert workspace is not None
-        for chunk in chunks:
+        for chunk in prefill.chunks:
             room = workspace[: chunk.rows]
             gather_kv(cache, chunk.block_table, chunk.lengths, starts=chunk.starts, out=room, backend=self.backend)
             fill(chunk.tokens, PagedCache.rebuilt(room.unsqueeze(1), self._gathered[workspace.dtype], 1.0))
@@ -274,18 +350,8 @@ class SparseMLA:
         out: Tensor | None,
     ) -> Attended:
         spec = self.spec
-        columns = selection.slots.shape[1]
-        return attend(
-            q,
-            selection,
-            scale=spec.scale,
-            value_dim=spec.value_dim,
-            sink=sink,
-            q_scale=q_scale,
-            splits=-(-columns // FIXED_COLUMNS) if self.batch_invariant else None,
-            out=out,
-            backend=self.backend,
-        )
+        splits = -(-selection.slots.shape[1] // FIXED_COLUMNS) if self.batch_invariant else None
+        return attend_unchecked(q, [selection], spec.scale, spec.value_dim, sink, q_scale, splits, out, self.backend)
 
 
 def _index_cache(caches: Caches) -> PagedCache:

@@ -88,6 +88,7 @@ class Planner:
             )
             for name, size in page_sizes.items()
         }
+        self._numbers = np.arange(requests, dtype=np.int32)
         # How much of these the last step has handed out; what lies beyond is -1.
         self._filled_tokens, self._filled_pages = 0, dict.fromkeys(page_sizes, (0, 0, 0))
         self._workspace_rows = limits.workspace_rows or 5 * limits.max_length
@@ -99,9 +100,8 @@ class Planner:
 
     def plan(self, batch: Batch) -> Plan:
         """Metadata for one step. Reads the batch only; waits for nothing on the device."""
-        starts, host_lengths = self._check(batch)
+        starts, query_lengths, host_lengths = self._check(batch)
         requests, tokens = len(host_lengths), int(starts[-1])
-        query_lengths = np.diff(starts)
         rows = tokens if batch.padded_tokens is None else batch.padded_tokens
         split = split_batch(
             query_lengths,
@@ -109,22 +109,25 @@ class Planner:
             uniform=self.limits.uniform_decodes,
             prefilling=batch.prefilling,
         )
-        host = self._fills.copy()
-        parts = {name: host[span] for name, span in self._spans.items()}
-        parts["request_ids"][:tokens] = np.repeat(np.arange(requests, dtype=np.int32), query_lengths)
-        parts["query_starts"][: requests + 1] = starts
-        parts["query_starts"][requests + 1 :] = tokens
-        parts["lengths"][:requests] = host_lengths
-        parts["prefill_ids"][split.decode_tokens : tokens] = (
-            parts["request_ids"][split.decode_tokens : tokens] - split.decodes
-        )
-        prefill_lengths: list[int] = host_lengths[split.decodes :].tolist()
-        chunks = pack_chunks(prefill_lengths, self._workspace_rows) if self.mode == "separate" else []
-        parts["workspace_starts"][: split.prefills] = chunk_starts(prefill_lengths, chunks)
+        host, spans = self._fills.copy(), self._spans
+        request_ids = host[spans["request_ids"]]
+        request_ids[:tokens] = self._numbers[:requests].repeat(query_lengths)
+        query_starts = host[spans["query_starts"]]
+        query_starts[: requests + 1] = starts
+        query_starts[requests + 1 :] = tokens
+        host[spans["lengths"]][:requests] = host_lengths
+        prefill_lengths: list[int] = []
+        chunks: list[tuple[int, int]] = []
+        if split.prefills:
+            prefills = slice(split.decode_tokens, tokens)
+            host[spans["prefill_ids"]][prefills] = request_ids[prefills] - split.decodes
+            prefill_lengths = host_lengths[split.decodes :].tolist()
+            chunks = pack_chunks(prefill_lengths, self._workspace_rows) if self.mode == "separate" else []
+            host[spans["workspace_starts"]][: split.prefills] = chunk_starts(prefill_lengths, chunks)
         schedule = self._schedule(split.decode_tokens if self.mode == "separate" else tokens)
-        parts["schedule_parts"][:] = schedule.parts.reshape(-1)
-        parts["schedule_splits"][: len(schedule.splits)] = schedule.splits
-        self._arena.copy_(self._staged(torch.from_numpy(host)), non_blocking=True)
+        host[spans["schedule_parts"]] = schedule.parts.reshape(-1)
+        host[spans["schedule_splits"]][: len(schedule.splits)] = schedule.splits
+        self._arena.copy_(staged(torch.from_numpy(host), self.device), non_blocking=True)
         if batch.host_lengths is not None:
             self._views["lengths"][:requests].copy_(self._staged_if_host(batch.lengths), non_blocking=True)
         self._fill_positions(tokens, rows)
@@ -160,11 +163,6 @@ class Planner:
         # row count alone, and one per row count is enough.
         return schedule_splits([self.spec.topk or self.spec.window or 1] * rows, self._parts, overhead=self._overhead)
 
-    def _staged(self, host: Tensor) -> Tensor:
-        # A fresh pinned block per step: the caching host allocator keeps it until the copy is done, while writing into
-        # one fixed block could overtake a copy still under way.
-        return host.pin_memory() if self.device.type == "cuda" else host
-
     def _fill_positions(self, tokens: int, rows: int) -> None:
         if tokens:
             found = self._positions[:tokens]
@@ -181,18 +179,17 @@ class Planner:
         held.slots[:count].copy_(self._staged_if_host(pages.slots), non_blocking=True)
         # What the last step left beyond is cleared; a step like the last one clears nothing.
         last_requests, last_width, last_count = self._filled_pages[name]
-        for stale in (
-            held.block_table[requests:last_requests, :last_width],
-            held.block_table[:requests, width:last_width],
-            held.slots[count:last_count],
-        ):
-            if stale.numel():
-                stale.fill_(-1)
+        if requests < last_requests:
+            held.block_table[requests:last_requests, :last_width].fill_(-1)
+        if width < last_width:
+            held.block_table[:requests, width:last_width].fill_(-1)
+        if count < last_count:
+            held.slots[count:last_count].fill_(-1)
         self._filled_pages[name] = requests, width, rows
         return PageMap(held.block_table[:requests], held.slots[:rows])
 
     def _staged_if_host(self, value: Tensor) -> Tensor:
-        return self._staged(value) if value.device.type == "cpu" else value
+        return staged(value, self.device) if value.device.type == "cpu" else value
 
     def _decode_part(self, split: BatchSplit, query_lengths: INT) -> DecodePart | None:
         if split.decode_tokens == 0:
@@ -235,19 +232,14 @@ class Planner:
             ),
         )
 
-    def _check(self, batch: Batch) -> tuple[INT, INT]:
+    def _check(self, batch: Batch) -> tuple[INT, INT, INT]:
         limits = self.limits
         host = torch.device("cpu")
         checks.tensor("query_starts", batch.query_starts, "N", (torch.int32,), device=host, remedy="a running sum")
         starts = batch.query_starts.numpy()
-        requests = len(starts) - 1
-        query_lengths = np.diff(starts)
-        if requests < 0 or starts[0] != 0 or (query_lengths < 0).any():
-            raise checks.refuse("query_starts", "a running sum from 0", starts.tolist(), "begin it with 0")
-        tokens = int(starts[-1])
-        for name, count, limit in (("tokens", tokens, limits.max_tokens), ("requests", requests, limits.max_requests)):
-            if count > limit:
-                raise checks.refuse(f"number of {name}", f"at most max_{name}={limit}", count, "raise the limit")
+        query_lengths = starts[1:] - starts[:-1]
+        check_starts(starts, query_lengths, limits)
+        requests, tokens = len(query_lengths), int(starts[-1])
         checks.tensor("lengths", batch.lengths, "B", (torch.int32,), B=requests, remedy="one per request")
         lengths = batch.lengths if batch.host_lengths is None else batch.host_lengths
         if lengths.device != host:
@@ -271,7 +263,7 @@ class Planner:
         rows = tokens if batch.padded_tokens is None else batch.padded_tokens
         for name, pages in {"": batch.pages, **batch.other_pages}.items():
             self._check_pages(name or "pages", pages, self._pages[name].block_table.shape[1], requests, tokens, rows)
-        return starts, host_lengths
+        return starts, query_lengths, host_lengths
 
     def _check_pages(self, name: str, pages: PageMap, width: int, requests: int, tokens: int, rows: int) -> None:
         table = checks.tensor(f"{name}.block_table", pages.block_table, "B W", (torch.int32,), B=requests)
@@ -285,6 +277,26 @@ class Planner:
         for tensor in (pages.block_table, pages.slots):
             if tensor.device.type not in ("cpu", self.device.type):
                 raise checks.refuse(name, f"on {self.device} or the host", tensor.device, "move it")
+
+
+def check_starts(starts: INT, query_lengths: INT, limits: Limits) -> None:
+    """Refuse query starts that are no running sum of these lengths from 0, or that say more than the limits allow."""
+    if not len(starts) or starts[0] != 0 or query_lengths.min(initial=0) < 0:
+        raise checks.refuse("query_starts", "a running sum from 0", starts.tolist(), "begin it with 0")
+    tokens, requests = int(starts[-1]), len(query_lengths)
+    if tokens > limits.max_tokens or requests > limits.max_requests:
+        name = "tokens" if tokens > limits.max_tokens else "requests"
+        count, limit = (tokens, limits.max_tokens) if name == "tokens" else (requests, limits.max_requests)
+        raise checks.refuse(f"number of {name}", f"at most max_{name}={limit}", count, "raise the limit")
+
+
+def staged(host: Tensor, device: torch.device) -> Tensor:
+    """Host values from where a copy to a device need not be waited for.
+
+    That is a fresh pinned block per step: the caching host allocator keeps it until the copy is done, while writing
+    into one fixed block could overtake a copy still under way.
+    """
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 def _cores(device: torch.device) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,7 +194,7 @@ class SplitSchedule:
     splits: INT
     """[rows + 1]: running sum of how many pieces each row is cut into."""
 
-    @property
+    @cached_property
     def most_splits(self) -> int:
         """Pieces of the most divided row."""
         return int(np.diff(self.splits).max()) if len(self.splits) > 1 else 1

@@ -60,3 +60,10 @@ def test_which_kernels_take_bf16_rows(splits: int | None) -> None:
     for (heads, tokens), kernels in expected.items():
         q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
         assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512, splits) is kernels
+
+
+def test_positions_need_no_pass_where_kernels_fetch_pages_ahead() -> None:
+    cache, slots = PagedCache("v32-bf16", 1, 4), torch.zeros(1, 1, dtype=torch.int32)
+    for heads, freely in ((16, True), (33, False)):
+        q = torch.zeros(1, heads, 576).bfloat16()
+        assert hopper_kernels.translates_freely(q, [Selection(cache, slots)], value_dim=512) is freely

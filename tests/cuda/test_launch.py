@@ -3,7 +3,6 @@
 import ctypes
 import struct
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ class FakeCuda:
 
 @pytest.fixture(autouse=True)
 def stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0x700 + device))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x700 + device, raising=False)
 
 
 def loaded(fake: FakeCuda) -> Kernel:

@@ -76,16 +76,54 @@ def test_builder_fields(shape: list[tuple[int, int]], drafts: int, pad: int, emp
         assert torch.equal(getattr(common, name), value), name
 
 
-def test_addresses_never_change() -> None:
+def test_nothing_moves_and_nothing_stale_is_left() -> None:
+    """Captured graphs read the builder's one buffer and the engine's tensors, at places that never change."""
     builder = engine.builder(engine.config(16, "fp8_ds_mla"))
-    names = ("query_start_loc", "slot_mapping", "block_table", "req_id_per_token", "seq_lens")
-    addresses = set()
+    buffers = set()
     for turn in range(20):
         queries = [1] * (turn % 7) + [turn + 1]
         lengths = [q + 3 * turn for q in queries]
-        metadata = builder.build(0, engine.common(lengths, queries, *shuffled(lengths, queries, 64)))
-        addresses.add(tuple(getattr(metadata, name).data_ptr() for name in names))
-    assert len(addresses) == 1
+        common = engine.common(lengths, queries, *shuffled(lengths, queries, 64))
+        metadata = builder.build(0, common)
+        buffers.add(metadata.req_id_per_token.data_ptr())
+        held = metadata.step.request_ids
+        assert held.tolist() == [n for n, q in enumerate(queries) for _ in range(q)] + [0] * (600 - sum(queries))
+        for name in ("query_start_loc", "slot_mapping", "seq_lens"):
+            assert getattr(metadata, name).data_ptr() == getattr(common, name).data_ptr()
+        assert metadata.block_table.data_ptr() == common.block_table_tensor.data_ptr()
+    assert len(buffers) == 1
+
+
+def test_a_step_is_planned_where_prefills_are_gathered_and_elsewhere_on_demand() -> None:
+    """A plan fills buffers, which a captured graph of separate steps must find filled."""
+    common = engine.common([40, 50], [1, 7], *shuffled([40, 50], [1, 7], 64))
+    separate = engine.builder(engine.config(64, "fp8_ds_mla")).build(0, common)
+    assert "plan" in vars(separate)
+    direct = engine.builder(engine.config(16, "fp8_ds_mla")).build(0, common)
+    assert "plan" not in vars(direct)
+    assert direct.plan.positions.tolist() == separate.plan.positions.tolist() == [39, *range(43, 50)]
+    assert direct.plan is direct.plan
+
+
+def test_steps_that_do_not_fit() -> None:
+    builder = engine.builder(engine.config(max_tokens=8, max_requests=4))
+
+    def refused(match: str, lengths: list[int], queries: list[int], **changes: Any) -> None:
+        common = engine.common(lengths, queries, *shuffled(lengths, queries, 64))
+        for name, value in changes.items():
+            setattr(common, name, value)
+        with pytest.raises((ValueError, TypeError), match=match):
+            builder.build(0, common)
+
+    refused("number of tokens must be at most max_tokens=8, got 9", [9], [9])
+    refused("number of requests must be at most max_requests=4, got 5", [1] * 5, [1] * 5)
+    refused("num_actual_tokens must be at most max_num_batched_tokens=8, got 9", [3], [3], num_actual_tokens=9)
+    refused("slot_mapping must be at least 3 long, got 2", [3], [3], slot_mapping=torch.zeros(2, dtype=torch.int64))
+    wrong = torch.tensor([0, 2, 1], dtype=torch.int32)
+    refused("query_starts must be a running sum from 0", [3, 3], [1, 1], query_start_loc_cpu=wrong)
+    refused("query_starts must be a running sum from 0", [3, 3], [1, 1], query_start_loc_cpu=wrong + 1)
+    wide = torch.zeros(1, 1, dtype=torch.int64)
+    refused("block_table_tensor must be int32, got int64", [3], [3], block_table_tensor=wide)
 
 
 def test_configs_become_spec_and_limits() -> None:
@@ -178,15 +216,17 @@ def test_no_hidden_copy_to_the_host() -> None:
 def test_what_engines_hand_over_in_other_shapes() -> None:
     common = engine.common([40, 50], [1, 1], *shuffled([40, 50], [1, 1], 64))
     expected = engine.builder(engine.config()).build(0, common)
-    spare = torch.full((6, 90), 7)
+    spare = torch.full((6, 90), 7, dtype=torch.int32)
     spare[:2, : common.block_table_tensor.shape[1]] = common.block_table_tensor
-    common.block_table_tensor = spare  # rows and columns to spare, and wider numbers
+    common.block_table_tensor = spare  # rows and columns to spare
     for name in ("seq_lens", "query_start_loc_cpu"):
-        setattr(common, name, torch.cat([getattr(common, name), torch.tensor([9, 9])]))
+        setattr(common, name, torch.cat([getattr(common, name), torch.tensor([9, 9])]))  # and wider numbers
     metadata = engine.builder(engine.config()).build(0, common)
     assert metadata.seq_lens.tolist() == expected.seq_lens.tolist()
-    assert metadata.block_table.shape == expected.block_table.shape == (2, 2048 // 64)
+    assert metadata.block_table.shape == (2, 90)
+    assert metadata.plan.block_table.shape == (2, 2048 // 64)
     assert metadata.block_table[:, 0].tolist() == expected.block_table[:, 0].tolist()
+    assert metadata.plan.lengths.tolist() == expected.plan.lengths.tolist()
     common.num_actual_tokens = 1
     with pytest.raises(ValueError, match="num_actual_tokens must be at least the 2 new tokens, got 1"):
         engine.builder(engine.config()).build(0, common)

@@ -59,6 +59,7 @@ def check_write(
     gap: int = 64,
     lead: int = 0,
     scale: float | Tensor = 1.0,
+    apart: bool = False,
 ) -> None:
     """Write with kernel and reference into equal buffers of random bytes, and compare all of them."""
     # Pages must start aligned, which a layout's own padding does not always see to.
@@ -73,7 +74,12 @@ def check_write(
         host = host.with_scale(scale)
         cache = cache.with_scale(scale.to(device) if isinstance(scale, Tensor) else scale)
     reference.write_kv(kv, host, slots)
-    write_kv(kv.to(device), cache, slots.to(device))
+    if apart:
+        latent, rope = (part.to(device) for part in kv.split([layout.latent, layout.rope], 1))
+        # A stride of its own for each part, as engines' views have it.
+        write_kv(latent, cache, slots.to(device), torch.cat((rope, rope), 1)[:, : layout.rope])
+    else:
+        write_kv(kv.to(device), cache, slots.to(device))
     found = found.cpu()
     if device.type != "cpu" or (layout.rounding == "bf16" and kv.dtype != BF16):
         # Devices make NaNs of their own in arithmetic, and torch's own conversions to bf16 differ in its sign.
@@ -159,6 +165,13 @@ def test_values_that_are_not_numbers(layout: Layout, dtype: torch.dtype, device:
     if layout.scale_mode == "none" and layout.element != dtype:
         kv = kv.nan_to_num(0.0)  # which NaN a conversion makes is nobody's promise
     check_write(layout, kv, torch.tensor([5, 4, 3, 2, 1, 0, 8]), device, scale=torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.rope])
+def test_parts_that_lie_apart(name: str, device: torch.device) -> None:
+    layout = LAYOUTS[name]
+    kv = torch.randn(9, layout.width).to(BF16)
+    check_write(layout, kv, torch.tensor([5, 4, -1, 2, 1, 0, 8, 99, 7]), device, scale=0.5, apart=True)
 
 
 def test_rope_keeps_its_bits_even_those_of_a_nan(device: torch.device) -> None:

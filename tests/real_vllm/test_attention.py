@@ -10,12 +10,15 @@ import torch
 from configured import make_config
 from engine_standin import BF16, LATENT, Served, Step, close
 from torch import Tensor
+from vllm import _custom_ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from tamis.integrations.vllm import plugin
 
 PAGE = 64
 
@@ -94,6 +97,49 @@ def test_random_batches(seed: int, heads: int, cache_dtype: str) -> None:
     close(out[: step.tokens], engine.dense_fp64(step)[0], BF16)
 
 
+def test_queries_are_joined_by_the_engines_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = engine.make_step([300, 40], [1, 3], 16)
+    plain = serve(step, make_config())[1]
+    joined = []
+
+    def concat_mla_q(latent: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> None:
+        joined.append(torch.cat((latent, rope), -1, out=out))
+
+    monkeypatch.setattr(_custom_ops, "concat_mla_q", concat_mla_q)
+    assert torch.equal(serve(step, make_config())[1], plain)
+    assert not joined  # on the host
+    monkeypatch.setattr(plugin, "engine_joins", lambda latent, rope: True)
+    assert torch.equal(serve(step, make_config())[1], plain)
+    assert [q.shape for q in joined] == [(4, 16, 576)]
+
+
+def test_rows_are_written_by_the_engines_kernel_where_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = engine.make_step([300, 40], [1, 3], 16)
+    plain = serve(step, make_config())[1]
+    written = []
+
+    def concat_and_cache_mla(
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        scale: torch.Tensor,
+    ) -> None:
+        written.append((kv_cache_dtype, len(kv_c)))
+        kv_cache.view(-1, 576)[slot_mapping] = torch.cat((kv_c, k_pe), -1)
+
+    monkeypatch.setattr(_custom_ops, "concat_and_cache_mla", concat_and_cache_mla)
+    assert torch.equal(serve(step, make_config())[1], plain)
+    assert not written  # on the host
+    monkeypatch.setattr(plugin, "engine_writes", lambda *arguments: True)
+    assert torch.equal(serve(step, make_config())[1], plain)
+    assert written == [("auto", 299), ("auto", 37), ("auto", 4)]
+    monkeypatch.setattr(plugin.Impl, "tamis_backend", "reference")
+    assert torch.equal(serve(step, make_config())[1], plain)
+    assert len(written) == 3  # a backend that was chosen by name writes by itself
+
+
 def test_speculative_decode_is_decode() -> None:
     drafts = SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False, enable_adaptive_verification=False)
     step = engine.make_step([300, 40, 700], [3, 3, 3], 16)
@@ -104,19 +150,20 @@ def test_speculative_decode_is_decode() -> None:
 
 def test_graphs_find_their_buffers_again() -> None:
     """What a captured graph reads must lie where it was, whatever the step, and hold nothing stale."""
-    config = make_config()
-    builder = make_builder(config)
-    wide = engine.make_step([500] * 8, [1] * 8, 16)
+    builder = make_builder(make_config())
+    wide = engine.make_step([500, 400, 300], [1, 1, 6], 16)
     table, slots, _ = wide.place(PAGE)
-    captured = builder.build_for_cudagraph_capture(common_of(wide, table, wide.new_slots(slots)))
-    names = ("query_start_loc", "slot_mapping", "block_table", "req_id_per_token", "seq_lens")
-    places = [getattr(captured, name).data_ptr() for name in names]
+    common = common_of(wide, table, wide.new_slots(slots))
+    captured = builder.build_for_cudagraph_capture(common)
+    engines = {"query_start_loc", "slot_mapping", "seq_lens"}
+    for name in engines:
+        assert getattr(captured, name).data_ptr() == getattr(common, name).data_ptr()
+    assert captured.block_table.data_ptr() == common.block_table_tensor.data_ptr()
     small = engine.make_step([70, 90], [1, 1], 16)
     table, slots, _ = small.place(PAGE)
     record = builder.build(0, common_of(small, table, small.new_slots(slots), tokens=8, requests=8))
-    assert [getattr(record, name).data_ptr() for name in names] == places
-    assert captured.slot_mapping[2:].eq(-1).all()
-    assert captured.plan.positions[2:].eq(-1).all()
+    assert record.req_id_per_token.data_ptr() == captured.req_id_per_token.data_ptr()
+    assert captured.req_id_per_token.tolist() == [0, 1] + [0] * 6
 
 
 def test_bounds_beyond_the_longest_request_are_accepted() -> None:

@@ -193,7 +193,8 @@ class Launch:
         self._struct.pack_into(buffers.values, 0, *values)
         config = buffers.config
         config.grid[:] = grid
-        config.stream = torch.cuda.current_stream(self.kernel.device).cuda_stream
+        # The number behind torch.cuda.current_stream, as Triton asks for it too: no object is made for it.
+        config.stream = torch._C._cuda_getCurrentRawStream(self.kernel.device)
         self._get_current(buffers.current_reference)
         if buffers.current.value == self.kernel.context.value:
             status = self._launch(buffers.reference, self.kernel.function, buffers.pointers, None)

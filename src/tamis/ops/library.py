@@ -113,14 +113,17 @@ def stage_module(name: str, backend: str, device: torch.device, **inputs: Tensor
     return implementation(name, backend, device)
 
 
-def _write_kv(kv: Tensor, *rest: Any) -> None:
-    stage_module("write", rest[-1], kv.device, kv=kv)
+def _write_kv(kv: Tensor, rope: Tensor | None, *rest: Any) -> None:
+    stage_module("write", rest[-1], kv.device, kv=kv, rope=rope)
 
 
-@op(f"write_kv(Tensor kv, Tensor slots, Tensor(a!) storage, {CACHE}, str backend) -> ()", _write_kv)
-def write_kv(kv: Tensor, slots: Tensor, cache: PagedCache, backend: str) -> None:
-    """Rows into the cache."""
-    stage_module("write", backend, cache.device, kv=kv).write_kv(kv, cache, slots)
+@op(
+    f"write_kv(Tensor kv, Tensor? rope, Tensor slots, Tensor(a!) storage, {CACHE}, str backend) -> ()",
+    _write_kv,
+)
+def write_kv(kv: Tensor, rope: Tensor | None, slots: Tensor, cache: PagedCache, backend: str) -> None:
+    """Rows into the cache; their last columns may lie apart."""
+    stage_module("write", backend, cache.device, kv=kv, rope=rope).write_kv(kv, cache, slots, rope)
 
 
 def _read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str) -> Tensor:

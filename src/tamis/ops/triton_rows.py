@@ -150,7 +150,9 @@ def row_start(slots, page_stride, row_stride, PAGE_SIZE: tl.constexpr, FLAT: tl.
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Within it kernels run on this device: Triton launches on the current device, wherever the tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def interpreted(kernel: object) -> bool:
@@ -183,12 +185,13 @@ def row_arguments(cache: PagedCache) -> dict[str, Any]:
         "page_stride": cache.page_stride // storage.element_size(),
         "scale": cache.scale,
         "SCALE_IN_MEMORY": isinstance(cache.scale, Tensor),
-        **_layout_constants(layout.key, cache.page_size),
+        **layout_constants(layout.key, cache.page_size),
     }
 
 
 @remember
-def _layout_constants(key: str, page_size: int) -> dict[str, Any]:
+def layout_constants(key: str, page_size: int) -> dict[str, Any]:
+    """The part of `row_arguments` that a layout and a page size decide."""
     layout = from_key(key)  # a string knows its hash, a layout works it out on every call
     size = 1 if layout.quantised else layout.element.itemsize
     tile = layout.tile or layout.latent

@@ -10,9 +10,9 @@ from tamis.absorb import AbsorbedWeights
 from tamis.cache import PagedCache
 from tamis.integrations.vllm.metadata import SparseMetadata
 from tamis.layout import for_engine
-from tamis.ops import write_kv
+from tamis.ops import Attended, write_kv
 from tamis.ops.write import join_parts
-from tamis.pipeline import Shard, SparseMLA
+from tamis.pipeline import LayerOutput, Shard, SparseMLA
 from tamis.spec import LayerSpec
 
 _USUAL_TOPK = 2048
@@ -129,20 +129,26 @@ class SparseImpl:
                 query; both anew in each call, and 1.0 where they are missing.
             output: [T or more, H, kv_lora_rank], or with the last two axes joined, to write into.
         """
-        q = join_parts("q", q)
+        q = self._joined(q)
         rows = q.shape[0]
         cache = self._wrap(kv_c_and_k_pe_cache, self.kv_cache_dtype, getattr(layer, "_k_scale_float", 1.0))
-        attended = self._attention(
-            q,
-            None,
-            cache,
-            attn_metadata.plan_for(rows),
-            positions=self._positions(rows),
-            sink=self.sinks,
-            # A 16-bit query was never divided by the scale, so the engine's number does not apply to it.
-            q_scale=getattr(layer, "_q_scale_float", 1.0) if q.dtype == torch.float8_e4m3fn else 1.0,
-            out=None if output is None else _rows_of("output", output, rows, self._attention.spec.heads),
-        )
+        if cache.page_size != attn_metadata.block_size:
+            expected = f"of the plan's page size {attn_metadata.block_size}"
+            raise checks.refuse("caches", expected, cache.page_size, "plan with it")
+        positions, step = self._positions(rows), attn_metadata.step
+        sink = self.sinks
+        # A 16-bit query was never divided by the scale, so the engine's number does not apply to it.
+        q_scale = getattr(layer, "_q_scale_float", 1.0) if q.dtype == torch.float8_e4m3fn else 1.0
+        out = None if output is None else _rows_of("output", output, rows, self._attention.spec.heads)
+        attended: Attended | LayerOutput
+        if step.gathers:
+            plan = attn_metadata.plan_for(rows)
+            attended = self._attention(q, None, cache, plan, positions=positions, sink=sink, q_scale=q_scale, out=out)
+        else:
+            ids, table = attn_metadata.request_ids(rows), attn_metadata.block_table
+            attended = self._attention.attend_positions(
+                q, cache, positions, ids, table, sink=sink, q_scale=q_scale, out=out
+            )
         return attended.out, attended.lse if self.need_to_return_lse_for_decode else None
 
     def do_kv_cache_update(
@@ -232,7 +238,9 @@ class SparseImpl:
             output[:rows].fill_(0)
             return output
         if self.kv_sharing_target_layer_name is None:
-            slots, k_scale = attn_metadata.slot_mapping, getattr(layer, "_k_scale_float", 1.0)
+            # Only those of new tokens: what an engine keeps in the rest is its own affair.
+            slots = attn_metadata.slot_mapping[: attn_metadata.step.tokens]
+            k_scale = getattr(layer, "_k_scale_float", 1.0)
             self.do_kv_cache_update(k_c_normed[:rows], k_pe[:rows], kv_cache, slots, k_scale=k_scale)
         heads = _rows_of("q", q, rows, self.num_heads)
         nope, rope = heads.split([heads.shape[-1] - self.qk_rope_head_dim, self.qk_rope_head_dim], dim=-1)
@@ -252,6 +260,9 @@ class SparseImpl:
             return PagedCache.wrap(storage, layout, scale=scale)
         self._wrapped = (storage, cache_dtype, PagedCache.wrap(storage, layout))
         return self._wrapped[2]
+
+    def _joined(self, q: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        return join_parts("q", q)
 
     def _positions(self, rows: int) -> Tensor:
         buffer = self.topk_indices_buffer

@@ -1,9 +1,11 @@
-"""vLLM's per-step metadata of sparse MLA layers, made by a tamis `Planner`."""
+"""vLLM's per-step metadata of sparse MLA layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +13,8 @@ from tamis import checks
 from tamis.batch import Batch, PageMap
 from tamis.layout import for_engine
 from tamis.plan import Limits, Mode, Plan
-from tamis.planner import Planner
+from tamis.planner import Planner, check_starts, staged
+from tamis.schedule import INT, BatchSplit, split_batch
 from tamis.spec import LayerSpec
 
 
@@ -51,13 +54,12 @@ class MlaDims:
 
 @dataclass(frozen=True, eq=False)
 class SparseMetadata:
-    """One step under vLLM's names. Tensors are views of the builder's buffers, which never move.
+    """One step under vLLM's names.
 
-    What vLLM's FP8 records hold (decode and prefill part, chunks, workspace starts) is in `plan.decode` and
-    `plan.prefill`.
+    `req_id_per_token` lies in the builder's buffer and the other tensors in the engine's. None of them moves, so
+    captured graphs may keep them. What only some steps or some readers need is worked out when it is asked for.
     """
 
-    plan: Plan
     num_reqs: int
     max_query_len: int
     max_seq_len: int
@@ -66,50 +68,73 @@ class SparseMetadata:
     query_start_loc: Tensor
     """int32 [num_reqs + 1]"""
     slot_mapping: Tensor
-    """int64 [num_actual_tokens]; -1 for padding."""
+    """int64 [num_actual_tokens]; the engine marks padding with -1."""
     block_table: Tensor
     """int32 [num_reqs, pages]"""
     req_id_per_token: Tensor
     """int32 [num_actual_tokens]; 0 for padding."""
     seq_lens: Tensor
     """int32 [num_reqs], context plus new tokens."""
+    step: "EngineStep"
+    """What the rest is made of."""
     block_size: int = 64
     topk_tokens: int = 2048
-    prefill_max_seq_len: int = 0
 
     prefill: ClassVar[None] = None
     """vLLM keeps its dense prefill here; every token goes through sparse attention instead."""
 
+    @cached_property
+    def split(self) -> BatchSplit:
+        """Which requests decode."""
+        return self.step.split()
+
+    @cached_property
+    def plan(self) -> Plan:
+        """All that tamis knows about a step, valid until the builder's next plan. Where prefills are gathered first,
+        every step has one from the start. What vLLM's FP8 records hold (decode and prefill part, chunks, workspace
+        starts) is in its `decode` and `prefill`."""
+        return self.step.plan()
+
     @property
     def num_decodes(self) -> int:
         """Requests at the front that count as decode, padding requests included."""
-        return self.plan.split.decodes
+        return self.split.decodes
 
     @property
     def num_prefills(self) -> int:
         """The requests after them."""
-        return self.plan.split.prefills
+        return self.split.prefills
 
     @property
     def num_decode_tokens(self) -> int:
         """Their tokens. As in vLLM, padding counts as decode in a step without prefills, so the parts sum to
         `num_actual_tokens`."""
-        return self.plan.split.decode_tokens if self.num_prefills else self.num_actual_tokens
+        return self.split.decode_tokens if self.num_prefills else self.num_actual_tokens
 
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens of the prefills."""
         return self.num_actual_tokens - self.num_decode_tokens
 
+    @cached_property
+    def prefill_max_seq_len(self) -> int:
+        """Length of the longest prefill, 0 without one."""
+        lengths = self.step.host_lengths[self.num_decodes :]
+        return int(lengths.max()) if len(lengths) else 0
+
+    def request_ids(self, rows: int) -> Tensor:
+        """The block-table row of each query row: of all new tokens, and of as much padding as the caller kept."""
+        if rows == self.num_actual_tokens:
+            return self.req_id_per_token
+        self._check_rows(rows)
+        return self.step.request_ids[:rows]
+
     def plan_for(self, rows: int) -> Plan:
-        """The plan for a query of so many rows: all new tokens, and as much padding as the caller kept."""
+        """The plan for a query of so many rows, as in `request_ids`."""
         plan = self.plan
         if rows == plan.rows:
             return plan
-        if not plan.tokens <= rows <= plan.rows:
-            raise checks.refuse(
-                "q", f"of {plan.tokens} (new tokens) to {plan.rows} rows (with padding)", rows, "pass the step's rows"
-            )
+        self._check_rows(rows)
         prefill = plan.prefill
         return replace(
             plan,
@@ -119,6 +144,49 @@ class SparseMetadata:
             slots=plan.slots[:rows],
             prefill=None if prefill is None else replace(prefill, ids=prefill.ids[:rows]),
         )
+
+    def _check_rows(self, rows: int) -> None:
+        least, most = self.step.tokens, self.step.rows
+        if not least <= rows <= most:
+            raise checks.refuse(
+                "q", f"of {least} (new tokens) to {most} rows (with padding)", rows, "pass the step's rows"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class EngineStep:
+    """What the host knows about a step, and the buffer that it has filled for it."""
+
+    common: Any
+    """The engine's record."""
+    planner: Planner
+    query_lengths: INT
+    """New tokens of each request."""
+    host_lengths: Tensor
+    """Context plus new tokens on the host; an upper bound will do for decodes."""
+    prefilling: list[bool] | None
+    tokens: int
+    """New tokens."""
+    rows: int
+    """Token rows that the step may run, with padding."""
+    request_ids: Tensor
+    """int32, one for each of these and more; 0 past the new tokens."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether prefills are gathered into a workspace, for which attention needs the plan."""
+        return self.planner.mode == "separate"
+
+    def split(self) -> BatchSplit:
+        """Cut between decodes and prefills."""
+        limits = self.planner.limits
+        return split_batch(
+            self.query_lengths, limits.threshold, uniform=limits.uniform_decodes, prefilling=self.prefilling
+        )
+
+    def plan(self) -> Plan:
+        """Plan it, which fills the planner's buffers."""
+        return self.planner.plan(engine_batch(self.common, self.planner.limits, prefilling=self.prefilling))
 
 
 class SparseMetadataBuilder:
@@ -182,6 +250,11 @@ class SparseMetadataBuilder:
             cache_dtype, latent=dims.kv_lora_rank, rope=dims.qk_rope_head_dim, dtype=self.model_config.dtype
         )
         self.planner = Planner(self.spec, self.limits, self.device, layout=layout, mode=mode)
+        self._request_ids = torch.zeros(self.limits.max_tokens, dtype=torch.int32, device=self.device)
+        self._named = 0
+        """How many of them the last step has set; those beyond are 0."""
+        self._numbers = np.arange(self.limits.max_requests, dtype=np.int32)
+        self._zeros = np.zeros(self.limits.max_tokens, dtype=np.int32)
         self.reorder_batch_threshold = self.limits.threshold
 
     def _limits(self, ranks: int, workspace_rows: int | None) -> Limits:
@@ -206,34 +279,57 @@ class SparseMetadataBuilder:
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
         """Metadata of one step, valid until the next call.
 
-        Copies from the engine's tensors and leaves them as they are; waits for nothing on the device.
+        One copy to the device and no wait for it: everything else is there already, in the engine's own tensors.
 
         Args:
             common_prefix_len: part of vLLM's signature, without effect.
-            common_attn_metadata: what vLLM knows about the step.
+            common_attn_metadata: what vLLM knows about the step. Where vLLM captures graphs, its tensors stay in place.
             fast_build: part of vLLM's signature, without effect.
         """
-        common = common_attn_metadata
+        common, limits = common_attn_metadata, self.limits
         requests, actual = int(common.num_reqs), int(common.num_actual_tokens)
-        batch = engine_batch(common, self.limits, prefilling=self._prefilling(common, requests))
-        assert batch.host_lengths is not None
-        plan = self.planner.plan(batch)
-        prefill_lengths = batch.host_lengths[plan.split.decodes :]
-        return self.metadata_cls(
-            plan=plan,
+        starts = _first(_host_values(common, ("query_start_loc_cpu",), "query_start_loc"), requests + 1).numpy()
+        host_lengths = _first(_host_values(common, _length_names(common), "seq_lens"), requests)
+        queries = starts[1:] - starts[:-1]
+        check_starts(starts, queries, limits)
+        tokens, slots = int(starts[-1]), common.slot_mapping
+        rows = _padded_rows(tokens, actual, slots, limits)
+        self._fill_request_ids(queries, tokens)
+        step = EngineStep(
+            common,
+            self.planner,
+            queries,
+            host_lengths,
+            self._prefilling(common, requests),
+            tokens,
+            rows,
+            self._request_ids,
+        )
+        metadata = self.metadata_cls(
             num_reqs=requests,
             max_query_len=int(common.max_query_len),
             max_seq_len=int(common.max_seq_len),
             num_actual_tokens=actual,
-            query_start_loc=plan.query_starts,
-            slot_mapping=plan.slots[:actual],
-            block_table=plan.block_table,
-            req_id_per_token=plan.request_ids[:actual],
-            seq_lens=plan.lengths,
-            block_size=plan.page_size,
+            query_start_loc=_first(common.query_start_loc, requests + 1),
+            slot_mapping=_first(slots, actual),
+            block_table=_block_table(common.block_table_tensor, requests),
+            req_id_per_token=self._request_ids[:actual],
+            seq_lens=_first(common.seq_lens, requests),
+            step=step,
+            block_size=limits.page_size,
             topk_tokens=self.topk_tokens,
-            prefill_max_seq_len=int(prefill_lengths.max()) if plan.split.prefills else 0,
         )
+        if step.gathers:
+            _ = metadata.plan  # now and not inside a layer: captured graphs read the planner's buffers
+        return metadata
+
+    def _fill_request_ids(self, queries: INT, tokens: int) -> None:
+        # Written in every step, even if it is like the last one: an engine that sleeps loses what its buffers held.
+        ids = self._numbers[: len(queries)].repeat(queries)
+        if tokens < self._named:
+            ids = np.concatenate((ids, self._zeros[tokens : self._named]))
+        self._named = tokens
+        self._request_ids[: len(ids)].copy_(staged(torch.from_numpy(ids), self.device), non_blocking=True)
 
     def _prefilling(self, common: Any, requests: int) -> list[bool] | None:
         marks = getattr(common, "is_prefilling", None)
@@ -251,20 +347,44 @@ def engine_batch(common: Any, limits: Limits, *, prefilling: list[bool] | None =
     # While drafting, vLLM lets its upper bounds run past the longest request.
     lengths = _host_values(common, _length_names(common), "seq_lens")[:requests].to(torch.int32)
     lengths = lengths.clamp_max(limits.max_length)
-    tokens = int(starts[-1]) if len(starts) else 0
-    if tokens > actual:
-        raise checks.refuse("num_actual_tokens", f"at least the {tokens} new tokens", actual, "count every token")
+    tokens, slots = int(starts[-1]) if len(starts) else 0, common.slot_mapping
+    rows = _padded_rows(tokens, actual, slots, limits)
     width = -(-limits.max_length // limits.page_size)
     # Slots past the new tokens are padding or what an earlier step left behind: the planner writes -1 there.
-    slots = common.slot_mapping
     return Batch(
         starts,
         common.seq_lens[:requests].to(torch.int32),
         PageMap(common.block_table_tensor[:requests, :width].to(torch.int32), slots[:tokens]),
         host_lengths=lengths,
-        padded_tokens=max(actual, min(len(slots), limits.max_tokens)),
+        padded_tokens=rows,
         prefilling=prefilling,
     )
+
+
+def _first(values: Tensor, count: int) -> Tensor:
+    """So many of them; where these are all, without the cost of a view."""
+    return values if values.shape[0] == count else values[:count]
+
+
+def _block_table(table: Tensor, requests: int) -> Tensor:
+    # A converted copy would not be where a captured graph looks for it.
+    if table.dtype != torch.int32:
+        received = checks.dtype_name(table.dtype)
+        raise checks.refuse_type("block_table_tensor", "int32", received, "pass the engine's own tensor")
+    return _first(table, requests)
+
+
+def _padded_rows(tokens: int, actual: int, slots: Tensor, limits: Limits) -> int:
+    """Token rows that a layer may be called with: all that the engine counts or has a slot for."""
+    if tokens > actual:
+        raise checks.refuse("num_actual_tokens", f"at least the {tokens} new tokens", actual, "count every token")
+    given = slots.shape[0]
+    if given < tokens:
+        raise checks.refuse("slot_mapping", f"at least {tokens} long", given, "pass one slot per new token")
+    most = limits.max_tokens
+    if actual > most:
+        raise checks.refuse("num_actual_tokens", f"at most max_num_batched_tokens={most}", actual, "raise the limit")
+    return max(actual, min(given, most))
 
 
 def _length_names(common: Any) -> tuple[str, ...]:

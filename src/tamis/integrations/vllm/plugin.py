@@ -6,6 +6,7 @@ Importing this module imports vLLM. Sizes, steps and kernels are those of the mo
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
@@ -42,6 +43,33 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Nothing: vLLM's layer absorbs and projects, so no second copy of the weights is made."""
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str | None = None,
+        k_scale: float | Tensor = 1.0,
+    ) -> None:
+        """As `SparseImpl`. Rows that are stored as they come go through vLLM's own kernel: the same bytes, launched
+        from C++."""
+        arguments = (kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype or self.kv_cache_dtype, k_scale)
+        if self.tamis_backend == "auto" and engine_writes(*arguments):
+            super(SparseImpl, self).do_kv_cache_update(*arguments)
+        else:
+            super().do_kv_cache_update(*arguments)
+
+    def _joined(self, q: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        if not isinstance(q, tuple) or not engine_joins(*q):
+            return super()._joined(q)
+        from vllm import _custom_ops  # which loads vLLM's kernels
+
+        latent, rope = q
+        joined = latent.new_empty((*latent.shape[:2], latent.shape[2] + rope.shape[2]))
+        _custom_ops.concat_mla_q(latent, rope, joined)
+        return joined
 
     def record_logical_topk_ready(self) -> None:
         """Nothing: positions are translated on the stream that selected them."""
@@ -84,6 +112,22 @@ class Backend(TamisSparseBackend, AttentionBackend):
         """Every reason why this configuration cannot run; vLLM shows them and stops."""
         reasons: list[str] = super().validate_configuration(*args, **kwargs)
         return reasons + _refusals(get_current_vllm_config_or_none())
+
+
+def engine_joins(latent: Tensor, rope: Tensor) -> bool:
+    """Whether vLLM's own kernel can join these parts of a query: several times faster than `torch.cat` where the latent
+    part is a transposed product."""
+    alike = latent.dtype == rope.dtype and latent.shape[:-1] == rope.shape[:-1] and latent.dim() == 3
+    usual = latent.dtype in (torch.bfloat16, torch.float16) and (latent.shape[-1], rope.shape[-1]) == (512, 64)
+    return latent.is_cuda and rope.is_cuda and alike and usual and latent.stride(-1) == 1 and rope.stride(-1) == 1
+
+
+def engine_writes(
+    latent: Tensor, rope: Tensor, cache: Tensor, slots: Tensor, cache_dtype: str, scale: float | Tensor
+) -> bool:
+    """Whether vLLM's own kernel writes these rows as they are."""
+    copied = cache_dtype == "auto" and latent.dtype == rope.dtype == cache.dtype and isinstance(scale, Tensor)
+    return copied and latent.is_cuda and rope.is_cuda and cache.is_cuda and slots.is_cuda and rope.dim() == 3
 
 
 def _refusals(config: Any) -> list[str]:

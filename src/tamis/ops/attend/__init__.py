@@ -73,25 +73,68 @@ def attend(
         out: [T, H, value_dim] to write into; otherwise a new tensor of q's dtype (bf16 for e4m3).
         backend: a name from `tamis backends`, or "auto".
     """
-    parts = q
-    q, selections = _checked(parts, selections)
-    scale, factor = _scales(scale, q_scale)
-    _check_numbers(value_dim, splits, q.shape[2])
-    tokens, heads, _ = q.shape
-    check_sink(sink, heads, q.device)
+    dtype = q[0].dtype if isinstance(q, tuple) else None
+    q, selections = _checked(q, selections)
+    check_rest(q, value_dim, sink, splits, out)
     checks.option("lse_base", lse_base, ("e", "2"))
-    dtype = (parts[0] if isinstance(parts, tuple) else q).dtype
+    if out is None and dtype is not None:
+        out = new_output(q, value_dim, dtype)
+    found = attend_unchecked(q, selections, scale, value_dim, sink, q_scale, splits, out, backend)
+    return found if lse_base == "e" else found._replace(lse=in_base(found.lse, lse_base))
+
+
+def check_rest(q: Tensor, value_dim: int, sink: Tensor | None, splits: int | None, out: Tensor | None) -> None:
+    """Refuse what does not fit a query and selections that fit each other (`check_selections`)."""
+    tokens, heads, width = q.shape
+    _check_numbers(value_dim, splits, width)
+    check_sink(sink, heads, q.device)
+    if out is not None:
+        output(out, (tokens, heads, value_dim), q.dtype, q.device)
+
+
+def attend_unchecked(
+    q: Tensor,
+    selections: list[Selection],
+    scale: float,
+    value_dim: int,
+    sink: Tensor | None,
+    q_scale: float | Tensor,
+    splits: int | None,
+    out: Tensor | None,
+    backend: str,
+) -> Attended:
+    """As `attend`, for callers who know that `check_selections` and `check_rest` would pass; a scale is looked at."""
+    scale, factor = _scales(scale, q_scale)
+    if out is None:
+        out = new_output(q, value_dim, q.dtype)
+    return Attended(out, *library.attend(q, selections, scale, factor, splits, sink, out, backend))
+
+
+def new_output(q: Tensor, value_dim: int, dtype: torch.dtype) -> Tensor:
+    """Room for the output of a query of this dtype."""
     dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
-    out = output(out, (tokens, heads, value_dim), dtype, q.device)
-    lse, maxima = library.attend(q, selections, scale, factor, splits, sink, out, backend)
-    return Attended(out, in_base(lse, lse_base), maxima)
+    return q.new_empty((q.shape[0], q.shape[1], value_dim), dtype=dtype)
+
+
+def translates_freely(q: Tensor, selection: Selection, value_dim: int, *, backend: str = "auto") -> bool:
+    """Whether attention over such a selection looks positions up at no cost. Where it does not, or the answer cannot be
+    had since torch.compile traces, `translate_positions` comes first."""
+    if torch.compiler.is_compiling():
+        return False
+    stage = library.stage_module("attend", backend, q.device)
+    return bool(stage.translates_freely(q, [selection], value_dim=value_dim))
 
 
 def _checked(
     q: Tensor | tuple[Tensor, Tensor], selections: Selection | Sequence[Selection]
 ) -> tuple[Tensor, list[Selection]]:
-    q = join_parts("q", q)
-    selections = _as_list(selections)
+    q, selections = join_parts("q", q), _as_list(selections)
+    check_selections(q, selections)
+    return q, selections
+
+
+def check_selections(q: Tensor, selections: list[Selection]) -> None:
+    """Refuse a query and selections that do not fit each other."""
     width = selections[0].cache.layout.width
     sizes = checks.tensor(
         "q",
@@ -105,7 +148,6 @@ def _checked(
         raise checks.refuse("q", f"of 1 to {MAX_HEADS} heads", sizes["H"], "split the heads over several calls")
     for number, selection in enumerate(selections):
         _check_selection(f"selections[{number}]", selection, sizes["T"], width, q.device)
-    return q, selections
 
 
 def _scales(scale: float, q_scale: float | Tensor) -> tuple[float, Tensor | None]:

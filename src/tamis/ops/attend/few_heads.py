@@ -11,7 +11,7 @@ from torch import Tensor
 from tamis.cache import Selection
 from tamis.cuda.compiler import Program
 from tamis.cuda.launch import Launch, kernel
-from tamis.layout import Layout, rows, v32_fp8
+from tamis.layout import from_key, rows, v32_fp8
 from tamis.ops.attend.items import (
     OUT_KINDS,
     VALUE_DIM,
@@ -91,7 +91,7 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
         return f"values of {value_dim} columns, not {VALUE_DIM}"
     for selection in selections:
         held = selection.cache
-        bf16_rows = _rows_are_bf16(held.layout)
+        bf16_rows = _rows_are_bf16(held.layout.key)
         if bf16_rows is None:
             return f"rows of the layout {held.layout.name}"
         if bf16_rows and q.dtype != torch.bfloat16:
@@ -102,8 +102,9 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
 
 
 @cache
-def _rows_are_bf16(layout: Layout) -> bool | None:
-    """Whether rows are those of v32-bf16 (True), of v32-fp8 (False), or neither."""
+def _rows_are_bf16(key: str) -> bool | None:
+    """Whether rows of a layout are those of v32-bf16 (True), of v32-fp8 (False), or neither."""
+    layout = from_key(key)  # a string knows its hash, a layout works it out on every call
     for bf16_rows, usual, modes in ((True, rows(), ("none",)), (False, v32_fp8(), ("pow2", "exact"))):
         parts = ("latent", "rope", "tile", "values", "scales", "tail")
         if layout.scale_mode in modes and all(getattr(layout, part) == getattr(usual, part) for part in parts):
@@ -158,7 +159,7 @@ def attend_into(
 
 def _variant(q: Tensor, selection: Selection, splits: int | None) -> Variant:
     """How blocks are laid out: part of what fixes a row's bits, so with a number of parts the same for all batches."""
-    bf16_rows = bool(_rows_are_bf16(selection.cache.layout))
+    bf16_rows = bool(_rows_are_bf16(selection.cache.layout.key))
     return usual_variant(q.shape[0] if splits is None else None, q.shape[1], multiprocessors(q.device), bf16_rows)
 
 
@@ -196,7 +197,9 @@ def attend_items(
     # Held by name until the launch, so that nobody else gets their memory.
     lengths = None if selection.lengths is None else selection.lengths.contiguous()
     ids = None if selection.request_ids is None else selection.request_ids.contiguous()
-    table = None if selection.block_table is None else selection.block_table.contiguous()
+    table = selection.block_table
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
     factor = scale.float() if isinstance(scale, Tensor) else None
     pages = (0, 0, 0) if table is None else (table.stride(0), table.shape[1], table.shape[0])
     out, lse, maxima = whole.addresses()

@@ -42,6 +42,11 @@ def attend_into(
     return found
 
 
+def translates_freely(q: Tensor, selections: Sequence[Selection], *, value_dim: int) -> bool:
+    """Those for few heads fetch pages while they wait for rows."""
+    return kernels_for(q, selections, value_dim, None) is few_heads
+
+
 def kernels_for(q: Tensor, selections: Sequence[Selection], value_dim: int, splits: int | None) -> ModuleType:
     """Kernels that take such a call and are fastest at it: those for few heads, those for many, or the portable ones.
 

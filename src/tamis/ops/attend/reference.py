@@ -86,6 +86,11 @@ def attend_slots(
     return out, lse, top
 
 
+def translates_freely(q: Tensor, selections: Sequence[Selection], *, value_dim: int) -> bool:
+    """No: the pass is what it runs either way."""
+    return False
+
+
 def attend_into(
     q: Tensor,
     selections: Sequence[Selection],

@@ -83,6 +83,11 @@ def attend_slots(
     return out, *_launch_all(q, selections, launches, scale, None, out)
 
 
+def translates_freely(q: Tensor, selections: Sequence[Selection], *, value_dim: int) -> bool:
+    """No: a look-up before each load of rows costs more than a pass of its own (see benchmarks/NOTES.md)."""
+    return False
+
+
 def attend_into(
     q: Tensor,
     selections: Sequence[Selection],

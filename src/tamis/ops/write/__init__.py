@@ -14,6 +14,12 @@ def join_parts(name: str, value: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     """One tensor from either form callers use: packed, or the pair (latent part, rope part)."""
     if not isinstance(value, tuple):
         return value
+    check_pair(name, value)
+    return torch.cat(value, dim=-1)
+
+
+def check_pair(name: str, value: tuple[Tensor, Tensor]) -> None:
+    """Refuse parts that do not fit each other."""
     if len(value) != 2:
         raise checks.refuse(name, "one tensor or a pair (latent, rope)", f"{len(value)} parts", "pass two tensors")
     first, second = value
@@ -25,7 +31,6 @@ def join_parts(name: str, value: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     if not alike or (first.dtype != second.dtype and not floats):
         expected = "a pair alike in all but the last axis"
         raise checks.refuse(name, expected, f"{checks.describe(first)} and {checks.describe(second)}", "match them")
-    return torch.cat(value, dim=-1)
 
 
 def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tensor, *, backend: str = "auto") -> None:
@@ -38,17 +43,23 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
             graph-padded batch may carry more rows than slots). Slots that are not negative must be distinct: of two
             rows for one slot the reference keeps the last, while kernels may mix them.
     """
-    parts = kv
-    kv = join_parts("kv", parts)
-    widths = [cache.layout.latent, cache.layout.rope]
-    if isinstance(parts, tuple) and [part.shape[-1] for part in parts] != widths:
-        received = [list(part.shape) for part in parts]
-        raise checks.refuse("kv", f"a pair of widths {widths}", received, f"rows of {cache!r}")
+    rope, layout = None, cache.layout
+    if isinstance(kv, tuple):
+        check_pair("kv", kv)
+        widths = [layout.latent, layout.rope]
+        if [part.shape[-1] for part in kv] != widths:
+            received = [list(part.shape) for part in kv]
+            raise checks.refuse("kv", f"a pair of widths {widths}", received, f"rows of {cache!r}")
+        # Parts of one dtype are read where they are.
+        kv, rope = kv if kv[0].dtype == kv[1].dtype and layout.rope else (torch.cat(kv, dim=-1), None)
+    width = layout.width if rope is None else layout.latent
     sizes = checks.tensor(
-        "kv", kv, "T D", checks.FLOATS, D=cache.layout.width, device=cache.device, remedy=lambda: f"rows of {cache!r}"
+        "kv", kv, "T D", checks.FLOATS, D=width, device=cache.device, remedy=lambda: f"rows of {cache!r}"
     )
     count = check_slots(slots, cache, "kv", sizes["T"])
-    library.write_kv(kv[:count], slots, cache, backend)
+    if count < sizes["T"]:
+        kv, rope = kv[:count], None if rope is None else rope[:count]
+    library.write_kv(kv, rope, slots, cache, backend)
 
 
 def write_normed_kv(

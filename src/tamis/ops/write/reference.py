@@ -72,8 +72,11 @@ def encode_rows(kv: Tensor, layout: Layout, scale: float | Tensor = 1.0) -> tupl
     return values, stored, tail
 
 
-def write_kv(kv: Tensor, cache: PagedCache, slots: Tensor) -> None:
-    """Insert rows; negative slots are skipped, and of rows with the same slot the last is written."""
+def write_kv(kv: Tensor, cache: PagedCache, slots: Tensor, rope: Tensor | None = None) -> None:
+    """Insert rows, whose last columns may lie apart in `rope`; negative slots are skipped, and of rows with the same
+    slot the last is written."""
+    if rope is not None:
+        kv = torch.cat((kv, rope), dim=1)
     # Left to index_put, a slot given twice could take its values from one row and its scales from the other.
     ordered, row_of = torch.sort(slots, stable=True)
     last = torch.ones_like(ordered, dtype=torch.bool)

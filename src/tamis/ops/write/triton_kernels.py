@@ -7,6 +7,7 @@ rows for one slot are a caller's error on a GPU.
 """
 
 from collections.abc import Iterator
+from functools import cache as remember
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.layout import named
+from tamis.layout import from_key, named
 from tamis.ops.triton_rows import (
     copy_rounded,
     encode_e2m1,
     encode_e4m3,
     interpreted,
     launching_on,
+    layout_constants,
     load_wide,
     round_to_bf16,
     row_arguments,
@@ -110,13 +112,13 @@ def encode_tiles(
 @triton.jit
 def _write_columns(
     kv, row, wanted, destination, scale,
-    MODE: tl.constexpr, START: tl.constexpr, COUNT: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr,
+    MODE: tl.constexpr, COUNT: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr,
     NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Columns that need no maximum: copied, converted, or divided by the cache's one scale."""
     column = tl.arange(0, BLOCK)
     inside = wanted[:, None] & (column < COUNT)[None, :]
-    source = kv + row[:, None] + (START + column)[None, :]
+    source = kv + row[:, None] + column[None, :]
     target = destination[:, None] + column[None, :]
     if MODE == "tensor":
         if SCALE_IN_MEMORY:
@@ -131,7 +133,7 @@ def _write_columns(
 # Batches of any size share one kernel: where alignment does not matter, sizes are not looked at.
 @triton.jit(do_not_specialize=["count", "cache_rows"])
 def write_rows(
-    kv, kv_stride, slots, slots_stride, cache, page_stride, scale, count, cache_rows,
+    kv, kv_stride, rope, rope_stride, slots, slots_stride, cache, page_stride, scale, count, cache_rows,
     PAGE_SIZE: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
     VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr, SCALES_START: tl.constexpr,
     SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
@@ -139,21 +141,27 @@ def write_rows(
     ROWS: tl.constexpr, LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, TILES_BLOCK: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows [count, LATENT + ROPE] of kv to their slots. Distances inside the cache are in its elements: bytes for FP8
-    layouts, else numbers."""
+    """Rows [count, LATENT + ROPE] of kv, or [count, LATENT] of kv and [count, ROPE], to their slots. Distances inside
+    the cache are in its elements: bytes for FP8 layouts, else numbers."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = index < count
     slot = tl.load(slots + index.to(tl.int64) * slots_stride, mask=here, other=-1)
     wanted = here & (slot >= 0) & (slot < cache_rows)
     slot = tl.where(wanted, slot, 0).to(tl.int32)
     row = index.to(tl.int64) * kv_stride
+    if rope is not None:
+        tail_row = index.to(tl.int64) * rope_stride
+        tail_source = rope
+    else:
+        tail_row = row
+        tail_source = kv + LATENT
     values_at = row_start(slot, page_stride, VALUES_STRIDE, PAGE_SIZE, False) + VALUES_START
     if MODE == "none" or MODE == "tensor":
         values = cache + values_at
-        _write_columns(kv, row, wanted, values, scale, MODE, 0, LATENT, SCALE_IN_MEMORY, NATIVE_BF16, LATENT_BLOCK)
+        _write_columns(kv, row, wanted, values, scale, MODE, LATENT, SCALE_IN_MEMORY, NATIVE_BF16, LATENT_BLOCK)
         if ROPE:
             _write_columns(
-                kv, row, wanted, values + LATENT, scale, MODE, LATENT, ROPE, SCALE_IN_MEMORY, NATIVE_BF16,
+                tail_source, tail_row, wanted, values + LATENT, scale, MODE, ROPE, SCALE_IN_MEMORY, NATIVE_BF16,
                 ROPE_BLOCK,
             )  # fmt: skip
     else:
@@ -165,36 +173,49 @@ def write_rows(
         if ROPE:
             tail_at = row_start(slot, page_stride, TAIL_STRIDE, PAGE_SIZE, False) + TAIL_START
             tail = (cache + tail_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-            _write_columns(kv, row, wanted, tail, scale, "none", LATENT, ROPE, False, NATIVE_BF16, ROPE_BLOCK)
+            _write_columns(tail_source, tail_row, wanted, tail, scale, "none", ROPE, False, NATIVE_BF16, ROPE_BLOCK)
 
 
-def write_kv(kv: Tensor, cache: PagedCache, slots: Tensor) -> None:
-    """Insert rows; negative slots, and those past the cache, are skipped. No two rows may name the same slot."""
+def write_kv(kv: Tensor, cache: PagedCache, slots: Tensor, rope: Tensor | None = None) -> None:
+    """Insert rows, whose last columns may lie apart in `rope`; negative slots, and those past the cache, are skipped.
+    No two rows may name the same slot."""
     if slots.shape[0] == 0:
         return
-    arguments = _arguments(kv, cache, slots)
+    arguments = _arguments(kv, cache, slots, rope)
     with launching_on(kv.device):
         write_rows[(triton.cdiv(slots.shape[0], arguments["ROWS"]),)](**arguments, num_warps=NUM_WARPS)
 
 
-def _arguments(kv: Tensor, cache: PagedCache, slots: Tensor) -> dict[str, Any]:
+def _arguments(kv: Tensor, cache: PagedCache, slots: Tensor, rope: Tensor | None = None) -> dict[str, Any]:
     """What `write_rows` is launched with."""
-    layout = cache.layout
     if kv.stride(1) != 1:
         kv = kv.contiguous()
-    rows = row_arguments(cache)
-    return rows | {
+    if rope is not None and rope.stride(1) != 1:
+        rope = rope.contiguous()
+    return {
+        **row_arguments(cache),
+        **_constants(cache.layout.key, cache.page_size),
         "kv": kv,
         "kv_stride": kv.stride(0),
+        "rope": rope,
+        "rope_stride": None if rope is None else rope.stride(0),
         "slots": slots,
         "slots_stride": slots.stride(0),
         "count": slots.shape[0],
         "cache_rows": cache.rows,
+    }
+
+
+@remember
+def _constants(key: str, page_size: int) -> dict[str, Any]:
+    """What a layout adds to its `layout_constants`."""
+    layout = from_key(key)
+    return {
         "SCALES": layout.scales.count if layout.scales is not None else 0,
         "SCALE_FLOOR": layout.scale_floor,
         "ROUND_INPUT": layout.rounding == "bf16",
         "NATIVE_BF16": not interpreted(write_rows),
-        "ROWS": max(1, BLOCK_VALUES // row_block(rows)),
+        "ROWS": max(1, BLOCK_VALUES // row_block(layout_constants(key, page_size))),
     }
 
 
@@ -218,6 +239,10 @@ def offline_cases() -> Iterator["OfflineCase"]:
         arguments = _arguments(torch.empty(2, layout.width, dtype=dtype), PagedCache(layout, 2, 64), torch.arange(2))
         label = f"write {layout.name} {layout.scale_mode} from {dtype}".replace("torch.", "")
         yield OfflineCase.of_launch(write_rows, arguments, options, label)
+    for layout in (named("v32-fp8"), named("v32-bf16"), named("plain-fp8")):
+        latent, rope = torch.empty(2, layout.width, dtype=torch.bfloat16).split([layout.latent, layout.rope], 1)
+        arguments = _arguments(latent, PagedCache(layout, 2, 64), torch.arange(2), rope)
+        yield OfflineCase.of_launch(write_rows, arguments, options, f"write {layout.name} from two tensors")
     # Triton makes constants of arguments that are 1, which is another program.
     single = PagedCache("plain-fp8", 1, 1, scale=torch.ones(()))
     arguments = _arguments(torch.empty(1, 576), single, torch.zeros(1, dtype=torch.int32))
