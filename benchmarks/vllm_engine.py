@@ -3,13 +3,13 @@
     python benchmarks/vllm_engine.py --model tinyv32 --out results
 
 `tinyv32` holds a config.json (dense layers only) and a tokenizer; `vllm_model.py` makes the weights, random ones meant
-to leave few tokens to rounding. They replace Gaussian weights, whose tokens rounding decided: with those, vLLM's backend
-agreed with itself, eager and with graphs, on half of them. How far each backend agrees with itself is therefore shown.
+to leave few tokens to rounding. They replace Gaussian weights, whose tokens rounding decided: with those, vLLM's
+backend agreed with itself, eager and with graphs, on half of them. How far each agrees with itself is therefore shown.
 
 Every engine runs in a process of its own; all start at once and then take turns generating, so that nothing else uses
-the GPU while one is timed. Tokens, logprobs and times become `h200_vllm.csv` and one PASS or FAIL line per condition; where
-an engine did not get through, the end of its log is printed. tamis need not be installed: its entry point is put on the
-engines' path.
+the GPU while one is timed. Tokens, logprobs and times become `h200_vllm.csv` and one PASS or FAIL line per condition;
+where an engine did not get through, the end of its log is printed. tamis need not be installed: its entry point is put
+on the engines' path.
 """
 
 import argparse

@@ -5,7 +5,7 @@ as much weight as the first, and hundreds of logits lie within a few steps of a 
 FLASHMLA_SPARSE agreed with itself, eager and with graphs, on half of the tokens. Trained models are not like that. Here
 every matrix is random too, but its few large directions fit together:
 
-- An embedding has a constant part, a code of a few numbers, one of `CANDIDATES` classes, and filler. One token in
+- An embedding has a constant part, one of `CANDIDATES` classes, a code near its class's, and filler. One token in
   `SALIENT_ONE_IN` is salient: index and attention both look for these, so that what they share the weight among is well
   inside the selection, and what is at its border has none.
 - The first layer finds salient tokens at distances that differ between heads. The next ones look for salient tokens by
@@ -27,14 +27,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-CANDIDATES, CODE, SALIENT_ONE_IN = 32, 6, 16
+CANDIDATES, CODE, SALIENT_ONE_IN = 12, 8, 16
 # Lengths of the parts of an embedding, and of what a layer adds to it.
-CONSTANT, SALIENCE, KEY, CLASS, FILLER, FOUND = 10.0, 16.0, 16.0, 12.0, 14.0, 10.0
+CONSTANT, SALIENCE, KEY, CLASS, FILLER, FOUND = 10.0, 16.0, 20.0, 8.0, 14.0, 10.0
 # Parts of a score in nats, in the first and later layers: salience, one frequency, the standard deviation of content.
-SALIENCE_NATS, ROTATION_NATS, CONTENT_NATS = (10.0, 8.0), (1.3, 0.2), (0.0, 1.8, 3.4)
+SALIENCE_NATS, ROTATION_NATS, CONTENT_NATS = (10.0, 8.0), (1.3, 0.2), (0.0, 1.2, 2.4)
 # The fastest frequencies, which YaRN leaves as they are.
 FREQUENCIES = 10
-LOGIT = 24.0
+LOGIT = 16.0
 NOISE = 0.02
 
 
@@ -93,10 +93,15 @@ class Weights:
         salience[salient] = 1 + 0.05 * self.normal(len(salient), 1)
         classes = torch.zeros(vocabulary, CANDIDATES)
         classes[order, torch.arange(vocabulary) % CANDIDATES] = 1
+        # Tokens of a class have similar codes, as similar keys have similar values in a trained model.
+        centres = self.orthonormal(CANDIDATES, CODE)
+        centres = torch.nn.functional.normalize(centres - centres.mean(0), dim=1)
+        codes = classes @ centres + 0.5 * self.directions(vocabulary, CODE)
+        codes = torch.nn.functional.normalize(codes, dim=1)
         embeddings: Tensor = (
             CONSTANT * self.constant.T
             + SALIENCE * salience @ self.salience.T
-            + KEY * self.directions(vocabulary, CODE) @ self.key.T
+            + KEY * codes @ self.key.T
             + CLASS * classes @ self.classes.T
             + FILLER * self.directions(vocabulary, self.filler.shape[1]) @ self.filler.T
         )
@@ -139,7 +144,8 @@ class Weights:
 
         code, count = slice(1, 1 + CODE), slice(1 + CODE, 1 + CODE + CANDIDATES)
         content = torch.cat([torch.arange(1, 1 + CODE), torch.arange(1 + CODE + CANDIDATES, row.shape[1])])
-        wanted = self.normal(CODE * number, len(content))
+        # At right angles, so that no code is asked for more often than others.
+        wanted = self.orthonormal(len(content), CODE * number).T * len(content) ** 0.5
         q_b, kv_b = torch.zeros(heads, nope + rope, q_rank), torch.zeros(heads, nope + value, latent)
         out = torch.zeros(self.hidden, heads, value)
         for head in range(heads):
@@ -201,7 +207,7 @@ class Weights:
 
     def varied(self, shared: Tensor) -> Tensor:
         """What heads have in common, and something of their own."""
-        return 0.8 * shared + 0.6 * self.normal(*shared.shape)
+        return 0.9 * shared + 0.44 * self.normal(*shared.shape)
 
     def distance(self, head: int, number: int, width: int) -> Tensor:
         """The rotated part of a query that looks for keys at a random distance: near in every fourth head."""
