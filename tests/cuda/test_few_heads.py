@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tamis import PagedCache, Selection
 from tamis.ops.attend import few_heads, items
-from tamis.ops.attend.few_heads import Variant
+from tamis.ops.attend.few_heads import Columns, Layouts, Variant
 from tamis.ops.attend.items import Target
 from tamis.ops.combine import reference as combine_reference
 from tamis.testing import oracle
@@ -23,10 +23,11 @@ TYPES = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": c
 NAMES = {"P": "void*", "q": "long long", "i": "int", "f": "float"}
 # As laid out for a device, with rings as short as they can be.
 VARIANTS = {"two streams": Variant(2, 1, 2, 1), "one stream": Variant(1, 1, 2, 2), "two groups": Variant(1, 2, 2, 1)}
+FP8_VARIANTS = VARIANTS | {"32 columns": Columns(32, 4), "16 columns": Columns(16, 5)}
 MODES = ["pow2", "exact", "bf16"]  # of scales, or rows without any
 
 
-def entry() -> str:
+def entry(source: str) -> str:
     """A function that runs every block of a grid, one after the other."""
     given = ", ".join(f"{NAMES[letter]} a{i}" for i, letter in enumerate(few_heads.SIGNATURE))
     passed = ", ".join(f"Pointer{{a{i}}}" if one == "P" else f"a{i}" for i, one in enumerate(few_heads.SIGNATURE))
@@ -40,8 +41,9 @@ struct Pointer {{
 extern "C" __attribute__((visibility("default"))) void run(int grid, long long shared, int seed, {given}) {{
   emulator::random_order.seed(seed);
   for (int block = 0; block < grid; ++block) {{
-    emulator::start_block(grid);
-    emulator::run_cluster(block, 1, shared, [&] {{ attend_few_heads({passed}); }});
+    emulator::start_block_of_products(grid);
+    emulator::run_cluster(block, 1, shared, [&] {{ attend_{source}({passed}); }});
+    emulator::check_finished();
   }}
 }}
 """
@@ -50,15 +52,17 @@ extern "C" __attribute__((visibility("default"))) void run(int grid, long long s
 class Emulated:
     """Launches of one variant, on the host."""
 
-    def __init__(self, folder: Path, variant: Variant, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, variant: Layouts, dtype: torch.dtype) -> None:
         program = few_heads.program(variant, dtype)
-        source = program.source.replace('#include "instructions.cuh"', '#include "matrix_emulator.hpp"')
+        source = program.source.replace('#include "instructions.cuh"', '#include "warpgroup_emulator.hpp"')
+        source = source.replace('#include "warpgroups.cuh"', "")
         name = "-".join(str(number) for number in (*variant, dtype))
         file, library = folder / f"{name}.cpp", folder / f"{name}.so"
-        file.write_text(source + entry())
+        file.write_text(source + entry(variant.source))
         # Several of them are loaded at once, each with variables of its own.
         flags = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique"]
         flags += ["-fvisibility=hidden", "-I", str(Path(__file__).parent)]
+        flags += ["-I", str(Path(few_heads.__file__).parent)]
         subprocess.run(["g++", *flags, *program.options, "-o", library, file], check=True)
         self.run, self.shared, self.seed = ctypes.CDLL(str(library)).run, variant.shared, 0
         self.run.argtypes = [TYPES[letter] for letter in "iqi" + few_heads.SIGNATURE]
@@ -83,19 +87,23 @@ def emulated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, in
     """Makes the module launch a variant on the host, on a device of a number of multiprocessors."""
 
     def install(name: str, cores: int = 2) -> None:
-        def launch(device: torch.device, variant: Variant, dtype: torch.dtype) -> Emulated:
+        def launch(device: torch.device, variant: Layouts, dtype: torch.dtype) -> Emulated:
             if (variant, dtype) not in BUILT:
                 BUILT[variant, dtype] = Emulated(folder, variant, dtype)
             return BUILT[variant, dtype]
 
         monkeypatch.setattr(few_heads, "_launch", launch)
         monkeypatch.setattr(few_heads, "multiprocessors", lambda device: cores)
-        monkeypatch.setattr(few_heads, "usual_variant", lambda *given: VARIANTS[name]._replace(bf16_rows=given[3]))
+        monkeypatch.setattr(few_heads, "usual_variant", lambda *given: chosen(FP8_VARIANTS[name], given[3]))
 
     return install
 
 
-BUILT: dict[tuple[Variant, torch.dtype], Emulated] = {}
+def chosen(variant: Layouts, bf16_rows: bool) -> Layouts:
+    return variant._replace(bf16_rows=bf16_rows) if isinstance(variant, Variant) else variant
+
+
+BUILT: dict[tuple[Layouts, torch.dtype], Emulated] = {}
 
 
 def check(

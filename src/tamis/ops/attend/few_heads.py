@@ -54,6 +54,8 @@ class Variant(NamedTuple):
     bf16_rows: bool = False
     """Whether rows are bf16 (1152 bytes) or FP8 (656)."""
 
+    source = "few_heads"
+
     @property
     def threads(self) -> int:
         """Per block: teams of four warps, then four warps of which two produce for each stream."""
@@ -69,15 +71,59 @@ class Variant(NamedTuple):
         return stages * STAGE * row + teams * 2 * 4 * 4 * 512 + merge + maxima + stages * 24
 
 
+    @property
+    def rows_at_once(self) -> int:
+        """Columns of a token that a block works on at a time."""
+        return STAGE * self.streams
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the source wants to know."""
+        return {
+            "BF16_ROWS": int(self.bf16_rows),
+            "STREAMS": self.streams,
+            "HEAD_GROUPS": self.head_groups,
+            "STAGES": self.stages,
+            "PER_SM": self.per_sm,
+        }
+
+
+class Columns(NamedTuple):
+    """How a block of `heads_as_columns.cu` is laid out, which has FP8 rows: three groups of four warps."""
+
+    heads: int
+    """That there is room for: 16 or 32."""
+    stages: int
+    """Of its ring."""
+
+    source = "heads_as_columns"
+    threads = 384
+    per_sm = 1
+    rows_at_once = 4 * STAGE
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: tiles of queries and weights, the ring, numbers of heads, barriers, notes."""
+        return (10 + 8) * 128 * self.heads + self.stages * STAGE * 656 + 51 * 4 * self.heads + self.stages * 24
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the source wants to know."""
+        return {"HEADS": self.heads, "STAGES": self.stages}
+
+
+Layouts = Variant | Columns
+
+
 class Variants(NamedTuple):
     """Those for one kind of rows."""
 
-    few_tokens: Variant
-    many_tokens: Variant
-    two_groups: Variant
+    few_tokens: Layouts
+    many_tokens: Layouts
+    two_groups: Layouts
 
 
-FP8_ROWS = Variants(Variant(2, 1, 3, 1), Variant(1, 1, 4, 2), Variant(1, 2, 8, 1))
+FP8_ROWS = Variants(Variant(2, 1, 3, 1), Variant(1, 1, 4, 2), Columns(32, 7))
 BF16_ROWS = Variants(Variant(2, 1, 2, 1, True), Variant(1, 1, 2, 2, True), Variant(1, 2, 5, 1, True))
 
 
@@ -111,7 +157,7 @@ def _rows_are_bf16(layout: Layout) -> bool | None:
     return None
 
 
-def usual_variant(tokens: int | None, heads: int, multiprocessors: int, bf16_rows: bool) -> Variant:
+def usual_variant(tokens: int | None, heads: int, multiprocessors: int, bf16_rows: bool) -> Layouts:
     """Two blocks on a multiprocessor overlap the ends of their items; where there is no second item, two streams of one
     block overlap better, and split a token into fewer parts. Without a number of tokens: one for all of them."""
     variants = BF16_ROWS if bf16_rows else FP8_ROWS
@@ -156,16 +202,16 @@ def attend_into(
     return attend_in_items(out, sink, _cut(q, selections[0], variant, splits, direct=True), launch)
 
 
-def _variant(q: Tensor, selection: Selection, splits: int | None) -> Variant:
+def _variant(q: Tensor, selection: Selection, splits: int | None) -> Layouts:
     """How blocks are laid out: part of what fixes a row's bits, so with a number of parts the same for all batches."""
     bf16_rows = bool(_rows_are_bf16(selection.cache.layout))
     return usual_variant(q.shape[0] if splits is None else None, q.shape[1], multiprocessors(q.device), bf16_rows)
 
 
-def _cut(q: Tensor, selection: Selection, variant: Variant, splits: int | None, *, direct: bool) -> Cut:
+def _cut(q: Tensor, selection: Selection, variant: Layouts, splits: int | None, *, direct: bool) -> Cut:
     tokens, columns = q.shape[0], selection.slots.shape[1]
     if splits is None:
-        steps = max(1, -(-columns // (STAGE * variant.streams)))
+        steps = max(1, -(-columns // variant.rows_at_once))
         return choose_cut(tokens, q.shape[1], steps, variant.per_sm * multiprocessors(q.device), direct=direct)
     parts = min(splits, max(1, columns))
     return Cut(tokens, 1) if parts == 1 and direct else Cut(0, parts)
@@ -174,7 +220,7 @@ def _cut(q: Tensor, selection: Selection, variant: Variant, splits: int | None, 
 def attend_items(
     q: Tensor,
     selection: Selection,
-    variant: Variant,
+    variant: Layouts,
     *,
     scale: float | Tensor,
     sink: Tensor | None,
@@ -215,24 +261,16 @@ def attend_items(
 
 
 @cache
-def program(variant: Variant, dtype: torch.dtype) -> Program:
+def program(variant: Layouts, dtype: torch.dtype) -> Program:
     """The source for a variant and a dtype of queries."""
-    constants = {
-        "BF16_ROWS": int(variant.bf16_rows),
-        "STREAMS": variant.streams,
-        "HEAD_GROUPS": variant.head_groups,
-        "STAGES": variant.stages,
-        "PER_SM": variant.per_sm,
-        "QUERY_HALF": int(dtype == torch.float16),
-        "THREADS": variant.threads,
-        "SHARED_BYTES": variant.shared,
-    }
-    return Program.packaged(__package__, "few_heads.cu", **constants)
+    size = {"THREADS": variant.threads, "SHARED_BYTES": variant.shared}
+    constants = variant.constants | size | {"QUERY_HALF": int(dtype == torch.float16)}
+    return Program.packaged(__package__, f"{variant.source}.cu", **constants)
 
 
 @cache
-def _launch(device: torch.device, variant: Variant, dtype: torch.dtype) -> Launch:
-    loaded = kernel(program(variant, dtype), "attend_few_heads", device_index(device))
+def _launch(device: torch.device, variant: Layouts, dtype: torch.dtype) -> Launch:
+    loaded = kernel(program(variant, dtype), f"attend_{variant.source}", device_index(device))
     return Launch(loaded, SIGNATURE, threads=variant.threads, shared=variant.shared, overlap=True)
 
 
@@ -242,5 +280,6 @@ def offline_cases() -> Iterator["CudaCase"]:
 
     for kind, variants, dtypes in (("fp8", FP8_ROWS, QUERY_DTYPES), ("bf16", BF16_ROWS, (torch.bfloat16,))):
         for variant, dtype in product(variants, dtypes):
-            label = f"attend, few heads, {kind} rows, {variant[:4]}, {str(dtype).removeprefix('torch.')} queries"
+            name = variant.source.replace("_", " ")
+            label = f"attend, {name}, {kind} rows, {variant[:4]}, {str(dtype).removeprefix('torch.')} queries"
             yield CudaCase(label, program(variant, dtype), variant.shared)
