@@ -264,18 +264,21 @@ __device__ __forceinline__ void multiply_keys(const Seat& seat, u32 keys, float 
         products_commit();
     }
     float products[2][RESULTS];  // of a tile, and of the one before
+    u32 codes[4];  // of 32 columns, always loaded before the products that come before theirs
+    load_matrices(codes, at);
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
         for (int steps = 0; steps < 4; ++steps) {
-            u32 codes[4], fragments[2][4];
-            load_matrices(codes, at + TILE * tile + 32 * steps);
+            const int here = 4 * tile + steps;
+            u32 fragments[2][4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) e4m3_to_half(codes[i], fragments[i / 2][i % 2], fragments[i / 2][i % 2 + 2]);
+            if (here + 1 < 4 * TILES) load_matrices(codes, at + 32 * (here + 1));
             products_begin();
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const u32 further = (2 * tile + steps / 2) * HEAD_TILE + 64 * (steps % 2) + 32 * i;
+                const u32 further = here / 2 * HEAD_TILE + 64 * (here % 2) + 32 * i;
                 multiply_narrow_half(products[tile % 2], fragments[i], advance(query, further), steps + i > 0);
             }
             products_commit();
@@ -410,33 +413,38 @@ __device__ __forceinline__ void add_values(State& state, const Seat& seat, Place
     const int column = TILE * OWN_TILES * seat.team + 32 * seat.warp;
     const u32 offset = seat.lane % 16 * PITCH + column + 16 * (seat.lane / 16);
     const unsigned long long weights = along_rows(seat.memory + WEIGHTS + OWN_TILES * seat.team * HEAD_TILE);
+    u32 codes[4];  // of 16 rows of a tile
+    barrier_wait(place.full(), place.parity);
+    load_matrices_transposed(codes, place.rows() + offset);
 #pragma unroll
-    for (int stage = 0; stage < ROUND; ++stage) {
-        barrier_wait(place.full(), place.parity);
+    for (int here = 0; here < 4 * ROUND; ++here) {
+        const int tile = here % 2, rows = here / 2 % 2, stage = here / 4;
+        u32 fragments[2][4];
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
-#pragma unroll
-            for (int tile = 0; tile < OWN_TILES; ++tile) {
-                u32 codes[4], fragments[2][4];
-                load_matrices_transposed(codes, place.rows() + offset + step * 16 * PITCH + TILE * tile);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    u32(&fragment)[4] = fragments[i / 2];
-                    e4m3_to_half(__byte_perm(codes[i], 0, 0x3120), fragment[2 * (i % 2)], fragment[2 * (i % 2) + 1]);
-                }
-                const u32 further = (stage / 2 * TILES + tile) * HEAD_TILE + 64 * (stage % 2) + 32 * step;
-                products_begin();
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    multiply_narrow_half(state.sums[2 * tile + i], fragments[i], advance(weights, further), 1);
-                }
-                products_commit();
-                products_wait<2>();
+        for (int i = 0; i < 4; ++i) {
+            u32(&fragment)[4] = fragments[i / 2];
+            e4m3_to_half(__byte_perm(codes[i], 0, 0x3120), fragment[2 * (i % 2)], fragment[2 * (i % 2) + 1]);
+        }
+        if (here % 4 < 3) {
+            const int next = here + 1;
+            load_matrices_transposed(codes, place.rows() + offset + next / 2 % 2 * 16 * PITCH + TILE * (next % 2));
+        } else {
+            __syncwarp();
+            if (seat.lane == 0) barrier_arrive(place.empty());
+            place.advance();
+            if (stage + 1 < ROUND) {
+                barrier_wait(place.full(), place.parity);
+                load_matrices_transposed(codes, place.rows() + offset);
             }
         }
-        __syncwarp();
-        if (seat.lane == 0) barrier_arrive(place.empty());
-        place.advance();
+        const u32 further = (stage / 2 * TILES + tile) * HEAD_TILE + 64 * (stage % 2) + 32 * rows;
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            multiply_narrow_half(state.sums[2 * tile + i], fragments[i], advance(weights, further), 1);
+        }
+        products_commit();
+        products_wait<2>();
     }
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) products_wait<0>(state.sums[i]);
