@@ -15,8 +15,9 @@
 // follows their largest instead of the largest logit, so that they are numbers that fp16 holds in full, whatever the
 // scales of this warp's tile are; exp2(logit - r), whose sum is in float32, has room for that.
 //
-// bf16 rows are multiplied as they are, with queries as they are and weights in bf16, whose range is that of float32:
-// the reference follows the largest logit.
+// bf16 rows are multiplied as they are, with queries as they are and weights as the sum of two bf16 numbers, since one
+// would lose more than the output's rounding does. Their range is that of float32: the reference follows the largest
+// logit.
 //
 // Teams are one for each stream of rows and group of 16 heads. Two groups read the same stages; two streams share a
 // token's columns, and are merged at the end of each item.
@@ -50,6 +51,7 @@ constexpr int STEPS = TILE / 16;
 constexpr int PAIR_STRIDE = BF16_ROWS ? 2 : 4, SECOND_PAIR = BF16_ROWS ? 8 : 2;
 // An fp16 query has more digits than bf16, which the rope part is multiplied in: two numbers for one.
 constexpr int ROPE_PARTS = QUERY_HALF ? 2 : 1;
+constexpr int WEIGHT_PARTS = BF16_ROWS ? 2 : 1;
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // In fp16, weights start at 2^10 and may grow to 2^15 before the reference moves; below, there is full precision to
@@ -371,14 +373,10 @@ __device__ __forceinline__ void move_references(
     }
 }
 
-__device__ __forceinline__ u32 pack_weights(float first, float second) {
-    return BF16_ROWS ? pack_bf16(first, second) : pack_half(first, second);
-}
-
 // From products to weights times scales, as operands; adds to the totals.
 __device__ __forceinline__ void weigh(
     State& state, const float (&products)[SLABS][4], const float (&scales)[SLABS][2], const float (&units)[2],
-    u32 (&weights)[SLABS / 2][4]) {
+    u32 (&weights)[SLABS / 2][WEIGHT_PARTS][4]) {
     // Looked at before anything depends on it, by bounds: the largest logit of a lane with its largest scale. Where these
     // belong to different rows, the references are looked at and stay.
     float highest[2] = {minus_infinity(), minus_infinity()}, largest_scale = 0.0f;
@@ -402,15 +400,22 @@ __device__ __forceinline__ void weigh(
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float weight = fast_exp2(fmaf(products[slab][i], units[i / 2], -state.reference[i / 2]));
-            if (!BF16_ROWS) state.total[i / 2] += weight;
+            state.total[i / 2] += weight;
             scaled[i] = weight * scales[slab][i % 2];
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const u32 packed = pack_weights(scaled[2 * half], scaled[2 * half + 1]);
-            weights[slab / 2][2 * (slab % 2) + half] = packed;
-            // What is multiplied is what is added up: rounding that all weights share then cancels.
-            if (BF16_ROWS) state.total[half] += __uint_as_float(packed << 16) + __uint_as_float(packed & 0xFFFF0000u);
+            u32(&parts)[WEIGHT_PARTS][4] = weights[slab / 2];
+            const int at = 2 * (slab % 2) + half;
+            const float first = scaled[2 * half], second = scaled[2 * half + 1];
+            if (BF16_ROWS) {
+                const u32 most = pack_bf16(first, second);
+                parts[0][at] = most;
+                parts[WEIGHT_PARTS - 1][at] =
+                    pack_bf16(first - __uint_as_float(most << 16), second - __uint_as_float(most & 0xFFFF0000u));
+            } else {
+                parts[0][at] = pack_half(first, second);
+            }
         }
     }
 }
@@ -435,18 +440,21 @@ __device__ __forceinline__ void add_codes(State& state, u32 tile, const u32 (&we
     }
 }
 
-__device__ __forceinline__ void add_numbers(State& state, u32 tile, const u32 (&weights)[4]) {
+__device__ __forceinline__ void add_numbers(State& state, u32 tile, const u32 (&weights)[WEIGHT_PARTS][4]) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         u32 values[4];
         load_matrices_transposed(values, tile + 32 * step);
-        multiply_bf16(state.sums[step][0], weights, values[0], values[1]);
-        multiply_bf16(state.sums[step][1], weights, values[2], values[3]);
+#pragma unroll
+        for (int part = 0; part < WEIGHT_PARTS; ++part) {
+            multiply_bf16(state.sums[step][0], weights[part], values[0], values[1]);
+            multiply_bf16(state.sums[step][1], weights[part], values[2], values[3]);
+        }
     }
 }
 
 __device__ __forceinline__ void add_values(
-    State& state, const Seat& seat, u32 rows, const u32 (&weights)[SLABS / 2][4]) {
+    State& state, const Seat& seat, u32 rows, const u32 (&weights)[SLABS / 2][WEIGHT_PARTS][4]) {
     const int row = seat.lane % 8, matrix = seat.lane / 8;
     const u32 tile = rows + (row + matrix % 2 * 8) * PITCH + TILE_BYTES * seat.warp + 16 * (matrix / 2);
 #pragma unroll
@@ -454,7 +462,7 @@ __device__ __forceinline__ void add_values(
         if (BF16_ROWS) {
             add_numbers(state, tile + slabs * 16 * PITCH, weights[slabs]);
         } else {
-            add_codes(state, tile + slabs * 16 * PITCH, weights[slabs]);
+            add_codes(state, tile + slabs * 16 * PITCH, weights[slabs][0]);
         }
     }
 }
@@ -479,7 +487,7 @@ __device__ __forceinline__ void process_stage(
             }
         }
     }
-    u32 weights[SLABS / 2][4];
+    u32 weights[SLABS / 2][WEIGHT_PARTS][4];
     weigh(state, products, scales, units, weights);
     add_values(state, seat, rows, weights);
 }

@@ -54,7 +54,10 @@ class Variant(NamedTuple):
     bf16_rows: bool = False
     """Whether rows are bf16 (1152 bytes) or FP8 (656)."""
 
-    source = "few_heads"
+    @property
+    def source(self) -> str:
+        """The kernel."""
+        return "few_heads"
 
     @property
     def threads(self) -> int:
@@ -69,7 +72,6 @@ class Variant(NamedTuple):
         merge = self.head_groups * 4 * 18 * 512 if self.streams > 1 else 0
         maxima = 0 if self.bf16_rows else teams * 2 * 4 * 4 * GROUP
         return stages * STAGE * row + teams * 2 * 4 * 4 * 512 + merge + maxima + stages * 24
-
 
     @property
     def rows_at_once(self) -> int:
@@ -96,10 +98,25 @@ class Columns(NamedTuple):
     stages: int
     """Of its ring."""
 
-    source = "heads_as_columns"
-    threads = 384
-    per_sm = 1
-    rows_at_once = 4 * STAGE
+    @property
+    def source(self) -> str:
+        """The kernel."""
+        return "heads_as_columns"
+
+    @property
+    def threads(self) -> int:
+        """Per block."""
+        return 384
+
+    @property
+    def per_sm(self) -> int:
+        """Blocks that share one multiprocessor."""
+        return 1
+
+    @property
+    def rows_at_once(self) -> int:
+        """Columns of a token that a block works on at a time."""
+        return 4 * STAGE
 
     @property
     def shared(self) -> int:
