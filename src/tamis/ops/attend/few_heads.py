@@ -1,4 +1,8 @@
-"""Sparse attention of few heads over FP8 or bf16 rows in CUDA C++, for Hopper: `few_heads.cu` and its launches."""
+"""Sparse attention of few heads over FP8 or bf16 rows in CUDA C++, for Hopper: two kernels and their launches.
+
+Heads are the rows of small products in `few_heads.cu`, 16 at a time, and the columns of large ones in
+`heads_as_columns.cu`; both take the same arguments.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -41,7 +45,7 @@ SIGNATURE = "PqqPqiiPqqiPPPqiiPiqqPPPPPPfPiiiii"
 
 
 class Variant(NamedTuple):
-    """How a block is laid out."""
+    """How a block of `few_heads.cu` is laid out."""
 
     streams: int
     """Rings of rows, each with two producers and a team: a token's columns are dealt out to them."""
@@ -137,7 +141,8 @@ class Variants(NamedTuple):
 
     few_tokens: Layouts
     many_tokens: Layouts
-    two_groups: Layouts
+    more_heads: Layouts
+    """Than one group, for any number of tokens."""
 
 
 FP8_ROWS = Variants(Variant(2, 1, 3, 1), Variant(1, 1, 4, 2), Columns(32, 7))
@@ -179,7 +184,7 @@ def usual_variant(tokens: int | None, heads: int, multiprocessors: int, bf16_row
     block overlap better, and split a token into fewer parts. Without a number of tokens: one for all of them."""
     variants = BF16_ROWS if bf16_rows else FP8_ROWS
     if heads > GROUP:
-        return variants.two_groups
+        return variants.more_heads
     return variants.few_tokens if tokens is not None and tokens <= 2 * multiprocessors else variants.many_tokens
 
 

@@ -450,8 +450,8 @@ __device__ __forceinline__ void add_values(State& state, const Seat& seat, Place
     for (int i = 0; i < BLOCKS; ++i) products_wait<0>(state.sums[i]);
 }
 
-// Returns whether the item ends here; `place` moves on.
-__device__ __forceinline__ bool process(State& state, const Seat& seat, Place& place) {
+// Returns whether the item ends here; `place` moves on. In an item's first round there are no references yet.
+__device__ __forceinline__ bool process(State& state, const Seat& seat, Place& place, bool first) {
     Place mine = place;
     mine.advance(2 * seat.team + seat.warp / 2);
     barrier_wait(mine.full(), mine.parity);
@@ -466,7 +466,7 @@ __device__ __forceinline__ bool process(State& state, const Seat& seat, Place& p
         state.top[i / 4][i % 2] = fmaxf(state.top[i / 4][i % 2], logits[i]);
     }
     seat.sync();  // nobody multiplies with the weights that were there
-    const bool fits = write_weights(seat, keys, logits, weights);
+    const bool fits = !first && write_weights(seat, keys, logits, weights);
     fence_for_copies_and_products();
     if (named_any(BOTH_TEAMS, CONSUMERS, !fits)) {
         move_references(seat, keys, logits, state);
@@ -586,7 +586,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
         State state;
         state.clear();
         load_query(q + token * q_token_stride, q_head_stride, heads, logit_scale, seat);
-        while (!process(state, seat, place)) continue;
+        bool first = true;
+        while (!process(state, seat, place, first)) first = false;
         // Parts are float32 [parts, tokens that are not whole, heads, values]; the sink is for whoever merges them.
         const bool direct = item < whole;
         const Result result = {direct ? out : parts_out,
