@@ -181,6 +181,7 @@ inline void barrier_init(u32 barrier, u32 count) {
 }
 
 inline void publish_barriers() {}
+inline void fence_for_copies() {}
 
 inline void barrier_arrive_expecting(u32 barrier, u32 bytes) {
     emulator::maybe_pause();
@@ -248,6 +249,18 @@ inline void named_arrive(u32 name, u32 threads) {
     emulator::maybe_pause();
 }
 
+inline bool named_any(u32 name, u32 threads, bool said) {
+    // What was said for this phase, and for the one after, which may begin while some have not looked yet.
+    static std::map<u32, std::array<bool, 2>> heard;
+    emulator::Barrier& barrier = emulator::named_barriers[name];
+    std::array<bool, 2>& any = heard[name];
+    const u32 phase = barrier.generation % 2;
+    if (barrier.arrived == 0) any[phase] = false;
+    any[phase] = any[phase] || said;
+    emulator::wait(barrier, emulator::arrive(barrier, threads));
+    return any[phase];
+}
+
 template <int REGISTERS>
 void give_registers() {}
 
@@ -275,6 +288,13 @@ inline void e4m3_to_half(u32 codes, u32& first, u32& second) {
 inline u32 multiply_halves(u32 a, u32 b) {
     const auto product = [](u32 x, u32 y) { return emulator::half_bits(emulator::half_value(x) * emulator::half_value(y)); };
     return product(a & 0xFFFF, b & 0xFFFF) | product(a >> 16, b >> 16) << 16;
+}
+
+inline u32 larger_halves(u32 a, u32 b) {
+    const auto larger = [](u32 x, u32 y) {
+        return emulator::half_bits(std::fmax(std::fabs(emulator::half_value(x)), std::fabs(emulator::half_value(y))));
+    };
+    return larger(a & 0xFFFF, b & 0xFFFF) | larger(a >> 16, b >> 16) << 16;
 }
 
 inline u32 pack_half(float first, float second) {

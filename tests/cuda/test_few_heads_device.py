@@ -41,7 +41,7 @@ def test_the_device_computes_attention(
     assert torch.allclose(lse.cpu()[~empty].double(), wanted_lse[~empty], atol=2e-3, rtol=1e-5)
     norm = wanted.unflatten(2, (4, 128)).norm(dim=3)
     error = (out.cpu() - wanted).unflatten(2, (4, 128)).norm(dim=3)
-    assert (error <= (4e-3 if mode == "bf16" else 1.5e-3) * norm + 1e-30).all()
+    assert (error <= 1.5e-3 * norm + 1e-30).all()
 
 
 @pytest.mark.gpu

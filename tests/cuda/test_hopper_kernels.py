@@ -1,6 +1,5 @@
 """Which of the kernels for Hopper take which calls, and what they leave to the portable ones."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -32,7 +31,7 @@ def test_what_few_heads_leave_to_other_kernels() -> None:
     for reason, (query, one, width) in others.items():
         assert few_heads.refusal(query, [selection, one], width) == reason
     assert few_heads.refusal(q, [selection], 512) is None
-    chosen = {reason: hopper_kernels.kernels_for(*given, None) for reason, given in kernel_calls(others).items()}
+    chosen = {reason: hopper_kernels.kernels_for(*given) for reason, given in kernel_calls(others).items()}
     assert chosen.pop("33 heads, more than 32") is many_heads
     assert set(chosen.values()) == {triton_kernels}
 
@@ -43,23 +42,18 @@ def kernel_calls(others: dict[str, tuple[Tensor, Selection, int]]) -> dict[str, 
 
 def test_which_kernels_take_a_number_of_heads() -> None:
     cache = PagedCache("v32-fp8", 1, 4)
-    expected = {(16, 4096): few_heads, (17, 63): few_heads, (32, 64): many_heads, (33, 1): many_heads}
+    expected = {(16, 4096): few_heads, (17, 63): few_heads, (32, 64): few_heads, (33, 1): many_heads}
     for (heads, tokens), kernels in expected.items():
         q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
-        assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512, None) is kernels
-    # With a number of parts, whatever the number of tokens.
-    one = torch.zeros(1, 32, 576).bfloat16(), [Selection(cache, torch.zeros(1, 1, dtype=torch.int32))]
-    assert hopper_kernels.kernels_for(*one, 512, None) is few_heads
-    assert hopper_kernels.kernels_for(*one, 512, 4) is many_heads
+        assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512) is kernels
 
 
-@pytest.mark.parametrize("splits", [None, 4])
-def test_which_kernels_take_bf16_rows(splits: int | None) -> None:
+def test_which_kernels_take_bf16_rows() -> None:
     cache = PagedCache("v32-bf16", 1, 4)
     expected = {(16, 4096): few_heads, (17, 1): few_heads, (32, 64): few_heads, (33, 1): triton_kernels}
     for (heads, tokens), kernels in expected.items():
         q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
-        assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512, splits) is kernels
+        assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512) is kernels
 
 
 def test_positions_need_no_pass_where_kernels_fetch_pages_ahead() -> None:

@@ -11,6 +11,7 @@ struct Product {
     bool add, from_registers;
     unsigned long long a, b;
     float rows[2][16];  // of a in registers
+    float (*widen)(u32) = half_value;
 };
 
 inline std::vector<Product> open[BLOCK_SIZE];
@@ -19,11 +20,11 @@ inline bool eager;
 
 inline char* shared_byte(u32 address) { return reinterpret_cast<char*>(shared_word(address & ~3u)) + (address & 3); }
 
-inline float element(u32 address) {
+inline u32 element(u32 address) {
     // The exchange of 16-byte units depends on the address alone.
     unsigned short bits;
     std::memcpy(&bits, shared_byte(address ^ (address >> 7 & 7) << 4), 2);
-    return half_value(bits);
+    return bits;
 }
 
 struct Operand {
@@ -36,8 +37,8 @@ struct Operand {
         stride = (descriptor >> 32 & 0x3FFF) << 4;
     }
 
-    float along_rows(int row, int inner) const { return element(start + row / 8 * stride + row % 8 * 128 + inner * 2); }
-    float down_rows(int inner, int column) const {
+    u32 along_rows(int row, int inner) const { return element(start + row / 8 * stride + row % 8 * 128 + inner * 2); }
+    u32 down_rows(int inner, int column) const {
         return element(start + column / 64 * leading + inner / 8 * stride + inner % 8 * 128 + column % 64 * 2);
     }
 };
@@ -49,7 +50,7 @@ inline void run(const Product& product) {
     if (!product.from_registers) {
         const Operand from(product.a);
         for (int below = 0; below < 2; ++below) {
-            for (int k = 0; k < 16; ++k) a[below][k] = from.along_rows(row + 8 * below, k);
+            for (int k = 0; k < 16; ++k) a[below][k] = product.widen(from.along_rows(row + 8 * below, k));
         }
     }
     const Operand from(product.b);
@@ -59,7 +60,7 @@ inline void run(const Product& product) {
         float* const upper = product.result + i / 2 * 4 + i % 2;
         float sums[2] = {0.0f, 0.0f};
         for (int k = 0; k < 16; ++k) {
-            const float b = down ? from.down_rows(k, column) : from.along_rows(column, k);
+            const float b = product.widen(down ? from.down_rows(k, column) : from.along_rows(column, k));
             sums[0] += a[0][k] * b;
             sums[1] += a[1][k] * b;
         }
@@ -106,6 +107,19 @@ inline void store_matrices(u32 address, const u32 (&fragment)[4]) {
     for (int i = 0; i < 4; ++i) *shared_word(rows[8 * i + lane / 4] + lane % 4 * 4) = fragment[i];
 }
 
+inline void store_matrices_transposed(u32 address, const u32 (&fragment)[4]) {
+    if (address % 16) emulator::fail("a matrix row out of line");
+    const int lane = threadIdx.x % 32;
+    u32 rows[32];
+    std::memcpy(rows, emulator::exchange(address), sizeof rows);
+    for (int i = 0; i < 4; ++i) {
+        for (int e = 0; e < 2; ++e) {
+            const auto half = static_cast<unsigned short>(fragment[i] >> 16 * e);
+            std::memcpy(emulator::shared_byte(rows[8 * i + lane % 4 * 2 + e] + lane / 4 * 2), &half, 2);
+        }
+    }
+}
+
 inline unsigned long long descriptor(u32 address, u32 tile_bytes) {
     const u32* all = emulator::exchange(address);
     for (int lane = 0; lane < 32; ++lane) {
@@ -137,6 +151,12 @@ void products_wait(Results&) {
     emulator::exchange(0);  // a warp waits as a whole
 }
 
+template <int PENDING>
+void products_wait() {
+    int nothing;
+    products_wait<PENDING>(nothing);
+}
+
 inline void multiply_64(float (&d)[32], unsigned long long a, unsigned long long b, int add) {
     emulator::issue({d, 64, add != 0, false, a, b});
 }
@@ -145,14 +165,31 @@ inline void multiply_128(float (&d)[64], unsigned long long a, unsigned long lon
     emulator::issue({d, 128, true, false, a, b});
 }
 
-inline void multiply_128(float (&d)[64], const u32 (&a)[4], unsigned long long b) {
-    emulator::Product product = {d, 128, true, true, 0, b};
+namespace emulator {
+
+inline void issue(Product product, const u32 (&a)[4]) {
     for (int i = 0; i < 4; ++i) {
-        const u32* all = emulator::exchange(a[i]);
+        const u32* all = exchange(a[i]);
         for (int k = 0; k < 8; ++k) {
             const u32 pair = all[threadIdx.x % 32 / 4 * 4 + k / 2];
-            product.rows[i % 2][i / 2 * 8 + k] = emulator::half_value(k % 2 ? pair >> 16 : pair & 0xFFFF);
+            product.rows[i % 2][i / 2 * 8 + k] = product.widen(k % 2 ? pair >> 16 : pair & 0xFFFF);
         }
     }
-    emulator::issue(product);
+    issue(product);
+}
+
+}  // namespace emulator
+
+inline void multiply_128(float (&d)[64], const u32 (&a)[4], unsigned long long b) {
+    emulator::issue({d, 128, true, true, 0, b}, a);
+}
+
+template <int N>
+void multiply_narrow_half(float (&d)[N], const u32 (&a)[4], unsigned long long b, int add) {
+    emulator::issue({d, 2 * N, add != 0, true, 0, b}, a);
+}
+
+template <int N>
+void multiply_narrow_bf16(float (&d)[N], const u32 (&a)[4], unsigned long long b, int add) {
+    emulator::issue({d, 2 * N, add != 0, true, 0, b, {}, emulator::bf16_value}, a);
 }

@@ -38,10 +38,14 @@ class Program:
 
     @classmethod
     def packaged(cls, package: str, name: str, **defines: int) -> "Program":
-        """A `.cu` file that lies in a package, with preprocessor constants; headers lie beside this module."""
-        source = resources.files(package).joinpath(name).read_text(encoding="utf-8")
-        included = re.findall(r'^#include "(.+)"', source, re.MULTILINE)
-        headers = tuple((header, resources.files(__package__).joinpath(header).read_text()) for header in included)
+        """A `.cu` file that lies in a package, with preprocessor constants; headers lie beside it or this module."""
+        beside, ours = resources.files(package), resources.files(__package__)
+        source = beside.joinpath(name).read_text(encoding="utf-8")
+        found = {header: beside.joinpath(header) for header in re.findall(r'^#include "(.+)"', source, re.MULTILINE)}
+        headers = tuple(
+            (header, (path if path.is_file() else ours.joinpath(header)).read_text(encoding="utf-8"))
+            for header, path in found.items()
+        )
         return cls(name, source, tuple(f"-D{constant}={value}" for constant, value in defines.items()), headers)
 
 

@@ -132,6 +132,9 @@ __device__ __forceinline__ void copy_to_shared(u32 destination, const void* sour
                  ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// Between a thread's own accesses to shared memory and those of such copies.
+__device__ __forceinline__ void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // ---- Copies that a thread waits for by itself, in the order in which it started them
 
 // Of 16 or 8 bytes, aligned to as many; `there` false: zeros, and the source is not touched.
@@ -164,6 +167,14 @@ __device__ __forceinline__ void named_sync(u32 name, u32 threads) {
 // For a thread that only tells the others something.
 __device__ __forceinline__ void named_arrive(u32 name, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+// Waits for the others as well, and whether any of them has said so.
+__device__ __forceinline__ bool named_any(u32 name, u32 threads, bool said) {
+    u32 any;
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
+                 : "=r"(any) : "r"(name), "r"(threads), "r"(static_cast<u32>(said)) : "memory");
+    return any;
 }
 
 // ---- Registers per thread, which four warps in a row change together: those that need few leave the others more
@@ -219,6 +230,13 @@ __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
     u32 product;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
+}
+
+// The larger magnitudes of two and two; NaN counts for nothing.
+__device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
+    u32 larger;
+    asm("{\n.reg .b32 x, y;\nabs.f16x2 x, %1;\nabs.f16x2 y, %2;\nmax.f16x2 %0, x, y;\n}" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
 }
 
 __device__ __forceinline__ u32 pack_half(float first, float second) {

@@ -15,8 +15,9 @@
 // follows their largest instead of the largest logit, so that they are numbers that fp16 holds in full, whatever the
 // scales of this warp's tile are; exp2(logit - r), whose sum is in float32, has room for that.
 //
-// bf16 rows are multiplied as they are, with queries as they are and weights in bf16, whose range is that of float32:
-// the reference follows the largest logit.
+// bf16 rows are multiplied as they are, with queries as they are and weights as the sum of two bf16 numbers, since one
+// would lose more than the output's rounding does. Their range is that of float32: the reference follows the largest
+// logit.
 //
 // Teams are one for each stream of rows and group of 16 heads. Two groups read the same stages; two streams share a
 // token's columns, and are merged at the end of each item.
@@ -36,8 +37,10 @@ constexpr int ROW = BF16_ROWS ? 1152 : 656, TILE_BYTES = BF16_ROWS ? 2 * TILE : 
 // From one row to the next in shared memory: an odd multiple of 16 bytes, so that the rows of a matrix are in different
 // banks.
 constexpr int PITCH = ROW / 16 % 2 ? ROW : ROW + 16;
-constexpr int STAGE = 32;  // rows
-constexpr int STAGE_BYTES = STAGE * PITCH;
+constexpr int PRODUCERS = 2, ROUND = 1;
+
+#include "row_ring.cuh"
+
 // Matrices of 8 rows of a stage; and bytes that the warp's share of one of their results takes.
 constexpr int SLABS = STAGE / 8, FRAGMENT = 512;
 constexpr int TEAM_WARPS = TILES, TEAM_THREADS = 32 * TEAM_WARPS, TEAMS = STREAMS * HEAD_GROUPS;
@@ -48,7 +51,7 @@ constexpr int STEPS = TILE / 16;
 constexpr int PAIR_STRIDE = BF16_ROWS ? 2 : 4, SECOND_PAIR = BF16_ROWS ? 8 : 2;
 // An fp16 query has more digits than bf16, which the rope part is multiplied in: two numbers for one.
 constexpr int ROPE_PARTS = QUERY_HALF ? 2 : 1;
-constexpr int PRODUCERS = 2;  // of a stream
+constexpr int WEIGHT_PARTS = BF16_ROWS ? 2 : 1;
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // In fp16, weights start at 2^10 and may grow to 2^15 before the reference moves; below, there is full precision to
@@ -80,175 +83,12 @@ static_assert(THREADS == (TEAMS + 1) * TEAM_THREADS && STREAMS * PRODUCERS <= 4,
 static_assert(STREAMS == 1 || HEAD_GROUPS == 1, "named barriers are numbered for one or the other");
 static_assert(!(BF16_ROWS && QUERY_HALF), "bf16 rows are multiplied with bf16 queries");
 
+__device__ __forceinline__ Place place_of(u32 memory, int stream) {
+    return Place(memory + RINGS, memory + BARRIERS, memory + NOTES, stream);
+}
+
 // Named barriers: one for each team, and two for the hand-over between streams.
 constexpr u32 TEAM_BARRIER = 1, MERGE_FULL = 3, MERGE_EMPTY = 4;
-
-// ---- What a launch works on
-
-struct Work {
-    const unsigned char* rows;
-    long long page_stride;
-    int page_size, pages;
-    const int* slots;
-    long long slots_token_stride, slots_column_stride;
-    int columns;
-    const int* lengths;  // null: every column counts
-    const int* request_ids;  // with the table: slots are positions
-    const int* block_table;
-    long long table_stride;
-    int table_width, requests;
-    int whole, items, parts, part_columns;
-
-    // Items of whole tokens come first.
-    __device__ __forceinline__ int token_of(int item) const {
-        return item < whole ? item : whole + (item - whole) / parts;
-    }
-
-    __device__ __forceinline__ int part_of(int item) const { return item < whole ? 0 : (item - whole) % parts; }
-};
-
-// A stage of a stream's ring, and which pass over the ring this is.
-struct Place {
-    u32 ring, barriers, notes;
-    int stage = 0;
-    u32 parity = 0;
-
-    __device__ __forceinline__ Place(u32 memory, int stream)
-        : ring(memory + RINGS + stream * STAGES * STAGE_BYTES),
-          barriers(memory + BARRIERS + stream * STAGES * 16),
-          notes(memory + NOTES + stream * STAGES * 8) {}
-
-    __device__ __forceinline__ u32 full() const { return barriers + 16 * stage; }
-    __device__ __forceinline__ u32 empty() const { return barriers + 16 * stage + 8; }
-    __device__ __forceinline__ u32 note() const { return notes + 8 * stage; }
-    __device__ __forceinline__ u32 rows() const { return ring + stage * STAGE_BYTES; }
-
-    __device__ __forceinline__ void advance(int stages = 1) {
-        stage += stages;
-        if (stage >= STAGES) {
-            stage -= STAGES;
-            parity ^= 1;
-        }
-    }
-};
-
-// ---- Producer
-
-// One lane's share of a stage.
-struct Wanted {
-    bool exists;  // false: there is no such stage
-    bool last;  // of its item, in this stream
-    int found;  // slot or position, -1: nothing
-    const int* table;
-};
-
-struct Found {
-    bool exists, last;
-    int page, row;
-};
-
-// Walks over the stages of a stream, item after item. An item has at least one stage, though it may be empty.
-struct Walk {
-    const Work& work;
-    const int stream;
-    int item, column, end;
-    const int *slots, *table;
-
-    __device__ __forceinline__ Walk(const Work& work, int stream) : work(work), stream(stream), item(blockIdx.x) {
-        enter();
-    }
-
-    __device__ __forceinline__ void enter() {
-        if (item >= work.items) return;
-        const int token = work.token_of(item), begin = work.part_of(item) * work.part_columns;
-        end = item < work.whole ? work.columns : min(begin + work.part_columns, work.columns);
-        if (work.lengths != nullptr) end = min(end, work.lengths[token]);
-        table = nullptr;
-        if (work.block_table != nullptr) {
-            const int request = work.request_ids[token];
-            const bool listed = request >= 0 && request < work.requests;
-            table = work.block_table + (listed ? request : 0) * work.table_stride;
-            if (!listed) end = begin;
-        }
-        slots = work.slots + token * work.slots_token_stride;
-        column = begin + stream * STAGE;
-    }
-
-    __device__ __forceinline__ void skip(int stages) {
-        for (int i = 0; i < stages && item < work.items; ++i) {
-            column += STAGE * STREAMS;
-            if (column < end) continue;
-            item += gridDim.x;
-            enter();
-        }
-    }
-
-    // What this lane fetches for the stage at hand; moves on to the producer's next one.
-    __device__ __forceinline__ Wanted next() {
-        Wanted wanted = {item < work.items, column + STAGE * STREAMS >= end, -1, table};
-        const int mine = column + threadIdx.x % 32;
-        if (wanted.exists && mine < end) wanted.found = slots[mine * work.slots_column_stride];
-        skip(PRODUCERS);
-        return wanted;
-    }
-};
-
-__device__ __forceinline__ Found look_up(const Work& work, const Wanted& wanted) {
-    Found found = {wanted.exists, wanted.last, -1, 0};
-    if (wanted.found < 0) return found;
-    const u32 page = static_cast<u32>(wanted.found) / static_cast<u32>(work.page_size);
-    found.row = wanted.found - page * work.page_size;
-    if (wanted.table == nullptr) {
-        found.page = page;
-    } else if (page < static_cast<u32>(work.table_width)) {
-        found.page = wanted.table[page];
-    }
-    return found;
-}
-
-__device__ __forceinline__ void copy_stage(const Work& work, Found found, const Place& place) {
-    const int lane = threadIdx.x % 32;
-    const u32 counted = __ballot_sync(EVERY_LANE, found.page >= 0 && found.page < work.pages);
-    // Rows that do not count are copies of one that does: their weights are zero, so they must be numbers.
-    const int stand_in = counted ? __ffs(counted) - 1 : 0;
-    const int page = __shfl_sync(EVERY_LANE, found.page, stand_in), row = __shfl_sync(EVERY_LANE, found.row, stand_in);
-    if (!(counted >> lane & 1)) {
-        found.page = page;
-        found.row = row;
-    }
-    barrier_wait(place.empty(), place.parity ^ 1);
-    __syncwarp();  // an empty stage comes back at once: a lane that still waited would miss it
-    if (lane == 0) {
-        shared_store(place.note(), counted);
-        shared_store(place.note() + 4, found.last);
-        barrier_arrive_expecting(place.full(), counted ? STAGE * ROW : 0);
-    }
-    __syncwarp();
-    if (counted) {
-        const unsigned char* source = work.rows + found.page * work.page_stride + static_cast<long long>(found.row) * ROW;
-        copy_to_shared(place.rows() + lane * PITCH, source, ROW, place.full());
-    }
-    __syncwarp();
-}
-
-// Slots are fetched two stages ahead and pages one, since each waits for the one before.
-__device__ __forceinline__ void produce(const Work& work, u32 memory) {
-    const int producer = threadIdx.x / 32 - TEAMS * TEAM_WARPS, turn = producer % PRODUCERS;
-    Walk walk(work, producer / PRODUCERS);
-    Place place(memory, walk.stream);
-    walk.skip(turn);
-    place.advance(turn);
-    Found now = look_up(work, walk.next());
-    Wanted upcoming = walk.next();
-    while (now.exists) {
-        const Wanted later = walk.next();
-        const Found next = look_up(work, upcoming);
-        copy_stage(work, now, place);
-        place.advance(PRODUCERS);
-        now = next;
-        upcoming = later;
-    }
-}
 
 // ---- Consumer
 
@@ -533,14 +373,10 @@ __device__ __forceinline__ void move_references(
     }
 }
 
-__device__ __forceinline__ u32 pack_weights(float first, float second) {
-    return BF16_ROWS ? pack_bf16(first, second) : pack_half(first, second);
-}
-
 // From products to weights times scales, as operands; adds to the totals.
 __device__ __forceinline__ void weigh(
     State& state, const float (&products)[SLABS][4], const float (&scales)[SLABS][2], const float (&units)[2],
-    u32 (&weights)[SLABS / 2][4]) {
+    u32 (&weights)[SLABS / 2][WEIGHT_PARTS][4]) {
     // Looked at before anything depends on it, by bounds: the largest logit of a lane with its largest scale. Where these
     // belong to different rows, the references are looked at and stay.
     float highest[2] = {minus_infinity(), minus_infinity()}, largest_scale = 0.0f;
@@ -564,15 +400,22 @@ __device__ __forceinline__ void weigh(
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float weight = fast_exp2(fmaf(products[slab][i], units[i / 2], -state.reference[i / 2]));
-            if (!BF16_ROWS) state.total[i / 2] += weight;
+            state.total[i / 2] += weight;
             scaled[i] = weight * scales[slab][i % 2];
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const u32 packed = pack_weights(scaled[2 * half], scaled[2 * half + 1]);
-            weights[slab / 2][2 * (slab % 2) + half] = packed;
-            // What is multiplied is what is added up: rounding that all weights share then cancels.
-            if (BF16_ROWS) state.total[half] += __uint_as_float(packed << 16) + __uint_as_float(packed & 0xFFFF0000u);
+            u32(&parts)[WEIGHT_PARTS][4] = weights[slab / 2];
+            const int at = 2 * (slab % 2) + half;
+            const float first = scaled[2 * half], second = scaled[2 * half + 1];
+            if (BF16_ROWS) {
+                const u32 most = pack_bf16(first, second);
+                parts[0][at] = most;
+                parts[WEIGHT_PARTS - 1][at] =
+                    pack_bf16(first - __uint_as_float(most << 16), second - __uint_as_float(most & 0xFFFF0000u));
+            } else {
+                parts[0][at] = pack_half(first, second);
+            }
         }
     }
 }
@@ -597,18 +440,21 @@ __device__ __forceinline__ void add_codes(State& state, u32 tile, const u32 (&we
     }
 }
 
-__device__ __forceinline__ void add_numbers(State& state, u32 tile, const u32 (&weights)[4]) {
+__device__ __forceinline__ void add_numbers(State& state, u32 tile, const u32 (&weights)[WEIGHT_PARTS][4]) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         u32 values[4];
         load_matrices_transposed(values, tile + 32 * step);
-        multiply_bf16(state.sums[step][0], weights, values[0], values[1]);
-        multiply_bf16(state.sums[step][1], weights, values[2], values[3]);
+#pragma unroll
+        for (int part = 0; part < WEIGHT_PARTS; ++part) {
+            multiply_bf16(state.sums[step][0], weights[part], values[0], values[1]);
+            multiply_bf16(state.sums[step][1], weights[part], values[2], values[3]);
+        }
     }
 }
 
 __device__ __forceinline__ void add_values(
-    State& state, const Seat& seat, u32 rows, const u32 (&weights)[SLABS / 2][4]) {
+    State& state, const Seat& seat, u32 rows, const u32 (&weights)[SLABS / 2][WEIGHT_PARTS][4]) {
     const int row = seat.lane % 8, matrix = seat.lane / 8;
     const u32 tile = rows + (row + matrix % 2 * 8) * PITCH + TILE_BYTES * seat.warp + 16 * (matrix / 2);
 #pragma unroll
@@ -616,7 +462,7 @@ __device__ __forceinline__ void add_values(
         if (BF16_ROWS) {
             add_numbers(state, tile + slabs * 16 * PITCH, weights[slabs]);
         } else {
-            add_codes(state, tile + slabs * 16 * PITCH, weights[slabs]);
+            add_codes(state, tile + slabs * 16 * PITCH, weights[slabs][0]);
         }
     }
 }
@@ -641,7 +487,7 @@ __device__ __forceinline__ void process_stage(
             }
         }
     }
-    u32 weights[SLABS / 2][4];
+    u32 weights[SLABS / 2][WEIGHT_PARTS][4];
     weigh(state, products, scales, units, weights);
     add_values(state, seat, rows, weights);
 }
@@ -777,7 +623,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
                        part_columns};
     if (threadIdx.x >= TEAMS * TEAM_THREADS) {
         give_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x < TEAMS * TEAM_THREADS + 32 * PRODUCERS * STREAMS) produce(work, memory);
+        const int producer = threadIdx.x / 32 - TEAMS * TEAM_WARPS, stream = producer / PRODUCERS;
+        if (stream < STREAMS) produce(work, stream, producer % PRODUCERS, place_of(memory, stream));
         return;
     }
     take_registers<CONSUMER_REGISTERS>();
@@ -786,7 +633,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
     const u32 query_maxima = memory + QUERY_MAXIMA + seat.team * 2 * QUERY_MAXIMA_BUFFER;
     const u32 merge = memory + MERGE + seat.warp * MERGE_FRAGMENTS * FRAGMENT + 16 * seat.lane;
     const float logit_scale = (scale_factor == nullptr ? scale : scale * *scale_factor) * LOG2_E;
-    Place place(memory, seat.stream);
+    Place place = place_of(memory, seat.stream);
     // A buffer is written again only after a barrier that follows its last use: with two of them, one is enough.
     u32 logits_turn = 0, query_turn = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {

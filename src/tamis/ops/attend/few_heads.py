@@ -1,4 +1,8 @@
-"""Sparse attention of few heads over FP8 or bf16 rows in CUDA C++, for Hopper: `few_heads.cu` and its launches."""
+"""Sparse attention of few heads over FP8 or bf16 rows in CUDA C++, for Hopper: two kernels and their launches.
+
+Heads are the rows of small products in `few_heads.cu`, 16 at a time, and the columns of large ones in
+`heads_as_columns.cu`; both take the same arguments.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -41,7 +45,7 @@ SIGNATURE = "PqqPqiiPqqiPPPqiiPiqqPPPPPPfPiiiii"
 
 
 class Variant(NamedTuple):
-    """How a block is laid out."""
+    """How a block of `few_heads.cu` is laid out."""
 
     streams: int
     """Rings of rows, each with two producers and a team: a token's columns are dealt out to them."""
@@ -53,6 +57,11 @@ class Variant(NamedTuple):
     """Blocks that share one multiprocessor."""
     bf16_rows: bool = False
     """Whether rows are bf16 (1152 bytes) or FP8 (656)."""
+
+    @property
+    def source(self) -> str:
+        """The kernel."""
+        return "few_heads"
 
     @property
     def threads(self) -> int:
@@ -68,16 +77,75 @@ class Variant(NamedTuple):
         maxima = 0 if self.bf16_rows else teams * 2 * 4 * 4 * GROUP
         return stages * STAGE * row + teams * 2 * 4 * 4 * 512 + merge + maxima + stages * 24
 
+    @property
+    def rows_at_once(self) -> int:
+        """Columns of a token that a block works on at a time."""
+        return STAGE * self.streams
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the source wants to know."""
+        return {
+            "BF16_ROWS": int(self.bf16_rows),
+            "STREAMS": self.streams,
+            "HEAD_GROUPS": self.head_groups,
+            "STAGES": self.stages,
+            "PER_SM": self.per_sm,
+        }
+
+
+class Columns(NamedTuple):
+    """How a block of `heads_as_columns.cu` is laid out, which has FP8 rows: three groups of four warps."""
+
+    heads: int
+    """That there is room for: 16 or 32."""
+    stages: int
+    """Of its ring."""
+
+    @property
+    def source(self) -> str:
+        """The kernel."""
+        return "heads_as_columns"
+
+    @property
+    def threads(self) -> int:
+        """Per block."""
+        return 384
+
+    @property
+    def per_sm(self) -> int:
+        """Blocks that share one multiprocessor."""
+        return 1
+
+    @property
+    def rows_at_once(self) -> int:
+        """Columns of a token that a block works on at a time."""
+        return 4 * STAGE
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: tiles of queries and weights, the ring, numbers of heads, barriers, notes."""
+        return (10 + 8) * 128 * self.heads + self.stages * STAGE * 656 + 51 * 4 * self.heads + self.stages * 24
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the source wants to know."""
+        return {"HEADS": self.heads, "STAGES": self.stages}
+
+
+Layouts = Variant | Columns
+
 
 class Variants(NamedTuple):
     """Those for one kind of rows."""
 
-    few_tokens: Variant
-    many_tokens: Variant
-    two_groups: Variant
+    few_tokens: Layouts
+    many_tokens: Layouts
+    more_heads: Layouts
+    """Than one group, for any number of tokens."""
 
 
-FP8_ROWS = Variants(Variant(2, 1, 3, 1), Variant(1, 1, 4, 2), Variant(1, 2, 8, 1))
+FP8_ROWS = Variants(Variant(2, 1, 3, 1), Variant(1, 1, 4, 2), Columns(32, 7))
 BF16_ROWS = Variants(Variant(2, 1, 2, 1, True), Variant(1, 1, 2, 2, True), Variant(1, 2, 5, 1, True))
 
 
@@ -112,12 +180,12 @@ def _rows_are_bf16(key: str) -> bool | None:
     return None
 
 
-def usual_variant(tokens: int | None, heads: int, multiprocessors: int, bf16_rows: bool) -> Variant:
+def usual_variant(tokens: int | None, heads: int, multiprocessors: int, bf16_rows: bool) -> Layouts:
     """Two blocks on a multiprocessor overlap the ends of their items; where there is no second item, two streams of one
     block overlap better, and split a token into fewer parts. Without a number of tokens: one for all of them."""
     variants = BF16_ROWS if bf16_rows else FP8_ROWS
     if heads > GROUP:
-        return variants.two_groups
+        return variants.more_heads
     return variants.few_tokens if tokens is not None and tokens <= 2 * multiprocessors else variants.many_tokens
 
 
@@ -157,16 +225,16 @@ def attend_into(
     return attend_in_items(out, sink, _cut(q, selections[0], variant, splits, direct=True), launch)
 
 
-def _variant(q: Tensor, selection: Selection, splits: int | None) -> Variant:
+def _variant(q: Tensor, selection: Selection, splits: int | None) -> Layouts:
     """How blocks are laid out: part of what fixes a row's bits, so with a number of parts the same for all batches."""
     bf16_rows = bool(_rows_are_bf16(selection.cache.layout.key))
     return usual_variant(q.shape[0] if splits is None else None, q.shape[1], multiprocessors(q.device), bf16_rows)
 
 
-def _cut(q: Tensor, selection: Selection, variant: Variant, splits: int | None, *, direct: bool) -> Cut:
+def _cut(q: Tensor, selection: Selection, variant: Layouts, splits: int | None, *, direct: bool) -> Cut:
     tokens, columns = q.shape[0], selection.slots.shape[1]
     if splits is None:
-        steps = max(1, -(-columns // (STAGE * variant.streams)))
+        steps = max(1, -(-columns // variant.rows_at_once))
         return choose_cut(tokens, q.shape[1], steps, variant.per_sm * multiprocessors(q.device), direct=direct)
     parts = min(splits, max(1, columns))
     return Cut(tokens, 1) if parts == 1 and direct else Cut(0, parts)
@@ -175,7 +243,7 @@ def _cut(q: Tensor, selection: Selection, variant: Variant, splits: int | None, 
 def attend_items(
     q: Tensor,
     selection: Selection,
-    variant: Variant,
+    variant: Layouts,
     *,
     scale: float | Tensor,
     sink: Tensor | None,
@@ -218,24 +286,16 @@ def attend_items(
 
 
 @cache
-def program(variant: Variant, dtype: torch.dtype) -> Program:
+def program(variant: Layouts, dtype: torch.dtype) -> Program:
     """The source for a variant and a dtype of queries."""
-    constants = {
-        "BF16_ROWS": int(variant.bf16_rows),
-        "STREAMS": variant.streams,
-        "HEAD_GROUPS": variant.head_groups,
-        "STAGES": variant.stages,
-        "PER_SM": variant.per_sm,
-        "QUERY_HALF": int(dtype == torch.float16),
-        "THREADS": variant.threads,
-        "SHARED_BYTES": variant.shared,
-    }
-    return Program.packaged(__package__, "few_heads.cu", **constants)
+    size = {"THREADS": variant.threads, "SHARED_BYTES": variant.shared}
+    constants = variant.constants | size | {"QUERY_HALF": int(dtype == torch.float16)}
+    return Program.packaged(__package__, f"{variant.source}.cu", **constants)
 
 
 @cache
-def _launch(device: torch.device, variant: Variant, dtype: torch.dtype) -> Launch:
-    loaded = kernel(program(variant, dtype), "attend_few_heads", device_index(device))
+def _launch(device: torch.device, variant: Layouts, dtype: torch.dtype) -> Launch:
+    loaded = kernel(program(variant, dtype), f"attend_{variant.source}", device_index(device))
     return Launch(loaded, SIGNATURE, threads=variant.threads, shared=variant.shared, overlap=True)
 
 
@@ -245,5 +305,6 @@ def offline_cases() -> Iterator["CudaCase"]:
 
     for kind, variants, dtypes in (("fp8", FP8_ROWS, QUERY_DTYPES), ("bf16", BF16_ROWS, (torch.bfloat16,))):
         for variant, dtype in product(variants, dtypes):
-            label = f"attend, few heads, {kind} rows, {variant[:4]}, {str(dtype).removeprefix('torch.')} queries"
+            name = variant.source.replace("_", " ")
+            label = f"attend, {name}, {kind} rows, {variant[:4]}, {str(dtype).removeprefix('torch.')} queries"
             yield CudaCase(label, program(variant, dtype), variant.shared)
