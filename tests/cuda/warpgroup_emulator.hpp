@@ -3,7 +3,13 @@
 #pragma once
 #include "matrix_emulator.hpp"
 
+#ifndef PRODUCT_OPERANDS
+#define PRODUCT_OPERANDS "f16.f16"
+#endif
+
 namespace emulator {
+
+inline float operand_value(u32 bits) { return PRODUCT_OPERANDS[0] == 'b' ? bf16_value(bits) : half_value(bits); }
 
 struct Product {
     float* result;
@@ -23,7 +29,7 @@ inline float element(u32 address) {
     // The exchange of 16-byte units depends on the address alone.
     unsigned short bits;
     std::memcpy(&bits, shared_byte(address ^ (address >> 7 & 7) << 4), 2);
-    return half_value(bits);
+    return operand_value(bits);
 }
 
 struct Operand {
@@ -151,7 +157,7 @@ inline void multiply_128(float (&d)[64], const u32 (&a)[4], unsigned long long b
         const u32* all = emulator::exchange(a[i]);
         for (int k = 0; k < 8; ++k) {
             const u32 pair = all[threadIdx.x % 32 / 4 * 4 + k / 2];
-            product.rows[i % 2][i / 2 * 8 + k] = emulator::half_value(k % 2 ? pair >> 16 : pair & 0xFFFF);
+            product.rows[i % 2][i / 2 * 8 + k] = emulator::operand_value(k % 2 ? pair >> 16 : pair & 0xFFFF);
         }
     }
     emulator::issue(product);

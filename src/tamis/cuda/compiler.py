@@ -38,10 +38,12 @@ class Program:
 
     @classmethod
     def packaged(cls, package: str, name: str, **defines: int) -> "Program":
-        """A `.cu` file that lies in a package, with preprocessor constants; headers lie beside this module."""
-        source = resources.files(package).joinpath(name).read_text(encoding="utf-8")
+        """A `.cu` file that lies in a package, with preprocessor constants; headers lie beside it or this module."""
+        folders = resources.files(package), resources.files(__package__)
+        source = folders[0].joinpath(name).read_text(encoding="utf-8")
         included = re.findall(r'^#include "(.+)"', source, re.MULTILINE)
-        headers = tuple((header, resources.files(__package__).joinpath(header).read_text()) for header in included)
+        places = (folders[0] if folders[0].joinpath(header).is_file() else folders[1] for header in included)
+        headers = tuple((h, place.joinpath(h).read_text("utf-8")) for h, place in zip(included, places, strict=True))
         return cls(name, source, tuple(f"-D{constant}={value}" for constant, value in defines.items()), headers)
 
 

@@ -1,4 +1,4 @@
-"""Sparse attention on Hopper: FP8 rows, and bf16 rows of few heads, in CUDA C++; the rest by the portable kernels."""
+"""Sparse attention on Hopper: rows in FP8 and bf16 by kernels in CUDA C++, the rest by the portable ones."""
 
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -12,8 +12,9 @@ from tamis.ops.attend import few_heads, items, many_heads, triton_kernels
 if TYPE_CHECKING:
     from tamis.testing.offline_cuda import CudaCase
 
-FULL_DEVICE = 64
-"""Tokens from which on 17 to 32 heads are better padded to 64 than taken 16 at a time (see benchmarks/NOTES.md)."""
+FULL_DEVICE = {"v32-fp8": 64}
+"""Tokens from which on 17 to 32 heads are better padded to 64 than taken 16 at a time (see benchmarks/NOTES.md), by
+rows; never over others."""
 
 
 def attend_slots(
@@ -45,12 +46,14 @@ def attend_into(
 def kernels_for(q: Tensor, selections: Sequence[Selection], value_dim: int, splits: int | None) -> ModuleType:
     """Kernels that take such a call and are fastest at it: those for few heads, those for many, or the portable ones.
 
-    Both of the former can do 17 to 32 heads over FP8 rows: those for many heads win once tokens fill the device. Where
+    Both of the former can do 17 to 32 heads: over FP8 rows those for many heads win once tokens fill the device. Where
     the number of parts is given, the tokens have no say, so that a row's bits do not depend on the rest of the batch.
     """
     tokens, heads, _ = q.shape
     order = [few_heads, many_heads]
-    if heads > few_heads.GROUP and (splits is not None or tokens >= FULL_DEVICE):
+    kind = many_heads.rows_of(selections[0].cache.layout)
+    full = FULL_DEVICE.get(kind.layout) if kind is not None else None
+    if heads > few_heads.GROUP and full is not None and (splits is not None or tokens >= full):
         order.reverse()
     for kernels in order:
         if kernels.refusal(q, selections, value_dim) is None:

@@ -1,0 +1,463 @@
+// Sparse attention of 64 heads at a time over bf16 rows, on Hopper. Blocks of threads stay on their multiprocessor and
+// take one item after the other: a query token and 64 heads, or a part of the rows of one (see `items.cuh`).
+//
+// Three groups of four warps. `gather` copies rows straight into tiles that matrix products read, 64 rows to a slab, and
+// the queries of the next item. The other two `attend`: each scores one of two slabs, does the softmax, publishes the
+// weights and holds half the columns of the output, to which it adds both slabs: its own with weights from registers, the
+// other's with the published ones. So one group's softmax falls into the other's products, and the output, half of all
+// registers, is held once. A slab has five pieces, each gathered again as soon as nobody needs it any more, while the
+// products with the others go on: the columns beyond 512, only keys, when they are scored, a quarter of the values when
+// the group that holds these columns of the output has added it.
+//
+// Weights are relative to a base, at most 2**LEEWAY below the largest so far, that groups hand to one another with them;
+// the sum adds weights as rounded to bf16, so that rounding is no loss where one row outweighs all others.
+//
+// Constants: SELECTIONS (1 or 2), THREADS, SHARED_BYTES, registers per thread of the groups.
+#define PRODUCT_OPERANDS "bf16.bf16"
+#include "instructions.cuh"
+#include "warpgroups.cuh"
+
+// ---- Shapes
+
+constexpr int HEADS = 64;      // of an item
+constexpr int STEP_ROWS = 64;  // of a slab
+constexpr int WARPS = 4;       // of a group
+constexpr int WIDTH = 576, VALUES = 512, TILES = WIDTH / 64, ROW_BYTES = WIDTH * 2;
+constexpr int SLABS = 2, PIECES = 5, OWN = STEP_ROWS / WARPS;  // rows of a slab that one warp copies
+
+// Pieces in the order in which they are freed: columns from 512 on; then by quarters of the values, the first of either
+// half before the second.
+__device__ constexpr int first_tile(int piece) { return piece == 0 ? 8 : (piece - 1) % 2 * 4 + (piece - 1) / 2 * 2; }
+__device__ constexpr int tiles_of(int piece) { return piece == 0 ? 1 : 2; }
+__device__ constexpr int piece_of(int half, int quarter) { return 1 + half + 2 * quarter; }
+
+#include "items.cuh"
+
+// ---- Shared memory
+
+constexpr u32 TILE_BYTES = 64 * 128, SLAB_BYTES = TILES * TILE_BYTES;
+constexpr u32 QUERIES = 0;
+constexpr u32 ROWS = QUERIES + SLAB_BYTES;
+constexpr u32 WEIGHTS = ROWS + SLABS * SLAB_BYTES;       // one tile, which the groups take turns to write
+constexpr u32 RESCALE = WEIGHTS + TILE_BYTES;            // [HEADS] of the output before these weights
+constexpr u32 BASE = RESCALE + HEADS * 4;                // [HEADS] of these weights
+constexpr u32 TOTALS = BASE + HEADS * 4;                 // [2][HEADS] sums and largest logits of either group
+constexpr u32 PRESENT = TOTALS + 2 * HEADS * 8;          // [SLABS][WARPS] bits of the rows that are there
+constexpr u32 PAIRS = PRESENT + SLABS * WARPS * 4;       // of slabs, in the item whose queries are there
+constexpr u32 READY = PAIRS + 8;                         // [SLABS][PIECES] barriers
+constexpr u32 FREE = READY + SLABS * PIECES * 8;         // [SLABS][PIECES]
+constexpr u32 WEIGHTS_READY = FREE + SLABS * PIECES * 8;  // [2] by groups
+constexpr u32 QUERIES_READY = WEIGHTS_READY + 2 * 8;
+constexpr u32 QUERIES_FREE = QUERIES_READY + 8;
+constexpr u32 USED = QUERIES_FREE + 8;
+static_assert(USED <= SHARED_BYTES && PRESENT % 16 == 0 && READY % 8 == 0, "shared memory");
+
+// Named barriers; a group's own is its number more.
+constexpr u32 ATTENDING = 1, OF_GROUP = 2;
+
+__device__ __forceinline__ u32 ready(u32 memory, int slab, int piece) { return memory + READY + (slab * PIECES + piece) * 8; }
+__device__ __forceinline__ u32 free(u32 memory, int slab, int piece) { return memory + FREE + (slab * PIECES + piece) * 8; }
+
+// Where a 16-byte unit of a row lies in a tile.
+__device__ __forceinline__ u32 in_tile(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
+
+__device__ __forceinline__ float load_float(u32 address) { return __uint_as_float(shared_load(address)); }
+__device__ __forceinline__ void store_float(u32 address, float x) { shared_store(address, __float_as_uint(x)); }
+
+// ---- Copies to tiles
+
+// A warp copies 16 rows of 1152 bytes, eight lanes 128 bytes at a time: a lane its unit of rows lane / 8 + 4 i.
+struct Copier {
+    u32 target[2];  // in a tile, of a row and that four further; eight rows are 1024 bytes
+    const unsigned char* from[4];  // null: there is no row, and zeros are written
+
+    __device__ __forceinline__ Copier() {
+        const int row = threadIdx.x / 32 % WARPS * OWN + threadIdx.x % 32 / 8, unit = threadIdx.x % 8;
+        target[0] = in_tile(row, unit);
+        target[1] = in_tile(row + 4, unit);
+    }
+
+    __device__ __forceinline__ void copy(u32 tiles, int first, int count) const {
+#pragma unroll
+        for (int tile = first; tile < first + count; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                copy_or_clear<16>(tiles + tile * TILE_BYTES + target[i % 2] + i / 2 * 1024, from[i] + tile * 128, from[i] != nullptr);
+            }
+        }
+    }
+
+    // Of the row that lane i < 16 knows, for those that copy it.
+    __device__ __forceinline__ void take(const unsigned char* row) {
+        const auto address = reinterpret_cast<unsigned long long>(row);
+        const int unit = threadIdx.x % 8, first = threadIdx.x % 32 / 8;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 low = __shfl_sync(EVERY_LANE, static_cast<u32>(address), first + 4 * i);
+            const u32 high = __shfl_sync(EVERY_LANE, static_cast<u32>(address >> 32), first + 4 * i);
+            const auto whole = static_cast<unsigned long long>(high) << 32 | low;
+            from[i] = whole == 0 ? nullptr : reinterpret_cast<const unsigned char*>(whole) + unit * 16;
+        }
+    }
+};
+
+// Queries and rows of one item after the other. `queries_of` gives where an item's head lies, null for none.
+template <class WorkOf, class QueriesOf>
+__device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work_of, const QueriesOf& queries_of) {
+    const int warp = threadIdx.x / 32 % WARPS, lane = threadIdx.x % 32, own = warp * OWN + lane % OWN;
+    Copier copier;
+    u32 parity = 1, item_parity = 1;  // of the phases that must have ended
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const Work work = work_of(item);
+        const int pairs = (work.end - work.begin + 1) / 2;
+        Follower follower(work, own);
+        const unsigned char* coming = follower.next();
+        copier.take(queries_of(item, own));
+        barrier_wait(memory + QUERIES_FREE, item_parity);
+        if (threadIdx.x % (WARPS * 32) == 0) {
+            shared_store(memory + PAIRS, pairs);
+            barrier_arrive(memory + QUERIES_READY);
+        }
+        copier.copy(memory + QUERIES, 0, TILES);
+        copies_arrive(memory + QUERIES_READY);
+        item_parity ^= 1;
+        for (int pair = 0; pair < pairs; ++pair) {
+#pragma unroll 1
+            for (int slab = 0; slab < SLABS; ++slab) {
+                const unsigned char* const row = coming;
+                const u32 present = __ballot_sync(EVERY_LANE, row != nullptr) & (1u << OWN) - 1;
+                copier.take(row);
+                coming = follower.next();
+                if (PREFETCH && lane < OWN && coming != nullptr) copy_to_cache(coming, ROW_BYTES);
+#pragma unroll
+                for (int piece = 0; piece < PIECES; ++piece) {
+                    barrier_wait(free(memory, slab, piece), parity);
+                    if (piece == 0 && lane == 0) {
+                        shared_store(memory + PRESENT + (slab * WARPS + warp) * 4, present);
+                        barrier_arrive(ready(memory, slab, 0));
+                    }
+                    copier.copy(memory + ROWS + slab * SLAB_BYTES, first_tile(piece), tiles_of(piece));
+                    copies_arrive(ready(memory, slab, piece));
+                }
+            }
+            parity ^= 1;
+        }
+    }
+}
+
+// ---- Softmax
+
+// By how much, with base 2, a logit may exceed the base: bf16 and float32 have room, and raising it means to multiply
+// the whole output.
+constexpr float LEEWAY = 8.0f;
+
+// Two heads of a lane: `upper` is lane / 4 of the warp's 16, `lower` eight further.
+struct Softmax {
+    float top = minus_infinity();   // largest logit that this group saw, with base 2
+    float base = -1e30f;            // what weights are relative to
+    float sum = 0.0f;               // of this lane's columns
+
+    // The factor of everything so far.
+    __device__ __forceinline__ float raise(float logit) {
+        top = fmaxf(top, logit);
+        if (!(logit > base + LEEWAY)) return 1.0f;
+        const float factor = fast_exp2(base - logit);
+        base = logit;
+        sum *= factor;
+        return factor;
+    }
+};
+
+__device__ __forceinline__ float over_lanes_of_head(float x) {
+    x = fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 1));
+    return fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 2));
+}
+
+__device__ __forceinline__ float added_over_lanes(float x) {
+    x += __shfl_xor_sync(EVERY_LANE, x, 1);
+    return x + __shfl_xor_sync(EVERY_LANE, x, 2);
+}
+
+__device__ __forceinline__ void rescale(float (&values)[2][64], float upper, float lower) {
+    if (__ballot_sync(EVERY_LANE, upper != 1.0f || lower != 1.0f) == 0) return;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) values[i / 64][i % 64] *= i & 2 ? lower : upper;
+}
+
+// No weight for rows that are not there.
+__device__ __forceinline__ void mask(float (&s)[32], uint4 present) {
+    if ((present.x & present.y & present.z & present.w) == (1u << OWN) - 1) return;
+    const u32 words[2] = {present.x | present.y << 16, present.z | present.w << 16};
+    const int first = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        if (!(words[i / 16] >> (i / 4 % 4 * 8 + i % 2 + first) & 1)) s[i] = minus_infinity();
+    }
+}
+
+// Products of queries and rows to weights, as fragments; returns the factors of the output so far.
+__device__ __forceinline__ float2 soften(float (&s)[32], float unit, Softmax& upper, Softmax& lower, u32 (&weights)[4][4]) {
+    float tops[2] = {minus_infinity(), minus_infinity()};
+#pragma unroll
+    for (int i = 0; i < 32; ++i) tops[i / 2 % 2] = fmaxf(tops[i / 2 % 2], s[i]);
+    const float2 factor = {upper.raise(over_lanes_of_head(tops[0]) * unit), lower.raise(over_lanes_of_head(tops[1]) * unit)};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        Softmax& head = i % 2 ? lower : upper;
+        const u32 pair = pack_bf16(fast_exp2(s[2 * i] * unit - head.base), fast_exp2(s[2 * i + 1] * unit - head.base));
+        head.sum += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000u);
+        weights[i / 4][i % 4] = pair;
+    }
+    return factor;
+}
+
+// ---- Products
+
+// Scores the slab of its number, and holds the half of the output's columns of its number.
+template <int GROUP>
+struct Attending {
+    u32 memory;
+    float unit;  // of a logit with base 2, in products of rows and queries
+    int lane, head;
+    u32 target;  // of the weights, where this lane addresses a row of matrices
+    u32 parity = 0;
+    Softmax upper, lower;
+    float values[2][64];
+
+    __device__ __forceinline__ Attending(u32 memory, float unit) : memory(memory), unit(unit) {
+        const int warp = threadIdx.x / 32 % WARPS;
+        lane = threadIdx.x % 32;
+        head = warp * 16 + lane / 4;
+        target = memory + WEIGHTS + in_tile(warp * 16 + lane % 16, lane / 16);
+    }
+
+    __device__ __forceinline__ void start() {
+        upper = lower = Softmax();
+#pragma unroll
+        for (int i = 0; i < 128; ++i) values[i / 64][i % 64] = 0.0f;
+    }
+
+    // The products of queries with its slab, piece by piece as they come; which rows are there.
+    __device__ __forceinline__ uint4 score(float (&s)[32]) const {
+        uint4 present;
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            barrier_wait(ready(memory, GROUP, piece), parity);
+            if (piece == 0) present = shared_load4(memory + PRESENT + GROUP * WARPS * 4);
+            fence_for_copies_and_products();
+            const u32 at = first_tile(piece) * TILE_BYTES;
+            const auto queries = along_rows(memory + QUERIES + at), keys = along_rows(memory + ROWS + GROUP * SLAB_BYTES + at);
+            products_begin();
+#pragma unroll
+            for (int step = 0; step < 4 * tiles_of(piece); ++step) {
+                const u32 further = step / 4 * TILE_BYTES + step % 4 * 32;
+                multiply_64(s, advance(queries, further), advance(keys, further), piece + step > 0);
+            }
+            products_commit();
+        }
+        products_wait<0>(s);
+        __syncwarp();  // every lane knows what is present
+        if (lane == 0) barrier_arrive(free(memory, GROUP, 0));
+        return present;
+    }
+
+    __device__ __forceinline__ void add_own(float (&s)[32], uint4 present) {
+        u32 weights[4][4];
+        mask(s, present);
+        const float2 factor = soften(s, unit, upper, lower, weights);
+        named_sync(OF_GROUP + GROUP, WARPS * 32);  // nobody reads the other's weights any more
+#pragma unroll
+        for (int step = 0; step < 4; ++step) store_matrices(target ^ step * 32, weights[step]);
+        if (lane % 4 == 0) {
+            store_float(memory + RESCALE + head * 4, factor.x);
+            store_float(memory + RESCALE + head * 4 + 32, factor.y);
+            store_float(memory + BASE + head * 4, upper.base);
+            store_float(memory + BASE + head * 4 + 32, lower.base);
+        }
+        fence_for_copies_and_products();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(memory + WEIGHTS_READY + GROUP * 8);
+        rescale(values, factor.x, factor.y);
+        const auto rows = down_rows(memory + ROWS + GROUP * SLAB_BYTES + GROUP * 4 * TILE_BYTES, TILE_BYTES);
+        products_begin();
+#pragma unroll
+        for (int quarter = 0; quarter < 2; ++quarter) {
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                multiply_128(values[quarter], weights[step], advance(rows, quarter * 2 * TILE_BYTES + step * 2048));
+            }
+            products_commit();
+        }
+        hand_back(GROUP);
+    }
+
+    __device__ __forceinline__ void add_other() {
+        constexpr int OTHER = 1 - GROUP;
+        barrier_wait(memory + WEIGHTS_READY + OTHER * 8, parity);
+        const float above = load_float(memory + RESCALE + head * 4), below = load_float(memory + RESCALE + head * 4 + 32);
+        upper.base = load_float(memory + BASE + head * 4);
+        lower.base = load_float(memory + BASE + head * 4 + 32);
+        upper.sum *= above;
+        lower.sum *= below;
+        rescale(values, above, below);
+        const auto weights = along_rows(memory + WEIGHTS);
+        const auto rows = down_rows(memory + ROWS + OTHER * SLAB_BYTES + GROUP * 4 * TILE_BYTES, TILE_BYTES);
+        products_begin();
+#pragma unroll
+        for (int quarter = 0; quarter < 2; ++quarter) {
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                multiply_128(values[quarter], advance(weights, step * 32), advance(rows, quarter * 2 * TILE_BYTES + step * 2048));
+            }
+            products_commit();
+        }
+        hand_back(OTHER);
+    }
+
+    // The quarters of a slab, when they have been added.
+    __device__ __forceinline__ void hand_back(int slab) {
+        products_wait<1>(values[0]);
+        if (lane == 0) barrier_arrive(free(memory, slab, piece_of(GROUP, 0)));
+        products_wait<0>(values[1]);
+        if (lane == 0) barrier_arrive(free(memory, slab, piece_of(GROUP, 1)));
+    }
+
+    __device__ __forceinline__ void free_queries() const {
+        __syncwarp();  // every lane knows the number of pairs
+        if (lane == 0) barrier_arrive(memory + QUERIES_FREE);
+    }
+
+    // What is left to do to a head's output; its lse and largest logit are written on the way.
+    __device__ __forceinline__ float finish(const Softmax& own, int number, bool alone, const Output& out) const {
+        const u32 other = memory + TOTALS + ((1 - GROUP) * HEADS + number) * 8;
+        const float sum = alone ? own.sum : own.sum + load_float(other);
+        const float top = alone ? own.top : fmaxf(own.top, load_float(other + 4));
+        const bool empty = sum == 0.0f;
+        const float whole = empty ? minus_infinity() : (own.base + fast_log2(sum)) * LN_2;
+        float factor = empty ? 0.0f : 1.0f / sum;
+        if (number < out.heads) {
+            if (out.sink != nullptr && !empty) factor *= 1.0f / (1.0f + fast_exp2((out.sink[number] - whole) * LOG2_E));
+            if (GROUP == 0 && lane % 4 == 0) {
+                out.lse[number] = whole;
+                out.tops[number] = sum == sum ? top * LN_2 : sum;  // NaN has no place in an order
+            }
+        }
+        return factor;
+    }
+
+    __device__ __forceinline__ void store(bool nothing, const Output& out) {
+        // A group writes totals only when the other has read the last ones, before it published weights since.
+        if (!nothing) {
+            upper.sum = added_over_lanes(upper.sum);
+            lower.sum = added_over_lanes(lower.sum);
+            if (lane % 4 == 0) {
+                const u32 own = memory + TOTALS + (GROUP * HEADS + head) * 8;
+                store_float(own, upper.sum);
+                store_float(own + 4, upper.top);
+                store_float(own + 64, lower.sum);
+                store_float(own + 68, lower.top);
+            }
+            named_sync(ATTENDING, 2 * WARPS * 32);
+        }
+        const float above = finish(upper, head, nothing, out), below = finish(lower, head + 8, nothing, out);
+#pragma unroll
+        for (int quarter = 0; quarter < 2; ++quarter) {
+            out.store(values[quarter], GROUP * VALUES / 2 + quarter * VALUES / 4, above, below);
+        }
+    }
+};
+
+// `place` tells where an item's results go, when registers are free.
+template <int GROUP, class Place>
+__device__ __forceinline__ void attend(u32 memory, int items, float unit, const Place& place) {
+    Attending<GROUP> group(memory, unit);
+    float s[32];
+    u32 item_parity = 0;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        barrier_wait(memory + QUERIES_READY, item_parity);
+        item_parity ^= 1;
+        const int pairs = shared_load(memory + PAIRS);
+        group.start();
+        if (pairs == 0) group.free_queries();
+        for (int pair = 0; pair < pairs; ++pair) {
+            if (GROUP == 1) group.add_other();
+            const uint4 present = group.score(s);
+            if (pair == pairs - 1) group.free_queries();
+            group.add_own(s, present);
+            if (GROUP == 0) group.add_other();
+            group.parity ^= 1;
+        }
+        group.store(pairs == 0, place(item));
+    }
+}
+
+// ---- Kernel
+
+// Whole tokens fill out [T, H, 512], lse and tops [T, H]; the others parts_out [parts, T - whole, H, 512] and so on.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
+    const unsigned short* queries, long long query_token_stride, long long query_head_stride, int tokens, int heads,
+    float scale, const float* scale_factor, const float* sink, void* out, int out_kind, long long out_token_stride,
+    long long out_head_stride, float* lse, float* tops, float* parts_out, float* parts_lse, float* parts_tops, int whole,
+    int parts, SELECTION(0), SELECTION(1)) {
+    const u32 memory = tiles_start();
+    const int groups = (heads + HEADS - 1) / HEADS, items = (whole + (tokens - whole) * parts) * groups;
+    if (threadIdx.x == 0) {
+        for (int slab = 0; slab < SLABS; ++slab) {
+            for (int piece = 0; piece < PIECES; ++piece) {
+                barrier_init(ready(memory, slab, piece), WARPS * 32 + (piece == 0 ? WARPS : 0));
+                barrier_init(free(memory, slab, piece), WARPS);
+            }
+        }
+        for (int group = 0; group < 2; ++group) barrier_init(memory + WEIGHTS_READY + group * 8, WARPS);
+        barrier_init(memory + QUERIES_READY, WARPS * 32 + 1);
+        barrier_init(memory + QUERIES_FREE, 2 * WARPS);
+        publish_barriers();
+    }
+    let_next_kernel_start();
+    wait_for_previous_kernel();
+    __syncthreads();
+
+    const auto token_of = [&](int item) -> long long {
+        const int number = item / groups, cut = number - whole;
+        return cut < 0 ? number : whole + cut / parts;
+    };
+    const auto work_of = [&](int item) {
+        const long long token = token_of(item);
+        const int cut = item / groups - whole;
+        Work work;
+        work.first = selection_of(token, SELECTION_VALUES(0));
+        if (SELECTIONS > 1) work.second = selection_of(token, SELECTION_VALUES(1));
+        work.first_blocks = (work.first.length + STEP_ROWS - 1) / STEP_ROWS;
+        const long long blocks = work.blocks(), pairs = (blocks + 1) / 2;
+        work.begin = cut < 0 ? 0 : static_cast<int>(pairs * (cut % parts) / parts * 2);
+        work.end = cut < 0 ? blocks : min(static_cast<int>(pairs * (cut % parts + 1) / parts * 2), static_cast<int>(blocks));
+        return work;
+    };
+    const auto query_of = [&](int item, int head) -> const unsigned char* {
+        const int number = item % groups * HEADS + head;
+        if (number >= heads) return nullptr;
+        return reinterpret_cast<const unsigned char*>(queries + token_of(item) * query_token_stride + number * query_head_stride);
+    };
+    const auto place = [&](int item) {
+        const int number = item / groups, first_head = item % groups * HEADS, cut = number - whole;
+        const int here = min(heads - first_head, HEADS);
+        if (cut < 0) {
+            const long long at = number * out_token_stride + first_head * out_head_stride;
+            void* const start = static_cast<char*>(out) + at * (out_kind == 0 ? 4 : 2);
+            const long long row = static_cast<long long>(number) * heads + first_head;
+            return Output{start, out_head_stride, here, out_kind, sink == nullptr ? nullptr : sink + first_head, lse + row, tops + row};
+        }
+        const long long row = (static_cast<long long>(cut % parts) * (tokens - whole) + cut / parts) * heads + first_head;
+        return Output{parts_out + row * VALUES, VALUES, here, 0, nullptr, parts_lse + row, parts_tops + row};
+    };
+    const int group = threadIdx.x / (WARPS * 32);
+    if (group == 2) {
+        give_registers<GATHER_REGISTERS>();
+        gather(memory, items, work_of, query_of);
+        return;
+    }
+    take_registers<ATTEND_REGISTERS>();
+    const float unit = scale * (scale_factor == nullptr ? 1.0f : *scale_factor) * LOG2_E;
+    if (group == 0) attend<0>(memory, items, unit, place);
+    else attend<1>(memory, items, unit, place);
+}
