@@ -123,20 +123,47 @@ struct Output {
 
     // A fragment of 128 columns of the 64 heads of four warps, each head times a factor.
     __device__ __forceinline__ void store(const float (&values)[64], int column, float upper, float lower) const {
+        if (kind == 0) store_wide(values, column, upper, lower);
+        else if (kind == 1) store_narrow<true>(values, column, upper, lower);
+        else store_narrow<false>(values, column, upper, lower);
+    }
+
+    __device__ __forceinline__ void store_wide(const float (&values)[64], int column, float upper, float lower) const {
         const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
         for (int below = 0; below < 2; ++below) {
             if (head + 8 * below >= heads) continue;
             const float factor = below ? lower : upper;
-            const long long at = (head + 8 * below) * head_stride + column + lane % 4 * 2;
-            // Nothing times NaN: a head that attends to nothing gives zeros.
+            float* const at = static_cast<float*>(start) + (head + 8 * below) * head_stride + column + lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
-                const float a = values[4 * i + 2 * below] * factor, b = values[4 * i + 2 * below + 1] * factor;
-                if (kind == 0) {
-                    *reinterpret_cast<float2*>(static_cast<float*>(start) + at + 8 * i) = make_float2(a, b);
-                } else {
-                    static_cast<u32*>(start)[(at + 8 * i) / 2] = kind == 1 ? pack_bf16(a, b) : pack_half(a, b);
+                *reinterpret_cast<float2*>(at + 8 * i) =
+                    make_float2(values[4 * i + 2 * below] * factor, values[4 * i + 2 * below + 1] * factor);
+            }
+        }
+    }
+
+    // A lane has two neighbours in each of two groups of eight columns. It swaps with the next lane, for four in one of
+    // them: memory is written in whole sectors then.
+    template <bool BF16>
+    __device__ __forceinline__ void store_narrow(const float (&values)[64], int column, float upper, float lower) const {
+        const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % 4 * 16 + lane / 4, odd = lane % 2;
+#pragma unroll
+        for (int below = 0; below < 2; ++below) {
+            const float factor = below ? lower : upper;
+            const long long at = (head + 8 * below) * head_stride + column + odd * 8 + lane % 4 / 2 * 4;
+#pragma unroll
+            for (int i = 0; i < 16; i += 2) {
+                u32 words[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const float a = values[4 * (i + j) + 2 * below] * factor, b = values[4 * (i + j) + 2 * below + 1] * factor;
+                    words[j] = BF16 ? pack_bf16(a, b) : pack_half(a, b);
+                }
+                const u32 other = __shfl_xor_sync(EVERY_LANE, odd ? words[0] : words[1], 1);
+                if (head + 8 * below < heads) {
+                    *reinterpret_cast<uint2*>(static_cast<unsigned short*>(start) + at + 8 * i) =
+                        odd ? make_uint2(other, words[1]) : make_uint2(words[0], other);
                 }
             }
         }

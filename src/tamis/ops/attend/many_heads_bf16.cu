@@ -26,10 +26,12 @@ constexpr int WIDTH = 576, VALUES = 512, TILES = WIDTH / 64, ROW_BYTES = WIDTH *
 constexpr int SLABS = 2, PIECES = 5, OWN = STEP_ROWS / WARPS;  // rows of a slab that one warp copies
 
 // Pieces in the order in which they are freed: columns from 512 on; then by quarters of the values, the first of either
-// half before the second.
+// half before the second. They are handed over in two loads: the first three pieces, and the others.
 __device__ constexpr int first_tile(int piece) { return piece == 0 ? 8 : (piece - 1) % 2 * 4 + (piece - 1) / 2 * 2; }
 __device__ constexpr int tiles_of(int piece) { return piece == 0 ? 1 : 2; }
 __device__ constexpr int piece_of(int half, int quarter) { return 1 + half + 2 * quarter; }
+__device__ constexpr int first_piece(int load) { return load == 0 ? 0 : 3; }
+__device__ constexpr int last_piece(int load) { return load == 0 ? 2 : 4; }
 
 #include "items.cuh"
 
@@ -38,24 +40,24 @@ __device__ constexpr int piece_of(int half, int quarter) { return 1 + half + 2 *
 constexpr u32 TILE_BYTES = 64 * 128, SLAB_BYTES = TILES * TILE_BYTES;
 constexpr u32 QUERIES = 0;
 constexpr u32 ROWS = QUERIES + SLAB_BYTES;
-constexpr u32 WEIGHTS = ROWS + SLABS * SLAB_BYTES;       // one tile, which the groups take turns to write
-constexpr u32 RESCALE = WEIGHTS + TILE_BYTES;            // [HEADS] of the output before these weights
-constexpr u32 BASE = RESCALE + HEADS * 4;                // [HEADS] of these weights
-constexpr u32 TOTALS = BASE + HEADS * 4;                 // [2][HEADS] sums and largest logits of either group
+constexpr u32 WEIGHTS = ROWS + SLABS * SLAB_BYTES;       // [WARPS][4][32] fragments; groups take turns to write
+constexpr u32 RELATIVE = WEIGHTS + WARPS * 4 * 32 * 16;  // [WARPS][8] to what they are: factor of
+                                                         // what came before, for two heads, and bases
+constexpr u32 TOTALS = RELATIVE + WARPS * 8 * 16;        // [2][HEADS] sums and largest logits of either group
 constexpr u32 PRESENT = TOTALS + 2 * HEADS * 8;          // [SLABS][WARPS] bits of the rows that are there
 constexpr u32 PAIRS = PRESENT + SLABS * WARPS * 4;       // of slabs, in the item whose queries are there
-constexpr u32 READY = PAIRS + 8;                         // [SLABS][PIECES] barriers
-constexpr u32 FREE = READY + SLABS * PIECES * 8;         // [SLABS][PIECES]
-constexpr u32 WEIGHTS_READY = FREE + SLABS * PIECES * 8;  // [2] by groups
-constexpr u32 QUERIES_READY = WEIGHTS_READY + 2 * 8;
+constexpr u32 READY = PAIRS + 8;                         // [SLABS][2] barriers
+constexpr u32 FREE = READY + SLABS * 2 * 8;              // [SLABS][PIECES]
+constexpr u32 WEIGHTS_READY = FREE + SLABS * PIECES * 8;  // [2][WARPS] by groups
+constexpr u32 QUERIES_READY = WEIGHTS_READY + 2 * WARPS * 8;
 constexpr u32 QUERIES_FREE = QUERIES_READY + 8;
 constexpr u32 USED = QUERIES_FREE + 8;
 static_assert(USED <= SHARED_BYTES && PRESENT % 16 == 0 && READY % 8 == 0, "shared memory");
 
-// Named barriers; a group's own is its number more.
-constexpr u32 ATTENDING = 1, OF_GROUP = 2;
+// A named barrier.
+constexpr u32 ATTENDING = 1;
 
-__device__ __forceinline__ u32 ready(u32 memory, int slab, int piece) { return memory + READY + (slab * PIECES + piece) * 8; }
+__device__ __forceinline__ u32 ready(u32 memory, int slab, int load) { return memory + READY + (slab * 2 + load) * 8; }
 __device__ __forceinline__ u32 free(u32 memory, int slab, int piece) { return memory + FREE + (slab * PIECES + piece) * 8; }
 
 // Where a 16-byte unit of a row lies in a tile.
@@ -137,7 +139,7 @@ __device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work
                         barrier_arrive(ready(memory, slab, 0));
                     }
                     copier.copy(memory + ROWS + slab * SLAB_BYTES, first_tile(piece), tiles_of(piece));
-                    copies_arrive(ready(memory, slab, piece));
+                    if (piece == last_piece(0) || piece == last_piece(1)) copies_arrive(ready(memory, slab, piece > last_piece(0)));
                 }
             }
             parity ^= 1;
@@ -218,17 +220,15 @@ template <int GROUP>
 struct Attending {
     u32 memory;
     float unit;  // of a logit with base 2, in products of rows and queries
-    int lane, head;
-    u32 target;  // of the weights, where this lane addresses a row of matrices
+    int lane, warp, head;
     u32 parity = 0;
     Softmax upper, lower;
     float values[2][64];
 
     __device__ __forceinline__ Attending(u32 memory, float unit) : memory(memory), unit(unit) {
-        const int warp = threadIdx.x / 32 % WARPS;
+        warp = threadIdx.x / 32 % WARPS;
         lane = threadIdx.x % 32;
         head = warp * 16 + lane / 4;
-        target = memory + WEIGHTS + in_tile(warp * 16 + lane % 16, lane / 16);
     }
 
     __device__ __forceinline__ void start() {
@@ -237,48 +237,77 @@ struct Attending {
         for (int i = 0; i < 128; ++i) values[i / 64][i % 64] = 0.0f;
     }
 
-    // The products of queries with its slab, piece by piece as they come; which rows are there.
-    __device__ __forceinline__ uint4 score(float (&s)[32]) const {
-        uint4 present;
+    // The products of queries with one load of its slab, when it is there.
+    template <int LOAD>
+    __device__ __forceinline__ void score(float (&s)[32]) const {
+        barrier_wait(ready(memory, GROUP, LOAD), parity);
+        if (FENCES) fence_for_copies_and_products();
+        const auto queries = along_rows(memory + QUERIES), keys = along_rows(memory + ROWS + GROUP * SLAB_BYTES);
+        products_begin();
 #pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
-            barrier_wait(ready(memory, GROUP, piece), parity);
-            if (piece == 0) present = shared_load4(memory + PRESENT + GROUP * WARPS * 4);
-            fence_for_copies_and_products();
-            const u32 at = first_tile(piece) * TILE_BYTES;
-            const auto queries = along_rows(memory + QUERIES + at), keys = along_rows(memory + ROWS + GROUP * SLAB_BYTES + at);
-            products_begin();
+        for (int piece = first_piece(LOAD); piece <= last_piece(LOAD); ++piece) {
 #pragma unroll
             for (int step = 0; step < 4 * tiles_of(piece); ++step) {
-                const u32 further = step / 4 * TILE_BYTES + step % 4 * 32;
-                multiply_64(s, advance(queries, further), advance(keys, further), piece + step > 0);
+                const u32 at = (first_tile(piece) + step / 4) * TILE_BYTES + step % 4 * 32;
+                multiply_64(s, advance(queries, at), advance(keys, at), piece + step > 0);
             }
-            products_commit();
         }
+        products_commit();
+    }
+
+    // Which rows are there, when all products with queries are.
+    __device__ __forceinline__ uint4 scored(float (&s)[32]) const {
+        const uint4 present = shared_load4(memory + PRESENT + GROUP * WARPS * 4);
         products_wait<0>(s);
         __syncwarp();  // every lane knows what is present
         if (lane == 0) barrier_arrive(free(memory, GROUP, 0));
         return present;
     }
 
+    // Weights are exchanged between warps of the same heads, as the fragments that both need.
+    __device__ __forceinline__ u32 fragment(int step) const { return memory + WEIGHTS + ((warp * 4 + step) * 32 + lane) * 16; }
+    __device__ __forceinline__ u32 relation() const { return memory + RELATIVE + (warp * 8 + lane / 4) * 16; }
+    __device__ __forceinline__ u32 published(int group) const { return memory + WEIGHTS_READY + (group * WARPS + warp) * 8; }
+
     __device__ __forceinline__ void add_own(float (&s)[32], uint4 present) {
         u32 weights[4][4];
         mask(s, present);
         const float2 factor = soften(s, unit, upper, lower, weights);
-        named_sync(OF_GROUP + GROUP, WARPS * 32);  // nobody reads the other's weights any more
 #pragma unroll
-        for (int step = 0; step < 4; ++step) store_matrices(target ^ step * 32, weights[step]);
-        if (lane % 4 == 0) {
-            store_float(memory + RESCALE + head * 4, factor.x);
-            store_float(memory + RESCALE + head * 4 + 32, factor.y);
-            store_float(memory + BASE + head * 4, upper.base);
-            store_float(memory + BASE + head * 4 + 32, lower.base);
+        for (int step = 0; step < 4; ++step) {
+            shared_store4(fragment(step), make_uint4(weights[step][0], weights[step][1], weights[step][2], weights[step][3]));
         }
-        fence_for_copies_and_products();
+        if (lane % 4 == 0) {
+            shared_store4(relation(), make_uint4(__float_as_uint(factor.x), __float_as_uint(factor.y),
+                                                 __float_as_uint(upper.base), __float_as_uint(lower.base)));
+        }
         __syncwarp();
-        if (lane == 0) barrier_arrive(memory + WEIGHTS_READY + GROUP * 8);
+        if (lane == 0) barrier_arrive(published(GROUP));
         rescale(values, factor.x, factor.y);
-        const auto rows = down_rows(memory + ROWS + GROUP * SLAB_BYTES + GROUP * 4 * TILE_BYTES, TILE_BYTES);
+        add(weights, GROUP);
+    }
+
+    __device__ __forceinline__ void add_other() {
+        u32 weights[4][4];
+        barrier_wait(published(1 - GROUP), parity);
+        const uint4 relative = shared_load4(relation());
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            const uint4 words = shared_load4(fragment(step));
+            weights[step][0] = words.x, weights[step][1] = words.y, weights[step][2] = words.z, weights[step][3] = words.w;
+        }
+        const float above = __uint_as_float(relative.x), below = __uint_as_float(relative.y);
+        upper.base = __uint_as_float(relative.z);
+        lower.base = __uint_as_float(relative.w);
+        upper.sum *= above;
+        lower.sum *= below;
+        rescale(values, above, below);
+        add(weights, 1 - GROUP);
+    }
+
+    // Values of a slab under its weights to this half of the output, then gives them back.
+    __device__ __forceinline__ void add(const u32 (&weights)[4][4], int slab) {
+        const auto rows = down_rows(memory + ROWS + slab * SLAB_BYTES + GROUP * 4 * TILE_BYTES, TILE_BYTES);
         products_begin();
 #pragma unroll
         for (int quarter = 0; quarter < 2; ++quarter) {
@@ -288,34 +317,6 @@ struct Attending {
             }
             products_commit();
         }
-        hand_back(GROUP);
-    }
-
-    __device__ __forceinline__ void add_other() {
-        constexpr int OTHER = 1 - GROUP;
-        barrier_wait(memory + WEIGHTS_READY + OTHER * 8, parity);
-        const float above = load_float(memory + RESCALE + head * 4), below = load_float(memory + RESCALE + head * 4 + 32);
-        upper.base = load_float(memory + BASE + head * 4);
-        lower.base = load_float(memory + BASE + head * 4 + 32);
-        upper.sum *= above;
-        lower.sum *= below;
-        rescale(values, above, below);
-        const auto weights = along_rows(memory + WEIGHTS);
-        const auto rows = down_rows(memory + ROWS + OTHER * SLAB_BYTES + GROUP * 4 * TILE_BYTES, TILE_BYTES);
-        products_begin();
-#pragma unroll
-        for (int quarter = 0; quarter < 2; ++quarter) {
-#pragma unroll
-            for (int step = 0; step < 4; ++step) {
-                multiply_128(values[quarter], advance(weights, step * 32), advance(rows, quarter * 2 * TILE_BYTES + step * 2048));
-            }
-            products_commit();
-        }
-        hand_back(OTHER);
-    }
-
-    // The quarters of a slab, when they have been added.
-    __device__ __forceinline__ void hand_back(int slab) {
         products_wait<1>(values[0]);
         if (lane == 0) barrier_arrive(free(memory, slab, piece_of(GROUP, 0)));
         products_wait<0>(values[1]);
@@ -381,7 +382,9 @@ __device__ __forceinline__ void attend(u32 memory, int items, float unit, const 
         if (pairs == 0) group.free_queries();
         for (int pair = 0; pair < pairs; ++pair) {
             if (GROUP == 1) group.add_other();
-            const uint4 present = group.score(s);
+            group.template score<0>(s);
+            group.template score<1>(s);
+            const uint4 present = group.scored(s);
             if (pair == pairs - 1) group.free_queries();
             group.add_own(s, present);
             if (GROUP == 0) group.add_other();
@@ -403,12 +406,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const int groups = (heads + HEADS - 1) / HEADS, items = (whole + (tokens - whole) * parts) * groups;
     if (threadIdx.x == 0) {
         for (int slab = 0; slab < SLABS; ++slab) {
-            for (int piece = 0; piece < PIECES; ++piece) {
-                barrier_init(ready(memory, slab, piece), WARPS * 32 + (piece == 0 ? WARPS : 0));
-                barrier_init(free(memory, slab, piece), WARPS);
-            }
+            barrier_init(ready(memory, slab, 0), WARPS * 32 + WARPS);
+            barrier_init(ready(memory, slab, 1), WARPS * 32);
+            for (int piece = 0; piece < PIECES; ++piece) barrier_init(free(memory, slab, piece), WARPS);
         }
-        for (int group = 0; group < 2; ++group) barrier_init(memory + WEIGHTS_READY + group * 8, WARPS);
+        for (int i = 0; i < 2 * WARPS; ++i) barrier_init(memory + WEIGHTS_READY + i * 8, 1);
         barrier_init(memory + QUERIES_READY, WARPS * 32 + 1);
         barrier_init(memory + QUERIES_FREE, 2 * WARPS);
         publish_barriers();
