@@ -25,13 +25,16 @@ constexpr int WARPS = 4;       // of a group
 constexpr int WIDTH = 576, VALUES = 512, TILES = WIDTH / 64, ROW_BYTES = WIDTH * 2;
 constexpr int SLABS = 2, PIECES = 5, OWN = STEP_ROWS / WARPS;  // rows of a slab that one warp copies
 
-// Pieces in the order in which they are freed: columns from 512 on; then by quarters of the values, the first of either
-// half before the second. They are handed over in two loads: the first three pieces, and the others.
-__device__ constexpr int first_tile(int piece) { return piece == 0 ? 8 : (piece - 1) % 2 * 4 + (piece - 1) / 2 * 2; }
+// Pieces of a slab in the order in which they are freed: columns from 512 on; quarters of the values that the other
+// group holds, which adds them first; those of the group that scored it. The first three are handed over together.
+__device__ constexpr int piece_of(int slab, int half, int quarter) { return (half == slab ? 3 : 1) + quarter; }
+__device__ constexpr int first_tile(int slab, int piece) {
+    return piece == 0 ? 8 : (piece < 3 ? 1 - slab : slab) * 4 + (piece - 1) % 2 * 2;
+}
 __device__ constexpr int tiles_of(int piece) { return piece == 0 ? 1 : 2; }
-__device__ constexpr int piece_of(int half, int quarter) { return 1 + half + 2 * quarter; }
-__device__ constexpr int first_piece(int load) { return load == 0 ? 0 : 3; }
-__device__ constexpr int last_piece(int load) { return load == 0 ? 2 : 4; }
+constexpr int LOADS = 3;
+__device__ constexpr int first_piece(int load) { return load == 0 ? 0 : load + 2; }
+__device__ constexpr int last_piece(int load) { return load + 2; }
 
 #include "items.cuh"
 
@@ -46,8 +49,8 @@ constexpr u32 RELATIVE = WEIGHTS + WARPS * 4 * 32 * 16;  // [WARPS][8] to what t
 constexpr u32 TOTALS = RELATIVE + WARPS * 8 * 16;        // [2][HEADS] sums and largest logits of either group
 constexpr u32 PRESENT = TOTALS + 2 * HEADS * 8;          // [SLABS][WARPS] bits of the rows that are there
 constexpr u32 PAIRS = PRESENT + SLABS * WARPS * 4;       // of slabs, in the item whose queries are there
-constexpr u32 READY = PAIRS + 8;                         // [SLABS][2] barriers
-constexpr u32 FREE = READY + SLABS * 2 * 8;              // [SLABS][PIECES]
+constexpr u32 READY = PAIRS + 8;                         // [SLABS][LOADS] barriers
+constexpr u32 FREE = READY + SLABS * LOADS * 8;          // [SLABS][PIECES]
 constexpr u32 WEIGHTS_READY = FREE + SLABS * PIECES * 8;  // [2][WARPS] by groups
 constexpr u32 QUERIES_READY = WEIGHTS_READY + 2 * WARPS * 8;
 constexpr u32 QUERIES_FREE = QUERIES_READY + 8;
@@ -57,7 +60,7 @@ static_assert(USED <= SHARED_BYTES && PRESENT % 16 == 0 && READY % 8 == 0, "shar
 // A named barrier.
 constexpr u32 ATTENDING = 1;
 
-__device__ __forceinline__ u32 ready(u32 memory, int slab, int load) { return memory + READY + (slab * 2 + load) * 8; }
+__device__ __forceinline__ u32 ready(u32 memory, int slab, int load) { return memory + READY + (slab * LOADS + load) * 8; }
 __device__ __forceinline__ u32 free(u32 memory, int slab, int piece) { return memory + FREE + (slab * PIECES + piece) * 8; }
 
 // Where a 16-byte unit of a row lies in a tile.
@@ -124,11 +127,10 @@ __device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work
         copies_arrive(memory + QUERIES_READY);
         item_parity ^= 1;
         for (int pair = 0; pair < pairs; ++pair) {
-#pragma unroll 1
+#pragma unroll
             for (int slab = 0; slab < SLABS; ++slab) {
-                const unsigned char* const row = coming;
-                const u32 present = __ballot_sync(EVERY_LANE, row != nullptr) & (1u << OWN) - 1;
-                copier.take(row);
+                const u32 present = __ballot_sync(EVERY_LANE, coming != nullptr) & (1u << OWN) - 1;
+                copier.take(coming);
                 coming = follower.next();
                 if (PREFETCH && lane < OWN && coming != nullptr) copy_to_cache(coming, ROW_BYTES);
 #pragma unroll
@@ -138,8 +140,8 @@ __device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work
                         shared_store(memory + PRESENT + (slab * WARPS + warp) * 4, present);
                         barrier_arrive(ready(memory, slab, 0));
                     }
-                    copier.copy(memory + ROWS + slab * SLAB_BYTES, first_tile(piece), tiles_of(piece));
-                    if (piece == last_piece(0) || piece == last_piece(1)) copies_arrive(ready(memory, slab, piece > last_piece(0)));
+                    copier.copy(memory + ROWS + slab * SLAB_BYTES, first_tile(slab, piece), tiles_of(piece));
+                    if (piece >= last_piece(0)) copies_arrive(ready(memory, slab, piece - last_piece(0)));
                 }
             }
             parity ^= 1;
@@ -237,22 +239,24 @@ struct Attending {
         for (int i = 0; i < 128; ++i) values[i / 64][i % 64] = 0.0f;
     }
 
-    // The products of queries with one load of its slab, when it is there.
-    template <int LOAD>
+    // The products of queries with its slab, as it comes.
     __device__ __forceinline__ void score(float (&s)[32]) const {
-        barrier_wait(ready(memory, GROUP, LOAD), parity);
-        if (FENCES) fence_for_copies_and_products();
-        const auto queries = along_rows(memory + QUERIES), keys = along_rows(memory + ROWS + GROUP * SLAB_BYTES);
-        products_begin();
 #pragma unroll
-        for (int piece = first_piece(LOAD); piece <= last_piece(LOAD); ++piece) {
+        for (int load = 0; load < LOADS; ++load) {
+            barrier_wait(ready(memory, GROUP, load), parity);
+            if (FENCES) fence_for_copies_and_products();
+            const auto queries = along_rows(memory + QUERIES), keys = along_rows(memory + ROWS + GROUP * SLAB_BYTES);
+            products_begin();
 #pragma unroll
-            for (int step = 0; step < 4 * tiles_of(piece); ++step) {
-                const u32 at = (first_tile(piece) + step / 4) * TILE_BYTES + step % 4 * 32;
-                multiply_64(s, advance(queries, at), advance(keys, at), piece + step > 0);
+            for (int piece = first_piece(load); piece <= last_piece(load); ++piece) {
+#pragma unroll
+                for (int step = 0; step < 4 * tiles_of(piece); ++step) {
+                    const u32 at = (first_tile(GROUP, piece) + step / 4) * TILE_BYTES + step % 4 * 32;
+                    multiply_64(s, advance(queries, at), advance(keys, at), piece + step > 0);
+                }
             }
+            products_commit();
         }
-        products_commit();
     }
 
     // Which rows are there, when all products with queries are.
@@ -269,7 +273,9 @@ struct Attending {
     __device__ __forceinline__ u32 relation() const { return memory + RELATIVE + (warp * 8 + lane / 4) * 16; }
     __device__ __forceinline__ u32 published(int group) const { return memory + WEIGHTS_READY + (group * WARPS + warp) * 8; }
 
-    __device__ __forceinline__ void add_own(float (&s)[32], uint4 present) {
+    // Its own slab, of which the last quarters wait until the other group has scored its next one, if it will: they are
+    // what the matrix units do during that group's softmax.
+    __device__ __forceinline__ void add_own(float (&s)[32], uint4 present, bool more) {
         u32 weights[4][4];
         mask(s, present);
         const float2 factor = soften(s, unit, upper, lower, weights);
@@ -284,7 +290,16 @@ struct Attending {
         __syncwarp();
         if (lane == 0) barrier_arrive(published(GROUP));
         rescale(values, factor.x, factor.y);
-        add(weights, GROUP);
+#pragma unroll
+        for (int quarter = 0; quarter < 2; ++quarter) {
+            if (quarter == 2 - DELAYED && more) barrier_wait(free(memory, 1 - GROUP, 0), parity ^ GROUP);
+            begin_adding(weights, GROUP, quarter);
+            if (DELAYED == 1) finish_adding<0>(GROUP, quarter);
+        }
+        if (DELAYED != 1) {
+            finish_adding<1>(GROUP, 0);
+            finish_adding<0>(GROUP, 1);
+        }
     }
 
     __device__ __forceinline__ void add_other() {
@@ -302,25 +317,27 @@ struct Attending {
         upper.sum *= above;
         lower.sum *= below;
         rescale(values, above, below);
-        add(weights, 1 - GROUP);
+        begin_adding(weights, 1 - GROUP, 0);
+        begin_adding(weights, 1 - GROUP, 1);
+        finish_adding<1>(1 - GROUP, 0);
+        finish_adding<0>(1 - GROUP, 1);
     }
 
-    // Values of a slab under its weights to this half of the output, then gives them back.
-    __device__ __forceinline__ void add(const u32 (&weights)[4][4], int slab) {
-        const auto rows = down_rows(memory + ROWS + slab * SLAB_BYTES + GROUP * 4 * TILE_BYTES, TILE_BYTES);
+    // A quarter of the values of a slab under its weights, to half of this half of the output.
+    __device__ __forceinline__ void begin_adding(const u32 (&weights)[4][4], int slab, int quarter) {
+        const u32 tiles = memory + ROWS + slab * SLAB_BYTES + first_tile(slab, piece_of(slab, GROUP, quarter)) * TILE_BYTES;
+        const auto rows = down_rows(tiles, TILE_BYTES);
         products_begin();
 #pragma unroll
-        for (int quarter = 0; quarter < 2; ++quarter) {
-#pragma unroll
-            for (int step = 0; step < 4; ++step) {
-                multiply_128(values[quarter], weights[step], advance(rows, quarter * 2 * TILE_BYTES + step * 2048));
-            }
-            products_commit();
-        }
-        products_wait<1>(values[0]);
-        if (lane == 0) barrier_arrive(free(memory, slab, piece_of(GROUP, 0)));
-        products_wait<0>(values[1]);
-        if (lane == 0) barrier_arrive(free(memory, slab, piece_of(GROUP, 1)));
+        for (int step = 0; step < 4; ++step) multiply_128(values[quarter], weights[step], advance(rows, step * 2048));
+        products_commit();
+    }
+
+    // When it has been added, with as many others under way, its place is free.
+    template <int OTHERS>
+    __device__ __forceinline__ void finish_adding(int slab, int quarter) {
+        products_wait<OTHERS>(values[quarter]);
+        if (lane == 0) barrier_arrive(free(memory, slab, piece_of(slab, GROUP, quarter)));
     }
 
     __device__ __forceinline__ void free_queries() const {
@@ -382,11 +399,10 @@ __device__ __forceinline__ void attend(u32 memory, int items, float unit, const 
         if (pairs == 0) group.free_queries();
         for (int pair = 0; pair < pairs; ++pair) {
             if (GROUP == 1) group.add_other();
-            group.template score<0>(s);
-            group.template score<1>(s);
+            group.score(s);
             const uint4 present = group.scored(s);
             if (pair == pairs - 1) group.free_queries();
-            group.add_own(s, present);
+            group.add_own(s, present, GROUP == 0 || pair < pairs - 1);
             if (GROUP == 0) group.add_other();
             group.parity ^= 1;
         }
@@ -406,8 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const int groups = (heads + HEADS - 1) / HEADS, items = (whole + (tokens - whole) * parts) * groups;
     if (threadIdx.x == 0) {
         for (int slab = 0; slab < SLABS; ++slab) {
-            barrier_init(ready(memory, slab, 0), WARPS * 32 + WARPS);
-            barrier_init(ready(memory, slab, 1), WARPS * 32);
+            for (int load = 0; load < LOADS; ++load) barrier_init(ready(memory, slab, load), WARPS * 32 + (load == 0 ? WARPS : 0));
             for (int piece = 0; piece < PIECES; ++piece) barrier_init(free(memory, slab, piece), WARPS);
         }
         for (int i = 0; i < 2 * WARPS; ++i) barrier_init(memory + WEIGHTS_READY + i * 8, 1);
