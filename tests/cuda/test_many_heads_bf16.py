@@ -10,8 +10,8 @@ from tamis.cache import PagedCache, Selection
 from tamis.ops.attend import many_heads as many
 from tamis.ops.attend.items import Target
 
-WEIGHT_ERROR = 3e-3
-"""Of an output in float32: weights are rounded to bf16."""
+ERRORS = {"error": 4e-3, "lse_error": 1e-4}
+"""Of an output in float32, whose weights are rounded to bf16; of its lse, whose are not."""
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def test_the_source_attends_as_the_reference(emulated, columns: int) -> None:
     q, selections = queries(2, 64, 576), [Selection(cache, choose(2, columns, cache))]
     for seed in range(3):
         _, parts = emulated()(q, selections, scale=0.05, seed=seed)
-        close(merged(*parts), expected(q, selections, 0.05), error=WEIGHT_ERROR)
+        close(merged(*parts), expected(q, selections, 0.05), **ERRORS)
 
 
 @pytest.mark.parametrize("heads", [17, 33, 128])
@@ -36,7 +36,7 @@ def test_heads_that_do_not_fill_a_block(emulated, heads: int) -> None:
     cache = filled("v32-bf16", 200)
     q, selections = queries(1, heads, 576), [Selection(cache, choose(1, 150, cache))]
     _, parts = emulated()(q, selections, scale=0.05)
-    close(merged(*parts), expected(q, selections, 0.05), error=WEIGHT_ERROR)
+    close(merged(*parts), expected(q, selections, 0.05), **ERRORS)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
@@ -51,9 +51,9 @@ def test_a_block_takes_one_item_after_the_other(emulated, blocks: int) -> None:
     direct, rest = emulated()(
         q, selections, scale=torch.tensor([0.05]), whole=3, parts=2, sink=sink, blocks=blocks, seed=blocks
     )
-    close(Target(*(t[:3] for t in direct)), tuple(t[:3] for t in wanted), error=5e-3)
+    close(Target(*(t[:3] for t in direct)), tuple(t[:3] for t in wanted), error=6e-3, lse_error=1e-4)
     assert (direct.out[3:] == -7).all()
-    close(merged(*rest, sink=sink), tuple(t[3:] for t in wanted), error=WEIGHT_ERROR)
+    close(merged(*rest, sink=sink), tuple(t[3:] for t in wanted), **ERRORS)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 7])
@@ -65,7 +65,7 @@ def test_two_selections_in_parts(emulated, parts: int) -> None:
     selections = [Selection(*given) for given in zip(caches, slots, lengths, strict=True)]
     q = queries(3, 64, 576)
     _, found = emulated(2)(q, selections, scale=0.05, parts=parts, blocks=4, seed=parts)
-    close(merged(*found), expected(q, selections, 0.05), error=WEIGHT_ERROR)
+    close(merged(*found), expected(q, selections, 0.05), **ERRORS)
 
 
 def test_positions_are_translated_on_the_way(emulated) -> None:
@@ -78,7 +78,7 @@ def test_positions_are_translated_on_the_way(emulated) -> None:
         selections = [Selection(cache, positions[:, ::2], None, torch.tensor(ids, dtype=torch.int32), table)]
         q = queries(4, 64, 576)
         _, parts = emulated()(q, selections, scale=0.05)
-        close(merged(*parts), expected(q, selections, 0.05), error=WEIGHT_ERROR)
+        close(merged(*parts), expected(q, selections, 0.05), **ERRORS)
 
 
 def test_rows_without_anything_selected_give_zeros(emulated) -> None:
@@ -107,7 +107,7 @@ def test_nan_shows_and_stays_in_its_token(emulated) -> None:
         assert found[0, 1].isnan().all()
     kept = [0, 2]
     wanted = expected(q[kept], [Selection(cache, slots[kept])], 0.05)
-    close((out[0, kept], lse[0, kept], top[0, kept]), wanted, error=WEIGHT_ERROR)
+    close((out[0, kept], lse[0, kept], top[0, kept]), wanted, **ERRORS)
 
 
 @pytest.mark.parametrize("size", [1e-5, 1e-2, 1e4])
@@ -116,7 +116,7 @@ def test_rows_of_any_size(emulated, size: float) -> None:
     cache = filled("v32-bf16", 200, size=size)
     q, selections = queries(1, 64, 576, 1.0 / size), [Selection(cache, choose(1, 130, cache))]
     _, parts = emulated()(q, selections, scale=0.05)
-    close(merged(*parts), expected(q, selections, 0.05), error=WEIGHT_ERROR)
+    close(merged(*parts), expected(q, selections, 0.05), **ERRORS)
 
 
 def test_logits_that_grow_from_slab_to_slab(emulated) -> None:
@@ -129,7 +129,7 @@ def test_logits_that_grow_from_slab_to_slab(emulated) -> None:
     for seed, slots in enumerate((upwards, upwards.flip(1))):
         selections = [Selection(cache, slots)]
         _, parts = emulated()(q, selections, scale=0.2, seed=seed)
-        close(merged(*parts), expected(q, selections, 0.2), error=WEIGHT_ERROR)
+        close(merged(*parts), expected(q, selections, 0.2), **ERRORS)
 
 
 @pytest.mark.gpu
@@ -147,7 +147,7 @@ def test_the_device_attends_as_the_reference(heads: int) -> None:
     for splits in (None, 1, 5):
         out = torch.empty(300, heads, 512, dtype=torch.bfloat16, device="cuda")
         lse, top = many.attend_into(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out)
-        close((out.cpu(), lse.cpu(), top.cpu()), wanted, error=6e-3)
+        close((out.cpu(), lse.cpu(), top.cpu()), wanted, error=6e-3, lse_error=1e-4)
 
 
 def test_what_is_taken() -> None:

@@ -9,10 +9,13 @@
 // products with the others go on: the columns beyond 512, only keys, when they are scored, a quarter of the values when
 // the group that holds these columns of the output has added it.
 //
-// Weights are relative to a base, at most 2**LEEWAY below the largest so far, that groups hand to one another with them;
-// the sum adds weights as rounded to bf16, so that rounding is no loss where one row outweighs all others.
+// Weights are relative to a base, at most 2**LEEWAY below the largest so far, that groups hand to one another with them.
+// The output is divided by the sum of weights as rounded to bf16, so that rounding is no loss where one row outweighs all
+// others; the lse is that of the weights before.
 //
-// Constants: SELECTIONS (1 or 2), THREADS, SHARED_BYTES, registers per thread of the groups.
+// Constants: SELECTIONS (1 or 2), THREADS, SHARED_BYTES, registers per thread of the groups; whether rows are brought near
+// before they are copied (PREFETCH), whether products wait for a fence after copies (FENCES), how many quarters of a
+// group's own slab wait for the other's softmax (DELAYED).
 #define PRODUCT_OPERANDS "bf16.bf16"
 #include "instructions.cuh"
 #include "warpgroups.cuh"
@@ -46,8 +49,8 @@ constexpr u32 ROWS = QUERIES + SLAB_BYTES;
 constexpr u32 WEIGHTS = ROWS + SLABS * SLAB_BYTES;       // [WARPS][4][32] fragments; groups take turns to write
 constexpr u32 RELATIVE = WEIGHTS + WARPS * 4 * 32 * 16;  // [WARPS][8] to what they are: factor of
                                                          // what came before, for two heads, and bases
-constexpr u32 TOTALS = RELATIVE + WARPS * 8 * 16;        // [2][HEADS] sums and largest logits of either group
-constexpr u32 PRESENT = TOTALS + 2 * HEADS * 8;          // [SLABS][WARPS] bits of the rows that are there
+constexpr u32 TOTALS = RELATIVE + WARPS * 8 * 16;        // [2][HEADS] of either group: see `Softmax`
+constexpr u32 PRESENT = TOTALS + 2 * HEADS * 16;         // [SLABS][WARPS] bits of the rows that are there
 constexpr u32 PAIRS = PRESENT + SLABS * WARPS * 4;       // of slabs, in the item whose queries are there
 constexpr u32 READY = PAIRS + 8;                         // [SLABS][LOADS] barriers
 constexpr u32 FREE = READY + SLABS * LOADS * 8;          // [SLABS][PIECES]
@@ -71,7 +74,8 @@ __device__ __forceinline__ void store_float(u32 address, float x) { shared_store
 
 // ---- Copies to tiles
 
-// A warp copies 16 rows of 1152 bytes, eight lanes 128 bytes at a time: a lane its unit of rows lane / 8 + 4 i.
+// Of rows of 1152 bytes, or queries. A warp copies 16 of them, eight lanes 128 bytes at a time: a lane its unit of rows
+// lane / 8 + 4 i.
 struct Copier {
     u32 target[2];  // in a tile, of a row and that four further; eight rows are 1024 bytes
     const unsigned char* from[4];  // null: there is no row, and zeros are written
@@ -82,17 +86,7 @@ struct Copier {
         target[1] = in_tile(row + 4, unit);
     }
 
-    __device__ __forceinline__ void copy(u32 tiles, int first, int count) const {
-#pragma unroll
-        for (int tile = first; tile < first + count; ++tile) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                copy_or_clear<16>(tiles + tile * TILE_BYTES + target[i % 2] + i / 2 * 1024, from[i] + tile * 128, from[i] != nullptr);
-            }
-        }
-    }
-
-    // Of the row that lane i < 16 knows, for those that copy it.
+    // Lane i < 16 knows where row i is.
     __device__ __forceinline__ void take(const unsigned char* row) {
         const auto address = reinterpret_cast<unsigned long long>(row);
         const int unit = threadIdx.x % 8, first = threadIdx.x % 32 / 8;
@@ -104,48 +98,76 @@ struct Copier {
             from[i] = whole == 0 ? nullptr : reinterpret_cast<const unsigned char*>(whole) + unit * 16;
         }
     }
+
+    __device__ __forceinline__ void copy(u32 tiles, int first, int count) const {
+#pragma unroll
+        for (int tile = first; tile < first + count; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 to = tiles + tile * TILE_BYTES + target[i % 2] + i / 2 * 1024;
+                copy_or_clear<16>(to, from[i] + tile * 128, from[i] != nullptr);
+            }
+        }
+    }
 };
 
-// Queries and rows of one item after the other. `queries_of` gives where an item's head lies, null for none.
-template <class WorkOf, class QueriesOf>
-__device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work_of, const QueriesOf& queries_of) {
+// Rows and queries of one item after the other. `query_of` tells where the queries of an item's head are; null: nowhere.
+template <class WorkOf, class QueryOf>
+__device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work_of, const QueryOf& query_of) {
     const int warp = threadIdx.x / 32 % WARPS, lane = threadIdx.x % 32, own = warp * OWN + lane % OWN;
-    Copier copier;
+    // Near, before they are copied: memory is farther away than a copy may take.
+    const auto bring_near = [&](const unsigned char* row) {
+        if (PREFETCH && lane < OWN && row != nullptr) copy_to_cache(row, ROW_BYTES);
+    };
+    Copier rows;
     u32 parity = 1, item_parity = 1;  // of the phases that must have ended
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const unsigned char* const query = query_of(item, own);
+        bring_near(query);
         const Work work = work_of(item);
         const int pairs = (work.end - work.begin + 1) / 2;
+        const auto announce = [&] {
+            barrier_wait(memory + QUERIES_FREE, item_parity);
+            if (threadIdx.x % (WARPS * 32) == 0) {
+                shared_store(memory + PAIRS, pairs);
+                barrier_arrive(memory + QUERIES_READY);
+            }
+        };
         Follower follower(work, own);
         const unsigned char* coming = follower.next();
-        copier.take(queries_of(item, own));
-        barrier_wait(memory + QUERIES_FREE, item_parity);
-        if (threadIdx.x % (WARPS * 32) == 0) {
-            shared_store(memory + PAIRS, pairs);
-            barrier_arrive(memory + QUERIES_READY);
+        if (pairs == 0) {
+            announce();
+            copies_arrive(memory + QUERIES_READY);
         }
-        copier.copy(memory + QUERIES, 0, TILES);
-        copies_arrive(memory + QUERIES_READY);
-        item_parity ^= 1;
         for (int pair = 0; pair < pairs; ++pair) {
 #pragma unroll
             for (int slab = 0; slab < SLABS; ++slab) {
                 const u32 present = __ballot_sync(EVERY_LANE, coming != nullptr) & (1u << OWN) - 1;
-                copier.take(coming);
+                rows.take(coming);
                 coming = follower.next();
-                if (PREFETCH && lane < OWN && coming != nullptr) copy_to_cache(coming, ROW_BYTES);
+                bring_near(coming);
 #pragma unroll
                 for (int piece = 0; piece < PIECES; ++piece) {
+                    // Queries are needed until the last slab is scored, the first pieces of the one before are not.
+                    if (slab == 0 && piece == first_piece(1) && pair == 0) {
+                        Copier heads;
+                        heads.take(query);
+                        announce();
+                        heads.copy(memory + QUERIES, 0, TILES);
+                        copies_arrive(memory + QUERIES_READY);
+                    }
                     barrier_wait(free(memory, slab, piece), parity);
                     if (piece == 0 && lane == 0) {
                         shared_store(memory + PRESENT + (slab * WARPS + warp) * 4, present);
                         barrier_arrive(ready(memory, slab, 0));
                     }
-                    copier.copy(memory + ROWS + slab * SLAB_BYTES, first_tile(slab, piece), tiles_of(piece));
+                    rows.copy(memory + ROWS + slab * SLAB_BYTES, first_tile(slab, piece), tiles_of(piece));
                     if (piece >= last_piece(0)) copies_arrive(ready(memory, slab, piece - last_piece(0)));
                 }
             }
             parity ^= 1;
         }
+        item_parity ^= 1;
     }
 }
 
@@ -159,7 +181,12 @@ constexpr float LEEWAY = 8.0f;
 struct Softmax {
     float top = minus_infinity();   // largest logit that this group saw, with base 2
     float base = -1e30f;            // what weights are relative to
-    float sum = 0.0f;               // of this lane's columns
+    float sum = 0.0f, rounded = 0.0f;  // of weights in this lane's columns, and of these weights as bf16
+
+    __device__ __forceinline__ void multiply(float factor) {
+        sum *= factor;
+        rounded *= factor;
+    }
 
     // The factor of everything so far.
     __device__ __forceinline__ float raise(float logit) {
@@ -167,7 +194,7 @@ struct Softmax {
         if (!(logit > base + LEEWAY)) return 1.0f;
         const float factor = fast_exp2(base - logit);
         base = logit;
-        sum *= factor;
+        multiply(factor);
         return factor;
     }
 };
@@ -201,16 +228,19 @@ __device__ __forceinline__ void mask(float (&s)[32], uint4 present) {
 
 // Products of queries and rows to weights, as fragments; returns the factors of the output so far.
 __device__ __forceinline__ float2 soften(float (&s)[32], float unit, Softmax& upper, Softmax& lower, u32 (&weights)[4][4]) {
-    float tops[2] = {minus_infinity(), minus_infinity()};
+    float tops[8];  // short chains: nothing hides their latency
 #pragma unroll
-    for (int i = 0; i < 32; ++i) tops[i / 2 % 2] = fmaxf(tops[i / 2 % 2], s[i]);
-    const float2 factor = {upper.raise(over_lanes_of_head(tops[0]) * unit), lower.raise(over_lanes_of_head(tops[1]) * unit)};
+    for (int i = 0; i < 8; ++i) tops[i] = fmaxf(fmaxf(s[i], s[8 + i]), fmaxf(s[16 + i], s[24 + i]));
+    const float above = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[4], tops[5]));
+    const float below = fmaxf(fmaxf(tops[2], tops[3]), fmaxf(tops[6], tops[7]));
+    const float2 factor = {upper.raise(over_lanes_of_head(above) * unit), lower.raise(over_lanes_of_head(below) * unit)};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         Softmax& head = i % 2 ? lower : upper;
-        const u32 pair = pack_bf16(fast_exp2(s[2 * i] * unit - head.base), fast_exp2(s[2 * i + 1] * unit - head.base));
-        head.sum += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000u);
-        weights[i / 4][i % 4] = pair;
+        const float a = fast_exp2(s[2 * i] * unit - head.base), b = fast_exp2(s[2 * i + 1] * unit - head.base);
+        const u32 pair = weights[i / 4][i % 4] = pack_bf16(a, b);
+        head.sum += a + b;
+        head.rounded += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000u);
     }
     return factor;
 }
@@ -314,8 +344,8 @@ struct Attending {
         const float above = __uint_as_float(relative.x), below = __uint_as_float(relative.y);
         upper.base = __uint_as_float(relative.z);
         lower.base = __uint_as_float(relative.w);
-        upper.sum *= above;
-        lower.sum *= below;
+        upper.multiply(above);
+        lower.multiply(below);
         rescale(values, above, below);
         begin_adding(weights, 1 - GROUP, 0);
         begin_adding(weights, 1 - GROUP, 1);
@@ -345,19 +375,33 @@ struct Attending {
         if (lane == 0) barrier_arrive(memory + QUERIES_FREE);
     }
 
+    // The sums over all lanes, for the other group.
+    __device__ __forceinline__ void total(Softmax& own, int number) const {
+        own.sum = added_over_lanes(own.sum);
+        own.rounded = added_over_lanes(own.rounded);
+        if (lane % 4 == 0) {
+            shared_store4(memory + TOTALS + (GROUP * HEADS + number) * 16,
+                          make_uint4(__float_as_uint(own.sum), __float_as_uint(own.rounded), __float_as_uint(own.top), 0));
+        }
+    }
+
+    __device__ __forceinline__ void add_total(Softmax& own, int number) const {
+        const uint4 other = shared_load4(memory + TOTALS + ((1 - GROUP) * HEADS + number) * 16);
+        own.sum += __uint_as_float(other.x);
+        own.rounded += __uint_as_float(other.y);
+        own.top = fmaxf(own.top, __uint_as_float(other.z));
+    }
+
     // What is left to do to a head's output; its lse and largest logit are written on the way.
-    __device__ __forceinline__ float finish(const Softmax& own, int number, bool alone, const Output& out) const {
-        const u32 other = memory + TOTALS + ((1 - GROUP) * HEADS + number) * 8;
-        const float sum = alone ? own.sum : own.sum + load_float(other);
-        const float top = alone ? own.top : fmaxf(own.top, load_float(other + 4));
-        const bool empty = sum == 0.0f;
-        const float whole = empty ? minus_infinity() : (own.base + fast_log2(sum)) * LN_2;
-        float factor = empty ? 0.0f : 1.0f / sum;
+    __device__ __forceinline__ float finish(const Softmax& all, int number, const Output& out) const {
+        const bool empty = all.sum == 0.0f;
+        const float whole = empty ? minus_infinity() : (all.base + fast_log2(all.sum)) * LN_2;
+        float factor = empty ? 0.0f : 1.0f / all.rounded;
         if (number < out.heads) {
             if (out.sink != nullptr && !empty) factor *= 1.0f / (1.0f + fast_exp2((out.sink[number] - whole) * LOG2_E));
             if (GROUP == 0 && lane % 4 == 0) {
                 out.lse[number] = whole;
-                out.tops[number] = sum == sum ? top * LN_2 : sum;  // NaN has no place in an order
+                out.tops[number] = all.sum == all.sum ? all.top * LN_2 : all.sum;  // NaN has no place in an order
             }
         }
         return factor;
@@ -366,18 +410,13 @@ struct Attending {
     __device__ __forceinline__ void store(bool nothing, const Output& out) {
         // A group writes totals only when the other has read the last ones, before it published weights since.
         if (!nothing) {
-            upper.sum = added_over_lanes(upper.sum);
-            lower.sum = added_over_lanes(lower.sum);
-            if (lane % 4 == 0) {
-                const u32 own = memory + TOTALS + (GROUP * HEADS + head) * 8;
-                store_float(own, upper.sum);
-                store_float(own + 4, upper.top);
-                store_float(own + 64, lower.sum);
-                store_float(own + 68, lower.top);
-            }
+            total(upper, head);
+            total(lower, head + 8);
             named_sync(ATTENDING, 2 * WARPS * 32);
+            add_total(upper, head);
+            add_total(lower, head + 8);
         }
-        const float above = finish(upper, head, nothing, out), below = finish(lower, head + 8, nothing, out);
+        const float above = finish(upper, head, out), below = finish(lower, head + 8, out);
 #pragma unroll
         for (int quarter = 0; quarter < 2; ++quarter) {
             out.store(values[quarter], GROUP * VALUES / 2 + quarter * VALUES / 4, above, below);
