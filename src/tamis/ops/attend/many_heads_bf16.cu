@@ -47,8 +47,7 @@ constexpr u32 TILE_BYTES = 64 * 128, SLAB_BYTES = TILES * TILE_BYTES;
 constexpr u32 QUERIES = 0;
 constexpr u32 ROWS = QUERIES + SLAB_BYTES;
 constexpr u32 WEIGHTS = ROWS + SLABS * SLAB_BYTES;       // [WARPS][4][32] fragments; groups take turns to write
-constexpr u32 RELATIVE = WEIGHTS + WARPS * 4 * 32 * 16;  // [WARPS][8] to what they are: factor of
-                                                         // what came before, for two heads, and bases
+constexpr u32 RELATIVE = WEIGHTS + WARPS * 4 * 32 * 16;  // [WARPS][8] factors of the output before, bases
 constexpr u32 TOTALS = RELATIVE + WARPS * 8 * 16;        // [2][HEADS] of either group: see `Softmax`
 constexpr u32 PRESENT = TOTALS + 2 * HEADS * 16;         // [SLABS][WARPS] bits of the rows that are there
 constexpr u32 PAIRS = PRESENT + SLABS * WARPS * 4;       // of slabs, in the item whose queries are there
@@ -68,9 +67,6 @@ __device__ __forceinline__ u32 free(u32 memory, int slab, int piece) { return me
 
 // Where a 16-byte unit of a row lies in a tile.
 __device__ __forceinline__ u32 in_tile(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
-
-__device__ __forceinline__ float load_float(u32 address) { return __uint_as_float(shared_load(address)); }
-__device__ __forceinline__ void store_float(u32 address, float x) { shared_store(address, __float_as_uint(x)); }
 
 // ---- Copies to tiles
 
