@@ -51,6 +51,14 @@ inline CopyBarrier& copy_barrier(u32 address) {
     return found->second;
 }
 
+inline void count_arrival(u32 address, u32 bytes) {
+    CopyBarrier& one = copy_barrier(address);
+    if (one.arrived == one.count) fail("more threads arrived than were expected");
+    ++one.arrived;
+    one.bytes += bytes;
+    one.look();
+}
+
 // Copies that a thread waits for itself: each happens at once, or not before somebody waits for it.
 struct OwnCopies {
     std::vector<std::function<void()>> open;
@@ -185,11 +193,7 @@ inline void fence_for_copies() {}
 
 inline void barrier_arrive_expecting(u32 barrier, u32 bytes) {
     emulator::maybe_pause();
-    emulator::CopyBarrier& one = emulator::copy_barrier(barrier);
-    if (one.arrived == one.count) emulator::fail("more threads arrived than were expected");
-    ++one.arrived;
-    one.bytes += bytes;
-    one.look();
+    emulator::count_arrival(barrier, bytes);
 }
 
 inline void barrier_arrive(u32 barrier) { barrier_arrive_expecting(barrier, 0); }
@@ -234,6 +238,21 @@ void copies_wait() {
         for (const auto& copy : own.groups.front()) copy();
         own.groups.erase(own.groups.begin());
     }
+}
+
+// The copies that have not happened yet do so on their way to the barrier.
+inline void copies_arrive(u32 barrier) {
+    auto& own = emulator::own_copies[threadIdx.x];
+    emulator::in_flight.push_back([barrier, copies = std::move(own.open)] {
+        for (const auto& copy : copies) copy();
+        emulator::count_arrival(barrier, 0);
+    });
+    own.open.clear();
+    emulator::maybe_pause();
+}
+
+inline void copy_to_cache(const void* source, u32 bytes) {
+    if ((reinterpret_cast<uintptr_t>(source) | bytes) % 16) emulator::fail("a copy that is not aligned");
 }
 
 inline uint2 shared_load2(u32 address) { return {*shared_word(address), *shared_word(address + 4)}; }

@@ -50,7 +50,7 @@ def test_which_kernels_take_a_number_of_heads() -> None:
 
 def test_which_kernels_take_bf16_rows() -> None:
     cache = PagedCache("v32-bf16", 1, 4)
-    expected = {(16, 4096): few_heads, (17, 1): few_heads, (32, 64): few_heads, (33, 1): triton_kernels}
+    expected = {(16, 4096): few_heads, (17, 1): few_heads, (32, 64): few_heads, (33, 1): many_heads}
     for (heads, tokens), kernels in expected.items():
         q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
         assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512) is kernels

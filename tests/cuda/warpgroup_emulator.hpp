@@ -3,7 +3,13 @@
 #pragma once
 #include "matrix_emulator.hpp"
 
+#ifndef PRODUCT_OPERANDS
+#define PRODUCT_OPERANDS "f16.f16"
+#endif
+
 namespace emulator {
+
+inline float operand_value(u32 bits) { return PRODUCT_OPERANDS[0] == 'b' ? bf16_value(bits) : half_value(bits); }
 
 struct Product {
     float* result;
@@ -11,7 +17,7 @@ struct Product {
     bool add, from_registers;
     unsigned long long a, b;
     float rows[2][16];  // of a in registers
-    float (*widen)(u32) = half_value;
+    float (*widen)(u32) = operand_value;
 };
 
 inline std::vector<Product> open[BLOCK_SIZE];

@@ -23,12 +23,16 @@ __device__ __forceinline__ void store_matrices_transposed(u32 address, const u32
                  ::"r"(address), "r"(fragment[0]), "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3]) : "memory");
 }
 
-// ---- Matrix products, fp16 in and float32 out, asynchronous
+// ---- Matrix products, fp16 in unless the kernel defines PRODUCT_OPERANDS, and float32 out, asynchronous
 //
 // Operands in shared memory are tiles of rows of 128 bytes (64 halves), whose eight 16-byte units are exchanged: unit u
 // of row r lies at u ^ (r % 8). A tile starts at a multiple of 1024 bytes. Where the product's inner axis runs along
 // the rows, 16 of it are 32 bytes further; where it runs down the rows, 2048 bytes, and `tile_bytes` leads from 64
 // columns to the next.
+
+#ifndef PRODUCT_OPERANDS
+#define PRODUCT_OPERANDS "f16.f16"
+#endif
 
 // Descriptors differ in their lower words alone. A reduction over the warp, of what is the same in all lanes, leaves the
 // compiler no choice but uniform registers; otherwise dozens of descriptors take up those of the lanes.
@@ -73,7 +77,7 @@ __device__ __forceinline__ void products_wait() {
 // d[64, 64] (+)= a[64, 16] b[64, 16]^T, both along rows.
 __device__ __forceinline__ void multiply_64(float (&d)[32], unsigned long long a, unsigned long long b, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." PRODUCT_OPERANDS " {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
                  "}, %32, %33, p, 1, 1, 0, 0;\n}"
@@ -126,7 +130,7 @@ __device__ __forceinline__ void multiply_narrow_bf16(float (&d)[16], const u32 (
 // d[64, 128] += a[64, 16] b[16, 128], a along rows, b down rows. Wider products would need more registers than the
 // compiler grants a block of 512 threads.
 __device__ __forceinline__ void multiply_128(float (&d)[64], unsigned long long a, unsigned long long b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." PRODUCT_OPERANDS " {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
                  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
@@ -145,7 +149,7 @@ __device__ __forceinline__ void multiply_128(float (&d)[64], unsigned long long 
 
 // The same with a in registers, as a fragment.
 __device__ __forceinline__ void multiply_128(float (&d)[64], const u32 (&a)[4], unsigned long long b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." PRODUCT_OPERANDS " {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
                  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "

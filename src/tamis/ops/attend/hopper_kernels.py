@@ -1,4 +1,4 @@
-"""Sparse attention on Hopper: FP8 rows, and bf16 rows of few heads, in CUDA C++; the rest by the portable kernels."""
+"""Sparse attention on Hopper: rows in FP8 and bf16 by kernels in CUDA C++, the rest by the portable ones."""
 
 from collections.abc import Iterator, Sequence
 from types import ModuleType

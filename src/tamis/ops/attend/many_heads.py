@@ -1,8 +1,8 @@
-"""Sparse attention of 64 heads at a time over FP8 rows in CUDA C++, for Hopper: `many_heads.cu` and its launches."""
+"""Sparse attention of 64 heads at a time in CUDA C++, for Hopper: `many_heads.cu`, `many_heads_bf16.cu`, launches."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from tamis import checks
 from tamis.cache import Selection
 from tamis.cuda.compiler import Program
 from tamis.cuda.launch import Launch, kernel
-from tamis.layout import Layout, v4_fp8, v32_fp8
+from tamis.layout import Layout, rows, v4_fp8, v32_fp8
 from tamis.ops.attend.items import (
     OUT_KINDS,
     VALUE_DIM,
@@ -31,15 +31,32 @@ if TYPE_CHECKING:
 
 HEADS = 64
 """Of a block."""
-ROWS = 64
-"""Selected rows that a block works on at a time."""
 SELECTIONS = 2
 """How many one launch takes."""
-THREADS = 512
 SHARED_BYTES = 227 * 1024
-REGISTERS = {"SCORE": 160, "WEIGH": 224, "WIDEN": 64}
-"""Per thread of the groups of warps, of which the last are two: 512 in all."""
 SIGNATURE = "PqqiifPPPiqqPPPPPii" + SELECTIONS * "PqiiPqqiPPPqii"
+
+
+class Rows(NamedTuple):
+    """Rows of one layout, and the program that reads them."""
+
+    layout: str
+    source: str
+    constants: tuple[tuple[str, int], ...]
+    """Which rows of those that the source knows, and registers per thread of the groups of warps."""
+    threads: int
+    step: int
+    """Selected rows that a block works on at a time: parts are cut between steps."""
+    stay: bool
+    """Whether a block takes one item after the other, so that there are no more of them than multiprocessors."""
+
+
+# 512 registers per thread in all: of groups that score, weigh and twice widen; of two that attend and one that gathers.
+_FP8 = (("SCORE_REGISTERS", 160), ("WEIGH_REGISTERS", 224), ("WIDEN_REGISTERS", 64))
+_BF16 = (("ATTEND_REGISTERS", 216), ("GATHER_REGISTERS", 72), ("PREFETCH", 1), ("FENCES", 1), ("DELAYED", 2))
+V32_FP8 = Rows("v32-fp8", "many_heads.cu", (("V4", 0), *_FP8), 512, 64, False)
+V4_FP8 = Rows("v4-fp8", "many_heads.cu", (("V4", 1), *_FP8), 512, 64, False)
+V32_BF16 = Rows("v32-bf16", "many_heads_bf16.cu", _BF16, 384, 128, True)
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
@@ -50,35 +67,31 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
         return f"values are {value_dim} wide, not {VALUE_DIM}"
     if len(selections) > SELECTIONS:
         return f"there are {len(selections)} selections, more than {SELECTIONS}"
-    planar = {_is_planar(s.cache.layout) for s in selections}
-    if None in planar or len(planar) > 1:
-        return "caches are not all v32-fp8, or all v4-fp8"
+    kinds = {rows_of(s.cache.layout) for s in selections}
+    if None in kinds or len(kinds) > 1:
+        return "caches are not all v32-fp8, all v4-fp8, or all v32-bf16"
     for held in (s.cache for s in selections):
         if held.page_stride % 16 or held.storage.data_ptr() % 16:
             return "rows do not start at multiples of 16 bytes"
     return None
 
 
-def _is_planar(layout: Layout) -> bool | None:
-    """Whether a layout is v4-fp8's bytes (True), v32-fp8's (False), or neither."""
-    described = layout.values, layout.scales, layout.tail, layout.tile
-    for planar, known in ((False, _V32), (True, _V4)):
-        if described == known:
-            return planar
-    return None
+def rows_of(layout: Layout) -> Rows | None:
+    """What a layout's bytes are; None if these kernels do not know them."""
+    return _KNOWN.get(_described(layout))
 
 
 def _described(layout: Layout) -> tuple[Any, ...]:
-    return layout.values, layout.scales, layout.tail, layout.tile
+    return layout.latent, layout.rope, layout.values, layout.scales, layout.tail, layout.tile
 
 
-_V32, _V4 = _described(v32_fp8()), _described(v4_fp8())
+_KNOWN = {_described(v32_fp8()): V32_FP8, _described(v4_fp8()): V4_FP8, _described(rows()): V32_BF16}
 
 
 def attend_slots(
     q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attend_slots`, in one launch; parts are cut between blocks of 64 rows."""
+    """As `reference.attend_slots`, in one launch; parts are cut between the kernel's steps."""
     cut = _cut(q, selections, splits, direct=False)
     found = Target.empty(cut.parts, *q.shape[:2], device=q.device)
     attend_items(q, selections, scale=scale, sink=None, whole=found, parts=found)
@@ -105,10 +118,17 @@ def attend_into(
     return attend_in_items(out, sink, _cut(q, selections, splits, direct=True), launch)
 
 
+def _rows(selections: Sequence[Selection]) -> Rows:
+    found = rows_of(selections[0].cache.layout)
+    assert found is not None  # or the call would have been refused
+    return found
+
+
 def _cut(q: Tensor, selections: Sequence[Selection], splits: int | None, *, direct: bool) -> Cut:
     tokens, heads, _ = q.shape
     if splits is None:
-        steps = max(1, sum(-(-s.slots.shape[1] // ROWS) for s in selections))  # if every column is used
+        step = _rows(selections).step
+        steps = max(1, sum(-(-s.slots.shape[1] // step) for s in selections))  # if every column is used
         return choose_cut(tokens, heads, steps, max(1, multiprocessors(q.device) // -(-heads // HEADS)), direct=direct)
     return Cut(tokens, 1) if splits == 1 and direct else Cut(0, splits)
 
@@ -131,8 +151,9 @@ def attend_items(
     if tokens:
         # Copies of arguments stay alive until the launch by being in the list.
         values, copies = launch_values(q, selections, scale, sink, whole, parts)
-        launch = _launch(q.device, _is_planar(selections[0].cache.layout) is True, len(selections))
-        launch(((tokens - left + left * count) * -(-heads // HEADS), 1, 1), *values)
+        kind, items = _rows(selections), (tokens - left + left * count) * -(-heads // HEADS)
+        blocks = min(items, multiprocessors(q.device)) if kind.stay else items
+        _launch(q.device, kind, len(selections))((blocks, 1, 1), *values)
         del copies
 
 
@@ -169,23 +190,28 @@ def launch_values(
 
 
 @cache
-def program(planar: bool, selections: int) -> Program:
-    """The source for v4-fp8 rows (planar) or v32-fp8 rows, and one selection or two."""
-    registers = {f"{group}_REGISTERS": count for group, count in REGISTERS.items()}
-    constants = {"V4": int(planar), "SELECTIONS": selections, "THREADS": THREADS, "SHARED_BYTES": SHARED_BYTES}
-    return Program.packaged(__package__, "many_heads.cu", **constants, **registers)
+def program(kind: Rows, selections: int) -> Program:
+    """The source for a kind of rows, and one selection or two."""
+    constants = {
+        **dict(kind.constants),
+        "SELECTIONS": selections,
+        "THREADS": kind.threads,
+        "SHARED_BYTES": SHARED_BYTES,
+    }
+    return Program.packaged(__package__, kind.source, **constants)
 
 
 @cache
-def _launch(device: torch.device, planar: bool, selections: int) -> Launch:
-    loaded = kernel(program(planar, selections), "attend_many_heads", device_index(device))
-    return Launch(loaded, SIGNATURE, threads=THREADS, shared=SHARED_BYTES, overlap=True)
+def _launch(device: torch.device, kind: Rows, selections: int) -> Launch:
+    loaded = kernel(program(kind, selections), "attend_many_heads", device_index(device))
+    return Launch(loaded, SIGNATURE, threads=kind.threads, shared=SHARED_BYTES, overlap=True)
 
 
 def offline_cases() -> Iterator["CudaCase"]:
     """Programs that `tamis.testing.offline_cuda` compiles."""
     from tamis.testing.offline_cuda import CudaCase
 
-    for planar, name in ((False, "v32-fp8"), (True, "v4-fp8")):
+    for kind in (V32_FP8, V4_FP8, V32_BF16):
         for count in range(1, SELECTIONS + 1):
-            yield CudaCase(f"attend, many heads, {name}, selections: {count}", program(planar, count), SHARED_BYTES)
+            label = f"attend, many heads, {kind.layout}, selections: {count}"
+            yield CudaCase(label, program(kind, count), SHARED_BYTES)
