@@ -251,10 +251,6 @@ inline void copies_arrive(u32 barrier) {
     emulator::maybe_pause();
 }
 
-inline void copy_to_cache(const void* source, u32 bytes) {
-    if ((reinterpret_cast<uintptr_t>(source) | bytes) % 16) emulator::fail("a copy that is not aligned");
-}
-
 inline uint2 shared_load2(u32 address) { return {*shared_word(address), *shared_word(address + 4)}; }
 inline void shared_store(u32 address, u32 value) { *shared_word(address) = value; }
 

@@ -163,11 +163,6 @@ __device__ __forceinline__ void copies_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Brings a multiple of 16 bytes, aligned to 16, near: into the L2 cache.
-__device__ __forceinline__ void copy_to_cache(const void* source, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
 // ---- Barriers among some of a block's warps, by number: 0 is that of __syncthreads
 
 __device__ __forceinline__ void named_sync(u32 name, u32 threads) {

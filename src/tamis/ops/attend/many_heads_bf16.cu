@@ -9,13 +9,11 @@
 // products with the others go on: the columns beyond 512, only keys, when they are scored, a quarter of the values when
 // the group that holds these columns of the output has added it.
 //
-// Weights are relative to a base, at most 2**LEEWAY below the largest so far, that groups hand to one another with them.
-// The output is divided by the sum of weights as rounded to bf16, so that rounding is no loss where one row outweighs all
-// others; the lse is that of the weights before.
+// Weights are relative to the largest logit so far, which groups hand to one another with them: the weight that counts
+// most is one, which rounding to bf16 leaves alone. The output is divided by the sum of weights as rounded, the lse is
+// that of the weights before.
 //
-// Constants: SELECTIONS (1 or 2), THREADS, SHARED_BYTES, registers per thread of the groups; whether rows are brought near
-// before they are copied (PREFETCH), whether products wait for a fence after copies (FENCES), how many quarters of a
-// group's own slab wait for the other's softmax (DELAYED).
+// Constants: SELECTIONS (1 or 2), THREADS, SHARED_BYTES, registers per thread of the groups.
 #define PRODUCT_OPERANDS "bf16.bf16"
 #include "instructions.cuh"
 #include "warpgroups.cuh"
@@ -111,15 +109,10 @@ struct Copier {
 template <class WorkOf, class QueryOf>
 __device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work_of, const QueryOf& query_of) {
     const int warp = threadIdx.x / 32 % WARPS, lane = threadIdx.x % 32, own = warp * OWN + lane % OWN;
-    // Near, before they are copied: memory is farther away than a copy may take.
-    const auto bring_near = [&](const unsigned char* row) {
-        if (PREFETCH && lane < OWN && row != nullptr) copy_to_cache(row, ROW_BYTES);
-    };
     Copier rows;
     u32 parity = 1, item_parity = 1;  // of the phases that must have ended
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const unsigned char* const query = query_of(item, own);
-        bring_near(query);
         const Work work = work_of(item);
         const int pairs = (work.end - work.begin + 1) / 2;
         const auto announce = [&] {
@@ -141,7 +134,6 @@ __device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work
                 const u32 present = __ballot_sync(EVERY_LANE, coming != nullptr) & (1u << OWN) - 1;
                 rows.take(coming);
                 coming = follower.next();
-                bring_near(coming);
 #pragma unroll
                 for (int piece = 0; piece < PIECES; ++piece) {
                     // Queries are needed until the last slab is scored, the first pieces of the one before are not.
@@ -169,10 +161,6 @@ __device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work
 
 // ---- Softmax
 
-// By how much, with base 2, a logit may exceed the base: bf16 and float32 have room, and raising it means to multiply
-// the whole output.
-constexpr float LEEWAY = 8.0f;
-
 // Two heads of a lane: `upper` is lane / 4 of the warp's 16, `lower` eight further.
 struct Softmax {
     float top = minus_infinity();   // largest logit that this group saw, with base 2
@@ -187,7 +175,7 @@ struct Softmax {
     // The factor of everything so far.
     __device__ __forceinline__ float raise(float logit) {
         top = fmaxf(top, logit);
-        if (!(logit > base + LEEWAY)) return 1.0f;
+        if (!(logit > base)) return 1.0f;
         const float factor = fast_exp2(base - logit);
         base = logit;
         multiply(factor);
@@ -270,7 +258,7 @@ struct Attending {
 #pragma unroll
         for (int load = 0; load < LOADS; ++load) {
             barrier_wait(ready(memory, GROUP, load), parity);
-            if (FENCES) fence_for_copies_and_products();
+            fence_for_copies_and_products();
             const auto queries = along_rows(memory + QUERIES), keys = along_rows(memory + ROWS + GROUP * SLAB_BYTES);
             products_begin();
 #pragma unroll
@@ -299,8 +287,8 @@ struct Attending {
     __device__ __forceinline__ u32 relation() const { return memory + RELATIVE + (warp * 8 + lane / 4) * 16; }
     __device__ __forceinline__ u32 published(int group) const { return memory + WEIGHTS_READY + (group * WARPS + warp) * 8; }
 
-    // Its own slab, of which the last quarters wait until the other group has scored its next one, if it will: they are
-    // what the matrix units do during that group's softmax.
+    // Its own slab, which waits until the other group has scored its next one, if it will: it is what the matrix units do
+    // during that group's softmax.
     __device__ __forceinline__ void add_own(float (&s)[32], uint4 present, bool more) {
         u32 weights[4][4];
         mask(s, present);
@@ -316,16 +304,11 @@ struct Attending {
         __syncwarp();
         if (lane == 0) barrier_arrive(published(GROUP));
         rescale(values, factor.x, factor.y);
-#pragma unroll
-        for (int quarter = 0; quarter < 2; ++quarter) {
-            if (quarter == 2 - DELAYED && more) barrier_wait(free(memory, 1 - GROUP, 0), parity ^ GROUP);
-            begin_adding(weights, GROUP, quarter);
-            if (DELAYED == 1) finish_adding<0>(GROUP, quarter);
-        }
-        if (DELAYED != 1) {
-            finish_adding<1>(GROUP, 0);
-            finish_adding<0>(GROUP, 1);
-        }
+        if (more) barrier_wait(free(memory, 1 - GROUP, 0), parity ^ GROUP);
+        begin_adding(weights, GROUP, 0);
+        begin_adding(weights, GROUP, 1);
+        finish_adding<1>(GROUP, 0);
+        finish_adding<0>(GROUP, 1);
     }
 
     __device__ __forceinline__ void add_other() {
