@@ -1,5 +1,6 @@
 """Which of the kernels for Hopper take which calls, and what they leave to the portable ones."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ def test_what_few_heads_leave_to_other_kernels() -> None:
     for reason, (query, one, width) in others.items():
         assert few_heads.refusal(query, [selection, one], width) == reason
     assert few_heads.refusal(q, [selection], 512) is None
-    chosen = {reason: hopper_kernels.kernels_for(*given) for reason, given in kernel_calls(others).items()}
+    chosen = {reason: hopper_kernels.kernels_for(*given, None) for reason, given in kernel_calls(others).items()}
     assert chosen.pop("33 heads, more than 32") is many_heads
     assert set(chosen.values()) == {triton_kernels}
 
@@ -40,20 +41,29 @@ def kernel_calls(others: dict[str, tuple[Tensor, Selection, int]]) -> dict[str, 
     return {reason: (query, [one], width) for reason, (query, one, width) in others.items()}
 
 
-def test_which_kernels_take_a_number_of_heads() -> None:
+@pytest.mark.parametrize("splits", [None, 4])
+def test_which_kernels_take_a_number_of_heads(splits: int | None) -> None:
     cache = PagedCache("v32-fp8", 1, 4)
     expected = {(16, 4096): few_heads, (17, 63): few_heads, (32, 64): few_heads, (33, 1): many_heads}
     for (heads, tokens), kernels in expected.items():
         q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
-        assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512) is kernels
+        assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512, splits) is kernels
 
 
-def test_which_kernels_take_bf16_rows() -> None:
+@pytest.mark.parametrize("splits", [None, 4])
+def test_which_kernels_take_bf16_rows(splits: int | None) -> None:
     cache = PagedCache("v32-bf16", 1, 4)
-    expected = {(16, 4096): few_heads, (17, 1): few_heads, (32, 64): few_heads, (33, 1): many_heads}
+    expected = {
+        (16, 4096): few_heads,
+        (17, 1): few_heads,
+        (32, 31): few_heads,
+        (17, 32): many_heads,
+        (33, 1): many_heads,
+    }
     for (heads, tokens), kernels in expected.items():
         q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
-        assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512) is kernels
+        wanted = many_heads if heads > 16 and splits is not None else kernels  # whatever the number of tokens
+        assert hopper_kernels.kernels_for(q, [Selection(cache, slots)], 512, splits) is wanted
 
 
 def test_positions_need_no_pass_where_kernels_fetch_pages_ahead() -> None:

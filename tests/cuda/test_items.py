@@ -117,12 +117,12 @@ def test_no_batch_falls_off_a_cliff(tokens: int, heads: int, bf16_rows: bool) ->
             assert variant.bf16_rows == bf16_rows
             assert variant.head_groups * few_heads.GROUP >= heads
         assert (variant.shared + 1024) * variant.per_sm <= 228 * 1024
-        row, room = 2048 // variant.rows_at_once, 132 * variant.per_sm
+        row, room, parts_per_step = 2048 // variant.rows_at_once, 132 * variant.per_sm, variant.parts_per_step
     else:
-        row, room = 32, 132 // -(-heads // 64)
+        row, room, parts_per_step = 32, 132 // -(-heads // 64), 2000
 
     def steps(count: int) -> float:
-        whole, parts = items.choose_cut(count, heads, row, room)
+        whole, parts = items.choose_cut(count, heads, row, room, parts_per_step=parts_per_step)
         cut = row / parts + items.OVERHEAD_STEPS
         return -(-whole // room) * (row + items.OVERHEAD_STEPS) + -(-(count - whole) * parts // room) * cut
 

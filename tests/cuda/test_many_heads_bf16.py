@@ -157,3 +157,13 @@ def test_what_is_taken() -> None:
     for other in ("v32-fp8", "v32-fp16"):
         mixed = [good, Selection(PagedCache(other, 2, 16), slots)]
         assert "not all v32-fp8" in (many.refusal(q, mixed, 512) or "")
+
+
+def test_groups_share_the_registers_of_a_launch() -> None:
+    """A group that asks for more than others have left waits for ever; no compiler says so."""
+    registers = dict(many.V32_BF16.constants)
+    assert 2 * registers["ATTEND_REGISTERS"] + registers["GATHER_REGISTERS"] <= 3 * 168
+    for kind in (many.V32_FP8, many.V4_FP8):
+        registers = dict(kind.constants)
+        widening = 2 * registers["WIDEN_REGISTERS"]
+        assert registers["SCORE_REGISTERS"] + registers["WEIGH_REGISTERS"] + widening <= 4 * 128

@@ -83,6 +83,11 @@ class Variant(NamedTuple):
         return STAGE * self.streams
 
     @property
+    def parts_per_step(self) -> int:
+        """See `items.choose_cut`."""
+        return 600
+
+    @property
     def constants(self) -> dict[str, int]:
         """What the source wants to know."""
         return {
@@ -123,6 +128,11 @@ class Columns(NamedTuple):
         return 4 * STAGE
 
     @property
+    def parts_per_step(self) -> int:
+        """See `items.choose_cut`."""
+        return 2500
+
+    @property
     def shared(self) -> int:
         """Bytes of shared memory: tiles of queries and weights, the ring, numbers of heads, barriers, notes."""
         return (10 + 8) * 128 * self.heads + self.stages * STAGE * 656 + 51 * 4 * self.heads + self.stages * 24
@@ -143,10 +153,17 @@ class Variants(NamedTuple):
     many_tokens: Layouts
     more_heads: Layouts
     """Than one group, for any number of tokens."""
+    per_multiprocessor: float
+    """How many tokens are few."""
+
+    @property
+    def layouts(self) -> tuple[Layouts, ...]:
+        """All of them."""
+        return self.few_tokens, self.many_tokens, self.more_heads
 
 
-FP8_ROWS = Variants(Variant(2, 1, 3, 1), Variant(1, 1, 4, 2), Columns(32, 7))
-BF16_ROWS = Variants(Variant(2, 1, 2, 1, True), Variant(1, 1, 2, 2, True), Variant(1, 2, 5, 1, True))
+FP8_ROWS = Variants(Variant(2, 1, 3, 1), Columns(16, 9), Columns(32, 7), 0.75)
+BF16_ROWS = Variants(Variant(2, 1, 2, 1, True), Variant(1, 1, 2, 2, True), Variant(1, 2, 5, 1, True), 2.0)
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
@@ -181,12 +198,13 @@ def _rows_are_bf16(key: str) -> bool | None:
 
 
 def usual_variant(tokens: int | None, heads: int, multiprocessors: int, bf16_rows: bool) -> Layouts:
-    """Two blocks on a multiprocessor overlap the ends of their items; where there is no second item, two streams of one
-    block overlap better, and split a token into fewer parts. Without a number of tokens: one for all of them."""
+    """Two streams of one block split a token into fewer parts, and are best where there are few tokens (see
+    benchmarks/NOTES.md). Without a number of tokens: one for all of them."""
     variants = BF16_ROWS if bf16_rows else FP8_ROWS
     if heads > GROUP:
         return variants.more_heads
-    return variants.few_tokens if tokens is not None and tokens <= 2 * multiprocessors else variants.many_tokens
+    few = tokens is not None and tokens <= variants.per_multiprocessor * multiprocessors
+    return variants.few_tokens if few else variants.many_tokens
 
 
 def attend_slots(
@@ -235,7 +253,8 @@ def _cut(q: Tensor, selection: Selection, variant: Layouts, splits: int | None, 
     tokens, columns = q.shape[0], selection.slots.shape[1]
     if splits is None:
         steps = max(1, -(-columns // variant.rows_at_once))
-        return choose_cut(tokens, q.shape[1], steps, variant.per_sm * multiprocessors(q.device), direct=direct)
+        room, heads = variant.per_sm * multiprocessors(q.device), max(q.shape[1], GROUP)
+        return choose_cut(tokens, heads, steps, room, direct=direct, parts_per_step=variant.parts_per_step)
     parts = min(splits, max(1, columns))
     return Cut(tokens, 1) if parts == 1 and direct else Cut(0, parts)
 
@@ -304,7 +323,7 @@ def offline_cases() -> Iterator["CudaCase"]:
     from tamis.testing.offline_cuda import CudaCase
 
     for kind, variants, dtypes in (("fp8", FP8_ROWS, QUERY_DTYPES), ("bf16", BF16_ROWS, (torch.bfloat16,))):
-        for variant, dtype in product(variants, dtypes):
+        for variant, dtype in product(variants.layouts, dtypes):
             name = variant.source.replace("_", " ")
             label = f"attend, {name}, {kind} rows, {variant[:4]}, {str(dtype).removeprefix('torch.')} queries"
             yield CudaCase(label, program(variant, dtype), variant.shared)

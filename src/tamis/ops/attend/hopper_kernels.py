@@ -12,12 +12,15 @@ from tamis.ops.attend import few_heads, items, many_heads, triton_kernels
 if TYPE_CHECKING:
     from tamis.testing.offline_cuda import CudaCase
 
+SOME_TOKENS = 32
+"""From which on 17 to 32 heads over bf16 rows are better padded to 64 than taken 16 at a time (benchmarks/NOTES.md)."""
+
 
 def attend_slots(
     q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`."""
-    kernels = kernels_for(q, selections, value_dim)
+    kernels = kernels_for(q, selections, value_dim, splits)
     found: tuple[Tensor, Tensor, Tensor] = kernels.attend_slots(
         q, selections, scale=scale, value_dim=value_dim, splits=splits
     )
@@ -34,22 +37,27 @@ def attend_into(
     out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_into`."""
-    kernels = kernels_for(q, selections, out.shape[2])
+    kernels = kernels_for(q, selections, out.shape[2], splits)
     found: tuple[Tensor, Tensor] = kernels.attend_into(q, selections, scale=scale, splits=splits, sink=sink, out=out)
     return found
 
 
 def translates_freely(q: Tensor, selections: Sequence[Selection], *, value_dim: int) -> bool:
     """Those for few heads fetch pages while they wait for rows."""
-    return kernels_for(q, selections, value_dim) is few_heads
+    return kernels_for(q, selections, value_dim, None) is few_heads
 
 
-def kernels_for(q: Tensor, selections: Sequence[Selection], value_dim: int) -> ModuleType:
+def kernels_for(q: Tensor, selections: Sequence[Selection], value_dim: int, splits: int | None) -> ModuleType:
     """Kernels that take such a call and are fastest at it: those for few heads, those for many, or the portable ones.
 
-    Tokens have no say, so that with a number of parts a row's bits do not depend on the rest of the batch.
+    Both of the former can do 17 to 32 heads: over bf16 rows those for many heads win once there are some tokens. Where
+    the number of parts is given, the tokens have no say, so that a row's bits do not depend on the rest of the batch.
     """
-    for kernels in (few_heads, many_heads):
+    order = [few_heads, many_heads]
+    bf16_rows = selections[0].cache.layout.scales is None
+    if bf16_rows and q.shape[1] > few_heads.GROUP and (splits is not None or q.shape[0] >= SOME_TOKENS):
+        order.reverse()
+    for kernels in order:
         if kernels.refusal(q, selections, value_dim) is None:
             return kernels
     return triton_kernels

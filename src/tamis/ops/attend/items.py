@@ -15,8 +15,8 @@ OUT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MERGED_AT_ONCE = (4, 16)
 """Parts that the merge reads before it adds: many hide latency, few leave room for more tokens and heads at a time."""
 MERGE_SIGNATURE = "PPPiiiPPiqqPP"
-OVERHEAD_STEPS, MERGE_STEPS, PARTS_PER_STEP = 2, 2, 2000
-"""What an item costs beside its steps, and merging: a launch, and the time to write and read the parts of heads."""
+OVERHEAD_STEPS, MERGE_STEPS = 2, 2
+"""What an item costs beside its steps, and a launch that merges."""
 
 
 class Cut(NamedTuple):
@@ -29,8 +29,11 @@ class Cut(NamedTuple):
 
 
 @lru_cache(1024)
-def choose_cut(tokens: int, heads: int, steps: int, room: int, *, direct: bool = True) -> Cut:
-    """The cut that finishes soonest: rounds of `room` items on the device, times the steps that each works through.
+def choose_cut(
+    tokens: int, heads: int, steps: int, room: int, *, direct: bool = True, parts_per_step: int = 2000
+) -> Cut:
+    """The cut that finishes soonest: rounds of `room` items on the device, times the steps that each works through, and
+    the time to write and read the parts of heads, `parts_per_step` of them in the time of one step.
 
     Whole tokens fill whole rounds; those that are left over, fewer than there is room for, are cut, so that one token
     more never costs a round more. Among equals the fewest parts win. Unless tokens can be stored directly, all are cut
@@ -41,7 +44,7 @@ def choose_cut(tokens: int, heads: int, steps: int, room: int, *, direct: bool =
         left = tokens - cut.whole
         rounds = -(-cut.whole // room) * (steps + OVERHEAD_STEPS)
         rounds += -(-left * cut.parts // room) * (-(-steps // cut.parts) + OVERHEAD_STEPS)
-        return rounds + (MERGE_STEPS + left * cut.parts * heads / PARTS_PER_STEP if left else 0)
+        return rounds + (MERGE_STEPS + left * cut.parts * heads / parts_per_step if left else 0)
 
     choices = [Cut(tokens, 1)] if direct else []
     for whole in sorted({0, tokens // room * room if direct else 0}):

@@ -51,8 +51,8 @@ class Rows(NamedTuple):
     """Whether a block takes one item after the other, so that there are no more of them than multiprocessors."""
 
 
-# What a launch has for groups of 128 threads is 4 x 128 and 3 x 168 registers; a group that asks for more waits for ever.
-# Groups score, weigh and twice widen; two attend and one gathers.
+# A launch has 4 x 128 or 3 x 168 registers for its groups of 128 threads; one that asks for more waits for ever. Groups
+# score, weigh and twice widen; or two attend and one gathers.
 _FP8 = (("SCORE_REGISTERS", 160), ("WEIGH_REGISTERS", 224), ("WIDEN_REGISTERS", 64))
 _BF16 = (("ATTEND_REGISTERS", 216), ("GATHER_REGISTERS", 72))
 V32_FP8 = Rows("v32-fp8", "many_heads.cu", (("V4", 0), *_FP8), 512, 64, False)

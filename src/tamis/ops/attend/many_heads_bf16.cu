@@ -257,8 +257,7 @@ struct Attending {
     __device__ __forceinline__ void score(float (&s)[32]) const {
 #pragma unroll
         for (int load = 0; load < LOADS; ++load) {
-            barrier_wait(ready(memory, GROUP, load), parity);
-            fence_for_copies_and_products();
+            barrier_wait(ready(memory, GROUP, load), parity);  // these copies, unlike stores, need no fence before products
             const auto queries = along_rows(memory + QUERIES), keys = along_rows(memory + ROWS + GROUP * SLAB_BYTES);
             products_begin();
 #pragma unroll
