@@ -96,11 +96,13 @@ def _formats(quick: bool) -> Iterator[AttendCase]:
 
 def _shapes(quick: bool) -> Iterator[AttendCase]:
     fp8 = named("v32-fp8")
-    for heads in (1, 2, 3, 7, 8, 16, 20, 32, 48, 64, 100, 128) if not quick else (1, 7, 20, 128):
+    for heads in (1, 2, 3, 7, 8, 16, 20, 32, 48, 64, 100, 128) if not quick else (1, 7, 20, 32, 128):
         yield _case(f"{heads} heads", fp8, heads=heads)
+    for heads in (20, 32, 48, 64, 128) if not quick else (64,):
+        yield _case(f"{heads} heads over bf16 rows", named("v32-bf16"), heads=heads)
     for k in (1, 15, 16, 64, 129, 512, 2048) if not quick else (1, 129):
         yield _case(f"{k} columns", fp8, k=k)
-    for tokens in (1, 2, 33, 257) if not quick else (1, 33):
+    for tokens in (1, 2, 33, 130, 257) if not quick else (1, 33, 130):
         yield _case(f"{tokens} tokens", fp8, tokens=tokens, heads=4, k=40)
     for splits in (1, 3, 8, 100):
         yield replace(_case(f"{splits} splits", fp8, k=150), splits=splits)
@@ -108,27 +110,32 @@ def _shapes(quick: bool) -> Iterator[AttendCase]:
     if not quick:
         yield _case("a prefill over bf16 rows", named("v32-bf16"), tokens=130, heads=64, k=64)
         yield _case("a prefill over FP8 rows", fp8, tokens=130, heads=64, k=64)
+        yield _case("a prefill of 24 heads over bf16 rows", named("v32-bf16"), tokens=130, heads=24, k=64)
 
 
 def _hostile(quick: bool) -> Iterator[AttendCase]:
     for name in ("v32-fp8", "v4-fp8", "v32-bf16") if not quick else ("v32-fp8", "v32-bf16"):
-        layout = named(name)
-        for splits in (None, 4):
-            label = f"{name}, {splits or 'free'} splits"
-            yield replace(_bad_slots(f"bad slots, {label}", layout), kind="hostile", splits=splits)
-            yield replace(_lengths(f"lengths, {label}", layout), kind="hostile", splits=splits)
-            yield replace(_poisoned(f"NaN around, {label}", layout), kind="hostile", splits=splits)
-        yield replace(_positions(f"positions, {name}", layout), kind="hostile")
-        case = _bad_slots(f"sinks, {name}", layout)
-        sink = Draw(case.name).normal(case.heads)
-        sink[0], sink[1], sink[2] = torch.inf, -torch.inf, 80.0
-        yield replace(case, kind="hostile", sink=sink)
+        for heads in (16, 32, 64) if not quick else (16,):  # there are kernels for each of these
+            yield from _hostile_rows(name if heads == 16 else f"{name}, {heads} heads", named(name), heads)
     peaked = _case("one row takes all", named("v32-fp8"))
     yield replace(peaked, kind="hostile", scale=3.0)
 
 
-def _bad_slots(name: str, layout: Layout) -> AttendCase:
-    case = _case(name, layout, tokens=6, k=130)
+def _hostile_rows(name: str, layout: Layout, heads: int) -> Iterator[AttendCase]:
+    for splits in (None, 4):
+        label = f"{name}, {splits or 'free'} splits"
+        yield replace(_bad_slots(f"bad slots, {label}", layout, heads), kind="hostile", splits=splits)
+        yield replace(_lengths(f"lengths, {label}", layout, heads), kind="hostile", splits=splits)
+        yield replace(_poisoned(f"NaN around, {label}", layout, heads), kind="hostile", splits=splits)
+    yield replace(_positions(f"positions, {name}", layout, heads), kind="hostile")
+    case = _bad_slots(f"sinks, {name}", layout, heads)
+    sink = Draw(case.name).normal(case.heads)
+    sink[0], sink[1], sink[2] = torch.inf, -torch.inf, 80.0
+    yield replace(case, kind="hostile", sink=sink)
+
+
+def _bad_slots(name: str, layout: Layout, heads: int) -> AttendCase:
+    case = _case(name, layout, tokens=6, heads=heads, k=130)
     draw = Draw(f"bad slots {name}")
     slots = case.selections[0].slots.clone()
     rows = case.caches[0].rows
@@ -140,8 +147,8 @@ def _bad_slots(name: str, layout: Layout) -> AttendCase:
     return replace(case, selections=(Selection(case.caches[0], slots),))
 
 
-def _lengths(name: str, layout: Layout) -> AttendCase:
-    case = _case(name, layout, tokens=6, k=130)
+def _lengths(name: str, layout: Layout, heads: int) -> AttendCase:
+    case = _case(name, layout, tokens=6, heads=heads, k=130)
     lengths = torch.tensor([0, 1, 17, 64, 129, 130], dtype=torch.int32)
     slots = case.selections[0].slots.clone()
     slots[torch.arange(130) >= lengths.unsqueeze(1)] = INT_MAX
@@ -149,9 +156,9 @@ def _lengths(name: str, layout: Layout) -> AttendCase:
     return replace(case, selections=(Selection(case.caches[0], slots, lengths),))
 
 
-def _poisoned(name: str, layout: Layout) -> AttendCase:
+def _poisoned(name: str, layout: Layout, heads: int) -> AttendCase:
     """Every row that no token selects is NaN in all its fields, row 0 among them; lengths and -1 hide the rest."""
-    case = _case(name, layout, tokens=5, k=90)
+    case = _case(name, layout, tokens=5, heads=heads, k=90)
     cache, draw = case.caches[0], Draw(f"poison {name}")
     wanted = draw.permutation(cache.rows - 1)[:40] + 1
     unused = torch.ones(cache.rows, dtype=torch.bool)
@@ -168,9 +175,9 @@ def _poisoned(name: str, layout: Layout) -> AttendCase:
     return replace(case, selections=(Selection(cache, slots, lengths),))
 
 
-def _positions(name: str, layout: Layout) -> AttendCase:
+def _positions(name: str, layout: Layout, heads: int) -> AttendCase:
     """Positions instead of slots: attention translates them by a table with absent pages."""
-    case = _case(name, layout, tokens=6, k=100, page_size=16)
+    case = _case(name, layout, tokens=6, heads=heads, k=100, page_size=16)
     cache, draw = case.caches[0], Draw(f"positions {name}")
     table = draw.permutation(cache.pages)[:12].view(3, 4).int()
     table[1, 2], table[2, 0] = -1, INT_MIN
@@ -208,14 +215,16 @@ def _tile_maxima(quick: bool) -> Iterator[AttendCase]:
     formats += [("v4-fp8", named("v4-fp8")), ("v32-bf16", named("v32-bf16"))]
     for label, layout in formats:
         tile = layout.tile or 128
+        mixed = torch.logspace(-5, 4, -(-layout.width // tile))
         for largest in QUICK_MAXIMA if quick else MAXIMA:
             name = f"{label}, tile maxima {largest:g}"
-            yield _with_maxima(name, layout, torch.full((-(-layout.width // tile),), largest), tile)
-        mixed = torch.logspace(-5, 4, -(-layout.width // tile))
-        yield _with_maxima(f"{label}, tile maxima 1e-5 to 1e4", layout, mixed, tile)
+            yield _with_maxima(name, layout, torch.full_like(mixed, largest), tile, 16)
+        for heads in (16, 32, 64) if not quick else (16,):
+            name = f"{label}, tile maxima 1e-5 to 1e4" + (f", {heads} heads" if heads != 16 else "")
+            yield _with_maxima(name, layout, mixed, tile, heads)
 
 
-def _with_maxima(name: str, layout: Layout, maxima: Tensor, tile: int) -> AttendCase:
+def _with_maxima(name: str, layout: Layout, maxima: Tensor, tile: int, heads: int) -> AttendCase:
     draw = Draw(f"attend {name}")
     cache = garbage_cache(draw, layout, 5, 64)
     kv = draw.normal(cache.rows, len(maxima), tile)
@@ -223,5 +232,5 @@ def _with_maxima(name: str, layout: Layout, maxima: Tensor, tile: int) -> Attend
     oracle.write(kv, cache, torch.arange(cache.rows))
     scale = 1 / (float(maxima.max()) * layout.width**0.5)
     selection = Selection(cache, draw.integers(0, cache.rows, 5, 100))
-    q = draw.normal(5, 16, layout.width, dtype=torch.bfloat16)
+    q = draw.normal(5, heads, layout.width, dtype=torch.bfloat16)
     return AttendCase(name, q, (selection,), scale, _value_dim(layout), "tile maxima", block=tile)
