@@ -12,6 +12,7 @@ from many_heads_emulated import Emulated, choose, close, compiling, expected, fi
 
 from tamis.cache import PagedCache, Selection
 from tamis.cuda.compiler import has_nvrtc, nvrtc
+from tamis.layout import v32_fp8
 from tamis.ops import write_kv
 from tamis.ops.attend import many_heads as many
 from tamis.ops.attend.items import Target
@@ -142,6 +143,23 @@ def test_small_rows_among_large_ones_are_right_where_they_count(emulated, layout
     selections = [Selection(cache, torch.arange(128, dtype=torch.int32).unsqueeze(0))]
     _, parts = emulated(KINDS[layout])(q, selections, scale=1.0)
     close(merged(*parts), expected(q, selections, 1.0), error=8e-3)
+
+
+def test_small_tiles_of_rows_with_large_ones_are_right(emulated) -> None:
+    """fp16 does not hold a scale that is no power of two and 2**-30 of the row's largest; the values it does."""
+    torch.manual_seed(8)
+    cache = PagedCache(v32_fp8(scale_mode="exact"), 2, 64)
+    tiles = torch.randn(128, 9, 64)
+    sizes = torch.tensor([1e-5, 1e-5, 2e-3, 2e-3, 0.3, 0.3, 60.0, 60.0, 1e4])
+    rows = (tiles / tiles.abs().amax(-1, keepdim=True) * sizes[:, None]).flatten(1)
+    write_kv(rows.bfloat16(), cache, torch.arange(128), backend="reference")
+    q = torch.randn(2, 64, 576).bfloat16()
+    selections = [Selection(cache, torch.arange(128, dtype=torch.int32).repeat(2, 1))]
+    _, parts = emulated(KINDS["v32-fp8"])(q, selections, scale=1e-5)
+    found, wanted = merged(*parts)[0].double(), expected(q, selections, 1e-5)[0].double()
+    for tile in range(4):
+        part = slice(128 * tile, 128 * tile + 128)
+        assert (found[..., part] - wanted[..., part]).norm() < 4e-3 * wanted[..., part].norm()
 
 
 def test_what_the_kernel_does_not_read_is_refused() -> None:

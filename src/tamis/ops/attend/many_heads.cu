@@ -242,6 +242,7 @@ __device__ __forceinline__ u32 largest(uint4 bfloats) {
 }
 
 // What a lane knows of a row: scales as pairs of halves, or exponent bytes, and the power of two that they leave out.
+// Where a scale is far below the row's others, fp16 would not hold it: a negative one is to be multiplied with -2**-14.
 struct Scales {
     uint4 words;    // V4: x and y are exponent bytes
     int exponent;   // biased, of the row's power of two plus SCALE_EXPONENT
@@ -251,6 +252,10 @@ struct Scales {
         const int byte = (tile < 4 ? words.x >> 8 * tile : words.y >> 8 * (tile - 4)) & 0xFF;
         const float scale = power_of_two(max(127 + SCALE_EXPONENT + byte - exponent, 0));
         return pack_half(scale, scale);
+    }
+
+    __device__ __forceinline__ bool any_negative() const {
+        return !V4 && static_cast<int>(words.x | words.y | words.z | words.w) < 0;
     }
 
     __device__ __forceinline__ float left_out() const { return power_of_two(exponent - SCALE_EXPONENT); }
@@ -271,7 +276,11 @@ __device__ __forceinline__ Scales scales_of(u32 row, u32 rope_top) {
         exponent = max(exponent, static_cast<int>(max(max(bits.x, bits.y), max(bits.z, bits.w)) >> 23));
         scales.exponent = exponent;
         const float inverse = scales.inverse();
-        const auto pair = [&](u32 word) { const float s = __uint_as_float(word) * inverse; return pack_half(s, s); };
+        const auto pair = [&](u32 word) {
+            const float scale = __uint_as_float(word) * inverse;
+            const float kept = scale > 0.0f && scale < power_of_two(127 - 14) ? scale * -power_of_two(127 + 14) : scale;
+            return pack_half(kept, kept);
+        };
         scales.words = make_uint4(pair(bits.x), pair(bits.y), pair(bits.z), pair(bits.w));
     }
     return scales;
@@ -300,6 +309,26 @@ struct Codes {
         }
     }
 };
+
+// What is left to do to a lane's units in a half, where their scales are negative.
+__device__ __forceinline__ void finish_small(u32 to, const u32 (&target)[2], const Scales (&scales)[2], int first) {
+    if (V4 || !__any_sync(EVERY_LANE, scales[0].any_negative() || scales[1].any_negative())) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int tile = 0; tile < 4; tile += 2) {
+            if (static_cast<int>(scales[i].of_tile(first + tile)) >= 0) continue;
+            constexpr u32 STEP = 0x84008400;  // -2**-14
+            const u32 end = to + (tile + 2) * TILE_BYTES;
+#pragma unroll 1
+            for (u32 at = to + tile * TILE_BYTES + target[i]; at < end; at += TILE_BYTES) {
+                const uint4 v = shared_load4(at);
+                shared_store4(at, make_uint4(multiply_halves(v.x, STEP), multiply_halves(v.y, STEP), multiply_halves(v.z, STEP),
+                                             multiply_halves(v.w, STEP)));
+            }
+        }
+    }
+}
 
 __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
     const int warp = threadIdx.x / 32 % WIDENERS, lane = threadIdx.x % 32, blocks = work.end - work.begin;
@@ -350,6 +379,7 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
         const u32 rope_to = V4 ? here.tiles(memory) + 3 * TILE_BYTES : memory + LEFTOVER + leftover * TILE_BYTES;
         if (V4) upper.load(source, 4);
         upper.store_wide(here.tiles(memory), target, scales, 4);
+        finish_small(here.tiles(memory), target, scales, 4);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float inverse = scales[i].inverse();
@@ -368,6 +398,7 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
         else copies_commit();
         take();
         lower.store_wide(here.tiles(memory), target, scales, 0);
+        finish_small(here.tiles(memory), target, scales, 0);
         hand_over();
         if (block + 1 < blocks) fetch.second();
         else copies_commit();
