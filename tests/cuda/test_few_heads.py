@@ -232,6 +232,20 @@ def test_rows_in_the_order_of_growing_tiles(emulated, name: str, mode: str) -> N
     check(q, Selection(cache, torch.stack((order, order.flip(0)))), scale=1e-4)
 
 
+@pytest.mark.parametrize("variant", [Columns(32, 7), Columns(16, 9)])
+def test_teams_that_take_turns_at_a_ring(emulated, monkeypatch: pytest.MonkeyPatch, variant: Columns) -> None:
+    """As many stages as on a device, several passes over them in every item, and each team slow at some time."""
+    torch.manual_seed(13)
+    monkeypatch.setitem(FP8_VARIANTS, "device", variant)
+    emulated("device", 1)
+    cache = filled(300)
+    slots = torch.randint(0, cache.rows, (3, 900), dtype=torch.int32)
+    lengths = torch.tensor([900, 130, 600], dtype=torch.int32)
+    q = torch.randn(3, variant.heads, 576).bfloat16()
+    for _ in range(3):
+        check(q, Selection(cache, slots, lengths))
+
+
 @pytest.mark.parametrize("name", ["one stream", "32 columns"])
 def test_tiles_of_zeros(emulated, name: str) -> None:
     """Their scales are the smallest there are, or zero."""

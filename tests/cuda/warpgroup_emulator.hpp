@@ -126,12 +126,18 @@ inline void store_matrices_transposed(u32 address, const u32 (&fragment)[4]) {
     }
 }
 
-inline unsigned long long descriptor(u32 address, u32 tile_bytes) {
-    const u32* all = emulator::exchange(address);
+inline u32 worked_out_here(u32 number) { return number; }
+
+inline u32 uniform(u32 same) {
+    const u32* all = emulator::exchange(same);
     for (int lane = 0; lane < 32; ++lane) {
-        if (all[lane] != address) emulator::fail("lanes that differ in a descriptor");
+        if (all[lane] != same) emulator::fail("lanes that differ in what should be the same");
     }
-    const u32 lower = (address & 0x3FFFF) >> 4 | tile_bytes >> 4 << 16;
+    return same;
+}
+
+inline unsigned long long descriptor(u32 address, u32 tile_bytes) {
+    const u32 lower = uniform((address & 0x3FFFF) >> 4 | tile_bytes >> 4 << 16);
     return static_cast<unsigned long long>(1u << 30 | 1024 >> 4) << 32 | lower;
 }
 

@@ -34,11 +34,22 @@ __device__ __forceinline__ void store_matrices_transposed(u32 address, const u32
 #define PRODUCT_OPERANDS "f16.f16"
 #endif
 
-// Descriptors differ in their lower words alone. A reduction over the warp, of what is the same in all lanes, leaves the
-// compiler no choice but uniform registers; otherwise dozens of descriptors take up those of the lanes.
+// What is the same in all lanes. A reduction over the warp leaves the compiler no choice but a uniform register, for it
+// and for what follows from it; otherwise they take up those of the lanes.
+__device__ __forceinline__ u32 uniform(u32 same) {
+    asm volatile("redux.sync.or.b32 %0, %0, 0xFFFFFFFF;" : "+r"(same));
+    return same;
+}
+
+// What follows from a number is worked out where it is written, and not before a loop, all along which it takes registers.
+__device__ __forceinline__ u32 worked_out_here(u32 number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+
+// Descriptors differ in their lower words alone, and there are dozens of them.
 __device__ __forceinline__ unsigned long long descriptor(u32 address, u32 tile_bytes) {
-    u32 lower = (address & 0x3FFFF) >> 4 | tile_bytes >> 4 << 16;
-    asm volatile("redux.sync.or.b32 %0, %0, 0xFFFFFFFF;" : "+r"(lower));
+    const u32 lower = uniform((address & 0x3FFFF) >> 4 | tile_bytes >> 4 << 16);
     return static_cast<unsigned long long>(1u << 30 | 1024 >> 4) << 32 | lower;
 }
 

@@ -135,7 +135,8 @@ class Columns(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes of shared memory: tiles of queries and weights, the ring, numbers of heads, barriers, notes."""
-        return (10 + 8) * 128 * self.heads + self.stages * STAGE * 656 + 51 * 4 * self.heads + self.stages * 24
+        tiles, numbers = (10 + 8) * 128 * self.heads, (21 + 64) * 4 * self.heads
+        return tiles + self.stages * STAGE * 656 + numbers + self.stages * 24
 
     @property
     def constants(self) -> dict[str, int]:

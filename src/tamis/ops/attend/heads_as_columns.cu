@@ -7,15 +7,16 @@
 // the way. Queries and weights are the second factors, tiles in shared memory. No number of a row is ever written.
 //
 // A block works through items, each a query token, or a part of the columns of one, as `row_ring.cuh` has it. Four warps
-// copy rows into one ring. Two teams of four warps take 128 rows at a time, four stages: each makes the weights of 64
-// rows, and then adds up two of the four tiles of values of all 128, so that sums take few registers and nothing has to be
-// merged.
+// copy rows into one ring, from which two teams of four warps take 64 rows, two stages, in turn. Each has references and
+// sums of its own, so that one multiplies while the other one makes weights; when an item ends, each gets the other's sums
+// of two of the four tiles. Turns with keys are taken in order, and so are those with values: stages are then filled and
+// freed in order, which is what their barriers, with two phases to tell apart, ask for.
 //
 // e4m3 numbers are exact in fp16; a tile's scale is applied to logits and weights. Queries are brought into fp16's range
 // by a power of two per head. So are weights times scales: a head has a reference for its logits, from which weights
 // are exp2(logit - reference) in float32, and a factor for each tile, which makes the largest weight times scale a number
-// that fp16 holds in full, whatever the tile's scales are. Where something would not fit, all warps move references and
-// factors.
+// that fp16 holds in full, whatever the tile's scales are. Where something would not fit, a team moves its references
+// and factors.
 //
 // Defined by the caller: HEADS (16 or 32), STAGES of the ring, QUERY_HALF (1: queries are fp16, 0: bf16), and THREADS and
 // SHARED_BYTES, which follow from them.
@@ -29,7 +30,8 @@ typedef unsigned short u16;
 // it is an odd multiple of 16 bytes, so that the rows of a matrix are in different banks.
 constexpr int TILES = 4, TILE = 128, SCALES = 512, ROPE = 528, ROW = 656, PITCH = ROW;
 constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = 32 * TEAM_WARPS, CONSUMERS = TEAMS * TEAM_THREADS;
-constexpr int STREAMS = 1, PRODUCERS = 4, ROUND = 2 * TEAMS;
+constexpr int TURN = 2;  // stages that a team takes at a time
+constexpr int STREAMS = 1, PRODUCERS = 4, ROUND = TURN * TEAMS;
 
 #include "row_ring.cuh"
 
@@ -58,18 +60,28 @@ constexpr int RING = WEIGHTS + TEAMS * TILES * HEAD_TILE;
 // Numbers of each head.
 constexpr int PER_HEAD = 4 * HEADS;
 constexpr int UNITS = RING + STAGES * STAGE_BYTES;  // what products are multiplied with
-constexpr int REFERENCES = UNITS + PER_HEAD;  // of logits
-constexpr int FACTORS = REFERENCES + PER_HEAD;  // of weights, for each tile
-constexpr int CHANGES = FACTORS + TILES * PER_HEAD;  // of sums, for each tile, and of totals
-constexpr int KINDS = TILES + 1;
-constexpr int SHARES = CHANGES + KINDS * PER_HEAD;  // of each warp: largest of its rows; at the end totals and products
-constexpr int BARRIERS = SHARES + CONSUMERS / 32 * KINDS * PER_HEAD;
+// Of each team, for each tile and then for what tiles have in common.
+constexpr int KINDS = TILES + 1, PER_TEAM = KINDS * PER_HEAD;
+constexpr int REFERENCES = UNITS + PER_HEAD;  // of weights times scales; of logits
+constexpr int FACTORS = REFERENCES + TEAMS * PER_TEAM;  // of weights, for tiles alone
+// Of each thread: the largest product of each of its heads' queries and its rows, which registers have no room for.
+constexpr int TOPS = FACTORS + TEAMS * PER_TEAM;
+constexpr int BARRIERS = TOPS + CONSUMERS * 2 * 4 * OCTETS;
 constexpr int NOTES = BARRIERS + STAGES * 16;
 
 static_assert(NOTES + STAGES * 8 == SHARED_BYTES, "the caller has another layout in mind");
 static_assert(THREADS == CONSUMERS + 32 * PRODUCERS && (HEADS == 16 || HEADS == 32), "no plan for these");
 
-constexpr u32 BOTH_TEAMS = 1;  // named barrier
+// While a team has no use for its weights, numbers of each head are there.
+constexpr int TEAM_WEIGHTS = TILES * HEAD_TILE;
+constexpr int SHARES = 0;  // of each warp: largest of its rows; at the end totals and products
+constexpr int CHANGES = SHARES + TEAM_WARPS * PER_TEAM;  // of sums, for each tile, and of totals
+// At the end of an item, in place of queries and weights: sums on their way to the other team.
+constexpr int HANDED_OVER = QUERY;
+static_assert(HANDED_OVER + CONSUMERS * TILES / TEAMS * 2 * 4 * RESULTS <= RING, "sums do not fit");
+
+// Named barriers; the last three are one for each team.
+constexpr u32 BOTH_TEAMS = 1, ONE_TEAM = 2, KEYS_TURN = 4, VALUES_TURN = 6;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 
@@ -79,23 +91,45 @@ struct Seat {
 
     __device__ __forceinline__ explicit Seat(u32 memory) : memory(memory) {
         lane = threadIdx.x % 32;
-        warp = threadIdx.x / 32 % TEAM_WARPS;
-        team = threadIdx.x / TEAM_THREADS;
+        warp = uniform(threadIdx.x / 32) % TEAM_WARPS;
+        team = uniform(threadIdx.x / TEAM_THREADS);
         row = lane / 4;
         pair = lane % 4;
     }
 
     __device__ __forceinline__ void sync() const { named_sync(BOTH_TEAMS, CONSUMERS); }
-
-    // Where this warp's numbers of a kind are, from the head of this lane's pair on.
-    __device__ __forceinline__ u32 shares(int kind) const {
-        return memory + SHARES + ((TEAM_WARPS * team + warp) * KINDS + kind) * PER_HEAD + 8 * pair;
+    __device__ __forceinline__ void sync_team() const { named_sync(ONE_TEAM + team, TEAM_THREADS); }
+    __device__ __forceinline__ bool any_of_team(bool said) const {
+        return named_any(ONE_TEAM + team, TEAM_THREADS, said);
     }
 
-    // Numbers of this lane's two heads of an octet, where there is one for each head.
-    __device__ __forceinline__ float2 own(int numbers, int octet) const {
-        const uint2 two = shared_load2(memory + numbers + 32 * octet + 8 * pair);
+    // A team's turn comes when the other one has passed it on.
+    __device__ __forceinline__ void await(u32 turn) const { named_sync(turn + team, CONSUMERS); }
+    __device__ __forceinline__ void pass(u32 turn) const { named_arrive(turn + 1 - team, CONSUMERS); }
+
+    __device__ __forceinline__ u32 weights() const { return memory + WEIGHTS + team * TEAM_WEIGHTS; }
+
+    // Where this team's numbers of a kind are.
+    __device__ __forceinline__ u32 references(int kind) const {
+        return memory + REFERENCES + team * PER_TEAM + kind * PER_HEAD;
+    }
+    __device__ __forceinline__ u32 factors(int tile) const {
+        return memory + FACTORS + team * PER_TEAM + tile * PER_HEAD;
+    }
+    __device__ __forceinline__ u32 changes(int kind) const { return weights() + CHANGES + kind * PER_HEAD; }
+    __device__ __forceinline__ u32 shares(int warp, int kind) const {
+        return weights() + SHARES + warp * PER_TEAM + kind * PER_HEAD;
+    }
+
+    // Numbers of this lane's two heads of an octet.
+    __device__ __forceinline__ float2 own(u32 numbers, int octet) const {
+        const uint2 two = shared_load2(numbers + 32 * octet + 8 * pair);
         return {__uint_as_float(two.x), __uint_as_float(two.y)};
+    }
+
+    // Where this thread has the largest products of four heads.
+    __device__ __forceinline__ u32 tops(int four) const {
+        return memory + TOPS + 16 * (four * CONSUMERS + threadIdx.x);
     }
 };
 
@@ -120,7 +154,7 @@ __device__ __forceinline__ void load_query(
     const u16* q, long long head_stride, int heads, float logit_scale, const Seat& seat) {
     constexpr int SHARERS = CONSUMERS / HEADS;  // threads of a head, neighbours
     constexpr int GROUPS = 32 / SHARERS, PIECES = 16 / SHARERS;
-    const int head = threadIdx.x / SHARERS, share = threadIdx.x % SHARERS;
+    const int thread = worked_out_here(threadIdx.x), head = thread / SHARERS, share = thread % SHARERS;
     const u16* from = q + head * head_stride;
     uint2 latent[GROUPS][4], rope[PIECES];
     float top = 0.0f;
@@ -147,9 +181,11 @@ __device__ __forceinline__ void load_query(
     if (share == 0) {
         const u32 numbers = seat.memory + 4 * head;
         store_number(numbers + UNITS, __uint_as_float((exponent - 14) << 23) * logit_scale);
-        store_number(numbers + REFERENCES, NO_REFERENCE);
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) store_number(numbers + FACTORS + tile * PER_HEAD, 1.0f);
+        for (int i = 0; i < TEAMS * KINDS; ++i) {
+            store_number(numbers + REFERENCES + i * PER_HEAD, NO_REFERENCE);
+            store_number(numbers + FACTORS + i * PER_HEAD, 1.0f);
+        }
     }
     const u32 row = seat.memory + QUERY + 128 * head;
 #pragma unroll
@@ -189,19 +225,17 @@ __device__ __forceinline__ void load_query(
     seat.sync();
 }
 
-// ---- A round of 128 rows
+// ---- A team's 64 rows
 
-constexpr int OWN_TILES = TILES / TEAMS, BLOCKS = 2 * OWN_TILES;
+constexpr int BLOCKS = 2 * TILES;
 
 struct State {
-    // Weights times values of the team's tiles, in blocks of 64 columns: from a tile, a warp has those from 32 * warp on,
-    // 16 in each of two blocks, of which a lane's `row` stands for column 2 * row, and `row + 8` for the one after.
+    // Weights times values, in blocks of 64 columns: from a tile, a warp has those from 32 * warp on, 16 in each of two
+    // blocks, of which a lane's `row` stands for column 2 * row, and `row + 8` for the one after.
     float sums[BLOCKS][RESULTS];
-    float total[OCTETS][2], top[OCTETS][2];  // of weights; largest product of query and key; both of this lane's rows
-    // In the first team: of the head with this lane's number, for logits, and for the tile with this warp's number.
-    float reference, tile_reference;
+    float total[OCTETS][2];  // of the weights of this lane's rows
 
-    __device__ __forceinline__ void clear() {
+    __device__ __forceinline__ void clear(const Seat& seat) {
 #pragma unroll
         for (int i = 0; i < BLOCKS; ++i) {
 #pragma unroll
@@ -210,18 +244,21 @@ struct State {
 #pragma unroll
         for (int octet = 0; octet < OCTETS; ++octet) {
             total[octet][0] = total[octet][1] = 0.0f;
-            top[octet][0] = top[octet][1] = minus_infinity();
         }
-        reference = tile_reference = NO_REFERENCE;
+        const u32 lowest = __float_as_uint(minus_infinity());
+#pragma unroll
+        for (int four = 0; four < OCTETS / 2; ++four) {
+            shared_store4(seat.tops(four), make_uint4(lowest, lowest, lowest, lowest));
+        }
     }
 
     // Sums with what their head and tile has among the changes.
     __device__ __forceinline__ void multiply(const Seat& seat) {
 #pragma unroll
-        for (int tile = 0; tile < OWN_TILES; ++tile) {
+        for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
             for (int octet = 0; octet < OCTETS; ++octet) {
-                const float2 change = seat.own(CHANGES + (OWN_TILES * seat.team + tile) * PER_HEAD, octet);
+                const float2 change = seat.own(seat.changes(tile), octet);
 #pragma unroll
                 for (int i = 4 * octet; i < 4 * octet + 4; ++i) {
                     sums[2 * tile][i] *= i % 2 ? change.y : change.x;
@@ -238,20 +275,31 @@ __device__ __forceinline__ float2 scales_of(const Seat& seat, u32 keys, int tile
     return {load_number(at), load_number(at + 8 * PITCH)};
 }
 
-__device__ __forceinline__ void add_scaled(
-    float (&logits)[RESULTS], const float (&products)[RESULTS], float2 scales) {
-#pragma unroll
-    for (int i = 0; i < RESULTS; ++i) logits[i] = fmaf(products[i], i / 2 % 2 ? scales.y : scales.x, logits[i]);
-}
+// Matrices of codes are loaded this many steps before they are widened, since they take long while others multiply.
+constexpr int KEYS_AHEAD = 2, VALUES_AHEAD = 2;
 
 // Products of this warp's 16 keys and the queries, times the scales of keys.
 __device__ __forceinline__ void multiply_keys(const Seat& seat, u32 keys, float (&logits)[RESULTS]) {
-    const u32 at = keys + seat.lane % 16 * PITCH + 16 * (seat.lane / 16);
+    constexpr int STEPS = 4 * TILES;  // 32 columns each
+    const int lane = worked_out_here(seat.lane);
+    const u32 at = keys + lane % 16 * PITCH + 16 * (lane / 16);
     const unsigned long long query = along_rows(seat.memory + QUERY);
+    u32 codes[KEYS_AHEAD][4], fragments[2][2][4];
+    const auto load = [&](int step) { load_matrices(codes[step % KEYS_AHEAD], at + 32 * step); };
+    const auto widen_codes = [&](int step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u32(&fragment)[4] = fragments[step % 2][i / 2];
+            e4m3_to_half(codes[step % KEYS_AHEAD][i], fragment[i % 2], fragment[i % 2 + 2]);
+        }
+        if (step + KEYS_AHEAD < STEPS) load(step + KEYS_AHEAD);
+    };
     {
         u32 rope[4][4];
 #pragma unroll
         for (int step = 0; step < 4; ++step) load_matrices(rope[step], at + ROPE + 32 * step);
+#pragma unroll
+        for (int i = 0; i < KEYS_AHEAD; ++i) load(i);
         products_begin();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -262,38 +310,31 @@ __device__ __forceinline__ void multiply_keys(const Seat& seat, u32 keys, float 
             }
         }
         products_commit();
+        widen_codes(0);
     }
-    float products[2][RESULTS];  // of a tile, and of the one before
-    u32 codes[4];  // of 32 columns, always loaded before the products that come before theirs
-    load_matrices(codes, at);
+    float products[RESULTS];  // of a tile
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
+    for (int here = 0; here < STEPS; ++here) {
+        products_begin();
 #pragma unroll
-        for (int steps = 0; steps < 4; ++steps) {
-            const int here = 4 * tile + steps;
-            u32 fragments[2][4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) e4m3_to_half(codes[i], fragments[i / 2][i % 2], fragments[i / 2][i % 2 + 2]);
-            if (here + 1 < 4 * TILES) load_matrices(codes, at + 32 * (here + 1));
-            products_begin();
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const u32 further = here / 2 * HEAD_TILE + 64 * (here % 2) + 32 * i;
-                multiply_narrow_half(products[tile % 2], fragments[i], advance(query, further), steps + i > 0);
-            }
-            products_commit();
-            if (steps != 1) {
-                products_wait<2>();
-            } else if (tile == 0) {
-                products_wait<2>(logits);
-            } else {
-                products_wait<2>(products[(tile + 1) % 2]);
-                add_scaled(logits, products[(tile + 1) % 2], scales_of(seat, keys, tile - 1));
-            }
+        for (int i = 0; i < 2; ++i) {
+            const u32 further = here / 2 * HEAD_TILE + 64 * (here % 2) + 32 * i;
+            multiply_narrow_half(products, fragments[here % 2][i], advance(query, further), here % 4 + i > 0);
         }
+        products_commit();
+        if (here + 1 < STEPS) {
+            products_wait<1>();  // with the fragments that come next
+            widen_codes(here + 1);
+        } else {
+            seat.pass(KEYS_TURN);
+        }
+        if (here % 4 < 3) continue;
+        const float2 scales = scales_of(seat, keys, here / 4);
+        if (here == 3) products_wait<0>(logits);
+        products_wait<0>(products);
+#pragma unroll
+        for (int i = 0; i < RESULTS; ++i) logits[i] = fmaf(products[i], i / 2 % 2 ? scales.y : scales.x, logits[i]);
     }
-    products_wait<0>(products[(TILES - 1) % 2]);
-    add_scaled(logits, products[(TILES - 1) % 2], scales_of(seat, keys, TILES - 1));
 }
 
 // Weights from logits, and weights times scales as tiles of each head's 64 numbers; whether all of them are in range.
@@ -302,7 +343,8 @@ __device__ __forceinline__ bool write_weights(
     float highest = NO_REFERENCE;
 #pragma unroll
     for (int octet = 0; octet < OCTETS; ++octet) {
-        const float2 unit = seat.own(UNITS, octet), reference = seat.own(REFERENCES, octet);
+        const float2 unit = seat.own(seat.memory + UNITS, octet);
+        const float2 reference = seat.own(seat.references(TILES), octet);
 #pragma unroll
         for (int i = 4 * octet; i < 4 * octet + 4; ++i) {
             const float bits = i % 2 ? fmaf(logits[i], unit.y, -reference.y) : fmaf(logits[i], unit.x, -reference.x);
@@ -314,7 +356,7 @@ __device__ __forceinline__ bool write_weights(
     // A lane gives the row of a head for one of four matrices: eight heads times eight tokens, of the first or second
     // octet of heads, and of the warp's first or second eight tokens.
     const int head = seat.lane % 8 + seat.lane / 16 * 8, unit = 2 * seat.warp + seat.lane / 8 % 2;
-    const u32 to = seat.memory + WEIGHTS + seat.team * TILES * HEAD_TILE + 128 * head + 16 * (unit ^ head % 8);
+    const u32 to = seat.weights() + 128 * head + 16 * (unit ^ head % 8);
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
         const float2 scales = scales_of(seat, keys, tile);
@@ -323,7 +365,7 @@ __device__ __forceinline__ bool write_weights(
             u32 packed[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float2 factor = seat.own(FACTORS + tile * PER_HEAD, octets + i / 2);
+                const float2 factor = seat.own(seat.factors(tile), octets + i / 2);
                 const float scale = i % 2 ? scales.y : scales.x;
                 const float(&w)[RESULTS] = weights;
                 const int first = 4 * octets + 2 * i;
@@ -352,10 +394,10 @@ __device__ __forceinline__ float sum_of_head(float x) {
 // The largest of a warp's rows for each head: of logits, plus the bits of this lane's two scales.
 __device__ __forceinline__ void share_largest(
     const Seat& seat, const float (&logits)[RESULTS], float2 scale_bits, int kind) {
-    const u32 to = seat.shares(kind);
+    const u32 to = seat.shares(seat.warp, kind) + 8 * seat.pair;
 #pragma unroll
     for (int octet = 0; octet < OCTETS; ++octet) {
-        const float2 unit = seat.own(UNITS, octet);
+        const float2 unit = seat.own(seat.memory + UNITS, octet);
         const float* l = &logits[4 * octet];
         const float one = max_of_head(fmaxf(fmaf(l[0], unit.x, scale_bits.x), fmaf(l[2], unit.x, scale_bits.y)));
         const float two = max_of_head(fmaxf(fmaf(l[1], unit.y, scale_bits.x), fmaf(l[3], unit.y, scale_bits.y)));
@@ -378,83 +420,104 @@ __device__ __forceinline__ void move_references(
         share_largest(seat, logits, bits, tile);
     }
     share_largest(seat, logits, {0.0f, 0.0f}, TILES);
-    seat.sync();
-    if (seat.team == 0 && seat.lane < HEADS) {
-        const u32 numbers = seat.memory + 4 * seat.lane, tile = seat.warp * PER_HEAD;
-        float moved = state.reference, tile_moved = state.tile_reference;
+    const u32 head = 4 * seat.lane;
+    const float reference = seat.lane < HEADS ? load_number(seat.references(TILES) + head) : 0.0f;
+    seat.sync_team();
+    if (seat.lane < HEADS) {
+        // Of the tile with this warp's number.
+        const int tile = seat.warp;
+        const float tile_reference = load_number(seat.references(tile) + head);
+        float moved = reference, tile_moved = tile_reference;
 #pragma unroll
-        for (int warp = 0; warp < CONSUMERS / 32; ++warp) {
-            const u32 shares = numbers + SHARES + warp * KINDS * PER_HEAD;
-            moved = fmaxf(moved, load_number(shares + TILES * PER_HEAD));
-            tile_moved = fmaxf(tile_moved, load_number(shares + tile));
+        for (int warp = 0; warp < TEAM_WARPS; ++warp) {
+            moved = fmaxf(moved, load_number(seat.shares(warp, TILES) + head));
+            tile_moved = fmaxf(tile_moved, load_number(seat.shares(warp, tile) + head));
         }
-        store_number(numbers + FACTORS + tile, fast_exp2(moved - tile_moved));
-        store_number(numbers + CHANGES + tile, fast_exp2(state.tile_reference - tile_moved));
-        if (seat.warp == 0) {
-            store_number(numbers + REFERENCES, moved);
-            store_number(numbers + CHANGES + TILES * PER_HEAD, fast_exp2(state.reference - moved));
+        store_number(seat.references(tile) + head, tile_moved);
+        store_number(seat.factors(tile) + head, fast_exp2(moved - tile_moved));
+        store_number(seat.changes(tile) + head, fast_exp2(tile_reference - tile_moved));
+        if (tile == 0) {
+            store_number(seat.references(TILES) + head, moved);
+            store_number(seat.changes(TILES) + head, fast_exp2(reference - moved));
         }
-        state.reference = moved;
-        state.tile_reference = tile_moved;
     }
-    seat.sync();
+    seat.sync_team();
     state.multiply(seat);
 #pragma unroll
     for (int octet = 0; octet < OCTETS; ++octet) {
-        const float2 change = seat.own(CHANGES + TILES * PER_HEAD, octet);
+        const float2 change = seat.own(seat.changes(TILES), octet);
         state.total[octet][0] *= change.x;
         state.total[octet][1] *= change.y;
     }
+    seat.sync_team();  // nobody needs the changes, where weights go
 }
 
 // Rows of codes, read as 16-bit numbers, come transposed: a word has two columns of one row, then of the next. Put in
 // order, they are two rows of the even column and two of the odd one.
-__device__ __forceinline__ void add_values(State& state, const Seat& seat, Place& place) {
-    const int column = TILE * OWN_TILES * seat.team + 32 * seat.warp;
-    const u32 offset = seat.lane % 16 * PITCH + column + 16 * (seat.lane / 16);
-    const unsigned long long weights = along_rows(seat.memory + WEIGHTS + OWN_TILES * seat.team * HEAD_TILE);
-    u32 codes[4];  // of 16 rows of a tile
-    barrier_wait(place.full(), place.parity);
-    load_matrices_transposed(codes, place.rows() + offset);
+__device__ __forceinline__ void add_values(State& state, const Seat& seat, const Place (&stages)[TURN]) {
+    constexpr int STEPS = 2 * TILES;  // of a stage: 16 rows of a tile
+    const int lane = worked_out_here(seat.lane);
+    const u32 offset = lane % 16 * PITCH + 32 * seat.warp + 16 * (lane / 16);
+    const unsigned long long weights = along_rows(seat.weights());
+    u32 codes[VALUES_AHEAD][4];
+    const auto load = [&](int step) {
+        const u32 at = stages[step / STEPS].rows() + offset;
+        load_matrices_transposed(codes[step % VALUES_AHEAD], at + step / TILES % 2 * 16 * PITCH + TILE * (step % TILES));
+    };
 #pragma unroll
-    for (int here = 0; here < 4 * ROUND; ++here) {
-        const int tile = here % 2, rows = here / 2 % 2, stage = here / 4;
+    for (int i = 0; i < VALUES_AHEAD; ++i) load(i);
+#pragma unroll
+    for (int here = 0; here < TURN * STEPS; ++here) {
         u32 fragments[2][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             u32(&fragment)[4] = fragments[i / 2];
-            e4m3_to_half(__byte_perm(codes[i], 0, 0x3120), fragment[2 * (i % 2)], fragment[2 * (i % 2) + 1]);
+            const u32 ordered = __byte_perm(codes[here % VALUES_AHEAD][i], 0, 0x3120);
+            e4m3_to_half(ordered, fragment[2 * (i % 2)], fragment[2 * (i % 2) + 1]);
         }
-        if (here % 4 < 3) {
-            const int next = here + 1;
-            load_matrices_transposed(codes, place.rows() + offset + next / 2 % 2 * 16 * PITCH + TILE * (next % 2));
-        } else {
+        if (here + VALUES_AHEAD < TURN * STEPS) load(here + VALUES_AHEAD);
+        if (here % STEPS == STEPS - 1) {
             __syncwarp();
-            if (seat.lane == 0) barrier_arrive(place.empty());
-            place.advance();
-            if (stage + 1 < ROUND) {
-                barrier_wait(place.full(), place.parity);
-                load_matrices_transposed(codes, place.rows() + offset);
-            }
+            if (seat.lane == 0) barrier_arrive(stages[here / STEPS].empty());
         }
-        const u32 further = (stage / 2 * TILES + tile) * HEAD_TILE + 64 * (stage % 2) + 32 * rows;
+        const int tile = here % TILES, sixteen = here / TILES;
         products_begin();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+            const u32 further = tile * HEAD_TILE + 32 * sixteen;
             multiply_narrow_half(state.sums[2 * tile + i], fragments[i], advance(weights, further), 1);
         }
         products_commit();
         products_wait<2>();
     }
+    seat.pass(VALUES_TURN);
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) products_wait<0>(state.sums[i]);
 }
 
-// Returns whether the item ends here; `place` moves on. In an item's first round there are no references yet.
-__device__ __forceinline__ bool process(State& state, const Seat& seat, Place& place, bool first) {
-    Place mine = place;
-    mine.advance(2 * seat.team + seat.warp / 2);
-    barrier_wait(mine.full(), mine.parity);
+__device__ __forceinline__ void raise_tops(const Seat& seat, const float (&logits)[RESULTS]) {
+#pragma unroll
+    for (int four = 0; four < OCTETS / 2; ++four) {
+        const uint4 before = shared_load4(seat.tops(four));
+        u32 tops[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            u32& top = tops[2 * (i / 4) + i % 2];
+            top = __float_as_uint(fmaxf(__uint_as_float(top), logits[8 * four + i]));
+        }
+        shared_store4(seat.tops(four), make_uint4(tops[0], tops[1], tops[2], tops[3]));
+    }
+}
+
+// Returns whether the item ends here; `place` moves on.
+__device__ __forceinline__ bool process(State& state, const Seat& seat, Place& place) {
+    Place stages[TURN] = {place, place};
+    stages[1].advance();
+    place.advance(ROUND);
+    seat.await(KEYS_TURN);
+#pragma unroll
+    for (int i = 0; i < TURN; ++i) barrier_wait(stages[i].full(), stages[i].parity);
+    const Place mine = seat.warp < TEAM_WARPS / 2 ? stages[0] : stages[1];
     const u32 keys = mine.rows() + seat.warp % 2 * 16 * PITCH;
     const u32 counted = shared_load(mine.note()) >> (16 * (seat.warp % 2) + seat.row);
     const bool last = shared_load(mine.note() + 4);
@@ -463,20 +526,20 @@ __device__ __forceinline__ bool process(State& state, const Seat& seat, Place& p
 #pragma unroll
     for (int i = 0; i < RESULTS; ++i) {
         if (!(counted >> 8 * (i / 2 % 2) & 1)) logits[i] = minus_infinity();
-        state.top[i / 4][i % 2] = fmaxf(state.top[i / 4][i % 2], logits[i]);
     }
-    seat.sync();  // nobody multiplies with the weights that were there
-    const bool fits = !first && write_weights(seat, keys, logits, weights);
-    fence_for_copies_and_products();
-    if (named_any(BOTH_TEAMS, CONSUMERS, !fits)) {
-        move_references(seat, keys, logits, state);
-        write_weights(seat, keys, logits, weights);
+    raise_tops(seat, logits);
+    seat.sync_team();  // nobody multiplies with the weights that were there
+#pragma unroll 1
+    for (bool moved = false;; moved = true) {
+        const bool fits = write_weights(seat, keys, logits, weights) || moved;  // what is no number never does
         fence_for_copies_and_products();
-        seat.sync();
+        if (!seat.any_of_team(!fits)) break;
+        move_references(seat, keys, logits, state);
     }
 #pragma unroll
     for (int i = 0; i < RESULTS; ++i) state.total[i / 4][i % 2] += weights[i];
-    add_values(state, seat, place);
+    seat.await(VALUES_TURN);
+    add_values(state, seat, stages);
     return last;
 }
 
@@ -484,12 +547,18 @@ __device__ __forceinline__ bool process(State& state, const Seat& seat, Place& p
 
 // What each warp knows about totals and largest products, for everybody.
 __device__ __forceinline__ void share_totals(const State& state, const Seat& seat) {
+    const u32 to = seat.shares(seat.warp, 0) + 8 * seat.pair;
 #pragma unroll
-    for (int i = 0; i < 2 * OCTETS; ++i) {
-        const float total = sum_of_head(state.total[i / 2][i % 2]), top = max_of_head(state.top[i / 2][i % 2]);
-        if (seat.row == 0) {
-            store_number(seat.shares(0) + 32 * (i / 2) + 4 * (i % 2), total);
-            store_number(seat.shares(1) + 32 * (i / 2) + 4 * (i % 2), top);
+    for (int octet = 0; octet < OCTETS; ++octet) {
+        const uint2 tops = shared_load2(seat.tops(octet / 2) + octet % 2 * 8);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float total = sum_of_head(state.total[octet][i]);
+            const float top = max_of_head(__uint_as_float(i ? tops.y : tops.x));
+            if (seat.row == 0) {
+                store_number(to + 32 * octet + 4 * i, total);
+                store_number(to + PER_HEAD + 32 * octet + 4 * i, top);
+            }
         }
     }
 }
@@ -502,34 +571,79 @@ struct Result {
     const float* sink;
 };
 
-// What sums of the tile with this warp's number are to be multiplied with, for the head with this lane's number; and row
-// `at` of lse and maxima.
+// What this team's sums of the tile with this warp's number are to be multiplied with, for the head with this lane's
+// number; and row `at` of lse and maxima.
 __device__ __forceinline__ void normalise(const Seat& seat, const Result& result, long long at, int heads) {
-    if (seat.team != 0 || seat.lane >= HEADS) return;
-    const u32 numbers = seat.memory + 4 * seat.lane, tile = seat.warp * PER_HEAD;
-    float total = 0.0f, top = minus_infinity();
+    if (seat.lane >= HEADS) return;
+    const u32 numbers = seat.memory + 4 * seat.lane;
+    float references[TEAMS], reference = NO_REFERENCE, total = 0.0f, top = minus_infinity();
+#pragma unroll
+    for (int team = 0; team < TEAMS; ++team) {
+        references[team] = load_number(numbers + REFERENCES + team * PER_TEAM + TILES * PER_HEAD);
+        reference = fmaxf(reference, references[team]);
+    }
 #pragma unroll
     for (int warp = 0; warp < CONSUMERS / 32; ++warp) {
-        total += load_number(numbers + SHARES + warp * KINDS * PER_HEAD);
-        top = fmaxf(top, load_number(numbers + SHARES + (warp * KINDS + 1) * PER_HEAD));
+        const float part = fast_exp2(references[warp / TEAM_WARPS] - reference);
+        const u32 shares = numbers + WEIGHTS + warp / TEAM_WARPS * TEAM_WEIGHTS + SHARES + warp % TEAM_WARPS * PER_TEAM;
+        total = fmaf(load_number(shares), part, total);
+        top = fmaxf(top, load_number(shares + PER_HEAD));
     }
     const bool empty = total == 0.0f, exists = seat.lane < heads;
-    const float reference = load_number(numbers + REFERENCES);
     const float lse = empty ? minus_infinity() : (reference + fast_log2(total)) * LN_2;
-    float factor = empty ? 0.0f : 1.0f / (total * load_number(numbers + FACTORS + tile));
+    const float part = fast_exp2((seat.team == 0 ? references[0] : references[1]) - reference);
+    float factor = empty ? 0.0f : part / (total * load_number(seat.factors(seat.warp) + 4 * seat.lane));
     if (result.sink != nullptr && !empty && exists) {
         factor *= 1.0f / (1.0f + fast_exp2((result.sink[seat.lane] - lse) * LOG2_E));
     }
-    store_number(numbers + CHANGES + tile, factor);
-    if (exists && seat.warp == 0) {
+    store_number(seat.changes(seat.warp) + 4 * seat.lane, factor);
+    if (exists && seat.team == 0 && seat.warp == 0) {
         result.lse[at * heads + seat.lane] = lse;
         result.maxima[at * heads + seat.lane] = empty ? minus_infinity() : top * load_number(numbers + UNITS) * LN_2;
     }
 }
 
+constexpr int KEPT_TILES = TILES / TEAMS, KEPT_BLOCKS = 2 * KEPT_TILES;
+
+// Each team keeps its sums of two tiles, the second one those that come last, and adds the other's; they become the first.
+__device__ __forceinline__ void hand_over(State& state, const Seat& seat) {
+    const u32 at = seat.memory + HANDED_OVER;
+    const auto place = [&](int block, int i, u32 thread) {
+        return at + 16 * ((block * RESULTS + i) / 4 * CONSUMERS + thread);
+    };
+#pragma unroll
+    for (int block = 0; block < KEPT_BLOCKS; ++block) {
+        float(&low)[RESULTS] = state.sums[block];
+        float(&high)[RESULTS] = state.sums[block + KEPT_BLOCKS];
+#pragma unroll
+        for (int i = 0; i < RESULTS; i += 4) {
+            u32 given[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                given[j] = __float_as_uint(seat.team == 0 ? high[i + j] : low[i + j]);
+                low[i + j] = seat.team == 0 ? low[i + j] : high[i + j];
+            }
+            shared_store4(place(block, i, threadIdx.x), make_uint4(given[0], given[1], given[2], given[3]));
+        }
+    }
+    seat.sync();
+#pragma unroll
+    for (int block = 0; block < KEPT_BLOCKS; ++block) {
+#pragma unroll
+        for (int i = 0; i < RESULTS; i += 4) {
+            const uint4 got = shared_load4(place(block, i, threadIdx.x ^ TEAM_THREADS));
+            float* const sums = &state.sums[block][i];
+            sums[0] += __uint_as_float(got.x);
+            sums[1] += __uint_as_float(got.y);
+            sums[2] += __uint_as_float(got.z);
+            sums[3] += __uint_as_float(got.w);
+        }
+    }
+}
+
 // Writes row `at` of a result.
 __device__ __forceinline__ void store(const State& state, const Seat& seat, const Result& result, long long at, int heads) {
-    const int first_column = TILE * OWN_TILES * seat.team + 32 * seat.warp + 2 * seat.row;
+    const int first_column = TILE * KEPT_TILES * seat.team + 32 * seat.warp + 2 * seat.row;
     const long long start = at * result.token_stride + 2 * seat.pair * result.head_stride + first_column;
 #pragma unroll
     for (int head = 0; head < 2 * OCTETS; ++head) {
@@ -537,7 +651,7 @@ __device__ __forceinline__ void store(const State& state, const Seat& seat, cons
         if (8 * octet + 2 * seat.pair + next >= heads) continue;
         const long long offset = start + (8 * octet + next) * result.head_stride;
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
+        for (int block = 0; block < KEPT_BLOCKS; ++block) {
             const int column = TILE * (block / 2) + 16 * (block % 2);
             const float a = state.sums[block][4 * octet + next], b = state.sums[block][4 * octet + next + 2];
             if (result.kind == 0) {
@@ -562,7 +676,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
     const u32 memory = tiles_start();
     if (threadIdx.x < STAGES) {
         barrier_init(memory + BARRIERS + 16 * threadIdx.x, 1);
-        barrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, CONSUMERS / 32);
+        barrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, TEAM_WARPS);
         publish_barriers();
     }
     __syncthreads();
@@ -580,15 +694,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
     }
     take_registers<CONSUMER_REGISTERS>();
     const Seat seat(memory);
+    place.advance(TURN * seat.team);
+    if (seat.team == 1) {
+        seat.pass(KEYS_TURN);
+        seat.pass(VALUES_TURN);
+    }
     const float logit_scale = (scale_factor == nullptr ? scale : scale * *scale_factor) * LOG2_E;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const int token = work.token_of(item);
         State state;
-        state.clear();
-        load_query(q + token * q_token_stride, q_head_stride, heads, logit_scale, seat);
-        bool first = true;
-        while (!process(state, seat, place, first)) first = false;
+        state.clear(seat);
+        load_query(q + work.token_of(item) * q_token_stride, q_head_stride, heads, logit_scale, seat);
+        while (!process(state, seat, place)) {}
         // Parts are float32 [parts, tokens that are not whole, heads, values]; the sink is for whoever merges them.
+        const int token = work.token_of(worked_out_here(item));
         const bool direct = item < whole;
         const Result result = {direct ? out : parts_out,
                                direct ? out_kind : 0,
@@ -599,11 +717,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
                                direct ? sink : nullptr};
         const long long row = static_cast<long long>(work.part_of(item)) * (tokens - whole) + token - whole;
         const long long at = direct ? token : row;
+        seat.sync_team();  // nobody needs the weights
         share_totals(state, seat);
         seat.sync();
         normalise(seat, result, at, heads);
         seat.sync();
         state.multiply(seat);
+        seat.sync();
+        hand_over(state, seat);
         store(state, seat, result, at, heads);
+    }
+    if (seat.team == 0) {
+        seat.await(KEYS_TURN);
+        seat.await(VALUES_TURN);
     }
 }
