@@ -189,7 +189,6 @@ inline void barrier_init(u32 barrier, u32 count) {
 }
 
 inline void publish_barriers() {}
-inline void fence_for_copies() {}
 
 inline void barrier_arrive_expecting(u32 barrier, u32 bytes) {
     emulator::maybe_pause();
@@ -213,6 +212,11 @@ inline void copy_to_shared(u32 destination, const void* source, u32 bytes, u32 b
         one.look();
     });
     emulator::maybe_pause();
+}
+
+inline void clear_shared(u32 destination, u32 barrier) {
+    static const uint4 zeros = {0, 0, 0, 0};
+    copy_to_shared(destination, &zeros, 16, barrier);
 }
 
 template <int BYTES>

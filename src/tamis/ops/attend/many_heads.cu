@@ -241,21 +241,22 @@ __device__ __forceinline__ u32 largest(uint4 bfloats) {
     return max(pairs & 0xFFFF, pairs >> 16);
 }
 
-// What a lane knows of a row: scales as pairs of halves, or exponent bytes, and the power of two that they leave out.
+// What a lane knows of a row: scales as fp16, or exponent bytes, and the power of two that they leave out.
 // Where a scale is far below the row's others, fp16 would not hold it: a negative one is to be multiplied with -2**-14.
 struct Scales {
-    uint4 words;    // V4: x and y are exponent bytes
+    uint2 words;    // two scales in each, or four exponents
     int exponent;   // biased, of the row's power of two plus SCALE_EXPONENT
 
     __device__ __forceinline__ u32 of_tile(int tile) const {
-        if (!V4) return tile < 2 ? words.x : tile < 4 ? words.y : tile < 6 ? words.z : words.w;
-        const int byte = (tile < 4 ? words.x >> 8 * tile : words.y >> 8 * (tile - 4)) & 0xFF;
+        const u32 word = tile < 4 ? words.x : words.y;
+        if (!V4) return __byte_perm(word, 0, tile % 4 < 2 ? 0x1010 : 0x3232);
+        const int byte = word >> 8 * (tile % 4) & 0xFF;
         const float scale = power_of_two(max(127 + SCALE_EXPONENT + byte - exponent, 0));
         return pack_half(scale, scale);
     }
 
     __device__ __forceinline__ bool any_negative() const {
-        return !V4 && static_cast<int>(words.x | words.y | words.z | words.w) < 0;
+        return !V4 && ((words.x | words.y) & 0x80008000u) != 0;
     }
 
     __device__ __forceinline__ float left_out() const { return power_of_two(exponent - SCALE_EXPONENT); }
@@ -267,7 +268,7 @@ __device__ __forceinline__ Scales scales_of(u32 row, u32 rope_top) {
     int exponent = max(static_cast<int>(rope_top >> 7) - (VALUE_EXPONENT - SCALE_EXPONENT), LOWEST_EXPONENT);
     if (V4) {
         const uint2 bytes = shared_load2(row + SCALES_AT);
-        scales.words = make_uint4(bytes.x, bytes.y, 0, 0);
+        scales.words = bytes;
 #pragma unroll
         for (int i = 0; i < 7; ++i) exponent = max(exponent, static_cast<int>((i < 4 ? bytes.x : bytes.y) >> 8 * (i & 3) & 0xFF));
         scales.exponent = exponent;
@@ -276,12 +277,11 @@ __device__ __forceinline__ Scales scales_of(u32 row, u32 rope_top) {
         exponent = max(exponent, static_cast<int>(max(max(bits.x, bits.y), max(bits.z, bits.w)) >> 23));
         scales.exponent = exponent;
         const float inverse = scales.inverse();
-        const auto pair = [&](u32 word) {
+        const auto kept = [&](u32 word) {
             const float scale = __uint_as_float(word) * inverse;
-            const float kept = scale > 0.0f && scale < power_of_two(127 - 14) ? scale * -power_of_two(127 + 14) : scale;
-            return pack_half(kept, kept);
+            return scale > 0.0f && scale < power_of_two(127 - 14) ? scale * -power_of_two(127 + 14) : scale;
         };
-        scales.words = make_uint4(pair(bits.x), pair(bits.y), pair(bits.z), pair(bits.w));
+        scales.words = make_uint2(pack_half(kept(bits.x), kept(bits.y)), pack_half(kept(bits.z), kept(bits.w)));
     }
     return scales;
 }

@@ -151,7 +151,8 @@ __device__ __forceinline__ void copy_stage(const Work& work, Found found, const 
     if (lane == 0) {
         shared_store(place.note(), counted);
         shared_store(place.note() + 4, found.last);
-        if (counted) barrier_arrive_expecting(place.full(), STAGE * ROW);
+        if (counted || ROUND > 1) barrier_arrive_expecting(place.full(), STAGE * ROW);
+        else barrier_arrive(place.full());
     }
     __syncwarp();
     if (counted) {
@@ -161,11 +162,8 @@ __device__ __forceinline__ void copy_stage(const Work& work, Found found, const 
     }
     if (ROUND > 1) {
         // Its neighbours may count, and what is multiplied with weights of zero must be numbers.
-        for (int at = 16 * lane; at < STAGE_BYTES; at += 16 * 32) shared_store4(place.rows() + at, make_uint4(0, 0, 0, 0));
-        fence_for_copies();
-        __syncwarp();
+        for (int at = 16 * lane; at < STAGE * ROW; at += 16 * 32) clear_shared(place.rows() + at, place.full());
     }
-    if (lane == 0) barrier_arrive(place.full());
 }
 
 // Slots are fetched two stages ahead and pages one, since each waits for the one before.
