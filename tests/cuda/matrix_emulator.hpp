@@ -203,6 +203,8 @@ inline void barrier_wait(u32 barrier, u32 parity) {
     while (one.phase.generation % 2 == parity) emulator::wait(one.phase, one.phase.generation);
 }
 
+inline void fence_for_copies() {}
+
 inline void copy_to_shared(u32 destination, const void* source, u32 bytes, u32 barrier) {
     if ((destination | reinterpret_cast<uintptr_t>(source) | bytes) % 16) emulator::fail("a copy that is not aligned");
     emulator::in_flight.push_back([=] {
@@ -212,11 +214,6 @@ inline void copy_to_shared(u32 destination, const void* source, u32 bytes, u32 b
         one.look();
     });
     emulator::maybe_pause();
-}
-
-inline void clear_shared(u32 destination, u32 barrier) {
-    static const uint4 zeros = {0, 0, 0, 0};
-    copy_to_shared(destination, &zeros, 16, barrier);
 }
 
 template <int BYTES>

@@ -132,11 +132,8 @@ __device__ __forceinline__ void copy_to_shared(u32 destination, const void* sour
                  ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Zeros, 16 bytes that the barrier is told of as it is of copied ones.
-__device__ __forceinline__ void clear_shared(u32 destination, u32 barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %1, %1, %1}, [%2];"
-                 ::"r"(destination), "r"(0), "r"(barrier) : "memory");
-}
+// Between a thread's own accesses to shared memory and those of such copies.
+__device__ __forceinline__ void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- Copies that a thread waits for by itself, in the order in which it started them
 

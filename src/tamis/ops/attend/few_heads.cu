@@ -610,7 +610,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
     const float* scale_factor, int tokens, int heads, int whole, int parts, int part_columns) {
     const u32 memory = shared_address(shared_memory());
     if (threadIdx.x < STREAMS * STAGES) {
-        barrier_init(memory + BARRIERS + 16 * threadIdx.x, 1);
+        barrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
         barrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, HEAD_GROUPS * TEAM_WARPS);
         publish_barriers();
     }

@@ -152,19 +152,13 @@ class Variants(NamedTuple):
 
     few_tokens: Layouts
     many_tokens: Layouts
+    more_heads_few_tokens: Layouts
+    """Than one group."""
     more_heads: Layouts
-    """Than one group, for any number of tokens."""
-    per_multiprocessor: float
-    """How many tokens are few."""
-
-    @property
-    def layouts(self) -> tuple[Layouts, ...]:
-        """All of them."""
-        return self.few_tokens, self.many_tokens, self.more_heads
 
 
-FP8_ROWS = Variants(Variant(2, 1, 3, 1), Columns(16, 9), Columns(32, 7), 0.75)
-BF16_ROWS = Variants(Variant(2, 1, 2, 1, True), Variant(1, 1, 2, 2, True), Variant(1, 2, 5, 1, True), 2.0)
+FP8_ROWS = Variants(Variant(2, 1, 3, 1), Columns(16, 9), Variant(1, 2, 8, 1), Columns(32, 7))
+BF16_ROWS = Variants(*(Variant(*one, True) for one in ((2, 1, 2, 1), (1, 1, 2, 2), (1, 2, 5, 1), (1, 2, 5, 1))))
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
@@ -203,9 +197,8 @@ def usual_variant(tokens: int | None, heads: int, multiprocessors: int, bf16_row
     benchmarks/NOTES.md). Without a number of tokens: one for all of them."""
     variants = BF16_ROWS if bf16_rows else FP8_ROWS
     if heads > GROUP:
-        return variants.more_heads
-    few = tokens is not None and tokens <= variants.per_multiprocessor * multiprocessors
-    return variants.few_tokens if few else variants.many_tokens
+        return variants.more_heads_few_tokens if tokens is not None and tokens <= 16 else variants.more_heads
+    return variants.few_tokens if tokens is not None and tokens <= 2 * multiprocessors else variants.many_tokens
 
 
 def attend_slots(
@@ -324,7 +317,7 @@ def offline_cases() -> Iterator["CudaCase"]:
     from tamis.testing.offline_cuda import CudaCase
 
     for kind, variants, dtypes in (("fp8", FP8_ROWS, QUERY_DTYPES), ("bf16", BF16_ROWS, (torch.bfloat16,))):
-        for variant, dtype in product(variants.layouts, dtypes):
+        for variant, dtype in product(dict.fromkeys(variants), dtypes):
             name = variant.source.replace("_", " ")
             label = f"attend, {name}, {kind} rows, {variant[:4]}, {str(dtype).removeprefix('torch.')} queries"
             yield CudaCase(label, program(variant, dtype), variant.shared)

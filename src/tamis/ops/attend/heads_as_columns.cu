@@ -325,8 +325,6 @@ __device__ __forceinline__ void multiply_keys(const Seat& seat, u32 keys, float 
         if (here + 1 < STEPS) {
             products_wait<1>();  // with the fragments that come next
             widen_codes(here + 1);
-        } else {
-            seat.pass(KEYS_TURN);
         }
         if (here % 4 < 3) continue;
         const float2 scales = scales_of(seat, keys, here / 4);
@@ -517,6 +515,7 @@ __device__ __forceinline__ bool process(State& state, const Seat& seat, Place& p
     seat.await(KEYS_TURN);
 #pragma unroll
     for (int i = 0; i < TURN; ++i) barrier_wait(stages[i].full(), stages[i].parity);
+    seat.pass(KEYS_TURN);
     const Place mine = seat.warp < TEAM_WARPS / 2 ? stages[0] : stages[1];
     const u32 keys = mine.rows() + seat.warp % 2 * 16 * PITCH;
     const u32 counted = shared_load(mine.note()) >> (16 * (seat.warp % 2) + seat.row);
@@ -675,7 +674,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
     const float* scale_factor, int tokens, int heads, int whole, int parts, int part_columns) {
     const u32 memory = tiles_start();
     if (threadIdx.x < STAGES) {
-        barrier_init(memory + BARRIERS + 16 * threadIdx.x, 1);
+        barrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
         barrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, TEAM_WARPS);
         publish_barriers();
     }

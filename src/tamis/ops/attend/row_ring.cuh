@@ -7,6 +7,7 @@
 
 constexpr int STAGE = 32;  // rows
 constexpr int STAGE_BYTES = STAGE * PITCH;
+constexpr int FILLING = ROUND == 1 ? 1 : 32;  // threads that say so when a stage is full: those that may clear it
 constexpr int STEP = STAGE * STREAMS;  // columns from one stage of a stream to its next
 
 // ---- What a launch works on
@@ -151,18 +152,22 @@ __device__ __forceinline__ void copy_stage(const Work& work, Found found, const 
     if (lane == 0) {
         shared_store(place.note(), counted);
         shared_store(place.note() + 4, found.last);
-        if (counted || ROUND > 1) barrier_arrive_expecting(place.full(), STAGE * ROW);
-        else barrier_arrive(place.full());
     }
-    __syncwarp();
+    if (ROUND == 1) {
+        if (lane == 0 && counted) barrier_arrive_expecting(place.full(), STAGE * ROW);
+        if (lane == 0 && !counted) barrier_arrive(place.full());
+        __syncwarp();
+    } else if (counted) {
+        barrier_arrive_expecting(place.full(), ROW);
+    } else {
+        // Its neighbours may count, and what is multiplied with weights of zero must be numbers.
+        for (int at = 16 * lane; at < STAGE_BYTES; at += 16 * 32) shared_store4(place.rows() + at, make_uint4(0, 0, 0, 0));
+        fence_for_copies();
+        barrier_arrive(place.full());
+    }
     if (counted) {
         const unsigned char* source = work.rows + found.page * work.page_stride + static_cast<long long>(found.row) * ROW;
         copy_to_shared(place.rows() + lane * PITCH, source, ROW, place.full());
-        return;
-    }
-    if (ROUND > 1) {
-        // Its neighbours may count, and what is multiplied with weights of zero must be numbers.
-        for (int at = 16 * lane; at < STAGE * ROW; at += 16 * 32) clear_shared(place.rows() + at, place.full());
     }
 }
 
