@@ -70,16 +70,22 @@ class Step:
         expected = torch.empty_like(found, device="cpu")
         reference.index_scores(*self.arguments(), expected)
         triton_kernels.index_scores(*self.arguments(device), found)
-        agree(found.cpu(), expected, self.q.shape[1])
+        q, weights, *rest = self.arguments()
+        magnitudes = torch.empty_like(expected)
+        reference.index_scores(q, weights.abs(), *rest, magnitudes)
+        agree(found.cpu(), expected, self.q.shape[1], magnitudes)
 
 
-def agree(found: Tensor, expected: Tensor, heads: int) -> None:
-    """The same holes, and numbers within the rounding of the largest sum; FP8 products on a device are coarser."""
+def agree(found: Tensor, expected: Tensor, heads: int, magnitudes: Tensor | None = None) -> None:
+    """The same holes, and numbers within the rounding of the largest sum; FP8 products on a device are coarser.
+
+    `magnitudes` are the sums without their signs: of few scores, even the largest may be what is left of larger terms.
+    """
     assert torch.equal(found == -INF, expected == -INF)
     assert torch.equal(found.isnan(), expected.isnan())
     seen = expected.isfinite()
     if seen.any():
-        size = expected[seen].abs().max()
+        size = (expected if magnitudes is None else magnitudes / heads**0.5)[seen].abs().max()
         bound = 2e-6 if interpreted(score_keys) else 2e-3
         assert (found[seen] - expected[seen]).abs().max() <= bound * heads**0.5 * size
 
