@@ -11,7 +11,7 @@ import torch
 from many_heads_emulated import Emulated, choose, close, compiling, expected, filled, merged, on_gpu, queries
 
 from tamis.cache import PagedCache, Selection
-from tamis.cuda.compiler import has_nvrtc, nvrtc
+from tamis.cuda.compiler import compiled, has_nvrtc
 from tamis.layout import v32_fp8
 from tamis.ops import write_kv
 from tamis.ops.attend import many_heads as many
@@ -230,7 +230,7 @@ def test_it_compiles_without_spills_and_products_overlap(case: CudaCase) -> None
     if tool is None or not tool.exists():
         pytest.skip("needs the disassembler that comes with Triton")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(nvrtc().compile(case.program, "sm_90a"))
+        file.write(compiled(case.program, "sm_90a"))
         file.flush()
         code = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
     # Where the compiler gives up overlapping, it waits after each product, more often than the source.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tamis import checks
 from tamis.backends import STAGES
-from tamis.cuda.compiler import Program, nvrtc
+from tamis.cuda.compiler import Program, compiled
 
 SHARED_LIMITS = {"sm_90a": 228 * 1024, "sm_100a": 228 * 1024}
 """Bytes of shared memory that one block may use, with those that the system keeps in each block."""
@@ -119,7 +119,7 @@ def kernel_uses(case: CudaCase, arch: str, cubin: bytes) -> list[KernelUse]:
 def compile_case(case: CudaCase, arch: str) -> list[KernelUse]:
     """Compile a case and return what its kernels need; refuse stack memory and too much shared memory."""
     checks.option("arch", arch, tuple(SHARED_LIMITS))
-    found = kernel_uses(case, arch, nvrtc().compile(case.program, arch))
+    found = kernel_uses(case, arch, compiled(case.program, arch))
     for one in found:
         if one.refusal:
             raise MemoryError(f"{case.label}: {one.refusal}")
