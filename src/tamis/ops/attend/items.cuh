@@ -13,8 +13,8 @@ struct Selection {
     const unsigned char* start;
     long long page_stride;
     int page_size, page_shift, pages;  // a page's size as a power of two; negative: it is none
-    const int* slots;  // of the query token
-    long long column_stride;
+    const int* slots;  // of the first query token
+    long long token_stride, column_stride;
     int length;
     const int* table;  // of the token's request; null: slots are no positions
     int table_width;
@@ -32,8 +32,8 @@ struct Selection {
 // Of one query token. A token of an unknown request selects nothing.
 __device__ __forceinline__ Selection selection_of(long long token, SELECTION()) {
     const int shift = page_size & page_size - 1 ? -1 : __ffs(page_size) - 1;
-    Selection made = {start, page_stride, page_size, shift, pages, slots + token * token_stride, column_stride, columns,
-                      nullptr, table_width};
+    Selection made = {start, page_stride, page_size, shift, pages, slots, token_stride, column_stride, columns, nullptr,
+                      table_width};
     if (columns > 0 && lengths != nullptr) made.length = min(max(lengths[token], 0), columns);
     if (columns > 0 && table != nullptr) {
         const int request = request_ids[token];
@@ -46,6 +46,7 @@ __device__ __forceinline__ Selection selection_of(long long token, SELECTION()) 
 
 // Blocks of STEP_ROWS columns of one selection, then of the other.
 struct Work {
+    int token;
     Selection first, second;
     int first_blocks;
     int begin, end;  // blocks of this item
@@ -80,8 +81,9 @@ struct Follower {
         const int length = block < work.end ? (later ? work.second.length : work.first.length) : 0;
         const int* const slots = later ? work.second.slots : work.first.slots;
         const long long stride = later ? work.second.column_stride : work.first.column_stride;
+        const long long token_stride = later ? work.second.token_stride : work.first.token_stride;
         slot = -1;
-        if (at < length) slot = slots[at * stride];
+        if (at < length) slot = slots[work.token * token_stride + at * stride];
     }
 
     // Of the block whose slot is there; then on to the next slot.
@@ -99,15 +101,22 @@ struct Follower {
         load_slot();
     }
 
-    // Of the next block; null where there is no row.
-    __device__ __forceinline__ const unsigned char* next() {
+    // Of the next block; null where there is no row. `after`: eight bytes for each row of a page, beyond all of them.
+    __device__ __forceinline__ const unsigned char* next(const unsigned char*& after) {
         const bool later = page_in_second;
         const long long stride = later ? work.second.page_stride : work.first.page_stride;
         const unsigned char* const start = (later ? work.second.start : work.first.start) + page * stride;
         const bool there = static_cast<u32>(page) < static_cast<u32>(later ? work.second.pages : work.first.pages);
+        const long long size = later ? work.second.page_size : work.first.page_size;
         const unsigned char* const row = there ? start + within * static_cast<long long>(ROW_BYTES) : nullptr;
+        after = start + size * ROW_BYTES + within * 8ll;
         find_page();
         return row;
+    }
+
+    __device__ __forceinline__ const unsigned char* next() {
+        const unsigned char* after;
+        return next(after);
     }
 };
 

@@ -24,9 +24,9 @@
 // ---- Shapes
 
 constexpr int HEADS = 64;   // of a block
-constexpr int TOKENS = 64;  // selected rows that are worked on at a time
+constexpr int STEP_ROWS = 64;  // selected rows that are worked on at a time
 constexpr int WIDENERS = 8;  // warps
-constexpr int OWN = TOKENS / WIDENERS;  // rows of one of them
+constexpr int OWN = STEP_ROWS / WIDENERS;  // rows of one of them
 constexpr int WARPS = 4;    // of a group
 
 constexpr int WIDTH = V4 ? 512 : 576, VALUES = 512, TILES = WIDTH / 64;
@@ -35,6 +35,8 @@ constexpr int ROW_BYTES = V4 ? 576 : 656;  // of a row without exponent bytes
 constexpr int SECOND_BYTES = 256;  // of a row: what the second half of the columns needs alone
 constexpr int SCALES_AT = V4 ? 576 : 512, ROPE_AT = V4 ? 448 : 528;
 constexpr int RAW_BYTES = V4 ? 592 : 656;  // of a row as it came: four rows are 64 mod 128 bytes, which spreads banks
+
+#include "items.cuh"
 
 constexpr u32 TILE_BYTES = 64 * 128, HALF_BYTES = 4 * TILE_BYTES;
 constexpr int HALVES = 3;     // buffers for half the columns of a block: those from 256 on, then those before
@@ -46,8 +48,8 @@ constexpr u32 QUERIES = 0;
 constexpr u32 HALF = QUERIES + TILES * TILE_BYTES;
 constexpr u32 LEFTOVER = HALF + HALVES * HALF_BYTES;
 constexpr u32 RAW = LEFTOVER + LEFTOVERS * TILE_BYTES;
-constexpr u32 FACTOR = RAW + TOKENS * RAW_BYTES;              // [LEFTOVERS][TOKENS] 2**E, and 0 or, for no row, -inf
-constexpr u32 RESCALE = FACTOR + LEFTOVERS * TOKENS * 8;      // [LEFTOVERS][HEADS] of the output so far
+constexpr u32 FACTOR = RAW + STEP_ROWS * RAW_BYTES;              // [LEFTOVERS][STEP_ROWS] 2**E, and 0 or, for no row, -inf
+constexpr u32 RESCALE = FACTOR + LEFTOVERS * STEP_ROWS * 8;      // [LEFTOVERS][HEADS] of the output so far
 constexpr u32 PER_HEAD = RESCALE + LEFTOVERS * HEADS * 4;     // [HEADS] scales of queries, at the end of the output
 constexpr u32 READY = PER_HEAD + HEADS * 4;                   // [HALVES] barriers
 constexpr u32 FREE = READY + HALVES * 8;                      // [HALVES]
@@ -61,7 +63,6 @@ constexpr u32 SCORING = 1, CONSUMERS = 2;
 
 // ---- Arithmetic
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // fp16 ends at 2**16. Rows: e4m3 ends at 448, so a scale below 2**7 fits; a bf16 below 2**16 does as it is.
 constexpr int SCALE_EXPONENT = 6, VALUE_EXPONENT = 15, QUERY_EXPONENT = 14;
 constexpr int LOWEST_EXPONENT = 127 - 60;  // of a row, with float32's bias: below 2**-44 all is zero
@@ -69,7 +70,6 @@ constexpr int LOWEST_EXPONENT = 127 - 60;  // of a row, with float32's bias: bel
 constexpr float LEEWAY = 4.0f, HEADROOM = 1024.0f;
 constexpr float SPARE = 4.0f;  // by how much a raised reference exceeds the rows that raised it
 
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 __device__ __forceinline__ float power_of_two(int biased) { return __uint_as_float(static_cast<u32>(biased) << 23); }
 __device__ __forceinline__ int biased_exponent(float x) { return __float_as_uint(x) >> 23 & 0xFF; }
 __device__ __forceinline__ float load_float(u32 address) { return __uint_as_float(shared_load(address)); }
@@ -93,83 +93,6 @@ struct Half {
     __device__ __forceinline__ u32 tiles(u32 memory) const { return memory + HALF + number * HALF_BYTES; }
     __device__ __forceinline__ u32 ready(u32 memory) const { return memory + READY + number * 8; }
     __device__ __forceinline__ u32 free(u32 memory) const { return memory + FREE + number * 8; }
-};
-
-// ---- What to attend to
-
-struct Selection {
-    const unsigned char* start;
-    long long page_stride;
-    int page_size, page_shift, pages;  // a page's size as a power of two; negative: it is none
-    const int* slots;  // of the query token
-    long long column_stride;
-    int length;
-    const int* table;  // of the token's request; null: slots are no positions
-    int table_width;
-};
-
-struct Work {
-    Selection first, second;
-    int first_blocks;
-    int begin, end;  // blocks of this part
-};
-
-// Follows one column of every block: the slot two blocks ahead, its page one block ahead. Which selection a block is of
-// is the same for all lanes; everything is chosen by it first and loaded once, as a load into a register that another
-// one is still on the way to would wait for that.
-struct Follower {
-    const Work& work;
-    int column;  // within a block
-    int block;   // whose slot is `slot`
-    int slot, page = -1, within = 0;
-    bool page_in_second = false;
-
-    __device__ __forceinline__ Follower(const Work& work, int column)
-        : work(work), column(column), block(work.begin) {
-        load_slot();
-        find_page();
-    }
-
-    // Whether a block is of the second selection.
-    __device__ __forceinline__ bool is_later() const { return SELECTIONS > 1 && block >= work.first_blocks; }
-
-    __device__ __forceinline__ void load_slot() {
-        const bool later = is_later();
-        const int at = (block - (later ? work.first_blocks : 0)) * TOKENS + column;
-        const int length = block < work.end ? (later ? work.second.length : work.first.length) : 0;
-        const int* const slots = later ? work.second.slots : work.first.slots;
-        const long long stride = later ? work.second.column_stride : work.first.column_stride;
-        slot = -1;
-        if (at < length) slot = slots[at * stride];
-    }
-
-    // Of the block whose slot is there; then on to the next slot.
-    __device__ __forceinline__ void find_page() {
-        const bool later = page_in_second = is_later();
-        const int size = later ? work.second.page_size : work.first.page_size;
-        const int shift = later ? work.second.page_shift : work.first.page_shift;
-        const int width = later ? work.second.table_width : work.first.table_width;
-        const int* const table = later ? work.second.table : work.first.table;
-        const int number = shift >= 0 ? slot >> shift : slot / size;  // negative where the slot is, or zero
-        within = slot - number * size;
-        page = slot < 0 ? -1 : number;
-        if (table != nullptr && slot >= 0) page = number < width ? table[number] : -1;
-        ++block;
-        load_slot();
-    }
-
-    // Of the next block, and its exponents; null where there is no row.
-    __device__ __forceinline__ const unsigned char* next(const unsigned char*& exponents) {
-        const bool later = page_in_second;
-        const long long stride = later ? work.second.page_stride : work.first.page_stride;
-        const unsigned char* const start = (later ? work.second.start : work.first.start) + page * stride;
-        const bool there = static_cast<u32>(page) < static_cast<u32>(later ? work.second.pages : work.first.pages);
-        const long long size = later ? work.second.page_size : work.first.page_size;
-        const unsigned char* const row = there ? start + within * static_cast<long long>(ROW_BYTES) : nullptr;
-        exponents = start + size * ROW_BYTES + within * 8ll;
-        find_page();
-        return row;
-    }
 };
 
 // ---- Rows to tiles
@@ -370,7 +293,7 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int own = row + 2 * i;
-                const u32 at = memory + FACTOR + (leftover * TOKENS + warp * OWN + own) * 8;
+                const u32 at = memory + FACTOR + (leftover * STEP_ROWS + warp * OWN + own) * 8;
                 // An exponent of 255 is no number; neither are the row's logits, then.
                 store_float(at, scales[i].exponent == 255 ? __uint_as_float(0x7FC00000u) : scales[i].left_out());
                 store_float(at + 4, present >> own & 1 ? 0.0f : minus_infinity());
@@ -451,38 +374,6 @@ __device__ __forceinline__ void load_queries(u32 memory, const unsigned short* q
     fence_for_copies_and_products();
     named_sync(CONSUMERS, 2 * WARPS * 32);
 }
-
-// ---- Output
-
-struct Output {
-    void* start;  // of the part, token and first head
-    long long head_stride;
-    int heads;   // of this block
-    int kind;    // of numbers: 0 float32, 1 bf16, 2 fp16
-    const float* sink;
-    float *lse, *tops;
-
-    // A fragment of 128 columns, each head times a factor.
-    __device__ __forceinline__ void store(const float (&values)[64], int column, float upper, float lower) const {
-        const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % WARPS * 16 + lane / 4;
-#pragma unroll
-        for (int below = 0; below < 2; ++below) {
-            if (head + 8 * below >= heads) continue;
-            const float factor = below ? lower : upper;
-            const long long at = (head + 8 * below) * head_stride + column + lane % 4 * 2;
-            // Nothing times NaN: a head that attends to nothing gives zeros.
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                const float a = values[4 * i + 2 * below] * factor, b = values[4 * i + 2 * below + 1] * factor;
-                if (kind == 0) {
-                    *reinterpret_cast<float2*>(static_cast<float*>(start) + at + 8 * i) = make_float2(a, b);
-                } else {
-                    static_cast<u32*>(start)[(at + 8 * i) / 2] = kind == 1 ? pack_bf16(a, b) : pack_half(a, b);
-                }
-            }
-        }
-    }
-};
 
 // ---- Softmax and products
 
@@ -626,7 +517,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     const auto weigh_first = [&](u32 slot) {
         const u32 leftover = memory + LEFTOVER + slot * TILE_BYTES;
         u32 weights[4][4];
-        const float2 factor = soften(s, memory + FACTOR + slot * TOKENS * 8, upper, lower, reference, weights);
+        const float2 factor = soften(s, memory + FACTOR + slot * STEP_ROWS * 8, upper, lower, reference, weights);
         if (!V4) named_sync(SCORING, WARPS * 32);  // all four warps have read what the weights take the place of
 #pragma unroll
         for (int step = 0; step < 4; ++step) store_matrices(leftover + (target ^ step * 32), weights[step]);
@@ -721,25 +612,6 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const Place& place
 
 // ---- Kernel
 
-#define SELECTION(n)                                                                                                   \
-    const unsigned char *start##n, long long page_stride##n, int page_size##n, int pages##n, const int *slots##n,      \
-        long long token_stride##n, long long column_stride##n, int columns##n, const int *lengths##n,                  \
-        const int *request_ids##n, const int *table##n, long long table_stride##n, int table_width##n, int requests##n
-
-// Of one query token. A token of an unknown request selects nothing.
-__device__ __forceinline__ Selection selection_of(long long token, SELECTION()) {
-    const int shift = page_size & page_size - 1 ? -1 : __ffs(page_size) - 1;
-    Selection made = {start, page_stride, page_size, shift, pages, slots + token * token_stride, column_stride, columns, nullptr, table_width};
-    if (columns > 0 && lengths != nullptr) made.length = min(max(lengths[token], 0), columns);
-    if (columns > 0 && table != nullptr) {
-        const int request = request_ids[token];
-        const bool known = request >= 0 && request < requests;
-        made.table = table + (known ? request : 0) * table_stride;
-        if (!known) made.length = 0;
-    }
-    return made;
-}
-
 // Whole tokens fill out [T, H, 512], lse and tops [T, H]; the others parts_out [parts, T - whole, H, 512] and so on.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const unsigned short* queries, long long query_token_stride, long long query_head_stride, int tokens, int heads,
@@ -762,12 +634,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     let_next_kernel_start();
     wait_for_previous_kernel();
     Work work;
-    work.first = selection_of(token, start0, page_stride0, page_size0, pages0, slots0, token_stride0, column_stride0, columns0,
-                              lengths0, request_ids0, table0, table_stride0, table_width0, requests0);
-    work.second = selection_of(token, start1, page_stride1, page_size1, pages1, slots1, token_stride1, column_stride1, columns1,
-                               lengths1, request_ids1, table1, table_stride1, table_width1, requests1);
-    work.first_blocks = (work.first.length + TOKENS - 1) / TOKENS;
-    const int blocks = work.first_blocks + (work.second.length + TOKENS - 1) / TOKENS;
+    work.token = token;
+    work.first = selection_of(token, SELECTION_VALUES(0));
+    work.second = selection_of(token, SELECTION_VALUES(1));
+    work.first_blocks = (work.first.length + STEP_ROWS - 1) / STEP_ROWS;
+    const int blocks = work.blocks();
     work.begin = cut < 0 ? 0 : static_cast<int>(static_cast<long long>(blocks) * (cut % parts) / parts);
     work.end = cut < 0 ? blocks : static_cast<int>(static_cast<long long>(blocks) * (cut % parts + 1) / parts);
     __syncthreads();

@@ -456,6 +456,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
         const long long token = token_of(item);
         const int cut = item / groups - whole;
         Work work;
+        work.token = token;
         work.first = selection_of(token, SELECTION_VALUES(0));
         if (SELECTIONS > 1) work.second = selection_of(token, SELECTION_VALUES(1));
         work.first_blocks = (work.first.length + STEP_ROWS - 1) / STEP_ROWS;
