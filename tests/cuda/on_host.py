@@ -10,10 +10,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def load(folder: Path, source: str, options: Sequence[str], *, optimise: str = "-O1") -> ctypes.CDLL:
+def load(folder: Path, source: str, options: Sequence[str]) -> ctypes.CDLL:
     """The library of a source that has one function `run`, from the folder if it is there already."""
     # Several of them are loaded at once, each with variables of its own.
-    flags = ["-std=c++20", optimise, "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique"]
+    flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique"]
     flags += ["-fvisibility=hidden", "-I", str(HERE), *options]
     name = hashlib.sha256(repr((source, flags)).encode()).hexdigest()[:16]
     file, library = folder / f"{name}.cpp", folder / f"{name}.so"
