@@ -14,3 +14,8 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes a minute comes first, so that it is not what one process does at the end while others have nothing."""
+    items.sort(key=lambda item: item.path.name != "test_offline.py")

@@ -1,15 +1,16 @@
 // Runs a CUDA kernel on the host, exactly as written: each thread is a coroutine, and whenever one has to wait, another
 // one is picked at random. Orders that a missing barrier would allow therefore happen, and repeat with the same seed.
 // Memory that a kernel must not rely on is filled with garbage.
+#undef _FORTIFY_SOURCE  // its longjmp refuses to leave a stack for another
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <memory>
-#include <random>
+#include <setjmp.h>
 #include <ucontext.h>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -51,20 +52,44 @@ struct Block {
 // What runs beside the threads, such as a copy: it may happen at any time, in any order.
 inline std::vector<std::function<void()>> in_flight;
 
+// Where a thread begins, and where it goes on. Jumps are used after the first time: they leave signals alone, which
+// costs a context two calls of the system.
+struct Place {
+    std::vector<char> stack = std::vector<char>(STACK);
+    ucontext_t beginning;
+    jmp_buf paused;
+    bool begun;
+};
+
+// Small, since the scheduler looks at many of them.
 struct Thread {
-    ucontext_t context;
     Index thread_index;
     Block* block;
+    Place* place;
     bool done = false;
     const Barrier* waiting = nullptr;
     u32 until = 0, cluster_turn = 0;
 };
 
+// splitmix64. The standard's generators take longer to compile than most kernels.
+struct Random {
+    uint64_t state = 0;
+
+    void seed(uint64_t number) { state = number; }
+
+    u32 operator()() {
+        uint64_t bits = state += 0x9E3779B97F4A7C15u;
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9u;
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EBu;
+        return bits >> 32;
+    }
+};
+
 inline Thread* current;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::vector<Block> blocks;
 inline Barrier cluster;
-inline std::mt19937 random_order;
+inline Random random_order;
 inline u32 grid_size = 1;
 
 inline void finish_one_in_flight() {
@@ -79,7 +104,18 @@ inline void fail(const char* what) {
     std::abort();
 }
 
-inline void pause() { swapcontext(&current->context, &scheduler); }
+__attribute__((noinline)) inline void pause() {
+    if (_setjmp(current->place->paused) == 0) _longjmp(scheduler, 1);
+}
+
+// Lets a thread run until it pauses or ends.
+__attribute__((noinline)) inline void resume(Thread& thread) {
+    current = &thread;
+    if (_setjmp(scheduler) != 0) return;
+    if (thread.place->begun) _longjmp(thread.place->paused, 1);
+    thread.place->begun = true;
+    setcontext(&thread.place->beginning);
+}
 
 // Gives others a turn now and then, where threads touch memory that they share.
 inline void maybe_pause() {
@@ -226,8 +262,8 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
     cluster = Barrier{};
     blocks.assign(size, Block{});
     std::vector<Thread> threads(size * BLOCK_SIZE);
-    static std::vector<std::unique_ptr<char[]>> stacks;
-    while (stacks.size() < threads.size()) stacks.emplace_back(new char[STACK]);
+    static std::vector<Place> places;
+    if (places.size() < threads.size()) places.resize(threads.size());
     for (u32 rank = 0; rank < size; ++rank) {
         Block& block = blocks[rank];
         block.storage.resize(shared + GUARD + 16);
@@ -243,11 +279,18 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
         Thread& thread = threads[i];
         thread.block = &blocks[i / BLOCK_SIZE];
         thread.thread_index.x = i % BLOCK_SIZE;
-        getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = stacks[i].get();
-        thread.context.uc_stack.ss_size = STACK;
-        thread.context.uc_link = &scheduler;
-        makecontext(&thread.context, static_cast<void (*)()>([] { (*running)(); current->done = true; }), 0);
+        thread.place = &places[i];
+        thread.place->begun = false;
+        ucontext_t& beginning = thread.place->beginning;
+        getcontext(&beginning);
+        beginning.uc_stack.ss_sp = thread.place->stack.data();
+        beginning.uc_stack.ss_size = STACK;
+        const auto whole = [] {
+            (*running)();
+            current->done = true;
+            _longjmp(scheduler, 1);
+        };
+        makecontext(&beginning, static_cast<void (*)()>(whole), 0);
         alive.push_back(i);
     }
     // One block is ahead of the others most of the time, and one warp of each behind; others after a while.
@@ -255,7 +298,7 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
     while (!alive.empty()) {
         if (!in_flight.empty() && random_order() % 64 == 0) finish_one_in_flight();
         if (random_order() % 4096 == 0) favourite = random_order() % size;
-        u32 tried = 0, at = random_order() % alive.size();
+        u32 tried, at = random_order() % alive.size();
         for (u32 again = 0; again < 2 * size && threads[alive[at]].block->rank != favourite; ++again) {
             at = random_order() % alive.size();
         }
@@ -266,18 +309,17 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
             if (thread.thread_index.x / 32 == slow && !slow_as_well) return false;
             return !thread.waiting || static_cast<int>(thread.waiting->generation - thread.until) >= 0;
         };
-        const bool patient = random_order() % 256 == 0;
-        for (; tried < alive.size() && !can_run(patient); ++tried) at = (at + 1) % alive.size();
-        if (tried == alive.size()) {
-            for (tried = 0; tried < alive.size() && !can_run(true); ++tried) at = (at + 1) % alive.size();
-        }
+        const auto find = [&](bool slow_as_well) {
+            for (tried = 0; tried < alive.size() && !can_run(slow_as_well); ++tried) at = at + 1 < alive.size() ? at + 1 : 0;
+        };
+        find(random_order() % 256 == 0);
+        if (tried == alive.size()) find(true);
         if (tried == alive.size()) {
             if (in_flight.empty()) fail("every thread waits");
             finish_one_in_flight();
             continue;
         }
-        current = &threads[alive[at]];
-        swapcontext(&scheduler, &current->context);
+        resume(threads[alive[at]]);
         if (!current->done) continue;
         if (--left[current->block->rank] == 0) current->block->finished = true;
         alive[at] = alive.back();

@@ -1,13 +1,11 @@
 """The kernels for many heads on the host, for tests: warps in random order; rows, queries, and what must come out."""
 
 import ctypes
-import shutil
 import struct
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
+import on_host
 import torch
 from torch import Tensor
 
@@ -48,13 +46,8 @@ class Emulated:
         program = many.program(kind, selections)
         source = program.source.replace('#include "instructions.cuh"', "")
         source = source.replace('#include "warpgroups.cuh"', '#include "warpgroup_emulator.hpp"')
-        file, library = folder / "many_heads.cpp", folder / "many_heads.so"
-        file.write_text(source + ENTRY)
-        # Several of them are loaded at once, each with variables of its own.
-        flags = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique"]
-        flags += ["-fvisibility=hidden", "-I", str(Path(__file__).parent), "-I", str(Path(many.__file__).parent)]
-        subprocess.run(["g++", *flags, *program.options, "-o", library, file], check=True)
-        self.run = ctypes.CDLL(str(library)).run
+        options = [*program.options, "-I", str(Path(many.__file__).parent)]
+        self.run = on_host.load(folder, source + ENTRY, options).run
 
     def __call__(
         self,
@@ -79,20 +72,6 @@ class Emulated:
         items = (whole + (tokens - whole) * parts) * -(-heads // 64)
         self.run(items if blocks is None else blocks, seed, addresses)
         return direct, found
-
-
-def compiling(folder: Callable[[str], Path]) -> Callable[..., Emulated]:
-    """Gives the kernel of a kind of rows and a number of selections, compiled at first use."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs a C++ compiler")
-    made: dict[tuple[many.Rows, int], Emulated] = {}
-
-    def get(kind: many.Rows, selections: int = 1) -> Emulated:
-        if (kind, selections) not in made:
-            made[kind, selections] = Emulated(folder("many"), kind, selections)
-        return made[kind, selections]
-
-    return get
 
 
 def filled(layout: str, rows: int, *, page_size: int = 16, seed: int = 0, size: float = 1.0, **options) -> PagedCache:

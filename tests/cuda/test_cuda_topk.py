@@ -1,11 +1,10 @@
 """Top-k in CUDA C++: its source runs on the host, in random orders of threads, against a stable sort."""
 
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
+import on_host
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,8 +15,9 @@ from tamis.ops.index import cuda_topk
 from tamis.ops.index.cuda_topk import SHARED_PER_SM, Variant, memory_of, topk_positions, usual_variant
 
 ENTRY = """
-extern "C" void run(int rows, int cluster, long long shared, int seed, const float* scores, long long row_stride,
-    int width, const int* lengths, int k, const int* ids, const int* table, long long table_stride, int requests,
+extern "C" __attribute__((visibility("default"))) void run(
+    int rows, int cluster, long long shared, int seed, const float* scores, long long row_stride, int width,
+    const int* lengths, int k, const int* ids, const int* table, long long table_stride, int requests,
     int table_width, int page_size, int* out, int resident, int words) {
   emulator::random_order.seed(seed);
   for (int row = 0; row < rows; ++row) emulator::run_cluster(row, cluster, shared, [&] {
@@ -85,20 +85,7 @@ class Emulated:
     def __init__(self, folder: Path, threads: int) -> None:
         program = cuda_topk._program(threads)
         source = program.source.replace('#include "instructions.cuh"', '#include "emulator.hpp"')
-        file, library = folder / f"topk{threads}.cpp", folder / f"topk{threads}.so"
-        file.write_text(source + ENTRY)
-        flags = [
-            "-std=c++20",
-            "-O1",
-            "-w",
-            "-shared",
-            "-fPIC",
-            "-fno-strict-aliasing",
-            "-I",
-            str(Path(__file__).parent),
-        ]
-        subprocess.run(["g++", *flags, *program.options, "-o", library, file], check=True)
-        self.threads, self.run = threads, ctypes.CDLL(str(library)).run
+        self.threads, self.run = threads, on_host.load(folder, source + ENTRY, program.options).run
 
     def __call__(
         self,
@@ -127,10 +114,8 @@ class Emulated:
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    if shutil.which("g++") is None:
-        pytest.skip("needs a C++ compiler")
-    return Emulated(tmp_path_factory.mktemp("topk"), 64)
+def emulated(host_folder: Path) -> Emulated:
+    return Emulated(host_folder, 64)
 
 
 def unaligned(scores: Tensor, offset: int, gap: int) -> Tensor:

@@ -1,11 +1,10 @@
 """How the Hopper kernels cut a batch, and how parts are merged: its source runs on the host against the definition."""
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import on_host
 import pytest
 import torch
 from torch import Tensor
@@ -16,9 +15,9 @@ from tamis.ops.combine import reference as combine
 
 TYPES = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int}
 ENTRY = """
-extern "C" void run(int blocks, const float* parts, const float* lses, const float* tops, int count, int tokens,
-                    int heads, const float* sink, void* out, int kind, long long token_stride, long long head_stride,
-                    float* lse, float* top) {
+extern "C" __attribute__((visibility("default"))) void run(
+    int blocks, const float* parts, const float* lses, const float* tops, int count, int tokens, int heads,
+    const float* sink, void* out, int kind, long long token_stride, long long head_stride, float* lse, float* top) {
   for (int block = 0; block < blocks; ++block) {
     emulator::start_block(blocks);
     emulator::run_cluster(block, 1, 0, [&] {
@@ -29,36 +28,15 @@ extern "C" void run(int blocks, const float* parts, const float* lses, const flo
 """
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Callable[..., None]]:
-    """The merge on the host, for a number of parts that are read at once."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("merge")
-
-    def build(at_once: int) -> Callable[..., None]:
-        program = items.merge_program(at_once)
-        source = program.source.replace('#include "instructions.cuh"', '#include "matrix_emulator.hpp"')
-        file, library = folder / f"merge{at_once}.cpp", folder / f"merge{at_once}.so"
-        file.write_text(source + ENTRY)
-        flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", "-DTHREADS=128"]
-        subprocess.run(
-            ["g++", *flags, *program.options, "-I", str(Path(__file__).parent), "-o", library, file], check=True
-        )
-        run = ctypes.CDLL(str(library)).run
-        run.argtypes = [TYPES[letter] for letter in "i" + items.MERGE_SIGNATURE]
-        return run
-
-    return build
-
-
 @pytest.fixture
-def merge(built, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the module launch the merge on the host."""
-    made: dict[int, Callable[..., None]] = {}
+def merge(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the module launch the merge on the host, for a number of parts that are read at once."""
 
     def launch(device: torch.device, at_once: int) -> Callable[..., None]:
-        run = made.setdefault(at_once, built(at_once))
+        program = items.merge_program(at_once)
+        source = program.source.replace('#include "instructions.cuh"', '#include "matrix_emulator.hpp"')
+        run = on_host.load(host_folder, source + ENTRY, [*program.options, "-DTHREADS=128"]).run
+        run.argtypes = [TYPES[letter] for letter in "i" + items.MERGE_SIGNATURE]
         return lambda grid, *values: run(grid[0], *values)
 
     monkeypatch.setattr(items, "_merge_launch", launch)

@@ -1,5 +1,6 @@
 """Attention of many heads in CUDA C++: its source runs on the host, warps in random order, against the reference."""
 
+import functools
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from many_heads_emulated import Emulated, choose, close, compiling, expected, filled, merged, on_gpu, queries
+from many_heads_emulated import Emulated, choose, close, expected, filled, merged, on_gpu, queries
 
 from tamis.cache import PagedCache, Selection
 from tamis.cuda.compiler import compiled, has_nvrtc
@@ -22,8 +23,9 @@ KINDS = {kind.layout: kind for kind in (many.V32_FP8, many.V4_FP8)}
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Emulated]:
-    return compiling(tmp_path_factory.mktemp)
+def emulated(host_folder: Path) -> Callable[..., Emulated]:
+    """The kernel of a kind of rows and a number of selections."""
+    return functools.cache(lambda kind, selections=1: Emulated(host_folder, kind, selections))
 
 
 @pytest.mark.parametrize("layout", ["v32-fp8", "v4-fp8"])

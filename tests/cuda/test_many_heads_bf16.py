@@ -1,10 +1,12 @@
 """Attention of many heads over bf16 rows in CUDA C++: its source runs on the host, warps in random order."""
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from many_heads_emulated import Emulated, choose, close, compiling, expected, filled, merged, on_gpu, queries
+from many_heads_emulated import Emulated, choose, close, expected, filled, merged, on_gpu, queries
 
 from tamis.cache import PagedCache, Selection
 from tamis.ops.attend import many_heads as many
@@ -15,9 +17,9 @@ ERRORS = {"error": 4e-3, "lse_error": 1e-4}
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Emulated]:
-    kernels = compiling(tmp_path_factory.mktemp)
-    return lambda selections=1: kernels(many.V32_BF16, selections)
+def emulated(host_folder: Path) -> Callable[..., Emulated]:
+    """The kernel of a number of selections."""
+    return functools.cache(lambda selections=1: Emulated(host_folder, many.V32_BF16, selections))
 
 
 @pytest.mark.parametrize("columns", [1, 64, 65, 330])

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,29 @@ if not torch.cuda.is_available():
 
         if not isinstance(sys.modules["triton.language"].max, InterpretedFunction):
             raise RuntimeError("triton was imported before tests/kernels: set TRITON_INTERPRET=1 for the whole run")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def language_patched_once() -> Iterator[None]:
+    """Functions that an interpreted kernel calls do not look for what to patch in a language that is patched.
+
+    Triton's interpreter lists the whole language at each call of a helper, `tl.sum` included, to find nothing.
+    """
+    from triton.runtime import interpreter
+
+    patch, first_builtins = interpreter._patch_builtin, {}
+
+    def patch_once(package: Any, builder: Any, scope: Any) -> None:
+        is_builtin = interpreter.tl.core.is_builtin
+        if package not in first_builtins:
+            first_builtins[package] = next((n for n in dir(package) if is_builtin(getattr(package, n))), None)
+        first = first_builtins[package]
+        if first is not None and is_builtin(getattr(package, first)):
+            patch(package, builder, scope)
+
+    interpreter._patch_builtin = patch_once
+    yield
+    interpreter._patch_builtin = patch
 
 
 @pytest.fixture(scope="session")
