@@ -204,6 +204,7 @@ inline void barrier_wait(u32 barrier, u32 parity) {
 }
 
 inline void fence_for_copies() {}
+inline void prefetch(const void*) {}
 
 inline void copy_to_shared(u32 destination, const void* source, u32 bytes, u32 barrier) {
     if ((destination | reinterpret_cast<uintptr_t>(source) | bytes) % 16) emulator::fail("a copy that is not aligned");

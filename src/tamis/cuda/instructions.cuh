@@ -135,6 +135,11 @@ __device__ __forceinline__ void copy_to_shared(u32 destination, const void* sour
 // Between a thread's own accesses to shared memory and those of such copies.
 __device__ __forceinline__ void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Asks for a line that will be read soon.
+__device__ __forceinline__ void prefetch(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // ---- Copies that a thread waits for by itself, in the order in which it started them
 
 // Of 16 or 8 bytes, aligned to as many; `there` false: zeros, and the source is not touched.

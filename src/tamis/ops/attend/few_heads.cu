@@ -615,7 +615,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
         publish_barriers();
     }
     __syncthreads();
-    let_next_kernel_start();
     wait_for_previous_kernel();
     const int items = whole + (tokens - whole) * parts;
     const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
@@ -676,6 +675,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
             take_over(state, merge);
             if (another) named_arrive(MERGE_EMPTY, STREAMS * TEAM_THREADS);
         }
+        if (item + gridDim.x >= items) let_next_kernel_start();
         // Parts are float32 [parts, tokens that are not whole, heads, values]; the sink is for whoever merges them.
         const bool direct = item < whole;
         const Result result = {direct ? out : parts_out,

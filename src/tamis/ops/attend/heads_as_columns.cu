@@ -679,7 +679,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
         publish_barriers();
     }
     __syncthreads();
-    let_next_kernel_start();
     wait_for_previous_kernel();
     const int items = whole + (tokens - whole) * parts;
     const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
@@ -716,6 +715,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
                                direct ? sink : nullptr};
         const long long row = static_cast<long long>(work.part_of(item)) * (tokens - whole) + token - whole;
         const long long at = direct ? token : row;
+        if (item + gridDim.x >= items) let_next_kernel_start();
         seat.sync_team();  // nobody needs the weights
         share_totals(state, seat);
         seat.sync();

@@ -66,29 +66,30 @@ struct Follower {
     int slot, page = -1, within = 0;
     bool page_in_second = false;
 
+    // Two slots are on their way at once: at the beginning everybody waits for them.
     __device__ __forceinline__ Follower(const Work& work, int column)
-        : work(work), column(column), block(work.begin) {
-        load_slot();
-        find_page();
+        : work(work), column(column), block(work.begin + 1) {
+        const int first = load_slot(work.begin);
+        slot = load_slot(block);
+        find_page(first, work.begin);
     }
 
     // Whether a block is of the second selection.
-    __device__ __forceinline__ bool is_later() const { return SELECTIONS > 1 && block >= work.first_blocks; }
+    __device__ __forceinline__ bool is_later(int block) const { return SELECTIONS > 1 && block >= work.first_blocks; }
 
-    __device__ __forceinline__ void load_slot() {
-        const bool later = is_later();
+    __device__ __forceinline__ int load_slot(int block) const {
+        const bool later = is_later(block);
         const int at = (block - (later ? work.first_blocks : 0)) * STEP_ROWS + column;
         const int length = block < work.end ? (later ? work.second.length : work.first.length) : 0;
         const int* const slots = later ? work.second.slots : work.first.slots;
         const long long stride = later ? work.second.column_stride : work.first.column_stride;
         const long long token_stride = later ? work.second.token_stride : work.first.token_stride;
-        slot = -1;
-        if (at < length) slot = slots[work.token * token_stride + at * stride];
+        return at < length ? slots[work.token * token_stride + at * stride] : -1;
     }
 
-    // Of the block whose slot is there; then on to the next slot.
-    __device__ __forceinline__ void find_page() {
-        const bool later = page_in_second = is_later();
+    // Of a block's slot.
+    __device__ __forceinline__ void find_page(int slot, int block) {
+        const bool later = page_in_second = is_later(block);
         const int size = later ? work.second.page_size : work.first.page_size;
         const int shift = later ? work.second.page_shift : work.first.page_shift;
         const int width = later ? work.second.table_width : work.first.table_width;
@@ -97,8 +98,6 @@ struct Follower {
         within = slot - number * size;
         page = slot < 0 ? -1 : number;
         if (table != nullptr && slot >= 0) page = number < width ? table[number] : -1;
-        ++block;
-        load_slot();
     }
 
     // Of the next block; null where there is no row. `after`: eight bytes for each row of a page, beyond all of them.
@@ -110,7 +109,8 @@ struct Follower {
         const long long size = later ? work.second.page_size : work.first.page_size;
         const unsigned char* const row = there ? start + within * static_cast<long long>(ROW_BYTES) : nullptr;
         after = start + size * ROW_BYTES + within * 8ll;
-        find_page();
+        find_page(slot, block);
+        slot = load_slot(++block);
         return row;
     }
 

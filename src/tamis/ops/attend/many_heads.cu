@@ -556,6 +556,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         weigh_first(slot);
         products_wait<0>(values[0]);
     }
+    let_next_kernel_start();
     const Output out = place();
     const float above = finish(upper, reference, head, out), below = finish(lower, reference, head + 8, out);
     __syncwarp();  // every lane has read the queries' scales that lie there
@@ -631,7 +632,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
         barrier_init(memory + FINISHED, WARPS * 8);
         publish_barriers();
     }
-    let_next_kernel_start();
     wait_for_previous_kernel();
     Work work;
     work.token = token;

@@ -421,6 +421,7 @@ __device__ __forceinline__ void attend(u32 memory, int items, float unit, const 
             if (GROUP == 0) group.add_other();
             group.parity ^= 1;
         }
+        if (item + gridDim.x >= items) let_next_kernel_start();
         group.store(pairs == 0, place(item));
     }
 }
@@ -444,7 +445,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
         barrier_init(memory + QUERIES_FREE, 2 * WARPS);
         publish_barriers();
     }
-    let_next_kernel_start();
     wait_for_previous_kernel();
     __syncthreads();
 

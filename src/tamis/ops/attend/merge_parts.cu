@@ -14,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_parts(
     void* out, int kind, long long token_stride, long long head_stride, float* lse, float* top) {
     const long long row = blockIdx.x, rows = static_cast<long long>(tokens) * heads;
     const int head = row % heads;
+    let_next_kernel_start();
     wait_for_previous_kernel();
     // Every warp for itself: a lane's parts are 32 apart. Comparisons would lose NaN, sums of what is beyond do not.
     const int lane = threadIdx.x % 32;

@@ -83,8 +83,15 @@ struct Walk {
     int item, column, end, stop;
     const int *slots, *table;
 
-    __device__ __forceinline__ Walk(const Work& work, int stream) : work(work), stream(stream), item(blockIdx.x) {
+    __device__ __forceinline__ Walk(const Work& work, int stream, int turn) : work(work), stream(stream), item(blockIdx.x) {
+        if (work.lengths != nullptr && item < work.items) {
+            // Slots wait for lengths, but need not be far away then.
+            const int mine = work.part_of(item) * work.part_columns + (stream + turn * STREAMS) * STAGE + threadIdx.x % 32;
+            const int* const own = work.slots + work.token_of(item) * work.slots_token_stride;
+            if (mine < work.columns) prefetch(own + mine * work.slots_column_stride);
+        }
         enter();
+        skip(turn);
     }
 
     __device__ __forceinline__ void enter() {
@@ -173,17 +180,17 @@ __device__ __forceinline__ void copy_stage(const Work& work, Found found, const 
 
 // Slots are fetched two stages ahead and pages one, since each waits for the one before.
 __device__ __forceinline__ void produce(const Work& work, int stream, int turn, Place place) {
-    Walk walk(work, stream);
-    walk.skip(turn);
+    Walk walk(work, stream, turn);
     place.advance(turn);
-    Found now = look_up(work, walk.next());
+    // At the beginning everybody waits: what can be on its way together is.
+    const Wanted first = walk.next(), second = walk.next();
     Wanted upcoming = walk.next();
+    Found now = look_up(work, first), next = look_up(work, second);
     while (now.exists) {
-        const Wanted later = walk.next();
-        const Found next = look_up(work, upcoming);
         copy_stage(work, now, place);
         place.advance(PRODUCERS);
         now = next;
-        upcoming = later;
+        next = look_up(work, upcoming);
+        upcoming = walk.next();
     }
 }
