@@ -208,6 +208,8 @@ constexpr u32 EVERY_LANE = 0xFFFFFFFFu;
 
 inline uint4* shared_memory() { return emulator::current->block->memory; }
 
+inline u32 worked_out_here(u32 number) { return number; }
+
 inline u32 cluster_rank() { return emulator::current->block->rank; }
 inline u32 cluster_size() { return emulator::blocks.size(); }
 

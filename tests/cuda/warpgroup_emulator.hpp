@@ -126,8 +126,6 @@ inline void store_matrices_transposed(u32 address, const u32 (&fragment)[4]) {
     }
 }
 
-inline u32 worked_out_here(u32 number) { return number; }
-
 inline u32 uniform(u32 same) {
     const u32* all = emulator::exchange(same);
     for (int lane = 0; lane < 32; ++lane) {

@@ -7,6 +7,12 @@ typedef unsigned int u32;
 
 constexpr u32 EVERY_LANE = 0xFFFFFFFFu;
 
+// What follows from a number is worked out where it is written, and not before a loop, all along which it takes registers.
+__device__ __forceinline__ u32 worked_out_here(u32 number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+
 // Dynamic shared memory, aligned to 16 bytes.
 __device__ __forceinline__ uint4* shared_memory() {
     extern __shared__ uint4 memory[];

@@ -41,12 +41,6 @@ __device__ __forceinline__ u32 uniform(u32 same) {
     return same;
 }
 
-// What follows from a number is worked out where it is written, and not before a loop, all along which it takes registers.
-__device__ __forceinline__ u32 worked_out_here(u32 number) {
-    asm volatile("" : "+r"(number));
-    return number;
-}
-
 // Descriptors differ in their lower words alone, and there are dozens of them.
 __device__ __forceinline__ unsigned long long descriptor(u32 address, u32 tile_bytes) {
     const u32 lower = uniform((address & 0x3FFFF) >> 4 | tile_bytes >> 4 << 16);

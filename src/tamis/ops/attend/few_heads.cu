@@ -37,7 +37,8 @@ constexpr int ROW = BF16_ROWS ? 1152 : 656, TILE_BYTES = BF16_ROWS ? 2 * TILE : 
 // From one row to the next in shared memory: an odd multiple of 16 bytes, so that the rows of a matrix are in different
 // banks.
 constexpr int PITCH = ROW / 16 % 2 ? ROW : ROW + 16;
-constexpr int PRODUCERS = 2, ROUND = 1;
+// Long rows are shared by producers throughout.
+constexpr int PRODUCERS = 2, SHARED_STAGES = BF16_ROWS ? 1 << 30 : 2, ROUND = 1;
 
 #include "row_ring.cuh"
 
@@ -607,7 +608,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
     int columns, const int* lengths, const int* request_ids, const int* block_table, long long table_stride,
     int table_width, int requests, void* out, int out_kind, long long out_token_stride, long long out_head_stride,
     float* lse, float* maxima, const float* sink, float* parts_out, float* parts_lse, float* parts_maxima, float scale,
-    const float* scale_factor, int tokens, int heads, int whole, int parts, int part_columns) {
+    const float* scale_factor, int items, int cut_tokens, int heads, int whole, int parts, int part_columns) {
     const u32 memory = shared_address(shared_memory());
     if (threadIdx.x < STREAMS * STAGES) {
         barrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
@@ -615,11 +616,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
         publish_barriers();
     }
     __syncthreads();
-    wait_for_previous_kernel();
-    const int items = whole + (tokens - whole) * parts;
     const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
                        lengths, request_ids, block_table, table_stride, table_width, requests, whole, items, parts,
                        part_columns};
+    if (threadIdx.x >= TEAMS * TEAM_THREADS) work.prefetch_first(threadIdx.x - TEAMS * TEAM_THREADS);
+    wait_for_previous_kernel();
     if (threadIdx.x >= TEAMS * TEAM_THREADS) {
         give_registers<PRODUCER_REGISTERS>();
         const int producer = threadIdx.x / 32 - TEAMS * TEAM_WARPS, stream = producer / PRODUCERS;
@@ -685,7 +686,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
                                direct ? lse : parts_lse,
                                direct ? maxima : parts_maxima,
                                direct ? sink : nullptr};
-        const long long row = static_cast<long long>(work.part_of(item)) * (tokens - whole) + token - whole;
+        const long long row = static_cast<long long>(work.part_of(item)) * cut_tokens + token - whole;
         store(state, result, seat, direct ? token : row, heads, units);
     }
 }

@@ -41,7 +41,7 @@ STAGE = 32
 COPY_ALIGNMENT = 16
 """Bytes that a row's address must be a multiple of."""
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
-SIGNATURE = "PqqPqiiPqqiPPPqiiPiqqPPPPPPfPiiiii"
+SIGNATURE = "PqqPqiiPqqiPPPqiiPiqqPPPPPPfPiiiiii"
 
 
 class Variant(NamedTuple):
@@ -294,7 +294,7 @@ def attend_items(
         *(out, OUT_KINDS[whole.out.dtype], whole.out.stride(-3), whole.out.stride(-2), lse, maxima, address(sink)),
         *parts.addresses(),
         *(1.0 if isinstance(scale, Tensor) else scale, address(factor)),
-        *(tokens, heads, tokens - left, count, -(-columns // count)),
+        *(items, left, heads, tokens - left, count, -(-columns // count)),
     )
 
 

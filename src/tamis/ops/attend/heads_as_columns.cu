@@ -31,7 +31,7 @@ typedef unsigned short u16;
 constexpr int TILES = 4, TILE = 128, SCALES = 512, ROPE = 528, ROW = 656, PITCH = ROW;
 constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = 32 * TEAM_WARPS, CONSUMERS = TEAMS * TEAM_THREADS;
 constexpr int TURN = 2;  // stages that a team takes at a time
-constexpr int STREAMS = 1, PRODUCERS = 4, ROUND = TURN * TEAMS;
+constexpr int STREAMS = 1, PRODUCERS = 4, SHARED_STAGES = 8, ROUND = TURN * TEAMS;
 
 #include "row_ring.cuh"
 
@@ -671,7 +671,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
     int columns, const int* lengths, const int* request_ids, const int* block_table, long long table_stride,
     int table_width, int requests, void* out, int out_kind, long long out_token_stride, long long out_head_stride,
     float* lse, float* maxima, const float* sink, float* parts_out, float* parts_lse, float* parts_maxima, float scale,
-    const float* scale_factor, int tokens, int heads, int whole, int parts, int part_columns) {
+    const float* scale_factor, int items, int cut_tokens, int heads, int whole, int parts, int part_columns) {
     const u32 memory = tiles_start();
     if (threadIdx.x < STAGES) {
         barrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
@@ -679,11 +679,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
         publish_barriers();
     }
     __syncthreads();
-    wait_for_previous_kernel();
-    const int items = whole + (tokens - whole) * parts;
     const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
                        lengths, request_ids, block_table, table_stride, table_width, requests, whole, items, parts,
                        part_columns};
+    if (threadIdx.x >= CONSUMERS) work.prefetch_first(threadIdx.x - CONSUMERS);
+    wait_for_previous_kernel();
     Place place(memory + RING, memory + BARRIERS, memory + NOTES, 0);
     if (threadIdx.x >= CONSUMERS) {
         give_registers<PRODUCER_REGISTERS>();
@@ -713,7 +713,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
                                direct ? lse : parts_lse,
                                direct ? maxima : parts_maxima,
                                direct ? sink : nullptr};
-        const long long row = static_cast<long long>(work.part_of(item)) * (tokens - whole) + token - whole;
+        const long long row = static_cast<long long>(work.part_of(item)) * cut_tokens + token - whole;
         const long long at = direct ? token : row;
         if (item + gridDim.x >= items) let_next_kernel_start();
         seat.sync_team();  // nobody needs the weights

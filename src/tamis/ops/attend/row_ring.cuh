@@ -2,12 +2,13 @@
 // rows into rings of stages, 32 to a stage. Comes after `instructions.cuh`.
 //
 // Defined by who includes it: ROW, bytes of a row, and PITCH, from one to the next in shared memory; STAGES of a ring;
-// STREAMS, rings among which the columns of an item are dealt out; PRODUCERS, warps that take turns at a ring; ROUND,
-// stages that a ring's consumers take at a time, so that an item has a multiple of them.
+// STREAMS, rings among which the columns of an item are dealt out; PRODUCERS, warps of a ring, which share the first
+// SHARED_STAGES and take turns at the others; ROUND, stages that a ring's consumers take at a time, so that an item has a
+// multiple of them.
 
 constexpr int STAGE = 32;  // rows
 constexpr int STAGE_BYTES = STAGE * PITCH;
-constexpr int FILLING = ROUND == 1 ? 1 : 32;  // threads that say so when a stage is full: those that may clear it
+constexpr int FILLING = ROUND == 1 ? PRODUCERS : STAGE;  // arrivals when a stage is full: of warps, or for each row
 constexpr int STEP = STAGE * STREAMS;  // columns from one stage of a stream to its next
 
 // ---- What a launch works on
@@ -32,6 +33,15 @@ struct Work {
     }
 
     __device__ __forceinline__ int part_of(int item) const { return item < whole ? 0 : (item - whole) % parts; }
+
+    // Asks for what a block's first rows wait for, one thing after the other; it may still change.
+    __device__ __forceinline__ void prefetch_first(int thread) const {
+        const int item = worked_out_here(blockIdx.x), token = token_of(item), column = part_of(item) * part_columns + thread;
+        if (item >= items) return;
+        if (column < columns) prefetch(slots + token * slots_token_stride + column * slots_column_stride);
+        if (thread == 0 && lengths != nullptr) prefetch(lengths + token);
+        if (thread == 0 && block_table != nullptr) prefetch(request_ids + token);
+    }
 };
 
 // A stage of a stream's ring, and which pass over the ring this is.
@@ -63,16 +73,18 @@ struct Place {
 
 // ---- Producer
 
+// A stage that exists, and whether it is the last one of its item in this stream; together, as registers are few.
+constexpr u32 EXISTS = 1, LAST_STAGE = 2;
+
 // One lane's share of a stage.
 struct Wanted {
-    bool exists;  // false: there is no such stage
-    bool last;  // of its item, in this stream
+    u32 kind;
     int found;  // slot or position, -1: nothing
-    const int* table;
+    int request;  // whose positions are in the table's row
 };
 
 struct Found {
-    bool exists, last;
+    u32 kind;
     int page, row;
 };
 
@@ -81,17 +93,11 @@ struct Walk {
     const Work& work;
     const int stream;
     int item, column, end, stop;
-    const int *slots, *table;
+    int request;
+    const int* slots;
 
-    __device__ __forceinline__ Walk(const Work& work, int stream, int turn) : work(work), stream(stream), item(blockIdx.x) {
-        if (work.lengths != nullptr && item < work.items) {
-            // Slots wait for lengths, but need not be far away then.
-            const int mine = work.part_of(item) * work.part_columns + (stream + turn * STREAMS) * STAGE + threadIdx.x % 32;
-            const int* const own = work.slots + work.token_of(item) * work.slots_token_stride;
-            if (mine < work.columns) prefetch(own + mine * work.slots_column_stride);
-        }
+    __device__ __forceinline__ Walk(const Work& work, int stream) : work(work), stream(stream), item(blockIdx.x) {
         enter();
-        skip(turn);
     }
 
     __device__ __forceinline__ void enter() {
@@ -99,12 +105,10 @@ struct Walk {
         const int token = work.token_of(item), begin = work.part_of(item) * work.part_columns;
         end = item < work.whole ? work.columns : min(begin + work.part_columns, work.columns);
         if (work.lengths != nullptr) end = min(end, work.lengths[token]);
-        table = nullptr;
+        request = 0;
         if (work.block_table != nullptr) {
-            const int request = work.request_ids[token];
-            const bool listed = request >= 0 && request < work.requests;
-            table = work.block_table + (listed ? request : 0) * work.table_stride;
-            if (!listed) end = begin;
+            request = work.request_ids[token];
+            if (request < 0 || request >= work.requests) end = begin;
         }
         slots = work.slots + token * work.slots_token_stride;
         column = begin + stream * STAGE;
@@ -122,29 +126,31 @@ struct Walk {
     }
 
     // What this lane fetches for the stage at hand; moves on to the producer's next one.
-    __device__ __forceinline__ Wanted next() {
-        Wanted wanted = {item < work.items, column + ROUND * STEP >= stop, -1, table};
+    __device__ __forceinline__ Wanted next(int stages) {
+        const bool exists = item < work.items;
+        Wanted wanted = {exists ? EXISTS | (column + ROUND * STEP >= stop ? LAST_STAGE : 0) : 0, -1, request};
         const int mine = column + threadIdx.x % 32;
-        if (wanted.exists && mine < end) wanted.found = slots[mine * work.slots_column_stride];
-        skip(PRODUCERS);
+        if (exists && mine < end) wanted.found = slots[mine * work.slots_column_stride];
+        skip(stages);
         return wanted;
     }
 };
 
 __device__ __forceinline__ Found look_up(const Work& work, const Wanted& wanted) {
-    Found found = {wanted.exists, wanted.last, -1, 0};
+    Found found = {wanted.kind, -1, 0};
     if (wanted.found < 0) return found;
     const u32 page = static_cast<u32>(wanted.found) / static_cast<u32>(work.page_size);
     found.row = wanted.found - page * work.page_size;
-    if (wanted.table == nullptr) {
+    if (work.block_table == nullptr) {
         found.page = page;
     } else if (page < static_cast<u32>(work.table_width)) {
-        found.page = wanted.table[page];
+        found.page = work.block_table[wanted.request * work.table_stride + page];
     }
     return found;
 }
 
-__device__ __forceinline__ void copy_stage(const Work& work, Found found, const Place& place) {
+// A stage, or this warp's share of it.
+__device__ __forceinline__ void copy_stage(const Work& work, Found found, int warp, bool shared, const Place& place) {
     const int lane = threadIdx.x % 32;
     const u32 counted = __ballot_sync(EVERY_LANE, found.page >= 0 && found.page < work.pages);
     // Rows that do not count are copies of one that does: their weights are zero, so they must be numbers.
@@ -156,19 +162,23 @@ __device__ __forceinline__ void copy_stage(const Work& work, Found found, const 
     }
     barrier_wait(place.empty(), place.parity ^ 1);
     __syncwarp();  // an empty stage comes back at once: a lane that still waited would miss it
-    if (lane == 0) {
+    if (lane == 0 && !(shared && warp > 0)) {
         shared_store(place.note(), counted);
-        shared_store(place.note() + 4, found.last);
+        shared_store(place.note() + 4, found.kind & LAST_STAGE);
     }
-    if (ROUND == 1) {
-        if (lane == 0 && counted) barrier_arrive_expecting(place.full(), STAGE * ROW);
-        if (lane == 0 && !counted) barrier_arrive(place.full());
-        __syncwarp();
-    } else if (counted) {
-        barrier_arrive_expecting(place.full(), ROW);
-    } else {
+    if (ROUND == 1 && lane < (shared ? 1 : PRODUCERS)) {
+        if (counted && lane == 0) {
+            barrier_arrive_expecting(place.full(), shared ? STAGE / PRODUCERS * ROW : STAGE * ROW);
+        } else {
+            barrier_arrive(place.full());
+        }
+    }
+    __syncwarp();
+    if (shared && lane / (STAGE / PRODUCERS) != warp) return;
+    if (ROUND > 1 && counted) barrier_arrive_expecting(place.full(), ROW);
+    if (ROUND > 1 && !counted) {
         // Its neighbours may count, and what is multiplied with weights of zero must be numbers.
-        for (int at = 16 * lane; at < STAGE_BYTES; at += 16 * 32) shared_store4(place.rows() + at, make_uint4(0, 0, 0, 0));
+        for (int at = 0; at < PITCH; at += 16) shared_store4(place.rows() + lane * PITCH + at, make_uint4(0, 0, 0, 0));
         fence_for_copies();
         barrier_arrive(place.full());
     }
@@ -178,19 +188,22 @@ __device__ __forceinline__ void copy_stage(const Work& work, Found found, const 
     }
 }
 
-// Slots are fetched two stages ahead and pages one, since each waits for the one before.
-__device__ __forceinline__ void produce(const Work& work, int stream, int turn, Place place) {
-    Walk walk(work, stream, turn);
-    place.advance(turn);
-    // At the beginning everybody waits: what can be on its way together is.
-    const Wanted first = walk.next(), second = walk.next();
-    Wanted upcoming = walk.next();
+// Slots are fetched two stages ahead and pages one, since each waits for the one before. A warp copies row after row: at
+// the beginning, when everybody waits for them, all warps of a ring share a stage; then each has stages of its own.
+__device__ __forceinline__ void produce(const Work& work, int stream, int warp, Place place) {
+    const auto stages_after = [&](int number) {
+        return number + 1 < SHARED_STAGES ? 1 : number + 1 == SHARED_STAGES ? 1 + warp : PRODUCERS;
+    };
+    Walk walk(work, stream);
+    // What can be on its way together is.
+    const Wanted first = walk.next(stages_after(0)), second = walk.next(stages_after(1));
+    Wanted upcoming = walk.next(stages_after(2));
     Found now = look_up(work, first), next = look_up(work, second);
-    while (now.exists) {
-        copy_stage(work, now, place);
-        place.advance(PRODUCERS);
+    for (int number = 0; now.kind & EXISTS; ++number) {
+        copy_stage(work, now, warp, number < SHARED_STAGES, place);
+        place.advance(stages_after(number));
         now = next;
         next = look_up(work, upcoming);
-        upcoming = walk.next();
+        upcoming = walk.next(stages_after(number + 3));
     }
 }
