@@ -2,7 +2,7 @@
 // parts that are read before any is added.
 #include "instructions.cuh"
 
-constexpr int VALUES = 512;
+constexpr int VALUES = 512, FEW_PARTS = 4096;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
@@ -14,7 +14,8 @@ extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_parts(
     void* out, int kind, long long token_stride, long long head_stride, float* lse, float* top) {
     const long long row = blockIdx.x, rows = static_cast<long long>(tokens) * heads;
     const int head = row % heads;
-    let_next_kernel_start();
+    // What comes next may take its places, unless there is so much to merge that it would rather be in the way.
+    if (rows * count <= FEW_PARTS) let_next_kernel_start();
     wait_for_previous_kernel();
     // Every warp for itself: a lane's parts are 32 apart. Comparisons would lose NaN, sums of what is beyond do not.
     const int lane = threadIdx.x % 32;
