@@ -10,6 +10,8 @@ constexpr int STAGE = 32;  // rows
 constexpr int STAGE_BYTES = STAGE * PITCH;
 constexpr int FILLING = ROUND == 1 ? PRODUCERS : STAGE;  // arrivals when a stage is full: of warps, or for each row
 constexpr int STEP = STAGE * STREAMS;  // columns from one stage of a stream to its next
+// Barriers tell two rounds apart: no warp may be further ahead of the ring's consumers.
+static_assert(STAGES >= PRODUCERS && STAGES >= ROUND, "a step leads once around the ring at most");
 
 // ---- What a launch works on
 
