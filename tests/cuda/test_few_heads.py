@@ -1,12 +1,11 @@
 """Attention of few heads in CUDA C++: its source runs on the host, in random orders of threads, against float64."""
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import on_host
 import pytest
 import torch
 from few_heads_rows import KINDS, SCALE, filled
@@ -58,15 +57,9 @@ class Emulated:
         program = few_heads.program(variant, dtype)
         source = program.source.replace('#include "instructions.cuh"', '#include "warpgroup_emulator.hpp"')
         source = source.replace('#include "warpgroups.cuh"', "")
-        name = "-".join(str(number) for number in (*variant, dtype))
-        file, library = folder / f"{name}.cpp", folder / f"{name}.so"
-        file.write_text(source + entry(variant.source))
-        # Several of them are loaded at once, each with variables of its own.
-        flags = ["-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique"]
-        flags += ["-fvisibility=hidden", "-I", str(Path(__file__).parent)]
-        flags += ["-I", str(Path(few_heads.__file__).parent)]
-        subprocess.run(["g++", *flags, *program.options, "-o", library, file], check=True)
-        self.run, self.shared, self.seed = ctypes.CDLL(str(library)).run, variant.shared, 0
+        options = [*program.options, "-I", str(Path(few_heads.__file__).parent)]
+        self.run = on_host.load(folder, source + entry(variant.source), options).run
+        self.shared, self.seed = variant.shared, 0
         self.run.argtypes = [TYPES[letter] for letter in "iqi" + few_heads.SIGNATURE]
 
     def __call__(self, grid: tuple[int, int, int], *values: Any) -> None:
@@ -77,21 +70,14 @@ class Emulated:
 Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("g++") is None:
-        pytest.skip("needs a C++ compiler")
-    return tmp_path_factory.mktemp("few_heads")
-
-
 @pytest.fixture
-def emulated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+def emulated(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     """Makes the module launch a variant on the host, on a device of a number of multiprocessors."""
 
     def install(name: str, cores: int = 2) -> None:
         def launch(device: torch.device, variant: Layouts, dtype: torch.dtype) -> Emulated:
             if (variant, dtype) not in BUILT:
-                BUILT[variant, dtype] = Emulated(folder, variant, dtype)
+                BUILT[variant, dtype] = Emulated(host_folder, variant, dtype)
             return BUILT[variant, dtype]
 
         monkeypatch.setattr(few_heads, "_launch", launch)
