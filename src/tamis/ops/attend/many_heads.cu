@@ -23,7 +23,7 @@
 
 // ---- Shapes
 
-constexpr int HEADS = 64;   // of a block
+constexpr int HEADS = 64;      // of a block
 constexpr int STEP_ROWS = 64;  // selected rows that are worked on at a time
 constexpr int WIDENERS = 8;  // warps
 constexpr int OWN = STEP_ROWS / WIDENERS;  // rows of one of them
@@ -48,8 +48,8 @@ constexpr u32 QUERIES = 0;
 constexpr u32 HALF = QUERIES + TILES * TILE_BYTES;
 constexpr u32 LEFTOVER = HALF + HALVES * HALF_BYTES;
 constexpr u32 RAW = LEFTOVER + LEFTOVERS * TILE_BYTES;
-constexpr u32 FACTOR = RAW + STEP_ROWS * RAW_BYTES;              // [LEFTOVERS][STEP_ROWS] 2**E, and 0 or, for no row, -inf
-constexpr u32 RESCALE = FACTOR + LEFTOVERS * STEP_ROWS * 8;      // [LEFTOVERS][HEADS] of the output so far
+constexpr u32 FACTOR = RAW + STEP_ROWS * RAW_BYTES;           // [LEFTOVERS][STEP_ROWS] 2**E, and 0 or, for no row, -inf
+constexpr u32 RESCALE = FACTOR + LEFTOVERS * STEP_ROWS * 8;   // [LEFTOVERS][HEADS] of the output so far
 constexpr u32 PER_HEAD = RESCALE + LEFTOVERS * HEADS * 4;     // [HEADS] scales of queries, at the end of the output
 constexpr u32 READY = PER_HEAD + HEADS * 4;                   // [HALVES] barriers
 constexpr u32 FREE = READY + HALVES * 8;                      // [HALVES]
