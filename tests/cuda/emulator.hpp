@@ -29,7 +29,9 @@ namespace emulator {
 constexpr int BLOCK_SIZE = THREADS;
 constexpr size_t STACK = 64 * 1024, GUARD = 4096;
 
-struct Index { u32 x; };
+struct Index {
+    u32 x, y = 0;
+};
 
 struct Barrier {
     u32 generation = 0, arrived = 0;
@@ -90,7 +92,7 @@ inline jmp_buf scheduler;
 inline std::vector<Block> blocks;
 inline Barrier cluster;
 inline Random random_order;
-inline u32 grid_size = 1;
+inline u32 grid_size = 1, block_y = 0;
 
 inline void finish_one_in_flight() {
     std::swap(in_flight[random_order() % in_flight.size()], in_flight.back());
@@ -150,7 +152,7 @@ inline const u32* exchange(u32 value) {
 }  // namespace emulator
 
 #define threadIdx (emulator::current->thread_index)
-#define blockIdx (emulator::Index{emulator::current->block->index})
+#define blockIdx (emulator::Index{emulator::current->block->index, emulator::block_y})
 #define gridDim (emulator::Index{emulator::grid_size})
 
 inline void __syncthreads() {

@@ -87,20 +87,20 @@ def test_nan_in_a_part_shows(merge) -> None:
 @pytest.mark.parametrize("bf16_rows", [False, True])
 def test_no_batch_falls_off_a_cliff(tokens: int, heads: int, bf16_rows: bool) -> None:
     variant = few_heads.usual_variant(tokens, heads, 132, bf16_rows)
-    if heads <= few_heads.MAX_HEADS:
+    if few_heads.suits(tokens, heads, bf16_rows):
         if isinstance(variant, few_heads.Columns):
             assert not bf16_rows
             assert variant.heads >= heads
         else:
             assert variant.bf16_rows == bf16_rows
-            assert variant.head_groups * few_heads.GROUP >= heads
         assert (variant.shared + 1024) * variant.per_sm <= 228 * 1024
-        row, room, parts_per_step = 2048 // variant.rows_at_once, 132 * variant.per_sm, variant.parts_per_step
+        row, room = 2048 // variant.rows_at_once, 132 * variant.per_sm // -(-heads // variant.heads)
+        costs = {"parts_per_step": variant.parts_per_step, "steps_per_part": variant.steps_per_part}
     else:
-        row, room, parts_per_step = 32, 132 // -(-heads // 64), 2000
+        row, room, costs = 32, 132 // -(-heads // 64), {}
 
     def steps(count: int) -> float:
-        whole, parts = items.choose_cut(count, heads, row, room, parts_per_step=parts_per_step)
+        whole, parts = items.choose_cut(count, heads, row, room, **costs)
         cut = row / parts + items.OVERHEAD_STEPS
         return -(-whole // room) * (row + items.OVERHEAD_STEPS) + -(-(count - whole) * parts // room) * cut
 

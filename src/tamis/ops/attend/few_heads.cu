@@ -1,5 +1,5 @@
-// Sparse attention of up to 32 heads over rows that enter shared memory once and stay as they are: FP8 rows of 656
-// bytes, or bf16 rows of 1152.
+// Sparse attention of few heads over rows that enter shared memory once and stay as they are: FP8 rows of 656 bytes, or
+// bf16 rows of 1152. A block has 16 heads; others are for blocks beside it, numbered by y.
 //
 // A block works through items, each a query token, or a part of the columns of one: the first tokens of a launch are
 // whole and go straight into the output, the others are cut into parts that another kernel merges. Two producer warps
@@ -19,11 +19,10 @@
 // would lose more than the output's rounding does. Their range is that of float32: the reference follows the largest
 // logit.
 //
-// Teams are one for each stream of rows and group of 16 heads. Two groups read the same stages; two streams share a
-// token's columns, and are merged at the end of each item.
+// There is a team for each stream of rows. Two streams share a token's columns, and are merged at the end of each item.
 //
-// Defined by the caller: BF16_ROWS (1: rows are bf16, 0: FP8), STREAMS, HEAD_GROUPS, STAGES of a ring, PER_SM blocks on
-// a multiprocessor, QUERY_HALF (1: queries are fp16, which takes FP8 rows, 0: bf16), and THREADS and SHARED_BYTES, which
+// Defined by the caller: BF16_ROWS (1: rows are bf16, 0: FP8), STREAMS, STAGES of a ring, PER_SM blocks on a
+// multiprocessor, QUERY_HALF (1: queries are fp16, which takes FP8 rows, 0: bf16), and THREADS and SHARED_BYTES, which
 // follow from them.
 
 #include "instructions.cuh"
@@ -44,7 +43,7 @@ constexpr int PRODUCERS = 2, SHARED_STAGES = BF16_ROWS ? 1 << 30 : 2, ROUND = 1;
 
 // Matrices of 8 rows of a stage; and bytes that the warp's share of one of their results takes.
 constexpr int SLABS = STAGE / 8, FRAGMENT = 512;
-constexpr int TEAM_WARPS = TILES, TEAM_THREADS = 32 * TEAM_WARPS, TEAMS = STREAMS * HEAD_GROUPS;
+constexpr int TEAM_WARPS = TILES, TEAM_THREADS = 32 * TEAM_WARPS;
 constexpr int GROUP = 16;  // heads
 constexpr int STEPS = TILE / 16;
 // Of the 16 columns of a step, a lane has two pairs, the first from PAIR_STRIDE * pair on. Four neighbours are the codes
@@ -64,24 +63,23 @@ constexpr float NO_REFERENCE = -1e30f;
 
 // Registers per thread: producers leave theirs to the consumers.
 constexpr int LAUNCHED_WITH = 65536 / (PER_SM * THREADS) / 8 * 8, PRODUCER_REGISTERS = 40;
-constexpr int CONSUMER_REGISTERS = ((TEAMS + 1) * LAUNCHED_WITH - PRODUCER_REGISTERS) / TEAMS / 8 * 8;
+constexpr int CONSUMER_REGISTERS = ((STREAMS + 1) * LAUNCHED_WITH - PRODUCER_REGISTERS) / STREAMS / 8 * 8;
 static_assert(CONSUMER_REGISTERS > LAUNCHED_WITH && CONSUMER_REGISTERS <= 240, "no plan for so few threads");
 
 // Shared memory.
 constexpr int RINGS = 0;
 constexpr int LOGITS = RINGS + STREAMS * STAGES * STAGE_BYTES;  // two buffers for each team
 constexpr int LOGITS_BUFFER = TEAM_WARPS * SLABS * FRAGMENT;
-constexpr int MERGE = LOGITS + TEAMS * 2 * LOGITS_BUFFER;
+constexpr int MERGE = LOGITS + STREAMS * 2 * LOGITS_BUFFER;
 constexpr int MERGE_FRAGMENTS = 2 * STEPS + 2;  // sums; then references and totals; then largest logits
-constexpr int MERGE_BYTES = STREAMS > 1 ? HEAD_GROUPS * TEAM_WARPS * MERGE_FRAGMENTS * FRAGMENT : 0;
+constexpr int MERGE_BYTES = STREAMS > 1 ? TEAM_WARPS * MERGE_FRAGMENTS * FRAGMENT : 0;
 constexpr int QUERY_MAXIMA = MERGE + MERGE_BYTES;  // two buffers for each team
 constexpr int QUERY_MAXIMA_BUFFER = BF16_ROWS ? 0 : 4 * TEAM_WARPS * GROUP;
-constexpr int BARRIERS = QUERY_MAXIMA + TEAMS * 2 * QUERY_MAXIMA_BUFFER;  // full, then empty, for each stage
+constexpr int BARRIERS = QUERY_MAXIMA + STREAMS * 2 * QUERY_MAXIMA_BUFFER;  // full, then empty, for each stage
 constexpr int NOTES = BARRIERS + STREAMS * STAGES * 16;  // which rows count, and whether the item ends here
 
 static_assert(NOTES + STREAMS * STAGES * 8 == SHARED_BYTES, "the caller has another layout in mind");
-static_assert(THREADS == (TEAMS + 1) * TEAM_THREADS && STREAMS * PRODUCERS <= 4, "four warps for producers");
-static_assert(STREAMS == 1 || HEAD_GROUPS == 1, "named barriers are numbered for one or the other");
+static_assert(THREADS == (STREAMS + 1) * TEAM_THREADS && STREAMS * PRODUCERS <= 4, "four warps for producers");
 static_assert(!(BF16_ROWS && QUERY_HALF), "bf16 rows are multiplied with bf16 queries");
 
 __device__ __forceinline__ Place place_of(u32 memory, int stream) {
@@ -96,19 +94,18 @@ constexpr u32 TEAM_BARRIER = 1, MERGE_FULL = 3, MERGE_EMPTY = 4;
 // A warp's place; as the matrix instruction has it, a lane holds heads `row` and `row + 8` of the group, and of eight
 // columns the two from 2 * pair on.
 struct Seat {
-    int warp, lane, team, stream, group, row, pair;
+    int warp, lane, stream, group, row, pair;
 
     __device__ __forceinline__ Seat() {
         lane = threadIdx.x % 32;
         warp = threadIdx.x / 32 % TEAM_WARPS;
-        team = threadIdx.x / TEAM_THREADS;
-        stream = STREAMS > 1 ? team : 0;
-        group = STREAMS > 1 ? 0 : team;
+        stream = threadIdx.x / TEAM_THREADS;
+        group = blockIdx.y;
         row = lane / 4;
         pair = lane % 4;
     }
 
-    __device__ __forceinline__ void sync_team() const { named_sync(TEAM_BARRIER + team, TEAM_THREADS); }
+    __device__ __forceinline__ void sync_team() const { named_sync(TEAM_BARRIER + stream, TEAM_THREADS); }
 };
 
 // The largest and the sum over the four lanes that share a head.
@@ -612,25 +609,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
     const u32 memory = shared_address(shared_memory());
     if (threadIdx.x < STREAMS * STAGES) {
         barrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
-        barrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, HEAD_GROUPS * TEAM_WARPS);
+        barrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, TEAM_WARPS);
         publish_barriers();
     }
     __syncthreads();
     const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
                        lengths, request_ids, block_table, table_stride, table_width, requests, whole, items, parts,
                        part_columns};
-    if (threadIdx.x >= TEAMS * TEAM_THREADS) work.prefetch_first(threadIdx.x - TEAMS * TEAM_THREADS);
+    if (threadIdx.x >= STREAMS * TEAM_THREADS) work.prefetch_first(threadIdx.x - STREAMS * TEAM_THREADS);
     wait_for_previous_kernel();
-    if (threadIdx.x >= TEAMS * TEAM_THREADS) {
+    if (threadIdx.x >= STREAMS * TEAM_THREADS) {
         give_registers<PRODUCER_REGISTERS>();
-        const int producer = threadIdx.x / 32 - TEAMS * TEAM_WARPS, stream = producer / PRODUCERS;
+        const int producer = threadIdx.x / 32 - STREAMS * TEAM_WARPS, stream = producer / PRODUCERS;
         if (stream < STREAMS) produce(work, stream, producer % PRODUCERS, place_of(memory, stream));
         return;
     }
     take_registers<CONSUMER_REGISTERS>();
     const Seat seat;
-    const u32 logits = memory + LOGITS + seat.team * 2 * LOGITS_BUFFER;
-    const u32 query_maxima = memory + QUERY_MAXIMA + seat.team * 2 * QUERY_MAXIMA_BUFFER;
+    const u32 logits = memory + LOGITS + seat.stream * 2 * LOGITS_BUFFER;
+    const u32 query_maxima = memory + QUERY_MAXIMA + seat.stream * 2 * QUERY_MAXIMA_BUFFER;
     const u32 merge = memory + MERGE + seat.warp * MERGE_FRAGMENTS * FRAGMENT + 16 * seat.lane;
     const float logit_scale = (scale_factor == nullptr ? scale : scale * *scale_factor) * LOG2_E;
     Place place = place_of(memory, seat.stream);

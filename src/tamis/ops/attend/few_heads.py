@@ -1,7 +1,7 @@
 """Sparse attention of few heads over FP8 or bf16 rows in CUDA C++, for Hopper: two kernels and their launches.
 
-Heads are the rows of small products in `few_heads.cu`, 16 at a time, and the columns of large ones in
-`heads_as_columns.cu`; both take the same arguments.
+Heads are the rows of small products in `few_heads.cu`, 16 in a block, and the columns of large ones in
+`heads_as_columns.cu`, 16 or 32; both take the same arguments. More heads are more blocks, which read the same rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,6 @@ from tamis.ops.combine.triton_kernels import combine_with_maxima
 if TYPE_CHECKING:
     from tamis.testing.offline_cuda import CudaCase
 
-MAX_HEADS = 32
 GROUP = 16
 """Heads that one team of warps works on: the rows of the matrix instruction."""
 STAGE = 32
@@ -49,8 +48,6 @@ class Variant(NamedTuple):
 
     streams: int
     """Rings of rows, each with two producers and a team: a token's columns are dealt out to them."""
-    head_groups: int
-    """Teams that read the same ring, 16 heads each."""
     stages: int
     """Of each ring."""
     per_sm: int
@@ -64,18 +61,23 @@ class Variant(NamedTuple):
         return "few_heads"
 
     @property
+    def heads(self) -> int:
+        """Of a block."""
+        return GROUP
+
+    @property
     def threads(self) -> int:
         """Per block: teams of four warps, then four warps of which two produce for each stream."""
-        return 128 * (self.streams * self.head_groups + 1)
+        return 128 * (self.streams + 1)
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory: rings, shares of logits, what streams hand over, query maxima, barriers, notes."""
-        teams, stages = self.streams * self.head_groups, self.streams * self.stages
+        stages = self.streams * self.stages
         row = 1152 + 16 if self.bf16_rows else 656  # padded to an odd multiple of 16 bytes
-        merge = self.head_groups * 4 * 18 * 512 if self.streams > 1 else 0
-        maxima = 0 if self.bf16_rows else teams * 2 * 4 * 4 * GROUP
-        return stages * STAGE * row + teams * 2 * 4 * 4 * 512 + merge + maxima + stages * 24
+        merge = 4 * 18 * 512 if self.streams > 1 else 0
+        maxima = 0 if self.bf16_rows else self.streams * 2 * 4 * 4 * GROUP
+        return stages * STAGE * row + self.streams * 2 * 4 * 4 * 512 + merge + maxima + stages * 24
 
     @property
     def rows_at_once(self) -> int:
@@ -85,7 +87,12 @@ class Variant(NamedTuple):
     @property
     def parts_per_step(self) -> int:
         """See `items.choose_cut`."""
-        return 600
+        return 800
+
+    @property
+    def steps_per_part(self) -> int:
+        """See `items.choose_cut`."""
+        return 2
 
     @property
     def constants(self) -> dict[str, int]:
@@ -93,7 +100,6 @@ class Variant(NamedTuple):
         return {
             "BF16_ROWS": int(self.bf16_rows),
             "STREAMS": self.streams,
-            "HEAD_GROUPS": self.head_groups,
             "STAGES": self.stages,
             "PER_SM": self.per_sm,
         }
@@ -133,6 +139,11 @@ class Columns(NamedTuple):
         return 2500
 
     @property
+    def steps_per_part(self) -> int:
+        """See `items.choose_cut`."""
+        return 1
+
+    @property
     def shared(self) -> int:
         """Bytes of shared memory: tiles of queries and weights, the ring, numbers of heads, barriers, notes."""
         tiles, numbers = (10 + 8) * 128 * self.heads, (21 + 64) * 4 * self.heads
@@ -152,21 +163,20 @@ class Variants(NamedTuple):
 
     few_tokens: Layouts
     many_tokens: Layouts
-    more_heads_few_tokens: Layouts
-    """Than one group."""
     more_heads: Layouts
+    """Than one group, unless there are few tokens."""
+    few_pairs: int
+    """Of a token and 16 heads: up to so many, blocks of 16 heads are fastest however many heads there are."""
 
 
-FP8_ROWS = Variants(Variant(2, 1, 3, 1), Columns(16, 9), Variant(1, 2, 8, 1), Columns(32, 7))
-BF16_ROWS = Variants(*(Variant(*one, True) for one in ((2, 1, 2, 1), (1, 1, 2, 2), (1, 2, 5, 1), (1, 2, 5, 1))))
+FP8_ROWS = Variants(Variant(2, 3, 1), Columns(16, 9), Columns(32, 7), few_pairs=32)
+BF16_ROWS = Variants(Variant(2, 2, 1, True), Variant(1, 2, 2, True), Variant(1, 2, 2, True), few_pairs=16)
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
     """Why these kernels cannot do it, None if they can."""
     if q.dtype not in QUERY_DTYPES:
         return f"queries in {q.dtype}"
-    if q.shape[1] > MAX_HEADS:
-        return f"{q.shape[1]} heads, more than {MAX_HEADS}"
     if value_dim != VALUE_DIM:
         return f"values of {value_dim} columns, not {VALUE_DIM}"
     for selection in selections:
@@ -192,12 +202,24 @@ def _rows_are_bf16(key: str) -> bool | None:
     return None
 
 
-def usual_variant(tokens: int | None, heads: int, multiprocessors: int, bf16_rows: bool) -> Layouts:
-    """Two streams of one block split a token into fewer parts, and are best where there are few tokens (see
-    benchmarks/NOTES.md). Without a number of tokens: one for all of them."""
+def suits(tokens: int | None, heads: int, bf16_rows: bool) -> bool:
+    """Whether these kernels are faster than those for many heads, where both can do it (see benchmarks/NOTES.md)."""
+    return heads <= (GROUP if bf16_rows else 2 * GROUP) or _few_pairs(tokens, heads, bf16_rows)
+
+
+def _few_pairs(tokens: int | None, heads: int, bf16_rows: bool) -> bool:
     variants = BF16_ROWS if bf16_rows else FP8_ROWS
-    if heads > GROUP:
-        return variants.more_heads_few_tokens if tokens is not None and tokens <= 16 else variants.more_heads
+    return tokens is not None and tokens * -(-heads // GROUP) <= variants.few_pairs
+
+
+def usual_variant(tokens: int | None, heads: int, multiprocessors: int, bf16_rows: bool) -> Layouts:
+    """Two streams of one block split a token into fewer parts, and are best where there are few tokens.
+
+    Without a number of tokens: one for all of them.
+    """
+    variants = BF16_ROWS if bf16_rows else FP8_ROWS
+    if heads > GROUP and not _few_pairs(tokens, heads, bf16_rows):
+        return variants.more_heads
     return variants.few_tokens if tokens is not None and tokens <= 2 * multiprocessors else variants.many_tokens
 
 
@@ -247,10 +269,17 @@ def _cut(q: Tensor, selection: Selection, variant: Layouts, splits: int | None, 
     tokens, columns = q.shape[0], selection.slots.shape[1]
     if splits is None:
         steps = max(1, -(-columns // variant.rows_at_once))
-        room, heads = variant.per_sm * multiprocessors(q.device), max(q.shape[1], GROUP)
-        return choose_cut(tokens, heads, steps, room, direct=direct, parts_per_step=variant.parts_per_step)
+        room, heads = _room(q, variant)[0], max(q.shape[1], GROUP)
+        costs = {"parts_per_step": variant.parts_per_step, "steps_per_part": variant.steps_per_part}
+        return choose_cut(tokens, heads, steps, room, direct=direct, **costs)
     parts = min(splits, max(1, columns))
     return Cut(tokens, 1) if parts == 1 and direct else Cut(0, parts)
+
+
+def _room(q: Tensor, variant: Layouts) -> tuple[int, int]:
+    """How many items the device works on at a time, and how many blocks share the heads of each."""
+    sharing = -(-q.shape[1] // variant.heads)
+    return max(1, variant.per_sm * multiprocessors(q.device) // sharing), sharing
 
 
 def attend_items(
@@ -284,9 +313,9 @@ def attend_items(
     factor = scale.float() if isinstance(scale, Tensor) else None
     pages = (0, 0, 0) if table is None else (table.stride(0), table.shape[1], table.shape[0])
     out, lse, maxima = whole.addresses()
-    launch = _launch(q.device, variant, q.dtype)
+    launch, (room, sharing) = _launch(q.device, variant, q.dtype), _room(q, variant)
     launch(
-        (min(items, variant.per_sm * multiprocessors(q.device)), 1, 1),
+        (min(items, room), sharing, 1),
         *(q.data_ptr(), q.stride(0), q.stride(1)),
         *(cache.storage.data_ptr(), cache.page_stride, cache.page_size, cache.pages),
         *(slots.data_ptr(), slots.stride(0), slots.stride(1), columns),
@@ -317,7 +346,7 @@ def offline_cases() -> Iterator["CudaCase"]:
     from tamis.testing.offline_cuda import CudaCase
 
     for kind, variants, dtypes in (("fp8", FP8_ROWS, QUERY_DTYPES), ("bf16", BF16_ROWS, (torch.bfloat16,))):
-        for variant, dtype in product(dict.fromkeys(variants), dtypes):
+        for variant, dtype in product(dict.fromkeys(variants[:3]), dtypes):
             name = variant.source.replace("_", " ")
-            label = f"attend, {name}, {kind} rows, {variant[:4]}, {str(dtype).removeprefix('torch.')} queries"
+            label = f"attend, {name}, {kind} rows, {variant[:3]}, {str(dtype).removeprefix('torch.')} queries"
             yield CudaCase(label, program(variant, dtype), variant.shared)

@@ -1,5 +1,6 @@
 // Sparse attention of up to 16 or 32 heads over FP8 rows of 656 bytes, which enter shared memory once and stay as they
-// are; each code is widened once for its product with queries and once as a value, whatever the number of heads.
+// are; each code is widened once for its product with queries and once as a value, whatever the number of heads. More
+// heads are for blocks beside it, numbered by y.
 //
 // Heads are the columns of the products, since those of four warps have 64 rows: logits are keys [64, 576] times queries
 // [576, heads], outputs are values [512, 64] times weights [64, heads]. Keys and values are the first factors, which
@@ -97,6 +98,7 @@ struct Seat {
         pair = lane % 4;
     }
 
+    __device__ __forceinline__ static int first_head() { return blockIdx.y * HEADS; }
     __device__ __forceinline__ void sync() const { named_sync(BOTH_TEAMS, CONSUMERS); }
     __device__ __forceinline__ void sync_team() const { named_sync(ONE_TEAM + team, TEAM_THREADS); }
     __device__ __forceinline__ bool any_of_team(bool said) const {
@@ -155,7 +157,7 @@ __device__ __forceinline__ void load_query(
     constexpr int SHARERS = CONSUMERS / HEADS;  // threads of a head, neighbours
     constexpr int GROUPS = 32 / SHARERS, PIECES = 16 / SHARERS;
     const int thread = worked_out_here(threadIdx.x), head = thread / SHARERS, share = thread % SHARERS;
-    const u16* from = q + head * head_stride;
+    const u16* from = q + (seat.first_head() + head) * head_stride;
     uint2 latent[GROUPS][4], rope[PIECES];
     float top = 0.0f;
 #pragma unroll
@@ -163,14 +165,14 @@ __device__ __forceinline__ void load_query(
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u16* at = from + 16 * (share + SHARERS * group) + 4 * i;
-            latent[group][i] = head < heads ? *reinterpret_cast<const uint2*>(at) : make_uint2(0, 0);
+            latent[group][i] = head < heads - seat.first_head() ? *reinterpret_cast<const uint2*>(at) : make_uint2(0, 0);
             top = largest(top, latent[group][i]);
         }
     }
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
         const u16* at = from + TILES * TILE + 4 * (share + SHARERS * piece);
-        rope[piece] = head < heads ? *reinterpret_cast<const uint2*>(at) : make_uint2(0, 0);
+        rope[piece] = head < heads - seat.first_head() ? *reinterpret_cast<const uint2*>(at) : make_uint2(0, 0);
     }
 #pragma unroll
     for (int step = 1; step < SHARERS; step *= 2) top = fmaxf(top, __shfl_xor_sync(EVERY_LANE, top, step));
@@ -574,6 +576,7 @@ struct Result {
 // number; and row `at` of lse and maxima.
 __device__ __forceinline__ void normalise(const Seat& seat, const Result& result, long long at, int heads) {
     if (seat.lane >= HEADS) return;
+    const int head = seat.first_head() + seat.lane;
     const u32 numbers = seat.memory + 4 * seat.lane;
     float references[TEAMS], reference = NO_REFERENCE, total = 0.0f, top = minus_infinity();
 #pragma unroll
@@ -588,17 +591,17 @@ __device__ __forceinline__ void normalise(const Seat& seat, const Result& result
         total = fmaf(load_number(shares), part, total);
         top = fmaxf(top, load_number(shares + PER_HEAD));
     }
-    const bool empty = total == 0.0f, exists = seat.lane < heads;
+    const bool empty = total == 0.0f, exists = head < heads;
     const float lse = empty ? minus_infinity() : (reference + fast_log2(total)) * LN_2;
     const float part = fast_exp2((seat.team == 0 ? references[0] : references[1]) - reference);
     float factor = empty ? 0.0f : part / (total * load_number(seat.factors(seat.warp) + 4 * seat.lane));
     if (result.sink != nullptr && !empty && exists) {
-        factor *= 1.0f / (1.0f + fast_exp2((result.sink[seat.lane] - lse) * LOG2_E));
+        factor *= 1.0f / (1.0f + fast_exp2((result.sink[head] - lse) * LOG2_E));
     }
     store_number(seat.changes(seat.warp) + 4 * seat.lane, factor);
     if (exists && seat.team == 0 && seat.warp == 0) {
-        result.lse[at * heads + seat.lane] = lse;
-        result.maxima[at * heads + seat.lane] = empty ? minus_infinity() : top * load_number(numbers + UNITS) * LN_2;
+        result.lse[at * heads + head] = lse;
+        result.maxima[at * heads + head] = empty ? minus_infinity() : top * load_number(numbers + UNITS) * LN_2;
     }
 }
 
@@ -643,11 +646,12 @@ __device__ __forceinline__ void hand_over(State& state, const Seat& seat) {
 // Writes row `at` of a result.
 __device__ __forceinline__ void store(const State& state, const Seat& seat, const Result& result, long long at, int heads) {
     const int first_column = TILE * KEPT_TILES * seat.team + 32 * seat.warp + 2 * seat.row;
-    const long long start = at * result.token_stride + 2 * seat.pair * result.head_stride + first_column;
+    const int first_head = seat.first_head() + 2 * seat.pair;
+    const long long start = at * result.token_stride + first_head * result.head_stride + first_column;
 #pragma unroll
     for (int head = 0; head < 2 * OCTETS; ++head) {
         const int octet = head / 2, next = head % 2;
-        if (8 * octet + 2 * seat.pair + next >= heads) continue;
+        if (first_head + 8 * octet + next >= heads) continue;
         const long long offset = start + (8 * octet + next) * result.head_stride;
 #pragma unroll
         for (int block = 0; block < KEPT_BLOCKS; ++block) {

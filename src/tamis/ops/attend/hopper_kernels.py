@@ -12,9 +12,6 @@ from tamis.ops.attend import few_heads, items, many_heads, triton_kernels
 if TYPE_CHECKING:
     from tamis.testing.offline_cuda import CudaCase
 
-SOME_TOKENS = 32
-"""From which on 17 to 32 heads over bf16 rows are better padded to 64 than taken 16 at a time (benchmarks/NOTES.md)."""
-
 
 def attend_slots(
     q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
@@ -50,13 +47,12 @@ def translates_freely(q: Tensor, selections: Sequence[Selection], *, value_dim: 
 def kernels_for(q: Tensor, selections: Sequence[Selection], value_dim: int, splits: int | None) -> ModuleType:
     """Kernels that take such a call and are fastest at it: those for few heads, those for many, or the portable ones.
 
-    Both of the former can do 17 to 32 heads: over bf16 rows those for many heads win once there are some tokens. Where
-    the number of parts is given, the tokens have no say, so that a row's bits do not depend on the rest of the batch.
+    Where the number of parts is given, the tokens have no say, so that a row's bits do not depend on the rest of the
+    batch.
     """
-    order = [few_heads, many_heads]
     bf16_rows = selections[0].cache.layout.scales is None
-    if bf16_rows and q.shape[1] > few_heads.GROUP and (splits is not None or q.shape[0] >= SOME_TOKENS):
-        order.reverse()
+    few = few_heads.suits(q.shape[0] if splits is None else None, q.shape[1], bf16_rows)
+    order = [few_heads, many_heads] if few else [many_heads, few_heads]
     for kernels in order:
         if kernels.refusal(q, selections, value_dim) is None:
             return kernels

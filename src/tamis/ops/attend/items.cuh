@@ -1,7 +1,8 @@
 // What an item of work reads and where its results go. An item is a query token and HEADS heads, or a part of the rows of
 // one: the first tokens of a launch are whole and go straight into the output, the others are cut into parts that another
-// kernel merges. Comes after `instructions.cuh`; the kernel says how many SELECTIONS there are (1 or 2), how many rows it
-// works on at a time (STEP_ROWS), and how long they are (ROW_BYTES).
+// kernel merges. Comes after `instructions.cuh`; the kernel says how many HEADS and how many of VALUES columns an item has,
+// how many SELECTIONS there are (1 or 2), how many rows are a block of them (STEP_ROWS), how many blocks go together
+// (TOGETHER), and how long rows are (ROW_BYTES).
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
@@ -176,5 +177,52 @@ struct Output {
                 }
             }
         }
+    }
+};
+
+// ---- Items of a launch
+
+// Whole tokens fill out [T, H, 512], lse and tops [T, H]; the others parts_out [parts, T - whole, H, 512] and so on.
+struct Results {
+    void* out;
+    int kind;
+    long long token_stride, head_stride;
+    float *lse, *tops, *parts_out, *parts_lse, *parts_tops;
+    const float* sink;
+};
+
+struct Items {
+    int tokens, heads, whole, parts;
+
+    __device__ __forceinline__ int groups() const { return (heads + HEADS - 1) / HEADS; }
+    __device__ __forceinline__ int count() const { return (whole + (tokens - whole) * parts) * groups(); }
+    __device__ __forceinline__ int first_head(int item) const { return item % groups() * HEADS; }
+
+    // Counts parts of tokens that are cut; negative: its token is whole.
+    __device__ __forceinline__ int cut(int item) const { return item / groups() - whole; }
+
+    __device__ __forceinline__ long long token(int item) const {
+        const int part = cut(item);
+        return whole + (part < 0 ? part : part / parts);
+    }
+
+    __device__ __forceinline__ Work work(int item, const Selection& first, const Selection& second) const {
+        Work work = {static_cast<int>(token(item)), first, second, (first.length + STEP_ROWS - 1) / STEP_ROWS};
+        const int part = cut(item), blocks = work.blocks();
+        const long long units = (blocks + TOGETHER - 1) / TOGETHER;
+        work.begin = part < 0 ? 0 : static_cast<int>(units * (part % parts) / parts * TOGETHER);
+        work.end = part < 0 ? blocks : min(static_cast<int>(units * (part % parts + 1) / parts * TOGETHER), blocks);
+        return work;
+    }
+
+    __device__ __forceinline__ Output place(int item, const Results& to) const {
+        const int part = cut(item), first = first_head(item), here = min(heads - first, HEADS);
+        if (part < 0) {
+            const long long at = token(item) * to.token_stride + first * to.head_stride, row = token(item) * heads + first;
+            void* const start = static_cast<char*>(to.out) + at * (to.kind == 0 ? 4 : 2);
+            return {start, to.head_stride, here, to.kind, to.sink == nullptr ? nullptr : to.sink + first, to.lse + row, to.tops + row};
+        }
+        const long long row = (static_cast<long long>(part % parts) * (tokens - whole) + part / parts) * heads + first;
+        return {to.parts_out + row * VALUES, VALUES, here, 0, nullptr, to.parts_lse + row, to.parts_tops + row};
     }
 };

@@ -30,10 +30,18 @@ class Cut(NamedTuple):
 
 @lru_cache(1024)
 def choose_cut(
-    tokens: int, heads: int, steps: int, room: int, *, direct: bool = True, parts_per_step: int = 2000
+    tokens: int,
+    heads: int,
+    steps: int,
+    room: int,
+    *,
+    direct: bool = True,
+    parts_per_step: int = 2200,
+    steps_per_part: int = 1,
 ) -> Cut:
     """The cut that finishes soonest: rounds of `room` items on the device, times the steps that each works through, and
-    the time to write and read the parts of heads, `parts_per_step` of them in the time of one step.
+    the time to write and read the parts of heads, `parts_per_step` of them in the time of one step. A part has at least
+    `steps_per_part`, where there are so many.
 
     Whole tokens fill whole rounds; those that are left over, fewer than there is room for, are cut, so that one token
     more never costs a round more. Among equals the fewest parts win. Unless tokens can be stored directly, all are cut
@@ -48,7 +56,7 @@ def choose_cut(
 
     choices = [Cut(tokens, 1)] if direct else []
     for whole in sorted({0, tokens // room * room if direct else 0}):
-        choices += [Cut(whole, parts) for parts in range(1, steps + 1)]
+        choices += [Cut(whole, parts) for parts in range(1, max(1, steps // steps_per_part) + 1)]
     return min(choices, key=duration)
 
 

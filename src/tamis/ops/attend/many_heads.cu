@@ -1,6 +1,5 @@
-// Sparse attention of 64 heads at a time over FP8 rows, on Hopper: one block per item and 64 heads. An item is a query
-// token, or a part of the rows of one: the first tokens of a launch are whole and go straight into the output, the others
-// are cut into parts that another kernel merges.
+// Sparse attention of 64 heads at a time over FP8 rows, on Hopper: one block of threads per item, a query token and 64
+// heads, or a part of the rows of one (see `items.cuh`).
 //
 // Four groups of four warps. Two `widen`: each of their warps copies eight of a block's 64 rows into shared memory, makes
 // them fp16 and hands them over in halves: first the columns from 256 on, whose bytes lie beside the scales, then those
@@ -25,6 +24,7 @@
 
 constexpr int HEADS = 64;      // of a block
 constexpr int STEP_ROWS = 64;  // selected rows that are worked on at a time
+constexpr int TOGETHER = 1;
 constexpr int WIDENERS = 8;  // warps
 constexpr int OWN = STEP_ROWS / WIDENERS;  // rows of one of them
 constexpr int WARPS = 4;    // of a group
@@ -613,16 +613,13 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const Place& place
 
 // ---- Kernel
 
-// Whole tokens fill out [T, H, 512], lse and tops [T, H]; the others parts_out [parts, T - whole, H, 512] and so on.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const unsigned short* queries, long long query_token_stride, long long query_head_stride, int tokens, int heads,
     float scale, const float* scale_factor, const float* sink, void* out, int out_kind, long long out_token_stride,
     long long out_head_stride, float* lse, float* tops, float* parts_out, float* parts_lse, float* parts_tops, int whole,
     int parts, SELECTION(0), SELECTION(1)) {
     const u32 memory = tiles_start();
-    const int groups = (heads + HEADS - 1) / HEADS;
-    const int item = blockIdx.x / groups, first_head = blockIdx.x % groups * HEADS, cut = item - whole;
-    const long long token = cut < 0 ? item : whole + cut / parts;
+    const Items items = {tokens, heads, whole, parts};
     if (threadIdx.x == 0) {
         for (int i = 0; i < HALVES; ++i) {
             barrier_init(memory + READY + i * 8, WIDENERS * 4);
@@ -633,27 +630,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
         publish_barriers();
     }
     wait_for_previous_kernel();
-    Work work;
-    work.token = token;
-    work.first = selection_of(token, SELECTION_VALUES(0));
-    work.second = selection_of(token, SELECTION_VALUES(1));
-    work.first_blocks = (work.first.length + STEP_ROWS - 1) / STEP_ROWS;
-    const int blocks = work.blocks();
-    work.begin = cut < 0 ? 0 : static_cast<int>(static_cast<long long>(blocks) * (cut % parts) / parts);
-    work.end = cut < 0 ? blocks : static_cast<int>(static_cast<long long>(blocks) * (cut % parts + 1) / parts);
+    const int first_head = items.first_head(blockIdx.x);
+    const long long token = items.token(blockIdx.x);
+    const Work work = items.work(blockIdx.x, selection_of(token, SELECTION_VALUES(0)),
+                                 SELECTIONS > 1 ? selection_of(token, SELECTION_VALUES(1)) : Selection());
     __syncthreads();
 
     const auto place = [&] {
-        const int groups = (heads + HEADS - 1) / HEADS, first_head = blockIdx.x % groups * HEADS;
-        const int item = blockIdx.x / groups, cut = item - whole, here = min(heads - first_head, HEADS);
-        if (cut < 0) {
-            const long long at = item * out_token_stride + first_head * out_head_stride;
-            void* const start = static_cast<char*>(out) + at * (out_kind == 0 ? 4 : 2);
-            const long long row = static_cast<long long>(item) * heads + first_head;
-            return Output{start, out_head_stride, here, out_kind, sink == nullptr ? nullptr : sink + first_head, lse + row, tops + row};
-        }
-        const long long row = (static_cast<long long>(cut % parts) * (tokens - whole) + cut / parts) * heads + first_head;
-        return Output{parts_out + row * VALUES, VALUES, here, 0, nullptr, parts_lse + row, parts_tops + row};
+        return items.place(worked_out_here(blockIdx.x), {out, out_kind, out_token_stride, out_head_stride, lse, tops,
+                                                         parts_out, parts_lse, parts_tops, sink});
     };
     const int group = threadIdx.x / (WARPS * 32);
     if (group >= 2) {

@@ -22,6 +22,7 @@
 
 constexpr int HEADS = 64;      // of an item
 constexpr int STEP_ROWS = 64;  // of a slab
+constexpr int TOGETHER = 2;    // slabs, one for each group that attends
 constexpr int WARPS = 4;       // of a group
 constexpr int WIDTH = 576, VALUES = 512, TILES = WIDTH / 64, ROW_BYTES = WIDTH * 2;
 constexpr int SLABS = 2, PIECES = 5, OWN = STEP_ROWS / WARPS;  // rows of a slab that one warp copies
@@ -428,14 +429,13 @@ __device__ __forceinline__ void attend(u32 memory, int items, float unit, const 
 
 // ---- Kernel
 
-// Whole tokens fill out [T, H, 512], lse and tops [T, H]; the others parts_out [parts, T - whole, H, 512] and so on.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     const unsigned short* queries, long long query_token_stride, long long query_head_stride, int tokens, int heads,
     float scale, const float* scale_factor, const float* sink, void* out, int out_kind, long long out_token_stride,
     long long out_head_stride, float* lse, float* tops, float* parts_out, float* parts_lse, float* parts_tops, int whole,
     int parts, SELECTION(0), SELECTION(1)) {
     const u32 memory = tiles_start();
-    const int groups = (heads + HEADS - 1) / HEADS, items = (whole + (tokens - whole) * parts) * groups;
+    const Items items = {tokens, heads, whole, parts};
     if (threadIdx.x == 0) {
         for (int slab = 0; slab < SLABS; ++slab) {
             for (int load = 0; load < LOADS; ++load) barrier_init(ready(memory, slab, load), WARPS * 32 + (load == 0 ? WARPS : 0));
@@ -448,48 +448,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     wait_for_previous_kernel();
     __syncthreads();
 
-    const auto token_of = [&](int item) -> long long {
-        const int number = item / groups, cut = number - whole;
-        return cut < 0 ? number : whole + cut / parts;
-    };
     const auto work_of = [&](int item) {
-        const long long token = token_of(item);
-        const int cut = item / groups - whole;
-        Work work;
-        work.token = token;
-        work.first = selection_of(token, SELECTION_VALUES(0));
-        if (SELECTIONS > 1) work.second = selection_of(token, SELECTION_VALUES(1));
-        work.first_blocks = (work.first.length + STEP_ROWS - 1) / STEP_ROWS;
-        const long long blocks = work.blocks(), pairs = (blocks + 1) / 2;
-        work.begin = cut < 0 ? 0 : static_cast<int>(pairs * (cut % parts) / parts * 2);
-        work.end = cut < 0 ? blocks : min(static_cast<int>(pairs * (cut % parts + 1) / parts * 2), static_cast<int>(blocks));
-        return work;
+        const long long token = items.token(item);
+        return items.work(item, selection_of(token, SELECTION_VALUES(0)),
+                          SELECTIONS > 1 ? selection_of(token, SELECTION_VALUES(1)) : Selection());
     };
     const auto query_of = [&](int item, int head) -> const unsigned char* {
-        const int number = item % groups * HEADS + head;
+        const int number = items.first_head(item) + head;
         if (number >= heads) return nullptr;
-        return reinterpret_cast<const unsigned char*>(queries + token_of(item) * query_token_stride + number * query_head_stride);
+        const unsigned short* const query = queries + items.token(item) * query_token_stride + number * query_head_stride;
+        return reinterpret_cast<const unsigned char*>(query);
     };
     const auto place = [&](int item) {
-        const int number = item / groups, first_head = item % groups * HEADS, cut = number - whole;
-        const int here = min(heads - first_head, HEADS);
-        if (cut < 0) {
-            const long long at = number * out_token_stride + first_head * out_head_stride;
-            void* const start = static_cast<char*>(out) + at * (out_kind == 0 ? 4 : 2);
-            const long long row = static_cast<long long>(number) * heads + first_head;
-            return Output{start, out_head_stride, here, out_kind, sink == nullptr ? nullptr : sink + first_head, lse + row, tops + row};
-        }
-        const long long row = (static_cast<long long>(cut % parts) * (tokens - whole) + cut / parts) * heads + first_head;
-        return Output{parts_out + row * VALUES, VALUES, here, 0, nullptr, parts_lse + row, parts_tops + row};
+        return items.place(item, {out, out_kind, out_token_stride, out_head_stride, lse, tops, parts_out, parts_lse, parts_tops, sink});
     };
     const int group = threadIdx.x / (WARPS * 32);
     if (group == 2) {
         give_registers<GATHER_REGISTERS>();
-        gather(memory, items, work_of, query_of);
+        gather(memory, items.count(), work_of, query_of);
         return;
     }
     take_registers<ATTEND_REGISTERS>();
     const float unit = scale * (scale_factor == nullptr ? 1.0f : *scale_factor) * LOG2_E;
-    if (group == 0) attend<0>(memory, items, unit, place);
-    else attend<1>(memory, items, unit, place);
+    if (group == 0) attend<0>(memory, items.count(), unit, place);
+    else attend<1>(memory, items.count(), unit, place);
 }
