@@ -172,6 +172,7 @@ inline u32 __reduce_max_sync(u32, u32 value) {
     return top;
 }
 
+inline u32 __vminu2(u32 a, u32 b) { return min(a & 0xFFFF, b & 0xFFFF) | min(a >> 16, b >> 16) << 16; }
 inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
@@ -304,6 +305,11 @@ inline void e4m3_to_half(u32 codes, u32& first, u32& second) {
 
 inline u32 multiply_halves(u32 a, u32 b) {
     const auto product = [](u32 x, u32 y) { return emulator::half_bits(emulator::half_value(x) * emulator::half_value(y)); };
+    return product(a & 0xFFFF, b & 0xFFFF) | product(a >> 16, b >> 16) << 16;
+}
+
+inline u32 multiply_bfloats(u32 a, u32 b) {
+    const auto product = [](u32 x, u32 y) { return emulator::bf16_bits(emulator::bf16_value(x) * emulator::bf16_value(y)); };
     return product(a & 0xFFFF, b & 0xFFFF) | product(a >> 16, b >> 16) << 16;
 }
 

@@ -171,6 +171,10 @@ inline void multiply_64(float (&d)[32], unsigned long long a, unsigned long long
     emulator::issue({d, 64, add != 0, false, a, b});
 }
 
+inline void multiply_64_bf16(float (&d)[32], unsigned long long a, unsigned long long b, int add) {
+    emulator::issue({d, 64, add != 0, false, a, b, {}, emulator::bf16_value});
+}
+
 inline void multiply_128(float (&d)[64], unsigned long long a, unsigned long long b) {
     emulator::issue({d, 128, true, false, a, b});
 }

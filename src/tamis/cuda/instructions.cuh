@@ -248,6 +248,12 @@ __device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
     return product;
 }
 
+__device__ __forceinline__ u32 multiply_bfloats(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
 // The larger magnitudes of two and two; NaN counts for nothing.
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
     u32 larger;

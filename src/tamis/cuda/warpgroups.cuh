@@ -80,18 +80,22 @@ __device__ __forceinline__ void products_wait() {
 }
 
 // d[64, 64] (+)= a[64, 16] b[64, 16]^T, both along rows.
-__device__ __forceinline__ void multiply_64(float (&d)[32], unsigned long long a, unsigned long long b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." PRODUCT_OPERANDS " {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-                 "}, %32, %33, p, 1, 1, 0, 0;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-                 : "l"(a), "l"(b), "r"(add));
-}
+#define MULTIPLY_64(NAME, OPERANDS)                                                                                    \
+    __device__ __forceinline__ void NAME(float (&d)[32], unsigned long long a, unsigned long long b, int add) {        \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                     \
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." OPERANDS " {"                                       \
+                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                          \
+                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"                  \
+                     "}, %32, %33, p, 1, 1, 0, 0;\n}"                                                                  \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),             \
+                       "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),         \
+                       "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),      \
+                       "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),      \
+                       "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                              \
+                     : "l"(a), "l"(b), "r"(add));                                                                      \
+    }
+MULTIPLY_64(multiply_64, PRODUCT_OPERANDS)
+MULTIPLY_64(multiply_64_bf16, "bf16.bf16")
 
 // d[64, 16 or 32] (+)= a[64, 16] b[16 or 32, 16]^T, a in registers, as a fragment, b along rows; in fp16 or in bf16.
 __device__ __forceinline__ void multiply_narrow_half(float (&d)[8], const u32 (&a)[4], unsigned long long b, int add) {

@@ -8,9 +8,10 @@
 // multiplies them with the other three. Of three buffers for halves, one gets the next block's first half while this
 // block is worked on; the second follows when the first half of this block has been multiplied.
 //
-// Numbers. A row is held as fp16 times 2**E, E from the largest of its scales and of its 16-bit columns, so that its
-// largest values lie just below fp16's largest; every e4m3 value times a power of two is exact down to 2**-30 of that.
-// The products with queries (fp16 times a power of two per head) are exact in float32, times 2**E they are logits.
+// Numbers. A row is held as fp16 times 2**E, E from the largest of its scales and, where they are values, of its 16-bit
+// columns, so that its largest values lie just below fp16's largest; every e4m3 value times a power of two is exact down to
+// 2**-30 of that. 16-bit columns that are no values stay bf16, times 2**-E. The products with queries (fp16 or bf16 times a
+// power of two per head) are exact in float32, times 2**E they are logits.
 // Weights carry 2**(E - reference) into the product with values, the reference being the largest E so far: the product
 // weight * 2**E is what decides how much a row matters to the output, and fp16 holds it down to 2**-34 of the largest.
 //
@@ -156,6 +157,17 @@ __device__ __forceinline__ u32 narrow(u32 bfloat_pair, float factor) {
     return pack_half(low_bfloat(bfloat_pair) * factor, high_bfloat(bfloat_pair) * factor);
 }
 
+// Eight bf16 to fp16, and as they are, times a power of two.
+__device__ __forceinline__ uint4 narrow(uint4 bfloats, float factor) {
+    return make_uint4(narrow(bfloats.x, factor), narrow(bfloats.y, factor), narrow(bfloats.z, factor), narrow(bfloats.w, factor));
+}
+
+__device__ __forceinline__ uint4 times(uint4 bfloats, float factor) {
+    const u32 pair = __byte_perm(__float_as_uint(factor), 0, 0x3232);
+    return make_uint4(multiply_bfloats(bfloats.x, pair), multiply_bfloats(bfloats.y, pair), multiply_bfloats(bfloats.z, pair),
+                      multiply_bfloats(bfloats.w, pair));
+}
+
 // The largest magnitude of eight bf16, as 15 bits; they are in the order of their bits, NaN above all.
 __device__ __forceinline__ u32 largest(uint4 bfloats) {
     constexpr u32 MAGNITUDES = 0x7FFF7FFF;
@@ -164,50 +176,70 @@ __device__ __forceinline__ u32 largest(uint4 bfloats) {
     return max(pairs & 0xFFFF, pairs >> 16);
 }
 
-// What a lane knows of a row: scales as fp16, or exponent bytes, and the power of two that they leave out.
-// Where a scale is far below the row's others, fp16 would not hold it: a negative one is to be multiplied with -2**-14.
+// What a lane knows of a row: scales as fp16, or exponent bytes, and the power of two that they leave out. Where a scale is
+// far below the row's others, fp16 would not hold it: a negative one is to be multiplied with -2**-14.
 struct Scales {
     uint2 words;    // two scales in each, or four exponents
     int exponent;   // biased, of the row's power of two plus SCALE_EXPONENT
 
+    // Where fp16 holds all of them in full, two exponents become those of fp16 at a time.
+    template <bool SMALL>
     __device__ __forceinline__ u32 of_tile(int tile) const {
         const u32 word = tile < 4 ? words.x : words.y;
         if (!V4) return __byte_perm(word, 0, tile % 4 < 2 ? 0x1010 : 0x3232);
-        const int byte = word >> 8 * (tile % 4) & 0xFF;
-        const float scale = power_of_two(max(127 + SCALE_EXPONENT + byte - exponent, 0));
-        return pack_half(scale, scale);
+        if (SMALL) {
+            const int byte = word >> 8 * (tile % 4) & 0xFF;
+            const float scale = power_of_two(max(127 + SCALE_EXPONENT + byte - exponent, 0));
+            return pack_half(scale, scale);
+        }
+        const u32 two = __byte_perm(word, 0, tile % 4 < 2 ? 0x4140 : 0x4342) - (exponent - SCALE_EXPONENT - 15) * 0x10001;
+        return __byte_perm(two << 10, 0, tile % 2 ? 0x3232 : 0x1010);
     }
 
-    __device__ __forceinline__ bool any_negative() const {
-        return !V4 && ((words.x | words.y) & 0x80008000u) != 0;
-    }
-
+    __device__ __forceinline__ bool any_negative() const { return ((words.x | words.y) & 0x80008000u) != 0; }
     __device__ __forceinline__ float left_out() const { return power_of_two(exponent - SCALE_EXPONENT); }
     __device__ __forceinline__ float inverse() const { return power_of_two(254 + SCALE_EXPONENT - exponent); }
 };
 
-__device__ __forceinline__ Scales scales_of(u32 row, u32 rope_top) {
-    Scales scales;
-    int exponent = max(static_cast<int>(rope_top >> 7) - (VALUE_EXPONENT - SCALE_EXPONENT), LOWEST_EXPONENT);
-    if (V4) {
-        const uint2 bytes = shared_load2(row + SCALES_AT);
-        scales.words = bytes;
-#pragma unroll
-        for (int i = 0; i < 7; ++i) exponent = max(exponent, static_cast<int>((i < 4 ? bytes.x : bytes.y) >> 8 * (i & 3) & 0xFF));
-        scales.exponent = exponent;
-    } else {
-        const uint4 bits = shared_load4(row + SCALES_AT);
-        exponent = max(exponent, static_cast<int>(max(max(bits.x, bits.y), max(bits.z, bits.w)) >> 23));
-        scales.exponent = exponent;
+// The four scales of a row, or its seven exponents, as they lie there.
+struct RawScales {
+    uint4 bits;
+    int largest, smallest;  // exponents, with float32's bias
+
+    __device__ __forceinline__ explicit RawScales(u32 row) {
+        if (V4) {
+            const uint2 bytes = shared_load2(row + SCALES_AT);
+            const u32 a = __byte_perm(bytes.x, 0, 0x4140), b = __byte_perm(bytes.x, 0, 0x4342);
+            const u32 c = __byte_perm(bytes.y, 0, 0x4140), last = bytes.y >> 16 & 0xFF;
+            const u32 above = __vmaxu2(__vmaxu2(a, b), __vmaxu2(c, last));
+            const u32 below = __vminu2(__vminu2(a, b), __vminu2(c, last * 0x10001));
+            bits = make_uint4(bytes.x, bytes.y, 0, 0);
+            largest = max(above & 0xFFFF, above >> 16);
+            smallest = min(below & 0xFFFF, below >> 16);
+        } else {
+            bits = shared_load4(row + SCALES_AT);
+            largest = max(max(bits.x, bits.y), max(bits.z, bits.w)) >> 23;
+            smallest = min(min(bits.x, bits.y), min(bits.z, bits.w)) >> 23;
+        }
+        largest = max(largest, LOWEST_EXPONENT);
+    }
+
+    // Whether fp16 holds all scales, times the row's power of two, in full.
+    __device__ __forceinline__ bool fits(int exponent) const { return smallest >= exponent - SCALE_EXPONENT - 14; }
+
+    template <bool SMALL>
+    __device__ __forceinline__ Scales times(int exponent) const {
+        Scales scales = {make_uint2(bits.x, bits.y), exponent};
+        if (V4) return scales;
         const float inverse = scales.inverse();
         const auto kept = [&](u32 word) {
             const float scale = __uint_as_float(word) * inverse;
-            return scale > 0.0f && scale < power_of_two(127 - 14) ? scale * -power_of_two(127 + 14) : scale;
+            return SMALL && scale > 0.0f && scale < power_of_two(127 - 14) ? scale * -power_of_two(127 + 14) : scale;
         };
         scales.words = make_uint2(pack_half(kept(bits.x), kept(bits.y)), pack_half(kept(bits.z), kept(bits.w)));
+        return scales;
     }
-    return scales;
-}
+};
 
 // Of a lane's two rows, its unit of 8 columns in four tiles or fewer, as they came.
 template <int TILES>
@@ -222,12 +254,13 @@ struct Codes {
         }
     }
 
+    template <bool SMALL>
     __device__ __forceinline__ void store_wide(u32 to, const u32 (&target)[2], const Scales (&scales)[2], int first) const {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                shared_store4(to + tile * TILE_BYTES + target[i], widen(bytes[tile][i], scales[i].of_tile(first + tile)));
+                shared_store4(to + tile * TILE_BYTES + target[i], widen(bytes[tile][i], scales[i].template of_tile<SMALL>(first + tile)));
             }
         }
     }
@@ -235,12 +268,12 @@ struct Codes {
 
 // What is left to do to a lane's units in a half, where their scales are negative.
 __device__ __forceinline__ void finish_small(u32 to, const u32 (&target)[2], const Scales (&scales)[2], int first) {
-    if (V4 || !__any_sync(EVERY_LANE, scales[0].any_negative() || scales[1].any_negative())) return;
+    if (!scales[0].any_negative() && !scales[1].any_negative()) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int tile = 0; tile < 4; tile += 2) {
-            if (static_cast<int>(scales[i].of_tile(first + tile)) >= 0) continue;
+            if (static_cast<int>(scales[i].template of_tile<true>(first + tile)) >= 0) continue;
             constexpr u32 STEP = 0x84008400;  // -2**-14
             const u32 end = to + (tile + 2) * TILE_BYTES;
 #pragma unroll 1
@@ -251,6 +284,14 @@ __device__ __forceinline__ void finish_small(u32 to, const u32 (&target)[2], con
             }
         }
     }
+}
+
+template <int TILES>
+__device__ __forceinline__ void store_half(
+    const Codes<TILES>& codes, u32 to, const u32 (&target)[2], const Scales (&scales)[2], int first, bool small) {
+    if (V4 && small) codes.template store_wide<true>(to, target, scales, first);
+    else codes.template store_wide<false>(to, target, scales, first);
+    if (!V4 && small) finish_small(to, target, scales, first);
 }
 
 __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
@@ -279,11 +320,24 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
         const u32 leftover = block % LEFTOVERS, present = fetch.present;
         copies_wait<1>();
         __syncwarp();
-        u32 tops = largest(shared_load4(source[0] + ROPE_AT + 8 * unit));
-        tops |= largest(shared_load4(source[1] + ROPE_AT + 8 * unit)) << 16;
+        const RawScales raw_scales[2] = {RawScales(source[0] - unit * 8), RawScales(source[1] - unit * 8)};
+        int exponents[2] = {raw_scales[0].largest, raw_scales[1].largest};
+        if (V4) {
+            u32 tops = largest(shared_load4(source[0] + ROPE_AT + 8 * unit));
+            tops |= largest(shared_load4(source[1] + ROPE_AT + 8 * unit)) << 16;
 #pragma unroll
-        for (int step = 1; step < 8; step *= 2) tops = __vmaxu2(tops, __shfl_xor_sync(EVERY_LANE, tops, step));
-        const Scales scales[2] = {scales_of(source[0] - unit * 8, tops & 0xFFFF), scales_of(source[1] - unit * 8, tops >> 16)};
+            for (int step = 1; step < 8; step *= 2) tops = __vmaxu2(tops, __shfl_xor_sync(EVERY_LANE, tops, step));
+            exponents[0] = max(exponents[0], static_cast<int>(tops >> 7 & 0x1FF) - (VALUE_EXPONENT - SCALE_EXPONENT));
+            exponents[1] = max(exponents[1], static_cast<int>(tops >> 23) - (VALUE_EXPONENT - SCALE_EXPONENT));
+        }
+        const bool small = __any_sync(EVERY_LANE, !raw_scales[0].fits(exponents[0]) || !raw_scales[1].fits(exponents[1]));
+        Scales scales[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) scales[i] = raw_scales[i].times<false>(exponents[i]);
+        if (!V4 && small) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) scales[i] = raw_scales[i].times<true>(exponents[i]);
+        }
 
         // The weights of two blocks ago may lie where the columns beyond 512 go; they are freed with this half.
         Codes<LATENT / 64 - 4> upper;
@@ -301,14 +355,11 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
         }
         const u32 rope_to = V4 ? here.tiles(memory) + 3 * TILE_BYTES : memory + LEFTOVER + leftover * TILE_BYTES;
         if (V4) upper.load(source, 4);
-        upper.store_wide(here.tiles(memory), target, scales, 4);
-        finish_small(here.tiles(memory), target, scales, 4);
+        store_half(upper, here.tiles(memory), target, scales, 4, small);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float inverse = scales[i].inverse();
-            const uint4 x = shared_load4(source[i] + ROPE_AT + 8 * unit);  // again, as registers are few
-            shared_store4(rope_to + target[i], make_uint4(narrow(x.x, inverse), narrow(x.y, inverse), narrow(x.z, inverse),
-                                                          narrow(x.w, inverse)));
+            const uint4 x = shared_load4(source[i] + ROPE_AT + 8 * unit);
+            shared_store4(rope_to + target[i], V4 ? narrow(x, scales[i].inverse()) : times(x, scales[i].inverse()));
         }
         hand_over();
 
@@ -320,8 +371,7 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
         if (block + 1 < blocks) fetch.first();
         else copies_commit();
         take();
-        lower.store_wide(here.tiles(memory), target, scales, 0);
-        finish_small(here.tiles(memory), target, scales, 0);
+        store_half(lower, here.tiles(memory), target, scales, 0, small);
         hand_over();
         if (block + 1 < blocks) fetch.second();
         else copies_commit();
@@ -363,10 +413,10 @@ __device__ __forceinline__ void load_queries(u32 memory, const unsigned short* q
 #pragma unroll
             for (int round = 0; round < ROUNDS; ++round) {
                 const int unit = lane + 32 * round;
-                const uint4 x = words[i][round];
+                const bool values = V4 || 32 * round * 8 < VALUES;
                 if (unit < UNITS) {
                     shared_store4(memory + QUERIES + unit / 8 * TILE_BYTES + in_tile(head, unit % 8),
-                                  make_uint4(narrow(x.x, inverse), narrow(x.y, inverse), narrow(x.z, inverse), narrow(x.w, inverse)));
+                                  values ? narrow(words[i][round], inverse) : times(words[i][round], inverse));
                 }
             }
         }
@@ -499,7 +549,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         for (int step = 4; step < 16; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), 1);
 #pragma unroll
         for (int step = 16; step < TILES * 4 - 16; ++step) {
-            multiply_64(s, advance(queries, at(step)), advance(rest, at(step - 16)), 1);
+            multiply_64_bf16(s, advance(queries, at(step)), advance(rest, at(step - 16)), 1);
         }
         products_commit();
     };
