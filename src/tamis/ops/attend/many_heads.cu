@@ -35,6 +35,8 @@ constexpr int LATENT = V4 ? 448 : 512;
 constexpr int ROW_BYTES = V4 ? 576 : 656;  // of a row without exponent bytes
 constexpr int SECOND_BYTES = 256;  // of a row: what the second half of the columns needs alone
 constexpr int SCALES_AT = V4 ? 576 : 512, ROPE_AT = V4 ? 448 : 528;
+// Whether the rows of the next block are looked up before those of this one are there, which is faster for short rows.
+constexpr bool LOOKS_AHEAD = V4;
 constexpr int RAW_BYTES = V4 ? 592 : 656;  // of a row as it came: four rows are 64 mod 128 bytes, which spreads banks
 
 #include "items.cuh"
@@ -103,6 +105,7 @@ struct Fetch {
     u32 raw;  // where they go
     int lane;
     Follower follower;  // of row lane % 8
+    const unsigned char *row, *exponents;  // that come next
     const unsigned char* from[2];  // of rows lane / 8 and lane / 8 + 4: eight lanes copy 128 bytes
     u32 present;  // a bit for each row
 
@@ -122,9 +125,10 @@ struct Fetch {
         }
     }
 
+    __device__ __forceinline__ void look_up() { row = follower.next(exponents); }
+
     __device__ __forceinline__ void first() {
-        const unsigned char* exponents;
-        const unsigned char* const row = follower.next(exponents);
+        if (!LOOKS_AHEAD) look_up();
         present = __ballot_sync(EVERY_LANE, row != nullptr);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -298,6 +302,7 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
     const int warp = threadIdx.x / 32 % WIDENERS, lane = threadIdx.x % 32, blocks = work.end - work.begin;
     const u32 raw = memory + RAW + warp * OWN * RAW_BYTES;
     Fetch fetch = {raw, lane, Follower(work, warp * OWN + lane % OWN)};
+    if (LOOKS_AHEAD) fetch.look_up();
     fetch.first();
     fetch.second();
     // A lane works on two rows, on the unit of 8 columns that is its own in every tile. Rows 4 apart share a wave of loads.
@@ -318,6 +323,7 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
     };
     for (int block = 0; block < blocks; ++block) {
         const u32 leftover = block % LEFTOVERS, present = fetch.present;
+        if (LOOKS_AHEAD) fetch.look_up();
         copies_wait<1>();
         __syncwarp();
         const RawScales raw_scales[2] = {RawScales(source[0] - unit * 8), RawScales(source[1] - unit * 8)};
@@ -363,13 +369,12 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
         }
         hand_over();
 
-        // On their way to registers while the next rows are looked up.
-        copies_wait<0>();
+        if (block + 1 < blocks) fetch.first();
+        else copies_commit();
+        copies_wait<1>();
         __syncwarp();
         Codes<4> lower;
         lower.load(source, 0);
-        if (block + 1 < blocks) fetch.first();
-        else copies_commit();
         take();
         store_half(lower, here.tiles(memory), target, scales, 0, small);
         hand_over();
