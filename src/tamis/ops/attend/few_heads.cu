@@ -91,16 +91,15 @@ constexpr u32 TEAM_BARRIER = 1, MERGE_FULL = 3, MERGE_EMPTY = 4;
 
 // ---- Consumer
 
-// A warp's place; as the matrix instruction has it, a lane holds heads `row` and `row + 8` of the group, and of eight
+// A warp's place; as the matrix instruction has it, a lane holds heads `row` and `row + 8` of the block's, and of eight
 // columns the two from 2 * pair on.
 struct Seat {
-    int warp, lane, stream, group, row, pair;
+    int warp, lane, stream, row, pair;
 
     __device__ __forceinline__ Seat() {
         lane = threadIdx.x % 32;
         warp = threadIdx.x / 32 % TEAM_WARPS;
         stream = threadIdx.x / TEAM_THREADS;
-        group = blockIdx.y;
         row = lane / 4;
         pair = lane % 4;
     }
@@ -139,7 +138,7 @@ struct Query {
         u32 tail[4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int head = GROUP * seat.group + seat.row + 8 * half;
+            const int head = seat.row + 8 * half;
             const bool here = head < heads;
             const u16* latent_at = q + head * head_stride + TILE * seat.warp + PAIR_STRIDE * seat.pair;
             const u16* rope_at = q + head * head_stride + TILES * TILE + 16 * seat.warp + 2 * seat.pair;
@@ -564,7 +563,7 @@ __device__ __forceinline__ void store(
     const State& state, const Result& result, const Seat& seat, long long at, int heads, const float (&units)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int head = GROUP * seat.group + seat.row + 8 * half;
+        const int head = GROUP * blockIdx.y + seat.row + 8 * half;
         if (head >= heads) continue;
         const float total = state.total[half];
         const bool empty = total == 0.0f;
@@ -637,7 +636,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
         const int token = work.token_of(item);
         Query query;
         const u32 maxima_buffer = query_maxima + query_turn * QUERY_MAXIMA_BUFFER;
-        query.load(q + token * q_token_stride, q_head_stride, heads, seat, maxima_buffer);
+        const int first_head = GROUP * blockIdx.y;
+        query.load(q + token * q_token_stride + first_head * q_head_stride, q_head_stride, heads - first_head, seat,
+                   maxima_buffer);
         query_turn ^= 1;
         const float units[2] = {query.size[0] * logit_scale, query.size[1] * logit_scale};
         State state;
