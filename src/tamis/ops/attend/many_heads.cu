@@ -10,8 +10,9 @@
 //
 // Numbers. A row is held as fp16 times 2**E, E from the largest of its scales and, where they are values, of its 16-bit
 // columns, so that its largest values lie just below fp16's largest; every e4m3 value times a power of two is exact down to
-// 2**-30 of that. 16-bit columns that are no values stay bf16, times 2**-E. The products with queries (fp16 or bf16 times a
-// power of two per head) are exact in float32, times 2**E they are logits.
+// 2**-30 of that. 16-bit columns that are no values stay bf16, times 2**-E, which is at most 2**66. The products with
+// queries (fp16 or bf16 times a power of two per head) are exact in float32, times 2**E they are logits.
+//
 // Weights carry 2**(E - reference) into the product with values, the reference being the largest E so far: the product
 // weight * 2**E is what decides how much a row matters to the output, and fp16 holds it down to 2**-34 of the largest.
 //
