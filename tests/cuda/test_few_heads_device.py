@@ -12,7 +12,7 @@ from tamis.testing import oracle
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "dtype"), KINDS)
-@pytest.mark.parametrize("heads", [1, 8, 16, 17, 32])
+@pytest.mark.parametrize("heads", [1, 8, 16, 17, 32, 100])
 @pytest.mark.parametrize(("tokens", "splits"), [(3, None), (3, 1), (3, 7), (300, None)])
 def test_the_device_computes_attention(
     heads: int, mode: str, dtype: torch.dtype, tokens: int, splits: int | None
