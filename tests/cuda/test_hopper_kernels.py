@@ -48,6 +48,7 @@ def test_which_kernels_take_a_number_of_heads(splits: int | None) -> None:
         (32, 64): few_heads,
         (64, 8): few_heads,
         (64, 9): many_heads,
+        (48, 11): many_heads,
         (128, 4): few_heads,
         (128, 5): many_heads,
     }

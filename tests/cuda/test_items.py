@@ -105,6 +105,8 @@ def test_no_batch_falls_off_a_cliff(tokens: int, heads: int, bf16_rows: bool) ->
         return -(-whole // room) * (row + items.OVERHEAD_STEPS) + -(-(count - whole) * parts // room) * cut
 
     assert steps(tokens + 1) <= steps(tokens) + 4
+    parts = items.choose_cut(tokens, heads, row, room, **costs).parts
+    assert parts == 1 or row // parts >= costs.get("steps_per_part", 1)
 
 
 def test_what_the_kernels_write_to() -> None:

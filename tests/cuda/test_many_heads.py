@@ -13,7 +13,7 @@ from many_heads_emulated import Emulated, choose, close, expected, filled, merge
 
 from tamis.cache import PagedCache, Selection
 from tamis.cuda.compiler import compiled, has_nvrtc
-from tamis.layout import v32_fp8
+from tamis.layout import Layout, v4_fp8, v32_fp8
 from tamis.ops import write_kv
 from tamis.ops.attend import many_heads as many
 from tamis.ops.attend.items import Target
@@ -168,20 +168,22 @@ def test_small_rows_among_large_ones_are_right_where_they_count(emulated, layout
     close(merged(*parts), expected(q, selections, 1.0), error=8e-3)
 
 
-def test_small_tiles_of_rows_with_large_ones_are_right(emulated) -> None:
-    """fp16 does not hold a scale that is no power of two and 2**-30 of the row's largest; the values it does."""
+@pytest.mark.parametrize("layout", [v32_fp8(scale_mode="exact"), v4_fp8()], ids=lambda layout: layout.name)
+def test_small_tiles_of_rows_with_large_ones_are_right(emulated, layout: Layout) -> None:
+    """fp16 does not hold a scale that is 2**-30 of the row's largest; the values it does."""
     torch.manual_seed(8)
-    cache = PagedCache(v32_fp8(scale_mode="exact"), 2, 64)
-    tiles = torch.randn(128, 9, 64)
-    sizes = torch.tensor([1e-5, 1e-5, 2e-3, 2e-3, 0.3, 0.3, 60.0, 60.0, 1e4])
+    cache, width = PagedCache(layout, 2, 64), layout.width
+    sizes = torch.logspace(-5, 4, layout.latent // layout.tile).repeat_interleave(layout.tile // 64)
+    sizes = torch.cat((sizes, torch.ones(width // 64 - len(sizes))))
+    tiles = torch.randn(128, width // 64, 64)
     rows = (tiles / tiles.abs().amax(-1, keepdim=True) * sizes[:, None]).flatten(1)
     write_kv(rows.bfloat16(), cache, torch.arange(128), backend="reference")
-    q = torch.randn(2, 64, 576).bfloat16()
+    q = torch.randn(2, 64, width).bfloat16()
     selections = [Selection(cache, torch.arange(128, dtype=torch.int32).repeat(2, 1))]
-    _, parts = emulated(KINDS["v32-fp8"])(q, selections, scale=1e-5)
+    _, parts = emulated(KINDS[layout.name])(q, selections, scale=1e-5)
     found, wanted = merged(*parts)[0].double(), expected(q, selections, 1e-5)[0].double()
-    for tile in range(4):
-        part = slice(128 * tile, 128 * tile + 128)
+    for first in range(0, layout.latent, layout.tile):
+        part = slice(first, first + layout.tile)
         assert (found[..., part] - wanted[..., part]).norm() < 4e-3 * wanted[..., part].norm()
 
 

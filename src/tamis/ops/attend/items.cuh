@@ -1,7 +1,7 @@
 // What an item of work reads and where its results go. An item is a query token and HEADS heads, or a part of the rows of
 // one: the first tokens of a launch are whole and go straight into the output, the others are cut into parts that another
-// kernel merges. Comes after `instructions.cuh`; the kernel says how many HEADS and how many of VALUES columns an item has,
-// how many SELECTIONS there are (1 or 2), how many rows are a block of them (STEP_ROWS), how many blocks go together
+// kernel merges. Comes after `instructions.cuh`; the kernel says how many HEADS an item has, of how many VALUES, how many
+// SELECTIONS there are (1 or 2), how many rows are a block of them (STEP_ROWS), how many blocks are not cut apart
 // (TOGETHER), and how long rows are (ROW_BYTES).
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;

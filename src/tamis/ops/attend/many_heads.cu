@@ -365,7 +365,7 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
         store_half(upper, here.tiles(memory), target, scales, 4, small);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint4 x = shared_load4(source[i] + ROPE_AT + 8 * unit);
+            const uint4 x = shared_load4(source[i] + ROPE_AT + 8 * unit);  // in V4 again, as registers are few
             shared_store4(rope_to + target[i], V4 ? narrow(x, scales[i].inverse()) : times(x, scales[i].inverse()));
         }
         hand_over();
