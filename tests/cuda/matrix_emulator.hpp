@@ -3,7 +3,6 @@
 #pragma once
 #include "emulator.hpp"
 
-#include <array>
 #include <map>
 
 struct float2 { float x, y; };
@@ -265,18 +264,6 @@ inline void named_sync(u32 name, u32 threads) {
 inline void named_arrive(u32 name, u32 threads) {
     emulator::arrive(emulator::named_barriers[name], threads);
     emulator::maybe_pause();
-}
-
-inline bool named_any(u32 name, u32 threads, bool said) {
-    // What was said for this phase, and for the one after, which may begin while some have not looked yet.
-    static std::map<u32, std::array<bool, 2>> heard;
-    emulator::Barrier& barrier = emulator::named_barriers[name];
-    std::array<bool, 2>& any = heard[name];
-    const u32 phase = barrier.generation % 2;
-    if (barrier.arrived == 0) any[phase] = false;
-    any[phase] = any[phase] || said;
-    emulator::wait(barrier, emulator::arrive(barrier, threads));
-    return any[phase];
 }
 
 template <int REGISTERS>

@@ -185,14 +185,6 @@ __device__ __forceinline__ void named_arrive(u32 name, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-// Waits for the others as well, and whether any of them has said so.
-__device__ __forceinline__ bool named_any(u32 name, u32 threads, bool said) {
-    u32 any;
-    asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
-                 : "=r"(any) : "r"(name), "r"(threads), "r"(static_cast<u32>(said)) : "memory");
-    return any;
-}
-
 // ---- Registers per thread, which four warps in a row change together: those that need few leave the others more
 
 template <int REGISTERS>

@@ -147,7 +147,8 @@ class Columns(NamedTuple):
     def shared(self) -> int:
         """Bytes of shared memory: tiles of queries and weights, the ring, numbers of heads, barriers, notes."""
         tiles, numbers = (10 + 8) * 128 * self.heads, (21 + 64) * 4 * self.heads
-        return tiles + self.stages * STAGE * 656 + numbers + self.stages * 24
+        turns = -(-(self.stages * 24 + 40) // 16) * 16
+        return tiles + self.stages * STAGE * 656 + numbers + turns + 32
 
     @property
     def constants(self) -> dict[str, int]:

@@ -69,8 +69,11 @@ constexpr int FACTORS = REFERENCES + TEAMS * PER_TEAM;  // of weights, for tiles
 constexpr int TOPS = FACTORS + TEAMS * PER_TEAM;
 constexpr int BARRIERS = TOPS + CONSUMERS * 2 * 4 * OCTETS;
 constexpr int NOTES = BARRIERS + STAGES * 16;
+constexpr int TURNS = NOTES + STAGES * 8;  // [2][TEAMS] barriers: at keys, and at values
+constexpr int MEETING = TURNS + 2 * TEAMS * 8;  // barrier of all consumers
+constexpr int ANSWERS = (MEETING + 8 + 15) / 16 * 16;  // [TEAMS][TEAM_WARPS]
 
-static_assert(NOTES + STAGES * 8 == SHARED_BYTES, "the caller has another layout in mind");
+static_assert(ANSWERS + TEAMS * TEAM_WARPS * 4 == SHARED_BYTES, "the caller has another layout in mind");
 static_assert(THREADS == CONSUMERS + 32 * PRODUCERS && (HEADS == 16 || HEADS == 32), "no plan for these");
 
 // While a team has no use for its weights, numbers of each head are there.
@@ -81,8 +84,10 @@ constexpr int CHANGES = SHARES + TEAM_WARPS * PER_TEAM;  // of sums, for each ti
 constexpr int HANDED_OVER = QUERY;
 static_assert(HANDED_OVER + CONSUMERS * TILES / TEAMS * 2 * 4 * RESULTS <= RING, "sums do not fit");
 
-// Named barriers; the last three are one for each team.
-constexpr u32 BOTH_TEAMS = 1, ONE_TEAM = 2, KEYS_TURN = 4, VALUES_TURN = 6;
+// Named barriers; the last is one for each team.
+constexpr u32 BOTH_TEAMS = 1, ONE_TEAM = 2;
+
+constexpr u32 KEYS_TURN = TURNS, VALUES_TURN = TURNS + TEAMS * 8;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 
@@ -100,14 +105,32 @@ struct Seat {
 
     __device__ __forceinline__ static int first_head() { return blockIdx.y * HEADS; }
     __device__ __forceinline__ void sync() const { named_sync(BOTH_TEAMS, CONSUMERS); }
+
+    // The same, twice for each item, with parity 0 and then 1. Where teams read what the other has written, racecheck does
+    // not follow a named barrier; it does follow this one, at which every thread arrives.
+    __device__ __forceinline__ void meet(u32 parity) const {
+        barrier_arrive(memory + MEETING);
+        barrier_wait(memory + MEETING, parity);
+    }
+
     __device__ __forceinline__ void sync_team() const { named_sync(ONE_TEAM + team, TEAM_THREADS); }
+
+    // Whether any thread of the team has said so. The team waits once more before it may ask again.
     __device__ __forceinline__ bool any_of_team(bool said) const {
-        return named_any(ONE_TEAM + team, TEAM_THREADS, said);
+        const u32 answers = memory + ANSWERS + team * TEAM_WARPS * 4;
+        const bool here = __any_sync(EVERY_LANE, said);
+        if (lane == 0) shared_store(answers + warp * 4, here);
+        sync_team();
+        const uint4 all = shared_load4(answers);
+        return (all.x | all.y | all.z | all.w) != 0;
     }
 
     // A team's turn comes when the other one has passed it on.
-    __device__ __forceinline__ void await(u32 turn) const { named_sync(turn + team, CONSUMERS); }
-    __device__ __forceinline__ void pass(u32 turn) const { named_arrive(turn + 1 - team, CONSUMERS); }
+    __device__ __forceinline__ void await(u32 turn, u32 parity) const { barrier_wait(memory + turn + team * 8, parity); }
+    __device__ __forceinline__ void pass(u32 turn) const {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(memory + turn + (1 - team) * 8);
+    }
 
     __device__ __forceinline__ u32 weights() const { return memory + WEIGHTS + team * TEAM_WEIGHTS; }
 
@@ -509,12 +532,12 @@ __device__ __forceinline__ void raise_tops(const Seat& seat, const float (&logit
     }
 }
 
-// Returns whether the item ends here; `place` moves on.
-__device__ __forceinline__ bool process(State& state, const Seat& seat, Place& place) {
+// Returns whether the item ends here; `place` and the parity of turns move on.
+__device__ __forceinline__ bool process(State& state, const Seat& seat, Place& place, u32& parity) {
     Place stages[TURN] = {place, place};
     stages[1].advance();
     place.advance(ROUND);
-    seat.await(KEYS_TURN);
+    seat.await(KEYS_TURN, parity);
 #pragma unroll
     for (int i = 0; i < TURN; ++i) barrier_wait(stages[i].full(), stages[i].parity);
     seat.pass(KEYS_TURN);
@@ -539,7 +562,8 @@ __device__ __forceinline__ bool process(State& state, const Seat& seat, Place& p
     }
 #pragma unroll
     for (int i = 0; i < RESULTS; ++i) state.total[i / 4][i % 2] += weights[i];
-    seat.await(VALUES_TURN);
+    seat.await(VALUES_TURN, parity);
+    parity ^= 1;
     add_values(state, seat, stages);
     return last;
 }
@@ -628,7 +652,7 @@ __device__ __forceinline__ void hand_over(State& state, const Seat& seat) {
             shared_store4(place(block, i, threadIdx.x), make_uint4(given[0], given[1], given[2], given[3]));
         }
     }
-    seat.sync();
+    seat.meet(1);
 #pragma unroll
     for (int block = 0; block < KEPT_BLOCKS; ++block) {
 #pragma unroll
@@ -680,6 +704,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
     if (threadIdx.x < STAGES) {
         barrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
         barrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, TEAM_WARPS);
+        if (threadIdx.x < 2 * TEAMS) barrier_init(memory + TURNS + 8 * threadIdx.x, TEAM_WARPS);
+        if (threadIdx.x == 0) barrier_init(memory + MEETING, CONSUMERS);
         publish_barriers();
     }
     __syncthreads();
@@ -702,11 +728,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
         seat.pass(VALUES_TURN);
     }
     const float logit_scale = (scale_factor == nullptr ? scale : scale * *scale_factor) * LOG2_E;
+    u32 parity = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         State state;
         state.clear(seat);
         load_query(q + work.token_of(item) * q_token_stride, q_head_stride, heads, logit_scale, seat);
-        while (!process(state, seat, place)) {}
+        while (!process(state, seat, place, parity)) {}
         // Parts are float32 [parts, tokens that are not whole, heads, values]; the sink is for whoever merges them.
         const int token = work.token_of(worked_out_here(item));
         const bool direct = item < whole;
@@ -722,16 +749,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
         if (item + gridDim.x >= items) let_next_kernel_start();
         seat.sync_team();  // nobody needs the weights
         share_totals(state, seat);
-        seat.sync();
+        seat.meet(0);
         normalise(seat, result, at, heads);
         seat.sync();
         state.multiply(seat);
         seat.sync();
         hand_over(state, seat);
         store(state, seat, result, at, heads);
-    }
-    if (seat.team == 0) {
-        seat.await(KEYS_TURN);
-        seat.await(VALUES_TURN);
     }
 }

@@ -54,11 +54,12 @@ constexpr u32 READY = PAIRS + 8;                         // [SLABS][LOADS] barri
 constexpr u32 FREE = READY + SLABS * LOADS * 8;          // [SLABS][PIECES]
 constexpr u32 QUERIES_READY = FREE + SLABS * PIECES * 8;
 constexpr u32 QUERIES_FREE = QUERIES_READY + 8;
-constexpr u32 USED = QUERIES_FREE + 8;
+constexpr u32 PUBLISHED = QUERIES_FREE + 8;              // [2][WARPS] of a warp of a group, for the same warp of the other
+constexpr u32 USED = PUBLISHED + 2 * WARPS * 8;
 static_assert(USED <= SHARED_BYTES && PRESENT % 16 == 0 && READY % 8 == 0, "shared memory");
 
 // A named barrier.
-constexpr u32 ATTENDING = 1, PUBLISHED = 2;  // the latter of a warp of a group, and the same warp of the other
+constexpr u32 ATTENDING = 1;
 
 __device__ __forceinline__ u32 ready(u32 memory, int slab, int load) { return memory + READY + (slab * LOADS + load) * 8; }
 __device__ __forceinline__ u32 free(u32 memory, int slab, int piece) { return memory + FREE + (slab * PIECES + piece) * 8; }
@@ -284,7 +285,7 @@ struct Attending {
     // Weights are exchanged between warps of the same heads, as the fragments that both need.
     __device__ __forceinline__ u32 fragment(int step) const { return memory + WEIGHTS + ((warp * 4 + step) * 32 + lane) * 16; }
     __device__ __forceinline__ u32 relation() const { return memory + RELATIVE + (warp * 8 + lane / 4) * 16; }
-    __device__ __forceinline__ u32 published(int group) const { return PUBLISHED + group * WARPS + warp; }
+    __device__ __forceinline__ u32 published(int group) const { return memory + PUBLISHED + (group * WARPS + warp) * 8; }
 
     // Its own slab, which waits until the other group has scored its next one, if it will: it is what the matrix units do
     // during that group's softmax.
@@ -300,7 +301,7 @@ struct Attending {
             shared_store4(relation(), make_uint4(__float_as_uint(factor.x), __float_as_uint(factor.y),
                                                  __float_as_uint(upper.base), __float_as_uint(lower.base)));
         }
-        named_arrive(published(GROUP), 64);
+        barrier_arrive(published(GROUP));
         rescale(values, factor.x, factor.y);
         if (more) barrier_wait(free(memory, 1 - GROUP, 0), parity ^ GROUP);
         begin_adding(weights, GROUP, 0);
@@ -311,7 +312,7 @@ struct Attending {
 
     __device__ __forceinline__ void add_other() {
         u32 weights[4][4];
-        named_sync(published(1 - GROUP), 64);
+        barrier_wait(published(1 - GROUP), parity);
         const uint4 relative = shared_load4(relation());
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -443,6 +444,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
         }
         barrier_init(memory + QUERIES_READY, WARPS * 32 + 1);
         barrier_init(memory + QUERIES_FREE, 2 * WARPS);
+        for (int i = 0; i < 2 * WARPS; ++i) barrier_init(memory + PUBLISHED + i * 8, 32);
         publish_barriers();
     }
     wait_for_previous_kernel();
