@@ -238,6 +238,21 @@ def test_rows_in_the_order_of_growing_tiles(emulated, name: str, mode: str) -> N
     check(q, Selection(cache, torch.stack((order, order.flip(0)))), scale=1e-4)
 
 
+@pytest.mark.parametrize("name", FP8_VARIANTS)
+def test_a_weight_that_does_not_fit_is_seen_by_whichever_warp_has_its_row(emulated, name: str) -> None:
+    """The references of a whole team move for one row of one warp, in its second turn."""
+    torch.manual_seed(17)
+    emulated(name, 1)
+    cache = filled(128)
+    q = torch.randn(8, 16, 576).bfloat16()
+    kv = torch.randn(cache.rows, 576) * 0.1
+    kv[:8] = q[:, 0].float()
+    oracle.write(kv, cache, torch.arange(cache.rows))
+    slots = torch.randint(8, cache.rows, (8, 256), dtype=torch.int32)
+    slots[torch.arange(8), 128 + 16 * torch.arange(8) + 3] = torch.arange(8, dtype=torch.int32)
+    check(q, Selection(cache, slots), scale=0.1)
+
+
 @pytest.mark.parametrize("variant", [Columns(32, 7), Columns(16, 9)])
 def test_teams_that_take_turns_at_a_ring(emulated, monkeypatch: pytest.MonkeyPatch, variant: Columns) -> None:
     """As many stages as on a device, several passes over them in every item, and each team slow at some time."""
