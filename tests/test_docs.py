@@ -139,9 +139,10 @@ def test_highlights_show_the_newest_run_and_its_fastest_peer(monkeypatch: pytest
     monkeypatch.syspath_prepend(ROOT)
     from tools.docs import results
 
-    def row(backend: str, time: str, ours: str, peer: str, theirs: str) -> dict[str, str]:
+    def row(backend: str, time: str, ours: str, peer: str, theirs: str, topk: str = "512") -> dict[str, str]:
         wanted = {"stage": "attend", "shape": "1q1s1k", "heads": "16", "layout": "v32-bf16", "commit": time[:1]}
         return wanted | {
+            "topk": topk,
             "backend": backend,
             "time": time,
             "median_us": ours,
@@ -155,9 +156,10 @@ def test_highlights_show_the_newest_run_and_its_fastest_peer(monkeypatch: pytest
         row("hopper", "2a", "50", "flashmla", "100"),
         row("hopper", "2a", "50", "fa3", "75"),
         row("hopper", "2b", "50", "vllm", ""),
+        row("hopper", "4a", "40", "flashmla", "80", topk="1024"),
         row("triton", "3a", "90", "torch", "10"),
     ]
-    monkeypatch.setattr(results, "HIGHLIGHTS", {"decode": ("some", "attend", "1q1s1k", "16", "v32-bf16")})
+    monkeypatch.setattr(results, "HIGHLIGHTS", {"decode": ("some", "attend", "1q1s1k", "16", "512", "v32-bf16")})
     monkeypatch.setattr(results, "read", lambda name: rows)
     assert results.highlights().splitlines()[-1] == "| decode | hopper | 50.0 us | FlashAttention 3: 75.0 us | 1.50 |"
 

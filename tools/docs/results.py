@@ -21,19 +21,19 @@ PREFERENCE = [backend.name for backend in BACKENDS]
 SAID_ONCE = ("stage", "heads", "top-k", "rows", "backend")
 Row = dict[str, str]
 
-HIGHLIGHTS: dict[str, tuple[str, str, str, str, str]] = {
-    "sparse decode, 128 requests, 128 heads, FP8": ("h200_decode", "attend", "128q1s16k", "128", "v32-fp8"),
-    "sparse decode, 128 requests, 16 heads, FP8": ("h200_decode", "attend", "128q1s16k", "16", "v32-fp8"),
-    "sparse decode, 128 requests, 16 heads, bf16": ("h200_decode", "attend", "128q1s16k", "16", "v32-bf16"),
-    "sparse decode, 1 request, 16 heads, FP8": ("h200_decode", "attend", "1q1s16k", "16", "v32-fp8"),
-    "V4 decode, 128 requests, 64 heads": ("h200_v4", "attend", "128q1s16k", "64", "v4-fp8"),
-    "indexer scores, 128 x 64K keys": ("h200_index", "scores", "128q1s64k", "64", "index-fp8"),
-    "exact top-k 2048 of 128 x 64K": ("h200_index", "topk", "128q1s64k", "", "float32"),
-    "scores and top-k in one call, 128 x 64K": ("h200_index", "index", "128q1s64k", "64", "index-fp8"),
-    "write 64K tokens, FP8": ("h200_write", "write", "8q8k", "", "v32-fp8"),
+HIGHLIGHTS: dict[str, tuple[str, str, str, str, str, str]] = {
+    "sparse decode, 128 requests, 128 heads, FP8": ("h200_decode", "attend", "128q1s16k", "128", "2048", "v32-fp8"),
+    "sparse decode, 128 requests, 16 heads, FP8": ("h200_decode", "attend", "128q1s16k", "16", "2048", "v32-fp8"),
+    "sparse decode, 128 requests, 16 heads, bf16": ("h200_decode", "attend", "128q1s16k", "16", "2048", "v32-bf16"),
+    "sparse decode, 1 request, 16 heads, FP8": ("h200_decode", "attend", "1q1s16k", "16", "2048", "v32-fp8"),
+    "V4 decode, 128 requests, 64 heads, 128 + 512 rows": ("h200_v4", "attend", "128q1s16k", "64", "512", "v4-fp8"),
+    "indexer scores, 128 x 64K keys": ("h200_index", "scores", "128q1s64k", "64", "", "index-fp8"),
+    "exact top-k 2048 of 128 x 64K": ("h200_index", "topk", "128q1s64k", "", "2048", "float32"),
+    "scores and top-k in one call, 128 x 64K": ("h200_index", "index", "128q1s64k", "64", "2048", "index-fp8"),
+    "write 64K tokens, FP8": ("h200_write", "write", "8q8k", "", "", "v32-fp8"),
 }
-"""What README shows: file, stage, shape, heads and rows, wins and losses alike. Where there are several rows, that of
-the backend which runs by itself, of those the newest, and of its peers the fastest."""
+"""What README shows: file, stage, shape, heads, top-k and rows, wins and losses alike. Where there are several rows,
+that of the backend which runs by itself, of those the newest, and of its peers the fastest."""
 
 
 def everything() -> str:
@@ -58,8 +58,8 @@ def read(name: str) -> list[Row]:
 def highlights() -> str:
     """A few rows for README."""
     lines = []
-    for words, (name, stage, shape, heads, layout) in HIGHLIGHTS.items():
-        wanted = {"stage": stage, "shape": shape, "heads": heads, "layout": layout}
+    for words, (name, stage, shape, heads, topk, layout) in HIGHLIGHTS.items():
+        wanted = {"stage": stage, "shape": shape, "heads": heads, "topk": topk, "layout": layout}
         found = [row for row in read(name) if all(row[column] == value for column, value in wanted.items())]
         newest = max(found, key=lambda row: (-PREFERENCE.index(row["backend"]), row["time"]))
         same = [row for row in found if all(row[c] == newest[c] for c in ("backend", "commit", "median_us"))]
