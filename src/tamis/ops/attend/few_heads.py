@@ -145,10 +145,11 @@ class Columns(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: tiles of queries and weights, the ring, numbers of heads, barriers, notes."""
+        """Bytes of shared memory: tiles of queries and weights, the ring, numbers of heads, barriers, answers."""
         tiles, numbers = (10 + 8) * 128 * self.heads, (21 + 64) * 4 * self.heads
-        turns = -(-(self.stages * 24 + 40) // 16) * 16
-        return tiles + self.stages * STAGE * 656 + numbers + turns + 32
+        barriers = self.stages * 24 + 5 * 8  # with notes; four are for turns, one is for all
+        answers = 2 * 16  # of each team, aligned to as many
+        return tiles + self.stages * STAGE * 656 + numbers + -(-barriers // 16) * 16 + answers
 
     @property
     def constants(self) -> dict[str, int]:
