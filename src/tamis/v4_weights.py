@@ -43,13 +43,15 @@ class CompressorWeights:
     norm: Tensor
     """[width of an entry]"""
 
-    def check(self, name: str, spec: LayerSpec, width: int, hidden: int) -> None:
-        """Refuse shapes that do not fit the layer."""
+    def check(self, name: str, spec: LayerSpec, width: int, hidden: int, device: torch.device | None = None) -> None:
+        """Refuse shapes that do not fit the layer, and weights elsewhere than on the device of the others."""
         channels = width * (2 if spec.kind == "overlapping" else 1)
         for part in ("values", "scores"):
-            checks.tensor(f"{name}.{part}", getattr(self, part), "C X", checks.FLOATS, C=channels, X=hidden)
-        checks.tensor(f"{name}.bias", self.bias, "r C", checks.FLOATS, r=spec.compress, C=channels)
-        checks.tensor(f"{name}.norm", self.norm, "D", checks.FLOATS, D=width)
+            checks.tensor(
+                f"{name}.{part}", getattr(self, part), "C X", checks.FLOATS, C=channels, X=hidden, device=device
+            )
+        checks.tensor(f"{name}.bias", self.bias, "r C", checks.FLOATS, r=spec.compress, C=channels, device=device)
+        checks.tensor(f"{name}.norm", self.norm, "D", checks.FLOATS, D=width, device=device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,20 +93,28 @@ class V4Weights:
     tiles as wide, and lowered in FP8."""
 
     def check(self, spec: LayerSpec) -> None:
-        """Refuse shapes that do not fit the layer."""
+        """Refuse shapes that do not fit the layer, and weights on several devices."""
+        checks.instance("spec", spec, LayerSpec)
         width, heads = spec.head_dim, spec.heads
         rank, hidden = checks.tensor("q_a", self.q_a, "R X", checks.FLOATS).values()
-        checks.tensor("q_norm", self.q_norm, "R", checks.FLOATS, R=rank)
-        checks.tensor("q_b", self.q_b, "N R", checks.FLOATS, N=heads * width, R=rank, remedy="[heads * width, q rank]")
-        checks.tensor("kv", self.kv, "D X", checks.FLOATS, D=width, X=hidden)
-        checks.tensor("kv_norm", self.kv_norm, "D", checks.FLOATS, D=width)
+        where = self.q_a.device
+        checks.tensor("q_norm", self.q_norm, "R", checks.FLOATS, R=rank, device=where)
+        remedy = "[heads * width, q rank]"
+        checks.tensor("q_b", self.q_b, "N R", checks.FLOATS, N=heads * width, R=rank, device=where, remedy=remedy)
+        checks.tensor("kv", self.kv, "D X", checks.FLOATS, D=width, X=hidden, device=where)
+        checks.tensor("kv_norm", self.kv_norm, "D", checks.FLOATS, D=width, device=where)
+        checks.tensor("sink", self.sink, "H", (torch.float32,), H=heads, device=where, remedy="one per query head")
+        if checks.visible(self.sink) and bool(self.sink.isnan().any()):
+            raise checks.refuse("sink", "free of NaN", "NaN", "use -inf for a head without a sink")
         stored = checks.FLOATS if self.o_a_scales is None else (torch.float8_e4m3fn,)
-        groups = checks.tensor("o_a", self.o_a, "G O N", stored)
+        groups = checks.tensor("o_a", self.o_a, "G O N", stored, device=where)
         if groups["G"] * groups["N"] != heads * width:
             raise checks.refuse("o_a", f"[groups, rank, {heads * width} / groups]", list(self.o_a.shape), "view it so")
-        checks.tensor("o_b", self.o_b, "X N", checks.FLOATS, X=hidden, N=groups["G"] * groups["O"])
+        size = groups["G"] * groups["O"]
+        checks.tensor("o_b", self.o_b, "X N", checks.FLOATS, X=hidden, N=size, device=where)
         if self.o_a_scales is not None:
-            tiles = checks.tensor("o_a_scales", self.o_a_scales, "G M N", (torch.float32,), G=groups["G"])["N"]
+            scales, count = self.o_a_scales, groups["G"]
+            tiles = checks.tensor("o_a_scales", scales, "G M N", (torch.float32,), G=count, device=where)["N"]
             if tiles == 0 or groups["N"] % tiles or width % (groups["N"] // tiles):
                 expected = f"in tiles that divide a head of {width}"
                 raise checks.refuse("o_a_scales", expected, list(self.o_a_scales.shape), "use with_fp8_output")
@@ -116,13 +126,17 @@ class V4Weights:
             if (getattr(self, name) is not None) != needed:
                 expected = f"{'given' if needed else 'None'} for a layer of kind {spec.kind!r}"
                 raise checks.refuse(f"weights.{name}", expected, type(getattr(self, name)).__name__, "match the spec")
+        where = self.q_a.device
         if self.compressor is not None:
-            self.compressor.check("compressor", spec, spec.head_dim, hidden)
+            compressor = checks.instance("compressor", self.compressor, CompressorWeights)
+            compressor.check("compressor", spec, spec.head_dim, hidden, where)
         if self.indexer is not None:
-            size = spec.index_heads * spec.index_dim
-            checks.tensor("indexer.q", self.indexer.q, "N R", checks.FLOATS, N=size, R=rank)
-            checks.tensor("indexer.weights", self.indexer.weights, "H X", checks.FLOATS, H=spec.index_heads, X=hidden)
-            self.indexer.compressor.check("indexer.compressor", spec, spec.index_dim, hidden)
+            indexer, size = checks.instance("indexer", self.indexer, IndexerWeights), spec.index_heads * spec.index_dim
+            checks.tensor("indexer.q", indexer.q, "N R", checks.FLOATS, N=size, R=rank, device=where)
+            heads = spec.index_heads
+            checks.tensor("indexer.weights", indexer.weights, "H X", checks.FLOATS, H=heads, X=hidden, device=where)
+            keys = checks.instance("indexer.compressor", indexer.compressor, CompressorWeights)
+            keys.check("indexer.compressor", spec, spec.index_dim, hidden, where)
 
     def with_fp8_output(self, tile: int = 128) -> Self:
         """The same weights with `o_a` in e4m3, one power of two for each square block of `tile` numbers a side."""
@@ -170,13 +184,18 @@ class V4Weights:
             groups: of the output projection (`o_groups`).
             prefix: what stands before the attention's own names, such as `model.layers.0.self_attn.`.
         """
+        checks.integer("groups", groups, low=1)
+        checks.instance("prefix", prefix, str)
+        if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
+            expected = "a dictionary of tensors by name"
+            raise checks.refuse_type("tensors", expected, checks.describe(tensors), "pass module.state_dict()")
         own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         found = {_renamed(name): value for name, value in own.items()}
 
         def get(name: str) -> Tensor:
             if name not in found:
                 raise checks.refuse("tensors", f"with {prefix + name!r}", f"{len(own)} others", "check the prefix")
-            return found[name]
+            return checks.dense(f"tensors[{prefix + name!r}]", found[name], checks.FLOATS)
 
         has = {part: any(name.startswith(part) for name in found) for part in ("compressor.", "compressor.indexer.")}
         compressor = _compressor(get, "compressor.") if has["compressor."] else None
@@ -194,11 +213,19 @@ class V4Weights:
             get("kv_proj.weight"),
             get("kv_norm.weight"),
             get("sinks").float(),
-            get("o_a_proj.weight").unflatten(0, (checks.integer("groups", groups, low=1), -1)),
+            _grouped(get("o_a_proj.weight"), groups),
             get("o_b_proj.weight"),
             compressor,
             indexer,
         )
+
+
+def _grouped(weight: Tensor, groups: int) -> Tensor:
+    """[groups * o rank, N] as [groups, o rank, N]."""
+    if weight.dim() != 2 or weight.shape[0] % groups:
+        expected = f"a divisor of the rows of o_a_proj, {list(weight.shape)}"
+        raise checks.refuse("groups", expected, groups, "pass the config's o_groups")
+    return weight.reshape(groups, weight.shape[0] // groups, weight.shape[1])
 
 
 def _compressor(get: Any, prefix: str) -> CompressorWeights:

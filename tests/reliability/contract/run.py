@@ -1,5 +1,6 @@
 """Call number i of a seed: made, judged, and reported in one line from which it can be made again."""
 
+import contextlib
 import re
 import traceback
 from collections import Counter
@@ -8,11 +9,11 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
-import torch
+from torch import Tensor
+
 from contract.calls import Call, Wrong, changes, copied, leaves
 from contract.draw import Draw
 from contract.mutate import Spoiled, spoil
-from torch import Tensor
 
 Case = Callable[[Draw], Call]
 _REFUSAL = re.compile(r"(?P<name>.*?) must be .*, got .*; ", re.DOTALL)
@@ -131,10 +132,8 @@ def _judge_refusal(call: Call, spoiled: list[Spoiled], before: dict[str, Any], e
 def known_names(call: Call) -> set[str]:
     """Names that a refusal may speak of: arguments and the fields of what was passed."""
     names = set(call.arguments) | set(call.names)
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         names |= set(signature(call.function).parameters)
-    except (TypeError, ValueError):
-        pass
     for path, _ in leaves(call.arguments):
         names |= set(re.findall(r"[A-Za-z_0-9]+", path))
     return names
