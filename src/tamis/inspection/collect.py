@@ -147,7 +147,7 @@ class _WatchedMLA(SparseMLA):
         _compare(notes, join_parts("q", q), rows, own, own + 1, result.positions)
         return result
 
-    def select(self, index: IndexInputs, caches: Caches, plan: Plan) -> Tensor:
+    def select_unchecked(self, index: IndexInputs, caches: Caches, plan: Plan) -> Tensor:
         assert caches.index is not None
         seen = _Seen(plan.positions, plan.request_ids, plan.block_table, plan.positions + 1)
         return _select(self._watch, self._number, index.q, index.weights, caches.index, seen, self.backend)

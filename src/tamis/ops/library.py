@@ -113,6 +113,24 @@ def stage_module(name: str, backend: str, device: torch.device, **inputs: Tensor
     return implementation(name, backend, device)
 
 
+def check_stage(
+    name: str,
+    backend: str,
+    device: torch.device,
+    check: str | None = None,
+    *arguments: Any,
+    tracing: bool = False,
+    **inputs: Tensor | None,
+) -> None:
+    """Refuse a backend that does not run here, a gradient, and what the backend's own kernels do not take: a module
+    whose kernels take less than their stage has a function of the name that `check` gives. Fakes ask in a trace."""
+    if torch.compiler.is_compiling() and not tracing:
+        return
+    stage = stage_module(name, backend, device, **inputs)
+    if check is not None and hasattr(stage, check):
+        getattr(stage, check)(*arguments)
+
+
 def _write_kv(kv: Tensor, rope: Tensor | None, *rest: Any) -> None:
     stage_module("write", rest[-1], kv.device, kv=kv, rope=rope)
 
@@ -232,9 +250,9 @@ def _accumulator(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _attend_slots(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_slots(q: Tensor, selections: list[Selection], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, value_dim, splits, backend = rest
-    stage_module("attend", backend, q.device, q=q)
+    check_stage("attend", backend, q.device, "check_attend", q, selections, value_dim, tracing=True, q=q)
     # How many parts a backend chooses is its own affair; `attend`, which merges them, does not show it.
     parts = torch.library.get_ctx().new_dynamic_size(min=1) if splits is None else splits
     lse = q.new_empty((parts, q.shape[0], q.shape[1]), dtype=_accumulator(q))
@@ -288,9 +306,10 @@ def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor,
     return lse.to(lses.dtype).contiguous()
 
 
-def _attend(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, sink, _, backend = rest
-    stage_module("attend", backend, q.device, q=q, sink=sink)
+def _attend(q: Tensor, selections: list[Selection], *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, sink, out, backend = rest
+    how = ("check_attend", q, selections, out.shape[2])
+    check_stage("attend", backend, q.device, *how, tracing=True, q=q, sink=sink)
     lse = q.new_empty(q.shape[:2], dtype=_accumulator(q))
     return lse, torch.empty_like(lse)
 

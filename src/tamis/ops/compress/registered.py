@@ -5,11 +5,12 @@ from typing import Any
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.ops.library import CACHE, op, stage_module
+from tamis.ops.library import CACHE, check_stage, op, stage_module
 
 
-def _compress_kv(values: Tensor, scores: Tensor, *rest: Any) -> None:
-    stage_module("compress", rest[-1], values.device, values=values, scores=scores)
+def _compress_kv(values: Tensor, scores: Tensor, state: PagedCache, cache: PagedCache, *rest: Any) -> None:
+    given = {"values": values, "scores": scores}
+    check_stage("compress", rest[-1], values.device, "check_rows", cache, tracing=True, **given)
 
 
 @op(

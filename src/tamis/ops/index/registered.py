@@ -7,14 +7,16 @@ from torch import Tensor
 
 from tamis.cache import PagedCache
 from tamis.layout import from_key
-from tamis.ops.library import CACHE, op, stage_module
+from tamis.ops.library import CACHE, check_stage, op, stage_module
 from tamis.recipe import IndexRecipe
 
 _RECIPE = "int rope_dim, bool interleaved, bool rope_first, bool hadamard"
 
 
-def _quantise_index_query(q: Tensor, weights: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    stage_module("index", rest[-1], q.device, q=q, weights=weights)
+def _quantise_index_query(q: Tensor, weights: Tensor, positions: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _, *fields, _, _, backend = rest
+    how = ("check_recipe", IndexRecipe(*fields), q.shape[2], positions is not None)
+    check_stage("index", backend, q.device, *how, tracing=True, q=q, weights=weights)
     return q.new_empty(q.shape, dtype=torch.float8_e4m3fn), q.new_empty(weights.shape, dtype=torch.float32)
 
 
@@ -44,7 +46,10 @@ def quantise_index_query(
 
 
 def _write_index_keys(keys: Tensor, cache: PagedCache, slots: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> None:
-    stage_module("index", rest[-1], keys.device, keys=keys, norm_weight=weight, norm_bias=bias)
+    _, positions, _, *fields, backend = rest
+    how = ("check_recipe", IndexRecipe(*fields), keys.shape[1], positions is not None)
+    given = {"keys": keys, "norm_weight": weight, "norm_bias": bias}
+    check_stage("index", backend, keys.device, *how, tracing=True, **given)
 
 
 @op(
@@ -78,7 +83,7 @@ _PAGED_KEYS = f"Tensor storage, {CACHE}, Tensor request_ids, Tensor block_table,
 
 
 def _index_scores(q: Tensor, weights: Tensor, *rest: Any) -> None:
-    stage_module("index", rest[-1], q.device, q=q, weights=weights)
+    check_stage("index", rest[-1], q.device, "check_scores", q, tracing=True, q=q, weights=weights)
 
 
 @op(f"index_scores(Tensor q, Tensor weights, {_PAGED_KEYS}, Tensor(a!) out, str backend) -> ()", _index_scores)
@@ -98,7 +103,7 @@ def index_scores(
 
 
 def _ragged_scores(q: Tensor, weights: Tensor, keys: Tensor, *rest: Any) -> None:
-    stage_module("index", rest[-1], q.device, q=q, weights=weights, keys=keys)
+    check_stage("index", rest[-1], q.device, "check_scores", q, tracing=True, q=q, weights=weights, keys=keys)
 
 
 @op(
@@ -148,7 +153,7 @@ def topk_positions(
 
 def _index_topk(q: Tensor, weights: Tensor, *rest: Any) -> Tensor:
     *_, k, _, backend = rest
-    stage_module("index", backend, q.device, q=q, weights=weights)
+    check_stage("index", backend, q.device, "check_scores", q, tracing=True, q=q, weights=weights)
     return q.new_empty((q.shape[0], k), dtype=torch.int32)
 
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.ops import library
 from tamis.ops.select import registered
+
+_MOST_COLUMNS = 2**31 - 1
 
 
 def select_window(
@@ -42,6 +45,26 @@ def select_window(
             into C.
         backend: a name from `tamis backends`, or "auto".
     """
+    check_select_window(positions, request_ids, block_table, page_size, window, slots, lengths, own, blocks, backend)
+    context, ends = blocks if blocks is not None else (None, None)
+    registered.select_window(
+        positions, request_ids, block_table, own, context, ends, page_size, window, slots, lengths, backend
+    )
+
+
+def check_select_window(
+    positions: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    window: int,
+    slots: Tensor,
+    lengths: Tensor,
+    own: Tensor | None,
+    blocks: tuple[Tensor, Tensor] | None,
+    backend: str,
+) -> None:
+    """Refuse what `select_window` refuses."""
     total = _check_tokens(positions, request_ids, block_table, own)
     checks.integer("page_size", page_size, low=1)
     checks.integer("window", window, low=1)
@@ -49,13 +72,15 @@ def select_window(
     if width < window:
         raise checks.refuse("slots", f"at least window={window} columns wide", width, "widen the buffer")
     _check_vector("lengths", lengths, torch.int32, total, positions.device)
-    context, ends = blocks if blocks is not None else (None, None)
-    if context is not None and ends is not None:
+    context, ends = None, None
+    if blocks is not None:
+        if not isinstance(blocks, tuple) or len(blocks) != 2:
+            raise checks.refuse_type("blocks", "a pair (context, length)", checks.describe(blocks), "pass both tensors")
+        context, ends = blocks
         for name, value in (("blocks[0]", context), ("blocks[1]", ends)):
             checks.tensor(name, value, "B", (torch.int32,), B=block_table.shape[0], device=positions.device)
-    registered.select_window(
-        positions, request_ids, block_table, own, context, ends, page_size, window, slots, lengths, backend
-    )
+    _check_written({"slots": slots, "lengths": lengths}, positions, request_ids, block_table, own, context, ends)
+    library.check_stage("select", backend, positions.device)
 
 
 def select_entries(
@@ -94,17 +119,13 @@ def select_entries(
         local_from: from this token on, `every` holds the entries' numbers (0, 1, 2...) instead of slots.
         backend: a name from `tamis backends`, or "auto".
     """
-    total, device = _check_tokens(positions, request_ids, block_table, own), positions.device
-    checks.integer("ratio", ratio, low=1)
-    checks.integer("page_size", page_size, low=1)
-    if completed is not None:
-        _check_vector("completed", completed, torch.int64, total, device)
-    for name, value in (("visible", visible), ("lengths", lengths)):
-        if value is not None:
-            _check_vector(name, value, torch.int32, total, device)
-    width = _check_rows("every", every, total, device) if every is not None else 2**31 - 1
-    columns = width if columns is None else checks.integer("columns", columns, low=0, high=width)
-    local_from = total if local_from is None else checks.integer("local_from", local_from, low=0)
+    written = {"completed": completed, "visible": visible, "lengths": lengths, "every": every}
+    check_select_entries(
+        positions, request_ids, block_table, ratio, page_size, written, columns, own, local_from, backend
+    )
+    if columns is None:
+        columns = _MOST_COLUMNS if every is None else every.shape[1]
+    local_from = positions.shape[0] if local_from is None else local_from
     registered.select_entries(
         positions,
         request_ids,
@@ -120,6 +141,36 @@ def select_entries(
         every,
         backend,
     )
+
+
+def check_select_entries(
+    positions: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    ratio: int,
+    page_size: int,
+    written: dict[str, Tensor | None],
+    columns: int | None,
+    own: Tensor | None,
+    local_from: int | None,
+    backend: str,
+) -> None:
+    """Refuse what `select_entries` refuses; `written` are its buffers by name."""
+    total, device = _check_tokens(positions, request_ids, block_table, own), positions.device
+    checks.integer("ratio", ratio, low=1)
+    checks.integer("page_size", page_size, low=1)
+    width = _MOST_COLUMNS
+    for name, value in written.items():
+        if value is not None and name == "every":
+            width = _check_rows(name, value, total, device)
+        elif value is not None:
+            _check_vector(name, value, torch.int64 if name == "completed" else torch.int32, total, device)
+    if columns is not None:
+        checks.integer("columns", columns, low=0, high=width)
+    if local_from is not None:
+        checks.integer("local_from", local_from, low=0)
+    _check_written(written, positions, request_ids, block_table, own)
+    library.check_stage("select", backend, device)
 
 
 def select_chosen(
@@ -148,6 +199,21 @@ def select_chosen(
         own: int32 or int64 [T], the slot of each token itself; negative: it selects nothing.
         backend: a name from `tamis backends`, or "auto".
     """
+    check_select_chosen(chosen, request_ids, block_table, page_size, slots, lengths, own, backend)
+    registered.select_chosen(chosen, request_ids, block_table, own, page_size, slots, lengths, backend)
+
+
+def check_select_chosen(
+    chosen: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    slots: Tensor,
+    lengths: Tensor,
+    own: Tensor | None,
+    backend: str,
+) -> None:
+    """Refuse what `select_chosen` refuses."""
     total = _check_tokens(None, request_ids, block_table, own)
     device = request_ids.device
     columns = checks.tensor("chosen", chosen, "T K", (torch.int32,), T=total, device=device)["K"]
@@ -155,7 +221,8 @@ def select_chosen(
     if _check_rows("slots", slots, total, device) != columns:
         raise checks.refuse("slots", f"{columns} columns wide like chosen", list(slots.shape), "slice the buffer")
     _check_vector("lengths", lengths, torch.int32, total, device)
-    registered.select_chosen(chosen, request_ids, block_table, own, page_size, slots, lengths, backend)
+    _check_written({"slots": slots, "lengths": lengths}, chosen, request_ids, block_table, own)
+    library.check_stage("select", backend, device)
 
 
 def select_gathered(
@@ -195,6 +262,55 @@ def select_gathered(
         first_request: number of the group's first request.
         backend: a name from `tamis backends`, or "auto".
     """
+    check_select_gathered(
+        positions,
+        request_ids,
+        first,
+        chosen,
+        ratio=ratio,
+        window=window,
+        entries=entries,
+        rows=rows,
+        columns=columns,
+        slots=slots,
+        lengths=lengths,
+        first_request=first_request,
+        backend=backend,
+    )
+    registered.select_gathered(
+        positions,
+        request_ids,
+        first,
+        chosen,
+        first_request,
+        ratio,
+        window,
+        entries,
+        rows,
+        columns,
+        slots,
+        lengths,
+        backend,
+    )
+
+
+def check_select_gathered(
+    positions: Tensor,
+    request_ids: Tensor,
+    first: Tensor,
+    chosen: Tensor | None,
+    *,
+    ratio: int,
+    window: int,
+    entries: int,
+    rows: int,
+    columns: int,
+    slots: Tensor,
+    lengths: Tensor,
+    first_request: int,
+    backend: str,
+) -> None:
+    """Refuse what `select_gathered` refuses."""
     device = checks.same_device(positions=positions, request_ids=request_ids, first=first)
     total = checks.tensor("positions", positions, "T", (torch.int32,))["T"]
     checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=total)
@@ -214,21 +330,8 @@ def select_gathered(
     if width < columns + window:
         raise checks.refuse("slots", f"at least columns + window = {columns + window} wide", width, "widen the buffer")
     _check_vector("lengths", lengths, torch.int32, total, device)
-    registered.select_gathered(
-        positions,
-        request_ids,
-        first,
-        chosen,
-        first_request,
-        ratio,
-        window,
-        entries,
-        rows,
-        columns,
-        slots,
-        lengths,
-        backend,
-    )
+    _check_written({"slots": slots, "lengths": lengths}, positions, request_ids, first, chosen)
+    library.check_stage("select", backend, device)
 
 
 def select_mixed(
@@ -279,6 +382,73 @@ def select_mixed(
         real: bool [Td]: with `local`, tokens for which entries are chosen at all.
         backend: a name from `tamis backends`, or "auto".
     """
+    check_select_mixed(
+        decode_window,
+        decode_entries,
+        decode_lengths,
+        prefill_entries,
+        query_starts,
+        request_lengths,
+        request_ids,
+        window_table,
+        entry_table,
+        window_page=window_page,
+        entry_page=entry_page,
+        window=window,
+        ratio=ratio,
+        topk=topk,
+        slots=slots,
+        lengths=lengths,
+        local=local,
+        real=real,
+        backend=backend,
+    )
+    registered.select_mixed(
+        decode_window,
+        decode_entries,
+        decode_lengths,
+        real,
+        prefill_entries,
+        query_starts,
+        request_lengths,
+        request_ids,
+        window_table,
+        entry_table,
+        window_page,
+        entry_page,
+        window,
+        ratio,
+        topk,
+        local,
+        slots,
+        lengths,
+        backend,
+    )
+
+
+def check_select_mixed(
+    decode_window: Tensor,
+    decode_entries: Tensor | None,
+    decode_lengths: Tensor | None,
+    prefill_entries: Tensor,
+    query_starts: Tensor,
+    request_lengths: Tensor,
+    request_ids: Tensor,
+    window_table: Tensor,
+    entry_table: Tensor | None,
+    *,
+    window_page: int,
+    entry_page: int,
+    window: int,
+    ratio: int,
+    topk: int,
+    slots: Tensor,
+    lengths: Tensor,
+    local: bool,
+    real: Tensor | None,
+    backend: str,
+) -> None:
+    """Refuse what `select_mixed` refuses."""
     device = checks.same_device(
         decode_window=decode_window, decode_entries=decode_entries, prefill_entries=prefill_entries
     )
@@ -309,27 +479,18 @@ def select_mixed(
     if width < decode["Ws"] + wide:
         raise checks.refuse("slots", f"at least {decode['Ws'] + wide} columns wide", width, "widen the buffer")
     _check_vector("lengths", lengths, torch.int32, total, device)
-    registered.select_mixed(
-        decode_window,
-        decode_entries,
-        decode_lengths,
-        real,
-        prefill_entries,
-        query_starts,
-        request_lengths,
-        request_ids,
-        window_table,
-        entry_table,
-        window_page,
-        entry_page,
-        window,
-        ratio,
-        topk,
-        local,
-        slots,
-        lengths,
-        backend,
-    )
+    read = (decode_window, decode_entries, decode_lengths, prefill_entries, query_starts, request_lengths)
+    _check_written({"slots": slots, "lengths": lengths}, *read, request_ids, window_table, entry_table, real)
+    library.check_stage("select", backend, device)
+
+
+def _check_written(buffers: dict[str, Tensor | None], *inputs: Tensor | None) -> None:
+    """Refuse buffers that share memory with inputs or with each other."""
+    before: list[Tensor | None] = list(inputs)
+    for name, value in buffers.items():
+        if value is not None:
+            checks.writable(name, value, *before)
+            before.append(value)
 
 
 def _check_tokens(positions: Tensor | None, request_ids: Tensor, block_table: Tensor, own: Tensor | None) -> int:
