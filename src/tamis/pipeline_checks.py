@@ -30,7 +30,7 @@ class Call(NamedTuple):
     caches: Caches
     plan: Plan
     positions: Tensor | None
-    index: IndexInputs | None
+    index_inputs: IndexInputs | None
     sink: Tensor | None
     q_scale: float | Tensor
     out: Tensor | None
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     @property
     def inputs(self) -> dict[str, Tensor | None]:
         """What is read besides caches and plan, by name."""
-        kv, index = self.kv, self.index
+        kv, index = self.kv, self.index_inputs
         parts = kv if isinstance(kv, tuple) else (kv, None)
         found = {"q": self.q, "kv": parts[0], "kv (rope part)": parts[1], "positions": self.positions}
         found["sink"] = self.sink
@@ -162,7 +162,7 @@ class CallChecks:
 
     def _signature(self, call: Call) -> tuple[object, ...] | None:
         """All that the checks of a call on a device depend on; None where they must run."""
-        q, caches, plan, index = call.q, call.caches, call.plan, call.index
+        q, caches, plan, index = call.q, call.caches, call.plan, call.index_inputs
         kinds = isinstance(caches.latent, PagedCache) and isinstance(caches.index, PagedCache | None)
         if not (_remembers(q) and kinds and (index is None or isinstance(index, IndexInputs))):
             return None
@@ -224,7 +224,7 @@ class CallChecks:
         spec, sizes = self.spec, {} if plan is None else {"rows": plan.rows}
         remedy = "the plan's rows, the spec's heads and widths"
         sizes |= {"H": spec.heads, "D": spec.head_dim}
-        checks.tensor("q", q, "rows H D", DTYPES, device=cache.device, remedy=remedy, **sizes)  # type: ignore[arg-type]
+        checks.tensor("q", q, "rows H D", DTYPES, device=cache.device, remedy=remedy, **sizes)
         if self.backend != "auto":
             choose(spec, q.device, layout=cache.layout, dtype=q.dtype, page_size=cache.page_size, prefer=self.backend)
 
@@ -261,8 +261,8 @@ class CallChecks:
 
     def _check_backend(self, q: Tensor, selections: list[Selection], sink: Tensor | None) -> None:
         library.check_stage("translate", self.backend, q.device)
-        how = ("check_attend", q, selections, self.spec.value_dim)
-        library.check_stage("attend", self.backend, q.device, *how, q=q, sink=sink)
+        library.check_stage("attend", self.backend, q.device, q=q, sink=sink)
+        library.check_kernels("attend", self.backend, q.device, "check_attend", q, selections, self.spec.value_dim)
 
     def _check_gathered(self, call: Call, positions: Tensor, prefill: PrefillPart) -> None:
         q, cache, plan, spec = call.q, call.caches.latent, call.plan, self.spec

@@ -69,21 +69,9 @@ def compress_kv(
         eps: of the norm.
         backend: a name from `tamis backends`, or "auto".
     """
-    check_compress_kv(
-        values,
-        scores,
-        state,
-        cache,
-        positions=positions,
-        pages=pages,
-        slots=slots,
-        bias=bias,
-        norm_weight=norm_weight,
-        cos_sin=cos_sin,
-        eps=eps,
-        backend=backend,
-    )
-    compress_unchecked(values, scores, state, cache, positions, pages, slots, bias, norm_weight, cos_sin, eps, backend)
+    arguments = (values, scores, state, cache, positions, pages, slots, bias, norm_weight, cos_sin, eps, backend)
+    check_compress_kv(*arguments)
+    compress_unchecked(*arguments)
 
 
 def check_compress_kv(
@@ -91,7 +79,6 @@ def check_compress_kv(
     scores: Tensor,
     state: PagedCache,
     cache: PagedCache,
-    *,
     positions: Tensor,
     pages: StatePages,
     slots: Tensor,
@@ -138,7 +125,8 @@ def check_compress_kv(
     checks.changeable(names[0], state.storage)
     checks.changeable(names[1], cache.storage)
     given = {"values": values, "scores": scores, "bias": bias, "norm_weight": norm_weight, "cos_sin": cos_sin}
-    library.check_stage("compress", backend, device, "check_rows", cache, **given)
+    library.check_stage("compress", backend, device, **given)
+    library.check_kernels("compress", backend, device, "check_rows", cache)
 
 
 def compress_unchecked(

@@ -139,7 +139,8 @@ def check_rotate_and_write(
         IndexRecipe(hadamard=index_hadamard).check_width(sizes["D"])
     checks.changeable(name, cache.storage)
     given = {"q": q, "kv": kv, "index_q": index_q, "norm_weight": norm_weight, "cos_sin": cos_sin}
-    library.check_stage("rotate", backend, device, "check_rows", cache, **given)
+    library.check_stage("rotate", backend, device, **given)
+    library.check_kernels("rotate", backend, device, "check_rows", cache)
 
 
 def rotate_unchecked(
