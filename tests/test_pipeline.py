@@ -6,7 +6,19 @@ import pytest
 import torch
 from oracle import relative_error
 
-from tamis import Batch, Caches, LayerSpec, Limits, PagedCache, PagePool, Planner, Shard, SparseMLA, pipeline
+from tamis import (
+    Batch,
+    Caches,
+    LayerSpec,
+    Limits,
+    PagedCache,
+    PagePool,
+    Planner,
+    Shard,
+    SparseMLA,
+    pipeline,
+    pipeline_checks,
+)
 from tamis.layout import rows
 from tamis.ops import IndexInputs, Partials, combine_parts, write_kv
 
@@ -252,7 +264,7 @@ def test_positions_looked_up_on_the_way_give_the_same_attention(monkeypatch: pyt
     expected = SparseMLA(spec)(q, None, cache, plan, positions=positions)
     direct = SparseMLA(spec).attend_positions(q, cache, positions, plan.request_ids, plan.block_table)
     monkeypatch.setattr(reference, "translates_freely", lambda q, selections, value_dim: True)
-    monkeypatch.setattr(pipeline, "translate_positions", None)
+    monkeypatch.setattr(pipeline, "translate_unchecked", None)
     on_the_way = SparseMLA(spec)(q, None, cache, plan, positions=positions)
     for found in (direct, on_the_way):
         assert torch.equal(found.out, expected.out)
@@ -275,11 +287,11 @@ def test_shapes_that_passed_are_not_checked_again_on_a_device(monkeypatch: pytes
         checked.append(q.shape)
         attend.check_selections(q, selections)
 
-    monkeypatch.setattr(pipeline, "check_selections", check_selections)
+    monkeypatch.setattr(pipeline_checks, "check_selections", check_selections)
     for _ in range(2):
         layer.attend_positions(**given)
     assert len(checked) == 2, "on the host values are checked, every time"
-    monkeypatch.setattr(pipeline.checks, "visible", lambda tensor: False)
+    monkeypatch.setattr(pipeline_checks.checks, "visible", lambda tensor: False)
     for _ in range(3):
         layer.attend_positions(**given)
     assert len(checked) == 3

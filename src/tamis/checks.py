@@ -72,7 +72,7 @@ def signature(*tensors: Tensor | None) -> tuple[object, ...]:
     """All that checks can see of tensors on a device: what passed once passes again as long as this is the same."""
     seen: list[object] = []
     for value in tensors:
-        seen += (None,) if value is None else (value.shape, value.dtype, value.device)
+        seen += (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else (type(value),)
     return tuple(seen)
 
 
@@ -98,6 +98,65 @@ def dense(name: str, value: object, dtypes: Collection[torch.dtype], shape: str 
         first = next(iter(dtypes))
         raise refuse_type(name, allowed, dtype_name(value.dtype), f"convert it with .to({first})")
     return value
+
+
+def changeable(name: str, value: Tensor) -> None:
+    """Refuse a tensor that torch itself would not let anybody write to, which it says only after other writes."""
+    if torch.compiler.is_compiling():
+        return
+    no_gradient(**{name: value})
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        remedy = "make the call, too, under torch.inference_mode(), or the tensor outside of it"
+        raise refuse(name, "a tensor that may be written here", "one made under torch.inference_mode()", remedy)
+
+
+def writable(name: str, value: Tensor, *inputs: Tensor | None) -> None:
+    """Refuse a tensor to write into whose elements share memory with each other, or with an input of the same call.
+
+    Addresses are unknown to a trace, which sees strides only.
+    """
+    changeable(name, value)
+    if not value.is_contiguous():
+        reach = 1
+        for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+            if size > 1 and stride < reach:
+                raise refuse(name, "of elements that lie apart", f"strides {value.stride()}", "do not expand it")
+            reach += stride * (size - 1)
+    if not torch.compiler.is_compiling():
+        apart(name, value, *inputs)
+
+
+def apart(name: str, value: Tensor, *inputs: Tensor | None) -> None:
+    """Refuse a tensor to write into that shares memory with an input. Shapes do not show it: it is for every call."""
+    begin = value.data_ptr()
+    end = begin + _reach(value)
+    for other in inputs:
+        if other is None or other.data_ptr() >= end or other.data_ptr() + _reach(other) <= begin or begin == end:
+            continue
+        if not _in_other_columns(value, other):
+            remedy = "write to memory of its own"
+            raise refuse(name, "apart from all inputs and caches", f"memory of one that is {describe(other)}", remedy)
+
+
+def _reach(value: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if value.is_contiguous():
+        return value.numel() * value.element_size()
+    if value.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (last + 1) * value.element_size()
+
+
+def _in_other_columns(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors whose memory interleaves are different columns of the same rows, as slices of one buffer."""
+    if one.dim() == 0 or other.dim() == 0:
+        return False
+    pitch = one.stride(0) * one.element_size()
+    if pitch == 0 or pitch != other.stride(0) * other.element_size() or not one.shape[0] or not other.shape[0]:
+        return False
+    between = (other.data_ptr() - one.data_ptr()) % pitch
+    return between >= _reach(one[0]) and between + _reach(other[0]) <= pitch
 
 
 def tensor(

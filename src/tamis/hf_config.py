@@ -1,4 +1,4 @@
-"""Settings out of Hugging Face configs, which are JSON that anybody may have written: each is checked when it is read."""
+"""Settings out of Hugging Face configs, which are JSON that anybody may have written: each is checked when read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

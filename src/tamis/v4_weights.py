@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.ops import quantise_blocks
+from tamis.ops.combine import check_sink
+from tamis.ops.rotate.output import check_block_scales, check_tile
 from tamis.spec import LayerSpec
 
 _CHECKPOINT_NAMES = {
@@ -43,15 +45,13 @@ class CompressorWeights:
     norm: Tensor
     """[width of an entry]"""
 
-    def check(self, name: str, spec: LayerSpec, width: int, hidden: int, device: torch.device | None = None) -> None:
-        """Refuse shapes that do not fit the layer, and weights elsewhere than on the device of the others."""
+    def check(self, name: str, spec: LayerSpec, width: int, hidden: int) -> None:
+        """Refuse shapes that do not fit the layer."""
         channels = width * (2 if spec.kind == "overlapping" else 1)
         for part in ("values", "scores"):
-            checks.tensor(
-                f"{name}.{part}", getattr(self, part), "C X", checks.FLOATS, C=channels, X=hidden, device=device
-            )
-        checks.tensor(f"{name}.bias", self.bias, "r C", checks.FLOATS, r=spec.compress, C=channels, device=device)
-        checks.tensor(f"{name}.norm", self.norm, "D", checks.FLOATS, D=width, device=device)
+            checks.tensor(f"{name}.{part}", getattr(self, part), "C X", checks.FLOATS, C=channels, X=hidden)
+        checks.tensor(f"{name}.bias", self.bias, "r C", checks.FLOATS, r=spec.compress, C=channels)
+        checks.tensor(f"{name}.norm", self.norm, "D", checks.FLOATS, D=width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,28 +97,45 @@ class V4Weights:
         checks.instance("spec", spec, LayerSpec)
         width, heads = spec.head_dim, spec.heads
         rank, hidden = checks.tensor("q_a", self.q_a, "R X", checks.FLOATS).values()
-        where = self.q_a.device
-        checks.tensor("q_norm", self.q_norm, "R", checks.FLOATS, R=rank, device=where)
-        remedy = "[heads * width, q rank]"
-        checks.tensor("q_b", self.q_b, "N R", checks.FLOATS, N=heads * width, R=rank, device=where, remedy=remedy)
-        checks.tensor("kv", self.kv, "D X", checks.FLOATS, D=width, X=hidden, device=where)
-        checks.tensor("kv_norm", self.kv_norm, "D", checks.FLOATS, D=width, device=where)
-        checks.tensor("sink", self.sink, "H", (torch.float32,), H=heads, device=where, remedy="one per query head")
-        if checks.visible(self.sink) and bool(self.sink.isnan().any()):
-            raise checks.refuse("sink", "free of NaN", "NaN", "use -inf for a head without a sink")
+        checks.tensor("q_norm", self.q_norm, "R", checks.FLOATS, R=rank)
+        checks.tensor("q_b", self.q_b, "N R", checks.FLOATS, N=heads * width, R=rank, remedy="[heads * width, q rank]")
+        checks.tensor("kv", self.kv, "D X", checks.FLOATS, D=width, X=hidden)
+        checks.tensor("kv_norm", self.kv_norm, "D", checks.FLOATS, D=width)
         stored = checks.FLOATS if self.o_a_scales is None else (torch.float8_e4m3fn,)
-        groups = checks.tensor("o_a", self.o_a, "G O N", stored, device=where)
+        groups = checks.tensor("o_a", self.o_a, "G O N", stored)
         if groups["G"] * groups["N"] != heads * width:
             raise checks.refuse("o_a", f"[groups, rank, {heads * width} / groups]", list(self.o_a.shape), "view it so")
-        size = groups["G"] * groups["O"]
-        checks.tensor("o_b", self.o_b, "X N", checks.FLOATS, X=hidden, N=size, device=where)
+        checks.tensor("o_b", self.o_b, "X N", checks.FLOATS, X=hidden, N=groups["G"] * groups["O"])
         if self.o_a_scales is not None:
-            scales, count = self.o_a_scales, groups["G"]
-            tiles = checks.tensor("o_a_scales", scales, "G M N", (torch.float32,), G=count, device=where)["N"]
+            tiles = checks.tensor("o_a_scales", self.o_a_scales, "G M N", (torch.float32,), G=groups["G"])["N"]
             if tiles == 0 or groups["N"] % tiles or width % (groups["N"] // tiles):
                 expected = f"in tiles that divide a head of {width}"
                 raise checks.refuse("o_a_scales", expected, list(self.o_a_scales.shape), "use with_fp8_output")
+            tile = check_block_scales(self.o_a_scales, groups["O"], groups["G"], groups["N"], tiles, "o_a_scales")
+            check_tile(tile, width)
+        check_sink(self.sink, heads, self.kv.device)
         self._check_parts(spec, rank, hidden)
+        checks.same_device(**self.named())
+
+    @property
+    def output_tile(self) -> int | None:
+        """How many columns of attention's output share a scale; None where it is not quantised."""
+        return None if self.o_a_scales is None else self.o_a.shape[2] // self.o_a_scales.shape[2]
+
+    def named(self) -> dict[str, Tensor]:
+        """All tensors by name, those of the parts with the part's name before them."""
+        found: dict[str, Tensor] = {}
+        for name in self.__dataclass_fields__:
+            part = getattr(self, name)
+            if isinstance(part, Tensor):
+                found[name] = part
+            elif isinstance(part, CompressorWeights):
+                found |= {f"{name}.{own}": getattr(part, own) for own in part.__dataclass_fields__}
+            elif isinstance(part, IndexerWeights):
+                found |= {f"{name}.q": part.q, f"{name}.weights": part.weights}
+                keys = part.compressor
+                found |= {f"{name}.compressor.{own}": getattr(keys, own) for own in keys.__dataclass_fields__}
+        return found
 
     def _check_parts(self, spec: LayerSpec, rank: int, hidden: int) -> None:
         wanted = {"compressor": spec.kind != "window", "indexer": spec.kind == "overlapping"}
@@ -126,17 +143,15 @@ class V4Weights:
             if (getattr(self, name) is not None) != needed:
                 expected = f"{'given' if needed else 'None'} for a layer of kind {spec.kind!r}"
                 raise checks.refuse(f"weights.{name}", expected, type(getattr(self, name)).__name__, "match the spec")
-        where = self.q_a.device
         if self.compressor is not None:
             compressor = checks.instance("compressor", self.compressor, CompressorWeights)
-            compressor.check("compressor", spec, spec.head_dim, hidden, where)
+            compressor.check("compressor", spec, spec.head_dim, hidden)
         if self.indexer is not None:
             indexer, size = checks.instance("indexer", self.indexer, IndexerWeights), spec.index_heads * spec.index_dim
-            checks.tensor("indexer.q", indexer.q, "N R", checks.FLOATS, N=size, R=rank, device=where)
-            heads = spec.index_heads
-            checks.tensor("indexer.weights", indexer.weights, "H X", checks.FLOATS, H=heads, X=hidden, device=where)
+            checks.tensor("indexer.q", indexer.q, "N R", checks.FLOATS, N=size, R=rank)
+            checks.tensor("indexer.weights", indexer.weights, "H X", checks.FLOATS, H=spec.index_heads, X=hidden)
             keys = checks.instance("indexer.compressor", indexer.compressor, CompressorWeights)
-            keys.check("indexer.compressor", spec, spec.index_dim, hidden, where)
+            keys.check("indexer.compressor", spec, spec.index_dim, hidden)
 
     def with_fp8_output(self, tile: int = 128) -> Self:
         """The same weights with `o_a` in e4m3, one power of two for each square block of `tile` numbers a side."""

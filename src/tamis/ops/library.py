@@ -113,6 +113,24 @@ def stage_module(name: str, backend: str, device: torch.device, **inputs: Tensor
     return implementation(name, backend, device)
 
 
+def check_stage(name: str, backend: str, device: torch.device, **inputs: Tensor | None) -> None:
+    """Refuse a backend that does not run here, and a gradient. In a trace the op's fake does it."""
+    if not torch.compiler.is_compiling():
+        stage_module(name, backend, device, **inputs)
+
+
+def check_kernels(name: str, backend: str, device: torch.device, check: str, *arguments: Any) -> None:
+    """Refuse what the backend's own kernels do not take. In a trace the op's fake does it."""
+    if not torch.compiler.is_compiling():
+        ask_kernels(implementation(name, backend, device), check, *arguments)
+
+
+def ask_kernels(stage: Any, check: str, *arguments: Any) -> None:
+    """A module whose kernels take less than their stage has a function that refuses the rest, by the name `check`."""
+    if hasattr(stage, check):
+        getattr(stage, check)(*arguments)
+
+
 def _write_kv(kv: Tensor, rope: Tensor | None, *rest: Any) -> None:
     stage_module("write", rest[-1], kv.device, kv=kv, rope=rope)
 
@@ -232,9 +250,9 @@ def _accumulator(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _attend_slots(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_slots(q: Tensor, selections: list[Selection], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, value_dim, splits, backend = rest
-    stage_module("attend", backend, q.device, q=q)
+    ask_kernels(stage_module("attend", backend, q.device, q=q), "check_attend", q, selections, value_dim)
     # How many parts a backend chooses is its own affair; `attend`, which merges them, does not show it.
     parts = torch.library.get_ctx().new_dynamic_size(min=1) if splits is None else splits
     lse = q.new_empty((parts, q.shape[0], q.shape[1]), dtype=_accumulator(q))
@@ -288,9 +306,10 @@ def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor,
     return lse.to(lses.dtype).contiguous()
 
 
-def _attend(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, sink, _, backend = rest
-    stage_module("attend", backend, q.device, q=q, sink=sink)
+def _attend(q: Tensor, selections: list[Selection], *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, sink, out, backend = rest
+    stage = stage_module("attend", backend, q.device, q=q, sink=sink)
+    ask_kernels(stage, "check_attend", q, selections, out.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=_accumulator(q))
     return lse, torch.empty_like(lse)
 

@@ -136,16 +136,21 @@ def hadamard_steps(width: int) -> int:
     return width.bit_length() - 1
 
 
+def check_rows(cache: PagedCache) -> None:
+    """Refuse a cache whose rows `insert_row` cannot make."""
+    tile = cache.layout.tile
+    # A row cannot be cut into such tiles in registers, but it can be one itself.
+    if tile & (tile - 1) and tile != cache.layout.latent:
+        raise checks.refuse("cache", "in tiles of a power of two", f"tiles of {tile}", "choose another layout")
+
+
 def insert_arguments(cache: PagedCache) -> dict[str, Any]:
     """What `insert_row` must know about a cache, with the block in which a row of it lies in registers."""
     layout = cache.layout
     block = max(2, triton.next_power_of_2(layout.width))
     tile = layout.tile or block
     if tile & (tile - 1):
-        # A row cannot be cut into such tiles in registers, but it can be one itself.
-        if tile != layout.latent:
-            raise checks.refuse("cache", "in tiles of a power of two", f"tiles of {tile}", "choose another layout")
-        tile = block
+        tile = block  # the whole row: `check_rows` has refused the others
     known = row_arguments(cache)
     return {name: value for name, value in known.items() if not name.endswith("_BLOCK")} | {
         "SCALES": layout.scales.count if layout.scales is not None else 0,

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import Selection
+from tamis.cache import PagedCache, Selection
 from tamis.ops import library
-from tamis.ops.combine import Attended, Partials, check_sink, in_base, output
+from tamis.ops.combine import Attended, Partials, check_output, check_sink, in_base
 from tamis.ops.write import join_parts
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
@@ -32,9 +32,9 @@ def attend_slots(
     Arguments as in `attend`. Under torch.compile `splits` is 1 if not given: the shape of the result must be known
     before a backend is asked.
     """
-    q, selections = _checked(q, selections)
-    scale, factor = _scales(scale, q_scale)
-    _check_numbers(value_dim, splits, q.shape[2])
+    q, selections = join_parts("q", q), as_list(selections)
+    check_attend(q, selections, scale, value_dim, None, q_scale, splits, None, backend)
+    scale, factor = _folded(scale, q_scale)
     if splits is None and torch.compiler.is_compiling():
         splits = 1
     return Partials(*library.attend_slots(q, selections, scale, factor, value_dim, splits, backend))
@@ -73,23 +73,73 @@ def attend(
         out: [T, H, value_dim] to write into; otherwise a new tensor of q's dtype (bf16 for e4m3).
         backend: a name from `tamis backends`, or "auto".
     """
-    dtype = q[0].dtype if isinstance(q, tuple) else None
-    q, selections = _checked(q, selections)
-    check_rest(q, value_dim, sink, splits, out)
+    dtype = q[0].dtype if isinstance(q, tuple) and q and isinstance(q[0], Tensor) else None
+    q, selections = join_parts("q", q), as_list(selections)
     checks.option("lse_base", lse_base, ("e", "2"))
+    check_attend(q, selections, scale, value_dim, sink, q_scale, splits, out, backend)
     if out is None and dtype is not None:
         out = new_output(q, value_dim, dtype)
     found = attend_unchecked(q, selections, scale, value_dim, sink, q_scale, splits, out, backend)
     return found if lse_base == "e" else found._replace(lse=in_base(found.lse, lse_base))
 
 
-def check_rest(q: Tensor, value_dim: int, sink: Tensor | None, splits: int | None, out: Tensor | None) -> None:
-    """Refuse what does not fit a query and selections that fit each other (`check_selections`)."""
+def check_attend(
+    q: Tensor,
+    selections: list[Selection],
+    scale: float,
+    value_dim: int,
+    sink: Tensor | None,
+    q_scale: float | Tensor,
+    splits: int | None,
+    out: Tensor | None,
+    backend: str,
+) -> None:
+    """Refuse what `attend` refuses, of a query in one piece and a list of selections."""
+    check_selections(q, selections)
+    check_rest(q, scale, value_dim, sink, q_scale, splits, out, read_by(selections))
+    library.check_stage("attend", backend, q.device, q=q, sink=sink)
+    library.check_kernels("attend", backend, q.device, "check_attend", q, selections, value_dim)
+
+
+def read_by(selections: list[Selection]) -> list[Tensor | None]:
+    """All tensors that attention reads because of its selections."""
+    found: list[Tensor | None] = []
+    for selection in selections:
+        found += (selection.cache.storage, selection.slots, selection.lengths)
+        found += (selection.request_ids, selection.block_table)
+    return found
+
+
+def check_rest(
+    q: Tensor,
+    scale: float,
+    value_dim: int,
+    sink: Tensor | None,
+    q_scale: float | Tensor,
+    splits: int | None,
+    out: Tensor | None,
+    inputs: Sequence[Tensor | None],
+) -> None:
+    """Refuse what does not fit a query and selections that fit each other (`check_selections`); `inputs` are what
+    `out` must not share memory with besides the query and the sink."""
     tokens, heads, width = q.shape
-    _check_numbers(value_dim, splits, width)
+    checks.integer("value_dim", value_dim, low=1, high=width)
+    if splits is not None:
+        checks.integer("splits", splits, low=1)
+    checks.positive_number("scale", scale)
+    check_query_scale(q_scale, q.device)
     check_sink(sink, heads, q.device)
     if out is not None:
-        output(out, (tokens, heads, value_dim), q.dtype, q.device)
+        check_output(out, (tokens, heads, value_dim), q.device, q, sink, *inputs)
+
+
+def check_query_scale(q_scale: float | Tensor, device: torch.device) -> None:
+    """Refuse a query's scale that is no positive number, or lies elsewhere."""
+    factor = checks.scale_factor("q_scale", q_scale)
+    if isinstance(factor, Tensor):
+        checks.no_gradient(q_scale=factor)
+        if factor.device != device:
+            raise checks.refuse("q_scale", f"on {device} like q", f"a tensor on {factor.device}", "keep it with q")
 
 
 def attend_unchecked(
@@ -103,8 +153,8 @@ def attend_unchecked(
     out: Tensor | None,
     backend: str,
 ) -> Attended:
-    """As `attend`, for callers who know that `check_selections` and `check_rest` would pass; a scale is looked at."""
-    scale, factor = _scales(scale, q_scale)
+    """As `attend`, for callers who know that `check_attend` would pass."""
+    scale, factor = _folded(scale, q_scale)
     if out is None:
         out = new_output(q, value_dim, q.dtype)
     return Attended(out, *library.attend(q, selections, scale, factor, splits, sink, out, backend))
@@ -125,16 +175,9 @@ def translates_freely(q: Tensor, selection: Selection, value_dim: int, *, backen
     return bool(stage.translates_freely(q, [selection], value_dim=value_dim))
 
 
-def _checked(
-    q: Tensor | tuple[Tensor, Tensor], selections: Selection | Sequence[Selection]
-) -> tuple[Tensor, list[Selection]]:
-    q, selections = join_parts("q", q), _as_list(selections)
-    check_selections(q, selections)
-    return q, selections
-
-
 def check_selections(q: Tensor, selections: list[Selection]) -> None:
     """Refuse a query and selections that do not fit each other."""
+    checks.instance("selections[0].cache", selections[0].cache, PagedCache)
     width = selections[0].cache.layout.width
     sizes = checks.tensor(
         "q",
@@ -150,20 +193,13 @@ def check_selections(q: Tensor, selections: list[Selection]) -> None:
         _check_selection(f"selections[{number}]", selection, sizes["T"], width, q.device)
 
 
-def _scales(scale: float, q_scale: float | Tensor) -> tuple[float, Tensor | None]:
+def _folded(scale: float, q_scale: float | Tensor) -> tuple[float, Tensor | None]:
     """The softmax scale with a query scale given as a number in it, and one given as a tensor, which stays there."""
-    scale = checks.positive_number("scale", scale)
-    factor = checks.scale_factor("q_scale", q_scale)
-    return (scale, factor) if isinstance(factor, Tensor) else (scale * factor, None)
+    return (scale, q_scale.reshape(())) if isinstance(q_scale, Tensor) else (scale * q_scale, None)
 
 
-def _check_numbers(value_dim: int, splits: int | None, width: int) -> None:
-    checks.integer("value_dim", value_dim, low=1, high=width)
-    if splits is not None:
-        checks.integer("splits", splits, low=1)
-
-
-def _as_list(selections: Selection | Sequence[Selection]) -> list[Selection]:
+def as_list(selections: Selection | Sequence[Selection]) -> list[Selection]:
+    """One selection or several, as a list; anything else is refused."""
     if isinstance(selections, Selection):
         return [selections]
     if not isinstance(selections, Sequence) or not all(isinstance(s, Selection) for s in selections):
@@ -176,6 +212,7 @@ def _as_list(selections: Selection | Sequence[Selection]) -> list[Selection]:
 
 def _check_selection(name: str, selection: Selection, tokens: int, width: int, device: torch.device) -> None:
     cache = selection.cache
+    checks.instance(f"{name}.cache", cache, PagedCache)
     if cache.layout.width != width:
         raise checks.refuse(f"{name}.cache", f"{width} wide", cache.layout.width, "all caches share q's width")
     if cache.device != device:

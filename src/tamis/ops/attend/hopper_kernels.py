@@ -39,6 +39,15 @@ def attend_into(
     return found
 
 
+def check_attend(q: Tensor, selections: Sequence[Selection], value_dim: int) -> None:
+    """Refuse what neither the portable kernels nor those here can do. The former take the most and say it soonest."""
+    try:
+        triton_kernels.check_attend(q, selections, value_dim)
+    except (TypeError, ValueError):
+        if all(kernels.refusal(q, selections, value_dim) is not None for kernels in (few_heads, many_heads)):
+            raise
+
+
 def translates_freely(q: Tensor, selections: Sequence[Selection], *, value_dim: int) -> bool:
     """Those for few heads fetch pages while they wait for rows."""
     return kernels_for(q, selections, value_dim, None) is few_heads

@@ -77,7 +77,7 @@ def attend_slots(
     q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
-    q = _plain_query(q, selections)
+    q = _plain_query(q)
     launches = [_plan_launch(q, s, value_dim, splits) for s in selections]
     out = torch.empty(sum(count for _, count in launches), *q.shape[:2], value_dim, device=q.device)
     return out, *_launch_all(q, selections, launches, scale, None, out)
@@ -98,7 +98,7 @@ def attend_into(
     out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_into`; a single part goes straight into `out`."""
-    q = _plain_query(q, selections)
+    q = _plain_query(q)
     value_dim = out.shape[2]
     launches = [_plan_launch(q, s, value_dim, splits) for s in selections]
     parts = sum(count for _, count in launches)
@@ -134,8 +134,8 @@ def _launch_all(
     return lse, top
 
 
-def _plain_query(q: Tensor, selections: Sequence[Selection]) -> Tensor:
-    """The query as kernels read it; refuses what they cannot do."""
+def check_attend(q: Tensor, selections: Sequence[Selection], value_dim: int) -> None:
+    """Refuse what these kernels cannot do."""
     remedy = "pass backend='reference'"
     if q.dtype == torch.float64:
         raise checks.refuse_type("q", "at most float32 for the triton backend", "float64", remedy)
@@ -146,6 +146,10 @@ def _plain_query(q: Tensor, selections: Sequence[Selection]) -> Tensor:
             raise checks.refuse("cache", expected, f"{layout.latent} in tiles of {layout.tile}", remedy)
         if layout.packed:
             raise checks.refuse("cache", "in e4m3 or 16 and more bits for the triton backend", layout.name, remedy)
+
+
+def _plain_query(q: Tensor) -> Tensor:
+    """The query as kernels read it."""
     q = q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q
     return q if q.stride(2) == 1 else q.contiguous()
 

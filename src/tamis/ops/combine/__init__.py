@@ -9,6 +9,8 @@ from torch import Tensor
 from tamis import checks
 from tamis.ops import library
 
+OUTPUT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
 
 class Partials(NamedTuple):
     """Attention over S parts of the selected rows, each normalised by itself."""
@@ -54,6 +56,19 @@ def combine_parts(
         lse_base: "e" or "2", for the returned lse only.
         backend: a name from `tamis backends`, or "auto".
     """
+    check_combine_parts(partials, sink, out, dtype, lse_base, backend)
+    if out is None:
+        out = torch.empty(partials.out.shape[1:], dtype=dtype, device=partials.out.device)
+    lse = library.combine_parts(partials.out, partials.lse, sink, out, backend)
+    maxima = None if partials.max_logits is None else partials.max_logits.amax(0)
+    return Attended(out, in_base(lse, lse_base), maxima)
+
+
+def check_combine_parts(
+    partials: Partials, sink: Tensor | None, out: Tensor | None, dtype: torch.dtype, lse_base: str, backend: str
+) -> None:
+    """Refuse what `combine_parts` refuses."""
+    checks.instance("partials", partials, Partials)
     floats = (torch.float32, torch.float64)
     sizes = checks.tensor("partials.out", partials.out, "S T H V", (*floats, torch.bfloat16, torch.float16))
     device = partials.out.device
@@ -66,10 +81,10 @@ def combine_parts(
         checks.tensor("partials.max_logits", top, "S T H", floats, device=device, S=splits, T=tokens, H=heads)
     check_sink(sink, heads, device)
     checks.option("lse_base", lse_base, ("e", "2"))
-    out = output(out, (tokens, heads, sizes["V"]), dtype, device)
-    lse = library.combine_parts(partials.out, partials.lse, sink, out, backend)
-    maxima = None if partials.max_logits is None else partials.max_logits.amax(0)
-    return Attended(out, in_base(lse, lse_base), maxima)
+    checks.option("dtype", dtype, OUTPUT_DTYPES)
+    if out is not None:
+        check_output(out, (tokens, heads, sizes["V"]), device, *partials, sink)
+    library.check_stage("combine", backend, device, parts=partials.out, lses=partials.lse, sink=sink)
 
 
 def check_sink(sink: Tensor | None, heads: int, device: torch.device) -> None:
@@ -81,14 +96,11 @@ def check_sink(sink: Tensor | None, heads: int, device: torch.device) -> None:
         raise checks.refuse("sink", "free of NaN", "NaN", "use -inf for a head without a sink")
 
 
-def output(out: Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The given output, checked, or a new one of `dtype`."""
+def check_output(out: Tensor, shape: tuple[int, int, int], device: torch.device, *inputs: Tensor | None) -> None:
+    """Refuse an output that does not fit, or that shares memory with what the same call reads."""
     tokens, heads, value_dim = shape
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=device)
-    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    checks.tensor("out", out, "T H V", dtypes, device=device, T=tokens, H=heads, V=value_dim)
-    return out
+    checks.tensor("out", out, "T H V", OUTPUT_DTYPES, device=device, T=tokens, H=heads, V=value_dim)
+    checks.writable("out", out, *inputs)
 
 
 def in_base(lse: Tensor, base: Literal["e", "2"]) -> Tensor:

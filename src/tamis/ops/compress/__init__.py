@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import PagedCache
+from tamis.ops import library
 from tamis.ops.compress import registered
 from tamis.ops.rotate import check_rotary
 from tamis.recipe import IndexRecipe
@@ -68,6 +69,30 @@ def compress_kv(
         eps: of the norm.
         backend: a name from `tamis backends`, or "auto".
     """
+    arguments = (values, scores, state, cache, positions, pages, slots, bias, norm_weight, cos_sin, eps, backend)
+    check_compress_kv(*arguments)
+    compress_unchecked(*arguments)
+
+
+def check_compress_kv(
+    values: Tensor,
+    scores: Tensor,
+    state: PagedCache,
+    cache: PagedCache,
+    positions: Tensor,
+    pages: StatePages,
+    slots: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    eps: float,
+    backend: str,
+    names: tuple[str, str] = ("state", "cache"),
+) -> None:
+    """Refuse what `compress_kv` refuses; `names` are what the caller's two caches are called."""
+    checks.instance(names[0], state, PagedCache)
+    checks.instance(names[1], cache, PagedCache)
+    checks.instance("pages", pages, StatePages)
     width = cache.layout.width
     device = state.device
     sizes = checks.tensor("values", values, "T C", checks.FLOATS, device=device)
@@ -78,9 +103,9 @@ def compress_kv(
     checks.tensor("scores", scores, "T C", checks.FLOATS, T=total, C=channels, device=device)
     if state.layout.quantised or state.layout.element != torch.float32 or state.layout.width != 2 * channels:
         expected = f"of float32 rows {2 * channels} wide"
-        raise checks.refuse("state", expected, repr(state), "make its layout with tamis.layout.compressor_state")
+        raise checks.refuse(names[0], expected, repr(state), "make its layout with tamis.layout.compressor_state")
     if cache.device != device:
-        raise checks.refuse("cache", f"on {device} like state", cache.device, "keep both on one device")
+        raise checks.refuse(names[1], f"on {device} like {names[0]}", cache.device, "keep both on one device")
     checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device)
     checks.tensor("slots", slots, "T", checks.INTS, T=total, device=device, remedy="one per token, -1 for none")
     checks.tensor("pages.slots", pages.slots, "T", checks.INTS, T=total, device=device, remedy="one per token")
@@ -94,37 +119,43 @@ def compress_kv(
     checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=width, device=device)
     rotary = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), device=device)
     check_rotary(rotary["R"], width)
-    hadamard = _check_recipe(cache, rotary["R"])
+    _check_recipe(cache, rotary["R"], names[1])
     checks.positive_number("eps", eps)
     _check_values(state, cache, positions, pages, slots, rotary["P"])
-    registered.compress_kv(
-        values,
-        scores,
-        state,
-        cache,
-        positions,
-        pages.slots,
-        pages.request_ids,
-        pages.block_table,
-        slots,
-        bias,
-        norm_weight,
-        cos_sin,
-        eps,
-        hadamard,
-        backend,
-    )
+    checks.changeable(names[0], state.storage)
+    checks.changeable(names[1], cache.storage)
+    given = {"values": values, "scores": scores, "bias": bias, "norm_weight": norm_weight, "cos_sin": cos_sin}
+    library.check_stage("compress", backend, device, **given)
+    library.check_kernels("compress", backend, device, "check_rows", cache)
 
 
-def _check_recipe(cache: PagedCache, rotary: int) -> bool:
-    """Whether entries are turned by the Hadamard matrix."""
+def compress_unchecked(
+    values: Tensor,
+    scores: Tensor,
+    state: PagedCache,
+    cache: PagedCache,
+    positions: Tensor,
+    pages: StatePages,
+    slots: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    eps: float,
+    backend: str,
+) -> None:
+    """As `compress_kv`, for callers who know that its check would pass."""
+    where = (positions, pages.slots, pages.request_ids, pages.block_table, slots)
+    hadamard = cache.recipe is not None and cache.recipe.hadamard
+    registered.compress_kv(values, scores, state, cache, *where, bias, norm_weight, cos_sin, eps, hadamard, backend)
+
+
+def _check_recipe(cache: PagedCache, rotary: int, name: str) -> None:
     if cache.recipe is None:
-        return False
+        return
     made = IndexRecipe.of_v4(rotary, hadamard=cache.recipe.hadamard)
     if cache.recipe != made:
-        raise checks.refuse("cache.recipe", f"{made}, as entries are rotated", cache.recipe, "use a cache of V4 keys")
+        raise checks.refuse(f"{name}.recipe", f"{made}, as entries are rotated", cache.recipe, "use a cache of V4 keys")
     cache.recipe.check_width(cache.layout.width)
-    return cache.recipe.hadamard
 
 
 def _check_values(

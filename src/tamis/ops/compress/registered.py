@@ -5,11 +5,11 @@ from typing import Any
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.ops.library import CACHE, op, stage_module
+from tamis.ops.library import CACHE, ask_kernels, op, stage_module
 
 
-def _compress_kv(values: Tensor, scores: Tensor, *rest: Any) -> None:
-    stage_module("compress", rest[-1], values.device, values=values, scores=scores)
+def _compress_kv(values: Tensor, scores: Tensor, state: PagedCache, cache: PagedCache, *rest: Any) -> None:
+    ask_kernels(stage_module("compress", rest[-1], values.device, values=values, scores=scores), "check_rows", cache)
 
 
 @op(

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from tamis.cache import PagedCache
 from tamis.layout import Layout, compressor_state, index_fp8, index_mxfp4, named, plain_fp8
-from tamis.ops.triton_norm import hadamard_row, hadamard_steps, insert_arguments, insert_row, norm_row, rotate_row
+from tamis.ops.triton_norm import (
+    check_rows as check_rows,  # one of the functions that this module offers
+)
+from tamis.ops.triton_norm import (
+    hadamard_row,
+    hadamard_steps,
+    insert_arguments,
+    insert_row,
+    norm_row,
+    rotate_row,
+)
 from tamis.ops.triton_rows import interpreted, launching_on, load_wide, row_start
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from tamis.ops import library
 
 def read_kv(cache: PagedCache, slots: Tensor, *, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
     """Dequantised rows [..., width] of integer slots [...]; a negative slot, or one past the end, reads zeros."""
+    checks.instance("cache", cache, PagedCache)
     if not isinstance(slots, Tensor) or slots.dtype not in checks.INTS:
         raise checks.refuse_type("slots", "an int32 or int64 tensor", checks.describe(slots), "convert it with .int()")
     if slots.device != cache.device:
@@ -44,16 +45,49 @@ def gather_kv(
             the host (and is refused under torch.compile).
         backend: a name from `tamis backends`, or "auto".
     """
-    starts, first = _request_rows(cache, block_table, lengths, starts, first)
+    check_gather_kv(cache, block_table, lengths, starts=starts, first=first, out=out, backend=backend)
     if out is None:
         if torch.compiler.is_compiling():
             raise checks.refuse("out", "given under torch.compile", None, "its rows are a value, which a trace lacks")
-        rows = int((starts.long() + lengths).max()) if len(lengths) else 0
+        begin = _running_sum(lengths) if starts is None else starts
+        rows = int((begin.long() + lengths).max()) if len(lengths) else 0
         out = torch.zeros(rows, cache.layout.width, dtype=torch.bfloat16, device=cache.device)
-    checks.tensor("out", out, "N D", checks.FLOATS, D=cache.layout.width, device=cache.device)
-    _rows_fit("out", out.shape[0], starts, lengths)
-    library.gather_kv(block_table, lengths, starts, first, cache, out, backend)
+    gather_unchecked(cache, block_table, lengths, starts, first, out, backend)
     return out
+
+
+def check_gather_kv(
+    cache: PagedCache,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    first: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Refuse what `gather_kv` refuses."""
+    _check_requests(cache, block_table, lengths, starts, first)
+    if out is not None:
+        checks.tensor("out", out, "N D", checks.FLOATS, D=cache.layout.width, device=cache.device)
+        checks.writable("out", out, cache.storage, block_table, lengths, starts, first)
+        _rows_fit("out", out.shape[0], starts, lengths)
+    library.check_stage("gather", backend, cache.device)
+
+
+def gather_unchecked(
+    cache: PagedCache,
+    block_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    first: Tensor | None,
+    out: Tensor,
+    backend: str,
+) -> None:
+    """As `gather_kv` into `out`, for callers who know that `check_gather_kv` would pass."""
+    starts = _running_sum(lengths) if starts is None else starts
+    first = torch.zeros_like(lengths) if first is None else first
+    library.gather_kv(block_table, lengths, starts, first, cache, out, backend)
 
 
 def gather_index(
@@ -71,47 +105,58 @@ def gather_index(
 
     `rows` may be an upper bound: rows past the last request are zeros. Other arguments as in `gather_kv`.
     """
+    checks.instance("cache", cache, PagedCache)
     layout = cache.layout
     one_each = layout.scales is not None and layout.scales.dtype == torch.float32 and layout.scales.count == 1
     if layout.rope or not (one_each or layout.packed):
         expected = "of layout index-fp8 or index-mxfp4"
         raise checks.refuse("cache", expected, repr(layout.name), "use gather_kv for latent rows")
-    starts, first = _request_rows(cache, block_table, lengths, starts, first)
+    _check_requests(cache, block_table, lengths, starts, first)
     checks.integer("rows", rows, low=0)
     _rows_fit("rows", rows, starts, lengths)
+    starts = _running_sum(lengths) if starts is None else starts
+    first = torch.zeros_like(lengths) if first is None else first
     return library.gather_index(block_table, lengths, starts, first, cache, rows, backend)
 
 
-def _request_rows(
+def _check_requests(
     cache: PagedCache, block_table: Tensor, lengths: Tensor, starts: Tensor | None, first: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> None:
+    checks.instance("cache", cache, PagedCache)
     device = cache.device
     count = checks.tensor("block_table", block_table, "B W", (torch.int32,), device=device)["B"]
     checks.tensor("lengths", lengths, "B", (torch.int32,), B=count, device=device, remedy="one length per table row")
-    first = torch.zeros_like(lengths) if first is None else first
-    checks.tensor("first", first, "B", (torch.int32,), B=count, device=device)
-    if checks.visible(lengths):
-        longest = block_table.shape[1] * cache.page_size
-        checks.values_between("lengths", lengths, 0, longest, "the block table has no page for more")
-        checks.values_between("first", first, 0, longest, "the block table has no page for more")
-        checks.values_between("first + lengths", first + lengths, 0, longest, "the block table has no page for more")
-        page = torch.arange(block_table.shape[1]).unsqueeze(0) * cache.page_size
-        needed = (page < (first + lengths).unsqueeze(1)) & (page + cache.page_size > first.unsqueeze(1))
-        needed &= lengths.unsqueeze(1) > 0
-        remedy = "every page within a request's length must be one of the cache"
-        checks.values_between("block_table", block_table[needed], 0, cache.pages - 1, remedy)
-    if starts is None:
-        starts = (torch.cumsum(lengths, 0) - lengths).int()
-    checks.tensor("starts", starts, "B", (torch.int32,), B=count, device=device)
-    checks.values_between("starts", starts, 0, 2**31 - 1, "workspace rows count from 0")
-    if checks.visible(starts) and bool((starts[1:] < (starts.long() + lengths)[:-1]).any()):
-        raise checks.refuse("starts", "ascending, requests not overlapping", starts.tolist(), "use a running sum")
-    return starts, first
-
-
-def _rows_fit(name: str, rows: int, starts: Tensor, lengths: Tensor) -> None:
-    if not checks.visible(starts) or len(starts) == 0:
+    for name, value in (("first", first), ("starts", starts)):
+        if value is not None:
+            checks.tensor(name, value, "B", (torch.int32,), B=count, device=device)
+    if not checks.visible(lengths):
         return
-    needed = int((starts.long() + lengths).max())
+    begin = torch.zeros_like(lengths) if first is None else first
+    longest = block_table.shape[1] * cache.page_size
+    checks.values_between("lengths", lengths, 0, longest, "the block table has no page for more")
+    checks.values_between("first", begin, 0, longest, "the block table has no page for more")
+    checks.values_between("first + lengths", begin + lengths, 0, longest, "the block table has no page for more")
+    page = torch.arange(block_table.shape[1], dtype=torch.int64, device=device).unsqueeze(0) * cache.page_size
+    needed = (page < (begin + lengths).unsqueeze(1)) & (page + cache.page_size > begin.unsqueeze(1))
+    needed &= lengths.unsqueeze(1) > 0
+    remedy = "every page within a request's length must be one of the cache"
+    checks.values_between("block_table", block_table[needed], 0, cache.pages - 1, remedy)
+    if starts is None:
+        return
+    checks.values_between("starts", starts, 0, 2**31 - 1, "workspace rows count from 0")
+    if bool((starts[1:] < (starts.long() + lengths)[:-1]).any()):
+        raise checks.refuse("starts", "ascending, requests not overlapping", starts.tolist(), "use a running sum")
+
+
+def _running_sum(lengths: Tensor) -> Tensor:
+    """Where each request's rows begin if they lie one after the other."""
+    return (torch.cumsum(lengths, 0) - lengths).int()
+
+
+def _rows_fit(name: str, rows: int, starts: Tensor | None, lengths: Tensor) -> None:
+    if not checks.visible(lengths) or len(lengths) == 0:
+        return
+    begin = _running_sum(lengths) if starts is None else starts
+    needed = int((begin.long() + lengths).max())
     if needed > rows:
         raise checks.refuse(name, f"at least {needed} rows", rows, "make the workspace larger")

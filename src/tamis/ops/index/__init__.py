@@ -9,6 +9,7 @@ equal scores the lowest positions. It is a set, so it is written in ascending or
 how a backend went about it. A NaN score counts as -inf, and -0.0 equals 0.0.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.layout import index_mxfp4
+from tamis.ops import library
 from tamis.ops.index import registered
 from tamis.recipe import IndexRecipe
 
@@ -66,15 +68,34 @@ def index_scores(
         out: float32 [T, width] to write into, its rows contiguous.
         backend: a name from `tamis backends`, or "auto".
     """
-    device = _check_paged(q, weights, cache, request_ids, block_table, lengths)
-    longest = block_table.shape[1] * cache.page_size
-    if out is not None:
-        width = out.shape[1] if width is None and isinstance(out, Tensor) and out.dim() == 2 else width
-    width = longest if width is None else checks.integer("width", width, low=0)
-    _check_lengths(lengths, min(longest, width), "the block table, or width, has no room for more")
-    out = _scores_out(out, q.shape[0], width, device)
+    if width is None and isinstance(out, Tensor) and out.dim() == 2:
+        width = out.shape[1]
+    check_index_scores(q, weights, cache, request_ids, block_table, lengths, width, out, backend)
+    if width is None:
+        width = block_table.shape[1] * cache.page_size
+    if out is None:
+        out = torch.empty(q.shape[0], width, dtype=torch.float32, device=q.device)
     registered.index_scores(q, weights, cache, request_ids, block_table, lengths, out, backend)
     return out
+
+
+def check_index_scores(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    width: int | None,
+    out: Tensor | None,
+    backend: str,
+) -> None:
+    """Refuse what `index_scores` refuses."""
+    _check_paged(q, weights, cache, request_ids, block_table, lengths, backend)
+    longest = block_table.shape[1] * cache.page_size
+    width = longest if width is None else checks.integer("width", width, low=0)
+    _check_lengths(lengths, min(longest, width), "the block table, or width, has no room for more")
+    _check_scores_out(out, q.shape[0], width, q.device, q, weights, cache.storage, request_ids, block_table, lengths)
 
 
 def ragged_scores(
@@ -101,9 +122,26 @@ def ragged_scores(
         out: float32 [T, N] to write into, its rows contiguous.
         backend: a name from `tamis backends`, or "auto".
     """
-    device = checks.same_device(
-        q=q, weights=weights, keys=keys, key_scales=key_scales, starts=starts, ends=ends, out=out
-    )
+    check_ragged_scores(q, weights, keys, key_scales, starts, ends, out, backend)
+    if out is None:
+        out = torch.empty(q.shape[0], keys.shape[0], dtype=torch.float32, device=q.device)
+    registered.ragged_scores(q, weights, keys, key_scales, starts, ends, out, backend)
+    return out
+
+
+def check_ragged_scores(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    key_scales: Tensor | None,
+    starts: Tensor,
+    ends: Tensor,
+    out: Tensor | None,
+    backend: str,
+) -> None:
+    """Refuse what `ragged_scores` refuses."""
+    inputs = {"q": q, "weights": weights, "keys": keys, "key_scales": key_scales, "starts": starts, "ends": ends}
+    device = checks.same_device(**inputs, out=out)
     total = checks.tensor("keys", keys, "N D", (*QUERY_DTYPES, torch.uint8))
     packed = keys.dtype == torch.uint8
     width = 2 * total["D"] if packed else total["D"]
@@ -118,9 +156,9 @@ def ragged_scores(
         checks.tensor("key_scales", key_scales, "N", (torch.float32,), N=total["N"], remedy="one per key")
     for name, bound in (("starts", starts), ("ends", ends)):
         checks.tensor(name, bound, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
-    out = _scores_out(out, sizes["T"], total["N"], device)
-    registered.ragged_scores(q, weights, keys, key_scales, starts, ends, out, backend)
-    return out
+    _check_scores_out(out, sizes["T"], total["N"], device, *inputs.values())
+    library.check_stage("index", backend, device, q=q, weights=weights, keys=keys, key_scales=key_scales)
+    library.check_kernels("index", backend, device, "check_scores", q)
 
 
 def topk_positions(
@@ -147,6 +185,20 @@ def topk_positions(
         page_size: positions per page.
         backend: a name from `tamis backends`, or "auto".
     """
+    check_topk_positions(scores, lengths, k, request_ids, block_table, page_size, backend)
+    return registered.topk_positions(scores, lengths, k, request_ids, block_table, page_size or 0, backend)
+
+
+def check_topk_positions(
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    request_ids: Tensor | None,
+    block_table: Tensor | None,
+    page_size: int | None,
+    backend: str,
+) -> None:
+    """Refuse what `topk_positions` refuses."""
     checks.same_device(scores=scores, lengths=lengths, request_ids=request_ids, block_table=block_table)
     total = checks.tensor("scores", scores, "T S", (torch.float32,))
     checks.tensor("lengths", lengths, "T", (torch.int32,), T=total["T"], remedy="one per row of scores")
@@ -162,7 +214,7 @@ def topk_positions(
         requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]
         checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
         checks.integer("page_size", page_size, low=1)
-    return registered.topk_positions(scores, lengths, k, request_ids, block_table, page_size or 0, backend)
+    library.check_stage("index", backend, scores.device, scores=scores)
 
 
 def index_topk(
@@ -194,37 +246,78 @@ def index_topk(
             what one token needs is used.
         backend: a name from `tamis backends`, or "auto".
     """
-    _check_paged(q, weights, cache, request_ids, block_table, lengths)
+    check_index_topk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
+    return registered.index_topk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
+
+
+def check_index_topk(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    k: int,
+    workspace_bytes: int,
+    backend: str,
+    *,
+    prefix: str = "",
+    name: str = "cache",
+    sizes: Mapping[str, int] | None = None,
+) -> None:
+    """Refuse what `index_topk` refuses.
+
+    For a layer: `prefix` stands before the names of query and weights, which are parts of its argument, `name` is what
+    its cache is called, and `sizes` are those that the query must have (T, H).
+    """
+    _check_paged(q, weights, cache, request_ids, block_table, lengths, backend, prefix, name, sizes)
     checks.integer("k", k, low=1, high=MAX_K)
     checks.integer("workspace_bytes", workspace_bytes, low=1)
     longest = block_table.shape[1] * cache.page_size
     _check_lengths(lengths, longest, "the block table has no page for more")
-    return registered.index_topk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
 
 
-def check_layout(cache: PagedCache) -> None:
+def check_layout(cache: PagedCache, name: str = "cache") -> None:
     """Refuse a cache that cannot hold index keys."""
+    checks.instance(name, cache, PagedCache)
     layout = cache.layout
     if layout.quantised and not layout.packed and (layout.scales is None or layout.tile != layout.width):
         expected = "index-fp8, index-mxfp4 or unquantised rows"
-        raise checks.refuse("cache", expected, repr(cache), "index keys have one scale per row, or are packed")
+        raise checks.refuse(name, expected, repr(cache), "index keys have one scale per row, or are packed")
 
 
 def _check_paged(
-    q: Tensor, weights: Tensor, cache: PagedCache, request_ids: Tensor, block_table: Tensor, lengths: Tensor
-) -> torch.device:
-    device = checks.same_device(
-        q=q, weights=weights, request_ids=request_ids, block_table=block_table, lengths=lengths, cache=cache.storage
-    )
-    check_layout(cache)
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    backend: str,
+    prefix: str = "",
+    name: str = "cache",
+    known: Mapping[str, int] | None = None,
+) -> None:
+    check_layout(cache, name)
+    own = {f"{prefix}q": q, f"{prefix}weights": weights}
+    where = {"request_ids": request_ids, "block_table": block_table, "lengths": lengths, name: cache.storage}
+    device = checks.same_device(**own, **where)
     width = cache.layout.width
-    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=width, remedy=lambda: f"keys are in {cache!r}")
-    checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
+    sizes = checks.tensor(
+        f"{prefix}q",
+        q,
+        "T H D",
+        QUERY_DTYPES,
+        remedy=lambda: f"keys are in {cache!r}",
+        **{**(known or {}), "D": width},  # type: ignore[arg-type]
+    )
+    checks.tensor(f"{prefix}weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
     checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
     requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]
     checks.tensor("lengths", lengths, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
     checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
-    return device
+    library.check_stage("index", backend, device, **own)
+    library.check_kernels("index", backend, device, "check_scores", q)
 
 
 def _check_lengths(lengths: Tensor, longest: int, remedy: str) -> None:
@@ -233,10 +326,12 @@ def _check_lengths(lengths: Tensor, longest: int, remedy: str) -> None:
         checks.values_between("lengths", lengths.clamp_min(0), 0, longest, remedy)
 
 
-def _scores_out(out: Tensor | None, tokens: int, width: int, device: torch.device) -> Tensor:
+def _check_scores_out(
+    out: Tensor | None, tokens: int, width: int, device: torch.device, *inputs: Tensor | None
+) -> None:
     if out is None:
-        return torch.empty(tokens, width, dtype=torch.float32, device=device)
+        return
     checks.tensor("out", out, "T S", (torch.float32,), T=tokens, S=width, device=device)
     if out.stride(1) != 1 and width > 1:
         raise checks.refuse("out", "contiguous along its rows", out.stride(), "allocate it as [T, width]")
-    return out
+    checks.writable("out", out, *inputs)

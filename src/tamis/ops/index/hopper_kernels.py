@@ -8,13 +8,22 @@ from torch import Tensor
 from tamis.cache import PagedCache
 from tamis.ops.index import cuda_topk
 from tamis.ops.index.cuda_topk import topk_positions
-from tamis.ops.index.triton_kernels import index_scores, ragged_scores, score_and_select, score_width
-from tamis.ops.index.triton_prepare import quantise_index_query, write_index_keys
+from tamis.ops.index.triton_kernels import check_scores, index_scores, ragged_scores, score_and_select, score_width
+from tamis.ops.index.triton_prepare import check_recipe, quantise_index_query, write_index_keys
 
 if TYPE_CHECKING:
     from tamis.testing.offline_cuda import CudaCase
 
-__all__ = ["index_scores", "index_topk", "quantise_index_query", "ragged_scores", "topk_positions", "write_index_keys"]
+__all__ = [
+    "check_recipe",
+    "check_scores",
+    "index_scores",
+    "index_topk",
+    "quantise_index_query",
+    "ragged_scores",
+    "topk_positions",
+    "write_index_keys",
+]
 
 
 def index_topk(

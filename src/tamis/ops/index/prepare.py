@@ -9,6 +9,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.layout import Rounding, index_fp8
+from tamis.ops import library
 from tamis.ops.index import check_layout, reference, registered
 from tamis.ops.write import check_slots
 from tamis.recipe import IndexRecipe
@@ -29,7 +30,8 @@ def rotate_index(
         raise checks.refuse_type(
             "x", "a bfloat16, float16 or float32 tensor [T, H, D] or [T, D]", checks.describe(x), "convert it"
         )
-    where = _check_rotations(recipe, positions, cos_sin, x.shape[0], x.shape[-1], x.device)
+    _check_rotations(recipe, positions, cos_sin, x.shape[0], x.shape[-1], x.device)
+    where = _rotation(recipe, positions, cos_sin)
     return reference.prepare_rows(x, *where, recipe, "none").float()
 
 
@@ -68,10 +70,13 @@ def quantise_index_query(
     heads, dim = sizes["H"], sizes["D"]
     layout = replace(index_fp8(dim=dim, rounding=rounding), scale_mode=scale_mode)
     constant = (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
-    positions, cos_sin = _check_rotations(recipe, positions, cos_sin, sizes["T"], dim, q.device)
-    return registered.quantise_index_query(
-        q, weights, positions, cos_sin, *_fields(recipe), layout.key, constant, backend
-    )
+    _check_rotations(recipe, positions, cos_sin, sizes["T"], dim, q.device)
+    where = _rotation(recipe, positions, cos_sin)
+    given = {"q": q, "weights": weights, "cos_sin": where[1]}
+    library.check_stage("index", backend, q.device, **given)
+    library.check_kernels("index", backend, q.device, "check_recipe", recipe, dim, where[0] is not None)
+    at, angles = where
+    return registered.quantise_index_query(q, weights, at, angles, *_fields(recipe), layout.key, constant, backend)
 
 
 def write_index_keys(
@@ -104,28 +109,66 @@ def write_index_keys(
         cos_sin: float32 [max_positions, rope_dim] from `tamis.rope.Rope.cos_sin_table`; goes with `positions`.
         backend: a name from `tamis backends`, or "auto".
     """
-    dim, device = cache.layout.width, cache.device
-    remedy = f"keys of {cache!r}"
-    total = checks.tensor("keys", keys, "T D", checks.FLOATS, D=dim, device=device, remedy=remedy)["T"]
+    check_write_index_keys(
+        keys,
+        cache,
+        slots,
+        recipe,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        norm_eps=norm_eps,
+        positions=positions,
+        cos_sin=cos_sin,
+        backend=backend,
+    )
     recipe = agreed_recipe("recipe", recipe, cache)
-    check_layout(cache)
-    count = check_slots(slots, cache, "keys", total)
-    positions, cos_sin = _check_rotations(recipe, positions, cos_sin, total, dim, device)
-    if norm_weight is not None:
-        checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=dim, device=device)
-        if norm_bias is not None:
-            checks.tensor("norm_bias", norm_bias, "D", checks.FLOATS, D=dim, device=device)
-        norm_eps = checks.positive_number("norm_eps", norm_eps)
-    elif norm_bias is not None:
-        raise checks.refuse("norm_bias", "given with norm_weight only", "a bias alone", "pass the weight too")
+    positions, cos_sin = _rotation(recipe, positions, cos_sin)
+    count = slots.shape[0]
     keys, positions = keys[:count], None if positions is None else positions[:count]
     registered.write_index_keys(
         keys, cache, slots, norm_weight, norm_bias, norm_eps, positions, cos_sin, *_fields(recipe), backend
     )
 
 
+def check_write_index_keys(
+    keys: Tensor,
+    cache: PagedCache,
+    slots: Tensor,
+    recipe: IndexRecipe | None,
+    *,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    norm_eps: float,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
+    backend: str,
+) -> None:
+    """Refuse what `write_index_keys` refuses."""
+    check_layout(cache)
+    dim, device = cache.layout.width, cache.device
+    total = checks.tensor(
+        "keys", keys, "T D", checks.FLOATS, D=dim, device=device, remedy=lambda: f"keys of {cache!r}"
+    )["T"]
+    recipe = agreed_recipe("recipe", recipe, cache)
+    check_slots(slots, cache, "keys", total)
+    _check_rotations(recipe, positions, cos_sin, total, dim, device)
+    if norm_weight is not None:
+        checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=dim, device=device)
+        if norm_bias is not None:
+            checks.tensor("norm_bias", norm_bias, "D", checks.FLOATS, D=dim, device=device)
+        checks.positive_number("norm_eps", norm_eps)
+    elif norm_bias is not None:
+        raise checks.refuse("norm_bias", "given with norm_weight only", "a bias alone", "pass the weight too")
+    checks.changeable("cache", cache.storage)
+    given = {"keys": keys, "norm_weight": norm_weight, "norm_bias": norm_bias, "cos_sin": cos_sin}
+    library.check_stage("index", backend, device, **given)
+    library.check_kernels("index", backend, device, "check_recipe", recipe, dim, positions is not None)
+
+
 def agreed_recipe(name: str, recipe: IndexRecipe | None, cache: PagedCache) -> IndexRecipe:
     """The one recipe of a cache and of what meets it; refused where they differ, or where nobody says."""
+    if recipe is not None:
+        checks.instance(name, recipe, IndexRecipe)
     if recipe is not None and cache.recipe is not None and recipe != cache.recipe:
         raise checks.refuse(name, f"that of the cache, {cache.recipe}", recipe, "prepare queries and keys alike")
     agreed = recipe if recipe is not None else cache.recipe
@@ -145,14 +188,14 @@ def _check_rotations(
     total: int,
     width: int,
     device: torch.device,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Positions and table, both None where no column is to be rotated by the rope."""
+) -> None:
+    checks.instance("recipe", recipe, IndexRecipe)
     recipe.check_width(width)
     if (positions is None) != (cos_sin is None):
         received = "cos_sin" if positions is None else "positions"
         raise checks.refuse("positions and cos_sin", "given together", f"only {received}", "pass both, or none")
     if positions is None or cos_sin is None:
-        return None, None
+        return
     checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device)
     table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), R=recipe.rope_dim, device=device)
     # Padded tokens have position -1 and no slot; they are not rotated.
@@ -160,4 +203,10 @@ def _check_rotations(
     if recipe.rope_dim > width:
         expected = f"at most {width}, the width"
         raise checks.refuse("recipe.rope_dim", expected, recipe.rope_dim, "use the model's recipe")
+
+
+def _rotation(
+    recipe: IndexRecipe, positions: Tensor | None, cos_sin: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Positions and table, both None where no column is to be rotated by the rope."""
     return (positions, cos_sin) if recipe.rope_dim else (None, None)

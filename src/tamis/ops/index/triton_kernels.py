@@ -17,7 +17,7 @@ from tamis import checks
 from tamis.cache import PagedCache
 from tamis.layout import Layout
 from tamis.ops.index import triton_prepare
-from tamis.ops.index.triton_prepare import quantise_index_query, write_index_keys
+from tamis.ops.index.triton_prepare import check_recipe, quantise_index_query, write_index_keys
 from tamis.ops.index.triton_scores import ScoreLaunch, choose_score_launch, score_keys
 from tamis.ops.index.triton_topk import choose_topk_launch, topk_launches
 from tamis.ops.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
@@ -25,7 +25,16 @@ from tamis.ops.triton_rows import has_native_e4m3, interpreted, launching_on, st
 if TYPE_CHECKING:
     from tamis.testing.offline import OfflineCase
 
-__all__ = ["index_scores", "index_topk", "quantise_index_query", "ragged_scores", "topk_positions", "write_index_keys"]
+__all__ = [
+    "check_recipe",
+    "check_scores",
+    "index_scores",
+    "index_topk",
+    "quantise_index_query",
+    "ragged_scores",
+    "topk_positions",
+    "write_index_keys",
+]
 
 E4M3 = torch.float8_e4m3fn
 PACKED = torch.bfloat16
@@ -198,14 +207,19 @@ def _page_places(
     }
 
 
+def check_scores(q: Tensor) -> None:
+    """Refuse more heads, or wider ones, than `score_keys` holds."""
+    _, heads, dim = q.shape
+    if heads > MAX_HEADS or dim > MAX_DIM:
+        expected = f"at most {MAX_HEADS} heads of {MAX_DIM} numbers for the triton backend"
+        raise checks.refuse("q", expected, list(q.shape), "pass backend='reference'")
+
+
 def _score(
     q: Tensor, weights: Tensor, places: dict[str, Any], keys: torch.dtype, out: Tensor, *, shared: bool, fill: bool
 ) -> None:
     """Launch `score_keys`; `shared` says that neighbouring tokens mostly see the same keys."""
     _, heads, dim = q.shape
-    if heads > MAX_HEADS or dim > MAX_DIM:
-        expected = f"at most {MAX_HEADS} heads of {MAX_DIM} numbers for the triton backend"
-        raise checks.refuse("q", expected, list(q.shape), "pass backend='reference'")
     native = has_native_e4m3(q.device)
     compute = _compute_dtype(q.dtype, keys, native=native)
     block_h, exact = _head_block(heads, dim, compute), compute == torch.float32

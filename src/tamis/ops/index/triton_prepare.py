@@ -210,15 +210,20 @@ def write_index_keys(
         insert_keys[(triton.cdiv(len(slots), arguments["ROWS"]),)](**arguments, **OPTIONS)
 
 
+def check_recipe(recipe: IndexRecipe, width: int, rotates: bool) -> None:
+    """Refuse pairs that these kernels cannot turn."""
+    start = 0 if recipe.rope_first else width - recipe.rope_dim
+    if rotates and recipe.rope_dim and recipe.interleaved and start % 2:
+        expected = "with pairs from an even column on for the triton backend"
+        raise checks.refuse("recipe", expected, f"{recipe} in rows of {width}", "pass backend='reference'")
+
+
 def _shared_arguments(
     width: int, positions: Tensor | None, cos_sin: Tensor | None, recipe: IndexRecipe, layout: Layout
 ) -> dict[str, Any]:
     """What both kernels are told about rotations and rounding."""
     rotary = 0 if cos_sin is None else cos_sin.shape[1]
     start = 0 if recipe.rope_first else width - rotary
-    if rotary and recipe.interleaved and start % 2:
-        expected = "with pairs from an even column on for the triton backend"
-        raise checks.refuse("recipe", expected, f"{recipe} in rows of {width}", "pass backend='reference'")
     block = triton.next_power_of_2(width)
     return {
         "positions": None if positions is None else positions.contiguous(),

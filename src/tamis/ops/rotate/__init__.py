@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import PagedCache
+from tamis.ops import library
 from tamis.ops.rotate import registered
 from tamis.ops.write import check_slots
 from tamis.recipe import IndexRecipe
@@ -23,10 +24,16 @@ class Rotated(NamedTuple):
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str = "auto") -> Tensor:
     """Rows [T, N] over their root mean square, times `weight` [N], in float32, rounded once to x's dtype."""
+    check_norm_rows(x, weight, eps, backend)
+    return registered.norm_rows(x, weight, eps, backend)
+
+
+def check_norm_rows(x: Tensor, weight: Tensor, eps: float, backend: str) -> None:
+    """Refuse what `norm_rows` refuses."""
     sizes = checks.tensor("x", x, "T N", checks.FLOATS)
     checks.tensor("weight", weight, "N", checks.FLOATS, N=sizes["N"], device=x.device)
     checks.positive_number("eps", eps)
-    return registered.norm_rows(x, weight, eps, backend)
+    library.check_stage("rotate", backend, x.device, x=x, weight=weight)
 
 
 def rotate_heads(
@@ -48,11 +55,17 @@ def rotate_heads(
         inverse: rotate back.
         backend: a name from `tamis backends`, or "auto".
     """
+    check_rotate_heads(x, positions, cos_sin, eps, backend)
+    return registered.rotate_heads(x, positions, cos_sin, eps, inverse, backend)
+
+
+def check_rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, eps: float | None, backend: str) -> None:
+    """Refuse what `rotate_heads` refuses."""
     sizes = checks.tensor("x", x, "T H D", checks.FLOATS)
     check_positions(positions, cos_sin, sizes["T"], sizes["D"], x.device)
     if eps is not None:
         checks.positive_number("eps", eps)
-    return registered.rotate_heads(x, positions, cos_sin, eps, inverse, backend)
+    library.check_stage("rotate", backend, x.device, x=x, cos_sin=cos_sin)
 
 
 def rotate_and_write(
@@ -88,18 +101,62 @@ def rotate_and_write(
             index keys whose cache says so (`PagedCache.recipe`).
         backend: a name from `tamis backends`, or "auto".
     """
-    width = cache.layout.width
-    remedy = f"rows of {cache!r}"
-    total = checks.tensor("q", q, "T H D", checks.FLOATS, D=width, device=cache.device, remedy=remedy)["T"]
-    checks.tensor("kv", kv, "T D", checks.FLOATS, T=total, D=width, device=cache.device, remedy=remedy)
+    arguments = (q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q, index_hadamard, backend)
+    check_rotate_and_write(*arguments)
+    return rotate_unchecked(*arguments)
+
+
+def check_rotate_and_write(
+    q: Tensor,
+    kv: Tensor,
+    cache: PagedCache,
+    slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    index_q: Tensor | None,
+    index_hadamard: bool,
+    backend: str,
+    name: str = "cache",
+) -> None:
+    """Refuse what `rotate_and_write` refuses; `name` is what the caller's cache is called."""
+    checks.instance(name, cache, PagedCache)
+    width, device = cache.layout.width, cache.device
+
+    def remedy() -> str:
+        return f"rows of {cache!r}"
+
+    total = checks.tensor("q", q, "T H D", checks.FLOATS, D=width, device=device, remedy=remedy)["T"]
+    checks.tensor("kv", kv, "T D", checks.FLOATS, T=total, D=width, device=device, remedy=remedy)
     check_slots(slots, cache, "kv", total)
-    check_positions(positions, cos_sin, total, width, cache.device)
-    checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=width, device=cache.device)
+    check_positions(positions, cos_sin, total, width, device)
+    checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=width, device=device)
     checks.positive_number("eps", eps)
     if index_q is not None:
-        sizes = checks.tensor("index_q", index_q, "T H D", checks.FLOATS, T=total, device=cache.device)
+        sizes = checks.tensor("index_q", index_q, "T H D", checks.FLOATS, T=total, device=device)
         check_rotary(cos_sin.shape[1], sizes["D"])
         IndexRecipe(hadamard=index_hadamard).check_width(sizes["D"])
+    checks.changeable(name, cache.storage)
+    given = {"q": q, "kv": kv, "index_q": index_q, "norm_weight": norm_weight, "cos_sin": cos_sin}
+    library.check_stage("rotate", backend, device, **given)
+    library.check_kernels("rotate", backend, device, "check_rows", cache)
+
+
+def rotate_unchecked(
+    q: Tensor,
+    kv: Tensor,
+    cache: PagedCache,
+    slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    index_q: Tensor | None,
+    index_hadamard: bool,
+    backend: str,
+) -> Rotated:
+    """As `rotate_and_write`, for callers who know that its check would pass."""
     arguments = (q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q, index_hadamard, backend)
     turned, turned_index = registered.rotate_and_write(*arguments)
     return Rotated(turned, None if index_q is None else turned_index)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
+from tamis.ops import library
 from tamis.ops.rotate import check_positions, registered
 
 
@@ -38,10 +39,16 @@ def rotate_to_fp8(
         inverse: rotate back, as an output must be.
         backend: a name from `tamis backends`, or "auto".
     """
+    check_rotate_to_fp8(x, positions, cos_sin, tile, backend)
+    return Fp8Heads(*registered.rotate_to_fp8(x, positions, cos_sin, tile, inverse, backend))
+
+
+def check_rotate_to_fp8(x: Tensor, positions: Tensor, cos_sin: Tensor, tile: int, backend: str) -> None:
+    """Refuse what `rotate_to_fp8` refuses."""
     sizes = checks.tensor("x", x, "T H D", checks.FLOATS)
     check_positions(positions, cos_sin, sizes["T"], sizes["D"], x.device)
-    _check_tile(tile, sizes["D"])
-    return Fp8Heads(*registered.rotate_to_fp8(x, positions, cos_sin, tile, inverse, backend))
+    check_tile(tile, sizes["D"])
+    library.check_stage("rotate", backend, x.device, x=x, cos_sin=cos_sin)
 
 
 def lower_groups(
@@ -65,25 +72,40 @@ def lower_groups(
         dtype: of the result.
         backend: a name from `tamis backends`, or "auto".
     """
+    check_lower_groups(x, scales, weight, weight_scales, dtype, backend)
+    return registered.lower_groups(x, scales, weight, weight_scales, dtype, backend)
+
+
+def check_lower_groups(
+    x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype, backend: str
+) -> None:
+    """Refuse what `lower_groups` refuses."""
     e4m3 = (torch.float8_e4m3fn,)
     device = checks.same_device(x=x, scales=scales, weight=weight, weight_scales=weight_scales)
     sizes = checks.tensor("weight", weight, "G O K", e4m3)
     groups, width = sizes["G"], sizes["K"]
     total = checks.tensor("x", x, "T G K", e4m3, G=groups, K=width, remedy="as the weight has groups")["T"]
     tiles = checks.tensor("scales", scales, "T G N", (torch.uint8,), T=total, G=groups)["N"]
-    tile = width // max(1, tiles)
-    _check_tile(tile, width)
-    rows = -(-sizes["O"] // tile)
-    expected = {"G": groups, "M": rows, "N": tiles}
-    checks.tensor("weight_scales", weight_scales, "G M N", (torch.float32,), **expected, device=device)  # type: ignore[arg-type]
+    check_block_scales(weight_scales, sizes["O"], groups, width, tiles)
     checks.option("dtype", dtype, checks.FLOATS)
-    return registered.lower_groups(x, scales, weight, weight_scales, dtype, backend)
+    library.check_stage("rotate", backend, device, weight_scales=weight_scales)
+
+
+def check_block_scales(
+    weight_scales: Tensor, rows: int, groups: int, width: int, tiles: int, name: str = "weight_scales"
+) -> int:
+    """Refuse scales that do not fit a weight [groups, rows, width] in so many tiles a row; the width of a tile."""
+    tile = width // max(1, tiles)
+    check_tile(tile, width)
+    expected = {"G": groups, "M": -(-rows // tile), "N": tiles}
+    checks.tensor(name, weight_scales, "G M N", (torch.float32,), **expected)  # type: ignore[arg-type]
+    return tile
 
 
 def quantise_blocks(weight: Tensor, *, tile: int = 128) -> tuple[Tensor, Tensor]:
     """e4m3 [G, O, K] and the float32 powers of two [G, O / tile (rounded up), K / tile] of its square blocks."""
     sizes = checks.tensor("weight", weight, "G O K", checks.FLOATS)
-    _check_tile(tile, sizes["K"])
+    check_tile(tile, sizes["K"])
     rows = -(-sizes["O"] // tile)
     padded = torch.nn.functional.pad(weight.float(), (0, 0, 0, rows * tile - sizes["O"]))
     blocks = padded.unflatten(2, (-1, tile)).unflatten(1, (rows, tile))
@@ -94,7 +116,8 @@ def quantise_blocks(weight: Tensor, *, tile: int = 128) -> tuple[Tensor, Tensor]
     return codes.view(torch.uint8).flatten(3).flatten(1, 2)[:, : sizes["O"]].contiguous().view(codes.dtype), scales
 
 
-def _check_tile(tile: int, width: int) -> None:
+def check_tile(tile: int, width: int) -> None:
+    """Refuse tiles that no kernel quantises, or that do not divide rows of this width."""
     checks.integer("tile", tile, low=1)
     if tile < 32 or tile & (tile - 1) or width % tile:
         raise checks.refuse("tile", f"a power of two from 32 on that divides {width}", tile, "128 is customary")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.ops.library import CACHE, op, stage_module
+from tamis.ops.library import CACHE, ask_kernels, op, stage_module
 
 
 def _norm_rows(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
@@ -39,9 +39,9 @@ def rotate_heads(
     return turned.contiguous()
 
 
-def _rotate_and_write(q: Tensor, kv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _rotate_and_write(q: Tensor, kv: Tensor, cache: PagedCache, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, index_q, _, backend = rest
-    stage_module("rotate", backend, q.device, q=q, kv=kv, index_q=index_q)
+    ask_kernels(stage_module("rotate", backend, q.device, q=q, kv=kv, index_q=index_q), "check_rows", cache)
     return q.new_empty(q.shape), q.new_empty((0,)) if index_q is None else index_q.new_empty(index_q.shape)
 
 

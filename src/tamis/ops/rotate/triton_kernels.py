@@ -12,7 +12,17 @@ from tamis.cache import PagedCache
 from tamis.layout import named, plain_fp8
 from tamis.ops.rotate import triton_output
 from tamis.ops.rotate.triton_output import lower_groups, rotate_to_fp8
-from tamis.ops.triton_norm import hadamard_row, hadamard_steps, insert_arguments, insert_row, norm_row, rotate_row
+from tamis.ops.triton_norm import (
+    check_rows as check_rows,  # one of the functions that this module offers
+)
+from tamis.ops.triton_norm import (
+    hadamard_row,
+    hadamard_steps,
+    insert_arguments,
+    insert_row,
+    norm_row,
+    rotate_row,
+)
 from tamis.ops.triton_rows import interpreted, launching_on, load_wide, store_rounded
 
 if TYPE_CHECKING:

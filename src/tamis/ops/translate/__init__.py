@@ -53,6 +53,24 @@ def translate_positions(
         compact: move the valid slots of a row to its front.
         backend: a name from `tamis backends`, or "auto".
     """
+    shard = (ranks, rank, interleave)
+    check_translate_positions(positions, request_ids, block_table, page_size, rows_per_page, workspace, shard, backend)
+    return translate_unchecked(
+        positions, request_ids, block_table, page_size, rows_per_page, workspace, shard, compact, backend
+    )
+
+
+def check_translate_positions(
+    positions: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    rows_per_page: int | None,
+    workspace: tuple[Tensor, Tensor] | None,
+    shard: tuple[int, int, int],
+    backend: str,
+) -> None:
+    """Refuse what `translate_positions` refuses; `shard` is (ranks, rank, interleave)."""
     device = checks.same_device(positions=positions, request_ids=request_ids, block_table=block_table)
     total = checks.tensor("positions", positions, "T K", (torch.int32,))["T"]
     checks.tensor(
@@ -60,31 +78,45 @@ def translate_positions(
     )
     requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]
     checks.integer("page_size", page_size, low=1)
-    rows_per_page = (
-        page_size if rows_per_page is None else checks.integer("rows_per_page", rows_per_page, low=page_size)
-    )
-    checks.integer("ranks", ranks, low=1)
-    checks.integer("rank", rank, low=0, high=ranks - 1)
-    checks.integer("interleave", interleave, low=1)
+    if rows_per_page is not None:
+        checks.integer("rows_per_page", rows_per_page, low=page_size)
+    check_shard(*shard)
     if block_table.shape[1] == 0:
         raise checks.refuse("block_table", "at least one page wide", list(block_table.shape), "pass the page table")
     checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
-    ids, starts = None, None
     if workspace is not None:
+        if not isinstance(workspace, tuple) or len(workspace) != 2:
+            received = checks.describe(workspace)
+            raise checks.refuse_type("workspace", "a pair (ids, starts)", received, "pass both tensors")
         ids, starts = workspace
         checks.tensor("workspace ids", ids, "T", (torch.int32,), T=total, device=device)
         prefills = checks.tensor("workspace starts", starts, "P", (torch.int32,), device=device)["P"]
         checks.values_between("workspace ids", ids, -(2**31), prefills - 1, "use -1 for decode tokens")
+    library.check_stage("translate", backend, device)
+
+
+def check_shard(ranks: int, rank: int, interleave: int) -> None:
+    """Refuse a share of rows that no rank has."""
+    checks.integer("ranks", ranks, low=1)
+    checks.integer("rank", rank, low=0, high=ranks - 1)
+    checks.integer("interleave", interleave, low=1)
+
+
+def translate_unchecked(
+    positions: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    rows_per_page: int | None,
+    workspace: tuple[Tensor, Tensor] | None,
+    shard: tuple[int, int, int],
+    compact: bool,
+    backend: str,
+) -> Translated:
+    """As `translate_positions`, for callers who know that its check would pass."""
+    ids, starts = workspace if workspace is not None else (None, None)
+    stride = page_size if rows_per_page is None else rows_per_page
     slots, counts = library.translate_positions(
-        positions,
-        request_ids,
-        block_table,
-        page_size,
-        rows_per_page,
-        ids,
-        starts,
-        (ranks, rank, interleave),
-        compact,
-        backend,
+        positions, request_ids, block_table, page_size, stride, ids, starts, shard, compact, backend
     )
     return Translated(slots, counts)

@@ -42,22 +42,45 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
         slots: int32 or int64 [T'] with T' <= T. A negative slot skips its row, and rows past T' are not written (a
             graph-padded batch may carry more rows than slots). Slots that are not negative must be distinct: of two
             rows for one slot the reference keeps the last, while kernels may mix them.
+        backend: a name from `tamis backends`, or "auto".
     """
-    rope, layout = None, cache.layout
+    check_write_kv(kv, cache, slots, backend=backend)
+    write_kv_unchecked(kv, cache, slots, backend)
+
+
+def check_write_kv(
+    kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tensor, *, name: str = "kv", backend: str = "auto"
+) -> None:
+    """Refuse what `write_kv` refuses; `name` is what the caller's argument is called."""
+    checks.instance("cache", cache, PagedCache)
+    layout, width, rope = cache.layout, cache.layout.width, None
     if isinstance(kv, tuple):
-        check_pair("kv", kv)
+        check_pair(name, kv)
         widths = [layout.latent, layout.rope]
         if [part.shape[-1] for part in kv] != widths:
             received = [list(part.shape) for part in kv]
-            raise checks.refuse("kv", f"a pair of widths {widths}", received, f"rows of {cache!r}")
+            raise checks.refuse(name, f"a pair of widths {widths}", received, f"rows of {cache!r}")
+        kv, rope = kv
+        width = layout.latent
+    total = checks.tensor(
+        name, kv, "T D", checks.FLOATS, D=width, device=cache.device, remedy=lambda: f"rows of {cache!r}"
+    )["T"]
+    check_slots(slots, cache, name, total)
+    checks.changeable("cache", cache.storage)
+    library.check_stage("write", backend, cache.device, **{name: kv, f"{name} (rope part)": rope})
+
+
+def write_kv_unchecked(
+    kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tensor, backend: str = "auto"
+) -> None:
+    """As `write_kv`, for callers who know that `check_write_kv` would pass."""
+    rope = None
+    if isinstance(kv, tuple):
         # Parts of one dtype are read where they are.
-        kv, rope = kv if kv[0].dtype == kv[1].dtype and layout.rope else (torch.cat(kv, dim=-1), None)
-    width = layout.width if rope is None else layout.latent
-    sizes = checks.tensor(
-        "kv", kv, "T D", checks.FLOATS, D=width, device=cache.device, remedy=lambda: f"rows of {cache!r}"
-    )
-    count = check_slots(slots, cache, "kv", sizes["T"])
-    if count < sizes["T"]:
+        together = kv[0].dtype == kv[1].dtype and cache.layout.rope
+        kv, rope = kv if together else (torch.cat(kv, dim=-1), None)
+    count = slots.shape[0]
+    if count < kv.shape[0]:
         kv, rope = kv[:count], None if rope is None else rope[:count]
     library.write_kv(kv, rope, slots, cache, backend)
 
@@ -90,17 +113,39 @@ def write_normed_kv(
         interleaved: pairs (2i, 2i+1), as the main attention uses; False: (i, i + R/2).
         backend: a name from `tamis backends`, or "auto".
     """
+    check_write_normed_kv(latent, rope, cache, slots, norm_weight, positions, cos_sin, eps, backend)
     layout = cache.layout
-    total = checks.tensor("latent", latent, "T L", checks.FLOATS, L=layout.latent, device=cache.device)["T"]
-    checks.tensor("rope", rope, "T R", checks.FLOATS, T=total, R=layout.rope, device=cache.device)
-    checks.tensor("norm_weight", norm_weight, "L", checks.FLOATS, L=layout.latent, device=cache.device)
-    checks.tensor("positions", positions, "T", checks.INTS, T=total, device=cache.device)
-    table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), R=layout.rope, device=cache.device)
-    checks.values_between("positions", positions, 0, table["P"] - 1, "make a longer cos_sin table")
     normed = rms_norm(latent.float(), norm_weight.float(), eps)
     rotated = rotate(rope.float(), cos_sin[positions.long()], interleaved=interleaved)
     stored = layout.element if not layout.quantised else torch.bfloat16
-    write_kv((normed.to(stored), rotated.to(stored)), cache, slots, backend=backend)
+    write_kv_unchecked((normed.to(stored), rotated.to(stored)), cache, slots, backend)
+
+
+def check_write_normed_kv(
+    latent: Tensor,
+    rope: Tensor,
+    cache: PagedCache,
+    slots: Tensor,
+    norm_weight: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    eps: float,
+    backend: str,
+) -> None:
+    """Refuse what `write_normed_kv` refuses."""
+    checks.instance("cache", cache, PagedCache)
+    layout, device = cache.layout, cache.device
+    total = checks.tensor("latent", latent, "T L", checks.FLOATS, L=layout.latent, device=device)["T"]
+    checks.tensor("rope", rope, "T R", checks.FLOATS, T=total, R=layout.rope, device=device)
+    check_slots(slots, cache, "latent", total)
+    checks.tensor("norm_weight", norm_weight, "L", checks.FLOATS, L=layout.latent, device=device)
+    checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device)
+    table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), R=layout.rope, device=device)
+    checks.values_between("positions", positions, 0, table["P"] - 1, "make a longer cos_sin table")
+    checks.positive_number("eps", eps)
+    checks.changeable("cache", cache.storage)
+    given = {"latent": latent, "rope": rope, "norm_weight": norm_weight, "cos_sin": cos_sin}
+    library.check_stage("write", backend, device, **given)
 
 
 def quantise_per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,12 +165,10 @@ def quantise_per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
     return scaled.contiguous(), scale.reciprocal().reshape(1)
 
 
-def check_slots(slots: Tensor, cache: PagedCache, name: str, total: int) -> int:
-    """Refuse slots that the cache does not have, or more of them than the `total` rows of argument `name`; how many
-    there are."""
+def check_slots(slots: Tensor, cache: PagedCache, name: str, total: int) -> None:
+    """Refuse slots that the cache does not have, or more of them than the `total` rows of argument `name`."""
     count = checks.tensor("slots", slots, "S", checks.INTS, device=cache.device)["S"]
     if count > total:
         raise checks.refuse("slots", f"at most {total} long, one per row of {name}", count, "slice it")
     remedy = f"the cache has {cache.rows} rows; use -1 to skip"
     checks.values_between("slots", slots, torch.iinfo(slots.dtype).min, cache.rows - 1, remedy)
-    return count
