@@ -35,10 +35,10 @@ class IndexRecipe:
         """DeepSeek-V4's: adjacent pairs in the last columns."""
         return cls(rope_dim, interleaved=True, rope_first=False, hadamard=hadamard)
 
-    def check_width(self, width: int) -> None:
-        """Refuse rows that the Hadamard matrix does not fit."""
-        if self.hadamard and width & (width - 1):
-            raise checks.refuse("width", "a power of two for a Hadamard rotation", width, "use a recipe without it")
+    def check_width(self, width: int, name: str = "width") -> None:
+        """Refuse rows that the Hadamard matrix does not fit; `name` is what the caller calls their width."""
+        if self.hadamard and (width < 1 or width & (width - 1)):
+            raise checks.refuse(name, "a power of two for a Hadamard rotation", width, "use a recipe without it")
 
     @classmethod
     def from_hf(cls, config: Any, *, hadamard: bool = False) -> Self:

@@ -53,7 +53,7 @@ class SparseV4:
         """
         self._checks = V4Checks(spec, weights, cos_sin, eps, backend)
         self.spec, self.weights, self.cos_sin, self.eps = spec, weights, cos_sin, float(eps)
-        self.backend, self.batch_invariant = backend, batch_invariant
+        self.backend, self.batch_invariant = backend, checks.flag("batch_invariant", batch_invariant)
 
     def __call__(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
         """Attend the step's tokens: hidden states [rows, hidden] to hidden states of the same shape and dtype.

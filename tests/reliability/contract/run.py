@@ -87,6 +87,8 @@ def judge(call: Call, spoiled: list[Spoiled]) -> tuple[str, str]:
     except (ValueError, TypeError) as error:
         return _judge_refusal(call, spoiled, before, error)
     except Exception as error:
+        if "can't allocate memory" in str(error):
+            return "refused", ""  # more than the machine has: torch says so before anything is written
         place = traceback.extract_tb(error.__traceback__)[-1]
         return type(error).__name__, f"{str(error)[:200]!r} at {place.name}:{place.lineno}"
     if any(s.what == "meta" for s in spoiled) and all(t.device.type == "meta" for t in _tensors(result)):
