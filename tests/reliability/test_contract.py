@@ -123,10 +123,13 @@ def test_an_oracle_notices_one_wrong_number(name: str) -> None:
             result = original(**arguments)
             written = [value for _, value in leaves([result, *(arguments[name] for name in call.written)])]
             changed = next((t for t in written if isinstance(t, torch.Tensor) and t.numel() and t.dim() > 1), None)
-            if changed is not None:
+            if changed is not None and changed.element_size() == 1:
+                changed = changed.view(torch.uint8)
+            finite = None if changed is None else changed.isfinite().nonzero()
+            if changed is not None and finite is not None and len(finite):
                 made += 1
                 # Half of a number's size: more than any rounding that a format does.
-                where = (0,) * changed.dim()
+                where = tuple(finite[0].tolist())
                 changed[where] = changed[where] ^ 64 if changed.dtype == torch.uint8 else changed[where] * 1.5 + 1
             return result
 
