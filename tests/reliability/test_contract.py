@@ -109,7 +109,9 @@ def test_planted_faults_are_found() -> None:
         assert judge(call, how)[0] == expected, expected
 
 
-@pytest.mark.parametrize("name", ["attend", "write_kv", "topk_positions", "select_window", "compress_kv", "index_scores"])
+@pytest.mark.parametrize(
+    "name", ["attend", "write_kv", "topk_positions", "select_window", "compress_kv", "index_scores"]
+)
 def test_an_oracle_notices_one_wrong_number(name: str) -> None:
     """A bound that anything passes would not be one."""
     case = next(c for c in NUMERIC if c.__name__ == name)

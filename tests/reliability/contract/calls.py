@@ -38,6 +38,8 @@ class Call:
     free: bool = False
     """The oracle cannot tell values, only that they were refused or not: spoiled calls may be accepted unless they
     must be refused."""
+    sizes: tuple[str, ...] = ()
+    """Numbers that memory is allocated by: they are never spoiled to be merely large."""
     names: tuple[str, ...] = ()
     """What a refusal may name beside the arguments, their fields and attributes."""
 
