@@ -95,7 +95,7 @@ def _request_rows(
         checks.values_between("lengths", lengths, 0, longest, "the block table has no page for more")
         checks.values_between("first", first, 0, longest, "the block table has no page for more")
         checks.values_between("first + lengths", first + lengths, 0, longest, "the block table has no page for more")
-        page = torch.arange(block_table.shape[1]).unsqueeze(0) * cache.page_size
+        page = torch.arange(block_table.shape[1], dtype=torch.int64, device="cpu").unsqueeze(0) * cache.page_size
         needed = (page < (first + lengths).unsqueeze(1)) & (page + cache.page_size > first.unsqueeze(1))
         needed &= lengths.unsqueeze(1) > 0
         remedy = "every page within a request's length must be one of the cache"
