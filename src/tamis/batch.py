@@ -61,10 +61,10 @@ class Batch:
         """A batch over a page pool; pages are allocated as needed. `requests` are the pool's names for them, and
         `other_pools` become `other_pages`."""
         names: list[object] = list(range(len(lengths))) if requests is None else list(requests)
-        starts = torch.tensor([0, *query_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        starts = torch.tensor([0, *query_lengths], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         pages, *others = (_pages(one, names, query_lengths, lengths) for one in (pool, *(other_pools or {}).values()))
         other_pages = dict(zip(other_pools or {}, others, strict=True))
-        return cls(starts, torch.tensor(list(lengths), dtype=torch.int32), pages, other_pages=other_pages)
+        return cls(starts, torch.tensor(list(lengths), dtype=torch.int32, device="cpu"), pages, other_pages=other_pages)
 
     @classmethod
     def parse(cls, shape: str, pool: PagePool) -> Self:
@@ -81,7 +81,9 @@ def _pages(pool: PagePool, names: list[object], query_lengths: Sequence[int], le
         pool.slots(name, length - query, length)
         for name, query, length in zip(names, query_lengths, lengths, strict=True)
     ]
-    return PageMap(pool.block_table(names), torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64))
+    return PageMap(
+        pool.block_table(names), torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64, device="cpu")
+    )
 
 
 def parse_shape(shape: str) -> tuple[list[int], list[int]]:

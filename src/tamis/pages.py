@@ -13,9 +13,10 @@ class PagePool:
         """Start with all pages free; `seed` shuffles them, so that neighbouring positions lie in distant pages."""
         checks.integer("pages", pages, low=2)
         self.pages, self.page_size = pages, checks.integer("page_size", page_size, low=1)
-        ids = torch.arange(1, pages)
+        ids = torch.arange(1, pages, dtype=torch.int64, device="cpu")
         if seed is not None:
-            ids = ids[torch.randperm(pages - 1, generator=torch.Generator().manual_seed(seed))]
+            generator = torch.Generator("cpu").manual_seed(seed)
+            ids = ids[torch.randperm(pages - 1, generator=generator, dtype=torch.int64, device="cpu")]
         self._free: list[int] = ids.tolist()
         self._held: dict[object, list[int]] = {}
 
@@ -49,15 +50,15 @@ class PagePool:
         """int32 [B, width]: the requests' pages, padded with -1."""
         held = [self._held.get(r, []) for r in requests]
         width = max((len(h) for h in held), default=1) if width is None else width
-        table = torch.full((len(requests), max(width, 1)), -1, dtype=torch.int32)
+        table = torch.full((len(requests), max(width, 1)), -1, dtype=torch.int32, device="cpu")
         for row, ids in zip(table, held, strict=True):
-            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32, device="cpu")
         return table
 
     def slots(self, request: object, start: int, end: int) -> Tensor:
         """int64 slots of positions start..end of a request."""
-        position = torch.arange(start, end)
-        ids = torch.tensor(self._held.get(request, []), dtype=torch.int64)
+        position = torch.arange(start, end, dtype=torch.int64, device="cpu")
+        ids = torch.tensor(self._held.get(request, []), dtype=torch.int64, device="cpu")
         if end > len(ids) * self.page_size:
             raise checks.refuse("end", f"at most {len(ids) * self.page_size}", end, "call extend first")
         if start < end and ids[start // self.page_size] < 0:

@@ -39,10 +39,10 @@ class Recording:
             found = chosen[tokens]
             self._complete(request, found, own)
             key = (layer, request)
-            known = self._rows.get(key, found.new_full((0, self.topk), -1))
+            known = self._rows.get(key, found.new_full((0, self.topk), -1, dtype=found.dtype))
             missing = int(own.max()) + 1 - len(known)
             if missing > 0:
-                known = torch.cat((known, known.new_full((missing, self.topk), -1)))
+                known = torch.cat((known, known.new_full((missing, self.topk), -1, dtype=known.dtype)))
             known[own] = found
             self._rows[key] = known
 
@@ -51,7 +51,7 @@ class Recording:
 
         Refused where a token of the step was never recorded.
         """
-        result = torch.full((plan.rows, self.topk), -1, dtype=torch.int32)
+        result = torch.full((plan.rows, self.topk), -1, dtype=torch.int32, device="cpu")
         for request, tokens, own in _tokens(requests, plan):
             known = self._rows.get((layer, request))
             if known is None or int(own.max()) >= len(known):

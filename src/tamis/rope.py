@@ -60,7 +60,7 @@ class Rope:
 
     def frequencies(self) -> Tensor:
         """float32 [dim / 2]: the angle per position of each pair, with YaRN's ramp where configured."""
-        steps = torch.arange(0, self.dim, 2, dtype=torch.float64)
+        steps = torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu")
         plain = self.theta ** (-steps / self.dim)
         if self.factor <= 1.0:
             return plain.float()
@@ -81,7 +81,7 @@ class Rope:
     def cos_sin_table(self, positions: int, device: torch.device | str = "cpu") -> Tensor:
         """float32 [positions, dim]: cosines of all pairs, then their sines."""
         checks.integer("positions", positions, low=1)
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), self.frequencies())
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32, device="cpu"), self.frequencies())
         ratio = _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
         return (torch.cat((angles.cos(), angles.sin()), dim=1) * ratio).to(device)
 

@@ -57,7 +57,7 @@ def arrange(query: Tensor, width: int, starts: Tensor | None, longest: int | Non
         return Queries(lead, heads, *_token_requests(starts, longest, lead[0], query.device))
     if longest is not None:
         raise checks.refuse("max_q_len", "None without cum_seq_lens_q", longest, "pass both or neither")
-    request = torch.arange(lead[0], device=query.device).repeat_interleave(lead[1])
+    request = torch.arange(lead[0], dtype=torch.int64, device=query.device).repeat_interleave(lead[1])
     return Queries(lead, heads, lead[0], request)
 
 

@@ -109,8 +109,8 @@ def prompt_ids(
         ids = tokenizer(text)["input_ids"]
     if ids is None:
         count = checks.integer("--prompt-tokens", _DEFAULT_PROMPT if count is None else count, low=1)
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(vocab, (count,), generator=generator).tolist()
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randint(vocab, (count,), generator=generator, dtype=torch.int64, device="cpu").tolist()
     if not ids or min(ids) < 0 or max(ids) >= vocab:
         raise checks.refuse("prompt", f"of at least one token, each from 0 to {vocab - 1}", ids[:8], "choose others")
     return ids
@@ -183,7 +183,7 @@ def generate(
     """Continue a prompt greedily with the model attached; `report` gets each new piece of text, and how many tokens
     there are."""
     result = Generated(prompt)
-    ids = torch.tensor([prompt], device=model.device)
+    ids = torch.tensor([prompt], dtype=torch.int64, device=model.device)
     attach(model, cache=cache, backend=backend)
     try:
         model.generate(

@@ -176,7 +176,7 @@ def _no_entries(window: V4WindowMetadata, decodes: int, total: int) -> dict[str,
     return {
         "decode_compressed_indices": None,
         "decode_compressed_topk_lens": None,
-        "prefill_topk_indices": window.seq_lens.new_empty(total - decodes, 0),
+        "prefill_topk_indices": window.seq_lens.new_empty(total - decodes, 0, dtype=window.seq_lens.dtype),
         "compressed_block_table": None,
         "compressed_block_size": window.block_size,
         "topk": 0,
@@ -195,11 +195,11 @@ def _entries(layer: Any, window: V4WindowMetadata, record: V4Metadata, decodes: 
         given = slots if slots is not None else numbers
         if given is None:
             raise checks.refuse("attn_metadata", "a record with c128a rows", None, "build it for this layer's ratio")
-        nothing = given.new_empty(0, given.shape[-1])
+        nothing = given.new_empty(0, given.shape[-1], dtype=given.dtype)
         decode = nothing if slots is None else slots[:decodes, 0]
         prefill = nothing if numbers is None else numbers[: total - decodes]
         counts = record.c128a_decode_topk_lens
-        lengths = window.seq_lens.new_empty(0) if counts is None else counts[:decodes]
+        lengths = window.seq_lens.new_empty(0, dtype=window.seq_lens.dtype) if counts is None else counts[:decodes]
     return {
         "decode_compressed_indices": decode,
         "decode_compressed_topk_lens": lengths,

@@ -35,7 +35,7 @@ def selected_rows(
         )
     valid = (slots >= 0) & (slots < cache.rows)
     if selection.lengths is not None:
-        columns = torch.arange(slots.shape[1], device=slots.device)
+        columns = torch.arange(slots.shape[1], dtype=torch.int64, device=slots.device)
         valid &= columns < selection.lengths[start:end].unsqueeze(1)
     if trim:
         used = valid.any(0).nonzero()

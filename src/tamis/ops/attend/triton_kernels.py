@@ -79,7 +79,9 @@ def attend_slots(
     """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
     q = _plain_query(q)
     launches = [_plan_launch(q, s, value_dim, splits) for s in selections]
-    out = torch.empty(sum(count for _, count in launches), *q.shape[:2], value_dim, device=q.device)
+    out = torch.empty(
+        sum(count for _, count in launches), *q.shape[:2], value_dim, dtype=torch.float32, device=q.device
+    )
     return out, *_launch_all(q, selections, launches, scale, None, out)
 
 
@@ -105,7 +107,7 @@ def attend_into(
     if parts == 1 and out.stride(2) == 1:
         lse, top = _launch_all(q, selections, launches, scale, sink, out.unsqueeze(0))
         return lse[0], top[0]
-    room = torch.empty(parts, *q.shape[:2], value_dim, device=q.device)
+    room = torch.empty(parts, *q.shape[:2], value_dim, dtype=torch.float32, device=q.device)
     lse, top = _launch_all(q, selections, launches, scale, None, room)
     return combine_with_maxima(room, lse, top, sink, out)
 
@@ -304,11 +306,13 @@ def offline_cases() -> Iterator["OfflineCase"]:
         (named("v4-fp8"), 64, False),
     ):
         cache = PagedCache(layout, 2, 64)
-        q = torch.zeros(2, heads, cache.layout.width, dtype=torch.bfloat16)
-        ids, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int32)
+        q = torch.zeros(2, heads, cache.layout.width, dtype=torch.bfloat16, device="cpu")
+        ids, table = torch.zeros(2, dtype=torch.int32, device="cpu"), torch.zeros(2, 8, dtype=torch.int32, device="cpu")
         lookup = (ids, table) if translate else (None, None)
-        selection = Selection(cache, torch.zeros(2, 2048, dtype=torch.int32), ids, *lookup)
-        out, lse, sink = torch.zeros(1, 2, heads, 512), torch.zeros(1, 2, heads), torch.zeros(heads)
+        selection = Selection(cache, torch.zeros(2, 2048, dtype=torch.int32, device="cpu"), ids, *lookup)
+        out = torch.zeros(1, 2, heads, 512, dtype=torch.float32, device="cpu")
+        lse = torch.zeros(1, 2, heads, dtype=torch.float32, device="cpu")
+        sink = torch.zeros(heads, dtype=torch.float32, device="cpu")
         grouped = can_group(layout, 512)
         compute = compute_dtype(q.dtype, layout, grouped=grouped)
         for room, native, targets in (
