@@ -10,6 +10,7 @@ from tamis import checks
 from tamis.backends import choose
 from tamis.cache import Caches, PagedCache, Selection
 from tamis.layout import rows as plain_rows
+from tamis.lease import needs_latest_plan
 from tamis.ops import (
     Attended,
     IndexInputs,
@@ -84,6 +85,7 @@ class SparseMLA:
         self.batch_invariant = batch_invariant
         self.index_workspace_bytes = checks.integer("index_workspace_bytes", index_workspace_bytes, low=1)
 
+    @needs_latest_plan
     def __call__(
         self,
         q: Tensor | tuple[Tensor, Tensor],
@@ -151,6 +153,7 @@ class SparseMLA:
         """
         return self._attend_directly(q, positions, cache, request_ids, block_table, sink, q_scale, out)
 
+    @needs_latest_plan
     def write(
         self,
         kv: Tensor | tuple[Tensor, Tensor] | None,

@@ -1,6 +1,7 @@
 """`Planner.plan(batch)`: per-step metadata in buffers that never move."""
 
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ from tamis import checks
 from tamis.backends import backend_for_stage
 from tamis.batch import Batch, PageMap
 from tamis.layout import Layout, named
+from tamis.lease import Lease, Use
 from tamis.plan import Chunk, DecodePart, Limits, Mode, Plan, PrefillPart
 from tamis.schedule import (
     INT,
@@ -28,7 +30,11 @@ from tamis.spec import LayerSpec
 
 
 class Planner:
-    """Turns batches into plans. All buffers are allocated here, once; a plan is valid until the next one is made."""
+    """Turns batches into plans. All buffers are allocated here, once; a plan is valid until the next one is made.
+
+    A plan used later is refused, and so is planning while a layer runs on the latest plan: threads, and streams of a
+    device, need a planner each. A batch that is refused changes nothing, and the latest plan stays valid.
+    """
 
     def __init__(
         self,
@@ -96,10 +102,21 @@ class Planner:
         if mode == "separate":
             shape = (self._workspace_rows, self.layout.width)
             self._workspace = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
-        self._schedule = lru_cache(maxsize=64)(self._make_schedule)
+        self.lease = Lease()
+        # Valid counts live on the device, so the host plans for full rows; that makes the schedule a function of the
+        # row count alone, and one per row count is enough. The function knows numbers, not the planner: one that held
+        # it would keep all buffers alive until a garbage collection.
+        columns = spec.topk or spec.window or 1
+        self._schedule = lru_cache(maxsize=64)(partial(_full_rows, columns, self._parts, self._overhead))
 
     def plan(self, batch: Batch) -> Plan:
         """Metadata for one step. Reads the batch only; waits for nothing on the device."""
+        prepared = self.prepare(batch)
+        with self.lease.renewed() as use:
+            return self.fill(prepared, use)
+
+    def prepare(self, batch: Batch) -> "Prepared":
+        """The first half of `plan`: everything that can be refused, and what the host computes. Changes nothing."""
         starts, query_lengths, host_lengths = self._check(batch)
         requests, tokens = len(host_lengths), int(starts[-1])
         rows = tokens if batch.padded_tokens is None else batch.padded_tokens
@@ -127,7 +144,16 @@ class Planner:
         schedule = self._schedule(split.decode_tokens if self.mode == "separate" else tokens)
         host[spans["schedule_parts"]] = schedule.parts.reshape(-1)
         host[spans["schedule_splits"]][: len(schedule.splits)] = schedule.splits
-        self._arena.copy_(staged(torch.from_numpy(host), self.device), non_blocking=True)
+        return Prepared(
+            batch, host, rows, split, starts, query_lengths, host_lengths, prefill_lengths, chunks, schedule
+        )
+
+    def fill(self, prepared: "Prepared", use: Use) -> Plan:
+        """The second half of `plan`: fill the buffers, in a block of `lease.renewed`."""
+        batch, rows, split, schedule = prepared.batch, prepared.rows, prepared.split, prepared.schedule
+        starts, query_lengths, host_lengths = prepared.starts, prepared.query_lengths, prepared.host_lengths
+        requests, tokens = len(host_lengths), int(starts[-1])
+        self._arena.copy_(staged(torch.from_numpy(prepared.host), self.device), non_blocking=True)
         if batch.host_lengths is not None:
             self._views["lengths"][:requests].copy_(self._staged_if_host(batch.lengths), non_blocking=True)
         self._fill_positions(tokens, rows)
@@ -150,18 +176,14 @@ class Planner:
             block_table=pages.block_table,
             split=split,
             decode=self._decode_part(split, query_lengths),
-            prefill=self._prefill_part(split, starts, prefill_lengths, chunks, pages.block_table, rows),
+            prefill=self._prefill_part(prepared, pages.block_table),
             schedule_parts=self._views["schedule_parts"].view(-1, PART_FIELDS),
             schedule_splits=self._views["schedule_splits"][: len(schedule.splits)],
             splits=schedule.most_splits,
             workspace=self._workspace,
             other_pages=others,
+            use=use,
         )
-
-    def _make_schedule(self, rows: int) -> SplitSchedule:
-        # Valid counts live on the device, so the host plans for full rows; that makes the schedule a function of the
-        # row count alone, and one per row count is enough.
-        return schedule_splits([self.spec.topk or self.spec.window or 1] * rows, self._parts, overhead=self._overhead)
 
     def _fill_positions(self, tokens: int, rows: int) -> None:
         if tokens:
@@ -199,15 +221,8 @@ class Planner:
         uniform = bool((active == active[0]).all())
         return DecodePart(len(active), split.decode_tokens, int(active[0]) if uniform else None)
 
-    def _prefill_part(
-        self,
-        split: BatchSplit,
-        starts: INT,
-        lengths: list[int],
-        chunks: list[tuple[int, int]],
-        block_table: Tensor,
-        rows: int,
-    ) -> PrefillPart | None:
+    def _prefill_part(self, prepared: "Prepared", block_table: Tensor) -> PrefillPart | None:
+        split, starts, lengths = prepared.split, prepared.starts, prepared.prefill_lengths
         if split.prefills == 0:
             return None
         first = split.decodes
@@ -216,7 +231,7 @@ class Planner:
         return PrefillPart(
             requests=split.prefills,
             tokens=split.prefill_tokens,
-            ids=self._views["prefill_ids"][:rows],
+            ids=self._views["prefill_ids"][: prepared.rows],
             starts=workspace_starts,
             lengths=device_lengths,
             chunks=tuple(
@@ -228,7 +243,7 @@ class Planner:
                     lengths=device_lengths[begin:end],
                     starts=workspace_starts[begin:end],
                 )
-                for begin, end in chunks
+                for begin, end in prepared.chunks
             ),
         )
 
@@ -277,6 +292,27 @@ class Planner:
         for tensor in (pages.block_table, pages.slots):
             if tensor.device.type not in ("cpu", self.device.type):
                 raise checks.refuse(name, f"on {self.device} or the host", tensor.device, "move it")
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A step that was checked and computed on the host, before any buffer is touched."""
+
+    batch: Batch
+    host: INT
+    """What the arena will hold."""
+    rows: int
+    split: BatchSplit
+    starts: INT
+    query_lengths: INT
+    host_lengths: INT
+    prefill_lengths: list[int]
+    chunks: list[tuple[int, int]]
+    schedule: SplitSchedule
+
+
+def _full_rows(columns: int, parts: int, overhead: int, rows: int) -> SplitSchedule:
+    return schedule_splits([columns] * rows, parts, overhead=overhead)
 
 
 def check_starts(starts: INT, query_lengths: INT, limits: Limits) -> None:
