@@ -43,6 +43,8 @@ class Limits:
         for name in ("max_tokens", "max_requests", "max_length", "page_size"):
             checks.integer(name, getattr(self, name), low=1)
         for name, size in self.other_page_sizes.items():
+            if not isinstance(name, str) or not name:
+                raise checks.refuse("other_page_sizes", "by names that are not empty", repr(name), "name the pool")
             checks.integer(f"other_page_sizes[{name!r}]", size, low=1)
         if self.workspace_rows is not None:
             checks.integer("workspace_rows", self.workspace_rows, low=1)

@@ -28,6 +28,8 @@ from tamis.schedule import (
 )
 from tamis.spec import LayerSpec
 
+_HOST = torch.device("cpu")
+
 
 class Planner:
     """Turns batches into plans. All buffers are allocated here, once; a plan is valid until the next one is made.
@@ -86,7 +88,7 @@ class Planner:
         self._views = {name: self._arena[span] for name, span in self._spans.items()}
         self._positions = torch.full((tokens,), -1, dtype=torch.int32, device=self.device)
         self._count = torch.arange(tokens, dtype=torch.int32, device=self.device)
-        page_sizes = {"": limits.page_size, **limits.other_page_sizes}
+        self._page_sizes = page_sizes = {"": limits.page_size, **limits.other_page_sizes}
         self._pages = {
             name: PageMap(
                 torch.full((requests, -(-limits.max_length // size)), -1, dtype=torch.int32, device=self.device),
@@ -249,16 +251,16 @@ class Planner:
 
     def _check(self, batch: Batch) -> tuple[INT, INT, INT]:
         limits = self.limits
-        host = torch.device("cpu")
-        checks.tensor("query_starts", batch.query_starts, "N", (torch.int32,), device=host, remedy="a running sum")
+        checks.tensor("query_starts", batch.query_starts, "N", (torch.int32,), device=_HOST, remedy="a running sum")
         starts = batch.query_starts.numpy()
         query_lengths = starts[1:] - starts[:-1]
         check_starts(starts, query_lengths, limits)
         requests, tokens = len(query_lengths), int(starts[-1])
         checks.tensor("lengths", batch.lengths, "B", (torch.int32,), B=requests, remedy="one per request")
         lengths = batch.lengths if batch.host_lengths is None else batch.host_lengths
-        if lengths.device != host:
+        if lengths.device != _HOST:
             raise checks.refuse("host_lengths", "given when lengths are on a device", None, "pass a host copy or bound")
+        self._check_place("lengths", batch.lengths)
         checks.tensor("host_lengths", lengths, "B", (torch.int32,), B=requests, remedy="one per request")
         checks.values_between("lengths", lengths, 0, limits.max_length, "raise Limits.max_length")
         host_lengths = lengths.numpy()
@@ -276,22 +278,35 @@ class Planner:
             names = ", ".join(limits.other_page_sizes) or "none"
             raise checks.refuse("other_pages", f"among {names}", list(batch.other_pages), "name them in Limits")
         rows = tokens if batch.padded_tokens is None else batch.padded_tokens
+        # Where the host knows a bound only, the table may rightly be narrower.
+        longest = int(host_lengths.max(initial=0)) if batch.host_lengths is None else 0
         for name, pages in {"": batch.pages, **batch.other_pages}.items():
-            self._check_pages(name or "pages", pages, self._pages[name].block_table.shape[1], requests, tokens, rows)
+            self._check_pages(name, pages, longest, requests, tokens, rows)
         return starts, query_lengths, host_lengths
 
-    def _check_pages(self, name: str, pages: PageMap, width: int, requests: int, tokens: int, rows: int) -> None:
-        table = checks.tensor(f"{name}.block_table", pages.block_table, "B W", (torch.int32,), B=requests)
-        if table["W"] > width:
+    def _check_pages(self, name: str, pages: PageMap, longest: int, requests: int, tokens: int, rows: int) -> None:
+        most, size = self._pages[name].block_table.shape[1], self._page_sizes[name]
+        name = name or "pages"
+        if pages.page_size not in (None, size):
+            remedy = "make the pool, or the planner's Limits, with the other's"
+            raise checks.refuse(f"{name}.page_size", f"{size}, the planner's", pages.page_size, remedy)
+        width = checks.tensor(f"{name}.block_table", pages.block_table, "B W", (torch.int32,), B=requests)["W"]
+        if width > most:
             raise checks.refuse(
-                f"{name}.block_table", f"at most {width} pages wide", table["W"], "slice it, or raise max_length"
+                f"{name}.block_table", f"at most {most} pages wide", width, "slice it, or raise max_length"
             )
+        if width * size < longest:
+            expected = f"at least {-(-longest // size)} pages wide for {longest} tokens"
+            raise checks.refuse(f"{name}.block_table", expected, width, "pass all of each request's pages")
         count = checks.tensor(f"{name}.slots", pages.slots, "T", checks.INTS)["T"]
         if not tokens <= count <= rows:
             raise checks.refuse(f"{name}.slots", f"of {tokens} to {rows} values", count, "pass one per new token")
-        for tensor in (pages.block_table, pages.slots):
-            if tensor.device.type not in ("cpu", self.device.type):
-                raise checks.refuse(name, f"on {self.device} or the host", tensor.device, "move it")
+        self._check_place(f"{name}.block_table", pages.block_table)
+        self._check_place(f"{name}.slots", pages.slots)
+
+    def _check_place(self, name: str, tensor: Tensor) -> None:
+        if tensor.device not in (_HOST, self._arena.device):
+            raise checks.refuse(name, f"on {self._arena.device} or the host", tensor.device, "move it")
 
 
 @dataclass(frozen=True, eq=False)

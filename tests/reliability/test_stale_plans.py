@@ -154,11 +154,9 @@ def test_a_prefill_that_does_not_fit_leaves_a_v4_plan_as_it_was() -> None:
 def test_planning_is_refused_while_a_layer_runs_and_possible_after() -> None:
     served = Served()
     plan = served.plan()
-    with plan.using(), plan.using():
-        with pytest.raises(
-            ValueError, match=r"^planner must be used by one thread at a time, got a layer still running"
-        ):
-            served.plan()
+    message = "^planner must be used by one thread at a time, got a layer still running"
+    with plan.using(), plan.using(), pytest.raises(ValueError, match=message):
+        served.plan()
     with plan.using():
         pass  # a refused plan() leaves the latest one valid
     served.plan()
