@@ -1,6 +1,7 @@
 """The V4 layer's own rules: weights under both namings, caches, and what it refuses."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -140,6 +141,7 @@ def test_calls_are_refused_before_anything_is_written(caches, plan, message: str
     held = V4Caches.allocate(OVERLAPPING, pages=2, window_pages=2, state_pages=2, layout="v4-fp32")
     numbers = {"rows": 2, "window": 6, "window_page": 64, "ratios": (4,)} | plan
     made = SimpleNamespace(
+        using=nullcontext,
         step=SimpleNamespace(rows=numbers["rows"]),
         window=SimpleNamespace(size=numbers["window"], page_size=numbers["window_page"]),
         entries={ratio: SimpleNamespace(page_size=64, state=object()) for ratio in numbers["ratios"]},

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.lease import needs_latest_plan
 from tamis.plan import Plan
 
 
@@ -23,6 +24,7 @@ class Recording:
         self.topk = checks.integer("topk", topk, low=1)
         self._rows: dict[tuple[int, Hashable], Tensor] = {}
 
+    @needs_latest_plan
     def record(self, layer: int, requests: Sequence[Hashable], plan: Plan, positions: Tensor) -> None:
         """Keep what a layer selected in a step. Copies it to the host, which waits for the device.
 
@@ -46,6 +48,7 @@ class Recording:
             known[own] = found
             self._rows[key] = known
 
+    @needs_latest_plan
     def replay(self, layer: int, requests: Sequence[Hashable], plan: Plan) -> Tensor:
         """Positions int32 [rows, topk] for a step of the same requests, on the plan's device; -1 for padded rows.
 
@@ -62,6 +65,11 @@ class Recording:
             self._complete(request, found, own)
             result[tokens] = found
         return result.to(plan.positions.device)
+
+    def forget(self, request: Hashable) -> None:
+        """Drop what was recorded of a request, in all layers; without effect if nothing was."""
+        for key in [key for key in self._rows if key[1] == request]:
+            del self._rows[key]
 
     def _complete(self, request: Hashable, rows: Tensor, own: Tensor) -> None:
         """Refuse rows that are not a full selection: distinct, visible, and as many as there can be."""

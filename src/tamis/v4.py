@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.layout import Layout, compressor_state, named
+from tamis.lease import needs_latest_plan
 from tamis.ops import (
     Rotated,
     StatePages,
@@ -133,6 +134,7 @@ class SparseV4:
         self.spec, self.weights, self.cos_sin, self.eps = spec, weights, cos_sin, checks.positive_number("eps", eps)
         self.backend, self.batch_invariant = backend, batch_invariant
 
+    @needs_latest_plan
     def __call__(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
         """Attend the step's tokens: hidden states [rows, hidden] to hidden states of the same shape and dtype.
 
@@ -146,6 +148,7 @@ class SparseV4:
         chosen = None if index_q is None else self.select(hidden, index_q, caches, plan)
         return self.output(self._attend(q, chosen, caches, entries, plan), plan)
 
+    @needs_latest_plan
     def write(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> Rotated:
         """Insert the new tokens' raw rows, remember them for compression, and insert what they complete; the queries
         [rows, H, D] and the indexer's, which are rotated in the same pass as the rows."""

@@ -11,10 +11,12 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache, Selection
 from tamis.layout import rows
+from tamis.lease import needs_latest_plan
 from tamis.ops import attend, gather_kv, select_gathered
 from tamis.v4_plan import EntryPlan, GatherPlan, PrefillGroup, V4Plan
 
 
+@needs_latest_plan
 def attend_gathered(
     q: Tensor,
     plan: V4Plan,
