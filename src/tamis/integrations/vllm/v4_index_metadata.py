@@ -151,7 +151,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
             seq_lens=plan.lengths,
             compressed_seq_lens=entries,
             query_start_loc=plan.query_starts,
-            slot_mapping=self._slot_mapping(plan, plan.block_table.clamp_min(0))[:actual],
+            slot_mapping=self._slot_mapping(plan)[:actual],
             block_table=plan.block_table,
             block_size=self.block_size,
             topk_tokens=self.topk_tokens,
