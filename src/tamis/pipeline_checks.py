@@ -99,7 +99,7 @@ class CallChecks:
                 return
         checks.instance("cache", selection.cache, PagedCache)
         self._check_query(q, selection.cache, None)
-        self._check_columns(selection.slots, q.shape[0])
+        self._check_columns(selection.slots, q.shape[0], q.device)
         self._check_directly(q, selection, sink, q_scale, out, read_by([selection]))
         if seen is not None:
             self._passed = seen
@@ -110,13 +110,14 @@ class CallChecks:
         """Refuse rows and index keys that do not fit caches and plan."""
         self._check_caches(caches, plan)
         if kv is not None:
-            check_write_kv(kv, caches.latent, plan.slots, backend=self.backend)
+            check_write_kv(kv, caches.latent, plan.slots, backend=self.backend, where="caches")
         if index is not None:
             checks.instance("index", index, IndexInputs)
             if index.keys is not None:
                 cache = index_cache(caches, plan)
                 check_layout(cache, "caches.index")
-                check_write_kv(index.keys, cache, plan.slots, name="index.keys", backend=self.backend)
+                names = {"name": "index.keys", "where": "caches.index"}
+                check_write_kv(index.keys, cache, plan.slots, backend=self.backend, **names)
 
     def index(self, index: IndexInputs, caches: Caches, plan: Plan) -> None:
         """Refuse inputs of the indexer; its keys are `write`'s."""
@@ -226,10 +227,11 @@ class CallChecks:
         sizes |= {"H": spec.heads, "D": spec.head_dim}
         checks.tensor("q", q, "rows H D", DTYPES, device=cache.device, remedy=remedy, **sizes)
         if self.backend != "auto":
+            library.check_stage("attend", self.backend, q.device)
             choose(spec, q.device, layout=cache.layout, dtype=q.dtype, page_size=cache.page_size, prefer=self.backend)
 
     def _check_positions(self, positions: Tensor, plan: Plan) -> None:
-        self._check_columns(positions, plan.rows)
+        self._check_columns(positions, plan.rows, plan.positions.device)
         if not checks.visible(positions) or not checks.visible(plan.positions):
             return
         own = plan.positions.unsqueeze(1)
@@ -240,10 +242,10 @@ class CallChecks:
             received = f"{int(positions[token].max())} for token {token} at {int(plan.positions[token])}"
             raise checks.refuse("positions", "at most each token's own", received, "they belong to another step")
 
-    def _check_columns(self, positions: Tensor, rows: int) -> None:
+    def _check_columns(self, positions: Tensor, rows: int, device: torch.device) -> None:
         # A selection of another width comes from another layer or another setting: it would attend to too little.
         remedy = "one row per token of the plan, the spec's topk wide, -1 padded"
-        checks.tensor("positions", positions, self._columns, (torch.int32,), rows=rows, remedy=remedy)
+        checks.tensor("positions", positions, self._columns, (torch.int32,), device=device, rows=rows, remedy=remedy)
 
     def _check_directly(
         self,
