@@ -170,12 +170,13 @@ class CallChecks:
         if plan.prefill is not None and plan.prefill.chunks:
             return None
         numbers: tuple[Any, ...] = ("call", plan.rows, plan.requests == 0, plan.page_size, plan.topk, plan.mode)
-        keys: tuple[Any, ...] = (caches.latent.layout.key, isinstance(call.kv, tuple))
+        keys: tuple[Any, ...] = (caches.latent.layout.key, checks.frozen(caches.latent.storage))
+        keys += (isinstance(call.kv, tuple),)
         held: tuple[Tensor | None, ...] = (caches.latent.storage, plan.request_ids, plan.slots, plan.block_table)
         if index is not None:
             keys += (index.recipe,)
         if caches.index is not None:
-            keys += (caches.index.layout.key, caches.index.recipe)
+            keys += (caches.index.layout.key, caches.index.recipe, checks.frozen(caches.index.storage))
             held += (caches.index.storage,)
         tensors = (*call.inputs.values(), *held, plan.positions, call.out)
         return (*numbers, *keys, *_scale_and_out(call.q_scale, call.out), *checks.signature(*tensors))
@@ -303,6 +304,8 @@ def _remembers(q: object) -> bool:
 
 
 def _scale_and_out(q_scale: float | Tensor, out: Tensor | None) -> tuple[object, ...]:
-    """What checks of a query's scale and of an output depend on besides shapes: a number, and strides."""
+    """What checks of a query's scale and of an output depend on besides shapes: a number; strides and who made it."""
     scale = checks.signature(q_scale) if isinstance(q_scale, Tensor) else (type(q_scale), q_scale)
-    return (*scale, out.stride() if isinstance(out, Tensor) else None)
+    if not isinstance(out, Tensor):
+        return scale
+    return (*scale, out.stride(), checks.frozen(out))

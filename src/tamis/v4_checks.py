@@ -179,6 +179,8 @@ class V4Checks:
     def _signature(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> tuple[object, ...] | None:
         if torch.compiler.is_compiling() or not isinstance(hidden, Tensor) or checks.visible(hidden) or plan.gathers:
             return None
+        if not isinstance(caches, V4Caches):
+            return None
         step, window, seen = plan.step, plan.window, list[Any]()
         tensors: list[Tensor | None] = [
             hidden,
@@ -189,9 +191,11 @@ class V4Checks:
             window.lengths,
         ]
         for cache in (caches.window, caches.entries, caches.state, caches.index, caches.index_state):
-            if cache is not None:
-                seen += (cache.layout.key, cache.recipe)
-            tensors.append(None if cache is None else cache.storage)
+            if isinstance(cache, PagedCache):
+                seen += (cache.layout.key, cache.recipe, checks.frozen(cache.storage))
+                tensors.append(cache.storage)
+            else:
+                seen.append(type(cache))
         entries = plan.entries.get(self.spec.compress)
         if entries is not None and entries.state is not None:
             seen += (entries.page_size, entries.state_page_size, entries.columns)

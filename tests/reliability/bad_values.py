@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 
-from tamis import PagedCache
+from tamis import IndexRecipe, PagedCache
 from tamis.layout import named, plain_fp8, rows
 
+SEEN = ("huge", "nan", "zero tensor", "negative tensor", "few pages", "far", "block_table axis 0 shorter")
+"""Parts of labels of what only values show."""
 Arguments = dict[str, Any]
 Bad = Iterator[tuple[str, Any]]
+RELATIVE = ("axis", "rank", "memory", "elsewhere", "width", "few", "huge")
+"""Labels of what is wrong only beside other arguments, so that a refusal may name any of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +31,8 @@ class Case:
     """`argument label` pairs that are no fault here, so that the call may go through."""
     outputs: frozenset[str] = frozenset()
     """Arguments that are written into, and for which sharing memory is a fault."""
+    more: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Further bad values, by argument and label."""
     names: dict[str, str] = field(default_factory=dict)
     """What a refusal calls an argument where it is not the argument's own name."""
 
@@ -44,6 +50,8 @@ def bad_tensors(value: torch.Tensor) -> Bad:
         if size:
             yield f"axis {axis} shorter", value.narrow(axis, 0, size - 1)
     yield "elsewhere", value.to("meta")
+    if not floating and value.dtype != torch.bool:
+        yield "huge", torch.full_like(value, 2**31 - 1)
     if floating and value.dtype != torch.float8_e4m3fn:
         yield "gradient", value.detach().clone().requires_grad_()
     yield "none", None
@@ -113,6 +121,7 @@ def bad_backends() -> Bad:
 def bad_values(case: Case, name: str) -> Bad:
     """Everything wrong that argument `name` of a case can be."""
     value = case.arguments[name]
+    yield from case.more.get(name, {}).items()
     if name == "backend":
         yield from bad_backends()
     elif name == "q_scale":
@@ -120,24 +129,29 @@ def bad_values(case: Case, name: str) -> Bad:
     elif isinstance(value, PagedCache):
         yield from bad_caches(value)
     elif isinstance(value, torch.Tensor):
-        yield from bad_tensors(value)
+        for label, bad in bad_tensors(value):
+            if label != "huge" or name not in case.outputs:
+                yield label, bad
         if name in case.outputs:
             yield from bad_outputs(value, {other: v for other, v in case.arguments.items() if other != name})
         elif name == "sink":
             yield "nan", torch.full_like(value, float("nan"))
     elif isinstance(value, int | float):
         yield from bad_numbers(value)
+    elif isinstance(value, IndexRecipe):
+        yield from (("width of another", IndexRecipe(4)), ("object", object()))
     else:
         yield from (("none", None), ("object", object()), ("tensor", torch.zeros(2)))
 
 
-def faults(case: Case, name: str) -> list[str]:
-    """What went otherwise than it should for every bad value of an argument; empty if all is well."""
+def faults(case: Case, name: str, *, blind: bool = False) -> list[str]:
+    """What went otherwise than it should for every bad value of an argument; empty if all is well. A `blind` call sees
+    no values, as on a device, and is not blamed for them."""
     before = {key: value.clone() for key, value in case.watched.items()}
     found: list[str] = []
     own = case.names.get(name, name)
     for label, bad in bad_values(case, name):
-        if f"{name} {label}" in case.free:
+        if f"{name} {label}" in case.free or (blind and any(word in f"{name} {label}" for word in SEEN)):
             continue
         arguments = {**case.arguments, name: bad}
         try:
@@ -145,9 +159,7 @@ def faults(case: Case, name: str) -> list[str]:
         except (ValueError, TypeError) as error:
             said = str(error)
             # A size that does not fit another argument may be told of either.
-            about = (
-                [own] if not label.startswith(("axis", "rank", "memory", "elsewhere", "width", "few")) else known(case)
-            )
+            about = known(case) if label.startswith(RELATIVE) else [own]
             if not any(word in said for word in about):
                 found.append(f"{label}: names {about}? {said}")
         except Exception as error:

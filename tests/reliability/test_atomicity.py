@@ -20,11 +20,6 @@ from tamis.ops import (
     index_scores,
     ragged_scores,
     rotate_and_write,
-    select_chosen,
-    select_entries,
-    select_gathered,
-    select_mixed,
-    select_window,
     write_index_keys,
     write_kv,
     write_normed_kv,
@@ -163,7 +158,7 @@ def compress() -> Case:
 
     free = {"cos_sin axis 0 longer", "cos_sin axis 0 shorter", "bias axis 0 longer", "bias axis 0 shorter"}
     free |= {"pages.block_table axis 0 longer", "pages.block_table axis 1 longer", "pages.block_table axis 1 shorter"}
-    free |= {"state page size", "cache few pages"}
+    free |= {"state page size", "cache few pages", "pages.block_table huge"}
     watched = {"state": state.storage, "cache": cache.storage}
     return Case(run, given, watched, ANY_CACHE | free)
 
@@ -210,7 +205,7 @@ def attention() -> Case:
 
     free = {"out none", "sink none", "splits none", "lengths none", "slots axis 1 longer", "slots axis 1 shorter"}
     free |= {f"block_table axis {axis} {how}" for axis, how in ((0, "longer"), (1, "longer"), (1, "shorter"))}
-    free |= {"cache inference", "cache few pages"}
+    free |= {"cache inference", "cache few pages", "slots huge", "block_table huge"}
     return Case(run, given, {"out": out, "cache": cache.storage}, free | ANY_CACHE, frozenset({"out"}))
 
 
@@ -248,7 +243,7 @@ def paged_scores() -> Case:
         "backend": "auto",
     }
     free = {"out none", "width none", "block_table axis 0 longer", "block_table axis 1 longer"}
-    free |= {"cache page size", "cache inference", "cache few pages"}
+    free |= {"cache page size", "cache inference", "cache few pages", "block_table huge"}
     watched = {"out": out, "cache": cache.storage}
     return Case(plain(index_scores), given, watched, frozenset(free), frozenset({"out"}))
 
@@ -265,96 +260,9 @@ def gathered_scores() -> Case:
         "out": out,
         "backend": "auto",
     }
-    return Case(plain(ragged_scores), given, {"out": out}, frozenset({"out none", "key_scales none"}), {"out"})
-
-
-def tokens() -> Arguments:
-    return {
-        "positions": torch.arange(T, dtype=torch.int32),
-        "request_ids": ints([0] * T),
-        "block_table": ints([[1, 2], [3, 4]]),
-        "own": torch.arange(T),
-    }
-
-
-MORE_PAGES = frozenset({f"block_table axis {axis} {how}" for axis in (0, 1) for how in ("longer", "shorter")})
-
-
-def window() -> Case:
-    slots, lengths = torch.full((T, 6), 7).int(), ints([9] * T)
-    given = tokens() | {"page_size": PAGE, "window": 5, "slots": slots, "lengths": lengths, "backend": "auto"}
-    given |= {"context": ints([0, 0]), "length": ints([5, 0])}
-
-    def run(a: Arguments) -> object:
-        return select_window(
-            **{n: v for n, v in a.items() if n not in ("context", "length")}, blocks=(a["context"], a["length"])
-        )
-
-    free = {"own none", "slots axis 1 longer", "slots axis 1 shorter", "block_table axis 1 longer"}
-    free |= {"block_table axis 1 shorter"}
-    names = {"context": "blocks[0]", "length": "blocks[1]"}
-    return Case(run, given, {"slots": slots, "lengths": lengths}, frozenset(free), {"slots", "lengths"}, names)
-
-
-def entries() -> Case:
-    buffers = {
-        "completed": torch.full((T,), 7),
-        "visible": ints([9] * T),
-        "lengths": ints([9] * T),
-        "every": torch.full((T, 6), 7).int(),
-    }
-    given = tokens() | buffers | {"ratio": 2, "page_size": PAGE, "columns": 4, "local_from": 3, "backend": "auto"}
-    free = MORE_PAGES | {f"{name} none" for name in (*buffers, "own", "columns", "local_from")}
-    free |= {"every axis 1 longer", "every axis 1 shorter"}
-    return Case(plain(select_entries), given, buffers, free, frozenset(buffers))
-
-
-def chosen() -> Case:
-    buffers = {"slots": torch.full((T, 6), 7).int(), "lengths": ints([9] * T)}
-    given = {n: v for n, v in tokens().items() if n != "positions"} | buffers
-    given |= {"chosen": torch.randint(-1, 8, (T, 6)).int(), "page_size": PAGE, "backend": "auto"}
-    return Case(plain(select_chosen), given, buffers, MORE_PAGES | {"own none"}, frozenset(buffers))
-
-
-def workspace() -> Case:
-    buffers = {"slots": torch.full((T, 9), 7).int(), "lengths": ints([9] * T)}
-    given = {n: v for n, v in tokens().items() if n in ("positions", "request_ids")} | buffers
-    given |= {"first": ints([0, 0]), "chosen": torch.randint(-1, 2, (T, 4)).int(), "first_request": 0}
-    given |= {"ratio": 2, "window": 5, "entries": 3, "rows": 9, "columns": 4, "backend": "auto"}
-    free = {"chosen none", "first axis 0 longer", "first axis 0 shorter", "slots axis 1 longer"}
-    return Case(plain(select_gathered), given, buffers, frozenset(free), frozenset(buffers))
-
-
-def mixed() -> Case:
-    buffers = {"slots": torch.full((5, 12), 7).int(), "lengths": ints([9] * 5)}
-    given = buffers | {
-        "decode_window": torch.zeros(2, 6).int(),
-        "decode_entries": torch.zeros(2, 3).int(),
-        "decode_lengths": ints([1, 2]),
-        "prefill_entries": torch.zeros(3, 4).int(),
-        "query_starts": ints([0, 1, 2, 5]),
-        "request_lengths": ints([4, 4, 3]),
-        "request_ids": ints([0, 1, 2, 2, 2]),
-        "window_table": torch.zeros(3, 2).int(),
-        "entry_table": torch.zeros(3, 2).int(),
-        "window_page": 4,
-        "entry_page": 2,
-        "window": 6,
-        "ratio": 2,
-        "topk": 4,
-        "real": torch.ones(2, dtype=torch.bool),
-        "backend": "auto",
-    }
-    free = {f"{name} none" for name in ("decode_entries", "decode_lengths", "real")}
-    free |= {f"{t} axis 1 {how}" for t in ("window_table", "entry_table") for how in ("longer", "shorter")}
-    free |= {
-        "slots axis 1 longer",
-        "slots axis 1 shorter",
-        "decode_entries axis 1 longer",
-        "prefill_entries axis 1 longer",
-    }
-    free |= {"decode_entries axis 1 shorter", "decode_window axis 1 longer"}
-    return Case(plain(select_mixed), given, buffers, frozenset(free), frozenset(buffers))
+    # Bounds outside of the keys are cut.
+    free = frozenset({"out none", "key_scales none", "starts huge", "ends huge"})
+    return Case(plain(ragged_scores), given, {"out": out}, free, frozenset({"out"}))
 
 
 def flashinfer() -> Case:
@@ -379,7 +287,7 @@ def flashinfer() -> Case:
     def run(a: Arguments) -> object:
         return trtllm_batch_decode_with_kv_cache_mla(workspace_buffer=None, **a)
 
-    free = {"out none", "lse none", "sinks none", "seq_lens none", "kv_cache rank above"}
+    free = {"out none", "lse none", "sinks none", "seq_lens none", "kv_cache rank above", "block_tables huge"}
     free |= {f"kv_cache axis {axis} {how}" for axis in (0, 1) for how in ("longer", "shorter")}
     watched = {"out": out, "lse": lse, "kv_cache": pool}
     return Case(run, given, watched, frozenset(free), frozenset({"out", "lse"}))
@@ -409,7 +317,9 @@ def flashinfer_v4() -> Case:
     free = {f"{name} axis {axis} {how}" for name in pools for axis in (0, 1) for how in ("longer", "shorter")}
     # Without lengths of the window it is the combined form, which wants other arguments.
     free |= {"out none", "sinks none", "swa_topk_lens none", *(f"{name} rank above" for name in pools)}
-    free |= {f"{name} axis 1 longer" for name in ("sparse_indices", "extra_sparse_indices")}
+    free |= {
+        f"{name} {how}" for name in ("sparse_indices", "extra_sparse_indices") for how in ("axis 1 longer", "huge")
+    }
     return Case(run, given, {"out": out, "pool": pool}, frozenset(free), frozenset({"out"}))
 
 
@@ -417,7 +327,7 @@ CASES = {
     f.__name__: cache(f)
     for f in (
         *(write_rows, write_pairs, write_normed, write_keys, rotate, compress, gather, attention, combine),
-        *(paged_scores, gathered_scores, window, entries, chosen, workspace, mixed, flashinfer, flashinfer_v4),
+        *(paged_scores, gathered_scores, flashinfer, flashinfer_v4),
     )
 }
 

@@ -22,10 +22,13 @@ from tamis import (
     SparseV4,
     V4Caches,
     V4Planner,
+    checks,
 )
 from tamis.layout import index_fp8, named, rows
 from tamis.ops import IndexInputs
+from tamis.pipeline_checks import CallChecks
 from tamis.rope import Rope
+from tamis.v4_checks import V4Checks
 from tamis.v4_serving import attend_gathered
 
 HEADS, LATENT, ROPE, PAGE, TOPK = 3, 128, 8, 4, 6
@@ -75,8 +78,12 @@ def mla(mode: str, what: str) -> Case:
     else:
         given["positions"] = torch.zeros(7, TOPK).int()
 
+    made = SparseMLA(SPEC)
+
     def run(a: Arguments) -> object:
-        layer = SparseMLA(replace(SPEC, topk=a["topk"]), backend=a["backend"])
+        layer = made
+        if a["topk"] is not TOPK or a["backend"] != "auto":
+            layer = SparseMLA(replace(SPEC, topk=a["topk"]), backend=a["backend"])
         inputs = {"positions": a.get("positions")}
         if what == "index":
             inputs = {"index": IndexInputs(a["index.q"], a["index.weights"], a["index.keys"], a["index.recipe"])}
@@ -90,7 +97,16 @@ def mla(mode: str, what: str) -> Case:
         free |= {f"caches.index {how}" for how in ("page size", "width", "one scale", "planar", "elsewhere")}
         free |= {"caches.index few pages", "caches.index inference", "caches.index tensor", "caches.index object"}
     watched = {"latent": latent.storage, "index": index.storage, "out": out, **tensors(plan, "plan")}
-    return Case(run, given, watched, frozenset(free), frozenset({"out"}), {"kv": "kv", "topk": "topk"})
+    changed = {"rows": 8, "page_size": 8, "topk": TOPK + 1}
+    plans = {f"width: other {name}": replace(plan, **{name: value}) for name, value in changed.items()}
+    plans |= {"width: far slots": replace(plan, slots=plan.slots + 80)}
+    plans |= {"width: far requests": replace(plan, request_ids=plan.request_ids + 2)}
+    if mode == "separate":
+        plans["width: no workspace"] = replace(plan, workspace=None)
+        plans["width: other workspace"] = replace(plan, workspace=torch.zeros(160, D + 1))
+        plans["width: integers"] = replace(plan, workspace=torch.zeros(160, D).int())
+    more = {"plan": plans, "topk": {"too many": 5000, "other": TOPK + 1}}
+    return Case(run, given, watched, frozenset(free), frozenset({"out"}), more)
 
 
 def given_positions() -> Case:
@@ -100,11 +116,22 @@ def given_positions() -> Case:
     given = {name: case.arguments[name] for name in names}
     given |= {"cache": latent, "request_ids": plan.request_ids, "block_table": plan.block_table}
 
+    made = SparseMLA(SPEC)
+
     def run(a: Arguments) -> object:
-        layer = SparseMLA(SPEC, backend=a["backend"])
+        layer = made if a["backend"] == "auto" else SparseMLA(SPEC, backend=a["backend"])
         return layer.attend_positions(**{name: value for name, value in a.items() if name != "backend"})
 
-    free = {"sink none", "out none", "cache page size", "cache one scale", "cache planar", "cache few pages"}
+    free = {
+        "positions huge",
+        "block_table huge",
+        "sink none",
+        "out none",
+        "cache page size",
+        "cache one scale",
+        "cache planar",
+        "cache few pages",
+    }
     free |= {f"block_table axis {axis} {how}" for axis, how in ((0, "longer"), (1, "longer"), (1, "shorter"))}
     free |= {"cache inference"}
     return Case(run, given, case.watched, frozenset(free), frozenset({"out"}))
@@ -120,7 +147,7 @@ def mla_write() -> Case:
         return layer.write(a["kv"], Caches(a["caches"], a["caches.index"]), a["plan"], index)
 
     given = {name: case.arguments[name] for name in names}
-    return Case(run, given, case.watched, case.free, names=case.names)
+    return Case(run, given, case.watched, case.free)
 
 
 V4_LAYOUT = named("v4-fp8", latent=24, rope=8, tile=8)
@@ -172,7 +199,27 @@ def v4(spec: LayerSpec, mode: str, what: str = "call") -> Case:
         free |= {"sink gradient", "caches.state one scale", "caches.index_state one scale"}
         free |= {f"caches.{name} planar" for name in ("state", "index_state")}
     watched = {name: getattr(held, name).storage for name in CACHES if getattr(held, name) is not None}
-    return Case(run, given, {**watched, **tensors(plan, "plan")}, frozenset(free))
+    far = replace(plan.window.pages, slots=plan.window.pages.slots + 320)
+    windows = {"size": {"size": 7}, "pages": {"page_size": 4}, "far slots": {"pages": far}}
+    plans = {f"width: {label}": replace(plan, window=replace(plan.window, **x)) for label, x in windows.items()}
+    plans["width: rows"] = replace(plan, step=replace(plan.step, rows=20))
+    for label, change in (
+        ("columns", {"columns": 3}),
+        ("state pages", {"state_page_size": 5}),
+        ("state", {"state": None}),
+    ):
+        parts = {ratio: replace(part, **change) for ratio, part in plan.entries.items()}
+        if spec.kind == "overlapping" or (spec.kind == "plain" and label != "columns"):
+            plans[f"width: {label}"] = replace(plan, entries=parts)
+    if mode == "separate":
+        plans["width: workspace"] = replace(plan, workspace=torch.zeros(800, 33))
+        plans["width: no gathers"] = replace(plan, gathers={})
+    more = {} if what in ("select", "output") else {"plan": plans}
+    if spec.topk is not None:
+        more["topk"] = {"width: too many": 5000, "width: other": spec.topk + 1}
+    if what == "write":
+        more = {"plan": {label: bad for label, bad in plans.items() if "workspace" not in label}}
+    return Case(run, given, {**watched, **tensors(plan, "plan")}, frozenset(free), more=more)
 
 
 def gathered() -> Case:
@@ -195,7 +242,7 @@ def gathered() -> Case:
         return attend_gathered(**a)
 
     free = {"sink none", *(f"{name} {how}" for name in ("window", "entries") for how in ("one scale", "planar"))}
-    free |= {"q axis 1 longer", "q axis 1 shorter", "window inference", "entries inference"}
+    free |= {"window inference", "entries inference", "chosen huge"}
     return Case(run, given, case.watched, frozenset(free))
 
 
@@ -223,3 +270,31 @@ ROWS = [(name, argument) for name, made in CASES.items() for argument in made().
 @pytest.mark.parametrize(("name", "argument"), ROWS)
 def test_a_refused_call_changes_nothing(name: str, argument: str) -> None:
     assert faults(CASES[name](), argument) == []
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", [name for name in CASES if "separate" not in name and name != "attend_gathered"])
+def test_what_passed_before_lets_nothing_else_pass_on_a_device(
+    name: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device a layer remembers what its checks saw last; here the host's values are hidden from it."""
+    case = LAYERS[name]()
+    monkeypatch.setattr(checks, "visible", lambda tensor: False)
+    with torch.set_grad_enabled(grad):
+        for argument in case.arguments:
+            case.run(case.arguments)
+            found = [fault for fault in faults(case, argument, blind=True) if grad or "gradient" not in fault]
+            assert found == [], argument
+
+
+def test_a_call_that_passed_is_not_checked_again_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = {"mla mixed index": "_check_call", "mla mixed positions": "_check_call", "v4 overlapping mixed": "stages"}
+    monkeypatch.setattr(checks, "visible", lambda tensor: False)
+    for name, method in layers.items():
+        kind, ran = V4Checks if "v4" in name else CallChecks, []
+        original = getattr(kind, method)
+        monkeypatch.setattr(kind, method, lambda *a, run=original, ran=ran: (ran.append(1), run(*a)))
+        case = LAYERS[name]()
+        for _ in range(3):
+            case.run(case.arguments)
+        assert len(ran) == 1, name
