@@ -185,7 +185,7 @@ def test_wrong_selections_are_refused_and_nothing_is_written() -> None:
         (sharer, {}, "positions and index must be given one at a time, got neither"),
         (SparseMLA(spec), {"index": index}, "index.recipe must be that of the cache"),
         (SparseMLA(spec), {"index": replace(index, recipe=IndexRecipe(8))}, "index.recipe must be that of the cache"),
-        (wide, {"index": replace(fitting, q=index.q[:, :4])}, r"index.q must be of shape \[T=30, 8, D=16\]"),
+        (wide, {"index": replace(fitting, q=index.q[:, :4])}, r"index.q must be of shape \[T=30, H=8, D=16\]"),
         (SparseMLA(replace(spec, topk=None, window=4)), {"index": fitting}, "index must be None for a layer without"),
     ]
     for layer, options, message in cases:

@@ -1,10 +1,8 @@
 """The V4 layer's own rules: weights under both namings, caches, and what it refuses."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,27 +126,32 @@ def test_caches_by_kind_of_layer() -> None:
 @pytest.mark.parametrize(
     ("caches", "plan", "message"),
     [
-        ({}, {"rows": 3}, "hidden must be of shape"),
-        ({}, {"window": 7}, "plan.window.size must be the layer's 6, got 7"),
-        ({}, {"window_page": 32}, "caches.window must be of the plan's page size 32, got 64"),
-        ({}, {"ratios": (8,)}, "plan must be with entries and a state pool for ratio 4, got ratios"),
+        ({}, {"rows": 6}, "hidden must be of shape"),
+        ({}, {"size": 7}, "plan.window.size must be the layer's 6, got 7"),
+        ({}, {"page_size": 32}, "caches.window must be of the plan's page size 32, got 8"),
+        ({}, {"entries": {}}, "plan must be with entries and a state pool for ratio 4, got ratios"),
+        ({}, {"columns": 6}, "plan.entries must be for top-k 5, got 6"),
+        ({}, {"state_page_size": 8}, "caches.state must be of the plan's page size 8, got 4"),
         ({"index_state": None}, {}, "caches.index_state must be given for a layer of kind 'overlapping'"),
-        ({"entries": PagedCache("v4-bf16", 2, 2)}, {}, "caches.entries must be of the plan's page size 64, got 2"),
+        ({"entries": PagedCache("v4-bf16", 2, 2)}, {}, "caches.entries must be of the plan's page size 4, got 2"),
+        ({"state": PagedCache(compressor_state(dim=32), 2, 8)}, {}, "caches.state must be of the plan's page size 4"),
+        ({"index_state": PagedCache(compressor_state(dim=16), 2, 8)}, {}, "caches.index_state must be of the plan's"),
     ],
 )
 def test_calls_are_refused_before_anything_is_written(caches, plan, message: str) -> None:
-    layer = SparseV4(OVERLAPPING, weights("overlapping"), torch.zeros(9, 8))
-    held = V4Caches.allocate(OVERLAPPING, pages=2, window_pages=2, state_pages=2, layout="v4-fp32")
-    numbers = {"rows": 2, "window": 6, "window_page": 64, "ratios": (4,)} | plan
-    made = SimpleNamespace(
-        using=nullcontext,
-        step=SimpleNamespace(rows=numbers["rows"]),
-        window=SimpleNamespace(size=numbers["window"], page_size=numbers["window_page"]),
-        entries={ratio: SimpleNamespace(page_size=64, state=object()) for ratio in numbers["ratios"]},
-    )
+    layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
+    held, planner, batch = indexed(hadamard=False)
+    made = planner.plan(batch([5], [5]))
+    if "entries" in plan:
+        made = replace(made, entries={})
+    for part, names in (("step", {"rows"}), ("window", {"size", "page_size"})):
+        changes = {name: value for name, value in plan.items() if name in names}
+        made = replace(made, **{part: replace(getattr(made, part), **changes)})
+    changes = {name: value for name, value in plan.items() if name in ("columns", "state_page_size")}
+    made = replace(made, entries={ratio: replace(part, **changes) for ratio, part in made.entries.items()})
     with pytest.raises(ValueError, match=message):
-        layer(torch.zeros(2, HIDDEN), replace(held, **caches), made)
-    assert not held.window.storage.any()
+        layer(torch.zeros(5, HIDDEN), replace(held, **caches), made)
+    assert not any(getattr(held, name).storage.any() for name in held.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("spec", [WINDOW, OVERLAPPING, PLAIN], ids=lambda s: s.kind)

@@ -70,6 +70,8 @@ class EntryPlan:
     state: PageMap | None
     """Block table of the compressor's state, and int64 [rows] slots for the step's tokens; None if the batch has no
     such pool."""
+    state_page_size: int
+    """Tokens per page of it; 0 without such a pool."""
 
     def selection(self, cache: PagedCache, chosen: Tensor | None = None) -> Selection:
         """What the entries contribute to attention: the `chosen` ones (int32 [rows, k] numbers of entries within the

@@ -163,6 +163,7 @@ class V4Planner:
             request_ids=step.request_ids,
             every=every,
             state=step.other_pages.get(state_pool(ratio)),
+            state_page_size=self.limits.other_page_sizes.get(state_pool(ratio), 0),
         )
 
     def _group(self, ratio: int, prepared: Prepared) -> tuple[PrefillGroup, ...]:

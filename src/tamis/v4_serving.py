@@ -5,6 +5,10 @@ into a workspace, and attend to that through one list of rows. `SparseV4` has no
 as well, which gives the same result up to rounding and saves the copy.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,8 +16,11 @@ from tamis import checks
 from tamis.cache import PagedCache, Selection
 from tamis.layout import rows
 from tamis.lease import needs_latest_plan
-from tamis.ops import attend, gather_kv, select_gathered
-from tamis.v4_plan import EntryPlan, GatherPlan, PrefillGroup, V4Plan
+from tamis.ops.attend import attend_unchecked, check_attend
+from tamis.ops.gather import check_gather_kv, gather_unchecked
+from tamis.ops.select import select_gathered_unchecked
+from tamis.ops.select.arguments import check_select_gathered
+from tamis.v4_plan import GatherPlan, PrefillGroup, V4Plan
 
 
 @needs_latest_plan
@@ -44,85 +51,170 @@ def attend_gathered(
         sink: float32 [H].
         backend: a name from `tamis backends`, or "auto".
     """
-    step = plan.step
-    checks.tensor("q", q, "T H D", checks.FLOATS, T=step.rows, remedy="one row per token of the plan, with padding")
+    numbers = (ratio, scale, value_dim, sink, backend)
+    check_attend_gathered(
+        q,
+        plan,
+        window,
+        entries,
+        chosen,
+        ratio=ratio,
+        scale=scale,
+        value_dim=value_dim,
+        sink=sink,
+        backend=backend,
+    )
+    return gathered_unchecked(q, plan, window, entries, chosen, *numbers)
+
+
+def check_attend_gathered(
+    q: Tensor,
+    plan: V4Plan,
+    window: PagedCache,
+    entries: PagedCache | None,
+    chosen: Tensor | None,
+    *,
+    ratio: int,
+    scale: float,
+    value_dim: int,
+    sink: Tensor | None,
+    backend: str,
+) -> None:
+    """Refuse what `attend_gathered` refuses."""
+    checks.instance("plan", plan, V4Plan)
+    rows = plan.step.rows
+    checks.tensor("q", q, "T H D", checks.FLOATS, T=rows, remedy="one row per token of the plan, with padding")
+    checks.instance("window", window, PagedCache)
     if plan.workspace is None:
         raise checks.refuse("plan", "one with a workspace", None, "make the V4Planner with mode='separate'")
+    checks.integer("ratio", ratio, low=1)
     if (ratio == 1) != (entries is None):
         raise checks.refuse("entries", f"{'None' if ratio == 1 else 'given'} for ratio {ratio}", entries, "pass both")
-    selections = [plan.window.selection(window)]
+    if window.page_size != plan.window.page_size:
+        raise checks.refuse("window", f"of the plan's page size {plan.window.page_size}", window.page_size, "match it")
     if entries is not None:
-        selections.append(plan.entries[ratio].selection(entries, chosen))
+        _check_entries(plan, entries, chosen, ratio, q.device)
+    elif chosen is not None:
+        raise checks.refuse("chosen", "None without entries", checks.describe(chosen), "pass the entries too")
+    if plan.step.requests == 0:
+        return
+    checks.tensor("plan.workspace", plan.workspace, "N D", checks.FLOATS, D=window.layout.width, device=q.device)
+    selections = _selections(plan, window, entries, chosen, ratio)
+    check_attend(q, selections, scale, value_dim, sink, 1.0, None, None, backend)
+    if plan.step.prefill is None:
+        return
+    if ratio not in plan.gathers:
+        raise checks.refuse("ratio", f"among those the plan gathers ({sorted(plan.gathers)})", ratio, "plan for it")
+    gather = plan.gathers[ratio]
+    for group in gather.groups:
+        for cache, arguments in _gathered(plan, gather, group, window, entries, ratio):
+            check_gather_kv(cache, **arguments, out=plan.workspace, backend=backend)
+        check_select_gathered(**_workspace_rows(plan, gather, group, chosen, ratio), backend=backend)
+    gathered = Selection(_one_row_pages(plan, window), gather.slots, gather.row_lengths)
+    check_attend(q, [replace(gathered, lengths=None)], scale, value_dim, sink, 1.0, None, None, backend)
+
+
+def _check_entries(plan: V4Plan, entries: PagedCache, chosen: Tensor | None, ratio: int, device: torch.device) -> None:
+    checks.instance("entries", entries, PagedCache)
+    if ratio not in plan.entries:
+        raise checks.refuse("ratio", f"among the plan's ({sorted(plan.entries)})", ratio, "plan for it")
+    part = plan.entries[ratio]
+    if entries.page_size != part.page_size:
+        raise checks.refuse("entries", f"of the plan's page size {part.page_size}", entries.page_size, "match it")
+    if chosen is not None:
+        expected = {"T": plan.step.rows, "K": part.columns}
+        checks.tensor("chosen", chosen, "T K", (torch.int32,), device=device, **expected)  # type: ignore[arg-type]
+
+
+def gathered_unchecked(
+    q: Tensor,
+    plan: V4Plan,
+    window: PagedCache,
+    entries: PagedCache | None,
+    chosen: Tensor | None,
+    ratio: int,
+    scale: float,
+    value_dim: int,
+    sink: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """As `attend_gathered`, for callers who know that `check_attend_gathered` would pass."""
+    step = plan.step
     out = torch.zeros(*q.shape[:2], value_dim, dtype=q.dtype, device=q.device)
+    if step.requests == 0:
+        return out
 
     def run(tokens: slice, what: list[Selection]) -> None:
-        attend(q[tokens], what, scale=scale, value_dim=value_dim, sink=sink, out=out[tokens], backend=backend)
+        attend_unchecked(q[tokens], what, scale, value_dim, sink, 1.0, None, out[tokens], backend)
 
     direct = step.split.decode_tokens if step.prefill is not None else step.rows
     if direct:
-        run(slice(direct), [selection.rows(0, direct) for selection in selections])
+        run(slice(direct), [s.rows(0, direct) for s in _selections(plan, window, entries, chosen, ratio)])
     if step.prefill is not None:
-        gather, part = plan.gathers[ratio], plan.entries.get(ratio)
+        gather = plan.gathers[ratio]
+        assert plan.workspace is not None
         for group in gather.groups:
-            _fill_workspace(plan, part, gather, group, window, entries, backend)
-            picked = None if chosen is None else chosen[group.tokens]
-            slots, lengths = _select_workspace(plan, part, gather, group, picked, backend)
-            run(group.tokens, [Selection(_one_row_pages(plan, window), slots, lengths)])
+            for cache, where in _gathered(plan, gather, group, window, entries, ratio):
+                gather_unchecked(cache, **where, out=plan.workspace, backend=backend)
+            rows = _workspace_rows(plan, gather, group, chosen, ratio)
+            select_gathered_unchecked(**rows, backend=backend)
+            run(group.tokens, [Selection(_one_row_pages(plan, window), rows["slots"], rows["lengths"])])
     return out
 
 
-def _fill_workspace(
+def _selections(
+    plan: V4Plan, window: PagedCache, entries: PagedCache | None, chosen: Tensor | None, ratio: int
+) -> list[Selection]:
+    selections = [plan.window.selection(window)]
+    if entries is not None:
+        selections.append(plan.entries[ratio].selection(entries, chosen))
+    return selections
+
+
+def _gathered(
     plan: V4Plan,
-    part: EntryPlan | None,
     gather: GatherPlan,
     group: PrefillGroup,
     window: PagedCache,
     entries: PagedCache | None,
-    backend: str,
-) -> None:
+    ratio: int,
+) -> Iterator[tuple[PagedCache, dict[str, Any]]]:
+    """The caches that a group is gathered from, and which rows of them go where."""
     mine = _prefills(plan, group)
-    count = mine.stop - mine.start
-    starts = torch.arange(count, dtype=torch.int32, device=window.device) * group.rows
-    table = plan.window.pages.block_table[group.requests]
-    gather_kv(
+    starts = torch.arange(mine.stop - mine.start, dtype=torch.int32, device=window.device) * group.rows
+    yield (
         window,
-        table,
-        gather.lengths[mine],
-        starts=starts + group.entries,
-        first=gather.first[mine],
-        out=plan.workspace,
-        backend=backend,
+        {
+            "block_table": plan.window.pages.block_table[group.requests],
+            "lengths": gather.lengths[mine],
+            "starts": starts + group.entries,
+            "first": gather.first[mine],
+        },
     )
-    if entries is not None and part is not None:
-        table = part.block_table[group.requests]
-        gather_kv(entries, table, gather.entries[mine], starts=starts, out=plan.workspace, backend=backend)
+    if entries is not None:
+        table = plan.entries[ratio].block_table[group.requests]
+        yield entries, {"block_table": table, "lengths": gather.entries[mine], "starts": starts, "first": None}
 
 
-def _select_workspace(
-    plan: V4Plan,
-    part: EntryPlan | None,
-    gather: GatherPlan,
-    group: PrefillGroup,
-    chosen: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    slots, lengths = gather.slots[group.tokens], gather.row_lengths[group.tokens]
-    select_gathered(
-        plan.step.positions[group.tokens],
-        plan.step.request_ids[group.tokens],
-        gather.first[_prefills(plan, group)],
-        chosen,
-        ratio=1 if part is None else part.ratio,
-        window=plan.window.size,
-        entries=group.entries,
-        rows=group.rows,
-        columns=0 if part is None else part.columns,
-        slots=slots,
-        lengths=lengths,
-        first_request=group.requests.start,
-        backend=backend,
-    )
-    return slots, lengths
+def _workspace_rows(
+    plan: V4Plan, gather: GatherPlan, group: PrefillGroup, chosen: Tensor | None, ratio: int
+) -> dict[str, Any]:
+    """Arguments of `select_gathered`, which finds a group's rows in the workspace."""
+    part = plan.entries.get(ratio)
+    return {
+        "positions": plan.step.positions[group.tokens],
+        "request_ids": plan.step.request_ids[group.tokens],
+        "first": gather.first[_prefills(plan, group)],
+        "chosen": None if chosen is None else chosen[group.tokens],
+        "ratio": 1 if part is None else part.ratio,
+        "window": plan.window.size,
+        "entries": group.entries,
+        "rows": group.rows,
+        "columns": 0 if part is None else part.columns,
+        "slots": gather.slots[group.tokens],
+        "lengths": gather.row_lengths[group.tokens],
+        "first_request": group.requests.start,
+    }
 
 
 def _one_row_pages(plan: V4Plan, like: PagedCache) -> PagedCache:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.ops import quantise_blocks
+from tamis.ops.combine import check_sink
+from tamis.ops.rotate.output import check_block_scales, check_tile
 from tamis.spec import LayerSpec
 
 _CHECKPOINT_NAMES = {
@@ -108,7 +110,31 @@ class V4Weights:
             if tiles == 0 or groups["N"] % tiles or width % (groups["N"] // tiles):
                 expected = f"in tiles that divide a head of {width}"
                 raise checks.refuse("o_a_scales", expected, list(self.o_a_scales.shape), "use with_fp8_output")
+            tile = check_block_scales(self.o_a_scales, groups["O"], groups["G"], groups["N"], tiles, "o_a_scales")
+            check_tile(tile, width)
+        check_sink(self.sink, heads, self.kv.device)
         self._check_parts(spec, rank, hidden)
+        checks.same_device(**self.named())
+
+    @property
+    def output_tile(self) -> int | None:
+        """How many columns of attention's output share a scale; None where it is not quantised."""
+        return None if self.o_a_scales is None else self.o_a.shape[2] // self.o_a_scales.shape[2]
+
+    def named(self) -> dict[str, Tensor]:
+        """All tensors by name, those of the parts with the part's name before them."""
+        found: dict[str, Tensor] = {}
+        for name in self.__dataclass_fields__:
+            part = getattr(self, name)
+            if isinstance(part, Tensor):
+                found[name] = part
+            elif isinstance(part, CompressorWeights):
+                found |= {f"{name}.{own}": getattr(part, own) for own in part.__dataclass_fields__}
+            elif isinstance(part, IndexerWeights):
+                found |= {f"{name}.q": part.q, f"{name}.weights": part.weights}
+                keys = part.compressor
+                found |= {f"{name}.compressor.{own}": getattr(keys, own) for own in keys.__dataclass_fields__}
+        return found
 
     def _check_parts(self, spec: LayerSpec, rank: int, hidden: int) -> None:
         wanted = {"compressor": spec.kind != "window", "indexer": spec.kind == "overlapping"}

@@ -22,7 +22,8 @@ from tamis.ops.write import join_parts
 from tamis.pipeline import LayerOutput, SparseMLA
 from tamis.plan import Plan
 from tamis.spec import LayerSpec
-from tamis.v4 import SparseV4, V4Caches, project
+from tamis.v4 import SparseV4, V4Caches
+from tamis.v4_checks import Projected
 from tamis.v4_plan import EntryPlan, V4Plan
 
 SCORE_ELEMENTS = 4 << 20
@@ -159,18 +160,16 @@ class _WatchedV4(SparseV4):
         self._watch, self._number = watch, number
         self._q: Tensor | None = None
 
-    def write(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> Rotated:
-        queries = super().write(hidden, caches, plan)
+    def write_unchecked(self, made: Projected, caches: V4Caches, plan: V4Plan) -> Rotated:
+        queries = super().write_unchecked(made, caches, plan)
         self._q = queries.q
         return queries
 
-    def select(self, hidden: Tensor, index_q: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
-        entries, indexer = plan.entries[self.spec.compress], self.weights.indexer
-        assert indexer is not None
+    def select_unchecked(self, index_q: Tensor, index_weights: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
+        entries = plan.entries[self.spec.compress]
         assert caches.index is not None
         seen = _Seen(plan.step.positions, plan.step.request_ids, entries.block_table, entries.visible)
-        weights = project(hidden, indexer.weights, torch.float32)
-        chosen = _select(self._watch, self._number, index_q, weights, caches.index, seen, self.backend)
+        chosen = _select(self._watch, self._number, index_q, index_weights, caches.index, seen, self.backend)
         self._compare(chosen, caches, entries, plan)
         return chosen
 

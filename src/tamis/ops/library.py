@@ -113,21 +113,21 @@ def stage_module(name: str, backend: str, device: torch.device, **inputs: Tensor
     return implementation(name, backend, device)
 
 
-def check_stage(
-    name: str,
-    backend: str,
-    device: torch.device,
-    check: str | None = None,
-    *arguments: Any,
-    tracing: bool = False,
-    **inputs: Tensor | None,
-) -> None:
-    """Refuse a backend that does not run here, a gradient, and what the backend's own kernels do not take: a module
-    whose kernels take less than their stage has a function of the name that `check` gives. Fakes ask in a trace."""
-    if torch.compiler.is_compiling() and not tracing:
-        return
-    stage = stage_module(name, backend, device, **inputs)
-    if check is not None and hasattr(stage, check):
+def check_stage(name: str, backend: str, device: torch.device, **inputs: Tensor | None) -> None:
+    """Refuse a backend that does not run here, and a gradient. In a trace the op's fake does it."""
+    if not torch.compiler.is_compiling():
+        stage_module(name, backend, device, **inputs)
+
+
+def check_kernels(name: str, backend: str, device: torch.device, check: str, *arguments: Any) -> None:
+    """Refuse what the backend's own kernels do not take. In a trace the op's fake does it."""
+    if not torch.compiler.is_compiling():
+        ask_kernels(implementation(name, backend, device), check, *arguments)
+
+
+def ask_kernels(stage: Any, check: str, *arguments: Any) -> None:
+    """A module whose kernels take less than their stage has a function that refuses the rest, by the name `check`."""
+    if hasattr(stage, check):
         getattr(stage, check)(*arguments)
 
 
@@ -253,7 +253,7 @@ def _accumulator(q: Tensor) -> torch.dtype:
 
 def _attend_slots(q: Tensor, selections: list[Selection], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, value_dim, splits, backend = rest
-    check_stage("attend", backend, q.device, "check_attend", q, selections, value_dim, tracing=True, q=q)
+    ask_kernels(stage_module("attend", backend, q.device, q=q), "check_attend", q, selections, value_dim)
     # How many parts a backend chooses is its own affair; `attend`, which merges them, does not show it.
     parts = torch.library.get_ctx().new_dynamic_size(min=1) if splits is None else splits
     lse = q.new_empty((parts, q.shape[0], q.shape[1]), dtype=_accumulator(q))
@@ -309,8 +309,8 @@ def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor,
 
 def _attend(q: Tensor, selections: list[Selection], *rest: Any) -> tuple[Tensor, Tensor]:
     *_, sink, out, backend = rest
-    how = ("check_attend", q, selections, out.shape[2])
-    check_stage("attend", backend, q.device, *how, tracing=True, q=q, sink=sink)
+    stage = stage_module("attend", backend, q.device, q=q, sink=sink)
+    ask_kernels(stage, "check_attend", q, selections, out.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=_accumulator(q))
     return lse, torch.empty_like(lse)
 

@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from contract.calls import Call, outside_unchanged, require
 from contract.draw import FLOATS, INT_MAX, INT_MIN, Draw
 from contract.formats import decode
 from contract.maths import UNIT, Attention, attention, check_attended, close, rounded
-from torch import Tensor
-
 from tamis import PagedCache, Selection, ops
 
 Arguments = dict[str, Any]

@@ -3,14 +3,14 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from contract.calls import Call, Wrong, outside_unchanged, require
 from contract.cases_attend import translated
 from contract.cases_rows import distinct_slots, near_rows
 from contract.draw import FLOATS, INT_MAX, INT_MIN, Draw
 from contract.formats import E4M3, Format, decode, decode_row
 from contract.maths import UNIT, best, close, hadamard, rotated, rounded, scores
-from torch import Tensor
-
 from tamis import IndexRecipe, ops
 
 Arguments = dict[str, Any]

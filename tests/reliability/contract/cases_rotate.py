@@ -3,14 +3,14 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from contract.calls import Call, outside_unchanged, require
 from contract.cases_attend import translated
 from contract.cases_rows import distinct_slots, near_rows
 from contract.draw import FLOATS, Draw
 from contract.formats import E4M3, decode
 from contract.maths import close, hadamard, rms_norm, rounded, turn_tail
-from torch import Tensor
-
 from tamis import IndexRecipe, ops
 from tamis.layout import compressor_state
 

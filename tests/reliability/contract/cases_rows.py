@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from contract.calls import Call, memory, outside_unchanged, require
-from contract.draw import FLOATS, INT_MAX, INT_MIN, Draw
-from contract.formats import E4M3, Format, byte_of, decode, decode_row, encode, to_e4m3
-from contract.maths import close, rms_norm, rotated, rounded
 from torch import Tensor
 
+from contract.calls import Call, memory, outside_unchanged, require
+from contract.draw import FLOATS, INT_MAX, INT_MIN, Draw
+from contract.formats import E4M3, Format, byte_of, decode, decode_row, encode
+from contract.maths import close, rms_norm, rotated, rounded
 from tamis import PagedCache, ops
 
 Arguments = dict[str, Any]

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from contract.calls import Call, outside_unchanged, require
 from contract.cases_attend import hostile_slots, translated
 from contract.draw import INT_MAX, Draw
-from torch import Tensor
-
 from tamis import ops
 
 Arguments = dict[str, Any]

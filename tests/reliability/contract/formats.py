@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from contract.calls import memory
 from torch import Tensor
 
+from contract.calls import memory
 from tamis import PagedCache
 
 

@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from contract.calls import Wrong, require
 from torch import Tensor
+
+from contract.calls import Wrong, require
 
 UNIT = {
     torch.float64: 2.0**-53,

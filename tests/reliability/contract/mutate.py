@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from contract.calls import Call
-from contract.draw import INT_MAX, INT_MIN, Draw
 from torch import Tensor
 
+from contract.calls import Call
+from contract.draw import INT_MAX, INT_MIN, Draw
 from tamis import IndexRecipe, LayerSpec, Layout, PagedCache, Plan
 
 _LEAVES = (PagedCache, Layout, LayerSpec, Plan, IndexRecipe)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
-import torch
+from torch import Tensor
+
 from contract.calls import Call, Wrong, changes, copied, leaves
 from contract.draw import Draw
 from contract.mutate import Spoiled, spoil
-from torch import Tensor
 
 Case = Callable[[Draw], Call]
 _REFUSAL = re.compile(r"(?P<name>.*?) must be .*, got .*; ", re.DOTALL)

@@ -97,7 +97,8 @@ def check_attend(
     """Refuse what `attend` refuses, of a query in one piece and a list of selections."""
     check_selections(q, selections)
     check_rest(q, scale, value_dim, sink, q_scale, splits, out, read_by(selections))
-    library.check_stage("attend", backend, q.device, "check_attend", q, selections, value_dim, q=q, sink=sink)
+    library.check_stage("attend", backend, q.device, q=q, sink=sink)
+    library.check_kernels("attend", backend, q.device, "check_attend", q, selections, value_dim)
 
 
 def read_by(selections: list[Selection]) -> list[Tensor | None]:

@@ -84,7 +84,8 @@ def check_combine_parts(
     checks.option("dtype", dtype, OUTPUT_DTYPES)
     if out is not None:
         check_output(out, (tokens, heads, sizes["V"]), device, *partials, sink)
-    library.check_stage("combine", backend, device, parts=partials.out, lses=partials.lse, sink=sink)
+    given = {"partials.out": partials.out, "partials.lse": partials.lse, "sink": sink}
+    library.check_stage("combine", backend, device, **given)
 
 
 def check_sink(sink: Tensor | None, heads: int, device: torch.device) -> None:

@@ -69,21 +69,9 @@ def compress_kv(
         eps: of the norm.
         backend: a name from `tamis backends`, or "auto".
     """
-    check_compress_kv(
-        values,
-        scores,
-        state,
-        cache,
-        positions=positions,
-        pages=pages,
-        slots=slots,
-        bias=bias,
-        norm_weight=norm_weight,
-        cos_sin=cos_sin,
-        eps=eps,
-        backend=backend,
-    )
-    compress_unchecked(values, scores, state, cache, positions, pages, slots, bias, norm_weight, cos_sin, eps, backend)
+    arguments = (values, scores, state, cache, positions, pages, slots, bias, norm_weight, cos_sin, eps, backend)
+    check_compress_kv(*arguments)
+    compress_unchecked(*arguments)
 
 
 def check_compress_kv(
@@ -91,7 +79,6 @@ def check_compress_kv(
     scores: Tensor,
     state: PagedCache,
     cache: PagedCache,
-    *,
     positions: Tensor,
     pages: StatePages,
     slots: Tensor,
@@ -134,11 +121,12 @@ def check_compress_kv(
     check_rotary(rotary["R"], width)
     _check_recipe(cache, rotary["R"], names[1])
     checks.positive_number("eps", eps)
-    _check_values(state, cache, positions, pages, slots, rotary["P"])
+    _check_values(state, cache, positions, pages, slots, rotary["P"], names)
     checks.changeable(names[0], state.storage)
     checks.changeable(names[1], cache.storage)
     given = {"values": values, "scores": scores, "bias": bias, "norm_weight": norm_weight, "cos_sin": cos_sin}
-    library.check_stage("compress", backend, device, "check_rows", cache, **given)
+    library.check_stage("compress", backend, device, **given)
+    library.check_kernels("compress", backend, device, "check_rows", cache)
 
 
 def compress_unchecked(
@@ -171,11 +159,17 @@ def _check_recipe(cache: PagedCache, rotary: int, name: str) -> None:
 
 
 def _check_values(
-    state: PagedCache, cache: PagedCache, positions: Tensor, pages: StatePages, slots: Tensor, longest: int
+    state: PagedCache,
+    cache: PagedCache,
+    positions: Tensor,
+    pages: StatePages,
+    slots: Tensor,
+    longest: int,
+    names: tuple[str, str],
 ) -> None:
     lowest = -(2**62)
     checks.values_between("positions", positions, lowest, longest - 1, "make a longer cos_sin table")
-    checks.values_between("slots", slots, lowest, cache.rows - 1, f"the cache has {cache.rows} rows; use -1 to skip")
-    checks.values_between("pages.slots", pages.slots, lowest, state.rows - 1, f"the state has {state.rows} rows")
+    checks.values_between("slots", slots, lowest, cache.rows - 1, f"{names[1]} has {cache.rows} rows; use -1 to skip")
+    checks.values_between("pages.slots", pages.slots, lowest, state.rows - 1, f"{names[0]} has {state.rows} rows")
     requests = pages.block_table.shape[0]
     checks.values_between("pages.request_ids", pages.request_ids, 0, requests - 1, "each must name a block-table row")

@@ -5,12 +5,11 @@ from typing import Any
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.ops.library import CACHE, check_stage, op, stage_module
+from tamis.ops.library import CACHE, ask_kernels, op, stage_module
 
 
 def _compress_kv(values: Tensor, scores: Tensor, state: PagedCache, cache: PagedCache, *rest: Any) -> None:
-    given = {"values": values, "scores": scores}
-    check_stage("compress", rest[-1], values.device, "check_rows", cache, tracing=True, **given)
+    ask_kernels(stage_module("compress", rest[-1], values.device, values=values, scores=scores), "check_rows", cache)
 
 
 @op(

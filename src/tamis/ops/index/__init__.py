@@ -157,8 +157,8 @@ def check_ragged_scores(
     for name, bound in (("starts", starts), ("ends", ends)):
         checks.tensor(name, bound, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
     _check_scores_out(out, sizes["T"], total["N"], device, *inputs.values())
-    given = {"q": q, "weights": weights, "keys": keys, "key_scales": key_scales}
-    library.check_stage("index", backend, device, "check_scores", q, **given)
+    library.check_stage("index", backend, device, q=q, weights=weights, keys=keys, key_scales=key_scales)
+    library.check_kernels("index", backend, device, "check_scores", q)
 
 
 def topk_positions(
@@ -304,14 +304,20 @@ def _check_paged(
     device = checks.same_device(**own, **where)
     width = cache.layout.width
     sizes = checks.tensor(
-        f"{prefix}q", q, "T H D", QUERY_DTYPES, remedy=lambda: f"keys are in {cache!r}", **(known or {}), D=width
+        f"{prefix}q",
+        q,
+        "T H D",
+        QUERY_DTYPES,
+        remedy=lambda: f"keys are in {cache!r}",
+        **{**(known or {}), "D": width},  # type: ignore[arg-type]
     )
     checks.tensor(f"{prefix}weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
     checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
     requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]
     checks.tensor("lengths", lengths, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
     checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
-    library.check_stage("index", backend, device, "check_scores", q, **own)
+    library.check_stage("index", backend, device, **own)
+    library.check_kernels("index", backend, device, "check_scores", q)
 
 
 def _check_lengths(lengths: Tensor, longest: int, remedy: str) -> None:

@@ -73,8 +73,10 @@ def quantise_index_query(
     _check_rotations(recipe, positions, cos_sin, sizes["T"], dim, q.device)
     where = _rotation(recipe, positions, cos_sin)
     given = {"q": q, "weights": weights, "cos_sin": where[1]}
-    library.check_stage("index", backend, q.device, "check_recipe", recipe, dim, where[0] is not None, **given)
-    return registered.quantise_index_query(q, weights, *where, *_fields(recipe), layout.key, constant, backend)
+    library.check_stage("index", backend, q.device, **given)
+    library.check_kernels("index", backend, q.device, "check_recipe", recipe, dim, where[0] is not None)
+    at, angles = where
+    return registered.quantise_index_query(q, weights, at, angles, *_fields(recipe), layout.key, constant, backend)
 
 
 def write_index_keys(
@@ -120,10 +122,12 @@ def write_index_keys(
         backend=backend,
     )
     recipe = agreed_recipe("recipe", recipe, cache)
-    where, count = _rotation(recipe, positions, cos_sin), slots.shape[0]
-    keys, at = keys[:count], None if where[0] is None else where[0][:count]
-    norm = (norm_weight, norm_bias, norm_eps)
-    registered.write_index_keys(keys, cache, slots, *norm, at, where[1], *_fields(recipe), backend)
+    positions, cos_sin = _rotation(recipe, positions, cos_sin)
+    count = slots.shape[0]
+    keys, positions = keys[:count], None if positions is None else positions[:count]
+    registered.write_index_keys(
+        keys, cache, slots, norm_weight, norm_bias, norm_eps, positions, cos_sin, *_fields(recipe), backend
+    )
 
 
 def check_write_index_keys(
@@ -157,8 +161,8 @@ def check_write_index_keys(
         raise checks.refuse("norm_bias", "given with norm_weight only", "a bias alone", "pass the weight too")
     checks.changeable("cache", cache.storage)
     given = {"keys": keys, "norm_weight": norm_weight, "norm_bias": norm_bias, "cos_sin": cos_sin}
-    rotates = positions is not None
-    library.check_stage("index", backend, device, "check_recipe", recipe, dim, rotates, **given)
+    library.check_stage("index", backend, device, **given)
+    library.check_kernels("index", backend, device, "check_recipe", recipe, dim, positions is not None)
 
 
 def agreed_recipe(name: str, recipe: IndexRecipe | None, cache: PagedCache) -> IndexRecipe:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tamis.cache import PagedCache
 from tamis.layout import from_key
-from tamis.ops.library import CACHE, check_stage, op, stage_module
+from tamis.ops.library import CACHE, ask_kernels, op, stage_module
 from tamis.recipe import IndexRecipe
 
 _RECIPE = "int rope_dim, bool interleaved, bool rope_first, bool hadamard"
@@ -15,8 +15,8 @@ _RECIPE = "int rope_dim, bool interleaved, bool rope_first, bool hadamard"
 
 def _quantise_index_query(q: Tensor, weights: Tensor, positions: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     _, *fields, _, _, backend = rest
-    how = ("check_recipe", IndexRecipe(*fields), q.shape[2], positions is not None)
-    check_stage("index", backend, q.device, *how, tracing=True, q=q, weights=weights)
+    stage = stage_module("index", backend, q.device, q=q, weights=weights)
+    ask_kernels(stage, "check_recipe", IndexRecipe(*fields), q.shape[2], positions is not None)
     return q.new_empty(q.shape, dtype=torch.float8_e4m3fn), q.new_empty(weights.shape, dtype=torch.float32)
 
 
@@ -47,9 +47,8 @@ def quantise_index_query(
 
 def _write_index_keys(keys: Tensor, cache: PagedCache, slots: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> None:
     _, positions, _, *fields, backend = rest
-    how = ("check_recipe", IndexRecipe(*fields), keys.shape[1], positions is not None)
-    given = {"keys": keys, "norm_weight": weight, "norm_bias": bias}
-    check_stage("index", backend, keys.device, *how, tracing=True, **given)
+    stage = stage_module("index", backend, keys.device, keys=keys, norm_weight=weight, norm_bias=bias)
+    ask_kernels(stage, "check_recipe", IndexRecipe(*fields), keys.shape[1], positions is not None)
 
 
 @op(
@@ -83,7 +82,7 @@ _PAGED_KEYS = f"Tensor storage, {CACHE}, Tensor request_ids, Tensor block_table,
 
 
 def _index_scores(q: Tensor, weights: Tensor, *rest: Any) -> None:
-    check_stage("index", rest[-1], q.device, "check_scores", q, tracing=True, q=q, weights=weights)
+    ask_kernels(stage_module("index", rest[-1], q.device, q=q, weights=weights), "check_scores", q)
 
 
 @op(f"index_scores(Tensor q, Tensor weights, {_PAGED_KEYS}, Tensor(a!) out, str backend) -> ()", _index_scores)
@@ -103,7 +102,7 @@ def index_scores(
 
 
 def _ragged_scores(q: Tensor, weights: Tensor, keys: Tensor, *rest: Any) -> None:
-    check_stage("index", rest[-1], q.device, "check_scores", q, tracing=True, q=q, weights=weights, keys=keys)
+    ask_kernels(stage_module("index", rest[-1], q.device, q=q, weights=weights, keys=keys), "check_scores", q)
 
 
 @op(
@@ -153,7 +152,7 @@ def topk_positions(
 
 def _index_topk(q: Tensor, weights: Tensor, *rest: Any) -> Tensor:
     *_, k, _, backend = rest
-    check_stage("index", backend, q.device, "check_scores", q, tracing=True, q=q, weights=weights)
+    ask_kernels(stage_module("index", backend, q.device, q=q, weights=weights), "check_scores", q)
     return q.new_empty((q.shape[0], k), dtype=torch.int32)
 
 

@@ -129,7 +129,7 @@ def check_rotate_and_write(
 
     total = checks.tensor("q", q, "T H D", checks.FLOATS, D=width, device=device, remedy=remedy)["T"]
     checks.tensor("kv", kv, "T D", checks.FLOATS, T=total, D=width, device=device, remedy=remedy)
-    check_slots(slots, cache, "kv", total)
+    check_slots(slots, cache, "kv", total, name)
     check_positions(positions, cos_sin, total, width, device)
     checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=width, device=device)
     checks.positive_number("eps", eps)
@@ -139,7 +139,8 @@ def check_rotate_and_write(
         IndexRecipe(hadamard=index_hadamard).check_width(sizes["D"])
     checks.changeable(name, cache.storage)
     given = {"q": q, "kv": kv, "index_q": index_q, "norm_weight": norm_weight, "cos_sin": cos_sin}
-    library.check_stage("rotate", backend, device, "check_rows", cache, **given)
+    library.check_stage("rotate", backend, device, **given)
+    library.check_kernels("rotate", backend, device, "check_rows", cache)
 
 
 def rotate_unchecked(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis.cache import PagedCache
-from tamis.ops.library import CACHE, check_stage, op, stage_module
+from tamis.ops.library import CACHE, ask_kernels, op, stage_module
 
 
 def _norm_rows(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
@@ -41,8 +41,7 @@ def rotate_heads(
 
 def _rotate_and_write(q: Tensor, kv: Tensor, cache: PagedCache, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, index_q, _, backend = rest
-    given = {"q": q, "kv": kv, "index_q": index_q}
-    check_stage("rotate", backend, q.device, "check_rows", cache, tracing=True, **given)
+    ask_kernels(stage_module("rotate", backend, q.device, q=q, kv=kv, index_q=index_q), "check_rows", cache)
     shape, dtype = ((0,), q.dtype) if index_q is None else (index_q.shape, index_q.dtype)
     return q.new_empty(q.shape, dtype=q.dtype), q.new_empty(shape, dtype=dtype)
 

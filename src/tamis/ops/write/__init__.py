@@ -49,10 +49,16 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
 
 
 def check_write_kv(
-    kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tensor, *, name: str = "kv", backend: str = "auto"
+    kv: Tensor | tuple[Tensor, Tensor],
+    cache: PagedCache,
+    slots: Tensor,
+    *,
+    backend: str = "auto",
+    name: str = "kv",
+    where: str = "cache",
 ) -> None:
-    """Refuse what `write_kv` refuses; `name` is what the caller's argument is called."""
-    checks.instance("cache", cache, PagedCache)
+    """Refuse what `write_kv` refuses; `name` and `where` are what the caller's rows and cache are called."""
+    checks.instance(where, cache, PagedCache)
     layout, width, rope = cache.layout, cache.layout.width, None
     if isinstance(kv, tuple):
         check_pair(name, kv)
@@ -65,8 +71,8 @@ def check_write_kv(
     total = checks.tensor(
         name, kv, "T D", checks.FLOATS, D=width, device=cache.device, remedy=lambda: f"rows of {cache!r}"
     )["T"]
-    check_slots(slots, cache, name, total)
-    checks.changeable("cache", cache.storage)
+    check_slots(slots, cache, name, total, where)
+    checks.changeable(where, cache.storage)
     library.check_stage("write", backend, cache.device, **{name: kv, f"{name} (rope part)": rope})
 
 
@@ -165,10 +171,11 @@ def quantise_per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
     return scaled.contiguous(), scale.reciprocal().reshape(1)
 
 
-def check_slots(slots: Tensor, cache: PagedCache, name: str, total: int) -> None:
-    """Refuse slots that the cache does not have, or more of them than the `total` rows of argument `name`."""
+def check_slots(slots: Tensor, cache: PagedCache, name: str, total: int, where: str = "cache") -> None:
+    """Refuse slots that the cache does not have, or more of them than the `total` rows of argument `name`; `where` is
+    what the caller's cache is called."""
     count = checks.tensor("slots", slots, "S", checks.INTS, device=cache.device)["S"]
     if count > total:
         raise checks.refuse("slots", f"at most {total} long, one per row of {name}", count, "slice it")
-    remedy = f"the cache has {cache.rows} rows; use -1 to skip"
+    remedy = f"{where} has {cache.rows} rows; use -1 to skip"
     checks.values_between("slots", slots, torch.iinfo(slots.dtype).min, cache.rows - 1, remedy)
