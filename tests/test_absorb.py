@@ -125,7 +125,7 @@ def test_wrong_weight_shape_names_all_five_numbers(weight: Tensor) -> None:
 
 
 def test_wrong_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^weight must be .*, got list; "):
+    with pytest.raises(TypeError, match=r"^weight must be .*, got list; "):
         AbsorbedWeights.split([1.0], **SIZES)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^heads must be >= 1, got 0; "):
         AbsorbedWeights.split(kv_b_weight(), **(SIZES | {"heads": 0}))

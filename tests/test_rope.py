@@ -186,7 +186,7 @@ def test_from_a_hugging_face_config(config: dict[str, object], wanted: Rope) -> 
 
 
 def test_unknown_rope_type_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^rope_type must be 'default' or 'yarn', got 'longrope'; "):
+    with pytest.raises(ValueError, match=r"^config.rope_type must be 'default' or 'yarn', got 'longrope'; "):
         Rope.from_hf({"rope_scaling": {"rope_type": "longrope"}}, 64)
 
 

@@ -51,7 +51,7 @@ def test_scale_without_yarn_and_with_the_new_config_form() -> None:
     assert LayerSpec.from_hf(plain).scale == pytest.approx(192**-0.5)
     new = {**plain, "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 40, "mscale_all_dim": 1.0}}
     assert LayerSpec.from_hf(new).scale == pytest.approx(0.1352338, abs=1e-7)
-    with pytest.raises(ValueError, match="rope_type must be 'default' or 'yarn', got 'longrope'"):
+    with pytest.raises(ValueError, match="config.rope_type must be 'default' or 'yarn', got 'longrope'"):
         LayerSpec.from_hf({**plain, "rope_parameters": {"rope_type": "longrope"}})
 
 
@@ -80,11 +80,11 @@ def test_v4_layer_kinds() -> None:
     assert [LayerSpec.from_hf(named, layer).kind for layer in range(3)] == ["window", "overlapping", "plain"]
     speculative = LayerSpec.from_hf({**V4, "num_hidden_layers": 1}, 1)
     assert (speculative.kind, speculative.compress) == ("window", 1)
-    with pytest.raises(ValueError, match=r"compress_ratios\[0\] must be 0, 4 or 128, got 7"):
+    with pytest.raises(ValueError, match=r"config.compress_ratios\[0\] must be 0, 4 or 128, got 7"):
         LayerSpec.from_hf({**V4, "compress_ratios": [7]})
-    with pytest.raises(ValueError, match=r"layer_types\[0\] must be one of sliding_attention, .*got 'linear'"):
+    with pytest.raises(ValueError, match=r"config.layer_types\[0\] must be one of 'sliding_attention', .*got 'linear'"):
         LayerSpec.from_hf(named | {"layer_types": ["linear"]})
-    with pytest.raises(ValueError, match="compress_rates must be one with 'heavily_compressed_attention'"):
+    with pytest.raises(ValueError, match="config.compress_rates must be one with 'heavily_compressed_attention'"):
         LayerSpec.from_hf(named | {"compress_rates": {}}, 2)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tamis import checks
 
+_DTYPES = (*checks.FLOATS, torch.float64)
 WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
 
 
@@ -39,13 +40,14 @@ class AbsorbedWeights:
         sizes = {"heads": heads, "nope_dim": nope_dim, "value_dim": value_dim, "latent_dim": latent_dim}
         for name, size in sizes.items():
             checks.integer(name, size, low=1)
+        if dtype is not None:
+            checks.option("dtype", dtype, _DTYPES)
         out = heads * (nope_dim + value_dim)
-        if not isinstance(weight, Tensor) or tuple(weight.shape) != (out, latent_dim):
-            received = list(weight.shape) if isinstance(weight, Tensor) else checks.describe(weight)
+        if tuple(checks.dense("weight", weight, _DTYPES).shape) != (out, latent_dim):
             raise checks.refuse(
                 "weight",
                 f"of shape [{out}, {latent_dim}] for {', '.join(f'{k}={v}' for k, v in sizes.items())}",
-                received,
+                list(weight.shape),
                 "pass kv_b_proj's weight for this rank, dequantised with dense_weight if it is quantised",
             )
         per_head = weight.to(dtype or weight.dtype).view(heads, nope_dim + value_dim, latent_dim)
@@ -64,6 +66,7 @@ class AbsorbedWeights:
         dtype: torch.dtype = torch.bfloat16,
     ) -> Self:
         """From a plain or quantised linear layer; see `dense_weight`."""
+        checks.option("dtype", dtype, _DTYPES)
         weight = dense_weight(layer, dtype)
         return cls.split(
             weight, heads=heads, nope_dim=nope_dim, value_dim=value_dim, latent_dim=latent_dim, dtype=dtype
@@ -94,7 +97,7 @@ def layer_weight(layer: Any) -> Tensor:
         weight = getattr(layer, name, None)
         if isinstance(weight, Tensor):
             return weight
-    raise checks.refuse("layer", f"one with {', '.join(WEIGHT_NAMES)}", repr(layer), "load its weights first")
+    raise checks.refuse("layer", f"one with {', '.join(WEIGHT_NAMES)}", layer, "load its weights first")
 
 
 def dense_weight(layer: Any, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -103,6 +106,7 @@ def dense_weight(layer: Any, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     A quantised layer (one with a `quant_method` that is not `UnquantizedLinearMethod`) is dequantised by pushing an
     identity matrix through it: exact for any scheme, cubic in cost, meant for load time.
     """
+    checks.option("dtype", dtype, _DTYPES)
     method = getattr(layer, "quant_method", None)
     if method is None or type(method).__name__ == "UnquantizedLinearMethod":
         return layer_weight(layer)
@@ -119,6 +123,7 @@ def dequantise_blocks(
 ) -> Tensor:
     """A block-scaled e4m3 weight [N, K] with factors [ceil(N/block), ceil(K/block)], as checkpoints store it."""
     checks.integer("block", block, low=1)
+    checks.option("dtype", dtype, _DTYPES)
     sizes = checks.tensor("weight", weight, "N K", (torch.float8_e4m3fn,))
     down, across = -(-sizes["N"] // block), -(-sizes["K"] // block)
     checks.tensor("scale_inv", scale_inv, "R C", (torch.float32,), device=weight.device, R=down, C=across)

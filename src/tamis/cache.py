@@ -46,6 +46,8 @@ class PagedCache:
         checks.integer("pages", pages, low=1)
         checks.integer("page_size", page_size, low=1)
         _few_enough(pages, page_size)
+        _check_recipe(recipe)
+        device = checks.device("device", device, usable=True)
         raw = torch.zeros(pages, layout.page_bytes(page_size), dtype=torch.uint8, device=device)
         used = raw[:, : layout.row_bytes * page_size].unflatten(1, (page_size, layout.row_bytes))
         self._hold(layout, used.view(layout.element), page_size, scale)
@@ -69,6 +71,10 @@ class PagedCache:
         layout = named(layout)
         if not isinstance(storage, Tensor):
             raise checks.refuse_type("storage", "a tensor", checks.describe(storage), "pass the cache tensor")
+        if storage.requires_grad:
+            received = "a tensor that requires grad"
+            raise checks.refuse("storage", "without gradient", received, "rows are written in place: pass .detach()")
+        _check_recipe(recipe)
         allowed = _ONE_BYTE if layout.element.itemsize == 1 else (layout.element,)
         if storage.dim() == 4 and 1 in storage.shape[1:3]:
             storage = storage.squeeze(1 if storage.shape[1] == 1 and storage.shape[2] != 1 else 2)
@@ -174,6 +180,11 @@ class PagedCache:
     def __repr__(self) -> str:
         """Name, size and place."""
         return f"PagedCache({self.layout.name!r}, pages={self.pages}, page_size={self.page_size}, {self.device})"
+
+
+def _check_recipe(recipe: IndexRecipe | None) -> None:
+    if recipe is not None:
+        checks.instance("recipe", recipe, IndexRecipe)
 
 
 def _few_enough(pages: int, page_size: int) -> None:

@@ -15,17 +15,40 @@ from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTS = (torch.int32, torch.int64)
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
 T = TypeVar("T")
+
+_FLOAT32_SMALLEST = 2.0**-126
+_FLOAT32_LARGEST = (2.0 - 2.0**-23) * 2.0**127
+_LONGEST_TEXT = 200
+_LONGEST_LIST = 16
 
 
 def refuse(name: str, expected: str, received: object, remedy: str) -> ValueError:
     """The one wording for a wrong value."""
-    return ValueError(f"{name} must be {expected}, got {received}; {remedy}")
+    return ValueError(f"{name} must be {expected}, got {_short(received)}; {remedy}")
 
 
 def refuse_type(name: str, expected: str, received: object, remedy: str) -> TypeError:
     """The one wording for a wrong type or dtype."""
-    return TypeError(f"{name} must be {expected}, got {received}; {remedy}")
+    return TypeError(f"{name} must be {expected}, got {_short(received)}; {remedy}")
+
+
+def _short(value: object) -> str:
+    """A value as text of bounded length. Python refuses to print integers of thousands of digits, and the text of a
+    tensor would wait for its device."""
+    if isinstance(value, Tensor):
+        return describe(value)
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"{'a negative' if value < 0 else 'an'} integer of {value.bit_length()} bits"
+    if isinstance(value, list | tuple) and len(value) > _LONGEST_LIST:
+        return f"{_short(list(value[:_LONGEST_LIST]))} and {len(value) - _LONGEST_LIST} more"
+    try:
+        text = str(value)
+    except Exception:  # whatever an object's own method raises must not take the refusal's place
+        return describe(value)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}... ({len(text)} characters)"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -61,6 +84,20 @@ def no_gradient(**tensors: Tensor | None) -> None:
         if value is not None and value.requires_grad:
             remedy = "the ops are for inference: call them under torch.no_grad(), or pass .detach()"
             raise refuse(name, "without gradient", "a tensor that requires grad", remedy)
+
+
+def dense(name: str, value: object, dtypes: Collection[torch.dtype], shape: str | None = None) -> Tensor:
+    """Check a tensor of one of these dtypes, of whatever shape (which is only told), in plain strided memory."""
+    if not isinstance(value, Tensor):
+        axes = "" if shape is None else f" [{shape.replace(' ', ', ')}]"
+        raise refuse_type(name, f"a tensor{axes}", describe(value), "pass a torch.Tensor")
+    if value.layout is not torch.strided:
+        raise refuse_type(name, "a dense tensor", value.layout, "convert it with .to_dense()")
+    if value.dtype not in dtypes:
+        allowed = " or ".join(dtype_name(d) for d in dtypes)
+        first = next(iter(dtypes))
+        raise refuse_type(name, allowed, dtype_name(value.dtype), f"convert it with .to({first})")
+    return value
 
 
 def changeable(name: str, value: Tensor) -> None:
@@ -142,12 +179,7 @@ def tensor(
     Sizes given as keywords must match; the others are bound by this tensor. A remedy that takes work to word is given
     as a function, so that calls that pass do not pay for it.
     """
-    if not isinstance(value, Tensor):
-        raise refuse_type(name, f"a tensor [{shape.replace(' ', ', ')}]", describe(value), "pass a torch.Tensor")
-    if value.dtype not in dtypes:
-        allowed = " or ".join(dtype_name(d) for d in dtypes)
-        first = next(iter(dtypes))
-        raise refuse_type(name, allowed, dtype_name(value.dtype), f"convert it with .to({first})")
+    value = dense(name, value, dtypes, shape)
     axes = shape.split()
     bound = dict(sizes)
     if value.dim() == len(axes):
@@ -164,48 +196,104 @@ def tensor(
     raise refuse(name, f"of shape [{wanted}]", list(value.shape), told or "check its shape")
 
 
-def instance(name: str, value: object, kind: type) -> None:
-    """Check that an argument is an object of some class of this library."""
+def instance(name: str, value: object, kind: type[T], remedy: str | None = None) -> T:
+    """Check an object of one of the library's classes."""
     if not isinstance(value, kind):
-        raise refuse_type(name, f"a {kind.__name__}", describe(value), f"pass a {kind.__name__}")
+        article = "an" if kind.__name__[0] in "AEIO" else "a"
+        raise refuse_type(
+            name, f"{article} {kind.__name__}", describe(value), remedy or f"pass {article} {kind.__name__}"
+        )
+    return value
 
 
-def integer(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
-    """Check a plain integer against inclusive bounds."""
+def flag(name: str, value: object) -> bool:
+    """Check a switch: other objects have a truth value too, which is seldom what was meant."""
+    if not isinstance(value, bool):
+        raise refuse_type(name, "True or False", describe(value), "pass a bool")
+    return value
+
+
+def integer(name: str, value: object, *, low: int | None = None, high: int = INT32_MAX) -> int:
+    """Check a plain integer against inclusive bounds; the upper one is that of the 32-bit numbers that kernels take,
+    unless the caller knows better."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise refuse_type(name, "an int", describe(value), "pass a plain integer")
-    if (low is not None and value < low) or (high is not None and value > high):
-        bounds = f">= {low}" if high is None else f"between {low} and {high}"
+    least = -high - 1 if low is None else low
+    if value < least or value > high:
+        bounds = f">= {least}" if high == INT32_MAX and value < least else f"between {least} and {high}"
         raise refuse(name, bounds, value, f"choose a value {bounds}")
     return value
 
 
-def positive_number(name: str, value: object) -> float:
-    """Check a finite number above zero."""
+def number(name: str, value: object, *, low: float | None = None) -> float:
+    """Check a finite number that float32 holds, from `low` on where that is given."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise refuse_type(name, "a number", describe(value), "pass a float")
-    if not 0 < value < math.inf:
-        raise refuse(name, "finite and > 0", value, "pass the factor the model defines")
+    # Comparisons with integers of any size are exact, where a conversion would overflow.
+    if not (-_FLOAT32_LARGEST if low is None else low) <= value <= _FLOAT32_LARGEST:
+        raise refuse(name, "finite" if low is None else f"finite and >= {low:g}", value, "pass what the model defines")
+    return float(value)
+
+
+def positive_number(name: str, value: object) -> float:
+    """Check a finite number above zero. It must be a normal number in float32, where it will be used."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise refuse_type(name, "a number", describe(value), "pass a float")
+    if not _FLOAT32_SMALLEST <= value <= _FLOAT32_LARGEST:
+        positive = isinstance(value, int) or math.isfinite(value)
+        expected = "a normal number in float32" if positive and value > 0 else "finite and > 0"
+        raise refuse(name, expected, value, "pass the factor the model defines")
     return float(value)
 
 
 def scale_factor(name: str, value: object) -> float | Tensor:
     """Check a scale given as a number or as a one-element float32 tensor; both mean the same."""
     if isinstance(value, Tensor):
-        if value.numel() != 1 or value.dtype != torch.float32:
+        if value.numel() != 1 or value.dtype != torch.float32 or value.layout is not torch.strided:
             raise refuse_type(name, "one float32 element", describe(value), "pass a float or a one-element tensor")
         if visible(value):
-            positive_number(name, float(value))
+            positive_number(name, value.item())
         return value.reshape(())
     return positive_number(name, value)
 
 
 def option(name: str, value: T, allowed: Sequence[T]) -> T:
-    """Check a choice from a short list."""
-    if value not in allowed:
+    """Check a choice from a short list, whose members are of one type."""
+    # The type comes first: comparing an array or a tensor with a text gives no truth value.
+    alike = isinstance(value, type(allowed[0]))
+    if not alike or value not in allowed:
         names = ", ".join(repr(a) for a in allowed)
+        if not alike:
+            raise refuse_type(name, f"one of {names}", describe(value), "choose one of these")
         raise refuse(name, f"one of {names}", repr(value), "choose one of these")
     return value
+
+
+def device(name: str, value: object, *, usable: bool = False) -> torch.device:
+    """Check a device or its name; with `usable` also that tensors can be made there, which starts the device."""
+    if not isinstance(value, str | torch.device):
+        raise refuse_type(name, "a torch.device or its name", describe(value), "pass 'cpu' or 'cuda', say")
+    try:
+        found = torch.device(value)
+    except RuntimeError:
+        raise refuse(name, "a torch.device or its name", repr(value), "pass 'cpu' or 'cuda', say") from None
+    if usable and found.type != "cpu":
+        try:
+            torch.empty(0, dtype=torch.uint8, device=found)
+        except Exception as error:  # torch raises AssertionError, RuntimeError and others of its own here
+            received = f"{str(found)!r} ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            raise refuse(name, "one that this machine has", received, "see `tamis doctor`") from error
+    return found
+
+
+def finite_rows(name: str, table: Tensor, rows: Tensor) -> None:
+    """Check those rows of a host table that will be used (not negative ones); device tensors pass unseen."""
+    if not visible(table) or not visible(rows) or rows.numel() == 0 or table.shape[0] == 0:
+        return
+    used = rows.long().clamp(0, table.shape[0] - 1)
+    wrong = ~table[used].isfinite().all(-1) & (rows >= 0)
+    if bool(wrong.any()):
+        raise refuse(name, "finite", f"a row {int(used[wrong][0])} that is not", "pass Rope.cos_sin_table")
 
 
 def values_between(name: str, value: Tensor, low: int, high: int, remedy: str) -> None:

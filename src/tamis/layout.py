@@ -184,8 +184,11 @@ def _widths(latent: int, rope: int, tile: int = 1) -> None:
 def rows(dtype: torch.dtype = torch.bfloat16, *, latent: int = 512, rope: int = 64, name: str | None = None) -> Layout:
     """Unquantised rows: latent then rope, in bf16, fp16 or fp32."""
     _widths(latent, rope)
-    if dtype not in checks.FLOATS:
-        raise checks.refuse_type("dtype", "bfloat16, float16 or float32", dtype, "use an FP8 layout for FP8")
+    if not isinstance(dtype, torch.dtype) or dtype not in checks.FLOATS:
+        received = dtype if isinstance(dtype, torch.dtype) else checks.describe(dtype)
+        raise checks.refuse_type("dtype", "bfloat16, float16 or float32", received, "use an FP8 layout for FP8")
+    if name is not None:
+        checks.instance("name", name, str)
     size = (latent + rope) * dtype.itemsize
     name = name or f"rows-{checks.dtype_name(dtype)}[{latent}+{rope}]"
     return Layout(name, latent, rope, dtype, size, values=Field(dtype, latent + rope, 0, size))
@@ -319,8 +322,8 @@ def compressor_state(*, dim: int = 512, overlapping: bool = True, page_align: in
     Both are `dim` numbers wide, or twice that where spans overlap: then a token takes part in two entries of `dim`
     numbers. Pass `page_align` for an engine that lays state pages over those of another format (576 for `v4-fp8`).
     """
-    checks.integer("dim", dim, low=1)
-    size = 2 * dim * (2 if overlapping else 1)
+    checks.integer("dim", dim, low=1, high=checks.INT32_MAX // 16)
+    size = 2 * dim * (2 if checks.flag("overlapping", overlapping) else 1)
     built = rows(torch.float32, latent=size, rope=0, name=f"state-fp32[{dim}{' x 2' if overlapping else ''}]")
     return replace(built, page_align=checks.integer("page_align", page_align, low=1))
 
@@ -358,7 +361,8 @@ def named(layout: str | Layout, **options: Any) -> Layout:
             raise checks.refuse_type("options", "absent beside a Layout object", given, "build the layout with them")
         return layout
     if not isinstance(layout, str) or layout not in _BUILDERS:
-        raise checks.refuse("layout", f"one of {', '.join(NAMES)}", repr(layout), "or pass a Layout object")
+        received = repr(layout) if isinstance(layout, str) else checks.describe(layout)
+        raise checks.refuse("layout", f"one of {', '.join(NAMES)}", received, "or pass a Layout object")
     known = tuple(signature(_BUILDERS[layout]).parameters)
     if unknown := ", ".join(o for o in options if o not in known):
         raise checks.refuse_type("options", f"among {', '.join(known)} for {layout!r}", unknown, "drop the others")
@@ -370,10 +374,11 @@ def for_engine(cache_dtype: str, *, latent: int = 512, rope: int = 64, dtype: to
 
     `fp8_ds_mla` is the packed format of the model family: 584-byte rows for 448+64 and 656-byte rows otherwise.
     """
+    named_dtypes = ("auto", "bfloat16", "float16", "float32")
+    checks.option("cache_dtype", cache_dtype, (*named_dtypes, "fp8_ds_mla", "fp8", "fp8_e4m3"))
     if cache_dtype == "fp8_ds_mla":
         return v4_fp8(latent=latent, rope=rope) if latent == 448 else v32_fp8(latent=latent, rope=rope)
     if cache_dtype in ("fp8", "fp8_e4m3"):
         return plain_fp8(latent=latent, rope=rope)
-    plain = {"auto": dtype, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    checks.option("cache_dtype", cache_dtype, (*plain, "fp8_ds_mla", "fp8", "fp8_e4m3"))
+    plain = dict(zip(named_dtypes, (dtype, torch.bfloat16, torch.float16, torch.float32), strict=True))
     return rows(plain[cache_dtype], latent=latent, rope=rope)

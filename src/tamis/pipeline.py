@@ -78,8 +78,9 @@ class SparseMLA:
         checks.instance("spec", spec, LayerSpec)
         self.spec, self.backend, self.shard = spec, backend, shard or Shard()
         checks.instance("shard", self.shard, Shard)
-        self.batch_invariant = batch_invariant
-        self.index_workspace_bytes = checks.integer("index_workspace_bytes", index_workspace_bytes, low=1)
+        self.batch_invariant = checks.flag("batch_invariant", batch_invariant)
+        most = checks.INT64_MAX
+        self.index_workspace_bytes = checks.integer("index_workspace_bytes", index_workspace_bytes, low=1, high=most)
         self._shard = (self.shard.ranks, self.shard.rank, self.shard.interleave)
         self._checks = CallChecks(spec, backend, self._shard, index_workspace_bytes)
 

@@ -1,10 +1,9 @@
 """How index queries and keys are prepared before they are compared."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tamis import checks
+from tamis import checks, hf_config
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,8 @@ class IndexRecipe:
 
     def __post_init__(self) -> None:
         """Refuse a rope that has no pairs."""
+        for name in ("interleaved", "rope_first", "hadamard"):
+            checks.flag(name, getattr(self, name))
         if checks.integer("rope_dim", self.rope_dim, low=0) % 2:
             raise checks.refuse("rope_dim", "even", self.rope_dim, "a rope rotates pairs")
 
@@ -34,10 +35,10 @@ class IndexRecipe:
         """DeepSeek-V4's: adjacent pairs in the last columns."""
         return cls(rope_dim, interleaved=True, rope_first=False, hadamard=hadamard)
 
-    def check_width(self, width: int) -> None:
-        """Refuse rows that the Hadamard matrix does not fit."""
-        if self.hadamard and width & (width - 1):
-            raise checks.refuse("width", "a power of two for a Hadamard rotation", width, "use a recipe without it")
+    def check_width(self, width: int, name: str = "width") -> None:
+        """Refuse rows that the Hadamard matrix does not fit; `name` is what the caller calls their width."""
+        if self.hadamard and (width < 1 or width & (width - 1)):
+            raise checks.refuse(name, "a power of two for a Hadamard rotation", width, "use a recipe without it")
 
     @classmethod
     def from_hf(cls, config: Any, *, hadamard: bool = False) -> Self:
@@ -46,12 +47,13 @@ class IndexRecipe:
         `indexer_rope_interleave` decides the pairs where a V3.2-like config has it; otherwise they are halves, and
         adjacent in GLM-MoE-DSA, as in transformers' own model.
         """
-        fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-        if fields.get("kv_lora_rank"):
-            rope = int(fields.get("qk_rope_head_dim") or 0)
-            usual = fields.get("model_type") == "glm_moe_dsa"
-            return cls(rope, interleaved=bool(fields.get("indexer_rope_interleave", usual)), hadamard=hadamard)
-        if "head_dim" not in fields:
+        fields = hf_config.fields_of(config)
+        if hf_config.whole(fields, "kv_lora_rank", low=0, default=0):
+            rope = hf_config.whole(fields, "qk_rope_head_dim", low=0, default=0)
+            pairs = fields.get("indexer_rope_interleave")
+            usual = str(fields.get("model_type")) == "glm_moe_dsa"
+            interleaved = usual if pairs is None else checks.flag("config.indexer_rope_interleave", pairs)
+            return cls(rope, interleaved=interleaved, hadamard=hadamard)
+        if fields.get("head_dim") is None:
             raise checks.refuse("config", "one with 'kv_lora_rank' or 'head_dim'", "none", "this model has no indexer")
-        rope = int(fields.get("qk_rope_head_dim") or fields["head_dim"] * fields.get("partial_rotary_factor", 0.125))
-        return cls.of_v4(rope, hadamard=hadamard)
+        return cls.of_v4(hf_config.rope_width(fields), hadamard=hadamard)

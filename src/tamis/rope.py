@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from tamis import checks
+from tamis import checks, hf_config
 
 
 @dataclass(frozen=True)
@@ -24,38 +24,56 @@ class Rope:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Refuse settings whose table would not be finite."""
+        if checks.integer("dim", self.dim, low=0) % 2:
+            raise checks.refuse("dim", "even", self.dim, "a rope rotates pairs")
+        checks.integer("original_length", self.original_length, low=1)
+        for field in fields(self):
+            if field.name in ("mscale", "mscale_all_dim"):
+                checks.number(field.name, getattr(self, field.name), low=0.0)
+            elif field.name not in ("dim", "original_length"):
+                checks.positive_number(field.name, getattr(self, field.name))
+        if self.theta <= 1:
+            raise checks.refuse("theta", "> 1", self.theta, "frequencies must fall from pair to pair")
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], dim: int) -> Self:
         """From a Hugging Face config dict: `rope_parameters`, or the older `rope_theta` + `rope_scaling`."""
-        found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        theta = float(found.get("rope_theta") or config.get("rope_theta") or 10000.0)
+        config = hf_config.fields_of(config)
+        found = _settings(config)
+        theta = hf_config.real(found, "rope_theta", hf_config.real(config, "rope_theta", 10000.0))
         kind = found.get("rope_type", found.get("type", "default"))
-        if kind == "default":
+        if kind is None or (isinstance(kind, str) and kind == "default"):
             return cls(dim, theta)
-        if kind not in ("yarn", "deepseek_yarn"):
-            raise checks.refuse("rope_type", "'default' or 'yarn'", repr(kind), "this rope is not implemented")
+        if not isinstance(kind, str) or kind not in ("yarn", "deepseek_yarn"):
+            received = repr(kind) if isinstance(kind, str) else checks.describe(kind)
+            raise checks.refuse("config.rope_type", "'default' or 'yarn'", received, "this rope is not implemented")
         return cls(
             dim,
             theta,
-            factor=float(found.get("factor", 1.0)),
-            original_length=int(found.get("original_max_position_embeddings", 4096)),
-            beta_fast=float(found.get("beta_fast", 32)),
-            beta_slow=float(found.get("beta_slow", 1)),
-            mscale=float(found.get("mscale", 0.0)),
-            mscale_all_dim=float(found.get("mscale_all_dim", 0.0)),
+            factor=hf_config.real(found, "factor", 1.0),
+            original_length=hf_config.whole(found, "original_max_position_embeddings", default=4096),
+            beta_fast=hf_config.real(found, "beta_fast", 32.0),
+            beta_slow=hf_config.real(found, "beta_slow", 1.0),
+            mscale=hf_config.real(found, "mscale", 0.0, low=0.0),
+            mscale_all_dim=hf_config.real(found, "mscale_all_dim", 0.0, low=0.0),
         )
 
     @classmethod
     def from_hf_v4(cls, config: Mapping[str, Any], dim: int, *, compressed: bool) -> Self:
         """From a V4 config dict: the compressed layers' settings, or those of layers with a window only, which have
         another theta and no YaRN. V4 never scales cosines and sines."""
-        found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if not compressed:
-            nested = found.get("main") or {}
-            return cls(dim, float(nested.get("rope_theta") or config.get("rope_theta") or 10000.0))
+        config = hf_config.fields_of(config)
+        found = _settings(config)
+        if not checks.flag("compressed", compressed):
+            nested = hf_config.group(found, "main")
+            theta = hf_config.real(config, "rope_theta", 10000.0)
+            return cls(dim, hf_config.real(nested, "rope_theta", theta))
         # Flat settings may name the other layers' theta; nested ones name each their own.
-        own = (found.get("compress") or {}).get("rope_theta") or config.get("compress_rope_theta") or 160000.0
-        scaling = {**(found.get("compress") or found), "rope_theta": own, "mscale": 0.0, "mscale_all_dim": 0.0}
+        nested = hf_config.group(found, "compress")
+        own = hf_config.real(nested, "rope_theta", hf_config.real(config, "compress_rope_theta", 160000.0))
+        scaling = {**(nested or found), "rope_theta": own, "mscale": 0.0, "mscale_all_dim": 0.0}
         return cls.from_hf({"rope_parameters": scaling}, dim)
 
     def frequencies(self) -> Tensor:
@@ -76,14 +94,21 @@ class Rope:
 
     def softmax_scale(self, query_dim: int) -> float:
         """query_dim ** -0.5, times YaRN's squared magnitude where `mscale_all_dim` is set."""
+        checks.integer("query_dim", query_dim, low=1)
         return float(query_dim**-0.5 * _magnitude(self.factor, self.mscale_all_dim) ** 2)
 
     def cos_sin_table(self, positions: int, device: torch.device | str = "cpu") -> Tensor:
         """float32 [positions, dim]: cosines of all pairs, then their sines."""
         checks.integer("positions", positions, low=1)
+        device = checks.device("device", device, usable=True)
         angles = torch.outer(torch.arange(positions, dtype=torch.float32, device="cpu"), self.frequencies())
         ratio = _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
         return (torch.cat((angles.cos(), angles.sin()), dim=1) * ratio).to(device)
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary settings under either name that configs use."""
+    return hf_config.group(config, "rope_parameters") or hf_config.group(config, "rope_scaling")
 
 
 def _magnitude(factor: float, mscale: float) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from tamis import checks
+from tamis import checks, hf_config
 from tamis.rope import Rope
 
 LayerKind = Literal["tokens", "window", "overlapping", "plain"]
@@ -52,6 +52,10 @@ class LayerSpec:
             if getattr(self, name) is not None:
                 checks.integer(name, getattr(self, name), low=1)
         checks.integer("compress", self.compress, low=1)
+        checks.integer("index_heads", self.index_heads, low=0)
+        checks.integer("index_dim", self.index_dim, low=0)
+        checks.flag("reuse_topk", self.reuse_topk)
+        checks.flag("sink", self.sink)
         if self.topk is None and self.window is None:
             raise checks.refuse("topk", "given for a layer without a window", None, "pass topk= or window=")
         checks.option("kind", self.kind, get_args(LayerKind))
@@ -75,39 +79,40 @@ class LayerSpec:
             layer: index of the layer; layers differ in whether they share top-k and in how they compress.
             tensor_parallel: over how many ranks the heads are split.
         """
-        fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+        fields = hf_config.fields_of(config)
         checks.integer("layer", layer, low=0)
-        heads, rest = divmod(
-            _need(fields, "num_attention_heads"), checks.integer("tensor_parallel", tensor_parallel, low=1)
-        )
+        checks.integer("tensor_parallel", tensor_parallel, low=1)
+        heads, rest = divmod(hf_config.whole(fields, "num_attention_heads"), tensor_parallel)
         if rest:
             raise checks.refuse(
                 "tensor_parallel", "a divisor of num_attention_heads", tensor_parallel, "choose another size"
             )
-        if "kv_lora_rank" in fields and fields.get("kv_lora_rank"):
+        if hf_config.whole(fields, "kv_lora_rank", low=0, default=0):
             return cls._v32(fields, layer, heads)
         return cls._v4(fields, layer, heads)
 
     @classmethod
     def _v32(cls, fields: Mapping[str, Any], layer: int, heads: int) -> Self:
-        latent, rope = _need(fields, "kv_lora_rank"), int(fields.get("qk_rope_head_dim") or 0)
-        query = _need(fields, "qk_nope_head_dim") + rope
+        latent = hf_config.whole(fields, "kv_lora_rank")
+        rope = hf_config.whole(fields, "qk_rope_head_dim", low=0, default=0)
+        query = hf_config.whole(fields, "qk_nope_head_dim") + rope
         return cls(
             heads,
             latent,
             rope,
             latent,
             Rope.from_hf(fields, rope).softmax_scale(query),
-            topk=_need(fields, "index_topk"),
-            index_heads=int(fields.get("index_n_heads") or 0),
-            index_dim=int(fields.get("index_head_dim") or 0),
+            topk=hf_config.whole(fields, "index_topk"),
+            index_heads=hf_config.whole(fields, "index_n_heads", low=0, default=0),
+            index_dim=hf_config.whole(fields, "index_head_dim", low=0, default=0),
             reuse_topk=_reuses_topk(fields, layer),
         )
 
     @classmethod
     def _v4(cls, fields: Mapping[str, Any], layer: int, heads: int) -> Self:
-        width = _need(fields, "head_dim")
-        rope = int(fields.get("qk_rope_head_dim") or width * fields.get("partial_rotary_factor", 0.125))
+        width, rope = hf_config.whole(fields, "head_dim"), hf_config.rope_width(fields)
+        if rope >= width:
+            raise checks.refuse("config.qk_rope_head_dim", f"below head_dim, {width}", rope, "fix the config")
         kind, ratio = _v4_kind(fields, layer)
         indexed = kind == "overlapping"
         return cls(
@@ -116,21 +121,14 @@ class LayerSpec:
             rope,
             width,
             width**-0.5,
-            topk=_need(fields, "index_topk") if indexed else None,
-            index_heads=_need(fields, "index_n_heads") if indexed else 0,
-            index_dim=_need(fields, "index_head_dim") if indexed else 0,
-            window=_need(fields, "sliding_window"),
+            topk=hf_config.whole(fields, "index_topk") if indexed else None,
+            index_heads=hf_config.whole(fields, "index_n_heads") if indexed else 0,
+            index_dim=hf_config.whole(fields, "index_head_dim") if indexed else 0,
+            window=hf_config.whole(fields, "sliding_window"),
             compress=ratio,
             sink=True,
             kind=kind,
         )
-
-
-def _need(fields: Mapping[str, Any], name: str) -> int:
-    value = fields.get(name)
-    if value is None:
-        raise checks.refuse("config", f"one with {name!r}", "none", "this is not a sparse-MLA model config")
-    return int(value)
 
 
 _KINDS = ("full", "shared")
@@ -138,46 +136,39 @@ _KINDS = ("full", "shared")
 
 def _reuses_topk(fields: Mapping[str, Any], layer: int) -> bool:
     """Whether a layer attends to an earlier layer's selection. A list or a pattern wins over the frequency rule."""
-    if layer >= int(fields.get("num_hidden_layers") or layer + 1):
+    if layer >= hf_config.whole(fields, "num_hidden_layers", low=0, default=layer + 1):
         return False  # speculative (MTP) layers always own an indexer
-    kinds = fields.get("indexer_types")
+    kinds = hf_config.listed(fields, "indexer_types")
     if kinds:
-        return layer < len(kinds) and checks.option(f"indexer_types[{layer}]", kinds[layer], _KINDS) == "shared"
-    pattern = fields.get("index_topk_pattern")
+        return layer < len(kinds) and checks.option(f"config.indexer_types[{layer}]", kinds[layer], _KINDS) == "shared"
+    pattern = hf_config.listed(fields, "index_topk_pattern")
     if pattern:
-        return layer < len(pattern) and pattern[layer] == "S"
-    frequency = int(fields.get("index_topk_freq") or 1)
-    offset = int(fields.get("index_skip_topk_offset", 2))
+        return layer < len(pattern) and str(pattern[layer]) == "S"
+    frequency = hf_config.whole(fields, "index_topk_freq", low=0, default=1) or 1
+    offset = hf_config.whole(fields, "index_skip_topk_offset", low=0, default=2)
     return max(layer - offset + 1, 0) % frequency != 0
 
 
 def _v4_kind(fields: Mapping[str, Any], layer: int) -> tuple[LayerKind, int]:
     """Kind and ratio of a layer; speculative (MTP) layers have a window only."""
-    if layer >= int(fields.get("num_hidden_layers") or layer + 1):
+    if layer >= hf_config.whole(fields, "num_hidden_layers", low=0, default=layer + 1):
         return "window", 1
-    ratios = fields.get("compress_ratios")
+    ratios = hf_config.listed(fields, "compress_ratios")
     if ratios is not None:
-        ratio = int(ratios[layer]) if layer < len(ratios) else 0
+        ratio = checks.integer(f"config.compress_ratios[{layer}]", ratios[layer], low=0) if layer < len(ratios) else 0
         known: dict[int, LayerKind] = {0: "window", 1: "window", 4: "overlapping", 128: "plain"}
         if ratio not in known:
-            raise checks.refuse(f"compress_ratios[{layer}]", "0, 4 or 128", ratio, "this layer kind is unknown")
+            raise checks.refuse(f"config.compress_ratios[{layer}]", "0, 4 or 128", ratio, "this layer kind is unknown")
         return known[ratio], max(1, ratio)
-    names = _need_list(fields, "layer_types")
+    names = hf_config.listed(fields, "layer_types")
+    if names is None:
+        raise checks.refuse("config", "one with 'layer_types'", "none", "this is not a sparse-MLA model config")
     name = names[layer] if layer < len(names) else "sliding_attention"
-    if name not in _V4_KINDS:
-        expected = f"one of {', '.join(_V4_KINDS)}"
-        raise checks.refuse(f"layer_types[{layer}]", expected, repr(name), "this layer kind is unknown")
-    kind = _V4_KINDS[name]
+    kind = _V4_KINDS[checks.option(f"config.layer_types[{layer}]", name, tuple(_V4_KINDS))]
     if kind == "window":
         return kind, 1
-    rates = fields.get("compress_rates") or {}
+    rates = hf_config.group(fields, "compress_rates")
     if name not in rates:
-        raise checks.refuse("compress_rates", f"one with {name!r}", list(rates), "it says how many tokens an entry has")
-    return kind, int(rates[name])
-
-
-def _need_list(fields: Mapping[str, Any], name: str) -> list[Any]:
-    value = fields.get(name)
-    if not isinstance(value, list | tuple):
-        raise checks.refuse("config", f"one with {name!r}", "none", "this is not a sparse-MLA model config")
-    return list(value)
+        expected = f"one with {name!r}"
+        raise checks.refuse("config.compress_rates", expected, list(rates), "it says how many tokens an entry has")
+    return kind, hf_config.whole(rates, name)

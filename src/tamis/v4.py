@@ -54,7 +54,7 @@ class SparseV4:
         """
         self._checks = V4Checks(spec, weights, cos_sin, eps, backend)
         self.spec, self.weights, self.cos_sin, self.eps = spec, weights, cos_sin, float(eps)
-        self.backend, self.batch_invariant = backend, batch_invariant
+        self.backend, self.batch_invariant = backend, checks.flag("batch_invariant", batch_invariant)
 
     @needs_latest_plan
     def __call__(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:

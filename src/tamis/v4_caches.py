@@ -58,7 +58,14 @@ class V4Caches:
                 scores, a smaller quantisation error.
             device: where the caches are.
         """
+        checks.instance("spec", spec, LayerSpec)
+        checks.flag("hadamard", hadamard)
         layout = named(layout)
+        sizes = {"pages": pages, "window_pages": window_pages, "state_pages": state_pages, "page_size": page_size}
+        sizes |= {"window_page_size": window_page_size}
+        sizes |= {} if state_page_size is None else {"state_page_size": state_page_size}
+        for name, size in sizes.items():
+            checks.integer(name, size, low=1)
         window = PagedCache(layout, window_pages, window_page_size, device)
         if spec.kind == "window":
             return cls(window)
@@ -75,6 +82,6 @@ class V4Caches:
         if not overlapping:
             return cls(window, entries, state(spec.head_dim))
         recipe = IndexRecipe.of_v4(spec.rope_dim, hadamard=hadamard)
-        recipe.check_width(spec.index_dim)
+        recipe.check_width(spec.index_dim, "spec.index_dim: width")
         index = PagedCache(index_layout, pages, entries_per_page, device, recipe=recipe)
         return cls(window, entries, state(spec.head_dim), index, state(spec.index_dim))

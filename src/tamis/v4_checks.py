@@ -219,7 +219,7 @@ class V4Checks:
         if index.recipe != recipe:
             expected = f"{recipe}, which this layer follows"
             raise checks.refuse("caches.index.recipe", expected, index.recipe, "use V4Caches.allocate")
-        recipe.check_width(self.spec.index_dim)
+        recipe.check_width(self.spec.index_dim, "spec.index_dim: width")
 
     def _attends(self, q: Tensor, caches: V4Caches, plan: V4Plan) -> None:
         spec, sink, chosen = self.spec, self.weights.sink, None

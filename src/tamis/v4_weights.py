@@ -93,7 +93,8 @@ class V4Weights:
     tiles as wide, and lowered in FP8."""
 
     def check(self, spec: LayerSpec) -> None:
-        """Refuse shapes that do not fit the layer."""
+        """Refuse shapes that do not fit the layer, and weights on several devices."""
+        checks.instance("spec", spec, LayerSpec)
         width, heads = spec.head_dim, spec.heads
         rank, hidden = checks.tensor("q_a", self.q_a, "R X", checks.FLOATS).values()
         checks.tensor("q_norm", self.q_norm, "R", checks.FLOATS, R=rank)
@@ -143,12 +144,14 @@ class V4Weights:
                 expected = f"{'given' if needed else 'None'} for a layer of kind {spec.kind!r}"
                 raise checks.refuse(f"weights.{name}", expected, type(getattr(self, name)).__name__, "match the spec")
         if self.compressor is not None:
-            self.compressor.check("compressor", spec, spec.head_dim, hidden)
+            compressor = checks.instance("compressor", self.compressor, CompressorWeights)
+            compressor.check("compressor", spec, spec.head_dim, hidden)
         if self.indexer is not None:
-            size = spec.index_heads * spec.index_dim
-            checks.tensor("indexer.q", self.indexer.q, "N R", checks.FLOATS, N=size, R=rank)
-            checks.tensor("indexer.weights", self.indexer.weights, "H X", checks.FLOATS, H=spec.index_heads, X=hidden)
-            self.indexer.compressor.check("indexer.compressor", spec, spec.index_dim, hidden)
+            indexer, size = checks.instance("indexer", self.indexer, IndexerWeights), spec.index_heads * spec.index_dim
+            checks.tensor("indexer.q", indexer.q, "N R", checks.FLOATS, N=size, R=rank)
+            checks.tensor("indexer.weights", indexer.weights, "H X", checks.FLOATS, H=spec.index_heads, X=hidden)
+            keys = checks.instance("indexer.compressor", indexer.compressor, CompressorWeights)
+            keys.check("indexer.compressor", spec, spec.index_dim, hidden)
 
     def with_fp8_output(self, tile: int = 128) -> Self:
         """The same weights with `o_a` in e4m3, one power of two for each square block of `tile` numbers a side."""
@@ -196,13 +199,18 @@ class V4Weights:
             groups: of the output projection (`o_groups`).
             prefix: what stands before the attention's own names, such as `model.layers.0.self_attn.`.
         """
+        checks.integer("groups", groups, low=1)
+        checks.instance("prefix", prefix, str)
+        if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
+            expected = "a dictionary of tensors by name"
+            raise checks.refuse_type("tensors", expected, checks.describe(tensors), "pass module.state_dict()")
         own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         found = {_renamed(name): value for name, value in own.items()}
 
         def get(name: str) -> Tensor:
             if name not in found:
                 raise checks.refuse("tensors", f"with {prefix + name!r}", f"{len(own)} others", "check the prefix")
-            return found[name]
+            return checks.dense(f"tensors[{prefix + name!r}]", found[name], checks.FLOATS)
 
         has = {part: any(name.startswith(part) for name in found) for part in ("compressor.", "compressor.indexer.")}
         compressor = _compressor(get, "compressor.") if has["compressor."] else None
@@ -220,11 +228,19 @@ class V4Weights:
             get("kv_proj.weight"),
             get("kv_norm.weight"),
             get("sinks").float(),
-            get("o_a_proj.weight").unflatten(0, (checks.integer("groups", groups, low=1), -1)),
+            _grouped(get("o_a_proj.weight"), groups),
             get("o_b_proj.weight"),
             compressor,
             indexer,
         )
+
+
+def _grouped(weight: Tensor, groups: int) -> Tensor:
+    """[groups * o rank, N] as [groups, o rank, N]."""
+    if weight.dim() != 2 or weight.shape[0] % groups:
+        expected = f"a divisor of the rows of o_a_proj, {list(weight.shape)}"
+        raise checks.refuse("groups", expected, groups, "pass the config's o_groups")
+    return weight.reshape(groups, weight.shape[0] // groups, weight.shape[1])
 
 
 def _compressor(get: Any, prefix: str) -> CompressorWeights:

@@ -86,6 +86,7 @@ def expected(before: Arguments) -> Attention:
     parts = [selected(s, len(q)) for s in listed(before["selections"])]
     rows = [torch.cat([part[token] for part in parts]) for token in range(len(q))]
     factor = float(before["scale"]) * float(before["q_scale"])
+    require(0 < factor < float("inf"), "a scale that is no positive number")
     sink = before.get("sink")
     require(sink is None or not sink.isnan().any(), "a sink of NaN")
     unit = unit_of(q) * (1 + (before["splits"] or 1) / 8)
@@ -146,7 +147,9 @@ def attend(draw: Draw) -> Call:
             require(found.out is after["out"], "out is not what was returned")
             outside_unchanged("out", before["out"], after["out"])
 
-    return Call("ops.attend", ops.attend, arguments, check, ("out",), optional=("sink", "out", "splits"))
+    return Call(
+        "ops.attend", ops.attend, arguments, check, ("out",), optional=("sink", "out", "splits"), lenient=("q_scale",)
+    )
 
 
 def attend_slots(draw: Draw) -> Call:
@@ -160,7 +163,7 @@ def attend_slots(draw: Draw) -> Call:
         top = None if found.max_logits is None else found.max_logits.amax(0)
         check_attended((merged.out, merged.lse, top), whole)
 
-    return Call("ops.attend_slots", ops.attend_slots, basics(draw), check, optional=("splits",))
+    return Call("ops.attend_slots", ops.attend_slots, basics(draw), check, optional=("splits",), lenient=("q_scale",))
 
 
 def merge(parts: Tensor, lses: Tensor, sink: Tensor | None, unit: float) -> Attention:

@@ -45,8 +45,7 @@ class Draw:
         if value.dim() == 0 or value.numel() == 0 or self.chance(0.7):
             return value
         if value.dim() > 1 and self.chance(0.3):
-            turned = value.transpose(-1, -2).contiguous().transpose(-1, -2)
-            return turned
+            return value.transpose(-1, -2).contiguous().transpose(-1, -2)
         room = torch.zeros((*value.shape[:-1], value.shape[-1] + self.size(1, 3)), dtype=torch.float64)
         room = room.to(value.dtype).to(self.device)
         room[..., : value.shape[-1]].copy_(value)

@@ -1,5 +1,6 @@
 """Call number i of a seed: made, judged, and reported in one line from which it can be made again."""
 
+import contextlib
 import re
 import traceback
 from collections import Counter
@@ -86,6 +87,8 @@ def judge(call: Call, spoiled: list[Spoiled]) -> tuple[str, str]:
     except (ValueError, TypeError) as error:
         return _judge_refusal(call, spoiled, before, error)
     except Exception as error:
+        if "can't allocate memory" in str(error):
+            return "refused", ""  # more than the machine has: torch says so before anything is written
         place = traceback.extract_tb(error.__traceback__)[-1]
         return type(error).__name__, f"{str(error)[:200]!r} at {place.name}:{place.lineno}"
     if any(s.what == "meta" for s in spoiled) and all(t.device.type == "meta" for t in _tensors(result)):
@@ -131,10 +134,8 @@ def _judge_refusal(call: Call, spoiled: list[Spoiled], before: dict[str, Any], e
 def known_names(call: Call) -> set[str]:
     """Names that a refusal may speak of: arguments and the fields of what was passed."""
     names = set(call.arguments) | set(call.names)
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         names |= set(signature(call.function).parameters)
-    except (TypeError, ValueError):
-        pass
     for path, _ in leaves(call.arguments):
         names |= set(re.findall(r"[A-Za-z_0-9]+", path))
     return names

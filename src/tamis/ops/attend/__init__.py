@@ -14,6 +14,8 @@ from tamis.ops.write import join_parts
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
 MAX_HEADS = 128
+MAX_SPLITS = 2**16 - 1
+"""Parts that a call may ask for: as many as a launch has blocks along its smaller axes."""
 
 
 def attend_slots(
@@ -125,7 +127,7 @@ def check_rest(
     tokens, heads, width = q.shape
     checks.integer("value_dim", value_dim, low=1, high=width)
     if splits is not None:
-        checks.integer("splits", splits, low=1)
+        checks.integer("splits", splits, low=1, high=MAX_SPLITS)
     checks.positive_number("scale", scale)
     check_query_scale(q_scale, q.device)
     check_sink(sink, heads, q.device)

@@ -84,8 +84,8 @@ def check_combine_parts(
     checks.option("dtype", dtype, OUTPUT_DTYPES)
     if out is not None:
         check_output(out, (tokens, heads, sizes["V"]), device, *partials, sink)
-    given = {"partials.out": partials.out, "partials.lse": partials.lse, "sink": sink}
-    library.check_stage("combine", backend, device, **given)
+    given = {"partials.out": partials.out, "partials.lse": partials.lse, "partials.max_logits": partials.max_logits}
+    library.check_stage("combine", backend, device, **given, sink=sink)
 
 
 def check_sink(sink: Tensor | None, heads: int, device: torch.device) -> None:

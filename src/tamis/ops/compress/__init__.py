@@ -122,6 +122,9 @@ def check_compress_kv(
     _check_recipe(cache, rotary["R"], names[1])
     checks.positive_number("eps", eps)
     _check_values(state, cache, positions, pages, slots, rotary["P"], names)
+    if checks.visible(positions):
+        # An entry is turned at the position of its span's first token.
+        checks.finite_rows("cos_sin", cos_sin, torch.where(positions >= ratio - 1, positions + 1 - ratio, -1))
     checks.changeable(names[0], state.storage)
     checks.changeable(names[1], cache.storage)
     given = {"values": values, "scores": scores, "bias": bias, "norm_weight": norm_weight, "cos_sin": cos_sin}
@@ -155,7 +158,7 @@ def _check_recipe(cache: PagedCache, rotary: int, name: str) -> None:
     made = IndexRecipe.of_v4(rotary, hadamard=cache.recipe.hadamard)
     if cache.recipe != made:
         raise checks.refuse(f"{name}.recipe", f"{made}, as entries are rotated", cache.recipe, "use a cache of V4 keys")
-    cache.recipe.check_width(cache.layout.width)
+    cache.recipe.check_width(cache.layout.width, f"width of {name}")
 
 
 def _check_values(

@@ -272,7 +272,7 @@ def check_index_topk(
     """
     _check_paged(q, weights, cache, request_ids, block_table, lengths, backend, prefix, name, sizes)
     checks.integer("k", k, low=1, high=MAX_K)
-    checks.integer("workspace_bytes", workspace_bytes, low=1)
+    checks.integer("workspace_bytes", workspace_bytes, low=1, high=checks.INT64_MAX)
     longest = block_table.shape[1] * cache.page_size
     _check_lengths(lengths, longest, "the block table has no page for more")
 

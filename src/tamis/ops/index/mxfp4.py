@@ -12,6 +12,9 @@ from tamis.ops.index.prepare import rotate_index
 from tamis.ops.write.reference import encode_rows
 from tamis.recipe import IndexRecipe
 
+_TILE = 32
+"""How many values share a scale."""
+
 
 class PackedQuery(NamedTuple):
     """Queries whose scales, one per 32 values, cannot be folded into the weights."""
@@ -48,12 +51,15 @@ def pack_index_query(
     sizes = checks.tensor("q", q, "T H D", checks.FLOATS)
     total, heads, dim = sizes["T"], sizes["H"], sizes["D"]
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=total, H=heads, device=q.device)
+    if heads == 0 or dim == 0 or dim % _TILE:
+        raise checks.refuse("q", f"of at least one head, a multiple of {_TILE} wide", list(q.shape), "as its keys are")
     layout = index_mxfp4(dim=dim, rounding=rounding)
     constant = (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
     turned = rotate_index(q, recipe, positions=positions, cos_sin=cos_sin)
     values, scales, _ = encode_rows(turned.reshape(-1, dim), layout)
     assert scales is not None
-    return PackedQuery(values.view(total, heads, -1), scales.view(total, heads, -1), weights.float() * constant)
+    lead = (total, heads)
+    return PackedQuery(values.view(*lead, dim // 2), scales.view(*lead, dim // _TILE), weights.float() * constant)
 
 
 def unpack_index_query(values: Tensor, scales: Tensor) -> Tensor:
@@ -62,8 +68,9 @@ def unpack_index_query(values: Tensor, scales: Tensor) -> Tensor:
     The scorers multiply 4-bit keys in bf16, so that packed queries would be unpacked there as well, by every program.
     """
     sizes = checks.tensor("values", values, "T H P", (torch.uint8,))
-    groups = index_mxfp4(dim=2 * sizes["P"]).scales
-    assert groups is not None
-    expected = {"T": sizes["T"], "H": sizes["H"], "G": groups.count}
+    if sizes["P"] == 0 or sizes["P"] % (_TILE // 2):
+        wanted = f"a multiple of {_TILE // 2} bytes wide"
+        raise checks.refuse("values", wanted, list(values.shape), "two numbers to a byte, a scale for every 32")
+    expected = {"T": sizes["T"], "H": sizes["H"], "G": 2 * sizes["P"] // _TILE}
     checks.tensor("scales", scales, "T H G", (torch.uint8,), **expected, device=values.device)  # type: ignore[arg-type]
     return decode_e2m1(values, scales).bfloat16()

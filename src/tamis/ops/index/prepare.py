@@ -26,10 +26,8 @@ def rotate_index(
         positions: integer [T], absolute; without them x is taken as rotated by the rope already.
         cos_sin: float32 [max_positions, rope_dim] from `tamis.rope.Rope.cos_sin_table`; goes with `positions`.
     """
-    if not isinstance(x, Tensor) or x.dtype not in checks.FLOATS or x.dim() not in (2, 3):
-        raise checks.refuse_type(
-            "x", "a bfloat16, float16 or float32 tensor [T, H, D] or [T, D]", checks.describe(x), "convert it"
-        )
+    if checks.dense("x", x, checks.FLOATS).dim() not in (2, 3):
+        raise checks.refuse("x", "of shape [T, H, D] or [T, D]", list(x.shape), "check its shape")
     _check_rotations(recipe, positions, cos_sin, x.shape[0], x.shape[-1], x.device)
     where = _rotation(recipe, positions, cos_sin)
     return reference.prepare_rows(x, *where, recipe, "none").float()
@@ -68,6 +66,8 @@ def quantise_index_query(
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"], device=q.device)
     checks.option("scale_mode", scale_mode, ("pow2", "exact"))
     heads, dim = sizes["H"], sizes["D"]
+    if heads == 0 or dim == 0 or dim % 4:
+        raise checks.refuse("q", "of at least one head, a multiple of 4 wide", list(q.shape), "as index keys are")
     layout = replace(index_fp8(dim=dim, rounding=rounding), scale_mode=scale_mode)
     constant = (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
     _check_rotations(recipe, positions, cos_sin, sizes["T"], dim, q.device)
@@ -152,11 +152,11 @@ def check_write_index_keys(
     recipe = agreed_recipe("recipe", recipe, cache)
     check_slots(slots, cache, "keys", total)
     _check_rotations(recipe, positions, cos_sin, total, dim, device)
+    checks.positive_number("norm_eps", norm_eps)
     if norm_weight is not None:
         checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=dim, device=device)
         if norm_bias is not None:
             checks.tensor("norm_bias", norm_bias, "D", checks.FLOATS, D=dim, device=device)
-        checks.positive_number("norm_eps", norm_eps)
     elif norm_bias is not None:
         raise checks.refuse("norm_bias", "given with norm_weight only", "a bias alone", "pass the weight too")
     checks.changeable("cache", cache.storage)
@@ -190,7 +190,7 @@ def _check_rotations(
     device: torch.device,
 ) -> None:
     checks.instance("recipe", recipe, IndexRecipe)
-    recipe.check_width(width)
+    recipe.check_width(width, "width of rows for this recipe")
     if (positions is None) != (cos_sin is None):
         received = "cos_sin" if positions is None else "positions"
         raise checks.refuse("positions and cos_sin", "given together", f"only {received}", "pass both, or none")
@@ -200,6 +200,7 @@ def _check_rotations(
     table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), R=recipe.rope_dim, device=device)
     # Padded tokens have position -1 and no slot; they are not rotated.
     checks.values_between("positions", positions, -1, table["P"] - 1, "make a longer cos_sin table")
+    checks.finite_rows("cos_sin", cos_sin, positions)
     if recipe.rope_dim > width:
         expected = f"at most {width}, the width"
         raise checks.refuse("recipe.rope_dim", expected, recipe.rope_dim, "use the model's recipe")

@@ -55,6 +55,7 @@ def rotate_heads(
         inverse: rotate back.
         backend: a name from `tamis backends`, or "auto".
     """
+    checks.flag("inverse", inverse)
     check_rotate_heads(x, positions, cos_sin, eps, backend)
     return registered.rotate_heads(x, positions, cos_sin, eps, inverse, backend)
 
@@ -133,10 +134,11 @@ def check_rotate_and_write(
     check_positions(positions, cos_sin, total, width, device)
     checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=width, device=device)
     checks.positive_number("eps", eps)
+    checks.flag("index_hadamard", index_hadamard)
     if index_q is not None:
         sizes = checks.tensor("index_q", index_q, "T H D", checks.FLOATS, T=total, device=device)
         check_rotary(cos_sin.shape[1], sizes["D"])
-        IndexRecipe(hadamard=index_hadamard).check_width(sizes["D"])
+        IndexRecipe(hadamard=index_hadamard).check_width(sizes["D"], "width of index_q")
     checks.changeable(name, cache.storage)
     given = {"q": q, "kv": kv, "index_q": index_q, "norm_weight": norm_weight, "cos_sin": cos_sin}
     library.check_stage("rotate", backend, device, **given)
@@ -169,6 +171,7 @@ def check_positions(positions: Tensor, cos_sin: Tensor, total: int, width: int, 
     check_rotary(table["R"], width)
     lowest = torch.iinfo(positions.dtype).min
     checks.values_between("positions", positions, lowest, table["P"] - 1, "make a longer cos_sin table")
+    checks.finite_rows("cos_sin", cos_sin, positions)
 
 
 def check_rotary(rotary: int, width: int) -> None:

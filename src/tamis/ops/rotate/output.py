@@ -39,6 +39,7 @@ def rotate_to_fp8(
         inverse: rotate back, as an output must be.
         backend: a name from `tamis backends`, or "auto".
     """
+    checks.flag("inverse", inverse)
     check_rotate_to_fp8(x, positions, cos_sin, tile, backend)
     return Fp8Heads(*registered.rotate_to_fp8(x, positions, cos_sin, tile, inverse, backend))
 

@@ -158,6 +158,7 @@ def check_select_mixed(
     backend: str,
 ) -> None:
     """Refuse what `select_mixed` refuses."""
+    checks.flag("local", local)
     device = checks.same_device(
         decode_window=decode_window, decode_entries=decode_entries, prefill_entries=prefill_entries
     )

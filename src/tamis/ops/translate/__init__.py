@@ -54,6 +54,7 @@ def translate_positions(
         backend: a name from `tamis backends`, or "auto".
     """
     shard = (ranks, rank, interleave)
+    checks.flag("compact", compact)
     check_translate_positions(positions, request_ids, block_table, page_size, rows_per_page, workspace, shard, backend)
     return translate_unchecked(
         positions, request_ids, block_table, page_size, rows_per_page, workspace, shard, compact, backend

@@ -26,6 +26,8 @@ def check_pair(name: str, value: tuple[Tensor, Tensor]) -> None:
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         received = f"{checks.describe(first)} and {checks.describe(second)}"
         raise checks.refuse_type(name, "a pair of tensors", received, "pass torch.Tensors")
+    for part in value:
+        checks.dense(name, part, (*checks.FLOATS, torch.float64, torch.float8_e4m3fn))
     alike = first.dim() > 0 and first.shape[:-1] == second.shape[:-1] and first.device == second.device
     floats = first.dtype in checks.FLOATS and second.dtype in checks.FLOATS
     if not alike or (first.dtype != second.dtype and not floats):
@@ -119,6 +121,7 @@ def write_normed_kv(
         interleaved: pairs (2i, 2i+1), as the main attention uses; False: (i, i + R/2).
         backend: a name from `tamis backends`, or "auto".
     """
+    checks.flag("interleaved", interleaved)
     check_write_normed_kv(latent, rope, cache, slots, norm_weight, positions, cos_sin, eps, backend)
     layout = cache.layout
     normed = rms_norm(latent.float(), norm_weight.float(), eps)
@@ -148,6 +151,7 @@ def check_write_normed_kv(
     checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device)
     table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), R=layout.rope, device=device)
     checks.values_between("positions", positions, 0, table["P"] - 1, "make a longer cos_sin table")
+    checks.finite_rows("cos_sin", cos_sin, positions)
     checks.positive_number("eps", eps)
     checks.changeable("cache", cache.storage)
     given = {"latent": latent, "rope": rope, "norm_weight": norm_weight, "cos_sin": cos_sin}
@@ -158,14 +162,16 @@ def quantise_per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 under one scale for the whole tensor, and the *inverse* scale: multiply by it to dequantise.
 
     The largest magnitude, floored at 1e-10, becomes 448. The inverse scale is a one-element float32 tensor, which
-    `PagedCache(..., scale=)` and `attend(q_scale=)` take as it is.
+    `PagedCache(..., scale=)` and `attend(q_scale=)` take as it is. On the host, numbers that are not finite are
+    refused: one of them would leave no other its value.
     """
-    if not isinstance(x, Tensor) or x.dtype not in checks.FLOATS:
-        raise checks.refuse_type("x", "a bfloat16, float16 or float32 tensor", checks.describe(x), "convert it first")
+    checks.dense("x", x, checks.FLOATS)
     if x.numel() == 0:
         raise checks.refuse("x", "not empty", list(x.shape), "there is no maximum to scale by")
     smallest, largest = torch.aminmax(x)
     amax = torch.maximum(smallest.abs(), largest.abs()).float().clamp_min(1e-10)
+    if checks.visible(amax) and not bool(amax.isfinite()):
+        raise checks.refuse("x", "finite", "NaN or infinities", "there is no maximum to scale by")
     scale = E4M3_MAX / amax
     scaled = (x.float() * scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return scaled.contiguous(), scale.reciprocal().reshape(1)

@@ -1,0 +1,66 @@
+"""Settings out of Hugging Face configs, which are JSON that anybody may have written: each is checked when read."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tamis import checks
+
+
+def fields_of(config: Any) -> Mapping[str, Any]:
+    """The settings of a config object or dictionary."""
+    if isinstance(config, Mapping):
+        return config
+    to_dict = getattr(config, "to_dict", None)
+    found = to_dict() if callable(to_dict) and not isinstance(config, type) else None
+    if not isinstance(found, Mapping):
+        expected = "a Hugging Face config or its dictionary"
+        raise checks.refuse_type("config", expected, checks.describe(config), "pass model.config")
+    return found
+
+
+def whole(fields: Mapping[str, Any], name: str, *, low: int = 1, default: int | None = None) -> int:
+    """An integer setting; refused where it is absent and there is no default. JSON may have written 64 as 64.0."""
+    value = fields.get(name)
+    if value is None:
+        if default is None:
+            raise checks.refuse("config", f"one with {name!r}", "none", "this is not a sparse-MLA model config")
+        return default
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return checks.integer(f"config.{name}", value, low=low)
+
+
+def real(fields: Mapping[str, Any], name: str, default: float, *, low: float | None = None) -> float:
+    """A number; positive unless `low` says from where on."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    return (
+        checks.positive_number(f"config.{name}", value)
+        if low is None
+        else checks.number(f"config.{name}", value, low=low)
+    )
+
+
+def group(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Settings below a name; empty where there are none."""
+    value = fields.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise checks.refuse_type(f"config.{name}", "a dictionary", checks.describe(value), "fix the config")
+    return value
+
+
+def listed(fields: Mapping[str, Any], name: str) -> Sequence[Any] | None:
+    """A list of settings, or a text with one letter for each; None where there is none."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, list | tuple | str):
+        raise checks.refuse_type(f"config.{name}", "a list", checks.describe(value), "fix the config")
+    return value
+
+
+def rope_width(fields: Mapping[str, Any]) -> int:
+    """How many columns of a V4 head are rotated."""
+    given = whole(fields, "qk_rope_head_dim", low=0, default=0)
+    return given or int(whole(fields, "head_dim") * real(fields, "partial_rotary_factor", 0.125))
