@@ -46,7 +46,9 @@ class PagedCache:
         checks.integer("pages", pages, low=1)
         checks.integer("page_size", page_size, low=1)
         _few_enough(pages, page_size)
-        raw = torch.zeros(pages, layout.page_bytes(page_size), dtype=torch.uint8, device=device)
+        # Pages outlive the call that makes them: made inside inference_mode, they could not be written to outside.
+        with torch.inference_mode(False):
+            raw = torch.zeros(pages, layout.page_bytes(page_size), dtype=torch.uint8, device=device)
         used = raw[:, : layout.row_bytes * page_size].unflatten(1, (page_size, layout.row_bytes))
         self._hold(layout, used.view(layout.element), page_size, scale)
         self.recipe = recipe

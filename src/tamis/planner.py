@@ -30,6 +30,8 @@ from tamis.spec import LayerSpec
 class Planner:
     """Turns batches into plans. All buffers are allocated here, once; a plan is valid until the next one is made."""
 
+    # Buffers outlive the call that makes them: one made inside inference_mode could not be written to outside.
+    @torch.inference_mode(False)
     def __init__(
         self,
         spec: LayerSpec,
