@@ -160,10 +160,11 @@ def test_what_inference_mode_has_made_is_written_to_outside() -> None:
     assert cache.storage.sum() == cache.storage.numel()
 
 
+@pytest.mark.parametrize("name", ["tf32", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float32_products_are_not_shortened(dtype: torch.dtype) -> None:
+def test_float32_products_are_not_shortened(dtype: torch.dtype, name: str) -> None:
     """Where torch may round factors of float32 products to TF32 or bf16, they are multiplied in float64: all that is
-    left is the rounding of the result."""
+    left is the rounding of the result. Under autocast they stay in float32: sums of at most 576 rounded terms."""
     torch.manual_seed(5)
     cache = PagedCache("v32-fp32", 4, 64)
     write_kv(normal(256, 576), cache, torch.arange(256, dtype=torch.int64, device="cpu"))
@@ -173,17 +174,19 @@ def test_float32_products_are_not_shortened(dtype: torch.dtype) -> None:
     exact = attend(q.double(), selection, **wide)
     x, scales = normal(9, 2, 256).to(torch.float8_e4m3fn), torch.full((9, 2, 2), 127, dtype=torch.uint8, device="cpu")
     weight = normal(2, 128, 256).to(torch.float8_e4m3fn)
-    ones = torch.ones(2, 1, 2, dtype=torch.float32, device="cpu")
-    lowered = torch.einsum("tgk,gok->tgo", x.double(), weight.double())
-    with matmul_precision("medium"):
+    factors = normal(2, 1, 2).abs()
+    lowered = torch.einsum("tgk,gok->tgo", x.double(), weight.float().mul(factors.repeat_interleave(128, 2)).double())
+    with SETTINGS[name]():
         found = attend(q, selection, **wide, out=torch.empty(8, 16, 512, dtype=torch.float32, device="cpu"))
-        low = lower_groups(x, scales, weight, ones, dtype=torch.float32)
+        low = lower_groups(x, scales, weight, factors, dtype=torch.float32)
         dense = project(q[:, 0], keys, torch.float32)
         absorbed = AbsorbedWeights(keys[None], keys[None]).absorb_query(q[:, :1].float())
     several = ((found.out, exact.out), (found.lse, exact.lse), (low, lowered))
     product = q[:, 0].double() @ keys.double().T
     for one, other in (*several, (dense, product), (absorbed[:, 0], q[:, 0].double() @ keys.double())):
-        assert (one.double() - other).abs().max() <= 2**-23 * other.abs().max()
+        terms = 1 if name == "tf32" else 576
+        assert one.dtype == torch.float32
+        assert (one.double() - other).abs().max() <= terms * 2**-23 * other.abs().max()
 
 
 @pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
