@@ -38,6 +38,8 @@ class Planner:
     device, need a planner each. A batch that is refused changes nothing, and the latest plan stays valid.
     """
 
+    # Buffers outlive the call that makes them: one made inside inference_mode could not be written to outside.
+    @torch.inference_mode(False)
     def __init__(
         self,
         spec: LayerSpec,

@@ -24,6 +24,8 @@ class Recording:
         self.topk = checks.integer("topk", topk, low=1)
         self._rows: dict[tuple[int, Hashable], Tensor] = {}
 
+    # What is kept here outlives the call: made inside inference_mode, it could not be written to outside.
+    @torch.inference_mode(False)
     @needs_latest_plan
     def record(self, layer: int, requests: Sequence[Hashable], plan: Plan, positions: Tensor) -> None:
         """Keep what a layer selected in a step. Copies it to the host, which waits for the device.

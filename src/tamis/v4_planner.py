@@ -31,6 +31,8 @@ class V4Planner:
     A step takes one launch for the window and one per ratio, beside what `Planner` does.
     """
 
+    # Buffers outlive the call that makes them: one made inside inference_mode could not be written to outside.
+    @torch.inference_mode(False)
     def __init__(
         self,
         specs: Sequence[LayerSpec],

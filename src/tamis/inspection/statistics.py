@@ -97,8 +97,8 @@ def mean_overlap(chosen: Tensor) -> Tensor:
     layers, queries, _ = chosen.shape
     total = torch.zeros(layers, layers, dtype=torch.float64, device=chosen.device)
     for query in range(queries):
-        rows = chosen[:, query].float()
-        both = (rows @ rows.T).double()
+        rows = chosen[:, query].double()  # which no setting rounds, so that counts stay whole
+        both = rows @ rows.T
         count = both.diagonal()
         either = count.unsqueeze(1) + count - both
         total += torch.where(either > 0, both / either.clamp_min(1), 1.0)

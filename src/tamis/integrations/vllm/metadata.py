@@ -199,6 +199,7 @@ class SparseMetadataBuilder:
     """False: requests that `is_prefilling` marks are prefills even where their piece of the prompt is short."""
     metadata_cls: ClassVar[type[SparseMetadata]] = SparseMetadata
 
+    @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
         self,
         kv_cache_spec: Any,

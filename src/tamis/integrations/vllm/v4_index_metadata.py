@@ -106,6 +106,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
 
     _cudagraph_support: ClassVar[Any] = "ALWAYS"
 
+    @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
         self,
         kv_cache_spec: Any,

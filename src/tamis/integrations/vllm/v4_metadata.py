@@ -143,6 +143,7 @@ class _Builder:
 class CompressedBuilder(_Builder):
     """What builders of caches with one row per entry share: the ratio, and where completed entries go."""
 
+    @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
         self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
     ) -> None:
@@ -184,6 +185,7 @@ class V4MetadataBuilder(CompressedBuilder):
     Where vLLM wants the tokens' positions, they are worked out from lengths and query starts.
     """
 
+    @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
         self,
         kv_cache_spec: Any,
@@ -252,6 +254,7 @@ class V4MetadataBuilder(CompressedBuilder):
 class V4WindowMetadataBuilder(_Builder):
     """Makes a `V4WindowMetadata` per step."""
 
+    @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
         self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
     ) -> None:
