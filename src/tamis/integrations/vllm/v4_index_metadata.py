@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.batch import Batch
-from tamis.integrations.vllm.metadata import engine_batch
+from tamis.integrations.vllm.engine_batch import engine_batch
 from tamis.integrations.vllm.v4_backend import TamisV4Backend
 from tamis.integrations.vllm.v4_metadata import CompressedBuilder, decode_rows
 from tamis.plan import Plan

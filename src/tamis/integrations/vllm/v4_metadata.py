@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.integrations.vllm.metadata import engine_batch, model_field
+from tamis.integrations.vllm.engine_batch import engine_batch
+from tamis.integrations.vllm.metadata import model_field
 from tamis.integrations.vllm.v4_formats import EVERY
 from tamis.integrations.vllm.v4_indices import build_c128a_topk_metadata
 from tamis.ops import select_entries, select_window

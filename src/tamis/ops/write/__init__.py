@@ -5,9 +5,10 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import PagedCache
-from tamis.layout import E4M3_MAX
 from tamis.ops import library
 from tamis.rope import rms_norm, rotate
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def join_parts(name: str, value: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -158,13 +159,14 @@ def check_write_normed_kv(
     library.check_stage("write", backend, device, **given)
 
 
-def quantise_per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 under one scale for the whole tensor, and the *inverse* scale: multiply by it to dequantise.
+def quantise_per_tensor(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """FP8 numbers under one scale for the whole tensor, and the *inverse* scale: multiply by it to dequantise.
 
-    The largest magnitude, floored at 1e-10, becomes 448. The inverse scale is a one-element float32 tensor, which
-    `PagedCache(..., scale=)` and `attend(q_scale=)` take as it is. On the host, numbers that are not finite are
-    refused: one of them would leave no other its value.
+    The largest magnitude, floored at 1e-10, becomes the largest number of `dtype`, which is 448 for e4m3. The inverse
+    scale is a one-element float32 tensor, which `PagedCache(..., scale=)` and `attend(q_scale=)` take as it is; these
+    read e4m3 only. On the host, numbers that are not finite are refused: one of them would leave no other its value.
     """
+    checks.option("dtype", dtype, _FP8)
     checks.dense("x", x, checks.FLOATS)
     if x.numel() == 0:
         raise checks.refuse("x", "not empty", list(x.shape), "there is no maximum to scale by")
@@ -172,8 +174,9 @@ def quantise_per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
     amax = torch.maximum(smallest.abs(), largest.abs()).float().clamp_min(1e-10)
     if checks.visible(amax) and not bool(amax.isfinite()):
         raise checks.refuse("x", "finite", "NaN or infinities", "there is no maximum to scale by")
-    scale = E4M3_MAX / amax
-    scaled = (x.float() * scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    most = torch.finfo(dtype).max
+    scale = most / amax
+    scaled = (x.float() * scale).clamp(-most, most).to(dtype)
     return scaled.contiguous(), scale.reciprocal().reshape(1)
 
 
