@@ -19,7 +19,7 @@ import torch
 import tamis.backends
 import tamis.cli
 from tamis._version import __version__
-from tamis.backends import Backend, choose
+from tamis.backends import STAGES, Backend, choose
 from tamis.cli import main, make_parser, progress
 from tamis.cli.progress import Progress, progress_bar, progress_line
 from tamis.cli.table import render_table
@@ -212,11 +212,14 @@ def test_backends_table_agrees_with_choose(monkeypatch: pytest.MonkeyPatch, caps
     }
     choice = choose(LayerSpec(16, topk=2048), "cpu", layout="v32-fp8", backends=tamis.backends.BACKENDS)
     assert found["backends"][0]["reasons"] == choice.rejected["picky"]
+    assert found["backends"][0]["kernels"] == []
+    assert {k["stage"]: k["runs"] for k in found["backends"][1]["kernels"]} == dict.fromkeys(STAGES, reference.name)
     assert len(choice.rejected["picky"]) == 5
     assert main(["backends", "--device", "cpu", "--heads", "16"]) == 0
     text = capsys.readouterr().out
     assert all(reason in text for reason in choice.rejected["picky"])
     assert f"torch {torch.__version__}, cpu:" in text
+    assert f"{reference.name} runs\n  rotate: {reference.name}\n" in text
 
 
 def test_backends_fails_when_none_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
