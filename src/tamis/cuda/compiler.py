@@ -137,9 +137,9 @@ def _candidates() -> Iterator[tuple[str, str | None]]:
 def compiled(program: Program, arch: str, *, folder: Path | None = None, compiler: Nvrtc | None = None) -> bytes:
     """The cubin of a program, from disk if it has been compiled before.
 
-    The file's name holds everything the result depends on, and the file starts with a digest of that and of the rest, so
-    that neither an old nor a damaged file is ever used, nor one that was moved here from another name. Where nothing can
-    be kept (see `tamis.cuda.cubins`), this costs time and nothing else.
+    The file's name holds everything the result depends on, and the file starts with a digest of that and of the rest,
+    so that neither an old nor a damaged file is ever used, nor one that was moved here from another name. Where nothing
+    can be kept (see `tamis.cuda.cubins`), this costs time and nothing else.
     """
     compiler = compiler or nvrtc()
     key = hashlib.sha256(repr((program, options(program, arch), arch, compiler.version)).encode())

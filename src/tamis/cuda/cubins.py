@@ -1,8 +1,8 @@
 """Cubins on disk: one folder that belongs to this user, read and written as if others could reach it.
 
 A cubin is code that the GPU runs, so a file is used only if this user wrote it for exactly these inputs. Whatever is in
-the way (no home, a full disk, a folder that others can write to, a FIFO under the file's name) costs the time to compile
-again, and nothing else. Every function here may raise OSError, which means that nothing was read or kept.
+the way (no home, a full disk, a folder that others can write to, a FIFO under the file's name) costs the time to
+compile again, and nothing else. Reading and writing may raise OSError, which means that nothing was read or kept.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ def _make(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """A handle of the folder, if it is this user's own; what is done through it stays in the folder that was checked."""
+    """A handle of the folder, if it is this user's own: what is done through it stays in what was checked."""
     place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _check(os.fstat(place), str(folder))
@@ -117,7 +117,8 @@ def _check(about: os.stat_result, name: str) -> None:
     if about.st_uid != os.geteuid():
         raise PermissionError(errno.EACCES, f"it belongs to user {about.st_uid}", name)
     if about.st_mode & _OTHERS_MAY_WRITE:
-        raise PermissionError(errno.EACCES, f"other users can write to it (mode {stat.S_IMODE(about.st_mode):o}); chmod 700", name)
+        mode = stat.S_IMODE(about.st_mode)
+        raise PermissionError(errno.EACCES, f"other users can write to it (its mode is {mode:o})", name)
 
 
 def _lock(file: int) -> None:
