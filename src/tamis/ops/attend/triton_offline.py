@@ -81,12 +81,14 @@ def _usual_layouts() -> Iterator[Layout]:
 def _case(
     target: Target, layout: Layout, query: torch.dtype, heads: int, value_dim: int, *, translate: bool
 ) -> tuple[OfflineCase, tuple[object, ...]]:
-    cache = PagedCache(layout, 2, 64)
-    q = torch.empty(2, heads, layout.width, dtype=torch.uint8 if query == torch.float8_e4m3fn else query)
-    ids, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int32)
-    lookup = (ids, table) if translate else (None, None)
-    selection = Selection(cache, torch.zeros(2, 2048, dtype=torch.int32), ids, *lookup)
-    out, lse = torch.empty(1, 2, heads, value_dim, dtype=torch.float32), torch.empty(1, 2, heads, dtype=torch.float32)
+    cache, host = PagedCache(layout, 2, 64), torch.device("cpu")
+    stored = torch.uint8 if query == torch.float8_e4m3fn else query
+    q = torch.empty(2, heads, layout.width, dtype=stored, device=host)
+    ids = torch.zeros(2, dtype=torch.int32, device=host)
+    lookup = (ids, torch.zeros(2, 8, dtype=torch.int32, device=host)) if translate else (None, None)
+    selection = Selection(cache, torch.zeros(2, 2048, dtype=torch.int32, device=host), ids, *lookup)
+    out = torch.empty(1, 2, heads, value_dim, dtype=torch.float32, device=host)
+    lse = torch.empty(1, 2, heads, dtype=torch.float32, device=host)
     launch = choose_launch(layout.key, q.dtype, heads, value_dim, target.shared_limit, target.name == "sm_100")
     arguments, options = launch_arguments(q, selection, 0.1, lse[0, 0], launch, 1, out, lse, lse)
     arguments["NATIVE"] = target.name in NATIVE_E4M3
