@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+pytest_plugins = ("settings",)
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tamis import LayerSpec, backends, choose
+from tamis import LayerSpec, PagedCache, Selection, backends, choose
 from tamis.backends import BACKENDS, STAGES, Backend, backend_for_stage
-from tamis.layout import index_mxfp4, v32_fp8
+from tamis.layout import index_mxfp4, named, v32_fp8
 
 SPEC = LayerSpec(heads=16, topk=2048)
 HOPPER_ONLY = Backend(
@@ -96,10 +96,11 @@ def test_portable_kernels_are_preferred_on_a_gpu_and_say_what_they_cannot_do() -
     assert [b.name for b in BACKENDS] == ["hopper", "triton", "reference"]
     need = replace(choose(SPEC, "cpu").need, device=torch.device("cuda"), capability=(8, 0))
     assert BACKENDS[1].refusals(need) == []
-    wide = replace(need, layout=v32_fp8(latent=1024), dtype=torch.float64)
+    wide = replace(need, layout=v32_fp8(latent=1024, rope=257), dtype=torch.float64)
     assert BACKENDS[1].refusals(wide) == [
         "query dtype float64 is not one of bfloat16, float16, float32, float8_e4m3fn",
         "latent width 1024 is more than 512",
+        "rope width 257 is more than 256",
     ]
     odd = replace(need, layout=v32_fp8(latent=480, tile=96))
     assert BACKENDS[1].refusals(odd) == ["tiles of 96 values are not a power of two"]
@@ -135,3 +136,84 @@ def test_hopper_kernels_are_for_hopper_and_leave_the_rest_to_their_base(monkeypa
     monkeypatch.setattr(backends, "has_nvrtc", lambda: False)
     assert "install the NVRTC of PyTorch's CUDA version" in hopper.refusals(need)[0]
     assert backend_for_stage("index", "auto", "cuda").name == "triton"
+
+
+def explained(heads: int, layout: str, dtype: torch.dtype = torch.bfloat16, value_dim: int = 512) -> dict[str, str]:
+    """What an explanation says for each stage of a layer on Hopper."""
+    made = named(layout)
+    spec = LayerSpec(heads, made.latent, made.rope, value_dim, topk=2048)
+    text = choose(spec, "cuda", layout=made, dtype=dtype, capability=(9, 0)).explain()
+    assert text.startswith("hopper: chosen")
+    return dict(line.strip().split(": ", 1) for line in text.splitlines() if line.startswith("  "))
+
+
+@pytest.mark.parametrize(
+    ("heads", "layout", "runs"),
+    [
+        (1, "v32-fp8", "few_heads.cu for up to 264 tokens, heads_as_columns.cu for more"),
+        (16, "v32-bf16", "few_heads.cu"),
+        (24, "v32-fp8", "few_heads.cu for up to 16 tokens, heads_as_columns.cu for more"),
+        (64, "v32-fp8", "few_heads.cu for up to 8 tokens, many_heads.cu for more"),
+        (128, "v32-bf16", "few_heads.cu for up to 2 tokens, many_heads_bf16.cu for more"),
+        (8, "v4-fp8", "many_heads.cu"),
+        (128, "v4-fp8", "many_heads.cu"),
+    ],
+)
+def test_an_explanation_names_the_source_that_attends(heads: int, layout: str, runs: str) -> None:
+    stages = explained(heads, layout)
+    assert list(stages) == list(STAGES)
+    assert stages["attend"] == runs
+    assert stages["index"] == "topk.cu selects, triton scores"
+    assert stages["write"] == stages["combine"] == "triton"
+
+
+def test_an_explanation_says_why_portable_kernels_run_where_hopper_has_some() -> None:
+    few, many = "few heads: ", "; many heads: "
+    fp32, fp16 = "queries are float32, not bfloat16", "queries are float16, not bfloat16"
+    for heads in (16, 64):
+        found = explained(heads, "v32-fp8", torch.float32)["attend"]
+        assert found in (
+            f"triton, because {few}{fp32} or float16{many}{fp32}",
+            f"triton, because many heads: {fp32}; {few}{fp32} or float16",
+        )
+    assert explained(24, "v4-fp8", torch.float16)["attend"] == (
+        f"triton, because {few}rows are v4-fp8, not v32-fp8 or v32-bf16{many}{fp16}"
+    )
+    found = explained(16, "v32-bf16", torch.float16)["attend"]
+    assert found == f"triton, because {few}{fp16}, over v32-bf16 rows{many}{fp16}"
+    found = explained(16, "v32-bf16", value_dim=256)["attend"]
+    assert found == f"triton, because {few}values are 256 wide, not 512{many}values are 256 wide, not 512"
+    found = explained(16, "v32-fp16")["attend"]
+    rows = "v32-fp16, not all v32-fp8, all v4-fp8, or all v32-bf16"
+    assert found == f"triton, because {few}rows are v32-fp16, not v32-fp8 or v32-bf16{many}caches are {rows}"
+    # fp16 queries over V3.2's FP8 rows are for those of few heads, however many there are.
+    found = explained(128, "v32-fp8", torch.float16)["attend"]
+    assert found == "few_heads.cu for up to 4 tokens, heads_as_columns.cu for more"
+
+
+@pytest.mark.parametrize("layout", ["v32-fp8", "v32-bf16", "v4-fp8", "plain-fp8", "v32-fp16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("heads", [1, 16, 17, 32, 33, 64, 128])
+def test_an_explanation_is_the_decision(heads: int, dtype: torch.dtype, layout: str) -> None:
+    """For every number of tokens the kernels that a call gets are those that the explanation names."""
+    from tamis.ops.attend import hopper_kernels, triton_kernels
+
+    cache, told = PagedCache(layout, 2, 64), explained(heads, layout, dtype)["attend"]
+    names = told.split(", because")[0].split(", ")
+    for tokens in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 264, 265, 4096):
+        q = torch.empty(1, heads, cache.layout.width, dtype=dtype).expand(tokens, -1, -1)
+        selections = [Selection(cache, torch.empty(tokens, 1, dtype=torch.int32))]
+        kernels = hopper_kernels.kernels_for(q, selections, 512, None)
+        expected = next(n for n in names if " up to " not in n or tokens <= int(n.split(" up to ")[1].split()[0]))
+        found = "triton" if kernels is triton_kernels else kernels.source(q, selections, 132)
+        assert expected.split(" for ")[0] == found
+
+
+def test_backends_with_one_kind_of_kernels_and_unknown_ones_have_no_more_to_say() -> None:
+    ours = replace(HOPPER_ONLY, base="triton", stages=("attend",), layouts=None, query_dtypes=(torch.bfloat16,))
+    choice = choose(
+        LayerSpec(64, topk=4), "cuda", capability=(9, 0), backends=(replace(ours, heads=(1, 128)), *BACKENDS)
+    )
+    assert [str(k) for k in choice.kernels][-2:] == ["attend: imagined", "combine: triton"]
+    assert "\n  " not in choose(SPEC, "cpu").explain()
+    assert {k.runs for k in choose(SPEC, "cpu").kernels} == {"reference"}

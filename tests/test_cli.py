@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import tamis.backends
-import tamis.cli
+import tamis.cli.commands
 from tamis._version import __version__
-from tamis.backends import Backend, choose
+from tamis.backends import STAGES, Backend, choose
 from tamis.cli import main, make_parser, progress
 from tamis.cli.progress import Progress, progress_bar, progress_line
 from tamis.cli.table import render_table
@@ -56,14 +56,14 @@ def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
-COMMANDS = [module.__name__.rpartition(".")[2] for module in tamis.cli.COMMANDS]
+COMMANDS = [module.__name__.rpartition(".")[2] for module in tamis.cli.commands.COMMANDS]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
 def test_help_has_examples_that_parse_and_exit_codes(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    assert "exit codes: 0 all is well, 1 a check failed, 2 wrong usage or input, 130 interrupted" in text
+    assert tamis.cli.parser.EXIT_CODES in text
     examples = re.search(r"examples?:\n((?:  tamis .*\n)+)", text)
     assert examples is not None
     for line in examples[1].splitlines():
@@ -138,6 +138,18 @@ def test_absent_device_is_refused(
     ("error", "words"),
     [
         (PermissionError(13, "Permission denied", "results.csv"), "Permission denied: 'results.csv'"),
+        (MemoryError(), "out of memory: no details; use a smaller model"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+            "Tried to allocate 2 GiB; use a smaller",
+        ),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "error: out of memory: ",
+        ),
+        (OSError(12, "Cannot allocate memory"), "out of memory: [Errno 12]"),
+        (OSError(28, "No space left on device", "page.html"), "No space left on device: 'page.html'"),
+        (ValueError("from\x1b[31m outside\r\n\x9b2J\u202e"), "error: from\\x1b[31m outside \\x9b2J\\u202e"),
         (ImportError("No module named 'triton'"), "No module named 'triton'; `tamis doctor` says what is missing"),
     ],
 )
@@ -150,7 +162,7 @@ def test_what_the_machine_refuses_is_one_line(
     def register(subcommands: tamis.cli.parser.Subcommands) -> None:
         subcommands.add_parser("fail").set_defaults(run=failing)
 
-    monkeypatch.setattr(tamis.cli, "COMMANDS", (SimpleNamespace(register=register),))
+    monkeypatch.setattr(tamis.cli.commands, "COMMANDS", (SimpleNamespace(register=register),))
     assert main(["fail"]) == 2
     assert words in one_error_line(capsys)
 
@@ -174,7 +186,7 @@ def test_interruption(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     def register(subcommands: tamis.cli.parser.Subcommands) -> None:
         subcommands.add_parser("wait").set_defaults(run=interrupted)
 
-    monkeypatch.setattr(tamis.cli, "COMMANDS", (SimpleNamespace(register=register),))
+    monkeypatch.setattr(tamis.cli.commands, "COMMANDS", (SimpleNamespace(register=register),))
     assert main(["wait"]) == 130
     assert capsys.readouterr().err == "tamis: interrupted\n"
 
@@ -212,11 +224,14 @@ def test_backends_table_agrees_with_choose(monkeypatch: pytest.MonkeyPatch, caps
     }
     choice = choose(LayerSpec(16, topk=2048), "cpu", layout="v32-fp8", backends=tamis.backends.BACKENDS)
     assert found["backends"][0]["reasons"] == choice.rejected["picky"]
+    assert found["backends"][0]["kernels"] == []
+    assert {k["stage"]: k["runs"] for k in found["backends"][1]["kernels"]} == dict.fromkeys(STAGES, reference.name)
     assert len(choice.rejected["picky"]) == 5
     assert main(["backends", "--device", "cpu", "--heads", "16"]) == 0
     text = capsys.readouterr().out
     assert all(reason in text for reason in choice.rejected["picky"])
     assert f"torch {torch.__version__}, cpu:" in text
+    assert f"{reference.name} runs\n  rotate: {reference.name}\n" in text
 
 
 def test_backends_fails_when_none_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

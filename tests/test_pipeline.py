@@ -241,7 +241,7 @@ def test_bad_calls_are_refused_and_nothing_is_written() -> None:
     for arguments, options, kind, message in cases:
         with pytest.raises(kind, match=message):
             layer(*arguments, **options)
-    with pytest.raises(ValueError, match="prefer must be one of"):
+    with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
         SparseMLA(spec, backend="magic")(q, kv, cache, plan, positions=positions)
     assert torch.equal(cache.storage, before)
 

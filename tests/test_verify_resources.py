@@ -38,7 +38,7 @@ def cases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[CudaCase]:
     """What stage `index` has instead of its kernels, and nothing else to check; cubins stay in a folder of the test."""
     found: list[CudaCase] = []
     monkeypatch.setattr(resources, "stage_cases", lambda stage: iter(found))
-    monkeypatch.setattr(compiler, "default_cache", lambda: tmp_path)
+    monkeypatch.setattr(compiler.cubins, "default_folder", lambda: tmp_path)
     right = Check("index", "values", 0.0, [("one", lambda: Trial(0.0))])
     monkeypatch.setitem(tamis.verify.run._CHECKS, "index", lambda target: iter([right]))
     return found

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool
+from tamis.integrations.vllm.v4_forward import forward_decode, forward_prefill
+from tamis.integrations.vllm.v4_impl import V4Impl
 from tamis.integrations.vllm.v4_metadata import V4MetadataBuilder, V4WindowMetadataBuilder
 from tamis.layout import Layout, named
 from tamis.ops import write_kv
@@ -50,9 +52,12 @@ class V4Step:
         *,
         scale: float = 1.0,
         seed: int = 0,
+        window: int = WINDOW,
+        unwritten: tuple[int, ...] = (),
     ) -> None:
+        """`unwritten` are tokens of the step without a slot: nothing is written for them, and they see nothing."""
         torch.manual_seed(seed)
-        self.queries, self.lengths = queries, lengths
+        self.queries, self.lengths, self.window_size, self.unwritten = queries, lengths, window, unwritten
         self.main, self.raw = PagePool(40, PAGE, seed=1), PagePool(80, WINDOW_PAGE, seed=2)
         batch = Batch.build(queries, lengths, self.main)
         self.batch = replace(batch, other_pages={"window": Batch.build(queries, lengths, self.raw).pages})
@@ -92,7 +97,10 @@ class V4Step:
         q = self.q if q is None else q
         outs = []
         for row, (request, p) in enumerate(self.tokens):
-            seen = self.raw.slots(request, max(0, p - WINDOW + 1), p + 1)
+            if row in self.unwritten:
+                outs.append(torch.zeros(HEADS, 512, dtype=torch.float64))
+                continue
+            seen = self.raw.slots(request, max(0, p - self.window_size + 1), p + 1)
             keys = self.window.read(seen).double()
             if ratio > 1:
                 slots = self.entry_slots(request, (p + 1) // ratio, ratio)
@@ -122,6 +130,8 @@ class V4Step:
         """What an engine tells a builder about one of its pools; padding as a captured graph has it."""
         pages = self.batch.pages if pool == "main" else self.batch.other_pages["window"]
         starts = torch.cat([self.batch.query_starts, self.batch.query_starts[-1:].expand(empty)])
+        slots = pages.slots.clone()
+        slots[list(self.unwritten)] = -1
         blank = torch.zeros(empty, pages.block_table.shape[1], dtype=torch.int32)
         return SimpleNamespace(
             num_reqs=len(self.lengths) + empty,
@@ -132,7 +142,7 @@ class V4Step:
             query_start_loc_cpu=starts,
             seq_lens=torch.tensor([*self.lengths, *[0] * empty], dtype=torch.int32),
             block_table_tensor=torch.cat([pages.block_table, blank]),
-            slot_mapping=torch.cat([pages.slots, torch.full((padding,), -1)]),
+            slot_mapping=torch.cat([slots, torch.full((padding,), -1)]),
         )
 
 
@@ -156,25 +166,63 @@ def main_builder(ratio: int, **options: Any) -> V4MetadataBuilder:
     return V4MetadataBuilder(spec, ["layer"], engine_config(), "cpu", **options)
 
 
-def window_builder(drafts: int = 1) -> V4WindowMetadataBuilder:
-    config = engine_config()
-    config.speculative_config.num_speculative_tokens = drafts
+def window_builder(drafts: int = 1, *, window: int = WINDOW, parallel: bool = False) -> V4WindowMetadataBuilder:
+    config = engine_config(sliding_window=window)
+    config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=parallel)
     return V4WindowMetadataBuilder(SimpleNamespace(block_size=WINDOW_PAGE), ["layer"], config, "cpu")
 
 
 def layer_of(step: V4Step, ratio: int, **more: Any) -> SimpleNamespace:
+    """A layer as engines have it: all of them hold the one buffer that the layers with an indexer fill."""
+    shared = torch.randint(0, 9, (MAX_TOKENS, TOPK), dtype=torch.int32)
+    shared[: len(step.tokens)] = step.chosen
     fields = {
         "compress_ratio": ratio,
-        "window_size": WINDOW,
+        "window_size": step.window_size,
         "scale": SCALE,
         "attn_sink": torch.cat((step.sink, torch.full((64 - HEADS,), -torch.inf))),
         "swa_cache_layer": SimpleNamespace(kv_cache=step.window.storage),
         "kv_cache": step.entries[ratio].storage if ratio > 1 else None,
         "kv_cache_torch_dtype": step.window.storage.dtype,
-        "topk_indices_buffer": None,
+        "topk_indices_buffer": shared,
     }
-    if ratio == 4:
-        buffer = torch.randint(0, 9, (MAX_TOKENS, TOPK), dtype=torch.int32)
-        buffer[: len(step.tokens)] = step.chosen
-        fields["topk_indices_buffer"] = buffer
     return SimpleNamespace(**(fields | more))
+
+
+class Records:
+    """A step's records, as builders make them."""
+
+    def __init__(self, step: V4Step, ratio: int, padding: int = 0, empty: int = 0) -> None:
+        self.window = window_builder(window=step.window_size).build(0, step.common("window", padding, empty))
+        self.main = main_builder(ratio).build(0, step.common("main", padding, empty)) if ratio > 1 else None
+        self.decodes = self.window.num_decode_tokens
+
+
+def padded_query(step: V4Step, q: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """A query with rows to spare, and room for its output with heads to spare."""
+    dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    output = torch.full((len(step.tokens) + padding, 64, 512), 3.0, dtype=dtype)
+    return torch.cat((q, torch.ones(padding, *q.shape[1:]).to(q.dtype))), output
+
+
+def attend_mixed(step: V4Step, q: Tensor, layer: Any, records: Records, *, calls: Any = 2, padding: int = 0) -> Tensor:
+    """Output [rows, 64 heads, 512] of a step as an engine runs it in the mixed-index style."""
+    query, output = padded_query(step, q, padding)
+    options = {"swa_metadata": records.window, "attn_metadata": records.main}
+    V4Impl(calls=calls).forward_mqa(layer, query, None, None, output, **options)
+    return output
+
+
+def attend_pages(step: V4Step, q: Tensor, layer: Any, records: Records, *, padding: int = 0) -> Tensor:
+    """The same by way of the two methods of a replaced layer, called as vLLM's own `forward_mqa` calls them."""
+    query, output = padded_query(step, q, padding)
+    positions = torch.tensor([p for _, p in step.tokens] + [0] * padding)
+    window, main, first = records.window, records.main, records.decodes
+    swa_only = layer.compress_ratio <= 1
+    entries = None if swa_only else layer.kv_cache
+    if window.num_prefills:
+        raw = layer.swa_cache_layer.kv_cache
+        forward_prefill(layer, query[first:], positions[first:], entries, raw, output[first:], main, window)
+    if window.num_decodes:
+        forward_decode(layer, query[:first], entries, window, main, swa_only, output[:first])
+    return output

@@ -1,6 +1,8 @@
 """Which implementation runs: a table of capabilities, a choice, and every reason behind it."""
 
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 
@@ -41,6 +43,8 @@ class Backend:
     sinks: bool = True
     max_latent: int | None = None
     """Widest latent part of a row."""
+    max_rope: int | None = None
+    """Widest rope part of a row."""
     power_of_two_tiles: bool = False
     """Tiles that share a scale must have a power of two of values."""
     packed_rows: bool = False
@@ -75,6 +79,8 @@ class Backend:
         latent, tile = need.layout.latent, need.layout.tile
         if self.max_latent is not None and latent > self.max_latent:
             reasons.append(f"latent width {latent} is more than {self.max_latent}")
+        if self.max_rope is not None and need.layout.rope > self.max_rope:
+            reasons.append(f"rope width {need.layout.rope} is more than {self.max_rope}")
         if self.power_of_two_tiles and tile & (tile - 1):
             reasons.append(f"tiles of {tile} values are not a power of two")
         if need.layout.packed and not self.packed_rows:
@@ -87,6 +93,34 @@ class Backend:
         if need.spec.sink and not self.sinks:
             reasons.append("attention sinks are not supported")
         return reasons
+
+    def stage_kernels(self, need: "Need") -> list["StageKernels"]:
+        """What runs each stage of a layer that this backend does not refuse: kernels of its own or its base's. Of those
+        that decide by the call, the function that decides is asked."""
+        found = []
+        for stage in STAGES:
+            runs, because = self.name if stage in self.stages else self.base or "nothing", list[str]()
+            name = f"tamis.ops.{stage}.{self.module}"
+            if runs == self.name and self.base is not None and find_spec(name) is not None:
+                explain = getattr(import_module(name), "explain_kernels", None)
+                runs, because = (runs, because) if explain is None else explain(need)
+            found.append(StageKernels(stage, runs, tuple(because)))
+        return found
+
+
+@dataclass(frozen=True)
+class StageKernels:
+    """What runs one stage of a layer."""
+
+    stage: str
+    runs: str
+    """A source in CUDA C++, or the backend whose kernels run it."""
+    because: tuple[str, ...] = ()
+    """Where that is the base's: why kernels of the backend's own do not."""
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.stage}: {self.runs}" + (f", because {'; '.join(self.because)}" if self.because else "")
 
 
 BACKENDS = (
@@ -102,6 +136,7 @@ BACKENDS = (
         direct_prefills=True,
         query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
         max_latent=512,
+        max_rope=256,
         power_of_two_tiles=True,
     ),
     Backend(
@@ -112,6 +147,7 @@ BACKENDS = (
         devices=("cuda",),  # PyTorch's name for AMD GPUs as well
         query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
         max_latent=512,
+        max_rope=256,
         power_of_two_tiles=True,
     ),
     Backend(
@@ -155,9 +191,16 @@ class Choice:
         """Name of the chosen backend."""
         return self.backend.name
 
+    @property
+    def kernels(self) -> list[StageKernels]:
+        """What runs each stage."""
+        return self.backend.stage_kernels(self.need)
+
     def explain(self) -> str:
-        """One line per backend: chosen, possible, or rejected and why."""
+        """One line per backend: chosen, possible, or rejected and why. If the chosen one leaves stages to another, a
+        line per stage follows it."""
         lines = [f"{self.name}: chosen ({self.backend.summary})"]
+        lines += [f"  {kernels}" for kernels in self.kernels] if self.backend.base is not None else []
         lines += [f"{name}: possible, lower preference" for name in self.passed_over]
         lines += [f"{name}: rejected: {'; '.join(reasons)}" for name, reasons in self.rejected.items()]
         return "\n".join(lines)

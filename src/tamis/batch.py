@@ -22,6 +22,8 @@ class PageMap:
     """int32 [B, W] page ids, on the planner's device or on the host; negative entries are absent pages."""
     slots: Tensor
     """int32 or int64 [T], the slot of each new token; negative: do not write (padding)."""
+    page_size: int | None = field(default=None, kw_only=True)
+    """Of the pool, where known: a planner made for another one then refuses the batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +60,20 @@ class Batch:
         requests: Sequence[object] | None = None,
         other_pools: Mapping[str, PagePool] | None = None,
     ) -> Self:
-        """A batch over a page pool; pages are allocated as needed. `requests` are the pool's names for them, and
-        `other_pools` become `other_pages`."""
+        """A batch over a page pool; pages are allocated as needed, or, where something is refused, not at all.
+        `requests` are the pool's names for them, and `other_pools` become `other_pages`."""
         names: list[object] = list(range(len(lengths))) if requests is None else list(requests)
-        starts = torch.tensor([0, *query_lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        pages, *others = (_pages(one, names, query_lengths, lengths) for one in (pool, *(other_pools or {}).values()))
-        other_pages = dict(zip(other_pools or {}, others, strict=True))
-        return cls(starts, torch.tensor(list(lengths), dtype=torch.int32), pages, other_pages=other_pages)
+        others = dict(other_pools or {})
+        _check_lengths(names, query_lengths, lengths)
+        for what, one in (("pool", pool), *others.items()):
+            _check_room(what, one, names, query_lengths, lengths)
+        new = torch.tensor([0, *query_lengths], dtype=torch.int32, device="cpu")
+        return cls(
+            new.cumsum(0, dtype=torch.int32),
+            torch.tensor(list(lengths), dtype=torch.int32, device="cpu"),
+            _pages(pool, names, query_lengths, lengths),
+            other_pages={name: _pages(one, names, query_lengths, lengths) for name, one in others.items()},
+        )
 
     @classmethod
     def parse(cls, shape: str, pool: PagePool) -> Self:
@@ -74,14 +83,40 @@ class Batch:
         return cls.build(query_lengths, lengths, pool)
 
 
+def _check_lengths(names: list[object], query_lengths: Sequence[int], lengths: Sequence[int]) -> None:
+    for what, given, noun in (("requests", names, "names"), ("query_lengths", query_lengths, "numbers")):
+        if len(given) != len(lengths):
+            raise checks.refuse(what, f"{len(lengths)} {noun}, one per length", len(given), "pass one per request")
+    for number, (query, length) in enumerate(zip(query_lengths, lengths, strict=True)):
+        checks.integer(f"lengths[{number}]", length, low=0)
+        checks.integer(f"query_lengths[{number}]", query, low=0, high=length)
+    seen: set[object] = set()
+    for name in names:
+        if name in seen:
+            raise checks.refuse("requests", "different names", f"{name!r} twice", "they would share slots")
+        seen.add(name)
+
+
+def _check_room(
+    what: str, pool: PagePool, names: list[object], query_lengths: Sequence[int], lengths: Sequence[int]
+) -> None:
+    missing = sum(pool.missing(name, length) for name, length in zip(names, lengths, strict=True))
+    if missing > pool.free_pages:
+        raise checks.refuse(what, f"of at least {missing} free pages", pool.free_pages, "release requests")
+    for name, query, length in zip(names, query_lengths, lengths, strict=True):
+        if query:
+            pool.check_kept(name, length - query)
+
+
 def _pages(pool: PagePool, names: list[object], query_lengths: Sequence[int], lengths: Sequence[int]) -> PageMap:
     for name, length in zip(names, lengths, strict=True):
         pool.extend(name, length)
+    none = torch.zeros(0, dtype=torch.int64, device="cpu")
     slots = [
         pool.slots(name, length - query, length)
         for name, query, length in zip(names, query_lengths, lengths, strict=True)
     ]
-    return PageMap(pool.block_table(names), torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64))
+    return PageMap(pool.block_table(names), torch.cat([none, *slots]), page_size=pool.page_size)
 
 
 def parse_shape(shape: str) -> tuple[list[int], list[int]]:

@@ -48,9 +48,12 @@ class PagedCache:
         _few_enough(pages, page_size)
         _check_recipe(recipe)
         device = checks.device("device", device, usable=True)
-        raw = torch.zeros(pages, layout.page_bytes(page_size), dtype=torch.uint8, device=device)
-        used = raw[:, : layout.row_bytes * page_size].unflatten(1, (page_size, layout.row_bytes))
-        self._hold(layout, used.view(layout.element), page_size, scale)
+        # Pages outlive the call that makes them: made inside inference_mode, they could not be written to outside.
+        with torch.inference_mode(False):
+            raw = torch.zeros(pages, layout.page_bytes(page_size), dtype=torch.uint8, device=device)
+            used = raw[:, : layout.row_bytes * page_size].unflatten(1, (page_size, layout.row_bytes))
+            storage = used.view(layout.element)
+        self._hold(layout, storage, page_size, scale)
         self.recipe = recipe
 
     @classmethod

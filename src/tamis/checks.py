@@ -109,9 +109,14 @@ def changeable(name: str, value: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     no_gradient(**{name: value})
-    if value.is_inference() and not torch.is_inference_mode_enabled():
+    if frozen(value):
         remedy = "make the call, too, under torch.inference_mode(), or the tensor outside of it"
         raise refuse(name, "a tensor that may be written here", "one made under torch.inference_mode()", remedy)
+
+
+def frozen(value: Tensor) -> bool:
+    """Whether a tensor was made under `torch.inference_mode` and is used outside of it, where it cannot be written."""
+    return value.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def writable(name: str, value: Tensor, *inputs: Tensor | None) -> None:

@@ -13,9 +13,10 @@ class PagePool:
         """Start with all pages free; `seed` shuffles them, so that neighbouring positions lie in distant pages."""
         checks.integer("pages", pages, low=2)
         self.pages, self.page_size = pages, checks.integer("page_size", page_size, low=1)
-        ids = torch.arange(1, pages)
+        ids = torch.arange(1, pages, dtype=torch.int64, device="cpu")
         if seed is not None:
-            ids = ids[torch.randperm(pages - 1, generator=torch.Generator().manual_seed(seed))]
+            generator = torch.Generator("cpu").manual_seed(seed)
+            ids = ids[torch.randperm(pages - 1, generator=generator, dtype=torch.int64, device="cpu")]
         self._free: list[int] = ids.tolist()
         self._held: dict[object, list[int]] = {}
 
@@ -25,22 +26,26 @@ class PagePool:
         return len(self._free)
 
     def extend(self, request: object, length: int) -> None:
-        """Make sure a request holds pages for `length` tokens."""
-        held = self._held.setdefault(request, [])
-        missing = -(-checks.integer("length", length, low=0) // self.page_size) - len(held)
+        """Make sure a request holds pages for `length` tokens. If there are too few, nothing changes."""
+        missing = self.missing(request, length)
         if missing > len(self._free):
             raise checks.refuse("length", f"within {len(self._free)} free pages", f"{missing} more", "release requests")
-        for _ in range(missing):
-            held.append(self._free.pop())
+        if missing:
+            self._held.setdefault(request, []).extend(self._free.pop() for _ in range(missing))
+
+    def missing(self, request: object, length: int) -> int:
+        """How many more pages a request needs for `length` tokens."""
+        needed = -(-checks.integer("length", length, low=0) // self.page_size)
+        return max(0, needed - len(self._held.get(request, ())))
 
     def release(self, request: object) -> None:
-        """Give a request's pages back."""
+        """Give a request's pages back; without effect on one that holds none."""
         self._free.extend(page for page in self._held.pop(request, []) if page >= 0)
 
     def forget(self, request: object, before: int) -> None:
         """Give back those pages of a request that hold only positions below `before`; its table has -1 there."""
         held = self._held.get(request, [])
-        for number in range(min(max(before, 0) // self.page_size, len(held))):
+        for number in range(min(max(checks.integer("before", before), 0) // self.page_size, len(held))):
             if held[number] >= 0:
                 self._free.append(held[number])
                 held[number] = -1
@@ -48,18 +53,28 @@ class PagePool:
     def block_table(self, requests: list[object], width: int | None = None) -> Tensor:
         """int32 [B, width]: the requests' pages, padded with -1."""
         held = [self._held.get(r, []) for r in requests]
-        width = max((len(h) for h in held), default=1) if width is None else width
-        table = torch.full((len(requests), max(width, 1)), -1, dtype=torch.int32)
+        most = max((len(h) for h in held), default=1)
+        if width is not None and checks.integer("width", width) < most:
+            raise checks.refuse("width", f"at least {most} pages, which one request holds", width, "widen the table")
+        shape = len(requests), max(most if width is None else width, 1)
+        table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         for row, ids in zip(table, held, strict=True):
-            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+            row[: len(ids)] = torch.tensor(ids, dtype=torch.int32, device="cpu")
         return table
 
     def slots(self, request: object, start: int, end: int) -> Tensor:
         """int64 slots of positions start..end of a request."""
-        position = torch.arange(start, end)
-        ids = torch.tensor(self._held.get(request, []), dtype=torch.int64)
+        checks.integer("start", start, low=0, high=checks.integer("end", end, low=0))
+        ids = torch.tensor(self._held.get(request, []), dtype=torch.int64, device="cpu")
         if end > len(ids) * self.page_size:
             raise checks.refuse("end", f"at most {len(ids) * self.page_size}", end, "call extend first")
-        if start < end and ids[start // self.page_size] < 0:
-            raise checks.refuse("start", "of a page that was not forgotten", start, "ask for later positions")
+        if start < end:
+            self.check_kept(request, start)
+        position = torch.arange(start, end, dtype=torch.int64, device="cpu")
         return ids[position // self.page_size] * self.page_size + position % self.page_size
+
+    def check_kept(self, request: object, start: int) -> None:
+        """Refuse a position whose page was forgotten."""
+        number, held = start // self.page_size, self._held.get(request, ())
+        if number < len(held) and held[number] < 0:
+            raise checks.refuse("start", "of a page that was not forgotten", start, "ask for later positions")

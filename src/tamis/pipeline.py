@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import Caches, PagedCache, Selection
+from tamis.lease import needs_latest_plan
 from tamis.ops import Attended, IndexInputs
 from tamis.ops.attend import attend_unchecked, new_output, translates_freely
 from tamis.ops.gather import gather_unchecked
@@ -83,6 +84,7 @@ class SparseMLA:
         self._shard = (self.shard.ranks, self.shard.rank, self.shard.interleave)
         self._checks = CallChecks(spec, backend, self._shard, index_workspace_bytes)
 
+    @needs_latest_plan
     def __call__(
         self,
         q: Tensor | tuple[Tensor, Tensor],
@@ -173,6 +175,7 @@ class SparseMLA:
         self._checks.given_positions(q, selection, sink, q_scale, out)
         return self._attend_directly(q, selection, sink, q_scale, out)
 
+    @needs_latest_plan
     def write(
         self,
         kv: Tensor | tuple[Tensor, Tensor] | None,

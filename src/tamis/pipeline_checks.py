@@ -99,7 +99,7 @@ class CallChecks:
                 return
         checks.instance("cache", selection.cache, PagedCache)
         self._check_query(q, selection.cache, None)
-        self._check_columns(selection.slots, q.shape[0])
+        self._check_columns(selection.slots, q.shape[0], q.device)
         self._check_directly(q, selection, sink, q_scale, out, read_by([selection]))
         if seen is not None:
             self._passed = seen
@@ -110,13 +110,14 @@ class CallChecks:
         """Refuse rows and index keys that do not fit caches and plan."""
         self._check_caches(caches, plan)
         if kv is not None:
-            check_write_kv(kv, caches.latent, plan.slots, backend=self.backend)
+            check_write_kv(kv, caches.latent, plan.slots, backend=self.backend, where="caches")
         if index is not None:
             checks.instance("index", index, IndexInputs)
             if index.keys is not None:
                 cache = index_cache(caches, plan)
                 check_layout(cache, "caches.index")
-                check_write_kv(index.keys, cache, plan.slots, name="index.keys", backend=self.backend)
+                names = {"name": "index.keys", "where": "caches.index"}
+                check_write_kv(index.keys, cache, plan.slots, backend=self.backend, **names)
 
     def index(self, index: IndexInputs, caches: Caches, plan: Plan) -> None:
         """Refuse inputs of the indexer; its keys are `write`'s."""
@@ -169,12 +170,13 @@ class CallChecks:
         if plan.prefill is not None and plan.prefill.chunks:
             return None
         numbers: tuple[Any, ...] = ("call", plan.rows, plan.requests == 0, plan.page_size, plan.topk, plan.mode)
-        keys: tuple[Any, ...] = (caches.latent.layout.key, isinstance(call.kv, tuple))
+        keys: tuple[Any, ...] = (caches.latent.layout.key, checks.frozen(caches.latent.storage))
+        keys += (isinstance(call.kv, tuple),)
         held: tuple[Tensor | None, ...] = (caches.latent.storage, plan.request_ids, plan.slots, plan.block_table)
         if index is not None:
             keys += (index.recipe,)
         if caches.index is not None:
-            keys += (caches.index.layout.key, caches.index.recipe)
+            keys += (caches.index.layout.key, caches.index.recipe, checks.frozen(caches.index.storage))
             held += (caches.index.storage,)
         tensors = (*call.inputs.values(), *held, plan.positions, call.out)
         return (*numbers, *keys, *_scale_and_out(call.q_scale, call.out), *checks.signature(*tensors))
@@ -226,10 +228,11 @@ class CallChecks:
         sizes |= {"H": spec.heads, "D": spec.head_dim}
         checks.tensor("q", q, "rows H D", DTYPES, device=cache.device, remedy=remedy, **sizes)
         if self.backend != "auto":
+            library.check_stage("attend", self.backend, q.device)
             choose(spec, q.device, layout=cache.layout, dtype=q.dtype, page_size=cache.page_size, prefer=self.backend)
 
     def _check_positions(self, positions: Tensor, plan: Plan) -> None:
-        self._check_columns(positions, plan.rows)
+        self._check_columns(positions, plan.rows, plan.positions.device)
         if not checks.visible(positions) or not checks.visible(plan.positions):
             return
         own = plan.positions.unsqueeze(1)
@@ -240,10 +243,10 @@ class CallChecks:
             received = f"{int(positions[token].max())} for token {token} at {int(plan.positions[token])}"
             raise checks.refuse("positions", "at most each token's own", received, "they belong to another step")
 
-    def _check_columns(self, positions: Tensor, rows: int) -> None:
+    def _check_columns(self, positions: Tensor, rows: int, device: torch.device) -> None:
         # A selection of another width comes from another layer or another setting: it would attend to too little.
         remedy = "one row per token of the plan, the spec's topk wide, -1 padded"
-        checks.tensor("positions", positions, self._columns, (torch.int32,), rows=rows, remedy=remedy)
+        checks.tensor("positions", positions, self._columns, (torch.int32,), device=device, rows=rows, remedy=remedy)
 
     def _check_directly(
         self,
@@ -301,6 +304,8 @@ def _remembers(q: object) -> bool:
 
 
 def _scale_and_out(q_scale: float | Tensor, out: Tensor | None) -> tuple[object, ...]:
-    """What checks of a query's scale and of an output depend on besides shapes: a number, and strides."""
+    """What checks of a query's scale and of an output depend on besides shapes: a number; strides and who made it."""
     scale = checks.signature(q_scale) if isinstance(q_scale, Tensor) else (type(q_scale), q_scale)
-    return (*scale, out.stride() if isinstance(out, Tensor) else None)
+    if not isinstance(out, Tensor):
+        return scale
+    return (*scale, out.stride(), checks.frozen(out))

@@ -1,13 +1,16 @@
 """What a step's metadata is (`Plan`), and how large a step may be (`Limits`)."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tamis import checks
 from tamis.batch import PageMap
+from tamis.lease import Use
 from tamis.schedule import BatchSplit, decode_threshold
 
 Mode = Literal["auto", "mixed", "separate"]
@@ -47,6 +50,8 @@ class Limits:
         for name in ("max_tokens", "max_requests", "max_length", "page_size"):
             checks.integer(name, getattr(self, name), low=1)
         for name, size in self.other_page_sizes.items():
+            if not isinstance(name, str) or not name:
+                raise checks.refuse("other_page_sizes", "by names that are not empty", repr(name), "name the pool")
             checks.integer(f"other_page_sizes[{name!r}]", size, low=1)
         if self.workspace_rows is not None:
             checks.integer("workspace_rows", self.workspace_rows, low=1)
@@ -142,3 +147,15 @@ class Plan:
     workspace: Tensor | None
     """[workspace rows, width] bf16 for gathered prefills, in separate mode."""
     other_pages: Mapping[str, PageMap]
+    use: Use
+    """Knows whether this is still the planner's latest plan; see `using`."""
+
+    def using(self) -> AbstractContextManager[None]:
+        """The block in which something runs on this plan: refused if the planner has made another one since, and the
+        planner refuses to make one inside of it. Blocks may be nested.
+
+        While torch.compile traces, and so in compiled code, nothing is looked at: a number that changes with every
+        step would be a new graph for every step. Threads are told apart by what they do, not by the stream they do it
+        on: work queued on a device belongs on one stream per planner.
+        """
+        return nullcontext() if is_compiling() else self.use

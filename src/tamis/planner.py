@@ -1,6 +1,7 @@
 """`Planner.plan(batch)`: per-step metadata in buffers that never move."""
 
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ from tamis import checks
 from tamis.backends import backend_for_stage
 from tamis.batch import Batch, PageMap
 from tamis.layout import Layout, named
+from tamis.lease import Lease, Use
 from tamis.plan import Chunk, DecodePart, Limits, Mode, Plan, PrefillPart
 from tamis.schedule import (
     INT,
@@ -26,10 +28,18 @@ from tamis.schedule import (
 )
 from tamis.spec import LayerSpec
 
+_HOST = torch.device("cpu")
+
 
 class Planner:
-    """Turns batches into plans. All buffers are allocated here, once; a plan is valid until the next one is made."""
+    """Turns batches into plans. All buffers are allocated here, once; a plan is valid until the next one is made.
 
+    A plan used later is refused, and so is planning while a layer runs on the latest plan: threads, and streams of a
+    device, need a planner each. A batch that is refused changes nothing, and the latest plan stays valid.
+    """
+
+    # Buffers outlive the call that makes them: one made inside inference_mode could not be written to outside.
+    @torch.inference_mode(False)
     def __init__(
         self,
         spec: LayerSpec,
@@ -80,7 +90,7 @@ class Planner:
         self._views = {name: self._arena[span] for name, span in self._spans.items()}
         self._positions = torch.full((tokens,), -1, dtype=torch.int32, device=self.device)
         self._count = torch.arange(tokens, dtype=torch.int32, device=self.device)
-        page_sizes = {"": limits.page_size, **limits.other_page_sizes}
+        self._page_sizes = page_sizes = {"": limits.page_size, **limits.other_page_sizes}
         self._pages = {
             name: PageMap(
                 torch.full((requests, -(-limits.max_length // size)), -1, dtype=torch.int32, device=self.device),
@@ -96,10 +106,21 @@ class Planner:
         if mode == "separate":
             shape = (self._workspace_rows, self.layout.width)
             self._workspace = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
-        self._schedule = lru_cache(maxsize=64)(self._make_schedule)
+        self.lease = Lease()
+        # Valid counts live on the device, so the host plans for full rows; that makes the schedule a function of the
+        # row count alone, and one per row count is enough. The function knows numbers, not the planner: one that held
+        # it would keep all buffers alive until a garbage collection.
+        columns = spec.topk or spec.window or 1
+        self._schedule = lru_cache(maxsize=64)(partial(_full_rows, columns, self._parts, self._overhead))
 
     def plan(self, batch: Batch) -> Plan:
         """Metadata for one step. Reads the batch only; waits for nothing on the device."""
+        prepared = self.prepare(batch)
+        with self.lease.renewed() as use:
+            return self.fill(prepared, use)
+
+    def prepare(self, batch: Batch) -> "Prepared":
+        """The first half of `plan`: everything that can be refused, and what the host computes. Changes nothing."""
         starts, query_lengths, host_lengths = self._check(batch)
         requests, tokens = len(host_lengths), int(starts[-1])
         rows = tokens if batch.padded_tokens is None else batch.padded_tokens
@@ -127,7 +148,16 @@ class Planner:
         schedule = self._schedule(split.decode_tokens if self.mode == "separate" else tokens)
         host[spans["schedule_parts"]] = schedule.parts.reshape(-1)
         host[spans["schedule_splits"]][: len(schedule.splits)] = schedule.splits
-        self._arena.copy_(staged(torch.from_numpy(host), self.device), non_blocking=True)
+        return Prepared(
+            batch, host, rows, split, starts, query_lengths, host_lengths, prefill_lengths, chunks, schedule
+        )
+
+    def fill(self, prepared: "Prepared", use: Use) -> Plan:
+        """The second half of `plan`: fill the buffers, in a block of `lease.renewed`."""
+        batch, rows, split, schedule = prepared.batch, prepared.rows, prepared.split, prepared.schedule
+        starts, query_lengths, host_lengths = prepared.starts, prepared.query_lengths, prepared.host_lengths
+        requests, tokens = len(host_lengths), int(starts[-1])
+        self._arena.copy_(staged(torch.from_numpy(prepared.host), self.device), non_blocking=True)
         if batch.host_lengths is not None:
             self._views["lengths"][:requests].copy_(self._staged_if_host(batch.lengths), non_blocking=True)
         self._fill_positions(tokens, rows)
@@ -150,18 +180,14 @@ class Planner:
             block_table=pages.block_table,
             split=split,
             decode=self._decode_part(split, query_lengths),
-            prefill=self._prefill_part(split, starts, prefill_lengths, chunks, pages.block_table, rows),
+            prefill=self._prefill_part(prepared, pages.block_table),
             schedule_parts=self._views["schedule_parts"].view(-1, PART_FIELDS),
             schedule_splits=self._views["schedule_splits"][: len(schedule.splits)],
             splits=schedule.most_splits,
             workspace=self._workspace,
             other_pages=others,
+            use=use,
         )
-
-    def _make_schedule(self, rows: int) -> SplitSchedule:
-        # Valid counts live on the device, so the host plans for full rows; that makes the schedule a function of the
-        # row count alone, and one per row count is enough.
-        return schedule_splits([self.spec.topk or self.spec.window or 1] * rows, self._parts, overhead=self._overhead)
 
     def _fill_positions(self, tokens: int, rows: int) -> None:
         if tokens:
@@ -199,15 +225,8 @@ class Planner:
         uniform = bool((active == active[0]).all())
         return DecodePart(len(active), split.decode_tokens, int(active[0]) if uniform else None)
 
-    def _prefill_part(
-        self,
-        split: BatchSplit,
-        starts: INT,
-        lengths: list[int],
-        chunks: list[tuple[int, int]],
-        block_table: Tensor,
-        rows: int,
-    ) -> PrefillPart | None:
+    def _prefill_part(self, prepared: "Prepared", block_table: Tensor) -> PrefillPart | None:
+        split, starts, lengths = prepared.split, prepared.starts, prepared.prefill_lengths
         if split.prefills == 0:
             return None
         first = split.decodes
@@ -216,7 +235,7 @@ class Planner:
         return PrefillPart(
             requests=split.prefills,
             tokens=split.prefill_tokens,
-            ids=self._views["prefill_ids"][:rows],
+            ids=self._views["prefill_ids"][: prepared.rows],
             starts=workspace_starts,
             lengths=device_lengths,
             chunks=tuple(
@@ -228,22 +247,22 @@ class Planner:
                     lengths=device_lengths[begin:end],
                     starts=workspace_starts[begin:end],
                 )
-                for begin, end in chunks
+                for begin, end in prepared.chunks
             ),
         )
 
     def _check(self, batch: Batch) -> tuple[INT, INT, INT]:
         limits = self.limits
-        host = torch.device("cpu")
-        checks.tensor("query_starts", batch.query_starts, "N", (torch.int32,), device=host, remedy="a running sum")
+        checks.tensor("query_starts", batch.query_starts, "N", (torch.int32,), device=_HOST, remedy="a running sum")
         starts = batch.query_starts.numpy()
         query_lengths = starts[1:] - starts[:-1]
         check_starts(starts, query_lengths, limits)
         requests, tokens = len(query_lengths), int(starts[-1])
         checks.tensor("lengths", batch.lengths, "B", (torch.int32,), B=requests, remedy="one per request")
         lengths = batch.lengths if batch.host_lengths is None else batch.host_lengths
-        if lengths.device != host:
+        if lengths.device != _HOST:
             raise checks.refuse("host_lengths", "given when lengths are on a device", None, "pass a host copy or bound")
+        self._check_place("lengths", batch.lengths)
         checks.tensor("host_lengths", lengths, "B", (torch.int32,), B=requests, remedy="one per request")
         checks.values_between("lengths", lengths, 0, limits.max_length, "raise Limits.max_length")
         host_lengths = lengths.numpy()
@@ -261,22 +280,56 @@ class Planner:
             names = ", ".join(limits.other_page_sizes) or "none"
             raise checks.refuse("other_pages", f"among {names}", list(batch.other_pages), "name them in Limits")
         rows = tokens if batch.padded_tokens is None else batch.padded_tokens
+        # Where the host knows a bound only, the table may rightly be narrower.
+        longest = int(host_lengths.max(initial=0)) if batch.host_lengths is None else 0
         for name, pages in {"": batch.pages, **batch.other_pages}.items():
-            self._check_pages(name or "pages", pages, self._pages[name].block_table.shape[1], requests, tokens, rows)
+            self._check_pages(name, pages, longest, requests, tokens, rows)
         return starts, query_lengths, host_lengths
 
-    def _check_pages(self, name: str, pages: PageMap, width: int, requests: int, tokens: int, rows: int) -> None:
-        table = checks.tensor(f"{name}.block_table", pages.block_table, "B W", (torch.int32,), B=requests)
-        if table["W"] > width:
+    def _check_pages(self, name: str, pages: PageMap, longest: int, requests: int, tokens: int, rows: int) -> None:
+        most, size = self._pages[name].block_table.shape[1], self._page_sizes[name]
+        name = name or "pages"
+        if pages.page_size not in (None, size):
+            remedy = "make the pool, or the planner's Limits, with the other's"
+            raise checks.refuse(f"{name}.page_size", f"{size}, the planner's", pages.page_size, remedy)
+        width = checks.tensor(f"{name}.block_table", pages.block_table, "B W", (torch.int32,), B=requests)["W"]
+        if width > most:
             raise checks.refuse(
-                f"{name}.block_table", f"at most {width} pages wide", table["W"], "slice it, or raise max_length"
+                f"{name}.block_table", f"at most {most} pages wide", width, "slice it, or raise max_length"
             )
+        if width * size < longest:
+            expected = f"at least {-(-longest // size)} pages wide for {longest} tokens"
+            raise checks.refuse(f"{name}.block_table", expected, width, "pass all of each request's pages")
         count = checks.tensor(f"{name}.slots", pages.slots, "T", checks.INTS)["T"]
         if not tokens <= count <= rows:
             raise checks.refuse(f"{name}.slots", f"of {tokens} to {rows} values", count, "pass one per new token")
-        for tensor in (pages.block_table, pages.slots):
-            if tensor.device.type not in ("cpu", self.device.type):
-                raise checks.refuse(name, f"on {self.device} or the host", tensor.device, "move it")
+        self._check_place(f"{name}.block_table", pages.block_table)
+        self._check_place(f"{name}.slots", pages.slots)
+
+    def _check_place(self, name: str, tensor: Tensor) -> None:
+        if tensor.device not in (_HOST, self._arena.device):
+            raise checks.refuse(name, f"on {self._arena.device} or the host", tensor.device, "move it")
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A step that was checked and computed on the host, before any buffer is touched."""
+
+    batch: Batch
+    host: INT
+    """What the arena will hold."""
+    rows: int
+    split: BatchSplit
+    starts: INT
+    query_lengths: INT
+    host_lengths: INT
+    prefill_lengths: list[int]
+    chunks: list[tuple[int, int]]
+    schedule: SplitSchedule
+
+
+def _full_rows(columns: int, parts: int, overhead: int, rows: int) -> SplitSchedule:
+    return schedule_splits([columns] * rows, parts, overhead=overhead)
 
 
 def check_starts(starts: INT, query_lengths: INT, limits: Limits) -> None:

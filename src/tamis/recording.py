@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.lease import needs_latest_plan
 from tamis.plan import Plan
 
 
@@ -23,6 +24,9 @@ class Recording:
         self.topk = checks.integer("topk", topk, low=1)
         self._rows: dict[tuple[int, Hashable], Tensor] = {}
 
+    # What is kept here outlives the call: made inside inference_mode, it could not be written to outside.
+    @torch.inference_mode(False)
+    @needs_latest_plan
     def record(self, layer: int, requests: Sequence[Hashable], plan: Plan, positions: Tensor) -> None:
         """Keep what a layer selected in a step. Copies it to the host, which waits for the device.
 
@@ -39,19 +43,20 @@ class Recording:
             found = chosen[tokens]
             self._complete(request, found, own)
             key = (layer, request)
-            known = self._rows.get(key, found.new_full((0, self.topk), -1))
+            known = self._rows.get(key, found.new_full((0, self.topk), -1, dtype=found.dtype))
             missing = int(own.max()) + 1 - len(known)
             if missing > 0:
-                known = torch.cat((known, known.new_full((missing, self.topk), -1)))
+                known = torch.cat((known, known.new_full((missing, self.topk), -1, dtype=known.dtype)))
             known[own] = found
             self._rows[key] = known
 
+    @needs_latest_plan
     def replay(self, layer: int, requests: Sequence[Hashable], plan: Plan) -> Tensor:
         """Positions int32 [rows, topk] for a step of the same requests, on the plan's device; -1 for padded rows.
 
         Refused where a token of the step was never recorded.
         """
-        result = torch.full((plan.rows, self.topk), -1, dtype=torch.int32)
+        result = torch.full((plan.rows, self.topk), -1, dtype=torch.int32, device="cpu")
         for request, tokens, own in _tokens(requests, plan):
             known = self._rows.get((layer, request))
             if known is None or int(own.max()) >= len(known):
@@ -62,6 +67,11 @@ class Recording:
             self._complete(request, found, own)
             result[tokens] = found
         return result.to(plan.positions.device)
+
+    def forget(self, request: Hashable) -> None:
+        """Drop what was recorded of a request, in all layers; without effect if nothing was."""
+        for key in [key for key in self._rows if key[1] == request]:
+            del self._rows[key]
 
     def _complete(self, request: Hashable, rows: Tensor, own: Tensor) -> None:
         """Refuse rows that are not a full selection: distinct, visible, and as many as there can be."""

@@ -78,7 +78,7 @@ class Rope:
 
     def frequencies(self) -> Tensor:
         """float32 [dim / 2]: the angle per position of each pair, with YaRN's ramp where configured."""
-        steps = torch.arange(0, self.dim, 2, dtype=torch.float64)
+        steps = torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu")
         plain = self.theta ** (-steps / self.dim)
         if self.factor <= 1.0:
             return plain.float()
@@ -101,7 +101,7 @@ class Rope:
         """float32 [positions, dim]: cosines of all pairs, then their sines."""
         checks.integer("positions", positions, low=1)
         device = checks.device("device", device, usable=True)
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), self.frequencies())
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32, device="cpu"), self.frequencies())
         ratio = _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
         return (torch.cat((angles.cos(), angles.sin()), dim=1) * ratio).to(device)
 

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tamis import checks
+from tamis.lease import needs_latest_plan
 from tamis.ops import Rotated
 from tamis.ops.attend import attend_unchecked
 from tamis.ops.compress import compress_unchecked
@@ -13,6 +14,7 @@ from tamis.ops.index import registered as index_ops
 from tamis.ops.rotate import registered as rotate_ops
 from tamis.ops.rotate import rotate_unchecked
 from tamis.pipeline import FIXED_COLUMNS
+from tamis.products import float32_products, multiply
 from tamis.spec import LayerSpec
 from tamis.v4_caches import V4Caches
 from tamis.v4_checks import Projected, V4Checks, attended_rows, compress_arguments, compressions, entry_plan, turns_keys
@@ -55,6 +57,7 @@ class SparseV4:
         self.spec, self.weights, self.cos_sin, self.eps = spec, weights, cos_sin, float(eps)
         self.backend, self.batch_invariant = backend, checks.flag("batch_invariant", batch_invariant)
 
+    @needs_latest_plan
     def __call__(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
         """Attend the step's tokens: hidden states [rows, hidden] to hidden states of the same shape and dtype.
 
@@ -79,6 +82,7 @@ class SparseV4:
             chosen = self.select_unchecked(index_q, made.index_weights, caches, plan)
         return self._output(self._attend(q, chosen, caches, plan), plan)
 
+    @needs_latest_plan
     def write(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> Rotated:
         """Insert the new tokens' raw rows, remember them for compression, and insert what they complete; the queries
         [rows, H, D] and the indexer's, which are rotated in the same pass as the rows."""
@@ -172,7 +176,8 @@ class SparseV4:
         turned = rotate_ops.rotate_heads(attended, positions, self.cos_sin, None, True, self.backend)
         grouped = turned.flatten(1).unflatten(1, (weights.o_a.shape[0], -1)).transpose(0, 1)
         wide = _product_dtype(turned)
-        lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2)).transpose(0, 1).to(turned.dtype)
+        own = weights.o_a.to(wide).transpose(1, 2)
+        lowered = multiply(torch.bmm, grouped.to(wide), own).transpose(0, 1).to(turned.dtype)
         return project(lowered.flatten(1), weights.o_b)
 
     def _lower_in_fp8(self, attended: Tensor, positions: Tensor, weight_scales: Tensor) -> Tensor:
@@ -205,10 +210,11 @@ def project(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tens
     wide = _product_dtype(x)
     if dtype == torch.float32 and wide in (torch.bfloat16, torch.float16):
         # What the product sums in float32 anyway is not rounded in between.
-        return torch.mm(x, weight.to(wide).T, out_dtype=dtype)
-    return linear(x.to(wide), weight.to(wide)).to(x.dtype if dtype is None else dtype)
+        return multiply(torch.mm, x, weight.to(wide).T, out_dtype=dtype)
+    return multiply(linear, x.to(wide), weight.to(wide)).to(x.dtype if dtype is None else dtype)
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
-    # 16-bit matrix products are not usable on every CPU, and a reference should not round twice.
-    return torch.float32 if x.device.type == "cpu" else x.dtype
+    # 16-bit matrix products are not usable on every CPU, and a reference should not round twice. On a device, float32
+    # products follow what the program allows, as those of every other linear layer of the model do.
+    return float32_products(x.device) if x.device.type == "cpu" else x.dtype

@@ -14,7 +14,7 @@ from tamis.cache import PagedCache, Selection
 from tamis.ops import StatePages
 from tamis.ops.attend import check_attend
 from tamis.ops.compress import check_compress_kv
-from tamis.ops.index import WORKSPACE_BYTES, check_index_topk
+from tamis.ops.index import WORKSPACE_BYTES, check_index_topk, check_layout
 from tamis.ops.rotate import check_rotate_and_write, check_rotate_heads
 from tamis.ops.rotate.output import check_rotate_to_fp8
 from tamis.recipe import IndexRecipe
@@ -59,12 +59,12 @@ class V4Checks:
 
     def arguments(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> None:
         """Refuse hidden states, caches and a plan that do not fit each other and the layer."""
-        spec = self.spec
+        spec, device = self.spec, self.cos_sin.device
         checks.instance("caches", caches, V4Caches)
         self._check_hidden(hidden, plan)
         if plan.window.size != spec.window:
             raise checks.refuse("plan.window.size", f"the layer's {spec.window}", plan.window.size, "plan with it")
-        _check_pages("window", caches.window, plan.window.page_size, spec.head_dim)
+        _check_cache("window", caches.window, plan.window.page_size, spec.head_dim, device)
         if spec.kind == "window":
             return
         entries = entry_plan(spec, plan)
@@ -72,12 +72,14 @@ class V4Checks:
         for name in ("entries", "state", *(("index", "index_state") if overlapping else ())):
             if getattr(caches, name) is None:
                 raise checks.refuse(f"caches.{name}", f"given for a layer of kind {spec.kind!r}", None, "allocate it")
-        _check_pages("entries", caches.entries, entries.page_size, spec.head_dim)
+        _check_cache("entries", caches.entries, entries.page_size, spec.head_dim, device)
         spans = 2 if overlapping else 1
-        _check_pages("state", caches.state, entries.state_page_size, 2 * spans * spec.head_dim)
+        _check_cache("state", caches.state, entries.state_page_size, 2 * spans * spec.head_dim, device)
         if overlapping:
-            _check_pages("index", caches.index, entries.page_size, spec.index_dim)
-            _check_pages("index_state", caches.index_state, entries.state_page_size, 2 * spans * spec.index_dim)
+            assert caches.index is not None
+            _check_cache("index", caches.index, entries.page_size, spec.index_dim, device)
+            _check_cache("index_state", caches.index_state, entries.state_page_size, 2 * spans * spec.index_dim, device)
+            check_layout(caches.index, "caches.index")
             self._check_recipe(caches.index)
             if entries.columns != spec.topk:
                 raise checks.refuse("plan.entries", f"for top-k {spec.topk}", entries.columns, "plan with the layer")
@@ -153,6 +155,7 @@ class V4Checks:
         """Refuse what the output's stages refuse."""
         sizes = {"rows": plan.step.rows, "H": self.spec.heads, "D": self.spec.head_dim}
         checks.tensor("attended", attended, "rows H D", checks.FLOATS, device=self.cos_sin.device, **sizes)  # type: ignore[arg-type]
+        checks.no_gradient(attended=attended)
         positions, tile = plan.step.positions, self.weights.output_tile
         if tile is None:
             check_rotate_heads(attended, positions, self.cos_sin, None, self.backend)
@@ -176,6 +179,8 @@ class V4Checks:
     def _signature(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> tuple[object, ...] | None:
         if torch.compiler.is_compiling() or not isinstance(hidden, Tensor) or checks.visible(hidden) or plan.gathers:
             return None
+        if not isinstance(caches, V4Caches):
+            return None
         step, window, seen = plan.step, plan.window, list[Any]()
         tensors: list[Tensor | None] = [
             hidden,
@@ -186,9 +191,11 @@ class V4Checks:
             window.lengths,
         ]
         for cache in (caches.window, caches.entries, caches.state, caches.index, caches.index_state):
-            if cache is not None:
-                seen += (cache.layout.key, cache.recipe)
-            tensors.append(None if cache is None else cache.storage)
+            if isinstance(cache, PagedCache):
+                seen += (cache.layout.key, cache.recipe, checks.frozen(cache.storage))
+                tensors.append(cache.storage)
+            else:
+                seen.append(type(cache))
         entries = plan.entries.get(self.spec.compress)
         if entries is not None and entries.state is not None:
             seen += (entries.page_size, entries.state_page_size, entries.columns)
@@ -205,8 +212,8 @@ class V4Checks:
                 "plan", f"on {device} like the layer", plan.step.positions.device, "plan for that device"
             )
 
-    def _check_recipe(self, index: PagedCache | None) -> None:
-        if index is None or index.recipe is None:
+    def _check_recipe(self, index: PagedCache) -> None:
+        if index.recipe is None:
             return
         recipe = IndexRecipe.of_v4(self.spec.rope_dim, hadamard=index.recipe.hadamard)
         if index.recipe != recipe:
@@ -274,10 +281,12 @@ def turns_keys(caches: V4Caches) -> bool:
     return index is not None and index.recipe is not None and index.recipe.hadamard
 
 
-def _check_pages(name: str, cache: PagedCache | None, page_size: int, width: int) -> None:
+def _check_cache(name: str, cache: PagedCache | None, page_size: int, width: int, device: torch.device) -> None:
     checks.instance(f"caches.{name}", cache, PagedCache)
     assert cache is not None
     if cache.page_size != page_size:
         raise checks.refuse(f"caches.{name}", f"of the plan's page size {page_size}", cache.page_size, "plan with it")
     if cache.layout.width != width:
         raise checks.refuse(f"caches.{name}", f"of rows {width} wide", repr(cache), "match the layer's spec")
+    if cache.device != device:
+        raise checks.refuse(f"caches.{name}", f"on {device} like the layer", cache.device, "keep both on one device")

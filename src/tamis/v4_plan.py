@@ -8,6 +8,7 @@ Every list of slots comes with true lengths: window and entries are two `Selecti
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -130,3 +131,7 @@ class V4Plan:
     """By ratio, with 1 for layers that have only a window; empty unless prefills are gathered."""
     workspace: Tensor | None
     """[workspace rows, width] bf16; None unless prefills are gathered."""
+
+    def using(self) -> AbstractContextManager[None]:
+        """As of `Plan`, whose buffers are refilled together with these."""
+        return self.step.using()

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.backends import backend_for_stage
 from tamis.batch import Batch
 from tamis.layout import Layout, named
 from tamis.ops import select_entries, select_window
 from tamis.plan import Limits, Plan
-from tamis.planner import Planner
+from tamis.planner import Planner, Prepared
 from tamis.schedule import group_prefills
 from tamis.spec import LayerSpec
 from tamis.v4_plan import WINDOW_POOL, EntryPlan, GatherPlan, PrefillGroup, V4Plan, WindowPlan, state_pool
@@ -30,6 +31,8 @@ class V4Planner:
     A step takes one launch for the window and one per ratio, beside what `Planner` does.
     """
 
+    # Buffers outlive the call that makes them: one made inside inference_mode could not be written to outside.
+    @torch.inference_mode(False)
     def __init__(
         self,
         specs: Sequence[LayerSpec],
@@ -63,6 +66,7 @@ class V4Planner:
         self.mode, self.backend, self.layout = mode, backend, named(layout)
         self._planner = Planner(specs[0], self.limits, device, layout=self.layout, mode="mixed")
         self.device = self._planner.device
+        backend_for_stage("select", backend, self.device)
         self._kinds = {ratio: self._entry_buffers(spec) for ratio, spec in kinds.items()}
         self._window = window
         drafts = checks.integer("draft_tokens", draft_tokens, low=0)
@@ -84,12 +88,15 @@ class V4Planner:
         """
         if WINDOW_POOL not in batch.other_pages:
             raise checks.refuse("other_pages", f"one with {WINDOW_POOL!r}", list(batch.other_pages), "pass its pages")
-        step = self._planner.plan(batch)
-        self._clear(step.rows if step.requests else 0)
-        window = self._plan_window(step, causal)
-        entries = {ratio: self._plan_entries(ratio, step) for ratio in self._kinds}
-        gathers = {ratio: self._plan_gather(ratio, step, batch) for ratio in self._gathers} if step.prefill else {}
-        return V4Plan(step, window, entries, gathers, self._workspace)
+        prepared = self._planner.prepare(batch)
+        groups = {ratio: self._group(ratio, prepared) for ratio in self._gathers} if prepared.split.prefills else {}
+        with self._planner.lease.renewed() as use:
+            step = self._planner.fill(prepared, use)
+            self._clear(step.rows if step.requests else 0)
+            window = self._plan_window(step, causal)
+            entries = {ratio: self._plan_entries(ratio, step) for ratio in self._kinds}
+            gathers = {ratio: self._plan_gather(ratio, step, some) for ratio, some in groups.items()}
+            return V4Plan(step, window, entries, gathers, self._workspace)
 
     def _clear(self, written: int) -> None:
         """Clear rows that the step before had and this one will not write, so that nothing stale is left anywhere."""
@@ -161,24 +168,25 @@ class V4Planner:
             state_page_size=self.limits.other_page_sizes.get(state_pool(ratio), 0),
         )
 
-    def _plan_gather(self, ratio: int, step: Plan, batch: Batch) -> GatherPlan:
-        held, first, count = self._gathers[ratio], step.split.decodes, step.split.prefills
-        host = batch.lengths if batch.host_lengths is None else batch.host_lengths
-        starts: list[int] = batch.query_starts.tolist()
-        lengths: list[int] = host.tolist()[first:]
-        new = [end - begin for begin, end in zip(starts[first:], starts[first + 1 :], strict=False)]
+    def _group(self, ratio: int, prepared: Prepared) -> tuple[PrefillGroup, ...]:
+        """How prefills share the workspace; refused where one does not fit."""
+        first, starts = prepared.split.decodes, prepared.starts.tolist()
+        lengths, new = prepared.prefill_lengths, prepared.query_lengths[first:].tolist()
         raw = [n + min(length - n, self._window - 1) for n, length in zip(new, lengths, strict=True)]
         entries = [length // ratio if ratio > 1 else 0 for length in lengths]
-        groups = tuple(
+        return tuple(
             PrefillGroup(
                 requests=slice(first + group.first, first + group.end),
                 tokens=slice(starts[first + group.first], starts[first + group.end]),
                 entries=group.entries,
                 rows=group.rows,
             )
-            for group in group_prefills(entries, raw, held.budget)
+            for group in group_prefills(entries, raw, self._gathers[ratio].budget)
         )
-        # The same sums from the step's own tensors, which are there already, so that nothing more is copied.
+
+    def _plan_gather(self, ratio: int, step: Plan, groups: tuple[PrefillGroup, ...]) -> GatherPlan:
+        held, first, count = self._gathers[ratio], step.split.decodes, step.split.prefills
+        # What the groups were made of, from the step's own tensors, which are there already: nothing more is copied.
         context = step.lengths[first:] - (step.query_starts[first + 1 :] - step.query_starts[first:-1])
         begin = (context - (self._window - 1)).clamp_min_(0)
         buffers = held.requests[:, :count]

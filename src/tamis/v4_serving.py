@@ -15,6 +15,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache, Selection
 from tamis.layout import rows
+from tamis.lease import needs_latest_plan
 from tamis.ops.attend import attend_unchecked, check_attend
 from tamis.ops.gather import check_gather_kv, gather_unchecked
 from tamis.ops.select import select_gathered_unchecked
@@ -22,6 +23,7 @@ from tamis.ops.select.arguments import check_select_gathered
 from tamis.v4_plan import GatherPlan, PrefillGroup, V4Plan
 
 
+@needs_latest_plan
 def attend_gathered(
     q: Tensor,
     plan: V4Plan,

@@ -14,15 +14,19 @@ def test_what_few_heads_leave_to_other_kernels() -> None:
     selection = Selection(cache, torch.zeros(1, 4, dtype=torch.int32))
     moved = torch.zeros(len(cache.storage.flatten()) + 4, dtype=torch.uint8)[4:].view(cache.storage.shape)
     others = {
-        "queries in torch.float32": (q.float(), selection, 512),
-        "values of 256 columns, not 512": (q, selection, 256),
-        "rows of the layout v32-fp16": (q, Selection(PagedCache("v32-fp16", 1, 4), selection.slots), 512),
-        "queries in torch.float16 over rows of the layout v32-bf16": (
+        "queries are float32, not bfloat16 or float16": (q.float(), selection, 512),
+        "values are 256 wide, not 512": (q, selection, 256),
+        "rows are v32-fp16, not v32-fp8 or v32-bf16": (
+            q,
+            Selection(PagedCache("v32-fp16", 1, 4), selection.slots),
+            512,
+        ),
+        "queries are float16, not bfloat16, over v32-bf16 rows": (
             q.half(),
             Selection(PagedCache("v32-bf16", 1, 4), selection.slots),
             512,
         ),
-        "rows that do not start at a multiple of 16 bytes": (
+        "rows do not start at multiples of 16 bytes": (
             q,
             Selection(PagedCache.wrap(moved, v32_fp8()), selection.slots),
             512,

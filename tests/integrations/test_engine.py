@@ -263,3 +263,21 @@ def test_a_layer_without_rope() -> None:
     metadata = engine.builder(engine.config(2, rope=0)).build(0, common)
     out, _ = impl.forward_mqa(torch.ones(1, 2, LATENT) * SCALE, storage, metadata, SimpleNamespace())
     assert (out == 3).all()
+
+
+@pytest.mark.parametrize("mode", ["mixed", "separate"])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_fp8_queries_over_packed_rows(mode: str, padding: int) -> None:
+    """The query's own scale counts for decodes and for gathered prefills alike; padded rows disturb neither."""
+    of = engine.step("mixed_small", 16)
+    builder = engine.builder(engine.config(16, "fp8_ds_mla"), mode=mode)
+    table, slots, _ = of.place(64)
+    shared = engine.common(of.lengths, of.queries, table, of.new_slots(slots), padded_tokens=of.tokens + padding)
+    served = Served(of, "fp8_ds_mla", planned=builder, shared=shared)
+    room = torch.full((padding, TOPK), 2**31 - 1, dtype=torch.int32)
+    served.indexer.topk_indices_buffer = torch.cat((of.positions, room))
+    q = torch.cat((of.q, torch.full((padding, 16, 576), 400.0).bfloat16()))
+    out, _ = served.attend((q.float() / 4).to(torch.float8_e4m3fn), engine.layer(4.0, 9.0))
+    assert out.dtype == torch.bfloat16
+    close(out[: of.tokens], engine.dense("mixed_small", 16), BF16)
+    assert out[of.tokens :].eq(0).all()

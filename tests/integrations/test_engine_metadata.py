@@ -86,7 +86,7 @@ def test_nothing_moves_and_nothing_stale_is_left() -> None:
         common = engine.common(lengths, queries, *shuffled(lengths, queries, 64))
         metadata = builder.build(0, common)
         buffers.add(metadata.req_id_per_token.data_ptr())
-        held = metadata.step.request_ids
+        held = metadata.step.held.buffer
         assert held.tolist() == [n for n, q in enumerate(queries) for _ in range(q)] + [0] * (600 - sum(queries))
         for name in ("query_start_loc", "slot_mapping", "seq_lens"):
             assert getattr(metadata, name).data_ptr() == getattr(common, name).data_ptr()

@@ -1,8 +1,8 @@
-"""The engine adapter around attention: a layer's weights and one-call form, declared capabilities, registration."""
+"""The engine adapter around attention: a layer's weights and one-call form, declared capabilities."""
 
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import engine_standin as engine
@@ -11,11 +11,9 @@ import torch
 from engine_standin import BF16, LATENT, NOPE, ROPE, VALUE, Served, Step, close, same_bytes
 from torch import Tensor
 
-from tamis.integrations.vllm import register
 from tamis.integrations.vllm.backend import TamisSparseBackend
 from tamis.integrations.vllm.impl import SparseImpl
 from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder
-from tamis.integrations.vllm.versions import version_refusal
 
 # A layer: refusals, weights, writes, the one-call form
 
@@ -254,55 +252,6 @@ def test_refused_combinations_name_every_reason() -> None:
     assert reason is not None
     for part in ("MLA", "not sparse", "multimodal", "head size 128", "'int8'", "index_topk", "dtype float64"):
         assert part in reason
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
-    """A module of a vLLM that is not installed."""
-    path = name.split(".")
-    for depth in range(1, len(path)):
-        parent = ".".join(path[:depth])
-        monkeypatch.setitem(sys.modules, parent, sys.modules.get(parent) or ModuleType(parent))
-    module = ModuleType(name)
-    vars(module).update(members)
-    monkeypatch.setitem(sys.modules, name, module)
-
-
-@pytest.mark.parametrize(("version", "supported"), [("0.25.0", True), ("0.32.1+cu130", True), ("0.28.0", False)])
-def test_registration(monkeypatch: pytest.MonkeyPatch, version: str, supported: bool) -> None:
-    backends: list[tuple[str, str]] = []
-    names: list[tuple[str, str]] = []
-    known = {m: SimpleNamespace(module_name=f"vllm.models.{m}", class_name="Model") for m in ("deepseek_v4", "other")}
-    models = SimpleNamespace(models=known, register_model=lambda name, path: names.append((name, path)))
-    stand_in(monkeypatch, "vllm.version", __version__=version)
-    stand_in(
-        monkeypatch,
-        "vllm.v1.attention.backends.registry",
-        AttentionBackendEnum=SimpleNamespace(CUSTOM="custom"),
-        register_backend=lambda *given: backends.append(given),
-    )
-    stand_in(monkeypatch, "vllm.model_executor.models.registry", ModelRegistry=models)
-    register()
-    register()
-    path = "plugin.Backend" if supported else "versions.UnsupportedVersion"
-    assert backends == [("custom", f"tamis.integrations.vllm.{path}")] * 2
-    assert names == [("deepseek_v4", "tamis.integrations.vllm.v4_plugin:deepseek_v4__Model")] * (2 * supported)
-
-
-def test_versions() -> None:
-    for version in ("0.25", "0.25.1", "0.32.0", "0.32.0rc1", "0.32.1.dev3+g1"):
-        assert version_refusal(version) is None
-    for version in ("0.3.0", "0.320.0", "0.26.0", "1.25.0", "dev"):
-        refusal = f"tamis supports vLLM 0.25.x and 0.32.x, and this is {version}; install one of those"
-        assert version_refusal(version) == refusal
-
-
-@pytest.mark.parametrize("present", [False, True])
-def test_registration_without_a_fitting_vllm(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm") if present else None)  # type: ignore[arg-type]
-    missing = "vllm.version" if present else "vllm"
-    expected = rf"needs vLLM 0\.25 or 0\.32, but there is no module '{missing}.*pip install 'tamis\[vllm\]'"
-    with pytest.raises(ImportError, match=expected):
-        register()
 
 
 def test_importing_the_adapter_starts_nothing() -> None:

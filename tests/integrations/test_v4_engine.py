@@ -1,7 +1,6 @@
 """V4 under vLLM's names: builders field by field, attention in the mixed-index style against fp64, declarations."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,9 @@ from v4_standin import (
     TOPK,
     WINDOW,
     WINDOW_PAGE,
+    Records,
     V4Step,
+    attend_mixed,
     engine_config,
     layer_of,
     main_builder,
@@ -28,7 +29,6 @@ from tamis.integrations.vllm.v4_backend import TamisV4Backend, TamisV4WindowBack
 from tamis.integrations.vllm.v4_forward import forward_decode
 from tamis.integrations.vllm.v4_impl import V4Impl, get_padded_num_q_heads, init_layer_buffers
 from tamis.integrations.vllm.v4_metadata import V4Metadata, V4MetadataBuilder, V4WindowMetadataBuilder
-from tamis.layout import plain_fp8
 
 
 def kept(common: SimpleNamespace) -> dict[str, Tensor]:
@@ -211,39 +211,17 @@ def test_an_empty_step_has_no_rows() -> None:
     assert len(record.slot_mapping) == 0
 
 
-def served(step: V4Step, ratio: int, calls: Any, padding: int, q: Tensor, layer: SimpleNamespace) -> Tensor:
-    """Output [rows, 64 heads, 512] of a step as an engine runs it, with rows and heads to spare."""
-    rows = len(step.tokens) + padding
-    output = torch.full((rows, 64, 512), 3.0, dtype=torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype)
-    padded = torch.cat((q, torch.ones(padding, *q.shape[1:]).to(q.dtype)))
-    window = window_builder().build(0, step.common("window", padding))
-    record = main_builder(ratio).build(0, step.common("main", padding)) if ratio > 1 else None
-    V4Impl(calls=calls).forward_mqa(layer, padded, None, None, output, swa_metadata=window, attn_metadata=record)
-    return output
-
-
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("layout", ["v4-bf16", "v4-fp8"])
 def test_attention_in_the_mixed_index_style(layout: str, calls: int, shape: str, ratio: int) -> None:
     step = V4Step(layout, *SHAPES[shape])
-    output = served(step, ratio, calls, 2, step.q, layer_of(step, ratio))
+    output = attend_mixed(step, step.q, layer_of(step, ratio), Records(step, ratio, 2), calls=calls, padding=2)
     tokens = len(step.tokens)
     assert relative_error(output[:tokens, :HEADS], step.oracle(ratio)) < 3e-6
     assert output[tokens:].eq(0).all(), "padding"
     assert output[:, HEADS:].eq(0).all(), "heads that nobody asked for"
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_real_scales_of_fp8_queries_and_caches(ratio: int) -> None:
-    step = V4Step(plain_fp8(latent=448), scale=0.02)
-    layer = layer_of(step, ratio, _q_scale_float=0.05, _k_scale_float=0.02)
-    init_layer_buffers(layer)
-    assert layer._flashinfer_fp8_bmm1_scale == SCALE * 0.05 * 0.02
-    q = (step.q * layer._flashinfer_fp8_q_scale_inv).to(torch.float8_e4m3fn)
-    output = served(step, ratio, 2, 0, q, layer)
-    assert relative_error(output[:, :HEADS], step.oracle(ratio, q.double() * 0.05)) < 4e-3
 
 
 def test_layer_buffers() -> None:

@@ -7,23 +7,13 @@ import pytest
 import torch
 from oracle import relative_error
 from torch import Tensor
-from v4_standin import HEADS, RATIOS, SCALE, SHAPES, WINDOW, V4Step, layer_of, main_builder, window_builder
+from v4_standin import HEADS, RATIOS, SCALE, SHAPES, WINDOW, Records, V4Step, attend_pages, layer_of
 
 from tamis.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
-from tamis.integrations.vllm.v4_forward import forward_decode, forward_prefill
 from tamis.integrations.vllm.v4_indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
 from tamis.layout import plain_fp8
 from tamis.ops import gather_kv
 from tamis.schedule import group_prefills
-
-
-class Records:
-    """A step's records, as builders make them."""
-
-    def __init__(self, step: V4Step, ratio: int, padding: int = 0) -> None:
-        self.window = window_builder().build(0, step.common("window", padding))
-        self.main = main_builder(ratio).build(0, step.common("main", padding)) if ratio > 1 else None
-        self.decodes = self.window.num_decode_tokens
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -33,18 +23,8 @@ def test_pages_are_read_directly(layout: str, shape: str, ratio: int) -> None:
     scaled = layout == "plain-fp8"
     step = V4Step(plain_fp8(latent=448) if scaled else layout, *SHAPES[shape], scale=0.02 if scaled else 1.0)
     total, padding = len(step.tokens), 2
-    records = Records(step, ratio, padding)
     layer = layer_of(step, ratio, _k_scale_float=0.02 if scaled else 1.0)
-    q = torch.cat((step.q, torch.ones(padding, HEADS, 512)))
-    output = torch.full((total + padding, 64, 512), 3.0)
-    positions = torch.tensor([p for _, p in step.tokens] + [0] * padding)
-    entries, first = layer.kv_cache, records.decodes
-    if first:
-        forward_decode(layer, q[:first], entries, records.window, records.main, ratio == 1, output[:first])
-    if records.window.num_prefill_tokens:
-        window = layer.swa_cache_layer.kv_cache
-        rest = (output[first:], records.main, records.window)
-        forward_prefill(layer, q[first:], positions[first:], entries, window, *rest)
+    output = attend_pages(step, step.q, layer, Records(step, ratio, padding), padding=padding)
     assert relative_error(output[:total, :HEADS], step.oracle(ratio)) < 3e-6
     assert output[total:].eq(0).all()
     assert output[:, HEADS:].eq(0).all()

@@ -72,6 +72,33 @@ def test_c128a_rows_go_by_the_width_of_the_buffer() -> None:
     assert buffer[2:].eq(77).all()
 
 
+def test_c128a_rows_of_absent_pages() -> None:
+    """A page that the request does not hold is skipped: page 0 belongs to somebody."""
+    table = int32([[3, -1], [-2, 5]])
+    rows, lengths = torch.full((3, 4), 77, dtype=torch.int32), torch.full((3,), 77, dtype=torch.int32)
+    positions = torch.tensor([511, 511, 511])
+    decode, counts, prefill = build_c128a_topk_metadata(
+        positions, 128, 2, int32([0, 1, 1]), table, 2, torch.arange(3), rows, lengths, rows.clone()
+    )
+    assert decode.tolist() == [[6, 7, -1, -1], [-1, -1, 10, 11]]
+    assert counts.tolist() == [4, 4]
+    assert prefill.tolist() == [[0, 1, 2, 3]]
+    assert table.tolist() == [[3, -1], [-2, 5]]
+
+
+def test_a_ratio_of_0_is_one_of_1() -> None:
+    for ratio in (0, 1):
+        found = get_compressed_slot_mapping(
+            3, int32([0, 3]), int32([5]), int32([[4, 6]]), 4, ratio, torch.zeros(3).long()
+        )
+        assert found.tolist() == [18, 19, 24]
+        given = (torch.empty(2, 0, dtype=torch.int32), int32([0, 2]), int32([9]), int32([3]), 2, ratio, 0, 3, 0)
+        assert combine_topk_swa_indices(*given)[0][:, :2].tolist() == [[0, 1], [1, 2]]
+        window = (int32([[0, 1]]), None, None, torch.empty(0, 0, dtype=torch.int32), int32([0, 1]), int32([2]))
+        rest = (int32([0]), int32([[0]]), 64, None, 64, 2, ratio, 0)
+        assert build_flashinfer_mixed_sparse_indices(*window, *rest)[1].tolist() == [2]
+
+
 def test_c128a_without_tokens() -> None:
     rows, lengths = torch.full((3, 4), 5, dtype=torch.int32), torch.full((3,), 5, dtype=torch.int32)
     nothing, none = torch.zeros(0, dtype=torch.int64), int32([])

@@ -145,6 +145,26 @@ def test_per_tensor_quantiser_returns_bytes_and_the_inverse_scale() -> None:
     assert inverse.item() == f32(1 / 112)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [
+        (torch.float8_e4m3fn, 448.0),
+        (torch.float8_e5m2, 57344.0),
+        (torch.float8_e4m3fnuz, 240.0),
+        (torch.float8_e5m2fnuz, 57344.0),
+    ],
+    ids=str,
+)
+def test_per_tensor_quantiser_of_other_formats(dtype: torch.dtype, largest: float) -> None:
+    """The largest magnitude becomes the format's largest number, not another format's."""
+    values, inverse = ops.quantise_per_tensor(torch.tensor([-2.0, 1.0, 0.0]), dtype)
+    assert values.dtype == dtype
+    assert values.float().tolist() == [-largest, largest / 2, 0.0]
+    assert inverse.item() == f32(1 / f32(largest / 2))
+    with pytest.raises(ValueError, match=r"dtype must be one of torch.float8_e4m3fn, .*, got torch.int8"):
+        ops.quantise_per_tensor(torch.ones(2), dtype=torch.int8)
+
+
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_per_tensor_quantiser_keeps_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:

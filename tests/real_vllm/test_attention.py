@@ -1,6 +1,8 @@
 """Metadata from vLLM's own common records over random batches, and attention on it against dense fp64."""
 
+import inspect
 import random
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -212,3 +214,37 @@ def test_context_parallel_ranks_merge_by_lse(interleave: int, monkeypatch: pytes
         lses.append(lse.double())
     weights = torch.softmax(torch.stack(lses), 0).unsqueeze(-1)
     close((weights * torch.stack(outs)).sum(0), engine.dense_fp64(step)[0], BF16)
+
+
+def test_records_have_the_fields_of_vllms_own() -> None:
+    """Code that reads vLLM's record of a step over packed rows finds its names in ours."""
+    from vllm.v1.attention.backends.mla import flashmla_sparse
+
+    theirs, ours = flashmla_sparse.FlashMLASparseMetadata, plugin.Metadata
+    builder = make_builder(make_config(32, "fp8_ds_mla"))
+    step = engine.make_step([70, 90], [1, 9], 32)
+    table, slots, _ = step.place(PAGE)
+    record = builder.build(0, common_of(step, table, step.new_slots(slots)))
+    only_dense = {"causal", "decode", "decode_max_query_len", "cp_kv_cache_interleave_size", "head_dim"}
+    missing = [field.name for field in fields(theirs) if not hasattr(record, field.name)]
+    assert set(missing) <= only_dense
+    for path in ("FP8KernelMetadata", "FP8SeparatePrefillDecode"):
+        same_fields(getattr(theirs, path), getattr(ours, path))
+    pairs = [(c.FP8SeparatePrefillDecode.Decode, c.FP8SeparatePrefillDecode.Prefill) for c in (theirs, ours)]
+    for mine, other in zip(*pairs, strict=True):
+        same_fields(mine, other)
+    same_fields(pairs[0][1].Chunk, pairs[1][1].Chunk)
+
+
+def same_fields(theirs: type[Any], ours: type[Any]) -> None:
+    assert {field.name for field in fields(theirs)} <= {field.name for field in fields(ours)}
+
+
+def test_the_translation_has_the_arguments_of_vllms_own() -> None:
+    from vllm.v1.attention.backends.mla import sparse_utils as engines
+
+    from tamis.integrations.vllm import sparse_utils
+
+    name = "triton_convert_req_index_to_global_index"
+    theirs, ours = (inspect.signature(getattr(module, name)).parameters for module in (engines, sparse_utils))
+    assert list(theirs) == list(ours)

@@ -1,19 +1,21 @@
 """Registration, choice and refusals, through vLLM's own registry and selector."""
 
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm.version
 from vllm.config import VllmConfig
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from tamis.integrations.vllm import register
+from tamis.integrations.vllm import register, v4_plugin
 from tamis.integrations.vllm.backend import TamisSparseBackend
-from tamis.integrations.vllm.versions import SUPPORTED, sparse_impl_base
+from tamis.integrations.vllm.versions import SUPPORTED, plugin_refusal, sparse_impl_base
 
 
 def choose(**changes: Any) -> type[AttentionBackend]:
@@ -90,6 +92,39 @@ def test_other_versions_are_refused_when_chosen(monkeypatch: pytest.MonkeyPatch)
         other.setattr(vllm.version, "__version__", "0.28.1")
         register()
         with pytest.raises(ValueError, match=r"tamis supports vLLM 0\.25\.x and 0\.32\.x, and this is 0\.28\.1"):
+            choose()
+    register()
+    assert issubclass(choose(), TamisSparseBackend)
+
+
+def test_the_backend_of_another_plugin_stays(caplog: pytest.LogCaptureFixture) -> None:
+    custom = AttentionBackendEnum.CUSTOM
+    ours = custom.get_path()
+    register_backend(custom, "their.plugin.Backend")
+    try:
+        register()
+        assert custom.get_path() == "their.plugin.Backend"
+        assert not v4_plugin._chosen(SimpleNamespace(attention_config=SimpleNamespace(backend=custom)))
+    finally:
+        register_backend(custom, ours)
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "tamis")
+    assert "another plugin has registered their.plugin.Backend" in line
+    assert plugin_refusal() is None
+
+
+@pytest.mark.usefixtures("hopper", "current")
+def test_a_changed_registry_of_models_refuses_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V4's models would run on vLLM's own attention without a word: better none than half of it."""
+
+    def frozen(*_: object) -> None:
+        raise TypeError("another signature")
+
+    with monkeypatch.context() as other:
+        known = SimpleNamespace(module_name="vllm.models.deepseek_v4", class_name="Model")
+        other.setattr(ModelRegistry, "models", {"V4": known})
+        other.setattr(ModelRegistry, "register_model", frozen)
+        register()
+        with pytest.raises(ValueError, match=r"CUSTOM is not valid.*tamis could not register its models"):
             choose()
     register()
     assert issubclass(choose(), TamisSparseBackend)

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-from tamis.cli import COMMANDS, make_parser
+from tamis.cli.commands import COMMANDS, make_parser
 from tamis.cli.parser import MEANINGS
 
 

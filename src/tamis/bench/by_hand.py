@@ -118,7 +118,7 @@ def write(item: WriteSet, cache: PagedCache) -> PagedCache:
 def gather(item: GatherSet, out: Tensor) -> Tensor:
     """Slots of all positions of all requests, then rows. For requests of one length."""
     length = out.shape[0] // len(item.lengths)
-    position = torch.arange(length, device=out.device)
+    position = torch.arange(length, dtype=torch.int64, device=out.device)
     page = item.block_table.long()[:, : -(-length // item.cache.page_size)].repeat_interleave(item.cache.page_size, 1)
     slots = page[:, :length] * item.cache.page_size + position % item.cache.page_size
     return out.copy_(rows(item.cache, slots.flatten(), torch.bfloat16))
@@ -135,10 +135,10 @@ def select_rows(item: SelectSet) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Columns of positions, a gather from each block table, and masks."""
     position, request = item.positions.long().unsqueeze(1), item.request_ids.long()
     raw, pages = item.window_table[request], item.entry_table[request]
-    column = torch.arange(item.windows.shape[1], device=position.device)
+    column = torch.arange(item.windows.shape[1], dtype=torch.int64, device=position.device)
     seen = (position + 1 - len(column)).clamp_min(0) + column
     windows = torch.where(seen <= position, _slots(seen.clamp_max(position), raw, item.page_size), -1)
-    number = torch.arange(item.every.shape[1], device=position.device)
+    number = torch.arange(item.every.shape[1], dtype=torch.int64, device=position.device)
     largest = V4_PAGE // V4_RATIOS[-1]
     held = number.clamp_max(pages.shape[1] * largest - 1).expand(len(position), -1)
     every = torch.where(number < (position + 1) // V4_RATIOS[-1], _slots(held, pages, largest), -1)
@@ -156,7 +156,7 @@ def _slots(positions: Tensor, table: Tensor, page_size: int) -> Tensor:
 def score(item: ScoreSet) -> Tensor:
     """Keys of a request, a product per request and head, and a weighted sum, some tokens at a time."""
     dtype = torch.bfloat16 if item.q.device.type == "cuda" else torch.float32
-    scores = torch.full((len(item.q), item.width), -torch.inf, device=item.q.device)
+    scores = torch.full((len(item.q), item.width), -torch.inf, dtype=torch.float32, device=item.q.device)
     for tokens, slots in item.places:
         keys = rows(item.cache, slots, dtype)
         step = max(1, WORKING_BYTES[item.q.device.type] // (len(keys) * item.q.shape[1] * 8))

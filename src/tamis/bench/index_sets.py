@@ -61,7 +61,7 @@ class ScoreSet:
         ids, lengths = self.request_ids.tolist(), self.lengths.tolist()
         for request, table in enumerate(self.block_table.long()):
             first, count = ids.index(request), ids.count(request)
-            position = torch.arange(lengths[first], device=table.device)
+            position = torch.arange(lengths[first], dtype=torch.int64, device=table.device)
             found.append((slice(first, first + count), table[position // size] * size + position % size))
         return found
 
@@ -181,7 +181,7 @@ def topk_sets(job: Job, maker: Maker) -> tuple[list[TopkSet], Cost]:
 
 def _above(share: float) -> float:
     """What a share of normal numbers exceeds."""
-    return math.sqrt(2) * float(torch.erfinv(torch.tensor(1 - 2 * min(share, 0.5), dtype=torch.float64)))
+    return math.sqrt(2) * float(torch.erfinv(torch.tensor(1 - 2 * min(share, 0.5), dtype=torch.float64, device="cpu")))
 
 
 def _requests(job: Job) -> list[tuple[int, int]]:

@@ -76,7 +76,7 @@ class WriteSet:
 
     def error(self, result: PagedCache) -> float:
         """Relative error of some rows as stored, which contains the error of the format."""
-        some = torch.linspace(0, len(self.kv) - 1, 64).long().to(self.kv.device)
+        some = torch.linspace(0, len(self.kv) - 1, 64, dtype=torch.float32, device="cpu").long().to(self.kv.device)
         return compare.relative_error(oracle.rows_of(result, self.slots[some].cpu()), self.kv[some])
 
 
@@ -101,9 +101,10 @@ class GatherSet:
         found, expected = [], []
         for request in {0, len(self.lengths) - 1}:
             table, start = self.block_table[request].tolist(), int(self.starts[request])
-            positions = torch.linspace(0, int(self.lengths[request]) - 1, 32).long().tolist()
+            last = int(self.lengths[request]) - 1
+            positions = torch.linspace(0, last, 32, dtype=torch.float32, device="cpu").long().tolist()
             slots = [oracle.slot_of(position, table, self.cache.page_size) for position in positions]
-            expected.append(oracle.rows_of(self.cache, torch.tensor(slots)))
+            expected.append(oracle.rows_of(self.cache, torch.tensor(slots, dtype=torch.int64, device="cpu")))
             found.append(result[[start + position for position in positions]])
         return compare.relative_error(torch.cat(found), torch.cat(expected))
 
@@ -275,7 +276,7 @@ def _selections(
     # One shuffle of each context, cut into pieces: no piece finds the rows of another in the cache.
     columns = pieces * job.topk
     shuffled = [maker.picks(new, min(columns, length), length) for new, length in zip(queries, lengths, strict=True)]
-    ids = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries)).to(maker.device)
+    ids = maker.request_ids(queries)
     for piece in range(pieces):
         span = slice(piece * job.topk, (piece + 1) * job.topk)
         positions = torch.cat([_padded(part[:, span], job.topk) for part in shuffled])
@@ -283,10 +284,10 @@ def _selections(
         if second is None:
             yield (chosen,)
             continue
-        window = torch.arange(job.window, device=maker.device).repeat(len(ids), 1)
+        window = torch.arange(job.window, dtype=torch.int64, device=maker.device).repeat(len(ids), 1)
         starts = [piece * job.window % max(1, length - job.window + 1) for length in lengths]
-        window += torch.tensor(starts, device=maker.device)[ids].unsqueeze(1)
-        window[window >= torch.tensor(lengths, device=maker.device)[ids].unsqueeze(1)] = -1
+        window += torch.tensor(starts, dtype=torch.int64, device=maker.device)[ids].unsqueeze(1)
+        window[window >= torch.tensor(lengths, dtype=torch.int64, device=maker.device)[ids].unsqueeze(1)] = -1
         yield (Selection(second, _slots(window, table, ids, job.page_size)), chosen)
 
 
@@ -328,7 +329,7 @@ def _gather(job: Job, maker: Maker) -> Prepared:
 def _translate(job: Job, maker: Maker) -> Prepared:
     assert job.topk is not None
     queries, lengths = parse_shape(job.shape)
-    ids = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries)).int().to(maker.device)
+    ids = maker.request_ids(queries).int()
     pages = sum(-(-length // job.page_size) for length in lengths)
     cost = translate_cost(len(ids), job.topk, pages)
     sets: list[InputSet] = []
@@ -342,8 +343,11 @@ def _translate(job: Job, maker: Maker) -> Prepared:
 
 def _select(job: Job, maker: Maker) -> Prepared:
     queries, lengths = parse_shape(job.shape)
-    ids = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries)).int().to(maker.device)
-    starts = [torch.arange(length - new, length) for new, length in zip(queries, lengths, strict=True)]
+    ids = maker.request_ids(queries).int()
+    starts = [
+        torch.arange(length - new, length, dtype=torch.int64, device="cpu")
+        for new, length in zip(queries, lengths, strict=True)
+    ]
     positions = torch.cat(starts).int().to(maker.device)
     tokens, columns = len(ids), -(-max(lengths) // (V4_RATIOS[-1] * 128)) * 128
     cost = select_cost(tokens, job.window, sum(length // V4_RATIOS[-1] for length in lengths), columns)

@@ -30,21 +30,27 @@ class Maker:
         parts = []
         for begin in range(0, rows, step):
             shape = (min(step, rows - begin), below)
-            parts.append(torch.rand(shape, generator=self._generator, device=self.device).topk(k, dim=1).indices)
+            drawn = torch.rand(shape, generator=self._generator, dtype=torch.float32, device=self.device)
+            parts.append(drawn.topk(k, dim=1).indices)
         return torch.cat(parts)
 
     def cache(self, layout: Layout, pages: int, page_size: int, *, filled: bool = True) -> PagedCache:
         """A cache whose rows are all random numbers."""
         cache = PagedCache(layout, pages, page_size, self.device)
         for begin in range(0, cache.rows if filled else 0, FILL_ROWS):
-            slots = torch.arange(begin, min(begin + FILL_ROWS, cache.rows), device=self.device)
+            slots = torch.arange(begin, min(begin + FILL_ROWS, cache.rows), dtype=torch.int64, device=self.device)
             write_kv(self.normal(len(slots), layout.width), cache, slots)
         return cache
+
+    def request_ids(self, queries: list[int]) -> Tensor:
+        """The request of each token, int64, where request b has queries[b] tokens."""
+        counts = torch.tensor(queries, dtype=torch.int64, device=self.device)
+        return torch.repeat_interleave(counts, output_size=sum(queries))
 
     def block_table(self, lengths: list[int], page_size: int) -> tuple[Tensor, int]:
         """Shuffled pages for each request, -1 past its end, and how many pages there are."""
         counts = [-(-length // page_size) for length in lengths]
-        order = torch.randperm(sum(counts), generator=self._generator, device=self.device).int()
+        order = torch.randperm(sum(counts), generator=self._generator, dtype=torch.int64, device=self.device).int()
         table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32, device=self.device)
         begin = 0
         for row, count in zip(table, counts, strict=True):

@@ -105,20 +105,25 @@ def compress_sets(
     # A batch of decodes has requests at every place of a span, not all at its end.
     places = enumerate(zip(queries, lengths, strict=True))
     ends = [length - number % RATIO if new == 1 else length for number, (new, length) in places]
-    positions = torch.cat([torch.arange(end - new, end) for new, end in zip(queries, ends, strict=True)])
-    ids = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries))
+    positions = torch.cat(
+        [torch.arange(end - new, end, dtype=torch.int64, device="cpu") for new, end in zip(queries, ends, strict=True)]
+    )
+    ids = torch.repeat_interleave(
+        torch.arange(len(queries), dtype=torch.int64, device="cpu"),
+        torch.tensor(queries, dtype=torch.int64, device="cpu"),
+    )
     begins = [max(0, end - new + 1 - SPAN) for new, end in zip(queries, ends, strict=True)]
     held = [-(-end // STATE_PAGE) - begin // STATE_PAGE for begin, end in zip(begins, ends, strict=True)]
-    table = torch.full((len(queries), -(-max(ends) // STATE_PAGE)), -1, dtype=torch.int32)
-    order, used = torch.randperm(sum(held)).int(), 0
+    table = torch.full((len(queries), -(-max(ends) // STATE_PAGE)), -1, dtype=torch.int32, device="cpu")
+    order, used = torch.randperm(sum(held), dtype=torch.int64, device="cpu").int(), 0
     for row, count, end in zip(table, held, ends, strict=True):
         last = -(-end // STATE_PAGE)
         row[last - count : last] = order[used : used + count]
         used += count
     state_slots = table[ids, positions // STATE_PAGE].long() * STATE_PAGE + positions % STATE_PAGE
     total, boundary = len(positions), (positions + 1) % RATIO == 0
-    completed = torch.full((total,), -1)
-    completed[boundary] = torch.randperm(int(boundary.sum()))
+    completed = torch.full((total,), -1, dtype=torch.int64, device="cpu")
+    completed[boundary] = torch.randperm(int(boundary.sum()), dtype=torch.int64, device="cpu")
     pages = -(-total // 64)
 
     def compressor(cache: PagedCache) -> Compressor:
@@ -136,7 +141,7 @@ def compress_sets(
         kv=normal(total, layout.width),
         index_q=normal(total, INDEX_HEADS, INDEX_DIM),
         window=PagedCache(layout, pages, 64, device),
-        slots=torch.randperm(total).to(device),
+        slots=torch.randperm(total, dtype=torch.int64, device="cpu").to(device),
         positions=positions.int().to(device),
         cos_sin=Rope(ROTARY, theta=160000.0).cos_sin_table(max(ends), device),
         compressors=(

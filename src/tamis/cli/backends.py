@@ -10,7 +10,7 @@ from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.table import render_table
 
 if TYPE_CHECKING:
-    from tamis.backends import Need
+    from tamis.backends import Need, StageKernels
 
 EXAMPLES = """\
 tamis backends --heads 128 --layout v32-fp8 --page-size 64
@@ -29,6 +29,8 @@ class Verdict:
     """Every reason for a rejection."""
     summary: str
     stages: tuple[str, ...]
+    kernels: list["StageKernels"]
+    """What runs each stage; empty for a rejected backend."""
 
 
 def register(subcommands: Subcommands) -> None:
@@ -67,6 +69,10 @@ def run(options: argparse.Namespace) -> int:
         )
         rows = [(v.name, v.state, v.summary, "\n".join(v.reasons) or "-") for v in verdicts]
         print(render_table(("backend", "state", "what it is", "reasons against it"), rows))
+        for verdict in verdicts:
+            if verdict.state == "chosen":
+                print(f"\n{verdict.name} runs")
+                print("\n".join(f"  {kernels}" for kernels in verdict.kernels))
     return OK if any(v.state == "chosen" for v in verdicts) else FAILED
 
 
@@ -79,7 +85,8 @@ def judge(need: "Need") -> list[Verdict]:
         reasons = backend.refusals(need)
         taken = any(v.state == "chosen" for v in verdicts)
         state = "rejected" if reasons else "possible" if taken else "chosen"
-        verdicts.append(Verdict(backend.name, state, reasons, backend.summary, backend.stages))
+        kernels = [] if reasons else backend.stage_kernels(need)
+        verdicts.append(Verdict(backend.name, state, reasons, backend.summary, backend.stages, kernels))
     return verdicts
 
 

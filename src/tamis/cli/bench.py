@@ -10,6 +10,7 @@ from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sle
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import render_table
+from tamis.cli.text import one_line, printable
 from tamis.cli.verify import as_data, results_table
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
         check_place(options.report)
     if options.files:
         drawn = _written(read_rows(options.files), options.report)
-        print(json.dumps({"report": drawn}) if options.json else "\n".join(drawn))
+        print(json.dumps({"report": drawn}) if options.json else "\n".join(printable(name) for name in drawn))
         return OK
     device = pick_device(options.device)
     from tamis.bench.peers import find_peers
@@ -155,7 +156,7 @@ def run(options: argparse.Namespace) -> int:
         # Whoever named a peer is told why it is not there; those that were merely found are not worth a line.
         _print_report(machine, bench, rows, absent, [] if options.against is None else unsuited, wrong)
         for name in drawn:
-            print(name)
+            print(printable(name))
     return FAILED if wrong else OK
 
 
@@ -255,7 +256,7 @@ def _print_report(
     notes += [f"peer {name} is absent: {reason}" for name, reason in absent.items()]
     notes += [f"FAILED: {line}" for line in wrong]
     for note in dict.fromkeys(notes):
-        print(note)
+        print(one_line(note))
 
 
 def times_table(rows: "list[Row]") -> str:

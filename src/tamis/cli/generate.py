@@ -9,6 +9,7 @@ from tamis.cli.machine import describe_machine, let_waiting_threads_sleep, machi
 from tamis.cli.model import add_model_options, load_model, numbers
 from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import Progress
+from tamis.cli.text import printable
 
 if TYPE_CHECKING:
     from tamis.integrations._generation import Generated
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
             else:
                 progress.close()
             if not options.json:
-                print(piece, end="", flush=True)
+                print(printable(piece, keep="\n\t"), end="", flush=True)
 
         result = generation.generate(
             model,

@@ -12,6 +12,7 @@ from tamis.cli.model import add_model_options, load_model, numbers
 from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import render_table
+from tamis.cli.text import printable
 
 if TYPE_CHECKING:
     from tamis.inspection import Inspection
@@ -107,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
         print(machine_line(machine), end="\n\n")
         print(_report(inspection, queries, text))
         if options.html is not None:
-            print(f"\nreport: {options.html}")
+            print(f"\nreport: {printable(options.html)}")
     return OK
 
 
@@ -129,7 +130,7 @@ def token_text(tokenizer: Any) -> Callable[[int], str]:
 
     def text(token: int) -> str:
         shown: str = tokenizer.decode([token])
-        return shown.replace("\n", "⏎").strip() or "␣"
+        return printable(shown.replace("\n", "⏎").strip()) or "␣"
 
     return text
 
@@ -205,7 +206,7 @@ def _report(inspection: "Inspection", queries: list[int], text: Callable[[int], 
             )
             for layer in described["layers"]
         ]
-        title = f"query {query}, token {described['token']}: what scores highest"
+        title = f"query {query}, token {printable(described['token'])}: what scores highest"
         parts.append(f"{title}\n{render_table(('layer', 'selected', 'token@position score'), lines, 'lr')}")
     return "\n\n".join(parts)
 

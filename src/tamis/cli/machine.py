@@ -24,6 +24,7 @@ def let_waiting_threads_sleep() -> None:
 def pick_device(name: str | None) -> "torch.device":
     """The named device, refused if it is not there; without a name the GPU if there is one."""
     with waiting("loading torch"):
+        import numpy  # noqa: F401  (before torch, whose C++ code would import it and swallow a Ctrl-C)
         import torch
 
         from tamis import checks

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tamis.cli.machine import DEVICES
+from tamis.cli.memory import out_of_memory
 from tamis.cli.progress import waiting
 
 if TYPE_CHECKING:
@@ -38,7 +39,15 @@ def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any
 
         if options.checkpoint is None:
             return generation.make_model(options.model, device, options.seed), None
-        return generation.load_model(options.checkpoint, device)
+        try:
+            return generation.load_model(options.checkpoint, device)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # files of others raise whatever they like; a panic in Rust is no Exception
+            if str(error).startswith("--checkpoint") or out_of_memory(error):
+                raise
+            said = str(error) or type(error).__name__
+            raise ValueError(f"--checkpoint {options.checkpoint} cannot be loaded: {said}") from error
 
 
 def numbers(option: str, text: str) -> list[int]:

@@ -1,13 +1,25 @@
 """The argument parser that all commands share."""
 
 import argparse
+import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes of all commands; see `MEANINGS`."""
+from tamis.cli import INTERRUPTED
+from tamis.cli.text import one_line
 
-MEANINGS = {OK: "all is well", FAILED: "a check failed", USAGE: "wrong usage or input", INTERRUPTED: "interrupted"}
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+OK, FAILED, USAGE = 0, 1, 2
+"""Exit codes of all commands, beside `INTERRUPTED`; see `MEANINGS`."""
+
+MEANINGS = {
+    OK: "success",
+    FAILED: "a check failed",
+    USAGE: "wrong usage or input, or not enough memory or disk space",
+    INTERRUPTED: "interrupted",
+}
 EXIT_CODES = "exit codes: " + ", ".join(f"{code} {meaning}" for code, meaning in MEANINGS.items())
 
 
@@ -21,7 +33,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
-        self.exit(USAGE, f"tamis: error: {message} (see '{self.prog} --help')\n")
+        self.exit(USAGE, f"tamis: error: {one_line(message)} (see '{self.prog} --help')\n")
+
+    def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
+        """As argparse's own, which hides that a disk is full or that nobody reads."""
+        if message:
+            (sys.stderr if file is None else file).write(message)
 
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[Parser]"

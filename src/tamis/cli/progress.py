@@ -1,5 +1,6 @@
 """A progress line on stderr."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -69,8 +70,7 @@ class Progress:
             self._closed.set()
             if self._terminal and self._width:
                 self._redraw("")
-                self._stream.write("\r")
-                self._stream.flush()
+                self._write("\r")
 
     def _watch(self) -> None:
         silence = QUIET_SECONDS if self._terminal else self._every
@@ -91,12 +91,17 @@ class Progress:
         if self._terminal:
             self._redraw(line if self._last is None else f"{progress_bar(*self._last)} {line}")
         else:
-            print(line, file=self._stream, flush=True)
+            self._write(f"{line}\n")
 
     def _redraw(self, line: str) -> None:
-        self._stream.write("\r" + line.ljust(self._width))
-        self._stream.flush()
+        self._write("\r" + line.ljust(self._width))
         self._width = len(line)
+
+    def _write(self, text: str) -> None:
+        """Show it. Where nobody can read it, the work goes on all the same."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
 
 
 def waiting(doing: str) -> Progress:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from tamis.cli.text import printable
+
 GAP = "  "
 
 
@@ -11,7 +13,8 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[object]], align:
 
     Args:
         header: names of the columns.
-        rows: cells, converted with `str`; a line break inside a cell starts a new line of the same row.
+        rows: cells, converted with `str`, their control characters shown instead of sent; a line break inside a cell
+            starts a new line of the same row.
         align: one letter per column, "l" (the default where letters are missing) or "r".
     """
     columns = len(header)
@@ -35,5 +38,5 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[object]], align:
 
 
 def _lines(row: Sequence[object]) -> list[list[str]]:
-    cells = [str(cell).split("\n") for cell in row]
+    cells = [printable(cell, keep="\n").split("\n") for cell in row]
     return [list(line) for line in zip_longest(*cells, fillvalue="")]

@@ -4,9 +4,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +14,8 @@ from typing import Any
 
 import torch
 
-DIGEST_SIZE = hashlib.sha256().digest_size
+from tamis.cuda import cubins
+
 INSTALL = "install the NVRTC of PyTorch's CUDA version: pip install nvidia-cuda-nvrtc (CUDA 12: nvidia-cuda-nvrtc-cu12)"
 
 
@@ -49,6 +48,11 @@ class Program:
         return cls(name, source, tuple(f"-D{constant}={value}" for constant, value in defines.items()), headers)
 
 
+def options(program: Program, arch: str) -> list[str]:
+    """Everything that NVRTC is told about a program."""
+    return ["-std=c++17", f"-arch={arch}", *program.options]
+
+
 class Nvrtc:
     """The compiler library."""
 
@@ -61,15 +65,15 @@ class Nvrtc:
 
     def compile(self, program: Program, arch: str) -> bytes:
         """The cubin of a program for an architecture such as `sm_90a`."""
-        options = ["-std=c++17", f"-arch={arch}", *program.options]
+        told = options(program, arch)
         handle = ctypes.c_void_p()
         names, texts = (_strings([header[part] for header in program.headers]) for part in (0, 1))
         source = program.source.encode(), program.name.encode()
         self._call("nvrtcCreateProgram", ctypes.byref(handle), *source, len(program.headers), texts, names)
         try:
-            if self._library.nvrtcCompileProgram(handle, len(options), _strings(options)):
+            if self._library.nvrtcCompileProgram(handle, len(told), _strings(told)):
                 log = self._text("nvrtcGetProgramLog", handle).rstrip(b"\0").decode(errors="replace").strip()
-                raise CompileError(f"{program.name} does not compile for {arch} ({' '.join(options)}):\n{log}")
+                raise CompileError(f"{program.name} does not compile for {arch} ({' '.join(told)}):\n{log}")
             return self._text("nvrtcGetCUBIN", handle)
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(handle))
@@ -100,8 +104,8 @@ def nvrtc() -> Nvrtc:
             if builtins is not None:
                 ctypes.CDLL(builtins)
             return Nvrtc(ctypes.CDLL(library))
-        except OSError:
-            continue
+        except (OSError, AttributeError, RuntimeError):
+            continue  # not there, not NVRTC, or one that does not work
     raise ImportError(f"CUDA C++ kernels need NVRTC, NVIDIA's runtime compiler, which was not found; {INSTALL}")
 
 
@@ -130,41 +134,27 @@ def _candidates() -> Iterator[tuple[str, str | None]]:
         yield f"libnvrtc{suffix}", None
 
 
-def default_cache() -> Path:
-    """Where cubins are kept unless the caller says otherwise."""
-    return Path.home() / ".cache" / "tamis" / "cubin"
-
-
 def compiled(program: Program, arch: str, *, folder: Path | None = None, compiler: Nvrtc | None = None) -> bytes:
     """The cubin of a program, from disk if it has been compiled before.
 
-    The file's name holds everything the result depends on, and the file starts with a digest of the rest, so that
-    neither an old nor a damaged file is ever used. A folder that cannot be written to costs time, nothing else.
+    The file's name holds everything the result depends on, and the file starts with a digest of that and of the rest,
+    so that neither an old nor a damaged file is ever used, nor one that was moved here from another name. Where nothing
+    can be kept (see `tamis.cuda.cubins`), this costs time and nothing else.
     """
     compiler = compiler or nvrtc()
-    key = hashlib.sha256(repr((program, arch, compiler.version)).encode()).hexdigest()
-    path = (folder or default_cache()) / f"{Path(program.name).stem}-{arch}-{key[:32]}.cubin"
-    with contextlib.suppress(OSError):
-        stored = path.read_bytes()
-        if hashlib.sha256(stored[DIGEST_SIZE:]).digest() == stored[:DIGEST_SIZE]:
-            return stored[DIGEST_SIZE:]
+    key = hashlib.sha256(repr((program, options(program, arch), arch, compiler.version)).encode())
+    name = f"{Path(program.name).stem}-{arch}-{key.hexdigest()[:32]}.cubin"
+    folder = cubins.default_folder() if folder is None else folder
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            stored = cubins.read(folder, name, key.digest())
+            if stored is not None:
+                return stored
     cubin = compiler.compile(program, arch)
-    with contextlib.suppress(OSError):
-        _write_whole(path, hashlib.sha256(cubin).digest() + cubin)
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            cubins.write(folder, name, key.digest(), cubin)
     return cubin
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file that other processes see complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def architecture(capability: tuple[int, int]) -> str:

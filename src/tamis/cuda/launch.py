@@ -76,11 +76,14 @@ class Driver:
         """Within it, this context is current in this thread, and a capture elsewhere allows everything."""
         mode = ctypes.c_int(CAPTURE_RELAXED)
         self.call("cuCtxPushCurrent_v2", context)
-        self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        # Whatever fails, the thread's own context comes back: torch would otherwise go on in this one.
         try:
-            yield
-        finally:
             self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            try:
+                yield
+            finally:
+                self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
@@ -111,10 +114,14 @@ class Kernel:
         api.call("cuDeviceGetAttribute", ctypes.byref(shared_limit), SHARED_PER_BLOCK_OPTIN, handle)
         with api.within(self.context):
             api.call("cuModuleLoadData", ctypes.byref(module), cubin)
-            api.call("cuModuleGetFunction", ctypes.byref(self.function), module, function.encode())
-            api.call("cuFuncGetAttribute", ctypes.byref(static_shared), FUNCTION_STATIC_SHARED, self.function)
-            self.shared_limit = shared_limit.value - static_shared.value
-            self.set_attribute(FUNCTION_MAX_DYNAMIC_SHARED, self.shared_limit)
+            try:
+                api.call("cuModuleGetFunction", ctypes.byref(self.function), module, function.encode())
+                api.call("cuFuncGetAttribute", ctypes.byref(static_shared), FUNCTION_STATIC_SHARED, self.function)
+                self.shared_limit = shared_limit.value - static_shared.value
+                self.set_attribute(FUNCTION_MAX_DYNAMIC_SHARED, self.shared_limit)
+            except BaseException:
+                api.library.cuModuleUnload(module)
+                raise
 
     def set_attribute(self, attribute: int, value: int) -> None:
         """Change how the function may be launched."""

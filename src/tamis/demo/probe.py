@@ -110,7 +110,7 @@ class Probe:
     def _remember(self, layer: int, piece: Piece, rows: Tensor) -> Tensor:
         key = (layer, piece.request.name)
         if key not in self._history:
-            self._history[key] = rows.new_empty(piece.request.cache_length, rows.shape[1])
+            self._history[key] = rows.new_empty(piece.request.cache_length, rows.shape[1], dtype=rows.dtype)
         self._history[key][piece.start : piece.end] = rows
         return self._history[key][: piece.end]
 
@@ -124,8 +124,8 @@ class Probe:
 
     def _rows(self, q: Tensor, history: Tensor, start: int, positions: Tensor, out: Tensor) -> LayerSums:
         tokens, context = len(q), len(history)
-        visible = torch.arange(start, start + tokens, device=q.device) + 1
-        hidden = torch.arange(context, device=q.device) >= visible.unsqueeze(1)
+        visible = torch.arange(start, start + tokens, dtype=torch.int64, device=q.device) + 1
+        hidden = torch.arange(context, dtype=torch.int64, device=q.device) >= visible.unsqueeze(1)
         # One more column takes the padding of the selection.
         chosen = torch.zeros(tokens, context + 1, dtype=torch.bool, device=q.device)
         chosen.scatter_(1, torch.where(positions >= 0, positions, context).long(), True)

@@ -36,13 +36,13 @@ class Request:
 
 def make_requests(vocab: int, workload: Workload) -> list[Request]:
     """Random prompts of all lengths, in random order of arrival; the same for the same seed."""
-    generator = torch.Generator().manual_seed(workload.seed)
+    generator = torch.Generator("cpu").manual_seed(workload.seed)
     lengths = workload.prompt_lengths
-    order = torch.randperm(len(lengths), generator=generator).tolist()
+    order = torch.randperm(len(lengths), generator=generator, dtype=torch.int64, device="cpu").tolist()
     return [
         Request(
             name,
-            torch.randint(vocab, (lengths[which],), generator=generator).tolist(),
+            torch.randint(vocab, (lengths[which],), generator=generator, dtype=torch.int64, device="cpu").tolist(),
             arrival=name * workload.arrival_gap,
             new_tokens=workload.new_tokens,
         )

@@ -95,9 +95,9 @@ class V4Model:
 
 def _layer(random: RandomWeights, shape: V4Shape, number: int, dtype: torch.dtype) -> V4LayerWeights:
     spec, width, narrow = shape.spec(number), shape.width, shape.index_dim
-    volume = torch.ones(width, 1)
+    volume = torch.ones(width, 1, dtype=torch.float32, device="cpu")
     volume[-narrow:] = LOUD
-    gain = torch.full((width,), SHARPNESS)
+    gain = torch.full((width,), SHARPNESS, dtype=torch.float32, device="cpu")
     q_b = random.related(shape.heads, width, shape.q_lora, HEAD_SPREAD) / shape.q_lora**0.5 * volume
     compressor = indexer = None
     if spec.kind != "window":
@@ -106,15 +106,22 @@ def _layer(random: RandomWeights, shape: V4Shape, number: int, dtype: torch.dtyp
         scores, bias = random.reader(series * width), random.normal(spec.compress, series * width) * 0.5
         compressor = CompressorWeights(values, scores, bias, gain)
     if compressor is not None and spec.kind == "overlapping":
-        last = torch.cat([torch.arange(width - narrow, width) + part * width for part in (0, 1)])
-        own = CompressorWeights(values[last], scores[last], bias[:, last].contiguous(), torch.ones(narrow))
-        heads = torch.arange(shape.index_heads) % shape.heads
+        last = torch.cat(
+            [torch.arange(width - narrow, width, dtype=torch.int64, device="cpu") + part * width for part in (0, 1)]
+        )
+        own = CompressorWeights(
+            values[last],
+            scores[last],
+            bias[:, last].contiguous(),
+            torch.ones(narrow, dtype=torch.float32, device="cpu"),
+        )
+        heads = torch.arange(shape.index_heads, dtype=torch.int64, device="cpu") % shape.heads
         weights = random.reader(shape.index_heads) * 0.1
         weights[:, 0] = 1.0
         indexer = IndexerWeights(q_b[heads][:, -narrow:].flatten(0, 1), weights, own)
     attention = V4Weights(
         q_a=random.reader(shape.q_lora),
-        q_norm=torch.ones(shape.q_lora),
+        q_norm=torch.ones(shape.q_lora, dtype=torch.float32, device="cpu"),
         q_b=q_b.flatten(0, 1),
         kv=random.reader(width) * volume,
         kv_norm=gain,

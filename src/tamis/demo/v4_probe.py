@@ -91,9 +91,9 @@ class V4Probe:
         key = (layer, piece.request.name)
         if key not in self._history:
             sizes = ((length, spec.head_dim), (length, channels), (length, channels), (length // ratio, spec.head_dim))
-            self._history[key] = _History(*(x.new_empty(size) for size in sizes))
+            self._history[key] = _History(*(x.new_empty(size, dtype=x.dtype) for size in sizes))
         history, new = self._history[key], slice(piece.start, piece.end)
-        positions = torch.arange(piece.start, piece.end, device=x.device)
+        positions = torch.arange(piece.start, piece.end, dtype=torch.int64, device=x.device)
         raw = _normed(x @ weights.kv.float().T) * weights.kv_norm.float()
         history.rows[new] = _turned(raw, self.cos_sin[layer][positions])
         if compressor is not None:
@@ -109,17 +109,17 @@ class V4Probe:
     ) -> LayerSums:
         spec, weights = self.specs[layer], self.weights[layer]
         assert spec.window is not None
-        positions = torch.arange(piece.start, piece.end, device=x.device)
+        positions = torch.arange(piece.start, piece.end, dtype=torch.int64, device=x.device)
         angles = self.cos_sin[layer][positions].unsqueeze(1)
         low = _normed(x @ weights.q_a.float().T) * weights.q_norm.float()
         q = _turned(_normed((low @ weights.q_b.float().T).unflatten(1, (spec.heads, -1))), angles)
         first = max(0, piece.start + 1 - spec.window)
         raw = history.rows[first : piece.end]
-        at = torch.arange(first, piece.end, device=x.device)
+        at = torch.arange(first, piece.end, dtype=torch.int64, device=x.device)
         near = (at <= positions[:, None]) & (at > positions[:, None] - spec.window)
         count = 0 if spec.kind == "window" else piece.end // spec.compress
         visible = (positions + 1) // spec.compress if count else torch.zeros_like(positions)
-        seen = torch.arange(count, device=x.device) < visible[:, None]
+        seen = torch.arange(count, dtype=torch.int64, device=x.device) < visible[:, None]
         keys, every = torch.cat((raw, history.entries[:count])), torch.cat((near, seen), dim=1)
         picked = every
         if chosen is not None:

@@ -60,11 +60,11 @@ class RandomWeights:
     def __init__(self, hidden: int, device: torch.device, seed: int) -> None:
         """Weights of a residual stream of `hidden` channels."""
         self.hidden, self.device = hidden, device
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator("cpu").manual_seed(seed)
 
     def normal(self, *size: int) -> Tensor:
         """Standard normal numbers."""
-        return torch.randn(*size, generator=self.generator)
+        return torch.randn(*size, generator=self.generator, dtype=torch.float32, device="cpu")
 
     def reader(self, out: int) -> Tensor:
         """From the residual stream, without its constant channel."""
@@ -116,9 +116,14 @@ def _layer(random: RandomWeights, shape: ModelShape) -> LayerWeights:
         latent_dim=shape.latent,
     )
     # The indexer rotates pairs (i, i + R/2) where attention rotates (2i, 2i + 1): the same pairs in another order.
-    halves = torch.cat((torch.arange(0, shape.rope, 2), torch.arange(1, shape.rope, 2)))
+    halves = torch.cat(
+        (
+            torch.arange(0, shape.rope, 2, dtype=torch.int64, device="cpu"),
+            torch.arange(1, shape.rope, 2, dtype=torch.int64, device="cpu"),
+        )
+    )
     index_k = torch.cat((kv_a[shape.latent :][halves], used @ kv_a[: shape.latent]))
-    heads = torch.arange(shape.index_heads) % shape.heads
+    heads = torch.arange(shape.index_heads, dtype=torch.int64, device="cpu") % shape.heads
     q_nope, q_rope = q_b[heads].split([shape.nope, shape.rope], dim=1)
     index_q = torch.cat((q_rope[:, halves], up[heads].transpose(1, 2) @ q_nope), dim=1)
     index_weights = random.reader(shape.index_heads) * 0.1

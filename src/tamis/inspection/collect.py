@@ -21,6 +21,7 @@ from tamis.ops import IndexInputs, Rotated, gather_kv, index_scores, read_kv, to
 from tamis.ops.write import join_parts
 from tamis.pipeline import LayerOutput, SparseMLA
 from tamis.plan import Plan
+from tamis.products import float32_products, multiply
 from tamis.spec import LayerSpec
 from tamis.v4 import SparseV4, V4Caches
 from tamis.v4_checks import Projected
@@ -99,7 +100,7 @@ def inspect_model(
         watch.total = len(prompt) * len(notes)
         with torch.no_grad():
             # The part below the head: logits of every token over the vocabulary are of no use here.
-            model.model(input_ids=torch.tensor([prompt], device=model.device), use_cache=False)
+            model.model(input_ids=torch.tensor([prompt], dtype=torch.int64, device=model.device), use_cache=False)
     finally:
         detach(model)
     return Inspection(prompt, specs, list(notes.values()), extent, cache)
@@ -182,8 +183,10 @@ class _WatchedV4(SparseV4):
             """The window's share of all attention, its sink included, mean over heads."""
             slots, lengths = plan.window.slots[part], plan.window.lengths[part]
             rows = read_kv(caches.window, slots, backend=self.backend)
-            logits = torch.einsum("nhd,nwd->nhw", queries, rows) * self.spec.scale
-            beyond = torch.arange(slots.shape[1], device=slots.device) >= lengths.unsqueeze(1)
+            wide = float32_products(q.device)
+            product = multiply(torch.einsum, "nhd,nwd->nhw", queries.to(wide), rows.to(wide))
+            logits = product.float() * self.spec.scale
+            beyond = torch.arange(slots.shape[1], dtype=torch.int64, device=slots.device) >= lengths.unsqueeze(1)
             near = logits.masked_fill(beyond.unsqueeze(1), -torch.inf).logsumexp(-1)
             sink = self.weights.sink
             rest = lse if sink is None else torch.logaddexp(lse, sink.float().expand_as(lse))
@@ -227,7 +230,7 @@ def _select(
 
 def _all_rows(cache: PagedCache, block_table: Tensor, count: int, backend: str) -> Tensor:
     """float32 [count, width]: the rows of the one request there is."""
-    out = torch.zeros(count, cache.layout.width, device=cache.device)
+    out = torch.zeros(count, cache.layout.width, dtype=torch.float32, device=cache.device)
     lengths = torch.tensor([count], dtype=torch.int32, device=cache.device)
     return gather_kv(cache, block_table[:1], lengths, out=out, backend=backend)
 
@@ -242,11 +245,12 @@ def _compare(
     window: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> None:
     """Dense attention of the queries to be compared, a few at a time: all heads of all queries would not fit."""
-    column = torch.arange(len(rows), device=rows.device)
+    column = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
     step = max(1, LOGIT_ELEMENTS // (q.shape[1] * len(rows)))
     for part in notes.compared_among(own).split(step):
         queries = q[part].float()
-        logits = (queries @ rows.T).mul_(notes.spec.scale)
+        wide = float32_products(q.device)
+        logits = multiply(torch.matmul, queries.to(wide), rows.T.to(wide)).float().mul_(notes.spec.scale)
         logits.masked_fill_((column >= visible[part].unsqueeze(1)).unsqueeze(1), -torch.inf)
         shares = dense_shares(logits, selected_mask(positions[part], len(rows)))
         beside = None if window is None else window(part, queries, logits.logsumexp(-1))

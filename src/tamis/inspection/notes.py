@@ -55,7 +55,7 @@ class Extent:
         maps = 3 * len(selecting) * grid * grid // 2
         each = sum(min(s.topk or 0, max(1, tokens // s.compress)) for s in selecting if not s.reuse_topk)
         room = max(8, (PAGE_BYTES - maps) // (PLACE_BYTES * max(each, 1)))
-        wanted = torch.tensor(asked, dtype=torch.int64)
+        wanted = torch.tensor(asked, dtype=torch.int64, device="cpu")
         kept = torch.cat((evenly_spaced(tokens, max(room, KEPT_QUERIES)), wanted)).unique()
         shown = torch.cat((evenly_spaced(len(kept), room), torch.searchsorted(kept, wanted[:room]))).unique()
         return cls(tokens, evenly_spaced(tokens, compared), kept, shown, grid)
@@ -147,8 +147,10 @@ class LayerNotes:
             self.window[at] = window.cpu().numpy()
         grid, columns = self.mass.shape
         weights = shares.weights.double()
-        column = torch.arange(weights.shape[1], device=weights.device) * columns // self.places
-        wide = weights.new_zeros(len(weights), columns).index_add_(1, column, weights).cpu().numpy()
+        column = torch.arange(weights.shape[1], dtype=torch.int64, device=weights.device) * columns // self.places
+        wide = (
+            weights.new_zeros(len(weights), columns, dtype=weights.dtype).index_add_(1, column, weights).cpu().numpy()
+        )
         row = at * grid // self.extent.tokens
         np.add.at(self.mass, row, wide)
         np.add.at(self.mass_rows, row, 1)

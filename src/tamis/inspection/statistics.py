@@ -82,7 +82,7 @@ def distance_counts(positions: Tensor, own: Tensor, ratio: int = 1) -> Tensor:
 
 def visible_counts(own: Tensor, ratio: int = 1) -> Tensor:
     """int64 [DISTANCE_BINS]: how many places the queries at `own` could have selected, by the same distances."""
-    edges = torch.tensor([0, *(2**n for n in range(DISTANCE_BINS))], device=own.device)
+    edges = torch.tensor([0, *(2**n for n in range(DISTANCE_BINS))], dtype=torch.int64, device=own.device)
     # Places whose distance is at least an edge; the last edge is beyond any prompt.
     at_least = (own.long().unsqueeze(1) + 1 - edges).clamp_min(0) // ratio
     return (at_least[:, :-1] - at_least[:, 1:]).sum(0)
@@ -97,8 +97,8 @@ def mean_overlap(chosen: Tensor) -> Tensor:
     layers, queries, _ = chosen.shape
     total = torch.zeros(layers, layers, dtype=torch.float64, device=chosen.device)
     for query in range(queries):
-        rows = chosen[:, query].float()
-        both = (rows @ rows.T).double()
+        rows = chosen[:, query].double()  # which no setting rounds, so that counts stay whole
+        both = rows @ rows.T
         count = both.diagonal()
         either = count.unsqueeze(1) + count - both
         total += torch.where(either > 0, both / either.clamp_min(1), 1.0)
@@ -108,5 +108,5 @@ def mean_overlap(chosen: Tensor) -> Tensor:
 def evenly_spaced(total: int, count: int) -> Tensor:
     """int64: at most `count` of the numbers below `total`, evenly spaced, the last always among them."""
     if count >= total:
-        return torch.arange(total)
-    return (torch.arange(1, count + 1, dtype=torch.float64) * total / count).ceil().long() - 1
+        return torch.arange(total, dtype=torch.int64, device="cpu")
+    return (torch.arange(1, count + 1, dtype=torch.float64, device="cpu") * total / count).ceil().long() - 1

@@ -17,6 +17,7 @@ ONE_BYTE = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 def wrap_pages(name: str, pages: Tensor, layout: Layout) -> PagedCache:
     """`PagedCache.wrap` for [pages, page_size, C], whose refusals name the caller's argument."""
+    checks.no_gradient(**{name: pages})
     try:
         return PagedCache.wrap(pages, layout)
     except ValueError as error:
@@ -34,6 +35,7 @@ def sink(name: str, value: Tensor | None, heads: int, device: torch.device) -> N
     if value is None:
         return
     checks.tensor(name, value, "h", (torch.float32,), device=device, remedy="one per query head", h=heads)
+    checks.no_gradient(**{name: value})
     if value.device.type == "cpu" and bool(value.isnan().any()):
         raise checks.refuse(name, "free of NaN", "NaN", "use -inf for a head without a sink")
 

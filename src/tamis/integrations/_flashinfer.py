@@ -52,12 +52,13 @@ def arrange(query: Tensor, width: int, starts: Tensor | None, longest: int | Non
     remedy = "D is kv_lora_rank + qk_rope_head_dim; [T, H, D] needs cum_seq_lens_q"
     heads = checks.tensor("query", query, axes, QUERY_DTYPES, remedy=remedy, D=width)["H"]
     _arguments.head_count("query", heads)
+    checks.no_gradient(query=query)
     lead = tuple(query.shape[:-2])
     if starts is not None:
         return Queries(lead, heads, *_token_requests(starts, longest, lead[0], query.device))
     if longest is not None:
         raise checks.refuse("max_q_len", "None without cum_seq_lens_q", longest, "pass both or neither")
-    request = torch.arange(lead[0], device=query.device).repeat_interleave(lead[1])
+    request = torch.arange(lead[0], dtype=torch.int64, device=query.device).repeat_interleave(lead[1])
     return Queries(lead, heads, lead[0], request)
 
 
@@ -105,8 +106,9 @@ def one_sink(sinks: Tensor | Sequence[Tensor] | None) -> Tensor | None:
     raise checks.refuse_type("sinks", "a float32 tensor [H]", checks.describe(sinks), "pass one tensor for all heads")
 
 
-def output(out: Tensor | None, query: Tensor, queries: Queries, value_dim: int) -> Tensor:
-    """Check the output, or make one: of the query's dtype, bf16 for e4m3."""
+def output(out: Tensor | None, query: Tensor, queries: Queries, value_dim: int, *inputs: Tensor | None) -> Tensor:
+    """Check the output, which must share no memory with query and inputs, or make one: of the query's dtype, bf16 for
+    e4m3."""
     if out is None:
         dtype = torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
         return torch.empty(*queries.lead, queries.heads, value_dim, dtype=dtype, device=query.device)
@@ -116,4 +118,5 @@ def output(out: Tensor | None, query: Tensor, queries: Queries, value_dim: int) 
     if tuple(out.shape) != shape or out.device != query.device:
         expected = f"of shape {list(shape)} on {query.device}"
         raise checks.refuse("out", expected, checks.describe(out), "or leave it out")
+    checks.writable("out", out, query, *inputs)
     return out

@@ -1,7 +1,8 @@
 """What `tamis generate` runs: load or make a model, and generate from a prompt token by token."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -77,25 +78,61 @@ def make_model(name: ModelName, device: torch.device, seed: int) -> Any:
 
 
 def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
-    """A local checkpoint's model, and its tokenizer if it has one. Nothing is fetched from anywhere."""
+    """A local checkpoint's model, and its tokenizer if it has one.
+
+    Nothing is fetched from anywhere, and nothing that the checkpoint brings is run: weights are safetensors and not
+    pickles, Python files beside them stay unread, and attention and experts are transformers' own whatever its config
+    names (it could name kernels that are then fetched).
+    """
     if not (checkpoint / "config.json").is_file():
         raise checks.refuse("--checkpoint", "a directory with a config.json", str(checkpoint), "save a model there")
-    try:
-        kind = transformers.PreTrainedConfig.get_config_dict(checkpoint)[0].get("model_type")
+    local = {"local_files_only": True, "trust_remote_code": False}
+    with _quiet():
+        kind = transformers.PreTrainedConfig.get_config_dict(checkpoint, local_files_only=True)[0].get("model_type")
         if kind not in _TYPES:
             expected = f"of a model of type {', '.join(_TYPES)}"
             raise checks.refuse("--checkpoint", expected, repr(kind), "tamis is for sparse latent attention")
-        # 16-bit matrix products are not usable on every CPU.
-        dtype = torch.float32 if device.type == "cpu" else "auto"
-        model = getattr(transformers, f"{_TYPES[kind]}ForCausalLM").from_pretrained(
-            checkpoint, dtype=dtype, local_files_only=True
+        model, loaded = getattr(transformers, f"{_TYPES[kind]}ForCausalLM").from_pretrained(
+            checkpoint,
+            # 16-bit matrix products are not usable on every CPU.
+            dtype=torch.float32 if device.type == "cpu" else "auto",
+            use_safetensors=True,
+            attn_implementation="eager",
+            experts_implementation=None,
+            use_kernels=False,
+            output_loading_info=True,
+            **local,
         )
+        if missing := sorted(loaded["missing_keys"]):
+            # transformers would go on with random numbers in their place.
+            found = f"one without {len(missing)} of them, such as {missing[0]}"
+            raise checks.refuse("--checkpoint", "a checkpoint with all weights", found, "copy the whole checkpoint")
         tokenizer = None
         if any((checkpoint / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
-    except OSError as error:
-        raise ValueError(f"--checkpoint {checkpoint} cannot be loaded: {error}") from error
+            try:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, **local)
+            except ValueError as error:
+                if "trust_remote_code" not in str(error):
+                    raise
+                expected, found = "a checkpoint without code of its own", "a tokenizer that is a Python file"
+                remedy = "tamis never runs it: use --prompt-ids with a copy that has no tokenizer"
+                raise checks.refuse("--checkpoint", expected, found, remedy) from error
     return model.eval().to(device), tokenizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within it, transformers says nothing but errors: its warnings quote the checkpoint's own texts."""
+    logging: Any = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def prompt_ids(
@@ -109,8 +146,8 @@ def prompt_ids(
         ids = tokenizer(text)["input_ids"]
     if ids is None:
         count = checks.integer("--prompt-tokens", _DEFAULT_PROMPT if count is None else count, low=1)
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(vocab, (count,), generator=generator).tolist()
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randint(vocab, (count,), generator=generator, dtype=torch.int64, device="cpu").tolist()
     if not ids or min(ids) < 0 or max(ids) >= vocab:
         raise checks.refuse("prompt", f"of at least one token, each from 0 to {vocab - 1}", ids[:8], "choose others")
     return ids
@@ -183,16 +220,17 @@ def generate(
     """Continue a prompt greedily with the model attached; `report` gets each new piece of text, and how many tokens
     there are."""
     result = Generated(prompt)
-    ids = torch.tensor([prompt], device=model.device)
+    ids = torch.tensor([prompt], dtype=torch.int64, device=model.device)
     attach(model, cache=cache, backend=backend)
     try:
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            streamer=_Streamer(result, tokenizer, report),
-        )
+        with _quiet():
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                streamer=_Streamer(result, tokenizer, report),
+            )
     finally:
         detach(model)
     return result

@@ -150,11 +150,11 @@ class TamisCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each request."""
-        self._take(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
+        self._take(torch.arange(max(self.batch_size, 0), dtype=torch.int64, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the requests named."""
-        self._take(torch.arange(max(self.batch_size, 0))[indices.cpu()])
+        self._take(torch.arange(max(self.batch_size, 0), dtype=torch.int64, device="cpu")[indices.cpu()])
 
     def new_tokens(self, rows: int, columns: int, attention_mask: Tensor | None) -> Tensor:
         """Which of a step's tokens are real: bool [rows, columns] on the host, after checking that the mask says of the
@@ -165,7 +165,7 @@ class TamisCache(Cache):
         if attention_mask is None:
             if self.kept is not None and not bool(self.kept.all()):
                 raise checks.refuse("attention_mask", "given for a cache with padding", None, "pass it for all columns")
-            return torch.ones(rows, columns, dtype=torch.bool)
+            return torch.ones(rows, columns, dtype=torch.bool, device="cpu")
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != (rows, seen + columns):
             expected = f"of shape [{rows}, {seen + columns}] (cached and new columns)"
             remedy = "pass a padding mask; causality and selection are in the caches"
@@ -178,13 +178,13 @@ class TamisCache(Cache):
 
     def batch(self, new: Tensor) -> Batch:
         """The step with these new tokens, with pages for all of them. Nothing is counted as cached yet."""
-        cached = torch.zeros(len(new), dtype=torch.int64) if self.kept is None else self.kept.sum(1)
+        cached = torch.zeros(len(new), dtype=torch.int64, device="cpu") if self.kept is None else self.kept.sum(1)
         counts = new.sum(1)
         lengths = cached + counts
         self._make_room(cached.tolist(), lengths.tolist())
-        starts = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-        request = torch.arange(len(new)).repeat_interleave(counts)
-        position = torch.arange(len(request)) - starts[request] + cached[request]
+        starts = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), counts.cumsum(0)))
+        request = torch.arange(len(new), dtype=torch.int64, device="cpu").repeat_interleave(counts)
+        position = torch.arange(len(request), dtype=torch.int64, device="cpu") - starts[request] + cached[request]
         pages = {name: self._pages(name, request, position, cached, lengths) for name in self.shape.pools}
         main = pages.pop(MAIN_POOL)
         return Batch(starts.int(), lengths.int(), main, other_pages=pages)
@@ -198,10 +198,10 @@ class TamisCache(Cache):
         number = position // pool.page_size
         slots = ((number % depth) * requests + request) * pool.page_size + position % pool.page_size
         used = [pool.pages(*ends) for ends in zip(cached.tolist(), lengths.tolist(), strict=True)]
-        columns = torch.arange(max(1, *(pages.stop for pages in used)))
-        table = (columns % depth) * requests + torch.arange(requests).unsqueeze(1)
-        first = torch.tensor([pages.start for pages in used]).unsqueeze(1)
-        end = torch.tensor([pages.stop for pages in used]).unsqueeze(1)
+        columns = torch.arange(max(1, *(pages.stop for pages in used)), dtype=torch.int64, device="cpu")
+        table = (columns % depth) * requests + torch.arange(requests, dtype=torch.int64, device="cpu").unsqueeze(1)
+        first = torch.tensor([pages.start for pages in used], dtype=torch.int64, device="cpu").unsqueeze(1)
+        end = torch.tensor([pages.stop for pages in used], dtype=torch.int64, device="cpu").unsqueeze(1)
         return PageMap(torch.where((columns >= first) & (columns < end), table, -1).int(), slots)
 
     def _make_room(self, cached: list[int], lengths: list[int]) -> None:

@@ -212,7 +212,10 @@ def _index_inputs(
     """Queries and weights of the step's tokens; their keys are written here, normed and rotated on the way."""
     family = step.family
     # Each token has its own row of angles, so its number is its position in the table.
-    where: dict[str, Any] = {"positions": torch.arange(len(hidden), device=hidden.device), "cos_sin": angles}
+    where: dict[str, Any] = {
+        "positions": torch.arange(len(hidden), dtype=torch.int64, device=hidden.device),
+        "cos_sin": angles,
+    }
     assert caches.index is not None
     write_index_keys(
         indexer.wk(hidden),
@@ -290,7 +293,7 @@ class V4Family:
     def _make_layers(self, positions: int) -> None:
         """Layers with angles for so many positions, from the model's own rotary embedding."""
         base = self._base
-        at = torch.arange(positions, device=self.shape.device).unsqueeze(0)
+        at = torch.arange(positions, dtype=torch.int64, device=self.shape.device).unsqueeze(0)
         like = torch.zeros(1, dtype=torch.float32, device=self.shape.device)
         tables = {
             name: torch.cat(base.rotary_emb(like, position_ids=at, layer_type=name), dim=-1)[0]

@@ -49,7 +49,7 @@ def fp8_mqa_logits(
     # One more column, for what lies outside of the keys.
     outside = logits.shape[1]
     padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
-    column = cu_seq_len_k_start.long().unsqueeze(1) + torch.arange(max_seqlen_k, device=q.device)
+    column = cu_seq_len_k_start.long().unsqueeze(1) + torch.arange(max_seqlen_k, dtype=torch.int64, device=q.device)
     return padded.gather(1, column.masked_fill((column < 0) | (column > outside), outside))
 
 
@@ -71,11 +71,11 @@ def get_paged_mqa_logits_metadata(
     checks.integer("num_sms", num_sms, low=1)
     lengths = _two_axes(context_lens).amax(1) if context_lens.numel() else context_lens.reshape(-1)
     ends = (lengths.clamp_min(0).long() + KEYS_PER_PIECE - 1).div(KEYS_PER_PIECE, rounding_mode="floor").cumsum(0)
-    total = ends[-1:] if len(ends) else ends.new_zeros(1)
-    part = torch.arange(num_sms + 1, device=context_lens.device)
+    total = ends[-1:] if len(ends) else ends.new_zeros(1, dtype=ends.dtype)
+    part = torch.arange(num_sms + 1, dtype=torch.int64, device=context_lens.device)
     first = part * (total // num_sms) + torch.minimum(part, total % num_sms)
     request = torch.searchsorted(ends, first, right=True)
-    before = torch.cat((ends.new_zeros(1), ends))[request]
+    before = torch.cat((ends.new_zeros(1, dtype=ends.dtype), ends))[request]
     return torch.stack((request, first - before), dim=1).int()
 
 

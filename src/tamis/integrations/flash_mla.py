@@ -312,7 +312,7 @@ def _whole_requests(
     columns = pages * cache.page_size
     checks.values_between("cache_seqlens", cache_seqlens, 0, columns, f"the block table covers {columns} rows")
     if device.type == "cpu":
-        used = torch.arange(pages) * cache.page_size < cache_seqlens.unsqueeze(1)
+        used = torch.arange(pages, dtype=torch.int64, device="cpu") * cache.page_size < cache_seqlens.unsqueeze(1)
         remedy = "every page within cache_seqlens must be one of k_cache"
         checks.values_between("block_table", block_table[used], 0, cache.pages - 1, remedy)
         # Known on the host, so that short requests under a wide table stay cheap; on a device it would be a wait.

@@ -104,8 +104,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     _arguments.sink("sinks", sink, queries.heads, query.device)
     slots = _slots(block_tables, sparse_mla_top_k, queries)
     counts = _counts(seq_lens, sparse_mla_top_k_lens, queries, sparse_mla_top_k)
-    out = output(out, query, queries, kv_lora_rank)
-    lse = _lse_buffer(lse, queries)
+    read = (cache.storage, sink, slots, counts)
+    out = output(out, query, queries, kv_lora_rank, *read)
+    lse = _lse_buffer(lse, queries, out, query, *read)
     # In float32 until bmm2_scale is in, so that the result is rounded once.
     exact = torch.empty(queries.tokens, *out.shape[-2:], dtype=torch.float32, device=query.device)
     attended = attend(
@@ -197,7 +198,7 @@ def _counts(seq_lens: Tensor | None, per_token: Tensor | None, queries: Queries,
     return seq_lens if expected == tokens else seq_lens.index_select(0, queries.request)
 
 
-def _lse_buffer(lse: Tensor | None, queries: Queries) -> Tensor:
+def _lse_buffer(lse: Tensor | None, queries: Queries, *others: Tensor | None) -> Tensor:
     flat, shaped = (queries.tokens, queries.heads), (*queries.lead, queries.heads)
     if lse is None:
         return torch.empty(flat, dtype=torch.float32, device=queries.device)
@@ -206,4 +207,5 @@ def _lse_buffer(lse: Tensor | None, queries: Queries) -> Tensor:
     if tuple(lse.shape) not in (flat, shaped) or lse.device != queries.device:
         expected = f"of shape {list(flat)} or {list(shaped)} on {queries.device}"
         raise checks.refuse("lse", expected, checks.describe(lse), "allocate it so, or leave it out")
+    checks.writable("lse", lse, *others)
     return lse

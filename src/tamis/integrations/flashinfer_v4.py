@@ -20,6 +20,7 @@ from tamis.integrations import _arguments
 from tamis.integrations._flashinfer import Queries, arrange, factors, one_sink, output
 from tamis.layout import plain_fp8, rows, v4_fp8
 from tamis.ops import attend
+from tamis.ops.attend import read_by
 
 _LATENT, _ROPE = 448, 64
 _WIDTH = _LATENT + _ROPE
@@ -94,7 +95,8 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         _only_combined(entries, extra_sparse_indices, extra_sparse_topk_lens)
         seen = _window_lengths(seq_lens, cum_seq_lens_q, queries, window_columns)
         selections = _combined(window, entries, slots, sparse_topk_lens, seen, window_columns)
-    result = output(out.unsqueeze(1) if single and isinstance(out, Tensor) else out, shaped, queries, _WIDTH)
+    given = out.unsqueeze(1) if single and isinstance(out, Tensor) else out
+    result = output(given, shaped, queries, _WIDTH, sink, *read_by(selections))
     # In float32 until bmm2_scale is in, so that the result is rounded once.
     exact = torch.empty(queries.tokens, queries.heads, _WIDTH, dtype=torch.float32, device=query.device)
     attend(

@@ -173,7 +173,7 @@ def _model_forward(
     new = cache.new_tokens(requests, columns, attention_mask)
     if position_ids is None:
         seen = cache.get_seq_length()
-        position_ids = torch.arange(seen, seen + columns, device=given.device).unsqueeze(0)
+        position_ids = torch.arange(seen, seen + columns, dtype=torch.int64, device=given.device).unsqueeze(0)
     recorded = any(kwargs.get(name) or getattr(self.config, name, False) for name in _RECORDED)
     size = columns if recorded else max(1, attachment.chunk // requests)
     outputs = []

@@ -174,19 +174,19 @@ def gather_kv(
     stage_module("gather", backend, cache.device).gather_kv(cache, block_table, lengths, starts, first, out)
 
 
-def _stored_keys(cache: PagedCache, rows: int, zeros: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-    """Room for keys and scales as they are stored, one scale per key without an axis of its own."""
+def _stored_keys(cache: PagedCache, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Room beside `like` for keys and scales as they are stored, one scale per key without an axis of its own."""
     layout = cache.layout
     assert layout.scales is not None
-    values = zeros((rows, layout.values.count), dtype=torch.uint8)
-    scales = zeros((rows, layout.scales.count), dtype=layout.scales.dtype)
+    values = like.new_zeros((rows, layout.values.count), dtype=torch.uint8)
+    scales = like.new_zeros((rows, layout.scales.count), dtype=layout.scales.dtype)
     return (values, scales) if layout.packed else (values.view(torch.float8_e4m3fn), scales.squeeze(1))
 
 
 def _gather_index(block_table: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, cache, rows, backend = rest
     stage_module("gather", backend, block_table.device)
-    return _stored_keys(cache, rows, block_table.new_zeros)
+    return _stored_keys(cache, rows, block_table)
 
 
 @op(
@@ -203,7 +203,7 @@ def gather_index(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Keys and scales of whole requests as they are stored, zeros elsewhere."""
-    values, scales = _stored_keys(cache, rows, block_table.new_zeros)
+    values, scales = _stored_keys(cache, rows, block_table)
     stage = stage_module("gather", backend, cache.device)
     stage.gather_index(cache, block_table, lengths, starts, first, values, scales)
     return values, scales
@@ -211,7 +211,8 @@ def gather_index(
 
 def _translate_positions(positions: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     stage_module("translate", rest[-1], positions.device)
-    return positions.new_empty(positions.shape), positions.new_empty((positions.shape[0],))
+    slots = positions.new_empty(positions.shape, dtype=torch.int32)
+    return slots, positions.new_empty(positions.shape[:1], dtype=torch.int32)
 
 
 @op(
@@ -256,7 +257,7 @@ def _attend_slots(q: Tensor, selections: list[Selection], *rest: Any) -> tuple[T
     # How many parts a backend chooses is its own affair; `attend`, which merges them, does not show it.
     parts = torch.library.get_ctx().new_dynamic_size(min=1) if splits is None else splits
     lse = q.new_empty((parts, q.shape[0], q.shape[1]), dtype=_accumulator(q))
-    return lse.new_empty((*lse.shape, value_dim)), lse, torch.empty_like(lse)
+    return lse.new_empty((*lse.shape, value_dim), dtype=lse.dtype), lse, torch.empty_like(lse)
 
 
 @op(
@@ -285,14 +286,14 @@ def attend_slots(
         lse = stage_module("combine", backend, q.device).combine_parts(parts, lses, None, merged[0])
         parts, lses, maxima = merged, lse.unsqueeze(0), maxima.amax(0, keepdim=True)
     empty = splits - len(parts)
-    nothing = lses.new_full((empty, *lses.shape[1:]), -torch.inf)
-    parts = torch.cat((parts, parts.new_zeros(empty, *parts.shape[1:])))
+    nothing = lses.new_full((empty, *lses.shape[1:]), -torch.inf, dtype=lses.dtype)
+    parts = torch.cat((parts, parts.new_zeros(empty, *parts.shape[1:], dtype=parts.dtype)))
     return parts, torch.cat((lses, nothing)), torch.cat((maxima, nothing))
 
 
 def _combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
     stage_module("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
-    return lses.new_empty(lses.shape[1:])
+    return lses.new_empty(lses.shape[1:], dtype=lses.dtype)
 
 
 @op(

@@ -139,7 +139,7 @@ def _bad_slots(name: str, layout: Layout, heads: int) -> AttendCase:
     draw = Draw(f"bad slots {name}")
     slots = case.selections[0].slots.clone()
     rows = case.caches[0].rows
-    bad = torch.tensor([INT_MIN, -123456, -1, rows, rows + 1, INT_MAX], dtype=torch.int32)
+    bad = torch.tensor([INT_MIN, -123456, -1, rows, rows + 1, INT_MAX], dtype=torch.int32, device="cpu")
     slots[:, ::3] = bad[draw.integers(0, 6, *slots[:, ::3].shape).long()]
     slots[2, 1:] = -1  # one row is left
     slots[3, :64] = INT_MAX  # nothing in the first tile
@@ -149,9 +149,9 @@ def _bad_slots(name: str, layout: Layout, heads: int) -> AttendCase:
 
 def _lengths(name: str, layout: Layout, heads: int) -> AttendCase:
     case = _case(name, layout, tokens=6, heads=heads, k=130)
-    lengths = torch.tensor([0, 1, 17, 64, 129, 130], dtype=torch.int32)
+    lengths = torch.tensor([0, 1, 17, 64, 129, 130], dtype=torch.int32, device="cpu")
     slots = case.selections[0].slots.clone()
-    slots[torch.arange(130) >= lengths.unsqueeze(1)] = INT_MAX
+    slots[torch.arange(130, dtype=torch.int64, device="cpu") >= lengths.unsqueeze(1)] = INT_MAX
     slots[5, 5] = -1
     return replace(case, selections=(Selection(case.caches[0], slots, lengths),))
 
@@ -161,7 +161,7 @@ def _poisoned(name: str, layout: Layout, heads: int) -> AttendCase:
     case = _case(name, layout, tokens=5, heads=heads, k=90)
     cache, draw = case.caches[0], Draw(f"poison {name}")
     wanted = draw.permutation(cache.rows - 1)[:40] + 1
-    unused = torch.ones(cache.rows, dtype=torch.bool)
+    unused = torch.ones(cache.rows, dtype=torch.bool, device="cpu")
     unused[wanted] = False
     poison = unused.nonzero().squeeze(1)
     for field in (layout.values, layout.scales, layout.tail):
@@ -171,7 +171,7 @@ def _poisoned(name: str, layout: Layout, heads: int) -> AttendCase:
     slots = wanted[draw.integers(0, 40, 5, 90).long()].int()
     slots[:, 70:] = -1
     slots[0, 5:] = int(poison[1])
-    lengths = torch.tensor([5, 90, 80, 71, 0], dtype=torch.int32)
+    lengths = torch.tensor([5, 90, 80, 71, 0], dtype=torch.int32, device="cpu")
     return replace(case, selections=(Selection(cache, slots, lengths),))
 
 
@@ -182,10 +182,10 @@ def _positions(name: str, layout: Layout, heads: int) -> AttendCase:
     table = draw.permutation(cache.pages)[:12].view(3, 4).int()
     table[1, 2], table[2, 0] = -1, INT_MIN
     positions = draw.integers(-3, 70, 6, 100)  # 64 is past the table
-    positions[:, ::10] = torch.tensor([INT_MIN, INT_MAX], dtype=torch.int32).repeat(5)
+    positions[:, ::10] = torch.tensor([INT_MIN, INT_MAX], dtype=torch.int32, device="cpu").repeat(5)
     positions[5] = -1
-    ids = torch.tensor([0, 0, 1, 2, 2, 1], dtype=torch.int32)
-    lengths = torch.tensor([100, 33, 100, 100, 0, 100], dtype=torch.int32)
+    ids = torch.tensor([0, 0, 1, 2, 2, 1], dtype=torch.int32, device="cpu")
+    lengths = torch.tensor([100, 33, 100, 100, 0, 100], dtype=torch.int32, device="cpu")
     return replace(case, selections=(Selection(cache, positions, lengths, ids, table),))
 
 
@@ -197,7 +197,7 @@ def _several_selections(quick: bool) -> Iterator[AttendCase]:
             name = f"{first} window and {second} entries, {splits or 'free'} splits"
             window = _case(f"{name}: window", named(first), tokens=6, k=128, page_size=64)
             entries = _case(f"{name}: entries", named(second), tokens=6, k=200, page_size=2)
-            seen = torch.tensor([128, 1, 0, 77, 0, 128], dtype=torch.int32)
+            seen = torch.tensor([128, 1, 0, 77, 0, 128], dtype=torch.int32, device="cpu")
             slots = entries.selections[0].slots.clone()
             slots[3, 100:], slots[4], slots[5] = -1, -1, -1
             selections = (
@@ -215,7 +215,7 @@ def _tile_maxima(quick: bool) -> Iterator[AttendCase]:
     formats += [("v4-fp8", named("v4-fp8")), ("v32-bf16", named("v32-bf16"))]
     for label, layout in formats:
         tile = layout.tile or 128
-        mixed = torch.logspace(-5, 4, -(-layout.width // tile))
+        mixed = torch.logspace(-5, 4, -(-layout.width // tile), dtype=torch.float32, device="cpu")
         for largest in QUICK_MAXIMA if quick else MAXIMA:
             name = f"{label}, tile maxima {largest:g}"
             yield _with_maxima(name, layout, torch.full_like(mixed, largest), tile, 16)
@@ -229,7 +229,7 @@ def _with_maxima(name: str, layout: Layout, maxima: Tensor, tile: int, heads: in
     cache = garbage_cache(draw, layout, 5, 64)
     kv = draw.normal(cache.rows, len(maxima), tile)
     kv = (kv / kv.abs().amax(-1, keepdim=True) * maxima.unsqueeze(-1)).flatten(1)[:, : layout.width]
-    oracle.write(kv, cache, torch.arange(cache.rows))
+    oracle.write(kv, cache, torch.arange(cache.rows, dtype=torch.int64, device="cpu"))
     scale = 1 / (float(maxima.max()) * layout.width**0.5)
     selection = Selection(cache, draw.integers(0, cache.rows, 5, 100))
     q = draw.normal(5, heads, layout.width, dtype=torch.bfloat16)

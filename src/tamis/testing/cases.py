@@ -26,19 +26,19 @@ class Draw:
 
     def __init__(self, name: str) -> None:
         """Seed by the name."""
-        self._generator = torch.Generator().manual_seed(crc32(name.encode()))
+        self._generator = torch.Generator("cpu").manual_seed(crc32(name.encode()))
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Standard normal numbers."""
-        return torch.randn(shape, generator=self._generator).to(dtype)
+        return torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu").to(dtype)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """Integers from low to high - 1."""
-        return torch.randint(low, high, shape, generator=self._generator).to(dtype)
+        return torch.randint(low, high, shape, generator=self._generator, dtype=torch.int64, device="cpu").to(dtype)
 
     def permutation(self, count: int) -> Tensor:
         """0 .. count - 1 in a random order."""
-        return torch.randperm(count, generator=self._generator)
+        return torch.randperm(count, generator=self._generator, dtype=torch.int64, device="cpu")
 
     def distinct(self, tokens: int, k: int, count: int) -> Tensor:
         """int32 [tokens, k], different numbers below `count` in each row."""
@@ -80,7 +80,9 @@ def garbage_cache(draw: Draw, layout: Layout, pages: int, page_size: int, *, gap
 def filled_cache(draw: Draw, layout: Layout, count: int, page_size: int, *, gap: int = 0) -> PagedCache:
     """A cache whose rows are all normal numbers, with at least `count` rows."""
     cache = garbage_cache(draw, layout, -(-count // page_size), page_size, gap=gap)
-    oracle.write(draw.normal(cache.rows, layout.width), cache, torch.arange(cache.rows))
+    oracle.write(
+        draw.normal(cache.rows, layout.width), cache, torch.arange(cache.rows, dtype=torch.int64, device="cpu")
+    )
     return cache
 
 
@@ -120,14 +122,14 @@ def write_cases(*, quick: bool = False) -> Iterator[WriteCase]:
         yield replace(case, kv=case.kv.clamp(-6e4, 6e4).to(dtype))
     foreign = _write_case("slots past the cache", named("v32-fp8"), 16, 0)
     slots = foreign.slots.clone()
-    slots[1:4] = torch.tensor([foreign.cache.rows, 2**31, 2**40])
+    slots[1:4] = torch.tensor([foreign.cache.rows, 2**31, 2**40], dtype=torch.int64, device="cpu")
     yield replace(foreign, slots=slots, device_only=True)
 
 
 def _write_case(name: str, layout: Layout, page_size: int, gap: int) -> WriteCase:
     draw = Draw(f"write {name}")
     cache = garbage_cache(draw, layout, -(-150 // page_size), page_size, gap=gap)
-    kv = draw.normal(100, layout.width) * torch.logspace(-6, 4, 100).unsqueeze(1)
+    kv = draw.normal(100, layout.width) * torch.logspace(-6, 4, 100, dtype=torch.float32, device="cpu").unsqueeze(1)
     kv[3], kv[4, ::3], kv[5] = 0.0, 0.0, kv[5].sign()
     kv[6, 1], kv[7, 2], kv[8, 3] = torch.nan, torch.inf, -torch.inf
     slots = draw.permutation(cache.rows)[:100]
@@ -162,9 +164,9 @@ def gather_cases(*, quick: bool = False) -> Iterator[GatherCase]:
                 table = draw.permutation(cache.pages)[: 2 * width].int()
                 if len(table) < 2 * width:
                     table = draw.integers(0, cache.pages, 2 * width)
-                table = torch.cat((table.view(2, width), torch.full((2, width), -1, dtype=torch.int32)))
-                lengths, first = torch.tensor([[77, 50, 0, 0], [0, 3, 0, 0]], dtype=torch.int32)
-                starts = torch.tensor([2, 80, 131, 131], dtype=torch.int32)
+                table = torch.cat((table.view(2, width), torch.full((2, width), -1, dtype=torch.int32, device="cpu")))
+                lengths, first = torch.tensor([[77, 50, 0, 0], [0, 3, 0, 0]], dtype=torch.int32, device="cpu")
+                starts = torch.tensor([2, 80, 131, 131], dtype=torch.int32, device="cpu")
                 out = draw.normal(140, layout.width, dtype=dtype)
                 yield GatherCase(name, cache, table, lengths, starts, first, out)
 
@@ -189,7 +191,7 @@ def translate_cases(*, quick: bool = False) -> Iterator[TranslateCase]:
     options: dict[str, dict[str, Any]] = {
         "plain": {},
         "pages apart": {"rows_per_page": 300},
-        "workspace": {"workspace": (ids, torch.tensor([0, 700, 90], dtype=torch.int32))},
+        "workspace": {"workspace": (ids, torch.tensor([0, 700, 90], dtype=torch.int32, device="cpu"))},
         "one of three ranks": {"ranks": 3, "rank": 1, "interleave": 4},
         "compact": {"compact": True},
         "compact, ranked": {"ranks": 2, "rank": 0, "compact": True},
@@ -200,7 +202,7 @@ def translate_cases(*, quick: bool = False) -> Iterator[TranslateCase]:
                 yield _translate_case(f"{label}, pages of {page_size}, {k} columns", page_size, k, chosen)
     foreign = _translate_case("foreign requests", 64, 130, {})
     ids = foreign.request_ids.clone()
-    ids[:3] = torch.tensor([-1, 5, INT_MAX])
+    ids[:3] = torch.tensor([-1, 5, INT_MAX], dtype=torch.int64, device="cpu")
     yield replace(foreign, request_ids=ids, device_only=True)
 
 
@@ -210,7 +212,7 @@ def _translate_case(name: str, page_size: int, k: int, options: dict[str, Any]) 
     table[1, 2], table[2, 0], table[3] = -1, INT_MIN, -1
     table[4, 1] = INT_MAX // page_size + 1 if page_size > 1 else 5
     positions = draw.integers(0, 7 * page_size, 9, k)
-    hostile = torch.tensor([INT_MIN, -123456, -1, 7 * page_size, INT_MAX], dtype=torch.int32)
+    hostile = torch.tensor([INT_MIN, -123456, -1, 7 * page_size, INT_MAX], dtype=torch.int32, device="cpu")
     places = draw.integers(0, 4, 9, k) == 0
     positions[places] = hostile[draw.integers(0, 5, int(places.sum())).long()]
     positions[6] = -1

@@ -59,14 +59,18 @@ def _index_case(
     cache = filled_cache(draw, layout, 3 * longest + 10, page_size, gap=layout.row_bytes)
     q, weights = draw.normal(7, 4, 128).to(dtype), draw.normal(7, 4)
     if exact:
-        oracle.write(draw.integers(-1, 2, cache.rows, 128).float(), cache, torch.arange(cache.rows))
+        oracle.write(
+            draw.integers(-1, 2, cache.rows, 128).float(),
+            cache,
+            torch.arange(cache.rows, dtype=torch.int64, device="cpu"),
+        )
         q, weights = draw.integers(-1, 2, 7, 4, 128).to(dtype), draw.integers(-2, 3, 7, 4).float()
     width = -(-longest // page_size)
     table = draw.permutation(cache.pages)[: 3 * width]
     table = table.view(3, width).int() if len(table) == 3 * width else draw.integers(0, cache.pages, 3, width)
     table[2, -1] = -1
-    seen = torch.tensor([0, 1, longest // 3, longest, longest - 30, longest, -1], dtype=torch.int32)
-    ids = torch.tensor([0, 0, 1, 1, 2, 2, 1], dtype=torch.int32)
+    seen = torch.tensor([0, 1, longest // 3, longest, longest - 30, longest, -1], dtype=torch.int32, device="cpu")
+    ids = torch.tensor([0, 0, 1, 1, 2, 2, 1], dtype=torch.int32, device="cpu")
     return IndexCase(name, q, weights, cache, ids, table, seen, k, exact)
 
 
@@ -88,16 +92,22 @@ def _low_bits(draw: Draw, tokens: int, width: int) -> Tensor:
 
 
 def _hostile(draw: Draw, tokens: int, width: int) -> Tensor:
-    values = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.nan, -torch.nan, torch.inf, -torch.inf, 1e-45, 3.4e38])
+    values = torch.tensor(
+        [0.0, -0.0, 1.0, -1.0, torch.nan, -torch.nan, torch.inf, -torch.inf, 1e-45, 3.4e38],
+        dtype=torch.float32,
+        device="cpu",
+    )
     return values[draw.integers(0, len(values), tokens, width).long()]
 
 
 SCORES: dict[str, Callable[[Draw, int, int], Tensor]] = {
     "normal": lambda draw, tokens, width: draw.normal(tokens, width),
     "plateaus of zeros": lambda draw, tokens, width: torch.relu(draw.normal(tokens, width) - 1.5),
-    "all equal": lambda draw, tokens, width: torch.full((tokens, width), -2.5),
+    "all equal": lambda draw, tokens, width: torch.full((tokens, width), -2.5, dtype=torch.float32, device="cpu"),
     "low bits": _low_bits,
-    "ascending": lambda draw, tokens, width: torch.arange(width).float().repeat(tokens, 1),
+    "ascending": lambda draw, tokens, width: (
+        torch.arange(width, dtype=torch.int64, device="cpu").float().repeat(tokens, 1)
+    ),
     "hostile": _hostile,
 }
 
@@ -111,12 +121,12 @@ def topk_cases(*, quick: bool = False) -> Iterator[TopkCase]:
                 name = f"{label}, {width} wide, top {k}"
                 draw = Draw(f"topk {name}")
                 # Rows lie apart, with the largest scores in between.
-                block = torch.full((7, width + 5), torch.inf)
+                block = torch.full((7, width + 5), torch.inf, dtype=torch.float32, device="cpu")
                 scores = block[:, :width]
                 scores.copy_(make(draw, 7, width))
                 seen = [width, width, min(width, k), min(width, k + 1), 1, 0, INT_MIN]
                 scores[1, width // 2 :] = torch.inf
-                lengths = torch.tensor([*seen[:1], width // 2, *seen[2:]], dtype=torch.int32)
+                lengths = torch.tensor([*seen[:1], width // 2, *seen[2:]], dtype=torch.int32, device="cpu")
                 pages = -(-width // 64)
                 table = draw.integers(0, 1000, 3, pages)
                 table[1, 0] = -1

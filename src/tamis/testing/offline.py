@@ -2,7 +2,8 @@
 
 Every `tamis.ops.<stage>.triton_kernels` module may offer `offline_cases()`, which yields launches as the library makes
 them. Each is compiled for a target, and its shared memory is checked against what a block may have there: Triton
-compiles what does not fit without a word, and the launch fails on the device. `--few` takes one launch of each kernel.
+compiles what does not fit without a word, and the launch fails on the device. `--few` takes one launch of each kernel,
+`--every` every program of dtypes, formats and widths that the checks admit, which takes minutes per target.
 """
 
 import importlib
@@ -40,6 +41,7 @@ def _targets(*targets: Target) -> dict[str, Target]:
 
 TARGETS = _targets(
     Target("sm_80", "cuda", 80, 32, 163 * 1024),
+    Target("sm_86", "cuda", 86, 32, 99 * 1024),
     Target("sm_89", "cuda", 89, 32, 99 * 1024),
     Target("sm_90", "cuda", 90, 32, 227 * 1024),
     Target("sm_100", "cuda", 100, 32, 227 * 1024),
@@ -66,6 +68,8 @@ class OfflineCase:
     """Arguments that are multiples of 16 (pointers: bytes); every pointer if not given."""
     targets: tuple[str, ...] = tuple(TARGETS)
     """Where this launch occurs."""
+    most_shared: int = 0
+    """Bytes of shared memory that the library counts on when it chooses blocks; 0 if it does not count."""
 
     @classmethod
     def of_launch(
@@ -75,6 +79,8 @@ class OfflineCase:
         options: Mapping[str, Any],
         label: str,
         targets: Iterable[str] = tuple(TARGETS),
+        *,
+        most_shared: int = 0,
     ) -> "OfflineCase":
         """The case of a call `kernel[grid](**arguments, **options)`, specialised as Triton's launcher would.
 
@@ -91,7 +97,7 @@ class OfflineCase:
             signature[name] = _type_name(name, value)
             if isinstance(value, Tensor) or (number and value % 16 == 0):
                 aligned.append(name)
-        return cls(kernel, signature, constexprs, dict(options), label, tuple(aligned), tuple(targets))
+        return cls(kernel, signature, constexprs, dict(options), label, tuple(aligned), tuple(targets), most_shared)
 
 
 def _type_name(name: str, value: object) -> str:
@@ -158,6 +164,11 @@ def compile_case(case: OfflineCase, target: str) -> Compiled:
             f"{case.label} needs {shared} bytes of shared memory, but a block on {target} may have "
             f"{where.shared_limit}; use smaller blocks or fewer stages there"
         )
+    if case.most_shared and shared > case.most_shared:
+        raise MemoryError(
+            f"{case.label} needs {shared} bytes of shared memory on {target}, but its blocks were chosen as if it were "
+            f"at most {case.most_shared}; mend the bound"
+        )
     registers, spills = _usage(compiled, where)
     return Compiled(case.label, target, shared, registers, spills, seconds, compiled)
 
@@ -181,8 +192,8 @@ def _usage(compiled: Any, target: Target) -> tuple[int | None, int | None]:
     return (int(usage[1]), int(usage[2])) if usage else (None, None)
 
 
-def all_cases() -> Iterator[OfflineCase]:
-    """The cases of every stage that has Triton kernels and names some."""
+def all_cases(*, every: bool = False) -> Iterator[OfflineCase]:
+    """The cases of every stage that has Triton kernels and names some, or every one that the stage can think of."""
     for stage in STAGES:
         name = f"tamis.ops.{stage}.triton_kernels"
         try:
@@ -191,18 +202,21 @@ def all_cases() -> Iterator[OfflineCase]:
             if error.name != name:
                 raise
             continue
-        if hasattr(module, "offline_cases"):
+        if every and hasattr(module, "every_offline_case"):
+            yield from module.every_offline_case()
+        elif hasattr(module, "offline_cases"):
             yield from module.offline_cases()
 
 
 def few_cases(cases: Iterable[OfflineCase]) -> list[OfflineCase]:
-    """Of each kernel, for each set of targets that it has launches for, the one with the most stages and warps.
+    """Of each kernel, for each set of targets that it has launches for, the one that counts on the most shared memory,
+    or has the most stages and warps.
 
     What does not fit a target is likely to be that.
     """
 
-    def size(case: OfflineCase) -> tuple[int, int]:
-        return case.options.get("num_stages", 0), case.options.get("num_warps", 0)
+    def size(case: OfflineCase) -> tuple[int, int, int]:
+        return case.most_shared, case.options.get("num_stages", 0), case.options.get("num_warps", 0)
 
     found: dict[object, OfflineCase] = {}
     for case in cases:
@@ -214,13 +228,14 @@ def few_cases(cases: Iterable[OfflineCase]) -> list[OfflineCase]:
 
 def main(arguments: list[str]) -> int:
     """Compile every case for the named targets and print a line for each; 1 if one of them failed."""
-    names = [argument for argument in arguments if argument != "--few"]
-    if not names or any(name not in TARGETS for name in names):
-        usage = "usage: python -m tamis.testing.offline [--few] TARGET..."
+    options = {argument for argument in arguments if argument in ("--few", "--every")}
+    names = [argument for argument in arguments if argument not in options]
+    if not names or len(options) > 1 or any(name not in TARGETS for name in names):
+        usage = "usage: python -m tamis.testing.offline [--few | --every] TARGET..."
         print(f"{usage}; targets: {' '.join(TARGETS)}", file=sys.stderr)
         return 2
-    cases, failures = list(all_cases()), 0
-    if len(names) < len(arguments):
+    cases, failures = list(all_cases(every="--every" in options)), 0
+    if "--few" in options:
         cases = few_cases(cases)
     print(f"{'target':7} {'shared':>7} {'regs':>5} {'spill':>5} {'s':>5}  case")
     for name in names:

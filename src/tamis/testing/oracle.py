@@ -93,7 +93,7 @@ def encode(kv: Tensor, layout: Layout, scale: float | Tensor = 1.0) -> tuple[Ten
         codes = _quotients(tiles, factors[..., None])
     codes = codes.reshape(len(kv), layout.values.count)
     assert layout.scales is not None
-    padded = torch.zeros(len(kv), layout.scales.count, dtype=stored.dtype)
+    padded = torch.zeros(len(kv), layout.scales.count, dtype=stored.dtype, device="cpu")
     padded[:, : stored.shape[1]] = stored
     tail = kv[:, layout.latent :].to(layout.tail.dtype) if layout.tail is not None else None
     return codes, padded, tail
@@ -107,8 +107,8 @@ def _quotients(x: Array, divisor: Array | np.float32) -> Tensor:
 def write(kv: Tensor, cache: PagedCache, slots: Tensor) -> None:
     """Insert rows into a cache on the host; slots outside it are skipped, and the last row of a slot stays."""
     row_of = {slot: row for row, slot in enumerate(slots.tolist()) if 0 <= slot < cache.rows}
-    slot = torch.tensor(list(row_of), dtype=torch.int64)
-    row = torch.tensor(list(row_of.values()), dtype=torch.int64)
+    slot = torch.tensor(list(row_of), dtype=torch.int64, device="cpu")
+    row = torch.tensor(list(row_of.values()), dtype=torch.int64, device="cpu")
     fields = (cache.layout.values, cache.layout.scales, cache.layout.tail)
     for field, data in zip(fields, encode(kv, cache.layout, cache.scale), strict=True):
         if field is not None and data is not None:
@@ -133,7 +133,11 @@ def rows_of(cache: PagedCache, slots: Tensor) -> Tensor:
     if layout.scale_mode == "exponent":
         scales = torch.exp2(scales - 127).masked_fill((scales == 255) & layout.packed, torch.nan)
     latent = values.view(len(slots), layout.latent // layout.tile, layout.tile) * scales.unsqueeze(-1)
-    tail = stored("tail").double() if layout.tail is not None else torch.zeros(len(slots), 0, dtype=torch.float64)
+    tail = (
+        stored("tail").double()
+        if layout.tail is not None
+        else torch.zeros(len(slots), 0, dtype=torch.float64, device="cpu")
+    )
     return torch.cat((latent.reshape(len(slots), layout.latent), tail), dim=1)
 
 
@@ -166,10 +170,12 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, V] and natural-log lse [T, H] of a query on the host, in float64."""
     tokens, heads, _ = q.shape
-    out = torch.zeros(tokens, heads, value_dim, dtype=torch.float64)
-    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float64)
+    out = torch.zeros(tokens, heads, value_dim, dtype=torch.float64, device="cpu")
+    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float64, device="cpu")
     for t in range(tokens):
-        rows = torch.cat([rows_of(s.cache, torch.tensor(selected_slots(s, t), dtype=torch.int64)) for s in selections])
+        rows = torch.cat(
+            [rows_of(s.cache, torch.tensor(selected_slots(s, t), dtype=torch.int64, device="cpu")) for s in selections]
+        )
         if len(rows) == 0:
             continue
         logits = q[t].double() @ rows.T * scale
@@ -183,8 +189,8 @@ def attend(
 def combine(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Merged output [T, H, V] and lse [T, H] of parts [S, T, H, ...], one head at a time."""
     parts, tokens, heads, width = out.shape
-    merged = torch.zeros(tokens, heads, width, dtype=torch.float64)
-    total = torch.full((tokens, heads), -torch.inf, dtype=torch.float64)
+    merged = torch.zeros(tokens, heads, width, dtype=torch.float64, device="cpu")
+    total = torch.full((tokens, heads), -torch.inf, dtype=torch.float64, device="cpu")
     for t in range(tokens):
         for h in range(heads):
             kept = [s for s in range(parts) if lse[s, t, h] > -math.inf]
@@ -211,15 +217,15 @@ def index_scores(
     """float64 scores [T, longest context] of each position, -inf where a token sees none; `absolute` for those of
     absolute queries and keys."""
     longest = block_table.shape[1] * cache.page_size
-    scores = torch.full((len(q), longest), -torch.inf, dtype=torch.float64)
+    scores = torch.full((len(q), longest), -torch.inf, dtype=torch.float64, device="cpu")
     for t in range(len(q)):
         table = block_table[int(request_ids[t])].tolist()
         slots = [slot_of(position, table, cache.page_size) for position in range(int(lengths[t]))]
         seen = [position for position, slot in enumerate(slots) if 0 <= slot < cache.rows]
-        keys = rows_of(cache, torch.tensor([slots[position] for position in seen], dtype=torch.int64))
+        keys = rows_of(cache, torch.tensor([slots[position] for position in seen], dtype=torch.int64, device="cpu"))
         query = q[t].double()
         logits = query.abs() @ keys.abs().T if absolute else torch.relu(query @ keys.T)
-        scores[t, torch.tensor(seen, dtype=torch.int64)] = weights[t].double() @ logits
+        scores[t, torch.tensor(seen, dtype=torch.int64, device="cpu")] = weights[t].double() @ logits
     return scores
 
 
@@ -244,7 +250,7 @@ def index_rows(rows: Tensor, cos_sin: Tensor, recipe: IndexRecipe) -> Tensor:
         turned[:, second] = wide[:, second] * cos + wide[:, first] * sin
     if not recipe.hadamard:
         return turned
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+    matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while len(matrix) < rows.shape[1]:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     return turned @ matrix.div(rows.shape[1] ** 0.5)

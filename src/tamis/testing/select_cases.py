@@ -57,9 +57,9 @@ def select_cases(*, quick: bool = False) -> Iterator[SelectCase]:
         positions[0] = -1
         ids, own = draw.integers(0, 3, tokens), draw.integers(0, 3, tokens) - 1
         if tokens > 4:
-            ids[1:4] = torch.tensor([-1, 3, INT_MAX], dtype=torch.int32)
+            ids[1:4] = torch.tensor([-1, 3, INT_MAX], dtype=torch.int32, device="cpu")
         chosen = draw.integers(-1, page_size * pages, tokens, columns)
-        chosen.view(-1)[:2] = torch.tensor([INT_MIN, INT_MAX], dtype=torch.int32)[: chosen.numel()]
+        chosen.view(-1)[:2] = torch.tensor([INT_MIN, INT_MAX], dtype=torch.int32, device="cpu")[: chosen.numel()]
         yield SelectCase(name, positions, ids, own.long(), table, chosen, page_size, ratio, window, columns)
 
 
@@ -92,7 +92,7 @@ def expected_rows(case: SelectCase) -> list[Tensor]:
         )
         for rows_so_far, row in zip(found, rows, strict=True):
             rows_so_far.append(row)
-    tensors = [torch.tensor(rows, dtype=torch.int64) for rows in found]
+    tensors = [torch.tensor(rows, dtype=torch.int64, device="cpu") for rows in found]
     single = (1, 2, 3, 4, 7, 9)
     return [t[:, 0] if n in single else t for n, t in enumerate(tensors)]
 

@@ -88,10 +88,10 @@ def _keys(target: Target, case: KeysCase) -> Trial:
         backend=target.backend,
     )
     ready = oracle.index_keys(case.keys, case.norm_weight, case.norm_bias, case.cos_sin[case.positions.long()], recipe)
-    expected = torch.zeros(cache.rows, case.keys.shape[1], dtype=torch.float64)
+    expected = torch.zeros(cache.rows, case.keys.shape[1], dtype=torch.float64, device="cpu")
     kept = case.slots >= 0
     expected[case.slots[kept]] = ready[: len(case.slots)][kept]
-    found = oracle.rows_of(cache, torch.arange(cache.rows))
+    found = oracle.rows_of(cache, torch.arange(cache.rows, dtype=torch.int64, device="cpu"))
     return Trial(float((found - expected).abs().max() / expected.abs().max()))
 
 
@@ -105,8 +105,8 @@ def _queries(target: Target, case: KeysCase) -> Trial:
     """The rows as two heads of half as many tokens, from tiny to huge; the scales are those in the folded weights."""
     recipe, tokens = case.cache.recipe, len(case.keys) // 2
     assert recipe is not None
-    rows = case.keys * torch.logspace(-2, 3, 2 * tokens).unsqueeze(1)
-    weights = torch.tensor([4.0, -0.5]).repeat(tokens, 1)
+    rows = case.keys * torch.logspace(-2, 3, 2 * tokens, dtype=torch.float32, device="cpu").unsqueeze(1)
+    weights = torch.tensor([4.0, -0.5], dtype=torch.float32, device="cpu").repeat(tokens, 1)
     positions = case.positions[:tokens]
     q, moved, at, table = target.here([rows.view(tokens, 2, -1), weights, positions, case.cos_sin])
     values, folded = quantise_index_query(
@@ -132,7 +132,11 @@ def _ragged(target: Target, case: IndexCase) -> Trial:
     """The keys of the longest context, gathered; every token sees a piece of them."""
     total = int(case.lengths.max())
     table = case.block_table[1].tolist()
-    slots = torch.tensor([oracle.slot_of(position, table, case.cache.page_size) for position in range(total)])
+    slots = torch.tensor(
+        [oracle.slot_of(position, table, case.cache.page_size) for position in range(total)],
+        dtype=torch.int64,
+        device="cpu",
+    )
     page, row = slots // case.cache.page_size, slots % case.cache.page_size
     layout = case.cache.layout
     keys, scales = case.cache.field(layout.values)[page, row], None
@@ -146,8 +150,8 @@ def _ragged(target: Target, case: IndexCase) -> Trial:
     found = ragged_scores(q, weights, keys.to(target.device), scales, *bounds, backend=target.backend)
     wide = oracle.rows_of(case.cache, slots)
     cancelling = not _multiplies_fp8(target, case)
-    exact = torch.full((len(ends), total), -torch.inf, dtype=torch.float64)
-    size = torch.zeros(len(ends), dtype=torch.float64)
+    exact = torch.full((len(ends), total), -torch.inf, dtype=torch.float64, device="cpu")
+    size = torch.zeros(len(ends), dtype=torch.float64, device="cpu")
     for token in range(len(ends)):
         seen = slice(max(0, int(starts[token])), max(0, int(ends[token])))
         logits = torch.relu(case.q[token].double() @ wide[seen].T)
@@ -162,7 +166,9 @@ def _ragged(target: Target, case: IndexCase) -> Trial:
 def _topk(target: Target, case: TopkCase) -> Trial:
     moved = target.here(case)
     # Moving a tensor may close the gaps between its rows.
-    block = torch.full((len(case.scores), case.scores.shape[1] + 5), torch.inf, device=target.device)
+    block = torch.full(
+        (len(case.scores), case.scores.shape[1] + 5), torch.inf, dtype=torch.float32, device=target.device
+    )
     scores = block[:, : case.scores.shape[1]]
     scores.copy_(moved.scores)
     positions = topk_positions(scores, moved.lengths, case.k, backend=target.backend)
@@ -178,7 +184,7 @@ def _topk(target: Target, case: TopkCase) -> Trial:
     best = [_best(case.scores[t], int(case.lengths[t]), case.k) for t in range(len(case.scores))]
     tables = [case.block_table[int(request)].tolist() for request in case.request_ids]
     there = [[oracle.slot_of(p, tables[t], case.page_size) for p in row] for t, row in enumerate(best)]
-    expected = [torch.tensor(one, dtype=torch.int32).view(-1, case.k) for one in (best, there)]
+    expected = [torch.tensor(one, dtype=torch.int32, device="cpu").view(-1, case.k) for one in (best, there)]
     return count_differences([positions, slots], expected)
 
 
@@ -200,7 +206,11 @@ def _size(target: Target, case: IndexCase) -> Tensor:
     paged = case.request_ids, case.block_table, case.lengths
     fp8 = _multiplies_fp8(target, case)
     largest = oracle.index_scores(case.q, case.weights.abs(), case.cache, *paged, absolute=fp8)
-    return largest.amax(1).clamp_min(0) if largest.shape[1] else torch.zeros(len(largest), dtype=torch.float64)
+    return (
+        largest.amax(1).clamp_min(0)
+        if largest.shape[1]
+        else torch.zeros(len(largest), dtype=torch.float64, device="cpu")
+    )
 
 
 def _score_error(found: Tensor, exact: Tensor, size: Tensor) -> Trial:

@@ -78,7 +78,7 @@ def _same_slot_twice(target: Target, layout: Layout) -> Trial:
     """Of rows with the same slot one stays, whole: not the values of one with the scales of another."""
     draw = Draw(f"twice {layout.name}")
     cache = cases.garbage_cache(draw, layout, 3, 16)
-    kv = draw.normal(64, layout.width) * torch.logspace(-2, 2, 64).unsqueeze(1)
+    kv = draw.normal(64, layout.width) * torch.logspace(-2, 2, 64, dtype=torch.float32, device="cpu").unsqueeze(1)
     slots = draw.integers(0, 4, 64, dtype=torch.int64)
     moved = target.here(cache)
     write_kv(kv.to(target.device), moved, slots.to(target.device), backend=target.backend)
@@ -88,9 +88,9 @@ def _same_slot_twice(target: Target, layout: Layout) -> Trial:
         candidates = []
         for row in (slots == slot).nonzero().flatten().tolist():
             one = cases.to_device(cache, torch.device("cpu"))
-            oracle.write(kv[row : row + 1], one, torch.tensor([slot]))
-            candidates.append(oracle.rows_of(one, torch.tensor([slot])))
-        row_found = oracle.rows_of(back, torch.tensor([slot]))
+            oracle.write(kv[row : row + 1], one, torch.tensor([slot], dtype=torch.int64, device="cpu"))
+            candidates.append(oracle.rows_of(one, torch.tensor([slot], dtype=torch.int64, device="cpu")))
+        row_found = oracle.rows_of(back, torch.tensor([slot], dtype=torch.int64, device="cpu"))
         if not any(torch.equal(row_found, candidate) for candidate in candidates):
             wrong.append(slot)
     return Trial(float(len(wrong)), f"slots {wrong} hold a mixture of rows" if wrong else "")
@@ -160,7 +160,7 @@ def _gather(target: Target, case: GatherCase) -> Trial:
         table = case.block_table[request].tolist()
         count, begin = int(case.lengths[request]), int(case.first[request])
         slots = [oracle.slot_of(begin + i, table, case.cache.page_size) for i in range(count)]
-        rows = oracle.rows_of(case.cache, torch.tensor(slots, dtype=torch.int64))
+        rows = oracle.rows_of(case.cache, torch.tensor(slots, dtype=torch.int64, device="cpu"))
         at = int(case.starts[request])
         expected[at : at + count] = rows.float().to(expected.dtype)
     if case.cache.layout.scale_mode in ("tensor", "exact"):
@@ -172,7 +172,7 @@ def _read(target: Target, case: GatherCase) -> Trial:
     """Rows by slot, with zeros where a slot is no row."""
     draw, rows = Draw(f"read {case.name}"), case.cache.rows
     slots = draw.integers(0, rows, 4, 25)
-    slots[:, ::5] = torch.tensor([cases.INT_MIN, -1, rows, cases.INT_MAX, -123456], dtype=torch.int32)
+    slots[:, ::5] = torch.tensor([cases.INT_MIN, -1, rows, cases.INT_MAX, -123456], dtype=torch.int32, device="cpu")
     found = read_kv(target.here(case.cache), target.here(slots), backend=target.backend)
     inside = (slots >= 0) & (slots < rows)
     expected = oracle.rows_of(case.cache, torch.where(inside, slots, 0).flatten()).view(4, 25, -1)
@@ -185,13 +185,13 @@ def _index_keys(target: Target, page_size: int) -> Trial:
     cache = cases.filled_cache(draw, index_fp8(), 300, page_size)
     width = -(-100 // page_size)
     table = draw.permutation(cache.pages)[: 2 * width].view(2, -1).int()
-    lengths = torch.tensor([90, 0], dtype=torch.int32)
+    lengths = torch.tensor([90, 0], dtype=torch.int32, device="cpu")
     values, scales = gather_index(
         target.here(cache), target.here(table), target.here(lengths), rows=95, backend=target.backend
     )
     slots = [oracle.slot_of(i, table[0].tolist(), page_size) for i in range(90)]
-    expected = torch.zeros(95, 128, dtype=torch.float64)
-    expected[:90] = oracle.rows_of(cache, torch.tensor(slots, dtype=torch.int64))
+    expected = torch.zeros(95, 128, dtype=torch.float64, device="cpu")
+    expected[:90] = oracle.rows_of(cache, torch.tensor(slots, dtype=torch.int64, device="cpu"))
     return count_differences([values.float().cpu().double() * scales.cpu().double().unsqueeze(1)], [expected])
 
 

@@ -47,8 +47,8 @@ def _translated(target: Target, case: TranslateCase) -> list[Tensor]:
 def _translate(target: Target, case: TranslateCase) -> Trial:
     found = _translated(target, case)
     rows = [_translated_row(case, token) for token in range(len(case.positions))]
-    counts = torch.tensor([sum(slot >= 0 for slot in row) for row in rows], dtype=torch.int32)
-    return count_differences(found, [torch.tensor(rows, dtype=torch.int32), counts])
+    counts = torch.tensor([sum(slot >= 0 for slot in row) for row in rows], dtype=torch.int32, device="cpu")
+    return count_differences(found, [torch.tensor(rows, dtype=torch.int32, device="cpu"), counts])
 
 
 def _translated_row(case: TranslateCase, token: int) -> list[int]:

@@ -107,8 +107,10 @@ class Served:
         """Output and lse of the step, padded rows included."""
         tokens = len(batch.pages.slots)
         oracle.write(kv[:tokens], self.host, batch.pages.slots)
-        ids = torch.zeros(len(q), dtype=torch.int32)
-        ids[:tokens] = torch.repeat_interleave(torch.arange(len(batch.lengths)), batch.query_starts.diff()).int()
+        ids = torch.zeros(len(q), dtype=torch.int32, device="cpu")
+        ids[:tokens] = torch.repeat_interleave(
+            torch.arange(len(batch.lengths), dtype=torch.int64, device="cpu"), batch.query_starts.diff()
+        ).int()
         selection = Selection(self.host, positions, None, ids, batch.pages.block_table)
         spec = self.case.spec
         return oracle.attend(q, [selection], scale=spec.scale, value_dim=spec.value_dim, sink=self.sink)
@@ -256,8 +258,10 @@ def _recomputed(batch: Batch, rows: int, served: Served) -> list[Tensor]:
         for token in range(begin, end):
             ids[token], positions[token] = request, served.lengths[request] - (end - token)
             slots[token] = oracle.slot_of(positions[token], table[request].tolist(), PAGE)
-    made = [torch.tensor(values, dtype=torch.int32) for values in (ids, positions)]
-    return [*made, torch.tensor(slots), torch.tensor(served.lengths).int(), batch.query_starts, table]
+    made = [torch.tensor(values, dtype=torch.int32, device="cpu") for values in (ids, positions)]
+    made.append(torch.tensor(slots, dtype=torch.int64, device="cpu"))
+    made.append(torch.tensor(served.lengths, dtype=torch.int32, device="cpu"))
+    return [*made, batch.query_starts, table]
 
 
 def _chunk_problem(plan: Plan) -> str:

@@ -125,22 +125,23 @@ def _inserted(target: Target, layout: Layout) -> list[Tensor]:
     draw = Draw(f"insert {layout.name}")
     cache = PagedCache(layout, 3, 5, target.device, scale=0.05 if layout.scale_mode == "tensor" else 1.0)
     inputs = [draw.normal(7, 3, 512, dtype=torch.bfloat16), draw.normal(7, 512, dtype=torch.bfloat16)]
-    slots, positions = torch.tensor([4, -1, 14, 0, 7, -1]), torch.tensor([3, 5, 300, 0, 77, -1, -1])
+    slots = torch.tensor([4, -1, 14, 0, 7, -1], dtype=torch.int64, device="cpu")
+    positions = torch.tensor([3, 5, 300, 0, 77, -1, -1], dtype=torch.int64, device="cpu")
     q, kv, slots, positions, table, weight = target.here(
         [*inputs, slots, positions, ROTARY.cos_sin_table(LENGTH), draw.normal(512)]
     )
     found = rotate_and_write(
         q, kv, cache, slots, positions=positions, cos_sin=table, norm_weight=weight, backend=target.backend
     )
-    return [found.q, cache.read(torch.arange(cache.rows, device=target.device))]
+    return [found.q, cache.read(torch.arange(cache.rows, dtype=torch.int64, device=target.device))]
 
 
 def _insert(target: Target, layout: Layout) -> Trial:
     draw = Draw(f"insert {layout.name}")
     q, kv = draw.normal(7, 3, 512, dtype=torch.bfloat16), draw.normal(7, 512, dtype=torch.bfloat16)
-    weight, positions = draw.normal(512), torch.tensor([3, 5, 300, 0, 77, -1, -1])
+    weight, positions = draw.normal(512), torch.tensor([3, 5, 300, 0, 77, -1, -1], dtype=torch.int64, device="cpu")
     found, rows_found = _inserted(target, layout)
-    expected = torch.zeros(15, 512, dtype=torch.float64)
+    expected = torch.zeros(15, 512, dtype=torch.float64, device="cpu")
     expected[[4, 14, 0, 7]] = _turned(_normed(kv) * weight.double(), positions)[[0, 2, 3, 4]]
     return max(_error(found, _turned(_normed(q), positions)), _error(rows_found, expected))
 
@@ -199,11 +200,11 @@ class _Compressor:
 
     def places(self, start: int, end: int) -> tuple[Tensor, StatePages, Tensor]:
         """Positions, state pages and entry slots of tokens start..end."""
-        positions = torch.arange(start, end)
-        slots = torch.full((end - start,), -1)
+        positions = torch.arange(start, end, dtype=torch.int64, device="cpu")
+        slots = torch.full((end - start,), -1, dtype=torch.int64, device="cpu")
         ends = (positions + 1) % self.case.ratio == 0
         slots[ends] = self.entries.slots("a", start // self.case.ratio, end // self.case.ratio)
-        ids = torch.zeros(end - start, dtype=torch.int32)
+        ids = torch.zeros(end - start, dtype=torch.int32, device="cpu")
         pages = StatePages(self.pool.slots("a", start, end), ids, self.pool.block_table(["a"]))
         return self.target.here((positions, pages, slots))
 
@@ -227,7 +228,9 @@ def _compressed(target: Target, case: CompressCase) -> list[Tensor]:
     """All entries of a request that ran as a prompt, decodes, rejected drafts, and a chunk."""
     made = _Compressor(target, case)
     for start, end, drafts in ((0, 125, 0), (125, 126, 0), (126, 131, 3), (128, 131, 0), (131, LENGTH, 0)):
-        wrong = target.here((torch.arange(start, end) >= end - drafts).float().unsqueeze(1))
+        wrong = target.here(
+            (torch.arange(start, end, dtype=torch.int64, device="cpu") >= end - drafts).float().unsqueeze(1)
+        )
         made.run(made.values[start:end] + wrong, made.scores[start:end] - wrong, *made.places(start, end))
     return [made.cache.read(made.entries.slots("a", 0, LENGTH // case.ratio).to(target.device))]
 

@@ -66,7 +66,7 @@ def _gathered_rows(item: AttendSet, starts: Tensor) -> Tensor:
     """Where the selected rows lie once every request starts at its row of the workspace: int32 [T, K], -1 for none."""
     (selection,) = item.selections
     size, table = selection.cache.page_size, item.block_table.long()
-    firsts = starts.unsqueeze(1) + size * torch.arange(table.shape[1], device=table.device)
+    firsts = starts.unsqueeze(1) + size * torch.arange(table.shape[1], dtype=torch.int64, device=table.device)
     first_of_page = torch.zeros(selection.cache.pages, dtype=torch.long, device=table.device)
     first_of_page[table[table >= 0]] = firsts[table >= 0]
     slots = selection.slots.long().clamp_min(0)

@@ -11,6 +11,7 @@ from tamis.cache import PagedCache
 from tamis.integrations.vllm.metadata import SparseMetadata
 from tamis.layout import for_engine
 from tamis.ops import Attended, write_kv
+from tamis.ops.attend import new_output
 from tamis.ops.write import join_parts
 from tamis.pipeline import LayerOutput, Shard, SparseMLA
 from tamis.spec import LayerSpec
@@ -111,6 +112,11 @@ class SparseImpl:
         own: Tensor | None = getattr(self.indexer, "topk_indices_buffer", None)
         return self._passed_buffer if own is None else own
 
+    @topk_indices_buffer.setter
+    def topk_indices_buffer(self, buffer: Tensor | None) -> None:
+        """What an engine assigns replaces the indexer, as in vLLM, whose drafting layers share one buffer that way."""
+        self.indexer, self._passed_buffer = None, buffer
+
     def forward_mqa(
         self,
         q: Tensor | tuple[Tensor, Tensor],
@@ -135,13 +141,15 @@ class SparseImpl:
         if cache.page_size != attn_metadata.block_size:
             expected = f"of the plan's page size {attn_metadata.block_size}"
             raise checks.refuse("caches", expected, cache.page_size, "plan with it")
-        positions, step = self._positions(rows), attn_metadata.step
-        sink = self.sinks
+        positions, sink = self._positions(rows), self.sinks
         # A 16-bit query was never divided by the scale, so the engine's number does not apply to it.
         q_scale = getattr(layer, "_q_scale_float", 1.0) if q.dtype == torch.float8_e4m3fn else 1.0
         out = None if output is None else _rows_of("output", output, rows, self._attention.spec.heads)
         attended: Attended | LayerOutput
-        if step.gathers:
+        if attn_metadata.num_reqs == 0 or rows == 0:
+            attn_metadata.request_ids(rows)
+            attended = self._nothing(q, out)
+        elif attn_metadata.gathers:
             plan = attn_metadata.plan_for(rows)
             attended = self._attention(q, None, cache, plan, positions=positions, sink=sink, q_scale=q_scale, out=out)
         else:
@@ -239,7 +247,7 @@ class SparseImpl:
             return output
         if self.kv_sharing_target_layer_name is None:
             # Only those of new tokens: what an engine keeps in the rest is its own affair.
-            slots = attn_metadata.slot_mapping[: attn_metadata.step.tokens]
+            slots = attn_metadata.slot_mapping[: attn_metadata.new_tokens]
             k_scale = getattr(layer, "_k_scale_float", 1.0)
             self.do_kv_cache_update(k_c_normed[:rows], k_pe[:rows], kv_cache, slots, k_scale=k_scale)
         heads = _rows_of("q", q, rows, self.num_heads)
@@ -260,6 +268,13 @@ class SparseImpl:
             return PagedCache.wrap(storage, layout, scale=scale)
         self._wrapped = (storage, cache_dtype, PagedCache.wrap(storage, layout))
         return self._wrapped[2]
+
+    def _nothing(self, q: Tensor, out: Tensor | None) -> Attended:
+        """Of a step without requests, whose rows are padding if there are any: they attend to nothing."""
+        if out is None:
+            out = new_output(q, self._attention.spec.value_dim, q.dtype)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        return Attended(out.zero_(), lse, None)
 
     def _joined(self, q: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         return join_parts("q", q)

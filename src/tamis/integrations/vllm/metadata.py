@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.batch import Batch, PageMap
+from tamis.integrations.vllm.engine_batch import (
+    block_table,
+    engine_batch,
+    first,
+    host_values,
+    length_names,
+    padded_rows,
+)
+from tamis.integrations.vllm.fp8_metadata import FP8KernelMetadata, FP8SeparatePrefillDecode, separate_metadata
 from tamis.layout import for_engine
 from tamis.plan import Limits, Mode, Plan
 from tamis.planner import Planner, check_starts, staged
@@ -56,8 +64,9 @@ class MlaDims:
 class SparseMetadata:
     """One step under vLLM's names.
 
-    `req_id_per_token` lies in the builder's buffer and the other tensors in the engine's. None of them moves, so
-    captured graphs may keep them. What only some steps or some readers need is worked out when it is asked for.
+    In a record that a builder made, `req_id_per_token` lies in the builder's buffer and the other tensors in the
+    engine's. None of them moves, so captured graphs may keep them. What only some steps or some readers need is worked
+    out when it is asked for. A record made by hand from vLLM's fields serves attention as well; it has no plan.
     """
 
     num_reqs: int
@@ -73,27 +82,47 @@ class SparseMetadata:
     """int32 [num_reqs, pages]"""
     req_id_per_token: Tensor
     """int32 [num_actual_tokens]; 0 for padding."""
-    seq_lens: Tensor
+    seq_lens: Tensor | None = None
     """int32 [num_reqs], context plus new tokens."""
-    step: "EngineStep"
-    """What the rest is made of."""
     block_size: int = 64
     topk_tokens: int = 2048
+    fp8_extra_metadata: FP8SeparatePrefillDecode | FP8KernelMetadata | None = None
+    """For readers of vLLM's `fp8_ds_mla` records; attention here does not look at it."""
+    fp8_use_mixed_batch: bool = False
+    """All tokens go through one call that reads the cache directly."""
+    step: "EngineStep | None" = None
+    """What a builder knows beyond this."""
 
     prefill: ClassVar[None] = None
     """vLLM keeps its dense prefill here; every token goes through sparse attention instead."""
+    FP8KernelMetadata: ClassVar[type[FP8KernelMetadata]] = FP8KernelMetadata
+    FP8SeparatePrefillDecode: ClassVar[type[FP8SeparatePrefillDecode]] = FP8SeparatePrefillDecode
 
     @cached_property
     def split(self) -> BatchSplit:
         """Which requests decode."""
-        return self.step.split()
+        if self.step is not None:
+            return self.step.split()
+        starts = host_values(self, (), "query_start_loc").numpy()
+        return split_batch(starts[1:] - starts[:-1], uniform=True)
 
     @cached_property
     def plan(self) -> Plan:
         """All that tamis knows about a step, valid until the builder's next plan. Where prefills are gathered first,
-        every step has one from the start. What vLLM's FP8 records hold (decode and prefill part, chunks, workspace
-        starts) is in its `decode` and `prefill`."""
+        every step has one from the start."""
+        if self.step is None:
+            raise checks.refuse("attn_metadata", "made by a builder to have a plan", "one made by hand", "build it")
         return self.step.plan()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether prefills are gathered into a workspace, for which attention needs the plan."""
+        return self.step is not None and self.step.planner.mode == "separate"
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of requests, without padding where that is known."""
+        return self.num_actual_tokens if self.step is None else self.step.tokens
 
     @property
     def num_decodes(self) -> int:
@@ -119,15 +148,19 @@ class SparseMetadata:
     @cached_property
     def prefill_max_seq_len(self) -> int:
         """Length of the longest prefill, 0 without one."""
-        lengths = self.step.host_lengths[self.num_decodes :]
+        known = host_values(self, (), "seq_lens") if self.step is None else self.step.host_lengths
+        lengths = known[self.num_decodes :]
         return int(lengths.max()) if len(lengths) else 0
 
     def request_ids(self, rows: int) -> Tensor:
         """The block-table row of each query row: of all new tokens, and of as much padding as the caller kept."""
+        step = self.step
+        if step is not None:
+            step.check_held()
         if rows == self.num_actual_tokens:
             return self.req_id_per_token
         self._check_rows(rows)
-        return self.step.request_ids[:rows]
+        return self.req_id_per_token[:rows] if step is None else step.held.buffer[:rows]
 
     def plan_for(self, rows: int) -> Plan:
         """The plan for a query of so many rows, as in `request_ids`."""
@@ -146,11 +179,22 @@ class SparseMetadata:
         )
 
     def _check_rows(self, rows: int) -> None:
-        least, most = self.step.tokens, self.step.rows
+        step = self.step
+        least, most = (0, len(self.req_id_per_token)) if step is None else (step.tokens, step.rows)
         if not least <= rows <= most:
             raise checks.refuse(
                 "q", f"of {least} (new tokens) to {most} rows (with padding)", rows, "pass the step's rows"
             )
+
+
+@dataclass(eq=False)
+class HeldRequests:
+    """A builder's buffer of request numbers, and what it holds."""
+
+    buffer: Tensor
+    """int32, one for each token that a step may have; 0 past the new tokens."""
+    ids: INT
+    """The same on the host, of the step that filled it last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,13 +213,23 @@ class EngineStep:
     """New tokens."""
     rows: int
     """Token rows that the step may run, with padding."""
-    request_ids: Tensor
-    """int32, one for each of these and more; 0 past the new tokens."""
+    ids: INT
+    """The request of each new token."""
+    held: HeldRequests
+    """Where they are on the device, until a later step of the builder fills it."""
 
-    @property
-    def gathers(self) -> bool:
-        """Whether prefills are gathered into a workspace, for which attention needs the plan."""
-        return self.planner.mode == "separate"
+    def check_held(self) -> None:
+        """Refuse a step whose request numbers a later one has overwritten with others.
+
+        Engines use the record that was built last, so this compares two references. Records of earlier steps are fine
+        as long as their tokens still belong to requests of the same numbers.
+        """
+        if self.held.ids is self.ids:
+            return
+        now = self.held.ids[: self.tokens]
+        if not np.array_equal(now, self.ids[: len(now)]) or self.ids[len(now) : self.tokens].any():
+            remedy = "a builder's records share one buffer: run all layers of a step before building the next"
+            raise checks.refuse("attn_metadata", "of the builder's latest step", "one that it overwrote", remedy)
 
     def split(self) -> BatchSplit:
         """Cut between decodes and prefills."""
@@ -199,6 +253,7 @@ class SparseMetadataBuilder:
     """False: requests that `is_prefilling` marks are prefills even where their piece of the prompt is short."""
     metadata_cls: ClassVar[type[SparseMetadata]] = SparseMetadata
 
+    @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
         self,
         kv_cache_spec: Any,
@@ -250,9 +305,12 @@ class SparseMetadataBuilder:
             cache_dtype, latent=dims.kv_lora_rank, rope=dims.qk_rope_head_dim, dtype=self.model_config.dtype
         )
         self.planner = Planner(self.spec, self.limits, self.device, layout=layout, mode=mode)
-        self._request_ids = torch.zeros(self.limits.max_tokens, dtype=torch.int32, device=self.device)
-        self._named = 0
-        """How many of them the last step has set; those beyond are 0."""
+        buffer = torch.zeros(self.limits.max_tokens, dtype=torch.int32, device=self.device)
+        self._held = HeldRequests(buffer, np.zeros(0, np.int32))
+        self._fp8 = None
+        if self.use_fp8_kv_cache:
+            kernel = FP8KernelMetadata.of(self.limits, self.device)
+            self._fp8 = kernel.rows(1) if self.fp8_use_mixed_batch else kernel
         self._numbers = np.arange(self.limits.max_requests, dtype=np.int32)
         self._zeros = np.zeros(self.limits.max_tokens, dtype=np.int32)
         self.reorder_batch_threshold = self.limits.threshold
@@ -288,48 +346,44 @@ class SparseMetadataBuilder:
         """
         common, limits = common_attn_metadata, self.limits
         requests, actual = int(common.num_reqs), int(common.num_actual_tokens)
-        starts = _first(_host_values(common, ("query_start_loc_cpu",), "query_start_loc"), requests + 1).numpy()
-        host_lengths = _first(_host_values(common, _length_names(common), "seq_lens"), requests)
+        starts = first(host_values(common, ("query_start_loc_cpu",), "query_start_loc"), requests + 1).numpy()
+        host_lengths = first(host_values(common, length_names(common), "seq_lens"), requests)
         queries = starts[1:] - starts[:-1]
         check_starts(starts, queries, limits)
         tokens, slots = int(starts[-1]), common.slot_mapping
-        rows = _padded_rows(tokens, actual, slots, limits)
+        rows = padded_rows(tokens, actual, slots, limits)
         self._fill_request_ids(queries, tokens)
-        step = EngineStep(
-            common,
-            self.planner,
-            queries,
-            host_lengths,
-            self._prefilling(common, requests),
-            tokens,
-            rows,
-            self._request_ids,
-        )
+        prefilling, held = self._prefilling(common, requests), self._held
+        step = EngineStep(common, self.planner, queries, host_lengths, prefilling, tokens, rows, held.ids, held)
+        # A plan is made now and not inside a layer: captured graphs read the planner's buffers.
+        plan = None if self.fp8_use_mixed_batch else step.plan()
         metadata = self.metadata_cls(
             num_reqs=requests,
             max_query_len=int(common.max_query_len),
             max_seq_len=int(common.max_seq_len),
             num_actual_tokens=actual,
-            query_start_loc=_first(common.query_start_loc, requests + 1),
-            slot_mapping=_first(slots, actual),
-            block_table=_block_table(common.block_table_tensor, requests),
-            req_id_per_token=self._request_ids[:actual],
-            seq_lens=_first(common.seq_lens, requests),
-            step=step,
+            query_start_loc=first(common.query_start_loc, requests + 1),
+            slot_mapping=first(slots, actual),
+            block_table=block_table(common.block_table_tensor, requests),
+            req_id_per_token=held.buffer[:actual],
+            seq_lens=first(common.seq_lens, requests),
             block_size=limits.page_size,
             topk_tokens=self.topk_tokens,
+            fp8_extra_metadata=self._fp8 if plan is None else separate_metadata(plan, self._fp8, actual),
+            fp8_use_mixed_batch=self.fp8_use_mixed_batch,
+            step=step,
         )
-        if step.gathers:
-            _ = metadata.plan  # now and not inside a layer: captured graphs read the planner's buffers
+        if plan is not None:
+            vars(metadata)["plan"] = plan  # where its cached property looks first
         return metadata
 
     def _fill_request_ids(self, queries: INT, tokens: int) -> None:
         # Written in every step, even if it is like the last one: an engine that sleeps loses what its buffers held.
-        ids = self._numbers[: len(queries)].repeat(queries)
-        if tokens < self._named:
-            ids = np.concatenate((ids, self._zeros[tokens : self._named]))
-        self._named = tokens
-        self._request_ids[: len(ids)].copy_(staged(torch.from_numpy(ids), self.device), non_blocking=True)
+        ids = filled = self._numbers[: len(queries)].repeat(queries)
+        if tokens < len(self._held.ids):
+            filled = np.concatenate((ids, self._zeros[tokens : len(self._held.ids)]))
+        self._held.ids = ids
+        self._held.buffer[: len(filled)].copy_(staged(torch.from_numpy(filled), self.device), non_blocking=True)
 
     def _prefilling(self, common: Any, requests: int) -> list[bool] | None:
         marks = getattr(common, "is_prefilling", None)
@@ -338,75 +392,3 @@ class SparseMetadataBuilder:
         if marks.device.type != "cpu":
             raise checks.refuse("is_prefilling", "on the host", f"a tensor on {marks.device}", "pass the host copy")
         return [bool(mark) for mark in marks[:requests].tolist()]
-
-
-def engine_batch(common: Any, limits: Limits, *, prefilling: list[bool] | None = None) -> Batch:
-    """The step that vLLM describes, as a `Batch` over the engine's tensors; nothing is copied to or from a device."""
-    requests, actual = int(common.num_reqs), int(common.num_actual_tokens)
-    starts = _host_values(common, ("query_start_loc_cpu",), "query_start_loc")[: requests + 1].to(torch.int32)
-    # While drafting, vLLM lets its upper bounds run past the longest request.
-    lengths = _host_values(common, _length_names(common), "seq_lens")[:requests].to(torch.int32)
-    lengths = lengths.clamp_max(limits.max_length)
-    tokens, slots = int(starts[-1]) if len(starts) else 0, common.slot_mapping
-    rows = _padded_rows(tokens, actual, slots, limits)
-    width = -(-limits.max_length // limits.page_size)
-    # Slots past the new tokens are padding or what an earlier step left behind: the planner writes -1 there.
-    return Batch(
-        starts,
-        common.seq_lens[:requests].to(torch.int32),
-        PageMap(common.block_table_tensor[:requests, :width].to(torch.int32), slots[:tokens]),
-        host_lengths=lengths,
-        padded_tokens=rows,
-        prefilling=prefilling,
-    )
-
-
-def _first(values: Tensor, count: int) -> Tensor:
-    """So many of them; where these are all, without the cost of a view."""
-    return values if values.shape[0] == count else values[:count]
-
-
-def _block_table(table: Tensor, requests: int) -> Tensor:
-    # A converted copy would not be where a captured graph looks for it.
-    if table.dtype != torch.int32:
-        received = checks.dtype_name(table.dtype)
-        raise checks.refuse_type("block_table_tensor", "int32", received, "pass the engine's own tensor")
-    return _first(table, requests)
-
-
-def _padded_rows(tokens: int, actual: int, slots: Tensor, limits: Limits) -> int:
-    """Token rows that a layer may be called with: all that the engine counts or has a slot for."""
-    if tokens > actual:
-        raise checks.refuse("num_actual_tokens", f"at least the {tokens} new tokens", actual, "count every token")
-    given = slots.shape[0]
-    if given < tokens:
-        raise checks.refuse("slot_mapping", f"at least {tokens} long", given, "pass one slot per new token")
-    most = limits.max_tokens
-    if actual > most:
-        raise checks.refuse("num_actual_tokens", f"at most max_num_batched_tokens={most}", actual, "raise the limit")
-    return max(actual, min(given, most))
-
-
-def _length_names(common: Any) -> tuple[str, ...]:
-    """Where the record may hold lengths on the host, best first.
-
-    vLLM's own record has `seq_lens_cpu` as a property that copies from the device unless `_seq_lens_cpu` is filled, so
-    only the latter is looked at where both exist.
-    """
-    second = "_seq_lens_cpu" if hasattr(common, "_seq_lens_cpu") else "seq_lens_cpu"
-    return ("seq_lens_cpu_upper_bound", second)
-
-
-def _host_values(common: Any, names: tuple[str, ...], device_name: str) -> Tensor:
-    """The first of these tensors that is on the host; the device tensor itself may be, when the engine runs there."""
-    value = None
-    for name in (*names, device_name):
-        value = getattr(common, name, None)
-        if isinstance(value, Tensor) and value.device.type == "cpu":
-            return value
-    raise checks.refuse(
-        device_name,
-        f"accompanied by {' or '.join(n.lstrip('_') for n in names)} on the host",
-        checks.describe(value),
-        "pass a host copy (for lengths an upper bound will do); none is made here, as it would wait for the device",
-    )

@@ -67,7 +67,7 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
         from vllm import _custom_ops  # which loads vLLM's kernels
 
         latent, rope = q
-        joined = latent.new_empty((*latent.shape[:2], latent.shape[2] + rope.shape[2]))
+        joined = latent.new_empty((*latent.shape[:2], latent.shape[2] + rope.shape[2]), dtype=latent.dtype)
         _custom_ops.concat_mla_q(latent, rope, joined)
         return joined
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import PagedCache, Selection
-from tamis.layout import Layout, plain_fp8, rows, v4_fp8
+from tamis.integrations.vllm.v4_formats import E4M3, listed, sees_every_entry, wrap
+from tamis.integrations.vllm.v4_metadata import in_use
 from tamis.ops import attend
-
-_LATENT, _ROPE = 448, 64
 
 
 def forward_decode(
@@ -34,8 +33,9 @@ def forward_decode(
     """Attend the decode tokens, which come first, and write into `output`.
 
     Args:
-        layer: with `compress_ratio`, `scale`, `attn_sink`, `swa_cache_layer.kv_cache`, and where an indexer selects,
-            its `topk_indices_buffer`.
+        layer: with `compress_ratio`, `scale`, `attn_sink`, `swa_cache_layer.kv_cache`, and where an indexer selects
+            (ratio 4), its `topk_indices_buffer`. `kv_cache_torch_dtype` says what the caches hold, `_k_scale_float`
+            and `_q_scale_float` the factors of e4m3 rows and queries.
         q: [decode tokens, H, 512], rotated.
         kv_cache: entries, packed (584 bytes), plain, or with one scale; None if `swa_only`.
         swa_metadata: the window's record.
@@ -43,20 +43,28 @@ def forward_decode(
         swa_only: the layer has a window only.
         output: [decode tokens, H or more, 512].
     """
-    count = swa_metadata.num_decode_tokens
-    indices, lengths = swa_metadata.decode_swa_indices[:, 0], swa_metadata.decode_swa_lens
-    selections = [Selection(_wrap(layer.swa_cache_layer.kv_cache, layer), indices, lengths)]
-    if not swa_only:
-        entries = _wrap(_given("kv_cache", kv_cache), layer)
-        slots = attn_metadata.c128a_global_decode_topk_indices
-        if slots is not None:
-            selections.append(Selection(entries, slots[:, 0], attn_metadata.c128a_decode_topk_lens))
-        else:
-            # Tokens that are not valid attend to nothing, whatever the indexer's buffer holds for them.
-            chosen = layer.topk_indices_buffer[:count]
-            limit = (swa_metadata.is_valid_token[:count] * chosen.shape[1]).int()
-            selections.append(_by_number(entries, chosen, limit, attn_metadata, 0))
-    _attend(layer, q, selections, output)
+    with in_use(swa_metadata, attn_metadata):
+        count = swa_metadata.num_decode_tokens
+        if count == 0:
+            return
+        indices, lengths = swa_metadata.decode_swa_indices[:, 0], swa_metadata.decode_swa_lens
+        selections = [Selection(wrap("swa_kv_cache", layer.swa_cache_layer.kv_cache, layer), indices, lengths)]
+        if not swa_only:
+            entries = wrap("kv_cache", _given("kv_cache", kv_cache), layer)
+            selections += _decode_entries(layer, entries, swa_metadata, attn_metadata, count)
+        _attend(layer, q, selections, output)
+
+
+def _decode_entries(layer: Any, entries: PagedCache, window: Any, record: Any, count: int) -> list[Selection]:
+    if len(record.block_table) == 0:
+        return []  # a step of padding alone
+    if sees_every_entry(layer, record):
+        slots = listed("c128a_global_decode_topk_indices", record.c128a_global_decode_topk_indices)
+        return [Selection(entries, slots[:, 0], record.c128a_decode_topk_lens)]
+    # Tokens that are not valid attend to nothing, whatever the indexer's buffer holds for them.
+    chosen = layer.topk_indices_buffer[:count]
+    limit = (window.is_valid_token[:count] * chosen.shape[1]).int()
+    return [_by_number(entries, chosen, limit, record, 0)]
 
 
 def forward_prefill(
@@ -82,19 +90,24 @@ def forward_prefill(
         attn_metadata: the layer's own record; None for layers with a window only.
         swa_metadata: the window's record.
     """
-    first, count = swa_metadata.num_decode_tokens, swa_metadata.num_prefill_tokens
-    q, positions, output = q[:count], positions[:count], output[:count]
-    indices, lengths = swa_metadata.prefill_swa_indices[:, 0], swa_metadata.prefill_swa_lens
-    selections = [Selection(_wrap(swa_k_cache, layer), indices, lengths)]
-    if compressed_k_cache is not None:
-        numbers = attn_metadata.c128a_prefill_topk_indices
-        if numbers is None:
-            numbers = layer.topk_indices_buffer[first : first + count]
-        # Padding has no window, and no entries either.
-        complete = torch.where(lengths > 0, (positions + 1) // layer.compress_ratio, 0)
-        limit = complete.clamp(0, numbers.shape[1]).int()
-        selections.append(_by_number(_wrap(compressed_k_cache, layer), numbers, limit, attn_metadata, first))
-    _attend(layer, q, selections, output)
+    with in_use(swa_metadata, attn_metadata):
+        first, count = swa_metadata.num_decode_tokens, swa_metadata.num_prefill_tokens
+        if count == 0:
+            return
+        q, positions, output = q[:count], positions[:count], output[:count]
+        indices, lengths = swa_metadata.prefill_swa_indices[:, 0], swa_metadata.prefill_swa_lens
+        selections = [Selection(wrap("swa_kv_cache", swa_k_cache, layer), indices, lengths)]
+        if compressed_k_cache is not None:
+            if sees_every_entry(layer, attn_metadata):
+                numbers = listed("c128a_prefill_topk_indices", attn_metadata.c128a_prefill_topk_indices)
+            else:
+                numbers = layer.topk_indices_buffer[first : first + count]
+            # Padding has no window, and no entries either.
+            complete = torch.where(lengths > 0, (positions + 1) // layer.compress_ratio, 0)
+            limit = complete.clamp(0, numbers.shape[1]).int()
+            entries = wrap("kv_cache", compressed_k_cache, layer)
+            selections.append(_by_number(entries, numbers, limit, attn_metadata, first))
+        _attend(layer, q, selections, output)
 
 
 def _by_number(cache: PagedCache, numbers: Tensor, lengths: Tensor, record: Any, first: int) -> Selection:
@@ -112,21 +125,9 @@ def _attend(layer: Any, q: Tensor, selections: list[Selection], output: Tensor) 
         scale=float(layer.scale),
         value_dim=output.shape[2],
         sink=layer.attn_sink[:heads],
-        q_scale=getattr(layer, "_q_scale_float", 1.0) if q.dtype == torch.float8_e4m3fn else 1.0,
+        q_scale=getattr(layer, "_q_scale_float", 1.0) if q.dtype == E4M3 else 1.0,
         out=output[:, :heads],
     )
-
-
-def _wrap(storage: Tensor, layer: Any) -> PagedCache:
-    layout = _layout(storage)
-    scale = getattr(layer, "_k_scale_float", 1.0) if layout.scale_mode == "tensor" else 1.0
-    return PagedCache.wrap(storage, layout, scale=scale)
-
-
-def _layout(storage: Tensor) -> Layout:
-    if storage.dtype in checks.FLOATS:
-        return rows(storage.dtype, latent=_LATENT, rope=_ROPE)
-    return v4_fp8() if storage.shape[-1] != _LATENT + _ROPE else plain_fp8(latent=_LATENT, rope=_ROPE)
 
 
 def _given(name: str, value: Tensor | None) -> Tensor:

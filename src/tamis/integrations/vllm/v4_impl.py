@@ -12,10 +12,9 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.integrations.flashinfer_v4 import trtllm_batch_decode_sparse_mla_dsv4
+from tamis.integrations.vllm.v4_formats import E4M3, declared_dtype, layout_of, listed, sees_every_entry
 from tamis.integrations.vllm.v4_indices import build_flashinfer_mixed_sparse_indices
-from tamis.integrations.vllm.v4_metadata import V4Metadata, V4WindowMetadata
-
-_E4M3 = torch.float8_e4m3fn
+from tamis.integrations.vllm.v4_metadata import V4Metadata, V4WindowMetadata, in_use
 
 
 def get_padded_num_q_heads(num_heads: int, sizes: Sequence[int] = (64, 128)) -> int:
@@ -33,7 +32,7 @@ def init_layer_buffers(layer: Any) -> None:
     Reads `layer.kv_cache_torch_dtype`, `layer.scale`, and the scales `_q_scale_float` and `_k_scale_float` (1.0 where
     they are missing).
     """
-    if layer.kv_cache_torch_dtype != _E4M3:
+    if layer.kv_cache_torch_dtype != E4M3:
         return
     q_scale = checks.positive_number("_q_scale_float", getattr(layer, "_q_scale_float", 1.0))
     kv_scale = checks.positive_number("_k_scale_float", getattr(layer, "_k_scale_float", 1.0))
@@ -81,9 +80,9 @@ class V4Impl:
 
         Args:
             layer: with `compress_ratio`, `window_size`, `scale`, `attn_sink`, `swa_cache_layer.kv_cache`; with a ratio
-                above 1 also `kv_cache`, and where an indexer selects, its `topk_indices_buffer`; with a per-tensor FP8
-                cache what `init_layer_buffers` put there.
-            q: [tokens or more, H, 512], rotated, in bf16, fp16, fp32, or e4m3.
+                above 1 also `kv_cache`, and where an indexer selects (ratio 4), its `topk_indices_buffer`.
+                `kv_cache_torch_dtype` says what the caches hold; with e4m3 also what `init_layer_buffers` put there.
+            q: [tokens or more, H, 512], rotated: e4m3 for a layer with an e4m3 cache, else bf16, fp16 or fp32.
             kv: not read: the caches already hold the step's rows.
             positions: not read: the records know them.
             output: [tokens or more, H or more, 512]; further heads and rows of padding become zeros.
@@ -94,13 +93,14 @@ class V4Impl:
         if swa_metadata is None:
             output.zero_()
             return
-        heads, total = q.shape[1], int(swa_metadata.query_start_loc_cpu[-1])
-        output[:, heads:].zero_()
-        output[total:].zero_()
-        if total == 0:
-            return
-        indices = self.build_sparse_indices(layer, swa_metadata, attn_metadata)
-        self._forward(layer, q[:total], output[:total, :heads], swa_metadata, indices)
+        with in_use(swa_metadata, attn_metadata):
+            factors = _factors(layer, q)
+            heads, total = q.shape[1], int(swa_metadata.query_start_loc_cpu[-1])
+            indices = self.build_sparse_indices(layer, swa_metadata, attn_metadata) if total else None
+            output[:, heads:].zero_()
+            output[total:].zero_()
+            if indices is not None:
+                self._forward(layer, q[:total], output[:total, :heads], swa_metadata, indices, factors)
 
     def build_sparse_indices(
         self, layer: Any, swa_metadata: V4WindowMetadata, attn_metadata: V4Metadata | None
@@ -132,9 +132,19 @@ class V4Impl:
             compress_ratio=ratio,
             **inputs,
         )
+        # Upstream looks at the slots of decodes only; a prefill token without one sees nothing here either.
+        slots[decodes:].masked_fill_(~window.is_valid_token[decodes:total].unsqueeze(1), -1)
         return MixedIndices(cache, window.seq_lens, slots, lengths)
 
-    def _forward(self, layer: Any, q: Tensor, output: Tensor, window: V4WindowMetadata, indices: MixedIndices) -> None:
+    def _forward(
+        self,
+        layer: Any,
+        q: Tensor,
+        output: Tensor,
+        window: V4WindowMetadata,
+        indices: MixedIndices,
+        factors: tuple[float | Tensor, float | Tensor],
+    ) -> None:
         starts, host = window.query_start_loc, window.query_start_loc_cpu
         requests = len(host) - 1
         first, second = slice(0, window.num_decodes), slice(window.num_decodes, requests)
@@ -143,7 +153,6 @@ class V4Impl:
             if begin == end:
                 continue
             rows = slice(begin, end)
-            before, after = _factors(layer, indices.compressed_kv_cache)
             trtllm_batch_decode_sparse_mla_dsv4(
                 query=q[rows],
                 swa_kv_cache=layer.swa_cache_layer.kv_cache,
@@ -153,8 +162,8 @@ class V4Impl:
                 sparse_topk_lens=indices.sparse_topk_lens[rows],
                 seq_lens=indices.seq_lens[part],
                 out=output[rows],
-                bmm1_scale=before,
-                bmm2_scale=after,
+                bmm1_scale=factors[0],
+                bmm2_scale=factors[1],
                 sinks=layer.attn_sink[: q.shape[1]],
                 # Each call counts its tokens from 0.
                 cum_seq_lens_q=starts[part.start : part.stop + 1] - begin,
@@ -164,8 +173,8 @@ class V4Impl:
 
 
 def _check_output(q: Tensor, output: Tensor) -> None:
-    checks.tensor("q", q, "T H D", (*checks.FLOATS, _E4M3))
-    dtype = torch.bfloat16 if q.dtype == _E4M3 else q.dtype
+    checks.tensor("q", q, "T H D", (*checks.FLOATS, E4M3))
+    dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
     checks.tensor("output", output, "T H D", (dtype,), device=q.device)
     if output.shape[0] != q.shape[0] or output.shape[2] != q.shape[2] or output.shape[1] < q.shape[1]:
         expected = f"[{q.shape[0]}, {q.shape[1]} or more, {q.shape[2]}] like q {list(q.shape)}"
@@ -176,7 +185,7 @@ def _no_entries(window: V4WindowMetadata, decodes: int, total: int) -> dict[str,
     return {
         "decode_compressed_indices": None,
         "decode_compressed_topk_lens": None,
-        "prefill_topk_indices": window.seq_lens.new_empty(total - decodes, 0),
+        "prefill_topk_indices": window.seq_lens.new_empty(total - decodes, 0, dtype=window.seq_lens.dtype),
         "compressed_block_table": None,
         "compressed_block_size": window.block_size,
         "topk": 0,
@@ -185,21 +194,20 @@ def _no_entries(window: V4WindowMetadata, decodes: int, total: int) -> dict[str,
 
 def _entries(layer: Any, window: V4WindowMetadata, record: V4Metadata, decodes: int, total: int) -> dict[str, Any]:
     """Entries chosen by the layer's indexer, or where it has none, all of them as the record lists them."""
-    chosen: Tensor | None = getattr(layer, "topk_indices_buffer", None)
+    every = sees_every_entry(layer, record)
     lengths, valid = None, None
-    if chosen is not None:
+    if not every:
+        chosen: Tensor = layer.topk_indices_buffer
         decode, prefill = chosen[:decodes], chosen[decodes:total]
         valid = window.is_valid_token[:decodes]
     else:
         slots, numbers = record.c128a_global_decode_topk_indices, record.c128a_prefill_topk_indices
-        given = slots if slots is not None else numbers
-        if given is None:
-            raise checks.refuse("attn_metadata", "a record with c128a rows", None, "build it for this layer's ratio")
-        nothing = given.new_empty(0, given.shape[-1])
+        given = listed("c128a rows", slots if slots is not None else numbers)
+        nothing = given.new_empty(0, given.shape[-1], dtype=given.dtype)
         decode = nothing if slots is None else slots[:decodes, 0]
         prefill = nothing if numbers is None else numbers[: total - decodes]
         counts = record.c128a_decode_topk_lens
-        lengths = window.seq_lens.new_empty(0) if counts is None else counts[:decodes]
+        lengths = window.seq_lens.new_empty(0, dtype=window.seq_lens.dtype) if counts is None else counts[:decodes]
     return {
         "decode_compressed_indices": decode,
         "decode_compressed_topk_lens": lengths,
@@ -207,12 +215,29 @@ def _entries(layer: Any, window: V4WindowMetadata, record: V4Metadata, decodes: 
         "compressed_block_table": record.block_table,
         "compressed_block_size": record.block_size // layer.compress_ratio,
         "topk": prefill.shape[1] if len(prefill) else 0,
-        "decode_compressed_indices_are_local": chosen is not None,
+        "decode_compressed_indices_are_local": not every,
         "decode_is_valid_token": valid,
     }
 
 
-def _factors(layer: Any, cache: Tensor) -> tuple[float | Tensor, float | Tensor]:
-    if cache.dtype == _E4M3:
-        return layer._flashinfer_fp8_bmm1_scale, layer._flashinfer_fp8_bmm2_scale
-    return float(layer.scale), 1.0
+def _factors(layer: Any, q: Tensor) -> tuple[float | Tensor, float | Tensor]:
+    """What to multiply with before and after the softmax. One factor stands for the query's and the cache's scale, so
+    both must be of the kind that it was made for."""
+    raw = layer.swa_cache_layer.kv_cache
+    declared = declared_dtype(layer, raw)
+    layout_of("swa_kv_cache", raw, layer)
+    if layer.compress_ratio > 1:
+        layout_of("kv_cache", layer.kv_cache, layer)
+    if (declared == E4M3) != (q.dtype == E4M3):
+        fitting = (E4M3,) if declared == E4M3 else checks.FLOATS
+        allowed = " or ".join(checks.dtype_name(dtype) for dtype in fitting)
+        received, remedy = checks.dtype_name(q.dtype), f"convert it with .to({fitting[0]})"
+        kind = checks.dtype_name(declared)
+        raise checks.refuse_type("q", f"{allowed} for the layer's {kind} cache", received, remedy)
+    if declared != E4M3:
+        return float(layer.scale), 1.0
+    names = ("_flashinfer_fp8_bmm1_scale", "_flashinfer_fp8_bmm2_scale")
+    for name in names:
+        if not hasattr(layer, name):
+            raise checks.refuse(f"layer.{name}", "set for an e4m3 cache", None, "call init_layer_buffers once")
+    return layer._flashinfer_fp8_bmm1_scale, layer._flashinfer_fp8_bmm2_scale

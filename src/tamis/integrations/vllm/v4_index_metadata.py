@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.batch import Batch
-from tamis.integrations.vllm.metadata import engine_batch
+from tamis.integrations.vllm.engine_batch import engine_batch
 from tamis.integrations.vllm.v4_backend import TamisV4Backend
 from tamis.integrations.vllm.v4_metadata import CompressedBuilder, decode_rows
 from tamis.plan import Plan
@@ -106,6 +106,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
 
     _cudagraph_support: ClassVar[Any] = "ALWAYS"
 
+    @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
         self,
         kv_cache_spec: Any,
@@ -151,7 +152,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
             seq_lens=plan.lengths,
             compressed_seq_lens=entries,
             query_start_loc=plan.query_starts,
-            slot_mapping=self._slot_mapping(plan, plan.block_table.clamp_min(0))[:actual],
+            slot_mapping=self._slot_mapping(plan)[:actual],
             block_table=plan.block_table,
             block_size=self.block_size,
             topk_tokens=self.topk_tokens,

@@ -1,7 +1,8 @@
 """vLLM's index builders for DeepSeek-V4, by their own names and arguments, on top of stage `select`.
 
 They differ from vLLM's where that is safer: widths are those of the buffers, rows are written in full, no table of the
-caller is changed, and tokens without a slot get -1 as well as a length of 0.
+caller is changed, pages that are absent are skipped when read, and tokens without a slot get -1 as well as a length of
+0. A ratio of 0, as checkpoints write it, is one of 1.
 """
 
 import torch
@@ -30,7 +31,8 @@ def get_compressed_slot_mapping(
     if num_tokens and len(seq_lens):
         requests, positions = token_places(query_start_loc, seq_lens, num_tokens)
         table = block_table[: len(seq_lens)].clamp_min(0)
-        select_entries(positions, requests, table, ratio=compress_ratio, page_size=storage_block_size, completed=found)
+        ratio, size = max(compress_ratio, 1), storage_block_size
+        select_entries(positions, requests, table, ratio=ratio, page_size=size, completed=found)
     return found
 
 
@@ -63,7 +65,7 @@ def build_c128a_topk_metadata(
         compress_ratio: tokens per entry.
         num_decode_tokens: how many of them are decodes.
         token_to_req_indices: int32 [T or more].
-        block_table: int32 [B, W]; negative entries count as 0, in a copy.
+        block_table: int32 [B, W]; the entries of an absent (negative) page are -1.
         block_size: entries per page.
         slot_mapping: [T or more], of the tokens themselves; negative: the token selects nothing.
         global_decode_buffer: int32 [max tokens, width] to write and cut the first result from.
@@ -79,13 +81,12 @@ def build_c128a_topk_metadata(
     decode, lengths = global_decode_buffer[:decodes, :width], decode_lens_buffer[:decodes]
     prefill = prefill_buffer[: total - decodes, :width]
     decode_lens_buffer[decodes:].zero_()
-    table = block_table.clamp_min(0)
     for rows, out, counts in ((slice(decodes), decode, lengths), (slice(decodes, total), prefill, None)):
         if len(out):
             select_entries(
                 positions[rows].int(),
                 token_to_req_indices[:total][rows].int(),
-                table,
+                block_table,
                 ratio=compress_ratio,
                 page_size=block_size,
                 every=out,
@@ -145,7 +146,7 @@ def combine_topk_swa_indices(
         requests,
         seq_lens - gather_lens,
         topk_indices[:, :columns] if columns else None,
-        ratio=compress_ratio,
+        ratio=max(compress_ratio, 1),
         window=window_size,
         entries=N,
         rows=M,
@@ -204,7 +205,7 @@ def build_flashinfer_mixed_sparse_indices(
         window_page=swa_block_size,
         entry_page=compressed_block_size,
         window=window_size,
-        ratio=compress_ratio,
+        ratio=max(compress_ratio, 1),
         topk=topk,
         slots=slots,
         lengths=lengths,

@@ -1,6 +1,7 @@
 """vLLM's per-step metadata of DeepSeek-V4 layers: one builder for compressed caches, one for the window's."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.integrations.vllm.metadata import engine_batch, model_field
+from tamis.integrations.vllm.engine_batch import engine_batch
+from tamis.integrations.vllm.metadata import model_field
+from tamis.integrations.vllm.v4_formats import EVERY
 from tamis.integrations.vllm.v4_indices import build_c128a_topk_metadata
 from tamis.ops import select_entries, select_window
 from tamis.plan import Limits, Plan
@@ -98,7 +101,7 @@ class _Builder:
         """Read the configs once and allocate every buffer.
 
         Args:
-            kv_cache_spec: with `block_size`, and `compress_ratio` for compressed caches.
+            kv_cache_spec: with `block_size`, and for compressed caches `compress_ratio` or `tokens_per_state`.
             layer_names: the layers this builder serves.
             vllm_config: with `model_config`, `scheduler_config`, `parallel_config` and, for speculative decoding,
                 `speculative_config`.
@@ -110,6 +113,10 @@ class _Builder:
         topk = model_field(model, "index_topk")
         if topk is None:
             raise checks.refuse("hf_config", "one with 'index_topk'", "none", "this is not a DeepSeek-V4 model")
+        ranks = getattr(vllm_config.parallel_config, "decode_context_parallel_size", None) or 1
+        if ranks != 1:
+            remedy = "each rank would hold a part of every request's rows, which no table here knows"
+            raise checks.refuse("decode_context_parallel_size", "1 for DeepSeek-V4", ranks, remedy)
         self.topk_tokens: int = topk
         self.window_size: int = model_field(model, "sliding_window") or 128
         self.block_size: int = kv_cache_spec.block_size
@@ -137,19 +144,24 @@ class _Builder:
 class CompressedBuilder(_Builder):
     """What builders of caches with one row per entry share: the ratio, and where completed entries go."""
 
+    @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
         self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
     ) -> None:
         """As above."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         ratio = getattr(kv_cache_spec, "compress_ratio", None)
-        self.compress_ratio = checks.integer("kv_cache_spec.compress_ratio", ratio, low=1)
+        if ratio is None:
+            ratio = getattr(kv_cache_spec, "tokens_per_state", None)  # its name from vLLM 0.32 on
+        # Checkpoints say 0 where nothing is compressed.
+        self.compress_ratio = max(1, checks.integer("kv_cache_spec.compress_ratio", ratio, low=0))
         if self.block_size % self.compress_ratio:
             expected = f"a multiple of the ratio {self.compress_ratio}"
             raise checks.refuse("kv_cache_spec.block_size", expected, self.block_size, "use 256")
         self.compressed_slot_mapping_buffer = self._each(torch.int64, -1) if self.compress_ratio > 1 else None
 
-    def _slot_mapping(self, plan: Plan, table: Tensor) -> Tensor:
+    def _slot_mapping(self, plan: Plan) -> Tensor:
+        """Where completed entries go. A token without a slot completes none, and none goes to a page that is absent."""
         buffer = self.compressed_slot_mapping_buffer
         if buffer is None:
             return plan.slots
@@ -159,10 +171,11 @@ class CompressedBuilder(_Builder):
             select_entries(
                 plan.positions,
                 plan.request_ids,
-                table,
+                plan.block_table,
                 ratio=self.compress_ratio,
                 page_size=self.block_size // self.compress_ratio,
                 completed=found,
+                own=plan.slots,
             )
         return found
 
@@ -173,6 +186,7 @@ class V4MetadataBuilder(CompressedBuilder):
     Where vLLM wants the tokens' positions, they are worked out from lengths and query starts.
     """
 
+    @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
         self,
         kv_cache_spec: Any,
@@ -184,7 +198,7 @@ class V4MetadataBuilder(CompressedBuilder):
     ) -> None:
         """As above; `every_entry` says whether these layers attend to all entries (so do those of ratio 128)."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.every_entry = self.compress_ratio == 128 if every_entry is None else every_entry
+        self.every_entry = self.compress_ratio == EVERY if every_entry is None else every_entry
         if self.every_entry:
             longest = -(-self.limits.max_length // self.compress_ratio)
             self.c128a_max_compressed = -(-longest // _ALIGN_COLUMNS) * _ALIGN_COLUMNS
@@ -200,8 +214,6 @@ class V4MetadataBuilder(CompressedBuilder):
         common = common_attn_metadata
         actual = int(common.num_actual_tokens)
         plan = self.planner.plan(engine_batch(common, self.limits))
-        # vLLM may leave negative entries in its table where a slot is computed all the same: page 0 takes those.
-        table = plan.block_table.clamp_min(0)
         return V4Metadata(
             plan=plan,
             num_reqs=int(common.num_reqs),
@@ -209,15 +221,15 @@ class V4MetadataBuilder(CompressedBuilder):
             max_seq_len=int(common.max_seq_len),
             num_actual_tokens=actual,
             query_start_loc=plan.query_starts,
-            slot_mapping=self._slot_mapping(plan, table)[:actual],
+            slot_mapping=self._slot_mapping(plan)[:actual],
             block_table=plan.block_table,
             req_id_per_token=plan.request_ids[:actual],
             block_size=self.block_size,
             topk_tokens=self.topk_tokens,
-            **self._every(plan, table, actual),
+            **self._every(plan, actual),
         )
 
-    def _every(self, plan: Plan, table: Tensor, actual: int) -> dict[str, Tensor | None]:
+    def _every(self, plan: Plan, actual: int) -> dict[str, Tensor | None]:
         if not self.every_entry or actual == 0 or plan.requests == 0:
             return {}
         decodes = decode_rows(plan, actual)
@@ -226,7 +238,7 @@ class V4MetadataBuilder(CompressedBuilder):
             self.compress_ratio,
             decodes,
             plan.request_ids,
-            table,
+            plan.block_table,
             self.block_size // self.compress_ratio,
             plan.slots,
             self.c128a_global_decode_buffer,
@@ -243,6 +255,7 @@ class V4MetadataBuilder(CompressedBuilder):
 class V4WindowMetadataBuilder(_Builder):
     """Makes a `V4WindowMetadata` per step."""
 
+    @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
         self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
     ) -> None:
@@ -325,6 +338,17 @@ class V4WindowMetadataBuilder(_Builder):
             new = (plan.query_starts[1:] - plan.query_starts[:-1])[plan.split.decodes :]
             found.copy_(new + (lengths - new).clamp_max_(self.window_size - 1))
         return found
+
+
+def in_use(*records: Any) -> ExitStack:
+    """The block in which attention runs on these records. Those of the builders here are refused once their builder has
+    planned another step, which has overwritten them; other engines' records have no plan to ask."""
+    block = ExitStack()
+    for record in records:
+        using = getattr(getattr(record, "plan", None), "using", None)
+        if using is not None:
+            block.enter_context(using())
+    return block
 
 
 def decode_rows(plan: Plan, actual: int) -> int:

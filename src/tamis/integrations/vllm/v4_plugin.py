@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from tamis.integrations.vllm import V4_SOURCES
+from tamis.integrations.vllm import BACKEND, V4_SOURCES
 
 _OTHER_FORMAT = "DeepSeek-V4.1 has another cache format"
 _REFUSED = {
@@ -41,7 +41,7 @@ def _checked(model_class: type[Any], name: str) -> type[Any]:
         if not _chosen(vllm_config):
             model_class.__init__(self, vllm_config=vllm_config, prefix=prefix)
             return
-        refusal = _REFUSED.get(name)
+        refusal = _REFUSED.get(name) or _parallel_refusal(vllm_config)
         if refusal is not None:
             remedy = "choose another attention backend"
             raise ValueError(f"tamis does not run {model_class.__name__}: {refusal}; {remedy}")
@@ -55,10 +55,17 @@ def _checked(model_class: type[Any], name: str) -> type[Any]:
     return type(model_class.__name__, (model_class,), members)
 
 
+def _parallel_refusal(vllm_config: Any) -> str | None:
+    ranks = getattr(getattr(vllm_config, "parallel_config", None), "decode_context_parallel_size", None) or 1
+    return None if ranks == 1 else f"its rows cannot be spread over {ranks} ranks (decode context parallelism)"
+
+
 def _chosen(vllm_config: Any) -> bool:
+    """Whether tamis was chosen: CUSTOM, unless a plugin that was loaded later has made it its own."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    return vllm_config.attention_config.backend is AttentionBackendEnum.CUSTOM
+    custom = AttentionBackendEnum.CUSTOM
+    return vllm_config.attention_config.backend is custom and custom.get_path() == BACKEND
 
 
 def replace_attention() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from tamis import checks
 from tamis.cache import Selection
 from tamis.cuda.compiler import Program
 from tamis.cuda.launch import Launch, kernel
@@ -33,6 +34,7 @@ from tamis.ops.combine.triton_kernels import combine_with_maxima
 if TYPE_CHECKING:
     from tamis.testing.offline_cuda import CudaCase
 
+NAME = "few heads"
 GROUP = 16
 """Heads that one team of warps works on: the rows of the matrix instruction."""
 STAGE = 32
@@ -178,19 +180,29 @@ BF16_ROWS = Variants(Variant(2, 2, 1, True), Variant(1, 2, 2, True), Variant(1, 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
     """Why these kernels cannot do it, None if they can."""
     if q.dtype not in QUERY_DTYPES:
-        return f"queries in {q.dtype}"
+        return f"queries are {checks.dtype_name(q.dtype)}, not bfloat16 or float16"
     if value_dim != VALUE_DIM:
-        return f"values of {value_dim} columns, not {VALUE_DIM}"
+        return f"values are {value_dim} wide, not {VALUE_DIM}"
     for selection in selections:
         held = selection.cache
         bf16_rows = _rows_are_bf16(held.layout.key)
         if bf16_rows is None:
-            return f"rows of the layout {held.layout.name}"
+            return f"rows are {held.layout.name}, not v32-fp8 or v32-bf16"
         if bf16_rows and q.dtype != torch.bfloat16:
-            return f"queries in {q.dtype} over rows of the layout {held.layout.name}"
+            return f"queries are {checks.dtype_name(q.dtype)}, not bfloat16, over {held.layout.name} rows"
         if held.page_stride % COPY_ALIGNMENT or held.storage.data_ptr() % COPY_ALIGNMENT:
-            return f"rows that do not start at a multiple of {COPY_ALIGNMENT} bytes"
+            return f"rows do not start at multiples of {COPY_ALIGNMENT} bytes"
     return None
+
+
+def source(q: Tensor, selections: Sequence[Selection], multiprocessors: int) -> str:
+    """The file that runs a call which these kernels take."""
+    tokens, heads, _ = q.shape
+    names = [
+        usual_variant(tokens, heads, multiprocessors, bool(_rows_are_bf16(s.cache.layout.key))).source
+        for s in selections
+    ]
+    return " and ".join(f"{name}.cu" for name in dict.fromkeys(names))
 
 
 @cache

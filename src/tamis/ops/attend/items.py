@@ -70,8 +70,8 @@ class Target(NamedTuple):
     @classmethod
     def empty(cls, *shape: int, device: torch.device) -> "Target":
         """Room in float32 for the results of a shape [..., T, H]."""
-        lse = torch.empty(shape, device=device)
-        return cls(torch.empty(*shape, VALUE_DIM, device=device), lse, torch.empty_like(lse))
+        lse = torch.empty(shape, dtype=torch.float32, device=device)
+        return cls(torch.empty(*shape, VALUE_DIM, dtype=torch.float32, device=device), lse, torch.empty_like(lse))
 
     def addresses(self) -> tuple[int, int, int]:
         """Where its memory is."""
@@ -96,7 +96,7 @@ def attend_in_items(
     second, which are merged then.
     """
     tokens, heads, _ = out.shape
-    lse = torch.empty(tokens, heads, device=out.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=out.device)
     whole = Target(out, lse, torch.empty_like(lse))
     parts = Target.empty(cut.parts, tokens - cut.whole, heads, device=out.device)
     launch(whole, parts)

@@ -29,6 +29,7 @@ from tamis.ops.combine.triton_kernels import combine_with_maxima
 if TYPE_CHECKING:
     from tamis.testing.offline_cuda import CudaCase
 
+NAME = "many heads"
 HEADS = 64
 """Of a block."""
 SELECTIONS = 2
@@ -70,11 +71,17 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
         return f"there are {len(selections)} selections, more than {SELECTIONS}"
     kinds = {rows_of(s.cache.layout) for s in selections}
     if None in kinds or len(kinds) > 1:
-        return "caches are not all v32-fp8, all v4-fp8, or all v32-bf16"
+        found = ", ".join(dict.fromkeys(s.cache.layout.name for s in selections))
+        return f"caches are {found}, not all v32-fp8, all v4-fp8, or all v32-bf16"
     for held in (s.cache for s in selections):
         if held.page_stride % 16 or held.storage.data_ptr() % 16:
             return "rows do not start at multiples of 16 bytes"
     return None
+
+
+def source(q: Tensor, selections: Sequence[Selection], multiprocessors: int) -> str:
+    """The file that runs a call which these kernels take."""
+    return _rows(selections).source
 
 
 def rows_of(layout: Layout) -> Rows | None:

@@ -9,6 +9,7 @@ from tamis.cache import Selection
 from tamis.ops.combine import reference as combine
 from tamis.ops.gather.reference import decode_rows
 from tamis.ops.translate.reference import translate_positions
+from tamis.products import float32_products, multiply
 
 _WORKING_BYTES = 32 * 2**20
 """Dequantised rows held at once: small enough to stay in the last-level cache, large enough for full matrix speed."""
@@ -35,7 +36,7 @@ def selected_rows(
         )
     valid = (slots >= 0) & (slots < cache.rows)
     if selection.lengths is not None:
-        columns = torch.arange(slots.shape[1], device=slots.device)
+        columns = torch.arange(slots.shape[1], dtype=torch.int64, device=slots.device)
         valid &= columns < selection.lengths[start:end].unsqueeze(1)
     if trim:
         used = valid.any(0).nonzero()
@@ -53,22 +54,23 @@ def attend_slots(
     """Partial outputs [S, T, H, V], natural-log lse [S, T, H] and maxima [S, T, H]; see `tamis.ops.attend_slots`."""
     splits = splits or 1
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if q.dtype == torch.float64 else float32_products(q.device)
     tokens, heads, width = q.shape
     columns = sum(s.slots.shape[1] for s in selections)
     out = torch.zeros(splits, tokens, heads, value_dim, dtype=dtype, device=q.device)
     lse = torch.full((splits, tokens, heads), -torch.inf, dtype=dtype, device=q.device)
     top = torch.full_like(lse, -torch.inf)
-    step = max(1, _WORKING_BYTES // max(1, columns * width * dtype.itemsize))
+    step = max(1, _WORKING_BYTES // max(1, columns * width * wide.itemsize))
     per_split = -(-columns // splits)
     # Short contexts leave most of a wide selection empty. Looking would wait for a device, and would move the bounds
     # of splits.
     trim = splits == 1 and q.device.type == "cpu"
     for start in range(0, tokens, step):
         end = min(start + step, tokens)
-        pairs = [selected_rows(s, start, end, dtype, trim=trim) for s in selections]
+        pairs = [selected_rows(s, start, end, wide, trim=trim) for s in selections]
         keys = pairs[0][0] if len(pairs) == 1 else torch.cat([p[0] for p in pairs], dim=1)
         valid = torch.cat([p[1] for p in pairs], dim=1)
-        logits = torch.bmm(q[start:end].to(dtype), keys.transpose(1, 2)) * scale
+        logits = multiply(torch.bmm, q[start:end].to(wide), keys.transpose(1, 2)) * scale
         logits.masked_fill_(~valid.unsqueeze(1), -torch.inf)
         for split in range(splits):
             span = slice(split * per_split, min((split + 1) * per_split, columns))
@@ -79,7 +81,7 @@ def attend_slots(
             # An empty row has a maximum of -inf; subtracting 0 instead keeps its weights at exp(-inf) = 0.
             weights = torch.exp(part - peak.masked_fill(peak == -torch.inf, 0.0).unsqueeze(-1))
             total = weights.sum(-1)
-            values = torch.bmm(weights, keys[:, span, :value_dim])
+            values = multiply(torch.bmm, weights, keys[:, span, :value_dim])
             out[split, start:end] = values / total.masked_fill(total == 0, 1.0).unsqueeze(-1)
             lse[split, start:end] = torch.where(total > 0, peak + total.log(), peak)
             top[split, start:end] = peak

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import PagedCache, Selection
-from tamis.layout import Layout
+from tamis.layout import Layout, from_key
 from tamis.ops.attend.triton_grouped import GROUPS, attend_groups_kernel
 from tamis.ops.attend.triton_rowwise import attend_rows_kernel
 from tamis.ops.combine.triton_kernels import combine_with_maxima
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from tamis.testing.offline import OfflineCase
 
 
-MAX_LATENT = 512
-"""A wider accumulator does not fit the registers."""
+MAX_LATENT, MAX_ROPE = 512, 256
+"""A wider accumulator does not fit the registers; wider rows do not fit the smallest shared memory."""
+LEAST_SHARED = 99 * 1024
+"""Bytes that a block may have on every NVIDIA GPU from compute capability 8.0 on. AMD's may have fewer, but there the
+operands stay in registers, and the small launches take half of what they have."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +46,54 @@ class Launch:
 OVERHEAD_BLOCKS = 2
 """What a program costs beside its loop, in steps of it: queries, output, and its share of the merge."""
 GROUPED = Launch(16, 32, 4, 1, grouped=True, per_core=2)
+SMALL, SMALLEST = Launch(16, 32, 4, 1, per_core=2), Launch(16, 16, 4, 1)
+LARGE = Launch(64, 64, 8, 2)
+NOT_AHEAD = Launch(64, 64, 8, 1)
+"""For unquantised rows where both operands of a matrix instruction lie in shared memory (`both_in_shared`): Triton 3.6
+keeps rows that are copied ahead there three times."""
 
 
-def choose_launch(heads: int, shared_memory: int, *, compute: torch.dtype, grouped: bool) -> Launch:
-    """The kernel and its blocks, which fit the device's shared memory; `grouped` tells whether rows can be grouped.
+@lru_cache(1024)
+def choose_launch(
+    key: str, query: torch.dtype, heads: int, value_dim: int, shared_memory: int, both_in_shared: bool = False
+) -> Launch:
+    """The kernel and its blocks for rows of the layout of that key, so that they fit the device's shared memory.
 
     Up to 16 heads are one tile of the small matrix instruction. More heads go 64 at a time where there is room for such
     tiles; at 32 heads half a tile is empty, which is still faster than two of 16. Measured on an H200; elsewhere the
-    small tile fits everywhere.
+    small tile fits everywhere. Queries of two parts fill the shared memory twice: in blocks of 64 heads there would be
+    room for 32 rows, and kilobytes of registers spilled. `both_in_shared` is true for Blackwell's data-centre GPUs.
     """
+    layout = from_key(key)  # a string knows its hash, a layout works it out on every call
+    grouped = can_group(layout, value_dim)
+    compute = compute_dtype(query, layout, grouped=grouped)
     if compute == torch.float32:
-        return Launch(16, 16, 4, 1)
-    if heads > 16 and shared_memory >= 200 * 1024:
-        return Launch(64, 64, 8, 2)
-    return GROUPED if grouped else Launch(16, 32, 4, 1, per_core=2)
+        return SMALLEST
+    if layout.scale_mode == "exact":
+        return GROUPED
+    if heads > 16 and shared_memory >= 200 * 1024 and query_parts(query, compute) == 1:
+        launch = NOT_AHEAD if both_in_shared and not layout.quantised else LARGE
+        if shared_bytes(launch, layout, query) <= shared_memory:
+            return launch
+    if grouped:
+        return GROUPED
+    return SMALL if shared_bytes(SMALL, layout, query) <= max(shared_memory, LEAST_SHARED) else SMALLEST
+
+
+def shared_bytes(launch: Launch, layout: Layout, query: torch.dtype) -> int:
+    """No launch of `triton_rowwise` takes more shared memory than this; offline compilation compares.
+
+    Queries and rows, and rows in bf16 once more, where they are copied ahead or laid out anew between keys and values;
+    then weights and scales.
+    """
+    compute = compute_dtype(query, layout, grouped=False)
+    parts = query_parts(query, compute)
+    once = compute == torch.float32 or (layout.quantised and launch.stages == 1)
+    rows = launch.block_h * parts + (1 if once else 2) * launch.block_n
+    widths = row_widths(layout)
+    columns: int = widths["BLOCK_L"] + (widths["BLOCK_T"] if widths["TAIL"] else 0)
+    scales: int = launch.block_n * widths["BLOCK_L"] // widths["TILE"] * 4 if layout.tile else 0
+    return rows * columns * compute.itemsize + 2 * launch.block_h * launch.block_n * (parts - 1) + scales + 2048
 
 
 @lru_cache(1024)
@@ -79,7 +116,9 @@ def attend_slots(
     """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
     q = _plain_query(q)
     launches = [_plan_launch(q, s, value_dim, splits) for s in selections]
-    out = torch.empty(sum(count for _, count in launches), *q.shape[:2], value_dim, device=q.device)
+    out = torch.empty(
+        sum(count for _, count in launches), *q.shape[:2], value_dim, dtype=torch.float32, device=q.device
+    )
     return out, *_launch_all(q, selections, launches, scale, None, out)
 
 
@@ -105,7 +144,7 @@ def attend_into(
     if parts == 1 and out.stride(2) == 1:
         lse, top = _launch_all(q, selections, launches, scale, sink, out.unsqueeze(0))
         return lse[0], top[0]
-    room = torch.empty(parts, *q.shape[:2], value_dim, device=q.device)
+    room = torch.empty(parts, *q.shape[:2], value_dim, dtype=torch.float32, device=q.device)
     lse, top = _launch_all(q, selections, launches, scale, None, room)
     return combine_with_maxima(room, lse, top, sink, out)
 
@@ -144,6 +183,8 @@ def check_attend(q: Tensor, selections: Sequence[Selection], value_dim: int) -> 
         if layout.latent > MAX_LATENT or layout.tile & (layout.tile - 1):
             expected = f"a latent part of at most {MAX_LATENT} in tiles of a power of two, for the triton backend"
             raise checks.refuse("cache", expected, f"{layout.latent} in tiles of {layout.tile}", remedy)
+        if layout.rope > MAX_ROPE:
+            raise checks.refuse("cache", f"at most {MAX_ROPE} rope columns for the triton backend", layout.rope, remedy)
         if layout.packed:
             raise checks.refuse("cache", "in e4m3 or 16 and more bits for the triton backend", layout.name, remedy)
 
@@ -156,16 +197,13 @@ def _plain_query(q: Tensor) -> Tensor:
 
 def _plan_launch(q: Tensor, selection: Selection, value_dim: int, splits: int | None) -> tuple[Launch, int]:
     tokens, heads, _ = q.shape
-    columns, layout = selection.slots.shape[1], selection.cache.layout
-    grouped = can_group(layout, value_dim)
+    columns, key = selection.slots.shape[1], selection.cache.layout.key
     if q.device.type == "cpu":
-        shared, cores = 0, 1
+        cores, launch = 1, choose_launch(key, q.dtype, heads, value_dim, 0)
     else:
         properties: Any = torch.cuda.get_device_properties(q.device)
-        shared, cores = properties.shared_memory_per_block_optin, properties.multi_processor_count
-    launch = choose_launch(heads, shared, compute=compute_dtype(q.dtype, layout, grouped=grouped), grouped=grouped)
-    if layout.scale_mode == "exact" and grouped and q.dtype != torch.float32:
-        launch = GROUPED
+        cores, room = properties.multi_processor_count, properties.shared_memory_per_block_optin
+        launch = choose_launch(key, q.dtype, heads, value_dim, room, properties.major in (10, 11))
     if splits is None:
         programs = tokens * triton.cdiv(heads, launch.block_h)
         splits = choose_splits(programs, columns, launch.block_n, launch.per_core * cores)
@@ -184,6 +222,11 @@ def compute_dtype(query: torch.dtype, layout: Layout, *, grouped: bool) -> torch
     exact = query == torch.float32 or layout.element in (torch.float32, torch.float16)
     exact = exact or (layout.scale_mode == "exact" and not grouped)
     return torch.float32 if exact else torch.bfloat16
+
+
+def query_parts(query: torch.dtype, compute: torch.dtype) -> int:
+    """How many numbers of the compute dtype make one of a query: fp16 has more bits than bf16."""
+    return 2 if compute == torch.bfloat16 and query == torch.float16 else 1
 
 
 def launch_arguments(
@@ -245,7 +288,7 @@ def launch_arguments(
         "split_columns": triton.cdiv(columns, parts),
         "NATIVE": has_native_e4m3(q.device),
         "COMPUTE": tl.float32 if compute == torch.float32 else tl.bfloat16,
-        "PARTS": 2 if compute == torch.bfloat16 and q.dtype == torch.float16 else 1,
+        "PARTS": query_parts(q.dtype, compute),
         "VALUE_DIM": out.shape[-1],
         "VALUES_ROW": values_row,
         "SCALES_ROW": scales_row,
@@ -271,55 +314,39 @@ def _grouped_widths(layout: Layout) -> dict[str, Any]:
 
 
 def _row_arguments(cache: PagedCache, launch: Launch) -> dict[str, Any]:
-    layout = cache.layout
+    return {
+        "cache_scale": 1.0 if isinstance(cache.scale, Tensor) else cache.scale,
+        "cache_scale_factor": cache.scale if isinstance(cache.scale, Tensor) else None,
+        **row_widths(cache.layout),
+        "STAGES": launch.stages,
+    }
+
+
+def row_widths(layout: Layout) -> dict[str, Any]:
+    """How `triton_rowwise` cuts a row into a latent part and a tail."""
     mode = {"none": "plain", "tensor": "tensor", "exponent": "exponent"}.get(layout.scale_mode, "tile")
     # Unquantised rows have no tiles: they are cut where a power of two ends.
     latent = layout.latent if mode in ("tile", "exponent") else min(512, triton.next_power_of_2(layout.width + 1) // 2)
     rest = layout.width - latent
     return {
-        "cache_scale": 1.0 if isinstance(cache.scale, Tensor) else cache.scale,
-        "cache_scale_factor": cache.scale if isinstance(cache.scale, Tensor) else None,
         "MODE": mode,
         "LATENT": latent,
         "BLOCK_L": max(16, triton.next_power_of_2(latent)),
         "TILE": layout.tile or latent,
         "TAIL": rest,
         "BLOCK_T": max(16, triton.next_power_of_2(rest)) if rest else 16,
-        "STAGES": launch.stages,
     }
 
 
 def offline_cases() -> Iterator["OfflineCase"]:
     """Launches that `tamis.testing.offline` compiles."""
-    from tamis.layout import named
-    from tamis.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase
+    from tamis.ops.attend import triton_offline
 
-    large = ("sm_90", "sm_100")
-    small = {True: NATIVE_E4M3, False: tuple(t for t in TARGETS if t not in NATIVE_E4M3)}
-    for layout, heads, translate in (
-        (named("v32-fp8"), 16, True),
-        (named("v32-fp8"), 64, False),
-        (named("v32-bf16"), 16, False),
-        (named("v32-fp32"), 16, False),
-        (named("v4-fp8"), 64, False),
-    ):
-        cache = PagedCache(layout, 2, 64)
-        q = torch.zeros(2, heads, cache.layout.width, dtype=torch.bfloat16)
-        ids, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int32)
-        lookup = (ids, table) if translate else (None, None)
-        selection = Selection(cache, torch.zeros(2, 2048, dtype=torch.int32), ids, *lookup)
-        out, lse, sink = torch.zeros(1, 2, heads, 512), torch.zeros(1, 2, heads), torch.zeros(heads)
-        grouped = can_group(layout, 512)
-        compute = compute_dtype(q.dtype, layout, grouped=grouped)
-        for room, native, targets in (
-            (0, True, small[True]),
-            (0, False, small[False]),
-            (227 * 1024, True, large),
-        ):
-            launch = choose_launch(heads, room, compute=compute, grouped=grouped)
-            arguments, options = launch_arguments(q, selection, 0.1, sink, launch, 1, out, lse, lse)
-            arguments["NATIVE"] = native
-            label = f"attend {layout.name}, {heads} heads, {launch.block_h}x{launch.block_n}"
-            label += ", grouped" if launch.grouped else ""
-            kernel = attend_groups_kernel if launch.grouped else attend_rows_kernel
-            yield OfflineCase.of_launch(kernel, arguments, options, label, targets)
+    yield from triton_offline.cases()
+
+
+def every_offline_case() -> Iterator["OfflineCase"]:
+    """A launch of every program that dtypes, formats and widths can ask for."""
+    from tamis.ops.attend import triton_offline
+
+    yield from triton_offline.cases(every=True)

@@ -140,9 +140,10 @@ def offline_cases() -> Iterator["OfflineCase"]:
     """Launches that `tamis.testing.offline` compiles."""
     from tamis.testing.offline import OfflineCase
 
-    for count, tokens, sink in ((2, 128, None), (64, 1, torch.zeros(16))):
-        parts, lses = torch.zeros(count, tokens, 16, 512), torch.zeros(count, tokens, 16)
-        out = torch.zeros(tokens, 16, 512, dtype=torch.bfloat16)
+    for count, tokens, sink in ((2, 128, None), (64, 1, torch.zeros(16, dtype=torch.float32, device="cpu"))):
+        parts = torch.zeros(count, tokens, 16, 512, dtype=torch.float32, device="cpu")
+        lses = torch.zeros(count, tokens, 16, dtype=torch.float32, device="cpu")
+        out = torch.zeros(tokens, 16, 512, dtype=torch.bfloat16, device="cpu")
         arguments = _arguments(parts, lses, sink, out, lses[0], None if sink is None else lses, lses[0])
         label = f"combine {count} parts" + (", sink" if sink is not None else "")
         yield OfflineCase.of_launch(combine_kernel, arguments, {"num_warps": 4}, label)

@@ -121,7 +121,7 @@ def check_compress_kv(
     check_rotary(rotary["R"], width)
     _check_recipe(cache, rotary["R"], names[1])
     checks.positive_number("eps", eps)
-    _check_values(state, cache, positions, pages, slots, rotary["P"])
+    _check_values(state, cache, positions, pages, slots, rotary["P"], names)
     if checks.visible(positions):
         # An entry is turned at the position of its span's first token.
         checks.finite_rows("cos_sin", cos_sin, torch.where(positions >= ratio - 1, positions + 1 - ratio, -1))
@@ -162,11 +162,17 @@ def _check_recipe(cache: PagedCache, rotary: int, name: str) -> None:
 
 
 def _check_values(
-    state: PagedCache, cache: PagedCache, positions: Tensor, pages: StatePages, slots: Tensor, longest: int
+    state: PagedCache,
+    cache: PagedCache,
+    positions: Tensor,
+    pages: StatePages,
+    slots: Tensor,
+    longest: int,
+    names: tuple[str, str],
 ) -> None:
     lowest = -(2**62)
     checks.values_between("positions", positions, lowest, longest - 1, "make a longer cos_sin table")
-    checks.values_between("slots", slots, lowest, cache.rows - 1, f"the cache has {cache.rows} rows; use -1 to skip")
-    checks.values_between("pages.slots", pages.slots, lowest, state.rows - 1, f"the state has {state.rows} rows")
+    checks.values_between("slots", slots, lowest, cache.rows - 1, f"{names[1]} has {cache.rows} rows; use -1 to skip")
+    checks.values_between("pages.slots", pages.slots, lowest, state.rows - 1, f"{names[0]} has {state.rows} rows")
     requests = pages.block_table.shape[0]
     checks.values_between("pages.request_ids", pages.request_ids, 0, requests - 1, "each must name a block-table row")

@@ -49,7 +49,7 @@ def compress_kv(
 def span_slots(state: PagedCache, last: Tensor, request_ids: Tensor, block_table: Tensor, span: int) -> Tensor:
     """State slots [N, span] of the tokens up to and including `last`; -1 before a request's start and where its table
     has no page."""
-    position = last.unsqueeze(1) - torch.arange(span - 1, -1, -1, device=last.device)
+    position = last.unsqueeze(1) - torch.arange(span - 1, -1, -1, dtype=torch.int64, device=last.device)
     page = position // state.page_size
     request = request_ids.long().unsqueeze(1)
     requests, width = block_table.shape

@@ -250,10 +250,14 @@ def offline_cases() -> Iterator["OfflineCase"]:
     for layout, ratio, overlapping, dtype, hadamard in kinds:
         state = PagedCache(compressor_state(dim=layout.width, overlapping=overlapping), 2, 4)
         channels = state.layout.width // 2
-        tokens = torch.empty(2, channels, dtype=dtype)
-        ids = torch.zeros(2, dtype=torch.int32)
-        pages = (ids, ids.long(), ids, torch.zeros(2, 32, dtype=torch.int32), ids.long())
-        weights = (torch.empty(ratio, channels), torch.empty(layout.width), torch.empty(9, 64))
+        tokens = torch.empty(2, channels, dtype=dtype, device="cpu")
+        ids = torch.zeros(2, dtype=torch.int32, device="cpu")
+        pages = (ids, ids.long(), ids, torch.zeros(2, 32, dtype=torch.int32, device="cpu"), ids.long())
+        weights = (
+            torch.empty(ratio, channels, dtype=torch.float32, device="cpu"),
+            torch.empty(layout.width, dtype=torch.float32, device="cpu"),
+            torch.empty(9, 64, dtype=torch.float32, device="cpu"),
+        )
         arguments = _arguments(tokens, tokens, state, PagedCache(layout, 2, 2), *pages, *weights, 1e-6, hadamard)
         how = f"{ratio}{' overlapping' * overlapping}{' by Hadamard' * hadamard}"
         label = f"compress {layout.name} {how} from {dtype}".replace("torch.", "")

@@ -25,7 +25,7 @@ def fetch_field(cache: PagedCache, field: Field, slots: Tensor) -> Tensor:
 def decode_e2m1(codes: Tensor, exponents: Tensor) -> Tensor:
     """float32 values [..., D] of packed rows [..., D / 2] under exponent bytes [..., tiles]; see `Layout.packed`."""
     code = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-    size = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+    size = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32, device=codes.device)
     values = torch.cat((size, -size))[code.long()].unflatten(-1, (exponents.shape[-1], -1))
     factors = torch.exp2(exponents.float() - 127).masked_fill(exponents == 255, torch.nan)
     rows: Tensor = (values * factors.unsqueeze(-1)).flatten(-2)
@@ -72,7 +72,7 @@ def request_slots(
     on the host: each row finds its request by a search in `starts`."""
     if block_table.numel() == 0:
         return torch.full((rows,), -1, dtype=torch.int64, device=block_table.device)
-    row = torch.arange(rows, device=block_table.device)
+    row = torch.arange(rows, dtype=torch.int64, device=block_table.device)
     request = torch.searchsorted(starts.long(), row, right=True) - 1
     known = request.clamp_min(0)
     offset = row - starts.long()[known]

@@ -345,7 +345,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
     """Launches that `tamis.testing.offline` compiles."""
     from tamis.testing.offline import NATIVE_E4M3, OfflineCase
 
-    table, ones = torch.zeros(32, 128, dtype=torch.int32), torch.ones(32, dtype=torch.int32)
+    table, ones = torch.zeros(32, 128, dtype=torch.int32, device="cpu"), torch.ones(32, dtype=torch.int32, device="cpu")
     for name, dtype in (
         ("v32-fp8", torch.bfloat16),
         ("v4-fp8", torch.bfloat16),
@@ -354,7 +354,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
         ("index-mxfp4", torch.bfloat16),
     ):
         cache = PagedCache(name, 2, 64)
-        out = torch.empty(16, cache.layout.width, dtype=dtype)
+        out = torch.empty(16, cache.layout.width, dtype=dtype, device="cpu")
         requests = _requests(cache, table, ones, ones, ones) | {"slots": None}
         arguments = _read_arguments(cache, out, requests)
         label = f"gather {name} to {dtype}".replace("torch.", "")
@@ -365,16 +365,28 @@ def offline_cases() -> Iterator["OfflineCase"]:
                 read_rows, arguments, _options(arguments), f"{label}, native", targets=NATIVE_E4M3
             )
     # Triton makes constants of arguments that are 1, which is another program.
-    cache = PagedCache("plain-fp8", 1, 1, scale=torch.ones(()))
+    cache = PagedCache("plain-fp8", 1, 1, scale=torch.ones((), dtype=torch.float32, device="cpu"))
     requests = _requests(cache, table[:1, :1], ones[:1], ones[:1], ones[:1]) | {"slots": None}
-    arguments = _read_arguments(cache, torch.empty(1, 576), requests)
+    arguments = _read_arguments(cache, torch.empty(1, 576, dtype=torch.float32, device="cpu"), requests)
     yield OfflineCase.of_launch(read_rows, arguments, _options(arguments), "gather plain-fp8, one of everything")
     cache = PagedCache(named("v32-fp8", latent=128, rope=32), 2, 64)
-    arguments = _read_arguments(cache, torch.empty(16, 160), _no_requests(cache) | {"slots": torch.arange(16)})
+    arguments = _read_arguments(
+        cache,
+        torch.empty(16, 160, dtype=torch.float32, device="cpu"),
+        _no_requests(cache) | {"slots": torch.arange(16, dtype=torch.int64, device="cpu")},
+    )
     yield OfflineCase.of_launch(read_rows, arguments, _options(arguments), f"read {cache.layout.name} to float32")
     for name, values, scales in (
-        ("index-fp8", torch.empty(16, 128, dtype=torch.uint8), torch.empty(16)),
-        ("index-mxfp4", torch.empty(16, 64, dtype=torch.uint8), torch.empty(16, 4, dtype=torch.uint8)),
+        (
+            "index-fp8",
+            torch.empty(16, 128, dtype=torch.uint8, device="cpu"),
+            torch.empty(16, dtype=torch.float32, device="cpu"),
+        ),
+        (
+            "index-mxfp4",
+            torch.empty(16, 64, dtype=torch.uint8, device="cpu"),
+            torch.empty(16, 4, dtype=torch.uint8, device="cpu"),
+        ),
     ):
         cache = PagedCache(name, 2, 64)
         arguments = _index_arguments(cache, values, scales, _requests(cache, table, ones, ones, ones))

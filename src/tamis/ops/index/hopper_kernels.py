@@ -12,6 +12,7 @@ from tamis.ops.index.triton_kernels import check_scores, index_scores, ragged_sc
 from tamis.ops.index.triton_prepare import check_recipe, quantise_index_query, write_index_keys
 
 if TYPE_CHECKING:
+    from tamis.backends import Need
     from tamis.testing.offline_cuda import CudaCase
 
 __all__ = [
@@ -43,6 +44,11 @@ def index_topk(
 
     rows = workspace_bytes // (4 * score_width(cache, block_table))
     return score_and_select(q, weights, cache, request_ids, block_table, lengths, k, rows, select)
+
+
+def explain_kernels(need: "Need") -> tuple[str, list[str]]:
+    """Which source runs the stage for a layer: whatever it is, the selection is the only part in CUDA C++."""
+    return "topk.cu selects, triton scores", []
 
 
 def offline_cases() -> Iterator["CudaCase"]:

@@ -113,13 +113,13 @@ def ragged_scores(
     total = keys.shape[0]
 
     def block(first: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        row = torch.arange(first, first + KEY_BLOCK, device=keys.device)
+        row = torch.arange(first, first + KEY_BLOCK, dtype=torch.int64, device=keys.device)
         known = row.clamp_max(total - 1)
         if keys.dtype == torch.uint8 and key_scales is not None:
             return decode_e2m1(keys[known], key_scales[known]), None, row < total
         return _rows(keys, known), None if key_scales is None else key_scales[known], row < total
 
-    tokens = torch.arange(q.shape[0], device=q.device)
+    tokens = torch.arange(q.shape[0], dtype=torch.int64, device=q.device)
     _score_tokens(q, weights, tokens, starts.long().clamp_min(0), ends.long().clamp_max(total), total, block, out)
 
 
@@ -136,7 +136,7 @@ def topk_positions(
     result = torch.full((total, k), -1, dtype=torch.int32, device=scores.device)
     if scores.numel() == 0:
         return result
-    hidden = torch.arange(width, device=scores.device) >= lengths.unsqueeze(1)
+    hidden = torch.arange(width, dtype=torch.int64, device=scores.device) >= lengths.unsqueeze(1)
     hidden |= scores.isnan()
     # Adding 0.0 makes -0.0 positive: some sorts tell the two apart.
     cleaned = (scores + 0.0).masked_fill_(hidden, -torch.inf)
@@ -185,7 +185,7 @@ def _score_tokens(
 ) -> None:
     """Fill the rows of some tokens between their bounds, reading each block of keys once for all of them."""
     together = max(1, LOGIT_BYTES // (8 * KEY_BLOCK * max(1, q.shape[1])))
-    column = torch.arange(KEY_BLOCK, device=q.device)
+    column = torch.arange(KEY_BLOCK, dtype=torch.int64, device=q.device)
     for first in range(0, context, KEY_BLOCK):
         raw, scales, there = block(first)
         keys = raw.double().T.contiguous()

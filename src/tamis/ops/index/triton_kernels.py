@@ -335,7 +335,9 @@ def offline_cases() -> Iterator["OfflineCase"]:
     yield from triton_prepare.offline_cases()
     plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    four, table, out = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 32, dtype=torch.int32), torch.empty(4, 2048)
+    four = torch.zeros(4, dtype=torch.int32, device="cpu")
+    table = torch.zeros(4, 32, dtype=torch.int32, device="cpu")
+    out = torch.empty(4, 2048, dtype=torch.float32, device="cpu")
     for layout, query, heads, shared, targets in (
         (named("index-fp8"), E4M3, 64, False, NATIVE_E4M3),
         (named("index-fp8"), E4M3, 64, True, NATIVE_E4M3),
@@ -352,7 +354,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
     ):
         cache = PagedCache(layout, 2, 64)
         native = targets == NATIVE_E4M3
-        q, keys = torch.empty(4, heads, layout.width, dtype=query), _held_dtype(layout)
+        q, keys = torch.empty(4, heads, layout.width, dtype=query, device="cpu"), _held_dtype(layout)
         compute = _compute_dtype(query, keys, native=native)
         block_h = _head_block(heads, layout.width, compute)
         launch = choose_score_launch(
@@ -360,22 +362,37 @@ def offline_cases() -> Iterator["OfflineCase"]:
         )
         places = _page_places(cache, four, table, four, out)
         arguments, options = score_arguments(
-            q, torch.empty(4, heads), places, compute, launch, out, native=native, fill=shared
+            q,
+            torch.empty(4, heads, dtype=torch.float32, device="cpu"),
+            places,
+            compute,
+            launch,
+            out,
+            native=native,
+            fill=shared,
         )
         label = f"index {layout.name} {checks.dtype_name(query)}, {heads} heads, {launch.block_q} tokens"
         yield OfflineCase.of_launch(score_keys, arguments, options, label, targets)
         if not layout.quantised:
             places = _list_places(q[:, 0].contiguous(), None, four, four, out)
             arguments, options = score_arguments(
-                q, torch.empty(4, heads), places, compute, launch, out, native=native, fill=True
+                q,
+                torch.empty(4, heads, dtype=torch.float32, device="cpu"),
+                places,
+                compute,
+                launch,
+                out,
+                native=native,
+                fill=True,
             )
             yield OfflineCase.of_launch(score_keys, arguments, options, f"{label}, gathered", targets)
-    page_table = torch.zeros(4, 1024, dtype=torch.int32)
+    page_table = torch.zeros(4, 1024, dtype=torch.int32, device="cpu")
     for tokens, width, k, translate in ((512, 65536, 2048, False), (1, 65536, 2048, True), (512, 1000, 4096, True)):
-        scores, lengths = torch.empty(tokens, width, device="meta"), torch.zeros(tokens, dtype=torch.int32)
+        scores = torch.empty(tokens, width, dtype=torch.float32, device="meta")
+        lengths = torch.zeros(tokens, dtype=torch.int32, device="cpu")
         cut = choose_topk_launch(tokens, width, k, 132)
         ids, pages = (lengths, page_table) if translate else (None, None)
-        result = torch.empty(tokens, k, dtype=torch.int32)
+        result = torch.empty(tokens, k, dtype=torch.int32, device="cpu")
         for kernel, _, arguments, options in topk_launches(cut, scores, lengths, k, ids, pages, 64, result):
             label = f"index {kernel.fn.__name__}, {k} of {width}, {cut.parts} parts"
             yield OfflineCase.of_launch(kernel, arguments, options, label)

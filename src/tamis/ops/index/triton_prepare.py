@@ -306,7 +306,8 @@ def offline_cases() -> Iterator["OfflineCase"]:
     """Launches that `tamis.testing.offline` compiles."""
     from tamis.testing.offline import OfflineCase
 
-    positions, table = torch.zeros(2, dtype=torch.int32), torch.empty(9, 64)
+    positions = torch.zeros(2, dtype=torch.int32, device="cpu")
+    table = torch.empty(9, 64, dtype=torch.float32, device="cpu")
     v32, v4 = IndexRecipe(), IndexRecipe(interleaved=True, rope_first=False, hadamard=True)
     for layout, recipe, dtype in (
         (index_fp8(), v32, torch.bfloat16),
@@ -315,14 +316,21 @@ def offline_cases() -> Iterator["OfflineCase"]:
         (index_mxfp4(), v4, torch.bfloat16),
         (rows(torch.bfloat16, latent=128, rope=0), v4, torch.float16),
     ):
-        cache, x = PagedCache(layout, 2, 64), torch.empty(2, 64, layout.width, dtype=dtype)
+        cache, x = PagedCache(layout, 2, 64), torch.empty(2, 64, layout.width, dtype=dtype, device="cpu")
         label = f"{layout.name} from {checks.dtype_name(dtype)}{' by Hadamard' * recipe.hadamard}"
-        keys, slots, norm = x[:, 0], torch.arange(2), torch.empty(layout.width)
+        keys = x[:, 0]
+        slots = torch.arange(2, dtype=torch.int64, device="cpu")
+        norm = torch.empty(layout.width, dtype=torch.float32, device="cpu")
         arguments = _key_arguments(keys, cache, slots, norm, norm, 1e-6, positions, table, recipe)
         yield OfflineCase.of_launch(insert_keys, arguments, OPTIONS, f"index keys {label}, normed")
         arguments = _key_arguments(keys, cache, slots, None, None, 1e-6, None, None, recipe)
         yield OfflineCase.of_launch(insert_keys, arguments, OPTIONS, f"index keys {label}, rotated before")
         if layout.quantised and not layout.packed:
-            out = (x.view(torch.uint8)[..., : layout.width].contiguous(), torch.empty(2, 64))
-            arguments = _query_arguments(x, torch.empty(2, 64), positions, table, recipe, layout, 1.0, *out)
+            out = (
+                x.view(torch.uint8)[..., : layout.width].contiguous(),
+                torch.empty(2, 64, dtype=torch.float32, device="cpu"),
+            )
+            arguments = _query_arguments(
+                x, torch.empty(2, 64, dtype=torch.float32, device="cpu"), positions, table, recipe, layout, 1.0, *out
+            )
             yield OfflineCase.of_launch(quantise_queries, arguments, OPTIONS, f"index queries {label}")

@@ -130,7 +130,7 @@ def check_rotate_and_write(
 
     total = checks.tensor("q", q, "T H D", checks.FLOATS, D=width, device=device, remedy=remedy)["T"]
     checks.tensor("kv", kv, "T D", checks.FLOATS, T=total, D=width, device=device, remedy=remedy)
-    check_slots(slots, cache, "kv", total)
+    check_slots(slots, cache, "kv", total, name)
     check_positions(positions, cos_sin, total, width, device)
     checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=width, device=device)
     checks.positive_number("eps", eps)

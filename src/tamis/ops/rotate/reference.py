@@ -6,6 +6,7 @@ from torch import Tensor
 from tamis.cache import PagedCache
 from tamis.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
 from tamis.ops.write.reference import divide, exponent_above, to_e4m3, write_kv
+from tamis.products import float32_products, multiply
 from tamis.rope import hadamard, rms_norm, rotate
 
 
@@ -57,7 +58,9 @@ def lower_groups(x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tenso
     tile = x.shape[2] // scales.shape[2]
     own = torch.exp2(scales.float() - 127).repeat_interleave(tile, dim=2)
     theirs = weight_scales.repeat_interleave(tile, dim=1)[:, : weight.shape[1]].repeat_interleave(tile, dim=2)
-    return torch.einsum("tgk,gok->tgo", x.float() * own, weight.float() * theirs).to(dtype)
+    wide = float32_products(x.device)
+    factors = ((x.float() * own).to(wide), (weight.float() * theirs).to(wide))
+    return multiply(torch.einsum, "tgk,gok->tgo", *factors).to(dtype)
 
 
 def rotate_tail(x: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:

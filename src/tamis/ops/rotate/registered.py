@@ -11,7 +11,7 @@ from tamis.ops.library import CACHE, ask_kernels, op, stage_module
 
 def _norm_rows(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     stage_module("rotate", rest[-1], x.device, x=x, weight=weight)
-    return x.new_empty(x.shape)
+    return x.new_empty(x.shape, dtype=x.dtype)
 
 
 @op("norm_rows(Tensor x, Tensor weight, float eps, str backend) -> Tensor", _norm_rows)
@@ -23,7 +23,7 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float, backend: str) -> Tensor:
 
 def _rotate_heads(x: Tensor, *rest: Any) -> Tensor:
     stage_module("rotate", rest[-1], x.device, x=x)
-    return x.new_empty(x.shape)
+    return x.new_empty(x.shape, dtype=x.dtype)
 
 
 @op(
@@ -42,7 +42,8 @@ def rotate_heads(
 def _rotate_and_write(q: Tensor, kv: Tensor, cache: PagedCache, *rest: Any) -> tuple[Tensor, Tensor]:
     *_, index_q, _, backend = rest
     ask_kernels(stage_module("rotate", backend, q.device, q=q, kv=kv, index_q=index_q), "check_rows", cache)
-    return q.new_empty(q.shape), q.new_empty((0,)) if index_q is None else index_q.new_empty(index_q.shape)
+    shape, dtype = ((0,), q.dtype) if index_q is None else (index_q.shape, index_q.dtype)
+    return q.new_empty(q.shape, dtype=q.dtype), q.new_empty(shape, dtype=dtype)
 
 
 @op(
@@ -68,7 +69,7 @@ def rotate_and_write(
     stage = stage_module("rotate", backend, q.device, q=q, kv=kv, index_q=index_q)
     rotation = (positions, cos_sin, norm_weight, eps)
     turned, index = stage.rotate_and_write(q, kv, cache, slots, *rotation, index_q, index_hadamard)
-    return turned.contiguous(), q.new_empty((0,)) if index is None else index.contiguous()
+    return turned.contiguous(), q.new_empty((0,), dtype=q.dtype) if index is None else index.contiguous()
 
 
 def _rotate_to_fp8(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -260,14 +260,15 @@ def offline_cases() -> Iterator["OfflineCase"]:
     from tamis.testing.offline import OfflineCase
 
     options = {"num_warps": NUM_WARPS}
-    positions, table = torch.zeros(2, dtype=torch.int32), torch.empty(9, 64)
+    positions = torch.zeros(2, dtype=torch.int32, device="cpu")
+    table = torch.empty(9, 64, dtype=torch.float32, device="cpu")
     for heads, width, dtype in ((64, 512, torch.bfloat16), (64, 128, torch.bfloat16), (3, 512, torch.float32)):
-        x = torch.empty(2, heads, width, dtype=dtype)
+        x = torch.empty(2, heads, width, dtype=dtype, device="cpu")
         for eps, inverse in ((1e-6, False), (None, True)):
             label = f"rotate {heads}x{width} {dtype}{' inverse' * inverse}{' normed' * (eps is not None)}"
             arguments = _heads(x, positions, table, eps, inverse, x)
             yield OfflineCase.of_launch(turn_heads, arguments, options, label.replace("torch.", ""))
-    index = torch.empty(2, 64, 128, dtype=torch.bfloat16)
+    index = torch.empty(2, 64, 128, dtype=torch.bfloat16, device="cpu")
     for layout, other, hadamard in (
         (named("v4-fp8"), index, False),
         (named("v4-fp8"), index, True),
@@ -276,16 +277,18 @@ def offline_cases() -> Iterator["OfflineCase"]:
         (named("v4-fp32"), None, False),
         (plain_fp8(latent=448), None, False),
     ):
-        q = torch.empty(2, 64, layout.width, dtype=torch.bfloat16)
-        cache, slots, weight = PagedCache(layout, 2, 64), torch.arange(2), torch.empty(layout.width)
+        q = torch.empty(2, 64, layout.width, dtype=torch.bfloat16, device="cpu")
+        cache = PagedCache(layout, 2, 64)
+        slots = torch.arange(2, dtype=torch.int64, device="cpu")
+        weight = torch.empty(layout.width, dtype=torch.float32, device="cpu")
         rest = (positions, table, weight, 1e-6, q, other, other, hadamard)
         arguments = _heads_and_rows(q, q[:, 0], cache, slots, *rest)
         queries = f"{' with index queries' * (other is not None)}{' by Hadamard' * hadamard}"
         label = f"rotate and write {layout.name}{queries}"
         yield OfflineCase.of_launch(turn_and_insert, arguments, options, label)
     for width, dtype in ((1536, torch.bfloat16), (100, torch.float32)):
-        x = torch.empty(2, width, dtype=dtype)
-        arguments = _rows(x, torch.empty(width), 1e-6, x)
+        x = torch.empty(2, width, dtype=dtype, device="cpu")
+        arguments = _rows(x, torch.empty(width, dtype=torch.float32, device="cpu"), 1e-6, x)
         label = f"rotate: norm of {width} {dtype}".replace("torch.", "")
         yield OfflineCase.of_launch(norm_rows_kernel, arguments, _row_options(arguments), label)
     yield from triton_output.offline_cases()

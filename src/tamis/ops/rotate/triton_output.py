@@ -168,14 +168,19 @@ def offline_cases() -> Iterator["OfflineCase"]:
     """Launches that `tamis.testing.offline` compiles."""
     from tamis.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase
 
-    x, table = torch.empty(2, 64, 512, dtype=torch.bfloat16), torch.empty(9, 64)
-    values, scales = x.to(E4M3), torch.empty(2, 64, 4, dtype=torch.uint8)
-    positions = torch.zeros(2, dtype=torch.int32)
+    x = torch.empty(2, 64, 512, dtype=torch.bfloat16, device="cpu")
+    table = torch.empty(9, 64, dtype=torch.float32, device="cpu")
+    values, scales = x.to(E4M3), torch.empty(2, 64, 4, dtype=torch.uint8, device="cpu")
+    positions = torch.zeros(2, dtype=torch.int32, device="cpu")
     arguments = _turn_arguments(x, positions, table, 128, True, values.view(torch.uint8), scales)
     yield OfflineCase.of_launch(turn_to_fp8, arguments, {"num_warps": TURN_WARPS}, "rotate 64x512 to FP8")
-    weight, weight_scales = torch.empty(8, 1024, 4096, dtype=E4M3, device="meta"), torch.empty(8, 8, 32)
+    weight = torch.empty(8, 1024, 4096, dtype=E4M3, device="meta")
+    weight_scales = torch.empty(8, 8, 32, dtype=torch.float32, device="cpu")
     for tokens in (1, 200):
-        lowered = torch.empty(tokens, 8, 4096, dtype=E4M3, device="meta"), torch.empty(tokens, 8, 32).byte()
+        lowered = (
+            torch.empty(tokens, 8, 4096, dtype=E4M3, device="meta"),
+            torch.empty(tokens, 8, 32, dtype=torch.float32, device="cpu").byte(),
+        )
         out = torch.empty(tokens, 8, 1024, dtype=torch.bfloat16, device="meta")
         for native in (True, False):
             arguments = _lower_arguments(*lowered, weight, weight_scales, out, native=native)

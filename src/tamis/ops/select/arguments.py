@@ -23,6 +23,7 @@ def check_select_window(
     backend: str,
 ) -> None:
     """Refuse what `select_window` refuses."""
+    checks.instance("positions", positions, Tensor)
     total = _check_tokens(positions, request_ids, block_table, own)
     checks.integer("page_size", page_size, low=1)
     checks.integer("window", window, low=1)
@@ -54,6 +55,7 @@ def check_select_entries(
     backend: str,
 ) -> None:
     """Refuse what `select_entries` refuses; `written` are its buffers by name."""
+    checks.instance("positions", positions, Tensor)
     total, device = _check_tokens(positions, request_ids, block_table, own), positions.device
     checks.integer("ratio", ratio, low=1)
     checks.integer("page_size", page_size, low=1)

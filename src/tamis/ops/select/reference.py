@@ -58,7 +58,7 @@ def select_entries(
     if every is not None:
         column = _columns(every)
         found = _slots(column.expand(len(position), -1), request, block_table, page_size)
-        local = torch.arange(len(position), device=position.device) >= local_from
+        local = torch.arange(len(position), dtype=torch.int64, device=position.device) >= local_from
         found = torch.where(local.unsqueeze(1), column, found)
         every.copy_(torch.where(column < count.unsqueeze(1), found, -1))
 
@@ -146,25 +146,25 @@ def select_mixed(
             count = (found >= 0).sum(1, dtype=torch.int32)
         slots[:decodes, width : width + decode_entries.shape[1]] = found
         lengths[:decodes] += decode_entries.shape[1] if count is None else count
-    number = torch.arange(decodes, len(slots), device=slots.device)
+    number = torch.arange(decodes, len(slots), dtype=torch.int64, device=slots.device)
     ids = request_ids[decodes:]
     request = ids.long().clamp(0, len(request_lengths) - 1)
     position = request_lengths[request] - query_starts[request + 1] + number
     position, request, known = _tokens(position, ids, len(request_lengths), None)
-    column = torch.arange(width, device=slots.device)
+    column = torch.arange(width, dtype=torch.int64, device=slots.device)
     recent = torch.where(known, (position + 1).clamp_max(window), 0).unsqueeze(1)
     found = _slots((position + 1).unsqueeze(1) - recent + column, request, window_table, window_page)
     slots[decodes:, :width] = torch.where(column < recent, found, -1)
     picked = torch.where(known, (position + 1) // ratio, 0).clamp_max(topk)
     if entry_table is not None and topk:
         found = _slots(prefill_entries[:, :topk].long(), request, entry_table, entry_page)
-        column = torch.arange(topk, device=slots.device)
+        column = torch.arange(topk, dtype=torch.int64, device=slots.device)
         slots[decodes:, width : width + topk] = torch.where(column < picked.unsqueeze(1), found, -1)
     lengths[decodes:] = width + picked
 
 
 def _columns(table: Tensor) -> Tensor:
-    return torch.arange(table.shape[1], device=table.device).unsqueeze(0)
+    return torch.arange(table.shape[1], dtype=torch.int64, device=table.device).unsqueeze(0)
 
 
 def _tokens(positions: Tensor, request_ids: Tensor, requests: int, own: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -254,7 +254,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
     from tamis.testing.offline import OfflineCase
 
     def ints(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32)
+        return torch.zeros(shape, dtype=torch.int32, device="cpu")
 
     def case(label: str, launch: Launch) -> OfflineCase:
         return OfflineCase.of_launch(launch.kernel, launch.arguments | launch.constants, launch.options, label)
@@ -293,7 +293,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
             ),
         )
         for what, local in (("numbers", True), ("slots", False)):
-            real = torch.zeros(tokens, dtype=torch.bool) if local else None
+            real = torch.zeros(tokens, dtype=torch.bool, device="cpu") if local else None
             inputs = (wide, rows, None if local else each, real, rows, *step, table)
             yield case(
                 f"select mixed, {what}{label}",

@@ -155,7 +155,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
     from tamis.testing.offline import OfflineCase
 
     def ints(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32)
+        return torch.zeros(shape, dtype=torch.int32, device="cpu")
 
     def case(
         label: str, tokens: int, columns: int, workspaces: int, shard: tuple[int, int, int], compact: bool

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache import PagedCache
-from tamis.layout import E4M3_MAX
 from tamis.ops import library
 from tamis.rope import rms_norm, rotate
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def join_parts(name: str, value: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -51,10 +52,16 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
 
 
 def check_write_kv(
-    kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tensor, *, name: str = "kv", backend: str = "auto"
+    kv: Tensor | tuple[Tensor, Tensor],
+    cache: PagedCache,
+    slots: Tensor,
+    *,
+    backend: str = "auto",
+    name: str = "kv",
+    where: str = "cache",
 ) -> None:
-    """Refuse what `write_kv` refuses; `name` is what the caller's argument is called."""
-    checks.instance("cache", cache, PagedCache)
+    """Refuse what `write_kv` refuses; `name` and `where` are what the caller's rows and cache are called."""
+    checks.instance(where, cache, PagedCache)
     layout, width, rope = cache.layout, cache.layout.width, None
     if isinstance(kv, tuple):
         check_pair(name, kv)
@@ -67,8 +74,8 @@ def check_write_kv(
     total = checks.tensor(
         name, kv, "T D", checks.FLOATS, D=width, device=cache.device, remedy=lambda: f"rows of {cache!r}"
     )["T"]
-    check_slots(slots, cache, name, total)
-    checks.changeable("cache", cache.storage)
+    check_slots(slots, cache, name, total, where)
+    checks.changeable(where, cache.storage)
     library.check_stage("write", backend, cache.device, **{name: kv, f"{name} (rope part)": rope})
 
 
@@ -152,13 +159,14 @@ def check_write_normed_kv(
     library.check_stage("write", backend, device, **given)
 
 
-def quantise_per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 under one scale for the whole tensor, and the *inverse* scale: multiply by it to dequantise.
+def quantise_per_tensor(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """FP8 numbers under one scale for the whole tensor, and the *inverse* scale: multiply by it to dequantise.
 
-    The largest magnitude, floored at 1e-10, becomes 448. The inverse scale is a one-element float32 tensor, which
-    `PagedCache(..., scale=)` and `attend(q_scale=)` take as it is. On the host, numbers that are not finite are
-    refused: one of them would leave no other its value.
+    The largest magnitude, floored at 1e-10, becomes the largest number of `dtype`, which is 448 for e4m3. The inverse
+    scale is a one-element float32 tensor, which `PagedCache(..., scale=)` and `attend(q_scale=)` take as it is; these
+    read e4m3 only. On the host, numbers that are not finite are refused: one of them would leave no other its value.
     """
+    checks.option("dtype", dtype, _FP8)
     checks.dense("x", x, checks.FLOATS)
     if x.numel() == 0:
         raise checks.refuse("x", "not empty", list(x.shape), "there is no maximum to scale by")
@@ -166,15 +174,17 @@ def quantise_per_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
     amax = torch.maximum(smallest.abs(), largest.abs()).float().clamp_min(1e-10)
     if checks.visible(amax) and not bool(amax.isfinite()):
         raise checks.refuse("x", "finite", "NaN or infinities", "there is no maximum to scale by")
-    scale = E4M3_MAX / amax
-    scaled = (x.float() * scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    most = torch.finfo(dtype).max
+    scale = most / amax
+    scaled = (x.float() * scale).clamp(-most, most).to(dtype)
     return scaled.contiguous(), scale.reciprocal().reshape(1)
 
 
-def check_slots(slots: Tensor, cache: PagedCache, name: str, total: int) -> None:
-    """Refuse slots that the cache does not have, or more of them than the `total` rows of argument `name`."""
+def check_slots(slots: Tensor, cache: PagedCache, name: str, total: int, where: str = "cache") -> None:
+    """Refuse slots that the cache does not have, or more of them than the `total` rows of argument `name`; `where` is
+    what the caller's cache is called."""
     count = checks.tensor("slots", slots, "S", checks.INTS, device=cache.device)["S"]
     if count > total:
         raise checks.refuse("slots", f"at most {total} long, one per row of {name}", count, "slice it")
-    remedy = f"the cache has {cache.rows} rows; use -1 to skip"
+    remedy = f"{where} has {cache.rows} rows; use -1 to skip"
     checks.values_between("slots", slots, torch.iinfo(slots.dtype).min, cache.rows - 1, remedy)

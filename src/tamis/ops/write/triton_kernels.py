@@ -236,14 +236,24 @@ def offline_cases() -> Iterator["OfflineCase"]:
         (named("v32-bf16"), torch.bfloat16),
         (named("v4-fp16"), torch.float32),
     ):
-        arguments = _arguments(torch.empty(2, layout.width, dtype=dtype), PagedCache(layout, 2, 64), torch.arange(2))
+        arguments = _arguments(
+            torch.empty(2, layout.width, dtype=dtype, device="cpu"),
+            PagedCache(layout, 2, 64),
+            torch.arange(2, dtype=torch.int64, device="cpu"),
+        )
         label = f"write {layout.name} {layout.scale_mode} from {dtype}".replace("torch.", "")
         yield OfflineCase.of_launch(write_rows, arguments, options, label)
     for layout in (named("v32-fp8"), named("v32-bf16"), named("plain-fp8")):
-        latent, rope = torch.empty(2, layout.width, dtype=torch.bfloat16).split([layout.latent, layout.rope], 1)
-        arguments = _arguments(latent, PagedCache(layout, 2, 64), torch.arange(2), rope)
+        latent, rope = torch.empty(2, layout.width, dtype=torch.bfloat16, device="cpu").split(
+            [layout.latent, layout.rope], 1
+        )
+        arguments = _arguments(
+            latent, PagedCache(layout, 2, 64), torch.arange(2, dtype=torch.int64, device="cpu"), rope
+        )
         yield OfflineCase.of_launch(write_rows, arguments, options, f"write {layout.name} from two tensors")
     # Triton makes constants of arguments that are 1, which is another program.
-    single = PagedCache("plain-fp8", 1, 1, scale=torch.ones(()))
-    arguments = _arguments(torch.empty(1, 576), single, torch.zeros(1, dtype=torch.int32))
+    single = PagedCache("plain-fp8", 1, 1, scale=torch.ones((), dtype=torch.float32, device="cpu"))
+    arguments = _arguments(
+        torch.empty(1, 576, dtype=torch.float32, device="cpu"), single, torch.zeros(1, dtype=torch.int32, device="cpu")
+    )
     yield OfflineCase.of_launch(write_rows, arguments, options, "write plain-fp8, one of everything")

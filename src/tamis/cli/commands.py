@@ -1,0 +1,88 @@
+"""All commands, and what happens to their errors: one line on stderr, and an exit code."""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from tamis._version import __version__
+from tamis.cli import backends, bench, demo, doctor, generate, inspect, verify, was_interrupted
+from tamis.cli.memory import out_of_memory
+from tamis.cli.parser import EXIT_CODES, OK, USAGE, Parser, example_text
+from tamis.cli.text import one_line
+
+COMMANDS = (demo, generate, inspect, doctor, backends, verify, bench)
+"""In the order in which the help lists them."""
+
+EXAMPLES = """\
+tamis demo
+tamis doctor
+tamis verify --quick
+tamis bench --help"""
+
+
+def make_parser() -> Parser:
+    """The parser of all commands; it imports nothing heavy."""
+    parser = Parser(
+        prog="tamis",
+        description="Sparse latent attention for DeepSeek-V3.2, GLM-5 and DeepSeek-V4 style models.",
+        epilog=f"{example_text(EXAMPLES)}\n\n{EXIT_CODES}",
+    )
+    parser.add_argument("--version", action="version", version=f"tamis {__version__}")
+    subcommands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for command in COMMANDS:
+        command.register(subcommands)
+    return parser
+
+
+def run_command(argv: Sequence[str] | None) -> int:
+    """Parse, run, and turn what can go wrong into a line and an exit code. Other errors are bugs, and are raised."""
+    if sys.stderr is None:  # closed by whoever started this; its number must not become that of some other file
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        return _refuse("stdout is closed, so there is nowhere to print to; use >/dev/null to see nothing")
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a token that the terminal has no letter for is no error
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read the output has seen enough
+        return OK
+    except Exception as error:
+        if was_interrupted(error):
+            raise
+        if out_of_memory(error):
+            return _refuse(f"out of memory: {str(error) or 'no details'}; use a smaller model, prompt or batch")
+        if isinstance(error, ImportError):
+            return _refuse(f"{error}; `tamis doctor` says what is missing and how to install it")
+        if isinstance(error, ValueError | TypeError | OSError):
+            return _refuse(str(error))
+        raise
+    finally:
+        _settle_output()
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        options = make_parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed the help, the version or the error already
+        return stop.code if isinstance(stop.code, int) else OK
+    code: int = options.run(options)
+    return code
+
+
+def _refuse(message: str) -> int:
+    with contextlib.suppress(OSError):
+        print(f"tamis: error: {one_line(message)}", file=sys.stderr)
+    return USAGE
+
+
+def _settle_output() -> None:
+    """What cannot be printed must not fail once more when the process ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,73 @@
+"""What the caches of a DeepSeek-V4 layer hold, as the layer declares it, and which entries its kind attends to.
+
+Engines hold e4m3 rows as bytes at times, so a tensor's dtype alone does not tell what the bytes mean. And all layers of
+an engine hold the one buffer that the layers with an indexer fill, so having it does not tell that a layer reads it.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.cache import PagedCache
+from tamis.layout import Layout, plain_fp8, rows, v4_fp8
+
+E4M3 = torch.float8_e4m3fn
+_LATENT, _ROPE = 448, 64
+_ONE_BYTE = (torch.uint8, torch.int8, E4M3)
+_CHOSEN, EVERY = 4, 128
+"""vLLM's ratios of layers whose indexer chooses entries, and of layers that attend to all of them."""
+
+
+def declared_dtype(layer: Any, storage: Tensor) -> torch.dtype:
+    """What the layer says its caches hold (`kv_cache_torch_dtype`): uint8 stands for packed rows, e4m3 for rows under
+    one scale. A layer that does not say goes by the tensor."""
+    found: torch.dtype | None = getattr(layer, "kv_cache_torch_dtype", None)
+    if found is not None:
+        return found
+    bare_bytes = storage.dtype in _ONE_BYTE and storage.shape[-1] == _LATENT + _ROPE
+    return E4M3 if bare_bytes else storage.dtype
+
+
+@cache
+def _layout(dtype: torch.dtype) -> Layout:
+    if dtype in checks.FLOATS:
+        return rows(dtype, latent=_LATENT, rope=_ROPE)
+    return plain_fp8(latent=_LATENT, rope=_ROPE) if dtype == E4M3 else v4_fp8()
+
+
+def layout_of(name: str, storage: Tensor, layer: Any) -> Layout:
+    """The format that the layer declares for this cache, which must be able to be of it."""
+    declared = declared_dtype(layer, storage)
+    layout = _layout(declared)
+    allowed = _ONE_BYTE if layout.element.itemsize == 1 else (declared,)
+    if storage.dtype not in allowed or storage.shape[-1] != layout.row_elements:
+        expected = f"{checks.dtype_name(declared)} rows of {layout.row_elements}, as layer.kv_cache_torch_dtype says"
+        received = f"{checks.dtype_name(storage.dtype)} rows of {storage.shape[-1]}"
+        raise checks.refuse(name, expected, received, "pass the layer's own cache")
+    return layout
+
+
+def wrap(name: str, storage: Tensor, layer: Any) -> PagedCache:
+    """The layer's cache in the format that it declares, with the layer's scale where there is one for all rows."""
+    layout = layout_of(name, storage, layer)
+    scale = getattr(layer, "_k_scale_float", 1.0) if layout.scale_mode == "tensor" else 1.0
+    return PagedCache.wrap(storage, layout, scale=scale)
+
+
+def sees_every_entry(layer: Any, record: Any) -> bool:
+    """Whether a layer attends to all of its entries, which the record then lists. At ratios that vLLM does not have,
+    the record decides."""
+    if layer.compress_ratio in (_CHOSEN, EVERY):
+        return bool(layer.compress_ratio == EVERY)
+    lists = (record.c128a_global_decode_topk_indices, record.c128a_prefill_topk_indices)
+    return any(rows is not None for rows in lists)
+
+
+def listed(name: str, rows: Tensor | None) -> Tensor:
+    """Rows that the record of a layer that sees every entry must have."""
+    if rows is None:
+        raise checks.refuse("attn_metadata", f"a record with {name}", None, "build it for this layer's ratio")
+    return rows
