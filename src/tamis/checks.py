@@ -210,6 +210,21 @@ def instance(name: str, value: object, kind: type[T], remedy: str | None = None)
     return value
 
 
+def sequence(name: str, value: object) -> Sequence[Any]:
+    """Check a list or tuple; texts are sequences too, but of letters."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise refuse_type(name, "a list", describe(value), "pass one member per request")
+    return value
+
+
+def hashable(name: str, value: object) -> None:
+    """Check what is looked up by its hash."""
+    try:
+        hash(value)
+    except TypeError:
+        raise refuse_type(name, "hashable", describe(value), "name requests by texts or numbers") from None
+
+
 def flag(name: str, value: object) -> bool:
     """Check a switch: other objects have a truth value too, which is seldom what was meant."""
     if not isinstance(value, bool):

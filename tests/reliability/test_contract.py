@@ -14,10 +14,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the package beside this file
 
-from contract.calls import Call, Wrong, leaves  # noqa: E402
-from contract.cases import ALL, NUMERIC  # noqa: E402
-from contract.draw import Draw  # noqa: E402
-from contract.run import Tally, judge, run, spoil_call  # noqa: E402
+from contract.calls import Call, Wrong, leaves
+from contract.cases import ALL, NUMERIC
+from contract.draw import Draw
+from contract.run import Tally, judge, run, spoil_call
 
 CALLS = 5000
 FIXED_SEED = 17

@@ -4,12 +4,12 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from contract.calls import Call, require
 from contract.draw import FLOATS, Draw
 from contract.formats import decode
 from contract.maths import close, rounded
-from torch import Tensor
-
 from tamis import IndexRecipe, LayerSpec, Layout, PagedCache, V4Caches, V4Weights, choose, layout
 from tamis.absorb import AbsorbedWeights, dequantise_blocks
 from tamis.rope import Rope

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from contract.calls import Call, require
-from contract.draw import Draw
 from torch import Tensor
 
+from contract.calls import Call, require
+from contract.draw import Draw
 from tamis import Batch, LayerSpec, Limits, PagePool, Plan, Planner, Recording
 
 Arguments = dict[str, Any]
@@ -31,7 +31,7 @@ def limits(draw: Draw) -> Call:
     def check(found: Limits, before: Arguments, _: Arguments) -> None:
         require(all(getattr(found, n) == v for n, v in before.items()) and found.threshold >= 1, "other limits")
 
-    return Call("Limits", Limits, arguments, check, optional=("workspace_rows",))
+    return Call("Limits", Limits, arguments, check, optional=("workspace_rows",), lenient=("other_page_sizes",))
 
 
 def pool_of(draw: Draw) -> tuple[PagePool, dict[str, int]]:
@@ -55,6 +55,8 @@ def extend(draw: Draw) -> Call:
     pool, _ = pool_of(draw)
 
     def check(_: None, before: Arguments, after: Arguments) -> None:
+        if not isinstance(before["request"], str):
+            return  # a copy of an object is another name
         table = after["self"].block_table([before["request"]])
         require((table >= 0).sum() * pool.page_size >= before["length"], "too few pages")
 
@@ -100,7 +102,7 @@ def build(draw: Draw) -> Call:
         kept = [slot for slot in found.pages.slots.tolist() if slot >= 0]
         require(len(set(kept)) == len(kept) == sum(before["query_lengths"]), "slots that are not distinct")
 
-    optional, lenient = ("requests", "other_pools"), ("requests",)
+    optional, lenient = ("requests", "other_pools"), ("requests", "other_pools")
     written = ("pool", "other_pools")
     return Call("Batch.build", Batch.build, arguments, check, written, optional=optional, lenient=lenient)
 
@@ -127,7 +129,8 @@ def planner(draw: Draw) -> Call:
     def check(found: Planner, before: Arguments, _: Arguments) -> None:
         require(found.limits == before["limits"], "other limits")
 
-    return Call("Planner", Planner, arguments, check, lenient=("limits",), free=True)
+    sizes = ("limits.max_tokens", "limits.max_requests", "limits.max_length", "limits.workspace_rows")
+    return Call("Planner", Planner, arguments, check, sizes=sizes, optional=("limits.workspace_rows",), free=True)
 
 
 def plan(draw: Draw) -> Call:
@@ -160,7 +163,8 @@ def plan(draw: Draw) -> Call:
         check,
         ("self",),
         lenient=("batch.prefilling", "batch.other_pages"),
-        optional=("batch.host_lengths", "batch.padded_tokens"),
+        optional=("batch.host_lengths", "batch.padded_tokens", "batch.pages.page_size"),
+        names=("batch", "padded_tokens", "host_lengths", "prefilling", "other_pages", "pages", "slots", "block_table"),
         free=True,
     )
 
@@ -180,7 +184,16 @@ def recording(draw: Draw) -> Call:
         require(torch.equal(again, before["positions"]), "another selection is replayed")
 
     arguments = {"self": Recording(4), "layer": 3, "requests": names, "plan": made, "positions": positions}
-    return Call("Recording.record", Recording.record, arguments, check, ("self",), lenient=("requests",), free=True)
+    return Call(
+        "Recording.record",
+        Recording.record,
+        arguments,
+        check,
+        ("self",),
+        lenient=("requests",),
+        free=True,
+        sizes=("layer",),
+    )
 
 
 CASES = (limits, page_pool, extend, slots, build, parse, planner, plan, plan, recording)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from contract.calls import Call
 from contract.draw import INT_MAX, INT_MIN, Draw
-from tamis import IndexRecipe, LayerSpec, Layout, PagedCache, Plan
+from tamis import IndexRecipe, LayerSpec, Layout, PagedCache, Plan, V4Plan
 
-_LEAVES = (PagedCache, Layout, LayerSpec, Plan, IndexRecipe)
+_LEAVES = (PagedCache, Layout, LayerSpec, Plan, V4Plan, IndexRecipe)
 """Objects that are replaced as a whole: what is inside was checked when they were made."""
 _DTYPES = (
     torch.float32,
