@@ -11,7 +11,8 @@ from tamis.ops import library
 def read_kv(cache: PagedCache, slots: Tensor, *, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
     """Dequantised rows [..., width] of integer slots [...]; a negative slot, or one past the end, reads zeros."""
     checks.instance("cache", cache, PagedCache)
-    checks.dense("slots", slots, checks.INTS)
+    if not isinstance(slots, Tensor) or slots.dtype not in checks.INTS or slots.layout is not torch.strided:
+        raise checks.refuse_type("slots", "an int32 or int64 tensor", checks.describe(slots), "convert it with .int()")
     if slots.device != cache.device:
         raise checks.refuse("slots", f"on {cache.device}", f"a tensor on {slots.device}", "move it to the cache")
     checks.option("dtype", dtype, checks.FLOATS)
