@@ -4,5 +4,5 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    for name, what in (("--tokens", "through all isolation storms together"),):
-        parser.addoption(name, type=int, default=None, help=f"how many {what[:7]} go {what}")
+    parser.addoption("--tokens", type=int, default=None, help="tokens through all isolation storms together")
+    parser.addoption("--steps", type=int, default=None, help="over how many steps memory must stay flat")

@@ -26,7 +26,7 @@ def test_requests_do_not_reach_each_other(
 ) -> None:
     patch_projections(monkeypatch)
     share, make = MODELS[name]
-    tokens = round(share * (pytestconfig.getoption("--tokens") or TOKENS))
+    tokens = round(share * (pytestconfig.getoption("--tokens", None) or TOKENS))
     storm = Storm(make(), seed=len(name) + tokens)
     assert storm.run(tokens) == []
     assert storm.tokens >= tokens
