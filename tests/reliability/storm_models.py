@@ -86,6 +86,8 @@ class Heads(SparseV4):
     def output(self, attended: Tensor, plan: Any) -> Tensor:
         return attended
 
+    _output = output
+
 
 class V4:
     """`SparseV4` of all three kinds, side by side over the same hidden states."""
