@@ -164,7 +164,7 @@ class CallChecks:
     def _signature(self, call: Call) -> tuple[object, ...] | None:
         """All that the checks of a call on a device depend on; None where they must run."""
         q, caches, plan, index = call.q, call.caches, call.plan, call.index_inputs
-        kinds = isinstance(caches.latent, PagedCache) and isinstance(caches.index, PagedCache | None)
+        kinds = isinstance(caches.latent, PagedCache) and (caches.index is None or isinstance(caches.index, PagedCache))
         if not (_remembers(q) and kinds and (index is None or isinstance(index, IndexInputs))):
             return None
         if plan.prefill is not None and plan.prefill.chunks:
