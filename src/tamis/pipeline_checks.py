@@ -110,7 +110,7 @@ class CallChecks:
         """Refuse rows and index keys that do not fit caches and plan."""
         self._check_caches(caches, plan)
         if kv is not None:
-            check_write_kv(kv, caches.latent, plan.slots, backend=self.backend, where="caches")
+            check_write_kv(kv, caches.latent, plan.slots, backend=self.backend, where="caches.latent")
         if index is not None:
             checks.instance("index", index, IndexInputs)
             if index.keys is not None:
