@@ -272,7 +272,7 @@ def test_packed_rows_are_refused(device: torch.device) -> None:
     selection = Selection(PagedCache(index_mxfp4(), 2, 4, device), torch.zeros(1, 3, dtype=torch.int32, device=device))
     q = torch.zeros(1, 2, 128, device=device)
     with pytest.raises(ValueError, match=r"^cache must be in e4m3 .*got index-mxfp4; pass backend='reference'"):
-        triton_kernels.attend_slots(q, [selection], scale=1.0, value_dim=128, splits=None)
+        triton_kernels.check_attend(q, [selection], 128)
 
 
 @pytest.mark.parametrize(

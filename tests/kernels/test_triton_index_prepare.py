@@ -193,8 +193,7 @@ def test_rows_of_odd_widths(device: torch.device) -> None:
     keys, positions, table = on(device, torch.randn(2, 9), torch.tensor([3, 1]), Rope(4).cos_sin_table(8))
     rest = (torch.arange(2, device=device), None, None, 1e-6, positions, table)
     with pytest.raises(ValueError, match=r"recipe must be with pairs from an even column on .* backend='reference'"):
-        triton_kernels.write_index_keys(keys, cache, *rest, odd)
-    assert not cache.storage.any()
+        triton_kernels.check_recipe(odd, 9, True)
     for recipe in (replace(odd, interleaved=False), replace(odd, rope_first=True)):
         triton_kernels.write_index_keys(keys, cache, *rest, recipe)
         expected = reference.prepare_rows(*on(torch.device("cpu"), keys, positions, table), recipe, "none")
@@ -204,6 +203,7 @@ def test_rows_of_odd_widths(device: torch.device) -> None:
 def test_both_gpu_backends_offer_them() -> None:
     assert hopper_kernels.write_index_keys is triton_kernels.write_index_keys
     assert hopper_kernels.quantise_index_query is triton_kernels.quantise_index_query
+    assert hopper_kernels.check_recipe is triton_kernels.check_recipe
 
 
 def test_the_kernel_runs_where_it_should(device: torch.device) -> None:
