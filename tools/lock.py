@@ -35,7 +35,7 @@ def hashes(wanted: dict[str, str], platform: str) -> dict[str, str]:
     """What a platform's files must hash to, by package, as the index says; nothing is installed."""
     machine = platform.removeprefix("manylinux_2_28_")
     tags = [platform, *(f"{older}_{machine}" for older in OLDER)]
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    version = ".".join(str(number) for number in sys.version_info[:3])
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed"]
     command += ["--only-binary=:all:", "--target", "nowhere", "--python-version", version, "--report", "-"]
     command += [word for tag in tags for word in ("--platform", tag)]
