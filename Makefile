@@ -6,7 +6,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-vllm vllm-environment check lint style types docs pytest browser generate wheel check-wheel bench clean
+.PHONY: setup run test test-vllm vllm-environment check lint style types docs pytest browser generate lock wheel check-wheel bench clean
 
 setup: $(STAMP)
 
@@ -55,6 +55,10 @@ browser:
 # Write again what the documents take from code and results: pictures, tables, the list of commands.
 generate: setup
 	$(BIN)/python -m tools.docs
+
+# Write requirements-lock.txt again: what is installed here, with the hashes of the package index. Needs a network.
+lock: setup
+	$(BIN)/python -m tools.lock
 
 wheel: setup
 	rm -rf build/lib build/bdist.* dist
