@@ -131,6 +131,7 @@ def score_keys(
     stop = tl.minimum(tl.max(end, 0), last)
     limit = last if FILL else stop
     stop = tl.where(listed, tl.minimum(stop, held), first)
+    end = tl.minimum(end, held)  # a length that nobody has looked at may count keys behind the table
     begin = first
     if starts is not None:
         start = tl.load(starts + token, mask=here, other=2147483647)
