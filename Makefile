@@ -6,7 +6,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-vllm vllm-environment check lint style types docs pytest browser generate lock wheel check-wheel bench clean
+.PHONY: setup run test test-vllm vllm-environment check lint style types docs pytest browser generate lock wheel check-wheel bench soak clean
 
 setup: $(STAMP)
 
@@ -79,6 +79,10 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(VLLM_BIN)/pip install --quiet --no-compile --disable-pip-version-check --no-deps -r constraints-vllm.txt
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $(VLLM_STAMP)
+
+# What CI does for a minute, for as long as it takes: 10^5 fuzzed calls.
+soak: setup
+	$(BIN)/pytest tests/reliability --calls 100000
 
 bench: setup
 	$(BIN)/python benchmarks/cpu_step.py

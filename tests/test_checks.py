@@ -58,9 +58,9 @@ def test_a_refusal_shows_small_values_as_they_are() -> None:
 
 @pytest.mark.parametrize("value", [*HUGE, -(10**400)], ids=kind_of)
 def test_integers_have_bounds_where_none_are_given(value: int) -> None:
-    with pytest.raises(ValueError, match="^rows must be"):
+    with pytest.raises(ValueError, match=r"^rows must be"):
         checks.integer("rows", value, low=0)
-    with pytest.raises(ValueError, match="^rows must be"):
+    with pytest.raises(ValueError, match=r"^rows must be"):
         checks.integer("rows", value)
 
 
@@ -77,7 +77,7 @@ def test_integers_that_are_no_32_bit_numbers_say_so() -> None:
 
 @pytest.mark.parametrize("value", [True, 2.0, "3", None, np.int64(3), torch.tensor(3), Odd()])
 def test_only_plain_integers_are_integers(value: object) -> None:
-    with pytest.raises(TypeError, match="^k must be an int"):
+    with pytest.raises(TypeError, match=r"^k must be an int"):
         checks.integer("k", value, low=1)
 
 
@@ -100,12 +100,12 @@ def test_numbers_pass_as_floats() -> None:
         assert isinstance(checks.positive_number("eps", value), float)
     assert checks.number("mscale", 0, low=0.0) == 0.0
     for value in (math.nan, math.inf, -math.inf, 10**400, 1e39, -1.0):
-        with pytest.raises(ValueError, match="^mscale must be finite and >= 0"):
+        with pytest.raises(ValueError, match=r"^mscale must be finite and >= 0"):
             checks.number("mscale", value, low=0.0)
     for odd in (True, "1", None, 1j, torch.tensor(1.0), np.float32(1)):
-        with pytest.raises(TypeError, match="^mscale must be a number"):
+        with pytest.raises(TypeError, match=r"^mscale must be a number"):
             checks.number("mscale", odd)
-        with pytest.raises(TypeError, match="^eps must be a number"):
+        with pytest.raises(TypeError, match=r"^eps must be a number"):
             checks.positive_number("eps", odd)
 
 
@@ -115,13 +115,13 @@ def test_numbers_pass_as_floats() -> None:
     ids=kind_of,
 )
 def test_scale_factors_on_the_host_are_looked_at(value: object) -> None:
-    with pytest.raises(ValueError, match="^q_scale must be"):
+    with pytest.raises(ValueError, match=r"^q_scale must be"):
         checks.scale_factor("q_scale", value)
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), torch.ones(()).double(), torch.ones(1).to_sparse(), "1", None, [1.0]])
 def test_scale_factors_of_another_kind(value: object) -> None:
-    with pytest.raises(TypeError, match="^q_scale must be"):
+    with pytest.raises(TypeError, match=r"^q_scale must be"):
         checks.scale_factor("q_scale", value)
 
 
@@ -129,10 +129,10 @@ def test_only_dense_tensors_are_tensors() -> None:
     dense = torch.ones(2, 3)
     checks.tensor("q", dense, "T D", checks.FLOATS)
     for other in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_mkldnn()):
-        with pytest.raises(TypeError, match="^q must be a dense tensor"):
+        with pytest.raises(TypeError, match=r"^q must be a dense tensor"):
             checks.tensor("q", other, "T D", checks.FLOATS)
     for dtype in (torch.complex64, torch.bool, torch.int8, torch.float64):
-        with pytest.raises(TypeError, match="^q must be bfloat16 or float16 or float32, got"):
+        with pytest.raises(TypeError, match=r"^q must be bfloat16 or float16 or float32, got"):
             checks.tensor("q", dense.to(dtype), "T D", checks.FLOATS)
 
 
@@ -140,21 +140,21 @@ def test_objects_are_of_their_class() -> None:
     recipe = IndexRecipe()
     assert checks.instance("recipe", recipe, IndexRecipe) is recipe
     for other in (None, "recipe", 3, Odd(), IndexRecipe, {}, torch.zeros(1)):
-        with pytest.raises(TypeError, match="^recipe must be an IndexRecipe, got"):
+        with pytest.raises(TypeError, match=r"^recipe must be an IndexRecipe, got"):
             checks.instance("recipe", other, IndexRecipe)
-    with pytest.raises(TypeError, match="^cache must be a PagedCache, got dict; make one with PagedCache.wrap"):
+    with pytest.raises(TypeError, match=r"^cache must be a PagedCache, got dict; make one with PagedCache.wrap"):
         checks.instance("cache", {}, PagedCache, "make one with PagedCache.wrap")
 
 
 @pytest.mark.parametrize("value", [1, 0, None, "yes", torch.ones(2), np.bool_(True), [True]])
 def test_flags_are_bools(value: object) -> None:
-    with pytest.raises(TypeError, match="^compact must be True or False, got"):
+    with pytest.raises(TypeError, match=r"^compact must be True or False, got"):
         checks.flag("compact", value)
 
 
 @pytest.mark.parametrize("value", [[], {}, 3, None, np.array(["e", "2"]), torch.ones(2), b"e", Odd()])
 def test_options_of_another_kind(value: object) -> None:
-    with pytest.raises(TypeError, match="^lse_base must be one of 'e', '2', got"):
+    with pytest.raises(TypeError, match=r"^lse_base must be one of 'e', '2', got"):
         checks.option("lse_base", value, ("e", "2"))
 
 
@@ -167,7 +167,7 @@ def test_options() -> None:
 
 @pytest.mark.parametrize("value", [None, 3, 1.5, b"cpu", Odd(), [], torch.zeros(1)])
 def test_devices_of_another_kind(value: object) -> None:
-    with pytest.raises(TypeError, match="^device must be a torch.device or its name, got"):
+    with pytest.raises(TypeError, match=r"^device must be a torch.device or its name, got"):
         checks.device("device", value)
 
 
@@ -175,11 +175,11 @@ def test_devices() -> None:
     assert checks.device("device", "cpu") == checks.device("device", torch.device("cpu")) == torch.device("cpu")
     assert checks.device("device", "meta", usable=True) == torch.device("meta")
     for value in ("", "nonsense", "cuda:x", "cpu:", "x" * 10**6):
-        with pytest.raises(ValueError, match="^device must be") as caught:
+        with pytest.raises(ValueError, match=r"^device must be") as caught:
             checks.device("device", value)
         assert len(str(caught.value)) < LONGEST
     for value in ("cuda:99", "mps", "privateuseone"):
-        with pytest.raises(ValueError, match="^device must be one that this machine has, got"):
+        with pytest.raises(ValueError, match=r"^device must be one that this machine has, got"):
             checks.device("device", value, usable=True)
 
 

@@ -51,7 +51,7 @@ def test_scale_without_yarn_and_with_the_new_config_form() -> None:
     assert LayerSpec.from_hf(plain).scale == pytest.approx(192**-0.5)
     new = {**plain, "rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 40, "mscale_all_dim": 1.0}}
     assert LayerSpec.from_hf(new).scale == pytest.approx(0.1352338, abs=1e-7)
-    with pytest.raises(ValueError, match="config.rope_type must be 'default' or 'yarn', got 'longrope'"):
+    with pytest.raises(ValueError, match=r"config.rope_type must be 'default' or 'yarn', got 'longrope'"):
         LayerSpec.from_hf({**plain, "rope_parameters": {"rope_type": "longrope"}})
 
 
@@ -84,7 +84,7 @@ def test_v4_layer_kinds() -> None:
         LayerSpec.from_hf({**V4, "compress_ratios": [7]})
     with pytest.raises(ValueError, match=r"config.layer_types\[0\] must be one of 'sliding_attention', .*got 'linear'"):
         LayerSpec.from_hf(named | {"layer_types": ["linear"]})
-    with pytest.raises(ValueError, match="config.compress_rates must be one with 'heavily_compressed_attention'"):
+    with pytest.raises(ValueError, match=r"config.compress_rates must be one with 'heavily_compressed_attention'"):
         LayerSpec.from_hf(named | {"compress_rates": {}}, 2)
 
 
@@ -110,9 +110,9 @@ def test_impossible_layers_are_refused(fields, message) -> None:
 
 
 def test_other_configs_are_refused() -> None:
-    with pytest.raises(ValueError, match="config must be one with 'index_topk'"):
+    with pytest.raises(ValueError, match=r"config must be one with 'index_topk'"):
         LayerSpec.from_hf({k: v for k, v in V32.items() if k != "index_topk"})
-    with pytest.raises(ValueError, match="config must be one with 'num_attention_heads'"):
+    with pytest.raises(ValueError, match=r"config must be one with 'num_attention_heads'"):
         LayerSpec.from_hf({})
     with pytest.raises(ValueError, match="tensor_parallel must be a divisor"):
         LayerSpec.from_hf(V32, tensor_parallel=3)

@@ -229,7 +229,9 @@ def choose(
         capability: of a CUDA device, where the caller knows it; asking the device itself starts CUDA.
         backends: the table to choose from.
     """
-    device = torch.device(device)
+    checks.instance("spec", spec, LayerSpec)
+    checks.instance("dtype", dtype, torch.dtype)
+    device = checks.device("device", device)
     if layout is None:
         layout = named("v32-bf16", latent=spec.latent_dim, rope=spec.rope_dim)
     layout = named(layout)

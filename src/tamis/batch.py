@@ -62,7 +62,12 @@ class Batch:
     ) -> Self:
         """A batch over a page pool; pages are allocated as needed, or, where something is refused, not at all.
         `requests` are the pool's names for them, and `other_pools` become `other_pages`."""
-        names: list[object] = list(range(len(lengths))) if requests is None else list(requests)
+        for name, numbers in (("query_lengths", query_lengths), ("lengths", lengths)):
+            checks.sequence(name, numbers)
+        if other_pools is not None and not isinstance(other_pools, Mapping):
+            raise checks.refuse_type("other_pools", "a dictionary", checks.describe(other_pools), "name each pool")
+        given = range(len(lengths)) if requests is None else checks.sequence("requests", requests)
+        names: list[object] = list(given)
         others = dict(other_pools or {})
         _check_lengths(names, query_lengths, lengths)
         for what, one in (("pool", pool), *others.items()):
@@ -92,6 +97,7 @@ def _check_lengths(names: list[object], query_lengths: Sequence[int], lengths: S
         checks.integer(f"query_lengths[{number}]", query, low=0, high=length)
     seen: set[object] = set()
     for name in names:
+        checks.hashable("requests", name)
         if name in seen:
             raise checks.refuse("requests", "different names", f"{name!r} twice", "they would share slots")
         seen.add(name)
@@ -100,6 +106,7 @@ def _check_lengths(names: list[object], query_lengths: Sequence[int], lengths: S
 def _check_room(
     what: str, pool: PagePool, names: list[object], query_lengths: Sequence[int], lengths: Sequence[int]
 ) -> None:
+    checks.instance(what, pool, PagePool)
     missing = sum(pool.missing(name, length) for name, length in zip(names, lengths, strict=True))
     if missing > pool.free_pages:
         raise checks.refuse(what, f"of at least {missing} free pages", pool.free_pages, "release requests")
@@ -123,7 +130,7 @@ def parse_shape(shape: str) -> tuple[list[int], list[int]]:
     """Query lengths and total lengths of the requests that a shape such as `"32q1s1k_2q1k"` describes."""
     query_lengths: list[int] = []
     lengths: list[int] = []
-    for group in shape.split("_"):
+    for group in checks.instance("shape", shape, str).split("_"):
         found = _GROUP.fullmatch(group)
         if found is None:
             raise checks.refuse("shape", "groups like 32q1s1k joined by _", repr(group), "count, q<new>, s<total>")

@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 _FLOAT32_SMALLEST = 2.0**-126
 _FLOAT32_LARGEST = (2.0 - 2.0**-23) * 2.0**127
-_LONGEST_TEXT = 200
+_LONGEST_TEXT = 400
 _LONGEST_LIST = 16
 
 
 def refuse(name: str, expected: str, received: object, remedy: str) -> ValueError:
     """The one wording for a wrong value."""
-    return ValueError(f"{name} must be {expected}, got {_short(received)}; {remedy}")
+    return ValueError(f"{name} must be {_cut(expected)}, got {_short(received)}; {remedy}")
 
 
 def refuse_type(name: str, expected: str, received: object, remedy: str) -> TypeError:
     """The one wording for a wrong type or dtype."""
-    return TypeError(f"{name} must be {expected}, got {_short(received)}; {remedy}")
+    return TypeError(f"{name} must be {_cut(expected)}, got {_short(received)}; {remedy}")
 
 
 def _short(value: object) -> str:
@@ -48,6 +48,10 @@ def _short(value: object) -> str:
         text = str(value)
     except Exception:  # whatever an object's own method raises must not take the refusal's place
         return describe(value)
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}... ({len(text)} characters)"
 
 
@@ -205,6 +209,21 @@ def instance(name: str, value: object, kind: type[T], remedy: str | None = None)
             name, f"{article} {kind.__name__}", describe(value), remedy or f"pass {article} {kind.__name__}"
         )
     return value
+
+
+def sequence(name: str, value: object) -> Sequence[Any]:
+    """Check a list or tuple; texts are sequences too, but of letters."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise refuse_type(name, "a list", describe(value), "pass one member per request")
+    return value
+
+
+def hashable(name: str, value: object) -> None:
+    """Check what is looked up by its hash."""
+    try:
+        hash(value)
+    except TypeError:
+        raise refuse_type(name, "hashable", describe(value), "name requests by texts or numbers") from None
 
 
 def flag(name: str, value: object) -> bool:

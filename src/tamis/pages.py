@@ -15,6 +15,7 @@ class PagePool:
         self.pages, self.page_size = pages, checks.integer("page_size", page_size, low=1)
         ids = torch.arange(1, pages, dtype=torch.int64, device="cpu")
         if seed is not None:
+            checks.integer("seed", seed, low=0, high=checks.INT64_MAX)
             generator = torch.Generator("cpu").manual_seed(seed)
             ids = ids[torch.randperm(pages - 1, generator=generator, dtype=torch.int64, device="cpu")]
         self._free: list[int] = ids.tolist()
@@ -35,6 +36,7 @@ class PagePool:
 
     def missing(self, request: object, length: int) -> int:
         """How many more pages a request needs for `length` tokens."""
+        checks.hashable("request", request)
         needed = -(-checks.integer("length", length, low=0) // self.page_size)
         return max(0, needed - len(self._held.get(request, ())))
 
@@ -65,6 +67,7 @@ class PagePool:
     def slots(self, request: object, start: int, end: int) -> Tensor:
         """int64 slots of positions start..end of a request."""
         checks.integer("start", start, low=0, high=checks.integer("end", end, low=0))
+        checks.hashable("request", request)
         ids = torch.tensor(self._held.get(request, []), dtype=torch.int64, device="cpu")
         if end > len(ids) * self.page_size:
             raise checks.refuse("end", f"at most {len(ids) * self.page_size}", end, "call extend first")

@@ -211,6 +211,8 @@ class CallChecks:
     def _check_caches(self, caches: Caches, plan: Plan) -> None:
         cache, spec = caches.latent, self.spec
         checks.instance("caches", cache, PagedCache)
+        if caches.index is not None:
+            checks.instance("caches.index", caches.index, PagedCache)
         if cache.page_size != plan.page_size:
             raise checks.refuse("caches", f"of the plan's page size {plan.page_size}", cache.page_size, "plan with it")
         if cache.layout.width != spec.head_dim:

@@ -40,6 +40,13 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Refuse impossible limits."""
+        for name in ("parallel_drafting", "context_parallel", "uniform_decodes"):
+            checks.flag(name, getattr(self, name))
+        for name in ("speculative_tokens", "base_threshold"):
+            checks.integer(name, getattr(self, name), low=0)
+        if not isinstance(self.other_page_sizes, Mapping):
+            received = checks.describe(self.other_page_sizes)
+            raise checks.refuse_type("other_page_sizes", "a dictionary of page sizes", received, "name each pool")
         for name in ("max_tokens", "max_requests", "max_length", "page_size"):
             checks.integer(name, getattr(self, name), low=1)
         for name, size in self.other_page_sizes.items():

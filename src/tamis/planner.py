@@ -1,5 +1,6 @@
 """`Planner.plan(batch)`: per-step metadata in buffers that never move."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal
@@ -61,7 +62,10 @@ class Planner:
                 backend has kernels of its own for FP8 rows at every head count.
         """
         checks.option("mode", mode, ("auto", "mixed", "separate"))
-        self.spec, self.limits, self.device, self.layout = spec, limits, torch.device(device), named(layout)
+        checks.instance("spec", spec, LayerSpec)
+        checks.instance("limits", limits, Limits)
+        self.spec, self.limits, self.layout = spec, limits, named(layout)
+        self.device = checks.device("device", device, usable=True)
         if mode == "auto":
             gathers = self.layout.quantised and spec.heads >= MIN_HEADS_FOR_WORKSPACE
             direct = backend_for_stage("attend", "auto", self.device).direct_prefills
@@ -253,6 +257,7 @@ class Planner:
 
     def _check(self, batch: Batch) -> tuple[INT, INT, INT]:
         limits = self.limits
+        checks.instance("batch", batch, Batch)
         checks.tensor("query_starts", batch.query_starts, "N", (torch.int32,), device=_HOST, remedy="a running sum")
         starts = batch.query_starts.numpy()
         query_lengths = starts[1:] - starts[:-1]
@@ -260,7 +265,7 @@ class Planner:
         requests, tokens = len(query_lengths), int(starts[-1])
         checks.tensor("lengths", batch.lengths, "B", (torch.int32,), B=requests, remedy="one per request")
         lengths = batch.lengths if batch.host_lengths is None else batch.host_lengths
-        if lengths.device != _HOST:
+        if not isinstance(lengths, Tensor) or lengths.device != _HOST:
             raise checks.refuse("host_lengths", "given when lengths are on a device", None, "pass a host copy or bound")
         self._check_place("lengths", batch.lengths)
         checks.tensor("host_lengths", lengths, "B", (torch.int32,), B=requests, remedy="one per request")
@@ -274,8 +279,14 @@ class Planner:
             )
         if batch.padded_tokens is not None:
             checks.integer("padded_tokens", batch.padded_tokens, low=tokens, high=limits.max_tokens)
-        if batch.prefilling is not None and len(batch.prefilling) != requests:
-            raise checks.refuse("prefilling", f"{requests} flags", len(batch.prefilling), "pass one per request")
+        if batch.prefilling is not None:
+            count = len(checks.sequence("prefilling", batch.prefilling))
+            if count != requests:
+                raise checks.refuse("prefilling", f"{requests} flags", count, "pass one per request")
+        if not isinstance(batch.other_pages, Mapping):
+            raise checks.refuse_type(
+                "other_pages", "a dictionary", checks.describe(batch.other_pages), "name each pool"
+            )
         if set(batch.other_pages) - set(limits.other_page_sizes):
             names = ", ".join(limits.other_page_sizes) or "none"
             raise checks.refuse("other_pages", f"among {names}", list(batch.other_pages), "name them in Limits")
@@ -289,6 +300,7 @@ class Planner:
     def _check_pages(self, name: str, pages: PageMap, longest: int, requests: int, tokens: int, rows: int) -> None:
         most, size = self._pages[name].block_table.shape[1], self._page_sizes[name]
         name = name or "pages"
+        checks.instance(name, pages, PageMap)
         if pages.page_size not in (None, size):
             remedy = "make the pool, or the planner's Limits, with the other's"
             raise checks.refuse(f"{name}.page_size", f"{size}, the planner's", pages.page_size, remedy)

@@ -36,8 +36,11 @@ class Recording:
             plan: of the step.
             positions: int32 [rows, topk] of a `LayerOutput`.
         """
+        checks.integer("layer", layer, low=0)
         remedy = f"record selections of {self.topk} positions"
         checks.tensor("positions", positions, f"rows {self.topk}", (torch.int32,), rows=plan.rows, remedy=remedy)
+        if positions.device.type == "meta":
+            raise checks.refuse("positions", "a tensor with values", "one on meta", "record what a layer selected")
         chosen = positions.cpu()
         for request, tokens, own in _tokens(requests, plan):
             found = chosen[tokens]
@@ -89,6 +92,8 @@ class Recording:
 
 def _tokens(requests: Sequence[Hashable], plan: Plan) -> list[tuple[Hashable, Tensor, Tensor]]:
     """Each request of a step with its token rows and their positions, padding left out."""
+    for name in checks.sequence("requests", requests):
+        checks.hashable("requests", name)
     if len(requests) != plan.requests or len(set(requests)) != len(requests):
         expected = f"{plan.requests} different names, one per request of the plan"
         raise checks.refuse("requests", expected, list(requests), "name them in the plan's order")

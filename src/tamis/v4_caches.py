@@ -60,7 +60,7 @@ class V4Caches:
         """
         checks.instance("spec", spec, LayerSpec)
         checks.flag("hadamard", hadamard)
-        layout = named(layout)
+        layout, index_layout = named(layout), named(index_layout)
         sizes = {"pages": pages, "window_pages": window_pages, "state_pages": state_pages, "page_size": page_size}
         sizes |= {"window_page_size": window_page_size}
         sizes |= {} if state_page_size is None else {"state_page_size": state_page_size}

@@ -14,10 +14,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the package beside this file
 
-from contract.calls import Call, Wrong, leaves  # noqa: E402
-from contract.cases import ALL, NUMERIC  # noqa: E402
-from contract.draw import Draw  # noqa: E402
-from contract.run import Tally, judge, run, spoil_call  # noqa: E402
+from contract.calls import Call, Wrong, leaves
+from contract.cases import ALL, NUMERIC
+from contract.draw import Draw
+from contract.run import Tally, judge, run, spoil_call
 
 CALLS = 5000
 FIXED_SEED = 17
@@ -109,7 +109,9 @@ def test_planted_faults_are_found() -> None:
         assert judge(call, how)[0] == expected, expected
 
 
-@pytest.mark.parametrize("name", ["attend", "write_kv", "topk_positions", "select_window", "compress_kv", "index_scores"])
+@pytest.mark.parametrize(
+    "name", ["attend", "write_kv", "topk_positions", "select_window", "compress_kv", "index_scores"]
+)
 def test_an_oracle_notices_one_wrong_number(name: str) -> None:
     """A bound that anything passes would not be one."""
     case = next(c for c in NUMERIC if c.__name__ == name)

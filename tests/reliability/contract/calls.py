@@ -38,6 +38,8 @@ class Call:
     free: bool = False
     """The oracle cannot tell values, only that they were refused or not: spoiled calls may be accepted unless they
     must be refused."""
+    sizes: tuple[str, ...] = ()
+    """Numbers that memory is allocated by: they are never spoiled to be merely large."""
     names: tuple[str, ...] = ()
     """What a refusal may name beside the arguments, their fields and attributes."""
 
@@ -84,9 +86,12 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Paths of what differs, to the last bit and the bytes between rows included."""
     found = []
     old, new = list(leaves(before)), list(leaves(after))
-    if [path for path, _ in old] != [path for path, _ in new]:
-        return ["the fields of an argument"]
-    for (path, was), (_, now) in zip(old, new, strict=True):
+    known = dict(new)
+    found += sorted(set(known) ^ {path for path, _ in old})
+    for path, was in old:
+        if path not in known:
+            continue
+        now = known[path]
         if isinstance(was, Tensor) and isinstance(now, Tensor):
             first, second = memory(was), memory(now)
             same = first is None or second is None or torch.equal(first, second)

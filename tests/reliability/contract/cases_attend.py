@@ -148,7 +148,14 @@ def attend(draw: Draw) -> Call:
             outside_unchanged("out", before["out"], after["out"])
 
     return Call(
-        "ops.attend", ops.attend, arguments, check, ("out",), optional=("sink", "out", "splits"), lenient=("q_scale",)
+        "ops.attend",
+        ops.attend,
+        arguments,
+        check,
+        ("out",),
+        optional=("sink", "out", "splits"),
+        sizes=("splits",),
+        lenient=("q_scale",),
     )
 
 
@@ -163,7 +170,15 @@ def attend_slots(draw: Draw) -> Call:
         top = None if found.max_logits is None else found.max_logits.amax(0)
         check_attended((merged.out, merged.lse, top), whole)
 
-    return Call("ops.attend_slots", ops.attend_slots, basics(draw), check, optional=("splits",), lenient=("q_scale",))
+    return Call(
+        "ops.attend_slots",
+        ops.attend_slots,
+        basics(draw),
+        check,
+        optional=("splits",),
+        sizes=("splits",),
+        lenient=("q_scale",),
+    )
 
 
 def merge(parts: Tensor, lses: Tensor, sink: Tensor | None, unit: float) -> Attention:

@@ -82,7 +82,9 @@ def index_scores(draw: Draw) -> Call:
             outside_unchanged("out", before["out"], after["out"])
 
     arguments["backend"] = "auto"
-    return Call("ops.index_scores", ops.index_scores, arguments, check, ("out",), optional=("width", "out"))
+    return Call(
+        "ops.index_scores", ops.index_scores, arguments, check, ("out",), optional=("width", "out"), sizes=("width",)
+    )
 
 
 def index_topk(draw: Draw) -> Call:

@@ -196,7 +196,7 @@ def gather_index(draw: Draw) -> Call:
 
     arguments = {"cache": cache, "block_table": table, "lengths": lengths, "rows": rows + draw.size(0, 2)}
     arguments |= {"starts": starts, "first": first, "backend": "auto"}
-    return Call("ops.gather_index", ops.gather_index, arguments, check, optional=("starts", "first"))
+    return Call("ops.gather_index", ops.gather_index, arguments, check, optional=("starts", "first"), sizes=("rows",))
 
 
 def quantise_per_tensor(draw: Draw) -> Call:

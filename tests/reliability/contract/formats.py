@@ -174,8 +174,7 @@ def encode(form: Format, values: Tensor, scale: float | Tensor = 1.0) -> Encoded
     if count == 0:
         return Encoded(form, (np.zeros((0, 0), np.uint8), None, None))
     if form.kind == "rows":
-        data = values.cpu().to(form.element).contiguous().view(torch.uint8).numpy().reshape(count, -1)
-        return Encoded(form, (data, None, None))
+        return Encoded(form, (_as_bytes(values.to(form.element)), None, None))
     if form.kind == "plain-fp8":
         factor = np.float32(float(scale))
         with np.errstate(all="ignore"):
@@ -192,12 +191,14 @@ def encode(form: Format, values: Tensor, scale: float | Tensor = 1.0) -> Encoded
     assert scales is not None
     raw = np.ascontiguousarray(stored).view(np.uint8).reshape(count, -1)
     raw = np.pad(raw, ((0, 0), (0, scales.size - raw.shape[1])))
-    rest = None
-    if tail is not None:
-        rest = (
-            values[:, form.latent :].cpu().bfloat16().contiguous().view(torch.uint8).numpy().reshape(count, tail.size)
-        )
+    rest = None if tail is None else _as_bytes(values[:, form.latent :].bfloat16())
     return Encoded(form, (codes.reshape(count, -1), raw, rest))
+
+
+def _as_bytes(values: Tensor) -> np.ndarray:
+    """Rows [N, ...] of 16- or 32-bit numbers as bytes, whatever strides axes of one element have."""
+    numbers = values.detach().cpu().view(torch.int16 if values.element_size() == 2 else torch.int32).numpy()
+    return np.ascontiguousarray(numbers).view(np.uint8).reshape(len(values), values.shape[1] * values.element_size())
 
 
 def decode(cache: PagedCache, slots: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from contract.calls import Call
 from contract.draw import INT_MAX, INT_MIN, Draw
-from tamis import IndexRecipe, LayerSpec, Layout, PagedCache, Plan
+from tamis import IndexRecipe, LayerSpec, Layout, PagedCache, Plan, V4Plan
 
-_LEAVES = (PagedCache, Layout, LayerSpec, Plan, IndexRecipe)
+_LEAVES = (PagedCache, Layout, LayerSpec, Plan, V4Plan, IndexRecipe)
 """Objects that are replaced as a whole: what is inside was checked when they were made."""
 _DTYPES = (
     torch.float32,
@@ -109,7 +109,7 @@ def spoil(draw: Draw, call: Call) -> list[Spoiled]:
             continue
         value = at(call.arguments, path)
         text = ".".join(map(str, path))
-        what, new, must = _other(draw, value, str(path[0]) in call.written, _donors(call.arguments))
+        what, new, must = _other(draw, value, str(path[0]) in call.written, _donors(call.arguments), text in call.sizes)
         if any(text == name or text.startswith(f"{name}.") for name in call.lenient):
             must = False
         if new is None and text in call.optional:
@@ -123,15 +123,17 @@ def _donors(arguments: dict[str, Any]) -> list[Tensor]:
     return [value for path in paths(arguments) if isinstance(value := at(arguments, path), Tensor)]
 
 
-def _other(draw: Draw, value: Any, written: bool, donors: list[Tensor]) -> tuple[str, Any, bool]:
+def _other(draw: Draw, value: Any, written: bool, donors: list[Tensor], size: bool) -> tuple[str, Any, bool]:
     if isinstance(value, Tensor):
         return _tensor(draw, value, written, donors)
     if isinstance(value, bool):
         return ("kind", draw.pick(["yes", None, 2, Odd(), torch.ones(2), [True]]), True)
     if isinstance(value, int):
-        return _integer(draw, value)
+        return _integer(draw, value, size)
     if isinstance(value, float):
         return _number(draw)
+    if isinstance(value, str) and value == "cpu":
+        return ("device", draw.pick(["", "nonsense", None, 3, [], Odd(), "cuda:99", "mps", b"cpu", 1.5]), True)
     if isinstance(value, str):
         return ("text", draw.pick(["", "nonsense", None, 3, [], {}, b"auto", Odd(), "x" * 10**5, torch.zeros(2)]), True)
     if isinstance(value, torch.dtype):
@@ -161,7 +163,7 @@ def _kind(draw: Draw) -> Any:
     return draw.pick(many)()
 
 
-def _integer(draw: Draw, value: int) -> tuple[str, Any, bool]:
+def _integer(draw: Draw, value: int, size: bool) -> tuple[str, Any, bool]:
     if draw.chance(0.5):
         return (
             "huge or odd",
@@ -184,11 +186,8 @@ def _integer(draw: Draw, value: int) -> tuple[str, Any, bool]:
             ),
             True,
         )
-    return (
-        "number",
-        draw.pick([-1, 0, 1, value + 1, max(value - 1, 0), 2 * value, INT_MAX, 2**40, INT_MIN, 2**63 - 1]),
-        False,
-    )
+    small = [-1, 0, 1, value + 1, max(value - 1, 0), 2 * value, INT_MIN]
+    return "number", draw.pick(small if size else [*small, INT_MAX, 2**40, 2**63 - 1]), False
 
 
 def _number(draw: Draw) -> tuple[str, Any, bool]:

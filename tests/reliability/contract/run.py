@@ -16,7 +16,7 @@ from contract.draw import Draw
 from contract.mutate import Spoiled, spoil
 
 Case = Callable[[Draw], Call]
-_REFUSAL = re.compile(r"(?P<name>.*?) must be .*, got .*; ", re.DOTALL)
+_REFUSAL = re.compile(r"(?P<name>.*?) must be .*, got .*; |no backend can run this (?P<layer>layer) on ", re.DOTALL)
 LONGEST_MESSAGE = 2000
 
 
@@ -123,8 +123,8 @@ def _judge_refusal(call: Call, spoiled: list[Spoiled], before: dict[str, Any], e
     if found is None:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__} without a name", f"{text[:200]!r} at {place.name}:{place.lineno}"
-    words = set(re.findall(r"[A-Za-z_0-9]+", found["name"]))
-    if not words & known_names(call):
+    words = set(re.findall(r"[A-Za-z_0-9]+", found["name"] or ""))
+    if found["layer"] is None and not words & known_names(call):
         return "another name", f"{text[:200]!r} names no argument"
     if len(text) > LONGEST_MESSAGE:
         return "endless message", f"{len(text)} characters: {text[:100]!r}"
