@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from oracle import hadamard_matrix, relative_error
+from seeds import seed_of
 from torch import Tensor
 
 from tamis import IndexRecipe, Layout, PagedCache, PagePool
@@ -43,8 +44,8 @@ class Compressor:
         self.state.storage.fill_(torch.nan)
         recipe = IndexRecipe.of_v4(self.rope, hadamard=True) if self.hadamard else None
         self.cache = PagedCache(self.layout, 600, self.entry_page, self.device, scale=self.scale, recipe=recipe)
-        self.state_pool = PagePool(700, self.state_page, seed=1)
-        self.entry_pool = PagePool(600, self.entry_page, seed=2)
+        self.state_pool = PagePool(700, self.state_page, seed=seed_of(1))
+        self.entry_pool = PagePool(600, self.entry_page, seed=seed_of(2))
         self.bias = torch.randn(self.ratio, self.channels)
         self.norm = torch.rand(self.dim) + 0.5
         self.rotary = Rope(self.rope, theta=160000.0)

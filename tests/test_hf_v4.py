@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from oracle import relative_error
+from seeds import seed_of
 
 from tamis import PagedCache, PagePool, Selection
 from tamis.layout import named
@@ -18,7 +19,7 @@ WINDOW_PAGE, ENTRY_PAGE = 64, 2
 
 def fill(layout: str, count: int, page_size: int) -> tuple[PagedCache, torch.Tensor, torch.Tensor]:
     """A cache of random rows in scattered pages, the rows as stored, and the slot of each."""
-    pool, cache = PagePool(60, page_size, seed=1), PagedCache(named(layout), 60, page_size)
+    pool, cache = PagePool(60, page_size, seed=seed_of(1)), PagedCache(named(layout), 60, page_size)
     pool.extend("request", count)
     slots = pool.slots("request", 0, count)
     write_kv(torch.randn(count, 512), cache, slots)

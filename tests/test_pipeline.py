@@ -5,6 +5,7 @@ from importlib import import_module
 import pytest
 import torch
 from oracle import relative_error
+from seeds import reseed, seed_of
 
 from tamis import Batch, Caches, LayerSpec, Limits, PagedCache, PagePool, Planner, Shard, SparseMLA, pipeline
 from tamis.layout import rows
@@ -28,7 +29,7 @@ def start(layout: str, heads: int, mode: str = "auto", topk: int = 24, **limits)
     spec = LayerSpec(heads=heads, scale=0.08, topk=topk)
     fields = {"max_tokens": 128, "max_requests": 8, "max_length": 256, "page_size": PAGE} | limits
     planner = Planner(spec, Limits(**fields), layout=layout, mode=mode)
-    return spec, planner, PagePool(120, PAGE, seed=2), PagedCache(layout, 120, PAGE)
+    return spec, planner, PagePool(120, PAGE, seed=seed_of(2)), PagedCache(layout, 120, PAGE)
 
 
 def choose_positions(query_lengths: list[int], lengths: list[int], k: int) -> torch.Tensor:
@@ -88,7 +89,7 @@ def test_chunked_prefill_mixed_and_decode_steps(layout: str, heads: int, mode: s
 def test_modes_agree_within_the_fp8_tolerance() -> None:
     results = []
     for mode in ("mixed", "separate"):
-        torch.manual_seed(1)
+        reseed(1)
         spec, planner, pool, cache = start("v32-fp8", 32, mode)
         plan = planner.plan(Batch.build([1, 40, 50], [1, 40, 50], pool))
         q, kv = torch.randn(91, 32, 576), torch.randn(91, 576)
@@ -175,7 +176,7 @@ def test_context_parallel_ranks_merge_to_the_whole() -> None:
     ranks, interleave, parts = 3, 2, []
     for rank in range(ranks):
         owned = [p for p in range(60) if p // interleave % ranks == rank]
-        local_pool = PagePool(20, PAGE, seed=rank)
+        local_pool = PagePool(20, PAGE, seed=seed_of(rank))
         local_cache = PagedCache("v32-fp32", 20, PAGE)
         batch = Batch.build([len(owned)], [len(owned)], local_pool)
         local = planner.plan(batch)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from oracle import relative_error
+from seeds import seed_of
 from v4_standin import HEADS, LENGTHS, QUERIES, RATIOS, SCALE, V4Step, limits, specs
 
 from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool
@@ -102,7 +103,7 @@ def test_draft_blocks_without_a_causal_mask(window: int, block: int, layout: str
     planner = V4Planner(
         [spec], Limits(32, 4, 400, 256, sizes, speculative_tokens=block - 1), layout=layout, draft_tokens=block
     )
-    lengths, pool, others = [300, block, 40], PagePool(8, 256), {"window": PagePool(60, 16, seed=3)}
+    lengths, pool, others = [300, block, 40], PagePool(8, 256), {"window": PagePool(60, 16, seed=seed_of(3))}
     batch = Batch.build([block] * 3, lengths, pool, other_pools=others)
     cache = PagedCache(named(layout), 60, 16)
     kept = [torch.randn(length, 512).bfloat16() for length in lengths]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from seeds import reseed, seed_of
 from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool
@@ -51,9 +52,9 @@ class V4Step:
         scale: float = 1.0,
         seed: int = 0,
     ) -> None:
-        torch.manual_seed(seed)
+        reseed(seed)
         self.queries, self.lengths = queries, lengths
-        self.main, self.raw = PagePool(40, PAGE, seed=1), PagePool(80, WINDOW_PAGE, seed=2)
+        self.main, self.raw = PagePool(40, PAGE, seed=seed_of(1)), PagePool(80, WINDOW_PAGE, seed=seed_of(2))
         batch = Batch.build(queries, lengths, self.main)
         self.batch = replace(batch, other_pages={"window": Batch.build(queries, lengths, self.raw).pages})
         layout = named(layout)

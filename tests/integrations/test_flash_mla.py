@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from seeds import seeded
 from torch import Tensor
 
 from tamis.integrations import flash_mla
@@ -23,7 +24,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 def v32_pages(pages: int, size: int, seed: int = 0) -> Tensor:
     """[pages, size, 1, 656]: 512 e4m3, 4 float32 scales that are no powers of two, 64 bf16."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     latent = torch.randn(pages, size, 512, generator=g).to(E4M3)
     scales = torch.rand(pages, size, 4, generator=g) + 0.5
     rope = torch.randn(pages, size, 64, generator=g).bfloat16()
@@ -41,7 +42,7 @@ def v32_rows(storage: Tensor) -> Tensor:
 
 def v4_pages(pages: int, size: int, seed: int = 0) -> Tensor:
     """[pages, size, 1, 584] in pages padded to a multiple of 576 bytes; values first, then exponents."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     record = torch.cat(
         [
             as_bytes(torch.randn(pages, size, 448, generator=g).to(E4M3)),
@@ -135,7 +136,7 @@ def agree_log(found: Tensor, expected: Tensor) -> None:
 
 def random_indices(shape: tuple[int, ...], rows: int, seed: int) -> Tensor:
     """Slots with duplicates and, in a fifth of the columns, everything an index must not be."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     indices = torch.randint(0, rows, shape, generator=g, dtype=torch.int64)
     hostile = torch.tensor([INT_MIN, -123456, -1, rows, INT_MAX])
     where = torch.rand(shape, generator=g) < 0.2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeds import seeded
 from torch import Tensor
 
 import tamis.integrations.flash_mla
@@ -18,7 +19,7 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 def decode_call(**changes: Any) -> dict[str, Any]:
     """A valid sparse decode call over 4 fp32 pages of 8 rows; changes replace or add arguments."""
-    g = torch.Generator().manual_seed(1)
+    g = seeded(1)
     call = {
         "q": torch.randn(2, 3, 5, 576, generator=g),
         "k_cache": torch.randn(4, 8, 1, 576, generator=g),
@@ -42,7 +43,7 @@ def packed_call(**changes: Any) -> dict[str, Any]:
 
 
 def prefill_call(**changes: Any) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(2)
+    g = seeded(2)
     call = {
         "q": torch.randn(4, 5, 576, generator=g),
         "kv": torch.randn(20, 1, 576, generator=g),

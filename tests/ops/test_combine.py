@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import seeded
 
 from tamis.ops import Partials, combine_parts
 
@@ -13,7 +14,7 @@ from tamis.ops import Partials, combine_parts
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(1, 4), st.floats(0, 60), st.integers(0, 2**31), st.booleans())
 def test_merging_parts_equals_one_softmax(parts, tokens, heads, spread, seed, with_sink) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     columns = 7
     logits = torch.randn(parts, tokens, heads, columns, generator=generator, dtype=torch.float64) * spread
     hidden = torch.rand(parts, tokens, heads, columns, generator=generator) < 0.4
