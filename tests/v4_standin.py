@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import bounds
 import torch
 from seeds import reseed, seed_of
 from torch import Tensor
@@ -88,23 +89,33 @@ class V4Step:
     def chosen_for(self, ratio: int) -> Tensor | None:
         return self.chosen if ratio == 4 else None
 
+    def rows_seen(self, row: int, ratio: int) -> Tensor:
+        """fp64 rows of the window and the entries that one token attends to."""
+        request, p = self.tokens[row]
+        seen = self.raw.slots(request, max(0, p - WINDOW + 1), p + 1)
+        keys = self.window.read(seen).double()
+        if ratio > 1:
+            slots = self.entry_slots(request, (p + 1) // ratio, ratio)
+            if ratio == 4:
+                picked = self.chosen[row]
+                slots = slots[picked[picked >= 0].long()]
+            keys = torch.cat((keys, self.entries[ratio].read(slots).double()))
+        return keys
+
+    def attention(self, ratio: int, q: Tensor | None = None, **options: Any) -> bounds.Attention:
+        """Window and entries of each token under one softmax with a sink, in fp64, and what its arithmetic allows."""
+        q, options = self.q if q is None else q, {"scale": SCALE, "sink": self.sink, "parts": 2} | options
+        rows = range(len(self.tokens))
+        return bounds.stacked([bounds.attention(q[row], self.rows_seen(row, ratio), **options) for row in rows])
+
     def oracle(self, ratio: int, q: Tensor | None = None) -> Tensor:
-        """Window and entries of each token under one softmax with a sink, in fp64."""
-        q = self.q if q is None else q
-        outs = []
-        for row, (request, p) in enumerate(self.tokens):
-            seen = self.raw.slots(request, max(0, p - WINDOW + 1), p + 1)
-            keys = self.window.read(seen).double()
-            if ratio > 1:
-                slots = self.entry_slots(request, (p + 1) // ratio, ratio)
-                if ratio == 4:
-                    picked = self.chosen[row]
-                    slots = slots[picked[picked >= 0].long()]
-                keys = torch.cat((keys, self.entries[ratio].read(slots).double()))
-            logits = q[row].double() @ keys.T * SCALE
-            weights = torch.cat((logits, self.sink.double().unsqueeze(1)), 1).softmax(1)[:, :-1]
-            outs.append(weights @ keys)
-        return torch.stack(outs)
+        """The output of `attention` alone."""
+        return self.attention(ratio, q).out
+
+    def agrees(self, found: Tensor, ratio: int, q: Tensor | None = None, **options: Any) -> None:
+        """Assert that an output is within what its arithmetic allows, and the rounding to its dtype."""
+        exact = self.attention(ratio, q, **options)
+        bounds.agree(found, exact.out, exact.out_error, found.dtype)
 
     def padded(self, rows: int) -> Batch:
         return replace(self.batch, padded_tokens=len(self.tokens) + rows)
