@@ -135,6 +135,20 @@ def stacked(tokens: list[Attention]) -> Attention:
     return Attention(*(torch.stack(part) for part in zip(*tokens, strict=True)))
 
 
+def softmax_mean(scores: Tensor, values: Tensor, *, u: float = FLOAT32) -> tuple[Tensor, Tensor]:
+    """The mean of values by the softmax of scores along the first axis, for each column, and its error.
+
+    Arguments: as of `attention`, with scores that were rounded once when they were made.
+    """
+    weights = scores.softmax(0)
+    mean = (weights * values).sum(0)
+    variance = u**2 * (scores.square() + (scores - scores.amax(0)).square() + 4)
+    spread = (weights.square() * variance * (values - mean).square()).sum(0)
+    terms, count = (weights * values).square().sum(0), len(scores)
+    total = _sum_variance(weights.square().sum(0), torch.ones_like(mean), count, u, 2)
+    return mean, _walk(spread + _sum_variance(terms, mean, count, u, 2) + mean.square() * total) + 2 * u * mean.abs()
+
+
 def rms_norm(normed: Tensor, *, u: float = FLOAT32) -> Tensor:
     """Error of x / rms(x) * weight, from its float64 result. Arguments: the mean is a sum of n positive terms, whose
     relative error a root halves (partial sums); then rsqrt and two products (one rounding each)."""
