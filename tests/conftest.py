@@ -2,6 +2,7 @@
 threads can be chosen."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -19,6 +20,12 @@ def pytest_configure(config: pytest.Config) -> None:
     choose_run(config.getoption("--seed"))
     if getattr(config.option, "hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(config.getoption("--seed"))
+    if find_spec("hypothesis"):  # the environment with vLLM has none
+        from hypothesis import HealthCheck, settings
+
+        # Neither an example nor drawing one may fail for being slow: a busy machine is.
+        settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("unhurried")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

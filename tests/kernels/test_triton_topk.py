@@ -60,7 +60,9 @@ MADE: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {
 
 
 @pytest.mark.parametrize("made", MADE)
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_selections_agree_with_the_reference(made: str, data: st.DataObject, device: torch.device) -> None:
     draw = data.draw
