@@ -44,9 +44,9 @@ SEED ?= 1
 CAPABILITY ?= default
 THREADS ?= 1
 PRODUCTS = $(if $(filter default,$(CAPABILITY)),MKL_CBWR=COMPATIBLE)
-NUMERICS := tests/ops tests/kernels/test_triton_compress.py tests/kernels/test_triton_rotate.py \
-	tests/kernels/test_triton_index.py tests/kernels/test_triton_index_prepare.py tests/integrations/test_flashinfer.py \
-	tests/integrations/test_flash_mla_contract.py $(addprefix tests/test_,bounds.py absorb.py rope.py pipeline.py \
+# The kernels' tests come first: they switch Triton to its interpreter.
+NUMERICS := $(addprefix tests/kernels/test_triton_,compress.py rotate.py index.py index_prepare.py) tests/ops \
+	$(addprefix tests/integrations/test_,flashinfer.py flash_mla_contract.py) $(addprefix tests/test_,bounds.py absorb.py rope.py pipeline.py \
 	selection.py v4_serving.py hf_index.py hf_v32.py hf_v4.py)
 
 test-numerics: setup
