@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import seed_of, seeded
 
 from tamis import Batch, LayerSpec, Limits, PageMap, PagePool, Planner
 from tamis import planner as planning
@@ -24,7 +25,7 @@ def make_planner(heads: int = 16, mode: str = "auto", layout: str = "v32-fp8", *
 
 
 def make_batch(new: list[int], total: list[int], page_size: int = 16, **fields) -> Batch:
-    batch = Batch.build(new, total, PagePool(300, page_size, seed=5))
+    batch = Batch.build(new, total, PagePool(300, page_size, seed=seed_of(5)))
     return Batch(**({f: getattr(batch, f) for f in ("query_starts", "lengths", "pages")} | fields))
 
 
@@ -118,7 +119,7 @@ def test_addresses_never_change_and_stale_values_are_gone() -> None:
 
 def test_a_narrower_table_leaves_nothing_behind() -> None:
     made = make_planner()
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     for requests, width in ((6, 5), (3, 2), (5, 4), (5, 1), (6, 5)):
         starts = torch.arange(requests + 1, dtype=torch.int32)
         table = torch.randint(0, 90, (requests, width), dtype=torch.int32, generator=generator)

@@ -76,7 +76,7 @@ def _member(wheel: Path, name: str) -> str:
 
 def _run(command: list[str], folder: Path) -> str:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COVERAGE"))}
-    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import seed_of
 from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PageMap, PagePool
@@ -45,7 +46,7 @@ class Pools:
     """Pages of all pools for some requests."""
 
     def __init__(self, queries: list[int], lengths: list[int], seed: int = 0) -> None:
-        self.pools = {name: PagePool(400, size, seed=seed) for name, size in {"": 32, **POOLS}.items()}
+        self.pools = {name: PagePool(400, size, seed=seed_of(seed)) for name, size in {"": 32, **POOLS}.items()}
         batches = {name: Batch.build(queries, lengths, pool) for name, pool in self.pools.items()}
         main = batches.pop("")
         self.batch = replace(main, other_pages={name: b.pages for name, b in batches.items()})

@@ -291,8 +291,9 @@ class Planner:
             names = ", ".join(limits.other_page_sizes) or "none"
             raise checks.refuse("other_pages", f"among {names}", list(batch.other_pages), "name them in Limits")
         rows = tokens if batch.padded_tokens is None else batch.padded_tokens
-        # Where the host knows a bound only, the table may rightly be narrower.
-        longest = int(host_lengths.max(initial=0)) if batch.host_lengths is None else 0
+        # Where the host knows a bound only, or where ranks share a request's pages, the table may rightly be narrower.
+        bounded = batch.host_lengths is not None or limits.context_parallel
+        longest = 0 if bounded else int(host_lengths.max(initial=0))
         for name, pages in {"": batch.pages, **batch.other_pages}.items():
             self._check_pages(name, pages, longest, requests, tokens, rows)
         return starts, query_lengths, host_lengths
@@ -311,7 +312,7 @@ class Planner:
             )
         if width * size < longest:
             expected = f"at least {-(-longest // size)} pages wide for {longest} tokens"
-            raise checks.refuse(f"{name}.block_table", expected, width, "pass all of each request's pages")
+            raise checks.refuse(f"{name}.block_table", expected, width, "pass all pages, or set context_parallel")
         count = checks.tensor(f"{name}.slots", pages.slots, "T", checks.INTS)["T"]
         if not tokens <= count <= rows:
             raise checks.refuse(f"{name}.slots", f"of {tokens} to {rows} values", count, "pass one per new token")
