@@ -261,6 +261,11 @@ BAD = {
         ValueError,
         "pages.slots must be of 6 to 6 values, got 5",
     ),
+    "too many slots": (
+        lambda: make_batch([1, 5], [10, 20], pages=bad_pages(slots=torch.zeros(9, **INT)), padded_tokens=8),
+        ValueError,
+        "pages.slots must be of 6 to 8 values, got 9",
+    ),
     "slots dtype": (
         lambda: make_batch([1, 5], [10, 20], pages=bad_pages(slots=torch.zeros(6))),
         TypeError,

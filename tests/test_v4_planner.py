@@ -215,6 +215,8 @@ def test_refusals() -> None:
         V4Planner([*specs(), LayerSpec(heads=4, window=9, kind="window")], limits())
     with pytest.raises(ValueError, match="specs must be of one kind per ratio 16"):
         V4Planner([*specs(), replace(specs()[1], compress=16)], limits())
+    with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
+        V4Planner(specs(), limits(), layout="v4-fp32", backend="magic")
     batch = replace(Pools([1], [5]).batch, other_pages={})
     with pytest.raises(ValueError, match="other_pages must be one with 'window'"):
         V4Planner(specs(), limits(), layout="v4-fp32").plan(batch)
