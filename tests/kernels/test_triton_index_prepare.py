@@ -192,7 +192,7 @@ def test_normed_keys_in_float32(recipe: IndexRecipe, device: torch.device) -> No
     if recipe.hadamard:
         size += 2 * bounds.hadamard(host.storage.double().square().mean(-1).max().sqrt(), 128)
     bounds.agree(there.storage, host.storage, error + float(size))
-    assert float(error + size) < 2e-5
+    assert float(error + size) < 1e-4  # bf16 would be off by more
 
 
 @pytest.mark.parametrize("width", [4, 12, 100, 1028])
