@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_pipeline import PAGE, choose_positions, exact_attention, start
 
-from tamis import Batch, Caches, IndexRecipe, PagedCache, Recording, SparseMLA
+from tamis import Batch, Caches, IndexRecipe, LayerSpec, Limits, PagedCache, PagePool, Planner, Recording, SparseMLA
 from tamis.layout import index_fp8, rows
 from tamis.ops import IndexInputs, index_scores, quantise_index_query
 
@@ -200,3 +200,15 @@ def test_wrong_selections_are_refused_and_nothing_is_written() -> None:
     assert (cache.storage == 0).all()
     assert (caches.index.storage == 0).all()
     assert SparseMLA(spec)(q, kv, caches, plan, index=fitting).out.isfinite().all()
+
+
+def test_a_refused_recording_keeps_nothing() -> None:
+    spec = LayerSpec(heads=1, latent_dim=32, rope_dim=8, value_dim=32, scale=1.0, topk=2)
+    planner = Planner(spec, Limits(8, 2, 8, 4), layout="v32-bf16")
+    plan = planner.plan(Batch.build([2, 2], [2, 2], PagePool(9, 4)))
+    positions = torch.tensor([[0, -1], [0, 1], [0, -1], [1, 1]], dtype=torch.int32)  # the last names one twice
+    recording = Recording(2)
+    with pytest.raises(ValueError, match="positions must be 2 different positions up to 1 for token 1 of 'b'"):
+        recording.record(0, ["a", "b"], plan, positions)
+    with pytest.raises(ValueError, match="recording must be at least 2 tokens long, got 0 tokens of 'a'"):
+        recording.replay(0, ["a", "b"], plan)

@@ -106,7 +106,7 @@ def _check_lengths(names: list[object], query_lengths: Sequence[int], lengths: S
 def _check_room(
     what: str, pool: PagePool, names: list[object], query_lengths: Sequence[int], lengths: Sequence[int]
 ) -> None:
-    checks.instance(what, pool, PagePool)
+    checks.instance("pool" if what == "pool" else f"other_pools[{what!r}]", pool, PagePool)
     missing = sum(pool.missing(name, length) for name, length in zip(names, lengths, strict=True))
     if missing > pool.free_pages:
         raise checks.refuse(what, f"of at least {missing} free pages", pool.free_pages, "release requests")

@@ -42,8 +42,8 @@ class Limits:
         """Refuse impossible limits."""
         for name in ("parallel_drafting", "context_parallel", "uniform_decodes"):
             checks.flag(name, getattr(self, name))
-        for name in ("speculative_tokens", "base_threshold"):
-            checks.integer(name, getattr(self, name), low=0)
+        checks.integer("speculative_tokens", self.speculative_tokens, low=0)
+        checks.integer("base_threshold", self.base_threshold, low=1)
         if not isinstance(self.other_page_sizes, Mapping):
             received = checks.describe(self.other_page_sizes)
             raise checks.refuse_type("other_page_sizes", "a dictionary of page sizes", received, "name each pool")

@@ -42,9 +42,10 @@ class Recording:
         if positions.device.type == "meta":
             raise checks.refuse("positions", "a tensor with values", "one on meta", "record what a layer selected")
         chosen = positions.cpu()
-        for request, tokens, own in _tokens(requests, plan):
-            found = chosen[tokens]
+        step = [(request, chosen[tokens], own) for request, tokens, own in _tokens(requests, plan)]
+        for request, found, own in step:
             self._complete(request, found, own)
+        for request, found, own in step:
             key = (layer, request)
             known = self._rows.get(key, found.new_full((0, self.topk), -1, dtype=found.dtype))
             missing = int(own.max()) + 1 - len(known)

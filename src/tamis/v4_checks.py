@@ -61,6 +61,9 @@ class V4Checks:
         """Refuse hidden states, caches and a plan that do not fit each other and the layer."""
         spec, device = self.spec, self.cos_sin.device
         checks.instance("caches", caches, V4Caches)
+        for name in ("entries", "state", "index", "index_state"):
+            if getattr(caches, name) is not None:
+                checks.instance(f"caches.{name}", getattr(caches, name), PagedCache)
         self._check_hidden(hidden, plan)
         if plan.window.size != spec.window:
             raise checks.refuse("plan.window.size", f"the layer's {spec.window}", plan.window.size, "plan with it")

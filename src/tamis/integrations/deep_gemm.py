@@ -107,7 +107,8 @@ def fp8_paged_mqa_logits(
     sizes = checks.tensor("q", q, "B n H D", QUERY_DTYPES)
     requests, tokens, dim = sizes["B"], sizes["n"], sizes["D"]
     checks.integer("max_context_len", max_context_len, low=0)
-    if not isinstance(kv_cache, Tensor) or kv_cache.dim() != 4 or kv_cache.shape[2] != 1:
+    checks.dense("kv_cache", kv_cache, _arguments.ONE_BYTE)
+    if kv_cache.dim() != 4 or kv_cache.shape[2] != 1:
         expected = f"of shape [pages, page size, 1, {dim + 4}]"
         raise checks.refuse("kv_cache", expected, checks.describe(kv_cache), "one head, values and scales fused")
     checks.tensor("block_table", block_table, "B W", (torch.int32,), B=requests, device=q.device)

@@ -63,7 +63,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as they are now. Tensors that share memory still do, and what lies between a view's rows is kept."""
+    """The arguments as they are now. Tensors that share memory still do, and bytes between a view's rows are kept."""
     memo: dict[int, Any] = {}
     found = {}
     for name, value in arguments.items():

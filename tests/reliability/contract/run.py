@@ -31,7 +31,8 @@ class Finding:
     text: str
 
     def __str__(self) -> str:
-        again = f"pytest tests/reliability/test_contract.py -k calls --fuzz-seed {self.seed} --first {self.number} --calls 1"
+        options = f"--fuzz-seed {self.seed} --first {self.number} --calls 1"
+        again = f"pytest tests/reliability/test_contract.py -k calls {options}"
         return f"[{self.kind}] {self.target}: {self.text}\n    {again}"
 
 
