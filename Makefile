@@ -6,7 +6,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-vllm vllm-environment check lint style types docs pytest browser generate wheel check-wheel bench soak clean
+.PHONY: setup run test test-numerics test-vllm vllm-environment check lint style types docs pytest browser generate lock wheel check-wheel bench soak clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,22 @@ types: setup
 pytest: style browser
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu and not wheel'
 
+# Tests of numbers once more, on other inputs and with the code that torch and MKL have for other CPUs: sums are then in
+# another order. CAPABILITY is default or, where the CPU has it, avx2 or avx512.
+SEED ?= 1
+CAPABILITY ?= default
+THREADS ?= 1
+PRODUCTS = $(if $(filter default,$(CAPABILITY)),MKL_CBWR=COMPATIBLE)
+# The kernels' tests come first: they switch Triton to its interpreter.
+NUMERICS := $(addprefix tests/kernels/test_triton_,compress.py rotate.py index.py index_prepare.py) tests/ops \
+	$(addprefix tests/integrations/test_,flashinfer.py flash_mla_contract.py) $(addprefix tests/test_,bounds.py absorb.py rope.py pipeline.py \
+	selection.py v4_serving.py hf_index.py hf_v32.py hf_v4.py)
+
+test-numerics: setup
+	@echo "numeric tests: seed $(SEED), capability $(CAPABILITY), threads $(THREADS)"
+	ATEN_CPU_CAPABILITY=$(CAPABILITY) $(PRODUCTS) $(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --seed $(SEED) \
+	  --threads $(THREADS) $(NUMERICS)
+
 # The site, in site/; a warning is an error. What is generated from code and results is checked by the tests.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -55,6 +71,10 @@ browser:
 # Write again what the documents take from code and results: pictures, tables, the list of commands.
 generate: setup
 	$(BIN)/python -m tools.docs
+
+# Write requirements-lock.txt again: what is installed here, with the hashes of the package index. Needs a network.
+lock: setup
+	$(BIN)/python -m tools.lock
 
 wheel: setup
 	rm -rf build/lib build/bdist.* dist

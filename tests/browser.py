@@ -23,7 +23,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-START_SECONDS = 30
+START_SECONDS = 600
 
 
 def missing() -> str:
@@ -46,7 +46,7 @@ def open_browser(profile: Path, width: int = 1360, height: int = 1000) -> Iterat
     finally:
         browser.quit()
         driver.terminate()
-        driver.wait(timeout=20)
+        driver.wait(timeout=600)
 
 
 class Browser:
@@ -85,7 +85,7 @@ class Browser:
         """What JavaScript returns."""
         return self._call("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
 
-    def wait(self, condition: str, seconds: float = 20) -> None:
+    def wait(self, condition: str, seconds: float = 600) -> None:
         """Until a JavaScript expression is true."""
         deadline = time.monotonic() + seconds
         while not self.run(f"return Boolean({condition})"):
@@ -143,7 +143,7 @@ class Browser:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._base + path, data, {"Content-Type": "application/json"}, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=600) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{method} {path}: {json.load(error)['value'].get('message')}") from error

@@ -10,6 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from seeds import seeded
 from torch import Tensor
 
 from tamis import PagedCache
@@ -192,7 +193,7 @@ def engine_cache(
     """A cache inside a buffer of random bytes, uint8 [pages, bytes]: `lead` bytes before each page, `gap` after it."""
     used = layout.row_bytes * page_size
     stride = lead + layout.page_bytes(page_size) + gap
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     buffer = torch.randint(0, 256, (pages, stride), dtype=torch.uint8, generator=generator)
     storage = buffer[:, lead : lead + used].unflatten(1, (page_size, layout.row_bytes)).view(layout.element)
     return buffer, PagedCache.wrap(storage, layout, scale=scale)
@@ -200,7 +201,7 @@ def engine_cache(
 
 def hostile_rows(width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Five rows whose tiles (of 64 values) cover ordinary sizes, zeros, tiny and large values, ties and boundaries."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     rows = torch.randn(5, width, generator=generator)
     rows[1] *= torch.logspace(-7, 4, width)
     rows[2, :64] = 0.0

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import bounds
 import torch
 from oracle import hadamard_matrix, relative_error
+from seeds import seed_of
 from torch import Tensor
 
 from tamis import IndexRecipe, Layout, PagedCache, PagePool
@@ -43,8 +45,8 @@ class Compressor:
         self.state.storage.fill_(torch.nan)
         recipe = IndexRecipe.of_v4(self.rope, hadamard=True) if self.hadamard else None
         self.cache = PagedCache(self.layout, 600, self.entry_page, self.device, scale=self.scale, recipe=recipe)
-        self.state_pool = PagePool(700, self.state_page, seed=1)
-        self.entry_pool = PagePool(600, self.entry_page, seed=2)
+        self.state_pool = PagePool(700, self.state_page, seed=seed_of(1))
+        self.entry_pool = PagePool(600, self.entry_page, seed=seed_of(2))
         self.bias = torch.randn(self.ratio, self.channels)
         self.norm = torch.rand(self.dim) + 0.5
         self.rotary = Rope(self.rope, theta=160000.0)
@@ -109,10 +111,13 @@ class Compressor:
         return self.cache.read(self.entry_pool.slots(request, first, count).to(self.device)).cpu()
 
     def expected(self, request: object, count: int) -> Tensor:
-        """Entries [count, dim] in fp64, one channel sum at a time."""
+        return self.exact(request, count)[0]
+
+    def exact(self, request: object, count: int) -> tuple[Tensor, Tensor]:
+        """Entries [count, dim] in fp64, one channel sum at a time, and how far float32 may be from each value."""
         values, scores = (part.double() for part in self.given[request])
         biased = scores + self.bias.double().repeat(self.length // self.ratio + 1, 1)[: self.length]
-        made = []
+        made, errors = [], []
         for entry in range(count):
             own = slice(entry * self.ratio, entry * self.ratio + self.ratio)
             pooled, weights = values[own, -self.dim :], biased[own, -self.dim :]
@@ -120,18 +125,34 @@ class Compressor:
                 before = slice(own.start - self.ratio, own.start)
                 pooled = torch.cat((values[before, : self.dim], pooled))
                 weights = torch.cat((biased[before, : self.dim], weights))
-            mean = (weights.softmax(0) * pooled).sum(0)
-            normed = mean / (mean.square().mean() + 1e-6).sqrt() * self.norm
+            mean, error = bounds.softmax_mean(weights, pooled)
+            size = (mean.square().mean() + 1e-6).sqrt()
+            normed = mean / size * self.norm
+            # The error of the mean goes through the norm, and the norm divides by a size that has one, too.
+            error = error / size * self.norm + normed.abs() * error.square().mean().sqrt() / size
+            error += bounds.rms_norm(normed)
             angle = own.start * self.rotary.frequencies().double()
+            pairs = (part[-self.rope :].unflatten(0, (-1, 2)).norm(dim=1) for part in (normed, error))
+            turning = bounds.rotation(next(pairs), angle) + next(pairs)
+            error[-self.rope :] = turning.repeat_interleave(2)
             even, odd = normed[-self.rope :: 2].clone(), normed[1 - self.rope :: 2].clone()
             normed[-self.rope :: 2] = even * angle.cos() - odd * angle.sin()
             normed[1 - self.rope :: 2] = odd * angle.cos() + even * angle.sin()
             made.append(normed)
-        entries = torch.stack(made)
-        return entries @ hadamard_matrix(self.dim) if self.hadamard else entries
+            errors.append(error)
+        entries, allowed = torch.stack(made), torch.stack(errors)
+        if not self.hadamard:
+            return entries, allowed
+        size, before = (part.square().mean(1, keepdim=True).sqrt() for part in (entries, allowed))
+        return entries @ hadamard_matrix(self.dim), (before + bounds.hadamard(size, self.dim)).expand_as(entries)
 
-    def check(self, request: object, count: int, bound: float = 2e-6) -> None:
-        assert relative_error(self.entries(request, count), self.expected(request, count)) < bound
+    def check(self, request: object, count: int, bound: float | None = None, first: int = 0) -> None:
+        """Each value within what its arithmetic allows, or all of them within the relative error of a format."""
+        found, (expected, error) = self.entries(request, count, first), self.exact(request, count)
+        if bound is None:
+            bounds.agree(found, expected[first:], error[first:])
+        else:
+            assert relative_error(found, expected[first:]) < bound
 
 
 C4, C128 = {"ratio": 4, "overlapping": True}, {"ratio": 128, "overlapping": False, "state_page": 8}

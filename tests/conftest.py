@@ -1,18 +1,47 @@
-"""Shared by all tests: uninitialised memory is NaN, and random numbers repeat."""
+"""Shared by all tests: uninitialised memory is NaN, random numbers repeat, and both their seed and the number of
+threads can be chosen."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
+from seeds import choose_run, reseed
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--seed` changes every random input; `--threads` the order in which torch adds large sums."""
+    parser.addoption("--seed", type=int, default=0, help="what all random inputs are drawn from (0)")
+    parser.addoption("--threads", type=int, default=1, help="threads of torch in each process (1)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Seeds are chosen before test modules are imported: some draw inputs as they are. Hypothesis draws alike."""
+    choose_run(config.getoption("--seed"))
+    if getattr(config.option, "hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(config.getoption("--seed"))
+    if find_spec("hypothesis"):  # the environment with vLLM has none
+        from hypothesis import HealthCheck, settings
+
+        # Neither an example nor drawing one may fail for being slow: a busy machine is.
+        settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("unhurried")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """What it takes to repeat a run."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"seed {config.getoption('--seed')}, {config.getoption('--threads')} threads, torch's code for {capability}"
+
 
 pytest_plugins = ("settings",)
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory(pytestconfig: pytest.Config) -> Iterator[None]:
     """Fill `torch.empty` with NaN, so that a value that nobody wrote cannot pass a test by luck."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # tests run in parallel processes already
+    reseed(0)
+    torch.set_num_threads(pytestconfig.getoption("--threads"))  # one: tests run in parallel processes already
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

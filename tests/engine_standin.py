@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from seeds import seeded
 from torch import Tensor
 
 from tamis.integrations.vllm.backend import TamisSparseBackend
@@ -142,7 +143,7 @@ class Step:
     def place(self, block_size: int) -> tuple[Tensor, tuple[Tensor, ...], int]:
         """Shuffled pages: the block table, the slots of all rows per request, and how many pages there are."""
         needed = [-(-n // block_size) for n in self.lengths]
-        ids = 1 + torch.randperm(sum(needed), generator=torch.Generator().manual_seed(3))
+        ids = 1 + torch.randperm(sum(needed), generator=seeded(3))
         table = torch.zeros(len(needed), max(needed), dtype=torch.int32)
         slots = []
         for number, mine in enumerate(ids.split(needed)):
@@ -172,7 +173,7 @@ def grid(*shape: int, random: torch.Generator) -> Tensor:
 
 def make_step(lengths: Sequence[int], queries: Sequence[int], heads: int, factor: float = 1.0) -> Step:
     """Random data on the e4m3 grid, rows times `factor`."""
-    random = torch.Generator().manual_seed(sum(lengths) + heads)
+    random = seeded(sum(lengths) + heads)
     rows = tuple(grid(n, LATENT + ROPE, random=random) * factor for n in lengths)
     q = grid(sum(queries), heads, LATENT + ROPE, random=random)
     return Step(tuple(lengths), tuple(queries), rows, q, token_positions(lengths, queries))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeds import reseed, seeded
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,7 +73,7 @@ FAMILIES = ("v32", "glm-shared", "v4")
 
 def build(name: str, **changes: Any) -> Any:
     kind, numbers = MODELS[name]
-    torch.manual_seed(4)
+    reseed(4)
     config = getattr(transformers, f"{kind}Config")(**{**numbers, **changes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
@@ -91,7 +92,7 @@ v32_only = pytest.mark.parametrize("model", ["v32"], indirect=True)
 
 
 def tokens(rows: int, columns: int) -> torch.Tensor:
-    return torch.randint(1, 128, (rows, columns), generator=torch.Generator().manual_seed(7))
+    return torch.randint(1, 128, (rows, columns), generator=seeded(7))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import bounds
 import torch
 from torch import Tensor
 
@@ -21,25 +22,14 @@ def rows_of(selection: Selection, token: int) -> Tensor:
     return selection.cache.read(torch.tensor(kept)).double()
 
 
-def attend_fp64(
-    q: Tensor, selections: Sequence[Selection], *, scale: float, value_dim: int, sink: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, natural-log lse and largest logit, one token and one head at a time."""
-    tokens, heads, _ = q.shape
-    out = torch.zeros(tokens, heads, value_dim, dtype=torch.float64)
-    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float64)
-    top = lse.clone()
-    for t in range(tokens):
-        rows = torch.cat([rows_of(s, t) for s in selections])
-        if len(rows) == 0:
-            continue
-        logits = q[t].double() @ rows.T * scale
-        lse[t] = torch.logsumexp(logits, 1)
-        top[t] = logits.amax(1)
-        out[t] = torch.softmax(logits, 1) @ rows[:, :value_dim]
-        if sink is not None:
-            out[t] *= (1 / (1 + torch.exp(sink.double() - lse[t]))).unsqueeze(1)
-    return out, lse, top
+def attention(
+    q: Tensor, selections: Sequence[Selection], *, scale: float, value_dim: int, sink: Tensor | None = None, **options
+) -> bounds.Attention:
+    """Output, natural-log lse and largest logit, one token at a time, each with the error that its arithmetic allows;
+    options are those of `bounds.attention`."""
+    options |= {"scale": scale, "value_dim": value_dim, "sink": sink}
+    rows = (torch.cat([rows_of(s, t) for s in selections]) for t in range(len(q)))
+    return bounds.stacked([bounds.attention(heads, seen, **options) for heads, seen in zip(q, rows, strict=True)])
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from seeds import seeded
 from torch import Tensor
 
 
@@ -85,7 +86,7 @@ def random_step(draw: Any, prefill: bool = False) -> RandomStep:
     """With `prefill`, all tokens are real and stand in the order of their requests."""
     requests = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 60)), min_size=1, max_size=4))
     queries, lengths = [q for q, _ in requests], [q + c for q, c in requests]
-    random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    random = seeded(draw(st.integers(0, 2**31)))
 
     def ints(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=random, dtype=torch.int32)

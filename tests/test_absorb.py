@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeds import seeded
 from torch import Tensor
 
 from tamis.absorb import WEIGHT_NAMES, AbsorbedWeights, dense_weight, dequantise_blocks, layer_weight
@@ -15,7 +16,7 @@ SIZES = {"heads": H, "nope_dim": P, "value_dim": V, "latent_dim": L}
 
 
 def kv_b_weight(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(H * (P + V), L, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return torch.randn(H * (P + V), L, generator=seeded(1)).to(dtype)
 
 
 def halves(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +46,7 @@ class UnquantizedLinearMethod:
 
 
 def int8_layer() -> SimpleNamespace:
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     quantised = torch.randint(-127, 128, (H * (P + V), L), dtype=torch.int8, generator=generator)
     scales = 2.0 ** torch.randint(-9, 1, (H * (P + V),), generator=generator)
     return SimpleNamespace(

@@ -1,5 +1,6 @@
 """`tamis bench --report`: limits found in rows, figures, the page; from files and from a fresh run."""
 
+import csv
 import json
 import re
 import struct
@@ -10,8 +11,9 @@ from pathlib import Path
 import browser
 import pytest
 
-from tamis.bench.record import CsvFile, Row
-from tamis.bench.report.data import find_limits, geometric_mean, latest, once, read_rows
+from tamis.bench.record import COLUMNS, CsvFile, Row
+from tamis.bench.report import write_report
+from tamis.bench.report.data import MEASUREMENT, find_limits, geometric_mean, latest, once, read_rows
 from tamis.cli import main
 
 pytest.importorskip("matplotlib")
@@ -63,6 +65,9 @@ def test_the_newest_of_repeated_measurements_counts() -> None:
     other = row(peer="torch")
     assert latest([new, old, other]) == [new, other]
     assert once([new, other]) == [new]
+    # Whatever else differs is another measurement.
+    several = [new, *(replace(new, **{name: "other"}) for name in MEASUREMENT)]
+    assert latest(several) == once(several) == several
     assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
 
 
@@ -95,6 +100,15 @@ def test_report_of_the_landed_results(landed: Path) -> None:
     html = (landed / "report.html").read_text(encoding="utf-8")
     rows = latest(read_rows(RESULTS))
     assert html.count("<tr><td") == len(rows)
+    assert f"Rows: {len(read_rows(RESULTS))} read, {len(rows)} shown" in html
+    assert latest(read_rows(LANDED)) == read_rows(LANDED)
+    # Every row against a peer counts, whichever backend it is of.
+    against = [row.ratio for row in rows if row.peer == "flashmla" and row.ratio is not None]
+    ahead = sum(ratio >= 1 for ratio in against)
+    assert len({row.backend for row in rows if row.peer == "flashmla"}) > 1
+    assert f'<span class="value">{geometric_mean(against):.2f}</span><span class="name">Against flashmla</span>' in html
+    assert f"tamis ahead in {ahead} of {len(against)}, all rows" in html
+    assert html.count('<td class="n behind">') == sum((row.ratio or 1) < 1 for row in rows) >= len(against) - ahead > 0
     assert "4.3 TB/s" in html
     assert "790 TFLOP/s" in html
     names = re.findall(r'id="([^"]+)"', html)
@@ -156,11 +170,47 @@ def test_wrong_input(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broken_row_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = LANDED[0].read_text().replace(",16,", ",many,", 1)
-    (tmp_path / "rows.csv").write_text(text)
+def test_rows_that_newer_ones_replace_are_counted(tmp_path: Path) -> None:
+    rows = [row(time=f"2026-01-0{day}", median_us=float(day), ratio=0.5, peer_us=1.0) for day in (1, 3, 2)]
+    write_report([*rows, row(backend="triton", ratio=0.5)], tmp_path / "out")
+    html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "Rows: 4 read, 2 shown, 2 superseded by newer rows of the same measurement" in html
+    assert "tamis is slower in 2 of 2 comparisons" in html
+    assert html.count("<tr><td") == 2
+
+
+HEADER, FIRST = LANDED[0].read_text().splitlines()[:2]
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("heads", value) for value in ("many", "1.5", "9" * 5000)),
+        *(("shape", value) for value in ("", "128x", "2q10s5")),
+        *(("median_us", value) for value in ("", "0", "-1", "nan", "inf", "1e999")),
+        *(("bytes", value) for value in ("-1", "1.5", "")),
+        *(("ratio", value) for value in ("0", "nan", "-2")),
+        *(("gpu", value) for value in ("x" * 200_000,)),
+    ],
+)
+def test_a_broken_row_is_named(column: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = next(csv.reader([FIRST]))
+    cells[COLUMNS.index(column)] = value
+    _refused(",".join(cells), tmp_path, capsys)
+
+
+@pytest.mark.parametrize("cells", [1, 5, 20, len(COLUMNS) - 1])
+def test_a_row_that_ends_early_is_named(cells: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _refused(",".join(FIRST.split(",")[:cells]), tmp_path, capsys)
+
+
+def _refused(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.csv").write_text(f"{HEADER}\n{line}\n")
     assert main(["bench", "--report", str(tmp_path / "out"), "--from", str(tmp_path / "rows.csv")]) == 2
-    assert "has a row that is no measurement" in capsys.readouterr().err
+    found = capsys.readouterr().err
+    assert "has a row that is no measurement" in found
+    assert found.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_matplotlib_the_extra_is_named(

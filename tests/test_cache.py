@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from seeds import seeded
 from torch import Tensor
 
 from tamis import PagedCache, Selection, ops
@@ -13,12 +14,12 @@ PAGE_SIZES = (1, 2, 61, 64, 69, 256)
 
 
 def random_bytes(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=seeded(seed))
 
 
 def some_rows(count: int, width: int, seed: int = 0) -> Tensor:
     """Rows that every format stores without error: small integers times a power of two."""
-    return torch.randint(-4, 5, (count, width), generator=torch.Generator().manual_seed(seed)).float() / 4
+    return torch.randint(-4, 5, (count, width), generator=seeded(seed)).float() / 4
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

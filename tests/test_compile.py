@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeds import reseed
 from test_pipeline import PAGE, choose_positions, start
 from torch._dynamo.testing import CompileCounter
 
@@ -178,7 +179,7 @@ def serve(
     layer: Callable[..., LayerOutput], mode: str, steps: list[list[int]], *, index: bool, fp8: bool = False
 ) -> list[torch.Tensor]:
     """Outputs of some steps, and the caches' bytes after them."""
-    torch.manual_seed(3)
+    reseed(3)
     spec, planner, pool, latent = start("v32-fp8", 4, mode, workspace_rows=256)
     recipe = IndexRecipe(16) if fp8 else None
     layout = index_fp8(dim=16) if fp8 else rows(torch.float32, latent=16, rope=0)

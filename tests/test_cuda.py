@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from seeds import reseed, seed_of
 
 from tamis import Batch, Caches, LayerSpec, Limits, PagedCache, PageMap, PagePool, Planner, Selection, SparseMLA
 from tamis.layout import NAMES, Layout, named, v32_fp8
@@ -67,7 +68,7 @@ def test_planning_waits_for_nothing(heads: int) -> None:
     planner = Planner(spec, Limits(128, 8, 256, page_size=PAGE), "cuda")
     batches = []
     for shape in ("3q1s100_1q50s70", "4q1s60", "2q30s40"):
-        made = Batch.parse(shape, PagePool(100, PAGE, seed=1))
+        made = Batch.parse(shape, PagePool(100, PAGE, seed=seed_of(1)))
         host = made.lengths
         batches.append((made, to_gpu(made, lengths=host.cuda(), host_lengths=host)))
     addresses = set()
@@ -90,8 +91,8 @@ def test_layer_call_agrees_with_the_host(heads: int) -> None:
     spec = LayerSpec(heads=heads, scale=0.1, topk=32)
     results = []
     for device in ("cpu", "cuda"):
-        torch.manual_seed(3)
-        pool = PagePool(100, PAGE, seed=1)
+        reseed(3)
+        pool = PagePool(100, PAGE, seed=seed_of(1))
         cache = PagedCache("v32-fp8", 100, PAGE, device=device)
         planner = Planner(spec, Limits(128, 8, 256, page_size=PAGE), device)
         batch = Batch.parse("3q1s1_2q40", pool)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from seeds import reseed
 
 from tamis import PagedCache
 from tamis.ops import index_topk
@@ -13,7 +14,7 @@ SLACK = 64 << 20
 
 def choose(tokens: int, context: int, k: int, device: str) -> None:
     """Random keys and queries; some tokens again by themselves must select the same."""
-    torch.manual_seed(0)
+    reseed(0)
     cache = PagedCache("index-fp8", context // 64, 64, device)
     codes = cache.field(cache.layout.values)
     codes.copy_(torch.randint(0, 256, codes.shape, dtype=torch.uint8, device=device) & 0xBF)  # no NaN

@@ -104,7 +104,7 @@ def test_the_example_of_the_readme_is_short() -> None:
     assert len([line for line in first.text.splitlines() if line.strip()]) <= 20
 
 
-@pytest.mark.parametrize("name", ["DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", *PAGES])
+@pytest.mark.parametrize("name", ["DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", *PAGES])
 def test_links_to_files_resolve(name: str) -> None:
     document = ROOT / name
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):

@@ -1,8 +1,10 @@
 """`tamis doctor`: what it finds here, and what it would say elsewhere."""
 
 import json
+import os
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +130,59 @@ def test_the_lowest_versions_are_those_of_the_package() -> None:
     assert found["python"] == "3.11"
     assert {"torch", "numpy", "triton", "transformers", "vllm", "matplotlib"} <= set(found)
     assert found["vllm"] == "0.25"  # whatever else is said about its versions
+
+
+def _vllm(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of this name on the path of this process and of those that it starts."""
+    (folder / "vllm").mkdir()
+    (folder / "vllm" / "__init__.py").write_text(
+        "import sys\nprint('a line of its own')\nassert sys.stdin.read() == ''\n"
+    )
+    (folder / "vllm" / "version.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+
+
+@pytest.mark.parametrize(
+    ("source", "found", "state", "words"),
+    [
+        ("__version__ = '0.25.1'", "0.25.1", "ok", ""),
+        ("__version__ = '0.32'", "0.32", "ok", ""),
+        ("__version__ = '0.28.0'", "0.28.0", "refused", "tamis supports vLLM 0.25.x and 0.32.x, and this is 0.28.0"),
+        ("__version__ = '0.9.2'", "0.9.2", "refused", "--attention-backend CUSTOM does not work with it"),
+        ("__version__ = 'dev'", "dev", "refused", "this is dev"),
+        ("raise ImportError('libcudart.so.13: \\x1b[31m')", "-", "broken", "ImportError: libcudart.so.13"),
+        ("import os; os._exit(7)", "-", "broken", "it ended with status 7"),
+    ],
+)
+def test_vllm_is_judged_as_the_plugin_judges_it(
+    source: str,
+    found: str,
+    state: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _vllm(tmp_path, source, monkeypatch)
+    (told,) = [finding for finding in doctor._packages() if finding.name == "vllm"]
+    assert (told.found, told.state) == (found, state)
+    assert words in told.advice
+    doctor._print_report([told], {}, True)
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_vllm_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _vllm(tmp_path, "import threading; threading.Event().wait()", monkeypatch)
+    monkeypatch.setattr(doctor, "VLLM_SECONDS", 1)
+    assert doctor.judge_vllm(*doctor._import_vllm()).state == "broken"
+
+
+def test_a_place_where_kernels_cannot_be_kept_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert doctor._cubins().state == "ok"
+    (tmp_path / ".cache/tamis/cubin").mkdir(parents=True)
+    (tmp_path / ".cache/tamis/cubin").chmod(0o777)
+    found = doctor._cubins()
+    assert found.state == "not kept"
+    assert "other users can write to it (its mode is 777): kernels in CUDA C++ are compiled again" in found.advice

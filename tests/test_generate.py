@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeds import reseed
 
 from tamis.cli import main
 
@@ -40,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(3)
+    reseed(3)
     config = transformers.DeepseekV32Config(**TINY)
     transformers.DeepseekV32ForCausalLM(config).bfloat16().save_pretrained(folder)
     words = {word: number for number, word in enumerate("abcdefghijkl")}

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from seeds import reseed, seed_of
 
 from tamis import Batch, Caches, IndexRecipe, LayerSpec, Limits, PagedCache, PagePool, Planner, SparseMLA
 from tamis.layout import index_fp8, rows
@@ -31,7 +32,7 @@ MODELS = {
 @cache
 def recorded_model(name: str):
     """Run a tiny random model once and keep what each indexer got and selected, and what each layer used."""
-    torch.manual_seed(4)
+    reseed(4)
     make_config, make_model, options = MODELS[name]
     config = make_config(
         hidden_size=64,
@@ -96,7 +97,7 @@ class Indexer:
         self.module, self.recipe, self.quantised = module, recipe, layout.quantised
         self.spec = LayerSpec.from_hf(config)
         self.layer = SparseMLA(self.spec)
-        self.pool = PagePool(40, PAGE, seed=0)
+        self.pool = PagePool(40, PAGE, seed=seed_of(0))
         latent = PagedCache(rows(torch.float32, latent=32, rope=ROPE), 40, PAGE)
         self.caches = Caches(latent, PagedCache(layout, 40, PAGE, recipe=recipe))
         limits = Limits(max_tokens=TOKENS, max_requests=1, max_length=TOKENS, page_size=PAGE)

@@ -10,6 +10,7 @@ from functools import cache, partial
 import pytest
 import torch
 from oracle import hadamard_matrix, relative_error
+from seeds import reseed, seed_of
 from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PagePool
@@ -34,7 +35,7 @@ PAGE, WINDOW_PAGE, STATE_PAGE = {"tiny": 32, "full": 256}, 5, 4
 @cache
 def recorded(widths: str):
     """Run the model once and keep what each attention layer got, returned and compressed."""
-    torch.manual_seed(4)
+    reseed(4)
     numbers = dict(WIDTHS[widths])
     overlapping, plain = numbers.pop("rates")
     config = transformers.DeepseekV4Config(
@@ -123,8 +124,8 @@ class Served:
         page_sizes = {"window": WINDOW_PAGE, f"state{spec.compress}": STATE_PAGE}
         limits = Limits(3 * TOKENS, 3, TOKENS, PAGE[widths], page_sizes)
         self.planner = V4Planner([spec], limits, layout=layout)
-        self.pool = PagePool(40, PAGE[widths], seed=1)
-        self.others = {name: PagePool(240, size, seed=2) for name, size in page_sizes.items()}
+        self.pool = PagePool(40, PAGE[widths], seed=seed_of(1))
+        self.others = {name: PagePool(240, size, seed=seed_of(2)) for name, size in page_sizes.items()}
         self.caches = V4Caches.allocate(
             spec,
             pages=40,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from seeds import numpy_seeded, seeded
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,7 +37,7 @@ def model(name: Any) -> Any:
 
 @cache
 def prompt() -> list[int]:
-    return torch.randint(4096, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+    return torch.randint(4096, (TOKENS,), generator=seeded(1)).tolist()
 
 
 @cache
@@ -270,7 +271,7 @@ def test_a_page_of_many_layers_stays_small() -> None:
     spec = LayerSpec(heads=2, topk=2048, index_heads=2, index_dim=128)
     extent = Extent.plan([spec] * 61, 16384, 2048, [])
     notes = LayerNotes(0, spec, extent)
-    chance = np.random.default_rng(0)
+    chance = numpy_seeded(0)
     # Nothing compresses worse than chance.
     notes.rows = np.sort(chance.permuted(np.tile(np.arange(16384, dtype=np.int32), (256, 1)), axis=1)[:, :2048], axis=1)
     notes.scores = chance.random(notes.rows.shape, np.float32)

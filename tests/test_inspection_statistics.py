@@ -6,6 +6,7 @@ from collections import Counter
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import seeded
 
 from tamis.inspection.statistics import (
     DISTANCE_BINS,
@@ -36,7 +37,7 @@ def test_masks(rows: list[set[int]]) -> None:
 @quick
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 30), st.integers(1, 4))
 def test_shares_of_dense_attention(seed: int, queries: int, places: int, heads: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     logits = torch.randn(queries, heads, places, generator=generator) * 3
     visible = torch.randint(0, places + 1, (queries,), generator=generator)
     logits.masked_fill_((torch.arange(places) >= visible[:, None])[:, None], -torch.inf)
@@ -88,7 +89,7 @@ def distance_bin(distance: int) -> int:
 @quick
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=6), st.sampled_from([1, 4, 128]), st.integers(0, 2**32))
 def test_distances(own: list[int], ratio: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     chosen, every = Counter(), Counter()
     rows = []
     for position in own:

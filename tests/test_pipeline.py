@@ -2,9 +2,11 @@
 
 from importlib import import_module
 
+import bounds
 import pytest
 import torch
-from oracle import relative_error
+from oracle import attention as oracle_attention
+from seeds import reseed, seed_of
 
 from tamis import (
     Batch,
@@ -14,13 +16,14 @@ from tamis import (
     PagedCache,
     PagePool,
     Planner,
+    Selection,
     Shard,
     SparseMLA,
     pipeline,
     pipeline_checks,
 )
 from tamis.layout import rows
-from tamis.ops import IndexInputs, Partials, combine_parts, write_kv
+from tamis.ops import IndexInputs, Partials, combine_parts, translate_positions, write_kv
 
 # The package has a function of this name as well.
 attend = import_module("tamis.ops.attend")
@@ -40,7 +43,7 @@ def start(layout: str, heads: int, mode: str = "auto", topk: int = 24, **limits)
     spec = LayerSpec(heads=heads, scale=0.08, topk=topk)
     fields = {"max_tokens": 128, "max_requests": 8, "max_length": 256, "page_size": PAGE} | limits
     planner = Planner(spec, Limits(**fields), layout=layout, mode=mode)
-    return spec, planner, PagePool(120, PAGE, seed=2), PagedCache(layout, 120, PAGE)
+    return spec, planner, PagePool(120, PAGE, seed=seed_of(2)), PagedCache(layout, 120, PAGE)
 
 
 def choose_positions(query_lengths: list[int], lengths: list[int], k: int) -> torch.Tensor:
@@ -53,19 +56,15 @@ def choose_positions(query_lengths: list[int], lengths: list[int], k: int) -> to
     return torch.stack(found)
 
 
-def expected_output(q, history, query_lengths, positions, scale, sink=None) -> torch.Tensor:
-    out, token = [], 0
-    for request, query in enumerate(query_lengths):
-        for _ in range(query):
-            picked = positions[token][positions[token] >= 0].long()
-            keys = history[request][picked].double()
-            logits = q[token].double() @ keys.T * scale
-            if sink is not None:
-                logits = torch.cat((logits, sink.double().unsqueeze(1)), 1)
-                keys = torch.cat((keys, torch.zeros(1, keys.shape[1], dtype=torch.float64)))
-            out.append(torch.softmax(logits, 1) @ keys[:, :512])
-            token += 1
-    return torch.stack(out)
+def exact_attention(q, history, query_lengths, positions, scale, **options) -> bounds.Attention:
+    requests = [request for request, query in enumerate(query_lengths) for _ in range(query)]
+    options |= {"scale": scale, "value_dim": 512}
+    return bounds.stacked(
+        [
+            bounds.attention(q[token], history[request][positions[token][positions[token] >= 0].long()], **options)
+            for token, request in enumerate(requests)
+        ]
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -91,24 +90,29 @@ def test_chunked_prefill_mixed_and_decode_steps(layout: str, heads: int, mode: s
         sink = torch.randn(heads) if number % 2 else None
         result = layer(q, kv, cache, plan, positions=positions, sink=sink)
         known = [stored(history[r], layout) for r in order]
-        expected = expected_output(q, known, queries, positions, spec.scale, sink)
         # Gathered prefills are rounded to bf16 once more.
-        bound = 4e-3 if plan.prefill is not None and plan.prefill.chunks else 3e-6
-        assert relative_error(result.out, expected) < bound
+        gathered = plan.prefill is not None and plan.prefill.chunks
+        unit = bounds.unit(torch.bfloat16) if gathered else 0.0
+        exact = exact_attention(q, known, queries, positions, spec.scale, sink=sink, row_unit=unit)
+        bounds.agree(result.out, exact.out, exact.out_error)
 
 
 def test_modes_agree_within_the_fp8_tolerance() -> None:
-    results = []
+    results, bf16 = [], bounds.unit(torch.bfloat16)
     for mode in ("mixed", "separate"):
-        torch.manual_seed(1)
+        reseed(1)
         spec, planner, pool, cache = start("v32-fp8", 32, mode)
         plan = planner.plan(Batch.build([1, 40, 50], [1, 40, 50], pool))
         q, kv = torch.randn(91, 32, 576), torch.randn(91, 576)
         positions = choose_positions([1, 40, 50], [1, 40, 50], 24)
         results.append(SparseMLA(spec)(q, kv, cache, plan, positions=positions))
+    known = list(stored(kv, "v32-fp8").split((1, 40, 50)))
+    for result, unit in zip(results, (0.0, bf16), strict=True):
+        exact = exact_attention(q, known, [1, 40, 50], positions, spec.scale, row_unit=unit)
+        bounds.agree(result.out, exact.out, exact.out_error)
+        bounds.agree(result.lse, exact.lse, exact.lse_error)
     torch.testing.assert_close(results[0].out, results[1].out, rtol=0.065, atol=0.05)
     torch.testing.assert_close(results[0].lse, results[1].lse, rtol=1e-2, atol=1e-2)
-    assert relative_error(results[1].out, results[0].out) < 4e-3
 
 
 def test_the_layer_selects_its_own_positions_and_another_layer_shares_them() -> None:
@@ -138,10 +142,16 @@ def test_selecting_everything_is_dense_causal_attention() -> None:
     positions[positions > torch.arange(50).unsqueeze(1)] = -1
     result = SparseMLA(spec)(q, kv, cache, plan, positions=positions)
     mask = torch.ones(50, 50, dtype=torch.bool).tril()
+    wide = kv.double()
     dense = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1), kv.expand(3, 50, 576), kv[:, :512].expand(3, 50, 512), attn_mask=mask, scale=spec.scale
+        q.double().transpose(0, 1),
+        wide.expand(3, 50, 576),
+        wide[:, :512].expand(3, 50, 512),
+        attn_mask=mask,
+        scale=spec.scale,
     )
-    torch.testing.assert_close(result.out, dense.transpose(0, 1), rtol=1e-4, atol=1e-5)
+    error = exact_attention(q, [kv], [50], positions, spec.scale).out_error
+    bounds.agree(result.out, dense.transpose(0, 1), error)
 
 
 def test_padded_rows_do_no_harm() -> None:
@@ -160,7 +170,10 @@ def test_padded_rows_do_no_harm() -> None:
     assert changed == 2
     plan = planner.plan(batch)
     alone = SparseMLA(spec)(q[:2], None, cache, plan, positions=positions[:2].contiguous())
-    torch.testing.assert_close(alone.out, result.out[:2])
+    slots = translate_positions(positions[:2], plan.request_ids, plan.block_table, page_size=PAGE).slots
+    exact = oracle_attention(q[:2], [Selection(cache, slots)], scale=spec.scale, value_dim=512)
+    for found in (alone.out, result.out[:2]):
+        bounds.agree(found, exact.out, exact.out_error)
 
 
 def test_speculative_tokens_each_have_their_own_positions() -> None:
@@ -175,11 +188,12 @@ def test_speculative_tokens_each_have_their_own_positions() -> None:
     q = torch.randn(6, 4, 576)
     positions = choose_positions([3, 3], [40, 50], 24)
     result = SparseMLA(spec)(q, None, cache, plan, positions=positions)
-    assert relative_error(result.out, expected_output(q, history, [3, 3], positions, spec.scale)) < 3e-6
+    exact = exact_attention(q, history, [3, 3], positions, spec.scale)
+    bounds.agree(result.out, exact.out, exact.out_error)
 
 
 def test_context_parallel_ranks_merge_to_the_whole() -> None:
-    spec, planner, pool, cache = start("v32-fp32", 4)
+    spec, planner, pool, cache = start("v32-fp32", 4, context_parallel=True)
     plan = planner.plan(Batch.build([60], [60], pool))
     q, kv = torch.randn(60, 4, 576), torch.randn(60, 576)
     positions = choose_positions([60], [60], 24)
@@ -187,7 +201,7 @@ def test_context_parallel_ranks_merge_to_the_whole() -> None:
     ranks, interleave, parts = 3, 2, []
     for rank in range(ranks):
         owned = [p for p in range(60) if p // interleave % ranks == rank]
-        local_pool = PagePool(20, PAGE, seed=rank)
+        local_pool = PagePool(20, PAGE, seed=seed_of(rank))
         local_cache = PagedCache("v32-fp32", 20, PAGE)
         batch = Batch.build([len(owned)], [len(owned)], local_pool)
         local = planner.plan(batch)
@@ -201,8 +215,10 @@ def test_context_parallel_ranks_merge_to_the_whole() -> None:
     merged = combine_parts(
         Partials(torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts])), dtype=torch.float32
     )
-    torch.testing.assert_close(merged.out, whole.out, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(merged.lse, whole.lse, rtol=1e-6, atol=1e-6)
+    exact = exact_attention(q, [kv], [60], positions, spec.scale, parts=ranks)
+    for found in (merged, whole):
+        bounds.agree(found.out, exact.out, exact.out_error)
+        bounds.agree(found.lse, exact.lse, exact.lse_error)
 
 
 def test_output_buffer_and_query_pair() -> None:
@@ -253,7 +269,9 @@ def test_batch_invariant_mode_gives_the_same_attention() -> None:
     positions = choose_positions([60], [60], 1100)
     usual = SparseMLA(spec)(q, kv, cache, plan, positions=positions)
     fixed = SparseMLA(spec, batch_invariant=True)(q, kv, cache, plan, positions=positions)
-    torch.testing.assert_close(usual.out, fixed.out, rtol=1e-5, atol=1e-6)
+    exact = exact_attention(q, [kv], [60], positions, spec.scale, parts=3)
+    for found in (usual, fixed):
+        bounds.agree(found.out, exact.out, exact.out_error)
 
 
 def test_positions_looked_up_on_the_way_give_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:

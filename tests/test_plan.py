@@ -1,12 +1,18 @@
 """The planner against a slow, obvious recomputation, and its promises about buffers."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import seed_of, seeded
 
 from tamis import Batch, LayerSpec, Limits, PageMap, PagePool, Planner
+from tamis import planner as planning
 from tamis.batch import parse_shape
+from tamis.schedule import schedule_splits
 
 LIMITS = Limits(max_tokens=64, max_requests=8, max_length=200, page_size=16, workspace_rows=210)
 
@@ -19,7 +25,7 @@ def make_planner(heads: int = 16, mode: str = "auto", layout: str = "v32-fp8", *
 
 
 def make_batch(new: list[int], total: list[int], page_size: int = 16, **fields) -> Batch:
-    batch = Batch.build(new, total, PagePool(300, page_size, seed=5))
+    batch = Batch.build(new, total, PagePool(300, page_size, seed=seed_of(5)))
     return Batch(**({f: getattr(batch, f) for f in ("query_starts", "lengths", "pages")} | fields))
 
 
@@ -113,7 +119,7 @@ def test_addresses_never_change_and_stale_values_are_gone() -> None:
 
 def test_a_narrower_table_leaves_nothing_behind() -> None:
     made = make_planner()
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     for requests, width in ((6, 5), (3, 2), (5, 4), (5, 1), (6, 5)):
         starts = torch.arange(requests + 1, dtype=torch.int32)
         table = torch.randint(0, 90, (requests, width), dtype=torch.int32, generator=generator)
@@ -172,6 +178,9 @@ def test_device_lengths_are_used_where_the_host_knows_a_bound_only() -> None:
     assert plan.max_length == 40
     assert plan.lengths.tolist() == [20, 30]
     assert plan.positions.tolist() == [19, 29]
+    short = make_batch([3, 1], [3, 9], lengths=torch.tensor([1, 9], dtype=torch.int32))
+    short = replace(short, host_lengths=torch.tensor([3, 9], dtype=torch.int32))
+    assert make_planner().plan(short).positions.tolist() == [-1, -1, 0, 8]  # no position is below that of padding
 
 
 def test_further_pools_have_buffers_of_their_own() -> None:
@@ -252,6 +261,11 @@ BAD = {
         ValueError,
         "pages.slots must be of 6 to 6 values, got 5",
     ),
+    "too many slots": (
+        lambda: make_batch([1, 5], [10, 20], pages=bad_pages(slots=torch.zeros(9, **INT)), padded_tokens=8),
+        ValueError,
+        "pages.slots must be of 6 to 8 values, got 9",
+    ),
     "slots dtype": (
         lambda: make_batch([1, 5], [10, 20], pages=bad_pages(slots=torch.zeros(6))),
         TypeError,
@@ -301,3 +315,34 @@ def test_pool_hands_out_each_page_once_and_takes_them_back() -> None:
         pool.slots("b", 0, 5)
     pool.release("a")
     assert pool.free_pages == 8
+
+
+@pytest.mark.parametrize(("heads", "overhead"), [(64, 5), (128, 3)])
+def test_schedule_of_a_device_with_many_cores(heads: int, overhead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the spec's top-k spread over the cores that the heads leave, as on a Hopper GPU."""
+    monkeypatch.setattr(planning, "_cores", lambda device: (132, 9))
+    planner = make_planner(heads, mode="mixed")
+    plan = planner.plan(make_batch([1, 1, 5], [30, 40, 50]))
+    expected = schedule_splits([32] * 7, 132 // (heads // 64), overhead=overhead)
+    assert torch.equal(plan.schedule_parts, torch.from_numpy(expected.parts))
+    assert plan.schedule_splits.tolist() == expected.splits.tolist()
+    assert plan.splits == expected.most_splits
+    window = Planner(LayerSpec(heads=heads, window=700), LIMITS, layout="v32-bf16")
+    wide = window.plan(make_batch([1, 1, 5], [30, 40, 50]))
+    expected = schedule_splits([700] * 7, 132 // (heads // 64), overhead=overhead)
+    assert torch.equal(wide.schedule_parts, torch.from_numpy(expected.parts))
+    assert wide.splits == expected.most_splits > 1
+
+
+def test_no_workspace_where_kernels_read_fp8_rows_at_every_head_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "backend_for_stage", lambda *args: SimpleNamespace(direct_prefills=True))
+    assert make_planner(128).mode == "mixed"
+    assert make_planner(128, mode="separate").mode == "separate"
+
+
+def test_decodes_of_different_lengths_have_no_common_one() -> None:
+    planner = make_planner(uniform_decodes=False, speculative_tokens=2)
+    decode = planner.plan(make_batch([1, 3, 0, 2, 9], [10, 20, 30, 40, 50])).decode
+    assert (decode.requests, decode.tokens, decode.query_length) == (3, 6, None)
+    decode = planner.plan(make_batch([2, 2, 0], [10, 20, 30])).decode
+    assert (decode.requests, decode.tokens, decode.query_length) == (2, 4, 2)

@@ -19,24 +19,19 @@ def test_unknown_names_list_the_known_ones() -> None:
         _ = tamis.Flash
 
 
-IMPORT_SECONDS = 1.0
-"""What everything in `tamis.__all__` may cost on top of torch."""
-
-
 def test_importing_costs_little_on_top_of_torch() -> None:
+    """Nobody's modules but numpy's, and few of our own: modules are counted, as seconds depend on the machine."""
     code = (
-        "import time, torch\n"
-        "began = time.perf_counter()\n"
-        "import tamis\n"
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
         "from tamis import *\n"
-        "print(time.perf_counter() - began)\n"
+        "new = set(sys.modules) - before\n"
+        "ours = {name for name in new if name.split('.')[0] == 'tamis'}\n"
+        "others = {name.split('.')[0] for name in new - ours} - sys.stdlib_module_names\n"
+        "assert others <= {'numpy'}, others\n"
+        "assert len(ours) <= 60, sorted(ours)\n"
     )
-
-    def once() -> float:
-        return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
-
-    # Another process may take the cores for a while: the best of three tells.
-    assert any(once() < IMPORT_SECONDS for _ in range(3))
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_imports_stay_light() -> None:

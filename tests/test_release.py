@@ -76,7 +76,7 @@ def _member(wheel: Path, name: str) -> str:
 
 def _run(command: list[str], folder: Path) -> str:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COVERAGE"))}
-    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=clean, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -99,6 +99,7 @@ def test_the_source_distribution_can_be_tested() -> None:
     with tarfile.open(DIST / f"tamis-{__version__}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"tests/test_release.py", "tests/cuda/emulator.hpp", "Makefile", "constraints.txt", "mkdocs.yml"} <= names
+    assert {"SECURITY.md", "requirements-lock.txt"} <= names
     assert {"docs/index.md", "tools/docs/__main__.py", "benchmarks/results/h200_decode.csv"} <= names
     assert not [name for name in names if name.endswith(".pyc")]
 

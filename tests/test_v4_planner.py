@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import seed_of
 from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PageMap, PagePool
@@ -45,7 +46,7 @@ class Pools:
     """Pages of all pools for some requests."""
 
     def __init__(self, queries: list[int], lengths: list[int], seed: int = 0) -> None:
-        self.pools = {name: PagePool(400, size, seed=seed) for name, size in {"": 32, **POOLS}.items()}
+        self.pools = {name: PagePool(400, size, seed=seed_of(seed)) for name, size in {"": 32, **POOLS}.items()}
         batches = {name: Batch.build(queries, lengths, pool) for name, pool in self.pools.items()}
         main = batches.pop("")
         self.batch = replace(main, other_pages={name: b.pages for name, b in batches.items()})
@@ -214,6 +215,8 @@ def test_refusals() -> None:
         V4Planner([*specs(), LayerSpec(heads=4, window=9, kind="window")], limits())
     with pytest.raises(ValueError, match="specs must be of one kind per ratio 16"):
         V4Planner([*specs(), replace(specs()[1], compress=16)], limits())
+    with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
+        V4Planner(specs(), limits(), layout="v4-fp32", backend="magic")
     batch = replace(Pools([1], [5]).batch, other_pages={})
     with pytest.raises(ValueError, match="other_pages must be one with 'window'"):
         V4Planner(specs(), limits(), layout="v4-fp32").plan(batch)

@@ -4,7 +4,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import bounds
 import torch
+from seeds import reseed, seed_of
 from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool
@@ -56,9 +58,9 @@ class V4Step:
         unwritten: tuple[int, ...] = (),
     ) -> None:
         """`unwritten` are tokens of the step without a slot: nothing is written for them, and they see nothing."""
-        torch.manual_seed(seed)
+        reseed(seed)
         self.queries, self.lengths, self.window_size, self.unwritten = queries, lengths, window, unwritten
-        self.main, self.raw = PagePool(40, PAGE, seed=1), PagePool(80, WINDOW_PAGE, seed=2)
+        self.main, self.raw = PagePool(40, PAGE, seed=seed_of(1)), PagePool(80, WINDOW_PAGE, seed=seed_of(2))
         batch = Batch.build(queries, lengths, self.main)
         self.batch = replace(batch, other_pages={"window": Batch.build(queries, lengths, self.raw).pages})
         layout = named(layout)
@@ -92,26 +94,35 @@ class V4Step:
     def chosen_for(self, ratio: int) -> Tensor | None:
         return self.chosen if ratio == 4 else None
 
+    def rows_seen(self, row: int, ratio: int) -> Tensor:
+        """fp64 rows of the window and the entries that one token attends to."""
+        if row in self.unwritten:
+            return torch.zeros(0, 512, dtype=torch.float64)
+        request, p = self.tokens[row]
+        seen = self.raw.slots(request, max(0, p - self.window_size + 1), p + 1)
+        keys = self.window.read(seen).double()
+        if ratio > 1:
+            slots = self.entry_slots(request, (p + 1) // ratio, ratio)
+            if ratio == 4:
+                picked = self.chosen[row]
+                slots = slots[picked[picked >= 0].long()]
+            keys = torch.cat((keys, self.entries[ratio].read(slots).double()))
+        return keys
+
+    def attention(self, ratio: int, q: Tensor | None = None, **options: Any) -> bounds.Attention:
+        """Window and entries of each token under one softmax with a sink, in fp64, and what its arithmetic allows."""
+        q, options = self.q if q is None else q, {"scale": SCALE, "sink": self.sink, "parts": 2} | options
+        rows = range(len(self.tokens))
+        return bounds.stacked([bounds.attention(q[row], self.rows_seen(row, ratio), **options) for row in rows])
+
     def oracle(self, ratio: int, q: Tensor | None = None) -> Tensor:
-        """Window and entries of each token under one softmax with a sink, in fp64."""
-        q = self.q if q is None else q
-        outs = []
-        for row, (request, p) in enumerate(self.tokens):
-            if row in self.unwritten:
-                outs.append(torch.zeros(HEADS, 512, dtype=torch.float64))
-                continue
-            seen = self.raw.slots(request, max(0, p - self.window_size + 1), p + 1)
-            keys = self.window.read(seen).double()
-            if ratio > 1:
-                slots = self.entry_slots(request, (p + 1) // ratio, ratio)
-                if ratio == 4:
-                    picked = self.chosen[row]
-                    slots = slots[picked[picked >= 0].long()]
-                keys = torch.cat((keys, self.entries[ratio].read(slots).double()))
-            logits = q[row].double() @ keys.T * SCALE
-            weights = torch.cat((logits, self.sink.double().unsqueeze(1)), 1).softmax(1)[:, :-1]
-            outs.append(weights @ keys)
-        return torch.stack(outs)
+        """The output of `attention` alone."""
+        return self.attention(ratio, q).out
+
+    def agrees(self, found: Tensor, ratio: int, q: Tensor | None = None, **options: Any) -> None:
+        """Assert that an output is within what its arithmetic allows, and the rounding to its dtype."""
+        exact = self.attention(ratio, q, **options)
+        bounds.agree(found, exact.out, exact.out_error, found.dtype)
 
     def padded(self, rows: int) -> Batch:
         return replace(self.batch, padded_tokens=len(self.tokens) + rows)

@@ -140,9 +140,10 @@ def apart(name: str, value: Tensor, *inputs: Tensor | None) -> None:
     begin = value.data_ptr()
     end = begin + _reach(value)
     for other in inputs:
-        if other is None or other.data_ptr() >= end or other.data_ptr() + _reach(other) <= begin or begin == end:
+        if other is None:
             continue
-        if not _in_other_columns(value, other):
+        start = other.data_ptr()
+        if start < end and start + _reach(other) > begin and begin < end and not _in_other_columns(value, other):
             remedy = "write to memory of its own"
             raise refuse(name, "apart from all inputs and caches", f"memory of one that is {describe(other)}", remedy)
 
@@ -150,7 +151,7 @@ def apart(name: str, value: Tensor, *inputs: Tensor | None) -> None:
 def _reach(value: Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last."""
     if value.is_contiguous():
-        return value.numel() * value.element_size()
+        return value.nbytes
     if value.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))

@@ -110,7 +110,7 @@ class CallChecks:
         """Refuse rows and index keys that do not fit caches and plan."""
         self._check_caches(caches, plan)
         if kv is not None:
-            check_write_kv(kv, caches.latent, plan.slots, backend=self.backend, where="caches")
+            check_write_kv(kv, caches.latent, plan.slots, backend=self.backend, where="caches.latent")
         if index is not None:
             checks.instance("index", index, IndexInputs)
             if index.keys is not None:
@@ -164,7 +164,7 @@ class CallChecks:
     def _signature(self, call: Call) -> tuple[object, ...] | None:
         """All that the checks of a call on a device depend on; None where they must run."""
         q, caches, plan, index = call.q, call.caches, call.plan, call.index_inputs
-        kinds = isinstance(caches.latent, PagedCache) and isinstance(caches.index, PagedCache | None)
+        kinds = isinstance(caches.latent, PagedCache) and (caches.index is None or isinstance(caches.index, PagedCache))
         if not (_remembers(q) and kinds and (index is None or isinstance(index, IndexInputs))):
             return None
         if plan.prefill is not None and plan.prefill.chunks:

@@ -103,7 +103,7 @@ class Planner:
             for name, size in page_sizes.items()
         }
         self._numbers = np.arange(requests, dtype=np.int32)
-        # How much of these the last step has handed out; what lies beyond is -1.
+        # How much of these the last step has filled; what lies beyond is -1.
         self._filled_tokens, self._filled_pages = 0, dict.fromkeys(page_sizes, (0, 0, 0))
         self._workspace_rows = limits.workspace_rows or 5 * limits.max_length
         self._workspace = None
@@ -164,7 +164,7 @@ class Planner:
         self._arena.copy_(staged(torch.from_numpy(prepared.host), self.device), non_blocking=True)
         if batch.host_lengths is not None:
             self._views["lengths"][:requests].copy_(self._staged_if_host(batch.lengths), non_blocking=True)
-        self._fill_positions(tokens, rows)
+        self._fill_positions(tokens)
         pages = self._fill_pages("", batch.pages, requests, rows)
         others = {n: self._fill_pages(n, p, requests, rows) for n, p in batch.other_pages.items()}
         return Plan(
@@ -193,7 +193,7 @@ class Planner:
             use=use,
         )
 
-    def _fill_positions(self, tokens: int, rows: int) -> None:
+    def _fill_positions(self, tokens: int) -> None:
         if tokens:
             found = self._positions[:tokens]
             last = self._views["lengths"] - self._views["query_starts"][1:]
@@ -201,7 +201,7 @@ class Planner:
             found.add_(self._count[:tokens]).clamp_min_(-1)
         if tokens < self._filled_tokens:
             self._positions[tokens : self._filled_tokens].fill_(-1)
-        self._filled_tokens = rows
+        self._filled_tokens = tokens
 
     def _fill_pages(self, name: str, pages: PageMap, requests: int, rows: int) -> PageMap:
         held, count, width = self._pages[name], len(pages.slots), pages.block_table.shape[1]
@@ -215,7 +215,7 @@ class Planner:
             held.block_table[:requests, width:last_width].fill_(-1)
         if count < last_count:
             held.slots[count:last_count].fill_(-1)
-        self._filled_pages[name] = requests, width, rows
+        self._filled_pages[name] = requests, width, count
         return PageMap(held.block_table[:requests], held.slots[:rows])
 
     def _staged_if_host(self, value: Tensor) -> Tensor:
@@ -291,8 +291,9 @@ class Planner:
             names = ", ".join(limits.other_page_sizes) or "none"
             raise checks.refuse("other_pages", f"among {names}", list(batch.other_pages), "name them in Limits")
         rows = tokens if batch.padded_tokens is None else batch.padded_tokens
-        # Where the host knows a bound only, the table may rightly be narrower.
-        longest = int(host_lengths.max(initial=0)) if batch.host_lengths is None else 0
+        # Where the host knows a bound only, or where ranks share a request's pages, the table may rightly be narrower.
+        bounded = batch.host_lengths is not None or limits.context_parallel
+        longest = 0 if bounded else int(host_lengths.max(initial=0))
         for name, pages in {"": batch.pages, **batch.other_pages}.items():
             self._check_pages(name, pages, longest, requests, tokens, rows)
         return starts, query_lengths, host_lengths
@@ -311,7 +312,7 @@ class Planner:
             )
         if width * size < longest:
             expected = f"at least {-(-longest // size)} pages wide for {longest} tokens"
-            raise checks.refuse(f"{name}.block_table", expected, width, "pass all of each request's pages")
+            raise checks.refuse(f"{name}.block_table", expected, width, "pass all pages, or set context_parallel")
         count = checks.tensor(f"{name}.slots", pages.slots, "T", checks.INTS)["T"]
         if not tokens <= count <= rows:
             raise checks.refuse(f"{name}.slots", f"of {tokens} to {rows} values", count, "pass one per new token")

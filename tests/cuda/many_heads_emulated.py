@@ -7,6 +7,7 @@ from pathlib import Path
 
 import on_host
 import torch
+from seeds import seeded
 from torch import Tensor
 
 from tamis.cache import PagedCache, Selection
@@ -76,7 +77,7 @@ class Emulated:
 
 def filled(layout: str, rows: int, *, page_size: int = 16, seed: int = 0, size: float = 1.0, **options) -> PagedCache:
     """A cache of random rows whose tiles differ in size."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     cache = PagedCache(named(layout, **options), -(-rows // page_size), page_size)
     width = cache.layout.width
     values = torch.randn(cache.rows, width, generator=generator)
@@ -117,7 +118,7 @@ def close(
 
 
 def choose(tokens: int, columns: int, cache: PagedCache, *, seed: int = 1, invalid: float = 0.1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     slots = torch.randint(0, cache.rows, (tokens, columns), generator=generator, dtype=torch.int32)
     slots[torch.rand(tokens, columns, generator=generator) < invalid] = -1
     if columns:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import numpy_seeded, reseed
 from torch import Tensor
 
 from tamis.ops.index import cuda_topk
@@ -65,7 +66,7 @@ def hostile(kind: str, rows: int, width: int) -> Tensor:
         scores[torch.rand_like(scores) < 0.05] = torch.nan
         scores[torch.rand_like(scores) < 0.05] = -torch.nan
     elif kind == "bits":
-        scores = torch.from_numpy(np.random.default_rng(width).integers(0, 2**32, (rows, width), dtype=np.uint32))
+        scores = torch.from_numpy(numpy_seeded(width).integers(0, 2**32, (rows, width), dtype=np.uint32))
         scores = scores.view(torch.float32)
     elif kind == "close":
         scores = (torch.full((rows, width), 1.0).view(torch.int32) + torch.randint(0, 1500, (rows, width))).view(
@@ -163,7 +164,7 @@ def test_more_candidates_than_a_block_lists(emulated: Emulated, kind: str) -> No
     seed=st.integers(0, 2**20),
 )
 def test_any_shape(emulated: Emulated, width, k, cluster, kind, resident, offset, seed) -> None:
-    torch.manual_seed(seed)
+    reseed(seed)
     scores = unaligned(hostile(kind, 2, width), offset, gap=seed % 5)
     lengths = torch.randint(-1, width + 2, (2,), dtype=torch.int32)
     found = emulated(scores, lengths, k, cluster=cluster, resident=resident, seed=seed)
@@ -237,7 +238,7 @@ def test_a_captured_launch_sees_new_lengths_scores_and_pages() -> None:
     with torch.cuda.graph(graph):
         found = topk_positions(scores, lengths, 2048, ids, table, 64)
     for seed in range(3):
-        torch.manual_seed(seed)
+        reseed(seed)
         scores.normal_()
         table.random_(-1, 9999)
         lengths.random_(0, 30_001)

@@ -9,6 +9,7 @@ import on_host
 import pytest
 import torch
 from few_heads_rows import KINDS, SCALE, filled
+from seeds import reseed
 from torch import Tensor
 
 from tamis import PagedCache, Selection
@@ -124,7 +125,7 @@ def check(
 
 @pytest.mark.parametrize(("name", "mode"), BOTH_ROWS)
 def test_the_source_computes_attention(emulated, name: str, mode: str) -> None:
-    torch.manual_seed(0)
+    reseed(0)
     emulated(name)
     cache = filled(100, mode=mode)
     heads = 32 if name == "32 columns" else 16
@@ -137,7 +138,7 @@ def test_the_source_computes_attention(emulated, name: str, mode: str) -> None:
 def test_hostile_slots_lengths_parts_and_sinks(emulated, name: str, mode: str, dtype: torch.dtype) -> None:
     if mode == "bf16" and name not in VARIANTS:
         pytest.skip("heads are columns over FP8 rows only")
-    torch.manual_seed(1)
+    reseed(1)
     emulated(name, 1)
     cache = filled(70, 7, gap=16, mode=mode)
     cache.storage.view(torch.uint8)[:4] = 0xFF  # NaN, in rows that nobody selects
@@ -159,7 +160,7 @@ def test_hostile_slots_lengths_parts_and_sinks(emulated, name: str, mode: str, d
 )
 def test_more_heads_than_a_block_has(emulated, name: str, heads: int) -> None:
     """Whole tokens and parts, several items in a block, and a last block with fewer heads."""
-    torch.manual_seed(14)
+    reseed(14)
     emulated(name, 4)
     cache = filled(100)
     slots = torch.randint(0, cache.rows, (3, 140), dtype=torch.int32)
@@ -174,7 +175,7 @@ def test_more_heads_than_a_block_has(emulated, name: str, heads: int) -> None:
 
 @pytest.mark.parametrize(("name", "mode"), BOTH_ROWS)
 def test_positions_are_looked_up_on_the_way(emulated, name: str, mode: str) -> None:
-    torch.manual_seed(2)
+    reseed(2)
     emulated(name, 1)
     cache = filled(40 * 5, 5, gap=32, mode=mode)
     table = torch.randint(-1, 41, (3, 9), dtype=torch.int32)
@@ -201,7 +202,7 @@ def test_requests_that_the_table_does_not_have_attend_to_nothing(emulated) -> No
 @pytest.mark.parametrize("largest", [1e-5, 1e4, None])
 def test_tile_maxima(emulated, name: str, mode: str, largest: float | None) -> None:
     """Every tile of the output is right by itself, though others are larger by nine orders of magnitude."""
-    torch.manual_seed(3)
+    reseed(3)
     emulated(name, 1)
     cache = filled(64, mode=mode)
     maxima = torch.logspace(-5, 4, 4) if largest is None else torch.full((4,), largest)
@@ -215,7 +216,7 @@ def test_tile_maxima(emulated, name: str, mode: str, largest: float | None) -> N
 @pytest.mark.parametrize("name", FP8_VARIANTS)
 def test_rows_of_one_selection_whose_tiles_differ(emulated, name: str) -> None:
     """Where a row with tiny values has the largest logit, and one with huge values a small one, both count."""
-    torch.manual_seed(4)
+    reseed(4)
     emulated(name, 1)
     cache = filled(96, mode="exact", spread=14.0)
     cache.field(cache.layout.tail)[:] *= 8.0
@@ -228,7 +229,7 @@ def test_rows_of_one_selection_whose_tiles_differ(emulated, name: str) -> None:
 @pytest.mark.parametrize(("name", "mode"), [("one stream", "bf16"), *EXACT])
 def test_rows_in_the_order_of_growing_tiles(emulated, name: str, mode: str) -> None:
     """References move at almost every stage, and by far."""
-    torch.manual_seed(5)
+    reseed(5)
     emulated(name, 1)
     cache = filled(256, mode=mode)
     kv = torch.randn(cache.rows, 576) * torch.logspace(-5, 4, cache.rows)[:, None]
@@ -241,7 +242,7 @@ def test_rows_in_the_order_of_growing_tiles(emulated, name: str, mode: str) -> N
 @pytest.mark.parametrize("name", FP8_VARIANTS)
 def test_a_weight_that_does_not_fit_is_seen_by_whichever_warp_has_its_row(emulated, name: str) -> None:
     """The references of a whole team move for one row of one warp, in its second turn."""
-    torch.manual_seed(17)
+    reseed(17)
     emulated(name, 1)
     cache = filled(128)
     q = torch.randn(8, 16, 576).bfloat16()
@@ -256,7 +257,7 @@ def test_a_weight_that_does_not_fit_is_seen_by_whichever_warp_has_its_row(emulat
 @pytest.mark.parametrize("variant", [Columns(32, 7), Columns(16, 9)])
 def test_teams_that_take_turns_at_a_ring(emulated, monkeypatch: pytest.MonkeyPatch, variant: Columns) -> None:
     """As many stages as on a device, several passes over them in every item, and each team slow at some time."""
-    torch.manual_seed(13)
+    reseed(13)
     monkeypatch.setitem(FP8_VARIANTS, "device", variant)
     emulated("device", 1)
     cache = filled(300)
@@ -270,7 +271,7 @@ def test_teams_that_take_turns_at_a_ring(emulated, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["one stream", "32 columns"])
 def test_tiles_of_zeros(emulated, name: str) -> None:
     """Their scales are the smallest there are, or zero."""
-    torch.manual_seed(6)
+    reseed(6)
     emulated(name, 1)
     cache = filled(64, mode="exact")
     kv = torch.randn(cache.rows, 576)
@@ -285,7 +286,7 @@ def test_tiles_of_zeros(emulated, name: str) -> None:
 @pytest.mark.parametrize("size", [0.0, 2.0**-120, 1e-6, 1e30])
 @pytest.mark.parametrize(("name", "mode"), [("two streams", "pow2"), ("two streams", "bf16"), ("16 columns", "pow2")])
 def test_queries_of_any_size(emulated, size: float, name: str, mode: str) -> None:
-    torch.manual_seed(7)
+    reseed(7)
     emulated(name, 1)
     cache = filled(64, mode=mode)
     slots = torch.randint(0, 64, (2, 64), dtype=torch.int32)
@@ -305,7 +306,7 @@ def test_queries_of_any_size(emulated, size: float, name: str, mode: str) -> Non
 )
 @pytest.mark.parametrize("column", [0, 300, 511])
 def test_a_nan_in_a_selected_row_shows(emulated, name: str, mode: str, code: int, column: int) -> None:
-    torch.manual_seed(8)
+    reseed(8)
     emulated(name, 1)
     cache = filled(64, mode=mode)
     size = cache.storage.itemsize
@@ -325,7 +326,7 @@ def test_a_nan_in_a_selected_row_shows(emulated, name: str, mode: str, code: int
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("name", "mode"), [("two streams", "pow2"), ("one stream", "bf16"), ("32 columns", "pow2")])
 def test_one_part_goes_straight_into_the_output(emulated, name: str, mode: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(9)
+    reseed(9)
     emulated(name, 1)
     cache = filled(50, mode=mode)
     selection = Selection(cache, torch.randint(0, cache.rows, (3, 40), dtype=torch.int32))
@@ -344,7 +345,7 @@ def test_one_part_goes_straight_into_the_output(emulated, name: str, mode: str, 
 
 def test_tokens_that_are_left_over_are_cut(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole tokens and parts in one launch; the merge sees only the latter."""
-    torch.manual_seed(12)
+    reseed(12)
     emulated("one stream", 2)
 
     def merge(parts: Target, sink: Tensor, whole: Target) -> None:
@@ -369,7 +370,7 @@ def test_tokens_that_are_left_over_are_cut(emulated, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("mode", ["pow2", "bf16"])
 def test_rows_far_into_a_page(emulated, mode: str) -> None:
     """More than 2 GiB, of which only the last rows are ever touched."""
-    torch.manual_seed(14)
+    reseed(14)
     emulated("one stream", 1)
     near = filled(32, 32, mode=mode)
     rows = 2**31 // near.layout.row_bytes + 64
@@ -380,7 +381,7 @@ def test_rows_far_into_a_page(emulated, mode: str) -> None:
 
 
 def test_selections_of_different_rows(emulated) -> None:
-    torch.manual_seed(13)
+    reseed(13)
     emulated("one stream", 1)
     selections = [Selection(filled(50, mode=m), torch.randint(0, 50, (2, 40), dtype=torch.int32)) for m in MODES]
     q, out = torch.randn(2, 5, 576).bfloat16(), torch.empty(2, 5, 512)
@@ -391,7 +392,7 @@ def test_selections_of_different_rows(emulated) -> None:
 
 
 def test_strided_queries_and_slots_and_a_scale_in_memory(emulated) -> None:
-    torch.manual_seed(10)
+    reseed(10)
     emulated("one stream", 1)
     cache = filled(50)
     slots = torch.randint(0, cache.rows, (40, 6), dtype=torch.int32).T[::2]
@@ -417,7 +418,7 @@ def test_no_columns_and_no_tokens(emulated, name: str) -> None:
 @pytest.mark.parametrize("name", ["two streams", "16 columns"])
 def test_a_row_does_not_depend_on_the_others(emulated, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the variant, where the number of parts is given."""
-    torch.manual_seed(11)
+    reseed(11)
     usual = few_heads.usual_variant
     emulated(name, 3)
     seen = set()

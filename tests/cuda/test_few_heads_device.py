@@ -3,6 +3,7 @@
 import pytest
 import torch
 from few_heads_rows import KINDS, SCALE, filled
+from seeds import reseed
 from torch import Tensor
 
 from tamis import PagedCache, Selection
@@ -17,7 +18,7 @@ from tamis.testing import oracle
 def test_the_device_computes_attention(
     heads: int, mode: str, dtype: torch.dtype, tokens: int, splits: int | None
 ) -> None:
-    torch.manual_seed(heads)
+    reseed(heads)
     host = filled(1000, 61, gap=48, mode=mode, spread=8.0)
     slots = torch.randint(-5, 1010, (tokens, 333), dtype=torch.int32)
     lengths = torch.randint(0, 334, (tokens,), dtype=torch.int32)

@@ -7,6 +7,7 @@ from pathlib import Path
 import on_host
 import pytest
 import torch
+from seeds import reseed
 from torch import Tensor
 
 from tamis.ops.attend import few_heads, items
@@ -43,7 +44,7 @@ def merge(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def some_parts(count: int, tokens: int, heads: int) -> Target:
-    torch.manual_seed(count)
+    reseed(count)
     found = Target(torch.randn(count, tokens, heads, 512), torch.randn(count, tokens, heads) * 9, Tensor())
     found.lse[torch.rand(count, tokens, heads) < 0.3] = -torch.inf
     found.lse[:, 0, 0] = -torch.inf  # nothing selected anywhere

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from many_heads_emulated import Emulated, choose, close, expected, filled, merged, on_gpu, queries
+from seeds import reseed
 
 from tamis.cache import PagedCache, Selection
 from tamis.cuda.compiler import compiled, has_nvrtc
@@ -30,7 +31,7 @@ def emulated(host_folder: Path) -> Callable[..., Emulated]:
 
 @pytest.mark.parametrize("layout", ["v32-fp8", "v4-fp8"])
 def test_the_source_attends_as_the_reference(emulated, layout: str) -> None:
-    torch.manual_seed(0)
+    reseed(0)
     cache = filled(layout, 500)
     kernel, width, scale = emulated(KINDS[layout]), cache.layout.width, 0.05
     q = queries(2, 64, width)
@@ -42,7 +43,7 @@ def test_the_source_attends_as_the_reference(emulated, layout: str) -> None:
 
 @pytest.mark.parametrize("heads", [33, 96, 128])
 def test_heads_that_do_not_fill_a_block(emulated, heads: int) -> None:
-    torch.manual_seed(heads)
+    reseed(heads)
     cache = filled("v32-fp8", 200)
     q, selections = queries(1, heads, 576), [Selection(cache, choose(1, 100, cache))]
     _, parts = emulated(many.V32_FP8)(q, selections, scale=0.05)
@@ -50,7 +51,7 @@ def test_heads_that_do_not_fill_a_block(emulated, heads: int) -> None:
 
 
 def test_window_and_entries_under_one_softmax_with_sinks(emulated) -> None:
-    torch.manual_seed(3)
+    reseed(3)
     window, entries = filled("v4-fp8", 200, page_size=64), filled("v4-fp8", 300, page_size=2, seed=5)
     lengths = torch.tensor([70, 0, 1, 5], dtype=torch.int32), torch.tensor([140, 65, 0, 9999], dtype=torch.int32)
     slots = choose(4, 80, window), choose(4, 150, entries, invalid=0.3)
@@ -74,7 +75,7 @@ def test_window_and_entries_under_one_softmax_with_sinks(emulated) -> None:
 
 
 def test_positions_are_translated_on_the_way(emulated) -> None:
-    torch.manual_seed(4)
+    reseed(4)
     cache = filled("v32-fp8", 640, page_size=8)
     table = torch.randint(-1, cache.pages, (3, 40), dtype=torch.int32)
     table[0, 3] = 2**31 - 1
@@ -126,7 +127,7 @@ def test_nan_shows_and_stays_in_its_token(emulated, layout: str, tail: bool) -> 
 @pytest.mark.parametrize("size", [1e-4, 1e4])
 @pytest.mark.parametrize("layout", ["v32-fp8", "v4-fp8"])
 def test_columns_of_16_bits_and_values_of_different_size(emulated, layout: str, size: float) -> None:
-    torch.manual_seed(11)
+    reseed(11)
     cache = filled(layout, 200)
     cache.field(cache.layout.tail)[:] *= size
     q, selections = queries(2, 64, cache.layout.width), [Selection(cache, choose(2, 130, cache))]
@@ -143,7 +144,7 @@ def test_columns_of_16_bits_and_values_of_different_size(emulated, layout: str, 
 @pytest.mark.parametrize("size", [1e-5, 1e-2, 1e4])
 @pytest.mark.parametrize(("layout", "options"), [("v32-fp8", {}), ("v32-fp8", {"scale_mode": "exact"}), ("v4-fp8", {})])
 def test_rows_of_any_size(emulated, layout: str, options: dict[str, str], size: float) -> None:
-    torch.manual_seed(6)
+    reseed(6)
     cache = filled(layout, 200, size=size, **options)
     width = cache.layout.width
     q, selections = queries(1, 64, width, 1.0 / size), [Selection(cache, choose(1, 130, cache))]
@@ -155,7 +156,7 @@ def test_rows_of_any_size(emulated, layout: str, options: dict[str, str], size: 
 @pytest.mark.parametrize("layout", ["v32-fp8", "v4-fp8"])
 def test_small_rows_among_large_ones_are_right_where_they_count(emulated, layout: str) -> None:
     """Every second row is 2**28 times larger, but has no weight: the output is that of the small rows."""
-    torch.manual_seed(7)
+    reseed(7)
     cache = filled(layout, 128, page_size=64)
     width = cache.layout.width
     rows = torch.randn(128, width) * 1e-4
@@ -171,7 +172,7 @@ def test_small_rows_among_large_ones_are_right_where_they_count(emulated, layout
 @pytest.mark.parametrize("layout", [v32_fp8(scale_mode="exact"), v4_fp8()], ids=lambda layout: layout.name)
 def test_small_tiles_of_rows_with_large_ones_are_right(emulated, layout: Layout) -> None:
     """fp16 does not hold a scale that is 2**-30 of the row's largest; the values it does."""
-    torch.manual_seed(8)
+    reseed(8)
     cache, width = PagedCache(layout, 2, 64), layout.width
     sizes = torch.logspace(-5, 4, layout.latent // layout.tile).repeat_interleave(layout.tile // 64)
     sizes = torch.cat((sizes, torch.ones(width // 64 - len(sizes))))
@@ -207,7 +208,7 @@ def test_what_the_kernel_does_not_read_is_refused() -> None:
 @pytest.mark.parametrize("heads", [40, 64, 128])
 @pytest.mark.parametrize("layout", ["v32-fp8", "v4-fp8"])
 def test_the_device_attends_as_the_reference(layout: str, heads: int) -> None:
-    torch.manual_seed(heads)
+    reseed(heads)
     caches = filled(layout, 4096, page_size=64), filled(layout, 3000, page_size=64, seed=2)
     lengths = torch.randint(0, 1025, (9,), dtype=torch.int32), torch.randint(0, 301, (9,), dtype=torch.int32)
     lengths[0][0] = lengths[1][0] = 0
@@ -235,7 +236,7 @@ def test_a_captured_launch_sees_new_queries_slots_and_lengths() -> None:
         lse, top = many.attend_into(q, [selection], scale=0.05, splits=2, sink=None, out=out)
     host = PagedCache.wrap(selection.cache.storage.cpu(), "v32-fp8")
     for seed in range(3):
-        torch.manual_seed(seed)
+        reseed(seed)
         q.normal_()
         selection.slots.random_(-1, 2100)
         lengths.random_(0, 513)

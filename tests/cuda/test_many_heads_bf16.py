@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from many_heads_emulated import Emulated, choose, close, expected, filled, merged, on_gpu, queries
+from seeds import reseed
 
 from tamis.cache import PagedCache, Selection
 from tamis.ops.attend import many_heads as many
@@ -24,7 +25,7 @@ def emulated(host_folder: Path) -> Callable[..., Emulated]:
 
 @pytest.mark.parametrize("columns", [1, 64, 65, 330])
 def test_the_source_attends_as_the_reference(emulated, columns: int) -> None:
-    torch.manual_seed(0)
+    reseed(0)
     cache = filled("v32-bf16", 500)
     q, selections = queries(2, 64, 576), [Selection(cache, choose(2, columns, cache))]
     for seed in range(3):
@@ -34,7 +35,7 @@ def test_the_source_attends_as_the_reference(emulated, columns: int) -> None:
 
 @pytest.mark.parametrize("heads", [17, 33, 128])
 def test_heads_that_do_not_fill_a_block(emulated, heads: int) -> None:
-    torch.manual_seed(heads)
+    reseed(heads)
     cache = filled("v32-bf16", 200)
     q, selections = queries(1, heads, 576), [Selection(cache, choose(1, 150, cache))]
     _, parts = emulated()(q, selections, scale=0.05)
@@ -44,7 +45,7 @@ def test_heads_that_do_not_fill_a_block(emulated, heads: int) -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_a_block_takes_one_item_after_the_other(emulated, blocks: int) -> None:
     """Tokens without any rows among others, so that nothing separates two of them but their own barriers."""
-    torch.manual_seed(blocks)
+    reseed(blocks)
     cache = filled("v32-bf16", 300)
     lengths = torch.tensor([140, 0, 0, 64, 300, 1], dtype=torch.int32)
     selections = [Selection(cache, choose(6, 300, cache, invalid=0.3), lengths)]
@@ -60,7 +61,7 @@ def test_a_block_takes_one_item_after_the_other(emulated, blocks: int) -> None:
 
 @pytest.mark.parametrize("parts", [2, 3, 7])
 def test_two_selections_in_parts(emulated, parts: int) -> None:
-    torch.manual_seed(parts)
+    reseed(parts)
     caches = filled("v32-bf16", 200), filled("v32-bf16", 300, page_size=7, seed=5)
     lengths = torch.tensor([70, 0, 1], dtype=torch.int32), torch.tensor([140, 65, 0], dtype=torch.int32)
     slots = choose(3, 80, caches[0]), choose(3, 150, caches[1], invalid=0.3)
@@ -71,7 +72,7 @@ def test_two_selections_in_parts(emulated, parts: int) -> None:
 
 
 def test_positions_are_translated_on_the_way(emulated) -> None:
-    torch.manual_seed(4)
+    reseed(4)
     cache = filled("v32-bf16", 640, page_size=8)
     table = torch.randint(-1, cache.pages, (3, 40), dtype=torch.int32)
     table[0, 3] = 2**31 - 1
@@ -114,7 +115,7 @@ def test_nan_shows_and_stays_in_its_token(emulated) -> None:
 
 @pytest.mark.parametrize("size", [1e-5, 1e-2, 1e4])
 def test_rows_of_any_size(emulated, size: float) -> None:
-    torch.manual_seed(6)
+    reseed(6)
     cache = filled("v32-bf16", 200, size=size)
     q, selections = queries(1, 64, 576, 1.0 / size), [Selection(cache, choose(1, 130, cache))]
     _, parts = emulated()(q, selections, scale=0.05)
@@ -123,7 +124,7 @@ def test_rows_of_any_size(emulated, size: float) -> None:
 
 def test_logits_that_grow_from_slab_to_slab(emulated) -> None:
     """Either group raises what weights are relative to, and the other follows."""
-    torch.manual_seed(8)
+    reseed(8)
     cache = filled("v32-bf16", 320)
     cache.storage.view(torch.bfloat16).view(-1, 576).mul_(torch.arange(320).div(64, rounding_mode="floor")[:, None] + 1)
     q = queries(1, 64, 576)
@@ -137,7 +138,7 @@ def test_logits_that_grow_from_slab_to_slab(emulated) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [17, 64, 128])
 def test_the_device_attends_as_the_reference(heads: int) -> None:
-    torch.manual_seed(heads)
+    reseed(heads)
     caches = filled("v32-bf16", 4096, page_size=64), filled("v32-bf16", 3000, page_size=64, seed=2)
     lengths = torch.randint(0, 1025, (300,), dtype=torch.int32), torch.randint(0, 301, (300,), dtype=torch.int32)
     lengths[0][0] = lengths[1][0] = 0

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from seeds import reseed
 
 from tamis import PagedCache
 from tamis.integrations import deep_gemm
@@ -31,7 +32,7 @@ def formula(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch
 
 def paged(batch: int, tokens: int, heads: int, *, page_size: int = 64, dim: int = 128, longest: int = 200):
     """Arguments of a paged call, and each request's keys as stored."""
-    torch.manual_seed(batch * 100 + tokens)
+    reseed(batch * 100 + tokens)
     width = -(-longest // page_size)
     cache = PagedCache(index_fp8(dim=dim), batch * width + 1, page_size)
     write_kv(torch.randn(cache.rows, dim), cache, torch.arange(cache.rows))

@@ -9,6 +9,7 @@ import engine_standin as engine
 import pytest
 import torch
 from engine_standin import BF16, LATENT, NOPE, ROPE, VALUE, Served, Step, close, same_bytes
+from seeds import seeded
 from torch import Tensor
 
 from tamis.integrations.vllm.backend import TamisSparseBackend
@@ -106,7 +107,7 @@ class OneCall:
     """A layer in the older one-call form, with its own projections."""
 
     def __init__(self, cache_dtype: str = "auto", **more: Any) -> None:
-        random = torch.Generator().manual_seed(1)
+        random = seeded(1)
         self.of = of = engine.make_step([60, 90, 20], [1, 1, 6], 16)
         weight = torch.randn(16 * (NOPE + VALUE), LATENT, generator=random) * LATENT**-0.5
         self.q = torch.randn(of.tokens, 16, NOPE + ROPE, generator=random).bfloat16()

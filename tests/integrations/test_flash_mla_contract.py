@@ -5,8 +5,10 @@ import math
 import sys
 from typing import Any
 
+import bounds
 import pytest
 import torch
+from seeds import seeded
 from torch import Tensor
 
 import tamis.integrations.flash_mla
@@ -18,7 +20,7 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 def decode_call(**changes: Any) -> dict[str, Any]:
     """A valid sparse decode call over 4 fp32 pages of 8 rows; changes replace or add arguments."""
-    g = torch.Generator().manual_seed(1)
+    g = seeded(1)
     call = {
         "q": torch.randn(2, 3, 5, 576, generator=g),
         "k_cache": torch.randn(4, 8, 1, 576, generator=g),
@@ -42,7 +44,7 @@ def packed_call(**changes: Any) -> dict[str, Any]:
 
 
 def prefill_call(**changes: Any) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(2)
+    g = seeded(2)
     call = {
         "q": torch.randn(4, 5, 576, generator=g),
         "kv": torch.randn(20, 1, 576, generator=g),
@@ -54,6 +56,14 @@ def prefill_call(**changes: Any) -> dict[str, Any]:
 
 def decode(**changes: Any) -> tuple[Tensor, Tensor]:
     return flash_mla.flash_mla_with_kvcache(**decode_call(**changes))
+
+
+def exactly(indices: Tensor, attn_sink: Tensor | None = None) -> bounds.Attention:
+    """What `decode_call` gives for these indices, in fp64, of all tokens in one axis."""
+    call = decode_call()
+    rows, options = call["k_cache"].flatten(0, 2), {"scale": 576**-0.5, "value_dim": 512, "sink": attn_sink}
+    tokens = zip(call["q"].flatten(0, 1), indices.flatten(0, 1).long(), strict=True)
+    return bounds.stacked([bounds.attention(heads, rows[chosen], **options) for heads, chosen in tokens])
 
 
 def test_signatures_are_those_of_flash_mla() -> None:
@@ -97,10 +107,8 @@ def test_a_sink_scales_the_output_and_leaves_the_lse_alone() -> None:
     assert torch.equal(lse, same)
     assert torch.equal(out[:, :, 0], plain[:, :, 0])
     assert (out[:, :, 1] == 0).all()
-    share = 1 / (1 + (sink[2:].double() - lse.double().transpose(1, 2)[..., 2:]).exp())
-    torch.testing.assert_close(
-        out[:, :, 2:].double(), plain[:, :, 2:].double() * share[..., None], rtol=1e-6, atol=1e-7
-    )
+    exact = exactly(decode_call()["indices"], attn_sink=sink)
+    bounds.agree(out, exact.out.view(out.shape), exact.out_error.view(out.shape))
 
 
 @pytest.mark.parametrize("sink", [None, -math.inf, math.inf, 0.0])
@@ -132,23 +140,26 @@ def test_a_length_hides_columns_even_if_they_name_nan_rows() -> None:
     out, lse = decode(
         k_cache=k_cache, indices=torch.cat([kept, beyond], 2), topk_length=torch.tensor([6, 6], dtype=torch.int32)
     )
-    expected = decode(k_cache=k_cache, indices=kept)
-    torch.testing.assert_close(out, expected[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(lse, expected[1], rtol=1e-6, atol=1e-6)
+    expected = exactly(kept)
+    bounds.agree(out, expected.out.view(out.shape), expected.out_error.view(out.shape))
+    bounds.agree(lse.mT.flatten(0, 1), expected.lse, expected.lse_error)
 
 
 def test_duplicates_count_twice() -> None:
     once = torch.tensor([4, 9], dtype=torch.int32).expand(2, 3, 2)
     twice = torch.tensor([4, 9, 4, 9], dtype=torch.int32).expand(2, 3, 4)
-    (out, lse), (same, higher) = decode(indices=once), decode(indices=twice)
-    torch.testing.assert_close(out, same, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(lse + math.log(2), higher, rtol=1e-6, atol=1e-6)
+    exact = exactly(once)
+    for indices, more in ((once, 0.0), (twice, math.log(2))):
+        out, lse = decode(indices=indices)
+        bounds.agree(out, exact.out.view(out.shape), exact.out_error.view(out.shape))
+        bounds.agree(lse.mT.flatten(0, 1), exact.lse + more, exact.lse_error)
     # Three times row 4 and once row 9 is row 4 with log(3) more: only its weight changes.
-    logits = torch.einsum("bshd,kd->bshk", decode_call()["q"], decode_call()["k_cache"].flatten(0, 2)[[4, 9]]) / 24
-    share = torch.softmax(logits + torch.tensor([math.log(3), 0]), -1)
-    expected = share @ decode_call()["k_cache"].flatten(0, 2)[[4, 9], :512]
+    rows = decode_call()["k_cache"].flatten(0, 2)[[4, 9]].double()
+    logits = torch.einsum("bshd,kd->bshk", decode_call()["q"].double(), rows) / 24
+    share = torch.softmax(logits + torch.tensor([math.log(3), 0], dtype=torch.float64), -1)
     uneven = torch.tensor([4, 4, 9, 4], dtype=torch.int32).expand(2, 3, 4)
-    torch.testing.assert_close(decode(indices=uneven)[0], expected, rtol=1e-5, atol=1e-5)
+    error = exactly(uneven).out_error.view(2, 3, 5, 512)
+    bounds.agree(decode(indices=uneven)[0], share @ rows[:, :512], error)
 
 
 def test_block_table_and_lengths_are_ignored_in_sparse_mode() -> None:

@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
+import bounds
 import pytest
 import torch
-from oracle import relative_error
 from torch import Tensor
 from v4_standin import (
     HEADS,
@@ -153,8 +153,8 @@ def test_draft_blocks_without_a_causal_mask() -> None:
     for row, (r, _) in enumerate(step.tokens):
         seen = step.raw.slots(r, max(0, step.lengths[r] - step.queries[r] - WINDOW), step.lengths[r])
         keys = step.window.read(seen).double()
-        logits = torch.cat((step.q[row].double() @ keys.T * SCALE, step.sink.double().unsqueeze(1)), 1)
-        assert relative_error(output[row, :HEADS], logits.softmax(1)[:, :-1] @ keys) < 3e-6
+        exact = bounds.attention(step.q[row], keys, scale=SCALE, sink=step.sink)
+        bounds.agree(output[row, :HEADS], exact.out, exact.out_error)
     assert output[-2:].eq(0).all()
     with pytest.raises(
         ValueError, match="swa_metadata must be with rows of the layer's window of 128, got 192 columns"
@@ -219,7 +219,7 @@ def test_attention_in_the_mixed_index_style(layout: str, calls: int, shape: str,
     step = V4Step(layout, *SHAPES[shape])
     output = attend_mixed(step, step.q, layer_of(step, ratio), Records(step, ratio, 2), calls=calls, padding=2)
     tokens = len(step.tokens)
-    assert relative_error(output[:tokens, :HEADS], step.oracle(ratio)) < 3e-6
+    step.agrees(output[:tokens, :HEADS], ratio)
     assert output[tokens:].eq(0).all(), "padding"
     assert output[:, HEADS:].eq(0).all(), "heads that nobody asked for"
 

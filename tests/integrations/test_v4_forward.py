@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import relative_error
 from torch import Tensor
 from v4_standin import HEADS, RATIOS, SCALE, SHAPES, WINDOW, Records, V4Step, attend_pages, layer_of
 
@@ -25,7 +24,7 @@ def test_pages_are_read_directly(layout: str, shape: str, ratio: int) -> None:
     total, padding = len(step.tokens), 2
     layer = layer_of(step, ratio, _k_scale_float=0.02 if scaled else 1.0)
     output = attend_pages(step, step.q, layer, Records(step, ratio, padding), padding=padding)
-    assert relative_error(output[:total, :HEADS], step.oracle(ratio)) < 3e-6
+    step.agrees(output[:total, :HEADS], ratio)
     assert output[total:].eq(0).all()
     assert output[:, HEADS:].eq(0).all()
 
@@ -113,6 +112,6 @@ def classic_prefill(step: V4Step, ratio: int, records: Records, budget: int) -> 
 def test_the_classic_way_through_flash_mla(budget: int, ratio: int) -> None:
     step = V4Step("v4-fp8")
     records = Records(step, ratio)
-    expected = step.oracle(ratio, step.q.bfloat16())
     out = torch.cat((classic_decode(step, ratio, records), classic_prefill(step, ratio, records, budget)))
-    assert relative_error(out, expected) < 3e-3  # bf16 output
+    assert out.dtype == torch.bfloat16
+    step.agrees(out, ratio, step.q.bfloat16())

@@ -36,6 +36,17 @@ def test_compressed_slots_of_padding_and_of_negative_pages() -> None:
     assert out.eq(-1).all()
 
 
+def test_padding_completes_no_entry() -> None:
+    """The row behind the last token would be at the position that completes one."""
+    out = torch.full((8,), 99)
+    found = get_compressed_slot_mapping(5, int32([0, 3]), int32([3]), int32([[6]]), 2, 4, out)
+    assert found.tolist() == [-1] * 5
+    assert get_compressed_slot_mapping(5, int32([0, 4]), int32([4]), int32([[6]]), 2, 4, out).tolist()[3] == 12
+    # Nor does it where every token completes one, and nor does a request without a length.
+    found = get_compressed_slot_mapping(5, int32([0, 2, 3]), int32([2, 0]), int32([[6], [7]]), 2, 1, out)
+    assert found.tolist() == [12, 13, -1, -1, -1]
+
+
 def c128a(width: int | None = None, columns: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     buffers = [torch.full((6, columns), 77, dtype=torch.int32) for _ in range(2)]
     lengths = torch.full((6,), 77, dtype=torch.int32)

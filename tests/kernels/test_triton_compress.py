@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compressing import C4, C16, C128, PADDING, Compressor
+from seeds import reseed
 from torch import Tensor
 
 from tamis import Layout, PagedCache
@@ -21,9 +22,9 @@ def both(device: torch.device):
     """Compressors alike in everything but what runs them: kernel and reference."""
 
     def make(**options) -> tuple[Compressor, Compressor]:
-        torch.manual_seed(5)
+        reseed(5)
         kernel = Compressor(**options, stage=compress_kv, device=device)
-        torch.manual_seed(5)
+        reseed(5)
         return kernel, Compressor(**options, stage=reference.compress_kv)
 
     return make
@@ -40,7 +41,7 @@ def test_prompts_chunks_and_decodes(both, kind) -> None:
     steps = [[("a", 0, 17)], [("b", 0, long), (PADDING, 0, 2), ("a", 17, 18)], [("a", 18, long), ("b", long, long + 1)]]
     for step in steps:
         for compressor in (kernel, plain):
-            torch.manual_seed(7)
+            reseed(7)
             compressor.step(*step)
     same_state(kernel, plain)
     kernel.check("b", (long + 1) // kernel.ratio)
@@ -66,7 +67,7 @@ def test_hostile_tokens_write_nothing(both, kind, dtype: torch.dtype) -> None:
     kernel, plain = both(**kind)
     lowest = torch.iinfo(dtype).min
     for compressor in (kernel, plain):
-        torch.manual_seed(7)
+        reseed(7)
         compressor.step(("a", 0, 48))
         table = compressor.state_pool.block_table(["a"])
         count = 9
@@ -85,7 +86,7 @@ def test_hostile_tokens_write_nothing(both, kind, dtype: torch.dtype) -> None:
 def test_pages_that_a_table_lacks_take_no_part(both) -> None:
     kernel, plain = both(**C16, entry_page=1)
     for compressor in (kernel, plain):
-        torch.manual_seed(7)
+        reseed(7)
         compressor.step(("a", 0, 32))
         whole = compressor.state_pool.block_table(["a"])
         tables = [whole.clone() for _ in range(3)]
@@ -121,7 +122,7 @@ LAYOUTS: list[Layout] = [
 def test_index_keys_turned_by_hadamard(both, layout: Layout) -> None:
     kernel, plain = both(**C4, layout=layout, rope=8, length=44, hadamard=True)
     for compressor in (kernel, plain):
-        torch.manual_seed(7)
+        reseed(7)
         compressor.step(("a", 0, 6))
         compressor.step(("a", 6, 42))
     # Sums in another order may move a value over a rounding boundary, once in many.
@@ -145,7 +146,7 @@ def test_every_format_of_entries(both, layout: Layout, device: torch.device) -> 
     if layout.scale_mode == "tensor":
         kernel.cache = kernel.cache.with_scale(torch.tensor(0.5, device=device))
     for compressor in (kernel, plain):
-        torch.manual_seed(7)
+        reseed(7)
         compressor.step(("a", 0, 6))
         compressor.step(("a", 6, 19))
     found, expected = kernel.entries("a", 4), plain.entries("a", 4)
@@ -162,7 +163,7 @@ def test_every_format_of_entries(both, layout: Layout, device: torch.device) -> 
 def test_strided_16_bit_inputs(both, dtype: torch.dtype) -> None:
     kernel, plain = both(**C4)
     for compressor in (kernel, plain):
-        torch.manual_seed(7)
+        reseed(7)
         mixed = torch.randn(compressor.length, 2 * compressor.channels).to(dtype)
         compressor.given["a"] = tuple(mixed.chunk(2, dim=1))
         compressor.run("a", 14, 5)
@@ -172,16 +173,16 @@ def test_strided_16_bit_inputs(both, dtype: torch.dtype) -> None:
 
 def test_pages_apart_and_empty_steps(device: torch.device) -> None:
     layout = v4_fp8(latent=24, rope=8, tile=8)
-    torch.manual_seed(3)
+    reseed(3)
     plain = Compressor(**C4, layout=layout, stage=reference.compress_kv)
-    torch.manual_seed(3)
+    reseed(3)
     kernel = Compressor(**C4, layout=layout, stage=compress_kv, device=device)
     block = torch.zeros(600, 3, kernel.entry_page, layout.row_elements, dtype=torch.uint8, device=device)
     kernel.cache = PagedCache.wrap(block[:, 1], layout)
     state = torch.full((700, 2, kernel.state_page, kernel.state.layout.width), torch.nan, device=device)
     kernel.state = PagedCache.wrap(state[:, 1], kernel.state.layout)
     for compressor in (kernel, plain):
-        torch.manual_seed(7)
+        reseed(7)
         compressor.run("a", 30, 7)
     same_state(kernel, plain)
     assert (kernel.entries("a", 7) - plain.entries("a", 7)).abs().max() < 0.3

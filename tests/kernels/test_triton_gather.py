@@ -5,6 +5,7 @@ import torch
 from byte_formats import BF16, FP16, FP32, engine_cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import seeded
 from test_triton_write import LAYOUTS, every_layout
 from torch import Tensor
 
@@ -150,7 +151,7 @@ def test_requests_from_every_format_and_page_size(layout: Layout, page_size: int
 
 @pytest.mark.parametrize("requests", [1, 3, 15, 16, 17, 130, pytest.param(5000, marks=pytest.mark.gpu)])
 def test_rows_find_their_request_among_many(requests: int, device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(requests)
+    generator = seeded(requests)
     caches = filled(LAYOUTS["bf16-7+3"], 64, 2, device)
     lengths = torch.randint(0, 4, (requests,), generator=generator, dtype=torch.int32)
     lengths[torch.rand(requests, generator=generator) < 0.3] = 0
@@ -219,7 +220,7 @@ def batches(draw: st.DrawFn) -> tuple[str, int, list[list[int]]]:
 @given(batch=batches(), seed=st.integers(0, 2**31))
 def test_any_batch(batch: tuple[str, int, list[list[int]]], seed: int, device: torch.device) -> None:
     name, page_size, (lengths, first, gaps) = batch
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     layout = LAYOUTS[name]
     caches = filled(layout, 20, page_size, device, scale=1.7)
     table = torch.randint(-1, 21, (len(lengths), 18), generator=generator, dtype=torch.int32)

@@ -7,6 +7,7 @@ are equal. A LayerNorm's sums have another order, so there a value near a roundi
 from dataclasses import replace
 from typing import Any
 
+import bounds
 import pytest
 import torch
 from torch import Tensor
@@ -139,6 +140,17 @@ def stored(cache: PagedCache) -> tuple[Tensor, Tensor, Tensor]:
     return counted, codes.view(torch.float8_e4m3fn).float(), scales.squeeze(1)
 
 
+def norm_error(keys: Tensor, weight: Tensor) -> Tensor:
+    """How far two LayerNorms of keys [N, D] may be apart after a rope scaled by 1.25, [N, 1]: a mean much larger than
+    the deviation has a large error in units of it."""
+    wide = keys.double()
+    mean = wide.mean(1, keepdim=True)
+    deviation = (wide.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
+    shift = bounds.summed(wide, roundings=0).unsqueeze(1) / keys.shape[1] + bounds.rounded(mean, torch.float32, 2)
+    normed = bounds.layer_norm((wide - mean) / deviation).amax(1, keepdim=True)
+    return 2 * (shift / deviation + normed) * weight.max() * 1.25 * 2**0.5
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("rounding", ["bf16", "none"])
 @pytest.mark.parametrize("biased", [False, True])
@@ -150,15 +162,21 @@ def test_normed_keys_are_at_most_one_code_off(
     keys = torch.randn(64, 128) * torch.logspace(-3, 3, 64).unsqueeze(1) + torch.randn(64, 1)
     weight, bias = torch.rand(256)[::2] + 0.5, torch.randn(128).bfloat16() if biased else None
     host, there = (PagedCache(index_fp8(rounding=rounding), 13, 5, place) for place in ("cpu", device))
-    rest = (torch.randperm(65)[:64], weight, bias, 1e-6, *where(recipe, 64), recipe)
+    slots = torch.randperm(65)[:64]
+    rest = (slots, weight, bias, 1e-6, *where(recipe, 64), recipe)
     reference.write_index_keys(keys, host, *rest)
     triton_kernels.write_index_keys(*on(device, keys, there, *rest))
     (found, number, scale), (expected, expected_number, expected_scale) = stored(there), stored(host)
     alike = scale == expected_scale
     assert alike.float().mean() > 0.95, "a scale changes only where a maximum lies on a power of two"
     gap = (found - expected).abs()[alike]
-    spread = (number - expected_number).abs()[alike] < (1.0 if recipe.hadamard else 0.0)
-    assert ((gap <= 1) | spread).all()
+    apart = (number - expected_number).abs()
+    spread = apart[alike] < (1.0 if recipe.hadamard else 0.0)
+    # What is left where a bias cancels a normed value may be smaller than the norm's own error, and lie several of its
+    # small codes away. Codes two or more apart stand for numbers at least half their distance apart.
+    noise = torch.zeros(65, 1, dtype=torch.float64).index_copy(0, slots, norm_error(keys, weight))
+    tiny = (apart * scale.unsqueeze(1) <= 2 * noise)[alike]
+    assert ((gap <= 1) | spread | tiny).all()
     assert (gap > 0).float().mean() < 0.01
 
 
@@ -169,7 +187,12 @@ def test_normed_keys_in_float32(recipe: IndexRecipe, device: torch.device) -> No
     rest = (SLOTS, weight, bias, 1e-6, *where(recipe, 11), recipe)
     reference.write_index_keys(keys, host, *rest)
     triton_kernels.write_index_keys(*on(device, keys, there, *rest))
-    torch.testing.assert_close(there.storage.cpu(), host.storage, rtol=2e-6, atol=4e-6)
+    error = float(norm_error(keys, weight).max())
+    size = bounds.rounded(host.storage.abs().max(), torch.float32, 8)  # products and sums of the rope and the bias
+    if recipe.hadamard:
+        size += 2 * bounds.hadamard(host.storage.double().square().mean(-1).max().sqrt(), 128)
+    bounds.agree(there.storage, host.storage, error + float(size))
+    assert float(error + size) < 1e-4  # bf16 would be off by more
 
 
 @pytest.mark.parametrize("width", [4, 12, 100, 1028])
@@ -193,8 +216,7 @@ def test_rows_of_odd_widths(device: torch.device) -> None:
     keys, positions, table = on(device, torch.randn(2, 9), torch.tensor([3, 1]), Rope(4).cos_sin_table(8))
     rest = (torch.arange(2, device=device), None, None, 1e-6, positions, table)
     with pytest.raises(ValueError, match=r"recipe must be with pairs from an even column on .* backend='reference'"):
-        triton_kernels.write_index_keys(keys, cache, *rest, odd)
-    assert not cache.storage.any()
+        triton_kernels.check_recipe(odd, 9, True)
     for recipe in (replace(odd, interleaved=False), replace(odd, rope_first=True)):
         triton_kernels.write_index_keys(keys, cache, *rest, recipe)
         expected = reference.prepare_rows(*on(torch.device("cpu"), keys, positions, table), recipe, "none")
@@ -204,6 +226,7 @@ def test_rows_of_odd_widths(device: torch.device) -> None:
 def test_both_gpu_backends_offer_them() -> None:
     assert hopper_kernels.write_index_keys is triton_kernels.write_index_keys
     assert hopper_kernels.quantise_index_query is triton_kernels.quantise_index_query
+    assert hopper_kernels.check_recipe is triton_kernels.check_recipe
 
 
 def test_the_kernel_runs_where_it_should(device: torch.device) -> None:

@@ -9,6 +9,7 @@ import triton.language as tl
 from byte_formats import BF16, FP16, FP32, MAGNITUDES, engine_cache, hostile_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import seeded
 from torch import Tensor
 
 from tamis import PagedCache
@@ -260,7 +261,7 @@ def writes(draw: st.DrawFn) -> tuple[Layout, Tensor, Tensor, dict[str, int]]:
     layout = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))]
     page_size, pages = draw(st.sampled_from([1, 2, 61, 64])), draw(st.integers(1, 3))
     seed = draw(st.integers(0, 2**31))
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     count = draw(st.integers(0, min(9, pages * page_size)))
     slots = torch.randperm(pages * page_size, generator=generator)[:count]
     slots[torch.rand(count, generator=generator) < 0.2] = draw(st.sampled_from([-1, pages * page_size, INT_MIN]))

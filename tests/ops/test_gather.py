@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import numpy_seeded, seeded
 from torch import Tensor
 
 from tamis import PagedCache, ops
@@ -81,7 +82,7 @@ class Filled:
 
     def __init__(self, name: str, pages: int, page_size: int, *, gap: int = 64, seed: int = 0) -> None:
         layout, self.decode = DECODERS[name]
-        rng = np.random.default_rng(seed)
+        rng = numpy_seeded(seed)
         used = layout.row_bytes * page_size
         self.bytes = rng.integers(0, 256, (pages, layout.page_bytes(page_size) + gap), dtype=np.uint8)
         storage = torch.from_numpy(self.bytes)[:, :used].unflatten(1, (page_size, -1)).view(layout.element)
@@ -108,7 +109,7 @@ class Filled:
 
 def tables(cache: PagedCache, ends: Sequence[int], *, width: int, unused: int = -1, seed: int = 0) -> Tensor:
     """Block tables with pages handed out in random order; entries past a request's end hold `unused`."""
-    pages = iter(torch.randperm(cache.pages, generator=torch.Generator().manual_seed(seed)).tolist())
+    pages = iter(torch.randperm(cache.pages, generator=seeded(seed)).tolist())
     table = torch.full((len(ends), width), unused, dtype=torch.int32)
     for row, end in zip(table, ends, strict=True):
         for column in range(-(-end // cache.page_size)):
@@ -313,9 +314,9 @@ def test_read_kv_takes_strided_slots() -> None:
 
 
 def index_cache(pages: int, page_size: int) -> tuple[np.ndarray, PagedCache]:
-    raw = np.random.default_rng(7).integers(0, 256, (pages, 132 * page_size + 12), dtype=np.uint8)
+    raw = numpy_seeded(7).integers(0, 256, (pages, 132 * page_size + 12), dtype=np.uint8)
     scales = raw[:, 128 * page_size : 132 * page_size]
-    scales[:] = np.random.default_rng(8).uniform(1e-3, 9, (pages, page_size)).astype(np.float32).view(np.uint8)
+    scales[:] = numpy_seeded(8).uniform(1e-3, 9, (pages, page_size)).astype(np.float32).view(np.uint8)
     storage = torch.from_numpy(raw)[:, : 132 * page_size].unflatten(1, (page_size, 132))
     return raw, PagedCache.wrap(storage, "index-fp8")
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from seeds import reseed, seed_of
 
 from tamis import PagedCache, PagePool
 from tamis.layout import index_fp8, index_mxfp4, named, rows
@@ -12,7 +13,7 @@ FP32 = rows(torch.float32, latent=16, rope=0)
 
 
 def make(layout, lengths: list[int], dim: int, page_size: int = 16):
-    pool = PagePool(100, page_size, seed=3)
+    pool = PagePool(100, page_size, seed=seed_of(3))
     cache = PagedCache(layout, 100, page_size)
     keys = []
     for request, length in enumerate(lengths):
@@ -241,7 +242,7 @@ def long_case(layout="index-fp8"):
     """Several requests longer than a block of keys, tokens of all of them mixed."""
     lengths = [1300, 700, 513, 5]
     cache, table, _ = make(named(layout), lengths, 128, 64)
-    torch.manual_seed(5)
+    reseed(5)
     q, weights = torch.randn(9, 3, 128), torch.randn(9, 3)
     ids = ints([0, 3, 1, 0, 2, 1, 0, 2, 0])
     visible = ints([1300, 5, 700, 640, 513, 1, 1024, 512, 1])

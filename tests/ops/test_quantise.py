@@ -7,6 +7,7 @@ import torch
 from byte_formats import BF16, FP16, FP32, e4m3, engine_cache, f32
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import seeded
 from torch import Tensor
 
 from tamis import PagedCache, ops
@@ -57,7 +58,7 @@ def normed_rows(
 def test_write_normed_kv_against_plain_maths(
     layout: Layout, rtol: float, atol: float, dtype: torch.dtype, interleaved: bool
 ) -> None:
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     latent = (3 * torch.randn(5, layout.latent, generator=generator)).to(dtype)
     rope = torch.randn(5, layout.rope, generator=generator).to(dtype)
     weight = (1 + 0.2 * torch.randn(layout.latent, generator=generator)).to(dtype)
@@ -199,7 +200,7 @@ def test_per_tensor_quantiser_result_is_contiguous() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**31), st.integers(-9, 9))
 def test_per_tensor_quantiser_error(seed: int, power: int) -> None:
-    x = torch.randn(40, generator=torch.Generator().manual_seed(seed)) * 10.0**power
+    x = torch.randn(40, generator=seeded(seed)) * 10.0**power
     values, inverse = ops.quantise_per_tensor(x)
     error = (values.float() * inverse - x).abs()
     assert (error <= (x.abs() / 16 + inverse * 2.0**-10) * (1 + 1e-6)).all()

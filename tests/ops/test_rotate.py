@@ -1,5 +1,6 @@
 """Norm and rotation of heads and rows against the formulas in fp64."""
 
+import bounds
 import pytest
 import torch
 from oracle import hadamard_matrix, relative_error
@@ -12,7 +13,7 @@ from tamis.rope import Rope
 
 ROTARY = Rope(64, theta=160000.0, factor=16.0, original_length=65536)
 LENGTH = 700
-BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def turned(x: Tensor, positions: list[int], *, inverse: bool = False, rotary: Rope = ROTARY) -> Tensor:
@@ -30,11 +31,23 @@ def turned(x: Tensor, positions: list[int], *, inverse: bool = False, rotary: Ro
     return x
 
 
+def turning_error(x: Tensor, positions: list[int], *, norm: bool = False, rotary: Rope = ROTARY) -> Tensor:
+    """What `turned` allows to differ, and the norm before it if there is one."""
+    x = x.double()
+    error = bounds.rms_norm(x) if norm else torch.zeros_like(x)
+    angles = torch.tensor(positions).double().clamp_min(0).unsqueeze(1) * rotary.frequencies().double()
+    angles = angles.view(len(positions), *[1] * (x.dim() - 2), rotary.dim // 2)
+    pairs = x[..., -rotary.dim :].unflatten(-1, (-1, 2))
+    error[..., -rotary.dim :] *= 2  # each value of a pair has both values' errors
+    error[..., -rotary.dim :] += bounds.rotation(pairs.norm(dim=-1), angles).repeat_interleave(2, -1)
+    return error
+
+
 def normed(x: Tensor, eps: float = 1e-6) -> Tensor:
     return x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(1, 1, 64), (5, 3, 512), (2, 64, 128), (0, 4, 512)])
 def test_heads(dtype: torch.dtype, tokens: int, heads: int, width: int) -> None:
     x = (torch.randn(heads, tokens, width) * 3).to(dtype).transpose(0, 1)
@@ -46,18 +59,23 @@ def test_heads(dtype: torch.dtype, tokens: int, heads: int, width: int) -> None:
             found = rotate_heads(x, given, table, eps=eps, inverse=inverse)
             assert found.dtype == dtype
             assert found.shape == x.shape
-            assert tokens == 0 or relative_error(found, turned(start, positions, inverse=inverse)) < BOUNDS[dtype]
+            error = turning_error(start, positions, norm=eps is not None)
+            bounds.agree(found, turned(start, positions, inverse=inverse), error, dtype)
     if tokens:
         back = rotate_heads(rotate_heads(x, given, table), given, table, inverse=True)
-        assert relative_error(back, x) < 2 * BOUNDS[dtype]
+        # Two rotations by the same table, and two roundings to the dtype of pairs as long as these.
+        pairs = x[..., -64:].double().unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, -1)
+        rounding = 2.5 * bounds.rounded(pairs, dtype)
+        bounds.agree(back[..., -64:], x[..., -64:], rounding + 2 * turning_error(x, [0] * tokens)[..., -64:])
         assert torch.equal(rotate_heads(x, given, table)[..., :-64], x[..., :-64])
 
 
 @pytest.mark.parametrize(
+    # Of FP8 each value is off by at most a sixteenth of itself, and evenly spread below that.
     ("layout", "bound"),
     [
-        (named("v4-fp32"), 1e-6),
-        (named("v4-bf16"), 3e-3),
+        (named("v4-fp32"), 0.0),
+        (named("v4-bf16"), bounds.unit(torch.bfloat16)),
         (named("v4-fp8"), 4e-2),
         (plain_fp8(latent=448, rope=64), 4e-2),
     ],
@@ -74,11 +92,13 @@ def test_queries_and_rows_in_one_call(layout: Layout, bound: float) -> None:
     index_q = torch.randn(6, 9, 128)
     again = rotate_and_write(q, kv, cache, slots, **rest, index_q=index_q)
     assert torch.equal(again.q, found)
-    assert relative_error(again.index_q, turned(index_q, positions)) < 1e-6
-    assert relative_error(found, turned(normed(q), positions)) < 1e-6
+    bounds.agree(again.index_q, turned(index_q, positions), turning_error(index_q, positions))
+    bounds.agree(found, turned(normed(q), positions), turning_error(normed(q), positions, norm=True))
     expected = turned(normed(kv) * weight, positions)
     written = torch.tensor([0, 1, 3])
-    assert relative_error(cache.read(slots[written]), expected[written]) < bound
+    error = turning_error(normed(kv) * weight, positions, norm=True)
+    allowed = bound + bounds.relative(error[written], expected[written])
+    assert relative_error(cache.read(slots[written]), expected[written]) < allowed
     # Nothing else was touched, and rows are rounded once, to bf16 before FP8.
     untouched = [slot for slot in range(20) if slot not in (7, 8, 19)]
     assert not cache.read(torch.tensor(untouched)).any()
@@ -88,7 +108,7 @@ def test_queries_and_rows_in_one_call(layout: Layout, bound: float) -> None:
     assert (gap > 1e-5).float().mean() < 0.02
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_index_queries_turned_by_hadamard(dtype: torch.dtype) -> None:
     cache = PagedCache(named("v4-bf16"), 4, 5)
     q, kv, index_q = torch.randn(6, 1, 512).to(dtype), torch.randn(6, 512).to(dtype), torch.randn(6, 9, 128).to(dtype)
@@ -96,7 +116,12 @@ def test_index_queries_turned_by_hadamard(dtype: torch.dtype) -> None:
     rest = {"positions": torch.tensor(positions), "cos_sin": table, "norm_weight": torch.ones(512), "index_q": index_q}
     found = rotate_and_write(q, kv, cache, torch.arange(6), **rest, index_hadamard=True).index_q
     assert found.dtype == dtype
-    assert relative_error(found, turned(index_q, positions) @ hadamard_matrix(128)) < 2 * BOUNDS[dtype]
+    # Rounded after the rotation as well: an error of each value, which the Hadamard rotation spreads over its row.
+    exact = turned(index_q, positions)
+    size = exact.square().mean(-1, keepdim=True).sqrt()
+    before = turning_error(index_q, positions) + bounds.rounded(exact, dtype)
+    error = bounds.hadamard(size, 128) + 2 * before.square().mean(-1, keepdim=True).sqrt() * bounds.DEVIATIONS / 3**0.5
+    bounds.agree(found, exact @ hadamard_matrix(128), error, dtype)
     if dtype == torch.bfloat16:
         # What the stage `index` would quantise is this, to the byte.
         recipe, weights = IndexRecipe.of_v4(64, hadamard=True), torch.randn(6, 9)
@@ -106,12 +131,13 @@ def test_index_queries_turned_by_hadamard(dtype: torch.dtype) -> None:
         assert torch.equal(here[1], later[1])
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_of_rows(dtype: torch.dtype) -> None:
     x, weight = (torch.randn(70, 5) * 4).to(dtype).T, torch.randn(70)
     found = norm_rows(x, weight)
     assert found.dtype == dtype
-    assert relative_error(found, normed(x) * weight.double()) < BOUNDS[dtype]
+    exact = normed(x) * weight.double()
+    bounds.agree(found, exact, bounds.rms_norm(exact), dtype)
     assert norm_rows(x[:0], weight).shape == (0, 70)
     with pytest.raises(ValueError, match="weight must be of shape"):
         norm_rows(x, weight[:9])

@@ -19,6 +19,7 @@ from byte_formats import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeds import seeded
 from torch import Tensor
 
 from tamis import PagedCache, ops
@@ -205,7 +206,7 @@ def writes(draw: st.DrawFn) -> tuple[Tensor, PagedCache, Tensor, Tensor]:
     seed = draw(st.integers(0, 2**31))
     buffer, cache = engine_cache(layout, pages, page_size, gap=gap, scale=scale, seed=seed)
     count = draw(st.integers(0, min(6, cache.rows)))
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     slots = torch.randperm(cache.rows, generator=generator)[:count]
     slots[torch.rand(count, generator=generator) < 0.2] = -1
     kv = torch.randn(count, layout.width, generator=generator)

@@ -21,6 +21,7 @@ from byte_formats import (
     f32,
     hostile_rows,
 )
+from seeds import seeded
 
 from tamis import PagedCache, ops
 from tamis.layout import Layout, named
@@ -264,7 +265,7 @@ def test_a_tile_of_nans_keeps_a_scale_that_is_a_number() -> None:
 
 @pytest.mark.parametrize("scale_mode", ["pow2", "exact"])
 def test_v32_reader_uses_the_stored_scale_exactly(scale_mode: str) -> None:
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     storage = torch.randint(0, 256, (2, 3, 656), dtype=torch.uint8, generator=generator)
     storage[..., :512].masked_fill_((storage[..., :512] & 0x7F) == 0x7F, 0x11)
     scales = [[f32(math.exp(0.7 * i + 0.13 * j - 2)) for j in range(4)] for i in range(6)]

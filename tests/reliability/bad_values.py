@@ -68,9 +68,11 @@ def bad_caches(cache: PagedCache) -> Bad:
     yield "planar", PagedCache(named("v4-fp8", tile=1, latent=layout.latent, rope=layout.rope), 40, cache.page_size)
     yield "elsewhere", PagedCache(layout, cache.pages, cache.page_size, "meta", recipe=cache.recipe)
     yield "few pages", PagedCache(layout, 1, cache.page_size, recipe=cache.recipe)
+    pages = cache.storage
     with torch.inference_mode():
-        untouchable = PagedCache(layout, cache.pages, cache.page_size, recipe=cache.recipe)
-    yield "inference", untouchable
+        room = torch.zeros(pages.shape[0] * pages.stride(0), dtype=pages.dtype)
+        untouchable = room.as_strided(pages.shape, pages.stride())
+    yield "inference", PagedCache.wrap(untouchable, layout, recipe=cache.recipe)
     yield "none", None
     yield "object", object()
     yield "tensor", cache.storage

@@ -9,4 +9,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--first", type=int, help="number of the first fuzzed call")
     group.addoption("--fuzz-seed", type=int, help="run this seed alone, instead of the fixed and the rolling one")
     group.addoption("--device", help="where the fuzzed calls run (cpu, cuda); on a device only calls that are right")
-    group.addoption("--tokens", type=int, help="how many tokens each storm sends through")
+    group.addoption("--tokens", type=int, help="tokens through all isolation storms together")
+    group.addoption("--steps", type=int, help="over how many steps memory must stay flat")

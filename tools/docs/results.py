@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tamis.backends import BACKENDS
 from tamis.batch import parse_shape
+from tamis.bench.report.data import MEASUREMENT
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PEERS = {
@@ -47,9 +48,7 @@ def read(name: str) -> list[Row]:
     newest: dict[tuple[str, ...], Row] = {}
     with (RESULTS / f"{name}.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            key = tuple(
-                row[column] for column in ("gpu", "stage", "shape", "heads", "topk", "layout", "backend", "peer")
-            )
+            key = tuple(row[column] for column in (*MEASUREMENT, "peer"))
             if key not in newest or row["time"] >= newest[key]["time"]:
                 newest[key] = row
     return list(newest.values())

@@ -1,6 +1,7 @@
 """Rows of results: what was measured, on what, from which sources; as CSV and as plain data."""
 
 import csv
+import io
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,6 +14,7 @@ import torch
 
 import tamis
 from tamis import checks
+from tamis.report import write_whole
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Row:
 
     @property
     def of_roofline(self) -> float:
-        """Our time over the roofline's."""
-        return self.median_us / self.roofline_us
+        """The roofline's time over ours: 1 is all that the machine can do."""
+        return self.roofline_us / self.median_us
 
     def as_data(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -140,18 +142,20 @@ class CsvFile:
             raise checks.refuse("csv", "a file in an existing folder", str(path), "choose another place")
         self._new = not path.exists() or path.stat().st_size == 0
         if not self._new:
-            with path.open(newline="") as file:
-                header = next(csv.reader(file), [])
+            with path.open(newline="", encoding="utf-8", errors="replace") as file:
+                header = file.readline().rstrip("\r\n").split(",")
             if header != COLUMNS:
                 raise checks.refuse("csv", "a new file, or one with the same columns", str(path), "choose another name")
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Write rows now."""
-        with self._path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if self._new:
-                writer.writeheader()
-                self._new = False
-            for row in rows:
-                cells = asdict(row).items()
-                writer.writerow({name: f"{v:.6g}" if isinstance(v, float) else v for name, v in cells})
+        """Write rows now: all of them, or none if there is no room."""
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS)
+        if self._new:
+            writer.writeheader()
+        for row in rows:
+            cells = asdict(row).items()
+            writer.writerow({name: f"{v:.6g}" if isinstance(v, float) else v for name, v in cells})
+        before = b"" if self._new else self._path.read_bytes()
+        write_whole(self._path, before + text.getvalue().encode("utf-8"))
+        self._new = False

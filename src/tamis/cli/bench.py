@@ -262,7 +262,7 @@ def _print_report(
 def times_table(rows: "list[Row]") -> str:
     """One line per row; what a job's lines share is shown once."""
     header = ["stage", "backend", "shape", "heads", "top-k", "layout", "time us", "p10..p90", "MB"]
-    header += ["TB/s", "TFLOP/s", "roofline us", "time/\nroofline", "peer", "peer us", "peer/\nours"]
+    header += ["TB/s", "TFLOP/s", "roofline us", "of\nroofline", "peer", "peer us", "peer/\nours"]
     lines: list[tuple[str, ...]] = []
     last: tuple[str, ...] = ()
     for row in rows:
@@ -281,7 +281,7 @@ def times_table(rows: "list[Row]") -> str:
             f"{row.bytes / seconds / 1e12:.3g}",
             f"{row.flops / seconds / 1e12:.3g}" if row.flops else "-",
             f"{row.roofline_us:.3g}",
-            f"{row.of_roofline:.2f}",
+            f"{row.of_roofline:.0%}",
         )
         theirs = (
             row.peer or "-",

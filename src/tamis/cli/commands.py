@@ -57,7 +57,7 @@ def run_command(argv: Sequence[str] | None) -> int:
             return _refuse(f"out of memory: {str(error) or 'no details'}; use a smaller model, prompt or batch")
         if isinstance(error, ImportError):
             return _refuse(f"{error}; `tamis doctor` says what is missing and how to install it")
-        if isinstance(error, ValueError | TypeError | OSError):
+        if isinstance(error, ValueError | TypeError | OverflowError | OSError):
             return _refuse(str(error))
         raise
     finally:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 from tamis._version import __version__
@@ -19,7 +20,8 @@ from tamis.cli.table import render_table
 
 DETAILS = """\
 Reports Python, torch, Triton, the GPU and its driver, optional packages, and which backend would run a DeepSeek-V3.2
-layer and a DeepSeek-V4 layer here, with every reason against the others. Nothing is changed or fetched.
+layer and a DeepSeek-V4 layer here, with every reason against the others. vLLM is imported, in a process of its own, and
+judged as the plugin would judge it. Nothing is changed or fetched.
 
 Exits with 1 if something required is missing or too old, if no backend can run those layers, or if the machine has a
 GPU that torch cannot use. Optional packages that are missing are named with what they are for."""
@@ -39,6 +41,7 @@ PURPOSES = {
 """Packages, whether they must be there, and for what."""
 
 EXTRAS = {"transformers": "tamis[transformers]", "vllm": "tamis[vllm]", "matplotlib": "tamis[report]"}
+VLLM_SECONDS = 120
 LAYERS = {"DeepSeek-V3.2": (128, "v32-fp8", 2048), "DeepSeek-V4": (64, "v4-fp8", 512)}
 """Heads, format and top-k of the layers a choice is shown for."""
 
@@ -51,7 +54,7 @@ class Finding:
     found: str
     """A version or a description; "-" if it is not there."""
     state: str
-    """ok, missing (optional), or WRONG (required, or there and unusable)."""
+    """ok; missing, too old, refused, broken or not kept (optional); or WRONG (required, or there and unusable)."""
     advice: str = ""
     """What it is for and what to do, where something is to be done."""
 
@@ -90,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         if _imports("torch", findings):
             gpu = look_at_gpu()
             findings = [_needed_by(gpu, finding) for finding in findings]
-            findings += [judge_gpu(gpu), _nvrtc()]
+            findings += [judge_gpu(gpu), _nvrtc(), _cubins()]
             choices = _choices()
     findings += [
         Finding(f"backend for {layer}", "none", "WRONG", "see the reasons below")
@@ -133,6 +136,9 @@ def _packages() -> list[Finding]:
     for name, (need, purpose) in PURPOSES.items():
         if name == "triton" and sys.platform != "linux":
             continue
+        if name == "vllm" and find_spec("vllm") is not None:
+            found.append(judge_vllm(*_import_vllm()))
+            continue
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -153,6 +159,37 @@ def judge_version(
         state = "WRONG" if need == "required" else "too old"
         return Finding(name, version, state, f"{minimum} or newer is needed for {purpose}: {install or 'upgrade'}")
     return Finding(name, version, "ok")
+
+
+def _import_vllm() -> tuple[str | None, str]:
+    """The version that vLLM itself tells when it is imported, or None; and what went wrong.
+
+    Its metadata may be of another installation, or of one that cannot be imported. It is imported in a process of its
+    own, since it loads libraries that may crash, and changes what is imported after it.
+    """
+    command = [sys.executable, "-c", "from vllm.version import __version__; print('vLLM is', __version__)"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=VLLM_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, str(error)
+    told = re.search(r"^vLLM is (\S+)$", done.stdout, flags=re.M)
+    if told is not None and done.returncode == 0:
+        return told[1], ""
+    return None, (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+
+
+def judge_vllm(version: str | None, error: str) -> Finding:
+    """What the plugin makes of a vLLM that is installed: it is refused when `--attention-backend CUSTOM` is chosen."""
+    from tamis.integrations.vllm.versions import version_refusal
+
+    if version is None:
+        return Finding("vllm", "-", "broken", f"it is installed but cannot be imported: {error}")
+    refusal = version_refusal(version)
+    if refusal is not None:
+        return Finding("vllm", version, "refused", f"{refusal}; --attention-backend CUSTOM does not work with it")
+    return Finding("vllm", version, "ok")
 
 
 def _minimums() -> dict[str, str]:
@@ -254,6 +291,17 @@ def _nvrtc() -> Finding:
     if has_nvrtc():
         return Finding("NVRTC", ".".join(str(number) for number in nvrtc().version), "ok")
     return Finding("NVRTC", "-", "missing", f"for the kernels in CUDA C++ (Hopper): {INSTALL}")
+
+
+def _cubins() -> Finding:
+    from tamis.cuda import cubins
+
+    folder = cubins.default_folder()
+    refusal = cubins.refusal(folder)
+    if refusal is None:
+        return Finding("compiled kernels", str(folder), "ok")
+    advice = f"{refusal}: kernels in CUDA C++ are compiled again in every process"
+    return Finding("compiled kernels", str(folder or "-"), "not kept", advice)
 
 
 def _choices() -> dict[str, list[dict[str, Any]]]:

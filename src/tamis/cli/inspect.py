@@ -81,6 +81,7 @@ def run(options: argparse.Namespace) -> int:
     device = pick_device(options.device)
     model, tokenizer = load_model(options, device)
     from tamis.inspection import inspect_model, render_page
+    from tamis.report import write_whole
 
     tokens = _prompt(options, model, tokenizer)
     queries = _queries(options.query, len(tokens))
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     if options.html is not None:
         with waiting("writing the page"):
             page = render_page(inspection, title=parameters["model"], text=text, parameters=parameters)
-            options.html.write_text(page, encoding="utf-8")
+            write_whole(options.html, page)
     if options.json:
         data = _as_data(inspection, queries, text, parameters, machine)
         print(json.dumps(data | {"html": None if options.html is None else str(options.html)}))

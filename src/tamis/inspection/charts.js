@@ -6,7 +6,8 @@ function element(name, attributes = {}, ...children) {
   const made = name.startsWith("svg:")
     ? document.createElementNS("http://www.w3.org/2000/svg", name.slice(4))
     : document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  // The page's policy allows no style attributes; a script may set styles as properties.
+  for (const [key, value] of Object.entries(attributes)) key === "style" ? (made.style.cssText = value) : made.setAttribute(key, value);
   made.append(...children);
   return made;
 }

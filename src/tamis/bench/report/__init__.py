@@ -7,6 +7,7 @@ from pathlib import Path
 from tamis import checks
 from tamis.bench.record import Row
 from tamis.bench.report.data import latest, most_measured_first, read_rows
+from tamis.report import write_whole
 
 __all__ = ["check_place", "read_rows", "write_report"]
 PAGE = "report.html"
@@ -26,7 +27,8 @@ def write_report(
     """Draw what rows show; the files that were written, the page first.
 
     Args:
-        rows: of one run, or of several files; of repeated measurements the newest counts.
+        rows: of one run, or of several files; of a measurement that was repeated the newest is shown, and the page
+            says how many others there were.
         folder: made if it is not there.
         report: gets how many figures of how many are drawn.
     """
@@ -36,17 +38,19 @@ def write_report(
     newest = most_measured_first(latest(rows))
     if not newest:
         raise checks.refuse("rows", "at least one", "none", "measure something first")
-    folder.mkdir(exist_ok=True)
-    written, drawings = [folder / PAGE], {}
+    drawings, pictures = {}, {}
     for number, figure in enumerate(FIGURES):
         drawing, picture = draw(figure, newest, THEMED, "svg"), draw(figure, newest, LIGHT, "png")
-        file = folder / f"{figure.name}.png"
-        if drawing is None or picture is None:
-            file.unlink(missing_ok=True)  # of an earlier report, whose rows had more
-        else:
-            drawings[figure] = drawing.decode("utf-8")
-            file.write_bytes(picture)
-            written.append(file)
+        if drawing is not None and picture is not None:
+            drawings[figure], pictures[folder / f"{figure.name}.png"] = drawing.decode("utf-8"), picture
         report(number + 1, len(FIGURES))
-    written[0].write_text(render_page(newest, drawings), encoding="utf-8")
-    return written
+    page = render_page(newest, drawings, superseded=len(rows) - len(newest))
+    # Only now, when nothing is left that could be refused: each file is replaced as a whole, the page last.
+    folder.mkdir(exist_ok=True)
+    for file, picture in pictures.items():
+        write_whole(file, picture)
+    write_whole(folder / PAGE, page)
+    for figure in FIGURES:
+        if figure not in drawings:
+            (folder / f"{figure.name}.png").unlink(missing_ok=True)  # of an earlier report, whose rows had more
+    return [folder / PAGE, *pictures]

@@ -4,6 +4,7 @@ import csv
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ STEP_COLUMNS = (
     "tamis_ms",
 )
 """Of `benchmarks/cpu_step.py`, which measures a whole step on a CPU."""
+MEASUREMENT = (
+    *("gpu", "backend", "suite", "stage", "shape", "heads", "topk", "window", "layout"),
+    *("page_size", "method"),
+)
+"""Columns that say what was measured. Rows that differ in one of them, or in the peer, are different measurements; of
+rows that differ in none, only in time, versions and results, the newest is shown."""
 COMPUTE_BOUND = 0.99
 """A row whose bytes take less than this share of its limit's time is limited by arithmetic."""
 
@@ -53,7 +60,7 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
                 rows += [read(cells) for cells in reader]
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--from {path} cannot be read: {error}") from error
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, ZeroDivisionError, csv.Error) as error:
             if str(error).startswith("--from"):
                 raise
             raise ValueError(f"--from {path} has a row that is no measurement: {error}") from error
@@ -61,11 +68,22 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
 
 
 def _row(cells: dict[str, str]) -> Row:
-    return Row(**{field.name: _value(field, cells[field.name]) for field in fields(Row)})
+    row = Row(**{field.name: _value(field, cells[field.name]) for field in fields(Row)})
+    for name in ("median_us", "p10", "p90", "peer_us", "ratio"):
+        value = getattr(row, name)
+        if value is not None and not 0 < value < inf:
+            raise ValueError(f"{name} is {value}, and a time or a ratio of times is above 0")
+    for name in ("bytes", "flops", "roofline_us", "error"):
+        if not 0 <= getattr(row, name) < inf:
+            raise ValueError(f"{name} is {getattr(row, name)}, and nothing can have less than 0 or no end")
+    parse_shape(row.shape)
+    return row
 
 
-def _value(field: Any, text: str) -> Any:
+def _value(field: Any, text: str | None) -> Any:
     """A cell as its column's type; an empty one is what the column says for nothing."""
+    if text is None:
+        raise ValueError(f"the row ends before {field.name}")
     kind = field.type
     if kind is str:
         return text
@@ -115,7 +133,7 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     """The newest of each measurement, in the order in which they first came."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        key = (row.gpu, row.suite, row.stage, row.shape, row.heads, row.topk, row.window, row.layout, row.peer)
+        key = tuple(getattr(row, column) for column in (*MEASUREMENT, "peer"))
         if key not in found or row.time >= found[key].time:
             found[key] = row
     return list(found.values())
@@ -131,7 +149,7 @@ def once(rows: Iterable[Row]) -> list[Row]:
     """One row per measurement of ours, whatever the peers."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        found.setdefault((row.gpu, row.suite, row.stage, row.shape, row.heads, row.topk, row.window, row.layout), row)
+        found.setdefault(tuple(getattr(row, column) for column in MEASUREMENT), row)
     return list(found.values())
 
 
@@ -186,7 +204,7 @@ def describe(row: Row) -> str:
     parts = [row.stage, row.shape]
     parts += [f"{row.heads} heads"] if row.heads else []
     parts += [f"top-k {row.topk}"] if row.topk else []
-    return ", ".join([*parts, row.layout])
+    return ", ".join([*parts, row.layout, row.backend])
 
 
 def compact(tokens: int) -> str:

@@ -83,6 +83,7 @@ def draw(kind: FigureKind, rows: Sequence[Row], palette: Palette, form: Literal[
         "font.family": "sans-serif",
         "font.size": 10,
         "svg.fonttype": "none",
+        "text.parse_math": False,  # a name with dollars in it is a name
         "svg.hashsalt": kind.name,
         "text.color": palette.ink,
         "axes.edgecolor": palette.line,
@@ -115,6 +116,8 @@ def draw(kind: FigureKind, rows: Sequence[Row], palette: Palette, form: Literal[
 
 def _for_page(svg: str, kind: FigureKind, tips: Tips) -> str:
     svg = svg[svg.index("<svg") :]
+    # The page has this one rule of matplotlib's: its policy allows no other style elements.
+    svg = re.sub(r"<style type=.text/css.>.*?</style>", "", svg, flags=re.S)
     svg = tips.insert(svg, kind.name)
     # Names of clip paths and markers must differ between the figures of one page.
     for name in set(re.findall(r'id="([^"]+)"', svg)):
@@ -182,7 +185,7 @@ def _roof(ax: Any, machine: str, rows: list[Row], palette: Palette, tips: Tips) 
     shown: set[str] = set()
     for row, x in zip(computing, intensity, strict=True):
         y = row.flops / row.median_us / 1e6
-        share = row.roofline_us / row.median_us
+        share = row.of_roofline
         gid = tips.add(f"{describe(row)}: {row.median_us:.1f} us, {y:.3g} TFLOP/s, {share:.0%} of its limit")
         name = "" if row.stage in shown else row.stage
         shown.add(row.stage)
@@ -198,7 +201,7 @@ def _roof(ax: Any, machine: str, rows: list[Row], palette: Palette, tips: Tips) 
 def _shares(ax: Any, rows: list[Row], palette: Palette, tips: Tips) -> None:
     stages = list(dict.fromkeys(row.stage for row in rows))
     for row in rows:
-        share = row.roofline_us / row.median_us
+        share = row.of_roofline
         where = stages.index(row.stage)
         same = [other for other in rows if other.stage == row.stage]
         # Spread, so that none hides another.
@@ -222,7 +225,7 @@ def peers(rows: Sequence[Row], palette: Palette, tips: Tips) -> Figure | None:
         return None
     groups: dict[str, list[Row]] = {}
     for row in compared:
-        groups.setdefault(f"{row.stage}, {row.layout}, against {row.peer}", []).append(row)
+        groups.setdefault(f"{row.stage}, {row.layout}, {row.backend} against {row.peer}", []).append(row)
     sides: tuple[list[str], list[str]] = ([], [])
     heights = [0.0, 0.0]
     for name, own in sorted(groups.items(), key=lambda item: -len(item[1])):
@@ -328,7 +331,7 @@ def _panels(rows: Sequence[Row]) -> list[_Panel]:
         heads = f"{row.heads} heads" if row.heads else ""
         window = f"{row.window}+" if row.window else ""
         topk = f"top-k {window}{row.topk}" if row.topk else ""
-        place = (row.gpu, f"{row.stage}, {row.layout}")
+        place = (row.gpu, f"{row.stage}, {row.layout}, {row.backend}")
         at = f"{compact(shape.length)} context"
         several = f"{compact(shape.new)} new tokens" if shape.new > 1 else ""
         detail = ", ".join(part for part in (topk, at if heads else "", several) if part)

@@ -11,11 +11,19 @@ from tamis.report import document, escape
 _STYLE = """\
 .figure svg { width: 100%; height: auto; display: block; }
 .figure svg text { font-size: inherit; fill: inherit; }
+.figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
+.behind { color: var(--second); }
 """
 
 
-def render_page(rows: Sequence[Row], drawings: Mapping[FigureKind, str]) -> str:
-    """One HTML file from rows and the figures (SVG) that were drawn of them."""
+def render_page(rows: Sequence[Row], drawings: Mapping[FigureKind, str], *, superseded: int) -> str:
+    """One HTML file from rows and the figures (SVG) that were drawn of them.
+
+    Args:
+        rows: what to show, all of it.
+        drawings: figures.
+        superseded: how many rows are not among them because newer ones measured the same.
+    """
     machines = list(dict.fromkeys(row.gpu for row in rows))
     figures = "".join(
         f'<h2>{escape(kind.title)}</h2><p class="note">{escape(kind.note)}</p>'
@@ -32,12 +40,24 @@ def render_page(rows: Sequence[Row], drawings: Mapping[FigureKind, str]) -> str:
 <div class="tiles">{_tiles(rows)}</div>
 {figures}
 <h2>All measurements</h2>
-<p class="note">Times are medians in microseconds. Errors are relative to float64, on the inputs that were timed.</p>
+<p class="note" id="counts">{escape(_counts(rows, superseded))} Times are medians in microseconds. Errors are relative
+to float64, on the inputs that were timed.</p>
 <div class="card scroll"><table id="rows"><thead><tr>{_header()}</tr></thead>
 <tbody>{"".join(_line(row) for row in rows)}</tbody></table></div>
 <footer>Made by tamis {escape(__version__)}. This file needs no network.</footer>
 </div>"""
-    return document(f"{', '.join(machines)} · tamis bench", body, style=_STYLE)
+    return document(f"{', '.join(machines)} · tamis bench", body, style=_STYLE, styled=True)
+
+
+def _counts(rows: Sequence[Row], superseded: int) -> str:
+    """What became of every row that was read."""
+    read = len(rows) + superseded
+    told = f"Rows: {read} read, {len(rows)} shown"
+    if superseded:
+        told += f", {superseded} superseded by newer rows of the same measurement (same machine, backend, peer)"
+    behind = sum(row.ratio is not None and row.ratio < 1 for row in rows)
+    compared = sum(row.ratio is not None for row in rows)
+    return f"{told}. tamis is slower in {behind} of {compared} comparisons with peers." if compared else f"{told}."
 
 
 def _versions(rows: Sequence[Row]) -> str:
@@ -57,7 +77,7 @@ def _versions(rows: Sequence[Row]) -> str:
 def _tiles(rows: Sequence[Row]) -> str:
     ours = once(rows)
     tiles = [(f"{len(ours)}", "Measurements", f"of {len({row.stage for row in ours})} stages")]
-    shares = [row.roofline_us / row.median_us for row in ours if row.roofline_us > 0]
+    shares = [row.of_roofline for row in ours if row.roofline_us > 0]
     if shares:
         best = max(shares)
         tiles.append((f"{best:.0%}", "Best share of the limit", f"geometric mean {geometric_mean(shares):.0%}"))
@@ -70,7 +90,7 @@ def _tiles(rows: Sequence[Row]) -> str:
     for peer in dict.fromkeys(row.peer for row in rows if row.ratio is not None):
         ratios = [row.ratio for row in rows if row.peer == peer and row.ratio is not None]
         ahead = sum(ratio >= 1 for ratio in ratios)
-        why = f"its time over ours, geometric mean; tamis ahead in {ahead} of {len(ratios)}"
+        why = f"its time over ours, geometric mean; tamis ahead in {ahead} of {len(ratios)}, all rows"
         tiles.append((f"{geometric_mean(ratios):.2f}", f"Against {peer}", why))
     return "".join(
         f'<div class="card tile"><span class="value">{escape(value)}</span><span class="name">{escape(name)}</span>'
@@ -97,10 +117,10 @@ def _line(row: Row) -> str:
         (f"{row.median_us:,.1f}", "n"),
         (f"{row.p10:,.1f} to {row.p90:,.1f}", "n"),
         (f"{row.roofline_us:,.1f}" if row.roofline_us else "", "n"),
-        (f"{row.roofline_us / row.median_us:.0%}" if row.roofline_us else "", "n"),
+        (f"{row.of_roofline:.0%}" if row.roofline_us else "", "n"),
         (row.peer, ""),
         ("" if row.peer_us is None else f"{row.peer_us:,.1f}", "n"),
-        ("" if row.ratio is None else f"{row.ratio:.2f}", "n"),
+        ("" if row.ratio is None else f"{row.ratio:.2f}", "n behind" if (row.ratio or 1) < 1 else "n"),
         (f"{row.error:.1e}" if row.error else "0", "n"),
     )
     return "<tr>" + "".join(f'<td class="{kind}">{escape(text)}</td>' for text, kind in cells) + "</tr>"

@@ -62,7 +62,8 @@ def triton_convert_req_index_to_global_index(
         workspace = (prefill_workspace_request_ids, prefill_workspace_starts)
     for name, value, shape in (("out", out, "T K"), ("valid_counts_out", valid_counts_out, "T")):
         if value is not None:
-            checks.tensor(name, value, shape, (token_indices.dtype,), device=token_indices.device, **sizes)  # type: ignore[arg-type]
+            rows, columns = token_indices.shape
+            checks.tensor(name, value, shape, (torch.int32,), device=token_indices.device, T=rows, K=columns)
     found = translate_positions(
         token_indices,
         req_id,

@@ -1,7 +1,7 @@
 """vLLM's per-step metadata of DeepSeek-V4 layers: one builder for compressed caches, one for the window's."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -340,15 +340,16 @@ class V4WindowMetadataBuilder(_Builder):
         return found
 
 
-def in_use(*records: Any) -> ExitStack:
+@contextmanager
+def in_use(*records: Any) -> Iterator[None]:
     """The block in which attention runs on these records. Those of the builders here are refused once their builder has
     planned another step, which has overwritten them; other engines' records have no plan to ask."""
-    block = ExitStack()
-    for record in records:
-        using = getattr(getattr(record, "plan", None), "using", None)
-        if using is not None:
-            block.enter_context(using())
-    return block
+    with ExitStack() as block:
+        for record in records:
+            using = getattr(getattr(record, "plan", None), "using", None)
+            if using is not None:
+                block.enter_context(using())
+        yield
 
 
 def decode_rows(plan: Plan, actual: int) -> int:

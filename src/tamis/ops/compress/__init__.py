@@ -10,6 +10,7 @@ from tamis.cache import PagedCache
 from tamis.ops import library
 from tamis.ops.compress import registered
 from tamis.ops.rotate import check_rotary
+from tamis.ops.write import called
 from tamis.recipe import IndexRecipe
 
 
@@ -172,7 +173,11 @@ def _check_values(
 ) -> None:
     lowest = -(2**62)
     checks.values_between("positions", positions, lowest, longest - 1, "make a longer cos_sin table")
-    checks.values_between("slots", slots, lowest, cache.rows - 1, f"{names[1]} has {cache.rows} rows; use -1 to skip")
-    checks.values_between("pages.slots", pages.slots, lowest, state.rows - 1, f"{names[0]} has {state.rows} rows")
+    checks.values_between(
+        "slots", slots, lowest, cache.rows - 1, f"{called(names[1])} has {cache.rows} rows; use -1 to skip"
+    )
+    checks.values_between(
+        "pages.slots", pages.slots, lowest, state.rows - 1, f"{called(names[0])} has {state.rows} rows"
+    )
     requests = pages.block_table.shape[0]
     checks.values_between("pages.request_ids", pages.request_ids, 0, requests - 1, "each must name a block-table row")

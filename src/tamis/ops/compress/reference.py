@@ -32,6 +32,7 @@ def compress_kv(
     """State rows of all tokens, then the entries that some of them complete; see `tamis.ops.compress_kv`."""
     ratio = bias.shape[0]
     position = positions.long()
+    position = torch.where(position < 2**31, position, -1)  # no request is that long
     known = torch.where(position >= 0, state_slots.long(), -1)
     biased = scores.float() + bias.float()[position % ratio]
     write_kv(torch.cat((values.float(), biased), dim=1), state, known)

@@ -118,7 +118,8 @@ def compress_tokens(
     """One token: its state row, and the entry that it completes if it completes one."""
     token = tl.program_id(0)
     position = tl.load(positions + token)
-    position = tl.where(position < 0, -1, position).to(tl.int32)  # 64 bits may hold a number that 32 would wrap
+    # 64 bits may hold a number that 32 would wrap into a position of the request.
+    position = tl.where((position < 0) | (position > 2147483647), -1, position).to(tl.int32)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     state_slot = tl.load(state_slots + token)

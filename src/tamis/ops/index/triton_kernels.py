@@ -223,9 +223,9 @@ def _score(
     native = has_native_e4m3(q.device)
     compute = _compute_dtype(q.dtype, keys, native=native)
     block_h, exact = _head_block(heads, dim, compute), compute == torch.float32
-    launch = choose_score_launch(
-        out.shape, _cores(q.device), heads, block_h, shared=shared, exact=exact, native=compute == E4M3
-    )
+    kind = {"shared": shared, "exact": exact, "native": compute == E4M3}
+    key_bytes = places["keys"].element_size() * dim
+    launch = choose_score_launch(out.shape, _cores(q.device), heads, block_h, **kind, key_bytes=key_bytes)
     arguments, options = score_arguments(q, weights, places, compute, launch, out, native=native, fill=fill)
     programs = triton.cdiv(q.shape[0], launch.block_q) * triton.cdiv(out.shape[1], launch.span)
     if programs:
@@ -350,6 +350,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
         (named("index-mxfp4"), bf16, 64, True, tuple(TARGETS)),
         (named("index-mxfp4"), E4M3, 64, True, NATIVE_E4M3),
         (rows(bf16, latent=256, rope=0), bf16, 128, True, tuple(TARGETS)),
+        (rows(bf16, latent=256, rope=0), bf16, 32, False, tuple(TARGETS)),
         (rows(fp16, latent=96, rope=0), fp32, 5, True, tuple(TARGETS)),
     ):
         cache = PagedCache(layout, 2, 64)
@@ -357,9 +358,9 @@ def offline_cases() -> Iterator["OfflineCase"]:
         q, keys = torch.empty(4, heads, layout.width, dtype=query, device="cpu"), _held_dtype(layout)
         compute = _compute_dtype(query, keys, native=native)
         block_h = _head_block(heads, layout.width, compute)
-        launch = choose_score_launch(
-            out.shape, 132, heads, block_h, shared=shared, exact=compute == fp32, native=compute == E4M3
-        )
+        kind = {"shared": shared, "exact": compute == fp32, "native": compute == E4M3}
+        key_bytes = layout.values.dtype.itemsize * layout.width
+        launch = choose_score_launch(out.shape, 132, heads, block_h, **kind, key_bytes=key_bytes)
         places = _page_places(cache, four, table, four, out)
         arguments, options = score_arguments(
             q,
@@ -396,3 +397,11 @@ def offline_cases() -> Iterator["OfflineCase"]:
         for kernel, _, arguments, options in topk_launches(cut, scores, lengths, k, ids, pages, 64, result):
             label = f"index {kernel.fn.__name__}, {k} of {width}, {cut.parts} parts"
             yield OfflineCase.of_launch(kernel, arguments, options, label)
+
+
+def every_offline_case() -> Iterator["OfflineCase"]:
+    """A launch of every program that dtypes, formats, heads and widths can ask for."""
+    from tamis.ops.index import triton_offline
+
+    yield from offline_cases()
+    yield from triton_offline.cases()

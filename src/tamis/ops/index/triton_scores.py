@@ -131,6 +131,7 @@ def score_keys(
     stop = tl.minimum(tl.max(end, 0), last)
     limit = last if FILL else stop
     stop = tl.where(listed, tl.minimum(stop, held), first)
+    end = tl.minimum(end, held)  # a length that nobody has looked at may count keys behind the table
     begin = first
     if starts is not None:
         start = tl.load(starts + token, mask=here, other=2147483647)
@@ -217,7 +218,15 @@ START_STEPS = 1.5
 
 
 def choose_score_launch(
-    shape: Sequence[int], cores: int, heads: int, block_h: int, *, shared: bool, exact: bool, native: bool
+    shape: Sequence[int],
+    cores: int,
+    heads: int,
+    block_h: int,
+    *,
+    shared: bool,
+    exact: bool,
+    native: bool,
+    key_bytes: int,
 ) -> ScoreLaunch:
     """Blocks for a result of that shape.
 
@@ -229,16 +238,18 @@ def choose_score_launch(
         shared: whether neighbouring tokens mostly see the same keys.
         exact: whether products run in float32.
         native: whether products run on e4m3 itself.
+        key_bytes: of a stored key without its scale. Of the widest, one block at a time is copied ahead: three do not
+            fit 99 KB of shared memory beside the queries, nor two the 64 KB of some of AMD's GPUs.
     """
     tokens, width = shape
     simple = heads <= block_h and not exact
-    block_n = 32 if exact else 64
+    block_n, most = 32 if exact else 64, 2 if key_bytes > 256 else 4
     # The logits of two tokens fit the registers up to 64 heads.
     if shared and simple and block_h <= 64:
         steps = min(32, max(4, width * tokens // 2 // (8 * cores) // block_n))
-        return ScoreLaunch(2, block_n, steps * block_n, 4, 3, registers=128 if native else None)
+        return ScoreLaunch(2, block_n, steps * block_n, 4, min(3, most), registers=128 if native else None)
     steps = choose_steps(tokens, triton.cdiv(width, block_n), PROGRAMS_PER_CORE * cores)
-    return ScoreLaunch(1, block_n, steps * block_n, 4, 4 if simple else 1)
+    return ScoreLaunch(1, block_n, steps * block_n, 4, most if simple else 1)
 
 
 @lru_cache(1024)

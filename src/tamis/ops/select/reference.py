@@ -149,7 +149,7 @@ def select_mixed(
     number = torch.arange(decodes, len(slots), dtype=torch.int64, device=slots.device)
     ids = request_ids[decodes:]
     request = ids.long().clamp(0, len(request_lengths) - 1)
-    position = request_lengths[request] - query_starts[request + 1] + number
+    position = request_lengths[request].long() - query_starts[request + 1] + number
     position, request, known = _tokens(position, ids, len(request_lengths), None)
     column = torch.arange(width, dtype=torch.int64, device=slots.device)
     recent = torch.where(known, (position + 1).clamp_max(window), 0).unsqueeze(1)

@@ -43,17 +43,18 @@ def window_rows(
 ):  # fmt: skip
     """The window of one token."""
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
+    position = tl.load(positions + token).to(tl.int64)  # sums of numbers that nobody has looked at may leave 32 bits
     request, known = request_of(request_ids, token, 0, requests)
     real = known & (position >= 0) & is_written(own, token)
     if contexts is not None:
-        begin = tl.load(contexts + request) - WINDOW
-        end = tl.load(ends + request)
+        begin = tl.load(contexts + request).to(tl.int64) - WINDOW
+        end = tl.load(ends + request).to(tl.int64)
     else:
         begin = position + 1 - WINDOW
         end = position + 1
     begin = tl.maximum(begin, 0)
-    count = tl.where(real, tl.minimum(tl.maximum(end - begin, 0), columns), 0)
+    count = tl.where(real, tl.minimum(tl.maximum(end - begin, 0), columns), 0).to(tl.int32)
+    begin = begin.to(tl.int32)
     table = block_table + request * block_table_stride
     for block in range(BLOCKS):
         column = block * BLOCK + tl.arange(0, BLOCK)
@@ -70,7 +71,7 @@ def entry_rows(
 ):  # fmt: skip
     """The entry that one token completes, how many it sees, and the slots of those."""
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
+    position = tl.load(positions + token).to(tl.int64)
     request, known = request_of(request_ids, token, 0, requests)
     real = known & (position >= 0) & is_written(own, token)
     position = tl.maximum(position, 0)
@@ -138,7 +139,7 @@ def gathered_rows(
 ):  # fmt: skip
     """Workspace rows of one token: entries, then the window."""
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token)
+    position = tl.load(positions + token).to(tl.int64)
     request, known = request_of(request_ids, token, first_request, requests)
     real = known & (position >= 0)
     position = tl.maximum(position, 0)
@@ -182,8 +183,8 @@ def mixed_rows(
     token = tl.program_id(0).to(tl.int64)
     request, known = request_of(request_ids, token, 0, requests)
     decode = token < decodes
-    before = tl.load(request_lengths + request) - tl.load(query_starts + request + 1)
-    position = before + token.to(tl.int32)
+    before = tl.load(request_lengths + request).to(tl.int64) - tl.load(query_starts + request + 1)
+    position = before + token
     fresh = (decode == 0) & known & (position >= 0)
     recent = tl.where(fresh, tl.minimum(position + 1, WINDOW), 0)
     picked = tl.where(fresh, tl.minimum((position + 1) // RATIO, topk), 0)

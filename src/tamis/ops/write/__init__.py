@@ -186,5 +186,10 @@ def check_slots(slots: Tensor, cache: PagedCache, name: str, total: int, where: 
     count = checks.tensor("slots", slots, "S", checks.INTS, device=cache.device)["S"]
     if count > total:
         raise checks.refuse("slots", f"at most {total} long, one per row of {name}", count, "slice it")
-    remedy = f"{where} has {cache.rows} rows; use -1 to skip"
+    remedy = f"{called(where)} has {cache.rows} rows; use -1 to skip"
     checks.values_between("slots", slots, torch.iinfo(slots.dtype).min, cache.rows - 1, remedy)
+
+
+def called(name: str) -> str:
+    """A cache in the middle of a sentence: an argument by what it is, a part of one by its name."""
+    return name if "." in name else f"the {name}"
