@@ -240,7 +240,7 @@ def integer(name: str, value: object, *, low: int | None = None, high: int = INT
         raise refuse_type(name, "an int", describe(value), "pass a plain integer")
     least = -high - 1 if low is None else low
     if value < least or value > high:
-        bounds = f">= {least}" if high == INT32_MAX and value < least else f"between {least} and {high}"
+        bounds = f">= {least}" if high in (INT32_MAX, INT64_MAX) and value < least else f"between {least} and {high}"
         raise refuse(name, bounds, value, f"choose a value {bounds}")
     return value
 

@@ -61,7 +61,13 @@ def test_scores_of_packed_queries_and_keys_against_float64() -> None:
 
 
 def test_wrong_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^dim must be a multiple of 32"):
+    with pytest.raises(ValueError, match=r"^q must be of at least one head, a multiple of 32 wide"):
         pack_index_query(torch.zeros(1, 1, 48), torch.zeros(1, 1), IndexRecipe(16))
     with pytest.raises(ValueError, match=r"^scales must be of shape \[T=1, H=2, G=4\]"):
         unpack_index_query(torch.zeros(1, 2, 64, dtype=torch.uint8), torch.zeros(1, 2, 3, dtype=torch.uint8))
+
+
+def test_queries_of_no_tokens() -> None:
+    packed = pack_index_query(torch.zeros(0, 2, 64), torch.zeros(0, 2), IndexRecipe(0))
+    assert [list(part.shape) for part in packed] == [[0, 2, 32], [0, 2, 2], [0, 2]]
+    assert list(unpack_index_query(packed.values, packed.scales).shape) == [0, 2, 64]

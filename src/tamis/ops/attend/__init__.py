@@ -127,7 +127,9 @@ def check_rest(
     tokens, heads, width = q.shape
     checks.integer("value_dim", value_dim, low=1, high=width)
     if splits is not None:
-        checks.integer("splits", splits, low=1, high=MAX_SPLITS)
+        checks.integer("splits", splits, low=1)
+        if splits > MAX_SPLITS:
+            raise checks.refuse("splits", f"at most {MAX_SPLITS}", splits, "leave it out and the backend chooses")
     checks.positive_number("scale", scale)
     check_query_scale(q_scale, q.device)
     check_sink(sink, heads, q.device)

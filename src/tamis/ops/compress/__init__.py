@@ -159,7 +159,7 @@ def _check_recipe(cache: PagedCache, rotary: int, name: str) -> None:
     made = IndexRecipe.of_v4(rotary, hadamard=cache.recipe.hadamard)
     if cache.recipe != made:
         raise checks.refuse(f"{name}.recipe", f"{made}, as entries are rotated", cache.recipe, "use a cache of V4 keys")
-    cache.recipe.check_width(cache.layout.width, f"width of {name}")
+    cache.recipe.check_width(cache.layout.width, f"{name}: width")
 
 
 def _check_values(

@@ -26,8 +26,11 @@ def rotate_index(
         positions: integer [T], absolute; without them x is taken as rotated by the rope already.
         cos_sin: float32 [max_positions, rope_dim] from `tamis.rope.Rope.cos_sin_table`; goes with `positions`.
     """
-    if checks.dense("x", x, checks.FLOATS).dim() not in (2, 3):
-        raise checks.refuse("x", "of shape [T, H, D] or [T, D]", list(x.shape), "check its shape")
+    dense = isinstance(x, Tensor) and x.dtype in checks.FLOATS and x.layout is torch.strided
+    if not dense or x.dim() not in (2, 3):
+        raise checks.refuse_type(
+            "x", "a bfloat16, float16 or float32 tensor [T, H, D] or [T, D]", checks.describe(x), "convert it"
+        )
     _check_rotations(recipe, positions, cos_sin, x.shape[0], x.shape[-1], x.device)
     where = _rotation(recipe, positions, cos_sin)
     return reference.prepare_rows(x, *where, recipe, "none").float()
@@ -190,7 +193,7 @@ def _check_rotations(
     device: torch.device,
 ) -> None:
     checks.instance("recipe", recipe, IndexRecipe)
-    recipe.check_width(width, "width of rows for this recipe")
+    recipe.check_width(width, "recipe: width")
     if (positions is None) != (cos_sin is None):
         received = "cos_sin" if positions is None else "positions"
         raise checks.refuse("positions and cos_sin", "given together", f"only {received}", "pass both, or none")

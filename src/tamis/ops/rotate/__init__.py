@@ -138,7 +138,7 @@ def check_rotate_and_write(
     if index_q is not None:
         sizes = checks.tensor("index_q", index_q, "T H D", checks.FLOATS, T=total, device=device)
         check_rotary(cos_sin.shape[1], sizes["D"])
-        IndexRecipe(hadamard=index_hadamard).check_width(sizes["D"], "width of index_q")
+        IndexRecipe(hadamard=index_hadamard).check_width(sizes["D"], "index_q: width")
     checks.changeable(name, cache.storage)
     given = {"q": q, "kv": kv, "index_q": index_q, "norm_weight": norm_weight, "cos_sin": cos_sin}
     library.check_stage("rotate", backend, device, **given)

@@ -27,8 +27,9 @@ def check_pair(name: str, value: tuple[Tensor, Tensor]) -> None:
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         received = f"{checks.describe(first)} and {checks.describe(second)}"
         raise checks.refuse_type(name, "a pair of tensors", received, "pass torch.Tensors")
-    for part in value:
-        checks.dense(name, part, (*checks.FLOATS, torch.float64, torch.float8_e4m3fn))
+    if first.layout is not torch.strided or second.layout is not torch.strided:
+        received = f"{first.layout} and {second.layout}"
+        raise checks.refuse_type(name, "a pair of dense tensors", received, "convert them with .to_dense()")
     alike = first.dim() > 0 and first.shape[:-1] == second.shape[:-1] and first.device == second.device
     floats = first.dtype in checks.FLOATS and second.dtype in checks.FLOATS
     if not alike or (first.dtype != second.dtype and not floats):
@@ -167,7 +168,8 @@ def quantise_per_tensor(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
     read e4m3 only. On the host, numbers that are not finite are refused: one of them would leave no other its value.
     """
     checks.option("dtype", dtype, _FP8)
-    checks.dense("x", x, checks.FLOATS)
+    if not isinstance(x, Tensor) or x.dtype not in checks.FLOATS or x.layout is not torch.strided:
+        raise checks.refuse_type("x", "a bfloat16, float16 or float32 tensor", checks.describe(x), "convert it first")
     if x.numel() == 0:
         raise checks.refuse("x", "not empty", list(x.shape), "there is no maximum to scale by")
     smallest, largest = torch.aminmax(x)
