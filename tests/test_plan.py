@@ -328,8 +328,8 @@ def test_schedule_of_a_device_with_many_cores(heads: int, overhead: int, monkeyp
     assert plan.schedule_splits.tolist() == expected.splits.tolist()
     assert plan.splits == expected.most_splits
     window = Planner(LayerSpec(heads=heads, window=700), LIMITS, layout="v32-bf16")
-    wide = window.plan(make_batch([1, 1, 5], [30, 40, 50]))
-    expected = schedule_splits([700] * 7, 132 // (heads // 64), overhead=overhead)
+    wide = window.plan(make_batch([1, 1, 42], [30, 40, 50]))
+    expected = schedule_splits([700] * 44, 132 // (heads // 64), overhead=overhead)
     assert torch.equal(wide.schedule_parts, torch.from_numpy(expected.parts))
     assert wide.splits == expected.most_splits > 1
 

@@ -147,6 +147,9 @@ def test_the_published_chunk_plan() -> None:
 
 def test_groups_end_where_the_budget_does() -> None:
     assert group_prefills([1, 1, 9], [4, 4, 4], 15) == [Group(0, 2, 1, 5), Group(2, 3, 9, 13)]
+    assert group_prefills([1, 1], [4, 4], 10) == [Group(0, 2, 1, 5)]
+    assert group_prefills([1, 1], [4, 4], 9) == [Group(0, 1, 1, 5), Group(1, 2, 1, 5)]
+    assert group_prefills([1, 9], [7, 2], 99) == [Group(0, 2, 9, 16)]  # room for the most of both, of each request
     with pytest.raises(ValueError, match=r"workspace_rows must be at least the longest prefill \(13 rows\), got 12"):
         group_prefills([9], [4], 12)
 

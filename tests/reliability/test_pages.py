@@ -211,3 +211,15 @@ def test_tensors_on_another_device_are_refused(field: str) -> None:
     changes = {"pages": spoiled} if "." in field else {"lengths": spoiled.lengths, "host_lengths": good.lengths}
     with pytest.raises(ValueError, match=f"^{field} must be on cpu or the host, got meta"):
         planner().plan(replace(good, **changes))
+
+
+def test_a_shorter_length_and_an_empty_range_ask_for_nothing() -> None:
+    some = pool()
+    some.extend("a", 12)
+    some.forget("a", 4)
+    before = state(some)
+    some.extend("a", 1)
+    assert some.missing("a", 1) == 0
+    assert some.slots("a", 3, 3).tolist() == []  # a paused request, whose page is gone
+    assert Batch.build([0], [3], some, requests=["a"]).pages.slots.tolist() == []
+    assert state(some) == before
