@@ -6,7 +6,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-vllm vllm-environment check lint style types docs pytest browser generate wheel check-wheel bench clean
+.PHONY: setup run test test-settings test-vllm vllm-environment check lint style types docs pytest browser generate wheel check-wheel bench clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,13 @@ types: setup
 # Tests that are free to move from a busy worker to an idle one end sooner: their lengths differ a thousandfold.
 pytest: style browser
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu and not wheel'
+
+# Quick tests of all stages, layers, planners and drop-ins with what a program may have set around them: FlashMLA's own
+# defaults and strict determinism, then the rest. `pytest --under SETTING` runs any test under any of them.
+SETTINGS_TESTS := $(addprefix tests/,$(shell cat tests/settings_tests.txt))
+test-settings: setup
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under bf16,meta,deterministic $(SETTINGS_TESTS)
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under float64,inference,autocast,tf32 $(SETTINGS_TESTS)
 
 # The site, in site/; a warning is an error. What is generated from code and results is checked by the tests.
 docs: setup

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytest_plugins = ("settings",)
+pytest_plugins = ("settings",)  # --under
 
 
 @pytest.fixture(autouse=True)
