@@ -6,7 +6,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-numerics test-vllm vllm-environment check lint style types docs pytest browser generate lock wheel check-wheel bench soak clean
+.PHONY: setup run test test-numerics test-settings test-vllm vllm-environment check lint style types docs pytest browser generate lock wheel check-wheel bench soak clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,13 @@ test-numerics: setup
 	@echo "numeric tests: seed $(SEED), capability $(CAPABILITY), threads $(THREADS)"
 	ATEN_CPU_CAPABILITY=$(CAPABILITY) $(PRODUCTS) $(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --seed $(SEED) \
 	  --threads $(THREADS) $(NUMERICS)
+
+# Quick tests of all stages, layers, planners and drop-ins with what a program may have set around them: FlashMLA's own
+# defaults and strict determinism, then the rest. `pytest --under SETTING` runs any test under any of them.
+SETTINGS_TESTS := $(addprefix tests/,$(shell cat tests/settings_tests.txt))
+test-settings: setup
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under bf16,meta,deterministic $(SETTINGS_TESTS)
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under float64,inference,autocast,tf32 $(SETTINGS_TESTS)
 
 # The site, in site/; a warning is an error. What is generated from code and results is checked by the tests.
 docs: setup

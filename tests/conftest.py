@@ -34,7 +34,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"seed {config.getoption('--seed')}, {config.getoption('--threads')} threads, torch's code for {capability}"
 
 
-pytest_plugins = ("settings",)
+pytest_plugins = ("settings",)  # --under
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,8 @@ def build(name: str, **changes: Any) -> Any:
     kind, numbers = MODELS[name]
     reseed(4)
     config = getattr(transformers, f"{kind}Config")(**{**numbers, **changes})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with default_dtype(torch.float32), torch.device("cpu"), torch.inference_mode(False):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("sinks", "position_bias", "k_norm.bias")):

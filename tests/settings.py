@@ -2,7 +2,8 @@
 
 A setting holds for the library alone. What a test file itself asks of torch runs as if nothing had been set, so that
 its inputs and its own arithmetic stay what they were written to be: `Undisturbed` sees who calls. A test for which a
-setting means nothing, or which is about settings, is marked `@pytest.mark.own_settings("why")` and runs without.
+setting means nothing, or which is about settings, is marked `@pytest.mark.own_settings("why")` and runs without;
+`own_settings("why", without=("meta",))` leaves out the named ones alone.
 """
 
 import os
@@ -110,6 +111,8 @@ class Undisturbed(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call, as the file of its caller deserves."""
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)  # a trace knows no caller
         of_ours = isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
         if of_ours or not sys._getframe(1).f_code.co_filename.startswith(TESTS):
             return func(*args, **kwargs)
@@ -128,7 +131,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse unknown names before any test."""
-    config.addinivalue_line("markers", "own_settings(why): makes its own settings; runs without those of --under")
+    config.addinivalue_line("markers", "own_settings(why, without=all): runs without these settings of --under")
     names = chosen(config)
     for name in names:
         if name not in SETTINGS:
@@ -149,7 +152,9 @@ def chosen(config: pytest.Config) -> list[str]:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Settings hold while a test runs, not while its fixtures are made: these stand for what a program made before."""
     names = chosen(item.config)
-    if not names or item.get_closest_marker("own_settings"):
+    for mark in item.iter_markers("own_settings"):
+        names = [name for name in names if name not in mark.kwargs.get("without", SETTINGS)]
+    if not names:
         return (yield)
     with ExitStack() as stack:
         for name in names:

@@ -188,7 +188,7 @@ def test_unquantised_method_gives_the_weight_as_it_is() -> None:
 
 
 def test_from_a_torch_linear() -> None:
-    layer = torch.nn.Linear(L, H * (P + V), bias=False)
+    layer = torch.nn.Linear(L, H * (P + V), bias=False, dtype=torch.float32, device="cpu")
     absorbed = AbsorbedWeights.from_layer(layer, **SIZES)
     assert absorbed.key.dtype == torch.bfloat16
     assert torch.equal(absorbed.key, halves(layer.weight.detach().to(torch.bfloat16))[0])

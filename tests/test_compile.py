@@ -33,6 +33,8 @@ from tamis.ops import (
 from tamis.ops.write import reference as write_reference
 from tamis.pipeline import LayerOutput
 
+pytestmark = pytest.mark.own_settings("torch cannot trace through a mode; tests/test_settings.py compiles too")
+
 BACKENDS = ["eager", "aot_eager"]
 
 

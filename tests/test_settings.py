@@ -146,6 +146,21 @@ def test_a_setting_may_begin_or_end_between_two_calls(kind: type[Any], inside: i
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", [name for name in HOST if name not in ("tf32", "meta")])
+def test_a_compiled_layer_gives_the_same_under_a_setting(name: str) -> None:
+    """Tests that compile run without `--under`: torch cannot trace a mode, which a default device is too."""
+    expected = served(ServedV4, *[nullcontext] * 3)
+    torch._dynamo.reset()
+
+    class Compiled(ServedV4):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.compile(self.layer, fullgraph=True, backend="aot_eager")
+
+    found = served(Compiled, nullcontext, *[SETTINGS[name]] * 2)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_what_inference_mode_has_made_is_written_to_outside() -> None:
     with torch.inference_mode():
         made, cache = ServedMLA(), PagedCache("v32-fp32", 2, 16)

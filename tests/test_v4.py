@@ -155,6 +155,7 @@ def test_calls_are_refused_before_anything_is_written(caches, plan, message: str
 
 
 @pytest.mark.parametrize("spec", [WINDOW, OVERLAPPING, PLAIN], ids=lambda s: s.kind)
+@pytest.mark.own_settings("torch cannot trace through a mode")
 def test_a_compiled_layer_gives_the_same_bits(spec: LayerSpec) -> None:
     torch._dynamo.reset()
     layer = SparseV4(spec, weights(spec.kind), Rope(8).cos_sin_table(80))
@@ -285,6 +286,7 @@ def test_a_hadamard_rotation_keeps_selections_and_outputs() -> None:
             assert relative_error(other, one) > 0.1
 
 
+@pytest.mark.own_settings("torch cannot trace through a mode")
 def test_a_compiled_layer_turns_index_keys_alike() -> None:
     """A trace loses a cache's recipe, so that the op must be told."""
     torch._dynamo.reset()

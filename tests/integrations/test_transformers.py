@@ -9,6 +9,8 @@ from oracle import relative_error
 
 from tamis.integrations.transformers import TamisCache, attach, detach, new_cache
 
+pytestmark = pytest.mark.own_settings("transformers makes tensors on the default device", without=("meta", "cuda"))
+
 
 @every_model
 def test_logits(model: Any) -> None:

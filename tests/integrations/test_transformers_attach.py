@@ -7,8 +7,11 @@ import pytest
 import torch
 from hf_models import FAMILIES, build, every_family, greedy, logits, tokens, transformers, v32_only
 from oracle import relative_error
+from settings import default_dtype
 
 from tamis.integrations.transformers import attach, detach, is_attached, new_cache
+
+pytestmark = pytest.mark.own_settings("transformers makes tensors on the default device", without=("meta", "cuda"))
 
 
 @every_family
@@ -134,3 +137,17 @@ def test_wrong_uses_are_refused(model: Any) -> None:
     attach(model, cache="bf16")
     with pytest.raises(ValueError, match="another one's"):
         logits(model, ids[:, :1], past_key_values=held)
+
+
+@pytest.mark.own_settings("makes its own")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@every_family
+def test_an_attached_model_does_not_follow_defaults(model: Any, dtype: torch.dtype) -> None:
+    """ "meta" stands for any default device that is not the model's."""
+    attach(model)
+    ids = tokens(2, 40)
+    mask = torch.ones_like(ids)
+    expected = logits(model, ids, attention_mask=mask)
+    with default_dtype(dtype), torch.device("meta"):
+        found = logits(model, ids, attention_mask=mask)
+    assert torch.equal(found, expected)

@@ -227,7 +227,7 @@ def test_attention_in_the_mixed_index_style(layout: str, calls: int, shape: str,
 def test_layer_buffers() -> None:
     module = torch.nn.Module()
     module.kv_cache_torch_dtype, module.scale = torch.float8_e4m3fn, 0.5
-    module._q_scale_float, module._k_scale_float = 0.25, 2.0
+    module._q_scale_float, module._k_scale_float, module.device = 0.25, 2.0, "cpu"
     init_layer_buffers(module)
     values = {"q_scale": 0.25, "q_scale_inv": 4.0, "kv_scale": 2.0}
     assert {name: module.get_buffer(f"_flashinfer_fp8_{name}").tolist() for name in values} == {

@@ -38,6 +38,7 @@ def init_layer_buffers(layer: Any) -> None:
     kv_scale = checks.positive_number("_k_scale_float", getattr(layer, "_k_scale_float", 1.0))
     values = {"q_scale": q_scale, "q_scale_inv": 1.0 / q_scale, "kv_scale": kv_scale}
     for name, value in values.items():
+        # A layer that does not say where it is gets the default device: engines make their layers under one.
         buffer = torch.tensor([value], dtype=torch.float32, device=getattr(layer, "device", None))
         if isinstance(layer, torch.nn.Module):
             layer.register_buffer(f"_flashinfer_fp8_{name}", buffer, persistent=False)
