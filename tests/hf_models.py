@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from seeds import reseed, seeded
+from settings import default_dtype
 
 transformers = pytest.importorskip("transformers")
 
