@@ -375,8 +375,9 @@ def for_engine(cache_dtype: str, *, latent: int = 512, rope: int = 64, dtype: to
     `fp8_ds_mla` is the packed format of the model family: 584-byte rows for 448+64 and 656-byte rows otherwise.
     """
     named_dtypes = ("auto", "bfloat16", "float16", "float32")
-    checks.option("dtype", dtype, checks.FLOATS)
     checks.option("cache_dtype", cache_dtype, (*named_dtypes, "fp8_ds_mla", "fp8", "fp8_e4m3"))
+    if cache_dtype == "auto":
+        checks.option("dtype", dtype, checks.FLOATS)
     if cache_dtype == "fp8_ds_mla":
         return v4_fp8(latent=latent, rope=rope) if latent == 448 else v32_fp8(latent=latent, rope=rope)
     if cache_dtype in ("fp8", "fp8_e4m3"):
