@@ -103,9 +103,11 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $(VLLM_STAMP)
 
-# What CI does for a minute, for as long as it takes: 10^5 fuzzed calls.
+# What CI does for minutes, for as long as it takes: 10^5 fuzzed calls, 10^6 tokens through the storms, 10^4 steps in flat
+# memory, and every program of the portable kernels compiled for every GPU.
 soak: setup
-	$(BIN)/pytest tests/reliability --calls 100000
+	$(BIN)/pytest tests/reliability --calls 100000 --tokens 1000000 --steps 10000
+	$(BIN)/python -m tamis.testing.offline --every sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 gfx942 gfx950
 
 bench: setup
 	$(BIN)/python benchmarks/cpu_step.py

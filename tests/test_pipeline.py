@@ -1,5 +1,6 @@
 """The layer call against fp64, over steps of a served batch."""
 
+from dataclasses import replace
 from importlib import import_module
 
 import bounds
@@ -233,6 +234,19 @@ def test_output_buffer_and_query_pair() -> None:
         assert result.out is out
         assert not out.isnan().any()
         assert result.lse.shape == (21, heads)
+
+
+@pytest.mark.parametrize("mode", ["mixed", "separate"])
+def test_padded_rows_of_a_given_output_are_zeros(mode: str) -> None:
+    """Whatever the buffer held before, another request's rows perhaps, is gone."""
+    spec, planner, pool, cache = start("v32-fp8", 32, mode)
+    plan = planner.plan(replace(Batch.build([1, 20], [1, 20], pool), padded_tokens=27))
+    positions = torch.nn.functional.pad(choose_positions([1, 20], [1, 20], 24), (0, 0, 0, 6), value=-1)
+    out = torch.full((27, 32, 512), 1e6)
+    result = SparseMLA(spec)(torch.randn(27, 32, 576), torch.randn(27, 576), cache, plan, positions=positions, out=out)
+    assert out[:21].abs().max() < 100
+    assert out[21:].eq(0).all()
+    assert result.lse[21:].eq(-torch.inf).all()
 
 
 def test_bad_calls_are_refused_and_nothing_is_written() -> None:

@@ -260,7 +260,8 @@ class SparseMLA:
         workspace_rows, workspace = (prefill.ids, prefill.starts), plan.workspace
         slots = self._translate(Selection(cache, positions), plan.request_ids, plan.block_table, workspace_rows)
         if out is None:
-            out = new_output(q, self.spec.value_dim, q.dtype).zero_()
+            out = new_output(q, self.spec.value_dim, q.dtype)
+        out[plan.tokens :].zero_()  # padding, which belongs to no chunk
         lse = torch.full((plan.rows, self.spec.heads), -torch.inf, dtype=torch.float32, device=q.device)
         top = torch.full_like(lse, -torch.inf)
 
