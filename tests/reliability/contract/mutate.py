@@ -114,6 +114,8 @@ def spoil(draw: Draw, call: Call) -> list[Spoiled]:
             must = False
         if new is None and text in call.optional:
             must = False
+        if isinstance(new, list | dict) and isinstance(value, list | dict) and not new and not value:
+            must = False  # what was empty still is
         call.arguments = put(call.arguments, path, new)
         done.append(Spoiled(text, what, new, must))
     return done
