@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from settings import default_dtype
 
 transformers = pytest.importorskip("transformers")
 

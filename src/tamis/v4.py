@@ -23,7 +23,7 @@ from tamis.ops import (
     rotate_to_fp8,
 )
 from tamis.pipeline import FIXED_COLUMNS
-from tamis.products import float32_products, multiply
+from tamis.products import float32_products, without_autocast
 from tamis.recipe import IndexRecipe
 from tamis.spec import LayerSpec
 from tamis.v4_plan import EntryPlan, V4Plan
@@ -201,8 +201,8 @@ class SparseV4:
         turned = rotate_heads(attended, plan.step.positions, self.cos_sin, inverse=True, backend=self.backend)
         grouped = turned.flatten(1).unflatten(1, (weights.o_a.shape[0], -1)).transpose(0, 1)
         wide = _product_dtype(turned)
-        own = weights.o_a.to(wide).transpose(1, 2)
-        lowered = multiply(torch.bmm, grouped.to(wide), own).transpose(0, 1).to(turned.dtype)
+        with without_autocast(turned.device):
+            lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2)).transpose(0, 1).to(turned.dtype)
         return project(lowered.flatten(1), weights.o_b)
 
     def _lower_in_fp8(self, attended: Tensor, positions: Tensor, weight_scales: Tensor) -> Tensor:
@@ -315,10 +315,11 @@ def _same_pages(name: str, cache: PagedCache | None, page_size: int) -> None:
 def project(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """x @ weight.T in x's dtype, or another; on a CPU the product runs in float32."""
     wide = _product_dtype(x)
-    if dtype == torch.float32 and wide in (torch.bfloat16, torch.float16):
-        # What the product sums in float32 anyway is not rounded in between.
-        return multiply(torch.mm, x, weight.to(wide).T, out_dtype=dtype)
-    return multiply(linear, x.to(wide), weight.to(wide)).to(x.dtype if dtype is None else dtype)
+    with without_autocast(x.device):
+        if dtype == torch.float32 and wide in (torch.bfloat16, torch.float16):
+            # What the product sums in float32 anyway is not rounded in between.
+            return torch.mm(x, weight.to(wide).T, out_dtype=dtype)
+        return linear(x.to(wide), weight.to(wide)).to(x.dtype if dtype is None else dtype)
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:

@@ -7,6 +7,7 @@ from tamis import checks
 from tamis.cache import PagedCache
 from tamis.layout import E4M3_MAX
 from tamis.ops import library
+from tamis.products import without_autocast
 from tamis.rope import rms_norm, rotate
 
 
@@ -15,7 +16,12 @@ def join_parts(name: str, value: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     if not isinstance(value, tuple):
         return value
     check_pair(name, value)
-    return torch.cat(value, dim=-1)
+    return _joined(value)
+
+
+def _joined(pair: tuple[Tensor, Tensor]) -> Tensor:
+    with without_autocast(pair[0].device):
+        return torch.cat(pair, dim=-1)
 
 
 def check_pair(name: str, value: tuple[Tensor, Tensor]) -> None:
@@ -51,7 +57,7 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
             received = [list(part.shape) for part in kv]
             raise checks.refuse("kv", f"a pair of widths {widths}", received, f"rows of {cache!r}")
         # Parts of one dtype are read where they are.
-        kv, rope = kv if kv[0].dtype == kv[1].dtype and layout.rope else (torch.cat(kv, dim=-1), None)
+        kv, rope = kv if kv[0].dtype == kv[1].dtype and layout.rope else (_joined(kv), None)
     width = layout.width if rope is None else layout.latent
     sizes = checks.tensor(
         "kv", kv, "T D", checks.FLOATS, D=width, device=cache.device, remedy=lambda: f"rows of {cache!r}"
