@@ -204,6 +204,21 @@ def test_float32_products_are_not_shortened(dtype: torch.dtype, name: str) -> No
         assert (one.double() - other).abs().max() <= terms * 2**-23 * other.abs().max()
 
 
+@pytest.mark.parametrize("name", ["v32-fp16", "v32-bf16"])
+def test_autocast_to_one_16_bit_dtype_leaves_the_other_alone(name: str) -> None:
+    """Torch refuses to join tensors of a 16-bit dtype under an autocast to the other."""
+    cache, dtype = PagedCache(name, 2, 16), torch.float16 if name == "v32-fp16" else torch.bfloat16
+    slots = torch.arange(32, dtype=torch.int64, device="cpu")
+    rows, q = normal(32, 576, dtype=dtype), normal(2, 4, 576, dtype=dtype)
+    chosen = slots.int().expand(2, -1).contiguous()
+    for other in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=other):
+            write_kv((rows[:, :512], rows[:, 512:]), cache, slots)
+            found = attend((q[..., :512], q[..., 512:]), [Selection(cache, chosen)] * 2, scale=0.05, value_dim=512)
+        assert torch.equal(cache.read(slots, dtype=dtype), rows)
+        assert torch.equal(found.out, attend(q, [Selection(cache, chosen)] * 2, scale=0.05, value_dim=512).out)
+
+
 @pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
 def test_every_way_to_allow_shorter_products_is_seen(backend: str) -> None:
     device = torch.device("cuda" if backend == "cuda" else "cpu")

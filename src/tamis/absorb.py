@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.products import float32_products, multiply
+from tamis.products import float32_products, without_autocast
 
 _DTYPES = (*checks.FLOATS, torch.float64)
 WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
@@ -90,8 +90,8 @@ def _per_head(x: Tensor, weight: Tensor) -> Tensor:
     # 16-bit matrix products are not usable on every CPU, and a reference should not round twice. On a device, float32
     # products follow what the program allows, as those of every other linear layer of the model do.
     wide = float32_products(x.device) if x.device.type == "cpu" else x.dtype
-    per_head = multiply(torch.bmm, x.transpose(0, 1).to(wide), weight.to(wide))
-    return per_head.transpose(0, 1).to(x.dtype)
+    with without_autocast(x.device):
+        return torch.bmm(x.transpose(0, 1).to(wide), weight.to(wide)).transpose(0, 1).to(x.dtype)
 
 
 def layer_weight(layer: Any) -> Tensor:

@@ -1,22 +1,21 @@
-"""Matrix products that keep the precision they are written in, whatever a program has set around the call."""
+"""Arithmetic that keeps the precision it is written in, whatever a program has set around the call."""
 
-from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
-def multiply(function: Callable[..., Tensor], *matrices: Any, **options: Any) -> Tensor:
-    """A product in the dtype that its matrices have: an autocast around the call would round them first.
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Within it, torch multiplies and joins tensors in the dtypes they have.
 
-    Nothing else here needs this. Autocast leaves other arithmetic in float32 alone, and kernels of our own never ask.
+    An autocast around the call would round factors of a product, and refuses to join tensors of a 16-bit dtype that is
+    not its own.
     """
-    device: str = matrices[-1].device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            return function(*matrices, **options)
-    return function(*matrices, **options)
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _NOTHING
 
 
 def float32_products(device: torch.device) -> torch.dtype:

@@ -14,7 +14,7 @@ from tamis.ops.index import registered as index_ops
 from tamis.ops.rotate import registered as rotate_ops
 from tamis.ops.rotate import rotate_unchecked
 from tamis.pipeline import FIXED_COLUMNS
-from tamis.products import float32_products, multiply
+from tamis.products import float32_products, without_autocast
 from tamis.spec import LayerSpec
 from tamis.v4_caches import V4Caches
 from tamis.v4_checks import Projected, V4Checks, attended_rows, compress_arguments, compressions, entry_plan, turns_keys
@@ -176,8 +176,8 @@ class SparseV4:
         turned = rotate_ops.rotate_heads(attended, positions, self.cos_sin, None, True, self.backend)
         grouped = turned.flatten(1).unflatten(1, (weights.o_a.shape[0], -1)).transpose(0, 1)
         wide = _product_dtype(turned)
-        own = weights.o_a.to(wide).transpose(1, 2)
-        lowered = multiply(torch.bmm, grouped.to(wide), own).transpose(0, 1).to(turned.dtype)
+        with without_autocast(turned.device):
+            lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2)).transpose(0, 1).to(turned.dtype)
         return project(lowered.flatten(1), weights.o_b)
 
     def _lower_in_fp8(self, attended: Tensor, positions: Tensor, weight_scales: Tensor) -> Tensor:
@@ -208,10 +208,11 @@ def _entry(hidden: Tensor, weights: CompressorWeights) -> tuple[Tensor, Tensor]:
 def project(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """x @ weight.T in x's dtype, or another; on a CPU the product runs in float32."""
     wide = _product_dtype(x)
-    if dtype == torch.float32 and wide in (torch.bfloat16, torch.float16):
-        # What the product sums in float32 anyway is not rounded in between.
-        return multiply(torch.mm, x, weight.to(wide).T, out_dtype=dtype)
-    return multiply(linear, x.to(wide), weight.to(wide)).to(x.dtype if dtype is None else dtype)
+    with without_autocast(x.device):
+        if dtype == torch.float32 and wide in (torch.bfloat16, torch.float16):
+            # What the product sums in float32 anyway is not rounded in between.
+            return torch.mm(x, weight.to(wide).T, out_dtype=dtype)
+        return linear(x.to(wide), weight.to(wide)).to(x.dtype if dtype is None else dtype)
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:

@@ -11,7 +11,8 @@ from settings import default_dtype
 
 from tamis.integrations.transformers import attach, detach, is_attached, new_cache
 
-pytestmark = pytest.mark.own_settings("transformers makes tensors on the default device", without=("meta", "cuda"))
+# What transformers itself computes follows the default device, and an autocast or shorter products as they should.
+pytestmark = pytest.mark.own_settings("the models' own", without=("meta", "cuda", "autocast", "tf32"))
 
 
 @every_family
@@ -109,6 +110,7 @@ def test_wrong_attachments_are_refused(model: Any) -> None:
 
 
 @v32_only
+@pytest.mark.own_settings("refuses a gradient, which inference mode has none of", without=("inference",))
 def test_wrong_uses_are_refused(model: Any) -> None:
     ids = tokens(2, 20)
     mask = torch.ones_like(ids)

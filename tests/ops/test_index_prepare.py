@@ -250,6 +250,7 @@ def test_a_cache_keeps_its_recipe_and_refuses_others() -> None:
         ),
     ],
 )
+@pytest.mark.own_settings("refuses a gradient, which inference mode has none of", without=("inference",))
 def test_bad_keys_are_refused_and_nothing_is_written(fields, kind, message) -> None:
     cache = PagedCache(index_fp8(dim=8), 1, 4)
     arguments = {"keys": torch.randn(2, 8), "cache": cache, "slots": torch.arange(2), "recipe": IndexRecipe(4)}

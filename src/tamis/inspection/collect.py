@@ -21,7 +21,7 @@ from tamis.ops import IndexInputs, Rotated, gather_kv, index_scores, read_kv, to
 from tamis.ops.write import join_parts
 from tamis.pipeline import LayerOutput, SparseMLA
 from tamis.plan import Plan
-from tamis.products import float32_products, multiply
+from tamis.products import float32_products, without_autocast
 from tamis.spec import LayerSpec
 from tamis.v4 import SparseV4, V4Caches
 from tamis.v4_checks import Projected
@@ -184,8 +184,8 @@ class _WatchedV4(SparseV4):
             slots, lengths = plan.window.slots[part], plan.window.lengths[part]
             rows = read_kv(caches.window, slots, backend=self.backend)
             wide = float32_products(q.device)
-            product = multiply(torch.einsum, "nhd,nwd->nhw", queries.to(wide), rows.to(wide))
-            logits = product.float() * self.spec.scale
+            with without_autocast(q.device):
+                logits = torch.einsum("nhd,nwd->nhw", queries.to(wide), rows.to(wide)).float() * self.spec.scale
             beyond = torch.arange(slots.shape[1], dtype=torch.int64, device=slots.device) >= lengths.unsqueeze(1)
             near = logits.masked_fill(beyond.unsqueeze(1), -torch.inf).logsumexp(-1)
             sink = self.weights.sink
@@ -250,7 +250,8 @@ def _compare(
     for part in notes.compared_among(own).split(step):
         queries = q[part].float()
         wide = float32_products(q.device)
-        logits = multiply(torch.matmul, queries.to(wide), rows.T.to(wide)).float().mul_(notes.spec.scale)
+        with without_autocast(q.device):
+            logits = (queries.to(wide) @ rows.T.to(wide)).float().mul_(notes.spec.scale)
         logits.masked_fill_((column >= visible[part].unsqueeze(1)).unsqueeze(1), -torch.inf)
         shares = dense_shares(logits, selected_mask(positions[part], len(rows)))
         beside = None if window is None else window(part, queries, logits.logsumexp(-1))

@@ -22,6 +22,7 @@ from tamis import checks
 from tamis.cache import PagedCache, Selection
 from tamis.layout import from_key
 from tamis.ops.dispatch import implementation
+from tamis.products import without_autocast
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,11 +43,17 @@ def op(schema: str, fake: Callable[..., R]) -> Callable[[Callable[P, R]], Callab
     """Register a function under a schema for every device, with its fake; return it with the way to the op."""
 
     def register(run: Callable[P, R]) -> Callable[P, R]:
+        @wraps(run)
+        def as_written(*arguments: P.args, **none: P.kwargs) -> R:
+            # A stage's first argument is always a tensor.
+            with without_autocast(arguments[0].device):  # type: ignore[attr-defined]
+                return run(*arguments, **none)
+
         # A compiler must not change strides: pages may lie apart.
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         overload = getattr(torch.ops.tamis, run.__name__).default
         names = [argument.name for argument in overload._schema.arguments]
-        _LIBRARY.impl(run.__name__, _with_objects(run, names), "CompositeExplicitAutograd")
+        _LIBRARY.impl(run.__name__, _with_objects(as_written, names), "CompositeExplicitAutograd")
         torch.library.register_fake(overload, _with_objects(fake, names), lib=_LIBRARY)
 
         @wraps(run)
@@ -54,7 +61,7 @@ def op(schema: str, fake: Callable[..., R]) -> Callable[[Callable[P, R]], Callab
             if torch.compiler.is_compiling():
                 result: R = overload(*_flat(arguments))
                 return result
-            return run(*arguments, **none)
+            return as_written(*arguments, **none)
 
         return route
 

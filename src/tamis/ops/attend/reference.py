@@ -9,7 +9,7 @@ from tamis.cache import Selection
 from tamis.ops.combine import reference as combine
 from tamis.ops.gather.reference import decode_rows
 from tamis.ops.translate.reference import translate_positions
-from tamis.products import float32_products, multiply
+from tamis.products import float32_products
 
 _WORKING_BYTES = 32 * 2**20
 """Dequantised rows held at once: small enough to stay in the last-level cache, large enough for full matrix speed."""
@@ -70,7 +70,7 @@ def attend_slots(
         pairs = [selected_rows(s, start, end, wide, trim=trim) for s in selections]
         keys = pairs[0][0] if len(pairs) == 1 else torch.cat([p[0] for p in pairs], dim=1)
         valid = torch.cat([p[1] for p in pairs], dim=1)
-        logits = multiply(torch.bmm, q[start:end].to(wide), keys.transpose(1, 2)) * scale
+        logits = torch.bmm(q[start:end].to(wide), keys.transpose(1, 2)) * scale
         logits.masked_fill_(~valid.unsqueeze(1), -torch.inf)
         for split in range(splits):
             span = slice(split * per_split, min((split + 1) * per_split, columns))
@@ -81,7 +81,7 @@ def attend_slots(
             # An empty row has a maximum of -inf; subtracting 0 instead keeps its weights at exp(-inf) = 0.
             weights = torch.exp(part - peak.masked_fill(peak == -torch.inf, 0.0).unsqueeze(-1))
             total = weights.sum(-1)
-            values = multiply(torch.bmm, weights, keys[:, span, :value_dim])
+            values = torch.bmm(weights, keys[:, span, :value_dim])
             out[split, start:end] = values / total.masked_fill(total == 0, 1.0).unsqueeze(-1)
             lse[split, start:end] = torch.where(total > 0, peak + total.log(), peak)
             top[split, start:end] = peak

@@ -6,7 +6,7 @@ from torch import Tensor
 from tamis.cache import PagedCache
 from tamis.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
 from tamis.ops.write.reference import divide, exponent_above, to_e4m3, write_kv
-from tamis.products import float32_products, multiply
+from tamis.products import float32_products
 from tamis.rope import hadamard, rms_norm, rotate
 
 
@@ -60,7 +60,7 @@ def lower_groups(x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tenso
     theirs = weight_scales.repeat_interleave(tile, dim=1)[:, : weight.shape[1]].repeat_interleave(tile, dim=2)
     wide = float32_products(x.device)
     factors = ((x.float() * own).to(wide), (weight.float() * theirs).to(wide))
-    return multiply(torch.einsum, "tgk,gok->tgo", *factors).to(dtype)
+    return torch.einsum("tgk,gok->tgo", *factors).to(dtype)
 
 
 def rotate_tail(x: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:

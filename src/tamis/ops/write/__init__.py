@@ -6,6 +6,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache import PagedCache
 from tamis.ops import library
+from tamis.products import without_autocast
 from tamis.rope import rms_norm, rotate
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -16,7 +17,12 @@ def join_parts(name: str, value: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     if not isinstance(value, tuple):
         return value
     check_pair(name, value)
-    return torch.cat(value, dim=-1)
+    return _joined(value)
+
+
+def _joined(pair: tuple[Tensor, Tensor]) -> Tensor:
+    with without_autocast(pair[0].device):
+        return torch.cat(pair, dim=-1)
 
 
 def check_pair(name: str, value: tuple[Tensor, Tensor]) -> None:
@@ -88,7 +94,7 @@ def write_kv_unchecked(
     if isinstance(kv, tuple):
         # Parts of one dtype are read where they are.
         together = kv[0].dtype == kv[1].dtype and cache.layout.rope
-        kv, rope = kv if together else (torch.cat(kv, dim=-1), None)
+        kv, rope = kv if together else (_joined(kv), None)
     count = slots.shape[0]
     if count < kv.shape[0]:
         kv, rope = kv[:count], None if rope is None else rope[:count]
