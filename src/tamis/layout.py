@@ -376,8 +376,7 @@ def for_engine(cache_dtype: str, *, latent: int = 512, rope: int = 64, dtype: to
     """
     named_dtypes = ("auto", "bfloat16", "float16", "float32")
     checks.option("cache_dtype", cache_dtype, (*named_dtypes, "fp8_ds_mla", "fp8", "fp8_e4m3"))
-    if cache_dtype == "auto":
-        checks.option("dtype", dtype, checks.FLOATS)
+    checks.option("dtype", dtype, checks.FLOATS)
     if cache_dtype == "fp8_ds_mla":
         return v4_fp8(latent=latent, rope=rope) if latent == 448 else v32_fp8(latent=latent, rope=rope)
     if cache_dtype in ("fp8", "fp8_e4m3"):

@@ -263,7 +263,8 @@ class SparseImpl:
         latent, rope = self.kv_lora_rank, self.qk_rope_head_dim
         # Some backends give the packed rows this shorter name; a row wider than its numbers can be nothing else.
         packed = cache_dtype in ("fp8", "fp8_e4m3") and storage.shape[-1] != latent + rope
-        layout = for_engine("fp8_ds_mla" if packed else cache_dtype, latent=latent, rope=rope, dtype=storage.dtype)
+        held = storage.dtype if cache_dtype == "auto" else torch.bfloat16
+        layout = for_engine("fp8_ds_mla" if packed else cache_dtype, latent=latent, rope=rope, dtype=held)
         if layout.scale_mode == "tensor":
             return PagedCache.wrap(storage, layout, scale=scale)
         self._wrapped = (storage, cache_dtype, PagedCache.wrap(storage, layout))
