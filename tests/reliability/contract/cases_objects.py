@@ -197,7 +197,7 @@ def spec_from_hf(draw: Draw) -> Call:
         check,
         lenient=tuple(f"config.{n}" for n in V32 | V4),
         free=True,
-        names=("scale", "dim"),
+        names=("scale", "dim", "theta", "query_dim"),
     )
 
 
