@@ -258,3 +258,8 @@ def test_wrong_block_scales_are_refused(
 ) -> None:
     with pytest.raises(kind, match="^" + message):
         dequantise_blocks(weight, scales, block=block)
+
+
+def test_a_block_larger_than_the_weight_costs_no_memory() -> None:
+    weight = torch.ones(3, 2).to(torch.float8_e4m3fn)
+    assert dequantise_blocks(weight, torch.full((1, 1), 2.0), block=2**31 - 1).tolist() == [[2.0, 2.0]] * 3

@@ -188,7 +188,8 @@ def test_rows_of_angles_that_are_used_are_finite() -> None:
     table[2, 0] = math.nan
     table[3, 1] = -math.inf
     checks.finite_rows("cos_sin", table, torch.tensor([0, 1, -1]))
-    checks.finite_rows("cos_sin", table[:0], torch.tensor([-1, -5]))
+    with pytest.raises(ValueError, match=r"^cos_sin must be at least one row long, got \[0, 2\]"):
+        checks.finite_rows("cos_sin", table[:0], torch.tensor([-1, -5]))
     for bad in (2, 3):
         with pytest.raises(ValueError, match=f"^cos_sin must be finite, got a row {bad} that is not"):
             checks.finite_rows("cos_sin", table, torch.tensor([0, bad, -1]))

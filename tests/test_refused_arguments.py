@@ -56,6 +56,11 @@ def table(width: int = 1) -> torch.Tensor:
     return torch.zeros(1, width, dtype=torch.int32)
 
 
+def gathered(first: torch.Tensor) -> None:
+    given = {"ratio": 1, "window": 1, "entries": 0, "rows": 1, "columns": 0}
+    ops.select_gathered(IDS, IDS, first, **given, slots=table(), lengths=IDS.clone())
+
+
 CASES: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "backend, a list": (TypeError, "backend must be a str", lambda: ops.read_kv(CACHE, IDS, backend=[])),
     "cache, a dictionary": (TypeError, "cache must be a PagedCache", lambda: ops.read_kv({}, IDS)),
@@ -172,6 +177,7 @@ CASES: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         "requests must be a list",
         lambda: Batch.build([1], [1], PagePool(9, 4), requests=3),
     ),
+    "tokens of no request": (ValueError, "first must be of at least one request", lambda: gathered(IDS[:0])),
     "top-k of another kind": (TypeError, "topk must be an int", lambda: Recording(True)),
 }
 

@@ -130,5 +130,7 @@ def dequantise_blocks(
     sizes = checks.tensor("weight", weight, "N K", (torch.float8_e4m3fn,))
     down, across = -(-sizes["N"] // block), -(-sizes["K"] // block)
     checks.tensor("scale_inv", scale_inv, "R C", (torch.float32,), device=weight.device, R=down, C=across)
-    factors = scale_inv.repeat_interleave(block, 0)[: sizes["N"]].repeat_interleave(block, 1)[:, : sizes["K"]]
+    # A block may be larger than the weight: no more copies of a factor are made than it has rows or columns.
+    rows, columns = min(block, sizes["N"]), min(block, sizes["K"])
+    factors = scale_inv.repeat_interleave(rows, 0)[: sizes["N"]].repeat_interleave(columns, 1)[:, : sizes["K"]]
     return (weight.float() * factors).to(dtype)

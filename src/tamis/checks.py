@@ -307,8 +307,11 @@ def device(name: str, value: object, *, usable: bool = False) -> torch.device:
 
 
 def finite_rows(name: str, table: Tensor, rows: Tensor) -> None:
-    """Check those rows of a host table that will be used (not negative ones); device tensors pass unseen."""
-    if not visible(table) or not visible(rows) or rows.numel() == 0 or table.shape[0] == 0:
+    """Check that a table has rows, and that those of a host table that will be used (not negative ones) are finite;
+    device tensors pass unseen."""
+    if table.shape[0] == 0:
+        raise refuse(name, "at least one row long", list(table.shape), "pass Rope.cos_sin_table")
+    if not visible(table) or not visible(rows) or rows.numel() == 0:
         return
     used = rows.long().clamp(0, table.shape[0] - 1)
     wrong = ~table[used].isfinite().all(-1) & (rows >= 0)

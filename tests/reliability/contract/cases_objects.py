@@ -197,7 +197,7 @@ def spec_from_hf(draw: Draw) -> Call:
         check,
         lenient=tuple(f"config.{n}" for n in V32 | V4),
         free=True,
-        names=("scale", "dim"),
+        names=("scale", "dim", "theta", "query_dim"),
     )
 
 
@@ -212,7 +212,7 @@ def rope_from_hf(draw: Draw) -> Call:
         require(found.cos_sin_table(8).isfinite().all() and found.dim == before["dim"], "a table that is not finite")
 
     lenient = tuple(f"config.{n}" for n in V32 | V4)
-    return Call(f"Rope.{function.__name__}", function, arguments, check, lenient=lenient)
+    return Call(f"Rope.{function.__name__}", function, arguments, check, lenient=lenient, names=("theta",))
 
 
 def recipe_from_hf(draw: Draw) -> Call:
@@ -366,7 +366,12 @@ def v4_weights(draw: Draw) -> Call:
 
     arguments = {"tensors": tensors, "groups": draw.pick([1, 2]), "prefix": prefix}
     return Call(
-        "V4Weights.from_state_dict", V4Weights.from_state_dict, arguments, check, lenient=("tensors",), free=True
+        "V4Weights.from_state_dict",
+        V4Weights.from_state_dict,
+        arguments,
+        check,
+        lenient=("tensors", "prefix"),
+        free=True,
     )
 
 

@@ -123,9 +123,9 @@ def check_compress_kv(
     _check_recipe(cache, rotary["R"], names[1])
     checks.positive_number("eps", eps)
     _check_values(state, cache, positions, pages, slots, rotary["P"], names)
-    if checks.visible(positions):
-        # An entry is turned at the position of its span's first token.
-        checks.finite_rows("cos_sin", cos_sin, torch.where(positions >= ratio - 1, positions + 1 - ratio, -1))
+    # An entry is turned at the position of its span's first token.
+    first = torch.where(positions >= ratio - 1, positions + 1 - ratio, -1) if checks.visible(positions) else positions
+    checks.finite_rows("cos_sin", cos_sin, first)
     checks.changeable(names[0], state.storage)
     checks.changeable(names[1], cache.storage)
     given = {"values": values, "scores": scores, "bias": bias, "norm_weight": norm_weight, "cos_sin": cos_sin}

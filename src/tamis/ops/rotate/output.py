@@ -97,7 +97,7 @@ def check_block_scales(
 ) -> int:
     """Refuse scales that do not fit a weight [groups, rows, width] in so many tiles a row; the width of a tile."""
     tile = width // max(1, tiles)
-    check_tile(tile, width)
+    check_tile(tile, width, f"{name}: tile")
     expected = {"G": groups, "M": -(-rows // tile), "N": tiles}
     checks.tensor(name, weight_scales, "G M N", (torch.float32,), **expected)  # type: ignore[arg-type]
     return tile
@@ -117,8 +117,8 @@ def quantise_blocks(weight: Tensor, *, tile: int = 128) -> tuple[Tensor, Tensor]
     return codes.view(torch.uint8).flatten(3).flatten(1, 2)[:, : sizes["O"]].contiguous().view(codes.dtype), scales
 
 
-def check_tile(tile: int, width: int) -> None:
+def check_tile(tile: int, width: int, name: str = "tile") -> None:
     """Refuse tiles that no kernel quantises, or that do not divide rows of this width."""
-    checks.integer("tile", tile, low=1)
+    checks.integer(name, tile, low=1)
     if tile < 32 or tile & (tile - 1) or width % tile:
-        raise checks.refuse("tile", f"a power of two from 32 on that divides {width}", tile, "128 is customary")
+        raise checks.refuse(name, f"a power of two from 32 on that divides {width}", tile, "128 is customary")

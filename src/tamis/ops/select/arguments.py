@@ -115,7 +115,8 @@ def check_select_gathered(
     device = checks.same_device(positions=positions, request_ids=request_ids, first=first)
     total = checks.tensor("positions", positions, "T", (torch.int32,))["T"]
     checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=total)
-    checks.tensor("first", first, "G", (torch.int32,))
+    if checks.tensor("first", first, "G", (torch.int32,))["G"] == 0 and total:
+        raise checks.refuse("first", "of at least one request", list(first.shape), "pass the group's requests")
     for name, value, low in (
         ("ratio", ratio, 1),
         ("window", window, 1),
@@ -167,6 +168,8 @@ def check_select_mixed(
     total = decode["Td"] + prefill["Tp"]
     checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=total, device=device)
     requests = checks.tensor("request_lengths", request_lengths, "B", (torch.int32,), device=device)["B"]
+    if requests == 0 and total:
+        raise checks.refuse("request_lengths", "of at least one request", "none", "pass the tokens' requests")
     checks.tensor("query_starts", query_starts, "N", (torch.int32,), N=requests + 1, device=device)
     checks.tensor("window_table", window_table, "B W", (torch.int32,), B=requests, device=device)
     for name, value, low in (("window_page", window_page, 1), ("entry_page", entry_page, 1), ("ratio", ratio, 1)):
