@@ -160,7 +160,7 @@ class Server:
     def _forward(self, pieces: list[Piece], plan: Any) -> list[int]:
         tokens = torch.tensor([t for p in pieces for t in p.tokens], dtype=torch.int64, device=self.device)
         ends = torch.tensor([len(p.tokens) for p in pieces], dtype=torch.int64, device="cpu").cumsum(0) - 1
-        last = ends[torch.tensor([p.predicts for p in pieces], dtype=torch.int64, device="cpu")].to(self.device)
+        last = ends[torch.tensor([p.predicts for p in pieces], dtype=torch.bool, device="cpu")].to(self.device)
         predicted: list[int] = self.logits(pieces, tokens, plan, last).argmax(-1).tolist()
         return predicted
 
