@@ -120,6 +120,11 @@ CASES: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         "splits must be at most 65535",
         lambda: ops.attend_slots(HEADS, _selection(), scale=1.0, value_dim=8, splits=2**30),
     ),
+    "sparse storage with a head axis": (
+        TypeError,
+        "storage must be a dense tensor",
+        lambda: PagedCache.wrap(torch.zeros(1, 1, 1, 16).to_sparse(), CACHE.layout),
+    ),
     "storage with a gradient": (
         ValueError,
         "storage must be without gradient",

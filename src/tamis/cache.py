@@ -79,6 +79,7 @@ class PagedCache:
             raise checks.refuse("storage", "without gradient", received, "rows are written in place: pass .detach()")
         _check_recipe(recipe)
         allowed = _ONE_BYTE if layout.element.itemsize == 1 else (layout.element,)
+        checks.dense("storage", storage, allowed)
         if storage.dim() == 4 and 1 in storage.shape[1:3]:
             storage = storage.squeeze(1 if storage.shape[1] == 1 and storage.shape[2] != 1 else 2)
         remedy = f"a {layout.name} cache has rows of {layout.row_elements}"

@@ -212,7 +212,7 @@ def rope_from_hf(draw: Draw) -> Call:
         require(found.cos_sin_table(8).isfinite().all() and found.dim == before["dim"], "a table that is not finite")
 
     lenient = tuple(f"config.{n}" for n in V32 | V4)
-    return Call(f"Rope.{function.__name__}", function, arguments, check, lenient=lenient, names=("theta",))
+    return Call(f"Rope.{function.__name__}", function, arguments, check, lenient=("config", *lenient), names=("theta",))
 
 
 def recipe_from_hf(draw: Draw) -> Call:
