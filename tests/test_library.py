@@ -419,3 +419,22 @@ def test_unknown_backends_are_refused_by_the_op_as_well() -> None:
     func, arguments = traced(lambda: write_kv(torch.randn(1, 576), cache, torch.tensor([0])))
     with pytest.raises(ValueError, match=r"backend must be 'auto' or one of .*reference"):
         func(*arguments[:-1], "magic")
+
+
+def test_kernels_get_a_sink_of_one_number_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expanded sink has one number in memory, and kernels would read those behind it."""
+    seen = []
+    into = attend_reference.attend_into
+
+    def attend_into(*arguments, sink, **options):
+        seen.append(sink)
+        return into(*arguments, sink=sink, **options)
+
+    monkeypatch.setattr(attend_reference, "attend_into", attend_into)
+    cache = PagedCache("v32-fp32", 2, 4)
+    given = {"scale": 0.1, "value_dim": 512}
+    rows = Selection(cache, torch.zeros(1, 3, dtype=torch.int32))
+    attend(torch.randn(1, 4, 576), rows, sink=torch.tensor(0.5).expand(4), **given)
+    attend(torch.randn(1, 4, 576), rows, sink=torch.arange(8.0)[::2], **given)
+    assert [sink.stride() for sink in seen] == [(1,), (1,)]
+    assert seen[1].tolist() == [0, 2, 4, 6]

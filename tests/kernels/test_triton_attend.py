@@ -295,3 +295,21 @@ def test_one_token_more_than_fits_does_not_cost_a_whole_round() -> None:
     rounds = -(-133 * parts // 264)
     assert rounds * -(-64 // parts) < 1.3 * 64 / 2
     assert triton_kernels.choose_splits(3, 0, 32, 264) == 1
+
+
+@pytest.mark.parametrize("heads", [4, 40])
+def test_lengths_and_tables_may_have_any_strides(heads: int, device: torch.device) -> None:
+    cache = filled(plain_fp8(latent=128), 24, 2, device)
+    lengths = torch.tensor([7, 9, 3, 9], dtype=torch.int32, device=device).repeat_interleave(2)[::2]
+    ids = torch.tensor([1, 2, 0, 1], dtype=torch.int32, device=device).repeat_interleave(3)[::3]
+    table = torch.randperm(12, device=device)[:9].view(3, 3).int().T
+    positions = torch.randint(0, 6, (9, 4), dtype=torch.int32, device=device).T
+    q = torch.randn(4, heads, 192, device=device).half()
+    assert not any(value.is_contiguous() for value in (lengths, ids, table, positions))
+    given = (positions, lengths, ids, table)
+    found, plain = (
+        triton_kernels.attend_slots(q, [Selection(cache, *values)], scale=SCALE, value_dim=128, splits=2)
+        for values in (given, [value.contiguous() for value in given])
+    )
+    for left, right in zip(found, plain, strict=True):
+        assert torch.equal(left, right)

@@ -298,6 +298,11 @@ def attend_slots(
     return parts, torch.cat((lses, nothing)), torch.cat((maxima, nothing))
 
 
+def _plain_sink(sink: Tensor | None) -> Tensor | None:
+    """A sink as kernels read it, one number after the other: an expanded one ends after its first."""
+    return sink if sink is None or sink.is_contiguous() else sink.contiguous()
+
+
 def _combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
     stage_module("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
     return lses.new_empty(lses.shape[1:], dtype=lses.dtype)
@@ -310,7 +315,7 @@ def _combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor
 def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
     """Merge parts into `out`; the merged lse [T, H]."""
     stage = stage_module("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
-    lse: Tensor = stage.combine_parts(parts, lses, sink, out)
+    lse: Tensor = stage.combine_parts(parts, lses, _plain_sink(sink), out)
     return lse.to(lses.dtype).contiguous()
 
 
@@ -340,5 +345,5 @@ def attend(
     """Attention into `out`; the lse and the maxima [T, H]. How many parts there were does not show."""
     factor = scale if q_scale is None else scale * q_scale
     stage = stage_module("attend", backend, q.device, q=q, sink=sink)
-    lse, maxima = stage.attend_into(q, selections, scale=factor, splits=splits, sink=sink, out=out)
+    lse, maxima = stage.attend_into(q, selections, scale=factor, splits=splits, sink=_plain_sink(sink), out=out)
     return lse.contiguous(), maxima.contiguous()

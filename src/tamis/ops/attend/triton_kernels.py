@@ -252,7 +252,13 @@ def launch_arguments(
     on_host = interpreted(attend_rows_kernel)
     compute = torch.float32 if on_host else compute_dtype(q.dtype, layout, grouped=launch.grouped)
     heads, columns = q.shape[1], selection.slots.shape[1]
+    # Kernels step through these one number at a time; slots and the table's rows have strides.
+    lengths, ids = (
+        None if value is None else value.contiguous() for value in (selection.lengths, selection.request_ids)
+    )
     table = selection.block_table
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
     arguments = {
         "q": q,
         "q_token_stride": q.stride(0),
@@ -266,8 +272,8 @@ def launch_arguments(
         "slots": selection.slots,
         "slots_token_stride": selection.slots.stride(0),
         "slots_column_stride": selection.slots.stride(1),
-        "lengths": selection.lengths,
-        "request_ids": selection.request_ids,
+        "lengths": lengths,
+        "request_ids": ids,
         "block_table": table,
         "table_stride": 0 if table is None else table.stride(0),
         "table_width": 0 if table is None else table.shape[1],
