@@ -12,7 +12,7 @@ from tamis.demo.probe import Probe
 from tamis.demo.requests import Request, Scheduler, make_requests
 from tamis.demo.serve import Served, serve
 from tamis.demo.shape import ModelShape, Workload
-from tamis.ops import gather_kv
+from tamis.ops.gather import gather_unchecked
 from tamis.pages import PagePool
 
 
@@ -114,9 +114,9 @@ def test_separate_mode_agrees_with_mixed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def counted(*args: Any, **kwargs: Any) -> None:
         gathers.append(1)
-        gather_kv(*args, **kwargs)
+        gather_unchecked(*args, **kwargs)
 
-    monkeypatch.setattr(tamis.pipeline, "gather_kv", counted)
+    monkeypatch.setattr(tamis.pipeline, "gather_unchecked", counted)
     mixed = run(mode="mixed")
     assert not gathers
     separate = run(mode="separate")

@@ -307,9 +307,9 @@ def device(name: str, value: object, *, usable: bool = False) -> torch.device:
 
 
 def finite_rows(name: str, table: Tensor, rows: Tensor) -> None:
-    """Check that a table has rows, and that those of a host table that will be used (not negative ones) are finite;
-    device tensors pass unseen."""
-    if table.shape[0] == 0:
+    """Check that a table has rows if any is asked for, and that those of a host table that will be used (not negative
+    ones) are finite; device tensors pass unseen."""
+    if table.shape[0] == 0 and rows.numel():
         raise refuse(name, "at least one row long", list(table.shape), "pass Rope.cos_sin_table")
     if not visible(table) or not visible(rows) or rows.numel() == 0:
         return

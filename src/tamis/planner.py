@@ -353,7 +353,7 @@ def check_starts(starts: INT, query_lengths: INT, limits: Limits) -> None:
     if tokens > limits.max_tokens or requests > limits.max_requests:
         name = "tokens" if tokens > limits.max_tokens else "requests"
         count, limit = (tokens, limits.max_tokens) if name == "tokens" else (requests, limits.max_requests)
-        raise checks.refuse(f"number of {name}", f"at most max_{name}={limit}", count, "raise the limit")
+        raise checks.refuse("query_starts", f"of at most max_{name}={limit} {name}", count, "raise the limit")
 
 
 def staged(host: Tensor, device: torch.device) -> Tensor:

@@ -115,8 +115,8 @@ def test_steps_that_do_not_fit() -> None:
         with pytest.raises((ValueError, TypeError), match=match):
             builder.build(0, common)
 
-    refused("number of tokens must be at most max_tokens=8, got 9", [9], [9])
-    refused("number of requests must be at most max_requests=4, got 5", [1] * 5, [1] * 5)
+    refused("query_starts must be of at most max_tokens=8 tokens, got 9", [9], [9])
+    refused("query_starts must be of at most max_requests=4 requests, got 5", [1] * 5, [1] * 5)
     refused("num_actual_tokens must be at most max_num_batched_tokens=8, got 9", [3], [3], num_actual_tokens=9)
     refused("slot_mapping must be at least 3 long, got 2", [3], [3], slot_mapping=torch.zeros(2, dtype=torch.int64))
     wrong = torch.tensor([0, 2, 1], dtype=torch.int32)

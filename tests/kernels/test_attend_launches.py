@@ -90,4 +90,4 @@ def test_wider_tails_are_refused_before_a_launch(device: torch.device) -> None:
             assert lse.tolist() == [[[0.0]]]
         else:
             with pytest.raises(ValueError, match=r"cache must be at most 256 rope columns for the triton backend, got"):
-                triton_kernels.attend_slots(q, [selection], scale=1.0, value_dim=16, splits=1)
+                triton_kernels.check_attend(q, [selection], 16)

@@ -282,7 +282,7 @@ def attend_slots(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Partial outputs [S, T, H, V], lse and maxima [S, T, H]; S is `splits` if given."""
-    factor = scale if q_scale is None else scale * q_scale
+    factor = scale if q_scale is None else scale * q_scale.to(_accumulator(q))
     stage = stage_module("attend", backend, q.device, q=q)
     parts, lses, maxima = stage.attend_slots(q, selections, scale=factor, value_dim=value_dim, splits=splits)
     if splits is None or len(parts) == splits:
@@ -343,7 +343,7 @@ def attend(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Attention into `out`; the lse and the maxima [T, H]. How many parts there were does not show."""
-    factor = scale if q_scale is None else scale * q_scale
+    factor = scale if q_scale is None else scale * q_scale.to(_accumulator(q))
     stage = stage_module("attend", backend, q.device, q=q, sink=sink)
     lse, maxima = stage.attend_into(q, selections, scale=factor, splits=splits, sink=_plain_sink(sink), out=out)
     return lse.contiguous(), maxima.contiguous()

@@ -102,7 +102,8 @@ def build(draw: Draw) -> Call:
         kept = [slot for slot in found.pages.slots.tolist() if slot >= 0]
         require(len(set(kept)) == len(kept) == sum(before["query_lengths"]), "slots that are not distinct")
 
-    optional, lenient = ("requests", "other_pools"), ("requests", "other_pools")
+    # Other lists of numbers may be a step as well.
+    optional, lenient = ("requests", "other_pools"), ("requests", "other_pools", "query_lengths", "lengths")
     written = ("pool", "other_pools")
     return Call("Batch.build", Batch.build, arguments, check, written, optional=optional, lenient=lenient)
 

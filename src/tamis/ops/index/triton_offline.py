@@ -36,15 +36,17 @@ def layouts() -> Iterator[Layout]:
 
 def cases() -> Iterator[OfflineCase]:
     """Every program of a layout, a query dtype, a number of heads, and tokens that share keys or do not."""
-    four, table = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 32, dtype=torch.int32)
-    out = torch.empty(4, 2048, dtype=torch.float32)
+    host = torch.device("cpu")
+    four = torch.zeros(4, dtype=torch.int32, device=host)
+    table = torch.zeros(4, 32, dtype=torch.int32, device=host)
+    out = torch.empty(4, 2048, dtype=torch.float32, device=host)
     plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
     seen = set()
     for layout, query, heads, shared, targets in product(
         layouts(), QUERIES, HEADS, (False, True), (NATIVE_E4M3, plain)
     ):
         native = targets == NATIVE_E4M3
-        q = torch.empty(4, heads, layout.width, dtype=query)
+        q = torch.empty(4, heads, layout.width, dtype=query, device=host)
         compute = _compute_dtype(query, _held_dtype(layout), native=native)
         block_h, exact = _head_block(heads, layout.width, compute), compute == torch.float32
         for target in targets:
@@ -52,7 +54,7 @@ def cases() -> Iterator[OfflineCase]:
             key_bytes = layout.values.dtype.itemsize * layout.width
             launch = choose_score_launch(out.shape, 132, heads, block_h, **kind, key_bytes=key_bytes)
             places = _page_places(PagedCache(layout, 2, 64), four, table, four, out)
-            weights = torch.empty(4, heads, dtype=torch.float32)
+            weights = torch.empty(4, heads, dtype=torch.float32, device=host)
             arguments, options = score_arguments(q, weights, places, compute, launch, out, native=native, fill=shared)
             label = f"index {layout.name} {checks.dtype_name(query)}, {heads} heads, {launch.block_q} tokens"
             case = OfflineCase.of_launch(score_keys, arguments, options, label, (target,))
