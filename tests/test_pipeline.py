@@ -249,6 +249,31 @@ def test_padded_rows_of_a_given_output_are_zeros(mode: str) -> None:
     assert result.lse[21:].eq(-torch.inf).all()
 
 
+def test_what_a_layer_is_unless_told() -> None:
+    assert Shard() == Shard(ranks=1, rank=0, interleave=1)
+    assert not SparseMLA(LayerSpec(heads=4, scale=0.1, topk=8)).batch_invariant
+    with pytest.raises(TypeError, match="spec must be"):
+        SparseMLA({"heads": 4})
+
+
+def test_selecting_alone_checks_its_inputs() -> None:
+    spec, planner, pool, cache = start("v32-fp32", 4)
+    plan = planner.plan(Batch.build([3], [30], pool))
+    caches = Caches(cache, PagedCache(rows(torch.float32, latent=16, rope=0), 120, PAGE))
+    for wrong in (torch.randn(2, 8, 16), torch.randn(3, 8, 17)):
+        with pytest.raises(ValueError, match=r"index\.q must be of shape"):
+            SparseMLA(spec).select(IndexInputs(wrong, torch.randn(3, 8)), caches, plan)
+
+
+def test_a_step_without_requests_hands_given_positions_on() -> None:
+    spec, planner, pool, cache = start("v32-fp32", 4)
+    plan = planner.plan(replace(Batch.build([], [], pool), padded_tokens=2))
+    positions = torch.full((2, 24), 7, dtype=torch.int32)
+    result = SparseMLA(spec)(torch.randn(2, 4, 576), torch.randn(2, 576), cache, plan, positions=positions)
+    assert result.positions is positions
+    assert result.out.eq(0).all()
+
+
 def test_bad_calls_are_refused_and_nothing_is_written() -> None:
     spec, planner, pool, cache = start("v32-fp8", 4)
     plan = planner.plan(Batch.build([3], [30], pool))
