@@ -44,10 +44,14 @@ SEED ?= 1
 CAPABILITY ?= default
 THREADS ?= 1
 PRODUCTS = $(if $(filter default,$(CAPABILITY)),MKL_CBWR=COMPATIBLE)
-# The kernels' tests come first: they switch Triton to its interpreter.
-NUMERICS := $(addprefix tests/kernels/test_triton_,compress.py rotate.py index.py index_prepare.py) tests/ops \
-	$(addprefix tests/integrations/test_,flashinfer.py flash_mla_contract.py) $(addprefix tests/test_,bounds.py absorb.py rope.py pipeline.py \
-	selection.py v4_serving.py hf_index.py hf_v32.py hf_v4.py)
+# The stages' tests come first: they switch Triton to its interpreter.
+STAGE_TESTS := $(filter-out $(wildcard tests/ops/*/test_triton_*.py) tests/ops/attention/test_attend_launches.py, \
+  $(wildcard tests/ops/*/test_*.py))
+NUMERICS := $(STAGE_TESTS) tests/ops/compress/test_triton_compress.py tests/ops/rotate/test_triton_rotate.py \
+  $(addprefix tests/ops/index/test_triton_,index.py index_prepare.py) \
+  $(addprefix tests/integrations/test_,flashinfer.py flash_mla_contract.py) tests/test_bounds.py \
+  $(addprefix tests/model/test_,absorb.py rope.py) \
+  $(addprefix tests/layers/test_,mla.py recording.py v4_gathered.py mla_hf.py v4_attention_hf.py)
 
 test-numerics: setup
 	@echo "numeric tests: seed $(SEED), capability $(CAPABILITY), threads $(THREADS)"
@@ -56,14 +60,14 @@ test-numerics: setup
 
 # Quick tests of all stages, layers, planners and drop-ins, with what a program may have set around them. Two runs hold
 # all settings: tf32 leads to products in float64, which autocast leaves alone, so they are apart.
-SETTINGS_TESTS := \
-  $(addprefix tests/kernels/test_,$(addsuffix .py,triton_translate)) \
-  $(addprefix tests/ops/test_,$(addsuffix .py,attend combine gather write rotate output translate select \
-    compress topk index index_prepare quantise)) \
-  $(addprefix tests/test_,$(addsuffix .py,pipeline v4 v4_serving plan v4_planner cache absorb rope)) \
-  $(addprefix tests/integrations/test_,$(addsuffix .py,flash_mla_contract flashinfer_v4 deep_gemm \
-    transformers_attach v4_forward v4_engine v4_index_metadata v4_indices engine_metadata)) \
-  $(addprefix tests/cuda/test_,$(addsuffix .py,items))
+SETTINGS_TESTS := $(filter-out tests/ops/index/test_index_hf.py tests/ops/index/test_index_mxfp4.py \
+  tests/ops/write/test_write_bytes.py, $(STAGE_TESTS)) tests/ops/translate/test_triton_translate.py \
+  tests/ops/attention/hopper/test_items.py tests/cache/test_paged.py \
+  $(addprefix tests/model/test_,absorb.py rope.py) $(addprefix tests/step/test_,planner.py v4_planner.py) \
+  $(addprefix tests/layers/test_,mla.py v4.py v4_gathered.py) \
+  $(addprefix tests/integrations/test_,flash_mla_contract.py flashinfer_v4.py deep_gemm.py) \
+  tests/integrations/hf/test_transformers_attach.py $(addprefix tests/integrations/vllm/test_, \
+  v4_forward.py v4_engine.py v4_index_metadata.py v4_indices.py engine_metadata.py)
 test-settings: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under bf16,meta,deterministic,autocast $(SETTINGS_TESTS)
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under float64,inference,tf32 $(SETTINGS_TESTS)
@@ -114,7 +118,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 # memory, and every program of the portable kernels compiled for every GPU.
 soak: setup
 	$(BIN)/pytest tests/reliability --calls 100000 --tokens 1000000 --steps 10000
-	$(BIN)/python -m tamis.testing.offline --every sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 gfx942 gfx950
+	$(BIN)/python -m tamis.lab.testing.offline --every sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 gfx942 gfx950
 
 bench: setup
 	$(BIN)/python benchmarks/cpu_step.py

@@ -1,8 +1,10 @@
 """Shared by all tests: uninitialised memory is NaN, random numbers repeat, and both their seed and the number of
 threads can be chosen."""
 
+import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,3 +52,14 @@ def poisoned_memory(pytestconfig: pytest.Config) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes a minute comes first, so that it is not what one process does at the end while others have nothing."""
     items.sort(key=lambda item: item.path.name != "test_offline.py")
+
+
+@pytest.fixture(scope="session")
+def host_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels for the host are compiled: a folder that all processes of a run share."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "on_host"
+    folder.mkdir(exist_ok=True)
+    return folder

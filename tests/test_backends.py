@@ -7,7 +7,7 @@ import torch
 
 from tamis import LayerSpec, PagedCache, Selection, backends, choose
 from tamis.backends import BACKENDS, STAGES, Backend, backend_for_stage
-from tamis.layout import index_mxfp4, named, v32_fp8
+from tamis.cache.layout import index_mxfp4, named, v32_fp8
 
 SPEC = LayerSpec(heads=16, topk=2048)
 HOPPER_ONLY = Backend(
@@ -196,14 +196,14 @@ def test_an_explanation_says_why_portable_kernels_run_where_hopper_has_some() ->
 @pytest.mark.parametrize("heads", [1, 16, 17, 32, 33, 64, 128])
 def test_an_explanation_is_the_decision(heads: int, dtype: torch.dtype, layout: str) -> None:
     """For every number of tokens the kernels that a call gets are those that the explanation names."""
-    from tamis.ops.attend import hopper_kernels, triton_kernels
+    from tamis.ops.attention import hopper, triton_kernels
 
     cache, told = PagedCache(layout, 2, 64), explained(heads, layout, dtype)["attend"]
     names = told.split(", because")[0].split(", ")
     for tokens in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 264, 265, 4096):
         q = torch.empty(1, heads, cache.layout.width, dtype=dtype).expand(tokens, -1, -1)
         selections = [Selection(cache, torch.empty(tokens, 1, dtype=torch.int32))]
-        kernels = hopper_kernels.kernels_for(q, selections, 512, None)
+        kernels = hopper.kernels_for(q, selections, 512, None)
         expected = next(n for n in names if " up to " not in n or tokens <= int(n.split(" up to ")[1].split()[0]))
         found = "triton" if kernels is triton_kernels else kernels.source(q, selections, 132)
         assert expected.split(" for ")[0] == found

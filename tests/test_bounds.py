@@ -9,8 +9,8 @@ import torch
 from oracle import hadamard_matrix
 from torch import Tensor
 
+from tamis.model.rope import Rope, hadamard, rms_norm, rotate
 from tamis.ops.combine import reference as combine_reference
-from tamis.rope import Rope, hadamard, rms_norm, rotate
 
 SCALE = 0.07
 

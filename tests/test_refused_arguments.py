@@ -26,9 +26,9 @@ from tamis import (
     choose,
     ops,
 )
-from tamis.absorb import AbsorbedWeights
-from tamis.layout import compressor_state, for_engine, rows
-from tamis.rope import Rope
+from tamis.cache.layout import compressor_state, for_engine, rows
+from tamis.model.absorb import AbsorbedWeights
+from tamis.model.rope import Rope
 
 CACHE = PagedCache(rows(torch.float32, latent=8, rope=8), 2, 4)
 SPEC = LayerSpec(1, 8, 8, 8, 1.0, topk=2)

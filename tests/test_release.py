@@ -98,7 +98,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel: Path) -> 
 def test_the_source_distribution_can_be_tested() -> None:
     with tarfile.open(DIST / f"tamis-{__version__}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"tests/test_release.py", "tests/cuda/emulator.hpp", "Makefile", "constraints.txt", "mkdocs.yml"} <= names
+    assert {"tests/test_release.py", "tests/support/emulator.hpp", "Makefile", "constraints.txt", "mkdocs.yml"} <= names
     assert {"SECURITY.md", "requirements-lock.txt"} <= names
     assert {"docs/index.md", "tools/docs/__main__.py", "benchmarks/results/h200_decode.csv"} <= names
     assert not [name for name in names if name.endswith(".pyc")]

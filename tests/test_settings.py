@@ -31,14 +31,14 @@ from tamis import (
     V4Planner,
     V4Weights,
 )
-from tamis.absorb import AbsorbedWeights
+from tamis.arithmetic import float32_products
+from tamis.cache.layout import named, rows
 from tamis.integrations import deep_gemm, flash_mla, flashinfer
-from tamis.layout import named, rows
+from tamis.layers.v4 import project
+from tamis.layers.v4_weights import CompressorWeights, IndexerWeights
+from tamis.model.absorb import AbsorbedWeights
+from tamis.model.rope import Rope
 from tamis.ops import IndexInputs, attend, lower_groups, write_kv
-from tamis.products import float32_products
-from tamis.rope import Rope
-from tamis.v4 import project
-from tamis.v4_weights import CompressorWeights, IndexerWeights
 
 pytestmark = pytest.mark.own_settings("is about them")
 HOST = [name for name in SETTINGS if name not in NEEDS_GPU]

@@ -10,44 +10,46 @@ from tamis._version import __version__
 
 if TYPE_CHECKING:
     from tamis import ops
-    from tamis.backends import choose
-    from tamis.batch import Batch, PageMap
-    from tamis.cache import Caches, PagedCache, Selection
-    from tamis.layout import Layout
-    from tamis.pages import PagePool
-    from tamis.pipeline import Shard, SparseMLA
-    from tamis.plan import Limits, Plan
-    from tamis.planner import Planner
-    from tamis.recipe import IndexRecipe
-    from tamis.recording import Recording
-    from tamis.spec import LayerSpec
-    from tamis.v4 import SparseV4, V4Caches
-    from tamis.v4_plan import V4Plan
-    from tamis.v4_planner import V4Planner
-    from tamis.v4_weights import V4Weights
+    from tamis.cache.layout import Layout
+    from tamis.cache.paged import PagedCache
+    from tamis.cache.pool import PagePool
+    from tamis.cache.selection import Caches, Selection
+    from tamis.cache.v4_caches import V4Caches
+    from tamis.choice import choose
+    from tamis.layers.mla import Shard, SparseMLA
+    from tamis.layers.recording import Recording
+    from tamis.layers.v4 import SparseV4
+    from tamis.layers.v4_weights import V4Weights
+    from tamis.model.recipe import IndexRecipe
+    from tamis.model.spec import LayerSpec
+    from tamis.step.batch import Batch, PageMap
+    from tamis.step.plan import Limits, Plan
+    from tamis.step.planner import Planner
+    from tamis.step.v4_plan import V4Plan
+    from tamis.step.v4_planner import V4Planner
 
 _HOME = {
-    "Batch": "tamis.batch",
-    "Caches": "tamis.cache",
-    "IndexRecipe": "tamis.recipe",
-    "LayerSpec": "tamis.spec",
-    "Layout": "tamis.layout",
-    "Limits": "tamis.plan",
-    "PageMap": "tamis.batch",
-    "PagePool": "tamis.pages",
-    "PagedCache": "tamis.cache",
-    "Plan": "tamis.plan",
-    "Planner": "tamis.planner",
-    "Recording": "tamis.recording",
-    "Selection": "tamis.cache",
-    "Shard": "tamis.pipeline",
-    "SparseMLA": "tamis.pipeline",
-    "SparseV4": "tamis.v4",
-    "V4Caches": "tamis.v4",
-    "V4Plan": "tamis.v4_plan",
-    "V4Planner": "tamis.v4_planner",
-    "V4Weights": "tamis.v4_weights",
-    "choose": "tamis.backends",
+    "Batch": "tamis.step.batch",
+    "Caches": "tamis.cache.selection",
+    "IndexRecipe": "tamis.model.recipe",
+    "LayerSpec": "tamis.model.spec",
+    "Layout": "tamis.cache.layout",
+    "Limits": "tamis.step.plan",
+    "PageMap": "tamis.step.batch",
+    "PagePool": "tamis.cache.pool",
+    "PagedCache": "tamis.cache.paged",
+    "Plan": "tamis.step.plan",
+    "Planner": "tamis.step.planner",
+    "Recording": "tamis.layers.recording",
+    "Selection": "tamis.cache.selection",
+    "Shard": "tamis.layers.mla",
+    "SparseMLA": "tamis.layers.mla",
+    "SparseV4": "tamis.layers.v4",
+    "V4Caches": "tamis.cache.v4_caches",
+    "V4Plan": "tamis.step.v4_plan",
+    "V4Planner": "tamis.step.v4_planner",
+    "V4Weights": "tamis.layers.v4_weights",
+    "choose": "tamis.choice",
 }
 
 __all__ = [

@@ -1,15 +1,13 @@
-"""Which implementation runs: a table of capabilities, a choice, and every reason behind it."""
+"""What each implementation can do, in order of preference: the table that `tamis.choose` and every stage look into."""
 
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 
 from tamis import checks
+from tamis.cache.layout import Layout
 from tamis.cuda.compiler import INSTALL, has_nvrtc
-from tamis.layout import Layout, named
-from tamis.spec import LayerSpec
+from tamis.model.spec import LayerSpec
 
 STAGES = ("rotate", "compress", "write", "gather", "index", "select", "translate", "attend", "combine")
 
@@ -54,6 +52,11 @@ class Backend:
     batch_invariant: bool = True
     """Whether, with a fixed number of splits, a row's bits do not depend on what else is in the batch."""
 
+    def stage_module(self, stage: str) -> str:
+        """The module with this backend's kernels of a stage, where it has some."""
+        # `tamis.ops.attend` is the function, so the stage's package has another name.
+        return f"tamis.ops.{'attention' if stage == 'attend' else stage}.{self.module}"
+
     def device_refusals(self, device: torch.device, capability: tuple[int, int] | None) -> list[str]:
         """Every reason why it cannot run on a device."""
         if self.devices is not None and device.type not in self.devices:
@@ -94,39 +97,23 @@ class Backend:
             reasons.append("attention sinks are not supported")
         return reasons
 
-    def stage_kernels(self, need: "Need") -> list["StageKernels"]:
-        """What runs each stage of a layer that this backend does not refuse: kernels of its own or its base's. Of those
-        that decide by the call, the function that decides is asked."""
-        found = []
-        for stage in STAGES:
-            runs, because = self.name if stage in self.stages else self.base or "nothing", list[str]()
-            name = f"tamis.ops.{stage}.{self.module}"
-            if runs == self.name and self.base is not None and find_spec(name) is not None:
-                explain = getattr(import_module(name), "explain_kernels", None)
-                runs, because = (runs, because) if explain is None else explain(need)
-            found.append(StageKernels(stage, runs, tuple(because)))
-        return found
-
 
 @dataclass(frozen=True)
-class StageKernels:
-    """What runs one stage of a layer."""
+class Need:
+    """What a choice is made for."""
 
-    stage: str
-    runs: str
-    """A source in CUDA C++, or the backend whose kernels run it."""
-    because: tuple[str, ...] = ()
-    """Where that is the base's: why kernels of the backend's own do not."""
-
-    def __str__(self) -> str:
-        """One line."""
-        return f"{self.stage}: {self.runs}" + (f", because {'; '.join(self.because)}" if self.because else "")
+    spec: LayerSpec
+    device: torch.device
+    capability: tuple[int, int] | None
+    dtype: torch.dtype
+    layout: Layout
+    page_size: int
 
 
 BACKENDS = (
     Backend(
         "hopper",
-        "hopper_kernels",
+        "hopper",
         "CUDA C++ for NVIDIA's Hopper, compiled at first use; the portable kernels where it has none",
         stages=("index", "attend"),
         base="triton",
@@ -161,98 +148,6 @@ BACKENDS = (
     ),
 )
 """In order of preference."""
-
-
-@dataclass(frozen=True)
-class Need:
-    """What a choice is made for."""
-
-    spec: LayerSpec
-    device: torch.device
-    capability: tuple[int, int] | None
-    dtype: torch.dtype
-    layout: Layout
-    page_size: int
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The chosen backend and, for each one passed over, every reason."""
-
-    backend: Backend
-    need: Need
-    rejected: dict[str, list[str]]
-    """By backend name, only backends that cannot do it."""
-    passed_over: tuple[str, ...] = ()
-    """Backends that could do it but come later in the order of preference."""
-
-    @property
-    def name(self) -> str:
-        """Name of the chosen backend."""
-        return self.backend.name
-
-    @property
-    def kernels(self) -> list[StageKernels]:
-        """What runs each stage."""
-        return self.backend.stage_kernels(self.need)
-
-    def explain(self) -> str:
-        """One line per backend: chosen, possible, or rejected and why. If the chosen one leaves stages to another, a
-        line per stage follows it."""
-        lines = [f"{self.name}: chosen ({self.backend.summary})"]
-        lines += [f"  {kernels}" for kernels in self.kernels] if self.backend.base is not None else []
-        lines += [f"{name}: possible, lower preference" for name in self.passed_over]
-        lines += [f"{name}: rejected: {'; '.join(reasons)}" for name, reasons in self.rejected.items()]
-        return "\n".join(lines)
-
-
-def choose(
-    spec: LayerSpec,
-    device: torch.device | str,
-    *,
-    layout: str | Layout | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    page_size: int = 64,
-    prefer: str = "auto",
-    capability: tuple[int, int] | None = None,
-    backends: tuple[Backend, ...] = BACKENDS,
-) -> Choice:
-    """Choose a backend for a layer, with reasons; a ValueError with all reasons if none fits.
-
-    Args:
-        spec: the layer.
-        device: where its tensors are.
-        layout: of the latent cache; bf16 rows of the spec's widths if not given.
-        dtype: of the queries.
-        page_size: of the latent cache.
-        prefer: a backend's name makes it that one or an error; "auto" takes the first that fits.
-        capability: of a CUDA device, where the caller knows it; asking the device itself starts CUDA.
-        backends: the table to choose from.
-    """
-    checks.instance("spec", spec, LayerSpec)
-    checks.instance("dtype", dtype, torch.dtype)
-    device = checks.device("device", device)
-    if layout is None:
-        layout = named("v32-bf16", latent=spec.latent_dim, rope=spec.rope_dim)
-    layout = named(layout)
-    checks.integer("page_size", page_size, low=1)
-    if layout.width != spec.head_dim:
-        raise checks.refuse("layout", f"{spec.head_dim} wide like the spec", layout.width, "choose matching widths")
-    if capability is None:
-        capability = compute_capability(device)
-    need = Need(spec, device, capability, dtype, layout, page_size)
-    names = [b.name for b in backends]
-    if prefer != "auto":
-        checks.option("prefer", prefer, ("auto", *names))
-    refusals = {b.name: b.refusals(need) for b in backends}
-    possible = [b for b in backends if not refusals[b.name]]
-    wanted = [b for b in possible if prefer in ("auto", b.name)]
-    rejected = {name: reasons for name, reasons in refusals.items() if reasons}
-    if not wanted:
-        told = {prefer: rejected[prefer]} if prefer in rejected else rejected
-        reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in told.items())
-        raise ValueError(f"no backend can run this layer on {device} ({reasons}); change what the reasons name")
-    return Choice(wanted[0], need, rejected, tuple(b.name for b in possible if b is not wanted[0]))
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:

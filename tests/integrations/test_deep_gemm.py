@@ -8,8 +8,8 @@ import torch
 from seeds import reseed
 
 from tamis import PagedCache
+from tamis.cache.layout import index_fp8
 from tamis.integrations import deep_gemm
-from tamis.layout import index_fp8
 from tamis.ops import gather_index, topk_positions, write_kv
 
 E4M3 = torch.float8_e4m3fn

@@ -217,13 +217,13 @@ def test_classic_schedule_spreads_the_work(
     `cuts` are worked out by hand: 18 blocks a request, 16 parts of 5 blocks, 8 parts of 9, 8 parts of 8 (overhead 3).
     """
     shares = []
-    real = tamis.schedule.part_count
+    real = tamis.step.split.part_count
 
     def on_16_cores(cores: int, heads: int, tokens: int, *, capability_major: int) -> int:
         shares.append((cores, heads, tokens))
         return real(16, heads, tokens, capability_major=capability_major)
 
-    monkeypatch.setattr(tamis.schedule, "part_count", on_16_cores)
+    monkeypatch.setattr(tamis.step.split, "part_count", on_16_cores)
     b, topk = 3, 1100
     holder, num_splits = get_mla_metadata(
         torch.full((b,), topk, dtype=torch.int32), s_q * (heads or 64), 1, num_heads_q=heads, topk=topk

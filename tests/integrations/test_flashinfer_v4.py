@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from v4_standin import HEADS, RATIOS, SCALE, WINDOW, V4Step
 
+from tamis.cache.layout import plain_fp8
 from tamis.integrations.flashinfer import trtllm_batch_decode_sparse_mla_dsv4 as attend_v4
-from tamis.layout import plain_fp8
 
 E4M3 = torch.float8_e4m3fn
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tamis import IndexRecipe, PagedCache
-from tamis.layout import named, plain_fp8, rows
+from tamis.cache.layout import named, plain_fp8, rows
 
 SEEN = ("huge", "nan", "zero tensor", "negative tensor", "few pages", "far", "block_table axis 0 shorter")
 """Parts of labels of what only values show."""

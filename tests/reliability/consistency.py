@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from test_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
+from layers.test_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
 from torch import Tensor
 
 from tamis import (
@@ -30,10 +30,10 @@ from tamis import (
     V4Caches,
     V4Planner,
 )
-from tamis.layout import compressor_state, named, rows, v32_fp8
+from tamis.cache.layout import compressor_state, named, rows, v32_fp8
+from tamis.layers.v4_gathered import attend_gathered
+from tamis.model.rope import Rope
 from tamis.ops import IndexInputs
-from tamis.rope import Rope
-from tamis.v4_serving import attend_gathered
 
 Attempt = tuple[Callable[[], object], list[PagedCache]]
 PAGE, NEW, LATENT, ROPE, TOPK, INDEX = 8, 5, 16, 8, 4, 16

@@ -19,15 +19,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import pytest
 from guarded import Guards
 
 from tamis import PagedCache, Selection
-from tamis.ops.attend import hopper_kernels, triton_kernels
-from tamis.ops.index import cuda_topk
-from tamis.testing import oracle
+from tamis.lab.testing import oracle
+from tamis.ops.attention import hopper, triton_kernels
+from tamis.ops.index.hopper.topk import topk_positions
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 HEADS = (1, 8, 16, 17, 24, 32, 64, 100, 128)
@@ -120,11 +120,11 @@ def attend(case: Case, seed: int = 0, device: str = "cuda") -> str:
     selection = Selection(cache, guards.given(slots), guards.given(lengths), *lookup)
     out = guards.empty(tokens, case.heads, 512, dtype=FP32, name="out")
     given = guards.given(q)
-    stage = hopper_kernels if device == "cuda" else triton_kernels
+    stage = hopper if device == "cuda" else triton_kernels
     with guards.allocations(pytest.MonkeyPatch):
         lse, _ = stage.attend_into(given, [selection], scale=0.05, splits=case.splits, sink=guards.given(sink), out=out)
     guards.check()
-    kernels = hopper_kernels.kernels_for(given, [selection], 512, case.splits) if device == "cuda" else triton_kernels
+    kernels = hopper.kernels_for(given, [selection], 512, case.splits) if device == "cuda" else triton_kernels
     ran = "triton" if kernels is triton_kernels else kernels.source(given, [selection], 132)
     empty = wanted_lse == -torch.inf
     assert torch.equal(lse.cpu() == -torch.inf, empty), f"{case}: lse of rows without anything, by {ran}"
@@ -176,7 +176,7 @@ def topk(tokens: int, width: int, k: int, translate: bool, seed: int = 0) -> Non
     out = guards.empty(tokens, k, dtype=torch.int32, name="positions")
     pages = (guards.given(ids), guards.given(table), 64) if translate else ()
     with guards.allocations(pytest.MonkeyPatch):
-        cuda_topk.topk_positions(guards.given(scores), guards.given(lengths), k, *pages, out=out)
+        topk_positions(guards.given(scores), guards.given(lengths), k, *pages, out=out)
     guards.check()
     for token in range(tokens):
         row = scores[token, : max(0, min(width, int(lengths[token])))]

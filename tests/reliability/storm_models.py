@@ -5,14 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from layers.test_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
 from storm import MAIN, MOST_LENGTH, MOST_REQUESTS, MOST_TOKENS
-from test_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
 from torch import Tensor
 
-from tamis import Caches, LayerSpec, Limits, PagedCache, Planner, SparseMLA, SparseV4, V4Caches, V4Planner, v4
-from tamis.layout import index_fp8, named, rows, v32_fp8
+from tamis import Caches, LayerSpec, Limits, PagedCache, Planner, SparseMLA, SparseV4, V4Caches, V4Planner
+from tamis.cache.layout import index_fp8, named, rows, v32_fp8
+from tamis.layers import v4
+from tamis.model.rope import Rope
 from tamis.ops import IndexInputs
-from tamis.rope import Rope
 
 PAGE, TOPK = 16, 8
 LATENT, ROPE, HEADS, INDEX_HEADS, INDEX_DIM = 16, 8, 2, 2, 16
@@ -74,8 +75,8 @@ class MLA:
 
 
 def project(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """In place of `tamis.v4.project`: each row's sums by themselves. A matrix product of another size sums in another
-    order, and a last bit of an index key can decide between two entries."""
+    """In place of `tamis.layers.v4.project`: each row's sums by themselves. A matrix product of another size sums in
+    another order, and a last bit of an index key can decide between two entries."""
     found = (x.double().unsqueeze(1) * weight.double()).sum(2)
     return found.to(x.dtype if dtype is None else dtype)
 

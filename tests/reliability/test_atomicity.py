@@ -8,8 +8,9 @@ import torch
 from reliability.bad_values import Arguments, Case, faults
 
 from tamis import IndexRecipe, PagedCache, Selection
+from tamis.cache.layout import compressor_state, rows
 from tamis.integrations.flashinfer import trtllm_batch_decode_sparse_mla_dsv4, trtllm_batch_decode_with_kv_cache_mla
-from tamis.layout import compressor_state, rows
+from tamis.model.rope import Rope
 from tamis.ops import (
     Partials,
     StatePages,
@@ -24,7 +25,6 @@ from tamis.ops import (
     write_kv,
     write_normed_kv,
 )
-from tamis.rope import Rope
 
 T, H, LATENT, ROPE, PAGE, PAGES = 5, 3, 24, 8, 4, 9
 D = LATENT + ROPE

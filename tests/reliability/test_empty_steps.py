@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layers.test_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
 from reliability.test_layer_atomicity import HEADS, LATENT, PAGE, RECIPE, ROPE, SPEC, TOPK, V4_LAYOUT, V4_SIZES, D
-from test_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
 
 from tamis import (
     Batch,
@@ -20,9 +20,9 @@ from tamis import (
     V4Caches,
     V4Planner,
 )
-from tamis.layout import index_fp8, named, rows
+from tamis.cache.layout import index_fp8, named, rows
+from tamis.model.rope import Rope
 from tamis.ops import IndexInputs
-from tamis.rope import Rope
 
 # New tokens of each request, their lengths, and rows of padding.
 STEPS = [([], [], 0), ([], [], 3), ([0], [5], 0), ([0], [5], 4), ([0, 0], [5, 9], 2)]

@@ -5,7 +5,7 @@ import torch
 from hostile_gpu import TOPK, Case, attend, attend_cases, reduced_cases, topk
 
 from tamis import PagedCache, Selection
-from tamis.ops.attend import hopper_kernels, triton_kernels
+from tamis.ops.attention import hopper, triton_kernels
 
 
 @pytest.mark.gpu
@@ -28,6 +28,6 @@ def test_cases_reach_every_source(cases: object) -> None:
         q = torch.empty(case.tokens, case.heads, cache.layout.width, dtype=case.dtype, device="meta")
         slots = torch.empty(case.tokens, case.columns, dtype=torch.int32, device="meta")
         selections = [Selection(cache, slots)]
-        kernels = hopper_kernels.kernels_for(q, selections, 512, case.splits)
+        kernels = hopper.kernels_for(q, selections, 512, case.splits)
         found.add("triton" if kernels is triton_kernels else kernels.source(q, selections, 132))
     assert found == {"few_heads.cu", "heads_as_columns.cu", "many_heads.cu", "many_heads_bf16.cu", "triton"}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from layers.test_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
 from reliability.bad_values import Arguments, Case, faults
-from test_v4 import HIDDEN, OVERLAPPING, PLAIN, WINDOW, weights
 
 from tamis import (
     Batch,
@@ -24,12 +24,12 @@ from tamis import (
     V4Planner,
     checks,
 )
-from tamis.layout import index_fp8, named, rows
+from tamis.cache.layout import index_fp8, named, rows
+from tamis.layers.mla_checks import CallChecks
+from tamis.layers.v4_checks import V4Checks
+from tamis.layers.v4_gathered import attend_gathered
+from tamis.model.rope import Rope
 from tamis.ops import IndexInputs
-from tamis.pipeline_checks import CallChecks
-from tamis.rope import Rope
-from tamis.v4_checks import V4Checks
-from tamis.v4_serving import attend_gathered
 
 HEADS, LATENT, ROPE, PAGE, TOPK = 3, 128, 8, 4, 6
 D = LATENT + ROPE

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from step.test_v4_planner import limits as v4_limits
+from step.test_v4_planner import specs
 from test_stale_plans import LAYOUT, LIMITS, SPEC, v4_served
-from test_v4_planner import limits as v4_limits
-from test_v4_planner import specs
 
 from tamis import Batch, PagedCache, PagePool, Planner, Recording, SparseMLA
-from tamis.layout import named
-from tamis.v4_planner import V4Planner
+from tamis.cache.layout import named
+from tamis.step.v4_planner import V4Planner
 
 STEPS = 200
 """In CI; `--steps 10000` by `make soak`."""

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_v4 import WINDOW as V4_WINDOW
-from test_v4 import weights
+from layers.test_v4 import WINDOW as V4_WINDOW
+from layers.test_v4 import weights
 from torch._dynamo.testing import CompileCounter
 
 from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool, Planner, Recording, SparseMLA, SparseV4, V4Caches
-from tamis.layout import named, rows
-from tamis.lease import Lease
-from tamis.rope import Rope
-from tamis.v4_planner import V4Planner
-from tamis.v4_serving import attend_gathered
+from tamis.cache.layout import named, rows
+from tamis.layers.v4_gathered import attend_gathered
+from tamis.model.rope import Rope
+from tamis.step.lease import Lease
+from tamis.step.v4_planner import V4Planner
 
 SPEC = LayerSpec(2, 16, 8, 16, 0.1, topk=4)
 LAYOUT = rows(torch.float32, latent=16, rope=8)

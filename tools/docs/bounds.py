@@ -2,8 +2,8 @@
 
 import torch
 
-from tamis.verify.check import Check, Target
-from tamis.verify.run import STAGES, stage_checks
+from tamis.lab.verify.check import Check, Target
+from tamis.lab.verify.run import STAGES, stage_checks
 
 
 def bounds() -> str:

@@ -1,9 +1,9 @@
-"""Pictures of byte formats, drawn from `tamis.layout` to scale."""
+"""Pictures of byte formats, drawn from `tamis.cache.layout` to scale."""
 
 from dataclasses import dataclass
 
+from tamis.cache.layout import Field, Layout, named
 from tamis.checks import dtype_name
-from tamis.layout import Field, Layout, named
 from tools.docs.svg import Picture
 
 NAMES = ("v32-fp8", "v32-bf16", "plain-fp8", "v4-fp8", "v4-bf16", "index-fp8", "index-mxfp4")

@@ -1,7 +1,7 @@
 """The picture of a step: what the planner makes of a batch, taken from the planner itself."""
 
 from tamis import Batch, LayerSpec, Limits, PagePool, Plan, Planner
-from tamis.schedule import BLOCK, SplitSchedule, schedule_splits
+from tamis.step.split import BLOCK, SplitSchedule, schedule_splits
 from tools.docs.svg import Picture
 
 NEW, LENGTHS = [1, 1, 1, 4, 3, 5], [6, 9, 4, 4, 7, 5]

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tamis.backends import BACKENDS
-from tamis.batch import parse_shape
-from tamis.bench.report.data import MEASUREMENT
+from tamis.lab.bench.report.data import MEASUREMENT
+from tamis.step.batch import parse_shape
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PEERS = {

@@ -10,7 +10,8 @@ from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.table import render_table
 
 if TYPE_CHECKING:
-    from tamis.backends import Need, StageKernels
+    from tamis.backends import Need
+    from tamis.choice import StageKernels
 
 EXAMPLES = """\
 tamis backends --heads 128 --layout v32-fp8 --page-size 64
@@ -79,13 +80,14 @@ def run(options: argparse.Namespace) -> int:
 def judge(need: "Need") -> list[Verdict]:
     """Every backend of the table, in order of preference. Unlike `choose`, this answers when none fits as well."""
     from tamis.backends import BACKENDS
+    from tamis.choice import stage_kernels
 
     verdicts: list[Verdict] = []
     for backend in BACKENDS:
         reasons = backend.refusals(need)
         taken = any(v.state == "chosen" for v in verdicts)
         state = "rejected" if reasons else "possible" if taken else "chosen"
-        kernels = [] if reasons else backend.stage_kernels(need)
+        kernels = [] if reasons else stage_kernels(backend, need)
         verdicts.append(Verdict(backend.name, state, reasons, backend.summary, backend.stages, kernels))
     return verdicts
 
@@ -95,8 +97,8 @@ def _need(options: argparse.Namespace) -> "Need":
 
     from tamis import checks
     from tamis.backends import Need, compute_capability
-    from tamis.layout import NAMES, named
-    from tamis.spec import LayerSpec
+    from tamis.cache.layout import NAMES, named
+    from tamis.model.spec import LayerSpec
 
     checks.option("layout", options.layout, [name for name in NAMES if not name.startswith("index")])
     checks.integer("page_size", options.page_size, low=1)

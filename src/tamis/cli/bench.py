@@ -16,13 +16,13 @@ from tamis.cli.verify import as_data, results_table
 if TYPE_CHECKING:
     import torch
 
-    from tamis.bench.record import CsvFile, Row
-    from tamis.bench.run import Bench
-    from tamis.bench.suites import Job
-    from tamis.verify import CheckResult
+    from tamis.lab.bench.record import CsvFile, Row
+    from tamis.lab.bench.run import Bench
+    from tamis.lab.bench.suites import Job
+    from tamis.lab.verify import CheckResult
 
 SUITES = ("smoke", "decode", "prefill", "write", "v4", "index")
-"""As in `tamis.bench.suites`, which is too heavy to import for a help text; a test compares the two."""
+"""As in `tamis.lab.bench.suites`, which is too heavy to import for a help text; a test compares the two."""
 REPEATS = {"cuda": 25, "cpu": 5}
 
 DETAILS = """\
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
     if options.files and options.report is None:
         raise checks.refuse("--from", "given with --report", "alone", "name a folder for the report")
     if options.report is not None:
-        from tamis.bench.report import check_place, read_rows
+        from tamis.lab.bench.report import check_place, read_rows
 
         check_place(options.report)
     if options.files:
@@ -127,9 +127,9 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"report": drawn}) if options.json else "\n".join(printable(name) for name in drawn))
         return OK
     device = pick_device(options.device)
-    from tamis.bench.peers import find_peers
-    from tamis.bench.record import CsvFile
-    from tamis.bench.suites import make_jobs
+    from tamis.lab.bench.peers import find_peers
+    from tamis.lab.bench.record import CsvFile
+    from tamis.lab.bench.suites import make_jobs
 
     # What can be refused is refused before the first check runs.
     with waiting("looking for peers"):
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _written(rows: "list[Row]", folder: Path) -> list[str]:
     """The report's files."""
-    from tamis.bench.report import write_report
+    from tamis.lab.bench.report import write_report
 
     with Progress("figures", "drawing") as progress:
         return [str(file) for file in write_report(rows, folder, progress.update)]
@@ -172,7 +172,7 @@ def _verified(jobs: "list[Job]", device: "torch.device", backend: str) -> "list[
     """Quick checks of every stage to be timed. Stages that nothing was checked of count as failed."""
     from dataclasses import replace
 
-    from tamis.verify import Scope, run_checks
+    from tamis.lab.verify import Scope, run_checks
 
     stages = sorted({stage for job in jobs for stage in job.stages})
     users = {stage: [job for job in jobs if stage in job.stages] for stage in stages}
@@ -206,9 +206,9 @@ def _refuse(failures: "list[CheckResult]", *, json_wanted: bool) -> int:
 
 
 def _bench(device: "torch.device", backend: str, repeats: int, peers: Any) -> "Bench":
-    from tamis.bench.record import describe
-    from tamis.bench.roofline import find_ceiling
-    from tamis.bench.run import Bench
+    from tamis.lab.bench.record import describe
+    from tamis.lab.bench.roofline import find_ceiling
+    from tamis.lab.bench.run import Bench
 
     machine = describe(device, describe_machine(device)["name"])
     return Bench(device, backend, repeats, find_ceiling(device), machine, peers)
@@ -216,7 +216,7 @@ def _bench(device: "torch.device", backend: str, repeats: int, peers: Any) -> "B
 
 def _measured(bench: "Bench", jobs: "list[Job]", file: "CsvFile | None") -> "tuple[list[Row], list[str], list[str]]":
     """All rows, a line for each job whose result was wrong, and one for each peer and kind of job it is not for."""
-    from tamis.bench.run import WrongResult
+    from tamis.lab.bench.run import WrongResult
 
     rows: list[Row] = []
     wrong: list[str] = []

@@ -11,8 +11,8 @@ from tamis.cli.progress import Progress
 from tamis.cli.table import render_table
 
 if TYPE_CHECKING:
-    from tamis.demo.serve import Served
-    from tamis.demo.shape import ModelShape, V4Shape, Workload
+    from tamis.lab.demo.serve import Served
+    from tamis.lab.demo.shape import ModelShape, V4Shape, Workload
 
 DETAILS = """\
 A DeepSeek-V3.2-shaped layer stack with random weights (full-size 512+64 latent rows, 128-wide index keys) serves
@@ -77,9 +77,9 @@ def run(options: argparse.Namespace) -> int:
     let_waiting_threads_sleep()
     device = pick_device(options.device)
     from tamis import checks
-    from tamis.demo.report import as_data, failed_checks
-    from tamis.demo.serve import serve
-    from tamis.demo.shape import Workload
+    from tamis.lab.demo.report import as_data, failed_checks
+    from tamis.lab.demo.serve import serve
+    from tamis.lab.demo.shape import Workload
 
     cache: Any = options.cache or f"{options.model}-fp8"
     if not cache.startswith(f"{options.model}-"):
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _shape(options: argparse.Namespace) -> "ModelShape | V4Shape":
-    from tamis.demo.shape import ModelShape, V4Shape
+    from tamis.lab.demo.shape import ModelShape, V4Shape
 
     numbers = {"layers": options.layers, "heads": options.heads, "topk": options.topk}
     kind = V4Shape if options.model == "v4" else ModelShape
@@ -121,7 +121,7 @@ def _shape(options: argparse.Namespace) -> "ModelShape | V4Shape":
 def _print_report(
     machine: dict[str, Any], shape: "ModelShape | V4Shape", workload: "Workload", served: "Served", failures: list[str]
 ) -> None:
-    from tamis.demo.shape import ERROR_BOUNDS
+    from tamis.lab.demo.shape import ERROR_BOUNDS
 
     print(machine_line(machine))
     print(f"model: {shape.layers} layers, {shape.heads} heads, top-k {shape.topk}, {served.mode} mode\n")

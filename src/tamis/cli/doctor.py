@@ -308,8 +308,8 @@ def _choices() -> dict[str, list[dict[str, Any]]]:
     import torch
 
     from tamis.backends import Need, compute_capability
-    from tamis.layout import named
-    from tamis.spec import LayerSpec
+    from tamis.cache.layout import named
+    from tamis.model.spec import LayerSpec
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = {}

@@ -12,7 +12,7 @@ from tamis.cli.progress import Progress
 from tamis.cli.text import printable
 
 if TYPE_CHECKING:
-    from tamis.integrations._generation import Generated
+    from tamis.lab.generation import Generated
 
 DETAILS = """\
 Loads a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 checkpoint with Hugging Face transformers, lets tamis do its attention
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     device = pick_device(options.device)
     ids = None if options.prompt_ids is None else numbers("--prompt-ids", options.prompt_ids)
     model, tokenizer = load_model(options, device)
-    from tamis.integrations import _generation as generation
+    from tamis.lab import generation
 
     prompt = generation.prompt_ids(
         model, tokenizer, text=options.prompt, ids=ids, count=options.prompt_tokens, seed=options.seed

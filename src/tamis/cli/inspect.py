@@ -15,7 +15,7 @@ from tamis.cli.table import render_table
 from tamis.cli.text import printable
 
 if TYPE_CHECKING:
-    from tamis.inspection import Inspection
+    from tamis.lab.inspection import Inspection
 
 TOKENS = 512
 SHOWN = 6
@@ -80,8 +80,8 @@ def run(options: argparse.Namespace) -> int:
         raise checks.refuse("--html", "a file in an existing folder", str(options.html), "choose another place")
     device = pick_device(options.device)
     model, tokenizer = load_model(options, device)
-    from tamis.inspection import inspect_model, render_page
-    from tamis.report import write_whole
+    from tamis.lab.inspection import inspect_model, render_page
+    from tamis.lab.report import write_whole
 
     tokens = _prompt(options, model, tokenizer)
     queries = _queries(options.query, len(tokens))
@@ -138,7 +138,7 @@ def token_text(tokenizer: Any) -> Callable[[int], str]:
 
 def _prompt(options: argparse.Namespace, model: Any, tokenizer: Any) -> list[int]:
     from tamis import checks
-    from tamis.integrations import _generation as generation
+    from tamis.lab import generation
 
     text = options.prompt
     if options.prompt_file is not None:
@@ -177,7 +177,7 @@ def _parameters(model: Any, options: argparse.Namespace, machine: dict[str, Any]
 
 
 def _report(inspection: "Inspection", queries: list[int], text: Callable[[int], str]) -> str:
-    from tamis.inspection import describe_layers, describe_query, layer_overlap
+    from tamis.lab.inspection import describe_layers, describe_query, layer_overlap
 
     layers = describe_layers(inspection)
     header = ["layer", "attends to", "top-k", "selected", "recall", "worst\ntenth", "top-1\nhit", "effective\ntop-k"]
@@ -244,7 +244,7 @@ def _as_data(
     parameters: dict[str, Any],
     machine: dict[str, Any],
 ) -> dict[str, Any]:
-    from tamis.inspection import describe_layers, describe_query, layer_overlap
+    from tamis.lab.inspection import describe_layers, describe_query, layer_overlap
 
     return {
         "machine": machine,

@@ -35,7 +35,7 @@ def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any
             import tamis.integrations.transformers  # noqa: F401  (it says what to install)
         except ImportError as error:
             raise ValueError(str(error)) from error
-        from tamis.integrations import _generation as generation
+        from tamis.lab import generation
 
         if options.checkpoint is None:
             return generation.make_model(options.model, device, options.seed), None

@@ -12,14 +12,14 @@ from tamis.cli.progress import Progress
 from tamis.cli.table import render_table
 
 if TYPE_CHECKING:
-    from tamis.testing.offline_cuda import KernelUse
-    from tamis.verify import CheckResult
+    from tamis.lab.testing.offline_cuda import KernelUse
+    from tamis.lab.verify import CheckResult
 
 STAGES = (
     *("rotate", "compress", "write", "gather", "select", "translate", "index", "attend", "combine"),
     *("planner", "layer", "v4-layer"),
 )
-"""As in `tamis.verify`, which is too heavy to import for a help text; a test compares the two."""
+"""As in `tamis.lab.verify`, which is too heavy to import for a help text; a test compares the two."""
 
 DETAILS = """\
 Runs each stage on hostile inputs (page sizes from 1, empty rows, wrong slots, NaN around the selected rows, sinks of
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     """Check, and print the table or the JSON object."""
     let_waiting_threads_sleep()
     device = pick_device(options.device)
-    from tamis.verify import run_checks
+    from tamis.lab.verify import run_checks
 
     with Progress("cases", "preparing the checks") as progress:
         results = run_checks(device, options.backend, options.stage, options.quick, progress.update)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache
-from tamis.layout import Layout
-from tamis.ops.attend import MAX_HEADS
+from tamis.cache.layout import Layout
+from tamis.cache.paged import PagedCache
+from tamis.ops.attention import MAX_HEADS
 
 ONE_BYTE = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 """How engines declare packed or FP8 storage; only the bytes matter."""

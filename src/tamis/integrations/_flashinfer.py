@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache
+from tamis.cache.paged import PagedCache
 from tamis.integrations import _arguments
 
 QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)

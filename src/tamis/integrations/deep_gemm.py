@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.cache.layout import index_fp8
 from tamis.integrations import _arguments
-from tamis.layout import index_fp8
 from tamis.ops import index_scores, ragged_scores
 from tamis.ops.index import QUERY_DTYPES
 

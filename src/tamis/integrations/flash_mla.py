@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tamis import checks, schedule
-from tamis.cache import PagedCache, Selection
+from tamis import checks
+from tamis.cache.layout import Layout, rows, v4_fp8, v32_fp8
+from tamis.cache.paged import PagedCache
+from tamis.cache.selection import Selection
 from tamis.integrations import _arguments
-from tamis.layout import Layout, rows, v4_fp8, v32_fp8
 from tamis.ops import attend, translate_positions
+from tamis.step import split as schedule
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -39,7 +41,7 @@ class FlashMLASchedMeta:
     """What `get_mla_metadata` hands to `flash_mla_with_kvcache`. Unlike FlashMLA's it never changes once made."""
 
     tile_scheduler_metadata: Tensor | None = None
-    """int32 [parts, 8]; see `tamis.schedule.SplitSchedule.parts`."""
+    """int32 [parts, 8]; see `tamis.step.split.SplitSchedule.parts`."""
     num_splits: Tensor | None = None
     """int32 [b + 1], the running sum of how many pieces each request is cut into."""
 

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache, Selection
+from tamis.cache.layout import Layout, plain_fp8, rows, v32_fp8
+from tamis.cache.paged import PagedCache
+from tamis.cache.selection import Selection
 from tamis.integrations import _arguments
 from tamis.integrations._flashinfer import Queries, arrange, factors, one_sink, output
 from tamis.integrations.flashinfer_v4 import trtllm_batch_decode_sparse_mla_dsv4
-from tamis.layout import Layout, plain_fp8, rows, v32_fp8
 from tamis.ops import attend
 
 __all__ = ["trtllm_batch_decode_sparse_mla_dsv4", "trtllm_batch_decode_with_kv_cache_mla"]

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache, Selection
+from tamis.cache.layout import plain_fp8, rows, v4_fp8
+from tamis.cache.paged import PagedCache
+from tamis.cache.selection import Selection
 from tamis.integrations import _arguments
 from tamis.integrations._flashinfer import Queries, arrange, factors, one_sink, output
-from tamis.layout import plain_fp8, rows, v4_fp8
 from tamis.ops import attend
-from tamis.ops.attend import read_by
+from tamis.ops.attention import read_by
 
 _LATENT, _ROPE = 448, 64
 _WIDTH = _LATENT + _ROPE

@@ -24,8 +24,8 @@ except ImportError as error:
         "tamis.integrations.transformers needs Hugging Face transformers: pip install 'tamis[transformers]'"
     ) from error
 
-from tamis.integrations._hf_cache import TamisCache
-from tamis.integrations._hf_layers import (
+from tamis.integrations.hf.cache import TamisCache
+from tamis.integrations.hf.layers import (
     CacheKind,
     Family,
     Step,

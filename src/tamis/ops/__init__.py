@@ -5,7 +5,7 @@ Each stage is a package: `__init__` checks the arguments, `reference` is the pla
 beside it with the same signature. `library` picks the backend and makes each stage a torch op for torch.compile.
 """
 
-from tamis.ops.attend import attend, attend_slots
+from tamis.ops.attention import attend, attend_slots
 from tamis.ops.combine import Attended, Partials, combine_parts
 from tamis.ops.compress import StatePages, compress_kv
 from tamis.ops.gather import gather_index, gather_kv, read_kv

@@ -22,4 +22,4 @@ def implementation(stage: str, backend: str, device: torch.device) -> Any:
 
 @cache
 def _module(stage: str, backend: str, device: torch.device) -> Any:
-    return import_module(f"tamis.ops.{stage}.{backend_for_stage(stage, backend, device).module}")
+    return import_module(backend_for_stage(stage, backend, device).stage_module(stage))

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache, Selection
-from tamis.layout import from_key
+from tamis.arithmetic import without_autocast
+from tamis.cache.layout import from_key
+from tamis.cache.paged import PagedCache
+from tamis.cache.selection import Selection
 from tamis.ops.dispatch import implementation
-from tamis.products import without_autocast
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -26,10 +26,10 @@ from tamis import (
     V4Planner,
     V4Weights,
 )
+from tamis.cache.layout import index_fp8, rows
 from tamis.integrations import deep_gemm, flash_mla
-from tamis.layout import index_fp8, rows
+from tamis.model.rope import Rope
 from tamis.ops import IndexInputs
-from tamis.rope import Rope
 
 Arguments = dict[str, Any]
 

@@ -10,9 +10,10 @@ from contract.calls import Call, require
 from contract.draw import FLOATS, Draw
 from contract.formats import decode
 from contract.maths import close, rounded
-from tamis import IndexRecipe, LayerSpec, Layout, PagedCache, V4Caches, V4Weights, choose, layout
-from tamis.absorb import AbsorbedWeights, dequantise_blocks
-from tamis.rope import Rope
+from tamis import IndexRecipe, LayerSpec, Layout, PagedCache, V4Caches, V4Weights, choose
+from tamis.cache import layout
+from tamis.model.absorb import AbsorbedWeights, dequantise_blocks
+from tamis.model.rope import Rope
 
 Arguments = dict[str, Any]
 WIDTHS = {"latent": 32, "rope": 8}

@@ -12,7 +12,7 @@ from contract.draw import FLOATS, Draw
 from contract.formats import E4M3, decode
 from contract.maths import close, hadamard, rms_norm, rounded, turn_tail
 from tamis import IndexRecipe, ops
-from tamis.layout import compressor_state
+from tamis.cache.layout import compressor_state
 
 Arguments = dict[str, Any]
 UNIT = 2.0**-24

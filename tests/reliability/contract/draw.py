@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis import PagedCache
-from tamis.layout import Layout, index_fp8, index_mxfp4, plain_fp8, rows, v4_fp8, v32_fp8
+from tamis.cache.layout import Layout, index_fp8, index_mxfp4, plain_fp8, rows, v4_fp8, v32_fp8
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

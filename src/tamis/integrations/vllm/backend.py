@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 import torch
 
 from tamis import checks
-from tamis.backends import choose
+from tamis.cache.layout import for_engine
+from tamis.choice import choose
 from tamis.integrations.vllm.impl import SparseImpl
 from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder, model_field
-from tamis.layout import for_engine
-from tamis.spec import LayerSpec
+from tamis.model.spec import LayerSpec
 
 _ROPE = 64
 """Rope columns in the rows of every model family that vLLM runs sparsely; a head size alone does not tell."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.batch import Batch, PageMap
-from tamis.plan import Limits
+from tamis.step.batch import Batch, PageMap
+from tamis.step.plan import Limits
 
 
 def engine_batch(common: Any, limits: Limits, *, prefilling: list[bool] | None = None) -> Batch:

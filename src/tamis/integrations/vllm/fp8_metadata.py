@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tamis.integrations.flash_mla import FlashMLASchedMeta
-from tamis.plan import Limits, Plan
+from tamis.step.plan import Limits, Plan
 
 
 @dataclass(eq=False)

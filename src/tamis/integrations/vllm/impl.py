@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.absorb import AbsorbedWeights
-from tamis.cache import PagedCache
+from tamis.cache.layout import for_engine
+from tamis.cache.paged import PagedCache
 from tamis.integrations.vllm.metadata import SparseMetadata
-from tamis.layout import for_engine
+from tamis.layers.mla import LayerOutput, Shard, SparseMLA
+from tamis.model.absorb import AbsorbedWeights
+from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, write_kv
-from tamis.ops.attend import new_output
+from tamis.ops.attention import new_output
 from tamis.ops.write import join_parts
-from tamis.pipeline import LayerOutput, Shard, SparseMLA
-from tamis.spec import LayerSpec
 
 _USUAL_TOPK = 2048
 

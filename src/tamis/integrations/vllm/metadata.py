@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.cache.layout import for_engine
 from tamis.integrations.vllm.engine_batch import (
     block_table,
     engine_batch,
@@ -19,11 +20,10 @@ from tamis.integrations.vllm.engine_batch import (
     padded_rows,
 )
 from tamis.integrations.vllm.fp8_metadata import FP8KernelMetadata, FP8SeparatePrefillDecode, separate_metadata
-from tamis.layout import for_engine
-from tamis.plan import Limits, Mode, Plan
-from tamis.planner import Planner, check_starts, staged
-from tamis.schedule import INT, BatchSplit, split_batch
-from tamis.spec import LayerSpec
+from tamis.model.spec import LayerSpec
+from tamis.step.plan import Limits, Mode, Plan
+from tamis.step.planner import Planner, check_starts, staged
+from tamis.step.split import INT, BatchSplit, split_batch
 
 
 def model_field(model_config: Any, name: str) -> Any:

@@ -7,12 +7,7 @@ a plugin replaces the layer's class, and should assert that its own is in use.
 from typing import Any, ClassVar
 
 from tamis.integrations.vllm.backend import TamisSparseBackend
-from tamis.integrations.vllm.v4_metadata import (
-    V4Metadata,
-    V4MetadataBuilder,
-    V4WindowMetadata,
-    V4WindowMetadataBuilder,
-)
+from tamis.integrations.vllm.v4_metadata import V4Metadata, V4MetadataBuilder, V4WindowMetadata, V4WindowMetadataBuilder
 
 
 class TamisV4Backend(TamisSparseBackend):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache
-from tamis.layout import Layout, plain_fp8, rows, v4_fp8
+from tamis.cache.layout import Layout, plain_fp8, rows, v4_fp8
+from tamis.cache.paged import PagedCache
 
 E4M3 = torch.float8_e4m3fn
 _LATENT, _ROPE = 448, 64

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache, Selection
+from tamis.cache.paged import PagedCache
+from tamis.cache.selection import Selection
 from tamis.integrations.vllm.v4_formats import E4M3, listed, sees_every_entry, wrap
 from tamis.integrations.vllm.v4_metadata import in_use
 from tamis.ops import attend

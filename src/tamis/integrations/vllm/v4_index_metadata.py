@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.batch import Batch
 from tamis.integrations.vllm.engine_batch import engine_batch
 from tamis.integrations.vllm.v4_backend import TamisV4Backend
 from tamis.integrations.vllm.v4_metadata import CompressedBuilder, decode_rows
-from tamis.plan import Plan
-from tamis.schedule import IndexChunk, chunk_index_prefills
+from tamis.step.batch import Batch
+from tamis.step.plan import Plan
+from tamis.step.split import IndexChunk, chunk_index_prefills
 
 KEYS_PER_LENGTH = 40
 """How many longest requests' worth of keys are gathered at once."""

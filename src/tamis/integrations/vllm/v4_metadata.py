@@ -13,10 +13,10 @@ from tamis.integrations.vllm.engine_batch import engine_batch
 from tamis.integrations.vllm.metadata import model_field
 from tamis.integrations.vllm.v4_formats import EVERY
 from tamis.integrations.vllm.v4_indices import build_c128a_topk_metadata
+from tamis.model.spec import LayerSpec
 from tamis.ops import select_entries, select_window
-from tamis.plan import Limits, Plan
-from tamis.planner import Planner
-from tamis.spec import LayerSpec
+from tamis.step.plan import Limits, Plan
+from tamis.step.planner import Planner
 
 _ALIGN_COLUMNS = 128
 """Of rows that hold every entry: suits kernel tiles of 64 and of 128."""

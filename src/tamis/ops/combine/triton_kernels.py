@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.ops.triton_rows import interpreted, launching_on, load_wide, store_rounded
+from tamis.ops.rows.triton_rows import interpreted, launching_on, load_wide, store_rounded
 
 if TYPE_CHECKING:
-    from tamis.testing.offline import OfflineCase
+    from tamis.lab.testing.offline import OfflineCase
 
 BLOCK_PARTS = 8
 """Parts that are read at once: latency, not bandwidth, is what few rows of many parts cost."""
@@ -137,8 +137,8 @@ def _arguments(
 
 
 def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.testing.offline` compiles."""
-    from tamis.testing.offline import OfflineCase
+    """Launches that `tamis.lab.testing.offline` compiles."""
+    from tamis.lab.testing.offline import OfflineCase
 
     for count, tokens, sink in ((2, 128, None), (64, 1, torch.zeros(16, dtype=torch.float32, device="cpu"))):
         parts = torch.zeros(count, tokens, 16, 512, dtype=torch.float32, device="cpu")

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache
+from tamis.cache.paged import PagedCache
+from tamis.model.recipe import IndexRecipe
 from tamis.ops import library
 from tamis.ops.compress import registered
 from tamis.ops.rotate import check_rotary
 from tamis.ops.write import called
-from tamis.recipe import IndexRecipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ def compress_kv(
     Args:
         values: [T, C] in bf16, fp16 or fp32; C is D, or 2D where spans overlap.
         scores: [T, C], without the bias.
-        state: a cache of `tamis.layout.compressor_state`, 2C wide.
+        state: a cache of `tamis.cache.layout.compressor_state`, 2C wide.
         cache: of the entries, D wide, in any layout; a recipe that it records must be V4's, with or without Hadamard.
         positions: integer [T], absolute; negative for padding. Tokens of one request stand in rising order.
         pages: of the state.
@@ -65,8 +65,8 @@ def compress_kv(
             (position + 1) % r == 0 write one; negative: do not.
         bias: [r, C].
         norm_weight: [D].
-        cos_sin: float32 [max_positions, R] from `tamis.rope.Rope.cos_sin_table`; the last R channels are rotated, in
-            pairs (2i, 2i+1).
+        cos_sin: float32 [max_positions, R] from `tamis.model.rope.Rope.cos_sin_table`; the last R channels are rotated,
+            in pairs (2i, 2i+1).
         eps: of the norm.
         backend: a name from `tamis backends`, or "auto".
     """
@@ -104,7 +104,7 @@ def check_compress_kv(
     checks.tensor("scores", scores, "T C", checks.FLOATS, T=total, C=channels, device=device)
     if state.layout.quantised or state.layout.element != torch.float32 or state.layout.width != 2 * channels:
         expected = f"of float32 rows {2 * channels} wide"
-        raise checks.refuse(names[0], expected, repr(state), "make its layout with tamis.layout.compressor_state")
+        raise checks.refuse(names[0], expected, repr(state), "make its layout with tamis.cache.layout.compressor_state")
     if cache.device != device:
         raise checks.refuse(names[1], f"on {device} like {names[0]}", cache.device, "keep both on one device")
     checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device)

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from tamis.cache import PagedCache
+from tamis.cache.paged import PagedCache
+from tamis.model.rope import rms_norm
 from tamis.ops.gather.reference import fetch_field
 from tamis.ops.rotate.reference import insert, rotate_tail
 from tamis.ops.write.reference import write_kv
-from tamis.rope import rms_norm
 
 _WORKING_BYTES = 32 * 2**20
 """State rows held at once."""

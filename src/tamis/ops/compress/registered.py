@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tamis.cache import PagedCache
+from tamis.cache.paged import PagedCache
 from tamis.ops.library import CACHE, ask_kernels, op, stage_module
 
 

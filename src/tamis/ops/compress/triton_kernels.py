@@ -13,12 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.cache import PagedCache
-from tamis.layout import Layout, compressor_state, index_fp8, index_mxfp4, named, plain_fp8
-from tamis.ops.triton_norm import (
-    check_rows as check_rows,  # one of the functions that this module offers
-)
-from tamis.ops.triton_norm import (
+from tamis.cache.layout import Layout, compressor_state, index_fp8, index_mxfp4, named, plain_fp8
+from tamis.cache.paged import PagedCache
+from tamis.ops.rows.triton_norm import (
     hadamard_row,
     hadamard_steps,
     insert_arguments,
@@ -26,10 +23,10 @@ from tamis.ops.triton_norm import (
     norm_row,
     rotate_row,
 )
-from tamis.ops.triton_rows import interpreted, launching_on, load_wide, row_start
+from tamis.ops.rows.triton_rows import interpreted, launching_on, load_wide, row_start
 
 if TYPE_CHECKING:
-    from tamis.testing.offline import OfflineCase
+    from tamis.lab.testing.offline import OfflineCase
 
 SPAN_VALUES = 8192
 """Values of a span that a program holds at once, and as many scores: the more, the fewer times it waits for memory."""
@@ -234,8 +231,8 @@ def _options(arguments: dict[str, Any]) -> dict[str, int]:
 
 
 def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.testing.offline` compiles."""
-    from tamis.testing.offline import OfflineCase
+    """Launches that `tamis.lab.testing.offline` compiles."""
+    from tamis.lab.testing.offline import OfflineCase
 
     kinds: list[tuple[Layout, int, bool, torch.dtype, bool]] = [
         (named("v4-fp8"), 4, True, torch.float32, False),

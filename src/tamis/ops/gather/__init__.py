@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache
+from tamis.cache.paged import PagedCache
 from tamis.ops import library
 
 

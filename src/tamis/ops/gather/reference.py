@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from tamis.cache import PagedCache
-from tamis.layout import Field
+from tamis.cache.layout import Field
+from tamis.cache.paged import PagedCache
 
 
 def fetch_field(cache: PagedCache, field: Field, slots: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.cache import PagedCache
-from tamis.layout import named
-from tamis.ops.triton_rows import (
+from tamis.cache.layout import named
+from tamis.cache.paged import PagedCache
+from tamis.ops.rows.triton_rows import (
     copy_rounded,
     decode_e2m1,
     decode_e4m3,
@@ -29,7 +29,7 @@ from tamis.ops.triton_rows import (
 )
 
 if TYPE_CHECKING:
-    from tamis.testing.offline import OfflineCase
+    from tamis.lab.testing.offline import OfflineCase
 
 WARP_VALUES = 2048
 """Values that one warp handles: 64 per thread. Programs of one warp need no barriers and share no look-up of a row."""
@@ -342,8 +342,8 @@ def _index_arguments(cache: PagedCache, values: Tensor, scales: Tensor, rows_fro
 
 
 def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.testing.offline` compiles."""
-    from tamis.testing.offline import NATIVE_E4M3, OfflineCase
+    """Launches that `tamis.lab.testing.offline` compiles."""
+    from tamis.lab.testing.offline import NATIVE_E4M3, OfflineCase
 
     table, ones = torch.zeros(32, 128, dtype=torch.int32, device="cpu"), torch.ones(32, dtype=torch.int32, device="cpu")
     for name, dtype in (

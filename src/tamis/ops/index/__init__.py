@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache
-from tamis.layout import index_mxfp4
+from tamis.cache.layout import index_mxfp4
+from tamis.cache.paged import PagedCache
+from tamis.model.recipe import IndexRecipe
 from tamis.ops import library
 from tamis.ops.index import registered
-from tamis.recipe import IndexRecipe
 
 QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)
 MAX_K = 4096

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.layout import Rounding, index_mxfp4
+from tamis.cache.layout import Rounding, index_mxfp4
+from tamis.model.recipe import IndexRecipe
 from tamis.ops.gather.reference import decode_e2m1
 from tamis.ops.index.prepare import rotate_index
 from tamis.ops.write.reference import encode_rows
-from tamis.recipe import IndexRecipe
 
 _TILE = 32
 """How many values share a scale."""
@@ -44,7 +44,7 @@ def pack_index_query(
         weights: [T, H], the head weights' projection.
         recipe: what to do to q; the same as for the keys it will meet.
         positions: integer [T], absolute; without them q is taken as rotated already.
-        cos_sin: float32 [max_positions, rope_dim] from `tamis.rope.Rope.cos_sin_table`; goes with `positions`.
+        cos_sin: float32 [max_positions, rope_dim] from `tamis.model.rope.Rope.cos_sin_table`; goes with `positions`.
         scale: the constant factor of all weights, (H * D) ** -0.5 if not given.
         rounding: "bf16" rounds once after the rotations; "none" keeps float32.
     """

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache
-from tamis.layout import Rounding, index_fp8
+from tamis.cache.layout import Rounding, index_fp8
+from tamis.cache.paged import PagedCache
+from tamis.model.recipe import IndexRecipe
 from tamis.ops import library
 from tamis.ops.index import check_layout, reference, registered
 from tamis.ops.write import check_slots
-from tamis.recipe import IndexRecipe
 
 
 def rotate_index(
@@ -24,7 +24,7 @@ def rotate_index(
         x: the projection's output, keys after their norm.
         recipe: what to do to it.
         positions: integer [T], absolute; without them x is taken as rotated by the rope already.
-        cos_sin: float32 [max_positions, rope_dim] from `tamis.rope.Rope.cos_sin_table`; goes with `positions`.
+        cos_sin: float32 [max_positions, rope_dim] from `tamis.model.rope.Rope.cos_sin_table`; goes with `positions`.
     """
     dense = isinstance(x, Tensor) and x.dtype in checks.FLOATS and x.layout is torch.strided
     if not dense or x.dim() not in (2, 3):
@@ -58,7 +58,7 @@ def quantise_index_query(
         weights: [T, H], the head weights' projection.
         recipe: what to do to q; the same as for the keys it will meet.
         positions: integer [T], absolute, -1 for padding; without them q is taken as rotated already.
-        cos_sin: float32 [max_positions, rope_dim] from `tamis.rope.Rope.cos_sin_table`; goes with `positions`.
+        cos_sin: float32 [max_positions, rope_dim] from `tamis.model.rope.Rope.cos_sin_table`; goes with `positions`.
         scale: the constant factor of all weights, (H * D) ** -0.5 if not given.
         rounding: "bf16" rounds before quantisation (after the rope, and again after the Hadamard rotation), as most
             implementations do; "none" keeps float32, as fused kernels do.
@@ -109,7 +109,7 @@ def write_index_keys(
         norm_bias: [D], with `norm_weight` only.
         norm_eps: of the LayerNorm.
         positions: integer [T], absolute, -1 for padding; without them keys are taken as rotated already.
-        cos_sin: float32 [max_positions, rope_dim] from `tamis.rope.Rope.cos_sin_table`; goes with `positions`.
+        cos_sin: float32 [max_positions, rope_dim] from `tamis.model.rope.Rope.cos_sin_table`; goes with `positions`.
         backend: a name from `tamis backends`, or "auto".
     """
     check_write_index_keys(

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from tamis.cache import PagedCache
-from tamis.layout import Layout, Rounding
+from tamis.cache.layout import Layout, Rounding
+from tamis.cache.paged import PagedCache
+from tamis.model.recipe import IndexRecipe
+from tamis.model.rope import hadamard, rotate
 from tamis.ops.gather.reference import decode_e2m1, fetch_field, request_slots
 from tamis.ops.write.reference import encode_rows, write_kv
-from tamis.recipe import IndexRecipe
-from tamis.rope import hadamard, rotate
 
 KEY_BLOCK = 1024
 """Keys per product."""

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tamis.cache import PagedCache
-from tamis.layout import from_key
+from tamis.cache.layout import from_key
+from tamis.cache.paged import PagedCache
+from tamis.model.recipe import IndexRecipe
 from tamis.ops.library import CACHE, ask_kernels, op, stage_module
-from tamis.recipe import IndexRecipe
 
 _RECIPE = "int rope_dim, bool interleaved, bool rope_first, bool hadamard"
 

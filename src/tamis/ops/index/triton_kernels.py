@@ -14,16 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache
-from tamis.layout import Layout
+from tamis.cache.layout import Layout
+from tamis.cache.paged import PagedCache
 from tamis.ops.index import triton_prepare
 from tamis.ops.index.triton_prepare import check_recipe, quantise_index_query, write_index_keys
 from tamis.ops.index.triton_scores import ScoreLaunch, choose_score_launch, score_keys
 from tamis.ops.index.triton_topk import choose_topk_launch, topk_launches
-from tamis.ops.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
+from tamis.ops.rows.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
 
 if TYPE_CHECKING:
-    from tamis.testing.offline import OfflineCase
+    from tamis.lab.testing.offline import OfflineCase
 
 __all__ = [
     "check_recipe",
@@ -328,9 +328,9 @@ def _cores(device: torch.device) -> int:
 
 
 def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.testing.offline` compiles."""
-    from tamis.layout import named, rows
-    from tamis.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase
+    """Launches that `tamis.lab.testing.offline` compiles."""
+    from tamis.cache.layout import named, rows
+    from tamis.lab.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase
 
     yield from triton_prepare.offline_cases()
     plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
@@ -401,7 +401,7 @@ def offline_cases() -> Iterator["OfflineCase"]:
 
 def every_offline_case() -> Iterator["OfflineCase"]:
     """A launch of every program that dtypes, formats, heads and widths can ask for."""
-    from tamis.ops.index import triton_offline
+    from tamis.lab.offline import index as triton_offline
 
     yield from offline_cases()
     yield from triton_offline.cases()

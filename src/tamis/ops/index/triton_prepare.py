@@ -14,10 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache
-from tamis.layout import Layout, index_fp8, index_mxfp4, rows
-from tamis.ops.triton_norm import hadamard_rows, hadamard_steps, rotate_pairs
-from tamis.ops.triton_rows import (
+from tamis.cache.layout import Layout, index_fp8, index_mxfp4, rows
+from tamis.cache.paged import PagedCache
+from tamis.model.recipe import IndexRecipe
+from tamis.ops.rows.triton_norm import hadamard_rows, hadamard_steps, rotate_pairs
+from tamis.ops.rows.triton_rows import (
     interpreted,
     launching_on,
     load_wide,
@@ -28,10 +29,9 @@ from tamis.ops.triton_rows import (
     widen_bf16,
 )
 from tamis.ops.write.triton_kernels import encode_tiles, quantise_tiles
-from tamis.recipe import IndexRecipe
 
 if TYPE_CHECKING:
-    from tamis.testing.offline import OfflineCase
+    from tamis.lab.testing.offline import OfflineCase
 
 BLOCK_VALUES = 1024
 """Values that one program handles: eight per thread, which is one wide load of 16-bit numbers."""
@@ -303,8 +303,8 @@ def _key_arguments(
 
 
 def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.testing.offline` compiles."""
-    from tamis.testing.offline import OfflineCase
+    """Launches that `tamis.lab.testing.offline` compiles."""
+    from tamis.lab.testing.offline import OfflineCase
 
     positions = torch.zeros(2, dtype=torch.int32, device="cpu")
     table = torch.empty(9, 64, dtype=torch.float32, device="cpu")

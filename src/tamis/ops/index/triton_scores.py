@@ -12,7 +12,7 @@ from functools import lru_cache
 import triton
 import triton.language as tl
 
-from tamis.ops.triton_rows import decode_e2m1, decode_e4m3, load_wide, power_of_two
+from tamis.ops.rows.triton_rows import decode_e2m1, decode_e4m3, load_wide, power_of_two
 
 
 @triton.jit

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache
+from tamis.cache.paged import PagedCache
+from tamis.model.recipe import IndexRecipe
 from tamis.ops import library
 from tamis.ops.rotate import registered
 from tamis.ops.write import check_slots
-from tamis.recipe import IndexRecipe
 
 
 class Rotated(NamedTuple):
@@ -50,7 +50,7 @@ def rotate_heads(
     Args:
         x: [T, H, D] in bf16, fp16 or fp32.
         positions: integer [T], absolute; padding (negative) is not rotated.
-        cos_sin: float32 [max_positions, R] from `tamis.rope.Rope.cos_sin_table`; R columns are rotated.
+        cos_sin: float32 [max_positions, R] from `tamis.model.rope.Rope.cos_sin_table`; R columns are rotated.
         eps: given, each head is first divided by its root mean square, with this added to the mean square.
         inverse: rotate back.
         backend: a name from `tamis backends`, or "auto".

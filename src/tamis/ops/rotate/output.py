@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
+from tamis.cache.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
 from tamis.ops import library
 from tamis.ops.rotate import check_positions, registered
 
@@ -34,7 +34,7 @@ def rotate_to_fp8(
     Args:
         x: [T, H, D] in bf16, fp16 or fp32.
         positions: integer [T], absolute; padding (negative) is not rotated.
-        cos_sin: float32 [max_positions, R] from `tamis.rope.Rope.cos_sin_table`; R columns are rotated.
+        cos_sin: float32 [max_positions, R] from `tamis.model.rope.Rope.cos_sin_table`; R columns are rotated.
         tile: how many columns share a scale: a power of two from 32 on that divides D.
         inverse: rotate back, as an output must be.
         backend: a name from `tamis backends`, or "auto".

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from tamis.cache import PagedCache
-from tamis.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
+from tamis.arithmetic import float32_products
+from tamis.cache.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
+from tamis.cache.paged import PagedCache
+from tamis.model.rope import hadamard, rms_norm, rotate
 from tamis.ops.write.reference import divide, exponent_above, to_e4m3, write_kv
-from tamis.products import float32_products
-from tamis.rope import hadamard, rms_norm, rotate
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tamis.cache import PagedCache
+from tamis.cache.paged import PagedCache
 from tamis.ops.library import CACHE, ask_kernels, op, stage_module
 
 

@@ -8,14 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.cache import PagedCache
-from tamis.layout import named, plain_fp8
+from tamis.cache.layout import named, plain_fp8
+from tamis.cache.paged import PagedCache
 from tamis.ops.rotate import triton_output
 from tamis.ops.rotate.triton_output import lower_groups, rotate_to_fp8
-from tamis.ops.triton_norm import (
-    check_rows as check_rows,  # one of the functions that this module offers
-)
-from tamis.ops.triton_norm import (
+from tamis.ops.rows.triton_norm import (
     hadamard_row,
     hadamard_steps,
     insert_arguments,
@@ -23,10 +20,10 @@ from tamis.ops.triton_norm import (
     norm_row,
     rotate_row,
 )
-from tamis.ops.triton_rows import interpreted, launching_on, load_wide, store_rounded
+from tamis.ops.rows.triton_rows import interpreted, launching_on, load_wide, store_rounded
 
 if TYPE_CHECKING:
-    from tamis.testing.offline import OfflineCase
+    from tamis.lab.testing.offline import OfflineCase
 
 __all__ = ["lower_groups", "norm_rows", "rotate_and_write", "rotate_heads", "rotate_to_fp8"]
 NUM_WARPS = 1
@@ -256,8 +253,8 @@ def _heads_and_rows(
 
 
 def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.testing.offline` compiles."""
-    from tamis.testing.offline import OfflineCase
+    """Launches that `tamis.lab.testing.offline` compiles."""
+    from tamis.lab.testing.offline import OfflineCase
 
     options = {"num_warps": NUM_WARPS}
     positions = torch.zeros(2, dtype=torch.int32, device="cpu")

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.layout import OUTPUT_SCALE_FLOOR
-from tamis.ops.triton_norm import rotate_row
-from tamis.ops.triton_rows import (
+from tamis.cache.layout import OUTPUT_SCALE_FLOOR
+from tamis.ops.rows.triton_norm import rotate_row
+from tamis.ops.rows.triton_rows import (
     decode_e4m3,
     has_native_e4m3,
     interpreted,
@@ -22,7 +22,7 @@ from tamis.ops.triton_rows import (
 from tamis.ops.write.triton_kernels import quantise_tiles
 
 if TYPE_CHECKING:
-    from tamis.testing.offline import OfflineCase
+    from tamis.lab.testing.offline import OfflineCase
 
 E4M3 = torch.float8_e4m3fn
 TURN_WARPS = 1
@@ -165,8 +165,8 @@ def _lower_arguments(
 
 
 def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.testing.offline` compiles."""
-    from tamis.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase
+    """Launches that `tamis.lab.testing.offline` compiles."""
+    from tamis.lab.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase
 
     x = torch.empty(2, 64, 512, dtype=torch.bfloat16, device="cpu")
     table = torch.empty(9, 64, dtype=torch.float32, device="cpu")

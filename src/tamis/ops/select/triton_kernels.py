@@ -9,11 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
+from tamis.ops.rows.triton_rows import launching_on
 from tamis.ops.select.triton_device import chosen_rows, entry_rows, gathered_rows, mixed_rows, window_rows
-from tamis.ops.triton_rows import launching_on
 
 if TYPE_CHECKING:
-    from tamis.testing.offline import OfflineCase
+    from tamis.lab.testing.offline import OfflineCase
 
 LARGEST_BLOCK = 1024
 """Columns that a program handles at once."""
@@ -250,8 +250,8 @@ def _strided(name: str, value: Tensor | None) -> dict[str, Any]:
 
 
 def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.testing.offline` compiles."""
-    from tamis.testing.offline import OfflineCase
+    """Launches that `tamis.lab.testing.offline` compiles."""
+    from tamis.lab.testing.offline import OfflineCase
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device="cpu")

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.ops.triton_rows import launching_on
+from tamis.ops.rows.triton_rows import launching_on
 
 if TYPE_CHECKING:
-    from tamis.testing.offline import OfflineCase
+    from tamis.lab.testing.offline import OfflineCase
 
 LARGEST_BLOCK = 2048
 """Columns that a program handles at once."""
@@ -151,8 +151,8 @@ def _arguments(
 
 
 def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.testing.offline` compiles."""
-    from tamis.testing.offline import OfflineCase
+    """Launches that `tamis.lab.testing.offline` compiles."""
+    from tamis.lab.testing.offline import OfflineCase
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device="cpu")

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache import PagedCache
+from tamis.arithmetic import without_autocast
+from tamis.cache.paged import PagedCache
+from tamis.model.rope import rms_norm, rotate
 from tamis.ops import library
-from tamis.products import without_autocast
-from tamis.rope import rms_norm, rotate
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
@@ -124,7 +124,7 @@ def write_normed_kv(
         slots: as in `write_kv`.
         norm_weight: [L].
         positions: integer [T], absolute.
-        cos_sin: float32 [max_positions, R] from `tamis.rope.Rope.cos_sin_table`.
+        cos_sin: float32 [max_positions, R] from `tamis.model.rope.Rope.cos_sin_table`.
         eps: of the norm.
         interleaved: pairs (2i, 2i+1), as the main attention uses; False: (i, i + R/2).
         backend: a name from `tamis backends`, or "auto".

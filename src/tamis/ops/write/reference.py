@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from tamis.cache import PagedCache
-from tamis.layout import E2M1_MAX, E4M3_MAX, Layout
+from tamis.cache.layout import E2M1_MAX, E4M3_MAX, Layout
+from tamis.cache.paged import PagedCache
 
 
 def to_e4m3(x: Tensor) -> Tensor:

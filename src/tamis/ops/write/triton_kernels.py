@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.cache import PagedCache
-from tamis.layout import from_key, named
-from tamis.ops.triton_rows import (
+from tamis.cache.layout import from_key, named
+from tamis.cache.paged import PagedCache
+from tamis.ops.rows.triton_rows import (
     copy_rounded,
     encode_e2m1,
     encode_e4m3,
@@ -33,7 +33,7 @@ from tamis.ops.triton_rows import (
 )
 
 if TYPE_CHECKING:
-    from tamis.testing.offline import OfflineCase
+    from tamis.lab.testing.offline import OfflineCase
 
 BLOCK_VALUES = 2048
 """Values that one program handles: 64 per thread of a single warp, which needs no barrier to find a maximum."""
@@ -220,8 +220,8 @@ def _constants(key: str, page_size: int) -> dict[str, Any]:
 
 
 def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.testing.offline` compiles."""
-    from tamis.testing.offline import OfflineCase
+    """Launches that `tamis.lab.testing.offline` compiles."""
+    from tamis.lab.testing.offline import OfflineCase
 
     options = {"num_warps": NUM_WARPS}
     for layout, dtype in (

@@ -1,0 +1,195 @@
+"""`PagedCache`: rows of one byte format in pages."""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.cache.layout import Field, Layout, named
+from tamis.model.recipe import IndexRecipe
+
+_ONE_BYTE = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+
+
+class PagedCache:
+    """Rows of one layout in pages; row `r` of page `p` is slot `p * page_size + r`.
+
+    `PagedCache("v32-fp8", pages=1024, page_size=64)` allocates zeroed pages; `PagedCache.wrap` takes an engine's own
+    tensor. The object only describes its storage: what `with_scale` returns shares it.
+
+    Attributes:
+        layout: the byte format.
+        storage: [pages, page_size, row_elements], as engines hold it. In planar layouts the last two axes are only a
+            shape: rows do not lie there one after the other.
+        page_size: rows per page.
+        scale: the one factor of a `plain-fp8` cache (stored value = x / scale); 1.0 in every other layout.
+        recipe: of a cache of index keys, how they were prepared, where whoever made the cache said so. Queries and
+            keys prepared otherwise are then refused.
+    """
+
+    recipe: IndexRecipe | None
+
+    def __init__(
+        self,
+        layout: str | Layout,
+        pages: int,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        scale: float | Tensor = 1.0,
+        recipe: IndexRecipe | None = None,
+    ) -> None:
+        """Allocate `pages` zeroed pages."""
+        layout = named(layout)
+        checks.integer("pages", pages, low=1)
+        checks.integer("page_size", page_size, low=1)
+        _few_enough(pages, page_size)
+        _check_recipe(recipe)
+        device = checks.device("device", device, usable=True)
+        # Pages outlive the call that makes them: made inside inference_mode, they could not be written to outside.
+        with torch.inference_mode(False):
+            raw = torch.zeros(pages, layout.page_bytes(page_size), dtype=torch.uint8, device=device)
+            used = raw[:, : layout.row_bytes * page_size].unflatten(1, (page_size, layout.row_bytes))
+            storage = used.view(layout.element)
+        self._hold(layout, storage, page_size, scale)
+        self.recipe = recipe
+
+    @classmethod
+    def wrap(
+        cls,
+        storage: Tensor,
+        layout: str | Layout,
+        page_size: int | None = None,
+        *,
+        scale: float | Tensor = 1.0,
+        recipe: IndexRecipe | None = None,
+    ) -> Self:
+        """Describe an engine's tensor: [pages, page_size, C], or the same with a head axis of size 1.
+
+        The page stride may be larger than a page (other layers' pages in between); inside a page the bytes must be
+        contiguous. C is the layout's row: 656 for `v32-fp8`, 576 for `v32-bf16`, 584 for `v4-fp8`.
+        """
+        layout = named(layout)
+        if not isinstance(storage, Tensor):
+            raise checks.refuse_type("storage", "a tensor", checks.describe(storage), "pass the cache tensor")
+        if storage.requires_grad:
+            received = "a tensor that requires grad"
+            raise checks.refuse("storage", "without gradient", received, "rows are written in place: pass .detach()")
+        _check_recipe(recipe)
+        allowed = _ONE_BYTE if layout.element.itemsize == 1 else (layout.element,)
+        checks.dense("storage", storage, allowed)
+        if storage.dim() == 4 and 1 in storage.shape[1:3]:
+            storage = storage.squeeze(1 if storage.shape[1] == 1 and storage.shape[2] != 1 else 2)
+        remedy = f"a {layout.name} cache has rows of {layout.row_elements}"
+        found = checks.tensor("storage", storage, "pages page_size C", allowed, C=layout.row_elements, remedy=remedy)
+        if page_size is not None and checks.integer("page_size", page_size, low=1) != found["page_size"]:
+            raise checks.refuse("page_size", f"{found['page_size']}, the storage's second axis", page_size, "pass that")
+        cache = cls.__new__(cls)
+        cache._hold(layout, storage, found["page_size"], scale)
+        cache.recipe = recipe
+        return cache
+
+    @classmethod
+    def rebuilt(cls, storage: Tensor, layout: Layout, scale: float | Tensor) -> Self:
+        """The cache that another one described by these, without checking them again: what an op's body needs."""
+        cache = cls.__new__(cls)
+        cache._keep(layout, storage, scale)
+        cache.recipe = None
+        return cache
+
+    def _keep(self, layout: Layout, storage: Tensor, scale: float | Tensor) -> None:
+        pages, page_size, row = storage.shape
+        self.layout, self.storage, self.page_size, self.scale = layout, storage, page_size, scale
+        self.page_stride = (storage.stride(0) if pages > 1 else row * page_size) * storage.element_size()
+        """Bytes from one page to the next."""
+
+    def _hold(self, layout: Layout, storage: Tensor, page_size: int, scale: float | Tensor) -> None:
+        pages, item, row = storage.shape[0], storage.element_size(), layout.row_elements
+        if pages == 0 or page_size == 0:
+            raise checks.refuse("storage", "at least one page of one row", list(storage.shape), "allocate pages first")
+        _few_enough(pages, page_size)
+        if storage.stride(2) != 1 or (page_size > 1 and storage.stride(1) != row):
+            raise checks.refuse(
+                "storage", f"contiguous inside a page (strides *, {row}, 1)", storage.stride(), "call .contiguous()"
+            )
+        page_stride = storage.stride(0) if pages > 1 else row * page_size
+        if page_stride < row * page_size:
+            raise checks.refuse(
+                "storage", f"in pages at least {row * page_size} elements apart", page_stride, "do not overlap pages"
+            )
+        # Where a tensor starts is unknown to a trace; a misaligned start then fails in `field`.
+        start = 0 if torch.compiler.is_compiling() else storage.storage_offset()
+        for what, found in (("start", start * item), ("page stride", page_stride * item)):
+            if found % layout.alignment:
+                expected = f"aligned, its {what} a multiple of {layout.alignment} bytes"
+                raise checks.refuse("storage", expected, f"{found} bytes", "pad the pages")
+        scale = checks.scale_factor("scale", scale)
+        if layout.scale_mode != "tensor" and not (isinstance(scale, float) and scale == 1.0):
+            raise checks.refuse("scale", f"1.0 for {layout.name}", scale, "only plain-fp8 has a scale for all rows")
+        if isinstance(scale, Tensor):
+            checks.same_device(storage=storage, scale=scale)
+        self._keep(layout, storage, scale)
+
+    @property
+    def pages(self) -> int:
+        """How many pages there are."""
+        return self.storage.shape[0]
+
+    @property
+    def rows(self) -> int:
+        """How many slots there are."""
+        return self.pages * self.page_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the storage lives."""
+        return self.storage.device
+
+    @property
+    def rows_per_page(self) -> int:
+        """Rows from one page to the next, for consumers that index one flat list of rows.
+
+        Equal to `page_size` unless pages lie apart; refused where the distance is not a whole number of rows.
+        """
+        span, rest = divmod(self.page_stride, self.layout.row_bytes)
+        if rest:
+            raise checks.refuse(
+                "storage",
+                f"in pages a whole number of {self.layout.row_bytes}-byte rows apart",
+                f"{self.page_stride} bytes",
+                "address it by page and row, as PagedCache.read does, instead of by flat row",
+            )
+        return span
+
+    def field(self, field: Field) -> Tensor:
+        """A view [pages, page_size, count] of one field of every row, whatever the page stride."""
+        raw = self.storage.view(torch.uint8)
+        start = raw.storage_offset() + field.start(self.page_size)
+        size = field.dtype.itemsize
+        shape = (self.pages, self.page_size, field.count * size)
+        return torch.as_strided(raw, shape, (self.page_stride, field.stride, 1), start).view(field.dtype)
+
+    def with_scale(self, scale: float | Tensor) -> Self:
+        """The same storage read and written under another per-tensor scale."""
+        return type(self).wrap(self.storage, self.layout, self.page_size, scale=scale, recipe=self.recipe)
+
+    def read(self, slots: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Dequantised rows [..., width] of the given slots; a negative slot, or one past the end, reads zeros."""
+        from tamis.ops import read_kv
+
+        return read_kv(self, slots, dtype=dtype)
+
+    def __repr__(self) -> str:
+        """Name, size and place."""
+        return f"PagedCache({self.layout.name!r}, pages={self.pages}, page_size={self.page_size}, {self.device})"
+
+
+def _check_recipe(recipe: IndexRecipe | None) -> None:
+    if recipe is not None:
+        checks.instance("recipe", recipe, IndexRecipe)
+
+
+def _few_enough(pages: int, page_size: int) -> None:
+    if pages * page_size >= 2**31:
+        raise checks.refuse("pages", "fewer than 2**31 rows in all", pages * page_size, "slots are 32-bit numbers")

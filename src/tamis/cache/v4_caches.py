@@ -1,0 +1,87 @@
+"""The caches of a DeepSeek-V4 layer."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from tamis import checks
+from tamis.cache.layout import Layout, compressor_state, named
+from tamis.cache.paged import PagedCache
+from tamis.model.recipe import IndexRecipe
+from tamis.model.spec import LayerSpec
+
+
+@dataclass(frozen=True, eq=False)
+class V4Caches:
+    """The caches of one layer. Layers with a window only have no others, and only overlapping ones have index keys."""
+
+    window: PagedCache
+    """Raw tokens."""
+    entries: PagedCache | None = None
+    """Compressed entries."""
+    state: PagedCache | None = None
+    """What their compressor carries."""
+    index: PagedCache | None = None
+    """Index keys, one per entry."""
+    index_state: PagedCache | None = None
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: LayerSpec,
+        *,
+        pages: int,
+        window_pages: int,
+        state_pages: int,
+        page_size: int = 256,
+        window_page_size: int = 64,
+        state_page_size: int | None = None,
+        layout: str | Layout = "v4-fp8",
+        index_layout: str | Layout = "index-fp8",
+        hadamard: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Zeroed caches for a layer, in pages of the sizes that a `V4Plan` is made for.
+
+        Args:
+            spec: the layer.
+            pages: how many pages of entries (and index keys).
+            window_pages: how many pages of raw tokens.
+            state_pages: how many pages of compressor state.
+            page_size: how many tokens a page of entries stands for.
+            window_page_size: tokens per page.
+            state_page_size: tokens per page; 4 for overlapping spans and 8 for plain ones if not given.
+            layout: of raw tokens and entries.
+            index_layout: of index keys.
+            hadamard: index keys are turned by the Hadamard matrix, and so will be the queries that meet them: the same
+                scores, a smaller quantisation error.
+            device: where the caches are.
+        """
+        checks.instance("spec", spec, LayerSpec)
+        checks.flag("hadamard", hadamard)
+        layout, index_layout = named(layout), named(index_layout)
+        sizes = {"pages": pages, "window_pages": window_pages, "state_pages": state_pages, "page_size": page_size}
+        sizes |= {"window_page_size": window_page_size}
+        sizes |= {} if state_page_size is None else {"state_page_size": state_page_size}
+        for name, size in sizes.items():
+            checks.integer(name, size, low=1)
+        window = PagedCache(layout, window_pages, window_page_size, device)
+        if spec.kind == "window":
+            return cls(window)
+        entries_per_page, rest = divmod(checks.integer("page_size", page_size, low=1), spec.compress)
+        if rest:
+            raise checks.refuse("page_size", f"a multiple of the ratio {spec.compress}", page_size, "pad it to one")
+        overlapping = spec.kind == "overlapping"
+        rows = state_page_size or (4 if overlapping else 8)
+
+        def state(dim: int) -> PagedCache:
+            return PagedCache(compressor_state(dim=dim, overlapping=overlapping), state_pages, rows, device)
+
+        entries = PagedCache(layout, pages, entries_per_page, device)
+        if not overlapping:
+            return cls(window, entries, state(spec.head_dim))
+        recipe = IndexRecipe.of_v4(spec.rope_dim, hadamard=hadamard)
+        recipe.check_width(spec.index_dim, "spec.index_dim: width")
+        index = PagedCache(index_layout, pages, entries_per_page, device, recipe=recipe)
+        return cls(window, entries, state(spec.head_dim), index, state(spec.index_dim))

@@ -1,0 +1,250 @@
+"""`TamisCache`: paged caches behind the `Cache` interface of Hugging Face transformers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from tamis import checks
+from tamis.cache.layout import Layout
+from tamis.cache.paged import PagedCache
+from tamis.model.recipe import IndexRecipe
+from tamis.step.batch import Batch, PageMap
+
+MAIN_POOL = ""
+"""The pool that `Batch.pages` describes; others go to `Batch.other_pages` by name."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Pages that stand for the same tokens in several layers."""
+
+    page_size: int
+    """Tokens per page."""
+    keep: int | None = None
+    """How many of a request's last tokens are still needed; None: all."""
+
+    def pages(self, cached: int, length: int) -> range:
+        """Numbers of the pages in use while a request with so many cached tokens grows to `length`."""
+        first = 0 if self.keep is None else max(0, cached - self.keep)
+        return range(first // self.page_size, -(-length // self.page_size))
+
+
+@dataclass(frozen=True)
+class Held:
+    """One kind of rows that a layer keeps."""
+
+    pool: str
+    layout: Layout
+    page_rows: int
+    recipe: IndexRecipe | None = None
+
+    def allocate(self, pages: int, device: torch.device) -> PagedCache:
+        """So many zeroed pages."""
+        return PagedCache(self.layout, pages, self.page_rows, device, recipe=self.recipe)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a model keeps of its tokens."""
+
+    pools: Mapping[str, Pool]
+    layers: Sequence[Mapping[str, Held]]
+    """By layer, under the names that the layer's `Caches` or `V4Caches` have for them."""
+    device: torch.device
+
+
+class TamisCache(Cache):
+    """What attached models keep of the tokens they have seen.
+
+    Columns are counted as transformers counts them, padding included; only real tokens take room in the pages. Page
+    `number` of request `row` is page `(number % depth) * requests + row`: requests that grow together need no
+    allocator, and pages that are no longer needed are overwritten by later ones.
+    """
+
+    def __init__(self, shape: CacheShape) -> None:
+        """Start empty; pages are allocated by the first step and grow with the requests."""
+        super().__init__(layers=[])
+        self.shape = shape
+        self.kept: Tensor | None = None
+        """bool [requests, columns] on the host: which columns are real tokens."""
+        self.depths = dict.fromkeys(shape.pools, 0)
+        """Pages per request, by pool."""
+        self.paged: list[dict[str, PagedCache]] = [{} for _ in shape.layers]
+
+    @property
+    def batch_size(self) -> int:
+        """How many requests there are; -1 before the first step."""
+        return -1 if self.kept is None else self.kept.shape[0]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many columns have run, padding included."""
+        return 0 if self.kept is None else self.kept.shape[1]
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of a mask over all columns."""
+        return self.get_seq_length() + query_length, 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """No: pages are allocated as tokens come."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a step has run."""
+        return self.kept is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether every token's rows are still there."""
+        return all(pool.keep is None for pool in self.shape.pools.values())
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """For each layer; what a layer no longer needs is its own affair."""
+        return [False] * len(self.shape.layers)
+
+    def __len__(self) -> int:
+        """How many layers there are."""
+        return len(self.shape.layers)
+
+    def __repr__(self) -> str:
+        """Sizes only."""
+        return f"TamisCache(requests={self.batch_size}, columns={self.get_seq_length()}, layers={len(self)})"
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: only attached models write to pages."""
+        raise checks.refuse("past_key_values", "a transformers cache", "a TamisCache", "attach the model, or drop it")
+
+    def update_indexer(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, like `update`."""
+        self.update()
+
+    def reset(self) -> None:
+        """Forget all tokens and give all pages back."""
+        self.kept = None
+        self.depths = dict.fromkeys(self.depths, 0)
+        self.paged = [{} for _ in self.paged]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last columns; their number is given as a negative one, as in transformers."""
+        checks.integer("tokens_to_remove", tokens_to_remove, low=-self.get_seq_length(), high=0)
+        if tokens_to_remove == 0 or self.kept is None:
+            return
+        if not self.is_croppable:
+            remedy = "windows and compressor state of earlier tokens are gone; start again"
+            raise checks.refuse("tokens_to_remove", "0 for this model", tokens_to_remove, remedy)
+        self.kept = self.kept[:, :tokens_to_remove]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let each request continue the one named (beam search)."""
+        self._take(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each request."""
+        self._take(torch.arange(max(self.batch_size, 0), dtype=torch.int64, device="cpu").repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the requests named."""
+        self._take(torch.arange(max(self.batch_size, 0), dtype=torch.int64, device="cpu")[indices.cpu()])
+
+    def new_tokens(self, rows: int, columns: int, attention_mask: Tensor | None) -> Tensor:
+        """Which of a step's tokens are real: bool [rows, columns] on the host, after checking that the mask says of the
+        columns before them what it said when they ran."""
+        seen = self.get_seq_length()
+        if self.kept is not None and rows != self.kept.shape[0]:
+            raise checks.refuse("input_ids", f"of {self.kept.shape[0]} rows, like the cache", rows, "use another cache")
+        if attention_mask is None:
+            if self.kept is not None and not bool(self.kept.all()):
+                raise checks.refuse("attention_mask", "given for a cache with padding", None, "pass it for all columns")
+            return torch.ones(rows, columns, dtype=torch.bool, device="cpu")
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != (rows, seen + columns):
+            expected = f"of shape [{rows}, {seen + columns}] (cached and new columns)"
+            remedy = "pass a padding mask; causality and selection are in the caches"
+            raise checks.refuse("attention_mask", expected, checks.describe(attention_mask), remedy)
+        mask = attention_mask.detach().cpu() != 0
+        if self.kept is not None and not torch.equal(mask[:, :seen], self.kept):
+            remedy = "cached tokens cannot be hidden or uncovered later"
+            raise checks.refuse("attention_mask", "unchanged for cached columns", "another one", remedy)
+        return mask[:, seen:]
+
+    def batch(self, new: Tensor) -> Batch:
+        """The step with these new tokens, with pages for all of them. Nothing is counted as cached yet."""
+        cached = torch.zeros(len(new), dtype=torch.int64, device="cpu") if self.kept is None else self.kept.sum(1)
+        counts = new.sum(1)
+        lengths = cached + counts
+        self._make_room(cached.tolist(), lengths.tolist())
+        starts = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), counts.cumsum(0)))
+        request = torch.arange(len(new), dtype=torch.int64, device="cpu").repeat_interleave(counts)
+        position = torch.arange(len(request), dtype=torch.int64, device="cpu") - starts[request] + cached[request]
+        pages = {name: self._pages(name, request, position, cached, lengths) for name in self.shape.pools}
+        main = pages.pop(MAIN_POOL)
+        return Batch(starts.int(), lengths.int(), main, other_pages=pages)
+
+    def commit(self, new: Tensor) -> None:
+        """Count a step's tokens as cached, after all layers have written them."""
+        self.kept = new if self.kept is None else torch.cat((self.kept, new), dim=1)
+
+    def _pages(self, name: str, request: Tensor, position: Tensor, cached: Tensor, lengths: Tensor) -> PageMap:
+        pool, depth, requests = self.shape.pools[name], self.depths[name], len(lengths)
+        number = position // pool.page_size
+        slots = ((number % depth) * requests + request) * pool.page_size + position % pool.page_size
+        used = [pool.pages(*ends) for ends in zip(cached.tolist(), lengths.tolist(), strict=True)]
+        columns = torch.arange(max(1, *(pages.stop for pages in used)), dtype=torch.int64, device="cpu")
+        table = (columns % depth) * requests + torch.arange(requests, dtype=torch.int64, device="cpu").unsqueeze(1)
+        first = torch.tensor([pages.start for pages in used], dtype=torch.int64, device="cpu").unsqueeze(1)
+        end = torch.tensor([pages.stop for pages in used], dtype=torch.int64, device="cpu").unsqueeze(1)
+        return PageMap(torch.where((columns >= first) & (columns < end), table, -1).int(), slots)
+
+    def _make_room(self, cached: list[int], lengths: list[int]) -> None:
+        for name, pool in self.shape.pools.items():
+            needed = max(1, *(len(pool.pages(*ends)) for ends in zip(cached, lengths, strict=True)))
+            old = self.depths[name]
+            if needed <= old:
+                continue
+            # A quarter more than there was: growing by single pages would copy everything each time.
+            self.depths[name] = depth = max(needed, old + old // 4) if old else needed
+            count = len(lengths)
+            moves = [
+                ((page % old) * count + row, (page % depth) * count + row)
+                for row, length in enumerate(cached)
+                for page in pool.pages(length, length)
+                if old
+            ]
+            self._move(name, moves, depth * count)
+
+    def _take(self, rows: Tensor) -> None:
+        """Make requests of copies of the ones named."""
+        if self.kept is None:
+            return
+        taken: list[int] = rows.tolist()
+        before = self.kept.shape[0]
+        if taken == list(range(before)):
+            return
+        for name, depth in self.depths.items():
+            moves = [
+                (page * before + old, page * len(taken) + row) for row, old in enumerate(taken) for page in range(depth)
+            ]
+            self._move(name, moves, depth * len(taken))
+        self.kept = self.kept[rows.cpu()]
+
+    def _move(self, pool: str, moves: list[tuple[int, int]], pages: int) -> None:
+        """New storage for a pool, with some of the old pages copied to their new places."""
+        device = self.shape.device
+        source, target = torch.tensor(moves, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
+        for held, paged in zip(self.shape.layers, self.paged, strict=True):
+            for name, rows in held.items():
+                if rows.pool != pool:
+                    continue
+                fresh = rows.allocate(pages, device)
+                if moves:
+                    fresh.storage.view(torch.uint8)[target] = paged[name].storage.view(torch.uint8)[source]
+                paged[name] = fresh

@@ -1,0 +1,335 @@
+"""How the attention modules of Hugging Face transformers run on tamis: one class per family of models.
+
+A model's forward pass plans a step once; each attention module then gets that `Step` in place of a mask.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import gcd, lcm
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tamis.cache.layout import Layout, compressor_state, index_fp8, rows, v4_fp8, v32_fp8
+from tamis.cache.paged import PagedCache
+from tamis.cache.selection import Caches
+from tamis.cache.v4_caches import V4Caches
+from tamis.choice import choose
+from tamis.integrations.hf.cache import MAIN_POOL, CacheShape, Held, Pool
+from tamis.layers.mla import SparseMLA
+from tamis.layers.v4 import SparseV4
+from tamis.layers.v4_weights import V4Weights
+from tamis.model.absorb import AbsorbedWeights
+from tamis.model.recipe import IndexRecipe
+from tamis.model.rope import rotate
+from tamis.model.spec import LayerSpec
+from tamis.ops import IndexInputs, quantise_index_query, rotate_index, write_index_keys
+from tamis.step.batch import Batch
+from tamis.step.plan import Limits
+from tamis.step.planner import Planner
+from tamis.step.v4_plan import WINDOW_POOL, state_pool
+from tamis.step.v4_planner import V4Planner
+
+CacheKind = Literal["fp8", "bf16", "fp32"]
+WrapLayer = Callable[[int, Any], Any]
+"""From a layer's number and the layer (a `SparseMLA` or a `SparseV4`) to what runs in its place."""
+_PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PAGE, V4_PAGE, WINDOW_PAGE = 64, 256, 64
+STATE_PAGES = {"overlapping": 4, "plain": 8}
+
+
+class Family(Protocol):
+    """What one family of models adds: what its layers keep, and how a step is planned."""
+
+    shape: CacheShape
+    specs: list[LayerSpec]
+    layers: list[Any]
+
+    def plan(self, batch: Batch) -> Any:
+        """The step's metadata, valid until the next step."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One forward pass, as attention modules get it."""
+
+    family: Any
+    plan: Any
+    paged: list[dict[str, PagedCache]]
+    real: Tensor | None
+    """int64 [T], the numbers of the real tokens among all; None: there is no padding."""
+
+    def pack(self, x: Tensor) -> Tensor:
+        """The real tokens' rows [T, ...] of [requests, columns, ...]."""
+        flat = x.flatten(0, 1)
+        return flat if self.real is None else flat[self.real]
+
+    def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
+        """Rows in their places, in the shape of `like`; zeros for padding."""
+        if self.real is None:
+            return packed.view(like.shape)
+        out = torch.zeros_like(like)
+        out.view(-1, like.shape[-1])[self.real] = packed.to(like.dtype)
+        return out
+
+
+class Planners:
+    """Planners whose buffers suit the steps of the moment: a decode step should not fill those of a long prefill."""
+
+    def __init__(self, make: Any, page_sizes: dict[str, int]) -> None:
+        """Remember how to make one for given limits."""
+        self._make, self._sizes = make, dict(page_sizes)
+        self._page_size = self._sizes.pop(MAIN_POOL)
+        self._planner: Any = None
+
+    def plan(self, batch: Batch) -> Any:
+        """The step's metadata."""
+        tokens, requests, length = int(batch.query_starts[-1]), len(batch.lengths), int(batch.lengths.max())
+        room = 1 << (max(tokens, 1) - 1).bit_length()
+        limits = None if self._planner is None else self._planner.limits
+        if limits is None or limits.max_tokens != room or limits.max_requests != requests or limits.max_length < length:
+            longest = length + length // 4 + PAGE
+            self._planner = self._make(Limits(room, requests, longest, self._page_size, self._sizes))
+        return self._planner.plan(batch)
+
+
+def _key_layout(kind: CacheKind, dim: int, dtype: torch.dtype) -> Layout:
+    """Of index keys. A rounded key can change what is selected, so beside bf16 rows they stay as exact as the model
+    itself makes them."""
+    if kind == "fp8":
+        return index_fp8(dim=dim)
+    return rows(torch.float32 if kind == "fp32" else dtype, latent=dim, rope=0)
+
+
+class V32Family:
+    """DeepSeek-V3.2 and GLM-MoE-DSA: latent rows and index keys of every token, in one pool."""
+
+    def __init__(self, base: Any, kind: CacheKind, backend: str, wrap_layer: WrapLayer) -> None:
+        """Read a model (the part below the language-model head)."""
+        config, device, dtype = base.config, base.embed_tokens.weight.device, base.embed_tokens.weight.dtype
+        modules = [layer.self_attn for layer in base.layers]
+        self.specs = specs = [_v32_spec(config, module) for module in modules]
+        latent = specs[0].latent_dim
+        dim, rope = config.index_head_dim, specs[0].rope_dim
+        if kind == "fp8":
+            layout = v32_fp8(latent=latent, rope=rope, tile=gcd(latent, 128))
+        else:
+            layout = rows(_PLAIN[kind], latent=latent, rope=rope)
+        keys = _key_layout(kind, dim, dtype)
+        # Without FP8 the Hadamard rotation would only cost time.
+        self.recipe = IndexRecipe.from_hf(config, hadamard=kind == "fp8" and dim & (dim - 1) == 0)
+        choose(specs[0], device, layout=layout, dtype=dtype, page_size=PAGE, prefer=backend)
+        self.backend, self.quantised = backend, kind == "fp8"
+        self.layers = [wrap_layer(number, SparseMLA(spec, backend=backend)) for number, spec in enumerate(specs)]
+        held = [
+            {"latent": Held(MAIN_POOL, layout, PAGE)}
+            | ({} if spec.reuse_topk else {"index": Held(MAIN_POOL, keys, PAGE, self.recipe)})
+            for spec in specs
+        ]
+        self.shape = CacheShape({MAIN_POOL: Pool(PAGE)}, held, device)
+        self._planners = Planners(lambda limits: Planner(specs[0], limits, device, layout=layout), {MAIN_POOL: PAGE})
+
+    def plan(self, batch: Batch) -> Any:
+        """The step's metadata, valid until the next step."""
+        return self._planners.plan(batch)
+
+
+def _v32_spec(config: Any, module: Any) -> LayerSpec:
+    return LayerSpec(
+        config.num_attention_heads,
+        config.kv_lora_rank,
+        config.qk_rope_head_dim,
+        config.kv_lora_rank,
+        module.scaling,
+        topk=config.index_topk,
+        index_heads=config.index_n_heads,
+        index_dim=config.index_head_dim,
+        reuse_topk=module.indexer is None,
+    )
+
+
+def v32_forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Step,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """In place of `DeepseekV32Attention.forward`."""
+    out, _positions = _v32_attend(self, hidden_states, position_embeddings, attention_mask, None)
+    return out, None
+
+
+def glm_forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Step,
+    prev_topk_indices: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None, Tensor]:
+    """In place of `GlmMoeDsaAttention.forward`; what it hands on to the layers that share it are packed positions."""
+    shared = prev_topk_indices if self.indexer is None else None
+    out, positions = _v32_attend(self, hidden_states, position_embeddings, attention_mask, shared)
+    return out, None, positions
+
+
+def _v32_attend(
+    module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], step: Step, shared: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    layer: SparseMLA = step.family.layers[module.layer_idx]
+    spec, caches = layer.spec, Caches(**step.paged[module.layer_idx])
+    hidden = step.pack(hidden_states)
+    angles = step.pack(_angles(position_embeddings, hidden_states))
+    residual = module.q_a_layernorm(module.q_a_proj(hidden))
+    q_nope, q_rope = (
+        module.q_b_proj(residual).unflatten(1, (spec.heads, -1)).split([module.qk_nope_head_dim, spec.rope_dim], dim=-1)
+    )
+    latent, k_rope = module.kv_a_proj_with_mqa(hidden).split([spec.latent_dim, spec.rope_dim], dim=-1)
+    index = None if module.indexer is None else _index_inputs(module.indexer, hidden, residual, angles, caches, step)
+    weights = _absorbed(module, spec)
+    result = layer(
+        (weights.absorb_query(q_nope), rotate(q_rope, angles.unsqueeze(1), interleaved=True)),
+        (module.kv_a_layernorm(latent), rotate(k_rope, angles, interleaved=True)),
+        caches,
+        step.plan,
+        positions=shared,
+        index=index,
+    )
+    out = module.o_proj(weights.project_value(result.out).flatten(1))
+    return step.unpack(out, hidden_states), result.positions
+
+
+def _angles(position_embeddings: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
+    """float32 [requests, columns, rope]: cosines, then sines, of the model's own rotary embedding."""
+    cos, sin = (half[..., : half.shape[-1] // 2] for half in position_embeddings)
+    return torch.cat((cos, sin), dim=-1).float().expand(*like.shape[:2], -1)
+
+
+def _index_inputs(
+    indexer: Any, hidden: Tensor, residual: Tensor, angles: Tensor, caches: Caches, step: Step
+) -> IndexInputs:
+    """Queries and weights of the step's tokens; their keys are written here, normed and rotated on the way."""
+    family = step.family
+    # Each token has its own row of angles, so its number is its position in the table.
+    where: dict[str, Any] = {
+        "positions": torch.arange(len(hidden), dtype=torch.int64, device=hidden.device),
+        "cos_sin": angles,
+    }
+    assert caches.index is not None
+    write_index_keys(
+        indexer.wk(hidden),
+        caches.index,
+        step.plan.slots,
+        norm_weight=indexer.k_norm.weight,
+        norm_bias=indexer.k_norm.bias,
+        norm_eps=indexer.k_norm.eps,
+        **where,
+        backend=family.backend,
+    )
+    q = indexer.wq_b(residual).unflatten(1, (indexer.n_heads, indexer.head_dim))
+    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
+    if family.quantised:
+        q, weights = quantise_index_query(q, weights, family.recipe, **where, backend=family.backend)
+    else:
+        q = rotate_index(q, family.recipe, **where).to(q.dtype)
+        weights = weights.float() * (indexer.n_heads * indexer.head_dim) ** -0.5
+    return IndexInputs(q, weights, recipe=family.recipe)
+
+
+def _absorbed(module: Any, spec: LayerSpec) -> AbsorbedWeights:
+    """Views of `kv_b_proj`, so that they follow the model to other devices; a quantised layer is asked for the images
+    of the unit vectors, which is exact for any scheme."""
+    layer = module.kv_b_proj
+    if type(layer) is nn.Linear:
+        weight = layer.weight
+    else:
+        norm = module.kv_a_layernorm.weight
+        weight = layer(torch.eye(spec.latent_dim, dtype=norm.dtype, device=norm.device)).T
+    key, value = weight.unflatten(0, (spec.heads, -1)).split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
+    return AbsorbedWeights(key, value.transpose(1, 2))
+
+
+class V4Family:
+    """DeepSeek-V4: raw tokens of a window, compressed entries, index keys and compressor state, in pools of their
+    own. What has left the window, and state that has been pooled, is overwritten."""
+
+    def __init__(self, base: Any, kind: CacheKind, backend: str, wrap_layer: WrapLayer) -> None:
+        """Read a model (the part below the language-model head)."""
+        self._base, self.backend, self._wrap_layer = base, backend, wrap_layer
+        weight = base.embed_tokens.weight
+        self.specs = specs = [LayerSpec.from_hf(base.config, number) for number in range(len(base.layers))]
+        latent, rope = specs[0].latent_dim, specs[0].rope_dim
+        if kind == "fp8":
+            layout: Layout = v4_fp8(latent=latent, rope=rope, tile=gcd(latent, 64))
+        else:
+            layout = rows(_PLAIN[kind], latent=latent, rope=rope)
+        choose(specs[0], weight.device, layout=layout, dtype=weight.dtype, prefer=backend)
+        page = lcm(V4_PAGE, *(spec.compress for spec in specs))
+        pools = {MAIN_POOL: Pool(page), WINDOW_POOL: Pool(WINDOW_PAGE, specs[0].window)}
+        for spec in specs:
+            if spec.kind != "window":
+                spans = 2 if spec.kind == "overlapping" else 1
+                pools[state_pool(spec.compress)] = Pool(STATE_PAGES[spec.kind], spans * spec.compress)
+        held = [_v4_held(spec, layout, _key_layout(kind, spec.index_dim or 4, weight.dtype), page) for spec in specs]
+        self.shape = CacheShape(pools, held, weight.device)
+        self.layers: list[SparseV4] = []
+        self._source = 0
+        self._planners = Planners(
+            lambda limits: V4Planner(specs, limits, weight.device, layout=layout, backend=backend),
+            {name: pool.page_size for name, pool in pools.items()},
+        )
+
+    def plan(self, batch: Batch) -> Any:
+        """The step's metadata, valid until the next step."""
+        longest = int(batch.lengths.max())
+        # Layers share the model's weights until it is copied or converted.
+        source = self._base.layers[0].self_attn.kv_proj.weight.data_ptr()
+        if source != self._source or len(self.layers[0].cos_sin) < longest:
+            self._make_layers(longest + longest // 4 + V4_PAGE)
+            self._source = source
+        return self._planners.plan(batch)
+
+    def _make_layers(self, positions: int) -> None:
+        """Layers with angles for so many positions, from the model's own rotary embedding."""
+        base = self._base
+        at = torch.arange(positions, dtype=torch.int64, device=self.shape.device).unsqueeze(0)
+        like = torch.zeros(1, dtype=torch.float32, device=self.shape.device)
+        tables = {
+            name: torch.cat(base.rotary_emb(like, position_ids=at, layer_type=name), dim=-1)[0]
+            for name in ("main", "compress")
+        }
+        self.layers = []
+        for number, spec in enumerate(self.specs):
+            module = base.layers[number].self_attn
+            weights = V4Weights.from_state_dict(module.state_dict(), groups=base.config.o_groups)
+            table = tables[module.rope_layer_type]
+            eps = base.config.rms_norm_eps
+            layer = SparseV4(spec, weights, table, eps=eps, backend=self.backend)
+            self.layers.append(self._wrap_layer(number, layer))
+
+
+def _v4_held(spec: LayerSpec, layout: Layout, keys: Layout, page: int) -> dict[str, Held]:
+    held = {"window": Held(WINDOW_POOL, layout, WINDOW_PAGE)}
+    if spec.kind == "window":
+        return held
+    overlapping, pool = spec.kind == "overlapping", state_pool(spec.compress)
+    state = compressor_state(dim=spec.head_dim, overlapping=overlapping)
+    held["entries"] = Held(MAIN_POOL, layout, page // spec.compress)
+    held["state"] = Held(pool, state, STATE_PAGES[spec.kind])
+    if overlapping:
+        held["index"] = Held(MAIN_POOL, keys, page // spec.compress)
+        state = compressor_state(dim=spec.index_dim, overlapping=True)
+        held["index_state"] = Held(pool, state, STATE_PAGES[spec.kind])
+    return held
+
+
+def v4_forward(self: Any, hidden_states: Tensor, *, attention_mask: Step, **_: Any) -> tuple[Tensor, None]:
+    """In place of `DeepseekV4Attention.forward`. Positions are those of a request's own tokens: padding is neither
+    compressed nor counted."""
+    step = attention_mask
+    layer: SparseV4 = step.family.layers[self.layer_idx]
+    out = layer(step.pack(hidden_states), V4Caches(**step.paged[self.layer_idx]), step.plan)
+    return step.unpack(out, hidden_states), None

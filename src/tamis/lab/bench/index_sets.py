@@ -1,0 +1,218 @@
+"""Input sets of the indexer: queries over cached keys, and scores to select from."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tamis.cache.layout import named
+from tamis.cache.paged import PagedCache
+from tamis.lab.bench.maker import Maker
+from tamis.lab.bench.roofline import Cost, index_cost, scores_cost, topk_cost
+from tamis.lab.bench.suites import Job
+from tamis.lab.bench.timing import set_count
+from tamis.lab.testing import compare, oracle
+from tamis.ops import index_scores, index_topk, topk_positions
+from tamis.step.batch import parse_shape
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreSet:
+    """FP8 queries over cached keys, to be scored."""
+
+    q: Tensor
+    weights: Tensor
+    cache: PagedCache
+    request_ids: Tensor
+    block_table: Tensor
+    lengths: Tensor
+    """Per token: the whole of its request."""
+    width: int
+    """The longest of them."""
+    queries: int | None
+    """New tokens per request, where all have the same number."""
+
+    bound = 5e-3
+
+    def run(self, backend: str) -> Tensor:
+        """Our scores."""
+        paged = self.q, self.weights, self.cache, self.request_ids, self.block_table, self.lengths
+        return index_scores(*paged, width=self.width, backend=backend)
+
+    def error(self, result: Tensor) -> float:
+        """Relative error of a few tokens' scores, as far as they see, against float64."""
+        found = [result[token, : len(scores)].cpu() for token, scores in self.true_scores.items()]
+        return compare.relative_error(torch.cat(found), torch.cat(list(self.true_scores.values())))
+
+    @cached_property
+    def true_scores(self) -> dict[int, Tensor]:
+        """float64 scores of what a few tokens see, on the host."""
+        return {token: self._true_scores_of(token) for token in sample(len(self.q))}
+
+    @cached_property
+    def places(self) -> list[tuple[slice, Tensor]]:
+        """For each request its tokens and the slots of its keys, looked up once."""
+        found, size = [], self.cache.page_size
+        ids, lengths = self.request_ids.tolist(), self.lengths.tolist()
+        for request, table in enumerate(self.block_table.long()):
+            first, count = ids.index(request), ids.count(request)
+            position = torch.arange(lengths[first], dtype=torch.int64, device=table.device)
+            found.append((slice(first, first + count), table[position // size] * size + position % size))
+        return found
+
+    def _true_scores_of(self, token: int) -> Tensor:
+        one = slice(token, token + 1)
+        q, weights = self.q[one].float().cpu(), self.weights[one].cpu()
+        places = self.request_ids[one].cpu(), self.block_table.cpu(), self.lengths[one].cpu()
+        scores = oracle.index_scores(q, weights, self.cache, *places)
+        return scores[0, : int(self.lengths[token])]
+
+
+@dataclass(frozen=True, eq=False)
+class IndexSet:
+    """FP8 queries over cached keys, of which the best are to be selected."""
+
+    scored: ScoreSet
+    k: int
+
+    bound = 5e-3
+
+    def run(self, backend: str) -> Tensor:
+        """Our positions."""
+        s = self.scored
+        return index_topk(s.q, s.weights, s.cache, s.request_ids, s.block_table, s.lengths, self.k, backend=backend)
+
+    def error(self, result: Tensor) -> float:
+        """The worst of a few tokens' selections by float64 scores: see `selection_error`."""
+        true = self.scored.true_scores
+        return max(selection_error(result[token], scores, self.k) for token, scores in true.items())
+
+
+@dataclass(frozen=True, eq=False)
+class TopkSet:
+    """Scores to select from."""
+
+    scores: Tensor
+    lengths: Tensor
+    k: int
+    decode: bool
+    """Whether each row is a request of its own; otherwise rows are the tokens of a prompt."""
+
+    bound = 1e-6
+
+    def run(self, backend: str) -> Tensor:
+        """Our positions."""
+        return topk_positions(self.scores, self.lengths, self.k, backend=backend)
+
+    def error(self, result: Tensor) -> float:
+        """The worst of a few rows' selections: see `selection_error`."""
+        rows = sample(len(self.scores))
+        seen = {row: self.scores[row, : int(self.lengths[row])].double().cpu() for row in rows}
+        return max(selection_error(result[row], scores, self.k) for row, scores in seen.items())
+
+
+def sample(count: int) -> list[int]:
+    """The first, the middle and the last of so many."""
+    return sorted({0, count // 2, count - 1})
+
+
+def selection_error(row: Tensor, scores: Tensor, k: int) -> float:
+    """By how much a score left out exceeds one selected, relative to the largest: which of equals are selected, and in
+    which order, does not count. Infinite if the row is no set of positions of the right size.
+
+    Args:
+        row: [k] positions in any order, negative ones absent.
+        scores: float64 [n] on the host, finite.
+        k: how many to select.
+    """
+    chosen = row.long().cpu()
+    chosen = chosen[chosen >= 0]
+    if len(chosen) != min(k, len(scores)) or len(chosen.unique()) != len(chosen) or bool((chosen >= len(scores)).any()):
+        return math.inf
+    if len(chosen) in (0, len(scores)):
+        return 0.0
+    left = scores.clone()
+    left[chosen] = -math.inf
+    excess = float(left.max() - scores[chosen].min())
+    return max(0.0, excess) / max(float(scores.abs().max()), 1e-30)
+
+
+def score_sets(job: Job, maker: Maker) -> tuple[list[ScoreSet], Cost]:
+    """Sets for scoring, each with keys of its own."""
+    assert job.heads is not None
+    requests = _requests(job)
+    cost = scores_cost(requests, heads=job.heads, layout=named(job.layout), page_size=job.page_size)
+    return _scored(job, maker, requests, set_count(cost.bytes, maker.device)), cost
+
+
+def index_sets(job: Job, maker: Maker) -> tuple[list[IndexSet], Cost]:
+    """Sets for scoring and selecting in one."""
+    assert job.heads is not None
+    assert job.topk is not None
+    requests, layout = _requests(job), named(job.layout)
+    cost = index_cost(requests, heads=job.heads, topk=job.topk, layout=layout, page_size=job.page_size)
+    scored = _scored(job, maker, requests, set_count(cost.bytes, maker.device))
+    return [IndexSet(one, job.topk) for one in scored], cost
+
+
+def topk_sets(job: Job, maker: Maker) -> tuple[list[TopkSet], Cost]:
+    """Sets for selecting: normal scores, or ones of which all but a few in a hundred are 0."""
+    assert job.topk is not None
+    requests = _requests(job)
+    cost = topk_cost(requests, topk=job.topk)
+    lengths = _lengths(requests, maker.device)
+    decode = all(new == 1 for new, _ in requests)
+    width = max(length for _, length in requests)
+    sets = []
+    # A row of scores is small: it takes many to fill a cache.
+    for _ in range(set_count(cost.bytes, maker.device, most=1024)):
+        scores = maker.normal(len(lengths), width, dtype=torch.float32)
+        if job.stage == "topk-ties":
+            # Fewer positive scores than there are to select, so that the cut goes through the equal ones.
+            scores = torch.where(scores > _above(job.topk / 2 / width), scores, 0.0)
+        sets.append(TopkSet(scores, lengths, job.topk, decode))
+    return sets, cost
+
+
+def _above(share: float) -> float:
+    """What a share of normal numbers exceeds."""
+    return math.sqrt(2) * float(torch.erfinv(torch.tensor(1 - 2 * min(share, 0.5), dtype=torch.float64, device="cpu")))
+
+
+def _requests(job: Job) -> list[tuple[int, int]]:
+    return list(zip(*parse_shape(job.shape), strict=True))
+
+
+def _lengths(requests: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    return torch.tensor([length for new, length in requests for _ in range(new)], dtype=torch.int32, device=device)
+
+
+def _scored(job: Job, maker: Maker, requests: Sequence[tuple[int, int]], count: int) -> list[ScoreSet]:
+    assert job.heads is not None
+    layout, lengths = named(job.layout), _lengths(requests, maker.device)
+    numbers = [number for number, (new, _) in enumerate(requests) for _ in range(new)]
+    ids = torch.tensor(numbers, dtype=torch.int32, device=maker.device)
+    contexts = [length for _, length in requests]
+    first = requests[0][0]
+    queries = first if all(new == first for new, _ in requests) else None
+    sets = []
+    for _ in range(count):
+        table, pages = maker.block_table(contexts, job.page_size)
+        sets.append(
+            ScoreSet(
+                maker.normal(len(ids), job.heads, layout.width, dtype=FP8),
+                maker.normal(len(ids), job.heads, dtype=torch.float32),
+                maker.cache(layout, pages, job.page_size),
+                ids,
+                table,
+                lengths,
+                max(contexts),
+                queries,
+            )
+        )
+    return sets

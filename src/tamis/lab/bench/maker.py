@@ -1,0 +1,59 @@
+"""Random tensors and filled caches on one device, from a seed."""
+
+import torch
+from torch import Tensor
+
+from tamis.cache.layout import Layout
+from tamis.cache.paged import PagedCache
+from tamis.ops import write_kv
+
+FILL_ROWS = 2**17
+"""Rows written at once while a cache is filled."""
+
+
+class Maker:
+    """Random tensors and filled caches on one device."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        """Everything that follows depends on the seed and on what was asked for before."""
+        self.device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Standard normal numbers."""
+        return torch.randn(shape, generator=self._generator, device=self.device, dtype=torch.float32).to(dtype)
+
+    def picks(self, rows: int, k: int, below: int) -> Tensor:
+        """int64 [rows, k]: in each row different numbers below `below`, in random order."""
+        # A part at a time: a prefill over a long context would need gigabytes of random numbers at once.
+        step = max(1, 2**26 // below)
+        parts = []
+        for begin in range(0, rows, step):
+            shape = (min(step, rows - begin), below)
+            drawn = torch.rand(shape, generator=self._generator, dtype=torch.float32, device=self.device)
+            parts.append(drawn.topk(k, dim=1).indices)
+        return torch.cat(parts)
+
+    def cache(self, layout: Layout, pages: int, page_size: int, *, filled: bool = True) -> PagedCache:
+        """A cache whose rows are all random numbers."""
+        cache = PagedCache(layout, pages, page_size, self.device)
+        for begin in range(0, cache.rows if filled else 0, FILL_ROWS):
+            slots = torch.arange(begin, min(begin + FILL_ROWS, cache.rows), dtype=torch.int64, device=self.device)
+            write_kv(self.normal(len(slots), layout.width), cache, slots)
+        return cache
+
+    def request_ids(self, queries: list[int]) -> Tensor:
+        """The request of each token, int64, where request b has queries[b] tokens."""
+        counts = torch.tensor(queries, dtype=torch.int64, device=self.device)
+        return torch.repeat_interleave(counts, output_size=sum(queries))
+
+    def block_table(self, lengths: list[int], page_size: int) -> tuple[Tensor, int]:
+        """Shuffled pages for each request, -1 past its end, and how many pages there are."""
+        counts = [-(-length // page_size) for length in lengths]
+        order = torch.randperm(sum(counts), generator=self._generator, dtype=torch.int64, device=self.device).int()
+        table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32, device=self.device)
+        begin = 0
+        for row, count in zip(table, counts, strict=True):
+            row[:count] = order[begin : begin + count]
+            begin += count
+        return table, begin

@@ -1,0 +1,85 @@
+"""Other implementations of the same stages, where they can be imported."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tamis import checks
+from tamis.lab.bench import by_hand
+from tamis.lab.bench.inputs import InputSet
+from tamis.lab.bench.peers.base import Peer, Unsupported
+from tamis.lab.bench.peers.deep_gemm import DeepGEMM
+from tamis.lab.bench.peers.flash_attention import FlashAttention3
+from tamis.lab.bench.peers.flash_mla import FlashMLA
+from tamis.lab.bench.peers.gathered import GatheredFlashMLA
+from tamis.lab.bench.peers.vllm import VLLM
+from tamis.lab.bench.suites import Job
+
+__all__ = [
+    "NAMES",
+    "VLLM",
+    "DeepGEMM",
+    "FlashAttention3",
+    "FlashMLA",
+    "GatheredFlashMLA",
+    "Peer",
+    "Torch",
+    "Unsupported",
+    "find_peers",
+]
+
+NAMES = ("flashmla", "flashmla-gather", "fa3", "deepgemm", "vllm", "torch")
+
+
+def find_peers(wanted: Sequence[str] | None, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
+    """The peers that can run here, and for each one that is absent the reason.
+
+    Args:
+        wanted: names; each must be there or a ValueError says why not. None: those that are there.
+        device: where they would run.
+    """
+    for name in wanted or ():
+        checks.option("against", name, (*NAMES, "none"))
+    found: list[Peer] = []
+    absent: dict[str, str] = {}
+    for name in NAMES if wanted is None else [n for n in wanted if n != "none"]:
+        try:
+            found.append(_MAKERS[name](device))
+        except Unsupported as reason:
+            absent[name] = str(reason)
+    if wanted is not None and absent:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
+        raise checks.refuse("against", "peers that can be imported here", reasons, "install them or leave them out")
+    return found, absent
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The same work written by hand in torch."""
+
+    name: str = "torch"
+    capturable: bool = True
+
+    @classmethod
+    def find(cls, device: torch.device) -> "Torch":
+        """Always there."""
+        return cls()
+
+    def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
+        """One call per set."""
+        try:
+            return [by_hand.call_for(item) for item in sets]
+        except NotImplementedError as reason:
+            raise Unsupported(str(reason)) from reason
+
+
+_MAKERS: dict[str, Callable[[torch.device], Peer]] = {
+    "flashmla": FlashMLA.find,
+    "flashmla-gather": GatheredFlashMLA.find,
+    "fa3": FlashAttention3.find,
+    "deepgemm": DeepGEMM.find,
+    "vllm": VLLM.find,
+    "torch": Torch.find,
+}

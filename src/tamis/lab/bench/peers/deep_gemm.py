@@ -1,0 +1,83 @@
+"""DeepGEMM's index scores as a peer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tamis.lab.bench.index_sets import ScoreSet
+from tamis.lab.bench.inputs import InputSet
+from tamis.lab.bench.peers.base import Unsupported, load_first, need_gpu
+from tamis.lab.bench.suites import Job
+from tamis.ops import gather_index
+
+DEEP_GEMM_MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")
+"""In the order in which vLLM looks for it."""
+MOST_PAGED_QUERIES = 2
+"""New tokens per request that its paged kernel takes on Hopper."""
+
+
+@dataclass(frozen=True)
+class DeepGEMM:
+    """DeepGEMM's scores over paged FP8 keys, and for prompts over gathered ones."""
+
+    module: Any
+    name: str = "deepgemm"
+    capturable: bool = True
+
+    @classmethod
+    def find(cls, device: torch.device) -> "DeepGEMM":
+        """The package itself, or the copy inside vLLM; launched as vLLM launches it."""
+        need_gpu(device)
+        module = load_first(DEEP_GEMM_MODULES, "get_paged_mqa_logits_metadata")
+        if hasattr(module, "set_pdl") and torch.cuda.get_device_capability(device)[0] >= 9:
+            module.set_pdl(True)
+        return cls(module)
+
+    def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
+        """Schedules are made beforehand, as engines make one per step for all layers; keys of prompts are gathered."""
+        if job.stage != "scores":
+            raise Unsupported("it has index scores only")
+        return [self.scores(item) for item in sets if isinstance(item, ScoreSet)]
+
+    def scores(self, item: ScoreSet) -> Callable[[], Tensor]:
+        """A call that scores as ours does, except that what lies behind a token's length is left as it was."""
+        if item.cache.layout.name != "index-fp8" or item.cache.page_size != 64:
+            raise Unsupported("its keys are index-fp8 in pages of 64")
+        if item.queries is not None and item.queries <= MOST_PAGED_QUERIES:
+            return self._paged(item, item.queries)
+        if len(item.block_table) == 1:
+            return self._gathered(item)
+        raise Unsupported("its scores of several prompts are not the same tensor as ours")
+
+    def _paged(self, item: ScoreSet, queries: int) -> Callable[[], Tensor]:
+        requests = len(item.block_table)
+        q = item.q.view(requests, queries, *item.q.shape[1:])
+        keys, lengths = item.cache.storage.unsqueeze(2), item.lengths.view(requests, queries)
+        schedule = self.module.get_paged_mqa_logits_metadata(lengths, 64, self.module.get_num_sms())
+        score = self._function("paged_mqa_logits")
+
+        def call() -> Tensor:
+            return score(q, keys, item.weights, lengths, item.block_table, schedule, item.width, clean_logits=False)
+
+        return call
+
+    def _gathered(self, item: ScoreSet) -> Callable[[], Tensor]:
+        keys = gather_index(item.cache, item.block_table, item.lengths[:1], rows=item.width)
+        starts = torch.zeros_like(item.lengths)
+        score = self._function("mqa_logits")
+
+        def call() -> Tensor:
+            return score(item.q, keys, item.weights, starts, item.lengths, clean_logits=False)
+
+        return call
+
+    def _function(self, name: str) -> Callable[..., Tensor]:
+        """By its newer name, under which queries come with optional scales, or by the older one."""
+        newer = getattr(self.module, f"fp8_fp4_{name}", None)
+        if newer is not None:
+            return lambda q, *rest, **options: newer((q, None), *rest, **options)
+        older: Callable[..., Tensor] = getattr(self.module, f"fp8_{name}")
+        return older

@@ -1,0 +1,73 @@
+"""Gathering and FlashMLA's 16-bit prefill as one peer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tamis.lab.bench.inputs import AttendSet, GatherSet, InputSet
+from tamis.lab.bench.peers.base import Unsupported, load, need_gpu
+from tamis.lab.bench.peers.flash_mla import FlashMLA
+from tamis.lab.bench.peers.vllm import upconverting
+from tamis.lab.bench.suites import Job
+
+
+@dataclass(frozen=True)
+class GatheredFlashMLA:
+    """What vLLM does with prompts over FP8 rows from 32 heads on: its own kernel gathers whole requests into a bf16
+    workspace, and FlashMLA's sparse prefill attends to that. A call is both."""
+
+    operators: Any
+    flash_mla: FlashMLA
+    name: str = "flashmla-gather"
+    capturable: bool = True
+
+    @classmethod
+    def find(cls, device: torch.device) -> "GatheredFlashMLA":
+        """From an installed vLLM, and FlashMLA from where it is found for itself."""
+        need_gpu(device)
+        flash_mla = FlashMLA.find(device)
+        return cls(load("vllm._custom_ops"), flash_mla)
+
+    def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
+        """Slots become rows of the workspace and heads are padded beforehand; one workspace serves all calls."""
+        if job.stage != "attend":
+            raise Unsupported(f"it has no {job.stage}")
+        if job.layout != "v32-fp8":
+            raise Unsupported(f"it upconverts v32-fp8 rows, not {job.layout}")
+        if job.window:
+            raise Unsupported("it reads one cache")
+        items = [item for item in sets if isinstance(item, AttendSet)]
+        if any(len(item.q) == len(item.lengths) for item in items):
+            raise Unsupported("it is for prompts: of a decode, a gather would move far more than is read")
+        rows = max(int(item.lengths.sum()) for item in items)
+        workspace = torch.zeros(rows, items[0].q.shape[2], dtype=torch.bfloat16, device=items[0].q.device)
+        return [self._call(item, workspace) for item in items]
+
+    def _call(self, item: AttendSet, workspace: Tensor) -> Callable[[], Any]:
+        (selection,) = item.selections
+        starts = (item.lengths.cumsum(0) - item.lengths).int()
+        rows = workspace[: int(item.lengths.sum())]
+        gather = upconverting(
+            self.operators, GatherSet(selection.cache, item.block_table, item.lengths, starts, out=rows)
+        )
+        attend = self.flash_mla.sparse_prefill(item.q, rows, _gathered_rows(item, starts), item.scale)
+
+        def call() -> Any:
+            gather()
+            return attend()
+
+        return call
+
+
+def _gathered_rows(item: AttendSet, starts: Tensor) -> Tensor:
+    """Where the selected rows lie once every request starts at its row of the workspace: int32 [T, K], -1 for none."""
+    (selection,) = item.selections
+    size, table = selection.cache.page_size, item.block_table.long()
+    firsts = starts.unsqueeze(1) + size * torch.arange(table.shape[1], dtype=torch.int64, device=table.device)
+    first_of_page = torch.zeros(selection.cache.pages, dtype=torch.long, device=table.device)
+    first_of_page[table[table >= 0]] = firsts[table >= 0]
+    slots = selection.slots.long().clamp_min(0)
+    return torch.where(selection.slots >= 0, first_of_page[slots // size] + slots % size, -1).int()

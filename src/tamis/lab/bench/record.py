@@ -1,0 +1,161 @@
+"""Rows of results: what was measured, on what, from which sources; as CSV and as plain data."""
+
+import csv
+import io
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tamis
+from tamis import checks
+from tamis.lab.report import write_whole
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a measurement was made, and with what."""
+
+    gpu: str
+    """Name of the device; of the CPU's kind where there is no GPU."""
+    driver: str
+    torch: str
+    triton: str
+    tamis: str
+    commit: str
+    """Of the checkout that tamis is imported from, with +changes if files differ; empty elsewhere."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement, with one peer or none. Empty where there is nothing to say."""
+
+    time: str
+    gpu: str
+    driver: str
+    torch: str
+    triton: str
+    tamis: str
+    commit: str
+    backend: str
+    suite: str
+    stage: str
+    shape: str
+    heads: int | None
+    topk: int | None
+    window: int
+    layout: str
+    page_size: int
+    method: str
+    """How it was timed: see `tamis.lab.bench.timing.Spread`."""
+    repeats: int
+    sets: int
+    """Input sets that the calls rotate over."""
+    median_us: float
+    p10: float
+    p90: float
+    bytes: int
+    flops: int
+    roofline_us: float
+    error: float
+    """Of our result on these inputs: relative, against float64; wrong slots for translate; for selections by how much a
+    score left out exceeds a selected one, relative to the largest."""
+    peer: str = ""
+    peer_us: float | None = None
+    peer_p10: float | None = None
+    peer_p90: float | None = None
+    peer_error: float | None = None
+    ratio: float | None = None
+    """The peer's time over ours: above 1 we are faster."""
+    note: str = ""
+    """Why a peer has no time."""
+
+    @property
+    def of_roofline(self) -> float:
+        """The roofline's time over ours: 1 is all that the machine can do."""
+        return self.roofline_us / self.median_us
+
+    def as_data(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self) | {"of_roofline": self.of_roofline}
+
+
+COLUMNS = [field.name for field in fields(Row)]
+
+
+def timestamp() -> str:
+    """Now, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def describe(device: torch.device, name: str) -> Machine:
+    """Versions, driver and commit; `name` stands for a device without one of its own."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else name
+    driver = _driver() if device.type == "cuda" else ""
+    return Machine(gpu, driver, str(torch.__version__), _installed("triton"), tamis.__version__, _commit())
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    found = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return found.splitlines()[0] if found else ""
+
+
+def _commit() -> str:
+    package = Path(tamis.__file__).resolve().parent
+    git = ["git", "-C", str(package)]
+    root = _output([*git, "rev-parse", "--show-toplevel"])
+    # A package installed into some other project's checkout is not of that project's commit.
+    if not root or package != Path(root).resolve() / "src" / "tamis":
+        return ""
+    changes = _output([*git, "status", "--porcelain", "--untracked-files=no"])
+    return _output([*git, "rev-parse", "HEAD"]) + ("+changes" if changes else "")
+
+
+def _output(command: list[str]) -> str:
+    """What a program prints; empty if it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+class CsvFile:
+    """Appends rows to a file as they come, so that an interrupted run keeps what it has measured."""
+
+    def __init__(self, path: Path) -> None:
+        """Refuse a file with other columns, or one that cannot be there; nothing is written yet."""
+        self._path = path
+        if path.is_dir() or not path.parent.is_dir():
+            raise checks.refuse("csv", "a file in an existing folder", str(path), "choose another place")
+        self._new = not path.exists() or path.stat().st_size == 0
+        if not self._new:
+            with path.open(newline="", encoding="utf-8", errors="replace") as file:
+                header = file.readline().rstrip("\r\n").split(",")
+            if header != COLUMNS:
+                raise checks.refuse("csv", "a new file, or one with the same columns", str(path), "choose another name")
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Write rows now: all of them, or none if there is no room."""
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS)
+        if self._new:
+            writer.writeheader()
+        for row in rows:
+            cells = asdict(row).items()
+            writer.writerow({name: f"{v:.6g}" if isinstance(v, float) else v for name, v in cells})
+        before = b"" if self._new else self._path.read_bytes()
+        write_whole(self._path, before + text.getvalue().encode("utf-8"))
+        self._new = False

@@ -1,0 +1,56 @@
+"""Results of `tamis bench` as pictures: one HTML file, and the same figures as PNG."""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from tamis import checks
+from tamis.lab.bench.record import Row
+from tamis.lab.bench.report.data import latest, most_measured_first, read_rows
+from tamis.lab.report import write_whole
+
+__all__ = ["check_place", "read_rows", "write_report"]
+PAGE = "report.html"
+
+
+def check_place(folder: Path) -> None:
+    """Refuse, before anything is measured, a place that cannot hold a report, and a machine that cannot draw."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("--report needs matplotlib to draw: pip install 'tamis[report]'")
+    if (folder.exists() and not folder.is_dir()) or not folder.resolve().parent.is_dir():
+        raise checks.refuse("--report", "a folder, or a new one in an existing folder", str(folder), "choose another")
+
+
+def write_report(
+    rows: Sequence[Row], folder: Path, report: Callable[[int, int], None] = lambda done, total: None
+) -> list[Path]:
+    """Draw what rows show; the files that were written, the page first.
+
+    Args:
+        rows: of one run, or of several files; of a measurement that was repeated the newest is shown, and the page
+            says how many others there were.
+        folder: made if it is not there.
+        report: gets how many figures of how many are drawn.
+    """
+    from tamis.lab.bench.report.figures import FIGURES, LIGHT, THEMED, draw
+    from tamis.lab.bench.report.page import render_page
+
+    newest = most_measured_first(latest(rows))
+    if not newest:
+        raise checks.refuse("rows", "at least one", "none", "measure something first")
+    drawings, pictures = {}, {}
+    for number, figure in enumerate(FIGURES):
+        drawing, picture = draw(figure, newest, THEMED, "svg"), draw(figure, newest, LIGHT, "png")
+        if drawing is not None and picture is not None:
+            drawings[figure], pictures[folder / f"{figure.name}.png"] = drawing.decode("utf-8"), picture
+        report(number + 1, len(FIGURES))
+    page = render_page(newest, drawings, superseded=len(rows) - len(newest))
+    # Only now, when nothing is left that could be refused: each file is replaced as a whole, the page last.
+    folder.mkdir(exist_ok=True)
+    for file, picture in pictures.items():
+        write_whole(file, picture)
+    write_whole(folder / PAGE, page)
+    for figure in FIGURES:
+        if figure not in drawings:
+            (folder / f"{figure.name}.png").unlink(missing_ok=True)  # of an earlier report, whose rows had more
+    return [folder / PAGE, *pictures]

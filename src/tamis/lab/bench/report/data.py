@@ -1,0 +1,212 @@
+"""Rows of results as a report needs them: read from files, newest only, with the limits that they were measured by."""
+
+import csv
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from tamis import checks
+from tamis.lab.bench.record import COLUMNS, Row
+from tamis.lab.bench.roofline import MEASURED
+from tamis.step.batch import parse_shape
+
+STEP_COLUMNS = (
+    "version",
+    "torch",
+    "machine",
+    "threads",
+    "requests",
+    "heads",
+    "topk",
+    "context",
+    "by_hand_ms",
+    "tamis_ms",
+)
+"""Of `benchmarks/cpu_step.py`, which measures a whole step on a CPU."""
+MEASUREMENT = (
+    *("gpu", "backend", "suite", "stage", "shape", "heads", "topk", "window", "layout"),
+    *("page_size", "method"),
+)
+"""Columns that say what was measured. Rows that differ in one of them, or in the peer, are different measurements; of
+rows that differ in none, only in time, versions and results, the newest is shown."""
+COMPUTE_BOUND = 0.99
+"""A row whose bytes take less than this share of its limit's time is limited by arithmetic."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a machine can do at best; None where no row says so."""
+
+    bytes_per_second: float | None
+    flops_per_second: float | None
+    """In bf16; twice as much in FP8."""
+
+
+def read_rows(paths: Sequence[Path]) -> list[Row]:
+    """Rows of CSV files that `tamis bench --csv` or `benchmarks/cpu_step.py` wrote."""
+    rows: list[Row] = []
+    for path in paths:
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                header = reader.fieldnames or []
+                read = _step if set(STEP_COLUMNS) <= set(header) else _row if set(COLUMNS) <= set(header) else None
+                if read is None:
+                    expected = "a file that tamis bench --csv wrote"
+                    raise checks.refuse("--from", expected, f"{path} with other columns", "choose another")
+                rows += [read(cells) for cells in reader]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--from {path} cannot be read: {error}") from error
+        except (ValueError, TypeError, OverflowError, ZeroDivisionError, csv.Error) as error:
+            if str(error).startswith("--from"):
+                raise
+            raise ValueError(f"--from {path} has a row that is no measurement: {error}") from error
+    return rows
+
+
+def _row(cells: dict[str, str]) -> Row:
+    row = Row(**{field.name: _value(field, cells[field.name]) for field in fields(Row)})
+    for name in ("median_us", "p10", "p90", "peer_us", "ratio"):
+        value = getattr(row, name)
+        if value is not None and not 0 < value < inf:
+            raise ValueError(f"{name} is {value}, and a time or a ratio of times is above 0")
+    for name in ("bytes", "flops", "roofline_us", "error"):
+        if not 0 <= getattr(row, name) < inf:
+            raise ValueError(f"{name} is {getattr(row, name)}, and nothing can have less than 0 or no end")
+    parse_shape(row.shape)
+    return row
+
+
+def _value(field: Any, text: str | None) -> Any:
+    """A cell as its column's type; an empty one is what the column says for nothing."""
+    if text is None:
+        raise ValueError(f"the row ends before {field.name}")
+    kind = field.type
+    if kind is str:
+        return text
+    if text == "" and (field.default is not MISSING or "None" in str(kind)):
+        return None
+    return float(text) if kind is float or "float" in str(kind) else int(text)
+
+
+def _step(cells: dict[str, str]) -> Row:
+    """A whole decode step, for which nobody has counted bytes."""
+    requests, context = int(cells["requests"]), int(cells["context"])
+    ours, theirs = float(cells["tamis_ms"]) * 1e3, float(cells["by_hand_ms"]) * 1e3
+    return Row(
+        time="",
+        gpu=f"{cells['machine']} CPU, {cells['threads']} threads",
+        driver="",
+        torch=cells["torch"],
+        triton="",
+        tamis=cells["version"],
+        commit="",
+        backend="reference",
+        suite="cpu step",
+        stage="step",
+        shape=f"{requests}q1s{context}",
+        heads=int(cells["heads"]),
+        topk=int(cells["topk"]),
+        window=0,
+        layout="v32-fp8",
+        page_size=64,
+        method="calls",
+        repeats=1,
+        sets=1,
+        median_us=ours,
+        p10=ours,
+        p90=ours,
+        bytes=0,
+        flops=0,
+        roofline_us=0.0,
+        error=0.0,
+        peer="torch by hand",
+        peer_us=theirs,
+        ratio=theirs / ours,
+    )
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The newest of each measurement, in the order in which they first came."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = tuple(getattr(row, column) for column in (*MEASUREMENT, "peer"))
+        if key not in found or row.time >= found[key].time:
+            found[key] = row
+    return list(found.values())
+
+
+def most_measured_first(rows: Sequence[Row]) -> list[Row]:
+    """By machine, the one with the most rows first; otherwise in order."""
+    count = Counter(row.gpu for row in rows)
+    return sorted(rows, key=lambda row: (-count[row.gpu], row.gpu))
+
+
+def once(rows: Iterable[Row]) -> list[Row]:
+    """One row per measurement of ours, whatever the peers."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        found.setdefault(tuple(getattr(row, column) for column in MEASUREMENT), row)
+    return list(found.values())
+
+
+def speed(row: Row) -> int:
+    """How many operations take the time of one in bf16."""
+    return 2 if row.stage in ("scores", "index") else 1
+
+
+def find_limits(rows: Sequence[Row]) -> Limits:
+    """The limits behind one machine's rows. A row's roofline is the larger of two times, so the highest rate that any
+    row's roofline stands for is the limit itself. Where no row is limited by arithmetic, a known GPU's name says it."""
+    timed = [row for row in rows if row.roofline_us > 0]
+    if not timed:
+        return Limits(None, None)
+    moving = max(row.bytes / row.roofline_us * 1e6 for row in timed)
+    computing = [
+        row.flops / row.roofline_us * 1e6 / speed(row)
+        for row in timed
+        if row.flops and row.bytes / moving * 1e6 < COMPUTE_BOUND * row.roofline_us
+    ]
+    known = [peak for part, (_, peak) in MEASURED.items() if part in timed[0].gpu]
+    return Limits(moving, max(computing) if computing else known[0] if known else None)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of positive numbers."""
+    product = 1.0
+    for value in values:
+        product *= value ** (1 / len(values))
+    return product
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch whose requests are all alike, as suites have them."""
+
+    requests: int
+    new: int
+    length: int
+
+
+def even_shape(row: Row) -> Shape | None:
+    """The row's batch; None if its requests differ."""
+    new, lengths = parse_shape(row.shape)
+    if len(set(new)) > 1 or len(set(lengths)) > 1:
+        return None
+    return Shape(len(new), new[0], lengths[0])
+
+
+def describe(row: Row) -> str:
+    """One line that tells rows apart."""
+    parts = [row.stage, row.shape]
+    parts += [f"{row.heads} heads"] if row.heads else []
+    parts += [f"top-k {row.topk}"] if row.topk else []
+    return ", ".join([*parts, row.layout, row.backend])
+
+
+def compact(tokens: int) -> str:
+    """Such as 16K."""
+    return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)

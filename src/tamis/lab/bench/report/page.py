@@ -1,0 +1,126 @@
+"""The report's page: figures, and all rows as a table."""
+
+from collections.abc import Mapping, Sequence
+
+from tamis._version import __version__
+from tamis.lab.bench.record import Row
+from tamis.lab.bench.report.data import find_limits, geometric_mean, once
+from tamis.lab.bench.report.figures import FigureKind
+from tamis.lab.report import document, escape
+
+_STYLE = """\
+.figure svg { width: 100%; height: auto; display: block; }
+.figure svg text { font-size: inherit; fill: inherit; }
+.figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
+.behind { color: var(--second); }
+"""
+
+
+def render_page(rows: Sequence[Row], drawings: Mapping[FigureKind, str], *, superseded: int) -> str:
+    """One HTML file from rows and the figures (SVG) that were drawn of them.
+
+    Args:
+        rows: what to show, all of it.
+        drawings: figures.
+        superseded: how many rows are not among them because newer ones measured the same.
+    """
+    machines = list(dict.fromkeys(row.gpu for row in rows))
+    figures = "".join(
+        f'<h2>{escape(kind.title)}</h2><p class="note">{escape(kind.note)}</p>'
+        f'<div class="card figure" id="{kind.name}">{svg}</div>'
+        for kind, svg in drawings.items()
+    )
+    body = f"""\
+<div class="wrap">
+<header>
+<p class="brand">tamis bench</p>
+<h1>{escape(" and ".join(machines))}</h1>
+<p class="sub">{escape(_versions(rows))}</p>
+</header>
+<div class="tiles">{_tiles(rows)}</div>
+{figures}
+<h2>All measurements</h2>
+<p class="note" id="counts">{escape(_counts(rows, superseded))} Times are medians in microseconds. Errors are relative
+to float64, on the inputs that were timed.</p>
+<div class="card scroll"><table id="rows"><thead><tr>{_header()}</tr></thead>
+<tbody>{"".join(_line(row) for row in rows)}</tbody></table></div>
+<footer>Made by tamis {escape(__version__)}. This file needs no network.</footer>
+</div>"""
+    return document(f"{', '.join(machines)} · tamis bench", body, style=_STYLE, styled=True)
+
+
+def _counts(rows: Sequence[Row], superseded: int) -> str:
+    """What became of every row that was read."""
+    read = len(rows) + superseded
+    told = f"Rows: {read} read, {len(rows)} shown"
+    if superseded:
+        told += f", {superseded} superseded by newer rows of the same measurement (same machine, backend, peer)"
+    behind = sum(row.ratio is not None and row.ratio < 1 for row in rows)
+    compared = sum(row.ratio is not None for row in rows)
+    return f"{told}. tamis is slower in {behind} of {compared} comparisons with peers." if compared else f"{told}."
+
+
+def _versions(rows: Sequence[Row]) -> str:
+    def told(name: str, values: Sequence[str]) -> str:
+        return f"{name} {', '.join(dict.fromkeys(value for value in values if value))}"
+
+    parts = [told("tamis", [row.tamis for row in rows]), told("torch", [row.torch for row in rows])]
+    if any(row.driver for row in rows):
+        parts.append(told("driver", [row.driver for row in rows]))
+    commits = [row.commit[:10] + ("+changes" if "+" in row.commit else "") for row in rows if row.commit]
+    parts += [told("commit", commits)] if commits else []
+    days = sorted({row.time[:10] for row in rows if row.time})
+    parts += [days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"] if days else []
+    return ", ".join(parts)
+
+
+def _tiles(rows: Sequence[Row]) -> str:
+    ours = once(rows)
+    tiles = [(f"{len(ours)}", "Measurements", f"of {len({row.stage for row in ours})} stages")]
+    shares = [row.of_roofline for row in ours if row.roofline_us > 0]
+    if shares:
+        best = max(shares)
+        tiles.append((f"{best:.0%}", "Best share of the limit", f"geometric mean {geometric_mean(shares):.0%}"))
+    for machine in dict.fromkeys(row.gpu for row in rows):
+        limits = find_limits([row for row in rows if row.gpu == machine])
+        if limits.bytes_per_second is not None:
+            peak = limits.flops_per_second
+            rate = f"{limits.bytes_per_second / 1e12:.3g} TB/s"
+            tiles.append((rate, "Memory's limit", f"{peak / 1e12:,.0f} TFLOP/s in bf16" if peak else machine))
+    for peer in dict.fromkeys(row.peer for row in rows if row.ratio is not None):
+        ratios = [row.ratio for row in rows if row.peer == peer and row.ratio is not None]
+        ahead = sum(ratio >= 1 for ratio in ratios)
+        why = f"its time over ours, geometric mean; tamis ahead in {ahead} of {len(ratios)}, all rows"
+        tiles.append((f"{geometric_mean(ratios):.2f}", f"Against {peer}", why))
+    return "".join(
+        f'<div class="card tile"><span class="value">{escape(value)}</span><span class="name">{escape(name)}</span>'
+        f'<span class="why">{escape(why)}</span></div>'
+        for value, name, why in tiles
+    )
+
+
+def _header() -> str:
+    names = "Stage,Backend,Shape,Heads,Top-k,Layout,Time,p10 to p90,Limit,Share,Peer,Its time,Peer / ours,Error"
+    numbers = {"Heads", "Top-k", "Time", "p10 to p90", "Limit", "Share", "Its time", "Peer / ours", "Error"}
+    return "".join(f'<th class="{"n" if name in numbers else ""}">{name}</th>' for name in names.split(","))
+
+
+def _line(row: Row) -> str:
+    topk = "" if row.topk is None else f"{row.window}+{row.topk}" if row.window else str(row.topk)
+    cells = (
+        (row.stage, ""),
+        (row.backend, ""),
+        (row.shape, ""),
+        ("" if row.heads is None else row.heads, "n"),
+        (topk, "n"),
+        (row.layout, ""),
+        (f"{row.median_us:,.1f}", "n"),
+        (f"{row.p10:,.1f} to {row.p90:,.1f}", "n"),
+        (f"{row.roofline_us:,.1f}" if row.roofline_us else "", "n"),
+        (f"{row.of_roofline:.0%}" if row.roofline_us else "", "n"),
+        (row.peer, ""),
+        ("" if row.peer_us is None else f"{row.peer_us:,.1f}", "n"),
+        ("" if row.ratio is None else f"{row.ratio:.2f}", "n behind" if (row.ratio or 1) < 1 else "n"),
+        (f"{row.error:.1e}" if row.error else "0", "n"),
+    )
+    return "<tr>" + "".join(f'<td class="{kind}">{escape(text)}</td>' for text, kind in cells) + "</tr>"

@@ -1,0 +1,153 @@
+"""Measuring a job: ours and its peers, in turn, on the same inputs."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from tamis.backends import backend_for_stage
+from tamis.lab.bench.inputs import InputSet, Prepared, prepare, worst_error
+from tamis.lab.bench.peers import Peer, Unsupported
+from tamis.lab.bench.record import Machine, Row, timestamp
+from tamis.lab.bench.roofline import Ceiling
+from tamis.lab.bench.suites import Job
+from tamis.lab.bench.timing import Spread, time_in_turn
+from tamis.lab.verify.check import Target
+
+
+class WrongResult(Exception):
+    """Our result on the inputs to be timed is wrong, so there is no time."""
+
+
+class Measured(NamedTuple):
+    """What came out for one job."""
+
+    rows: list[Row]
+    """One per peer that has something to say about it; one without a peer if none has."""
+    unsuited: dict[str, str]
+    """Peers without such a stage or format beside others that have it, and why."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all measurements of a run share."""
+
+    device: torch.device
+    backend: str
+    repeats: int
+    ceiling: Ceiling
+    machine: Machine
+    peers: Sequence[Peer]
+
+    def measure(self, job: Job) -> Measured:
+        """Time a job, ours and its peers."""
+        prepared = prepare(job, self.device)
+        first = prepared.sets[0]
+        error = worst_error(first, first.run(self.backend))
+        if not error <= first.bound:
+            raise WrongResult(f"{job.stage} {job.shape} is wrong on the inputs to be timed: error {error:.2e}")
+        backend = backend_for_stage(job.stages[0], self.backend, self.device)
+        runners = [_ready(peer, job, prepared.sets) for peer in self.peers]
+        spread, runners, theirs = self._timed(prepared, runners)
+        row = partial(self._row, prepared, backend.name, spread, error)
+        # A peer without such a stage is not worth a row; one that failed is.
+        told = [(r, t) for r, t in zip(runners, theirs, strict=True) if t is not None or not r.foreign]
+        rows = [row(runner, spread_of) for runner, spread_of in told]
+        unsuited = {runner.peer.name: runner.note for runner in runners if runner.foreign}
+        if rows:
+            return Measured(rows, unsuited)
+        return Measured([replace(row(None, None), note="; ".join(": ".join(pair) for pair in unsuited.items()))], {})
+
+    def _timed(
+        self, prepared: Prepared, runners: "list[_Runner]"
+    ) -> "tuple[Spread, list[_Runner], list[Spread | None]]":
+        """Our spread, and the peers with theirs. A peer that cannot be captured must not take our own time away."""
+        capturable = not Target(self.device, self.backend).not_capturable(prepared.job.stages)
+        ours = ([partial(item.run, self.backend) for item in prepared.sets], capturable)
+        able = [runner for runner in runners if runner.calls]
+        versions = [(runner.calls, runner.peer.capturable) for runner in able]
+        try:
+            spread, *others = time_in_turn([ours, *versions], self.device, self.repeats)
+        except RuntimeError as failure:
+            if not able:
+                raise
+            spread, *others = time_in_turn([ours], self.device, self.repeats)
+            runners = [replace(r, calls=[], note=_short(failure)) if r.calls else r for r in runners]
+        rest = iter(others)
+        return spread, runners, [next(rest) if runner.calls else None for runner in runners]
+
+    def _row(
+        self,
+        prepared: Prepared,
+        backend: str,
+        spread: Spread,
+        error: float,
+        runner: "_Runner | None",
+        theirs: Spread | None,
+    ) -> Row:
+        job = prepared.job
+        return Row(
+            time=timestamp(),
+            **asdict(self.machine),
+            backend=backend,
+            suite=job.suite,
+            stage=job.stage,
+            shape=job.shape,
+            heads=job.heads,
+            topk=job.topk,
+            window=job.window,
+            layout=job.layout,
+            page_size=job.page_size,
+            method=spread.method,
+            repeats=self.repeats,
+            sets=len(prepared.sets),
+            median_us=spread.median_us,
+            p10=spread.p10,
+            p90=spread.p90,
+            bytes=prepared.cost.bytes,
+            flops=prepared.cost.flops,
+            roofline_us=self.ceiling.seconds(prepared.cost) * 1e6,
+            error=error,
+            peer=runner.peer.name if runner else "",
+            peer_us=theirs.median_us if theirs else None,
+            peer_p10=theirs.p10 if theirs else None,
+            peer_p90=theirs.p90 if theirs else None,
+            peer_error=runner.error if runner else None,
+            ratio=theirs.median_us / spread.median_us if theirs else None,
+            note=runner.note if runner else "",
+        )
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """A peer's calls, checked; none if it cannot do the job or does it wrongly."""
+
+    peer: Peer
+    calls: list[Callable[[], Any]]
+    error: float | None = None
+    note: str = ""
+    foreign: bool = False
+    """The peer has no such stage or format."""
+
+
+def _ready(peer: Peer, job: Job, sets: Sequence[InputSet]) -> _Runner:
+    try:
+        calls = peer.calls(job, sets)
+        error = worst_error(sets[0], calls[0]())
+    except Unsupported as reason:
+        return _Runner(peer, [], note=str(reason), foreign=True)
+    except Exception as failure:
+        # Whatever goes wrong inside another library must not end our own measurements.
+        return _Runner(peer, [], note=_short(failure))
+    if not error <= sets[0].bound:
+        shown = None if math.isinf(error) else error
+        return _Runner(peer, [], shown, f"its result differs: error {error:.2e}")
+    return _Runner(peer, calls, error)
+
+
+def _short(failure: Exception) -> str:
+    text = " ".join(str(failure).split())
+    return f"{type(failure).__name__}: {text[:200]}"

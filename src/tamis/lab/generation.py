@@ -1,0 +1,236 @@
+"""What `tamis generate` runs: load or make a model, and generate from a prompt token by token."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor
+
+from tamis import checks
+from tamis.integrations.hf.layers import CacheKind
+from tamis.integrations.transformers import attach, detach
+
+ModelName = Literal["v32", "glm", "v4"]
+_TYPES = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa", "deepseek_v4": "DeepseekV4"}
+"""Config types that can be attached, and what the classes of transformers begin with."""
+_NAMES = dict(zip(("v32", "glm", "v4"), _TYPES, strict=True))
+_DEFAULT_PROMPT = 256
+
+_TINY: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 3,
+    "q_lora_rank": 64,
+    "index_n_heads": 8,
+    "index_head_dim": 128,
+    "index_topk": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "vocab_size": 4096,
+    "pad_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.1,
+}
+_TINY_V32 = _TINY | {
+    "num_key_value_heads": 8,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "kv_lora_rank": 512,
+    "intermediate_size": 256,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+_TINY_V4 = _TINY | {
+    "head_dim": 512,
+    "partial_rotary_factor": 1 / 8,
+    "o_groups": 2,
+    "o_lora_rank": 64,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    "mlp_layer_types": ["moe"] * 3,
+    "hc_mult": 2,
+    "num_nextn_predict_layers": 0,
+    "rope_parameters": {"rope_type": "default"},
+}
+_SIZES: dict[str, dict[str, Any]] = {
+    "v32": _TINY_V32,
+    "glm": _TINY_V32 | {"indexer_types": ["full", "shared", "full"]},
+    "v4": _TINY_V4,
+}
+
+
+def make_model(name: ModelName, device: torch.device, seed: int) -> Any:
+    """A tiny model with random weights whose cached rows have their full widths."""
+    torch.manual_seed(seed)
+    kind = _TYPES[_NAMES[name]]
+    config = getattr(transformers, f"{kind}Config")(**_SIZES[name])
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(device)
+
+
+def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
+    """A local checkpoint's model, and its tokenizer if it has one.
+
+    Nothing is fetched from anywhere, and nothing that the checkpoint brings is run: weights are safetensors and not
+    pickles, Python files beside them stay unread, and attention and experts are transformers' own whatever its config
+    names (it could name kernels that are then fetched).
+    """
+    if not (checkpoint / "config.json").is_file():
+        raise checks.refuse("--checkpoint", "a directory with a config.json", str(checkpoint), "save a model there")
+    local = {"local_files_only": True, "trust_remote_code": False}
+    with _quiet():
+        kind = transformers.PreTrainedConfig.get_config_dict(checkpoint, local_files_only=True)[0].get("model_type")
+        if kind not in _TYPES:
+            expected = f"of a model of type {', '.join(_TYPES)}"
+            raise checks.refuse("--checkpoint", expected, repr(kind), "tamis is for sparse latent attention")
+        model, loaded = getattr(transformers, f"{_TYPES[kind]}ForCausalLM").from_pretrained(
+            checkpoint,
+            # 16-bit matrix products are not usable on every CPU.
+            dtype=torch.float32 if device.type == "cpu" else "auto",
+            use_safetensors=True,
+            attn_implementation="eager",
+            experts_implementation=None,
+            use_kernels=False,
+            output_loading_info=True,
+            **local,
+        )
+        if missing := sorted(loaded["missing_keys"]):
+            # transformers would go on with random numbers in their place.
+            found = f"one without {len(missing)} of them, such as {missing[0]}"
+            raise checks.refuse("--checkpoint", "a checkpoint with all weights", found, "copy the whole checkpoint")
+        tokenizer = None
+        if any((checkpoint / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            try:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, **local)
+            except ValueError as error:
+                if "trust_remote_code" not in str(error):
+                    raise
+                expected, found = "a checkpoint without code of its own", "a tokenizer that is a Python file"
+                remedy = "tamis never runs it: use --prompt-ids with a copy that has no tokenizer"
+                raise checks.refuse("--checkpoint", expected, found, remedy) from error
+    return model.eval().to(device), tokenizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within it, transformers says nothing but errors: its warnings quote the checkpoint's own texts."""
+    logging: Any = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def prompt_ids(
+    model: Any, tokenizer: Any, *, text: str | None, ids: list[int] | None, count: int | None, seed: int
+) -> list[int]:
+    """Token numbers from a text, from numbers, or at random."""
+    vocab: int = model.config.vocab_size
+    if text is not None:
+        if tokenizer is None:
+            raise checks.refuse("--prompt", "left out without a tokenizer", "a text", "use --prompt-ids")
+        ids = tokenizer(text)["input_ids"]
+    if ids is None:
+        count = checks.integer("--prompt-tokens", _DEFAULT_PROMPT if count is None else count, low=1)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randint(vocab, (count,), generator=generator, dtype=torch.int64, device="cpu").tolist()
+    if not ids or min(ids) < 0 or max(ids) >= vocab:
+        raise checks.refuse("prompt", f"of at least one token, each from 0 to {vocab - 1}", ids[:8], "choose others")
+    return ids
+
+
+@dataclass
+class Generated:
+    """What came out, and how long it took."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    text: str | None = None
+    """None without a tokenizer."""
+    prefill_seconds: float = 0.0
+    """To the first token."""
+    decode_seconds: float = 0.0
+    """For all others."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """While decoding; None if the first token was the only one."""
+        later = len(self.tokens) - 1
+        return later / self.decode_seconds if later > 0 and self.decode_seconds > 0 else None
+
+
+class _Streamer:
+    """Takes tokens as `generate` makes them, the prompt first."""
+
+    def __init__(self, result: Generated, tokenizer: Any, report: Callable[[str, int], None]) -> None:
+        self.result, self.tokenizer, self.report = result, tokenizer, report
+        self.began = self.first = time.monotonic()
+        self.started = False
+
+    def put(self, value: Tensor) -> None:
+        if not self.started:
+            self.started = True
+            return
+        result, now = self.result, time.monotonic()
+        result.tokens += value.flatten().tolist()
+        if len(result.tokens) == 1:
+            self.first, result.prefill_seconds = now, now - self.began
+        result.decode_seconds = now - self.first
+        self.report(self._piece(), len(result.tokens))
+
+    def end(self) -> None:
+        """Nothing is held back, except what is no complete text."""
+
+    def _piece(self) -> str:
+        """What the newest token adds to the text."""
+        result = self.result
+        if self.tokenizer is None:
+            return f"{result.tokens[-1]} "
+        before, text = result.text or "", self.tokenizer.decode(result.tokens)
+        if text.endswith("\ufffd"):  # a character of which more tokens will come
+            return ""
+        result.text = text
+        return str(text[len(before) :])
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: list[int],
+    *,
+    cache: CacheKind,
+    backend: str,
+    max_new_tokens: int,
+    report: Callable[[str, int], None],
+) -> Generated:
+    """Continue a prompt greedily with the model attached; `report` gets each new piece of text, and how many tokens
+    there are."""
+    result = Generated(prompt)
+    ids = torch.tensor([prompt], dtype=torch.int64, device=model.device)
+    attach(model, cache=cache, backend=backend)
+    try:
+        with _quiet():
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                streamer=_Streamer(result, tokenizer, report),
+            )
+    finally:
+        detach(model)
+    return result

@@ -1,0 +1,14 @@
+"""Looking at selections: which tokens a model's layers select for a prompt, and what that leaves of dense attention.
+
+    inspection = inspect_model(model, tokens)
+    describe_layers(inspection)  # numbers
+    render_page(inspection, ...)  # one HTML file
+
+Needs Hugging Face transformers.
+"""
+
+from tamis.lab.inspection.collect import Inspection, inspect_model
+from tamis.lab.inspection.page import render_page
+from tamis.lab.inspection.summary import describe_layers, describe_query, layer_overlap
+
+__all__ = ["Inspection", "describe_layers", "describe_query", "inspect_model", "layer_overlap", "render_page"]

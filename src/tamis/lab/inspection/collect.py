@@ -1,0 +1,260 @@
+"""Running a prompt through an attached model whose layers take notes of what they select.
+
+Layers select exactly as they do otherwise (`index_topk` is `index_scores`, then `topk_positions`), a few queries at a
+time, so that scores are seen once and never kept. Dense attention is computed beside them, from the same cached rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.arithmetic import float32_products, without_autocast
+from tamis.cache.paged import PagedCache
+from tamis.cache.selection import Caches
+from tamis.cache.v4_caches import V4Caches
+from tamis.integrations.hf.layers import CacheKind
+from tamis.integrations.transformers import attach, detach
+from tamis.lab.inspection.notes import Extent, LayerNotes
+from tamis.lab.inspection.statistics import dense_shares, selected_mask
+from tamis.layers.mla import LayerOutput, SparseMLA
+from tamis.layers.v4 import SparseV4
+from tamis.layers.v4_checks import Projected
+from tamis.model.spec import LayerSpec
+from tamis.ops import IndexInputs, Rotated, gather_kv, index_scores, read_kv, topk_positions
+from tamis.ops.write import join_parts
+from tamis.step.plan import Plan
+from tamis.step.v4_plan import EntryPlan, V4Plan
+
+SCORE_ELEMENTS = 4 << 20
+"""Scores held at once."""
+LOGIT_ELEMENTS = 8 << 20
+"""Logits of dense attention held at once, over all heads."""
+COMPARED_QUERIES = 2048
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """What a model selected for a prompt."""
+
+    tokens: list[int]
+    """The prompt."""
+    specs: list[LayerSpec]
+    """Of all layers."""
+    layers: list[LayerNotes]
+    """Of those that select, in order; those that share a selection included."""
+    extent: Extent
+    cache: str
+
+    def layer(self, number: int) -> LayerNotes:
+        """The notes of a layer by its number in the model."""
+        return next(notes for notes in self.layers if notes.number == number)
+
+    def source(self, notes: LayerNotes) -> LayerNotes:
+        """The layer whose indexer selected: the layer itself, or the one it shares with."""
+        return notes if notes.source is None else self.layer(notes.source)
+
+
+def inspect_model(
+    model: Any,
+    tokens: Sequence[int],
+    *,
+    cache: CacheKind = "fp8",
+    backend: str = "auto",
+    compared_queries: int = COMPARED_QUERIES,
+    queries: Sequence[int] = (-1,),
+    report: Report = lambda done, total: None,
+) -> Inspection:
+    """Run a prompt through a model once and note what its layers select.
+
+    Args:
+        model: as for `tamis.integrations.transformers.attach`; it is attached for the time of the call.
+        tokens: the prompt.
+        cache: of what the pages are made, as for `attach`. Dense attention reads the same pages.
+        backend: a name from `tamis backends`, or "auto".
+        compared_queries: for how many queries, evenly spaced, dense attention is computed.
+        queries: those whose selections must be kept; of a short prompt all are. Negative ones count from the end.
+        report: gets how many queries of how many are done, over all layers.
+    """
+    prompt = list(tokens)
+    if not prompt:
+        raise checks.refuse("tokens", "at least one", "none", "pass a prompt")
+    checks.integer("compared_queries", compared_queries, low=1)
+    asked = [_resolved(query, len(prompt)) for query in queries]
+    notes: dict[int, LayerNotes] = {}
+    watch = _Watch(notes, report)
+    attach(model, cache=cache, backend=backend, wrap_layer=watch.wrap)
+    try:
+        specs = _specs(model)
+        extent = Extent.plan(specs, len(prompt), compared_queries, asked)
+        source = None
+        for number, spec in enumerate(specs):
+            if spec.topk is None:
+                continue
+            if not spec.reuse_topk:
+                source = number
+            factor = 1.0 if spec.kind == "tokens" else (spec.index_heads * spec.index_dim) ** -0.5
+            notes[number] = LayerNotes(number, spec, extent, source if spec.reuse_topk else None, factor)
+        watch.total = len(prompt) * len(notes)
+        with torch.no_grad():
+            # The part below the head: logits of every token over the vocabulary are of no use here.
+            model.model(input_ids=torch.tensor([prompt], dtype=torch.int64, device=model.device), use_cache=False)
+    finally:
+        detach(model)
+    return Inspection(prompt, specs, list(notes.values()), extent, cache)
+
+
+def _resolved(query: int, tokens: int) -> int:
+    checks.integer("queries", query, low=-tokens, high=tokens - 1)
+    return query % tokens
+
+
+def _specs(model: Any) -> list[LayerSpec]:
+    specs: list[LayerSpec] = model.model._tamis.family.specs
+    return specs
+
+
+class _Watch:
+    """Puts layers that take notes in the place of those that select."""
+
+    def __init__(self, notes: dict[int, LayerNotes], report: Report) -> None:
+        self.notes, self.report = notes, report
+        self.done = self.total = 0
+
+    def wrap(self, number: int, layer: Any) -> Any:
+        if layer.spec.topk is None:
+            return layer
+        return _WatchedV4(layer, self, number) if isinstance(layer, SparseV4) else _WatchedMLA(layer, self, number)
+
+    def advance(self, queries: int) -> None:
+        self.done += queries
+        self.report(self.done, self.total)
+
+
+class _WatchedMLA(SparseMLA):
+    def __init__(self, layer: SparseMLA, watch: _Watch, number: int) -> None:
+        super().__init__(layer.spec, backend=layer.backend)
+        self._watch, self._number = watch, number
+
+    def __call__(self, q: Any, kv: Any, caches: Caches | PagedCache, plan: Plan, **inputs: Any) -> LayerOutput:
+        result = super().__call__(q, kv, caches, plan, **inputs)
+        notes, own = self._watch.notes[self._number], plan.positions
+        if notes.source is not None:
+            notes.add_selection(own, own + 1, result.positions, None)
+            self._watch.advance(len(own))
+        latent = caches.latent if isinstance(caches, Caches) else caches
+        rows = _all_rows(latent, plan.block_table, int(own.max()) + 1, self.backend)
+        _compare(notes, join_parts("q", q), rows, own, own + 1, result.positions)
+        return result
+
+    def select_unchecked(self, index: IndexInputs, caches: Caches, plan: Plan) -> Tensor:
+        assert caches.index is not None
+        seen = _Seen(plan.positions, plan.request_ids, plan.block_table, plan.positions + 1)
+        return _select(self._watch, self._number, index.q, index.weights, caches.index, seen, self.backend)
+
+
+class _WatchedV4(SparseV4):
+    def __init__(self, layer: SparseV4, watch: _Watch, number: int) -> None:
+        super().__init__(layer.spec, layer.weights, layer.cos_sin, eps=layer.eps, backend=layer.backend)
+        self._watch, self._number = watch, number
+        self._q: Tensor | None = None
+
+    def write_unchecked(self, made: Projected, caches: V4Caches, plan: V4Plan) -> Rotated:
+        queries = super().write_unchecked(made, caches, plan)
+        self._q = queries.q
+        return queries
+
+    def select_unchecked(self, index_q: Tensor, index_weights: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
+        entries = plan.entries[self.spec.compress]
+        assert caches.index is not None
+        seen = _Seen(plan.step.positions, plan.step.request_ids, entries.block_table, entries.visible)
+        chosen = _select(self._watch, self._number, index_q, index_weights, caches.index, seen, self.backend)
+        self._compare(chosen, caches, entries, plan)
+        return chosen
+
+    def _compare(self, chosen: Tensor, caches: V4Caches, entries: EntryPlan, plan: V4Plan) -> None:
+        q, self._q = self._q, None
+        assert q is not None
+        assert caches.entries is not None
+
+        def window(part: Tensor, queries: Tensor, lse: Tensor) -> Tensor:
+            """The window's share of all attention, its sink included, mean over heads."""
+            slots, lengths = plan.window.slots[part], plan.window.lengths[part]
+            rows = read_kv(caches.window, slots, backend=self.backend)
+            wide = float32_products(q.device)
+            with without_autocast(q.device):
+                logits = torch.einsum("nhd,nwd->nhw", queries.to(wide), rows.to(wide)).float() * self.spec.scale
+            beyond = torch.arange(slots.shape[1], dtype=torch.int64, device=slots.device) >= lengths.unsqueeze(1)
+            near = logits.masked_fill(beyond.unsqueeze(1), -torch.inf).logsumexp(-1)
+            sink = self.weights.sink
+            rest = lse if sink is None else torch.logaddexp(lse, sink.float().expand_as(lse))
+            return (near - torch.logaddexp(near, rest)).exp().mean(1)
+
+        notes, own = self._watch.notes[self._number], plan.step.positions
+        count = int(entries.visible.max())
+        if count:
+            rows = _all_rows(caches.entries, entries.block_table, count, self.backend)
+            _compare(notes, q, rows, own, entries.visible, chosen, window)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    own: Tensor
+    request_ids: Tensor
+    block_table: Tensor
+    lengths: Tensor
+    """How many places each query sees."""
+
+
+def _select(
+    watch: _Watch, number: int, q: Tensor, weights: Tensor, cache: PagedCache, seen: _Seen, backend: str
+) -> Tensor:
+    notes = watch.notes[number]
+    width = max(1, int(seen.lengths.max()))
+    step = max(1, SCORE_ELEMENTS // width)
+    found = []
+    for first in range(0, len(q), step):
+        part = slice(first, first + step)
+        lengths, ids = seen.lengths[part], seen.request_ids[part]
+        scores = index_scores(
+            q[part], weights[part], cache, ids, seen.block_table, lengths, width=width, backend=backend
+        )
+        positions = topk_positions(scores, lengths, notes.topk, backend=backend)
+        notes.add_selection(seen.own[part], lengths, positions, scores)
+        found.append(positions)
+        watch.advance(len(positions))
+    return torch.cat(found)
+
+
+def _all_rows(cache: PagedCache, block_table: Tensor, count: int, backend: str) -> Tensor:
+    """float32 [count, width]: the rows of the one request there is."""
+    out = torch.zeros(count, cache.layout.width, dtype=torch.float32, device=cache.device)
+    lengths = torch.tensor([count], dtype=torch.int32, device=cache.device)
+    return gather_kv(cache, block_table[:1], lengths, out=out, backend=backend)
+
+
+def _compare(
+    notes: LayerNotes,
+    q: Tensor,
+    rows: Tensor,
+    own: Tensor,
+    visible: Tensor,
+    positions: Tensor,
+    window: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> None:
+    """Dense attention of the queries to be compared, a few at a time: all heads of all queries would not fit."""
+    column = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
+    step = max(1, LOGIT_ELEMENTS // (q.shape[1] * len(rows)))
+    for part in notes.compared_among(own).split(step):
+        queries = q[part].float()
+        wide = float32_products(q.device)
+        with without_autocast(q.device):
+            logits = (queries.to(wide) @ rows.T.to(wide)).float().mul_(notes.spec.scale)
+        logits.masked_fill_((column >= visible[part].unsqueeze(1)).unsqueeze(1), -torch.inf)
+        shares = dense_shares(logits, selected_mask(positions[part], len(rows)))
+        beside = None if window is None else window(part, queries, logits.logsumexp(-1))
+        notes.add_shares(own[part], shares, beside)

@@ -1,0 +1,90 @@
+"""The arrays of a report, small enough for one HTML file: maps in bytes, rows as gaps and 16-bit scores, compressed."""
+
+import base64
+import zlib
+
+import numpy as np
+
+from tamis.lab.inspection.notes import LayerNotes
+
+
+def pack_layer(notes: LayerNotes, source: LayerNotes) -> tuple[dict[str, int | float], str]:
+    """What describes a layer's arrays, and the arrays: base64 of one zlib stream. A layer that shares the selection of
+    its `source` has no rows of its own.
+
+    The stream holds, one after another and little-endian: the map of selected shares, the map of highest scores and the
+    map of dense attention's mass (uint8 [grid, columns] each, see `_maps`); then for each shown query the number of
+    selected places (uint16), the lowest and the highest score (float32 each, in two arrays); then all places as gaps
+    (see `encode_gaps`); then all scores (uint16), 0 to 65535 between a query's lowest and highest.
+    """
+    selected, best, mass, low, high = _maps(notes, source)
+    own = notes.extent.shown.numpy() if source is notes else slice(0)
+    rows, scores = notes.rows[own], notes.scores[own]
+    there = rows >= 0
+    counts = there.sum(1)
+    floor = np.where(there, scores, np.inf).min(1, initial=np.inf)
+    top = np.where(there, scores, -np.inf).max(1, initial=-np.inf)
+    floor, top = (np.where(counts > 0, edge, 0).astype("<f4") for edge in (floor, top))
+    span = np.where(top > floor, top - floor, 1)[:, None]
+    levels = np.rint((scores - floor[:, None]) / span * 65535).clip(0, 65535).astype("<u2")[there]
+    gaps = encode_gaps(rows[there], counts)
+    parts = (selected, best, mass, counts.astype("<u2"), floor, top, np.frombuffer(gaps, np.uint8), levels)
+    stream = zlib.compress(b"".join(np.ascontiguousarray(part).tobytes() for part in parts), 6)
+    about = {
+        "grid": selected.shape[0],
+        "columns": selected.shape[1],
+        "places": notes.places,
+        "gapBytes": len(gaps),
+        "selectedCount": int(counts.sum()),
+        "bestLow": low,
+        "bestHigh": high,
+    }
+    return about, base64.b64encode(stream).decode("ascii")
+
+
+def _maps(notes: LayerNotes, source: LayerNotes) -> tuple[np.ndarray, np.ndarray, np.ndarray, float, float]:
+    """Bytes for three maps, and the scores that 1 and 255 stand for in the second.
+
+    Shares of the pairs that a block holds are stored as square roots, since most blocks are thinly selected from; 0
+    means none, and what is selected at all is at least 1. Mass is the mean over a row's compared queries, as a square
+    root relative to the highest mass of the row.
+    """
+    share = np.sqrt(notes.counts / np.maximum(_pairs(notes), 1))
+    selected = np.where(notes.counts > 0, np.maximum(np.rint(share * 255), 1), 0).clip(0, 255).astype(np.uint8)
+    some = np.isfinite(source.best)
+    low, high = (float(source.best[some].min()), float(source.best[some].max())) if some.any() else (0.0, 0.0)
+    level = (np.where(some, source.best, low) - low) / (high - low if high > low else 1)
+    best = np.where(some, 1 + np.rint(level * 254), 0).astype(np.uint8)
+    mass = notes.mass / np.maximum(notes.mass_rows, 1)[:, None]
+    peak = mass.max(1, keepdims=True, initial=0)
+    return selected, best, np.rint(np.sqrt(mass / np.where(peak > 0, peak, 1)) * 255).astype(np.uint8), low, high
+
+
+def _pairs(notes: LayerNotes) -> np.ndarray:
+    """How many pairs of a query and a place that it sees there are in each block."""
+    grid, columns = notes.counts.shape
+    edges = -(-np.arange(columns + 1, dtype=np.int32) * notes.places // columns)
+    seen = np.minimum(notes.visible[:, None], edges)
+    block = np.arange(notes.extent.tokens) * grid // notes.extent.tokens
+    pairs = np.zeros((grid, columns), np.int64)
+    np.add.at(pairs, block, np.diff(seen, axis=1))
+    return pairs
+
+
+def encode_gaps(places: np.ndarray, counts: np.ndarray) -> bytes:
+    """Ascending places of several queries, one query after another, each as its distance from the one before (the
+    first: from -1) less one, in groups of seven bits, lowest first, with the eighth bit set in all but the last."""
+    if not len(places):
+        return b""
+    before = np.concatenate(([-1], places[:-1].astype(np.int64)))
+    starts = np.cumsum(counts) - counts
+    before[starts[counts > 0]] = -1
+    gaps = places - before - 1
+    sizes = 1 + (gaps >= 1 << 7) + (gaps >= 1 << 14) + (gaps >= 1 << 21)
+    ends = np.cumsum(sizes)
+    out = np.zeros(ends[-1], np.uint8)
+    for group in range(4):
+        wide = sizes > group
+        more = np.where(sizes[wide] > group + 1, 128, 0)
+        out[ends[wide] - sizes[wide] + group] = (gaps[wide] >> 7 * group & 127) + more
+    return out.tobytes()

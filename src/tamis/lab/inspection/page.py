@@ -1,0 +1,162 @@
+"""An `Inspection` as one HTML file: a heat map of selections to zoom into, charts, and the model's parameters."""
+
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from tamis._version import __version__
+from tamis.lab.inspection.collect import Inspection
+from tamis.lab.inspection.notes import LayerNotes
+from tamis.lab.inspection.packing import pack_layer
+from tamis.lab.inspection.summary import bin_name, describe_layers, layer_overlap, used_bins
+from tamis.lab.report import document, escape
+
+POSITION_BINS = 80
+
+
+def render_page(
+    inspection: Inspection, *, title: str, text: Callable[[int], str], parameters: Mapping[str, Any]
+) -> str:
+    """The page's HTML.
+
+    Args:
+        inspection: what to show.
+        title: such as the model's name.
+        text: from a token number to what is shown for it.
+        parameters: of the model, by name.
+    """
+    layers = describe_layers(inspection)
+    overlap = layer_overlap(inspection)
+    blobs: dict[str, str] = {}
+    described = []
+    for notes in inspection.layers:
+        about, blobs[f"layer-{notes.number}"] = pack_layer(notes, inspection.source(notes))
+        described.append(layers[notes.number] | about | {"positions": _by_position(notes)})
+    bins = used_bins(inspection.layers)
+    shown = inspection.extent.kept[inspection.extent.shown]
+    data = {
+        "tokens": [text(token) for token in inspection.tokens],
+        "kept": None if len(shown) == len(inspection.tokens) else shown.tolist(),
+        "layers": described,
+        "bins": [bin_name(number) for number in range(bins)],
+        "overlap": overlap,
+    }
+    body = Template(_asset("page.html")).substitute(
+        title=escape(title),
+        subtitle=escape(_subtitle(inspection)),
+        tiles=_tiles(layers),
+        unit_note=escape(_unit_note(inspection)),
+        measured=escape(_measured(inspection)),
+        overlap_note=escape(f"Mean over {overlap['queries']} queries." if overlap["queries"] else ""),
+        rows="".join(_row(layer) for layer in layers),
+        parameters="".join(f"<dl><dt>{escape(name)}</dt><dd>{escape(v)}</dd></dl>" for name, v in parameters.items()),
+        version=escape(__version__),
+    )
+    script = "\n".join(_asset(name) for name in ("heatmap.js", "charts.js", "page.js"))
+    title = f"{title} · tamis inspect"
+    return document(title, body, style=_asset("page.css"), script=script, data=data, blobs=blobs)
+
+
+def _asset(name: str) -> str:
+    return files("tamis.lab.inspection").joinpath(name).read_text(encoding="utf-8")
+
+
+def _subtitle(inspection: Inspection) -> str:
+    selecting = len(inspection.layers)
+    of_all = f"{selecting} of {len(inspection.specs)} layers select"
+    return f"{len(inspection.tokens):,} tokens, {of_all}, {inspection.cache} pages"
+
+
+def _unit_note(inspection: Inspection) -> str:
+    ratios = sorted({notes.ratio for notes in inspection.layers})
+    if not inspection.layers:
+        return "No layer of this model selects anything."
+    text = "Above the diagonal lies what a query cannot see."
+    if ratios != [1]:
+        text = f"Layers select compressed entries, each as wide as the {ratios[-1]} tokens it stands for."
+    shown, total = len(inspection.extent.shown), len(inspection.tokens)
+    if shown < total:
+        text += f" Selections of {shown:,} of {total:,} queries are here one by one; between them the map shows means."
+    return text
+
+
+def _measured(inspection: Inspection) -> str:
+    compared, total = len(inspection.extent.compared), len(inspection.tokens)
+    share = "every query" if compared == total else f"{compared:,} of {total:,} queries"
+    choosing = sum(int(notes.choosing.sum()) for notes in inspection.layers)
+    text = f"Dense attention was computed for {share}, from the same cached rows, over everything a query sees."
+    if choosing:
+        return text + " Means are over queries that see more than they can select."
+    return text + " No query sees more than it can select, so everything is selected: use a longer prompt."
+
+
+def _tiles(layers: list[dict[str, Any]]) -> str:
+    chosen = [layer for layer in layers if "recall" in layer]
+    tied = sum(layer["tied_queries"] for layer in chosen if layer["shares"] is None)
+    choosing = sum(layer["choosing"] for layer in chosen if layer["shares"] is None)
+    tiles = [
+        (_percent(_across(chosen, "recall")), "Recall", "of dense attention's weight is on selected places"),
+        (_percent(_across(chosen, "top1")), "Top-1 hit", "of heads find their heaviest place selected"),
+        (_number(_across(chosen, "effective")), "Effective top-k", "selected places that carry the weight"),
+        (f"{tied:,}", "Tied cuts", f"of {choosing:,} selections were decided by position, not by score"),
+    ]
+    window = _across(chosen, "window_share")
+    if window is not None:
+        tiles.append((_percent(window), "Window", "of all attention stays within the sliding window"))
+    return "".join(
+        f'<div class="card tile"><span class="value">{escape(value)}</span><span class="name">{escape(name)}</span>'
+        f'<span class="why">{escape(why)}</span></div>'
+        for value, name, why in tiles
+    )
+
+
+def _across(layers: list[dict[str, Any]], name: str) -> float | None:
+    known = [layer[name] for layer in layers if layer[name] is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _row(layer: dict[str, Any]) -> str:
+    if "recall" not in layer:
+        rest = '<td colspan="8"></td>'
+        return f'<tr class="flat"><td>{layer["layer"]}</td><td>{escape(layer["attends_to"])}</td>{rest}</tr>'
+    shares = "" if layer["shares"] is None else f", as layer {layer['shares']} selects"
+    cells = (
+        f"{layer['topk']:,}",
+        _number(layer["selected"]),
+        _percent(layer["recall"]),
+        _percent(layer["recall_p10"]),
+        _percent(layer["top1"]),
+        _number(layer["effective"]),
+        f"{layer['tied_queries']:,}",
+        layer["median_distance"] or "-",
+    )
+    numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
+    name = layer["layer"]
+    what = escape(layer["attends_to"] + shares)
+    return f'<tr data-layer="{name}"><td>{name}</td><td>{what}</td>{numbers}</tr>'
+
+
+def _by_position(notes: LayerNotes) -> dict[str, list[float | None]]:
+    """Means over stretches of the prompt, None where no query of a stretch was compared."""
+    tokens = notes.extent.tokens
+    count = min(POSITION_BINS, tokens)
+    where = np.arange(tokens) * count // tokens
+    found: dict[str, list[float | None]] = {}
+    for name in ("recall", "top1"):
+        values = getattr(notes, name)
+        known = ~np.isnan(values)
+        total = np.bincount(where[known], values[known], minlength=count)
+        number = np.bincount(where[known], minlength=count)
+        found[name] = [round(float(t / n), 4) if n else None for t, n in zip(total, number, strict=True)]
+    return found
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

@@ -1,0 +1,1 @@
+"""Programs of the kernels to compile for GPUs that are not there."""

@@ -1,0 +1,105 @@
+"""Launches of portable attention that `tamis.lab.testing.offline` compiles: what the checks admit, once per program."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from tamis import checks
+from tamis.cache.layout import Layout, named
+from tamis.cache.paged import PagedCache
+from tamis.cache.selection import Selection
+from tamis.lab.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase, Target
+from tamis.ops.attention.triton_grouped import attend_groups_kernel
+from tamis.ops.attention.triton_kernels import (
+    MAX_LATENT,
+    MAX_ROPE,
+    choose_launch,
+    compute_dtype,
+    launch_arguments,
+    query_parts,
+    shared_bytes,
+)
+from tamis.ops.attention.triton_rowwise import attend_rows_kernel
+
+QUERIES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+HEADS = (16, 64)
+"""The last number of heads before and after blocks of heads grow; others change how often a program runs."""
+WIDEST, TINY = (MAX_LATENT, MAX_ROPE), (1, 1)
+
+
+def layouts() -> Iterator[Layout]:
+    """Every byte format at its own widths, at the widest, and at some that its kernels cut in other ways."""
+    for latent, rope in ((512, 64), WIDEST, (512, 128), (448, 64), (256, 64), (128, 32), (64, 0), TINY):
+        yield named("v32-bf16", latent=latent, rope=rope)
+    for latent, rope in ((512, 64), WIDEST, TINY):
+        yield named("v32-fp16", latent=latent, rope=rope)
+        yield named("v32-fp32", latent=latent, rope=rope)
+        yield named("plain-fp8", latent=latent, rope=rope)
+    for latent, rope, tile in ((512, 64, 128), (*WIDEST, 128), (512, 0, 16), (128, 32, 128), (64, 32, 16)):
+        yield named("v32-fp8", latent=latent, rope=rope, tile=tile)
+        yield named("v32-fp8", latent=latent, rope=rope, tile=tile, scale_mode="exact")
+    for latent, rope, tile in ((448, 64, 64), (*WIDEST, 64), (448, 0, 16), (1, 1, 1)):
+        yield named("v4-fp8", latent=latent, rope=rope, tile=tile)
+
+
+def every_case(target: Target) -> Iterator[tuple[OfflineCase, tuple[object, ...]]]:
+    """Cases for a target, each with what decides its blocks; equal programs come once."""
+    seen = set()
+    for layout, query, heads in product(layouts(), QUERIES, HEADS):
+        # Rows of V4 are values as a whole, which is another accumulator where they have a tail.
+        for value_dim in dict.fromkeys((min(layout.latent, 512), layout.width)):
+            case, branch = _case(target, layout, query, heads, value_dim, translate=False)
+            # How many blocks the heads make is a constant of a program, but changes only where a block begins.
+            constants = {name: value for name, value in case.constexprs.items() if name != "HEAD_BLOCKS"}
+            program = (case.kernel, tuple(case.signature.items()), str(constants), str(case.options))
+            if program not in seen:
+                seen.add(program)
+                yield case, branch
+
+
+def cases(*, every: bool = False) -> Iterator[OfflineCase]:
+    """For each target one case of each branch of the choice, that with the most shared memory; or every one."""
+    for target in TARGETS.values():
+        if every:
+            yield from (case for case, _ in every_case(target))
+        else:
+            largest: dict[tuple[object, ...], OfflineCase] = {}
+            for layout, query, heads in product(_usual_layouts(), QUERIES, HEADS):
+                case, branch = _case(target, layout, query, heads, 512, translate=False)
+                if branch not in largest or case.most_shared > largest[branch].most_shared:
+                    largest[branch] = case
+            yield from largest.values()
+        # Positions that are looked up on the way are another program in every branch; they need registers.
+        yield _case(target, named("v32-fp8"), torch.bfloat16, 16, 512, translate=True)[0]
+
+
+def _usual_layouts() -> Iterator[Layout]:
+    for name in ("v32-bf16", "v32-fp32", "v32-fp8", "v4-fp8", "plain-fp8"):
+        yield named(name)
+
+
+def _case(
+    target: Target, layout: Layout, query: torch.dtype, heads: int, value_dim: int, *, translate: bool
+) -> tuple[OfflineCase, tuple[object, ...]]:
+    cache, host = PagedCache(layout, 2, 64), torch.device("cpu")
+    stored = torch.uint8 if query == torch.float8_e4m3fn else query
+    q = torch.empty(2, heads, layout.width, dtype=stored, device=host)
+    ids = torch.zeros(2, dtype=torch.int32, device=host)
+    lookup = (ids, torch.zeros(2, 8, dtype=torch.int32, device=host)) if translate else (None, None)
+    selection = Selection(cache, torch.zeros(2, 2048, dtype=torch.int32, device=host), ids, *lookup)
+    out = torch.empty(1, 2, heads, value_dim, dtype=torch.float32, device=host)
+    lse = torch.empty(1, 2, heads, dtype=torch.float32, device=host)
+    launch = choose_launch(layout.key, q.dtype, heads, value_dim, target.shared_limit, target.name == "sm_100")
+    arguments, options = launch_arguments(q, selection, 0.1, lse[0, 0], launch, 1, out, lse, lse)
+    arguments["NATIVE"] = target.name in NATIVE_E4M3
+    compute = compute_dtype(q.dtype, layout, grouped=launch.grouped)
+    label = f"attend {layout.name} {layout.scale_mode} in tiles of {layout.tile}, {checks.dtype_name(query)} queries, "
+    label += f"{heads} heads, {value_dim} values, {launch.block_h}x{launch.block_n}x{launch.stages}"
+    label += ", grouped" * launch.grouped + ", translating" * translate
+    kernel = attend_groups_kernel if launch.grouped else attend_rows_kernel
+    # The bound is that of NVIDIA's compiler; AMD's has little in shared memory.
+    bound = 0 if launch.grouped or target.backend != "cuda" else shared_bytes(launch, layout, q.dtype)
+    case = OfflineCase.of_launch(kernel, arguments, options, label, (target.name,), most_shared=bound)
+    mode = layout.scale_mode if launch.block_h > 16 else ""
+    return case, (kernel, launch, compute, query_parts(q.dtype, compute), mode)

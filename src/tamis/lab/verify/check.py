@@ -1,0 +1,169 @@
+"""What a check is: several trials of one stage under one bound, where it runs, and what came out."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
+
+from tamis.backends import Backend, Need, backend_for_stage, compute_capability
+from tamis.cache.layout import Layout
+from tamis.lab.testing import cases
+from tamis.lab.testing.offline_cuda import KernelUse
+from tamis.model.spec import LayerSpec
+
+State = Literal["ok", "FAILED", "not applicable"]
+T = TypeVar("T")
+
+
+class Trial(NamedTuple):
+    """The outcome of one case."""
+
+    error: float
+    """0 is perfect; NaN and infinity never pass. A relative error, or how many elements differ."""
+    note: str = ""
+    """Where the first difference is."""
+    kernels: tuple[KernelUse, ...] = ()
+    """What was found out about CUDA C++ kernels."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One line of the report."""
+
+    stage: str
+    check: str
+    backend: str
+    cases: int
+    error: float | None
+    """The worst of all cases; None if none ran."""
+    bound: float
+    state: State
+    note: str = ""
+    """Why the check does not apply, or the first case that failed and how."""
+    kernels: tuple[KernelUse, ...] = ()
+    """What the check found out about CUDA C++ kernels."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing speaks against the stage; a check that does not apply says nothing."""
+        return self.state != "FAILED"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a caller is about to run: cases of other formats are left out, with the kernels they would compile."""
+
+    layouts: frozenset[str]
+    """Names, without the widths that a name may have in brackets."""
+    dtypes: frozenset[torch.dtype]
+    """Of queries, where a stage has some."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is checked: a device and a backend, thoroughly or quickly, in every format or in some."""
+
+    device: torch.device
+    backend: str = "auto"
+    quick: bool = False
+    scope: Scope | None = None
+
+    def runs(self, stage: str) -> Backend | None:
+        """The backend that would run a stage here; None if the named one does not have the stage."""
+        try:
+            return backend_for_stage(stage, self.backend, self.device)
+        except ValueError:
+            return None
+
+    def here(self, value: T) -> T:
+        """The same value on the target's device."""
+        return cases.to_device(value, self.device)
+
+    def takes(
+        self,
+        stage: str,
+        layout: Layout,
+        *,
+        page_size: int = 64,
+        heads: int | None = None,
+        dtype: torch.dtype | None = None,
+        sink: bool = False,
+    ) -> bool:
+        """Whether the backend claims such a case. What "auto" chooses must run everything, so there it is True."""
+        backend = self.runs(stage)
+        if backend is None or not self.covers(layout, dtype):
+            return False
+        if self.backend == "auto":
+            return True
+        spec = LayerSpec(
+            backend.heads[0] if heads is None else heads, layout.latent, layout.rope, layout.latent, topk=1, sink=sink
+        )
+        asked = backend.query_dtypes[0] if dtype is None else dtype
+        return not backend.refusals(Need(spec, self.device, compute_capability(self.device), asked, layout, page_size))
+
+    def covers(self, layout: Layout, dtype: torch.dtype | None = None) -> bool:
+        """Whether a case with such rows, and such queries if any, is to be checked."""
+        if self.scope is None:
+            return True
+        return layout.name.split("[")[0] in self.scope.layouts and (dtype is None or dtype in self.scope.dtypes)
+
+    def not_capturable(self, stages: Sequence[str]) -> str:
+        """Why these stages cannot be captured in a CUDA graph here; empty if they can."""
+        if self.device.type != "cuda":
+            return "graphs are captured on CUDA devices only"
+        for stage in stages:
+            backend = self.runs(stage)
+            if backend is not None and not getattr(backend, "capturable", backend.name != "reference"):
+                return f"{backend.name} does not claim that {stage} can be captured"
+        return ""
+
+    def not_batch_invariant(self, stage: str) -> str:
+        """Why a request's bits may depend on its neighbours here, with fixed splits; empty if they must not."""
+        backend = self.runs(stage)
+        if backend is None or getattr(backend, "batch_invariant", backend.name != "reference"):
+            return ""
+        return f"{backend.name} leaves the order of sums to torch, which chooses it by the batch's size"
+
+
+@dataclass(frozen=True)
+class Check:
+    """Trials of one stage under one bound."""
+
+    stage: str
+    name: str
+    bound: float
+    trials: Sequence[tuple[str, Callable[[], Trial]]] = ()
+    """The name of each case and what to run."""
+    reason: str = ""
+    """Why the check does not apply."""
+    backend: str = ""
+    """Whose kernels it is about, where that is not what runs the stage here."""
+
+
+def judge(check: Check, backend: str, done: Callable[[], None]) -> CheckResult:
+    """Run all trials of a check; `done` is called after each. An exception is a failure, not the end of the others."""
+    if check.reason or not check.trials:
+        reason = check.reason or f"{backend} does not claim any of these cases"
+        return CheckResult(check.stage, check.name, backend, 0, None, check.bound, "not applicable", reason)
+    worst, note, failed = 0.0, "", 0
+    kernels: list[KernelUse] = []
+    for name, trial in check.trials:
+        try:
+            found = trial()
+        except Exception as error:
+            text = " ".join(str(error).split())
+            found = Trial(math.inf, f"{type(error).__name__}: {text[:300]}")
+        kernels += found.kernels
+        # Written so that NaN fails too.
+        if not found.error <= check.bound:
+            failed += 1
+            note = note or f"{name}: {found.note or f'error {found.error:.2e}'}"
+        worst = max(worst, math.inf if math.isnan(found.error) else found.error)
+        done()
+    if failed > 1:
+        note = f"{failed} cases; {note}"
+    state: State = "FAILED" if failed else "ok"
+    count = len(check.trials)
+    return CheckResult(check.stage, check.name, backend, count, worst, check.bound, state, note, tuple(kernels))

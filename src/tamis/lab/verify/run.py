@@ -1,0 +1,89 @@
+"""Running the checks of all stages, or of some."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from tamis import backends, checks
+from tamis.lab.verify.attention import attend_checks, combine_checks
+from tamis.lab.verify.check import Check, CheckResult, Scope, Target, judge
+from tamis.lab.verify.indexing import index_checks
+from tamis.lab.verify.places import select_checks
+from tamis.lab.verify.resources import resource_checks
+from tamis.lab.verify.rows import gather_checks, write_checks
+from tamis.lab.verify.selection import translate_checks
+from tamis.lab.verify.step import LAYER_STAGES, layer_checks, planner_checks
+from tamis.lab.verify.v4_layer import V4_LAYER_STAGES, v4_layer_checks
+from tamis.lab.verify.v4_stages import compress_checks, rotate_checks
+
+_CHECKS: dict[str, Callable[[Target], Iterator[Check]]] = {
+    "rotate": rotate_checks,
+    "compress": compress_checks,
+    "write": write_checks,
+    "gather": gather_checks,
+    "select": select_checks,
+    "translate": translate_checks,
+    "index": index_checks,
+    "attend": attend_checks,
+    "combine": combine_checks,
+    "planner": planner_checks,
+    "layer": layer_checks,
+    "v4-layer": v4_layer_checks,
+}
+STAGES = tuple(_CHECKS)
+_STAGES_OF = {"layer": LAYER_STAGES, "v4-layer": V4_LAYER_STAGES}
+
+
+def stage_checks(stage: str, target: Target) -> Iterator[Check]:
+    """The checks of one stage."""
+    yield from _CHECKS[stage](target)
+    yield from resource_checks(stage, target)
+
+
+def run_checks(
+    device: torch.device | str = "cpu",
+    backend: str = "auto",
+    stages: Sequence[str] | None = None,
+    quick: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    scopes: Mapping[str, Scope] | None = None,
+) -> list[CheckResult]:
+    """Check stages on a device; one result per check, in the order of `STAGES`.
+
+    Args:
+        device: where the stages run; what they should give is computed on the host.
+        backend: a name from `tamis backends`, or "auto" for what a caller would get.
+        stages: names from `STAGES`; all if not given.
+        quick: fewer shapes, seconds on a CPU.
+        progress: called with the cases done and all cases.
+        scopes: per stage, the formats that matter; all for a stage without one.
+    """
+    target = Target(torch.device(device), backend, quick)
+    checks.option("backend", backend, ("auto", *(b.name for b in backends.BACKENDS)))
+    for named in (b for b in backends.BACKENDS if b.name == backend):
+        if named.devices is not None and target.device.type not in named.devices:
+            runs_on = " or ".join(named.devices)
+            raise checks.refuse("device", f"{runs_on} for {backend}", target.device.type, "choose another backend")
+    for stage in stages or ():
+        checks.option("stage", stage, STAGES)
+    wanted = [stage for stage in STAGES if stages is None or stage in stages]
+    within = scopes or {}
+    found = [check for stage in wanted for check in stage_checks(stage, replace(target, scope=within.get(stage)))]
+    total, count = sum(len(check.trials) for check in found), 0
+
+    def done() -> None:
+        nonlocal count
+        count += 1
+        if progress is not None:
+            progress(count, total)
+
+    return [judge(check, check.backend or _backend_names(target, check.stage), done) for check in found]
+
+
+def _backend_names(target: Target, stage: str) -> str:
+    """What runs a stage here; a layer call may mix several."""
+    if stage == "planner":
+        return "host"
+    runs = [target.runs(name) for name in _STAGES_OF.get(stage, (stage,))]
+    return " + ".join(dict.fromkeys(target.backend if b is None else b.name for b in runs))

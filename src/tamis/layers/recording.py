@@ -1,0 +1,107 @@
+"""`Recording`: the positions that layers selected, kept per request and token, to be attended to again."""
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.step.lease import needs_latest_plan
+from tamis.step.plan import Plan
+
+
+class Recording:
+    """Selections of a run, on the host, to replay in another run over the same tokens.
+
+    They are kept by layer, request and position, not by step: what was recorded in chunks and decode steps can be
+    replayed in one prefill, or the other way round. Recording a position again replaces it, as a rejected speculative
+    token's successor does. Both directions check every row, so that a selection of another step, or one that selects
+    less than it must, is refused and not attended to.
+    """
+
+    def __init__(self, topk: int) -> None:
+        """Remember selections of `topk` positions per token."""
+        self.topk = checks.integer("topk", topk, low=1)
+        self._rows: dict[tuple[int, Hashable], Tensor] = {}
+
+    # What is kept here outlives the call: made inside inference_mode, it could not be written to outside.
+    @torch.inference_mode(False)
+    @needs_latest_plan
+    def record(self, layer: int, requests: Sequence[Hashable], plan: Plan, positions: Tensor) -> None:
+        """Keep what a layer selected in a step. Copies it to the host, which waits for the device.
+
+        Args:
+            layer: the layer's number. Layers that share a selection need not be recorded.
+            requests: names of the plan's requests, in its order.
+            plan: of the step.
+            positions: int32 [rows, topk] of a `LayerOutput`.
+        """
+        checks.integer("layer", layer, low=0)
+        remedy = f"record selections of {self.topk} positions"
+        checks.tensor("positions", positions, f"rows {self.topk}", (torch.int32,), rows=plan.rows, remedy=remedy)
+        if positions.device.type == "meta":
+            raise checks.refuse("positions", "a tensor with values", "one on meta", "record what a layer selected")
+        chosen = positions.cpu()
+        step = [(request, chosen[tokens], own) for request, tokens, own in _tokens(requests, plan)]
+        for request, found, own in step:
+            self._complete(request, found, own)
+        for request, found, own in step:
+            key = (layer, request)
+            known = self._rows.get(key, found.new_full((0, self.topk), -1, dtype=found.dtype))
+            missing = int(own.max()) + 1 - len(known)
+            if missing > 0:
+                known = torch.cat((known, known.new_full((missing, self.topk), -1, dtype=known.dtype)))
+            known[own] = found
+            self._rows[key] = known
+
+    @needs_latest_plan
+    def replay(self, layer: int, requests: Sequence[Hashable], plan: Plan) -> Tensor:
+        """Positions int32 [rows, topk] for a step of the same requests, on the plan's device; -1 for padded rows.
+
+        Refused where a token of the step was never recorded.
+        """
+        result = torch.full((plan.rows, self.topk), -1, dtype=torch.int32, device="cpu")
+        for request, tokens, own in _tokens(requests, plan):
+            known = self._rows.get((layer, request))
+            if known is None or int(own.max()) >= len(known):
+                there = 0 if known is None else len(known)
+                received = f"{there} tokens of {request!r} in layer {layer}"
+                raise checks.refuse("recording", f"at least {int(own.max()) + 1} tokens long", received, "record them")
+            found = known[own]
+            self._complete(request, found, own)
+            result[tokens] = found
+        return result.to(plan.positions.device)
+
+    def forget(self, request: Hashable) -> None:
+        """Drop what was recorded of a request, in all layers; without effect if nothing was."""
+        for key in [key for key in self._rows if key[1] == request]:
+            del self._rows[key]
+
+    def _complete(self, request: Hashable, rows: Tensor, own: Tensor) -> None:
+        """Refuse rows that are not a full selection: distinct, visible, and as many as there can be."""
+        wanted = (own + 1).clamp_max(self.topk)
+        ordered = rows.sort(dim=1).values
+        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
+        wrong = ((rows >= 0).sum(1) != wanted) | (rows > own.unsqueeze(1)).any(1) | twice
+        if bool(wrong.any()):
+            at = int(own[wrong][0])
+            expected = f"{int(wanted[wrong][0])} different positions up to {at} for token {at} of {request!r}"
+            raise checks.refuse(
+                "positions", expected, rows[wrong][0].tolist()[:8], "this is no selection of that token"
+            )
+
+
+def _tokens(requests: Sequence[Hashable], plan: Plan) -> list[tuple[Hashable, Tensor, Tensor]]:
+    """Each request of a step with its token rows and their positions, padding left out."""
+    for name in checks.sequence("requests", requests):
+        checks.hashable("requests", name)
+    if len(requests) != plan.requests or len(set(requests)) != len(requests):
+        expected = f"{plan.requests} different names, one per request of the plan"
+        raise checks.refuse("requests", expected, list(requests), "name them in the plan's order")
+    ids, own = plan.request_ids.cpu(), plan.positions.cpu().long()
+    found = []
+    for number, request in enumerate(requests):
+        tokens = ((ids == number) & (own >= 0)).nonzero().flatten()
+        if len(tokens):
+            found.append((request, tokens, own[tokens]))
+    return found

@@ -1,0 +1,136 @@
+"""Absorbed projections: `kv_b_proj` split into the part that goes onto queries and the part that goes onto outputs.
+
+With the key up-projection applied to the query, attention sees one latent row per token for all heads; the value
+up-projection is applied once to the latent output.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.arithmetic import float32_products, without_autocast
+
+_DTYPES = (*checks.FLOATS, torch.float64)
+WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
+
+
+@dataclass(frozen=True, eq=False)
+class AbsorbedWeights:
+    """The two halves of `kv_b_proj` per head."""
+
+    key: Tensor
+    """[H, P, L]: query nope dims to latent."""
+    value: Tensor
+    """[H, L, V]: latent to value dims."""
+
+    @classmethod
+    def split(
+        cls,
+        weight: Tensor,
+        *,
+        heads: int,
+        nope_dim: int,
+        value_dim: int,
+        latent_dim: int,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """From `kv_b_proj.weight` [H * (P + V), L]: per head the first P rows serve keys, the last V rows values."""
+        sizes = {"heads": heads, "nope_dim": nope_dim, "value_dim": value_dim, "latent_dim": latent_dim}
+        for name, size in sizes.items():
+            checks.integer(name, size, low=1)
+        if dtype is not None:
+            checks.option("dtype", dtype, _DTYPES)
+        out = heads * (nope_dim + value_dim)
+        if tuple(checks.dense("weight", weight, _DTYPES).shape) != (out, latent_dim):
+            raise checks.refuse(
+                "weight",
+                f"of shape [{out}, {latent_dim}] for {', '.join(f'{k}={v}' for k, v in sizes.items())}",
+                list(weight.shape),
+                "pass kv_b_proj's weight for this rank, dequantised with dense_weight if it is quantised",
+            )
+        per_head = weight.to(dtype or weight.dtype).view(heads, nope_dim + value_dim, latent_dim)
+        key, value = per_head.split([nope_dim, value_dim], dim=1)
+        return cls(key.contiguous(), value.transpose(1, 2).contiguous())
+
+    @classmethod
+    def from_layer(
+        cls,
+        layer: Any,
+        *,
+        heads: int,
+        nope_dim: int,
+        value_dim: int,
+        latent_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Self:
+        """From a plain or quantised linear layer; see `dense_weight`."""
+        checks.option("dtype", dtype, _DTYPES)
+        weight = dense_weight(layer, dtype)
+        return cls.split(
+            weight, heads=heads, nope_dim=nope_dim, value_dim=value_dim, latent_dim=latent_dim, dtype=dtype
+        )
+
+    def absorb_query(self, q_nope: Tensor) -> Tensor:
+        """[T, H, P] -> [T, H, L]."""
+        heads, nope, _ = self.key.shape
+        checks.tensor("q_nope", q_nope, "T H P", checks.FLOATS, H=heads, P=nope, device=self.key.device)
+        return _per_head(q_nope, self.key)
+
+    def project_value(self, latent: Tensor) -> Tensor:
+        """[T, H, L] -> [T, H, V]."""
+        heads, width, _ = self.value.shape
+        checks.tensor("latent", latent, "T H L", checks.FLOATS, H=heads, L=width, device=self.value.device)
+        return _per_head(latent, self.value)
+
+
+def _per_head(x: Tensor, weight: Tensor) -> Tensor:
+    # 16-bit matrix products are not usable on every CPU, and a reference should not round twice. On a device, float32
+    # products follow what the program allows, as those of every other linear layer of the model do.
+    wide = float32_products(x.device) if x.device.type == "cpu" else x.dtype
+    with without_autocast(x.device):
+        return torch.bmm(x.transpose(0, 1).to(wide), weight.to(wide)).transpose(0, 1).to(x.dtype)
+
+
+def layer_weight(layer: Any) -> Tensor:
+    """The raw weight of a linear layer under any of the names that engines use."""
+    for name in WEIGHT_NAMES:
+        weight = getattr(layer, name, None)
+        if isinstance(weight, Tensor):
+            return weight
+    raise checks.refuse("layer", f"one with {', '.join(WEIGHT_NAMES)}", layer, "load its weights first")
+
+
+def dense_weight(layer: Any, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The [out, in] weight of a plain or quantised linear layer.
+
+    A quantised layer (one with a `quant_method` that is not `UnquantizedLinearMethod`) is dequantised by pushing an
+    identity matrix through it: exact for any scheme, cubic in cost, meant for load time.
+    """
+    checks.option("dtype", dtype, _DTYPES)
+    method = getattr(layer, "quant_method", None)
+    if method is None or type(method).__name__ == "UnquantizedLinearMethod":
+        return layer_weight(layer)
+    weight = layer_weight(layer)
+    size = getattr(layer, "input_size_per_partition", None)
+    checks.integer("layer.input_size_per_partition", size, low=1)
+    identity = torch.eye(int(size), dtype=dtype, device=weight.device)  # type: ignore[arg-type]
+    dense: Tensor = method.apply(layer, identity, bias=None)
+    return dense.to(dtype).T.contiguous()
+
+
+def dequantise_blocks(
+    weight: Tensor, scale_inv: Tensor, *, block: int = 128, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """A block-scaled e4m3 weight [N, K] with factors [ceil(N/block), ceil(K/block)], as checkpoints store it."""
+    checks.integer("block", block, low=1)
+    checks.option("dtype", dtype, _DTYPES)
+    sizes = checks.tensor("weight", weight, "N K", (torch.float8_e4m3fn,))
+    down, across = -(-sizes["N"] // block), -(-sizes["K"] // block)
+    checks.tensor("scale_inv", scale_inv, "R C", (torch.float32,), device=weight.device, R=down, C=across)
+    # A block may be larger than the weight: no more copies of a factor are made than it has rows or columns.
+    rows, columns = min(block, sizes["N"]), min(block, sizes["K"])
+    factors = scale_inv.repeat_interleave(rows, 0)[: sizes["N"]].repeat_interleave(columns, 1)[:, : sizes["K"]]
+    return (weight.float() * factors).to(dtype)

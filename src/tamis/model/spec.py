@@ -1,0 +1,175 @@
+"""What one attention layer computes, as plain numbers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+from tamis import checks
+from tamis.model import hf_config
+from tamis.model.rope import Rope
+
+LayerKind = Literal["tokens", "window", "overlapping", "plain"]
+"""What a layer attends to: tokens that an indexer selects (V3.2); or a window of the last raw tokens (V4), alone, with
+entries pooled from overlapping spans of which an indexer selects some (C4A), or with all entries of plain spans
+(C128A)."""
+_V4_KINDS: dict[str, LayerKind] = {
+    "sliding_attention": "window",
+    "compressed_sparse_attention": "overlapping",
+    "heavily_compressed_attention": "plain",
+}
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: widths of a cached row, how many of its columns are the value, heads on this rank, and selection."""
+
+    heads: int
+    latent_dim: int = 512
+    rope_dim: int = 64
+    value_dim: int = 512
+    scale: float = 1.0
+    """Softmax scale. There is no safe default for real models: use `from_hf`, or pass the model's."""
+    topk: int | None = None
+    """How many positions are selected per token; None where a layer has only a window."""
+    index_heads: int = 0
+    index_dim: int = 0
+    reuse_topk: bool = False
+    """The layer attends to the positions an earlier layer selected and runs no indexer of its own."""
+    window: int | None = None
+    """How many raw tokens, the query's own included, are attended besides compressed entries (V4)."""
+    compress: int = 1
+    """How many tokens one compressed entry stands for (V4: 1, 4 or 128)."""
+    sink: bool = False
+    kind: LayerKind = "tokens"
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that describe no layer."""
+        checks.integer("heads", self.heads, low=1, high=128)
+        checks.integer("latent_dim", self.latent_dim, low=1)
+        checks.integer("rope_dim", self.rope_dim, low=0)
+        checks.integer("value_dim", self.value_dim, low=1, high=self.latent_dim + self.rope_dim)
+        checks.positive_number("scale", self.scale)
+        for name in ("topk", "window"):
+            if getattr(self, name) is not None:
+                checks.integer(name, getattr(self, name), low=1)
+        checks.integer("compress", self.compress, low=1)
+        checks.integer("index_heads", self.index_heads, low=0)
+        checks.integer("index_dim", self.index_dim, low=0)
+        checks.flag("reuse_topk", self.reuse_topk)
+        checks.flag("sink", self.sink)
+        if self.topk is None and self.window is None:
+            raise checks.refuse("topk", "given for a layer without a window", None, "pass topk= or window=")
+        checks.option("kind", self.kind, get_args(LayerKind))
+        if self.kind != "tokens" and self.window is None:
+            raise checks.refuse("window", f"given for a layer of kind {self.kind!r}", None, "pass window=")
+        if self.kind == "overlapping" and (self.topk is None or not self.index_heads or not self.index_dim):
+            expected = "given, with index_heads and index_dim, for a layer of kind 'overlapping'"
+            raise checks.refuse("topk", expected, self.topk, "its entries are selected by an indexer")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query head and of a cached row."""
+        return self.latent_dim + self.rope_dim
+
+    @classmethod
+    def from_hf(cls, config: Any, layer: int = 0, *, tensor_parallel: int = 1) -> Self:
+        """From a Hugging Face config (object or dict) of the V3.2 family (V3.2, GLM-5.x) or the V4 family.
+
+        Args:
+            config: the model's config.
+            layer: index of the layer; layers differ in whether they share top-k and in how they compress.
+            tensor_parallel: over how many ranks the heads are split.
+        """
+        fields = hf_config.fields_of(config)
+        checks.integer("layer", layer, low=0)
+        checks.integer("tensor_parallel", tensor_parallel, low=1)
+        heads, rest = divmod(hf_config.whole(fields, "num_attention_heads"), tensor_parallel)
+        if rest:
+            raise checks.refuse(
+                "tensor_parallel", "a divisor of num_attention_heads", tensor_parallel, "choose another size"
+            )
+        if hf_config.whole(fields, "kv_lora_rank", low=0, default=0):
+            return cls._v32(fields, layer, heads)
+        return cls._v4(fields, layer, heads)
+
+    @classmethod
+    def _v32(cls, fields: Mapping[str, Any], layer: int, heads: int) -> Self:
+        latent = hf_config.whole(fields, "kv_lora_rank")
+        rope = hf_config.whole(fields, "qk_rope_head_dim", low=0, default=0)
+        query = hf_config.whole(fields, "qk_nope_head_dim") + rope
+        return cls(
+            heads,
+            latent,
+            rope,
+            latent,
+            Rope.from_hf(fields, rope).softmax_scale(query),
+            topk=hf_config.whole(fields, "index_topk"),
+            index_heads=hf_config.whole(fields, "index_n_heads", low=0, default=0),
+            index_dim=hf_config.whole(fields, "index_head_dim", low=0, default=0),
+            reuse_topk=_reuses_topk(fields, layer),
+        )
+
+    @classmethod
+    def _v4(cls, fields: Mapping[str, Any], layer: int, heads: int) -> Self:
+        width, rope = hf_config.whole(fields, "head_dim"), hf_config.rope_width(fields)
+        if rope >= width:
+            raise checks.refuse("config.qk_rope_head_dim", f"below head_dim, {width}", rope, "fix the config")
+        kind, ratio = _v4_kind(fields, layer)
+        indexed = kind == "overlapping"
+        return cls(
+            heads,
+            width - rope,
+            rope,
+            width,
+            width**-0.5,
+            topk=hf_config.whole(fields, "index_topk") if indexed else None,
+            index_heads=hf_config.whole(fields, "index_n_heads") if indexed else 0,
+            index_dim=hf_config.whole(fields, "index_head_dim") if indexed else 0,
+            window=hf_config.whole(fields, "sliding_window"),
+            compress=ratio,
+            sink=True,
+            kind=kind,
+        )
+
+
+_KINDS = ("full", "shared")
+
+
+def _reuses_topk(fields: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer attends to an earlier layer's selection. A list or a pattern wins over the frequency rule."""
+    if layer >= hf_config.whole(fields, "num_hidden_layers", low=0, default=layer + 1):
+        return False  # speculative (MTP) layers always own an indexer
+    kinds = hf_config.listed(fields, "indexer_types")
+    if kinds:
+        return layer < len(kinds) and checks.option(f"config.indexer_types[{layer}]", kinds[layer], _KINDS) == "shared"
+    pattern = hf_config.listed(fields, "index_topk_pattern")
+    if pattern:
+        return layer < len(pattern) and str(pattern[layer]) == "S"
+    frequency = hf_config.whole(fields, "index_topk_freq", low=0, default=1) or 1
+    offset = hf_config.whole(fields, "index_skip_topk_offset", low=0, default=2)
+    return max(layer - offset + 1, 0) % frequency != 0
+
+
+def _v4_kind(fields: Mapping[str, Any], layer: int) -> tuple[LayerKind, int]:
+    """Kind and ratio of a layer; speculative (MTP) layers have a window only."""
+    if layer >= hf_config.whole(fields, "num_hidden_layers", low=0, default=layer + 1):
+        return "window", 1
+    ratios = hf_config.listed(fields, "compress_ratios")
+    if ratios is not None:
+        ratio = checks.integer(f"config.compress_ratios[{layer}]", ratios[layer], low=0) if layer < len(ratios) else 0
+        known: dict[int, LayerKind] = {0: "window", 1: "window", 4: "overlapping", 128: "plain"}
+        if ratio not in known:
+            raise checks.refuse(f"config.compress_ratios[{layer}]", "0, 4 or 128", ratio, "this layer kind is unknown")
+        return known[ratio], max(1, ratio)
+    names = hf_config.listed(fields, "layer_types")
+    if names is None:
+        raise checks.refuse("config", "one with 'layer_types'", "none", "this is not a sparse-MLA model config")
+    name = names[layer] if layer < len(names) else "sliding_attention"
+    kind = _V4_KINDS[checks.option(f"config.layer_types[{layer}]", name, tuple(_V4_KINDS))]
+    if kind == "window":
+        return kind, 1
+    rates = hf_config.group(fields, "compress_rates")
+    if name not in rates:
+        expected = f"one with {name!r}"
+        raise checks.refuse("config.compress_rates", expected, list(rates), "it says how many tokens an entry has")
+    return kind, hf_config.whole(rates, name)

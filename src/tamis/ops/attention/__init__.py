@@ -1,0 +1,246 @@
+"""Stage `attend`: queries and one or more selections to partial outputs, and the one-call form `attend`."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.cache.paged import PagedCache
+from tamis.cache.selection import Selection
+from tamis.ops import library
+from tamis.ops.combine import Attended, Partials, check_output, check_sink, in_base
+from tamis.ops.write import join_parts
+
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
+MAX_HEADS = 128
+MAX_SPLITS = 2**16 - 1
+"""Parts that a call may ask for: as many as a launch has blocks along its smaller axes."""
+
+
+def attend_slots(
+    q: Tensor | tuple[Tensor, Tensor],
+    selections: Selection | Sequence[Selection],
+    *,
+    scale: float,
+    value_dim: int,
+    q_scale: float | Tensor = 1.0,
+    splits: int | None = None,
+    backend: str = "auto",
+) -> Partials:
+    """Attention of each query token over its selected rows, in `splits` parts that `combine_parts` merges.
+
+    The columns of all selections, one after the other, are cut into `splits` equal pieces; each has its own softmax.
+    Arguments as in `attend`. Under torch.compile `splits` is 1 if not given: the shape of the result must be known
+    before a backend is asked.
+    """
+    q, selections = join_parts("q", q), as_list(selections)
+    check_attend(q, selections, scale, value_dim, None, q_scale, splits, None, backend)
+    scale, factor = _folded(scale, q_scale)
+    if splits is None and torch.compiler.is_compiling():
+        splits = 1
+    return Partials(*library.attend_slots(q, selections, scale, factor, value_dim, splits, backend))
+
+
+def attend(
+    q: Tensor | tuple[Tensor, Tensor],
+    selections: Selection | Sequence[Selection],
+    *,
+    scale: float,
+    value_dim: int,
+    sink: Tensor | None = None,
+    q_scale: float | Tensor = 1.0,
+    splits: int | None = None,
+    lse_base: Literal["e", "2"] = "e",
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Attended:
+    """Attention of each query token over the rows selected for it, all selections under one softmax.
+
+    Invalid slots (negative, past the cache, beyond the row's length) are skipped and never read; duplicates count
+    twice; there is no causal mask, causality is in the selection. A row with nothing selected gives zeros and an lse
+    of -inf.
+
+    Args:
+        q: [T, H, width] in bf16, fp16, fp32 or e4m3, or the pair (latent part, rope part); fp64 for exact checks.
+        selections: what each of the T tokens attends to; every cache must have rows of q's width.
+        scale: softmax scale.
+        value_dim: how many leading columns of a row are its value (512 in V3.2 and V4).
+        sink: float32 [H], one extra logit per head with a zero value: scales the output, never the lse.
+        q_scale: the factor of an e4m3 query; multiplied into `scale`.
+        splits: how many parts the columns are cut into and merged again; the result differs only by rounding. If not
+            given, the backend chooses by the size of the batch; a fixed number makes a row's bits independent of what
+            else is in the batch.
+        lse_base: "e" for natural logarithms, "2" for base 2.
+        out: [T, H, value_dim] to write into; otherwise a new tensor of q's dtype (bf16 for e4m3).
+        backend: a name from `tamis backends`, or "auto".
+    """
+    dtype = q[0].dtype if isinstance(q, tuple) and q and isinstance(q[0], Tensor) else None
+    q, selections = join_parts("q", q), as_list(selections)
+    checks.option("lse_base", lse_base, ("e", "2"))
+    check_attend(q, selections, scale, value_dim, sink, q_scale, splits, out, backend)
+    if out is None and dtype is not None:
+        out = new_output(q, value_dim, dtype)
+    found = attend_unchecked(q, selections, scale, value_dim, sink, q_scale, splits, out, backend)
+    return found if lse_base == "e" else found._replace(lse=in_base(found.lse, lse_base))
+
+
+def check_attend(
+    q: Tensor,
+    selections: list[Selection],
+    scale: float,
+    value_dim: int,
+    sink: Tensor | None,
+    q_scale: float | Tensor,
+    splits: int | None,
+    out: Tensor | None,
+    backend: str,
+) -> None:
+    """Refuse what `attend` refuses, of a query in one piece and a list of selections."""
+    check_selections(q, selections)
+    check_rest(q, scale, value_dim, sink, q_scale, splits, out, read_by(selections))
+    library.check_stage("attend", backend, q.device, q=q, sink=sink)
+    library.check_kernels("attend", backend, q.device, "check_attend", q, selections, value_dim)
+
+
+def read_by(selections: list[Selection]) -> list[Tensor | None]:
+    """All tensors that attention reads because of its selections."""
+    found: list[Tensor | None] = []
+    for selection in selections:
+        found += (selection.cache.storage, selection.slots, selection.lengths)
+        found += (selection.request_ids, selection.block_table)
+    return found
+
+
+def check_rest(
+    q: Tensor,
+    scale: float,
+    value_dim: int,
+    sink: Tensor | None,
+    q_scale: float | Tensor,
+    splits: int | None,
+    out: Tensor | None,
+    inputs: Sequence[Tensor | None],
+) -> None:
+    """Refuse what does not fit a query and selections that fit each other (`check_selections`); `inputs` are what
+    `out` must not share memory with besides the query and the sink."""
+    tokens, heads, width = q.shape
+    checks.integer("value_dim", value_dim, low=1, high=width)
+    if splits is not None:
+        checks.integer("splits", splits, low=1)
+        if splits > MAX_SPLITS:
+            raise checks.refuse("splits", f"at most {MAX_SPLITS}", splits, "leave it out and the backend chooses")
+    checks.positive_number("scale", scale)
+    check_query_scale(q_scale, q.device)
+    check_sink(sink, heads, q.device)
+    if out is not None:
+        check_output(out, (tokens, heads, value_dim), q.device, q, sink, *inputs)
+
+
+def check_query_scale(q_scale: float | Tensor, device: torch.device) -> None:
+    """Refuse a query's scale that is no positive number, or lies elsewhere."""
+    factor = checks.scale_factor("q_scale", q_scale)
+    if isinstance(factor, Tensor):
+        checks.no_gradient(q_scale=factor)
+        if factor.device != device:
+            raise checks.refuse("q_scale", f"on {device} like q", f"a tensor on {factor.device}", "keep it with q")
+
+
+def attend_unchecked(
+    q: Tensor,
+    selections: list[Selection],
+    scale: float,
+    value_dim: int,
+    sink: Tensor | None,
+    q_scale: float | Tensor,
+    splits: int | None,
+    out: Tensor | None,
+    backend: str,
+) -> Attended:
+    """As `attend`, for callers who know that `check_attend` would pass."""
+    scale, factor = _folded(scale, q_scale)
+    if out is None:
+        out = new_output(q, value_dim, q.dtype)
+    return Attended(out, *library.attend(q, selections, scale, factor, splits, sink, out, backend))
+
+
+def new_output(q: Tensor, value_dim: int, dtype: torch.dtype) -> Tensor:
+    """Room for the output of a query of this dtype."""
+    dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+    return q.new_empty((q.shape[0], q.shape[1], value_dim), dtype=dtype)
+
+
+def translates_freely(q: Tensor, selection: Selection, value_dim: int, *, backend: str = "auto") -> bool:
+    """Whether attention over such a selection looks positions up at no cost. Where it does not, or the answer cannot be
+    had since torch.compile traces, `translate_positions` comes first."""
+    if torch.compiler.is_compiling():
+        return False
+    stage = library.stage_module("attend", backend, q.device)
+    return bool(stage.translates_freely(q, [selection], value_dim=value_dim))
+
+
+def check_selections(q: Tensor, selections: list[Selection]) -> None:
+    """Refuse a query and selections that do not fit each other."""
+    checks.instance("selections[0].cache", selections[0].cache, PagedCache)
+    width = selections[0].cache.layout.width
+    sizes = checks.tensor(
+        "q",
+        q,
+        "T H D",
+        QUERY_DTYPES,
+        D=width,
+        remedy=lambda: f"the cache's rows are {width} wide ({selections[0].cache!r})",
+    )
+    if not 1 <= sizes["H"] <= MAX_HEADS:
+        raise checks.refuse("q", f"of 1 to {MAX_HEADS} heads", sizes["H"], "split the heads over several calls")
+    for number, selection in enumerate(selections):
+        _check_selection(f"selections[{number}]", selection, sizes["T"], width, q.device)
+
+
+def _folded(scale: float, q_scale: float | Tensor) -> tuple[float, Tensor | None]:
+    """The softmax scale with a query scale given as a number in it, and one given as a tensor, which stays there."""
+    return (scale, q_scale.reshape(())) if isinstance(q_scale, Tensor) else (scale * q_scale, None)
+
+
+def as_list(selections: Selection | Sequence[Selection]) -> list[Selection]:
+    """One selection or several, as a list; anything else is refused."""
+    if isinstance(selections, Selection):
+        return [selections]
+    if not isinstance(selections, Sequence) or not all(isinstance(s, Selection) for s in selections):
+        received = checks.describe(selections)
+        raise checks.refuse_type("selections", "Selections", received, "wrap each cache with its slots in a Selection")
+    if not selections:
+        raise checks.refuse("selections", "at least one Selection", "none", "pass the rows to attend to")
+    return list(selections)
+
+
+def _check_selection(name: str, selection: Selection, tokens: int, width: int, device: torch.device) -> None:
+    cache = selection.cache
+    checks.instance(f"{name}.cache", cache, PagedCache)
+    if cache.layout.width != width:
+        raise checks.refuse(f"{name}.cache", f"{width} wide", cache.layout.width, "all caches share q's width")
+    if cache.device != device:
+        raise checks.refuse(f"{name}.cache", f"on {device} like q", cache.device, "keep both on one device")
+    remedy = "one row of slots per query token"
+    columns = checks.tensor(
+        f"{name}.slots", selection.slots, "T K", (torch.int32,), T=tokens, device=device, remedy=remedy
+    )["K"]
+    if selection.lengths is not None:
+        checks.tensor(f"{name}.lengths", selection.lengths, "T", (torch.int32,), T=tokens, device=device)
+        checks.values_between(f"{name}.lengths", selection.lengths, 0, columns, "a length counts columns of slots")
+    _check_positions(name, selection, tokens, device)
+
+
+def _check_positions(name: str, selection: Selection, tokens: int, device: torch.device) -> None:
+    ids, table = selection.request_ids, selection.block_table
+    if ids is None and table is None:
+        return
+    if ids is None or table is None:
+        missing = "request_ids" if ids is None else "block_table"
+        raise checks.refuse(f"{name}.{missing}", "given with the other of the two", None, "pass both, or slots alone")
+    checks.tensor(f"{name}.request_ids", ids, "T", (torch.int32,), T=tokens, device=device)
+    requests = checks.tensor(f"{name}.block_table", table, "B W", (torch.int32,), device=device)
+    if requests["B"] == 0 or requests["W"] == 0:
+        raise checks.refuse(f"{name}.block_table", "at least one page", list(table.shape), "pass the page table")
+    checks.values_between(f"{name}.request_ids", ids, 0, requests["B"] - 1, "each must name a block-table row")

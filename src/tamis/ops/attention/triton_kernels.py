@@ -1,0 +1,359 @@
+"""Portable sparse attention in Triton: which kernel runs, how it is laid out, and its launch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tamis import checks
+from tamis.cache.layout import Layout, from_key
+from tamis.cache.paged import PagedCache
+from tamis.cache.selection import Selection
+from tamis.ops.attention.triton_grouped import GROUPS, attend_groups_kernel
+from tamis.ops.attention.triton_rowwise import attend_rows_kernel
+from tamis.ops.combine.triton_kernels import combine_with_maxima
+from tamis.ops.rows.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
+
+if TYPE_CHECKING:
+    from tamis.lab.testing.offline import OfflineCase
+
+
+MAX_LATENT, MAX_ROPE = 512, 256
+"""A wider accumulator does not fit the registers; wider rows do not fit the smallest shared memory."""
+LEAST_SHARED = 99 * 1024
+"""Bytes that a block may have on every NVIDIA GPU from compute capability 8.0 on. AMD's may have fewer, but there the
+operands stay in registers, and the small launches take half of what they have."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is laid out on a device."""
+
+    block_h: int
+    block_n: int
+    warps: int
+    stages: int
+    grouped: bool = False
+    """Whether warps share the columns of a row (`triton_grouped`) instead of its tokens (`triton_rowwise`)."""
+    per_core: int = 1
+    """Programs that share a multiprocessor."""
+
+
+OVERHEAD_BLOCKS = 2
+"""What a program costs beside its loop, in steps of it: queries, output, and its share of the merge."""
+GROUPED = Launch(16, 32, 4, 1, grouped=True, per_core=2)
+SMALL, SMALLEST = Launch(16, 32, 4, 1, per_core=2), Launch(16, 16, 4, 1)
+LARGE = Launch(64, 64, 8, 2)
+NOT_AHEAD = Launch(64, 64, 8, 1)
+"""For unquantised rows where both operands of a matrix instruction lie in shared memory (`both_in_shared`): Triton 3.6
+keeps rows that are copied ahead there three times."""
+
+
+@lru_cache(1024)
+def choose_launch(
+    key: str, query: torch.dtype, heads: int, value_dim: int, shared_memory: int, both_in_shared: bool = False
+) -> Launch:
+    """The kernel and its blocks for rows of the layout of that key, so that they fit the device's shared memory.
+
+    Up to 16 heads are one tile of the small matrix instruction. More heads go 64 at a time where there is room for such
+    tiles; at 32 heads half a tile is empty, which is still faster than two of 16. Measured on an H200; elsewhere the
+    small tile fits everywhere. Queries of two parts fill the shared memory twice: in blocks of 64 heads there would be
+    room for 32 rows, and kilobytes of registers spilled. `both_in_shared` is true for Blackwell's data-centre GPUs.
+    """
+    layout = from_key(key)  # a string knows its hash, a layout works it out on every call
+    grouped = can_group(layout, value_dim)
+    compute = compute_dtype(query, layout, grouped=grouped)
+    if compute == torch.float32:
+        return SMALLEST
+    if layout.scale_mode == "exact":
+        return GROUPED
+    if heads > 16 and shared_memory >= 200 * 1024 and query_parts(query, compute) == 1:
+        launch = NOT_AHEAD if both_in_shared and not layout.quantised else LARGE
+        if shared_bytes(launch, layout, query) <= shared_memory:
+            return launch
+    if grouped:
+        return GROUPED
+    return SMALL if shared_bytes(SMALL, layout, query) <= max(shared_memory, LEAST_SHARED) else SMALLEST
+
+
+def shared_bytes(launch: Launch, layout: Layout, query: torch.dtype) -> int:
+    """No launch of `triton_rowwise` takes more shared memory than this; offline compilation compares.
+
+    Queries and rows, and rows in bf16 once more, where they are copied ahead or laid out anew between keys and values;
+    then weights and scales.
+    """
+    compute = compute_dtype(query, layout, grouped=False)
+    parts = query_parts(query, compute)
+    once = compute == torch.float32 or (layout.quantised and launch.stages == 1)
+    rows = launch.block_h * parts + (1 if once else 2) * launch.block_n
+    widths = row_widths(layout)
+    columns: int = widths["BLOCK_L"] + (widths["BLOCK_T"] if widths["TAIL"] else 0)
+    scales: int = launch.block_n * widths["BLOCK_L"] // widths["TILE"] * 4 if layout.tile else 0
+    return rows * columns * compute.itemsize + 2 * launch.block_h * launch.block_n * (parts - 1) + scales + 2048
+
+
+@lru_cache(1024)
+def choose_splits(programs: int, columns: int, block_n: int, slots_on_device: int) -> int:
+    """Parts per row that finish soonest: rounds of programs on the device, times the blocks that each works through.
+
+    A part costs some blocks more for what comes before and after its loop; among equals the fewest parts win.
+    """
+    blocks = max(1, -(-columns // block_n))
+
+    def steps(parts: int) -> int:
+        return -(-programs * parts // slots_on_device) * (-(-blocks // parts) + OVERHEAD_BLOCKS)
+
+    return min(range(1, blocks + 1), key=steps)
+
+
+def attend_slots(
+    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
+    q = _plain_query(q)
+    launches = [_plan_launch(q, s, value_dim, splits) for s in selections]
+    out = torch.empty(
+        sum(count for _, count in launches), *q.shape[:2], value_dim, dtype=torch.float32, device=q.device
+    )
+    return out, *_launch_all(q, selections, launches, scale, None, out)
+
+
+def translates_freely(q: Tensor, selections: Sequence[Selection], *, value_dim: int) -> bool:
+    """No: a look-up before each load of rows costs more than a pass of its own (see benchmarks/NOTES.md)."""
+    return False
+
+
+def attend_into(
+    q: Tensor,
+    selections: Sequence[Selection],
+    *,
+    scale: float | Tensor,
+    splits: int | None,
+    sink: Tensor | None,
+    out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.attend_into`; a single part goes straight into `out`."""
+    q = _plain_query(q)
+    value_dim = out.shape[2]
+    launches = [_plan_launch(q, s, value_dim, splits) for s in selections]
+    parts = sum(count for _, count in launches)
+    if parts == 1 and out.stride(2) == 1:
+        lse, top = _launch_all(q, selections, launches, scale, sink, out.unsqueeze(0))
+        return lse[0], top[0]
+    room = torch.empty(parts, *q.shape[:2], value_dim, dtype=torch.float32, device=q.device)
+    lse, top = _launch_all(q, selections, launches, scale, None, room)
+    return combine_with_maxima(room, lse, top, sink, out)
+
+
+def _launch_all(
+    q: Tensor,
+    selections: Sequence[Selection],
+    launches: list[tuple[Launch, int]],
+    scale: float | Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Fill `out` [parts, T, H, V]; lse and maxima [parts, T, H]."""
+    tokens, heads, _ = q.shape
+    lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
+    top = torch.empty_like(lse)
+    first = 0
+    for selection, (launch, count) in zip(selections, launches, strict=True):
+        span = slice(first, first + count)
+        arguments, options = launch_arguments(q, selection, scale, sink, launch, count, out[span], lse[span], top[span])
+        kernel = attend_groups_kernel if launch.grouped else attend_rows_kernel
+        if tokens:
+            with launching_on(q.device):
+                kernel[(tokens * triton.cdiv(heads, launch.block_h), count)](**arguments, **options)
+        first += count
+    return lse, top
+
+
+def check_attend(q: Tensor, selections: Sequence[Selection], value_dim: int) -> None:
+    """Refuse what these kernels cannot do."""
+    remedy = "pass backend='reference'"
+    if q.dtype == torch.float64:
+        raise checks.refuse_type("q", "at most float32 for the triton backend", "float64", remedy)
+    for selection in selections:
+        layout = selection.cache.layout
+        if layout.latent > MAX_LATENT or layout.tile & (layout.tile - 1):
+            expected = f"a latent part of at most {MAX_LATENT} in tiles of a power of two, for the triton backend"
+            raise checks.refuse("cache", expected, f"{layout.latent} in tiles of {layout.tile}", remedy)
+        if layout.rope > MAX_ROPE:
+            raise checks.refuse("cache", f"at most {MAX_ROPE} rope columns for the triton backend", layout.rope, remedy)
+        if layout.packed:
+            raise checks.refuse("cache", "in e4m3 or 16 and more bits for the triton backend", layout.name, remedy)
+
+
+def _plain_query(q: Tensor) -> Tensor:
+    """The query as kernels read it."""
+    q = q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q
+    return q if q.stride(2) == 1 else q.contiguous()
+
+
+def _plan_launch(q: Tensor, selection: Selection, value_dim: int, splits: int | None) -> tuple[Launch, int]:
+    tokens, heads, _ = q.shape
+    columns, key = selection.slots.shape[1], selection.cache.layout.key
+    if q.device.type == "cpu":
+        cores, launch = 1, choose_launch(key, q.dtype, heads, value_dim, 0)
+    else:
+        properties: Any = torch.cuda.get_device_properties(q.device)
+        cores, room = properties.multi_processor_count, properties.shared_memory_per_block_optin
+        launch = choose_launch(key, q.dtype, heads, value_dim, room, properties.major in (10, 11))
+    if splits is None:
+        programs = tokens * triton.cdiv(heads, launch.block_h)
+        splits = choose_splits(programs, columns, launch.block_n, launch.per_core * cores)
+    return launch, min(splits, max(1, columns))
+
+
+def can_group(layout: Layout, value_dim: int) -> bool:
+    """Whether rows are four tiles with float32 scales and a 16-bit tail that is no value."""
+    scaled = layout.scale_mode in ("pow2", "exact") and layout.latent == GROUPS.value * layout.tile
+    return scaled and layout.tile >= 16 and value_dim <= layout.latent
+
+
+def compute_dtype(query: torch.dtype, layout: Layout, *, grouped: bool) -> torch.dtype:
+    """bf16, unless it would lose bits: float32 queries and rows, fp16 rows, and rows whose scales are no powers of two
+    and are multiplied in, are multiplied in float32, which is slower."""
+    exact = query == torch.float32 or layout.element in (torch.float32, torch.float16)
+    exact = exact or (layout.scale_mode == "exact" and not grouped)
+    return torch.float32 if exact else torch.bfloat16
+
+
+def query_parts(query: torch.dtype, compute: torch.dtype) -> int:
+    """How many numbers of the compute dtype make one of a query: fp16 has more bits than bf16."""
+    return 2 if compute == torch.bfloat16 and query == torch.float16 else 1
+
+
+def launch_arguments(
+    q: Tensor,
+    selection: Selection,
+    scale: float | Tensor,
+    sink: Tensor | None,
+    launch: Launch,
+    parts: int,
+    out: Tensor,
+    lse: Tensor,
+    top: Tensor,
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Arguments and options of one launch, into parts `out` [parts, T, H, V]."""
+    cache, layout = selection.cache, selection.cache.layout
+    values, values_page, values_row = strided_field(cache, layout.values)
+    if launch.grouped and values is not None:
+        values = values.view(torch.int32)
+        values_page, values_row = values.stride(0), values.stride(1)
+    scales, scales_page, scales_row = strided_field(cache, layout.scales)
+    tail, tail_page, tail_row = strided_field(cache, layout.tail)
+    strides = ((values_page, values_row), (scales_page, scales_row), (tail_page, tail_row))
+    on_host = interpreted(attend_rows_kernel)
+    compute = torch.float32 if on_host else compute_dtype(q.dtype, layout, grouped=launch.grouped)
+    heads, columns = q.shape[1], selection.slots.shape[1]
+    # Kernels step through these one number at a time; slots and the table's rows have strides.
+    lengths, ids = (
+        None if value is None else value.contiguous() for value in (selection.lengths, selection.request_ids)
+    )
+    table = selection.block_table
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
+    arguments = {
+        "q": q,
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "values": values,
+        "values_page_stride": values_page,
+        "scales": scales,
+        "scales_page_stride": scales_page,
+        "tail": tail,
+        "tail_page_stride": tail_page,
+        "slots": selection.slots,
+        "slots_token_stride": selection.slots.stride(0),
+        "slots_column_stride": selection.slots.stride(1),
+        "lengths": lengths,
+        "request_ids": ids,
+        "block_table": table,
+        "table_stride": 0 if table is None else table.stride(0),
+        "table_width": 0 if table is None else table.shape[1],
+        "requests": 0 if table is None else table.shape[0],
+        "rows": cache.rows,
+        "out": out,
+        "lse": lse,
+        "max_logits": top,
+        "out_part_stride": out.stride(0),
+        "out_token_stride": out.stride(1),
+        "out_head_stride": out.stride(2),
+        "sink": sink,
+        "tokens": q.shape[0],
+        "scale": 1.0 if isinstance(scale, Tensor) else scale,
+        "scale_factor": scale if isinstance(scale, Tensor) else None,
+        "heads": heads,
+        "columns": columns,
+        "split_columns": triton.cdiv(columns, parts),
+        "NATIVE": has_native_e4m3(q.device),
+        "COMPUTE": tl.float32 if compute == torch.float32 else tl.bfloat16,
+        "PARTS": query_parts(q.dtype, compute),
+        "VALUE_DIM": out.shape[-1],
+        "VALUES_ROW": values_row,
+        "SCALES_ROW": scales_row,
+        "TAIL_ROW": tail_row,
+        "PAGE_SIZE": cache.page_size,
+        "FLAT": all(page == row * cache.page_size for page, row in strides),
+        "HEAD_BLOCKS": triton.cdiv(heads, launch.block_h),
+        "BLOCK_H": launch.block_h,
+        "BLOCK_N": launch.block_n,
+        "INTERPRETED": on_host,
+        **(_grouped_widths(layout) if launch.grouped else _row_arguments(cache, launch)),
+    }
+    return arguments, {"num_warps": launch.warps, "num_stages": launch.stages}
+
+
+def _grouped_widths(layout: Layout) -> dict[str, Any]:
+    # Each group's share of the tail is at least one step of the matrix instruction.
+    return {
+        "TILE": layout.tile,
+        "TAIL": layout.rope,
+        "BLOCK_T": max(16 * GROUPS.value, triton.next_power_of_2(layout.rope)),
+    }
+
+
+def _row_arguments(cache: PagedCache, launch: Launch) -> dict[str, Any]:
+    return {
+        "cache_scale": 1.0 if isinstance(cache.scale, Tensor) else cache.scale,
+        "cache_scale_factor": cache.scale if isinstance(cache.scale, Tensor) else None,
+        **row_widths(cache.layout),
+        "STAGES": launch.stages,
+    }
+
+
+def row_widths(layout: Layout) -> dict[str, Any]:
+    """How `triton_rowwise` cuts a row into a latent part and a tail."""
+    mode = {"none": "plain", "tensor": "tensor", "exponent": "exponent"}.get(layout.scale_mode, "tile")
+    # Unquantised rows have no tiles: they are cut where a power of two ends.
+    latent = layout.latent if mode in ("tile", "exponent") else min(512, triton.next_power_of_2(layout.width + 1) // 2)
+    rest = layout.width - latent
+    return {
+        "MODE": mode,
+        "LATENT": latent,
+        "BLOCK_L": max(16, triton.next_power_of_2(latent)),
+        "TILE": layout.tile or latent,
+        "TAIL": rest,
+        "BLOCK_T": max(16, triton.next_power_of_2(rest)) if rest else 16,
+    }
+
+
+def offline_cases() -> Iterator["OfflineCase"]:
+    """Launches that `tamis.lab.testing.offline` compiles."""
+    from tamis.lab.offline import attend as triton_offline
+
+    yield from triton_offline.cases()
+
+
+def every_offline_case() -> Iterator["OfflineCase"]:
+    """A launch of every program that dtypes, formats and widths can ask for."""
+    from tamis.lab.offline import attend as triton_offline
+
+    yield from triton_offline.cases(every=True)

@@ -1,0 +1,1 @@
+"""Rows of a cache as the stages' Triton kernels read and write them."""

@@ -1,0 +1,160 @@
+"""Device functions for rows in registers: norm, rotation of some columns, and insertion into a cache."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tamis import checks
+from tamis.cache.paged import PagedCache
+from tamis.ops.rows.triton_rows import (
+    encode_e4m3,
+    load_wide,
+    round_to_bf16,
+    row_arguments,
+    row_start,
+    store_rounded,
+    widen_bf16,
+)
+from tamis.ops.write.triton_kernels import encode_tiles
+
+
+@triton.jit
+def norm_row(x, weight, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A row [BLOCK], zero from WIDTH on, over its root mean square, times `weight` unless that is None."""
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+    if weight is not None:
+        column = tl.arange(0, BLOCK)
+        normed = normed * load_wide(weight + column, column < WIDTH)
+    return normed
+
+
+@triton.jit
+def rotate_row(
+    x, cos_sin, position, table_rows,
+    WIDTH: tl.constexpr, ROTARY: tl.constexpr, INVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row [BLOCK] with its last ROTARY of WIDTH columns turned by row `position` of the table; see `rotate_pairs`."""
+    one = tl.zeros([1], tl.int64) + position
+    row = tl.reshape(x, [1, BLOCK])
+    return tl.reshape(rotate_pairs(row, cos_sin, one, table_rows, WIDTH - ROTARY, ROTARY, INVERSE, 1, BLOCK), [BLOCK])
+
+
+@triton.jit
+def rotate_pairs(
+    x, cos_sin, position, table_rows,
+    START: tl.constexpr, ROTARY: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows [ROWS, BLOCK] with ROTARY columns from START on (an even one) turned in pairs (2i, 2i+1) by rows `position`
+    [ROWS] of the table; unchanged where the table has no such row."""
+    pair = tl.arange(0, BLOCK // 2) - START // 2
+    known = (position >= 0) & (position < table_rows)
+    turning = known[:, None] & ((pair >= 0) & (pair < ROTARY // 2))[None, :]
+    angles = cos_sin + (position.to(tl.int64) * ROTARY)[:, None] + pair[None, :]
+    cos = tl.load(angles, mask=turning, other=1.0)
+    sin = tl.load(angles + ROTARY // 2, mask=turning, other=0.0)
+    if INVERSE:
+        sin = -sin
+    even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
+    # Columns that stay are not multiplied: infinities beside them, and the sign of a zero, stay out of them.
+    first = tl.where(turning, even * cos - odd * sin, even)
+    second = tl.where(turning, odd * cos + even * sin, odd)
+    return tl.reshape(tl.join(first, second), [ROWS, BLOCK])
+
+
+@triton.jit
+def hadamard_rows(x, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [ROWS, BLOCK] times the orthonormal Hadamard matrix, in as many steps as a column's number has bits. Each
+    adds and subtracts neighbours and puts all sums before all differences, so that after the last each column is in its
+    place again."""
+    for _ in tl.static_range(STEPS):
+        first, second = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
+        x = tl.reshape(tl.permute(tl.join(first + second, first - second), [0, 2, 1]), [ROWS, BLOCK])
+    return x * BLOCK**-0.5
+
+
+@triton.jit
+def hadamard_row(x, pointers, STEPS: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr):
+    """A row [BLOCK] times the Hadamard matrix unless STEPS is 0, after rounding it like what `pointers` point to."""
+    if STEPS:
+        x = tl.reshape(round_like(x, pointers, NATIVE_BF16), [1, BLOCK])
+        x = tl.reshape(hadamard_rows(x, STEPS, 1, BLOCK), [BLOCK])
+    return x
+
+
+@triton.jit
+def round_like(x, pointers, NATIVE_BF16: tl.constexpr):
+    """fp32 numbers rounded to what `pointers` point to, or to bf16, from which FP8 and its like are made."""
+    if pointers.dtype.element_ty == tl.float32:
+        rounded = x
+    elif pointers.dtype.element_ty == tl.float16:
+        rounded = x.to(tl.float16).to(tl.float32)
+    else:
+        rounded = widen_bf16(round_to_bf16(x, NATIVE_BF16))
+    return rounded
+
+
+@triton.jit
+def insert_row(
+    x, slot, cache, page_stride, scale,
+    PAGE_SIZE: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
+    VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr, SCALES_START: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
+    SCALE_IN_MEMORY: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a row [BLOCK] of fp32 numbers to a slot that exists, rounded once, to bf16 before FP8."""
+    column = tl.arange(0, BLOCK)
+    inside = column < LATENT + ROPE
+    values_at = row_start(slot, page_stride, VALUES_STRIDE, PAGE_SIZE, False) + VALUES_START
+    if MODE == "none":
+        store_rounded(cache + values_at + column, x, inside, NATIVE_BF16)
+    else:
+        rounded = widen_bf16(round_to_bf16(x, NATIVE_BF16))
+        if MODE == "tensor":
+            if SCALE_IN_MEMORY:
+                factor = tl.load(scale)
+            else:
+                factor = scale
+            tl.store(cache + values_at + column, encode_e4m3(tl.div_rn(rounded, factor)), mask=inside)
+        else:
+            TILES_BLOCK: tl.constexpr = BLOCK // TILE_BLOCK
+            one = tl.zeros([1], tl.int64)
+            scales_at = row_start(slot, page_stride, SCALES_STRIDE, PAGE_SIZE, False) + SCALES_START
+            latent = tl.reshape(tl.where(column < LATENT, rounded, 0.0), [1, TILES_BLOCK, TILE_BLOCK])
+            encode_tiles(
+                latent, one == 0, cache, one + values_at, one + scales_at, MODE, LATENT, TILE, SCALES, SCALE_FLOOR,
+                TILES_BLOCK, TILE_BLOCK,
+            )  # fmt: skip
+            if ROPE:
+                tail_at = row_start(slot, page_stride, TAIL_STRIDE, PAGE_SIZE, False) + TAIL_START
+                tail = (cache + tail_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+                store_rounded(tail + column - LATENT, rounded, inside & (column >= LATENT), NATIVE_BF16)
+
+
+def hadamard_steps(width: int) -> int:
+    """How many steps `hadamard_rows` takes for rows of this width, a power of two."""
+    return width.bit_length() - 1
+
+
+def check_rows(cache: PagedCache) -> None:
+    """Refuse a cache whose rows `insert_row` cannot make."""
+    tile = cache.layout.tile
+    # A row cannot be cut into such tiles in registers, but it can be one itself.
+    if tile & (tile - 1) and tile != cache.layout.latent:
+        raise checks.refuse("cache", "in tiles of a power of two", f"tiles of {tile}", "choose another layout")
+
+
+def insert_arguments(cache: PagedCache) -> dict[str, Any]:
+    """What `insert_row` must know about a cache, with the block in which a row of it lies in registers."""
+    layout = cache.layout
+    block = max(2, triton.next_power_of_2(layout.width))
+    tile = layout.tile or block
+    if tile & (tile - 1):
+        tile = block  # the whole row: `check_rows` has refused the others
+    known = row_arguments(cache)
+    return {name: value for name, value in known.items() if not name.endswith("_BLOCK")} | {
+        "SCALES": layout.scales.count if layout.scales is not None else 0,
+        "SCALE_FLOOR": layout.scale_floor,
+        "BLOCK": block,
+        "TILE_BLOCK": tile,
+    }

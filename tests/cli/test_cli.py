@@ -1,0 +1,373 @@
+"""The command line: exit codes, errors, tables, JSON, progress."""
+
+import io
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tamis.backends
+import tamis.cli.commands
+from tamis._version import __version__
+from tamis.backends import STAGES, Backend
+from tamis.choice import choose
+from tamis.cli import main, make_parser, progress
+from tamis.cli.progress import Progress, progress_bar, progress_line
+from tamis.cli.table import render_table
+from tamis.model.spec import LayerSpec
+
+SMALL = ["--requests", "3", "--max-prompt", "40", "--layers", "1", "--heads", "2", "--topk", "8", "--new-tokens", "3"]
+GPU_ONLY = Backend(
+    "picky",
+    "picky",
+    "refuses most things",
+    devices=("cuda",),
+    query_dtypes=(torch.float16,),
+    layouts=("v32-bf16",),
+    page_sizes=(128,),
+    heads=(1, 4),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors here are too small to share between threads, which only spin while other tests use the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("tamis: error: ")
+    assert captured.err.count("\n") == 1
+    assert captured.err.endswith("\n")
+    return captured.err
+
+
+COMMANDS = [module.__name__.rpartition(".")[2] for module in tamis.cli.commands.COMMANDS]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
+def test_help_has_examples_that_parse_and_exit_codes(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert tamis.cli.parser.EXIT_CODES in text
+    examples = re.search(r"examples?:\n((?:  tamis .*\n)+)", text)
+    assert examples is not None
+    for line in examples[1].splitlines():
+        words = shlex.split(line)[1:]
+        if "--help" not in words:
+            parsed = make_parser().parse_args(words)
+            assert parsed.command == arguments[0] or arguments == ["--help"]
+            assert not parsed.json or "--json" in words
+
+
+def test_example_in_help_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("backends", "demo"):
+        main([command, "--help"])
+        example = capsys.readouterr().out.split("examples:\n  tamis ")[1].splitlines()[0]
+        small = ["--layers", "1", "--max-prompt", "20"] if command == "demo" else ["--device", "cpu"]
+        assert main([*example.split(), *small]) == 0
+
+
+def test_version_and_module_entry_do_not_need_torch() -> None:
+    script = "import sys; sys.modules['torch'] = None; sys.argv = ['tamis', '--version']; import runpy; "
+    script += "runpy.run_module('tamis', run_name='__main__')"
+    for command in ([sys.executable, "-m", "tamis", "--version"], [sys.executable, "-c", script]):
+        found = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert found.returncode == 0, found.stderr
+        assert found.stdout.strip() == f"tamis {__version__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "command"),
+        (["sieve"], "sieve"),
+        (["demo", "--heads", "many"], "--heads"),
+        (["demo", "--heads", "0"], "heads must be between 1 and 128"),
+        (["demo", "--layers", "0"], "layers"),
+        (["demo", "--requests", "0"], "requests"),
+        (["demo", "--max-prompt", "0"], "max_prompt"),
+        (["demo", "--new-tokens", "0"], "new_tokens"),
+        (["demo", "--topk", "0"], "topk"),
+        (["demo", "--page-size", "0"], "page_size"),
+        (["demo", "--token-budget", "7"], "at least the number of requests (8), got 7"),
+        (["demo", "--yarn-factor", "-1"], "yarn_factor"),
+        (["demo", "--seed", "-1"], "seed"),
+        (["demo", "--cache", "v4-fp8"], "--cache"),
+        (["demo", "--cache", "v32-bf16", "--mode", "separate"], "mode must be 'mixed' for v32-bf16"),
+        (["demo", "--head", "2"], "--head"),
+        (["backends", "--heads", "129"], "heads must be between 1 and 128, got 129"),
+        (["backends", "--layout", "v5"], "layout must be one of"),
+        (["backends", "--layout", "index-fp8"], "layout must be one of"),
+        (["backends", "--page-size", "0"], "page_size"),
+        (["backends", "--topk", "0"], "topk"),
+        (["backends", "--dtype", "fp64"], "--dtype"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert words in one_error_line(capsys)
+
+
+@pytest.mark.parametrize("command", ["demo", "backends"])
+def test_absent_device_is_refused(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([command, "--device", "cuda"]) == 2
+    assert "use --device cpu" in one_error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(13, "Permission denied", "results.csv"), "Permission denied: 'results.csv'"),
+        (MemoryError(), "out of memory: no details; use a smaller model"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+            "Tried to allocate 2 GiB; use a smaller",
+        ),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "error: out of memory: ",
+        ),
+        (OSError(12, "Cannot allocate memory"), "out of memory: [Errno 12]"),
+        (OSError(28, "No space left on device", "page.html"), "No space left on device: 'page.html'"),
+        (ValueError("from\x1b[31m outside\r\n\x9b2J\u202e"), "error: from\\x1b[31m outside \\x9b2J\\u202e"),
+        (ImportError("No module named 'triton'"), "No module named 'triton'; `tamis doctor` says what is missing"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(options: object) -> int:
+        raise error
+
+    def register(subcommands: tamis.cli.parser.Subcommands) -> None:
+        subcommands.add_parser("fail").set_defaults(run=failing)
+
+    monkeypatch.setattr(tamis.cli.commands, "COMMANDS", (SimpleNamespace(register=register),))
+    assert main(["fail"]) == 2
+    assert words in one_error_line(capsys)
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = [sys.executable, "-m", "tamis", "backends", "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read()  # on a slow machine, that torch is being loaded
+    assert "error" not in said
+    assert "Broken" not in said
+    assert process.returncode == 0
+
+
+def test_interruption(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(options: object) -> int:
+        raise KeyboardInterrupt
+
+    def register(subcommands: tamis.cli.parser.Subcommands) -> None:
+        subcommands.add_parser("wait").set_defaults(run=interrupted)
+
+    monkeypatch.setattr(tamis.cli.commands, "COMMANDS", (SimpleNamespace(register=register),))
+    assert main(["wait"]) == 130
+    assert capsys.readouterr().err == "tamis: interrupted\n"
+
+
+def test_interrupting_a_command_gives_one_line() -> None:
+    code = "import sys; from tamis.cli import main, progress; progress.LOG_SECONDS = 0.5; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "demo", "--requests", "64", "--token-budget", "64"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Whoever runs the tests in the background may have told its children to ignore the signal.
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, preexec_fn=listening, **pipes) as process:
+        assert process.stderr is not None
+        first = next(line for line in process.stderr if "model" in line or "tokens" in line)  # it is at work
+        process.send_signal(signal.SIGINT)
+        out, rest = process.communicate(timeout=600)
+    assert process.returncode == 130, first + rest
+    assert out == ""
+    assert rest.splitlines()[-1] == "tamis: interrupted"
+    assert "Traceback" not in rest
+
+
+def test_backends_table_agrees_with_choose(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    reference = tamis.backends.BACKENDS[-1]
+    other = Backend("spare", "spare", "a second choice")
+    monkeypatch.setattr(tamis.backends, "BACKENDS", (GPU_ONLY, reference, other))
+    assert main(["backends", "--device", "cpu", "--heads", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"]["torch"] == torch.__version__
+    assert found["machine"]["compute_capability"] is None
+    assert found["layer"] == {"heads": 16, "layout": "v32-fp8", "page_size": 64, "dtype": "bf16", "topk": 2048}
+    assert {b["name"]: b["state"] for b in found["backends"]} == {
+        "picky": "rejected",
+        reference.name: "chosen",
+        "spare": "possible",
+    }
+    choice = choose(LayerSpec(16, topk=2048), "cpu", layout="v32-fp8", backends=tamis.backends.BACKENDS)
+    assert found["backends"][0]["reasons"] == choice.rejected["picky"]
+    assert found["backends"][0]["kernels"] == []
+    assert {k["stage"]: k["runs"] for k in found["backends"][1]["kernels"]} == dict.fromkeys(STAGES, reference.name)
+    assert len(choice.rejected["picky"]) == 5
+    assert main(["backends", "--device", "cpu", "--heads", "16"]) == 0
+    text = capsys.readouterr().out
+    assert all(reason in text for reason in choice.rejected["picky"])
+    assert f"torch {torch.__version__}, cpu:" in text
+    assert f"{reference.name} runs\n  rotate: {reference.name}\n" in text
+
+
+def test_backends_fails_when_none_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(tamis.backends, "BACKENDS", (GPU_ONLY,))
+    assert main(["backends", "--device", "cpu"]) == 1
+    assert "rejected" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["v32-bf16", "v4-fp8", "plain-fp8"])
+def test_backends_takes_every_latent_layout(layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backends", "--device", "cpu", "--layout", layout, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layer"]["layout"] == layout
+
+
+def test_demo_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *SMALL]) == 0
+    text = capsys.readouterr().out
+    for words in ("prefill", "mixed", "decode", "tokens/s", "in context", "656", "1152", "dense attention", "bound"):
+        assert words in text
+    assert text.splitlines()[-1].startswith("storing rows as v32-fp8 costs")
+
+
+def test_demo_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *SMALL, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    assert found["failures"] == []
+    assert found["tokens"]["prefill"] == sum(found["workload"]["prompt_lengths"])
+    assert found["tokens"]["decode"] == 3 * 2
+    assert found["steps"]["total"] == sum(found["steps"][kind] for kind in ("prefill", "mixed", "decode"))
+    assert 0 < found["tokens"]["attended"] < found["tokens"]["in_context"]
+    assert len(found["layers"]) == 1
+    assert found["layers"][0]["quantisation_error"] < found["quantisation_error_bound"]
+    assert [(size["stored"], size["bf16"]) for size in found["cache_bytes_per_token_and_layer"]] == [
+        (656, 1152),
+        (132, 256),
+        (788, 1408),
+    ]
+    assert found["pages"]["free_at_end"] == found["pages"]["total"]
+    assert [len(tokens) for tokens in found["generated"]] == [3, 3, 3]
+    assert found["tokens_per_second"] > 0
+
+
+def test_demo_without_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *SMALL, "--no-check"]) == 0
+    assert "not checked" in capsys.readouterr().out.splitlines()[-1]
+    assert main(["demo", *SMALL, "--no-check", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"] is None
+
+
+@pytest.mark.parametrize("bound", [1e-9, float("nan")])
+def test_demo_fails_beyond_its_bound(
+    bound: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tamis.lab.demo.shape import ERROR_BOUNDS
+
+    monkeypatch.setitem(ERROR_BOUNDS, "v32-fp8", bound)
+    assert main(["demo", *SMALL]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("FAILED: layer 0: quantisation error")
+
+
+def test_table_aligns_columns_and_lines() -> None:
+    text = render_table(("name", "n"), [("a", 1), ("long\nsecond", 23456)], "lr")
+    assert text == "name        n\n------  -----\na           1\nlong    23456\nsecond"
+
+
+def test_table_without_rows_and_with_a_wrong_row() -> None:
+    assert render_table(("a", "bc"), []) == "a  bc\n-  --"
+    with pytest.raises(ValueError, match=r"rows\[0\] must be of 2 cells"):
+        render_table(("a", "b"), [("only",)])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_line_and_bar() -> None:
+    assert progress_bar(420, 1000) == "[========            ]"
+    assert progress_bar(0, 0) == progress_bar(7, 7) == "[" + 20 * "=" + "]"
+    assert progress_line(420, 1000, 2.0, "tokens") == " 42% 420/1000 tokens, 210 tokens/s, eta 3 s"
+    assert progress_line(999, 1000, 1.0, "tokens").startswith(" 99%")
+    assert progress_line(0, 10, 0.0, "steps") == "  0% 0/10 steps, 0 steps/s, eta ?"
+    assert progress_line(0, 0, 1.0, "steps").startswith("100%")
+
+
+@pytest.mark.parametrize(("stream", "lines"), [(io.StringIO(), 2), (Terminal(), 0)])
+def test_progress_prints_now_and_then(stream: io.StringIO, lines: int) -> None:
+    now = [0.0]
+    progress = Progress("tokens", stream=stream, clock=lambda: now[0])
+    for done in range(1, 101):
+        now[0] = done / 8
+        progress.update(done, 100)
+    progress.close()
+    text = stream.getvalue()
+    assert text.count("\n") == lines
+    if lines:
+        assert text.splitlines()[0] == " 40% 40/100 tokens, 8 tokens/s, eta 8 s"
+        assert "\r" not in text
+    else:
+        assert text.count("%") == 100
+        assert "\r[==========          ]  50% 50/100 tokens, 8 tokens/s, eta 6 s" in text
+        assert text.endswith("\r")
+        shown = text.split("\r")
+        assert set(shown[-2]) == {" "}
+        assert len(shown[-2]) == len(shown[-3])
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_progress_says_what_is_under_way_while_nothing_is_reported(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.02)
+    with Progress("tokens", "loading", stream=stream, every=0.02) as shown:
+        _wait_for(stream, "loading, 0 s")
+        shown.update(1, 10)
+        _wait_for(stream, " 10% 1/10 tokens")
+    ended = stream.getvalue()
+    time.sleep(0.1)
+    assert stream.getvalue() == ended
+    assert not stream.isatty() or ended.endswith("\r")
+
+
+def _wait_for(stream: io.StringIO, words: str) -> None:
+    end = time.monotonic() + 600  # for a test that hangs, not for a slow machine
+    while words not in stream.getvalue():
+        assert time.monotonic() < end, stream.getvalue()
+        time.sleep(0.01)
+
+
+def test_quick_work_leaves_no_trace_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than the pause between lines, however long the machine takes for it."""
+    monkeypatch.setattr(progress, "LOG_SECONDS", 3600.0)
+    stream = io.StringIO()
+    with Progress("tokens", stream=stream) as shown:
+        shown.update(1, 2)
+    assert stream.getvalue() == ""

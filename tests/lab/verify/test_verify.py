@@ -1,0 +1,359 @@
+"""`tamis verify`: passes where the stages are right, fails where one is not, and says what does not apply."""
+
+import json
+import math
+from contextlib import contextmanager
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor
+
+import tamis.backends
+import tamis.cli.verify
+from tamis import Planner
+from tamis.backends import BACKENDS, Backend
+from tamis.cache.selection import Selection
+from tamis.cli import main
+from tamis.lab import verify
+from tamis.lab.testing import attend_cases, cases, compare, oracle
+from tamis.lab.verify import repeat, run_checks
+from tamis.lab.verify.check import Check, Target, Trial, judge
+
+
+def by_check(results: list[verify.CheckResult]) -> dict[tuple[str, str], verify.CheckResult]:
+    return {(r.stage, r.check): r for r in results}
+
+
+def test_verify_passes_on_a_cpu_and_reports_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cpu", "--quick", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    assert {c["stage"] for c in found["checks"]} == set(verify.STAGES)
+    for check in found["checks"]:
+        if check["state"] == "ok":
+            assert check["cases"] > 0
+            assert 0 <= check["error"] <= check["bound"]
+        else:
+            assert check["state"] == "not applicable"
+            assert check["note"]
+    attend = [c for c in found["checks"] if c["stage"] == "attend"]
+    assert sum(c["cases"] for c in attend) > 60
+    # The output is rounded to bf16, so a perfect kernel has an error of this size and no less.
+    assert {1e-3 < c["error"] < 2e-3 for c in attend if c["check"].startswith("tile maxima")} == {True}
+
+
+def test_table_and_conclusion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cpu", "--quick", "--stage", "translate", "combine"]) == 0
+    text = capsys.readouterr().out
+    assert "graphs are captured on CUDA devices only" in text
+    assert "not applicable" in text
+    assert text.splitlines()[-1].startswith("ok: 5 checks, ")
+    assert "attend" not in text
+
+
+def test_stages_of_the_command_are_those_of_the_library() -> None:
+    assert tamis.cli.verify.STAGES == verify.STAGES
+
+
+def nudge(value: Tensor) -> None:
+    value.view(-1)[-1] += 1
+
+
+def break_write(result: None, kv: Tensor, cache, slots: Tensor) -> None:
+    cache.storage.view(torch.uint8)[-1, -1, -1] ^= 1
+
+
+def break_head(result: Tensor, *args: object) -> None:
+    result.view(-1)[::7] += 1
+
+
+def break_compress(result: None, values: Tensor, scores: Tensor, state, cache, *rest: object) -> None:
+    cache.storage.view(torch.uint8)[..., ::5] ^= 0x41
+
+
+def break_gather(result: None, *args: Tensor) -> None:
+    args[-1][7 % len(args[-1])] += 1
+
+
+def break_first(result: tuple[Tensor, ...], *args: object, **options: object) -> None:
+    nudge(result[0])
+
+
+def break_output(lse: Tensor, parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor) -> None:
+    out[-1, -1, -1] += 1
+
+
+def break_index(result: Tensor, *args: object) -> None:
+    result[3] = result[3].clamp_max(0)
+
+
+def break_scores(result: None, *args: Tensor) -> None:
+    args[-1][3:4].mul_(1.001)
+
+
+def break_keys(result: None, keys: Tensor, cache, *rest: object) -> None:
+    cache.storage[0].mul_(1.001)
+
+
+def break_query(result: tuple[Tensor, Tensor], *args: object) -> None:
+    result[0].view(torch.uint8)[-1, -1, -1] ^= 0x80
+
+
+def break_topk(result: Tensor, *args: object) -> None:
+    # The last of the selected positions becomes its neighbour: one wrong choice in one row.
+    if result.shape[0] == 7 and result.shape[1] > 1:
+        count = int((result[0] >= 0).sum())
+        result[0, count - 1] += 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "function", "spoil", "also"),
+    [
+        ("rotate", "rotate_heads", break_head, "v4-layer"),
+        ("compress", "compress_kv", break_compress, "v4-layer"),
+        ("write", "write_kv", break_write, None),
+        ("gather", "gather_kv", break_gather, "layer"),
+        ("select", "select_window", break_gather, None),
+        ("translate", "translate_positions", break_first, "layer"),
+        ("index", "index_topk", break_index, None),
+        ("index", "index_scores", break_scores, None),
+        ("index", "ragged_scores", break_scores, None),
+        ("index", "topk_positions", break_topk, None),
+        ("index", "write_index_keys", break_keys, None),
+        ("index", "quantise_index_query", break_query, None),
+        ("attend", "attend_slots", break_first, "layer"),
+        ("combine", "combine_parts", break_output, "attend"),
+    ],
+)
+def test_a_spoiled_stage_fails(
+    stage: str, function: str, spoil, also: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    module = import_module(f"tamis.ops.{stage}.reference")
+    right = getattr(module, function)
+
+    def wrong(*args, **options):
+        result = right(*args, **options)
+        spoil(result, *args, **options)
+        return result
+
+    monkeypatch.setattr(module, function, wrong)
+    wanted = [stage] if also is None else [stage, also]
+    assert main(["verify", "--device", "cpu", "--quick", "--stage", *wanted]) == 1
+    text = capsys.readouterr().out
+    failed = [line.split()[0] for line in text.splitlines() if " FAILED " in line]
+    assert set(wanted) <= set(failed)
+    assert text.splitlines()[-1].startswith("FAILED: ")
+
+
+def test_a_wrong_plan_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Planner.plan
+
+    def wrong(self: Planner, batch):
+        plan = right(self, batch)
+        plan.positions[0] += 1
+        return plan
+
+    monkeypatch.setattr(Planner, "plan", wrong)
+    (result,) = run_checks("cpu", stages=["planner"], quick=True)
+    assert result.state == "FAILED"
+    assert "first at [0]" in result.note
+
+
+def test_results_that_change_from_run_to_run_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tamis.ops.combine import reference
+
+    right, runs = reference.combine_parts, iter(range(10**6))
+
+    def unsteady(parts, lses, sink, out):
+        lse = right(parts, lses, sink, out)
+        out += next(runs) % 2 * 1e-6
+        return lse
+
+    monkeypatch.setattr(reference, "combine_parts", unsteady)
+    found = by_check(run_checks("cpu", stages=["combine"], quick=True))
+    assert found["combine", "same bits on ten runs"].state == "FAILED"
+    assert "run 2: output 0: " in found["combine", "same bits on ten runs"].note
+    # The values themselves are within their bound, but for the rows that must be exactly zero.
+    assert "must be zero" in found["combine", "values, to float32"].note
+
+
+def test_an_exception_is_a_failed_case_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tamis.ops.translate import reference
+
+    right = reference.translate_positions
+
+    def fragile(positions: Tensor, *args, **options):
+        if options["compact"]:
+            raise RuntimeError("no such kernel")
+        return right(positions, *args, **options)
+
+    monkeypatch.setattr(reference, "translate_positions", fragile)
+    found = by_check(run_checks("cpu", stages=["translate"], quick=True))["translate", "slots"]
+    assert found.state == "FAILED"
+    assert found.cases == 6
+    assert found.note.startswith("2 cases; compact")
+    assert "RuntimeError: no such kernel" in found.note
+
+
+def test_nan_is_no_error_within_any_bound() -> None:
+    results = [judge(Check("s", "c", 1.0, [("x", lambda e=e: Trial(e))]), "b", lambda: None) for e in (math.nan, 0.5)]
+    assert [r.state for r in results] == ["FAILED", "ok"]
+    assert results[0].error == math.inf
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--backend", "flash"], "backend must be one of 'auto', "),
+        (["--stage", "sieve"], "invalid choice: 'sieve'"),
+        (["--device", "tpu"], "--device"),
+    ],
+)
+def test_wrong_options(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_absent_device_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["verify", "--device", "cuda"]) == 2
+    assert "use --device cpu" in capsys.readouterr().err
+
+
+def test_a_named_backend_is_checked_on_what_it_claims(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picky = Backend(
+        "picky", "reference", "", stages=("attend", "combine"), layouts=("v32-fp8",), heads=(8, 64), page_sizes=(64,)
+    )
+    away = Backend("away", "reference", "", devices=("cuda",))
+    monkeypatch.setattr(tamis.backends, "BACKENDS", (picky, away, *BACKENDS))
+    found = run_checks("cpu", "picky", quick=True)
+    # Under another name the reference is taken for a kernel that promises more than it does.
+    assert {r.check for r in found if not r.ok} <= {"same bits alone and in a batch"}
+    applied = {r.stage: r.cases for r in found if r.check in ("bytes", "hostile slots, lengths, NaN, sinks")}
+    assert applied["write"] == 0
+    everything = run_checks("cpu", "reference", ["attend"], quick=True)
+    assert 0 < applied["attend"] < sum(r.cases for r in everything if r.check.startswith("hostile"))
+    reasons = {r.note for r in found if r.state == "not applicable"}
+    assert "picky does not claim any of these cases" in reasons
+    assert "picky does not have this stage" in reasons
+    assert main(["verify", "--device", "cpu", "--backend", "picky", "--stage", "write"]) == 1
+    assert "no check applies" in capsys.readouterr().out
+    assert main(["verify", "--device", "cpu", "--backend", "away"]) == 2
+    assert "device must be cuda for away, got cpu" in capsys.readouterr().err
+
+
+def test_only_backends_that_claim_it_are_captured() -> None:
+    gpu = torch.device("cuda")
+    assert "reference does not claim" in Target(gpu, "reference").not_capturable(["attend"])
+    assert "CUDA devices only" in Target(torch.device("cpu")).not_capturable(["attend"])
+
+
+class FakeGraph:
+    """Stands in for a CUDA graph: replays the call made while it was capturing, on the same tensors."""
+
+    capturing: "FakeGraph | None" = None
+
+    def replay(self) -> None:
+        for kept, new in zip(self.outputs, self.call(*self.inputs), strict=True):
+            kept.copy_(new)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_replays_are_compared_with_eager_calls(stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def graph(made: FakeGraph):
+        FakeGraph.capturing = made
+        yield
+        FakeGraph.capturing = None
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def double(values: Tensor) -> list[Tensor]:
+        return [values * 2]
+
+    def call(values: Tensor) -> list[Tensor]:
+        outputs = double(values)
+        if FakeGraph.capturing is not None:
+            made = FakeGraph.capturing
+            # A stale graph has kept a copy of its inputs instead of their place.
+            made.call, made.inputs, made.outputs = double, [values.clone() if stale else values], outputs
+        return outputs
+
+    trial = repeat._replay(lambda: ([torch.ones(3)], [torch.arange(3.0)], call))
+    assert trial.error == (2 if stale else 0)
+    assert ("first at [0]" in trial.note) == stale
+
+
+def test_relative_error_and_first_mismatch() -> None:
+    expected = torch.tensor([[3.0, 4.0], [0.0, -math.inf]])
+    found = expected.clone()
+    assert compare.relative_error(found, expected) == 0
+    assert compare.first_mismatch(found, expected) is None
+    found[0, 1] = 4.5
+    assert compare.relative_error(found, expected) == pytest.approx(0.1)
+    assert compare.worst_row_error(found, expected) == pytest.approx(0.1)
+    assert str(compare.first_mismatch(found, expected)) == "1 of 4 differ, first at [0, 1]: found 4.5, expected 4"
+    assert compare.first_mismatch(found, expected, tolerance=0.5) is None
+    found[0, 1] = math.nan
+    assert compare.relative_error(found, expected) == math.inf
+    assert compare.first_mismatch(found, expected, tolerance=1e9) is not None
+    assert compare.relative_error(torch.ones(2), torch.zeros(2)) == math.inf
+    with pytest.raises(ValueError, match=r"found must be of shape \[2, 2\]"):
+        compare.relative_error(torch.ones(2), expected)
+
+
+def test_small_columns_cannot_hide_behind_large_ones() -> None:
+    expected = torch.tensor([[1e4, 1e4, 1e-5, 1e-5]])
+    found = torch.tensor([[1e4, 1e4, 0.0, 0.0]])
+    assert compare.relative_error(found, expected) < 1e-8
+    assert compare.worst_block_error(found, expected, 2) == pytest.approx(1.0)
+
+
+def test_bits_are_more_than_values() -> None:
+    zeros, minus = torch.zeros(3), torch.tensor([0.0, -0.0, 0.0])
+    assert compare.first_mismatch(zeros, minus) is None
+    assert not compare.same_bits(zeros, minus)
+    assert compare.same_bits(zeros, torch.zeros(3))
+    assert not compare.same_bits(zeros, torch.zeros(3, dtype=torch.float64))
+    mismatch = compare.first_differing_bits(zeros, minus)
+    assert mismatch is not None
+    assert (mismatch.count, mismatch.at) == (1, (1,))
+
+
+def test_oracle_converts_to_e4m3_as_torch_does() -> None:
+    grid = torch.from_numpy(oracle.e4m3_table()).float()
+    middles = (grid[1:127] + grid[:126]) / 2
+    special = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 464.0, 1e30])
+    x = torch.cat((torch.randn(20000) * torch.logspace(-6, 4, 20000), grid, middles, -middles, special))
+    expected = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(torch.from_numpy(oracle.round_to_e4m3(x.numpy())), expected)
+
+
+def test_cases_depend_on_their_names_alone() -> None:
+    quick = {case.name: case for case in attend_cases.attend_cases(quick=True)}
+    full = {case.name: case for case in attend_cases.attend_cases()}
+    assert set(quick) - set(full) <= {name for name in quick if "tile maxima" in name or "splits" in name}
+    for name in set(quick) & set(full):
+        assert compare.same_bits(quick[name].q, full[name].q)
+        for one, other in zip(quick[name].selections, full[name].selections, strict=True):
+            assert torch.equal(one.slots, other.slots)
+            assert compare.same_bits(one.cache.storage, other.cache.storage)
+    assert {case.heads for case in full.values()} >= {1, 7, 16, 128}
+    assert {cache.page_size for case in full.values() for cache in case.caches} >= {1, 2, 61, 64, 256}
+
+
+def test_moving_a_cache_keeps_the_bytes_between_its_pages() -> None:
+    draw = cases.Draw("move")
+    cache = cases.garbage_cache(draw, oracle_layout := cases.named("v4-fp8"), 3, 5, gap=8)
+    moved = cases.to_device(Selection(cache, torch.zeros(1, 1, dtype=torch.int32)), torch.device("cpu")).cache
+    assert moved.storage.data_ptr() != cache.storage.data_ptr()
+    assert moved.page_stride == cache.page_stride > oracle_layout.page_bytes(5)
+    size = 2 * cache.page_stride
+    for at in (0, size - 1, size):
+        one, other = (torch.as_strided(c.storage, (1,), (1,), at) for c in (cache, moved))
+        assert torch.equal(one, other)

@@ -1,0 +1,439 @@
+"""Attention of few heads in CUDA C++: its source runs on the host, in random orders of threads, against float64."""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import on_host
+import pytest
+import torch
+from few_heads_rows import KINDS, SCALE, filled
+from seeds import reseed
+from torch import Tensor
+
+from tamis import PagedCache, Selection
+from tamis.lab.testing import oracle
+from tamis.ops.attention.hopper import few_heads, items
+from tamis.ops.attention.hopper.few_heads import Columns, Layouts, Variant
+from tamis.ops.attention.hopper.items import Target
+from tamis.ops.combine import reference as combine_reference
+
+TYPES = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": ctypes.c_float}
+NAMES = {"P": "void*", "q": "long long", "i": "int", "f": "float"}
+# As laid out for a device, with rings as short as they can be.
+VARIANTS = {"two streams": Variant(2, 2, 1), "one stream": Variant(1, 2, 2)}
+FP8_VARIANTS = VARIANTS | {"32 columns": Columns(32, 4), "16 columns": Columns(16, 5)}
+MODES = ["pow2", "exact", "bf16"]  # of scales, or rows without any
+EXACT = [("one stream", "exact"), ("32 columns", "exact")]
+BOTH_ROWS = [(name, mode) for name in FP8_VARIANTS for mode in ("pow2", "bf16") if name in VARIANTS or mode == "pow2"]
+
+
+def entry(source: str) -> str:
+    """A function that runs every block of a grid, one after the other."""
+    given = ", ".join(f"{NAMES[letter]} a{i}" for i, letter in enumerate(few_heads.SIGNATURE))
+    passed = ", ".join(f"Pointer{{a{i}}}" if one == "P" else f"a{i}" for i, one in enumerate(few_heads.SIGNATURE))
+    return f"""
+struct Pointer {{
+  void* address;
+  template <class T>
+  operator T*() const {{ return static_cast<T*>(address); }}
+}};
+
+extern "C" __attribute__((visibility("default")))
+void run(int width, int height, long long shared, int seed, {given}) {{
+  emulator::random_order.seed(seed);
+  for (int block = 0; block < width * height; ++block) {{
+    emulator::start_block_of_products(width);
+    emulator::block_y = block / width;
+    emulator::run_cluster(block % width, 1, shared, [&] {{ attend_{source}({passed}); }});
+    emulator::check_finished();
+  }}
+}}
+"""
+
+
+class Emulated:
+    """Launches of one variant, on the host."""
+
+    def __init__(self, folder: Path, variant: Layouts, dtype: torch.dtype) -> None:
+        program = few_heads.program(variant, dtype)
+        source = program.source.replace('#include "instructions.cuh"', '#include "warpgroup_emulator.hpp"')
+        source = source.replace('#include "warpgroups.cuh"', "")
+        options = [*program.options, "-I", str(Path(few_heads.__file__).parent)]
+        self.run = on_host.load(folder, source + entry(variant.source), options).run
+        self.shared, self.seed = variant.shared, 0
+        self.run.argtypes = [TYPES[letter] for letter in "iiqi" + few_heads.SIGNATURE]
+
+    def __call__(self, grid: tuple[int, int, int], *values: Any) -> None:
+        self.seed += 1
+        self.run(grid[0], grid[1], self.shared, self.seed, *values)
+
+
+Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@pytest.fixture
+def emulated(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Makes the module launch a variant on the host, on a device of a number of multiprocessors."""
+
+    def install(name: str, cores: int = 2) -> None:
+        def launch(device: torch.device, variant: Layouts, dtype: torch.dtype) -> Emulated:
+            if (variant, dtype) not in BUILT:
+                BUILT[variant, dtype] = Emulated(host_folder, variant, dtype)
+            return BUILT[variant, dtype]
+
+        monkeypatch.setattr(few_heads, "_launch", launch)
+        monkeypatch.setattr(few_heads, "multiprocessors", lambda device: cores)
+        monkeypatch.setattr(few_heads, "usual_variant", lambda *given: chosen(FP8_VARIANTS[name], given[3]))
+
+    return install
+
+
+def chosen(variant: Layouts, bf16_rows: bool) -> Layouts:
+    return variant._replace(bf16_rows=bf16_rows) if isinstance(variant, Variant) else variant
+
+
+BUILT: dict[tuple[Layouts, torch.dtype], Emulated] = {}
+
+
+def check(
+    q: Tensor,
+    selection: Selection,
+    *,
+    splits: int | None = 1,
+    sink: Tensor | None = None,
+    scale: float = SCALE,
+) -> None:
+    """Each tile of each head by itself."""
+    wanted, wanted_lse = oracle.attend(q, [selection], scale=scale, value_dim=512, sink=sink)
+    parts, lses, maxima = few_heads.attend_slots(q, [selection], scale=scale, value_dim=512, splits=splits)
+    merged = torch.empty(wanted.shape)
+    lse = combine_reference.combine_parts(parts, lses, sink, merged)
+    empty = wanted_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    assert (merged[empty] == 0).all()
+    assert torch.allclose(lse[~empty].double(), wanted_lse[~empty], atol=2e-3, rtol=1e-5)
+    norm = wanted.unflatten(2, (4, 128)).norm(dim=3)
+    error = (merged - wanted).unflatten(2, (4, 128)).norm(dim=3)
+    assert (error <= 1e-3 * norm + 1e-30).all(), float((error / norm.clamp_min(1e-30)).max())
+    for token, head in (~empty).nonzero().tolist():
+        rows = oracle.rows_of(selection.cache, torch.tensor(oracle.selected_slots(selection, token)))
+        top = (rows @ q[token, head].double()).max() * scale
+        assert abs(maxima[:, token, head].max() - top) < 2e-3 + 1e-4 * abs(top)
+
+
+@pytest.mark.parametrize(("name", "mode"), BOTH_ROWS)
+def test_the_source_computes_attention(emulated, name: str, mode: str) -> None:
+    reseed(0)
+    emulated(name)
+    cache = filled(100, mode=mode)
+    heads = 32 if name == "32 columns" else 16
+    slots = torch.randint(0, cache.rows, (3, 150), dtype=torch.int32)
+    check(torch.randn(3, heads, 576).bfloat16(), Selection(cache, slots))
+
+
+@pytest.mark.parametrize("name", FP8_VARIANTS)
+@pytest.mark.parametrize(("mode", "dtype"), KINDS)
+def test_hostile_slots_lengths_parts_and_sinks(emulated, name: str, mode: str, dtype: torch.dtype) -> None:
+    if mode == "bf16" and name not in VARIANTS:
+        pytest.skip("heads are columns over FP8 rows only")
+    reseed(1)
+    emulated(name, 1)
+    cache = filled(70, 7, gap=16, mode=mode)
+    cache.storage.view(torch.uint8)[:4] = 0xFF  # NaN, in rows that nobody selects
+    slots = torch.randint(28, cache.rows, (6, 101), dtype=torch.int32)
+    slots[0, 3:60] = torch.tensor([-1, cache.rows, 2**31 - 1])[torch.randint(0, 3, (57,))].int()
+    slots[0, 64:] = -(2**31)
+    slots[1] = -1
+    slots[2, ::2] = cache.rows
+    lengths = torch.tensor([101, 101, 77, 0, 1, 33], dtype=torch.int32)
+    heads = {"two streams": 8, "one stream": 1, "32 columns": 17, "16 columns": 3}[name]
+    q, sink = torch.randn(6, heads, 576).to(dtype), torch.randn(heads)
+    sink[0] = torch.inf
+    for splits in (1, 3):
+        check(q, Selection(cache, slots, lengths), splits=splits, sink=sink)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"), [("two streams", 39), ("one stream", 17), ("16 columns", 21), ("32 columns", 40)]
+)
+def test_more_heads_than_a_block_has(emulated, name: str, heads: int) -> None:
+    """Whole tokens and parts, several items in a block, and a last block with fewer heads."""
+    reseed(14)
+    emulated(name, 4)
+    cache = filled(100)
+    slots = torch.randint(0, cache.rows, (3, 140), dtype=torch.int32)
+    q, sink, out = torch.randn(3, heads, 576).bfloat16(), torch.randn(heads), torch.empty(3, heads, 512)
+    selection = Selection(cache, slots, torch.tensor([140, 90, 33], dtype=torch.int32))
+    check(q, selection, splits=2, sink=sink)
+    wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
+    lse, _ = few_heads.attend_into(q, [selection], scale=SCALE, splits=1, sink=sink, out=out)
+    assert torch.allclose(lse.double(), wanted_lse, atol=2e-3)
+    assert (out - wanted).norm() < 1e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize(("name", "mode"), BOTH_ROWS)
+def test_positions_are_looked_up_on_the_way(emulated, name: str, mode: str) -> None:
+    reseed(2)
+    emulated(name, 1)
+    cache = filled(40 * 5, 5, gap=32, mode=mode)
+    table = torch.randint(-1, 41, (3, 9), dtype=torch.int32)
+    table[0, 2], table[0, 3] = 2**31 - 1, -(2**31)
+    positions = torch.randint(-3, 60, (4, 70), dtype=torch.int32)
+    ids = torch.tensor([0, 2, 1, 0], dtype=torch.int32)
+    check(torch.randn(4, 5, 576).bfloat16(), Selection(cache, positions, None, ids, table), splits=2)
+
+
+def test_requests_that_the_table_does_not_have_attend_to_nothing(emulated) -> None:
+    emulated("two streams", 1)
+    cache, ids = filled(40, 5), torch.tensor([0, 3, -1], dtype=torch.int32)
+    table = torch.arange(8, dtype=torch.int32).expand(3, 8)
+    selection = Selection(cache, torch.arange(40, dtype=torch.int32).expand(3, 40), None, ids, table)
+    q = torch.randn(3, 4, 576).bfloat16()
+    parts, lse, maxima = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    assert (lse[0, 0] > -torch.inf).all()
+    assert (parts[0, 1:] == 0).all()
+    assert (lse[0, 1:] == -torch.inf).all()
+    assert (maxima[0, 1:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(("name", "mode"), [("one stream", "pow2"), ("one stream", "bf16"), *EXACT])
+@pytest.mark.parametrize("largest", [1e-5, 1e4, None])
+def test_tile_maxima(emulated, name: str, mode: str, largest: float | None) -> None:
+    """Every tile of the output is right by itself, though others are larger by nine orders of magnitude."""
+    reseed(3)
+    emulated(name, 1)
+    cache = filled(64, mode=mode)
+    maxima = torch.logspace(-5, 4, 4) if largest is None else torch.full((4,), largest)
+    kv = torch.randn(cache.rows, 576)
+    kv[:, :512] *= maxima.repeat_interleave(128) / 4
+    oracle.write(kv, cache, torch.arange(cache.rows))
+    slots = torch.randint(0, cache.rows, (2, 96), dtype=torch.int32)
+    check(torch.randn(2, 16, 576).bfloat16(), Selection(cache, slots), scale=1 / (24 * float(maxima.max())))
+
+
+@pytest.mark.parametrize("name", FP8_VARIANTS)
+def test_rows_of_one_selection_whose_tiles_differ(emulated, name: str) -> None:
+    """Where a row with tiny values has the largest logit, and one with huge values a small one, both count."""
+    reseed(4)
+    emulated(name, 1)
+    cache = filled(96, mode="exact", spread=14.0)
+    cache.field(cache.layout.tail)[:] *= 8.0
+    slots = torch.stack([torch.randperm(96)[:90] for _ in range(3)]).int()
+    q = torch.randn(3, 16, 576) * torch.tensor([2.0**-10, 1.0, 2.0**10])[:, None, None]
+    q[:, :, :512] *= torch.exp2(torch.randint(-14, -4, (3, 16, 1)).float())
+    check(q.bfloat16(), Selection(cache, slots), scale=0.01)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("one stream", "bf16"), *EXACT])
+def test_rows_in_the_order_of_growing_tiles(emulated, name: str, mode: str) -> None:
+    """References move at almost every stage, and by far."""
+    reseed(5)
+    emulated(name, 1)
+    cache = filled(256, mode=mode)
+    kv = torch.randn(cache.rows, 576) * torch.logspace(-5, 4, cache.rows)[:, None]
+    oracle.write(kv, cache, torch.arange(cache.rows))
+    order = torch.arange(cache.rows, dtype=torch.int32)
+    q = torch.randn(2, 3, 576).bfloat16()
+    check(q, Selection(cache, torch.stack((order, order.flip(0)))), scale=1e-4)
+
+
+@pytest.mark.parametrize("name", FP8_VARIANTS)
+def test_a_weight_that_does_not_fit_is_seen_by_whichever_warp_has_its_row(emulated, name: str) -> None:
+    """The references of a whole team move for one row of one warp, in its second turn."""
+    reseed(17)
+    emulated(name, 1)
+    cache = filled(128)
+    q = torch.randn(8, 16, 576).bfloat16()
+    kv = torch.randn(cache.rows, 576) * 0.1
+    kv[:8] = q[:, 0].float()
+    oracle.write(kv, cache, torch.arange(cache.rows))
+    slots = torch.randint(8, cache.rows, (8, 256), dtype=torch.int32)
+    slots[torch.arange(8), 128 + 16 * torch.arange(8) + 3] = torch.arange(8, dtype=torch.int32)
+    check(q, Selection(cache, slots), scale=0.1)
+
+
+@pytest.mark.parametrize("variant", [Columns(32, 7), Columns(16, 9)])
+def test_teams_that_take_turns_at_a_ring(emulated, monkeypatch: pytest.MonkeyPatch, variant: Columns) -> None:
+    """As many stages as on a device, several passes over them in every item, and each team slow at some time."""
+    reseed(13)
+    monkeypatch.setitem(FP8_VARIANTS, "device", variant)
+    emulated("device", 1)
+    cache = filled(300)
+    slots = torch.randint(0, cache.rows, (3, 900), dtype=torch.int32)
+    lengths = torch.tensor([900, 130, 600], dtype=torch.int32)
+    q = torch.randn(3, variant.heads, 576).bfloat16()
+    for _ in range(3):
+        check(q, Selection(cache, slots, lengths))
+
+
+@pytest.mark.parametrize("name", ["one stream", "32 columns"])
+def test_tiles_of_zeros(emulated, name: str) -> None:
+    """Their scales are the smallest there are, or zero."""
+    reseed(6)
+    emulated(name, 1)
+    cache = filled(64, mode="exact")
+    kv = torch.randn(cache.rows, 576)
+    kv[:40, :256] = 0
+    oracle.write(kv, cache, torch.arange(cache.rows))
+    cache.field(cache.layout.scales).view(-1, 4)[20:30, 0] = 0.0
+    slots = torch.arange(64, dtype=torch.int32).expand(2, 64).clone()
+    slots[1, 40:] = -1
+    check(torch.randn(2, 16, 576).bfloat16() * 300, Selection(cache, slots))
+
+
+@pytest.mark.parametrize("size", [0.0, 2.0**-120, 1e-6, 1e30])
+@pytest.mark.parametrize(("name", "mode"), [("two streams", "pow2"), ("two streams", "bf16"), ("16 columns", "pow2")])
+def test_queries_of_any_size(emulated, size: float, name: str, mode: str) -> None:
+    reseed(7)
+    emulated(name, 1)
+    cache = filled(64, mode=mode)
+    slots = torch.randint(0, 64, (2, 64), dtype=torch.int32)
+    q = (torch.randn(2, 16, 576) * size).bfloat16()
+    q[1, :, 512:] = torch.randn(16, 64).bfloat16()
+    check(q, Selection(cache, slots), scale=min(0.05 / max(size, 1e-30), 0.05))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "code"),
+    [
+        ("two streams", "pow2", 0x7F),
+        ("two streams", "pow2", 0xFF),
+        ("two streams", "bf16", 0xFF),
+        ("16 columns", "pow2", 0x7F),
+    ],
+)
+@pytest.mark.parametrize("column", [0, 300, 511])
+def test_a_nan_in_a_selected_row_shows(emulated, name: str, mode: str, code: int, column: int) -> None:
+    reseed(8)
+    emulated(name, 1)
+    cache = filled(64, mode=mode)
+    size = cache.storage.itemsize
+    cache.storage.view(torch.uint8)[1, 3, size * column : size * (column + 1)] = code  # row 19
+    slots = torch.randint(20, 64, (3, 70), dtype=torch.int32)
+    slots[1, 50] = 19
+    slots[2, 0] = 19  # beyond what counts
+    lengths = torch.tensor([70, 70, 0], dtype=torch.int32)
+    q = torch.randn(3, 16, 576).bfloat16()
+    out, lse, _ = few_heads.attend_slots(q, [Selection(cache, slots, lengths)], scale=SCALE, value_dim=512, splits=1)
+    assert out[0, 1].isnan().all()
+    assert lse[0, 1].isnan().all()
+    assert not out[0, 0].isnan().any()
+    assert (out[0, 2] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("name", "mode"), [("two streams", "pow2"), ("one stream", "bf16"), ("32 columns", "pow2")])
+def test_one_part_goes_straight_into_the_output(emulated, name: str, mode: str, dtype: torch.dtype) -> None:
+    reseed(9)
+    emulated(name, 1)
+    cache = filled(50, mode=mode)
+    selection = Selection(cache, torch.randint(0, cache.rows, (3, 40), dtype=torch.int32))
+    q, sink = torch.randn(3, 20, 576).bfloat16(), torch.randn(20)
+    room = torch.full((3, 24, 520), 7.0, dtype=dtype)
+    out = room[:, :20, 4:516]
+    lse, maxima = few_heads.attend_into(q, [selection], scale=SCALE, splits=1, sink=sink, out=out)
+    wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
+    assert torch.allclose(out.double(), wanted, atol=1e-3, rtol=4e-3 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
+    assert maxima.shape == (3, 20)
+    assert (room[:, 20:] == 7).all()
+    assert (room[..., :4] == 7).all()
+    assert (room[..., 516:] == 7).all()
+
+
+def test_tokens_that_are_left_over_are_cut(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tokens and parts in one launch; the merge sees only the latter."""
+    reseed(12)
+    emulated("one stream", 2)
+
+    def merge(parts: Target, sink: Tensor, whole: Target) -> None:
+        whole.lse.copy_(combine_reference.combine_parts(parts.out, parts.lse, sink, whole.out))
+        whole.maxima.copy_(parts.maxima.amax(0))
+
+    monkeypatch.setattr(items, "merge_parts", merge)
+    cache = filled(100)
+    selection = Selection(cache, torch.randint(0, cache.rows, (5, 320), dtype=torch.int32))
+    q, sink = torch.randn(5, 7, 576).bfloat16(), torch.randn(7)
+    assert items.choose_cut(5, 7, 10, 4) == (4, 4)
+    out = torch.empty(5, 7, 512)
+    lse, top = few_heads.attend_into(q, [selection], scale=SCALE, splits=None, sink=sink, out=out)
+    wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
+    assert torch.allclose(out.double(), wanted, atol=1e-3)
+    assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
+    again, _, tops = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    assert again.shape == (1, 5, 7, 512)
+    assert torch.equal(top, tops[0])
+
+
+@pytest.mark.parametrize("mode", ["pow2", "bf16"])
+def test_rows_far_into_a_page(emulated, mode: str) -> None:
+    """More than 2 GiB, of which only the last rows are ever touched."""
+    reseed(14)
+    emulated("one stream", 1)
+    near = filled(32, 32, mode=mode)
+    rows = 2**31 // near.layout.row_bytes + 64
+    far = PagedCache.wrap(torch.empty(1, rows, near.storage.shape[2], dtype=near.storage.dtype), near.layout)
+    far.storage[0, -32:] = near.storage[0]
+    slots = torch.randint(rows - 32, rows, (1, 40), dtype=torch.int32)
+    check(torch.randn(1, 4, 576).bfloat16(), Selection(far, slots))
+
+
+def test_selections_of_different_rows(emulated) -> None:
+    reseed(13)
+    emulated("one stream", 1)
+    selections = [Selection(filled(50, mode=m), torch.randint(0, 50, (2, 40), dtype=torch.int32)) for m in MODES]
+    q, out = torch.randn(2, 5, 576).bfloat16(), torch.empty(2, 5, 512)
+    wanted, _ = oracle.attend(q, selections, scale=SCALE, value_dim=512)
+    parts, lses, _ = few_heads.attend_slots(q, selections, scale=SCALE, value_dim=512, splits=1)
+    combine_reference.combine_parts(parts, lses, None, out)
+    assert torch.allclose(out.double(), wanted, atol=2e-3)
+
+
+def test_strided_queries_and_slots_and_a_scale_in_memory(emulated) -> None:
+    reseed(10)
+    emulated("one stream", 1)
+    cache = filled(50)
+    slots = torch.randint(0, cache.rows, (40, 6), dtype=torch.int32).T[::2]
+    q = torch.randn(6, 3, 580).bfloat16()[::2, :, 2:578]
+    selection = Selection(cache, slots)
+    wanted, _ = oracle.attend(q, [selection], scale=SCALE, value_dim=512)
+    out, _, _ = few_heads.attend_slots(q, [selection], scale=torch.tensor(SCALE), value_dim=512, splits=1)
+    assert torch.allclose(out[0].double(), wanted, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["two streams", "32 columns"])
+def test_no_columns_and_no_tokens(emulated, name: str) -> None:
+    emulated(name, 1)
+    cache = filled(50)
+    for tokens, columns in ((2, 0), (0, 5)):
+        selection = Selection(cache, torch.zeros(tokens, columns, dtype=torch.int32))
+        q = torch.randn(tokens, 4, 576).bfloat16()
+        out, lse, _ = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=None)
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("name", ["two streams", "16 columns"])
+def test_a_row_does_not_depend_on_the_others(emulated, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the variant, where the number of parts is given."""
+    reseed(11)
+    usual = few_heads.usual_variant
+    emulated(name, 3)
+    seen = set()
+    monkeypatch.setattr(few_heads, "usual_variant", lambda *given: seen.add(usual(*given)) or FP8_VARIANTS[name])
+    cache = filled(100)
+    slots = torch.randint(0, cache.rows, (4, 130), dtype=torch.int32)
+    q = torch.randn(4, 9, 576).bfloat16()
+
+    def run(tokens: slice) -> Tensor:
+        return few_heads.attend_slots(
+            q[tokens], [Selection(cache, slots[tokens])], scale=SCALE, value_dim=512, splits=2
+        )[0]
+
+    assert torch.equal(run(slice(0, 4))[:, 2:3], run(slice(2, 3)))
+    few_heads.attend_slots(
+        q.repeat(9, 1, 1), [Selection(cache, slots[:1, :1].repeat(36, 1))], scale=SCALE, value_dim=512, splits=1
+    )
+    assert len(seen) == 1

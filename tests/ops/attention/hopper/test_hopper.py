@@ -1,0 +1,89 @@
+"""Which of the kernels for Hopper take which calls, and what they leave to the portable ones."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tamis import PagedCache, Selection
+from tamis.cache.layout import v32_fp8
+from tamis.ops.attention import hopper, triton_kernels
+from tamis.ops.attention.hopper import few_heads, many_heads
+
+
+def test_what_few_heads_leave_to_other_kernels() -> None:
+    cache, q = PagedCache("v32-fp8", 2, 16), torch.zeros(1, 16, 576, dtype=torch.bfloat16)
+    selection = Selection(cache, torch.zeros(1, 4, dtype=torch.int32))
+    moved = torch.zeros(len(cache.storage.flatten()) + 4, dtype=torch.uint8)[4:].view(cache.storage.shape)
+    others = {
+        "queries are float32, not bfloat16 or float16": (q.float(), selection, 512),
+        "values are 256 wide, not 512": (q, selection, 256),
+        "rows are v32-fp16, not v32-fp8 or v32-bf16": (
+            q,
+            Selection(PagedCache("v32-fp16", 1, 4), selection.slots),
+            512,
+        ),
+        "queries are float16, not bfloat16, over v32-bf16 rows": (
+            q.half(),
+            Selection(PagedCache("v32-bf16", 1, 4), selection.slots),
+            512,
+        ),
+        "rows do not start at multiples of 16 bytes": (
+            q,
+            Selection(PagedCache.wrap(moved, v32_fp8()), selection.slots),
+            512,
+        ),
+    }
+    for reason, (query, one, width) in others.items():
+        assert few_heads.refusal(query, [selection, one], width) == reason
+    assert few_heads.refusal(q, [selection], 512) is None
+    chosen = {reason: hopper.kernels_for(*given, None) for reason, given in kernel_calls(others).items()}
+    assert set(chosen.values()) == {triton_kernels}
+
+
+def kernel_calls(others: dict[str, tuple[Tensor, Selection, int]]) -> dict[str, tuple[Tensor, list[Selection], int]]:
+    return {reason: (query, [one], width) for reason, (query, one, width) in others.items()}
+
+
+@pytest.mark.parametrize("splits", [None, 4])
+def test_which_kernels_take_a_number_of_heads(splits: int | None) -> None:
+    cache = PagedCache("v32-fp8", 1, 4)
+    expected = {
+        (16, 4096): few_heads,
+        (17, 63): few_heads,
+        (32, 64): few_heads,
+        (64, 8): few_heads,
+        (64, 9): many_heads,
+        (48, 11): many_heads,
+        (128, 4): few_heads,
+        (128, 5): many_heads,
+    }
+    for (heads, tokens), kernels in expected.items():
+        q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
+        wanted = many_heads if heads > 32 and splits is not None else kernels  # whatever the number of tokens
+        assert hopper.kernels_for(q, [Selection(cache, slots)], 512, splits) is wanted
+        # Nobody else takes queries of this kind.
+        assert hopper.kernels_for(q.half(), [Selection(cache, slots)], 512, splits) is few_heads
+
+
+@pytest.mark.parametrize("splits", [None, 4])
+def test_which_kernels_take_bf16_rows(splits: int | None) -> None:
+    cache = PagedCache("v32-bf16", 1, 4)
+    expected = {
+        (16, 4096): few_heads,
+        (17, 8): few_heads,
+        (32, 9): many_heads,
+        (64, 4): few_heads,
+        (64, 5): many_heads,
+    }
+    for (heads, tokens), kernels in expected.items():
+        q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
+        wanted = many_heads if heads > 16 and splits is not None else kernels  # whatever the number of tokens
+        assert hopper.kernels_for(q, [Selection(cache, slots)], 512, splits) is wanted
+
+
+def test_positions_need_no_pass_where_kernels_fetch_pages_ahead() -> None:
+    cache = PagedCache("v32-bf16", 1, 4)
+    for tokens, heads, freely in ((1, 16, True), (1, 128, True), (20, 16, True), (20, 33, False)):
+        q = torch.zeros(tokens, heads, 576).bfloat16()
+        slots = torch.zeros(tokens, 1, dtype=torch.int32)
+        assert hopper.translates_freely(q, [Selection(cache, slots)], value_dim=512) is freely

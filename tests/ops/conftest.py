@@ -1,0 +1,47 @@
+"""Tests of the Triton kernels: compiled on a GPU where there is one, else interpreted on the host."""
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    if "triton" in sys.modules:
+        # Triton decides when its own functions are defined, so the variable comes too late.
+        from triton.runtime.interpreter import InterpretedFunction
+
+        if not isinstance(sys.modules["triton.language"].max, InterpretedFunction):
+            raise RuntimeError("triton was imported before tests/ops: set TRITON_INTERPRET=1 for the whole run")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def language_patched_once() -> Iterator[None]:
+    """Functions that an interpreted kernel calls do not look for what to patch in a language that is patched.
+
+    Triton's interpreter lists the whole language at each call of a helper, `tl.sum` included, to find nothing.
+    """
+    from triton.runtime import interpreter
+
+    patch, first_builtins = interpreter._patch_builtin, {}
+
+    def patch_once(package: Any, builder: Any, scope: Any) -> None:
+        is_builtin = interpreter.tl.core.is_builtin
+        if package not in first_builtins:
+            first_builtins[package] = next((n for n in dir(package) if is_builtin(getattr(package, n))), None)
+        first = first_builtins[package]
+        if first is not None and is_builtin(getattr(package, first)):
+            patch(package, builder, scope)
+
+    interpreter._patch_builtin = patch_once
+    yield
+    interpreter._patch_builtin = patch
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run here."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,161 @@
+"""Untouched Hugging Face models whose caches round: what an attached model must compute when its pages are of few bits.
+
+Rounding is the only thing that a format adds, so it is done here to what the model itself hands to its cache, with
+torch's own e4m3 and none of the library's code. Positions are the attached model's: two that score almost equally may
+change places with the last bit of a float32, and everything after would differ by what is in them. That they are the
+ones with the highest scores, after the rounding of index keys and queries, is returned as a number of its own.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import gcd
+from typing import Any
+
+import pytest
+import torch
+from hf_models import transformers
+from torch import Tensor
+
+from tamis.layers.mla import SparseMLA
+from tamis.layers.v4 import SparseV4
+
+
+def bf16(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def e4m3(x: Tensor, tile: int) -> Tensor:
+    """Rounded with one power of two per tile, the smallest for which 448 is large enough."""
+    tiles = x.float().unflatten(-1, (-1, tile))
+    scale = torch.exp2((tiles.abs().amax(-1, keepdim=True).double() / 448).clamp_min(1e-30).log2().ceil()).float()
+    return ((tiles / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Times the orthonormal matrix of Sylvester's construction, which is its own inverse."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < x.shape[-1]:
+        matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+    return x.float() @ matrix * len(matrix) ** -0.5
+
+
+class RoundedCache(transformers.DynamicCache):
+    """Rows, compressed entries and V4's index keys lose what a format of `attach` would lose of them."""
+
+    def __init__(self, config: Any, kind: str) -> None:
+        super().__init__(config=config)
+        self.kind = kind
+        self.v4 = "compress_rates" in config.to_dict()
+        self.rope = config.qk_rope_head_dim
+        for layer in self.layers:
+            if hasattr(layer, "update_compressor_states"):
+                layer.update_compressor_states = self._rounding_entries(layer.update_compressor_states)
+
+    def _rounding_entries(self, update: Any) -> Any:
+        return lambda name, entries: update(name, self.keys(entries) if name == "indexer" else self.rows(entries))
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The latent part in tiles (V4: rounded to bf16 first), the rope in bf16."""
+        if self.kind != "fp8":
+            return x if self.kind == "fp32" else bf16(x).to(x.dtype)
+        latent, rope = x.split([x.shape[-1] - self.rope, self.rope], dim=-1)
+        tile = gcd(latent.shape[-1], 64 if self.v4 else 128)
+        return torch.cat((e4m3(bf16(latent) if self.v4 else latent, tile), bf16(rope)), dim=-1).to(x.dtype)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """One scale per key; beside bf16 rows they stay as they are."""
+        return e4m3(bf16(x), x.shape[-1]).to(x.dtype) if self.kind == "fp8" else x
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """V4 has one tensor for both; the others have the latent part for keys and the rope for values."""
+        if keys is values:
+            rounded = self.rows(keys)
+            return super().update(rounded, rounded, layer_idx, *args, **kwargs)
+        parts = self.rows(torch.cat((keys, values), dim=-1)).split([keys.shape[-1], values.shape[-1]], dim=-1)
+        return super().update(*parts, layer_idx, *args, **kwargs)
+
+
+@contextmanager
+def recorded_selections() -> Iterator[list[Tensor]]:
+    """What attached models select while it is open, layer by layer."""
+    found: list[Tensor] = []
+
+    def recording(select: Any) -> Any:
+        def record(*args: Any) -> Tensor:
+            found.append(select(*args))
+            return found[-1]
+
+        return record
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (SparseMLA, SparseV4):
+            patch.setattr(kind, "select_unchecked", recording(kind.select_unchecked))
+        yield found
+
+
+@torch.no_grad()
+def rounded_logits(model: Any, ids: Tensor, kind: str, selections: list[Tensor]) -> tuple[Tensor, float]:
+    """Logits of an untouched model with rounded rows and given selections, one for each of its indexers; and by how
+    much a position was preferred to another of a higher score, at worst, in units of the token's largest score."""
+    lacks: list[float] = []
+    indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+    hooks = []
+    for indexer, selection in zip(indexers, selections, strict=True):
+        chosen = selection.view(*ids.shape, -1)
+        if hasattr(indexer, "scorer"):
+            hooks.append(indexer.scorer.register_forward_hook(_judge_entries(chosen, indexer.compress_rate, lacks)))
+            hooks.append(indexer.register_forward_hook(lambda *_, chosen=chosen: chosen.long()))
+        else:
+            hooks.append(indexer.register_forward_hook(_judge_tokens(chosen, kind, lacks), with_kwargs=True))
+    try:
+        found = model(ids, past_key_values=RoundedCache(model.config, kind)).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(lacks) == len(indexers)
+    return found, max(lacks)
+
+
+def _judge_tokens(chosen: Tensor, kind: str, lacks: list[float]) -> Any:
+    def hook(indexer: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        lacks.append(_lack(_token_scores(indexer, kind, *args, **kwargs), 1, chosen))
+        return chosen.masked_fill(chosen < 0, chosen.shape[1] - 1)  # short rows name the last token, which is masked
+
+    return hook
+
+
+def _judge_entries(chosen: Tensor, ratio: int, lacks: list[float]) -> Any:
+    return lambda scorer, args, scores: lacks.append(_lack(scores, ratio, chosen))
+
+
+def _lack(scores: Tensor, ratio: int, chosen: Tensor) -> float:
+    """By how much the best row left out beats the worst one chosen, of the rows that each token sees."""
+    seen = torch.arange(scores.shape[-1]) < (torch.arange(scores.shape[1]).unsqueeze(1) + 1) // ratio
+    taken = torch.zeros(*scores.shape[:2], scores.shape[-1] + 1, dtype=torch.bool)
+    taken = taken.scatter(-1, chosen.long() % taken.shape[-1], True)[..., :-1]  # -1 is the column that is cut off
+    assert bool((taken <= seen).all())
+    assert torch.equal(taken.sum(-1), seen.sum(-1).clamp_max(chosen.shape[-1]).expand(len(scores), -1))
+    best_left = scores.masked_fill(taken | ~seen, -torch.inf).amax(-1)
+    worst_taken = scores.masked_fill(~taken, torch.inf).amin(-1)
+    size = scores.abs().masked_fill(~seen, 0.0).amax(-1)
+    return float(((best_left - worst_taken) / size.clamp_min(1e-30)).amax())
+
+
+def _token_scores(
+    indexer: Any, kind: str, hidden_states: Tensor, q_resid: Tensor, position_embeddings: Any, *_: Any, **__: Any
+) -> Tensor:
+    """V3.2's and GLM's scores of all pairs of tokens, with keys and queries as FP8 leaves them."""
+    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    k = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
+    rope, library = indexer.qk_rope_head_dim, sys.modules[type(indexer).__module__]
+    adjacent = type(indexer).__name__ == "GlmMoeDsaIndexer"
+    turn = library.apply_rotary_pos_emb_interleave if adjacent else library.apply_rotary_pos_emb
+    turned = turn(q[..., :rope], k[..., :rope], *position_embeddings, unsqueeze_dim=2)
+    if adjacent:  # back to pairs: a Hadamard rotation mixes columns in their order
+        turned = tuple(x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in turned)
+    q, k = (torch.cat((front, x[..., rope:]), dim=-1).float() for front, x in zip(turned, (q, k), strict=True))
+    if kind == "fp8":
+        q, k = (e4m3(bf16(hadamard(bf16(x))), indexer.head_dim) for x in (q, k))
+    weights = indexer.weights_proj(hidden_states).float()
+    return torch.einsum("bsh,bsht->bst", weights, torch.einsum("bshd,btd->bsht", q, k.squeeze(2)).relu())

@@ -1,0 +1,138 @@
+"""The kernels for many heads on the host, for tests: warps in random order; rows, queries, and what must come out."""
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import on_host
+import torch
+from seeds import seeded
+from torch import Tensor
+
+from tamis.cache.layout import named
+from tamis.cache.paged import PagedCache
+from tamis.cache.selection import Selection
+from tamis.ops import write_kv
+from tamis.ops.attention import reference
+from tamis.ops.attention.hopper import many_heads as many
+from tamis.ops.attention.hopper.items import Target
+from tamis.ops.attention.hopper.many_heads import SIGNATURE
+from tamis.ops.combine import reference as combine
+
+ENTRY = """
+#include <utility>
+template <class... Arguments, size_t... I>
+void call(void (*kernel)(Arguments...), const void* const* values, std::index_sequence<I...>) {
+  kernel(*static_cast<const Arguments*>(values[I])...);
+}
+template <class... Arguments>
+void call(void (*kernel)(Arguments...), const void* const* values) {
+  call(kernel, values, std::index_sequence_for<Arguments...>());
+}
+extern "C" __attribute__((visibility("default"))) void run(int blocks, int seed, const void* const* values) {
+  emulator::random_order.seed(seed);
+  for (int block = 0; block < blocks; ++block) {
+    emulator::start_block_of_products(blocks);
+    emulator::run_cluster(block, 1, USED, [&] { call(attend_many_heads, values); });
+    emulator::check_finished();
+  }
+}
+"""
+
+
+class Emulated:
+    """The kernel of a layout, compiled for the host."""
+
+    def __init__(self, folder: Path, kind: many.Rows, selections: int) -> None:
+        program = many.program(kind, selections)
+        source = program.source.replace('#include "instructions.cuh"', "")
+        source = source.replace('#include "warpgroups.cuh"', '#include "warpgroup_emulator.hpp"')
+        options = [*program.options, "-I", str(Path(many.__file__).parent)]
+        self.run = on_host.load(folder, source + ENTRY, options).run
+
+    def __call__(
+        self,
+        q: Tensor,
+        selections: Sequence[Selection],
+        *,
+        scale: float | Tensor,
+        parts: int = 1,
+        whole: int = 0,
+        sink: Tensor | None = None,
+        seed: int = 0,
+        blocks: int | None = None,
+    ) -> tuple[Target, Target]:
+        """The results of whole tokens, in the first rows, and of the others' parts; by so many blocks if they stay."""
+        tokens, heads, _ = q.shape
+        out, lse = torch.full((tokens, heads, 512), -7.0, dtype=torch.bfloat16), torch.full((tokens, heads), -7.0)
+        direct = Target(out, lse, lse.clone())
+        found = Target.empty(parts, tokens - whole, heads, device=q.device)
+        values, _copies = many.launch_values(q, selections, scale, sink, direct, found)
+        held = [ctypes.create_string_buffer(struct.pack(f"@{s}", v)) for s, v in zip(SIGNATURE, values, strict=True)]
+        addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
+        items = (whole + (tokens - whole) * parts) * -(-heads // 64)
+        self.run(items if blocks is None else blocks, seed, addresses)
+        return direct, found
+
+
+def filled(layout: str, rows: int, *, page_size: int = 16, seed: int = 0, size: float = 1.0, **options) -> PagedCache:
+    """A cache of random rows whose tiles differ in size."""
+    generator = seeded(seed)
+    cache = PagedCache(named(layout, **options), -(-rows // page_size), page_size)
+    width = cache.layout.width
+    values = torch.randn(cache.rows, width, generator=generator)
+    tiles = torch.exp(0.7 * torch.randn(cache.rows, width // 64, generator=generator)).repeat_interleave(64, 1)
+    write_kv((values * tiles * size).bfloat16(), cache, torch.arange(cache.rows), backend="reference")
+    return cache
+
+
+def expected(
+    q: Tensor, selections: Sequence[Selection], scale: float | Tensor, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = torch.zeros(*q.shape[:2], 512, dtype=torch.float64)
+    factor = scale.double() if isinstance(scale, Tensor) else scale
+    lse, top = reference.attend_into(q.double(), selections, scale=factor, splits=1, sink=sink, out=out)
+    return out, lse, top
+
+
+def merged(parts: Tensor, lses: Tensor, tops: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Parts, by the definition of the merge."""
+    out = torch.zeros(parts.shape[1:])
+    return out, combine.combine_parts(parts, lses, sink, out), tops.amax(0)
+
+
+def close(
+    found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], *, error: float = 1e-3, lse_error: float | None = None
+) -> None:
+    """Each head's output to a part of its size; lse and maxima to a part of the logits' size."""
+    out, lse, top = (t.double() for t in found)
+    true_out, true_lse, true_top = (t.double() for t in wanted)
+    size = true_out.norm(dim=-1, keepdim=True)
+    worst = ((out - true_out).norm(dim=-1, keepdim=True) / size.clamp_min(1e-300)).max()
+    assert worst <= error
+    allowed = lse_error or error
+    for mine, true in ((lse, true_lse), (top, true_top)):
+        assert torch.equal(mine.isinf(), true.isinf())
+        finite = true.isfinite()
+        assert torch.allclose(mine[finite], true[finite], rtol=allowed / 5, atol=allowed)
+
+
+def choose(tokens: int, columns: int, cache: PagedCache, *, seed: int = 1, invalid: float = 0.1) -> Tensor:
+    generator = seeded(seed)
+    slots = torch.randint(0, cache.rows, (tokens, columns), generator=generator, dtype=torch.int32)
+    slots[torch.rand(tokens, columns, generator=generator) < invalid] = -1
+    if columns:
+        slots[:, 0] = cache.rows  # past the cache
+    return slots
+
+
+def queries(tokens: int, heads: int, width: int, size: float = 1.0) -> Tensor:
+    sizes = torch.exp(torch.randn(tokens, heads, 1))
+    return (torch.randn(tokens, heads, width) * sizes * size).bfloat16()
+
+
+def on_gpu(selection: Selection) -> Selection:
+    cache = PagedCache.wrap(selection.cache.storage.cuda(), selection.cache.layout)
+    others = (selection.lengths, selection.request_ids, selection.block_table)
+    return Selection(cache, selection.slots.cuda(), *(None if t is None else t.cuda() for t in others))
