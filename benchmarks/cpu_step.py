@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool, Plan, Planner, SparseMLA, __version__
+from tamis.arithmetic import ceil_div
 from tamis.ops import write_kv
 
 PAGE, SCALE, BAR = 64, 0.1352338, 1.5
@@ -42,7 +43,7 @@ def make_step(
 ) -> tuple[PagedCache, Plan, SparseMLA, Tensor, Tensor, Tensor]:
     """A filled cache, a plan of one decode step, queries, request-local positions and the slots behind them."""
     spec = LayerSpec(heads=heads, scale=SCALE, topk=topk)
-    pages = requests * -(-context // PAGE) + 1
+    pages = requests * ceil_div(context, PAGE) + 1
     pool, cache = PagePool(pages, PAGE, seed=0), PagedCache("v32-fp8", pages, PAGE)
     for start in range(0, cache.rows, 8192):
         slots = torch.arange(start, min(start + 8192, cache.rows))

@@ -1,10 +1,24 @@
-"""Arithmetic that keeps the precision it is written in, whatever a program has set around the call."""
+"""Whole-number division that rounds up, and products that keep their precision whatever a program has set."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
+from numpy.typing import NDArray
+
+N = TypeVar("N", int, NDArray[Any])
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def ceil_div(dividend: N, divisor: int) -> N:
+    """The quotient, rounded up."""
+    return -(-dividend // divisor)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is at least `value`."""
+    return ceil_div(value, multiple) * multiple
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -8,6 +8,7 @@ import torch
 from seeds import reseed
 
 from tamis import PagedCache
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import index_fp8
 from tamis.integrations import deep_gemm
 from tamis.ops import gather_index, topk_positions, write_kv
@@ -33,7 +34,7 @@ def formula(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch
 def paged(batch: int, tokens: int, heads: int, *, page_size: int = 64, dim: int = 128, longest: int = 200):
     """Arguments of a paged call, and each request's keys as stored."""
     reseed(batch * 100 + tokens)
-    width = -(-longest // page_size)
+    width = ceil_div(longest, page_size)
     cache = PagedCache(index_fp8(dim=dim), batch * width + 1, page_size)
     write_kv(torch.randn(cache.rows, dim), cache, torch.arange(cache.rows))
     table = (torch.randperm(batch * width) + 1).view(batch, width).int()

@@ -12,6 +12,7 @@ import torch
 from seeds import seeded
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.integrations import flash_mla
 
 E4M3 = torch.float8_e4m3fn
@@ -185,7 +186,7 @@ GRID = [
 @pytest.mark.parametrize(("size", "lengths", "b", "s_q", "h"), GRID)
 def test_decode_grid_v32_fp8(size: int, lengths: tuple[int, int], b: int, s_q: int, h: int) -> None:
     s_k, topk = lengths
-    pages = -(-s_k // size)
+    pages = ceil_div(s_k, size)
     storage = v32_pages(pages, size)
     indices = random_indices((b, s_q, topk), pages * size, seed=h)
     indices[1] = torch.tensor([INT_MIN, -123456, -1, pages * size, INT_MAX]).repeat(topk)[:topk]
@@ -207,7 +208,7 @@ def test_decode_v4_with_an_extra_cache(size: int, extra_size: int, h: int, s_q: 
     b, topk, extra_topk = 4, 128, 77
     parts = []
     for columns, page, seed in ((topk, size, 1), (extra_topk, extra_size, 2)):
-        storage = v4_pages(-(-512 // page), page, seed)
+        storage = v4_pages(ceil_div(512, page), page, seed)
         indices = random_indices((b, s_q, columns), storage.shape[0] * page, seed)
         spoil_unused(storage, indices)
         lengths = torch.randint(0, columns + 1, (b,), dtype=torch.int32)
@@ -233,7 +234,7 @@ def test_decode_v32_with_an_extra_cache() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("width", "size", "h"), [(576, 64, 5), (512, 69, 128), (520, 1, 2)])
 def test_decode_unquantised_rows(dtype: torch.dtype, width: int, size: int, h: int) -> None:
-    storage = torch.randn(-(-300 // size), size, 1, width).to(dtype)
+    storage = torch.randn(ceil_div(300, size), size, 1, width).to(dtype)
     indices = random_indices((3, 2, 50), storage.shape[0] * size, seed=5)
     spoil_unused(storage, indices)
     part = (storage, storage.double().flatten(0, 2), indices, torch.tensor([50, 0, 17], dtype=torch.int32))
@@ -280,7 +281,7 @@ def test_decode_takes_any_one_byte_dtype_and_any_strides() -> None:
 @pytest.mark.parametrize("s_q", [1, 4])
 def test_dense_mode(causal: bool, size: int, packed: bool, s_q: int) -> None:
     lengths = torch.tensor([130, 0, 2, 61], dtype=torch.int32)
-    width = -(-140 // size)
+    width = ceil_div(140, size)
     storage = v32_pages(4 * width, size) if packed else torch.randn(4 * width, size, 1, 576)
     block_table = torch.randperm(4 * width).int().view(4, width)
     table = (v32_rows(storage) if packed else storage.double().flatten(0, 2)).view(-1, size, 576)
@@ -289,7 +290,7 @@ def test_dense_mode(causal: bool, size: int, packed: bool, s_q: int) -> None:
         rows = table[block_table[request].long()].flatten(0, 1)
         keys += [rows[: max(0, length - (s_q - 1 - i)) if causal else length] for i in range(s_q)]
         used.append(block_table[request].long().repeat_interleave(size)[:length] * size + torch.arange(length) % size)
-        block_table[request, -(-length // size) :] = INT_MAX if request % 2 else INT_MIN
+        block_table[request, ceil_div(length, size) :] = INT_MAX if request % 2 else INT_MIN
     spoil_unused(storage, *used)
     q, sink = torch.randn(4, s_q, 5, 576), mixed_sink(5)
     metadata, num_splits = flash_mla.get_mla_metadata(lengths, s_q * 5, 1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.integrations.flashinfer import trtllm_batch_decode_with_kv_cache_mla as decode_mla
 
 E4M3 = torch.float8_e4m3fn
@@ -95,7 +96,7 @@ def call(query: Tensor, cache: Tensor, slots: Tensor, seq_lens: Tensor | None, *
     ],
 )
 def test_unquantised_cache(b: int, q_len: int, h: int, top_k: int, size: int, dtype: torch.dtype, sink: bool) -> None:
-    cache = torch.randn(-(-640 // size), size, 576).to(dtype)
+    cache = torch.randn(ceil_div(640, size), size, 576).to(dtype)
     slots = random_slots((b, q_len, top_k), cache.shape[0] * size)
     seq_lens = torch.randint(0, top_k + 1, (b,), dtype=torch.int32)
     seq_lens[0] = 0 if b > 1 else top_k

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
+
 
 class Pool:
     """Pages with owners, several where requests share a prefix; `spoil` is called with pages that nobody owns."""
@@ -27,7 +29,7 @@ class Pool:
     def grow(self, name: int, length: int) -> bool:
         """Pages for so many tokens, if there are enough."""
         held = self.held.setdefault(name, [])
-        missing = -(-length // self.page_size) - len(held)
+        missing = ceil_div(length, self.page_size) - len(held)
         if missing > len(self.free):
             return False
         for _ in range(missing):
@@ -44,7 +46,7 @@ class Pool:
 
     def has(self, name: int, begin: int, end: int) -> bool:
         """Whether the pages of these positions have not been given back."""
-        return all(page >= 0 for page in self.held[name][begin // self.page_size : -(-end // self.page_size)])
+        return all(page >= 0 for page in self.held[name][begin // self.page_size : ceil_div(end, self.page_size)])
 
     def give_back(self, name: int, before: int | None = None) -> None:
         """All pages, or those that hold only positions below `before`; their place in the table is then absent."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tamis import Batch, PagedCache, PageMap
+from tamis.arithmetic import ceil_div
 
 MOST_REQUESTS, MOST_TOKENS, MOST_LENGTH, MOST_DRAFTS = 10, 96, 96, 3
 PAGES = 24
@@ -57,7 +58,7 @@ class Pages:
         self.users = {name: [0] * count for name, count in self.count.items()}
 
     def missing(self, tables: dict[str, list[int]], length: int) -> dict[str, int]:
-        return {name: max(0, -(-length // size) - len(tables[name])) for name, size in self.sizes.items()}
+        return {name: max(0, ceil_div(length, size) - len(tables[name])) for name, size in self.sizes.items()}
 
     def fits(self, tables: dict[str, list[int]], length: int) -> bool:
         return all(count <= len(self.free[name]) for name, count in self.missing(tables, length).items())
@@ -265,7 +266,7 @@ class Storm:
         length = max(request.found, default=-1) + 1
         if not length:
             return
-        pages = Pages(self.pages.sizes, -(-MOST_LENGTH // self.pages.sizes[MAIN]) * self.pages.sizes[MAIN])
+        pages = Pages(self.pages.sizes, ceil_div(MOST_LENGTH, self.pages.sizes[MAIN]) * self.pages.sizes[MAIN])
         planner, caches = self.model.planner(), self.model.caches(pages.count)
         alone = Request(request.name, request.inputs, request.drafts, length, length, {n: [] for n in pages.sizes})
         for start in range(0, length, MOST_TOKENS):

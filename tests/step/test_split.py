@@ -5,6 +5,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tamis.arithmetic import ceil_div
 from tamis.step.split import (
     BatchSplit,
     base_threshold,
@@ -129,8 +130,8 @@ def test_chunks_of_index_keys() -> None:
 
 def slow_schedule(columns: list[int], parts: int, overhead: int) -> tuple[list[list[int]], list[int]]:
     """The schedule as its rule reads, one row at a time."""
-    blocks = [max(1, -(-c // 64)) for c in columns]
-    payload = -(-sum(b + overhead for b in blocks) // parts) + overhead
+    blocks = [max(1, ceil_div(c, 64)) for c in columns]
+    payload = ceil_div(sum(b + overhead for b in blocks), parts) + overhead
     records, splits = [], [0]
     row = at = piece = 0
     for _ in range(parts):

@@ -10,6 +10,7 @@ import torch
 from seeds import seeded
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.integrations.vllm.backend import TamisSparseBackend
 from tamis.integrations.vllm.impl import SparseImpl
 from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder
@@ -142,7 +143,7 @@ class Step:
 
     def place(self, block_size: int) -> tuple[Tensor, tuple[Tensor, ...], int]:
         """Shuffled pages: the block table, the slots of all rows per request, and how many pages there are."""
-        needed = [-(-n // block_size) for n in self.lengths]
+        needed = [ceil_div(n, block_size) for n in self.lengths]
         ids = 1 + torch.randperm(sum(needed), generator=seeded(3))
         table = torch.zeros(len(needed), max(needed), dtype=torch.int32)
         slots = []

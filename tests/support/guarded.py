@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis import PagedCache
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, named
 
 ZONE = 4096
@@ -49,7 +50,7 @@ class Guards:
         """A cache of bytes 0xFF with a guarded gap between pages."""
         made = named(layout)
         size = made.row_bytes * page_size
-        stride = -(-(size + gap) // 64) * 64
+        stride = ceil_div(size + gap, 64) * 64
         raw = _filled(pages * stride + 2 * ZONE, PATTERN, self.device)
         inside = raw[ZONE : ZONE + pages * stride].view(pages, stride)
         inside[:, :size] = 0xFF

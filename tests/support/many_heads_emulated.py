@@ -10,6 +10,7 @@ import torch
 from seeds import seeded
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import named
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
@@ -71,7 +72,7 @@ class Emulated:
         values, _copies = many.launch_values(q, selections, scale, sink, direct, found)
         held = [ctypes.create_string_buffer(struct.pack(f"@{s}", v)) for s, v in zip(SIGNATURE, values, strict=True)]
         addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
-        items = (whole + (tokens - whole) * parts) * -(-heads // 64)
+        items = (whole + (tokens - whole) * parts) * ceil_div(heads, 64)
         self.run(items if blocks is None else blocks, seed, addresses)
         return direct, found
 
@@ -79,7 +80,7 @@ class Emulated:
 def filled(layout: str, rows: int, *, page_size: int = 16, seed: int = 0, size: float = 1.0, **options) -> PagedCache:
     """A cache of random rows whose tiles differ in size."""
     generator = seeded(seed)
-    cache = PagedCache(named(layout, **options), -(-rows // page_size), page_size)
+    cache = PagedCache(named(layout, **options), ceil_div(rows, page_size), page_size)
     width = cache.layout.width
     values = torch.randn(cache.rows, width, generator=generator)
     tiles = torch.exp(0.7 * torch.randn(cache.rows, width // 64, generator=generator)).repeat_interleave(64, 1)

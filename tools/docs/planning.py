@@ -1,6 +1,7 @@
 """The picture of a step: what the planner makes of a batch, taken from the planner itself."""
 
 from tamis import Batch, LayerSpec, Limits, PagePool, Plan, Planner
+from tamis.arithmetic import ceil_div
 from tamis.step.split import BLOCK, SplitSchedule, schedule_splits
 from tools.docs.svg import Picture
 
@@ -69,7 +70,7 @@ def _schedule(p: Picture, schedule: SplitSchedule, topk: int) -> None:
         f"{topk} slots each, in blocks of {BLOCK}, spread over {CORES} cores; what it costs to begin a row counts too"
     )
     p.text(LEFT, 326, words, "small muted")
-    blocks = -(-topk // BLOCK)
+    blocks = ceil_div(topk, BLOCK)
     step = CELL * PADDED / (max(_work(record, blocks) for record in schedule.parts.tolist()) + 4)
     for core, record in enumerate(schedule.parts.tolist()):
         y, x = 338 + 32 * core, float(LEFT)

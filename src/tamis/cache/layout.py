@@ -31,6 +31,7 @@ from typing import Any, Literal, cast
 import torch
 
 from tamis import checks
+from tamis.arithmetic import round_up
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -136,7 +137,7 @@ class Layout:
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes from one page to the next in a cache that this library allocates."""
-        return _round_up(self.row_bytes * page_size, self.page_align)
+        return round_up(self.row_bytes * page_size, self.page_align)
 
 
 @lru_cache(maxsize=256)
@@ -170,10 +171,6 @@ def _field_from_key(key: str) -> Field | None:
     return Field(getattr(torch, dtype), *(int(n) for n in numbers))
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 def _widths(latent: int, rope: int, tile: int = 1) -> None:
     checks.integer("latent", latent, low=1)
     checks.integer("rope", rope, low=0)
@@ -205,9 +202,9 @@ def v32_fp8(
     _widths(latent, rope, tile)
     checks.option("scale_mode", scale_mode, ("pow2", "exact"))
     scales = latent // tile
-    scale_at = _round_up(latent, 4)
-    tail_at = _round_up(scale_at + 4 * scales, 16)
-    size = _round_up(tail_at + 2 * rope, 16)
+    scale_at = round_up(latent, 4)
+    tail_at = round_up(scale_at + 4 * scales, 16)
+    size = round_up(tail_at + 2 * rope, 16)
     return Layout(
         "v32-fp8" if (latent, rope, tile) == (512, 64, 128) else f"v32-fp8[{latent}+{rope}]",
         latent,
@@ -234,9 +231,9 @@ def v4_fp8(
     checks.integer("tile", tile, low=1)
     _widths(latent, rope, tile)
     checks.option("rounding", rounding, ("bf16", "none"))
-    record = _round_up(latent, 2) + 2 * rope
+    record = round_up(latent, 2) + 2 * rope
     tiles = latent // tile
-    exponents = _round_up(tiles, 8)
+    exponents = round_up(tiles, 8)
     return Layout(
         "v4-fp8" if (latent, rope, tile) == (448, 64, 64) else f"v4-fp8[{latent}+{rope}]",
         latent,
@@ -245,7 +242,7 @@ def v4_fp8(
         record + exponents,
         values=Field(torch.uint8, latent, 0, record),
         scales=Field(torch.uint8, exponents, 0, exponents, plane=record),
-        tail=Field(torch.bfloat16, rope, _round_up(latent, 2), record) if rope else None,
+        tail=Field(torch.bfloat16, rope, round_up(latent, 2), record) if rope else None,
         tile=tile,
         scale_mode="exponent",
         scale_floor=1e-4 / E4M3_MAX,

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 
 
 class PagePool:
@@ -37,7 +38,7 @@ class PagePool:
     def missing(self, request: object, length: int) -> int:
         """How many more pages a request needs for `length` tokens."""
         checks.hashable("request", request)
-        needed = -(-checks.integer("length", length, low=0) // self.page_size)
+        needed = ceil_div(checks.integer("length", length, low=0), self.page_size)
         return max(0, needed - len(self._held.get(request, ())))
 
     def release(self, request: object) -> None:

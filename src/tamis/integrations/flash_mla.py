@@ -23,6 +23,7 @@ from tamis import checks
 from tamis.cache.layout import Layout, rows, v4_fp8, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
+from tamis.cuda.device import sm_count
 from tamis.integrations import _arguments
 from tamis.ops import attend, translate_positions
 from tamis.step import split as schedule
@@ -217,11 +218,9 @@ def _spread_step(
         columns = cache_seqlens.tolist()
     else:
         columns = [checks.integer("topk", topk, low=1)] * requests
-    cores, capability = 1, 9
-    if cache_seqlens.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(cache_seqlens.device)
-        cores, capability = properties.multi_processor_count, properties.major
-    parts = schedule.part_count(cores, heads, query_rows // heads, capability_major=capability)
+    on_gpu = cache_seqlens.device.type == "cuda"
+    capability = torch.cuda.get_device_capability(cache_seqlens.device)[0] if on_gpu else 9
+    parts = schedule.part_count(sm_count(cache_seqlens.device), heads, query_rows // heads, capability_major=capability)
     spread = schedule.schedule_splits(columns, parts, overhead=3 if num_heads_q == 128 else 5)
     device = cache_seqlens.device
     return FlashMLASchedMeta(torch.from_numpy(spread.parts).to(device), torch.from_numpy(spread.splits).to(device))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches, Selection
 from tamis.layers.mla_checks import Call, CallChecks
@@ -290,5 +291,5 @@ class SparseMLA:
         out: Tensor | None,
     ) -> Attended:
         spec = self.spec
-        splits = -(-selection.slots.shape[1] // FIXED_COLUMNS) if self.batch_invariant else None
+        splits = ceil_div(selection.slots.shape[1], FIXED_COLUMNS) if self.batch_invariant else None
         return attend_unchecked(q, [selection], spec.scale, spec.value_dim, sink, q_scale, splits, out, self.backend)

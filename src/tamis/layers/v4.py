@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tamis import checks
-from tamis.arithmetic import float32_products, without_autocast
+from tamis.arithmetic import ceil_div, float32_products, without_autocast
 from tamis.cache.v4_caches import V4Caches
 from tamis.layers.mla import FIXED_COLUMNS
 from tamis.layers.v4_checks import (
@@ -204,7 +204,7 @@ class SparseV4:
             return gathered_unchecked(q, plan, caches.window, caches.entries, chosen, *numbers)
         selections = attended_rows(spec, chosen, caches, plan)
         columns = sum(s.slots.shape[1] for s in selections)
-        splits = -(-columns // FIXED_COLUMNS) if self.batch_invariant else None
+        splits = ceil_div(columns, FIXED_COLUMNS) if self.batch_invariant else None
         return attend_unchecked(q, selections, spec.scale, spec.value_dim, sink, 1.0, splits, None, self.backend).out
 
 

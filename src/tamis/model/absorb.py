@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.arithmetic import float32_products, without_autocast
+from tamis.arithmetic import ceil_div, float32_products, without_autocast
 
 _DTYPES = (*checks.FLOATS, torch.float64)
 WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
@@ -128,7 +128,7 @@ def dequantise_blocks(
     checks.integer("block", block, low=1)
     checks.option("dtype", dtype, _DTYPES)
     sizes = checks.tensor("weight", weight, "N K", (torch.float8_e4m3fn,))
-    down, across = -(-sizes["N"] // block), -(-sizes["K"] // block)
+    down, across = ceil_div(sizes["N"], block), ceil_div(sizes["K"], block)
     checks.tensor("scale_inv", scale_inv, "R C", (torch.float32,), device=weight.device, R=down, C=across)
     # A block may be larger than the weight: no more copies of a factor are made than it has rows or columns.
     rows, columns = min(block, sizes["N"]), min(block, sizes["K"])

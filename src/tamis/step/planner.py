@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.backends import backend_for_stage
 from tamis.cache.layout import Layout, named
 from tamis.model.spec import LayerSpec
@@ -97,7 +98,7 @@ class Planner:
         self._page_sizes = page_sizes = {"": limits.page_size, **limits.other_page_sizes}
         self._pages = {
             name: PageMap(
-                torch.full((requests, -(-limits.max_length // size)), -1, dtype=torch.int32, device=self.device),
+                torch.full((requests, ceil_div(limits.max_length, size)), -1, dtype=torch.int32, device=self.device),
                 torch.full((tokens,), -1, dtype=torch.int64, device=self.device),
             )
             for name, size in page_sizes.items()
@@ -311,7 +312,7 @@ class Planner:
                 f"{name}.block_table", f"at most {most} pages wide", width, "slice it, or raise max_length"
             )
         if width * size < longest:
-            expected = f"at least {-(-longest // size)} pages wide for {longest} tokens"
+            expected = f"at least {ceil_div(longest, size)} pages wide for {longest} tokens"
             raise checks.refuse(f"{name}.block_table", expected, width, "pass all pages, or set context_parallel")
         count = checks.tensor(f"{name}.slots", pages.slots, "T", checks.INTS)["T"]
         if not tokens <= count <= rows:

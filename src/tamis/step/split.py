@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 
 INT = NDArray[np.int32]
 PART_FIELDS = 8
@@ -209,10 +210,10 @@ def schedule_splits(
     A row without columns counts as one block.
     """
     checks.integer("parts", parts, low=1)
-    blocks = np.maximum(1, -(-np.asarray(columns, np.int64) // block))
+    blocks = np.maximum(1, ceil_div(np.asarray(columns, np.int64), block))
     ends = np.cumsum(blocks + overhead)
     rows = len(blocks)
-    payload = -(-int(ends[-1] if rows else 0) // parts) + overhead
+    payload = ceil_div(int(ends[-1] if rows else 0), parts) + overhead
     records = np.zeros((parts, PART_FIELDS), np.int32)
     pieces = np.ones(rows, np.int32)
     row, at, piece = 0, 0, 0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div, round_up
 from tamis.backends import backend_for_stage
 from tamis.cache.layout import Layout, named
 from tamis.model.spec import LayerSpec
@@ -70,7 +71,7 @@ class V4Planner:
         self._kinds = {ratio: self._entry_buffers(spec) for ratio, spec in kinds.items()}
         self._window = window
         drafts = checks.integer("draft_tokens", draft_tokens, low=0)
-        self._window_slots = self._rows(_up(window + drafts, _ALIGN_DRAFTS) if drafts else window)
+        self._window_slots = self._rows(round_up(window + drafts, _ALIGN_DRAFTS) if drafts else window)
         self._window_lengths = self._each()
         self._rows_before = 0
         self._gathers: dict[int, _GatherBuffers] = {}
@@ -212,7 +213,7 @@ class V4Planner:
     def _entry_buffers(self, spec: LayerSpec) -> "_EntryBuffers":
         columns = spec.topk
         if spec.kind == "plain" or columns is None:
-            columns = _up(-(-self.limits.max_length // spec.compress), _ALIGN_COLUMNS)
+            columns = round_up(ceil_div(self.limits.max_length, spec.compress), _ALIGN_COLUMNS)
         return _EntryBuffers(
             columns,
             torch.full((self.limits.max_tokens,), -1, dtype=torch.int64, device=self.device),
@@ -224,10 +225,10 @@ class V4Planner:
     def _gather_buffers(self, ratio: int) -> "_GatherBuffers":
         columns = self._kinds[ratio].columns if ratio > 1 else 0
         limits = self.limits
-        entries = -(-limits.max_length // ratio) if ratio > 1 else 0
+        entries = ceil_div(limits.max_length, ratio) if ratio > 1 else 0
         return _GatherBuffers(
             limits.workspace_rows or _GROUP * (entries + self._window + limits.max_tokens),
-            self._rows(_up(columns + self._window, _ALIGN_COLUMNS)),
+            self._rows(round_up(columns + self._window, _ALIGN_COLUMNS)),
             self._each(),
             torch.zeros(3, limits.max_requests, dtype=torch.int32, device=self.device),
         )
@@ -254,10 +255,6 @@ class _GatherBuffers:
     lengths: Tensor
     requests: Tensor
     """[3, max_requests]: raw tokens to gather, the first of them, entries."""
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _by_ratio(specs: Sequence[LayerSpec]) -> dict[int, LayerSpec]:

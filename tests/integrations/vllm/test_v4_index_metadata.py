@@ -11,6 +11,7 @@ from torch import Tensor
 from v4_standin import MAX_LENGTH, MAX_REQUESTS, MAX_TOKENS, PAGE, SHAPES, TOPK, V4Step, engine_config, main_builder
 
 from tamis import PagedCache
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import index_fp8
 from tamis.integrations.vllm.v4_index_metadata import (
     TamisV4IndexBackend,
@@ -218,7 +219,7 @@ def test_buffers_never_move_and_no_device_value_is_looked_at() -> None:
     builder = index_builder()
     assert builder.decode_seq_lens_buffer.shape == builder.cu_seqlen_ks_buffer.shape == (MAX_TOKENS,)
     assert builder.expanded_block_table_buffer is not None
-    assert builder.expanded_block_table_buffer.shape == (MAX_TOKENS, -(-MAX_LENGTH // PAGE))
+    assert builder.expanded_block_table_buffer.shape == (MAX_TOKENS, ceil_div(MAX_LENGTH, PAGE))
     assert builder.compressed_seq_lens_buffer.shape == (MAX_REQUESTS,)
     places, looked = [], []
     usual = torch.Tensor.item

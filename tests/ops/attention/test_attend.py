@@ -9,6 +9,7 @@ from oracle import INT_MAX, INT_MIN, attention
 from torch import Tensor
 
 from tamis import PagedCache, Selection
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import named
 from tamis.ops import attend, attend_slots, combine_parts, translate_positions, write_kv
 
@@ -18,7 +19,7 @@ V4_LAYOUTS = ["v4-bf16", "v4-fp32", "v4-fp8"]
 
 def filled(layout: str, rows: int, page_size: int = 64, **options: int) -> PagedCache:
     made = named(layout, **options)
-    cache = PagedCache(made, -(-rows // page_size), page_size)
+    cache = PagedCache(made, ceil_div(rows, page_size), page_size)
     write_kv(torch.randn(cache.rows, made.width), cache, torch.arange(cache.rows))
     return cache
 

@@ -7,6 +7,7 @@ from oracle import INT_MAX, INT_MIN, attention, relative_error
 from torch import Tensor
 
 from tamis import PagedCache, Selection
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, named, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.ops.attention import triton_kernels
 from tamis.ops.combine import reference as combine_reference
@@ -35,7 +36,7 @@ SCALE = 0.05
 
 def filled(layout: Layout, count: int, page_size: int, device: torch.device, gap: int = 0) -> PagedCache:
     """Random rows; `gap` leaves other layers' pages in between, filled with NaN codes."""
-    pages = -(-count // page_size)
+    pages = ceil_div(count, page_size)
     made = PagedCache(layout, pages * (1 + gap), page_size, device=device)
     if gap:
         made.storage.view(torch.uint8).fill_(0x7F)
@@ -77,7 +78,7 @@ def check(
     total = combine.combine_parts(out, lse, sink, merged)
     wide = q.float().cpu()
     host_sink = None if sink is None else sink.cpu()
-    options = {"scale": SCALE, "value_dim": value_dim, "parts": len(out) + -(-total_columns(selections) // 16)}
+    options = {"scale": SCALE, "value_dim": value_dim, "parts": len(out) + ceil_div(total_columns(selections), 16)}
     exact = attention(wide, [on_host(s) for s in selections], sink=host_sink, **options)
     empty = exact.lse == -torch.inf
     assert torch.equal(total.cpu() == -torch.inf, empty)
@@ -292,8 +293,8 @@ def test_parts_fill_the_device_without_starting_a_new_round(programs: int, place
 
 def test_one_token_more_than_fits_does_not_cost_a_whole_round() -> None:
     parts = triton_kernels.choose_splits(133, 2048, 32, 264)
-    rounds = -(-133 * parts // 264)
-    assert rounds * -(-64 // parts) < 1.3 * 64 / 2
+    rounds = ceil_div(133 * parts, 264)
+    assert rounds * ceil_div(64, parts) < 1.3 * 64 / 2
     assert triton_kernels.choose_splits(3, 0, 32, 264) == 1
 
 

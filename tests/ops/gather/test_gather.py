@@ -14,6 +14,7 @@ from seeds import numpy_seeded, seeded
 from torch import Tensor
 
 from tamis import PagedCache, ops
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, named
 
 INT_MAX = 2**31 - 1
@@ -112,7 +113,7 @@ def tables(cache: PagedCache, ends: Sequence[int], *, width: int, unused: int = 
     pages = iter(torch.randperm(cache.pages, generator=seeded(seed)).tolist())
     table = torch.full((len(ends), width), unused, dtype=torch.int32)
     for row, end in zip(table, ends, strict=True):
-        for column in range(-(-end // cache.page_size)):
+        for column in range(ceil_div(end, cache.page_size)):
             row[column] = next(pages)
     return table
 
@@ -141,7 +142,7 @@ LENGTHS = [[1], [64], [128], [512], [256, 128, 384], [128] * 4, [64] * 16, [65, 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_whole_requests_from_v32_pages(lengths: list[int]) -> None:
-    filled = Filled("v32-fp8-exact", sum(-(-n // 64) for n in lengths) + 1, 64)
+    filled = Filled("v32-fp8-exact", sum(ceil_div(n, 64) for n in lengths) + 1, 64)
     table = tables(filled.cache, lengths, width=9)
     out = ops.gather_kv(filled.cache, table, int32(lengths))
     assert (out.shape, out.dtype) == ((sum(lengths), 576), torch.bfloat16)
@@ -163,7 +164,7 @@ def test_whole_requests_from_every_format_and_page_size(name: str, page_size: in
 def test_v4_window_and_compressed_pages(page_size: int) -> None:
     ends, lengths = [19, 8, 257], [6, 8, 129]
     first = [end - length for end, length in zip(ends, lengths, strict=True)]
-    filled = Filled("v4-fp8", sum(-(-n // page_size) for n in ends), page_size, gap=0)
+    filled = Filled("v4-fp8", sum(ceil_div(n, page_size) for n in ends), page_size, gap=0)
     assert filled.cache.page_stride == {64: 37440, 2: 1728}[page_size]
     table = tables(filled.cache, ends, width=130)
     out = torch.zeros(5 + sum(lengths), 512, dtype=torch.bfloat16)

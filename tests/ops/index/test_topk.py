@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tamis.arithmetic import ceil_div
 from tamis.ops import topk_positions, translate_positions
 
 
@@ -142,7 +143,7 @@ def test_any_scores_with_many_ties(data: st.DataObject) -> None:
 @pytest.mark.parametrize("page_size", [1, 7, 64])
 def test_translated_in_the_same_call(page_size: int) -> None:
     scores, lengths, ids = torch.randn(6, 200), ints([200, 199, 30, 0, 1, 200]), ints([0, 0, 1, 1, 2, 2])
-    pages = -(-200 // page_size)
+    pages = ceil_div(200, page_size)
     table = torch.randperm(3 * pages).view(3, pages).int()
     table[2, pages // 2] = -1
     scores[5, pages // 2 * page_size] = 9.0

@@ -29,7 +29,7 @@ def check(scores: Tensor, lengths: Tensor, k: int, device: torch.device, cores: 
     ids = torch.arange(len(scores), dtype=torch.int32) % 3
     table = torch.randperm(99)[: 3 * (scores.shape[1] // 64 + 1)].int().view(3, -1) if scores.shape[1] < 2000 else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_kernels, "_cores", lambda _: cores)
+        patch.setattr(triton_kernels, "sm_count", lambda _: cores)
         found = triton_kernels.topk_positions(given, lengths.to(device), k, None, None, 0)
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         assert torch.equal(found.cpu(), expected), (found.cpu() != expected).nonzero()[:5]

@@ -5,6 +5,7 @@ import torch
 from ops.rotate.test_rotate import LENGTH, ROTARY, turned
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import v4_fp8
 from tamis.lab.testing import oracle
 from tamis.ops import lower_groups, quantise_blocks, rotate_to_fp8
@@ -66,7 +67,7 @@ def test_groups_and_blocks_of_any_size(rank: int, tile: int) -> None:
     """Against the sum in float64 of exactly what is stored."""
     weight = torch.randn(3, rank, 192) * torch.logspace(-3, 3, 192)
     codes, scales = quantise_blocks(weight, tile=tile)
-    assert scales.shape == (3, -(-rank // tile), 192 // tile)
+    assert scales.shape == (3, ceil_div(rank, tile), 192 // tile)
     assert (scales == torch.exp2(scales.log2().round())).all()
     rows = torch.arange(rank) // tile
     stored = codes.double() * scales.double()[:, rows].repeat_interleave(tile, dim=2)

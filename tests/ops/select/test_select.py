@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from select_rules import chosen_rows, entry_rows, gathered_rows, int32, mixed_rows, random_step, window_rows
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.ops import select_chosen, select_entries, select_gathered, select_mixed, select_window
 
 
@@ -221,7 +222,7 @@ def test_gathered_rows(step: Any, ratio: int, indexed: bool) -> None:
 @settings(max_examples=80, deadline=None)
 def test_mixed_rows(step: Any, ratio: int, form: str) -> None:
     inputs = step.mixed_inputs(form)
-    columns = inputs["decode_window"].shape[1] + -(-max(step.chosen.shape[1], 2) // 4) * 4
+    columns = inputs["decode_window"].shape[1] + ceil_div(max(step.chosen.shape[1], 2), 4) * 4
     slots, lengths = garbage(step.tokens, columns), garbage(step.tokens)
     topk = 0 if form == "window" else step.chosen.shape[1]
     options: dict[str, Any] = {"window": step.window, "ratio": ratio, "topk": topk}

@@ -13,6 +13,7 @@ from seeds import seeded
 from torch import Tensor
 
 from tamis import PagedCache
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.ops.rows.triton_rows import encode_e4m3, interpreted, round_to_bf16
 from tamis.ops.write import reference
@@ -109,7 +110,7 @@ def interesting_numbers() -> Tensor:
     near = near[near >= 0]
     random = torch.randint(INT_MIN, 2**31, (2**19,), dtype=torch.int64).to(torch.int32)
     bits = torch.cat((every, near, near | INT_MIN, random))
-    padded = torch.zeros(-(-len(bits) // 2**16) * 2**16, dtype=torch.int32)
+    padded = torch.zeros(ceil_div(len(bits), 2**16) * 2**16, dtype=torch.int32)
     padded[: len(bits)] = bits
     return padded.view(FP32)
 
@@ -143,7 +144,7 @@ def test_bytes_of_hostile_rows(layout: Layout, dtype: torch.dtype, device: torch
 def test_pages_of_any_size_and_distance(
     layout: Layout, page_size: int, lead: int, gap: int, device: torch.device
 ) -> None:  # fmt: skip
-    pages = -(-12 // page_size) + 1
+    pages = ceil_div(12, page_size) + 1
     slots = torch.tensor([pages * page_size - 1, 3, 11, 0, page_size])
     kv = hostile_rows(max(layout.width, 192), BF16, seed=1)[:, : layout.width]
     check_write(layout, kv, slots, device, pages=pages, page_size=page_size, lead=lead, gap=gap, scale=3.0)

@@ -24,6 +24,7 @@ from byte_formats import (
 from seeds import seeded
 
 from tamis import PagedCache, ops
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, named
 
 # --- Bytes ------------------------------------------------------------------------------------------------------------
@@ -39,7 +40,7 @@ def test_the_encoder_of_this_file_knows_the_landmarks_of_e4m3() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize(("page_size", "lead", "gap"), [(4, 0, 0), (1, 0, 128), (2, 64, 0), (61, 16, 576)])
 def test_written_bytes_and_only_those(form: Format, dtype: torch.dtype, page_size: int, lead: int, gap: int) -> None:
-    pages = -(-12 // page_size) + 1
+    pages = ceil_div(12, page_size) + 1
     buffer, cache = engine_cache(form.layout, pages, page_size, lead=lead, gap=gap, scale=form.scale)
     before = buffer.clone()
     kv = hostile_rows(form.layout.width, dtype)

@@ -11,6 +11,7 @@ from contract.draw import FLOATS, Draw
 from contract.formats import decode
 from contract.maths import close, rounded
 from tamis import IndexRecipe, LayerSpec, Layout, PagedCache, V4Caches, V4Weights, choose
+from tamis.arithmetic import ceil_div
 from tamis.cache import layout
 from tamis.model.absorb import AbsorbedWeights, dequantise_blocks
 from tamis.model.rope import Rope
@@ -305,7 +306,7 @@ def blocks(draw: Draw) -> Call:
     rows, columns, block = draw.size(1, 9), draw.size(1, 9), draw.pick([1, 4, 128])
     arguments: Arguments = {
         "weight": draw.floats(rows, columns).to(torch.float8_e4m3fn),
-        "scale_inv": draw.floats(-(-rows // block), -(-columns // block)),
+        "scale_inv": draw.floats(ceil_div(rows, block), ceil_div(columns, block)),
         "block": block,
         "dtype": draw.pick(FLOATS),
     }

@@ -12,6 +12,7 @@ from contract.draw import FLOATS, Draw
 from contract.formats import E4M3, decode
 from contract.maths import close, hadamard, rms_norm, rounded, turn_tail
 from tamis import IndexRecipe, ops
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import compressor_state
 
 Arguments = dict[str, Any]
@@ -162,7 +163,7 @@ def lower_groups(draw: Draw) -> Call:
         "x": draw.floats(total, groups, width).to(e4m3),
         "scales": draw.ints(120, 130, total, groups, width // tile, dtype=torch.uint8),
         "weight": draw.floats(groups, ranks, width).to(e4m3),
-        "weight_scales": draw.floats(groups, -(-ranks // tile), width // tile).abs(),
+        "weight_scales": draw.floats(groups, ceil_div(ranks, tile), width // tile).abs(),
         "dtype": draw.pick(FLOATS),
         "backend": "auto",
     }

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from contract.calls import memory
 from tamis import PagedCache
+from tamis.arithmetic import ceil_div
 
 
 def _e4m3_table() -> np.ndarray:
@@ -44,7 +45,7 @@ def _nearest(x: np.ndarray, table: np.ndarray, nan: int) -> np.ndarray:
 
 
 def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return ceil_div(value, multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
@@ -30,7 +31,7 @@ class Pool:
     def pages(self, cached: int, length: int) -> range:
         """Numbers of the pages in use while a request with so many cached tokens grows to `length`."""
         first = 0 if self.keep is None else max(0, cached - self.keep)
-        return range(first // self.page_size, -(-length // self.page_size))
+        return range(first // self.page_size, ceil_div(length, self.page_size))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.step.batch import Batch, PageMap
 from tamis.step.plan import Limits
 
@@ -19,7 +20,7 @@ def engine_batch(common: Any, limits: Limits, *, prefilling: list[bool] | None =
     lengths = lengths.clamp_max(limits.max_length)
     tokens, slots = int(starts[-1]) if len(starts) else 0, common.slot_mapping
     rows = padded_rows(tokens, actual, slots, limits)
-    width = -(-limits.max_length // limits.page_size)
+    width = ceil_div(limits.max_length, limits.page_size)
     # Slots past the new tokens are padding or what an earlier step left behind: the planner writes -1 there.
     return Batch(
         starts,

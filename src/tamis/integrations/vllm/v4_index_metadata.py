@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.integrations.vllm.engine_batch import engine_batch
 from tamis.integrations.vllm.v4_backend import TamisV4Backend
 from tamis.integrations.vllm.v4_metadata import CompressedBuilder, decode_rows
@@ -121,7 +122,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
         self.score_bytes = checks.integer("score_bytes", score_bytes, low=4)
         limits = self.limits
         rows = max(limits.max_tokens, limits.max_requests * limits.threshold)
-        pages = -(-limits.max_length // self.block_size)
+        pages = ceil_div(limits.max_length, self.block_size)
         self.decode_seq_lens_buffer = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self.decode_lens_buffer = self._each()
         self.expanded_block_table_buffer = None if self.uniform_decodes else self._rows(pages)

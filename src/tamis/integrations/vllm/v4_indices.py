@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.ops import select_chosen, select_entries, select_gathered, select_mixed
 
 
@@ -137,7 +138,7 @@ def combine_topk_swa_indices(
     `query_start_loc` may begin anywhere: the tokens are those of this group.
     """
     tokens, columns = topk_indices.shape[0], checks.integer("topk", topk, low=0, high=topk_indices.shape[1])
-    width = -(-(columns + window_size) // 128) * 128
+    width = ceil_div(columns + window_size, 128) * 128
     slots = torch.empty(tokens, width, dtype=torch.int32, device=topk_indices.device)
     lengths = torch.empty(tokens, dtype=torch.int32, device=topk_indices.device)
     requests, positions = token_places(query_start_loc - query_start_loc[0], seq_lens, tokens)
@@ -186,7 +187,7 @@ def build_flashinfer_mixed_sparse_indices(
     """
     tokens = decode_swa_indices.shape[0] + prefill_topk_indices.shape[0]
     entries = max(topk, 0 if decode_compressed_indices is None else decode_compressed_indices.shape[1])
-    width = decode_swa_indices.shape[1] + -(-entries // 4) * 4
+    width = decode_swa_indices.shape[1] + ceil_div(entries, 4) * 4
     if out is None:
         slots = torch.empty(tokens, width, dtype=torch.int32, device=seq_lens.device)
         lengths = torch.empty(tokens, dtype=torch.int32, device=seq_lens.device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.integrations.vllm.engine_batch import engine_batch
 from tamis.integrations.vllm.metadata import model_field
 from tamis.integrations.vllm.v4_formats import EVERY
@@ -200,8 +201,8 @@ class V4MetadataBuilder(CompressedBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.every_entry = self.compress_ratio == EVERY if every_entry is None else every_entry
         if self.every_entry:
-            longest = -(-self.limits.max_length // self.compress_ratio)
-            self.c128a_max_compressed = -(-longest // _ALIGN_COLUMNS) * _ALIGN_COLUMNS
+            longest = ceil_div(self.limits.max_length, self.compress_ratio)
+            self.c128a_max_compressed = ceil_div(longest, _ALIGN_COLUMNS) * _ALIGN_COLUMNS
             self.c128a_global_decode_buffer = self._rows(self.c128a_max_compressed)
             self.c128a_prefill_buffer = self._rows(self.c128a_max_compressed)
             self.c128a_decode_lens_buffer = self._each()
@@ -263,7 +264,7 @@ class V4WindowMetadataBuilder(_Builder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.swa_indices_buffer = self._rows(self.window_size)
         drafts = self.limits.speculative_tokens
-        wide = -(-(self.window_size + drafts) // _ALIGN_DRAFTS) * _ALIGN_DRAFTS
+        wide = ceil_div(self.window_size + drafts, _ALIGN_DRAFTS) * _ALIGN_DRAFTS
         self.draft_indices_buffer = self._rows(wide) if drafts else None
         self.swa_lens_buffer, self.is_valid_token_buffer = self._each(), self._each(torch.bool)
         self.gather_lens_buffer = torch.zeros(self.limits.max_requests, dtype=torch.int32, device=self.device)

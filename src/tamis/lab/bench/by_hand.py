@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import E4M3_MAX, Layout
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
@@ -120,7 +121,9 @@ def gather(item: GatherSet, out: Tensor) -> Tensor:
     """Slots of all positions of all requests, then rows. For requests of one length."""
     length = out.shape[0] // len(item.lengths)
     position = torch.arange(length, dtype=torch.int64, device=out.device)
-    page = item.block_table.long()[:, : -(-length // item.cache.page_size)].repeat_interleave(item.cache.page_size, 1)
+    page = item.block_table.long()[:, : ceil_div(length, item.cache.page_size)].repeat_interleave(
+        item.cache.page_size, 1
+    )
     slots = page[:, :length] * item.cache.page_size + position % item.cache.page_size
     return out.copy_(rows(item.cache, slots.flatten(), torch.bfloat16))
 

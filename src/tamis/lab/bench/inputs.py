@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, named
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
@@ -306,7 +307,7 @@ def _write(job: Job, maker: Maker) -> Prepared:
     cost = write_cost(tokens, layout)
     sets: list[InputSet] = []
     for _ in range(set_count(cost.bytes, maker.device)):
-        cache = maker.cache(layout, -(-tokens // job.page_size), job.page_size, filled=False)
+        cache = maker.cache(layout, ceil_div(tokens, job.page_size), job.page_size, filled=False)
         if layout.scale_mode == "tensor":
             cache = cache.with_scale(0.02)
         slots = maker.picks(1, tokens, cache.rows)[0]
@@ -331,7 +332,7 @@ def _translate(job: Job, maker: Maker) -> Prepared:
     assert job.topk is not None
     queries, lengths = parse_shape(job.shape)
     ids = maker.request_ids(queries).int()
-    pages = sum(-(-length // job.page_size) for length in lengths)
+    pages = sum(ceil_div(length, job.page_size) for length in lengths)
     cost = translate_cost(len(ids), job.topk, pages)
     sets: list[InputSet] = []
     for _ in range(set_count(cost.bytes, maker.device)):
@@ -350,7 +351,7 @@ def _select(job: Job, maker: Maker) -> Prepared:
         for new, length in zip(queries, lengths, strict=True)
     ]
     positions = torch.cat(starts).int().to(maker.device)
-    tokens, columns = len(ids), -(-max(lengths) // (V4_RATIOS[-1] * 128)) * 128
+    tokens, columns = len(ids), ceil_div(max(lengths), V4_RATIOS[-1] * 128) * 128
     cost = select_cost(tokens, job.window, sum(length // V4_RATIOS[-1] for length in lengths), columns)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout
 from tamis.cache.paged import PagedCache
 from tamis.ops import write_kv
@@ -49,7 +50,7 @@ class Maker:
 
     def block_table(self, lengths: list[int], page_size: int) -> tuple[Tensor, int]:
         """Shuffled pages for each request, -1 past its end, and how many pages there are."""
-        counts = [-(-length // page_size) for length in lengths]
+        counts = [ceil_div(length, page_size) for length in lengths]
         order = torch.randperm(sum(counts), generator=self._generator, dtype=torch.int64, device=self.device).int()
         table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32, device=self.device)
         begin = 0

@@ -7,6 +7,7 @@ from time import perf_counter
 
 import torch
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout
 
 
@@ -74,7 +75,7 @@ def write_cost(tokens: int, layout: Layout) -> Cost:
 
 def gather_cost(tokens: int, layout: Layout, page_size: int) -> Cost:
     """Of a gather: packed rows and their pages' ids in, 16-bit rows out."""
-    return Cost(tokens * (layout.row_bytes + 2 * layout.width) + 4 * -(-tokens // page_size))
+    return Cost(tokens * (layout.row_bytes + 2 * layout.width) + 4 * ceil_div(tokens, page_size))
 
 
 def translate_cost(tokens: int, topk: int, pages: int) -> Cost:
@@ -123,7 +124,7 @@ def index_cost(requests: Sequence[tuple[int, int]], *, heads: int, topk: int, la
 
 
 def _index_cost(requests: Sequence[tuple[int, int]], *, heads: int, layout: Layout, page_size: int) -> Cost:
-    keys = sum(length * layout.row_bytes + 4 * -(-length // page_size) for _, length in requests)
+    keys = sum(length * layout.row_bytes + 4 * ceil_div(length, page_size) for _, length in requests)
     tokens = sum(new for new, _ in requests)
     queries = tokens * (heads * (layout.width + 4) + 8)
     pairs = sum(new * length for new, length in requests)

@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import torch
 
+from tamis.arithmetic import ceil_div
+
 Calls: TypeAlias = Sequence[Callable[[], object]]
 WARM_UPS = 3
 COLD_FACTOR = 4
@@ -40,7 +42,7 @@ def cache_bytes(device: torch.device) -> int:
 
 def set_count(touched: int, device: torch.device, *, most: int = 256) -> int:
     """How many input sets of `touched` bytes make every call a cold one; at least two."""
-    return min(most, max(2, -(-COLD_FACTOR * cache_bytes(device) // max(1, touched))))
+    return min(most, max(2, ceil_div(COLD_FACTOR * cache_bytes(device), max(1, touched))))
 
 
 def time_in_turn(versions: Sequence[tuple[Calls, bool]], device: torch.device, repeats: int) -> list[Spread]:

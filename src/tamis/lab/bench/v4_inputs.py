@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, compressor_state, index_fp8
 from tamis.cache.paged import PagedCache
 from tamis.lab.bench.roofline import Cost, compress_cost
@@ -113,18 +114,18 @@ def compress_sets(
         torch.tensor(queries, dtype=torch.int64, device="cpu"),
     )
     begins = [max(0, end - new + 1 - SPAN) for new, end in zip(queries, ends, strict=True)]
-    held = [-(-end // STATE_PAGE) - begin // STATE_PAGE for begin, end in zip(begins, ends, strict=True)]
-    table = torch.full((len(queries), -(-max(ends) // STATE_PAGE)), -1, dtype=torch.int32, device="cpu")
+    held = [ceil_div(end, STATE_PAGE) - begin // STATE_PAGE for begin, end in zip(begins, ends, strict=True)]
+    table = torch.full((len(queries), ceil_div(max(ends), STATE_PAGE)), -1, dtype=torch.int32, device="cpu")
     order, used = torch.randperm(sum(held), dtype=torch.int64, device="cpu").int(), 0
     for row, count, end in zip(table, held, ends, strict=True):
-        last = -(-end // STATE_PAGE)
+        last = ceil_div(end, STATE_PAGE)
         row[last - count : last] = order[used : used + count]
         used += count
     state_slots = table[ids, positions // STATE_PAGE].long() * STATE_PAGE + positions % STATE_PAGE
     total, boundary = len(positions), (positions + 1) % RATIO == 0
     completed = torch.full((total,), -1, dtype=torch.int64, device="cpu")
     completed[boundary] = torch.randperm(int(boundary.sum()), dtype=torch.int64, device="cpu")
-    pages = -(-total // 64)
+    pages = ceil_div(total, 64)
 
     def compressor(cache: PagedCache) -> Compressor:
         width = cache.layout.width

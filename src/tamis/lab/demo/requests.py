@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.pool import PagePool
 from tamis.lab.demo.shape import Workload
 from tamis.step.batch import Batch
@@ -140,7 +141,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and self.waiting[0].arrival <= self.step:
             request = self.waiting[0]
-            if -(-request.cache_length // self.pool.page_size) > self.pool.free_pages:
+            if ceil_div(request.cache_length, self.pool.page_size) > self.pool.free_pages:
                 return
             self.pool.extend(request.name, request.cache_length)
             self.running.append(self.waiting.pop(0))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, index_fp8, named, rows
 from tamis.cache.paged import PagedCache
 from tamis.cache.pool import PagePool
@@ -246,6 +247,6 @@ class _V32Server(Server):
 
 def make_pool(lengths: list[int], workload: Workload) -> PagePool:
     """Pages for two thirds of all requests at once, so that late ones wait and pages are used again."""
-    needed = [-(-length // workload.page_size) for length in lengths]
-    pages = max(max(needed), -(-2 * sum(needed) // 3))
+    needed = [ceil_div(length, workload.page_size) for length in lengths]
+    pages = max(max(needed), ceil_div(2 * sum(needed), 3))
     return PagePool(pages + 1, workload.page_size, seed=workload.seed)

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import index_fp8, named, rows
 from tamis.cache.pool import PagePool
 from tamis.cache.v4_caches import V4Caches
@@ -43,7 +44,7 @@ class V4Server(Server):
                 kept[name] = spec.compress * (2 if spec.kind == "overlapping" else 1)
         pools = {}
         for name, size in sizes.items():
-            each = -(-(kept[name] + workload.token_budget) // size) + 1
+            each = ceil_div(kept[name] + workload.token_budget, size) + 1
             pools[name] = PagePool(workload.requests * each + 1, size, seed=workload.seed)
         windows = {name: (pool, kept[name]) for name, pool in pools.items()}
         super().__init__(requests, make_pool([r.cache_length for r in requests], workload), workload, windows)

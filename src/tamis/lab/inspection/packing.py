@@ -5,6 +5,7 @@ import zlib
 
 import numpy as np
 
+from tamis.arithmetic import ceil_div
 from tamis.lab.inspection.notes import LayerNotes
 
 
@@ -63,7 +64,7 @@ def _maps(notes: LayerNotes, source: LayerNotes) -> tuple[np.ndarray, np.ndarray
 def _pairs(notes: LayerNotes) -> np.ndarray:
     """How many pairs of a query and a place that it sees there are in each block."""
     grid, columns = notes.counts.shape
-    edges = -(-np.arange(columns + 1, dtype=np.int32) * notes.places // columns)
+    edges = ceil_div(np.arange(columns + 1, dtype=np.int32) * notes.places, columns)
     seen = np.minimum(notes.visible[:, None], edges)
     block = np.arange(notes.extent.tokens) * grid // notes.extent.tokens
     pairs = np.zeros((grid, columns), np.int64)

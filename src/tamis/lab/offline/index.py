@@ -6,6 +6,7 @@ from itertools import product
 import torch
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, rows
 from tamis.cache.paged import PagedCache
 from tamis.lab.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase
@@ -60,7 +61,7 @@ def cases() -> Iterator[OfflineCase]:
             case = OfflineCase.of_launch(score_keys, arguments, options, label, (target,))
             # The number of heads is a constant; those of one block differ in a mask alone.
             constants = {n: v for n, v in case.constexprs.items() if n not in ("HEADS", "FILL")} | {
-                "blocks": -(-heads // block_h)
+                "blocks": ceil_div(heads, block_h)
             }
             program = (target, tuple(case.signature.items()), str(constants), str(options))
             if program not in seen:

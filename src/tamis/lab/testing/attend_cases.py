@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, named, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
@@ -216,7 +217,7 @@ def _tile_maxima(quick: bool) -> Iterator[AttendCase]:
     formats += [("v4-fp8", named("v4-fp8")), ("v32-bf16", named("v32-bf16"))]
     for label, layout in formats:
         tile = layout.tile or 128
-        mixed = torch.logspace(-5, 4, -(-layout.width // tile), dtype=torch.float32, device="cpu")
+        mixed = torch.logspace(-5, 4, ceil_div(layout.width, tile), dtype=torch.float32, device="cpu")
         for largest in QUICK_MAXIMA if quick else MAXIMA:
             name = f"{label}, tile maxima {largest:g}"
             yield _with_maxima(name, layout, torch.full_like(mixed, largest), tile, 16)

@@ -13,6 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, named, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.lab.testing import oracle
@@ -79,7 +80,7 @@ def garbage_cache(draw: Draw, layout: Layout, pages: int, page_size: int, *, gap
 
 def filled_cache(draw: Draw, layout: Layout, count: int, page_size: int, *, gap: int = 0) -> PagedCache:
     """A cache whose rows are all normal numbers, with at least `count` rows."""
-    cache = garbage_cache(draw, layout, -(-count // page_size), page_size, gap=gap)
+    cache = garbage_cache(draw, layout, ceil_div(count, page_size), page_size, gap=gap)
     oracle.write(
         draw.normal(cache.rows, layout.width), cache, torch.arange(cache.rows, dtype=torch.int64, device="cpu")
     )
@@ -128,7 +129,7 @@ def write_cases(*, quick: bool = False) -> Iterator[WriteCase]:
 
 def _write_case(name: str, layout: Layout, page_size: int, gap: int) -> WriteCase:
     draw = Draw(f"write {name}")
-    cache = garbage_cache(draw, layout, -(-150 // page_size), page_size, gap=gap)
+    cache = garbage_cache(draw, layout, ceil_div(150, page_size), page_size, gap=gap)
     kv = draw.normal(100, layout.width) * torch.logspace(-6, 4, 100, dtype=torch.float32, device="cpu").unsqueeze(1)
     kv[3], kv[4, ::3], kv[5] = 0.0, 0.0, kv[5].sign()
     kv[6, 1], kv[7, 2], kv[8, 3] = torch.nan, torch.inf, -torch.inf
@@ -160,7 +161,7 @@ def gather_cases(*, quick: bool = False) -> Iterator[GatherCase]:
                 name = f"{label}, pages of {page_size}, to {dtype}"
                 draw = Draw(f"gather {name}")
                 cache = filled_cache(draw, layout, 260, page_size, gap=layout.row_bytes)
-                width = -(-130 // page_size)
+                width = ceil_div(130, page_size)
                 table = draw.permutation(cache.pages)[: 2 * width].int()
                 if len(table) < 2 * width:
                     table = draw.integers(0, cache.pages, 2 * width)

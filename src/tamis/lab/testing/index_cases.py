@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, rows
 from tamis.cache.paged import PagedCache
 from tamis.lab.testing import oracle
@@ -65,7 +66,7 @@ def _index_case(
             torch.arange(cache.rows, dtype=torch.int64, device="cpu"),
         )
         q, weights = draw.integers(-1, 2, 7, 4, 128).to(dtype), draw.integers(-2, 3, 7, 4).float()
-    width = -(-longest // page_size)
+    width = ceil_div(longest, page_size)
     table = draw.permutation(cache.pages)[: 3 * width]
     table = table.view(3, width).int() if len(table) == 3 * width else draw.integers(0, cache.pages, 3, width)
     table[2, -1] = -1
@@ -127,7 +128,7 @@ def topk_cases(*, quick: bool = False) -> Iterator[TopkCase]:
                 seen = [width, width, min(width, k), min(width, k + 1), 1, 0, INT_MIN]
                 scores[1, width // 2 :] = torch.inf
                 lengths = torch.tensor([*seen[:1], width // 2, *seen[2:]], dtype=torch.int32, device="cpu")
-                pages = -(-width // 64)
+                pages = ceil_div(width, 64)
                 table = draw.integers(0, 1000, 3, pages)
                 table[1, 0] = -1
                 yield TopkCase(name, scores, lengths, k, draw.integers(0, 3, 7), table, 64)

@@ -7,6 +7,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, index_fp8, named
 from tamis.cache.paged import PagedCache
 from tamis.lab.testing import cases, compare, oracle
@@ -183,7 +184,7 @@ def _read(target: Target, case: GatherCase) -> Trial:
 def _index_keys(target: Target, page_size: int) -> Trial:
     draw = Draw(f"index keys {page_size}")
     cache = cases.filled_cache(draw, index_fp8(), 300, page_size)
-    width = -(-100 // page_size)
+    width = ceil_div(100, page_size)
     table = draw.permutation(cache.pages)[: 2 * width].view(2, -1).int()
     lengths = torch.tensor([90, 0], dtype=torch.int32, device="cpu")
     values, scales = gather_index(

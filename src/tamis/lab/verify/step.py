@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import index_fp8, named
 from tamis.cache.paged import PagedCache
 from tamis.cache.pool import PagePool
@@ -253,7 +254,7 @@ def _recomputed(batch: Batch, rows: int, served: Served) -> list[Tensor]:
     ids, positions = [0] * rows, [-1] * rows
     starts = batch.query_starts.tolist()
     slots = [-1] * rows
-    width = -(-LIMITS.max_length // PAGE)
+    width = ceil_div(LIMITS.max_length, PAGE)
     table = served.pool.block_table(list(range(len(starts) - 1)), width)
     for request, (begin, end) in enumerate(pairwise(starts)):
         for token in range(begin, end):

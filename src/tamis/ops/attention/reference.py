@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tamis.arithmetic import float32_products
+from tamis.arithmetic import ceil_div, float32_products
 from tamis.cache.selection import Selection
 from tamis.ops.combine import reference as combine
 from tamis.ops.gather.reference import decode_rows
@@ -61,7 +61,7 @@ def attend_slots(
     lse = torch.full((splits, tokens, heads), -torch.inf, dtype=dtype, device=q.device)
     top = torch.full_like(lse, -torch.inf)
     step = max(1, _WORKING_BYTES // max(1, columns * width * wide.itemsize))
-    per_split = -(-columns // splits)
+    per_split = ceil_div(columns, splits)
     # Short contexts leave most of a wide selection empty. Looking would wait for a device, and would move the bounds
     # of splits.
     trim = splits == 1 and q.device.type == "cpu"

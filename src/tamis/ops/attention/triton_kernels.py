@@ -11,9 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, from_key
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
+from tamis.cuda.device import sm_count
 from tamis.ops.attention.triton_grouped import GROUPS, attend_groups_kernel
 from tamis.ops.attention.triton_rowwise import attend_rows_kernel
 from tamis.ops.combine.triton_kernels import combine_with_maxima
@@ -103,10 +105,10 @@ def choose_splits(programs: int, columns: int, block_n: int, slots_on_device: in
 
     A part costs some blocks more for what comes before and after its loop; among equals the fewest parts win.
     """
-    blocks = max(1, -(-columns // block_n))
+    blocks = max(1, ceil_div(columns, block_n))
 
     def steps(parts: int) -> int:
-        return -(-programs * parts // slots_on_device) * (-(-blocks // parts) + OVERHEAD_BLOCKS)
+        return ceil_div(programs * parts, slots_on_device) * (ceil_div(blocks, parts) + OVERHEAD_BLOCKS)
 
     return min(range(1, blocks + 1), key=steps)
 
@@ -200,14 +202,14 @@ def _plan_launch(q: Tensor, selection: Selection, value_dim: int, splits: int | 
     tokens, heads, _ = q.shape
     columns, key = selection.slots.shape[1], selection.cache.layout.key
     if q.device.type == "cpu":
-        cores, launch = 1, choose_launch(key, q.dtype, heads, value_dim, 0)
+        launch = choose_launch(key, q.dtype, heads, value_dim, 0)
     else:
         properties: Any = torch.cuda.get_device_properties(q.device)
-        cores, room = properties.multi_processor_count, properties.shared_memory_per_block_optin
+        room = properties.shared_memory_per_block_optin
         launch = choose_launch(key, q.dtype, heads, value_dim, room, properties.major in (10, 11))
     if splits is None:
         programs = tokens * triton.cdiv(heads, launch.block_h)
-        splits = choose_splits(programs, columns, launch.block_n, launch.per_core * cores)
+        splits = choose_splits(programs, columns, launch.block_n, launch.per_core * sm_count(q.device))
     return launch, min(splits, max(1, columns))
 
 

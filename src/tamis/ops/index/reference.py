@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, Rounding
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
@@ -218,7 +219,7 @@ def _rows(values: Tensor, chosen: Tensor) -> Tensor:
 def _aligned(rows: Tensor) -> Tensor:
     """float64 rows [T, n] that all start on 64 bytes: from another start, a product may sum in another order."""
     count = rows.shape[1]
-    wide = torch.empty(len(rows), -(-count // 8) * 8, dtype=torch.float64, device=rows.device)
+    wide = torch.empty(len(rows), ceil_div(count, 8) * 8, dtype=torch.float64, device=rows.device)
     wide[:, :count] = rows
     return wide[:, :count]
 

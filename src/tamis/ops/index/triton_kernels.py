@@ -14,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout
 from tamis.cache.paged import PagedCache
+from tamis.cuda.device import sm_count
 from tamis.ops.index import triton_prepare
 from tamis.ops.index.triton_prepare import check_recipe, quantise_index_query, write_index_keys
 from tamis.ops.index.triton_scores import ScoreLaunch, choose_score_launch, score_keys
@@ -96,7 +98,7 @@ def index_topk(
 ) -> Tensor:
     """Positions int32 [T, k], as many tokens at a time as the workspace holds scores of."""
     tokens, width = q.shape[0], score_width(cache, block_table)
-    scratch = max(choose_topk_launch(n, width, k, _cores(q.device)).scratch for n in (1, max(1, tokens)))
+    scratch = max(choose_topk_launch(n, width, k, sm_count(q.device)).scratch for n in (1, max(1, tokens)))
 
     def select(scores: Tensor, visible: Tensor, result: Tensor) -> None:
         _select(scores, visible, k, None, None, 0, result)
@@ -107,7 +109,7 @@ def index_topk(
 
 def score_width(cache: PagedCache, block_table: Tensor) -> int:
     """Numbers in a row of scores: a multiple of 16, so that rows are read in wide loads."""
-    return -(-block_table.shape[1] * cache.page_size // 16) * 16
+    return ceil_div(block_table.shape[1] * cache.page_size, 16) * 16
 
 
 def score_and_select(
@@ -225,7 +227,7 @@ def _score(
     block_h, exact = _head_block(heads, dim, compute), compute == torch.float32
     kind = {"shared": shared, "exact": exact, "native": compute == E4M3}
     key_bytes = places["keys"].element_size() * dim
-    launch = choose_score_launch(out.shape, _cores(q.device), heads, block_h, **kind, key_bytes=key_bytes)
+    launch = choose_score_launch(out.shape, sm_count(q.device), heads, block_h, **kind, key_bytes=key_bytes)
     arguments, options = score_arguments(q, weights, places, compute, launch, out, native=native, fill=fill)
     programs = triton.cdiv(q.shape[0], launch.block_q) * triton.cdiv(out.shape[1], launch.span)
     if programs:
@@ -308,7 +310,7 @@ def _select(
     tokens, width = scores.shape
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     lengths = lengths.contiguous()
-    launch = choose_topk_launch(tokens, width, k, _cores(scores.device))
+    launch = choose_topk_launch(tokens, width, k, sm_count(scores.device))
     step = max(1, SCRATCH_BYTES // (4 * launch.scratch))
     for start in range(0, tokens, step):
         some = slice(start, start + step)
@@ -318,13 +320,6 @@ def _select(
                 launch, scores[some], lengths[some], k, ids, block_table, page_size, result[some]
             ):
                 kernel[(grid,)](**arguments, **options)
-
-
-def _cores(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 1
-    cores: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return cores
 
 
 def offline_cases() -> Iterator["OfflineCase"]:

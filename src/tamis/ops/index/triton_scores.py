@@ -12,6 +12,7 @@ from functools import lru_cache
 import triton
 import triton.language as tl
 
+from tamis.arithmetic import ceil_div
 from tamis.ops.rows.triton_rows import decode_e2m1, decode_e4m3, load_wide, power_of_two
 
 
@@ -258,6 +259,6 @@ def choose_steps(tokens: int, blocks: int, places: int) -> int:
     Spans of any length are possible, so the last round need not be a short one."""
 
     def cost(steps: int) -> float:
-        return -(-tokens * -(-blocks // steps) // places) * (steps + START_STEPS)
+        return ceil_div(tokens * ceil_div(blocks, steps), places) * (steps + START_STEPS)
 
     return min(range(4, 65), key=cost)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
 from tamis.ops import library
 from tamis.ops.rotate import check_positions, registered
@@ -98,7 +99,7 @@ def check_block_scales(
     """Refuse scales that do not fit a weight [groups, rows, width] in so many tiles a row; the width of a tile."""
     tile = width // max(1, tiles)
     check_tile(tile, width, f"{name}: tile")
-    expected = {"G": groups, "M": -(-rows // tile), "N": tiles}
+    expected = {"G": groups, "M": ceil_div(rows, tile), "N": tiles}
     checks.tensor(name, weight_scales, "G M N", (torch.float32,), **expected)  # type: ignore[arg-type]
     return tile
 
@@ -107,7 +108,7 @@ def quantise_blocks(weight: Tensor, *, tile: int = 128) -> tuple[Tensor, Tensor]
     """e4m3 [G, O, K] and the float32 powers of two [G, O / tile (rounded up), K / tile] of its square blocks."""
     sizes = checks.tensor("weight", weight, "G O K", checks.FLOATS)
     check_tile(tile, sizes["K"])
-    rows = -(-sizes["O"] // tile)
+    rows = ceil_div(sizes["O"], tile)
     padded = torch.nn.functional.pad(weight.float(), (0, 0, 0, rows * tile - sizes["O"]))
     blocks = padded.unflatten(2, (-1, tile)).unflatten(1, (rows, tile))
     smallest = (blocks.abs().amax((2, 4)) / E4M3_MAX).clamp_min(OUTPUT_SCALE_FLOOR)

@@ -84,7 +84,7 @@ def emulated(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
             return BUILT[variant, dtype]
 
         monkeypatch.setattr(few_heads, "_launch", launch)
-        monkeypatch.setattr(few_heads, "multiprocessors", lambda device: cores)
+        monkeypatch.setattr(few_heads, "sm_count", lambda device: cores)
         monkeypatch.setattr(few_heads, "usual_variant", lambda *given: chosen(FP8_VARIANTS[name], given[3]))
 
     return install

@@ -10,6 +10,7 @@ import torch
 from seeds import reseed
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.ops.attention.hopper import few_heads, items
 from tamis.ops.attention.hopper.items import Target
 from tamis.ops.combine import reference as combine
@@ -95,15 +96,15 @@ def test_no_batch_falls_off_a_cliff(tokens: int, heads: int, bf16_rows: bool) ->
         else:
             assert variant.bf16_rows == bf16_rows
         assert (variant.shared + 1024) * variant.per_sm <= 228 * 1024
-        row, room = 2048 // variant.rows_at_once, 132 * variant.per_sm // -(-heads // variant.heads)
+        row, room = 2048 // variant.rows_at_once, 132 * variant.per_sm // ceil_div(heads, variant.heads)
         costs = {"parts_per_step": variant.parts_per_step, "steps_per_part": variant.steps_per_part}
     else:
-        row, room, costs = 32, 132 // -(-heads // 64), {}
+        row, room, costs = 32, 132 // ceil_div(heads, 64), {}
 
     def steps(count: int) -> float:
         whole, parts = items.choose_cut(count, heads, row, room, **costs)
         cut = row / parts + items.OVERHEAD_STEPS
-        return -(-whole // room) * (row + items.OVERHEAD_STEPS) + -(-(count - whole) * parts // room) * cut
+        return ceil_div(whole, room) * (row + items.OVERHEAD_STEPS) + ceil_div(count - whole * parts, room) * cut
 
     assert steps(tokens + 1) <= steps(tokens) + 4
     parts = items.choose_cut(tokens, heads, row, room, **costs).parts

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from seeds import numpy_seeded, reseed
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.ops.index.hopper import topk
 from tamis.ops.index.hopper.topk import SHARED_PER_SM, Variant, memory_of, topk_positions, usual_variant
 
@@ -193,7 +194,7 @@ def test_every_launch_fits_the_device(tokens: int, width: int) -> None:
     used = topk._fixed_bytes(variant.threads) + 4 * (2 * memory.bitmap_words + memory.resident)
     assert used <= variant.shared
     assert memory.resident % 128 == 0
-    slice_size = -(-(width + 3) // variant.cluster)
+    slice_size = ceil_div(width + 3, variant.cluster)
     assert memory.bitmap_words * 32 >= max(slice_size, min(4096, width) + 3)
     if tokens == 1 and width >= 65536:
         assert variant.cluster == (8 if width == 65536 else 16)

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import from_key, rows, v32_fp8
 from tamis.cache.selection import Selection
 from tamis.cuda.compiler import Program
+from tamis.cuda.device import device_index, sm_count
 from tamis.cuda.launch import Launch, kernel
 from tamis.ops.attention.hopper.items import (
     OUT_KINDS,
@@ -25,9 +27,7 @@ from tamis.ops.attention.hopper.items import (
     address,
     attend_in_items,
     choose_cut,
-    device_index,
     fits_directly,
-    multiprocessors,
 )
 from tamis.ops.combine.triton_kernels import combine_with_maxima
 
@@ -151,7 +151,7 @@ class Columns(NamedTuple):
         tiles, numbers = (10 + 8) * 128 * self.heads, (21 + 64) * 4 * self.heads
         barriers = self.stages * 24 + 5 * 8  # with notes; four are for turns, one is for all
         answers = 2 * 16  # of each team, aligned to as many
-        return tiles + self.stages * STAGE * 656 + numbers + -(-barriers // 16) * 16 + answers
+        return tiles + self.stages * STAGE * 656 + numbers + ceil_div(barriers, 16) * 16 + answers
 
     @property
     def constants(self) -> dict[str, int]:
@@ -195,13 +195,10 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
     return None
 
 
-def source(q: Tensor, selections: Sequence[Selection], multiprocessors: int) -> str:
+def source(q: Tensor, selections: Sequence[Selection], sms: int) -> str:
     """The file that runs a call which these kernels take."""
     tokens, heads, _ = q.shape
-    names = [
-        usual_variant(tokens, heads, multiprocessors, bool(_rows_are_bf16(s.cache.layout.key))).source
-        for s in selections
-    ]
+    names = [usual_variant(tokens, heads, sms, bool(_rows_are_bf16(s.cache.layout.key))).source for s in selections]
     return " and ".join(f"{name}.cu" for name in dict.fromkeys(names))
 
 
@@ -223,10 +220,10 @@ def suits(tokens: int | None, heads: int, bf16_rows: bool) -> bool:
 
 def _few_pairs(tokens: int | None, heads: int, bf16_rows: bool) -> bool:
     variants = BF16_ROWS if bf16_rows else FP8_ROWS
-    return tokens is not None and tokens * -(-heads // GROUP) <= variants.few_pairs
+    return tokens is not None and tokens * ceil_div(heads, GROUP) <= variants.few_pairs
 
 
-def usual_variant(tokens: int | None, heads: int, multiprocessors: int, bf16_rows: bool) -> Layouts:
+def usual_variant(tokens: int | None, heads: int, sms: int, bf16_rows: bool) -> Layouts:
     """Two streams of one block split a token into fewer parts, and are best where there are few tokens.
 
     Without a number of tokens: one for all of them.
@@ -234,7 +231,7 @@ def usual_variant(tokens: int | None, heads: int, multiprocessors: int, bf16_row
     variants = BF16_ROWS if bf16_rows else FP8_ROWS
     if heads > GROUP and not _few_pairs(tokens, heads, bf16_rows):
         return variants.more_heads
-    return variants.few_tokens if tokens is not None and tokens <= 2 * multiprocessors else variants.many_tokens
+    return variants.few_tokens if tokens is not None and tokens <= 2 * sms else variants.many_tokens
 
 
 def attend_slots(
@@ -276,13 +273,13 @@ def attend_into(
 def _variant(q: Tensor, selection: Selection, splits: int | None) -> Layouts:
     """How blocks are laid out: part of what fixes a row's bits, so with a number of parts the same for all batches."""
     bf16_rows = bool(_rows_are_bf16(selection.cache.layout.key))
-    return usual_variant(q.shape[0] if splits is None else None, q.shape[1], multiprocessors(q.device), bf16_rows)
+    return usual_variant(q.shape[0] if splits is None else None, q.shape[1], sm_count(q.device), bf16_rows)
 
 
 def _cut(q: Tensor, selection: Selection, variant: Layouts, splits: int | None, *, direct: bool) -> Cut:
     tokens, columns = q.shape[0], selection.slots.shape[1]
     if splits is None:
-        steps = max(1, -(-columns // variant.rows_at_once))
+        steps = max(1, ceil_div(columns, variant.rows_at_once))
         room, heads = _room(q, variant)[0], max(q.shape[1], GROUP)
         costs = {"parts_per_step": variant.parts_per_step, "steps_per_part": variant.steps_per_part}
         return choose_cut(tokens, heads, steps, room, direct=direct, **costs)
@@ -292,8 +289,8 @@ def _cut(q: Tensor, selection: Selection, variant: Layouts, splits: int | None, 
 
 def _room(q: Tensor, variant: Layouts) -> tuple[int, int]:
     """How many items the device works on at a time, and how many blocks share the heads of each."""
-    sharing = -(-q.shape[1] // variant.heads)
-    return max(1, variant.per_sm * multiprocessors(q.device) // sharing), sharing
+    sharing = ceil_div(q.shape[1], variant.heads)
+    return max(1, variant.per_sm * sm_count(q.device) // sharing), sharing
 
 
 def attend_items(
@@ -337,7 +334,7 @@ def attend_items(
         *(out, OUT_KINDS[whole.out.dtype], whole.out.stride(-3), whole.out.stride(-2), lse, maxima, address(sink)),
         *parts.addresses(),
         *(1.0 if isinstance(scale, Tensor) else scale, address(factor)),
-        *(items, left, heads, tokens - left, count, -(-columns // count)),
+        *(items, left, heads, tokens - left, count, ceil_div(columns, count)),
     )
 
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.cuda.compiler import Program
+from tamis.cuda.device import device_index
 from tamis.cuda.launch import Launch, kernel
 
 VALUE_DIM = 512
@@ -50,8 +52,8 @@ def choose_cut(
 
     def duration(cut: Cut) -> float:
         left = tokens - cut.whole
-        rounds = -(-cut.whole // room) * (steps + OVERHEAD_STEPS)
-        rounds += -(-left * cut.parts // room) * (-(-steps // cut.parts) + OVERHEAD_STEPS)
+        rounds = ceil_div(cut.whole, room) * (steps + OVERHEAD_STEPS)
+        rounds += ceil_div(left * cut.parts, room) * (ceil_div(steps, cut.parts) + OVERHEAD_STEPS)
         return rounds + (MERGE_STEPS + left * cut.parts * heads / parts_per_step if left else 0)
 
     choices = [Cut(tokens, 1)] if direct else []
@@ -133,14 +135,3 @@ def _merge_launch(device: torch.device, at_once: int) -> Launch:
 def address(tensor: Tensor | None) -> int:
     """Of its memory; 0 where there is none."""
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def device_index(device: torch.device) -> int:
-    """The number of a CUDA device."""
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

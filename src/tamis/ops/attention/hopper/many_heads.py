@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, rows, v4_fp8, v32_fp8
 from tamis.cache.selection import Selection
 from tamis.cuda.compiler import Program
+from tamis.cuda.device import device_index, sm_count
 from tamis.cuda.launch import Launch, kernel
 from tamis.ops.attention.hopper.items import (
     OUT_KINDS,
@@ -20,9 +22,7 @@ from tamis.ops.attention.hopper.items import (
     address,
     attend_in_items,
     choose_cut,
-    device_index,
     fits_directly,
-    multiprocessors,
 )
 from tamis.ops.combine.triton_kernels import combine_with_maxima
 
@@ -79,7 +79,7 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
     return None
 
 
-def source(q: Tensor, selections: Sequence[Selection], multiprocessors: int) -> str:
+def source(q: Tensor, selections: Sequence[Selection], sms: int) -> str:
     """The file that runs a call which these kernels take."""
     return _rows(selections).source
 
@@ -136,8 +136,8 @@ def _cut(q: Tensor, selections: Sequence[Selection], splits: int | None, *, dire
     tokens, heads, _ = q.shape
     if splits is None:
         step = _rows(selections).step
-        steps = max(1, sum(-(-s.slots.shape[1] // step) for s in selections))  # if every column is used
-        return choose_cut(tokens, heads, steps, max(1, multiprocessors(q.device) // -(-heads // HEADS)), direct=direct)
+        steps = max(1, sum(ceil_div(s.slots.shape[1], step) for s in selections))  # if every column is used
+        return choose_cut(tokens, heads, steps, max(1, sm_count(q.device) // ceil_div(heads, HEADS)), direct=direct)
     return Cut(tokens, 1) if splits == 1 and direct else Cut(0, splits)
 
 
@@ -159,8 +159,8 @@ def attend_items(
     if tokens:
         # Copies of arguments stay alive until the launch by being in the list.
         values, copies = launch_values(q, selections, scale, sink, whole, parts)
-        kind, items = _rows(selections), (tokens - left + left * count) * -(-heads // HEADS)
-        blocks = min(items, multiprocessors(q.device)) if kind.stay else items
+        kind, items = _rows(selections), (tokens - left + left * count) * ceil_div(heads, HEADS)
+        blocks = min(items, sm_count(q.device)) if kind.stay else items
         _launch(q.device, kind, len(selections))((blocks, 1, 1), *values)
         del copies
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div, round_up
 from tamis.cuda.compiler import Program
+from tamis.cuda.device import sm_count
 from tamis.cuda.launch import Launch, kernel
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ def topk_positions(
     if width > 1 and scores.stride(1) != 1:
         scores = scores.contiguous()
     if variant is None:
-        variant = usual_variant(tokens, width, _multiprocessors(scores.device.index))
+        variant = usual_variant(tokens, width, sm_count(scores.device))
     memory = memory_of(variant, width, k)
     pages, table = (0, 0), (0, 0, 0)
     if block_table is not None and request_ids is not None:
@@ -105,13 +107,13 @@ def topk_positions(
 
 
 @lru_cache(maxsize=1024)
-def usual_variant(tokens: int, width: int, multiprocessors: int) -> Variant:
+def usual_variant(tokens: int, width: int, sms: int) -> Variant:
     """One block per multiprocessor, of slices worth a block each: what blocks of a row tell each other costs more than
     a second one on the same multiprocessor gains. Long slices get a multiprocessor's whole memory."""
     cluster = 1
-    while cluster < 16 and tokens * cluster * 2 <= multiprocessors and width >= cluster * 16384:
+    while cluster < 16 and tokens * cluster * 2 <= sms and width >= cluster * 16384:
         cluster *= 2
-    alone = tokens * cluster <= multiprocessors and width >= cluster * 49152
+    alone = tokens * cluster <= sms and width >= cluster * 49152
     variant, largest = Variant(cluster, 1024, 1) if alone else Variant(cluster, 512, 2), Variant(16, 1024, 1)
     return variant if _room_for_keys(variant, width, MAX_K)[1] > 0 else largest
 
@@ -128,23 +130,18 @@ def memory_of(variant: Variant, width: int, k: int) -> Memory:
 def _room_for_keys(variant: Variant, width: int, k: int) -> tuple[int, int]:
     """How many places a block may have to look at, and the bytes that its two bitmaps of them leave for keys."""
     # Up to three places before a row's start make its loads aligned. Rows of up to k go to one block as a whole.
-    longest = max(_whole_units(-(-(width + 3) // variant.cluster)), _whole_units(min(k, width) + 3))
+    longest = max(_whole_units(ceil_div(width + 3, variant.cluster)), _whole_units(min(k, width) + 3))
     return longest, variant.shared - _fixed_bytes(variant.threads) - 2 * longest // 8
 
 
 def _whole_units(places: int) -> int:
-    return -(-places // SLICE_UNIT) * SLICE_UNIT
+    return round_up(places, SLICE_UNIT)
 
 
 def _fixed_bytes(threads: int) -> int:
     """Size of the source's `Shared`: counts of three digits and their sums, the list, and sums of each warp."""
     digits = sum(4 * (bins + 2 * 32 + 2 * bins // 32) for bins in (4096, 1024, 1024))
-    return -(-(digits + 4 * MAX_K + 2 * 4 * (threads // 32) + 4) // 16) * 16
-
-
-@cache
-def _multiprocessors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return round_up(digits + 4 * MAX_K + 2 * 4 * (threads // 32) + 4, 16)
 
 
 @cache
