@@ -29,6 +29,7 @@ from tamis.ops.select import reference as select_reference
 from tamis.ops.select import triton_kernels as select_kernels
 from tamis.ops.translate import reference as translate_reference
 from tamis.ops.translate import triton_kernels as translate_kernels
+from tamis.ops.translate.operations import TranslatePositions
 from tamis.ops.write import reference as write_reference
 from tamis.ops.write import triton_kernels as write_kernels
 
@@ -206,19 +207,13 @@ def test_translation_of_anything(guards: Guards, options: dict, monkeypatch: pyt
     positions, ids = hostile(9 * 20, 40, 3).view(9, 20), hostile(9, 3, 4)
     table = hostile(3 * 10, 2**26, 5).view(3, 10)
     workspace = (hostile(9, 2, 6), torch.tensor([5, 60], dtype=torch.int32)) if options.get("workspace") else None
-    rest = {
-        "page_size": 4,
-        "rows_per_page": 9,
-        "shard": options.get("shard", (1, 0, 1)),
-        "compact": options.get("compact", False),
-    }
-    held = None if workspace is None else (guards.given(workspace[0]), guards.given(workspace[1]))
+    rest = (options.get("shard", (1, 0, 1)), options.get("compact", False), "auto")
+    call = TranslatePositions(positions, ids, table, 4, 9, *(workspace or (None, None)), *rest)
+    held = TranslatePositions(*(guards.given(part) if isinstance(part, torch.Tensor) else part for part in call))
     with guards.allocations(monkeypatch):
-        slots, counts = translate_kernels.translate_positions(
-            guards.given(positions), guards.given(ids), guards.given(table), workspace=held, **rest
-        )
+        slots, counts = translate_kernels.translate_positions(held)
     guards.check()
-    wanted = translate_reference.translate_positions(positions, ids, table, workspace=workspace, **rest)
+    wanted = translate_reference.translate_positions(call)
     assert torch.equal(slots.cpu(), wanted[0])
     assert torch.equal(counts.cpu(), wanted[1])
 

@@ -17,7 +17,8 @@ from tamis.ops.attention import attend_unchecked, new_output, translates_freely
 from tamis.ops.gather import gather_unchecked
 from tamis.ops.index import WORKSPACE_BYTES
 from tamis.ops.index import registered as index_ops
-from tamis.ops.translate import check_shard, translate_unchecked
+from tamis.ops.translate import check_shard
+from tamis.ops.translate.operations import TranslatePositions, translate_positions
 from tamis.ops.write import join_parts, write_kv_unchecked
 from tamis.step.lease import needs_latest_plan
 from tamis.step.plan import Plan, PrefillPart
@@ -235,8 +236,12 @@ class SparseMLA:
     def _translate(
         self, selection: Selection, request_ids: Tensor, block_table: Tensor, workspace: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        where = (request_ids, block_table, selection.cache.page_size, None, workspace, self._shard)
-        return translate_unchecked(selection.slots, *where, False, self.backend).slots
+        size = selection.cache.page_size
+        ids, starts = workspace or (None, None)
+        call = TranslatePositions(
+            selection.slots, request_ids, block_table, size, size, ids, starts, self._shard, False, self.backend
+        )
+        return translate_positions(call)[0]
 
     def _attend_directly(
         self, q: Tensor, selection: Selection, sink: Tensor | None, q_scale: float | Tensor, out: Tensor | None

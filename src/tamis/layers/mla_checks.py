@@ -11,12 +11,14 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches, Selection
 from tamis.choice import choose
 from tamis.model.spec import LayerSpec
-from tamis.ops import IndexInputs, library
+from tamis.ops import IndexInputs
+from tamis.ops import old_library as library
 from tamis.ops.attention import check_rest, check_selections, read_by
 from tamis.ops.gather import check_gather_kv
 from tamis.ops.index import MAX_K, QUERY_DTYPES, check_index_topk, check_layout
 from tamis.ops.index.prepare import agreed_recipe
 from tamis.ops.translate import check_translate_positions
+from tamis.ops.translate.operations import TranslatePositions
 from tamis.ops.write import check_write_kv
 from tamis.step.plan import Plan, PrefillPart
 
@@ -273,8 +275,10 @@ class CallChecks:
     def _check_gathered(self, call: Call, positions: Tensor, prefill: PrefillPart) -> None:
         q, cache, plan, spec = call.q, call.caches.latent, call.plan, self.spec
         ids, table, width = plan.request_ids, plan.block_table, cache.layout.width
-        workspace = (prefill.ids, prefill.starts)
-        check_translate_positions(positions, ids, table, cache.page_size, None, workspace, self.shard, self.backend)
+        size, workspace = cache.page_size, (prefill.ids, prefill.starts)
+        check_translate_positions(
+            TranslatePositions(positions, ids, table, size, size, *workspace, self.shard, False, self.backend)
+        )
         room = plan.workspace
         checks.tensor("plan.workspace", room, "N D", tuple(self.gathered), D=width, device=q.device)
         assert room is not None

@@ -1,350 +1,219 @@
-"""The stages as torch ops (`torch.ops.tamis.*`), so that torch.compile can trace a call without looking inside it.
+"""The operations of the stages: one declaration each, which torch.compile can trace without looking inside.
 
-Each function here runs one stage and is also the body of an op of the same name. While torch.compile traces, a call
-becomes a call of the op; otherwise it runs at once, because the way through the op costs tens of microseconds.
+An operation is declared by a named tuple of its arguments, beside the stage that it belongs to:
 
-An op's arguments are tensors, numbers and strings, and lists of these. A `PagedCache` travels as its storage, its
-layout's key and its scale (a number, or a tensor beside it); selections travel as parallel lists. The body puts the
-objects together again. A fake says what comes out without running anything.
+    class CombineParts(NamedTuple):
+        parts: Tensor
+        out: Written[Tensor]
+        backend: str
 
-The functions trust their arguments, which those of `tamis.ops` have checked. They write only to what the schema marks,
-return only new, contiguous tensors, and are for inference: a tensor that needs a gradient is refused.
+        def fake(self) -> Tensor: ...
+
+    combine_parts = Operation("combine", CombineParts, CombineParts.fake)
+
+`combine_parts(CombineParts(...))` calls the function `combine_parts` of the backend's module of the stage (`reference`,
+`triton_kernels`, `hopper`) with the tuple. So every implementation has the same one argument. While torch.compile
+traces, the call becomes one of `torch.ops.tamis.combine_parts` instead, whose schema follows from the annotations.
+
+The first argument is a tensor, whose device decides, and the last is `backend`. The tuple's method `fake` makes empty
+results for a trace. A static method `run(stage, call)`, if there is one, replaces the call of the stage's function
+where there is more to do, and `no_gradient` names the arguments that may not require one.
+
+Operations trust their arguments, which `check_*` functions of the stages have looked at. They write only to what is
+`Written`, and return new tensors.
 """
 
+import re
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import cache, partial
+from importlib import import_module
+from typing import Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from tamis import checks
 from tamis.arithmetic import without_autocast
-from tamis.cache.layout import from_key
+from tamis.backends import backend_for_stage
+from tamis.cache.layout import Layout, from_key
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
-from tamis.ops.dispatch import implementation
+from tamis.model.recipe import IndexRecipe
 
-P = ParamSpec("P")
-R = TypeVar("R")
+T = TypeVar("T")
+C = TypeVar("C", bound=tuple[Any, ...])
+
+_WRITTEN = "written"
+Written: TypeAlias = Annotated[T, _WRITTEN]
+"""Marks an argument that an operation writes to."""
 
 # Registrations last as long as this object.
 _LIBRARY = torch.library.Library("tamis", "FRAGMENT")
 
-CACHE = "str layout, float scale, Tensor? scale_tensor"
-"""What follows `storage` in a schema and makes it a cache."""
-_SELECTIONS = (
-    "Tensor[] storages, str[] layouts, float[] scales, Tensor?[] scale_tensors, "
-    "Tensor[] slots, Tensor?[] lengths, Tensor?[] request_ids, Tensor?[] block_tables"
-)
-_REQUESTS = "Tensor block_table, Tensor lengths, Tensor starts, Tensor first"
+
+class Flat(NamedTuple):
+    """How arguments of one type travel through a schema, which knows tensors, numbers, strings and lists of these."""
+
+    schema: str
+    """Its arguments, with `@` for the argument's name and `!` behind what is written to."""
+    take_apart: Callable[[Any], Sequence[Any]]
+    put_together: Callable[..., Any]
 
 
-def op(schema: str, fake: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register a function under a schema for every device, with its fake; return it with the way to the op."""
-
-    def register(run: Callable[P, R]) -> Callable[P, R]:
-        @wraps(run)
-        def as_written(*arguments: P.args, **none: P.kwargs) -> R:
-            # A stage's first argument is always a tensor.
-            with without_autocast(arguments[0].device):  # type: ignore[attr-defined]
-                return run(*arguments, **none)
-
-        # A compiler must not change strides: pages may lie apart.
-        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-        overload = getattr(torch.ops.tamis, run.__name__).default
-        names = [argument.name for argument in overload._schema.arguments]
-        _LIBRARY.impl(run.__name__, _with_objects(as_written, names), "CompositeExplicitAutograd")
-        torch.library.register_fake(overload, _with_objects(fake, names), lib=_LIBRARY)
-
-        @wraps(run)
-        def route(*arguments: P.args, **none: P.kwargs) -> R:
-            if torch.compiler.is_compiling():
-                result: R = overload(*_flat(arguments))
-                return result
-            return as_written(*arguments, **none)
-
-        return route
-
-    return register
-
-
-def _flat(arguments: Sequence[Any]) -> list[Any]:
-    """Arguments of a function as those of its op."""
-    flat: list[Any] = []
-    for argument in arguments:
-        if isinstance(argument, PagedCache):
-            flat += _flat_cache(argument)
-        elif isinstance(argument, list):
-            caches = [_flat_cache(s.cache) for s in argument]
-            flat += [[cache[part] for cache in caches] for part in range(4)]
-            flat += [[s.slots for s in argument], [s.lengths for s in argument]]
-            flat += [[s.request_ids for s in argument], [s.block_table for s in argument]]
-        else:
-            flat.append(argument)
-    return flat
-
-
-def _flat_cache(cache: PagedCache) -> tuple[Tensor, str, float, Tensor | None]:
-    scale = cache.scale
+def _cache_parts(held: PagedCache) -> tuple[Tensor, str, float, Tensor | None]:
+    scale = held.scale
     if isinstance(scale, Tensor):
-        return cache.storage, cache.layout.key, 1.0, scale
-    return cache.storage, cache.layout.key, scale, None
-
-
-def _with_objects(run: Callable[..., R], names: list[str]) -> Callable[..., R]:
-    """A function that takes an op's arguments and calls `run` with a cache or selections in their place."""
-    if "storages" in names:
-        at = names.index("storages")
-        return lambda *flat: run(*flat[:at], _selections(*flat[at : at + 8]), *flat[at + 8 :])
-    starts = [at for at, name in enumerate(names) if name.endswith("storage")]
-    inside = {at + part for at in starts for part in (1, 2, 3)}
-
-    def call(*flat: Any) -> R:
-        kept = [at for at in range(len(flat)) if at not in inside]
-        return run(*(_cache(*flat[at : at + 4]) if at in starts else flat[at] for at in kept))
-
-    return call if starts else run
+        return held.storage, held.layout.key, 1.0, scale
+    return held.storage, held.layout.key, scale, None
 
 
 def _cache(storage: Tensor, layout: str, scale: float, scale_tensor: Tensor | None) -> PagedCache:
     return PagedCache.rebuilt(storage, from_key(layout), scale if scale_tensor is None else scale_tensor)
 
 
+def _selection_parts(selections: Sequence[Selection]) -> list[list[Any]]:
+    caches = [_cache_parts(s.cache) for s in selections]
+    parts = [[cache[part] for cache in caches] for part in range(4)]
+    parts += [[s.slots for s in selections], [s.lengths for s in selections]]
+    return [*parts, [s.request_ids for s in selections], [s.block_table for s in selections]]
+
+
 def _selections(*lists: Sequence[Any]) -> list[Selection]:
     return [Selection(_cache(*one[:4]), *one[4:]) for one in zip(*lists, strict=True)]
 
 
-def stage_module(name: str, backend: str, device: torch.device, **inputs: Tensor | None) -> Any:
-    """The module that runs a stage. Fakes ask for it too, so that a wrong backend or a gradient fails the trace."""
-    checks.no_gradient(**inputs)
-    return implementation(name, backend, device)
+def _plain(schema: str) -> Flat:
+    return Flat(schema, lambda value: (value,), lambda value: value)
 
 
-def check_stage(name: str, backend: str, device: torch.device, **inputs: Tensor | None) -> None:
-    """Refuse a backend that does not run here, and a gradient. In a trace the op's fake does it."""
-    if not torch.compiler.is_compiling():
-        stage_module(name, backend, device, **inputs)
+_FLAT: dict[Any, Flat] = {
+    Tensor: _plain("Tensor! @"),
+    Tensor | None: _plain("Tensor!? @"),
+    int: _plain("SymInt @"),
+    int | None: _plain("SymInt? @"),
+    float: _plain("float @"),
+    float | None: _plain("float? @"),
+    bool: _plain("bool @"),
+    str: _plain("str @"),
+    torch.dtype: _plain("ScalarType @"),
+    tuple[int, int, int]: Flat("SymInt[] @", lambda value: (list(value),), tuple),
+    PagedCache: Flat(
+        "Tensor! @_storage, str @_layout, float @_scale, Tensor? @_scale_tensor",
+        _cache_parts,
+        _cache,
+    ),
+    list[Selection]: Flat(
+        "Tensor[] @_storages, str[] @_layouts, float[] @_scales, Tensor?[] @_scale_tensors, "
+        "Tensor[] @_slots, Tensor?[] @_lengths, Tensor?[] @_request_ids, Tensor?[] @_block_tables",
+        _selection_parts,
+        _selections,
+    ),
+    Layout: Flat("str @", lambda layout: (layout.key,), from_key),
+    IndexRecipe: Flat(
+        "int @_rope_dim, bool @_interleaved, bool @_rope_first, bool @_hadamard",
+        lambda recipe: (recipe.rope_dim, recipe.interleaved, recipe.rope_first, recipe.hadamard),
+        IndexRecipe,
+    ),
+}
+_RETURNS = {type(None): "()", Tensor: "Tensor", tuple[Tensor, Tensor]: "(Tensor, Tensor)"}
+_RETURNS[tuple[Tensor, Tensor, Tensor]] = "(Tensor, Tensor, Tensor)"
 
 
-def check_kernels(name: str, backend: str, device: torch.device, check: str, *arguments: Any) -> None:
-    """Refuse what the backend's own kernels do not take. In a trace the op's fake does it."""
-    if not torch.compiler.is_compiling():
-        ask_kernels(implementation(name, backend, device), check, *arguments)
+class Operation(Generic[C, T]):
+    """One operation of a stage; calling it with its tuple of arguments runs it."""
+
+    def __init__(self, stage: str, arguments: Callable[..., C], fake: Callable[[C], T]) -> None:
+        """Register an operation, named like its tuple: `CombineParts` becomes `combine_parts`.
+
+        Args:
+            stage: the stage whose modules implement it.
+            arguments: the named tuple of its arguments.
+            fake: empty results for a trace; its annotation says what is returned.
+        """
+        self.stage, self.arguments, self.fake = stage, arguments, fake
+        self.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", arguments.__name__).lower()
+        hints = get_type_hints(arguments, include_extras=True)
+        fields, letters = [], iter("abcdefgh")
+        self._flat: list[Flat] = []
+        self._own_run: Callable[[Any, C], T] | None = getattr(arguments, "run", None)
+        for name in arguments._fields:  # type: ignore[attr-defined]
+            hint, written = hints[name], get_origin(hints[name]) is Annotated
+            flat = _FLAT[get_args(hint)[0] if written else hint]
+            self._flat.append(flat)
+            fields.append(flat.schema.replace("@", name).replace("!", f"({next(letters)}!)" if written else ""))
+        returned = _RETURNS[get_type_hints(fake)["return"]]
+        # A compiler must not change strides: pages may lie apart.
+        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+        _LIBRARY.define(f"{self.name}({', '.join(fields)}) -> {returned}", tags=tags)
+        self._overload = getattr(torch.ops.tamis, self.name).default
+        _LIBRARY.impl(self.name, lambda *flat: _contiguous(self._run(self._whole(flat))), "CompositeExplicitAutograd")
+        torch.library.register_fake(self._overload, lambda *flat: self._traced(self._whole(flat)), lib=_LIBRARY)
+
+    def __call__(self, call: C) -> T:
+        """Run it, or leave a call of the op in a trace."""
+        if torch.compiler.is_compiling():
+            flat = [part for how, value in zip(self._flat, call, strict=True) for part in how.take_apart(value)]
+            found: T = self._overload(*flat)
+            return found
+        return self._run(call)
+
+    def check(self, call: C, **names: str) -> None:
+        """Refuse gradients, a backend that does not run here, and what its kernels do not take.
+
+        A module whose kernels take less than their stage has a function `check_<operation>` that refuses the rest. In a
+        trace all this is left to the fake. `names` are what the caller calls arguments, where that differs.
+        """
+        if not torch.compiler.is_compiling():
+            self._refuse(call, names)
+
+    def _refuse(self, call: C, names: dict[str, str]) -> None:
+        refused = getattr(call, "no_gradient", ())
+        if refused and torch.is_grad_enabled():
+            checks.no_gradient(**{names.get(name, name): getattr(call, name) for name in refused})
+        stage = implementation(self.stage, call[-1], call[0].device)
+        own = getattr(stage, f"check_{self.name}", None)
+        if own is not None:
+            own(call)
+
+    def _run(self, call: C) -> T:
+        device = call[0].device
+        stage = implementation(self.stage, call[-1], device)
+        run: Callable[[C], T] = getattr(stage, self.name) if self._own_run is None else partial(self._own_run, stage)
+        if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+            return run(call)
+        with without_autocast(device):
+            return run(call)
+
+    def _traced(self, call: C) -> T:
+        self._refuse(call, {})
+        return self.fake(call)
+
+    def _whole(self, flat: Sequence[Any]) -> C:
+        """The tuple from the arguments of the op."""
+        values, at = [], 0
+        for how in self._flat:
+            count = how.schema.count("@")
+            values.append(how.put_together(*flat[at : at + count]))
+            at += count
+        return self.arguments(*values)
 
 
-def ask_kernels(stage: Any, check: str, *arguments: Any) -> None:
-    """A module whose kernels take less than their stage has a function that refuses the rest, by the name `check`."""
-    if hasattr(stage, check):
-        getattr(stage, check)(*arguments)
+def _contiguous(found: Any) -> Any:
+    if isinstance(found, Tensor):
+        return found.contiguous()
+    return tuple(tensor.contiguous() for tensor in found) if isinstance(found, tuple) else found
 
 
-def _write_kv(kv: Tensor, rope: Tensor | None, *rest: Any) -> None:
-    stage_module("write", rest[-1], kv.device, kv=kv, rope=rope)
+def implementation(stage: str, backend: str, device: torch.device) -> Any:
+    """The module with a backend's kernels of a stage; all of them offer the same functions."""
+    try:
+        return _module(stage, backend, device)
+    except TypeError:
+        # What cannot be hashed cannot be looked up.
+        checks.instance("backend", backend, str, "pass 'auto' or a name from `tamis backends`")
+        raise
 
 
-@op(
-    f"write_kv(Tensor kv, Tensor? rope, Tensor slots, Tensor(a!) storage, {CACHE}, str backend) -> ()",
-    _write_kv,
-)
-def write_kv(kv: Tensor, rope: Tensor | None, slots: Tensor, cache: PagedCache, backend: str) -> None:
-    """Rows into the cache; their last columns may lie apart."""
-    stage_module("write", backend, cache.device, kv=kv, rope=rope).write_kv(kv, cache, slots, rope)
-
-
-def _read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str) -> Tensor:
-    stage_module("gather", backend, cache.device)
-    return slots.new_empty((*slots.shape, cache.layout.width), dtype=dtype)
-
-
-@op(f"read_kv(Tensor slots, Tensor storage, {CACHE}, ScalarType dtype, str backend) -> Tensor", _read_kv)
-def read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str) -> Tensor:
-    """Rows [..., width] of slots [...]."""
-    rows: Tensor = stage_module("gather", backend, cache.device).read_kv(cache, slots, dtype)
-    return rows.contiguous()
-
-
-def _gather_kv(block_table: Tensor, *rest: Any) -> None:
-    stage_module("gather", rest[-1], block_table.device)
-
-
-@op(f"gather_kv({_REQUESTS}, Tensor storage, {CACHE}, Tensor(a!) out, str backend) -> ()", _gather_kv)
-def gather_kv(
-    block_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    first: Tensor,
-    cache: PagedCache,
-    out: Tensor,
-    backend: str,
-) -> None:
-    """Whole requests into `out`."""
-    stage_module("gather", backend, cache.device).gather_kv(cache, block_table, lengths, starts, first, out)
-
-
-def _stored_keys(cache: PagedCache, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Room beside `like` for keys and scales as they are stored, one scale per key without an axis of its own."""
-    layout = cache.layout
-    assert layout.scales is not None
-    values = like.new_zeros((rows, layout.values.count), dtype=torch.uint8)
-    scales = like.new_zeros((rows, layout.scales.count), dtype=layout.scales.dtype)
-    return (values, scales) if layout.packed else (values.view(torch.float8_e4m3fn), scales.squeeze(1))
-
-
-def _gather_index(block_table: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, cache, rows, backend = rest
-    stage_module("gather", backend, block_table.device)
-    return _stored_keys(cache, rows, block_table)
-
-
-@op(
-    f"gather_index({_REQUESTS}, Tensor storage, {CACHE}, SymInt rows, str backend) -> (Tensor, Tensor)",
-    _gather_index,
-)
-def gather_index(
-    block_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    first: Tensor,
-    cache: PagedCache,
-    rows: int,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """Keys and scales of whole requests as they are stored, zeros elsewhere."""
-    values, scales = _stored_keys(cache, rows, block_table)
-    stage = stage_module("gather", backend, cache.device)
-    stage.gather_index(cache, block_table, lengths, starts, first, values, scales)
-    return values, scales
-
-
-def _translate_positions(positions: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    stage_module("translate", rest[-1], positions.device)
-    slots = positions.new_empty(positions.shape, dtype=torch.int32)
-    return slots, positions.new_empty(positions.shape[:1], dtype=torch.int32)
-
-
-@op(
-    "translate_positions(Tensor positions, Tensor request_ids, Tensor block_table, SymInt page_size, "
-    "SymInt rows_per_page, Tensor? workspace_ids, Tensor? workspace_starts, SymInt[] shard, bool compact, "
-    "str backend) -> (Tensor, Tensor)",
-    _translate_positions,
-)
-def translate_positions(
-    positions: Tensor,
-    request_ids: Tensor,
-    block_table: Tensor,
-    page_size: int,
-    rows_per_page: int,
-    workspace_ids: Tensor | None,
-    workspace_starts: Tensor | None,
-    shard: tuple[int, int, int],
-    compact: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """Slots int32 [T, K] and how many of each row are valid."""
-    slots, counts = stage_module("translate", backend, positions.device).translate_positions(
-        positions,
-        request_ids,
-        block_table,
-        page_size=page_size,
-        rows_per_page=rows_per_page,
-        workspace=None if workspace_ids is None else (workspace_ids, workspace_starts),
-        shard=tuple(shard),
-        compact=compact,
-    )
-    return slots.contiguous(), counts.contiguous()
-
-
-def _accumulator(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def _attend_slots(q: Tensor, selections: list[Selection], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, value_dim, splits, backend = rest
-    ask_kernels(stage_module("attend", backend, q.device, q=q), "check_attend", q, selections, value_dim)
-    # How many parts a backend chooses is its own affair; `attend`, which merges them, does not show it.
-    parts = torch.library.get_ctx().new_dynamic_size(min=1) if splits is None else splits
-    lse = q.new_empty((parts, q.shape[0], q.shape[1]), dtype=_accumulator(q))
-    return lse.new_empty((*lse.shape, value_dim), dtype=lse.dtype), lse, torch.empty_like(lse)
-
-
-@op(
-    f"attend_slots(Tensor q, {_SELECTIONS}, float scale, Tensor? q_scale, SymInt value_dim, SymInt? splits, "
-    "str backend) -> (Tensor, Tensor, Tensor)",
-    _attend_slots,
-)
-def attend_slots(
-    q: Tensor,
-    selections: list[Selection],
-    scale: float,
-    q_scale: Tensor | None,
-    value_dim: int,
-    splits: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Partial outputs [S, T, H, V], lse and maxima [S, T, H]; S is `splits` if given."""
-    factor = scale if q_scale is None else scale * q_scale.to(_accumulator(q))
-    stage = stage_module("attend", backend, q.device, q=q)
-    parts, lses, maxima = stage.attend_slots(q, selections, scale=factor, value_dim=value_dim, splits=splits)
-    if splits is None or len(parts) == splits:
-        return parts, lses, maxima
-    # A backend may cut otherwise, each selection by itself for one. Too many parts become one, too few get empty ones.
-    if len(parts) > splits:
-        merged = torch.empty_like(parts[:1])
-        lse = stage_module("combine", backend, q.device).combine_parts(parts, lses, None, merged[0])
-        parts, lses, maxima = merged, lse.unsqueeze(0), maxima.amax(0, keepdim=True)
-    empty = splits - len(parts)
-    nothing = lses.new_full((empty, *lses.shape[1:]), -torch.inf, dtype=lses.dtype)
-    parts = torch.cat((parts, parts.new_zeros(empty, *parts.shape[1:], dtype=parts.dtype)))
-    return parts, torch.cat((lses, nothing)), torch.cat((maxima, nothing))
-
-
-def _plain_sink(sink: Tensor | None) -> Tensor | None:
-    """A sink as kernels read it, one number after the other: an expanded one ends after its first."""
-    return sink if sink is None or sink.is_contiguous() else sink.contiguous()
-
-
-def _combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
-    stage_module("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
-    return lses.new_empty(lses.shape[1:], dtype=lses.dtype)
-
-
-@op(
-    "combine_parts(Tensor parts, Tensor lses, Tensor? sink, Tensor(a!) out, str backend) -> Tensor",
-    _combine_parts,
-)
-def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, backend: str) -> Tensor:
-    """Merge parts into `out`; the merged lse [T, H]."""
-    stage = stage_module("combine", backend, parts.device, parts=parts, lses=lses, sink=sink)
-    lse: Tensor = stage.combine_parts(parts, lses, _plain_sink(sink), out)
-    return lse.to(lses.dtype).contiguous()
-
-
-def _attend(q: Tensor, selections: list[Selection], *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, sink, out, backend = rest
-    stage = stage_module("attend", backend, q.device, q=q, sink=sink)
-    ask_kernels(stage, "check_attend", q, selections, out.shape[2])
-    lse = q.new_empty(q.shape[:2], dtype=_accumulator(q))
-    return lse, torch.empty_like(lse)
-
-
-@op(
-    f"attend(Tensor q, {_SELECTIONS}, float scale, Tensor? q_scale, SymInt? splits, Tensor? sink, Tensor(a!) out, "
-    "str backend) -> (Tensor, Tensor)",
-    _attend,
-)
-def attend(
-    q: Tensor,
-    selections: list[Selection],
-    scale: float,
-    q_scale: Tensor | None,
-    splits: int | None,
-    sink: Tensor | None,
-    out: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """Attention into `out`; the lse and the maxima [T, H]. How many parts there were does not show."""
-    factor = scale if q_scale is None else scale * q_scale.to(_accumulator(q))
-    stage = stage_module("attend", backend, q.device, q=q, sink=sink)
-    lse, maxima = stage.attend_into(q, selections, scale=factor, splits=splits, sink=_plain_sink(sink), out=out)
-    return lse.contiguous(), maxima.contiguous()
+@cache
+def _module(stage: str, backend: str, device: torch.device) -> Any:
+    return import_module(backend_for_stage(stage, backend, device).stage_module(stage))

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from tamis.ops.rows.triton_rows import interpreted
 from tamis.ops.translate import reference
+from tamis.ops.translate.operations import TranslatePositions
 from tamis.ops.translate.triton_kernels import translate_positions, translate_rows
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
-PLAIN: dict[str, Any] = {"page_size": 64, "rows_per_page": 64, "workspace": None, "shard": (1, 0, 1), "compact": False}
+PLAIN: dict[str, Any] = {"shard": (1, 0, 1), "compact": False, "backend": "auto"}
 
 
 def int32(values: list[Any]) -> Tensor:
@@ -23,14 +24,20 @@ def int32(values: list[Any]) -> Tensor:
 
 def check(positions: Tensor, request_ids: Tensor, table: Tensor, device: torch.device, **options: Any) -> None:
     """Translate with kernel and reference, in order and compacted."""
-    options = PLAIN | {"rows_per_page": options.get("page_size", 64)} | options
-    moved = {k: tuple(t.to(device) for t in v) if k == "workspace" and v else v for k, v in options.items()}
+    page_size = options.get("page_size", 64)
+    ids, starts = options.pop("workspace", None) or (None, None)
+    options = PLAIN | {"page_size": page_size, "rows_per_page": page_size} | options
+    workspace = {"workspace_ids": ids, "workspace_starts": starts}
+    moved = {name: None if t is None else t.to(device) for name, t in workspace.items()}
     given = [
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for t in (positions, table)
     ]
     for compact in (False, True):
-        expected = reference.translate_positions(positions, request_ids, table, **options | {"compact": compact})
-        found = translate_positions(given[0], request_ids.to(device), given[1], **moved | {"compact": compact})
+        options["compact"] = compact
+        expected = reference.translate_positions(
+            TranslatePositions(positions, request_ids, table, **options, **workspace)
+        )
+        found = translate_positions(TranslatePositions(given[0], request_ids.to(device), given[1], **options, **moved))
         for name, one, other in zip(("slots", "counts"), found, expected, strict=True):
             assert (one.dtype, one.shape) == (other.dtype, other.shape), name
             assert torch.equal(one.cpu(), other), (name, compact)
@@ -116,8 +123,9 @@ def test_shards_of_all_ranks_cover_every_position_once(ranks: int, device: torch
     owned = []
     for rank in range(ranks):
         check(positions, ids, table, device, page_size=8, shard=(ranks, rank, 4))
-        options = PLAIN | {"page_size": 8, "rows_per_page": 8, "shard": (ranks, rank, 4)}
-        owned.append(translate_positions(*(t.to(device) for t in (positions, ids, table)), **options)[0])
+        given = (t.to(device) for t in (positions, ids, table))
+        call = TranslatePositions(*given, 8, 8, None, None, (ranks, rank, 4), False, "auto")
+        owned.append(translate_positions(call)[0])
     assert (torch.stack(owned) >= 0).sum(0).eq(1).all()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
-from tamis.ops import library
+from tamis.ops import old_library as library
 from tamis.ops.combine import Attended, Partials, check_output, check_sink, in_base
 from tamis.ops.write import join_parts
 

@@ -9,6 +9,7 @@ from tamis.arithmetic import ceil_div, float32_products
 from tamis.cache.selection import Selection
 from tamis.ops.combine import reference as combine
 from tamis.ops.gather.reference import decode_rows
+from tamis.ops.translate.operations import TranslatePositions
 from tamis.ops.translate.reference import translate_positions
 
 _WORKING_BYTES = 32 * 2**20
@@ -24,16 +25,9 @@ def selected_rows(
     """
     cache, slots = selection.cache, selection.slots[start:end]
     if selection.request_ids is not None and selection.block_table is not None:
-        slots, _ = translate_positions(
-            slots,
-            selection.request_ids[start:end],
-            selection.block_table,
-            page_size=cache.page_size,
-            rows_per_page=cache.page_size,
-            workspace=None,
-            shard=(1, 0, 1),
-            compact=False,
-        )
+        ids, table, size = selection.request_ids[start:end], selection.block_table, cache.page_size
+        call = TranslatePositions(slots, ids, table, size, size, None, None, (1, 0, 1), False, "reference")
+        slots, _ = translate_positions(call)
     valid = (slots >= 0) & (slots < cache.rows)
     if selection.lengths is not None:
         columns = torch.arange(slots.shape[1], dtype=torch.int64, device=slots.device)

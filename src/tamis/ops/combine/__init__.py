@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.ops import library
+from tamis.ops import old_library as library
 
 OUTPUT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

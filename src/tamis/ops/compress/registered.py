@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from tamis.cache.paged import PagedCache
-from tamis.ops.library import CACHE, ask_kernels, op, stage_module
+from tamis.ops.old_library import CACHE, ask_kernels, op, stage_module
 
 
 def _compress_kv(values: Tensor, scores: Tensor, state: PagedCache, cache: PagedCache, *rest: Any) -> None:

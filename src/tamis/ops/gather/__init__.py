@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache.paged import PagedCache
-from tamis.ops import library
+from tamis.ops import old_library as library
 
 
 def read_kv(cache: PagedCache, slots: Tensor, *, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:

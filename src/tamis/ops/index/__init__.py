@@ -19,7 +19,7 @@ from tamis import checks
 from tamis.cache.layout import index_mxfp4
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
-from tamis.ops import library
+from tamis.ops import old_library as library
 from tamis.ops.index import registered
 
 QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)

@@ -10,7 +10,7 @@ from tamis import checks
 from tamis.cache.layout import Rounding, index_fp8
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
-from tamis.ops import library
+from tamis.ops import old_library as library
 from tamis.ops.index import check_layout, reference, registered
 from tamis.ops.write import check_slots
 

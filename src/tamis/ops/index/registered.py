@@ -8,7 +8,7 @@ from torch import Tensor
 from tamis.cache.layout import from_key
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
-from tamis.ops.library import CACHE, ask_kernels, op, stage_module
+from tamis.ops.old_library import CACHE, ask_kernels, op, stage_module
 
 _RECIPE = "int rope_dim, bool interleaved, bool rope_first, bool hadamard"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
-from tamis.ops import library
+from tamis.ops import old_library as library
 from tamis.ops.rotate import registered
 from tamis.ops.write import check_slots
 

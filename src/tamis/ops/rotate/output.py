@@ -8,7 +8,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.arithmetic import ceil_div
 from tamis.cache.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
-from tamis.ops import library
+from tamis.ops import old_library as library
 from tamis.ops.rotate import check_positions, registered
 
 

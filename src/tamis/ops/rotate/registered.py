@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis.cache.paged import PagedCache
-from tamis.ops.library import CACHE, ask_kernels, op, stage_module
+from tamis.ops.old_library import CACHE, ask_kernels, op, stage_module
 
 
 def _norm_rows(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.ops import library
+from tamis.ops import old_library as library
 
 MOST_COLUMNS = 2**31 - 1
 """Of entries whose slots nobody asks for."""

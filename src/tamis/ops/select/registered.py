@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tamis.ops.library import op, stage_module
+from tamis.ops.old_library import op, stage_module
 
 
 def _nothing(*arguments: Any) -> None:

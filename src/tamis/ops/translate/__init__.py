@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.ops import library
+from tamis.ops.translate import operations
+from tamis.ops.translate.operations import TranslatePositions
 
 
 class Translated(NamedTuple):
@@ -53,47 +54,47 @@ def translate_positions(
         compact: move the valid slots of a row to its front.
         backend: a name from `tamis backends`, or "auto".
     """
-    shard = (ranks, rank, interleave)
-    checks.flag("compact", compact)
-    check_translate_positions(positions, request_ids, block_table, page_size, rows_per_page, workspace, shard, backend)
-    return translate_unchecked(
-        positions, request_ids, block_table, page_size, rows_per_page, workspace, shard, compact, backend
+    if workspace is not None and (not isinstance(workspace, tuple) or len(workspace) != 2):
+        received = checks.describe(workspace)
+        raise checks.refuse_type("workspace", "a pair (ids, starts)", received, "pass both tensors")
+    ids, starts = workspace or (None, None)
+    call = TranslatePositions(
+        positions,
+        request_ids,
+        block_table,
+        page_size,
+        page_size if rows_per_page is None else rows_per_page,
+        ids,
+        starts,
+        (ranks, rank, interleave),
+        compact,
+        backend,
     )
+    check_translate_positions(call)
+    return Translated(*operations.translate_positions(call))
 
 
-def check_translate_positions(
-    positions: Tensor,
-    request_ids: Tensor,
-    block_table: Tensor,
-    page_size: int,
-    rows_per_page: int | None,
-    workspace: tuple[Tensor, Tensor] | None,
-    shard: tuple[int, int, int],
-    backend: str,
-) -> None:
-    """Refuse what `translate_positions` refuses; `shard` is (ranks, rank, interleave)."""
+def check_translate_positions(call: TranslatePositions) -> None:
+    """Refuse what `translate_positions` refuses."""
+    positions, request_ids, block_table = call.positions, call.request_ids, call.block_table
     device = checks.same_device(positions=positions, request_ids=request_ids, block_table=block_table)
     total = checks.tensor("positions", positions, "T K", (torch.int32,))["T"]
     checks.tensor(
         "request_ids", request_ids, "T", (torch.int32,), T=total, remedy="slice it to the tokens being translated"
     )
     requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]
-    checks.integer("page_size", page_size, low=1)
-    if rows_per_page is not None:
-        checks.integer("rows_per_page", rows_per_page, low=page_size)
-    check_shard(*shard)
+    checks.integer("page_size", call.page_size, low=1)
+    checks.integer("rows_per_page", call.rows_per_page, low=call.page_size)
+    checks.flag("compact", call.compact)
+    check_shard(*call.shard)
     if block_table.shape[1] == 0:
         raise checks.refuse("block_table", "at least one page wide", list(block_table.shape), "pass the page table")
     checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
-    if workspace is not None:
-        if not isinstance(workspace, tuple) or len(workspace) != 2:
-            received = checks.describe(workspace)
-            raise checks.refuse_type("workspace", "a pair (ids, starts)", received, "pass both tensors")
-        ids, starts = workspace
-        checks.tensor("workspace ids", ids, "T", (torch.int32,), T=total, device=device)
-        prefills = checks.tensor("workspace starts", starts, "P", (torch.int32,), device=device)["P"]
-        checks.values_between("workspace ids", ids, -(2**31), prefills - 1, "use -1 for decode tokens")
-    library.check_stage("translate", backend, device)
+    if call.workspace_ids is not None:
+        checks.tensor("workspace ids", call.workspace_ids, "T", (torch.int32,), T=total, device=device)
+        prefills = checks.tensor("workspace starts", call.workspace_starts, "P", (torch.int32,), device=device)["P"]
+        checks.values_between("workspace ids", call.workspace_ids, -(2**31), prefills - 1, "use -1 for decode tokens")
+    operations.translate_positions.check(call)
 
 
 def check_shard(ranks: int, rank: int, interleave: int) -> None:
@@ -101,23 +102,3 @@ def check_shard(ranks: int, rank: int, interleave: int) -> None:
     checks.integer("ranks", ranks, low=1)
     checks.integer("rank", rank, low=0, high=ranks - 1)
     checks.integer("interleave", interleave, low=1)
-
-
-def translate_unchecked(
-    positions: Tensor,
-    request_ids: Tensor,
-    block_table: Tensor,
-    page_size: int,
-    rows_per_page: int | None,
-    workspace: tuple[Tensor, Tensor] | None,
-    shard: tuple[int, int, int],
-    compact: bool,
-    backend: str,
-) -> Translated:
-    """As `translate_positions`, for callers who know that its check would pass."""
-    ids, starts = workspace if workspace is not None else (None, None)
-    stride = page_size if rows_per_page is None else rows_per_page
-    slots, counts = library.translate_positions(
-        positions, request_ids, block_table, page_size, stride, ids, starts, shard, compact, backend
-    )
-    return Translated(slots, counts)

@@ -3,21 +3,14 @@
 import torch
 from torch import Tensor
 
+from tamis.ops.translate.operations import TranslatePositions
 
-def translate_positions(
-    positions: Tensor,
-    request_ids: Tensor,
-    block_table: Tensor,
-    *,
-    page_size: int,
-    rows_per_page: int,
-    workspace: tuple[Tensor, Tensor] | None,
-    shard: tuple[int, int, int],
-    compact: bool,
-) -> tuple[Tensor, Tensor]:
+
+def translate_positions(call: TranslatePositions) -> tuple[Tensor, Tensor]:
     """Slots and how many of them are valid per row; see `tamis.ops.translate_positions`."""
-    ranks, rank, interleave = shard
-    position = positions.long()
+    block_table, page_size, ids, starts = call.block_table, call.page_size, call.workspace_ids, call.workspace_starts
+    ranks, rank, interleave = call.shard
+    position = call.positions.long()
     valid = position >= 0
     if ranks > 1:
         valid &= position // interleave % ranks == rank
@@ -25,15 +18,14 @@ def translate_positions(
     page = position // page_size
     valid &= page < block_table.shape[1]
     # On a device nobody has looked at the ids; an unknown request selects nothing instead of reading past the table.
-    request = request_ids.long()
+    request = call.request_ids.long()
     valid &= ((request >= 0) & (request < block_table.shape[0])).unsqueeze(1)
     table = block_table.index_select(0, request.clamp(0, block_table.shape[0] - 1))
     page_id = table.gather(1, page.clamp(0, block_table.shape[1] - 1)).long()
-    slots = page_id * rows_per_page + position % page_size
-    if workspace is None:
+    slots = page_id * call.rows_per_page + position % page_size
+    if ids is None or starts is None:
         valid &= page_id >= 0
     else:
-        ids, starts = workspace
         prefill = (ids >= 0).unsqueeze(1)
         if len(starts):
             base = starts.long()[ids.long().clamp(0, len(starts) - 1)]
@@ -42,7 +34,7 @@ def translate_positions(
     # A page id so large that its slot leaves 32 bits would come back as some other, valid slot.
     valid &= slots < 2**31
     slots = torch.where(valid, slots, -1).int()
-    if compact:
+    if call.compact:
         order = torch.argsort((~valid).to(torch.uint8), dim=1, stable=True)
         slots = slots.gather(1, order)
     return slots, valid.sum(1, dtype=torch.int32)

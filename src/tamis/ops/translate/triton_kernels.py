@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.ops.rows.triton_rows import launching_on
+from tamis.ops.translate.operations import TranslatePositions
 
 if TYPE_CHECKING:
     from tamis.lab.testing.offline import OfflineCase
@@ -77,25 +78,14 @@ def translate_rows(
     tl.store(counts + token, count)
 
 
-def translate_positions(
-    positions: Tensor,
-    request_ids: Tensor,
-    block_table: Tensor,
-    *,
-    page_size: int,
-    rows_per_page: int,
-    workspace: tuple[Tensor, Tensor] | None,
-    shard: tuple[int, int, int],
-    compact: bool,
-) -> tuple[Tensor, Tensor]:
-    """Slots and how many of them are valid per row; see `tamis.ops.translate_positions`."""
+def translate_positions(call: TranslatePositions) -> tuple[Tensor, Tensor]:
+    """As `reference.translate_positions`."""
+    positions = call.positions
     slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
     counts = torch.empty(positions.shape[0], dtype=torch.int32, device=positions.device)
     if positions.shape[0] == 0:
         return slots, counts
-    arguments = _arguments(
-        positions, request_ids, block_table, slots, counts, page_size, rows_per_page, workspace, shard, compact
-    )
+    arguments = _arguments(call, slots, counts)
     with launching_on(positions.device):
         translate_rows[(positions.shape[0],)](**arguments, **_options(arguments["BLOCK"]))
     return slots, counts
@@ -105,33 +95,23 @@ def _options(block: int) -> dict[str, int]:
     return {"num_warps": max(1, min(8, block // (32 * COLUMNS_PER_THREAD)))}
 
 
-def _arguments(
-    positions: Tensor,
-    request_ids: Tensor,
-    block_table: Tensor,
-    slots: Tensor,
-    counts: Tensor,
-    page_size: int,
-    rows_per_page: int,
-    workspace: tuple[Tensor, Tensor] | None,
-    shard: tuple[int, int, int],
-    compact: bool,
-) -> dict[str, Any]:
+def _arguments(call: TranslatePositions, slots: Tensor, counts: Tensor) -> dict[str, Any]:
     """What `translate_rows` is launched with."""
-    ranks, rank, interleave = shard if shard[0] > 1 else (1, 0, 1)
-    ids, starts = workspace if workspace is not None else (None, None)
+    positions, block_table, page_size = call.positions, call.block_table, call.page_size
+    ids, starts = call.workspace_ids, call.workspace_starts
+    ranks, rank, interleave = call.shard if call.shard[0] > 1 else (1, 0, 1)
     block = min(LARGEST_BLOCK, triton.next_power_of_2(max(16, positions.shape[1])))
     return {
         "positions": positions,
         "positions_stride": positions.stride(0),
         "column_stride": positions.stride(1),
-        "request_ids": request_ids.contiguous(),
+        "request_ids": call.request_ids.contiguous(),
         "block_table": block_table,
         "table_stride": block_table.stride(0),
         "page_id_stride": block_table.stride(1),
         "requests": block_table.shape[0],
         "table_width": block_table.shape[1],
-        "rows_per_page": rows_per_page,
+        "rows_per_page": call.rows_per_page,
         "workspace_ids": ids.contiguous() if ids is not None else None,
         "workspace_starts": starts.contiguous() if starts is not None else None,
         "workspaces": len(starts) if starts is not None else None,
@@ -142,7 +122,7 @@ def _arguments(
         "RANKS": ranks,
         "RANK": rank,
         "INTERLEAVE": interleave,
-        "COMPACT": compact,
+        "COMPACT": call.compact,
         # Divisors that may leave 32 bits take the positions with them.
         "WIDE": ranks * interleave >= 2**31 or page_size >= 2**31,
         "BLOCK": block,
@@ -161,9 +141,9 @@ def offline_cases() -> Iterator["OfflineCase"]:
         label: str, tokens: int, columns: int, workspaces: int, shard: tuple[int, int, int], compact: bool
     ) -> OfflineCase:
         positions, table = ints(tokens, columns), ints(tokens, columns // 64 + 1)
-        workspace = (ints(tokens), ints(workspaces)) if workspaces else None
-        outputs = torch.empty_like(positions), ints(tokens)
-        arguments = _arguments(positions, ints(tokens), table, *outputs, 64, 64, workspace, shard, compact)
+        ids, starts = (ints(tokens), ints(workspaces)) if workspaces else (None, None)
+        call = TranslatePositions(positions, ints(tokens), table, 64, 64, ids, starts, shard, compact, "triton")
+        arguments = _arguments(call, torch.empty_like(positions), ints(tokens))
         return OfflineCase.of_launch(translate_rows, arguments, _options(arguments["BLOCK"]), label)
 
     yield case("translate", 128, 2048, 0, (1, 0, 1), False)

@@ -7,7 +7,7 @@ from tamis import checks
 from tamis.arithmetic import without_autocast
 from tamis.cache.paged import PagedCache
 from tamis.model.rope import rms_norm, rotate
-from tamis.ops import library
+from tamis.ops import old_library as library
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
