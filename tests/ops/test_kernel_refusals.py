@@ -1,23 +1,35 @@
 """What a backend's kernels do not take is refused by the stage's check, before any other stage writes."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
 from tamis import IndexRecipe, PagedCache, Selection
+from tamis.backends import BACKENDS
 from tamis.cache.layout import index_mxfp4, named, rows
 from tamis.model.rope import Rope
-from tamis.ops import StatePages, attend, compress_kv, index_scores, library, rotate_and_write, write_index_keys
+from tamis.ops import (
+    StatePages,
+    attend,
+    compress_kv,
+    index_scores,
+    library,
+    old_library,
+    rotate_and_write,
+    write_index_keys,
+)
 
 
 @pytest.fixture(autouse=True)
 def triton_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The modules of the triton backend, whose checks need no device."""
-    from importlib import import_module
 
     def module(stage: str, backend: str, device: torch.device) -> object:
-        return import_module(f"tamis.ops.{stage}.triton_kernels")
+        return import_module(next(b for b in BACKENDS if b.name == "triton").stage_module(stage))
 
     monkeypatch.setattr(library, "implementation", module)
+    monkeypatch.setattr(old_library, "implementation", module)
 
 
 def test_attention_and_scores() -> None:
