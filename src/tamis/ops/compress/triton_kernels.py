@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tamis.cache.layout import Layout, compressor_state, index_fp8, index_mxfp4, named, plain_fp8
 from tamis.cache.paged import PagedCache
+from tamis.ops.rows.triton_norm import check_rows as check_rows  # offered by this module
 from tamis.ops.rows.triton_norm import (
     hadamard_row,
     hadamard_steps,

@@ -12,6 +12,7 @@ from tamis.cache.layout import named, plain_fp8
 from tamis.cache.paged import PagedCache
 from tamis.ops.rotate import triton_output
 from tamis.ops.rotate.triton_output import lower_groups, rotate_to_fp8
+from tamis.ops.rows.triton_norm import check_rows as check_rows  # offered by this module
 from tamis.ops.rows.triton_norm import (
     hadamard_row,
     hadamard_steps,
