@@ -273,7 +273,7 @@ class SparseImpl:
     def _nothing(self, q: Tensor, out: Tensor | None) -> Attended:
         """Of a step without requests, whose rows are padding if there are any: they attend to nothing."""
         if out is None:
-            out = new_output(q, self._attention.spec.value_dim, q.dtype)
+            out = new_output(q, self._attention.spec.value_dim)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
         return Attended(out.zero_(), lse, None)
 
