@@ -11,7 +11,7 @@ from tamis import checks
 from tamis.model.spec import LayerSpec
 from tamis.ops import quantise_blocks
 from tamis.ops.combine import check_sink
-from tamis.ops.rotate.output import check_block_scales, check_tile
+from tamis.ops.output import check_block_scales, check_tile
 
 _CHECKPOINT_NAMES = {
     "wq_a.weight": "q_a_proj.weight",
