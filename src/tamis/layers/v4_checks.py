@@ -137,11 +137,9 @@ class V4Checks:
             entries, state, cache = entry_plan(self.spec, plan), getattr(caches, state_name), getattr(caches, name)
             assert entries.state is not None
             where = (step.positions, entries.state.slots, step.request_ids, entries.state.block_table, entries.slots)
-            constants = (own.bias, own.norm, self.cos_sin, self.eps, has_hadamard(cache), self.backend)
-            yield (
-                (f"caches.{state_name}", f"caches.{name}"),
-                CompressKv(values, scores, state, cache, *where, *constants),
-            )
+            names = (f"caches.{state_name}", f"caches.{name}")
+            weighting, hadamard = (own.bias, own.norm, self.cos_sin), has_hadamard(cache)
+            yield names, CompressKv(values, scores, state, cache, *where, *weighting, self.eps, hadamard, self.backend)
 
     def selects(self, index_q: Tensor, index_weights: Tensor, caches: V4Caches, plan: V4Plan) -> None:
         """Refuse what the indexer refuses."""

@@ -150,12 +150,12 @@ def compress_kv(call: CompressKv) -> None:
     """As `reference.compress_kv`. No two tokens may name the same slot: the order of the writes is not defined."""
     if len(call.values) == 0:
         return
-    arguments = compress_arguments(call)
+    arguments = launch_arguments(call)
     with launching_on(call.values.device):
-        compress_kv_kernel[(len(call.values),)](**arguments, **compress_options(arguments))
+        compress_kv_kernel[(len(call.values),)](**arguments, **launch_options(arguments))
 
 
-def compress_arguments(call: CompressKv) -> dict[str, Any]:
+def launch_arguments(call: CompressKv) -> dict[str, Any]:
     """Arguments of `compress_kv_kernel`."""
     state, cache = call.state, call.cache
     inputs = (call.values, call.scores, call.block_table)
@@ -195,6 +195,6 @@ def compress_arguments(call: CompressKv) -> dict[str, Any]:
     }
 
 
-def compress_options(arguments: dict[str, Any]) -> dict[str, int]:
+def launch_options(arguments: dict[str, Any]) -> dict[str, int]:
     """Warps of `compress_kv_kernel`: 16 values of a block per thread."""
     return {"num_warps": max(1, min(MOST_WARPS, arguments["ROWS"] * arguments["BLOCK"] // 512))}
