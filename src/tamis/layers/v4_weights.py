@@ -11,7 +11,7 @@ from tamis import checks
 from tamis.model.spec import LayerSpec
 from tamis.ops import quantise_blocks
 from tamis.ops.combine import check_sink
-from tamis.ops.rotate.output import check_block_scales, check_tile
+from tamis.ops.output import check_block_scales, check_tile
 
 _CHECKPOINT_NAMES = {
     "wq_a.weight": "q_a_proj.weight",
@@ -159,8 +159,8 @@ class V4Weights:
         return replace(self, o_a=values, o_a_scales=scales)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Self:
-        """The same weights on another device, with matrices in another dtype. Norms, biases, sinks and FP8 matrices keep
-        their dtype."""
+        """The same weights on another device, with matrices in another dtype. Norms, biases, sinks and FP8 matrices
+        keep their dtype."""
 
         def matrix(weight: Tensor) -> Tensor:
             return weight.to(device, dtype)
