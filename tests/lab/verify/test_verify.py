@@ -183,10 +183,10 @@ def test_an_exception_is_a_failed_case_and_the_others_go_on(monkeypatch: pytest.
 
     right = reference.translate_positions
 
-    def fragile(positions: Tensor, *args, **options):
-        if options["compact"]:
+    def fragile(call):
+        if call.compact:
             raise RuntimeError("no such kernel")
-        return right(positions, *args, **options)
+        return right(call)
 
     monkeypatch.setattr(reference, "translate_positions", fragile)
     found = by_check(run_checks("cpu", stages=["translate"], quick=True))["translate", "slots"]
@@ -232,10 +232,10 @@ def test_a_named_backend_is_checked_on_what_it_claims(
     found = run_checks("cpu", "picky", quick=True)
     # Under another name the reference is taken for a kernel that promises more than it does.
     assert {r.check for r in found if not r.ok} <= {"same bits alone and in a batch"}
-    applied = {r.stage: r.cases for r in found if r.check in ("bytes", "hostile slots, lengths, NaN, sinks")}
+    applied = {r.stage: r.cases for r in found if r.check in ("bytes", "adversarial slots, lengths, NaN, sinks")}
     assert applied["write"] == 0
     everything = run_checks("cpu", "reference", ["attend"], quick=True)
-    assert 0 < applied["attend"] < sum(r.cases for r in everything if r.check.startswith("hostile"))
+    assert 0 < applied["attend"] < sum(r.cases for r in everything if r.check.startswith("adversarial"))
     reasons = {r.note for r in found if r.state == "not applicable"}
     assert "picky does not claim any of these cases" in reasons
     assert "picky does not have this stage" in reasons
