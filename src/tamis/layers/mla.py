@@ -1,7 +1,7 @@
 """`SparseMLA`: one layer's attention, stage by stage."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from tamis import checks
 from tamis.arithmetic import ceil_div
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches, Selection
-from tamis.layers.mla_checks import Call, CallChecks
+from tamis.layers.mla_checks import Call, CallChecks, PositionsCall
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, IndexInputs
 from tamis.ops.attention import attend_unchecked, new_output, translates_freely
@@ -117,12 +117,47 @@ class SparseMLA:
             q_scale: the factor of an e4m3 query.
             out: [rows, H, value_dim] to write into.
         """
+        return self._run(self._prepare(q, kv, caches, plan, positions, index, sink, q_scale, out))
+
+    @needs_latest_plan
+    def prepare(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv: Tensor | tuple[Tensor, Tensor] | None,
+        caches: Caches | PagedCache,
+        plan: Plan,
+        *,
+        positions: Tensor | None = None,
+        index: IndexInputs | None = None,
+        sink: Tensor | None = None,
+        q_scale: float | Tensor = 1.0,
+        out: Tensor | None = None,
+    ) -> Call:
+        """The first half of a layer call: check all arguments and write nothing. The second half is `run`.
+
+        Adapters that write to a cache themselves do so between the two halves, so that a refused call has no effect.
+        """
+        return self._prepare(q, kv, caches, plan, positions, index, sink, q_scale, out)
+
+    def run(self, call: Call) -> LayerOutput:
+        """The second half of a layer call: run what `prepare` has checked."""
+        with call.plan.using():
+            return self._run(call)
+
+    def _prepare(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv: Tensor | tuple[Tensor, Tensor] | None,
+        caches: Caches | PagedCache,
+        plan: Plan,
+        *rest: Any,
+    ) -> Call:
         checks.instance("plan", plan, Plan)
         caches = caches if isinstance(caches, Caches) else Caches(caches)
         # Everything is checked before anything is written: a refused call leaves the caches as they were.
-        call = Call(join_parts("q", q), kv, caches, plan, positions, index, sink, q_scale, out)
+        call = Call(join_parts("q", q), kv, caches, plan, *rest)
         self._checks.call(call)
-        return self._run(call)
+        return call
 
     def _run(self, call: Call) -> LayerOutput:
         q, kv, caches, plan, positions, index, sink, q_scale, out = call
@@ -174,9 +209,31 @@ class SparseMLA:
             q_scale: the factor of an e4m3 query.
             out: [rows, H, value_dim] to write into.
         """
+        return self._attend_directly(
+            *self.prepare_positions(q, cache, positions, request_ids, block_table, sink=sink, q_scale=q_scale, out=out)
+        )
+
+    def prepare_positions(
+        self,
+        q: Tensor,
+        cache: PagedCache,
+        positions: Tensor,
+        request_ids: Tensor,
+        block_table: Tensor,
+        *,
+        sink: Tensor | None = None,
+        q_scale: float | Tensor = 1.0,
+        out: Tensor | None = None,
+    ) -> PositionsCall:
+        """The first half of `attend_positions`: check its arguments and write nothing."""
         selection = Selection(cache, positions, None, request_ids, block_table)
-        self._checks.given_positions(q, selection, sink, q_scale, out)
-        return self._attend_directly(q, selection, sink, q_scale, out)
+        call = PositionsCall(q, selection, sink, q_scale, out)
+        self._checks.given_positions(*call)
+        return call
+
+    def run_positions(self, call: PositionsCall) -> Attended:
+        """The second half of `attend_positions`: run what `prepare_positions` has checked."""
+        return self._attend_directly(*call)
 
     @needs_latest_plan
     def write(

@@ -58,6 +58,16 @@ class Call(NamedTuple):
         return [*self.inputs.values(), caches.latent.storage, index, *held]
 
 
+class PositionsCall(NamedTuple):
+    """The arguments of attention to given positions, without a plan."""
+
+    q: Tensor
+    selection: Selection
+    sink: Tensor | None
+    q_scale: float | Tensor
+    out: Tensor | None
+
+
 class CallChecks:
     """The checks of one layer.
 

@@ -171,8 +171,8 @@ class V4Planner:
 
     def _group(self, ratio: int, prepared: Prepared) -> tuple[PrefillGroup, ...]:
         """How prefills share the workspace; refused where one does not fit."""
-        first, starts = prepared.split.decodes, prepared.starts.tolist()
-        lengths, new = prepared.prefill_lengths, prepared.query_lengths[first:].tolist()
+        first, starts = prepared.split.decodes, prepared.known.starts.tolist()
+        lengths, new = prepared.prefill_lengths, prepared.known.queries[first:].tolist()
         raw = [n + min(length - n, self._window - 1) for n, length in zip(new, lengths, strict=True)]
         entries = [length // ratio if ratio > 1 else 0 for length in lengths]
         return tuple(

@@ -7,7 +7,12 @@ a plugin replaces the layer's class, and should assert that its own is in use.
 from typing import Any, ClassVar
 
 from tamis.integrations.vllm.backend import TamisSparseBackend
-from tamis.integrations.vllm.v4_metadata import V4Metadata, V4MetadataBuilder, V4WindowMetadata, V4WindowMetadataBuilder
+from tamis.integrations.vllm.classes.v4_metadata import (
+    V4Metadata,
+    V4MetadataBuilder,
+    V4WindowMetadata,
+    V4WindowMetadataBuilder,
+)
 
 
 class TamisV4Backend(TamisSparseBackend):
@@ -24,7 +29,7 @@ class TamisV4Backend(TamisSparseBackend):
     def get_impl_cls() -> type[Any]:
         """There is none to ask for: a V4 layer runs attention itself, with `V4Impl` say."""
         raise NotImplementedError(
-            "a DeepSeek-V4 layer runs attention itself; use tamis.integrations.vllm.v4_impl.V4Impl"
+            "a DeepSeek-V4 layer runs attention itself; use tamis.integrations.vllm.classes.v4_impl.V4Impl"
         )
 
     @staticmethod

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.integrations.flashinfer_v4 import trtllm_batch_decode_sparse_mla_dsv4
+from tamis.integrations.vllm.classes.v4_indices import build_flashinfer_mixed_sparse_indices
+from tamis.integrations.vllm.classes.v4_metadata import V4Metadata, V4WindowMetadata
 from tamis.integrations.vllm.v4_formats import E4M3, declared_dtype, layout_of, listed, sees_every_entry
-from tamis.integrations.vllm.v4_indices import build_flashinfer_mixed_sparse_indices
-from tamis.integrations.vllm.v4_metadata import V4Metadata, V4WindowMetadata, in_use
+from tamis.integrations.vllm.v4_forward import in_use
 
 
 def get_padded_num_q_heads(num_heads: int, sizes: Sequence[int] = (64, 128)) -> int:
@@ -98,10 +99,11 @@ class V4Impl:
             factors = _factors(layer, q)
             heads, total = q.shape[1], int(swa_metadata.query_start_loc_cpu[-1])
             indices = self.build_sparse_indices(layer, swa_metadata, attn_metadata) if total else None
-            output[:, heads:].zero_()
-            output[total:].zero_()
             if indices is not None:
                 self._forward(layer, q[:total], output[:total, :heads], swa_metadata, indices, factors)
+            # Zeroed last, since the attention above still has checks that may refuse the call.
+            output[:, heads:].zero_()
+            output[total:].zero_()
 
     def build_sparse_indices(
         self, layer: Any, swa_metadata: V4WindowMetadata, attn_metadata: V4Metadata | None

@@ -1,7 +1,6 @@
 """vLLM's per-step metadata of DeepSeek-V4 layers: one builder for compressed caches, one for the window's."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,10 +9,10 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.arithmetic import ceil_div
+from tamis.integrations.vllm.classes.v4_indices import build_c128a_topk_metadata
 from tamis.integrations.vllm.engine_batch import engine_batch
 from tamis.integrations.vllm.metadata import model_field
 from tamis.integrations.vllm.v4_formats import EVERY
-from tamis.integrations.vllm.v4_indices import build_c128a_topk_metadata
 from tamis.model.spec import LayerSpec
 from tamis.ops import select_entries, select_window
 from tamis.step.plan import Limits, Plan
@@ -339,18 +338,6 @@ class V4WindowMetadataBuilder(_Builder):
             new = (plan.query_starts[1:] - plan.query_starts[:-1])[plan.split.decodes :]
             found.copy_(new + (lengths - new).clamp_max_(self.window_size - 1))
         return found
-
-
-@contextmanager
-def in_use(*records: Any) -> Iterator[None]:
-    """The block in which attention runs on these records. Those of the builders here are refused once their builder has
-    planned another step, which has overwritten them; other engines' records have no plan to ask."""
-    with ExitStack() as block:
-        for record in records:
-            using = getattr(getattr(record, "plan", None), "using", None)
-            if using is not None:
-                block.enter_context(using())
-        yield
 
 
 def decode_rows(plan: Plan, actual: int) -> int:
