@@ -6,9 +6,9 @@ from collections.abc import Callable
 import bounds
 import pytest
 import torch
-from oracle import hadamard_matrix
 from torch import Tensor
 
+from tamis.lab.testing.oracle import hadamard_matrix
 from tamis.model.rope import Rope, hadamard, rms_norm, rotate
 from tamis.ops.combine import reference as combine_reference
 
