@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
+from tamis.cache.codec import fetch_field, write_rows
 from tamis.cache.paged import PagedCache
 from tamis.model.rope import rms_norm
-from tamis.ops.gather.reference import fetch_field
 from tamis.ops.rotate.reference import insert, rotate_tail
-from tamis.ops.write.reference import write_kv
 
 _WORKING_BYTES = 32 * 2**20
 """State rows held at once."""
@@ -35,7 +34,7 @@ def compress_kv(
     position = torch.where(position < 2**31, position, -1)  # no request is that long
     known = torch.where(position >= 0, state_slots.long(), -1)
     biased = scores.float() + bias.float()[position % ratio]
-    write_kv(torch.cat((values.float(), biased), dim=1), state, known)
+    write_rows(torch.cat((values.float(), biased), dim=1), state, known)
     ends = (position >= 0) & ((position + 1) % ratio == 0) & (slots >= 0) & (slots < cache.rows)
     tokens = ends.nonzero().squeeze(1)
     span = ratio * (values.shape[1] // cache.layout.width)

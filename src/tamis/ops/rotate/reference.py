@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from tamis.arithmetic import float32_products
+from tamis.cache.codec import divide, exponent_above, to_e4m3, write_rows
 from tamis.cache.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
 from tamis.cache.paged import PagedCache
 from tamis.model.rope import hadamard, rms_norm, rotate
-from tamis.ops.write.reference import divide, exponent_above, to_e4m3, write_kv
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -77,4 +77,4 @@ def insert(rows: Tensor, cache: PagedCache, slots: Tensor, turned: bool = False)
     comes after, and they are rounded again."""
     stored = torch.bfloat16 if cache.layout.quantised else cache.layout.element
     rounded = rows.to(stored)
-    write_kv(hadamard(rounded).to(stored) if turned else rounded, cache, slots)
+    write_rows(hadamard(rounded).to(stored) if turned else rounded, cache, slots)
