@@ -18,8 +18,9 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.ops.attention import attend_unchecked, check_attend
 from tamis.ops.gather import check_gather_kv, gather_unchecked
-from tamis.ops.select import select_gathered_unchecked
+from tamis.ops.select import operations as select_ops
 from tamis.ops.select.arguments import check_select_gathered
+from tamis.ops.select.operations import SelectGathered
 from tamis.step.lease import needs_latest_plan
 from tamis.step.v4_plan import GatherPlan, PrefillGroup, V4Plan
 
@@ -110,7 +111,7 @@ def check_attend_gathered(
     for group in gather.groups:
         for cache, arguments in _gathered(plan, gather, group, window, entries, ratio):
             check_gather_kv(cache, **arguments, out=plan.workspace, backend=backend)
-        check_select_gathered(**_workspace_rows(plan, gather, group, chosen, ratio), backend=backend)
+        check_select_gathered(_workspace_rows(plan, gather, group, chosen, ratio, backend))
     gathered = Selection(_one_row_pages(plan, window), gather.slots, gather.row_lengths)
     check_attend(q, [replace(gathered, lengths=None)], scale, value_dim, sink, 1.0, None, None, backend)
 
@@ -157,9 +158,9 @@ def gathered_unchecked(
         for group in gather.groups:
             for cache, where in _gathered(plan, gather, group, window, entries, ratio):
                 gather_unchecked(cache, **where, out=plan.workspace, backend=backend)
-            rows = _workspace_rows(plan, gather, group, chosen, ratio)
-            select_gathered_unchecked(**rows, backend=backend)
-            run(group.tokens, [Selection(_one_row_pages(plan, window), rows["slots"], rows["lengths"])])
+            rows = _workspace_rows(plan, gather, group, chosen, ratio, backend)
+            select_ops.select_gathered(rows)
+            run(group.tokens, [Selection(_one_row_pages(plan, window), rows.slots, rows.lengths)])
     return out
 
 
@@ -198,24 +199,25 @@ def _gathered(
 
 
 def _workspace_rows(
-    plan: V4Plan, gather: GatherPlan, group: PrefillGroup, chosen: Tensor | None, ratio: int
-) -> dict[str, Any]:
-    """Arguments of `select_gathered`, which finds a group's rows in the workspace."""
+    plan: V4Plan, gather: GatherPlan, group: PrefillGroup, chosen: Tensor | None, ratio: int, backend: str
+) -> SelectGathered:
+    """The call that finds a group's rows in the workspace."""
     part = plan.entries.get(ratio)
-    return {
-        "positions": plan.step.positions[group.tokens],
-        "request_ids": plan.step.request_ids[group.tokens],
-        "first": gather.first[_prefills(plan, group)],
-        "chosen": None if chosen is None else chosen[group.tokens],
-        "ratio": 1 if part is None else part.ratio,
-        "window": plan.window.size,
-        "entries": group.entries,
-        "rows": group.rows,
-        "columns": 0 if part is None else part.columns,
-        "slots": gather.slots[group.tokens],
-        "lengths": gather.row_lengths[group.tokens],
-        "first_request": group.requests.start,
-    }
+    return SelectGathered(
+        positions=plan.step.positions[group.tokens],
+        request_ids=plan.step.request_ids[group.tokens],
+        first=gather.first[_prefills(plan, group)],
+        chosen=None if chosen is None else chosen[group.tokens],
+        first_request=group.requests.start,
+        ratio=1 if part is None else part.ratio,
+        window=plan.window.size,
+        entries=group.entries,
+        rows=group.rows,
+        columns=0 if part is None else part.columns,
+        slots=gather.slots[group.tokens],
+        lengths=gather.row_lengths[group.tokens],
+        backend=backend,
+    )
 
 
 def _one_row_pages(plan: V4Plan, like: PagedCache) -> PagedCache:
