@@ -13,7 +13,9 @@ from tamis.layers.v4_gathered import gathered_unchecked
 from tamis.layers.v4_weights import CompressorWeights, V4Weights
 from tamis.model.spec import LayerSpec
 from tamis.ops import Rotated
-from tamis.ops.attention import attend_unchecked
+from tamis.ops.attention import new_output
+from tamis.ops.attention.operations import Attend, attend
+from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.compress import operations as compress_ops
 from tamis.ops.index import WORKSPACE_BYTES
 from tamis.ops.index import registered as index_ops
@@ -187,7 +189,9 @@ class SparseV4:
         selections = attended_rows(spec, chosen, caches, plan)
         columns = sum(s.slots.shape[1] for s in selections)
         splits = ceil_div(columns, FIXED_COLUMNS) if self.batch_invariant else None
-        return attend_unchecked(q, selections, spec.scale, spec.value_dim, sink, 1.0, splits, None, self.backend).out
+        out = new_output(q, spec.value_dim)
+        attend(Attend(q, selections, spec.scale, None, splits, contiguous_sink(sink), out, False, self.backend))
+        return out
 
 
 def _entry(hidden: Tensor, weights: CompressorWeights) -> tuple[Tensor, Tensor]:

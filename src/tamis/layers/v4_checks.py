@@ -16,7 +16,9 @@ from tamis.cache.v4_caches import V4Caches
 from tamis.layers.v4_gathered import check_attend_gathered
 from tamis.layers.v4_weights import CompressorWeights, V4Weights
 from tamis.model.spec import LayerSpec
-from tamis.ops.attention import check_attend
+from tamis.ops.attention import check_attend, check_query, new_output
+from tamis.ops.attention.operations import Attend
+from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.compress import check_compress_kv, check_recipe, has_hadamard
 from tamis.ops.compress.operations import CompressKv
 from tamis.ops.index import WORKSPACE_BYTES, check_index_topk, check_layout
@@ -232,7 +234,9 @@ class V4Checks:
             check_attend_gathered(q, plan, caches.window, caches.entries, chosen, ratio=spec.compress, **numbers)  # type: ignore[arg-type]
             return
         selections = attended_rows(spec, chosen, caches, plan)
-        check_attend(q, selections, spec.scale, spec.value_dim, sink, 1.0, None, None, self.backend)
+        check_query(q, selections, spec.value_dim)
+        out, given = new_output(q, spec.value_dim), contiguous_sink(sink)
+        check_attend(Attend(q, selections, spec.scale, None, None, given, out, False, self.backend))
 
 
 def entry_plan(spec: LayerSpec, plan: V4Plan) -> EntryPlan:
