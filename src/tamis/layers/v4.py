@@ -24,7 +24,7 @@ from tamis.ops import Rotated
 from tamis.ops.attention import attend_unchecked
 from tamis.ops.compress import compress_unchecked
 from tamis.ops.index import WORKSPACE_BYTES
-from tamis.ops.index import registered as index_ops
+from tamis.ops.index.operations import IndexTopk, index_topk
 from tamis.ops.rotate import registered as rotate_ops
 from tamis.ops.rotate import rotate_unchecked
 from tamis.step.lease import needs_latest_plan
@@ -148,9 +148,8 @@ class SparseV4:
         assert caches.index is not None
         assert spec.topk is not None
         where = (plan.step.request_ids, entries.block_table, entries.visible)
-        return index_ops.index_topk(
-            index_q, index_weights, caches.index, *where, spec.topk, WORKSPACE_BYTES, self.backend
-        )
+        call = IndexTopk(index_q, index_weights, caches.index, *where, spec.topk, WORKSPACE_BYTES, self.backend)
+        return index_topk(call)
 
     def output(self, attended: Tensor, plan: V4Plan) -> Tensor:
         """Hidden states [rows, hidden] from attention's [rows, H, D], whose values were rotated as keys are."""
