@@ -16,12 +16,14 @@ from tamis.ops import Attended, IndexInputs
 from tamis.ops.attention import folded_scale, new_output
 from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
-from tamis.ops.gather import gather_unchecked
+from tamis.ops.gather.operations import GatherKv, gather_kv
 from tamis.ops.index import WORKSPACE_BYTES
 from tamis.ops.index import registered as index_ops
+from tamis.ops.pairs import join_pair
 from tamis.ops.translate import check_shard
 from tamis.ops.translate.operations import TranslatePositions, translate_positions
-from tamis.ops.write import join_parts, write_kv_unchecked
+from tamis.ops.write import write_call
+from tamis.ops.write.operations import write_kv
 from tamis.step.lease import needs_latest_plan
 from tamis.step.plan import Plan, PrefillPart
 
@@ -157,7 +159,7 @@ class SparseMLA:
         checks.instance("plan", plan, Plan)
         caches = caches if isinstance(caches, Caches) else Caches(caches)
         # Everything is checked before anything is written: a refused call leaves the caches as they were.
-        call = Call(join_parts("q", q), kv, caches, plan, *rest)
+        call = Call(join_pair("q", q), kv, caches, plan, *rest)
         self._checks.call(call)
         return call
 
@@ -260,9 +262,9 @@ class SparseMLA:
     ) -> None:
         """As `write`, of inputs that were checked: what a layer call runs."""
         if kv is not None:
-            write_kv_unchecked(kv, caches.latent, plan.slots, self.backend)
+            write_kv(write_call(kv, caches.latent, plan.slots, self.backend))
         if index is not None and index.keys is not None and caches.index is not None:
-            write_kv_unchecked(index.keys, caches.index, plan.slots, self.backend)
+            write_kv(write_call(index.keys, caches.index, plan.slots, self.backend))
 
     def select(self, index: IndexInputs, caches: Caches, plan: Plan) -> Tensor:
         """Positions int32 [rows, topk] by this layer's indexer, in ascending order; later layers may share them.
@@ -341,7 +343,9 @@ class SparseMLA:
         assert workspace is not None
         for chunk in prefill.chunks:
             room = workspace[: chunk.rows]
-            gather_unchecked(cache, chunk.block_table, chunk.lengths, chunk.starts, None, room, self.backend)
+            first = torch.zeros_like(chunk.lengths)
+            rows = (chunk.block_table, chunk.lengths, chunk.starts, first)
+            gather_kv(GatherKv(*rows, cache, room, self.backend))
             layout = self._checks.gathered[workspace.dtype]
             fill(chunk.tokens, PagedCache.rebuilt(room.unsqueeze(1), layout, 1.0))
         return Attended(out, lse, top)

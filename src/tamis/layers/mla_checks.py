@@ -17,12 +17,13 @@ from tamis.ops.attention.operations import Attend
 from tamis.ops.combine import check_output, check_sink
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import check_gather_kv
+from tamis.ops.gather.operations import GatherKv
 from tamis.ops.index import MAX_K, QUERY_DTYPES, check_index_topk, check_layout
 from tamis.ops.index.prepare import agreed_recipe
 from tamis.ops.library import implementation
 from tamis.ops.translate import check_translate_positions
 from tamis.ops.translate.operations import TranslatePositions
-from tamis.ops.write import check_write_kv
+from tamis.ops.write import check_rows, check_write_kv, write_call
 from tamis.step.plan import Plan, PrefillPart
 
 DTYPES = (*checks.FLOATS, torch.float64, torch.float8_e4m3fn)
@@ -126,14 +127,19 @@ class CallChecks:
         """Refuse rows and index keys that do not fit caches and plan."""
         self._check_caches(caches, plan)
         if kv is not None:
-            check_write_kv(kv, caches.latent, plan.slots, backend=self.backend, where="caches.latent")
+            self._check_write(kv, caches.latent, plan, "kv", "caches.latent")
         if index is not None:
             checks.instance("index", index, IndexInputs)
             if index.keys is not None:
                 cache = index_cache(caches, plan)
                 check_layout(cache, "caches.index")
-                names = {"name": "index.keys", "where": "caches.index"}
-                check_write_kv(index.keys, cache, plan.slots, backend=self.backend, **names)
+                self._check_write(index.keys, cache, plan, "index.keys", "caches.index")
+
+    def _check_write(
+        self, kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, plan: Plan, name: str, where: str
+    ) -> None:
+        check_rows(kv, cache, name=name)
+        check_write_kv(write_call(kv, cache, plan.slots, self.backend), name=name, where=where)
 
     def index(self, index: IndexInputs, caches: Caches, plan: Plan) -> None:
         """Refuse inputs of the indexer; its keys are `write`'s."""
@@ -302,8 +308,9 @@ class CallChecks:
         checks.tensor("plan.workspace", room, "N D", tuple(self.gathered), D=width, device=q.device)
         assert room is not None
         for chunk in prefill.chunks:
-            where = {"starts": chunk.starts, "out": room[: chunk.rows]}
-            check_gather_kv(cache, chunk.block_table, chunk.lengths, **where, backend=self.backend)
+            first = torch.zeros_like(chunk.lengths)
+            where = (chunk.block_table, chunk.lengths, chunk.starts, first)
+            check_gather_kv(GatherKv(*where, cache, room[: chunk.rows], self.backend))
         rows = PagedCache.rebuilt(room.unsqueeze(1), self.gathered[room.dtype], 1.0)
         both = [Selection(cache, positions), Selection(rows, positions)]
         self._check_attend(q, both, call.sink, call.q_scale, call.out, call.read)

@@ -6,7 +6,6 @@ as well, which gives the same result up to rounding and saves the copy.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +17,10 @@ from tamis.cache.selection import Selection
 from tamis.ops.attention import check_attend, check_query, check_scales, new_output
 from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
-from tamis.ops.gather import check_gather_kv, gather_unchecked
-from tamis.ops.select import operations as select_ops
-from tamis.ops.select.arguments import check_select_gathered
-from tamis.ops.select.operations import SelectGathered
+from tamis.ops.gather import check_gather_kv
+from tamis.ops.gather.operations import GatherKv, gather_kv
+from tamis.ops.select import check_select_gathered
+from tamis.ops.select.operations import SelectGathered, select_gathered
 from tamis.step.lease import needs_latest_plan
 from tamis.step.v4_plan import GatherPlan, PrefillGroup, V4Plan
 
@@ -113,8 +112,8 @@ def check_attend_gathered(
         raise checks.refuse("ratio", f"among those the plan gathers ({sorted(plan.gathers)})", ratio, "plan for it")
     gather = plan.gathers[ratio]
     for group in gather.groups:
-        for cache, arguments in _gathered(plan, gather, group, window, entries, ratio):
-            check_gather_kv(cache, **arguments, out=plan.workspace, backend=backend)
+        for call in _gathers(plan, gather, group, window, entries, ratio, backend):
+            check_gather_kv(call)
         check_select_gathered(_workspace_rows(plan, gather, group, chosen, ratio, backend))
     gathered = [Selection(_one_row_pages(plan, window), gather.slots)]
     check_query(q, gathered, value_dim)
@@ -163,10 +162,10 @@ def gathered_unchecked(
         gather = plan.gathers[ratio]
         assert plan.workspace is not None
         for group in gather.groups:
-            for cache, where in _gathered(plan, gather, group, window, entries, ratio):
-                gather_unchecked(cache, **where, out=plan.workspace, backend=backend)
+            for call in _gathers(plan, gather, group, window, entries, ratio, backend):
+                gather_kv(call)
             rows = _workspace_rows(plan, gather, group, chosen, ratio, backend)
-            select_ops.select_gathered(rows)
+            select_gathered(rows)
             run(group.tokens, [Selection(_one_row_pages(plan, window), rows.slots, rows.lengths)])
     return out
 
@@ -180,29 +179,24 @@ def _selections(
     return selections
 
 
-def _gathered(
+def _gathers(
     plan: V4Plan,
     gather: GatherPlan,
     group: PrefillGroup,
     window: PagedCache,
     entries: PagedCache | None,
     ratio: int,
-) -> Iterator[tuple[PagedCache, dict[str, Any]]]:
-    """The caches that a group is gathered from, and which rows of them go where."""
+    backend: str,
+) -> Iterator[GatherKv]:
+    """The calls that gather a group's rows of each cache into the workspace."""
+    assert plan.workspace is not None
     mine = _prefills(plan, group)
     starts = torch.arange(mine.stop - mine.start, dtype=torch.int32, device=window.device) * group.rows
-    yield (
-        window,
-        {
-            "block_table": plan.window.pages.block_table[group.requests],
-            "lengths": gather.lengths[mine],
-            "starts": starts + group.entries,
-            "first": gather.first[mine],
-        },
-    )
+    table, first = plan.window.pages.block_table[group.requests], gather.first[mine]
+    yield GatherKv(table, gather.lengths[mine], starts + group.entries, first, window, plan.workspace, backend)
     if entries is not None:
-        table = plan.entries[ratio].block_table[group.requests]
-        yield entries, {"block_table": table, "lengths": gather.entries[mine], "starts": starts, "first": None}
+        table, lengths = plan.entries[ratio].block_table[group.requests], gather.entries[mine]
+        yield GatherKv(table, lengths, starts, torch.zeros_like(lengths), entries, plan.workspace, backend)
 
 
 def _workspace_rows(

@@ -15,7 +15,7 @@ from tamis.model.absorb import AbsorbedWeights
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, write_kv
 from tamis.ops.attention import new_output
-from tamis.ops.write import join_parts
+from tamis.ops.pairs import join_pair
 
 _USUAL_TOPK = 2048
 
@@ -297,7 +297,7 @@ class SparseImpl:
         return Attended(out.zero_(), lse, None)
 
     def _joined(self, q: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        return join_parts("q", q)
+        return join_pair("q", q)
 
     def _positions(self, rows: int) -> Tensor:
         buffer = self.topk_indices_buffer

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from tamis.arithmetic import ceil_div
+from tamis.cache.codec import decode_e2m1, encode_rows, fetch_field, write_rows
 from tamis.cache.layout import Layout, Rounding
 from tamis.cache.paged import PagedCache
+from tamis.cache.slots import slots_of
 from tamis.model.recipe import IndexRecipe
 from tamis.model.rope import hadamard, rotate
-from tamis.ops.gather.reference import decode_e2m1, fetch_field, request_slots
-from tamis.ops.write.reference import encode_rows, write_kv
 
 KEY_BLOCK = 1024
 """Keys per product."""
@@ -59,7 +59,7 @@ def write_index_keys(
     if norm_weight is not None:
         bias = None if norm_bias is None else norm_bias.float()
         keys = layer_norm(keys.float(), keys.shape[1:], norm_weight.float(), bias, norm_eps)
-    write_kv(prepare_rows(keys, positions, cos_sin, recipe, cache.layout.rounding), cache, slots)
+    write_rows(prepare_rows(keys, positions, cos_sin, recipe, cache.layout.rounding), cache, slots)
 
 
 def prepare_rows(
@@ -226,8 +226,9 @@ def _aligned(rows: Tensor) -> Tensor:
 
 def _cached_keys(cache: PagedCache, table: Tensor, first: int) -> tuple[Tensor, Tensor | None, Tensor]:
     """A block of one request's keys, their scales unless these are inside the product, and which of them there are."""
-    zero = torch.zeros(1, dtype=torch.int64, device=table.device)
-    slots = request_slots(cache, table, zero + KEY_BLOCK, zero, zero + first, KEY_BLOCK)
+    positions = torch.arange(first, first + KEY_BLOCK, dtype=torch.int64, device=table.device).unsqueeze(0)
+    request = torch.zeros(1, dtype=torch.int64, device=table.device)
+    slots = slots_of(positions, request, table, cache.page_size, cache.pages)[0]
     known = slots.clamp_min(0)
     raw = fetch_field(cache, cache.layout.values, known)
     if cache.layout.scales is None:
