@@ -19,7 +19,8 @@ from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import check_gather_kv
 from tamis.ops.gather.operations import GatherKv
 from tamis.ops.index import MAX_K, QUERY_DTYPES, check_index_topk, check_layout
-from tamis.ops.index.prepare import agreed_recipe
+from tamis.ops.index.operations import IndexTopk
+from tamis.ops.index.prepare import resolve_recipe
 from tamis.ops.library import implementation
 from tamis.ops.translate import check_translate_positions
 from tamis.ops.translate.operations import TranslatePositions
@@ -158,7 +159,7 @@ class CallChecks:
                 "index.recipe", f"that of the cache, {cache.recipe}", None, "say how q and keys were prepared"
             )
         if index.recipe is not None:
-            agreed_recipe("index.recipe", index.recipe, cache)
+            resolve_recipe("index.recipe", index.recipe, cache)
         sizes = {"T": plan.rows} | ({"H": spec.index_heads} if spec.index_heads else {})
         if plan.requests == 0:
             # There is no table to look into, and nothing to look for.
@@ -168,7 +169,7 @@ class CallChecks:
             heads = {"T": plan.rows, "H": sizes["H"]}
             checks.tensor("index.weights", index.weights, "T H", checks.FLOATS, device=cache.device, **heads)  # type: ignore[arg-type]
             return
-        check_index_topk(
+        call = IndexTopk(
             index.q,
             index.weights,
             cache,
@@ -178,10 +179,8 @@ class CallChecks:
             spec.topk,
             self.workspace_bytes,
             self.backend,
-            prefix="index.",
-            name="caches.index",
-            sizes=sizes,
         )
+        check_index_topk(call, sizes, q="index.q", weights="index.weights", cache="caches.index")
 
     def _signature(self, call: Call) -> tuple[object, ...] | None:
         """All that the checks of a call on a device depend on; None where they must run."""
