@@ -19,9 +19,8 @@ from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import check_gather_kv
 from tamis.ops.gather.operations import GatherKv, gather_kv
-from tamis.ops.select import operations as select_ops
-from tamis.ops.select.arguments import check_select_gathered
-from tamis.ops.select.operations import SelectGathered
+from tamis.ops.select import check_select_gathered
+from tamis.ops.select.operations import SelectGathered, select_gathered
 from tamis.step.lease import needs_latest_plan
 from tamis.step.v4_plan import GatherPlan, PrefillGroup, V4Plan
 
@@ -166,7 +165,7 @@ def gathered_unchecked(
             for call in _gathers(plan, gather, group, window, entries, ratio, backend):
                 gather_kv(call)
             rows = _workspace_rows(plan, gather, group, chosen, ratio, backend)
-            select_ops.select_gathered(rows)
+            select_gathered(rows)
             run(group.tokens, [Selection(_one_row_pages(plan, window), rows.slots, rows.lengths)])
     return out
 
