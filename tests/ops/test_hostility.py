@@ -5,6 +5,7 @@ is compared with is the definition (`reference.py`, which does without the check
 """
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,17 @@ from tamis.ops.attention import triton_kernels as attend_kernels
 from tamis.ops.combine import triton_kernels as combine_kernels
 from tamis.ops.compress import reference as compress_reference
 from tamis.ops.compress import triton_kernels as compress_kernels
+from tamis.ops.compress.operations import CompressKv
 from tamis.ops.gather import reference as gather_reference
 from tamis.ops.gather import triton_kernels as gather_kernels
 from tamis.ops.index import reference as index_reference
 from tamis.ops.index import triton_kernels as index_kernels
+from tamis.ops.output import triton_kernels as output_kernels
+from tamis.ops.output.operations import RotateToFp8
 from tamis.ops.rotate import reference as rotate_reference
 from tamis.ops.rotate import triton_kernels as rotate_kernels
+from tamis.ops.rotate.operations import RotateAndWrite, RotateHeads
+from tamis.ops.select import operations as select_ops
 from tamis.ops.select import reference as select_reference
 from tamis.ops.select import triton_kernels as select_kernels
 from tamis.ops.translate import reference as translate_reference
@@ -333,17 +339,18 @@ def test_rotation_at_positions_without_angles(guards: Guards, layout: str, monke
     angles = torch.cat((table, torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), 1)))
     given = [guards.given(t) for t in (positions, table, weight)]
     with guards.allocations(monkeypatch):
-        found, _ = rotate_kernels.rotate_and_write(
-            guards.given(q), guards.given(kv), cache, guards.given(slots), *given, 1e-6, None, False
-        )
-        turned = rotate_kernels.rotate_heads(guards.given(q), *given[:2], None, True)
-        codes, exponents = rotate_kernels.rotate_to_fp8(guards.given(q), *given[:2], 128, True)
+        tokens = (guards.given(q), guards.given(kv), cache, guards.given(slots))
+        found, _ = rotate_kernels.rotate_and_write(RotateAndWrite(*tokens, *given, 1e-6, None, False, "triton"))
+        turned = rotate_kernels.rotate_heads(RotateHeads(guards.given(q), *given[:2], None, True, "triton"))
+        to_fp8 = RotateToFp8(guards.given(q), *given[:2], 128, True, "triton")
+        codes, exponents = output_kernels.rotate_to_fp8(to_fp8)
     guards.check()
     host = PagedCache(cache.layout, 5, 7)
     written = torch.where(inside, slots, -1)
-    wanted, _ = rotate_reference.rotate_and_write(q, kv, host, written, at, angles, weight, 1e-6, None, False)
+    rest = (at, angles, weight, 1e-6, None, False, "reference")
+    wanted, _ = rotate_reference.rotate_and_write(RotateAndWrite(q, kv, host, written, *rest))
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-5, atol=1e-5)
-    expected = rotate_reference.rotate_heads(q, at, angles, None, True)
+    expected = rotate_reference.rotate_heads(RotateHeads(q, at, angles, None, True, "reference"))
     torch.testing.assert_close(turned.cpu(), expected, rtol=1e-5, atol=1e-5)
     eight = codes.cpu().float().unflatten(2, (4, 128)) * torch.exp2(exponents.cpu().float() - 127).unsqueeze(3)
     torch.testing.assert_close(eight.flatten(2), expected, rtol=0.07, atol=0.02)
@@ -382,7 +389,8 @@ def test_compression_of_spans_of_any_kind(guards: Guards, seed: int, monkeypatch
     bias, weight, angles = torch.randn(ratio, 1024), torch.randn(512), torch.randn(9, 64)
     given = [guards.given(t) for t in (positions, state_slots, ids, table, slots, bias, weight, angles)]
     with guards.allocations(monkeypatch):
-        compress_kernels.compress_kv(guards.given(values), guards.given(scores), state, entries, *given, 1e-6, False)
+        inputs = (guards.given(values), guards.given(scores), state, entries)
+        compress_kernels.compress_kv(CompressKv(*inputs, *given, 1e-6, False, "triton"))
     guards.check()
     turned = torch.cat((angles, torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), 1)))
     _reference_compress(
@@ -406,8 +414,8 @@ def _reference_compress(
     inside = (slots >= 0) & (slots < entries.rows)
     far = torch.where(known | (positions < 0), slots, -1)
     near = torch.where(inside, far, -1)
-    rest = (ids, table, near, bias, weight, angles, 1e-6, False)
-    compress_reference.compress_kv(values, scores, state, entries, positions, state_slots, *rest)
+    rest = (ids, table, near, bias, weight, angles, 1e-6, False, "reference")
+    compress_reference.compress_kv(CompressKv(values, scores, state, entries, positions, state_slots, *rest))
     # Those beyond the table, as if their angles were the last.
     beyond = torch.where(inside & ~known & (positions >= 0), slots, -1)
     for token in (beyond >= 0).nonzero().flatten().tolist():
@@ -430,34 +438,27 @@ def test_rows_that_follow_from_positions_of_any_kind(
     first = hostile(3, 20, seed + 5)
     blocks = (hostile(3, 30, seed + 6), hostile(3, 30, seed + 7))
 
-    def compare(name: str, inputs: list[object], outputs: list[Tensor]) -> None:
+    def compare(operation: Any, inputs: list[object], outputs: list[Tensor]) -> None:
+        name, call = operation.name, operation.arguments
         held = [guards.given(i) if isinstance(i, Tensor) else i for i in inputs]
-        held = [tuple(guards.given(t) for t in i) if isinstance(i, tuple) else i for i in held]
         found = [guards.output(o) for o in outputs]
         with guards.allocations(monkeypatch):
-            getattr(select_kernels, name)(*held, *found)
+            getattr(select_kernels, name)(call(*held, *found, "triton"))
         guards.check()
         wanted = [o.clone() for o in outputs]
-        getattr(select_reference, name)(*inputs, *wanted)
+        getattr(select_reference, name)(call(*inputs, *wanted, "reference"))
         for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
             assert torch.equal(one.cpu(), other), (name, place)
 
     rows, each = torch.full((tokens, width), 9, dtype=torch.int32), torch.full((tokens,), 9, dtype=torch.int32)
     for slots in (None, own):
-        compare("select_window", [positions, ids, table, slots, None, 4, 7], [rows, each])
-        compare("select_chosen", [chosen, ids, table, slots, 4], [rows, each])
-        compare("select_entries", [positions, ids, table, slots, 4, 2, 8, 5], [each.long(), each, each, rows])
-    compare("select_window", [positions, ids, table, None, blocks, 4, 7], [rows, each])
+        compare(select_ops.select_window, [positions, ids, table, slots, None, None, 4, 7], [rows, each])
+        compare(select_ops.select_chosen, [chosen, ids, table, slots, 4], [rows, each])
+        compare(select_ops.select_entries, [positions, ids, table, slots, 4, 2, 8, 5], [each.long(), each, each, rows])
+    compare(select_ops.select_window, [positions, ids, table, None, *blocks, 4, 7], [rows, each])
     wide = torch.full((tokens, 25), 9, dtype=torch.int32)
     for picked in (chosen, None):
-        compare("select_gathered", [positions, ids, first, picked, 0, 4, 7, 9, 30, width], [wide, each])
-    decodes = 5
-    windows, entries = hostile(decodes * 7, 99, seed + 8).view(decodes, 7), chosen[:decodes]
-    step = [hostile(4, 40, seed + 9), hostile(3, 40, seed + 10), ids, table]
-    for local in (True, False):
-        counts = None if local else hostile(decodes, 99, seed + 11) // 8
-        inputs = [windows, entries, counts, None, chosen[decodes:], *step, table, 4, 2, 7, 4, width, local]
-        compare("select_mixed", inputs, [wide[:, : 7 + width], each])
+        compare(select_ops.select_gathered, [positions, ids, first, picked, 0, 4, 7, 9, 30, width], [wide, each])
 
 
 def test_parts_that_hold_nothing_are_left_out(guards: Guards, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ from tamis.ops.attention import check_attend, check_query, check_scales, new_out
 from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import check_gather_kv, gather_unchecked
-from tamis.ops.select import select_gathered_unchecked
+from tamis.ops.select import operations as select_ops
 from tamis.ops.select.arguments import check_select_gathered
+from tamis.ops.select.operations import SelectGathered
 from tamis.step.lease import needs_latest_plan
 from tamis.step.v4_plan import GatherPlan, PrefillGroup, V4Plan
 
@@ -114,7 +115,7 @@ def check_attend_gathered(
     for group in gather.groups:
         for cache, arguments in _gathered(plan, gather, group, window, entries, ratio):
             check_gather_kv(cache, **arguments, out=plan.workspace, backend=backend)
-        check_select_gathered(**_workspace_rows(plan, gather, group, chosen, ratio), backend=backend)
+        check_select_gathered(_workspace_rows(plan, gather, group, chosen, ratio, backend))
     gathered = [Selection(_one_row_pages(plan, window), gather.slots)]
     check_query(q, gathered, value_dim)
     check_attend(Attend(q, gathered, scale, None, None, sink, out, False, backend))
@@ -164,9 +165,9 @@ def gathered_unchecked(
         for group in gather.groups:
             for cache, where in _gathered(plan, gather, group, window, entries, ratio):
                 gather_unchecked(cache, **where, out=plan.workspace, backend=backend)
-            rows = _workspace_rows(plan, gather, group, chosen, ratio)
-            select_gathered_unchecked(**rows, backend=backend)
-            run(group.tokens, [Selection(_one_row_pages(plan, window), rows["slots"], rows["lengths"])])
+            rows = _workspace_rows(plan, gather, group, chosen, ratio, backend)
+            select_ops.select_gathered(rows)
+            run(group.tokens, [Selection(_one_row_pages(plan, window), rows.slots, rows.lengths)])
     return out
 
 
@@ -205,24 +206,25 @@ def _gathered(
 
 
 def _workspace_rows(
-    plan: V4Plan, gather: GatherPlan, group: PrefillGroup, chosen: Tensor | None, ratio: int
-) -> dict[str, Any]:
-    """Arguments of `select_gathered`, which finds a group's rows in the workspace."""
+    plan: V4Plan, gather: GatherPlan, group: PrefillGroup, chosen: Tensor | None, ratio: int, backend: str
+) -> SelectGathered:
+    """The call that finds a group's rows in the workspace."""
     part = plan.entries.get(ratio)
-    return {
-        "positions": plan.step.positions[group.tokens],
-        "request_ids": plan.step.request_ids[group.tokens],
-        "first": gather.first[_prefills(plan, group)],
-        "chosen": None if chosen is None else chosen[group.tokens],
-        "ratio": 1 if part is None else part.ratio,
-        "window": plan.window.size,
-        "entries": group.entries,
-        "rows": group.rows,
-        "columns": 0 if part is None else part.columns,
-        "slots": gather.slots[group.tokens],
-        "lengths": gather.row_lengths[group.tokens],
-        "first_request": group.requests.start,
-    }
+    return SelectGathered(
+        positions=plan.step.positions[group.tokens],
+        request_ids=plan.step.request_ids[group.tokens],
+        first=gather.first[_prefills(plan, group)],
+        chosen=None if chosen is None else chosen[group.tokens],
+        first_request=group.requests.start,
+        ratio=1 if part is None else part.ratio,
+        window=plan.window.size,
+        entries=group.entries,
+        rows=group.rows,
+        columns=0 if part is None else part.columns,
+        slots=gather.slots[group.tokens],
+        lengths=gather.row_lengths[group.tokens],
+        backend=backend,
+    )
 
 
 def _one_row_pages(plan: V4Plan, like: PagedCache) -> PagedCache:
