@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import output_dtype
 from tamis.cache.paged import PagedCache
 from tamis.integrations import _arguments
 
@@ -110,7 +111,7 @@ def output(out: Tensor | None, query: Tensor, queries: Queries, value_dim: int, 
     """The checked output, or a new one in the query's dtype (bf16 for e4m3). It must share no memory with the query and
     the inputs."""
     if out is None:
-        dtype = torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
+        dtype = output_dtype(query.dtype)
         return torch.empty(*queries.lead, queries.heads, value_dim, dtype=dtype, device=query.device)
     shape = (*queries.lead, queries.heads, value_dim)
     if not isinstance(out, Tensor) or out.dtype not in checks.FLOATS:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.arithmetic import ceil_div
+from tamis.arithmetic import ceil_div, round_up
 from tamis.integrations.vllm.classes.v4_indices import build_c128a_topk_metadata
 from tamis.integrations.vllm.engine_batch import engine_batch
 from tamis.integrations.vllm.metadata import model_field
@@ -17,11 +17,7 @@ from tamis.model.spec import LayerSpec
 from tamis.ops import select_entries, select_window
 from tamis.step.plan import Limits, Plan
 from tamis.step.planner import Planner
-
-_ALIGN_COLUMNS = 128
-"""The width of rows with all entries is a multiple of this, which suits kernel tiles of 64 and of 128."""
-_ALIGN_DRAFTS = 64
-"""The width of window rows that hold a draft block is a multiple of this."""
+from tamis.step.v4_plan import ALIGN_COLUMNS, ALIGN_DRAFTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +201,7 @@ class V4MetadataBuilder(CompressedBuilder):
         self.every_entry = self.compress_ratio == EVERY if every_entry is None else every_entry
         if self.every_entry:
             longest = ceil_div(self.limits.max_length, self.compress_ratio)
-            self.c128a_max_compressed = ceil_div(longest, _ALIGN_COLUMNS) * _ALIGN_COLUMNS
+            self.c128a_max_compressed = round_up(longest, ALIGN_COLUMNS)
             self.c128a_global_decode_buffer = self._rows(self.c128a_max_compressed)
             self.c128a_prefill_buffer = self._rows(self.c128a_max_compressed)
             self.c128a_decode_lens_buffer = self._each()
@@ -267,7 +263,7 @@ class V4WindowMetadataBuilder(_Builder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.swa_indices_buffer = self._rows(self.window_size)
         drafts = self.limits.speculative_tokens
-        wide = ceil_div(self.window_size + drafts, _ALIGN_DRAFTS) * _ALIGN_DRAFTS
+        wide = round_up(self.window_size + drafts, ALIGN_DRAFTS)
         self.draft_indices_buffer = self._rows(wide) if drafts else None
         self.swa_lens_buffer, self.is_valid_token_buffer = self._each(), self._each(torch.bool)
         self.gather_lens_buffer = torch.zeros(self.limits.max_requests, dtype=torch.int32, device=self.device)
