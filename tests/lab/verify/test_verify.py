@@ -82,6 +82,10 @@ def break_gather(result: None, *args: Tensor) -> None:
     args[-1][7 % len(args[-1])] += 1
 
 
+def break_product(result: Tensor, *args: object) -> None:
+    result.view(-1)[::7] *= 2
+
+
 def break_exponents(result: tuple[Tensor, Tensor], *args: object) -> None:
     result[1][-1] += 1
 
@@ -134,7 +138,7 @@ def break_topk(result: Tensor, *args: object) -> None:
         ("index", "quantise_index_query", break_query, None),
         ("attend", "attend_slots", break_first, "layer"),
         ("combine", "combine_parts", break_output, "attend"),
-        ("output", "lower_groups", break_head, None),
+        ("output", "lower_groups", break_product, None),
         ("output", "rotate_to_fp8", break_exponents, None),
     ],
 )

@@ -207,53 +207,67 @@ def build_flashinfer_mixed_sparse_indices(
     tokens = decodes + prefill_topk_indices.shape[0]
     checks.integer("topk", topk, low=0, high=prefill_topk_indices.shape[1])
     entries = max(topk, 0 if decode_compressed_indices is None else decode_compressed_indices.shape[1])
-    if out is None:
-        width = window + ceil_div(entries, 4) * 4
-        slots = torch.empty(tokens, width, dtype=torch.int32, device=seq_lens.device)
-        lengths = torch.empty(tokens, dtype=torch.int32, device=seq_lens.device)
-    else:
-        slots, lengths = (buffer[:tokens] for buffer in out)
-        if slots.shape[1] < window + entries:
-            expected = f"at least {window + entries} columns wide"
-            raise checks.refuse("out[0]", expected, slots.shape[1], "widen the buffer")
+    slots, lengths = _buffers(out, tokens, window, entries, seq_lens.device)
     requests = token_to_req_indices[:tokens]
     slots.fill_(-1)
     slots[:decodes, :window] = decode_swa_indices
     lengths[:decodes] = window
     if decode_compressed_indices is not None:
-        found, counts = decode_compressed_indices, decode_compressed_topk_lens
+        found, taken = decode_compressed_indices, decode_compressed_topk_lens
         if decode_compressed_indices_are_local:
             table = _entry_table(compressed_block_table)
             found = _slots_in_place(found, requests[:decodes], table, compressed_block_size, decode_is_valid_token)
-            counts = (found >= 0).sum(1, dtype=torch.int32)
+            taken = (found >= 0).sum(1, dtype=torch.int32)
         slots[:decodes, window : window + found.shape[1]] = found
-        lengths[:decodes] += found.shape[1] if counts is None else counts
+        lengths[:decodes] += found.shape[1] if taken is None else taken
     if tokens == decodes:
         return slots, lengths
-    requests, slots_after, lengths_after = requests[decodes:], slots[decodes:], lengths[decodes:]
-    positions = _positions(requests, query_start_loc, seq_lens, decodes)
+    requests, rows, counts = requests[decodes:], slots[decodes:], lengths[decodes:]
+    positions, size = _positions(requests, query_start_loc, seq_lens, decodes), swa_block_size
     select_window(
-        positions,
-        requests,
-        swa_block_table,
-        page_size=swa_block_size,
-        window=window_size,
-        slots=slots_after[:, :window],
-        lengths=lengths_after,
+        positions, requests, swa_block_table, page_size=size, window=window_size, slots=rows[:, :window], lengths=counts
     )
-    lengths_after.zero_()
+    counts.zero_()
     if topk:
-        table = _entry_table(compressed_block_table)
-        size, ratio = compressed_block_size, max(compress_ratio, 1)
-        select_entries(
-            positions, requests, table, ratio=ratio, page_size=size, lengths=lengths_after, columns=topk
-        )  # fmt: skip
-        found = _slots_in_place(prefill_topk_indices[:, :topk], requests, table, size)
-        column = torch.arange(topk, dtype=torch.int32, device=slots.device)
-        found.masked_fill_(column >= lengths_after.unsqueeze(1), -1)
-        slots_after[:, window : window + topk] = found
-    lengths_after += window
+        where = (positions, requests, _entry_table(compressed_block_table), compressed_block_size)
+        numbers = prefill_topk_indices[:, :topk]
+        rows[:, window : window + topk] = _prefill_entries(numbers, *where, max(compress_ratio, 1), counts)
+    counts += window
     return slots, lengths
+
+
+def _buffers(
+    out: tuple[Tensor, Tensor] | None, tokens: int, window: int, entries: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Rows of the caller's buffers, or new ones, for `window` and `entries` columns per token."""
+    if out is None:
+        width = window + ceil_div(entries, 4) * 4
+        slots = torch.empty(tokens, width, dtype=torch.int32, device=device)
+        return slots, torch.empty(tokens, dtype=torch.int32, device=device)
+    slots, lengths = (buffer[:tokens] for buffer in out)
+    if slots.shape[1] < window + entries:
+        expected = f"at least {window + entries} columns wide"
+        raise checks.refuse("out[0]", expected, slots.shape[1], "widen the buffer")
+    return slots, lengths
+
+
+def _prefill_entries(
+    numbers: Tensor,
+    positions: Tensor,
+    requests: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    ratio: int,
+    counts: Tensor,
+) -> Tensor:
+    """Slots [T, K] of the first entry numbers, as many as are complete; writes how many to `counts`."""
+    columns = numbers.shape[1]
+    select_entries(
+        positions, requests, block_table, ratio=ratio, page_size=page_size, lengths=counts, columns=columns
+    )  # fmt: skip
+    column = torch.arange(columns, dtype=torch.int32, device=numbers.device)
+    slots = _slots_in_place(numbers, requests, block_table, page_size)
+    return slots.masked_fill_(column >= counts.unsqueeze(1), -1)
 
 
 def _entry_table(block_table: Tensor | None) -> Tensor:
