@@ -26,6 +26,14 @@ from tamis.ops.gather import reference as gather_reference
 from tamis.ops.gather import triton_kernels as gather_kernels
 from tamis.ops.index import reference as index_reference
 from tamis.ops.index import triton_kernels as index_kernels
+from tamis.ops.index.operations import (
+    IndexScores,
+    IndexTopk,
+    QuantiseIndexQuery,
+    RaggedScores,
+    TopkPositions,
+    WriteIndexKeys,
+)
 from tamis.ops.output import triton_kernels as output_kernels
 from tamis.ops.output.operations import RotateToFp8
 from tamis.ops.rotate import reference as rotate_reference
@@ -238,9 +246,17 @@ def test_scores_of_keys_that_do_not_exist_are_nothing(
     out = guards.output(torch.zeros(tokens, 61))
     with guards.allocations(monkeypatch):
         index_kernels.index_scores(
-            guards.given(q), guards.given(weights), cache, guards.given(ids), guards.given(table),
-            guards.given(lengths), out,
-        )  # fmt: skip
+            IndexScores(
+                guards.given(q),
+                guards.given(weights),
+                cache,
+                guards.given(ids),
+                guards.given(table),
+                guards.given(lengths),
+                out,
+                "triton",
+            )
+        )
     guards.check()
     known = (ids >= 0) & (ids < 2)
     seen = torch.where(known, lengths.clamp(0, 56), 0)
@@ -249,9 +265,18 @@ def test_scores_of_keys_that_do_not_exist_are_nothing(
     torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-2, atol=1e-2)
     with guards.allocations(monkeypatch):
         found = index_kernels.index_topk(
-            guards.given(q), guards.given(weights), cache, guards.given(ids), guards.given(table),
-            guards.given(lengths), 60, 1 << 20,
-        )  # fmt: skip
+            IndexTopk(
+                guards.given(q),
+                guards.given(weights),
+                cache,
+                guards.given(ids),
+                guards.given(table),
+                guards.given(lengths),
+                60,
+                1 << 20,
+                "triton",
+            )
+        )
     guards.check()
     for token in range(tokens):
         expected = (wanted[token] > -torch.inf).nonzero().flatten().tolist()
@@ -265,7 +290,7 @@ def test_keys_of_a_list_beyond_its_ends(guards: Guards, monkeypatch: pytest.Monk
     out = guards.output(torch.zeros(6, 20))
     given = [guards.given(t) for t in (q, weights, keys)]
     with guards.allocations(monkeypatch):
-        index_kernels.ragged_scores(*given, None, guards.given(starts), guards.given(ends), out)
+        index_kernels.ragged_scores(RaggedScores(*given, None, guards.given(starts), guards.given(ends), out, "triton"))
     guards.check()
     wanted = (torch.relu(q.double() @ keys.double().T) * weights.double().unsqueeze(2)).sum(1)
     place = torch.arange(20)
@@ -284,7 +309,9 @@ def test_selecting_from_lengths_and_pages_of_any_kind(
     for pages in (None, (ids, table)):
         held = (None, None) if pages is None else (guards.given(ids), guards.given(table))
         with guards.allocations(monkeypatch):
-            found = index_kernels.topk_positions(guards.given(scores), guards.given(lengths), k, *held, 16)
+            found = index_kernels.topk_positions(
+                TopkPositions(guards.given(scores), guards.given(lengths), k, *held, 16, "triton")
+            )
         guards.check()
         for token in range(6):
             row = scores[token, : max(0, min(width, int(lengths[token])))]
@@ -312,19 +339,35 @@ def test_index_keys_and_queries_at_positions_without_angles(
     angles = torch.cat((table, torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), 1)))  # the last one turns nothing
     with guards.allocations(monkeypatch):
         index_kernels.write_index_keys(
-            guards.given(keys), cache, guards.given(slots), None, None, 1e-6, guards.given(positions),
-            guards.given(table), recipe,
-        )  # fmt: skip
+            WriteIndexKeys(
+                guards.given(keys),
+                cache,
+                guards.given(slots),
+                None,
+                None,
+                1e-6,
+                guards.given(positions),
+                guards.given(table),
+                recipe,
+                "triton",
+            )
+        )
     guards.check()
-    index_reference.write_index_keys(keys, wanted, torch.where(inside, slots, -1), None, None, 1e-6, at, angles, recipe)
+    index_reference.write_index_keys(
+        WriteIndexKeys(keys, wanted, torch.where(inside, slots, -1), None, None, 1e-6, at, angles, recipe, "reference")
+    )
     assert same_bytes(cache, wanted)
     if layout == "index-fp8":
         q, weights = torch.randn(30, 3, 128), torch.randn(30, 3)
         given = [guards.given(t) for t in (q, weights, positions, table)]
         with guards.allocations(monkeypatch):
-            values, folded = index_kernels.quantise_index_query(*given, recipe, cache.layout, 0.5)
+            values, folded = index_kernels.quantise_index_query(
+                QuantiseIndexQuery(*given, recipe, cache.layout, 0.5, "triton")
+            )
         guards.check()
-        expected = index_reference.quantise_index_query(q, weights, at, angles, recipe, cache.layout, 0.5)
+        expected = index_reference.quantise_index_query(
+            QuantiseIndexQuery(q, weights, at, angles, recipe, cache.layout, 0.5, "reference")
+        )
         assert torch.equal(values.view(torch.uint8).cpu(), expected[0].view(torch.uint8))
         assert torch.equal(folded.cpu(), expected[1])
 

@@ -117,7 +117,7 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "select_window": ["slots", "lengths"],
         "topk_positions": [],
         "translate_positions": [],
-        "write_index_keys": ["storage"],
+        "write_index_keys": ["cache_storage"],
         "write_kv": ["storage"],
     }
     registered = {

@@ -18,7 +18,7 @@ from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import gather_unchecked
 from tamis.ops.index import WORKSPACE_BYTES
-from tamis.ops.index import registered as index_ops
+from tamis.ops.index.operations import IndexTopk, index_topk
 from tamis.ops.translate import check_shard
 from tamis.ops.translate.operations import TranslatePositions, translate_positions
 from tamis.ops.write import join_parts, write_kv_unchecked
@@ -280,7 +280,7 @@ class SparseMLA:
         """As `select`, of inputs that were checked: what a layer call runs."""
         assert self.spec.topk is not None
         assert caches.index is not None
-        return index_ops.index_topk(
+        call = IndexTopk(
             index.q,
             index.weights,
             caches.index,
@@ -291,6 +291,7 @@ class SparseMLA:
             self.index_workspace_bytes,
             self.backend,
         )
+        return index_topk(call)
 
     def _translate(
         self, selection: Selection, request_ids: Tensor, block_table: Tensor, workspace: tuple[Tensor, Tensor] | None

@@ -18,7 +18,8 @@ from tamis.ops.combine import check_output, check_sink
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import check_gather_kv
 from tamis.ops.index import MAX_K, QUERY_DTYPES, check_index_topk, check_layout
-from tamis.ops.index.prepare import agreed_recipe
+from tamis.ops.index.operations import IndexTopk
+from tamis.ops.index.prepare import resolve_recipe
 from tamis.ops.library import implementation
 from tamis.ops.translate import check_translate_positions
 from tamis.ops.translate.operations import TranslatePositions
@@ -152,7 +153,7 @@ class CallChecks:
                 "index.recipe", f"that of the cache, {cache.recipe}", None, "say how q and keys were prepared"
             )
         if index.recipe is not None:
-            agreed_recipe("index.recipe", index.recipe, cache)
+            resolve_recipe("index.recipe", index.recipe, cache)
         sizes = {"T": plan.rows} | ({"H": spec.index_heads} if spec.index_heads else {})
         if plan.requests == 0:
             # There is no table to look into, and nothing to look for.
@@ -162,7 +163,7 @@ class CallChecks:
             heads = {"T": plan.rows, "H": sizes["H"]}
             checks.tensor("index.weights", index.weights, "T H", checks.FLOATS, device=cache.device, **heads)  # type: ignore[arg-type]
             return
-        check_index_topk(
+        call = IndexTopk(
             index.q,
             index.weights,
             cache,
@@ -172,10 +173,8 @@ class CallChecks:
             spec.topk,
             self.workspace_bytes,
             self.backend,
-            prefix="index.",
-            name="caches.index",
-            sizes=sizes,
         )
+        check_index_topk(call, sizes, q="index.q", weights="index.weights", cache="caches.index")
 
     def _signature(self, call: Call) -> tuple[object, ...] | None:
         """All that the checks of a call on a device depend on; None where they must run."""

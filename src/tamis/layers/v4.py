@@ -18,7 +18,7 @@ from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.compress import operations as compress_ops
 from tamis.ops.index import WORKSPACE_BYTES
-from tamis.ops.index import registered as index_ops
+from tamis.ops.index.operations import IndexTopk, index_topk
 from tamis.ops.output import operations as output_ops
 from tamis.ops.output.operations import LowerGroups, RotateToFp8
 from tamis.ops.rotate import operations as rotate_ops
@@ -128,9 +128,8 @@ class SparseV4:
         assert caches.index is not None
         assert spec.topk is not None
         where = (plan.step.request_ids, entries.block_table, entries.visible)
-        return index_ops.index_topk(
-            index_q, index_weights, caches.index, *where, spec.topk, WORKSPACE_BYTES, self.backend
-        )
+        call = IndexTopk(index_q, index_weights, caches.index, *where, spec.topk, WORKSPACE_BYTES, self.backend)
+        return index_topk(call)
 
     def output(self, attended: Tensor, plan: V4Plan) -> Tensor:
         """Hidden states [rows, hidden] from attention's [rows, H, D], whose values were rotated as keys are."""

@@ -22,6 +22,7 @@ from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.compress import check_compress_kv, check_recipe, has_hadamard
 from tamis.ops.compress.operations import CompressKv
 from tamis.ops.index import WORKSPACE_BYTES, check_index_topk, check_layout
+from tamis.ops.index.operations import IndexTopk
 from tamis.ops.output import check_rotate_to_fp8
 from tamis.ops.output.operations import RotateToFp8
 from tamis.ops.rotate import check_rotate_and_write, check_rotate_heads
@@ -148,20 +149,10 @@ class V4Checks:
         spec, entries = self.spec, entry_plan(self.spec, plan)
         if caches.index is None or spec.topk is None:
             raise checks.refuse("caches.index", "given for a layer that selects", None, "allocate it")
-        check_index_topk(
-            index_q,
-            index_weights,
-            caches.index,
-            plan.step.request_ids,
-            entries.block_table,
-            entries.visible,
-            spec.topk,
-            WORKSPACE_BYTES,
-            self.backend,
-            prefix="index_",
-            name="caches.index",
-            sizes={"T": plan.step.rows, "H": spec.index_heads},
-        )
+        where = (plan.step.request_ids, entries.block_table, entries.visible)
+        call = IndexTopk(index_q, index_weights, caches.index, *where, spec.topk, WORKSPACE_BYTES, self.backend)
+        sizes = {"T": plan.step.rows, "H": spec.index_heads}
+        check_index_topk(call, sizes, q="index_q", weights="index_weights", cache="caches.index")
 
     def outputs(self, attended: Tensor, plan: V4Plan) -> None:
         """Refuse what the output's stages refuse."""

@@ -20,6 +20,7 @@ from tamis.lab.testing import attend_cases, cases, compare, oracle
 from tamis.lab.verify import repeat, run_checks
 from tamis.lab.verify.check import Check, Target, Trial, judge
 from tamis.ops.compress.operations import CompressKv
+from tamis.ops.index.operations import IndexScores, RaggedScores, WriteIndexKeys
 from tamis.ops.select.operations import SelectWindow
 
 
@@ -102,12 +103,12 @@ def break_index(result: Tensor, *args: object) -> None:
     result[3] = result[3].clamp_max(0)
 
 
-def break_scores(result: None, *args: Tensor) -> None:
-    args[-1][3:4].mul_(1.001)
+def break_scores(result: None, call: IndexScores | RaggedScores) -> None:
+    call.out[3:4].mul_(1.001)
 
 
-def break_keys(result: None, keys: Tensor, cache, *rest: object) -> None:
-    cache.storage[0].mul_(1.001)
+def break_keys(result: None, call: WriteIndexKeys) -> None:
+    call.cache.storage[0].mul_(1.001)
 
 
 def break_query(result: tuple[Tensor, Tensor], *args: object) -> None:
