@@ -14,6 +14,7 @@ from guarded import Guards
 from torch import Tensor
 
 from tamis import PagedCache, Selection
+from tamis.cache.codec import write_rows
 from tamis.cache.layout import compressor_state, named
 from tamis.lab.testing import oracle
 from tamis.model.recipe import IndexRecipe
@@ -22,8 +23,8 @@ from tamis.ops.combine import triton_kernels as combine_kernels
 from tamis.ops.compress import reference as compress_reference
 from tamis.ops.compress import triton_kernels as compress_kernels
 from tamis.ops.compress.operations import CompressKv
-from tamis.ops.gather import reference as gather_reference
 from tamis.ops.gather import triton_kernels as gather_kernels
+from tamis.ops.gather.operations import GatherIndex, GatherKv, ReadKv
 from tamis.ops.index import reference as index_reference
 from tamis.ops.index import triton_kernels as index_kernels
 from tamis.ops.index.operations import (
@@ -45,8 +46,8 @@ from tamis.ops.select import triton_kernels as select_kernels
 from tamis.ops.translate import reference as translate_reference
 from tamis.ops.translate import triton_kernels as translate_kernels
 from tamis.ops.translate.operations import TranslatePositions
-from tamis.ops.write import reference as write_reference
 from tamis.ops.write import triton_kernels as write_kernels
+from tamis.ops.write.operations import WriteKv
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
@@ -161,9 +162,9 @@ def test_writes_go_to_slots_that_exist(guards: Guards, layout: str, monkeypatch:
     kv[3], kv[5, 0], kv[9] = torch.nan, torch.inf, 0.0
     slots = distinct(40, 35, 1)
     with guards.allocations(monkeypatch):
-        write_kernels.write_kv(guards.given(kv), cache, guards.given(slots))
+        write_kernels.write_kv(WriteKv(guards.given(kv), None, guards.given(slots), cache, "triton"))
     guards.check()
-    write_reference.write_kv(kv, wanted, torch.where((slots >= 0) & (slots < 35), slots, -1))
+    write_rows(kv, wanted, torch.where((slots >= 0) & (slots < 35), slots, -1))
     assert same_bytes(cache, wanted)
 
 
@@ -174,7 +175,7 @@ def test_reads_of_slots_that_do_not_exist_are_zeros(
     cache = guards.keep(filled(guards, layout, 5, 7))
     slots = hostile(60, 35, 2)
     with guards.allocations(monkeypatch):
-        found = gather_kernels.read_kv(cache, guards.given(slots), torch.float32)
+        found = gather_kernels.read_kv(ReadKv(guards.given(slots), cache, torch.float32, "triton"))
     guards.check()
     inside = (slots >= 0) & (slots < 35)
     wanted = oracle.rows_of(on_host(cache), torch.where(inside, slots, 0)).masked_fill(~inside[:, None], 0.0)
@@ -193,11 +194,9 @@ def test_gathering_leaves_rows_that_no_request_covers(
     given = [guards.given(t) for t in (table, lengths, starts, first)]
     out = guards.output(torch.full((30, 576), 7.0))
     wanted = out.cpu().clone()
-    values = guards.output(torch.full((30, 128), 7, dtype=torch.uint8))
-    scales = guards.output(torch.full((30,), 7.0))
     with guards.allocations(monkeypatch):
-        gather_kernels.gather_kv(cache, *given, out)
-        gather_kernels.gather_index(keys, *given, values, scales.unsqueeze(1))
+        gather_kernels.gather_kv(GatherKv(*given, cache, out, "triton"))
+        values, scales = gather_kernels.gather_index(GatherIndex(*given, keys, 30, "triton"))
     guards.check()
     covered = torch.zeros(30, dtype=torch.bool)
     host = on_host(cache)
@@ -213,8 +212,8 @@ def test_gathering_leaves_rows_that_no_request_covers(
             wanted[row] = oracle.rows_of(host, slot)[0].float()
             covered[row] = True
     assert torch.equal(out.cpu(), wanted)
-    assert torch.equal((values != 7).any(1).cpu(), covered)
-    assert torch.equal((scales != 7).cpu(), covered)
+    assert torch.equal(values.view(torch.uint8).any(1).cpu(), covered)
+    assert torch.equal((scales != 0).cpu(), covered)
 
 
 @pytest.mark.parametrize("options", [{}, {"compact": True}, {"shard": (3, 1, 4)}, {"workspace": True}])
@@ -397,10 +396,8 @@ def test_rotation_at_positions_without_angles(guards: Guards, layout: str, monke
     torch.testing.assert_close(turned.cpu(), expected, rtol=1e-5, atol=1e-5)
     eight = codes.cpu().float().unflatten(2, (4, 128)) * torch.exp2(exponents.cpu().float() - 127).unsqueeze(3)
     torch.testing.assert_close(eight.flatten(2), expected, rtol=0.07, atol=0.02)
-    rows = gather_reference.read_kv(on_host(cache), written[inside], torch.float32)
-    torch.testing.assert_close(
-        rows, gather_reference.read_kv(host, written[inside], torch.float32), rtol=0.07, atol=0.02
-    )
+    rows = on_host(cache).read(written[inside])
+    torch.testing.assert_close(rows, host.read(written[inside]), rtol=0.07, atol=0.02)
     others = torch.tensor(sorted(set(range(35)) - set(written.tolist())))
     assert (
         cache.field(cache.layout.values).cpu().contiguous().view(torch.uint8)[others // 7, others % 7] == 0xFF
@@ -467,7 +464,7 @@ def _reference_compress(
         span = compress_reference.span_slots(state, positions[token, None], ids[token, None], table, 2 * ratio)
         pooled = compress_reference.pool_rows(state, span, 512)
         normed = pooled / (pooled.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight
-        write_reference.write_kv(normed, entries, beyond[token, None])
+        write_rows(normed, entries, beyond[token, None])
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -118,7 +118,7 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "topk_positions": [],
         "translate_positions": [],
         "write_index_keys": ["cache_storage"],
-        "write_kv": ["storage"],
+        "write_kv": ["cache_storage"],
     }
     registered = {
         schema.name.removeprefix("tamis::"): schema

@@ -37,7 +37,6 @@ _SELECTIONS = (
     "Tensor[] storages, str[] layouts, float[] scales, Tensor?[] scale_tensors, "
     "Tensor[] slots, Tensor?[] lengths, Tensor?[] request_ids, Tensor?[] block_tables"
 )
-_REQUESTS = "Tensor block_table, Tensor lengths, Tensor starts, Tensor first"
 
 
 def op(schema: str, fake: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -137,81 +136,3 @@ def ask_kernels(stage: Any, check: str, *arguments: Any) -> None:
     """A module whose kernels take less than their stage has a function that refuses the rest, by the name `check`."""
     if hasattr(stage, check):
         getattr(stage, check)(*arguments)
-
-
-def _write_kv(kv: Tensor, rope: Tensor | None, *rest: Any) -> None:
-    stage_module("write", rest[-1], kv.device, kv=kv, rope=rope)
-
-
-@op(
-    f"write_kv(Tensor kv, Tensor? rope, Tensor slots, Tensor(a!) storage, {CACHE}, str backend) -> ()",
-    _write_kv,
-)
-def write_kv(kv: Tensor, rope: Tensor | None, slots: Tensor, cache: PagedCache, backend: str) -> None:
-    """Rows into the cache; their last columns may lie apart."""
-    stage_module("write", backend, cache.device, kv=kv, rope=rope).write_kv(kv, cache, slots, rope)
-
-
-def _read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str) -> Tensor:
-    stage_module("gather", backend, cache.device)
-    return slots.new_empty((*slots.shape, cache.layout.width), dtype=dtype)
-
-
-@op(f"read_kv(Tensor slots, Tensor storage, {CACHE}, ScalarType dtype, str backend) -> Tensor", _read_kv)
-def read_kv(slots: Tensor, cache: PagedCache, dtype: torch.dtype, backend: str) -> Tensor:
-    """Rows [..., width] of slots [...]."""
-    rows: Tensor = stage_module("gather", backend, cache.device).read_kv(cache, slots, dtype)
-    return rows.contiguous()
-
-
-def _gather_kv(block_table: Tensor, *rest: Any) -> None:
-    stage_module("gather", rest[-1], block_table.device)
-
-
-@op(f"gather_kv({_REQUESTS}, Tensor storage, {CACHE}, Tensor(a!) out, str backend) -> ()", _gather_kv)
-def gather_kv(
-    block_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    first: Tensor,
-    cache: PagedCache,
-    out: Tensor,
-    backend: str,
-) -> None:
-    """Whole requests into `out`."""
-    stage_module("gather", backend, cache.device).gather_kv(cache, block_table, lengths, starts, first, out)
-
-
-def _stored_keys(cache: PagedCache, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Room beside `like` for keys and scales as they are stored, one scale per key without an axis of its own."""
-    layout = cache.layout
-    assert layout.scales is not None
-    values = like.new_zeros((rows, layout.values.count), dtype=torch.uint8)
-    scales = like.new_zeros((rows, layout.scales.count), dtype=layout.scales.dtype)
-    return (values, scales) if layout.packed else (values.view(torch.float8_e4m3fn), scales.squeeze(1))
-
-
-def _gather_index(block_table: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, cache, rows, backend = rest
-    stage_module("gather", backend, block_table.device)
-    return _stored_keys(cache, rows, block_table)
-
-
-@op(
-    f"gather_index({_REQUESTS}, Tensor storage, {CACHE}, SymInt rows, str backend) -> (Tensor, Tensor)",
-    _gather_index,
-)
-def gather_index(
-    block_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    first: Tensor,
-    cache: PagedCache,
-    rows: int,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """Keys and scales of whole requests as they are stored, zeros elsewhere."""
-    values, scales = _stored_keys(cache, rows, block_table)
-    stage = stage_module("gather", backend, cache.device)
-    stage.gather_index(cache, block_table, lengths, starts, first, values, scales)
-    return values, scales

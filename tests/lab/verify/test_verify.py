@@ -200,10 +200,10 @@ def test_an_exception_is_a_failed_case_and_the_others_go_on(monkeypatch: pytest.
 
     right = reference.translate_positions
 
-    def fragile(positions: Tensor, *args, **options):
-        if options["compact"]:
+    def fragile(call):
+        if call.compact:
             raise RuntimeError("no such kernel")
-        return right(positions, *args, **options)
+        return right(call)
 
     monkeypatch.setattr(reference, "translate_positions", fragile)
     found = by_check(run_checks("cpu", stages=["translate"], quick=True))["translate", "slots"]

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.cache.codec import decode_e2m1, encode_rows
 from tamis.cache.layout import Rounding, index_mxfp4
 from tamis.model.recipe import IndexRecipe
-from tamis.ops.gather.reference import decode_e2m1
 from tamis.ops.index.prepare import rotate_index
-from tamis.ops.write.reference import encode_rows
 
 _TILE = 32
 """Values per scale."""

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from tamis.arithmetic import round_up
+from tamis.cache.codec import decode_e2m1, encode_rows, fetch_field, write_rows
 from tamis.cache.paged import PagedCache
-from tamis.ops.gather.reference import decode_e2m1, fetch_field, request_slots
+from tamis.cache.slots import slots_of
 from tamis.ops.index.operations import (
     IndexScores,
     IndexTopk,
@@ -24,7 +25,6 @@ from tamis.ops.index.operations import (
     WriteIndexKeys,
 )
 from tamis.ops.index.rotation import rotate_rows
-from tamis.ops.write.reference import encode_rows, write_kv
 
 KEY_BLOCK = 1024
 """Keys per product."""
@@ -51,7 +51,7 @@ def write_index_keys(call: WriteIndexKeys) -> None:
         bias = None if call.norm_bias is None else call.norm_bias.float()
         keys = layer_norm(keys.float(), keys.shape[1:], call.norm_weight.float(), bias, call.norm_eps)
     rotated = rotate_rows(keys, positions, call.cos_sin, call.recipe, call.cache.layout.rounding)
-    write_kv(rotated, call.cache, call.slots)
+    write_rows(rotated, call.cache, call.slots)
 
 
 def index_scores(call: IndexScores) -> None:
@@ -196,8 +196,9 @@ def _aligned(rows: Tensor) -> Tensor:
 
 def _cached_keys(cache: PagedCache, table: Tensor, first: int) -> _KeyBlock:
     """One request's keys from position `first` on."""
-    zero = torch.zeros(1, dtype=torch.int64, device=table.device)
-    slots = request_slots(cache, table, zero + KEY_BLOCK, zero, zero + first, KEY_BLOCK)
+    positions = torch.arange(first, first + KEY_BLOCK, dtype=torch.int64, device=table.device).unsqueeze(0)
+    request = torch.zeros(1, dtype=torch.int64, device=table.device)
+    slots = slots_of(positions, request, table, cache.page_size, cache.pages)[0]
     known, present = slots.clamp_min(0), slots >= 0
     values = fetch_field(cache, cache.layout.values, known)
     if cache.layout.scales is None:
