@@ -206,6 +206,7 @@ class SparseMLA:
         """Insert the new tokens' rows, and their index keys if given."""
         checks.instance("plan", plan, Plan)
         checks.instance("caches", caches, Caches)
+        self._checks.caches(caches, plan)
         self._checks.rows(kv, index, caches, plan)
         calls = self._writes(kv, index, caches, plan)
         self._checks.writes(calls, caches)

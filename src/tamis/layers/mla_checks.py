@@ -124,7 +124,7 @@ class MlaChecks:
         if plan is None:
             checks.instance("cache", caches.latent, PagedCache)
         else:
-            self._check_caches(caches, plan)
+            self.caches(caches, plan)
         self._check_query(q, caches.latent, plan)
         if (positions is None) == (index is None):
             received = "neither" if index is None else "both"
@@ -137,8 +137,6 @@ class MlaChecks:
             self.rows(given.kv, index, caches, plan)
         check_scales(self.spec.scale, given.q_scale, q.device)
         check_sink(given.sink, self.spec.heads, q.device)
-        if given.out is not None:
-            check_output(given.out, (*q.shape[:2], self.spec.value_dim), q.device, *given.read)
         if plan is not None and plan.prefill is not None and plan.prefill.chunks:
             width = caches.latent.layout.width
             checks.tensor("plan.workspace", plan.workspace, "N D", tuple(self._gathered), D=width, device=q.device)
@@ -149,10 +147,28 @@ class MlaChecks:
         if call.index_topk is not None and call.plan is not None:
             self.index_topk(call.index_topk, call.plan)
         if call.plan is not None and call.plan.requests == 0:
+            self._check_output(given)
             checks.no_gradient(**given.inputs)
         else:
-            self._check_attention(call)
+            self._check_attention(given, call)
         self._passed = self._seen
+
+    def caches(self, caches: Caches, plan: Plan) -> None:
+        """Refuse caches that do not fit the layer and the plan."""
+        cache, spec = caches.latent, self.spec
+        checks.instance("caches", cache, PagedCache)
+        if caches.index is not None:
+            checks.instance("caches.index", caches.index, PagedCache)
+        if cache.page_size != plan.page_size:
+            raise checks.refuse("caches", f"of the plan's page size {plan.page_size}", cache.page_size, "plan with it")
+        if cache.layout.width != spec.head_dim:
+            raise checks.refuse("caches", f"{spec.head_dim} wide like the layer's rows", repr(cache), "match the spec")
+        if cache.device != plan.slots.device:
+            raise checks.refuse("caches", f"on {plan.slots.device} like the plan", cache.device, "plan for that device")
+        if plan.mode == "separate" and not cache.layout.quantised:
+            raise checks.refuse("caches", "an FP8 cache for a separate plan", repr(cache), "plan with its layout")
+        if plan.topk is not None and spec.topk is not None and plan.topk != spec.topk:
+            raise checks.refuse("plan.topk", f"the layer's {spec.topk}", plan.topk, "plan with the layer's spec")
 
     def rows(
         self, kv: Tensor | tuple[Tensor, Tensor] | None, index: IndexInputs | None, caches: Caches, plan: Plan
@@ -242,22 +258,6 @@ class MlaChecks:
     def _index_sizes(self, plan: Plan) -> dict[str, int]:
         return {"T": plan.rows} | ({"H": self.spec.index_heads} if self.spec.index_heads else {})
 
-    def _check_caches(self, caches: Caches, plan: Plan) -> None:
-        cache, spec = caches.latent, self.spec
-        checks.instance("caches", cache, PagedCache)
-        if caches.index is not None:
-            checks.instance("caches.index", caches.index, PagedCache)
-        if cache.page_size != plan.page_size:
-            raise checks.refuse("caches", f"of the plan's page size {plan.page_size}", cache.page_size, "plan with it")
-        if cache.layout.width != spec.head_dim:
-            raise checks.refuse("caches", f"{spec.head_dim} wide like the layer's rows", repr(cache), "match the spec")
-        if cache.device != plan.slots.device:
-            raise checks.refuse("caches", f"on {plan.slots.device} like the plan", cache.device, "plan for that device")
-        if plan.mode == "separate" and not cache.layout.quantised:
-            raise checks.refuse("caches", "an FP8 cache for a separate plan", repr(cache), "plan with its layout")
-        if plan.topk is not None and spec.topk is not None and plan.topk != spec.topk:
-            raise checks.refuse("plan.topk", f"the layer's {spec.topk}", plan.topk, "plan with the layer's spec")
-
     def _check_query(self, q: Tensor, cache: PagedCache, plan: Plan | None) -> None:
         spec, sizes = self.spec, {} if plan is None else {"rows": plan.rows}
         remedy = "the plan's rows, the spec's heads and widths"
@@ -283,7 +283,7 @@ class MlaChecks:
             received = f"{int(positions[token].max())} for token {token} at {int(plan.positions[token])}"
             raise checks.refuse("positions", "at most each token's own", received, "they belong to another step")
 
-    def _check_attention(self, call: Call) -> None:
+    def _check_attention(self, given: Arguments, call: Call) -> None:
         """Refuse what attention over the call's positions refuses, and what translates and gathers for it."""
         attention, positions = call.attend, call.positions
         if positions is None:
@@ -296,7 +296,12 @@ class MlaChecks:
             check_gather_kv(gather)
             selections = [selections[0], Selection(self.workspace_cache(gather.out), positions)]
         check_query(attention.q, selections, self.spec.value_dim)
+        self._check_output(given)
         check_attend(attention._replace(selections=selections))
+
+    def _check_output(self, given: Arguments) -> None:
+        if given.out is not None:
+            check_output(given.out, (*given.q.shape[:2], self.spec.value_dim), given.q.device, *given.read)
 
     def stand_in(self, q: Tensor) -> Tensor:
         """Positions int32 [rows, topk] of no value, for checks of those that an indexer is going to select."""

@@ -10,7 +10,7 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.v4_caches import V4Caches
 from tamis.layers.batch_invariance import fixed_splits
 from tamis.layers.v4_checks import Projected, V4Call, V4Checks, V4Writes, entry_plan
-from tamis.layers.v4_gathered import Gathered, prepare_gathered, run_gathered
+from tamis.layers.v4_gathered import Gathered, run_gathered
 from tamis.layers.v4_weights import CompressorWeights, V4Weights
 from tamis.model.spec import LayerSpec
 from tamis.ops import Rotated
@@ -78,7 +78,7 @@ class SparseV4:
             return torch.zeros_like(hidden)
         call = self._build(self._project(hidden), caches, plan)
         if not known:
-            self._checks.operations(call)
+            call = self._checks.operations(call)
         queries = self._write(call.writes)
         chosen = None if call.index_topk is None else self._select(call, queries)
         return self._output(self._attend(call, queries.q, chosen), call.output)
@@ -212,7 +212,7 @@ class SparseV4:
         if plan.workspace is not None:
             chosen = self._checks.stand_in(plan) if spec.kind == "overlapping" else None
             numbers = (spec.compress, spec.scale, spec.value_dim, sink, self.backend)
-            return prepare_gathered(Gathered(q, plan, caches.window, caches.entries, chosen, *numbers))
+            return Gathered(q, plan, caches.window, caches.entries, chosen, *numbers)
         selections, columns = [plan.window.selection(caches.window)], plan.window.slots.shape[1]
         if spec.kind != "window" and caches.entries is not None:
             entries = entry_plan(spec, plan)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.cache.v4_caches import V4Caches
-from tamis.layers.v4_gathered import Gathered
+from tamis.layers.v4_gathered import Gathered, prepare_gathered
 from tamis.layers.v4_weights import V4Weights
 from tamis.model.spec import LayerSpec
 from tamis.ops.attention import check_attend, check_query
@@ -109,15 +109,21 @@ class V4Checks:
             self._check_compressed(caches, entry_plan(spec, plan))
         self._no_gradient(hidden)
 
-    def operations(self, call: V4Call) -> None:
-        """Refuse what the operations of a call refuse, and remember a call that passed."""
+    def operations(self, call: V4Call) -> V4Call:
+        """Refuse what the operations of a call refuse, and remember a call that passed.
+
+        Returns the call; if prefills are gathered, with the operations of their groups.
+        """
         self.writes(call.writes)
         if call.index_topk is not None:
             self.index(call.index_topk)
-        if isinstance(call.attend, Attend):
+        if isinstance(call.attend, Gathered):
+            call = call._replace(attend=prepare_gathered(call.attend))
+        else:
             self._check_attend(call, call.attend)
         self.output(call.output)
         self._passed = self._seen
+        return call
 
     def writes(self, writes: V4Writes) -> None:
         """Refuse what the operations refuse that write."""
