@@ -106,7 +106,7 @@ def topk_positions(call: TopkPositions) -> Tensor:
     result[:, :count] = chosen.masked_fill_(chosen == width, -1).int()
     if call.request_ids is None or call.block_table is None or call.page_size is None:
         return result
-    return _slots(result, call.request_ids, call.block_table, call.page_size)
+    return slots_of(result, call.request_ids, call.block_table, call.page_size).int()
 
 
 def index_topk(call: IndexTopk) -> Tensor:
@@ -207,16 +207,3 @@ def _cached_keys(cache: PagedCache, table: Tensor, first: int) -> _KeyBlock:
     if cache.layout.packed:
         return _KeyBlock(decode_e2m1(values, scales), None, present)
     return _KeyBlock(values.view(torch.float8_e4m3fn), scales.squeeze(1), present)
-
-
-def _slots(positions: Tensor, request_ids: Tensor, block_table: Tensor, page_size: int) -> Tensor:
-    """Slots of positions in the same columns, -1 where there is no page."""
-    request, width = request_ids.long(), block_table.shape[1]
-    if block_table.numel() == 0:
-        return torch.full_like(positions, -1)
-    page = positions.long() // page_size
-    there = (positions >= 0) & (page < width) & ((request >= 0) & (request < len(block_table))).unsqueeze(1)
-    table = block_table[request.clamp(0, len(block_table) - 1)]
-    page_id = table.gather(1, page.clamp(0, width - 1)).long()
-    slots = page_id * page_size + positions % page_size
-    return torch.where(there & (page_id >= 0) & (slots < 2**31), slots, -1).int()

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tamis.cache.slots import slots_of
 from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectWindow
 
 
@@ -16,7 +17,7 @@ def select_window(call: SelectWindow) -> None:
     begin = begin.clamp_min(0)
     count = torch.where(real, end - begin, 0).clamp(0, call.slots.shape[1])
     column = _columns(call.slots)
-    found = _slots(begin.unsqueeze(1) + column, request, call.block_table, call.page_size)
+    found = slots_of(begin.unsqueeze(1) + column, request, call.block_table, call.page_size)
     call.slots.copy_(torch.where(column < count.unsqueeze(1), found, -1))
     call.lengths.copy_(count)
 
@@ -28,7 +29,7 @@ def select_entries(call: SelectEntries) -> None:
     count = torch.where(real, (position + 1) // ratio, 0)
     if call.completed is not None:
         ends = real & ((position + 1) % ratio == 0)
-        slot = _slots((position // ratio).unsqueeze(1), request, block_table, page_size)[:, 0]
+        slot = slots_of((position // ratio).unsqueeze(1), request, block_table, page_size)[:, 0]
         call.completed.copy_(torch.where(ends, slot, -1))
     if call.visible is not None:
         call.visible.copy_(count)
@@ -36,7 +37,7 @@ def select_entries(call: SelectEntries) -> None:
         call.lengths.copy_(count.clamp_max(call.limit))
     if call.every is not None:
         column = _columns(call.every)
-        found = _slots(column.expand(len(position), -1), request, block_table, page_size)
+        found = slots_of(column.expand(len(position), -1), request, block_table, page_size)
         local = torch.arange(len(position), dtype=torch.int64, device=position.device) >= call.first_local
         found = torch.where(local.unsqueeze(1), column, found)
         call.every.copy_(torch.where(column < count.unsqueeze(1), found, -1))
@@ -46,7 +47,7 @@ def select_chosen(call: SelectChosen) -> None:
     """Slots of the entries that an indexer chose; see `tamis.ops.select_chosen`."""
     no_padding = torch.zeros_like(call.request_ids)
     _, request, real = _tokens(no_padding, call.request_ids, call.block_table.shape[0], call.own)
-    slots = _slots(call.chosen.long(), request, call.block_table, call.page_size)
+    slots = slots_of(call.chosen.long(), request, call.block_table, call.page_size)
     found = torch.where(real.unsqueeze(1), slots, -1)
     order = torch.argsort((found < 0).to(torch.uint8), dim=1, stable=True)
     call.slots.copy_(found.gather(1, order))
@@ -85,13 +86,3 @@ def _tokens(positions: Tensor, request_ids: Tensor, requests: int, own: Tensor |
     if own is not None:
         real &= own >= 0
     return positions.long().clamp_min(0), request.clamp(0, max(requests - 1, 0)), real
-
-
-def _slots(positions: Tensor, request: Tensor, block_table: Tensor, page_size: int) -> Tensor:
-    """int64 [T, C]: slots of positions; -1 for negative ones, past the table, in absent pages, or past 32 bits."""
-    page = positions // page_size
-    inside = (positions >= 0) & (page < block_table.shape[1])
-    table = block_table.index_select(0, request)
-    page_id = table.gather(1, page.clamp(0, block_table.shape[1] - 1)).long()
-    slots = page_id * page_size + positions % page_size
-    return torch.where(inside & (page_id >= 0) & (slots < 2**31), slots, -1)
