@@ -20,7 +20,7 @@ from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import check_gather_kv
 from tamis.ops.gather.operations import GatherKv, gather_kv
-from tamis.ops.select.arguments import check_select_gathered
+from tamis.ops.select import check_select_gathered
 from tamis.ops.select.operations import SelectGathered, select_gathered
 from tamis.step.lease import needs_latest_plan
 from tamis.step.v4_plan import GatherPlan, PrefillGroup, V4Plan
