@@ -9,7 +9,7 @@ from tamis.cache.layout import Layout
 from tamis.cuda.compiler import INSTALL, has_nvrtc
 from tamis.model.spec import LayerSpec
 
-STAGES = ("rotate", "compress", "write", "gather", "index", "select", "translate", "attend", "combine")
+STAGES = ("rotate", "compress", "write", "gather", "index", "select", "translate", "attend", "combine", "output")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from tamis.cache.selection import Caches, Selection
 from tamis.layers.mla_checks import Call, CallChecks, PositionsCall
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, IndexInputs
-from tamis.ops.attention import attend_unchecked, new_output, translates_freely
+from tamis.ops.attention import folded_scale, new_output
+from tamis.ops.attention.operations import Attend, attend
+from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import gather_unchecked
 from tamis.ops.index import WORKSPACE_BYTES
 from tamis.ops.index import registered as index_ops
@@ -178,7 +180,7 @@ class SparseMLA:
     def _nothing(self, call: Call) -> LayerOutput:
         """The result of a step without requests: its rows, if there are any, are padding."""
         rows, heads, q = call.plan.rows, self.spec.heads, call.q
-        out = new_output(q, self.spec.value_dim, q.dtype) if call.out is None else call.out
+        out = new_output(q, self.spec.value_dim) if call.out is None else call.out
         lse = torch.full((rows, heads), -torch.inf, dtype=torch.float32, device=q.device)
         positions = call.positions
         if positions is None:
@@ -303,11 +305,11 @@ class SparseMLA:
     def _attend_directly(
         self, q: Tensor, selection: Selection, sink: Tensor | None, q_scale: float | Tensor, out: Tensor | None
     ) -> Attended:
-        ids, table, backend = selection.request_ids, selection.block_table, self.backend
-        assert ids is not None
-        assert table is not None
-        if self.shard.ranks > 1 or not translates_freely(q, selection, self.spec.value_dim, backend=backend):
-            selection = Selection(selection.cache, self._translate(selection, ids, table, None))
+        if self.shard.ranks > 1:
+            assert selection.request_ids is not None
+            assert selection.block_table is not None
+            slots = self._translate(selection, selection.request_ids, selection.block_table, None)
+            selection = Selection(selection.cache, slots)
         return self._attend_rows(q, selection, sink, q_scale, out)
 
     def _attend_gathered(
@@ -324,7 +326,7 @@ class SparseMLA:
         workspace_rows, workspace = (prefill.ids, prefill.starts), plan.workspace
         slots = self._translate(Selection(cache, positions), plan.request_ids, plan.block_table, workspace_rows)
         if out is None:
-            out = new_output(q, self.spec.value_dim, q.dtype)
+            out = new_output(q, self.spec.value_dim)
         out[plan.tokens :].zero_()  # padding, which belongs to no chunk
         lse = torch.full((plan.rows, self.spec.heads), -torch.inf, dtype=torch.float32, device=q.device)
         top = torch.full_like(lse, -torch.inf)
@@ -354,4 +356,8 @@ class SparseMLA:
     ) -> Attended:
         spec = self.spec
         splits = ceil_div(selection.slots.shape[1], FIXED_COLUMNS) if self.batch_invariant else None
-        return attend_unchecked(q, [selection], spec.scale, spec.value_dim, sink, q_scale, splits, out, self.backend)
+        scale, factor = folded_scale(spec.scale, q_scale)
+        out = new_output(q, spec.value_dim) if out is None else out
+        sink = contiguous_sink(sink)
+        lse, max_logits = attend(Attend(q, [selection], scale, factor, splits, sink, out, True, self.backend))
+        return Attended(out, lse, max_logits)

@@ -292,7 +292,7 @@ class SparseImpl:
     def _nothing(self, q: Tensor, out: Tensor | None) -> Attended:
         """The result of a step without requests: all of its rows are padding and attend to nothing."""
         if out is None:
-            out = new_output(q, self._attention.spec.value_dim, q.dtype)
+            out = new_output(q, self._attention.spec.value_dim)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
         return Attended(out.zero_(), lse, None)
 

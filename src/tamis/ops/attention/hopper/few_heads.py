@@ -28,7 +28,8 @@ from tamis.ops.attention.hopper.items import (
     choose_cut,
     fits_directly,
 )
-from tamis.ops.combine.triton_kernels import combine_with_maxima
+from tamis.ops.attention.operations import Attend, AttendSlots
+from tamis.ops.combine.triton_kernels import combine_splits
 
 NAME = "few heads"
 GROUP = 16
@@ -230,10 +231,9 @@ def usual_variant(tokens: int | None, heads: int, sms: int, bf16_rows: bool) -> 
     return variants.few_tokens if tokens is not None and tokens <= 2 * sms else variants.many_tokens
 
 
-def attend_slots(
-    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
+    q, selections, scale, splits = call.q, call.selections, call.factor, call.splits
     variants = [_variant(q, s, splits) for s in selections]
     counts = [_cut(q, s, v, splits, direct=False).parts for s, v in zip(selections, variants, strict=True)]
     found = Target.empty(sum(counts), *q.shape[:2], device=q.device)
@@ -245,19 +245,11 @@ def attend_slots(
     return found
 
 
-def attend_into(
-    q: Tensor,
-    selections: Sequence[Selection],
-    *,
-    scale: float | Tensor,
-    splits: int | None,
-    sink: Tensor | None,
-    out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_into`; tokens that are not cut go straight into `out`."""
+def attend(call: Attend) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`; tokens that are not cut go straight into `out`."""
+    q, selections, scale, splits, sink, out = (call.q, call.selections, call.factor, call.splits, call.sink, call.out)
     if len(selections) > 1 or not fits_directly(out):
-        parts = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
-        return combine_with_maxima(*parts, sink, out)
+        return combine_splits(*attend_slots(call.in_splits()), sink, out)
     variant = _variant(q, selections[0], splits)
 
     def launch(whole: Target, parts: Target) -> None:
