@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-import tamis.lab.demo.serve
+import tamis.lab.demo.mla_server
 import tamis.layers.mla
 from tamis.cache.pool import PagePool
-from tamis.lab.demo.probe import Probe
+from tamis.lab.demo.outcome import Served
 from tamis.lab.demo.requests import Request, Scheduler, make_requests
-from tamis.lab.demo.serve import Served, serve
+from tamis.lab.demo.serve import serve
 from tamis.lab.demo.shape import ModelShape, Workload
+from tamis.lab.testing.mla_probe import MLAProbe
 from tamis.ops.gather import gather_unchecked
 
 
@@ -71,14 +72,14 @@ def test_indexer_finds_what_attention_looks_at(heads: int, yarn_factor: float) -
 def test_probe_counts_a_wrong_output_and_a_wrong_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measurement must be able to fail: disturb what it is given."""
 
-    class Disturbed(Probe):
-        def compare(self, layer: int, pieces: Any, inputs: Any, positions: Any, out: torch.Tensor) -> None:
+    class Disturbed(MLAProbe):
+        def compare(self, layer: int, spans: Any, q: Any, rows: Any, positions: Any, out: torch.Tensor) -> None:
             if layer == 0:
-                super().compare(layer, pieces, inputs, positions, out * 1.5)
+                super().compare(layer, spans, q, rows, positions, out * 1.5)
             else:
-                super().compare(layer, pieces, inputs, positions.clamp_max(0), out)
+                super().compare(layer, spans, q, rows, positions.clamp_max(0), out)
 
-    monkeypatch.setattr(tamis.lab.demo.serve, "Probe", Disturbed)
+    monkeypatch.setattr(tamis.lab.demo.mla_server, "MLAProbe", Disturbed)
     served = run(cache="v32-fp32")
     assert served.errors is not None
     assert served.errors[0].quantisation_error == pytest.approx(0.5, rel=1e-3)

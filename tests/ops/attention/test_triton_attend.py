@@ -4,12 +4,13 @@ import bounds
 import pytest
 import torch
 from attention_calls import attend_call, attend_slots_call, combine_call
-from oracle import INT_MAX, INT_MIN, attention, relative_error
+from bounds import relative_error, selected_attention
 from torch import Tensor
 
 from tamis import PagedCache, Selection
 from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, named, plain_fp8, rows, v4_fp8, v32_fp8
+from tamis.lab.testing.cases import INT_MAX, INT_MIN
 from tamis.ops.attention import triton_kernels
 from tamis.ops.combine import reference as combine_reference
 from tamis.ops.combine import triton_kernels as combine_kernels
@@ -82,7 +83,7 @@ def check(
     wide = q.float().cpu()
     host_sink = None if sink is None else sink.cpu()
     options = {"scale": SCALE, "value_dim": value_dim, "parts": len(out) + ceil_div(total_columns(selections), 16)}
-    exact = attention(wide, [on_host(s) for s in selections], sink=host_sink, **options)
+    exact = selected_attention(wide, [on_host(s) for s in selections], sink=host_sink, **options)
     empty = exact.lse == -torch.inf
     assert torch.equal(total.cpu() == -torch.inf, empty)
     assert not merged.isnan().any()
@@ -254,7 +255,7 @@ def test_queries_of_any_size(size: float, device: torch.device) -> None:
         attend_slots_call(q.bfloat16(), [selection], scale=scale, value_dim=512, splits=1)
     )
     wide = q.bfloat16().double().cpu()
-    exact = attention(wide, [on_host(selection)], scale=scale, value_dim=512, parts=2)
+    exact = selected_attention(wide, [on_host(selection)], scale=scale, value_dim=512, parts=2)
     allowed = bounds.relative(exact.out_error, exact.out) if device.type == "cpu" else 2.2e-3
     assert relative_error(out[0].cpu(), exact.out) < allowed
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import INT_MAX, INT_MIN
 from seeds import seeded
 
+from tamis.lab.testing.cases import INT_MAX, INT_MIN
 from tamis.ops import translate_positions
 
 
