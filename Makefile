@@ -118,7 +118,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 # memory, and every program of the portable kernels compiled for every GPU.
 soak: setup
 	$(BIN)/pytest tests/reliability --calls 100000 --tokens 1000000 --steps 10000
-	$(BIN)/python -m tamis.lab.testing.offline --every sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 gfx942 gfx950
+	$(BIN)/python -m tamis.lab.offline.triton --every sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 gfx942 gfx950
 
 bench: setup
 	$(BIN)/python benchmarks/cpu_step.py

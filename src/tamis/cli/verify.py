@@ -12,7 +12,7 @@ from tamis.cli.progress import Progress
 from tamis.cli.table import render_table
 
 if TYPE_CHECKING:
-    from tamis.lab.testing.offline_cuda import KernelUse
+    from tamis.lab.offline.cuda import KernelUse
     from tamis.lab.verify import CheckResult
 
 STAGES = (

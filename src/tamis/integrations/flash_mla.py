@@ -24,9 +24,8 @@ from tamis.cache.layout import Layout, rows, v4_fp8, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.cuda.device import sm_count
-from tamis.integrations import _arguments
+from tamis.integrations import _arguments, flash_mla_schedule
 from tamis.ops import attend, translate_positions
-from tamis.step import split as schedule
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -42,7 +41,7 @@ class FlashMLASchedMeta:
     """What `get_mla_metadata` hands to `flash_mla_with_kvcache`. Unlike FlashMLA's it never changes once made."""
 
     tile_scheduler_metadata: Tensor | None = None
-    """int32 [parts, 8]; see `tamis.step.split.SplitSchedule.parts`."""
+    """int32 [parts, 8]; see `flash_mla_schedule.SplitSchedule.parts`."""
     num_splits: Tensor | None = None
     """int32 [b + 1], the running sum of how many pieces each request is cut into."""
 
@@ -220,8 +219,9 @@ def _spread_step(
         columns = [checks.integer("topk", topk, low=1)] * requests
     on_gpu = cache_seqlens.device.type == "cuda"
     capability = torch.cuda.get_device_capability(cache_seqlens.device)[0] if on_gpu else 9
-    parts = schedule.part_count(sm_count(cache_seqlens.device), heads, query_rows // heads, capability_major=capability)
-    spread = schedule.schedule_splits(columns, parts, overhead=3 if num_heads_q == 128 else 5)
+    sms = sm_count(cache_seqlens.device)
+    parts = flash_mla_schedule.part_count(sms, heads, query_rows // heads, capability_major=capability)
+    spread = flash_mla_schedule.schedule_splits(columns, parts, overhead=3 if num_heads_q == 128 else 5)
     device = cache_seqlens.device
     return FlashMLASchedMeta(torch.from_numpy(spread.parts).to(device), torch.from_numpy(spread.splits).to(device))
 

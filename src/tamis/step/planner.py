@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
@@ -20,13 +19,9 @@ from tamis.step.plan import Chunk, DecodePart, Limits, Mode, Plan, PrefillPart
 from tamis.step.split import (
     INT,
     MIN_HEADS_FOR_WORKSPACE,
-    PART_FIELDS,
     BatchSplit,
-    SplitSchedule,
     chunk_starts,
     pack_chunks,
-    part_count,
-    schedule_splits,
     split_batch,
 )
 
@@ -74,9 +69,6 @@ class Planner:
         if mode == "separate" and not self.layout.quantised:
             raise checks.refuse("mode", f"'mixed' for {self.layout.name}", repr(mode), "there is nothing to upconvert")
         self.mode: Literal["mixed", "separate"] = mode
-        cores, major = _cores(self.device)
-        self._parts = part_count(cores, spec.heads, capability_major=major)
-        self._overhead = 3 if spec.heads == 128 else 5
         tokens, requests = limits.max_tokens, limits.max_requests
         sizes = {
             "request_ids": (tokens, 0),
@@ -84,8 +76,6 @@ class Planner:
             "query_starts": (requests + 1, 0),
             "lengths": (requests, 0),
             "workspace_starts": (requests, 0),
-            "schedule_parts": (self._parts * PART_FIELDS, 0),
-            "schedule_splits": (tokens + 1, 0),
         }
         # Everything that the host computes lies in one arena, so that a step needs one copy to the device.
         self._fills = np.concatenate([np.full(size, fill, np.int32) for size, fill in sizes.values()])
@@ -112,11 +102,6 @@ class Planner:
             shape = (self._workspace_rows, self.layout.width)
             self._workspace = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
         self.lease = Lease()
-        # Valid counts live on the device, so the host plans for full rows; that makes the schedule a function of the
-        # row count alone, and one per row count is enough. The function knows numbers, not the planner: one that held
-        # it would keep all buffers alive until a garbage collection.
-        columns = spec.topk or spec.window or 1
-        self._schedule = lru_cache(maxsize=64)(partial(_full_rows, columns, self._parts, self._overhead))
 
     def plan(self, batch: Batch) -> Plan:
         """Metadata for one step. Reads the batch only; waits for nothing on the device."""
@@ -150,16 +135,11 @@ class Planner:
             prefill_lengths = host_lengths[split.decodes :].tolist()
             chunks = pack_chunks(prefill_lengths, self._workspace_rows) if self.mode == "separate" else []
             host[spans["workspace_starts"]][: split.prefills] = chunk_starts(prefill_lengths, chunks)
-        schedule = self._schedule(split.decode_tokens if self.mode == "separate" else tokens)
-        host[spans["schedule_parts"]] = schedule.parts.reshape(-1)
-        host[spans["schedule_splits"]][: len(schedule.splits)] = schedule.splits
-        return Prepared(
-            batch, host, rows, split, starts, query_lengths, host_lengths, prefill_lengths, chunks, schedule
-        )
+        return Prepared(batch, host, rows, split, starts, query_lengths, host_lengths, prefill_lengths, chunks)
 
     def fill(self, prepared: "Prepared", use: Use) -> Plan:
         """The second half of `plan`: fill the buffers, in a block of `lease.renewed`."""
-        batch, rows, split, schedule = prepared.batch, prepared.rows, prepared.split, prepared.schedule
+        batch, rows, split = prepared.batch, prepared.rows, prepared.split
         starts, query_lengths, host_lengths = prepared.starts, prepared.query_lengths, prepared.host_lengths
         requests, tokens = len(host_lengths), int(starts[-1])
         self._arena.copy_(staged(torch.from_numpy(prepared.host), self.device), non_blocking=True)
@@ -186,9 +166,6 @@ class Planner:
             split=split,
             decode=self._decode_part(split, query_lengths),
             prefill=self._prefill_part(prepared, pages.block_table),
-            schedule_parts=self._views["schedule_parts"].view(-1, PART_FIELDS),
-            schedule_splits=self._views["schedule_splits"][: len(schedule.splits)],
-            splits=schedule.most_splits,
             workspace=self._workspace,
             other_pages=others,
             use=use,
@@ -339,11 +316,6 @@ class Prepared:
     host_lengths: INT
     prefill_lengths: list[int]
     chunks: list[tuple[int, int]]
-    schedule: SplitSchedule
-
-
-def _full_rows(columns: int, parts: int, overhead: int, rows: int) -> SplitSchedule:
-    return schedule_splits([columns] * rows, parts, overhead=overhead)
 
 
 def check_starts(starts: INT, query_lengths: INT, limits: Limits) -> None:
@@ -364,11 +336,3 @@ def staged(host: Tensor, device: torch.device) -> Tensor:
     into one fixed block could overtake a copy still under way.
     """
     return host.pin_memory() if device.type == "cuda" else host
-
-
-def _cores(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors and compute-capability major; a CPU counts as one core that needs no splitting."""
-    if device.type != "cuda":
-        return 1, 0
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major

@@ -12,10 +12,10 @@ from tamis import checks
 from tamis.arithmetic import ceil_div
 from tamis.integrations.vllm.engine_batch import engine_batch
 from tamis.integrations.vllm.v4_backend import TamisV4Backend
+from tamis.integrations.vllm.v4_index_chunks import IndexChunk, chunk_index_prefills
 from tamis.integrations.vllm.v4_metadata import CompressedBuilder, decode_rows
 from tamis.step.batch import Batch
 from tamis.step.plan import Plan
-from tamis.step.split import IndexChunk, chunk_index_prefills
 
 KEYS_PER_LENGTH = 40
 """How many longest requests' worth of keys are gathered at once."""

@@ -1,9 +1,9 @@
 """Portable sparse attention in Triton: which kernel runs, how it is laid out, and its launch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -20,10 +20,6 @@ from tamis.ops.attention.triton_grouped import GROUPS, attend_groups_kernel
 from tamis.ops.attention.triton_rowwise import attend_rows_kernel
 from tamis.ops.combine.triton_kernels import combine_with_maxima
 from tamis.ops.rows.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline import OfflineCase
-
 
 MAX_LATENT, MAX_ROPE = 512, 256
 """A wider accumulator does not fit the registers; wider rows do not fit the smallest shared memory."""
@@ -345,17 +341,3 @@ def row_widths(layout: Layout) -> dict[str, Any]:
         "TAIL": rest,
         "BLOCK_T": max(16, triton.next_power_of_2(rest)) if rest else 16,
     }
-
-
-def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.lab.testing.offline` compiles."""
-    from tamis.lab.offline import attend as triton_offline
-
-    yield from triton_offline.cases()
-
-
-def every_offline_case() -> Iterator["OfflineCase"]:
-    """A launch of every program that dtypes, formats and widths can ask for."""
-    from tamis.lab.offline import attend as triton_offline
-
-    yield from triton_offline.cases(every=True)

@@ -1,7 +1,6 @@
 """Merging partial attention outputs by their lse, in Triton: one program per token, head and block of columns."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -9,9 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.ops.rows.triton_rows import interpreted, launching_on, load_wide, store_rounded
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline import OfflineCase
 
 BLOCK_PARTS = 8
 """Parts that are read at once: latency, not bandwidth, is what few rows of many parts cost."""
@@ -102,16 +98,17 @@ def _combine(
         into = lse, torch.empty_like(lse)
     lse, top = into
     if out.numel():
-        arguments = _arguments(parts.contiguous(), lses.contiguous(), sink, out, lse, maxima, top)
+        arguments = launch_arguments(parts.contiguous(), lses.contiguous(), sink, out, lse, maxima, top)
         blocks = triton.cdiv(arguments["VALUE_DIM"], arguments["BLOCK_V"])
         with launching_on(out.device):
             combine_kernel[(lse.numel(), blocks)](**arguments, num_warps=4)
     return lse, top
 
 
-def _arguments(
+def launch_arguments(
     parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, maxima: Tensor | None, top: Tensor
 ) -> dict[str, Any]:
+    """What `combine_kernel` is launched with."""
     count, tokens, heads, width = parts.shape
     return {
         "parts": parts,
@@ -134,16 +131,3 @@ def _arguments(
         "BLOCK_PARTS": min(BLOCK_PARTS, triton.next_power_of_2(count)),
         "NATIVE_BF16": not interpreted(combine_kernel),
     }
-
-
-def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.lab.testing.offline` compiles."""
-    from tamis.lab.testing.offline import OfflineCase
-
-    for count, tokens, sink in ((2, 128, None), (64, 1, torch.zeros(16, dtype=torch.float32, device="cpu"))):
-        parts = torch.zeros(count, tokens, 16, 512, dtype=torch.float32, device="cpu")
-        lses = torch.zeros(count, tokens, 16, dtype=torch.float32, device="cpu")
-        out = torch.zeros(tokens, 16, 512, dtype=torch.bfloat16, device="cpu")
-        arguments = _arguments(parts, lses, sink, out, lses[0], None if sink is None else lses, lses[0])
-        label = f"combine {count} parts" + (", sink" if sink is not None else "")
-        yield OfflineCase.of_launch(combine_kernel, arguments, {"num_warps": 4}, label)

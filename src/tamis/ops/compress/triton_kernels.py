@@ -5,15 +5,12 @@ in the same step come from the step's own values and scores, since other program
 earlier steps come from the state pages. Both hold the same numbers if `state_slots` say what the block table says.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.cache.layout import Layout, compressor_state, index_fp8, index_mxfp4, named, plain_fp8
 from tamis.cache.paged import PagedCache
 from tamis.ops.rows.triton_norm import check_rows as check_rows  # offered by this module
 from tamis.ops.rows.triton_norm import (
@@ -25,9 +22,6 @@ from tamis.ops.rows.triton_norm import (
     rotate_row,
 )
 from tamis.ops.rows.triton_rows import interpreted, launching_on, load_wide, row_start
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline import OfflineCase
 
 SPAN_VALUES = 8192
 """Values of a span that a program holds at once, and as many scores: the more, the fewer times it waits for memory."""
@@ -168,12 +162,12 @@ def compress_kv(
     if len(values) == 0:
         return
     tokens = (positions, state_slots, request_ids, block_table, slots)
-    arguments = _arguments(values, scores, state, cache, *tokens, bias, norm_weight, cos_sin, eps, hadamard)
+    arguments = launch_arguments(values, scores, state, cache, *tokens, bias, norm_weight, cos_sin, eps, hadamard)
     with launching_on(values.device):
-        compress_tokens[(len(values),)](**arguments, **_options(arguments))
+        compress_tokens[(len(values),)](**arguments, **launch_options(arguments))
 
 
-def _arguments(
+def launch_arguments(
     values: Tensor,
     scores: Tensor,
     state: PagedCache,
@@ -226,38 +220,6 @@ def _arguments(
     }
 
 
-def _options(arguments: dict[str, Any]) -> dict[str, int]:
+def launch_options(arguments: dict[str, Any]) -> dict[str, int]:
     """Warps by the size of a block: 16 values per thread."""
     return {"num_warps": max(1, min(MOST_WARPS, arguments["ROWS"] * arguments["BLOCK"] // 512))}
-
-
-def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.lab.testing.offline` compiles."""
-    from tamis.lab.testing.offline import OfflineCase
-
-    kinds: list[tuple[Layout, int, bool, torch.dtype, bool]] = [
-        (named("v4-fp8"), 4, True, torch.float32, False),
-        (named("v4-fp8"), 128, False, torch.float32, False),
-        (named("v4-bf16"), 4, True, torch.bfloat16, False),
-        (plain_fp8(latent=448), 128, False, torch.bfloat16, False),
-        (index_fp8(), 4, True, torch.float32, False),
-        (index_fp8(), 4, True, torch.float32, True),
-        (index_fp8(dim=100), 3, True, torch.float16, False),
-        (index_mxfp4(), 4, True, torch.float32, False),
-        (index_mxfp4(), 4, True, torch.float32, True),
-    ]
-    for layout, ratio, overlapping, dtype, hadamard in kinds:
-        state = PagedCache(compressor_state(dim=layout.width, overlapping=overlapping), 2, 4)
-        channels = state.layout.width // 2
-        tokens = torch.empty(2, channels, dtype=dtype, device="cpu")
-        ids = torch.zeros(2, dtype=torch.int32, device="cpu")
-        pages = (ids, ids.long(), ids, torch.zeros(2, 32, dtype=torch.int32, device="cpu"), ids.long())
-        weights = (
-            torch.empty(ratio, channels, dtype=torch.float32, device="cpu"),
-            torch.empty(layout.width, dtype=torch.float32, device="cpu"),
-            torch.empty(9, 64, dtype=torch.float32, device="cpu"),
-        )
-        arguments = _arguments(tokens, tokens, state, PagedCache(layout, 2, 2), *pages, *weights, 1e-6, hadamard)
-        how = f"{ratio}{' overlapping' * overlapping}{' by Hadamard' * hadamard}"
-        label = f"compress {layout.name} {how} from {dtype}".replace("torch.", "")
-        yield OfflineCase.of_launch(compress_tokens, arguments, _options(arguments), label)

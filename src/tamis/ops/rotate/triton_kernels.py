@@ -1,16 +1,13 @@
 """Norm and rotation in Triton: one launch, one program per token and head, and one more per token that is written."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.cache.layout import named, plain_fp8
 from tamis.cache.paged import PagedCache
-from tamis.ops.rotate import triton_output
 from tamis.ops.rotate.triton_output import lower_groups, rotate_to_fp8
 from tamis.ops.rows.triton_norm import check_rows as check_rows  # offered by this module
 from tamis.ops.rows.triton_norm import (
@@ -22,9 +19,6 @@ from tamis.ops.rows.triton_norm import (
     rotate_row,
 )
 from tamis.ops.rows.triton_rows import interpreted, launching_on, load_wide, store_rounded
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline import OfflineCase
 
 __all__ = ["lower_groups", "norm_rows", "rotate_and_write", "rotate_heads", "rotate_to_fp8"]
 NUM_WARPS = 1
@@ -118,9 +112,9 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
-    arguments = _rows(x, weight, eps, out)
+    arguments = norm_arguments(x, weight, eps, out)
     with launching_on(x.device):
-        norm_rows_kernel[(x.shape[0],)](**arguments, **_row_options(arguments))
+        norm_rows_kernel[(x.shape[0],)](**arguments, **norm_options(arguments))
     return out
 
 
@@ -130,7 +124,7 @@ def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, eps: float | Non
     if out.numel() == 0:
         return out
     with launching_on(x.device):
-        turn_heads[x.shape[:2]](**_heads(x, positions, cos_sin, eps, inverse, out), num_warps=NUM_WARPS)
+        turn_heads[x.shape[:2]](**head_arguments(x, positions, cos_sin, eps, inverse, out), num_warps=NUM_WARPS)
     return out
 
 
@@ -152,13 +146,13 @@ def rotate_and_write(
     if len(q) == 0:
         return out, index_out
     index = (index_q, index_out, index_hadamard)
-    arguments = _heads_and_rows(q, kv, cache, slots, positions, cos_sin, norm_weight, eps, out, *index)
+    arguments = head_and_row_arguments(q, kv, cache, slots, positions, cos_sin, norm_weight, eps, out, *index)
     with launching_on(q.device):
         turn_and_insert[(len(q), q.shape[1] + 1 + arguments["index_heads"])](**arguments, num_warps=NUM_WARPS)
     return out, index_out
 
 
-def _rows(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> dict[str, Any]:
+def norm_arguments(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> dict[str, Any]:
     if x.stride(1) != 1:
         x = x.contiguous()
     return {
@@ -173,7 +167,7 @@ def _rows(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> dict[str, Any]:
     }
 
 
-def _row_options(arguments: dict[str, Any]) -> dict[str, int]:
+def norm_options(arguments: dict[str, Any]) -> dict[str, int]:
     return {"num_warps": max(1, min(8, arguments["BLOCK"] // 256))}
 
 
@@ -196,7 +190,7 @@ def _shared(x: Tensor, positions: Tensor, cos_sin: Tensor, out: Tensor) -> tuple
     }
 
 
-def _heads(
+def head_arguments(
     x: Tensor, positions: Tensor, cos_sin: Tensor, eps: float | None, inverse: bool, out: Tensor
 ) -> dict[str, Any]:
     x, shared = _shared(x, positions, cos_sin, out)
@@ -208,7 +202,7 @@ def _heads(
     }
 
 
-def _heads_and_rows(
+def head_and_row_arguments(
     q: Tensor,
     kv: Tensor,
     cache: PagedCache,
@@ -251,42 +245,3 @@ def _heads_and_rows(
             "cache_rows": cache.rows,
         }
     )
-
-
-def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.lab.testing.offline` compiles."""
-    from tamis.lab.testing.offline import OfflineCase
-
-    options = {"num_warps": NUM_WARPS}
-    positions = torch.zeros(2, dtype=torch.int32, device="cpu")
-    table = torch.empty(9, 64, dtype=torch.float32, device="cpu")
-    for heads, width, dtype in ((64, 512, torch.bfloat16), (64, 128, torch.bfloat16), (3, 512, torch.float32)):
-        x = torch.empty(2, heads, width, dtype=dtype, device="cpu")
-        for eps, inverse in ((1e-6, False), (None, True)):
-            label = f"rotate {heads}x{width} {dtype}{' inverse' * inverse}{' normed' * (eps is not None)}"
-            arguments = _heads(x, positions, table, eps, inverse, x)
-            yield OfflineCase.of_launch(turn_heads, arguments, options, label.replace("torch.", ""))
-    index = torch.empty(2, 64, 128, dtype=torch.bfloat16, device="cpu")
-    for layout, other, hadamard in (
-        (named("v4-fp8"), index, False),
-        (named("v4-fp8"), index, True),
-        (named("v4-fp8"), None, False),
-        (named("v4-bf16"), index, False),
-        (named("v4-fp32"), None, False),
-        (plain_fp8(latent=448), None, False),
-    ):
-        q = torch.empty(2, 64, layout.width, dtype=torch.bfloat16, device="cpu")
-        cache = PagedCache(layout, 2, 64)
-        slots = torch.arange(2, dtype=torch.int64, device="cpu")
-        weight = torch.empty(layout.width, dtype=torch.float32, device="cpu")
-        rest = (positions, table, weight, 1e-6, q, other, other, hadamard)
-        arguments = _heads_and_rows(q, q[:, 0], cache, slots, *rest)
-        queries = f"{' with index queries' * (other is not None)}{' by Hadamard' * hadamard}"
-        label = f"rotate and write {layout.name}{queries}"
-        yield OfflineCase.of_launch(turn_and_insert, arguments, options, label)
-    for width, dtype in ((1536, torch.bfloat16), (100, torch.float32)):
-        x = torch.empty(2, width, dtype=dtype, device="cpu")
-        arguments = _rows(x, torch.empty(width, dtype=torch.float32, device="cpu"), 1e-6, x)
-        label = f"rotate: norm of {width} {dtype}".replace("torch.", "")
-        yield OfflineCase.of_launch(norm_rows_kernel, arguments, _row_options(arguments), label)
-    yield from triton_output.offline_cases()

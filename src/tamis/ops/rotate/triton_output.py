@@ -1,7 +1,6 @@
 """The way of attention's output back to hidden states, in FP8: heads rotated and quantised, then lowered by group."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -20,9 +19,6 @@ from tamis.ops.rows.triton_rows import (
     store_rounded,
 )
 from tamis.ops.write.triton_kernels import quantise_tiles
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline import OfflineCase
 
 E4M3 = torch.float8_e4m3fn
 TURN_WARPS = 1
@@ -97,7 +93,7 @@ def rotate_to_fp8(x: Tensor, positions: Tensor, cos_sin: Tensor, tile: int, inve
     values = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scales = torch.empty(tokens, heads, width // tile, dtype=torch.uint8, device=x.device)
     if values.numel():
-        arguments = _turn_arguments(x, positions, cos_sin, tile, inverse, values, scales)
+        arguments = fp8_arguments(x, positions, cos_sin, tile, inverse, values, scales)
         with launching_on(x.device):
             turn_to_fp8[(tokens, heads)](**arguments, num_warps=TURN_WARPS)
     return values.view(E4M3), scales
@@ -108,16 +104,17 @@ def lower_groups(x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tenso
     tokens, groups, rank = x.shape[0], weight.shape[0], weight.shape[1]
     out = torch.empty(tokens, groups, rank, dtype=dtype, device=x.device)
     if out.numel():
-        arguments = _lower_arguments(x, scales, weight, weight_scales, out, native=has_native_e4m3(x.device))
+        arguments = lower_arguments(x, scales, weight, weight_scales, out, native=has_native_e4m3(x.device))
         grid = triton.cdiv(rank, arguments["BLOCK_O"]), groups, triton.cdiv(tokens, arguments["BLOCK_T"])
         with launching_on(x.device):
             lower_tile[grid](**arguments, num_warps=LOWER_WARPS)
     return out
 
 
-def _turn_arguments(
+def fp8_arguments(
     x: Tensor, positions: Tensor, cos_sin: Tensor, tile: int, inverse: bool, values: Tensor, scales: Tensor
 ) -> dict[str, Any]:
+    """What `turn_to_fp8` is launched with."""
     x = x if x.stride(2) == 1 else x.contiguous()
     return {
         "x": x,
@@ -138,9 +135,10 @@ def _turn_arguments(
     }
 
 
-def _lower_arguments(
+def lower_arguments(
     x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, out: Tensor, *, native: bool
 ) -> dict[str, Any]:
+    """What `lower_tile` is launched with."""
     on_host = interpreted(lower_tile)
     stored = E4M3 if native else torch.uint8
     compute = tl.float32 if on_host else tl.float8e4nv if native else tl.float16
@@ -162,28 +160,3 @@ def _lower_arguments(
         "BLOCK_O": 64,
         "BLOCK_T": max(16, min(MOST_TOKENS, triton.next_power_of_2(max(1, x.shape[0])))),
     }
-
-
-def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.lab.testing.offline` compiles."""
-    from tamis.lab.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase
-
-    x = torch.empty(2, 64, 512, dtype=torch.bfloat16, device="cpu")
-    table = torch.empty(9, 64, dtype=torch.float32, device="cpu")
-    values, scales = x.to(E4M3), torch.empty(2, 64, 4, dtype=torch.uint8, device="cpu")
-    positions = torch.zeros(2, dtype=torch.int32, device="cpu")
-    arguments = _turn_arguments(x, positions, table, 128, True, values.view(torch.uint8), scales)
-    yield OfflineCase.of_launch(turn_to_fp8, arguments, {"num_warps": TURN_WARPS}, "rotate 64x512 to FP8")
-    weight = torch.empty(8, 1024, 4096, dtype=E4M3, device="meta")
-    weight_scales = torch.empty(8, 8, 32, dtype=torch.float32, device="cpu")
-    for tokens in (1, 200):
-        lowered = (
-            torch.empty(tokens, 8, 4096, dtype=E4M3, device="meta"),
-            torch.empty(tokens, 8, 32, dtype=torch.float32, device="cpu").byte(),
-        )
-        out = torch.empty(tokens, 8, 1024, dtype=torch.bfloat16, device="meta")
-        for native in (True, False):
-            arguments = _lower_arguments(*lowered, weight, weight_scales, out, native=native)
-            targets = tuple(t for t in TARGETS if (t in NATIVE_E4M3) == native)
-            label = f"rotate: lower groups of 4096, {tokens} tokens{', native' * native}"
-            yield OfflineCase.of_launch(lower_tile, arguments, {"num_warps": LOWER_WARPS}, label, targets)

@@ -16,7 +16,8 @@ from tamis.cache.layout import Layout, v4_fp8, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.cuda.compiler import compiled, has_nvrtc
-from tamis.lab.testing.offline_cuda import CudaCase, compile_case
+from tamis.lab.offline.attend import many_heads_cases
+from tamis.lab.offline.cuda import CudaCase, compile_case
 from tamis.ops import write_kv
 from tamis.ops.attention.hopper import many_heads as many
 from tamis.ops.attention.hopper.splits import Outputs
@@ -246,7 +247,7 @@ def test_a_captured_launch_sees_new_queries_slots_and_lengths() -> None:
         close((out.cpu(), lse.cpu(), top.cpu()), wanted, error=4e-3)
 
 
-@pytest.mark.parametrize("case", list(many.offline_cases()), ids=lambda case: case.label)
+@pytest.mark.parametrize("case", list(many_heads_cases()), ids=lambda case: case.label)
 def test_it_compiles_without_spills_and_products_overlap(case: CudaCase) -> None:
     if not has_nvrtc():
         pytest.skip("NVRTC is not installed")

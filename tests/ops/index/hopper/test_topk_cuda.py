@@ -85,7 +85,7 @@ class Emulated:
     """The kernel of a number of threads, compiled for the host."""
 
     def __init__(self, folder: Path, threads: int) -> None:
-        program = topk._program(threads)
+        program = topk.program(threads)
         source = program.source.replace('#include "instructions.cuh"', '#include "emulator.hpp"')
         self.threads, self.run = threads, on_host.load(folder, source + ENTRY, program.options).run
 

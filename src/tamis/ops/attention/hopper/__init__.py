@@ -1,6 +1,6 @@
 """Sparse attention on Hopper: rows in FP8 and bf16 by kernels in CUDA C++, the rest by the portable ones."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -12,11 +12,9 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.ops.attention import triton_kernels
 from tamis.ops.attention.hopper import few_heads, many_heads
-from tamis.ops.attention.hopper import splits as split_kv
 
 if TYPE_CHECKING:
     from tamis.backends import Need
-    from tamis.lab.testing.offline_cuda import CudaCase
 
 H200_MULTIPROCESSORS = 132
 """What an explanation reckons with: it may be asked for on a machine without the device."""
@@ -118,13 +116,3 @@ def _source(need: "Need", tokens: int, against: dict[str, str]) -> str:
     if kernels is triton_kernels:
         return "triton"
     return str(kernels.source(q, selections, H200_MULTIPROCESSORS))
-
-
-def offline_cases() -> Iterator["CudaCase"]:
-    """Programs that `tamis.lab.testing.offline_cuda` compiles."""
-    from tamis.lab.testing.offline_cuda import CudaCase
-
-    for batch in split_kv.MERGE_BATCHES:
-        yield CudaCase(f"attend, merging splits, {batch} at once", split_kv.merge_program(batch), 0)
-    yield from few_heads.offline_cases()
-    yield from many_heads.offline_cases()

@@ -4,10 +4,9 @@ Heads are the rows of small products in `few_heads.cu`, 16 in a block, and the c
 `heads_as_columns.cu`, 16 or 32; both take the same arguments. More heads are more blocks, which read the same rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +22,6 @@ from tamis.cuda.params import params_bytes
 from tamis.ops.attention.hopper.params import AttendParams, output_params, query_params, selection_params
 from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, SplitPlan, can_store, choose_splits, merge_splits
 from tamis.ops.combine.triton_kernels import combine_with_maxima
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline_cuda import CudaCase
 
 NAME = "few heads"
 GROUP = 16
@@ -338,15 +334,3 @@ def program(variant: Layouts, dtype: torch.dtype) -> Program:
 def _launch(device: torch.device, variant: Layouts, dtype: torch.dtype) -> Launch:
     loaded = kernel(program(variant, dtype), f"attend_{variant.source}", device_index(device))
     return Launch(loaded, AttendParams, threads=variant.threads, shared=variant.shared, overlap=True)
-
-
-def offline_cases() -> Iterator["CudaCase"]:
-    """Programs that `tamis.lab.testing.offline_cuda` compiles."""
-    from tamis.lab.testing.offline_cuda import CudaCase
-
-    for kind, variants, dtypes in (("fp8", FP8_ROWS, QUERY_DTYPES), ("bf16", BF16_ROWS, (torch.bfloat16,))):
-        layouts = dict.fromkeys((variants.few_tokens, variants.many_tokens, variants.more_heads))
-        for variant, dtype in product(layouts, dtypes):
-            name = variant.source.replace("_", " ")
-            label = f"attend, {name}, {kind} rows, {variant[:3]}, {str(dtype).removeprefix('torch.')} queries"
-            yield CudaCase(label, program(variant, dtype), variant.shared)

@@ -1,8 +1,8 @@
 """Sparse attention of 64 heads at a time in CUDA C++, for Hopper: `many_heads.cu`, `many_heads_bf16.cu`, launches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from tamis.ops.attention.hopper.splits import (
     merge_splits,
 )
 from tamis.ops.combine.triton_kernels import combine_with_maxima
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline_cuda import CudaCase
 
 NAME = "many heads"
 HEADS = 64
@@ -223,13 +220,3 @@ def program(kind: Rows, selections: int) -> Program:
 def _launch(device: torch.device, kind: Rows, selections: int) -> ListLaunch:
     loaded = kernel(program(kind, selections), "attend_many_heads", device_index(device))
     return ListLaunch(loaded, SIGNATURE, threads=kind.threads, shared=SHARED_BYTES, overlap=True)
-
-
-def offline_cases() -> Iterator["CudaCase"]:
-    """Programs that `tamis.lab.testing.offline_cuda` compiles."""
-    from tamis.lab.testing.offline_cuda import CudaCase
-
-    for kind in (V32_FP8, V4_FP8, V32_BF16):
-        for count in range(1, SELECTIONS + 1):
-            label = f"attend, many heads, {kind.layout}, selections: {count}"
-            yield CudaCase(label, program(kind, count), SHARED_BYTES)

@@ -1,8 +1,7 @@
 """Exact top-k of index scores in CUDA C++, for GPUs with thread-block clusters."""
 
-from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +11,6 @@ from tamis.arithmetic import ceil_div, round_up
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import sm_count
 from tamis.cuda.launch import ListLaunch, kernel
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline_cuda import CudaCase
 
 MAX_K = 4096
 SIGNATURE = "PqiPiPPqiiiPii"
@@ -145,20 +141,13 @@ def _fixed_bytes(threads: int) -> int:
 
 
 @cache
-def _program(threads: int) -> Program:
+def program(threads: int) -> Program:
+    """`topk.cu` for CTAs of so many threads."""
     return Program.packaged(__package__, "topk.cu", THREADS=threads, SHARED_BYTES=_fixed_bytes(threads))
 
 
 @cache
 def _launch(device: int, variant: Variant) -> ListLaunch:
-    loaded = kernel(_program(variant.threads), "topk_positions", device)
+    loaded = kernel(program(variant.threads), "topk_positions", device)
     cluster, threads, _, overlap = variant
     return ListLaunch(loaded, SIGNATURE, threads=threads, shared=variant.shared, cluster=cluster, overlap=overlap)
-
-
-def offline_cases() -> Iterator["CudaCase"]:
-    """Programs that `tamis.lab.testing.offline_cuda` compiles."""
-    from tamis.lab.testing.offline_cuda import CudaCase
-
-    for threads in (512, 1024):
-        yield CudaCase(f"index, top-k, {threads} threads", _program(threads), Variant(1, threads, 1).shared)

@@ -1,9 +1,10 @@
-"""Compile the Triton kernels without their GPUs: `python -m tamis.lab.testing.offline [--few] sm_90 [gfx942 ...]`.
+"""Compile the Triton kernels without their GPUs: `python -m tamis.lab.offline.triton [--few] sm_90 [gfx942 ...]`.
 
-Every `tamis.ops.<stage>.triton_kernels` module may offer `offline_cases()`, which yields launches as the library makes
-them. Each is compiled for a target, and its shared memory is checked against what a block may have there: Triton
-compiles what does not fit without a word, and the launch fails on the device. `--few` takes one launch of each kernel,
-`--every` every program of dtypes, formats and widths that the checks admit, which takes minutes per target.
+Each stage's module here, `tamis.lab.offline.<stage>`, may have `triton_cases()`, which yields launches as the library
+makes them. Each launch is compiled for a target, and its shared memory is checked against what a CTA may have there:
+Triton compiles a kernel that does not fit without an error, and only its launch on the device fails. `--few` compiles
+one launch of each kernel; `--every` compiles every program of dtypes, formats and widths that the library's checks
+admit (`every_triton_case()`), which takes minutes per target.
 """
 
 import importlib
@@ -20,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from tamis import checks
-from tamis.backends import BACKENDS, STAGES
+from tamis.backends import STAGES
 
 
 @dataclass(frozen=True)
@@ -193,19 +194,13 @@ def _usage(compiled: Any, target: Target) -> tuple[int | None, int | None]:
 
 
 def all_cases(*, every: bool = False) -> Iterator[OfflineCase]:
-    """The cases of every stage that has Triton kernels and names some, or every one that the stage can think of."""
+    """The cases of every stage; with `every`, one of each program that a stage may run, where it lists them."""
     for stage in STAGES:
-        name = BACKENDS[1].stage_module(stage)
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise
-            continue
-        if every and hasattr(module, "every_offline_case"):
-            yield from module.every_offline_case()
-        elif hasattr(module, "offline_cases"):
-            yield from module.offline_cases()
+        module = importlib.import_module(f"tamis.lab.offline.{stage}")
+        if every and hasattr(module, "every_triton_case"):
+            yield from module.every_triton_case()
+        elif hasattr(module, "triton_cases"):
+            yield from module.triton_cases()
 
 
 def few_cases(cases: Iterable[OfflineCase]) -> list[OfflineCase]:
@@ -231,7 +226,7 @@ def main(arguments: list[str]) -> int:
     options = {argument for argument in arguments if argument in ("--few", "--every")}
     names = [argument for argument in arguments if argument not in options]
     if not names or len(options) > 1 or any(name not in TARGETS for name in names):
-        usage = "usage: python -m tamis.lab.testing.offline [--few | --every] TARGET..."
+        usage = "usage: python -m tamis.lab.offline.triton [--few | --every] TARGET..."
         print(f"{usage}; targets: {' '.join(TARGETS)}", file=sys.stderr)
         return 2
     cases, failures = list(all_cases(every="--every" in options)), 0

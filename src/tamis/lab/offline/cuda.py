@@ -1,7 +1,8 @@
-"""Compile the CUDA C++ kernels for GPUs that are not there: `python -m tamis.lab.testing.offline_cuda sm_90a`.
+"""Compile the CUDA C++ kernels for GPUs that are not there: `python -m tamis.lab.offline.cuda sm_90a`.
 
-Every `tamis.ops.<stage>.hopper` package offers `offline_cases()`, which yields its programs as the library
-compiles them. A kernel that spills registers, or that needs more shared memory than a block may have, is refused.
+A stage with CUDA C++ kernels has `cuda_cases()` in its module here, `tamis.lab.offline.<stage>`, which yields its
+programs as the library compiles them. A kernel that spills registers, or that needs more shared memory than a CTA may
+have, is refused.
 """
 
 import importlib
@@ -22,6 +23,7 @@ SHARED_LIMITS = {"sm_90a": 228 * 1024, "sm_100a": 228 * 1024}
 """Bytes of shared memory that one block may use, with those that the system keeps in each block."""
 SYSTEM_SHARED = 1024
 """What the system keeps; the tool counts it only in kernels that use shared memory by themselves."""
+HOPPER = BACKENDS[0]
 
 
 @dataclass(frozen=True)
@@ -128,17 +130,13 @@ def compile_case(case: CudaCase, arch: str) -> list[KernelUse]:
 
 def has_cases(stage: str) -> bool:
     """Whether a stage has CUDA C++ kernels."""
-    return stage in STAGES and find_spec(_module(stage)) is not None
+    return stage in HOPPER.stages
 
 
 def stage_cases(stage: str) -> Iterator[CudaCase]:
     """The cases of a stage; none where it has no CUDA C++ kernels."""
     if has_cases(stage):
-        yield from importlib.import_module(_module(stage)).offline_cases()
-
-
-def _module(stage: str) -> str:
-    return BACKENDS[0].stage_module(stage)
+        yield from importlib.import_module(f"tamis.lab.offline.{stage}").cuda_cases()
 
 
 def all_cases() -> Iterator[CudaCase]:
@@ -150,7 +148,7 @@ def all_cases() -> Iterator[CudaCase]:
 def main(names: list[str]) -> int:
     """Compile every case for the named architectures and print a line for each kernel; 1 if one of them failed."""
     if not names or any(name not in SHARED_LIMITS for name in names):
-        print(f"usage: python -m tamis.lab.testing.offline_cuda {'|'.join(SHARED_LIMITS)}...", file=sys.stderr)
+        print(f"usage: python -m tamis.lab.offline.cuda {'|'.join(SHARED_LIMITS)}...", file=sys.stderr)
         return 2
     failures = 0
     print(f"{'target':8} {'regs':>5} {'static':>7} {'dynamic':>7}  case")
