@@ -28,9 +28,9 @@ extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_parts(
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        peak = fmaxf(peak, __shfl_xor_sync(EVERY_LANE, peak, step));
-        highest = fmaxf(highest, __shfl_xor_sync(EVERY_LANE, highest, step));
-        wrong += __shfl_xor_sync(EVERY_LANE, wrong, step);
+        peak = fmaxf(peak, __shfl_xor_sync(FULL_MASK, peak, step));
+        highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, step));
+        wrong += __shfl_xor_sync(FULL_MASK, wrong, step);
     }
     const float base = peak == minus_infinity() ? 0.0f : peak;
     float total = wrong, sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_parts(
     if (kind == 0) {
         *reinterpret_cast<float4*>(static_cast<float*>(out) + at) = make_float4(a, b, c, d);
     } else {
-        const uint2 packed = kind == 1 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d)) : make_uint2(pack_half(a, b), pack_half(c, d));
+        const uint2 packed = kind == 1 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d)) : make_uint2(pack_fp16(a, b), pack_fp16(c, d));
         *reinterpret_cast<uint2*>(static_cast<unsigned short*>(out) + at) = packed;
     }
     if (threadIdx.x == 0) {
