@@ -3,9 +3,14 @@
 import ctypes
 import fcntl
 import hashlib
+import struct
 import subprocess
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
+
+from tamis.cuda.params import params_format
 
 from tamis import cuda
 
@@ -26,3 +31,9 @@ def load(folder: Path, source: str, options: Sequence[str]) -> ctypes.CDLL:
             file.write_text(source)
             subprocess.run(["g++", *flags, "-o", library, file], check=True)
     return ctypes.CDLL(str(library))
+
+
+def packed(params: tuple[Any, ...]) -> ctypes.Array[ctypes.c_char]:
+    """The bytes of a kernel's parameters, as a launch hands them to the driver."""
+    letters, plain, _ = params_format(type(params))
+    return ctypes.create_string_buffer(struct.pack(f"@{letters}", *params[:plain], *chain(*params[plain:])))

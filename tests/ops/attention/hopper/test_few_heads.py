@@ -3,7 +3,6 @@
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import on_host
 import pytest
@@ -14,13 +13,12 @@ from torch import Tensor
 
 from tamis import PagedCache, Selection
 from tamis.lab.testing import oracle
-from tamis.ops.attention.hopper import few_heads, items
+from tamis.ops.attention.hopper import few_heads
 from tamis.ops.attention.hopper.few_heads import Columns, Layouts, Variant
-from tamis.ops.attention.hopper.items import Target
+from tamis.ops.attention.hopper.params import AttendParams
+from tamis.ops.attention.hopper.splits import Outputs, choose_splits
 from tamis.ops.combine import reference as combine_reference
 
-TYPES = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": ctypes.c_float}
-NAMES = {"P": "void*", "q": "long long", "i": "int", "f": "float"}
 # As laid out for a device, with rings as short as they can be.
 VARIANTS = {"two streams": Variant(2, 2, 1), "one stream": Variant(1, 2, 2)}
 FP8_VARIANTS = VARIANTS | {"32 columns": Columns(32, 4), "16 columns": Columns(16, 5)}
@@ -29,28 +27,19 @@ EXACT = [("one stream", "exact"), ("32 columns", "exact")]
 BOTH_ROWS = [(name, mode) for name in FP8_VARIANTS for mode in ("pow2", "bf16") if name in VARIANTS or mode == "pow2"]
 
 
-def entry(source: str) -> str:
-    """A function that runs every block of a grid, one after the other."""
-    given = ", ".join(f"{NAMES[letter]} a{i}" for i, letter in enumerate(few_heads.SIGNATURE))
-    passed = ", ".join(f"Pointer{{a{i}}}" if one == "P" else f"a{i}" for i, one in enumerate(few_heads.SIGNATURE))
-    return f"""
-struct Pointer {{
-  void* address;
-  template <class T>
-  operator T*() const {{ return static_cast<T*>(address); }}
-}};
-
+ENTRY = """
 extern "C" __attribute__((visibility("default")))
-void run(int width, int height, long long shared, int seed, {given}) {{
+void run(int width, int height, long long shared, int seed, const AttendParams* params) {
   emulator::random_order.seed(seed);
-  for (int block = 0; block < width * height; ++block) {{
+  for (int block = 0; block < width * height; ++block) {
     emulator::start_block_of_products(width);
     emulator::block_y = block / width;
-    emulator::run_cluster(block % width, 1, shared, [&] {{ attend_{source}({passed}); }});
+    emulator::run_cluster(block % width, 1, shared, [&] { attend_SOURCE(*params); });
     emulator::check_finished();
-  }}
-}}
+  }
+}
 """
+"""Runs every CTA of a grid, one after the other."""
 
 
 class Emulated:
@@ -61,13 +50,13 @@ class Emulated:
         source = program.source.replace('#include "instructions.cuh"', '#include "warpgroup_emulator.hpp"')
         source = source.replace('#include "warpgroups.cuh"', "")
         options = [*program.options, "-I", str(Path(few_heads.__file__).parent)]
-        self.run = on_host.load(folder, source + entry(variant.source), options).run
+        self.run = on_host.load(folder, source + ENTRY.replace("SOURCE", variant.source), options).run
         self.shared, self.seed = variant.shared, 0
-        self.run.argtypes = [TYPES[letter] for letter in "iiqi" + few_heads.SIGNATURE]
+        self.run.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p]
 
-    def __call__(self, grid: tuple[int, int, int], *values: Any) -> None:
+    def __call__(self, grid: tuple[int, int, int], params: AttendParams) -> None:
         self.seed += 1
-        self.run(grid[0], grid[1], self.shared, self.seed, *values)
+        self.run(grid[0], grid[1], self.shared, self.seed, on_host.packed(params))
 
 
 Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -348,15 +337,16 @@ def test_tokens_that_are_left_over_are_cut(emulated, monkeypatch: pytest.MonkeyP
     reseed(12)
     emulated("one stream", 2)
 
-    def merge(parts: Target, sink: Tensor, whole: Target) -> None:
-        whole.lse.copy_(combine_reference.combine_parts(parts.out, parts.lse, sink, whole.out))
-        whole.maxima.copy_(parts.maxima.amax(0))
+    def merge(parts: Outputs, sink: Tensor, whole: Outputs) -> None:
+        last = slice(len(whole.lse) - parts.lse.shape[1], None)
+        whole.lse[last] = combine_reference.combine_parts(parts.out, parts.lse, sink, whole.out[last])
+        whole.max_logits[last] = parts.max_logits.amax(0)
 
-    monkeypatch.setattr(items, "merge_parts", merge)
+    monkeypatch.setattr(few_heads, "merge_splits", merge)
     cache = filled(100)
     selection = Selection(cache, torch.randint(0, cache.rows, (5, 320), dtype=torch.int32))
     q, sink = torch.randn(5, 7, 576).bfloat16(), torch.randn(7)
-    assert items.choose_cut(5, 7, 10, 4) == (4, 4)
+    assert choose_splits(5, 7, 10, 4) == (4, 4)
     out = torch.empty(5, 7, 512)
     lse, top = few_heads.attend_into(q, [selection], scale=SCALE, splits=None, sink=sink, out=out)
     wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)

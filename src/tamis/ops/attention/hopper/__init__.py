@@ -11,7 +11,8 @@ from torch import Tensor
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.ops.attention import triton_kernels
-from tamis.ops.attention.hopper import few_heads, items, many_heads
+from tamis.ops.attention.hopper import few_heads, many_heads
+from tamis.ops.attention.hopper import splits as split_kv
 
 if TYPE_CHECKING:
     from tamis.backends import Need
@@ -123,7 +124,7 @@ def offline_cases() -> Iterator["CudaCase"]:
     """Programs that `tamis.lab.testing.offline_cuda` compiles."""
     from tamis.lab.testing.offline_cuda import CudaCase
 
-    for at_once in items.MERGED_AT_ONCE:
-        yield CudaCase(f"attend, merging parts, {at_once} at once", items.merge_program(at_once), 0)
+    for batch in split_kv.MERGE_BATCHES:
+        yield CudaCase(f"attend, merging splits, {batch} at once", split_kv.merge_program(batch), 0)
     yield from few_heads.offline_cases()
     yield from many_heads.offline_cases()

@@ -26,6 +26,10 @@
 // follow from them.
 
 #include "instructions.cuh"
+#include "params.cuh"
+#include "softmax.cuh"
+
+static_assert(sizeof(AttendParams) == PARAMS_BYTES, "AttendParams differs from its Python twin");
 
 typedef unsigned short u16;
 
@@ -53,7 +57,6 @@ constexpr int PAIR_STRIDE = BF16_ROWS ? 2 : 4, SECOND_PAIR = BF16_ROWS ? 8 : 2;
 constexpr int ROPE_PARTS = QUERY_HALF ? 2 : 1;
 constexpr int WEIGHT_PARTS = BF16_ROWS ? 2 : 1;
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // In fp16, weights start at 2^10 and may grow to 2^15 before the reference moves; below, there is full precision to
 // 2^-14. In bf16 they start at one, which is exact where a single row counts.
 constexpr float START_BITS = BF16_ROWS ? 0.0f : 10.0f, LARGEST_BITS = BF16_ROWS ? 8.0f : 15.0f;
@@ -218,8 +221,6 @@ __device__ __forceinline__ uint4 bits_of(float a, float b, float c, float d) {
     return make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
 }
 
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
-
 #include "few_heads_rows.cuh"
 
 // ---- The end of an item
@@ -331,13 +332,7 @@ __device__ __forceinline__ void store(
 
 // ---- Kernel
 
-extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
-    const u16* q, long long q_token_stride, long long q_head_stride, const unsigned char* rows, long long page_stride,
-    int page_size, int pages, const int* slots, long long slots_token_stride, long long slots_column_stride,
-    int columns, const int* lengths, const int* request_ids, const int* block_table, long long table_stride,
-    int table_width, int requests, void* out, int out_kind, long long out_token_stride, long long out_head_stride,
-    float* lse, float* maxima, const float* sink, float* parts_out, float* parts_lse, float* parts_maxima, float scale,
-    const float* scale_factor, int items, int cut_tokens, int heads, int whole, int parts, int part_columns) {
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(const __grid_constant__ AttendParams p) {
     const u32 memory = shared_address(shared_memory());
     if (threadIdx.x < STREAMS * STAGES) {
         mbarrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
@@ -345,9 +340,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
         fence_mbarrier_init();
     }
     __syncthreads();
-    const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
-                       lengths, request_ids, block_table, table_stride, table_width, requests, whole, items, parts,
-                       part_columns};
+    const SelectionParams& from = p.selection;
+    const Work work = {from.rows, from.page_stride, from.page_size, from.pages, from.slots, from.token_stride,
+                       from.column_stride, from.columns, from.lengths, from.request_ids, from.block_table,
+                       from.table_stride, from.table_width, from.requests, p.output.whole, p.items, p.output.splits,
+                       p.split_columns};
+    const int heads = p.query.heads;
     if (threadIdx.x >= STREAMS * TEAM_THREADS) work.prefetch_first(threadIdx.x - STREAMS * TEAM_THREADS);
     wait_for_previous_kernel();
     if (threadIdx.x >= STREAMS * TEAM_THREADS) {
@@ -361,16 +359,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
     const u32 logits = memory + LOGITS + seat.stream * 2 * LOGITS_BUFFER;
     const u32 query_maxima = memory + QUERY_MAXIMA + seat.stream * 2 * QUERY_MAXIMA_BUFFER;
     const u32 merge = memory + MERGE + seat.warp * MERGE_FRAGMENTS * FRAGMENT + 16 * seat.lane;
-    const float logit_scale = (scale_factor == nullptr ? scale : scale * *scale_factor) * LOG2_E;
+    const float logit_scale = (p.query.scale_factor == nullptr ? p.query.scale : p.query.scale * *p.query.scale_factor) * LOG2_E;
     Place place = place_of(memory, seat.stream);
     // A buffer is written again only after a barrier that follows its last use: with two of them, one is enough.
     u32 logits_turn = 0, query_turn = 0;
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    for (int item = blockIdx.x; item < p.items; item += gridDim.x) {
         const int token = work.token_of(item);
         Query query;
         const u32 maxima_buffer = query_maxima + query_turn * QUERY_MAXIMA_BUFFER;
         const int first_head = GROUP * blockIdx.y;
-        query.load(q + token * q_token_stride + first_head * q_head_stride, q_head_stride, heads - first_head, seat,
+        query.load(p.query.q + token * p.query.token_stride + first_head * p.query.head_stride, p.query.head_stride, heads - first_head, seat,
                    maxima_buffer);
         query_turn ^= 1;
         const float units[2] = {query.size[0] * logit_scale, query.size[1] * logit_scale};
@@ -396,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
             state.top[half] = max_of_head(state.top[half]);
         }
         if (STREAMS > 1) {
-            const bool another = item + gridDim.x < items;
+            const bool another = item + gridDim.x < p.items;
             if (seat.stream == 1) {
                 if (item != blockIdx.x) named_barrier_sync(MERGE_EMPTY, STREAMS * TEAM_THREADS);
                 hand_over(state, merge);
@@ -407,17 +405,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
             take_over(state, merge);
             if (another) named_barrier_arrive(MERGE_EMPTY, STREAMS * TEAM_THREADS);
         }
-        if (item + gridDim.x >= items) let_next_kernel_start();
+        if (item + gridDim.x >= p.items) let_next_kernel_start();
         // Parts are float32 [parts, tokens that are not whole, heads, values]; the sink is for whoever merges them.
-        const bool direct = item < whole;
-        const Result result = {direct ? out : parts_out,
-                               direct ? out_kind : 0,
-                               direct ? out_token_stride : static_cast<long long>(heads) * TILES * TILE,
-                               direct ? out_head_stride : TILES * TILE,
-                               direct ? lse : parts_lse,
-                               direct ? maxima : parts_maxima,
-                               direct ? sink : nullptr};
-        const long long row = static_cast<long long>(work.part_of(item)) * cut_tokens + token - whole;
+        const bool direct = item < p.output.whole;
+        const Result result = {direct ? p.output.out : p.output.split_out,
+                               direct ? p.output.out_kind : 0,
+                               direct ? p.output.token_stride : static_cast<long long>(heads) * TILES * TILE,
+                               direct ? p.output.head_stride : TILES * TILE,
+                               direct ? p.output.lse : p.output.split_lse,
+                               direct ? p.output.max_logits : p.output.split_max_logits,
+                               direct ? p.output.sink : nullptr};
+        const long long row = static_cast<long long>(work.part_of(item)) * p.output.split_tokens + token - p.output.whole;
         store(state, result, seat, direct ? token : row, heads, units);
     }
 }

@@ -19,16 +19,9 @@ from tamis.cache.selection import Selection
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
 from tamis.cuda.launch import Launch, kernel
-from tamis.ops.attention.hopper.items import (
-    OUT_KINDS,
-    VALUE_DIM,
-    Cut,
-    Target,
-    address,
-    attend_in_items,
-    choose_cut,
-    fits_directly,
-)
+from tamis.cuda.params import params_bytes
+from tamis.ops.attention.hopper.params import AttendParams, output_params, query_params, selection_params
+from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, SplitPlan, can_store, choose_splits, merge_splits
 from tamis.ops.combine.triton_kernels import combine_with_maxima
 
 if TYPE_CHECKING:
@@ -42,7 +35,6 @@ STAGE = 32
 COPY_ALIGNMENT = 16
 """Bytes that a row's address must be a multiple of."""
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
-SIGNATURE = "PqqPqiiPqqiPPPqiiPiqqPPPPPPfPiiiiii"
 
 
 class Variant(NamedTuple):
@@ -87,13 +79,13 @@ class Variant(NamedTuple):
         return STAGE * self.streams
 
     @property
-    def parts_per_step(self) -> int:
-        """See `items.choose_cut`."""
+    def rows_per_step(self) -> int:
+        """See `splits.choose_splits`."""
         return 800
 
     @property
-    def steps_per_part(self) -> int:
-        """See `items.choose_cut`."""
+    def steps_per_split(self) -> int:
+        """See `splits.choose_splits`."""
         return 2
 
     @property
@@ -136,13 +128,13 @@ class Columns(NamedTuple):
         return 4 * STAGE
 
     @property
-    def parts_per_step(self) -> int:
-        """See `items.choose_cut`."""
+    def rows_per_step(self) -> int:
+        """See `splits.choose_splits`."""
         return 2500
 
     @property
-    def steps_per_part(self) -> int:
-        """See `items.choose_cut`."""
+    def steps_per_split(self) -> int:
+        """See `splits.choose_splits`."""
         return 1
 
     @property
@@ -239,11 +231,11 @@ def attend_slots(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
     variants = [_variant(q, s, splits) for s in selections]
-    counts = [_cut(q, s, v, splits, direct=False).parts for s, v in zip(selections, variants, strict=True)]
-    found = Target.empty(sum(counts), *q.shape[:2], device=q.device)
+    counts = [_cut(q, s, v, splits, direct=False).splits for s, v in zip(selections, variants, strict=True)]
+    found = Outputs.empty(sum(counts), *q.shape[:2], device=q.device)
     first = 0
     for selection, variant, count in zip(selections, variants, counts, strict=True):
-        part = Target(*(tensor[first : first + count] for tensor in found))
+        part = Outputs(*(tensor[first : first + count] for tensor in found))
         attend_items(q, selection, variant, scale=scale, sink=None, whole=part, parts=part)
         first += count
     return found
@@ -259,15 +251,18 @@ def attend_into(
     out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend_into`; tokens that are not cut go straight into `out`."""
-    if len(selections) > 1 or not fits_directly(out):
+    if len(selections) > 1 or not can_store(out):
         parts = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
         return combine_with_maxima(*parts, sink, out)
     variant = _variant(q, selections[0], splits)
-
-    def launch(whole: Target, parts: Target) -> None:
-        attend_items(q, selections[0], variant, scale=scale, sink=sink, whole=whole, parts=parts)
-
-    return attend_in_items(out, sink, _cut(q, selections[0], variant, splits, direct=True), launch)
+    plan = _cut(q, selections[0], variant, splits, direct=True)
+    tokens, heads, _ = q.shape
+    whole = Outputs.into(out)
+    split = Outputs.empty(plan.splits, tokens - plan.whole, heads, device=q.device)
+    attend_items(q, selections[0], variant, scale=scale, sink=sink, whole=whole, parts=split)
+    if plan.whole < tokens:
+        merge_splits(split, sink, whole)
+    return whole.lse, whole.max_logits
 
 
 def _variant(q: Tensor, selection: Selection, splits: int | None) -> Layouts:
@@ -276,15 +271,15 @@ def _variant(q: Tensor, selection: Selection, splits: int | None) -> Layouts:
     return usual_variant(q.shape[0] if splits is None else None, q.shape[1], sm_count(q.device), bf16_rows)
 
 
-def _cut(q: Tensor, selection: Selection, variant: Layouts, splits: int | None, *, direct: bool) -> Cut:
+def _cut(q: Tensor, selection: Selection, variant: Layouts, splits: int | None, *, direct: bool) -> SplitPlan:
     tokens, columns = q.shape[0], selection.slots.shape[1]
     if splits is None:
         steps = max(1, ceil_div(columns, variant.rows_at_once))
         room, heads = _room(q, variant)[0], max(q.shape[1], GROUP)
-        costs = {"parts_per_step": variant.parts_per_step, "steps_per_part": variant.steps_per_part}
-        return choose_cut(tokens, heads, steps, room, direct=direct, **costs)
+        costs = {"rows_per_step": variant.rows_per_step, "steps_per_split": variant.steps_per_split}
+        return choose_splits(tokens, heads, steps, room, direct=direct, **costs)
     parts = min(splits, max(1, columns))
-    return Cut(tokens, 1) if parts == 1 and direct else Cut(0, parts)
+    return SplitPlan(tokens, 1) if parts == 1 and direct else SplitPlan(0, parts)
 
 
 def _room(q: Tensor, variant: Layouts) -> tuple[int, int]:
@@ -300,48 +295,41 @@ def attend_items(
     *,
     scale: float | Tensor,
     sink: Tensor | None,
-    whole: Target,
-    parts: Target,
+    whole: Outputs,
+    parts: Outputs,
 ) -> None:
     """Fill the first tokens' rows of `whole` [T, ...], and `parts` [P, t, ...] for the other t, contiguous in float32.
 
     Each part is normalised by its own sum; the sink counts only in whole tokens.
     """
-    tokens, heads, _ = q.shape
+    tokens = q.shape[0]
     if tokens == 0:
         return
     if q.stride(2) != 1 or q.stride(0) % 4 or q.stride(1) % 4 or q.data_ptr() % 8:
         q = q.contiguous()
-    cache, slots = selection.cache, selection.slots
-    count, left = parts.lse.shape[0], parts.lse.shape[1]
-    items, columns = tokens - left + left * count, slots.shape[1]
-    # Held by name until the launch, so that nobody else gets their memory.
-    lengths = None if selection.lengths is None else selection.lengths.contiguous()
-    ids = None if selection.request_ids is None else selection.request_ids.contiguous()
-    table = selection.block_table
-    if table is not None and table.stride(1) != 1:
-        table = table.contiguous()
-    factor = scale.float() if isinstance(scale, Tensor) else None
-    pages = (0, 0, 0) if table is None else (table.stride(0), table.shape[1], table.shape[0])
-    out, lse, maxima = whole.addresses()
-    launch, (room, sharing) = _launch(q.device, variant, q.dtype), _room(q, variant)
-    launch(
-        (min(items, room), sharing, 1),
-        *(q.data_ptr(), q.stride(0), q.stride(1)),
-        *(cache.storage.data_ptr(), cache.page_stride, cache.page_size, cache.pages),
-        *(slots.data_ptr(), slots.stride(0), slots.stride(1), columns),
-        *(address(lengths), address(ids), address(table), *pages),
-        *(out, OUT_KINDS[whole.out.dtype], whole.out.stride(-3), whole.out.stride(-2), lse, maxima, address(sink)),
-        *parts.addresses(),
-        *(1.0 if isinstance(scale, Tensor) else scale, address(factor)),
-        *(items, left, heads, tokens - left, count, ceil_div(columns, count)),
+    columns = selection.slots.shape[1]
+    count, left = parts.lse.shape[:2]
+    items = tokens - left + left * count
+    held = [q]  # until the launch, so that nobody else gets the memory of copies
+    params = AttendParams(
+        items,
+        ceil_div(columns, count),
+        query_params(q, scale, held),
+        output_params(whole, parts, sink),
+        selection_params(selection, held),
     )
+    room, sharing = _room(q, variant)
+    _launch(q.device, variant, q.dtype)((min(items, room), sharing, 1), params)
 
 
 @cache
 def program(variant: Layouts, dtype: torch.dtype) -> Program:
     """The source for a variant and a dtype of queries."""
-    size = {"THREADS": variant.threads, "SHARED_BYTES": variant.shared}
+    size = {
+        "THREADS": variant.threads,
+        "SHARED_BYTES": variant.shared,
+        "PARAMS_BYTES": params_bytes(AttendParams),
+    }
     constants = variant.constants | size | {"QUERY_HALF": int(dtype == torch.float16)}
     return Program.packaged(__package__, f"{variant.source}.cu", **constants)
 
@@ -349,7 +337,7 @@ def program(variant: Layouts, dtype: torch.dtype) -> Program:
 @cache
 def _launch(device: torch.device, variant: Layouts, dtype: torch.dtype) -> Launch:
     loaded = kernel(program(variant, dtype), f"attend_{variant.source}", device_index(device))
-    return Launch(loaded, SIGNATURE, threads=variant.threads, shared=variant.shared, overlap=True)
+    return Launch(loaded, AttendParams, threads=variant.threads, shared=variant.shared, overlap=True)
 
 
 def offline_cases() -> Iterator["CudaCase"]:

@@ -24,6 +24,10 @@
 
 #include "instructions.cuh"
 #include "warpgroups.cuh"
+#include "params.cuh"
+#include "softmax.cuh"
+
+static_assert(sizeof(AttendParams) == PARAMS_BYTES, "AttendParams differs from its Python twin");
 
 typedef unsigned short u16;
 
@@ -43,7 +47,6 @@ constexpr int OCTETS = HEADS / 8, RESULTS = 4 * OCTETS;
 constexpr int ROPE_PARTS = QUERY_HALF ? 2 : 1;
 constexpr int HEAD_TILE = HEADS * 128;  // bytes: a row of 64 numbers for each head
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // The largest weight times scale starts at 2^10, and moves when it is more than fp16 holds; below, there is full
 // precision to 2^-14. Weights themselves may grow more before their reference moves.
 constexpr float START_BITS = 10.0f, WEIGHT_BITS = 20.0f;
@@ -88,8 +91,6 @@ static_assert(HANDED_OVER + CONSUMERS * TILES / TEAMS * 2 * 4 * RESULTS <= RING,
 constexpr u32 BOTH_TEAMS = 1, ONE_TEAM = 2;
 
 constexpr u32 KEYS_TURN = TURNS, VALUES_TURN = TURNS + TEAMS * 8;
-
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 
 struct Seat {
     int warp, lane, team, row, pair;
@@ -377,13 +378,7 @@ __device__ __forceinline__ void store(const State& state, const Seat& seat, cons
 
 // ---- Kernel
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns(
-    const u16* q, long long q_token_stride, long long q_head_stride, const unsigned char* rows, long long page_stride,
-    int page_size, int pages, const int* slots, long long slots_token_stride, long long slots_column_stride,
-    int columns, const int* lengths, const int* request_ids, const int* block_table, long long table_stride,
-    int table_width, int requests, void* out, int out_kind, long long out_token_stride, long long out_head_stride,
-    float* lse, float* maxima, const float* sink, float* parts_out, float* parts_lse, float* parts_maxima, float scale,
-    const float* scale_factor, int items, int cut_tokens, int heads, int whole, int parts, int part_columns) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns(const __grid_constant__ AttendParams p) {
     const u32 memory = tile_memory();
     if (threadIdx.x < STAGES) {
         mbarrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
@@ -393,9 +388,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
         fence_mbarrier_init();
     }
     __syncthreads();
-    const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
-                       lengths, request_ids, block_table, table_stride, table_width, requests, whole, items, parts,
-                       part_columns};
+    const SelectionParams& from = p.selection;
+    const Work work = {from.rows, from.page_stride, from.page_size, from.pages, from.slots, from.token_stride,
+                       from.column_stride, from.columns, from.lengths, from.request_ids, from.block_table,
+                       from.table_stride, from.table_width, from.requests, p.output.whole, p.items, p.output.splits,
+                       p.split_columns};
+    const int heads = p.query.heads;
     if (threadIdx.x >= CONSUMERS) work.prefetch_first(threadIdx.x - CONSUMERS);
     wait_for_previous_kernel();
     Place place(memory + RING, memory + BARRIERS, memory + NOTES, 0);
@@ -411,26 +409,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
         seat.pass(KEYS_TURN);
         seat.pass(VALUES_TURN);
     }
-    const float logit_scale = (scale_factor == nullptr ? scale : scale * *scale_factor) * LOG2_E;
+    const float logit_scale = (p.query.scale_factor == nullptr ? p.query.scale : p.query.scale * *p.query.scale_factor) * LOG2_E;
     u32 parity = 0;
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    for (int item = blockIdx.x; item < p.items; item += gridDim.x) {
         State state;
         state.clear(seat);
-        load_query(q + work.token_of(item) * q_token_stride, q_head_stride, heads, logit_scale, seat);
+        load_query(p.query.q + work.token_of(item) * p.query.token_stride, p.query.head_stride, heads, logit_scale, seat);
         while (!process(state, seat, place, parity)) {}
         // Parts are float32 [parts, tokens that are not whole, heads, values]; the sink is for whoever merges them.
         const int token = work.token_of(opaque(item));
-        const bool direct = item < whole;
-        const Result result = {direct ? out : parts_out,
-                               direct ? out_kind : 0,
-                               direct ? out_token_stride : static_cast<long long>(heads) * TILES * TILE,
-                               direct ? out_head_stride : TILES * TILE,
-                               direct ? lse : parts_lse,
-                               direct ? maxima : parts_maxima,
-                               direct ? sink : nullptr};
-        const long long row = static_cast<long long>(work.part_of(item)) * cut_tokens + token - whole;
+        const bool direct = item < p.output.whole;
+        const Result result = {direct ? p.output.out : p.output.split_out,
+                               direct ? p.output.out_kind : 0,
+                               direct ? p.output.token_stride : static_cast<long long>(heads) * TILES * TILE,
+                               direct ? p.output.head_stride : TILES * TILE,
+                               direct ? p.output.lse : p.output.split_lse,
+                               direct ? p.output.max_logits : p.output.split_max_logits,
+                               direct ? p.output.sink : nullptr};
+        const long long row = static_cast<long long>(work.part_of(item)) * p.output.split_tokens + token - p.output.whole;
         const long long at = direct ? token : row;
-        if (item + gridDim.x >= items) let_next_kernel_start();
+        if (item + gridDim.x >= p.items) let_next_kernel_start();
         seat.sync_team();  // nobody needs the weights
         share_totals(state, seat);
         seat.meet(0);

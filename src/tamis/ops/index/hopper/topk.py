@@ -11,7 +11,7 @@ from tamis import checks
 from tamis.arithmetic import ceil_div, round_up
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import sm_count
-from tamis.cuda.launch import Launch, kernel
+from tamis.cuda.launch import ListLaunch, kernel
 
 if TYPE_CHECKING:
     from tamis.lab.testing.offline_cuda import CudaCase
@@ -150,10 +150,10 @@ def _program(threads: int) -> Program:
 
 
 @cache
-def _launch(device: int, variant: Variant) -> Launch:
+def _launch(device: int, variant: Variant) -> ListLaunch:
     loaded = kernel(_program(variant.threads), "topk_positions", device)
     cluster, threads, _, overlap = variant
-    return Launch(loaded, SIGNATURE, threads=threads, shared=variant.shared, cluster=cluster, overlap=overlap)
+    return ListLaunch(loaded, SIGNATURE, threads=threads, shared=variant.shared, cluster=cluster, overlap=overlap)
 
 
 def offline_cases() -> Iterator["CudaCase"]:

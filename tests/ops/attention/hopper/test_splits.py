@@ -1,6 +1,5 @@
 """How the Hopper kernels cut a batch, and how parts are merged: its source runs on the host against the definition."""
 
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,20 +10,15 @@ from seeds import reseed
 from torch import Tensor
 
 from tamis.arithmetic import ceil_div
-from tamis.ops.attention.hopper import few_heads, items
-from tamis.ops.attention.hopper.items import Target
+from tamis.ops.attention.hopper import few_heads, splits
+from tamis.ops.attention.hopper.splits import Outputs
 from tamis.ops.combine import reference as combine
 
-TYPES = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int}
 ENTRY = """
-extern "C" __attribute__((visibility("default"))) void run(
-    int blocks, const float* parts, const float* lses, const float* tops, int count, int tokens, int heads,
-    const float* sink, void* out, int kind, long long token_stride, long long head_stride, float* lse, float* top) {
+extern "C" __attribute__((visibility("default"))) void run(int blocks, const MergeParams* params) {
   for (int block = 0; block < blocks; ++block) {
     emulator::start_block(blocks);
-    emulator::run_cluster(block, 1, 0, [&] {
-      merge_parts(parts, lses, tops, count, tokens, heads, sink, out, kind, token_stride, head_stride, lse, top);
-    });
+    emulator::run_cluster(block, 1, 0, [&] { merge_splits(*params); });
   }
 }
 """
@@ -34,34 +28,34 @@ extern "C" __attribute__((visibility("default"))) void run(
 def merge(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the module launch the merge on the host, for a number of parts that are read at once."""
 
-    def launch(device: torch.device, at_once: int) -> Callable[..., None]:
-        program = items.merge_program(at_once)
+    def launch(device: torch.device, batch: int) -> Callable[..., None]:
+        program = splits.merge_program(batch)
         source = program.source.replace('#include "instructions.cuh"', '#include "matrix_emulator.hpp"')
-        run = on_host.load(host_folder, source + ENTRY, [*program.options, "-DTHREADS=128"]).run
-        run.argtypes = [TYPES[letter] for letter in "i" + items.MERGE_SIGNATURE]
-        return lambda grid, *values: run(grid[0], *values)
+        options = [*program.options, "-DTHREADS=128", "-I", str(Path(splits.__file__).parent)]
+        run = on_host.load(host_folder, source + ENTRY, options).run
+        return lambda grid, params: run(grid[0], on_host.packed(params))
 
-    monkeypatch.setattr(items, "_merge_launch", launch)
+    monkeypatch.setattr(splits, "_merge_launch", launch)
 
 
-def some_parts(count: int, tokens: int, heads: int) -> Target:
+def some_parts(count: int, tokens: int, heads: int) -> Outputs:
     reseed(count)
-    found = Target(torch.randn(count, tokens, heads, 512), torch.randn(count, tokens, heads) * 9, Tensor())
+    found = Outputs(torch.randn(count, tokens, heads, 512), torch.randn(count, tokens, heads) * 9, Tensor())
     found.lse[torch.rand(count, tokens, heads) < 0.3] = -torch.inf
     found.lse[:, 0, 0] = -torch.inf  # nothing selected anywhere
     found.out[found.lse == -torch.inf] = 0.0
-    return found._replace(maxima=found.lse - 1.0)
+    return found._replace(max_logits=found.lse - 1.0)
 
 
-@pytest.mark.parametrize("dtype", items.OUT_KINDS)
+@pytest.mark.parametrize("dtype", splits.OUT_KINDS)
 @pytest.mark.parametrize("count", [1, 4, 5, 16, 37])
 def test_parts_are_merged_by_their_weights(merge, count: int, dtype: torch.dtype) -> None:
     tokens, heads = 2, 3
     parts, sink = some_parts(count, tokens, heads), torch.tensor([0.5, -torch.inf, torch.inf])
     room = torch.full((tokens, heads, 516), 7.0, dtype=dtype)
     for given in (None, sink):
-        whole = Target(room[..., 4:], torch.empty(tokens, heads), torch.empty(tokens, heads))
-        items.merge_parts(parts, given, whole)
+        whole = Outputs(room[..., 4:], torch.empty(tokens, heads), torch.empty(tokens, heads))
+        splits.merge_splits(parts, given, whole)
         wanted = torch.empty(tokens, heads, 512)
         lse = combine.combine_parts(parts.out, parts.lse, given, wanted)
         assert torch.equal(whole.lse == -torch.inf, lse == -torch.inf)
@@ -69,18 +63,18 @@ def test_parts_are_merged_by_their_weights(merge, count: int, dtype: torch.dtype
         assert torch.allclose(whole.lse[found], lse[found], atol=1e-5)
         assert torch.allclose(whole.out.float(), wanted, atol=1e-6 if dtype == torch.float32 else 2e-2)
         assert (whole.out[0, 0] == 0).all()
-        assert torch.equal(whole.maxima, parts.maxima.amax(0))
+        assert torch.equal(whole.max_logits, parts.max_logits.amax(0))
         assert (room[..., :4] == 7).all()
 
 
 def test_nan_in_a_part_shows(merge) -> None:
     parts = some_parts(6, 2, 2)
-    parts.lse[3, 1, 0] = parts.maxima[3, 1, 0] = torch.nan
-    whole = Target(torch.empty(2, 2, 512), torch.empty(2, 2), torch.empty(2, 2))
-    items.merge_parts(parts, None, whole)
+    parts.lse[3, 1, 0] = parts.max_logits[3, 1, 0] = torch.nan
+    whole = Outputs(torch.empty(2, 2, 512), torch.empty(2, 2), torch.empty(2, 2))
+    splits.merge_splits(parts, None, whole)
     assert whole.out[1, 0].isnan().all()
     assert whole.lse[1, 0].isnan()
-    assert whole.maxima[1, 0].isnan()
+    assert whole.max_logits[1, 0].isnan()
     assert not whole.out[1, 1].isnan().any()
 
 
@@ -97,24 +91,24 @@ def test_no_batch_falls_off_a_cliff(tokens: int, heads: int, bf16_rows: bool) ->
             assert variant.bf16_rows == bf16_rows
         assert (variant.shared + 1024) * variant.per_sm <= 228 * 1024
         row, room = 2048 // variant.rows_at_once, 132 * variant.per_sm // ceil_div(heads, variant.heads)
-        costs = {"parts_per_step": variant.parts_per_step, "steps_per_part": variant.steps_per_part}
+        costs = {"rows_per_step": variant.rows_per_step, "steps_per_split": variant.steps_per_split}
     else:
         row, room, costs = 32, 132 // ceil_div(heads, 64), {}
 
     def steps(count: int) -> float:
-        whole, parts = items.choose_cut(count, heads, row, room, **costs)
-        cut = row / parts + items.OVERHEAD_STEPS
-        return ceil_div(whole, room) * (row + items.OVERHEAD_STEPS) + ceil_div(count - whole * parts, room) * cut
+        whole, parts = splits.choose_splits(count, heads, row, room, **costs)
+        cut = row / parts + splits.OVERHEAD_STEPS
+        return ceil_div(whole, room) * (row + splits.OVERHEAD_STEPS) + ceil_div((count - whole) * parts, room) * cut
 
     assert steps(tokens + 1) <= steps(tokens) + 4
-    parts = items.choose_cut(tokens, heads, row, room, **costs).parts
-    assert parts == 1 or row // parts >= costs.get("steps_per_part", 1)
+    parts = splits.choose_splits(tokens, heads, row, room, **costs).splits
+    assert parts == 1 or row // parts >= costs.get("steps_per_split", 1)
 
 
 def test_what_the_kernels_write_to() -> None:
     good = torch.empty(3, 4, 512, dtype=torch.bfloat16)
-    assert items.fits_directly(good)
-    assert items.fits_directly(good.float())
-    assert not items.fits_directly(good.double())
-    assert not items.fits_directly(good.transpose(1, 2))
-    assert not items.fits_directly(torch.empty(3, 4, 514, dtype=torch.bfloat16)[..., 2:])
+    assert splits.can_store(good)
+    assert splits.can_store(good.float())
+    assert not splits.can_store(good.double())
+    assert not splits.can_store(good.transpose(1, 2))
+    assert not splits.can_store(torch.empty(3, 4, 514, dtype=torch.bfloat16)[..., 2:])
