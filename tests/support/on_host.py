@@ -12,14 +12,17 @@ from typing import Any
 
 from tamis.cuda.params import params_format
 
+from tamis import cuda
+
 HERE = Path(__file__).parent
+HEADERS = Path(cuda.__file__).parent
 
 
 def load(folder: Path, source: str, options: Sequence[str]) -> ctypes.CDLL:
     """The library of a source that has one function `run`, from the folder if it is there already."""
     # Several of them are loaded at once, each with variables of its own.
     flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique"]
-    flags += ["-fvisibility=hidden", "-I", str(HERE), *options]
+    flags += ["-fvisibility=hidden", "-I", str(HERE), "-I", str(HEADERS), *options]
     name = hashlib.sha256(repr((source, flags)).encode()).hexdigest()[:16]
     file, library = folder / f"{name}.cpp", folder / f"{name}.so"
     with (folder / f"{name}.lock").open("w") as lock:

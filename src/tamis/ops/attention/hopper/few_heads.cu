@@ -107,22 +107,22 @@ struct Seat {
         pair = lane % 4;
     }
 
-    __device__ __forceinline__ void sync_team() const { named_sync(TEAM_BARRIER + stream, TEAM_THREADS); }
+    __device__ __forceinline__ void sync_team() const { named_barrier_sync(TEAM_BARRIER + stream, TEAM_THREADS); }
 };
 
 // The largest and the sum over the four lanes that share a head.
 __device__ __forceinline__ float max_of_head(float x) {
-    x = fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 1));
-    return fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 2));
+    x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 2));
 }
 
 __device__ __forceinline__ float sum_of_head(float x) {
-    x += __shfl_xor_sync(EVERY_LANE, x, 1);
-    return x + __shfl_xor_sync(EVERY_LANE, x, 2);
+    x += __shfl_xor_sync(FULL_MASK, x, 1);
+    return x + __shfl_xor_sync(FULL_MASK, x, 2);
 }
 
 __device__ __forceinline__ float2 widen(u32 packed) {
-    if (QUERY_HALF) return unpack_half(packed);
+    if (QUERY_HALF) return unpack_fp16(packed);
     return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000u)};
 }
 
@@ -198,8 +198,8 @@ struct Query {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 const float2 first = widen(latent[step][half]), second = widen(latent[step][half + 2]);
-                latent[step][half] = pack_half(first.x * factor, first.y * factor);
-                latent[step][half + 2] = pack_half(second.x * factor, second.y * factor);
+                latent[step][half] = pack_fp16(first.x * factor, first.y * factor);
+                latent[step][half + 2] = pack_fp16(second.x * factor, second.y * factor);
             }
 #pragma unroll
             for (int side = half; side < 4; side += 2) {
@@ -323,7 +323,7 @@ __device__ __forceinline__ void store(
                 write_four(static_cast<float*>(result.out) + offset + 16 * step, a, b, c, d);
             } else {
                 const uint2 packed = result.kind == 1 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d))
-                                                      : make_uint2(pack_half(a, b), pack_half(c, d));
+                                                      : make_uint2(pack_fp16(a, b), pack_fp16(c, d));
                 write_four(static_cast<u16*>(result.out) + offset + 16 * step, packed);
             }
         }
@@ -335,9 +335,9 @@ __device__ __forceinline__ void store(
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(const __grid_constant__ AttendParams p) {
     const u32 memory = shared_address(shared_memory());
     if (threadIdx.x < STREAMS * STAGES) {
-        barrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
-        barrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, TEAM_WARPS);
-        publish_barriers();
+        mbarrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
+        mbarrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, TEAM_WARPS);
+        fence_mbarrier_init();
     }
     __syncthreads();
     const SelectionParams& from = p.selection;
@@ -349,12 +349,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(c
     if (threadIdx.x >= STREAMS * TEAM_THREADS) work.prefetch_first(threadIdx.x - STREAMS * TEAM_THREADS);
     wait_for_previous_kernel();
     if (threadIdx.x >= STREAMS * TEAM_THREADS) {
-        give_registers<PRODUCER_REGISTERS>();
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         const int producer = threadIdx.x / 32 - STREAMS * TEAM_WARPS, stream = producer / PRODUCERS;
         if (stream < STREAMS) produce(work, stream, producer % PRODUCERS, place_of(memory, stream));
         return;
     }
-    take_registers<CONSUMER_REGISTERS>();
+    warpgroup_reg_alloc<CONSUMER_REGISTERS>();
     const Seat seat;
     const u32 logits = memory + LOGITS + seat.stream * 2 * LOGITS_BUFFER;
     const u32 query_maxima = memory + QUERY_MAXIMA + seat.stream * 2 * QUERY_MAXIMA_BUFFER;
@@ -377,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(c
         bool last;
 #pragma unroll 1
         do {
-            barrier_wait(place.full(), place.parity);
+            mbarrier_wait(place.full(), place.parity);
             const u32 counted = shared_load(place.note());
             last = shared_load(place.note() + 4);
             if (counted) {
@@ -385,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(c
                 logits_turn ^= 1;
             }
             __syncwarp();
-            if (seat.lane == 0) barrier_arrive(place.empty());
+            if (seat.lane == 0) mbarrier_arrive(place.empty());
             place.advance();
         } while (!last);
 #pragma unroll
@@ -396,14 +396,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(c
         if (STREAMS > 1) {
             const bool another = item + gridDim.x < p.items;
             if (seat.stream == 1) {
-                if (item != blockIdx.x) named_sync(MERGE_EMPTY, STREAMS * TEAM_THREADS);
+                if (item != blockIdx.x) named_barrier_sync(MERGE_EMPTY, STREAMS * TEAM_THREADS);
                 hand_over(state, merge);
-                named_arrive(MERGE_FULL, STREAMS * TEAM_THREADS);
+                named_barrier_arrive(MERGE_FULL, STREAMS * TEAM_THREADS);
                 continue;
             }
-            named_sync(MERGE_FULL, STREAMS * TEAM_THREADS);
+            named_barrier_sync(MERGE_FULL, STREAMS * TEAM_THREADS);
             take_over(state, merge);
-            if (another) named_arrive(MERGE_EMPTY, STREAMS * TEAM_THREADS);
+            if (another) named_barrier_arrive(MERGE_EMPTY, STREAMS * TEAM_THREADS);
         }
         if (item + gridDim.x >= p.items) let_next_kernel_start();
         // Parts are float32 [parts, tokens that are not whole, heads, values]; the sink is for whoever merges them.

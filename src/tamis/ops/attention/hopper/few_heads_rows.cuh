@@ -42,11 +42,11 @@ __device__ __forceinline__ void multiply_rope(
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab += 2) {
         u32 keys[4];
-        load_matrices(keys, rope + slab * 8 * PITCH);
+        ldmatrix_x4(keys, rope + slab * 8 * PITCH);
 #pragma unroll
         for (int part = 0; part < ROPE_PARTS; ++part) {
-            multiply_bf16(products[slab], query.rope[part], keys[0], keys[1]);
-            multiply_bf16(products[slab + 1], query.rope[part], keys[2], keys[3]);
+            mma_m16n8k16<BF16>(products[slab], query.rope[part], keys[0], keys[1]);
+            mma_m16n8k16<BF16>(products[slab + 1], query.rope[part], keys[2], keys[3]);
         }
     }
 }
@@ -58,9 +58,9 @@ __device__ __forceinline__ void multiply_numbers(const Query& query, u32 tile, f
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab) {
             u32 keys[4];
-            load_matrices(keys, tile + slab * 8 * PITCH + 32 * step);
-            multiply_bf16(products[slab], query.latent[step], keys[0], keys[1]);
-            multiply_bf16(products[slab], query.latent[step + 1], keys[2], keys[3]);
+            ldmatrix_x4(keys, tile + slab * 8 * PITCH + 32 * step);
+            mma_m16n8k16<BF16>(products[slab], query.latent[step], keys[0], keys[1]);
+            mma_m16n8k16<BF16>(products[slab], query.latent[step + 1], keys[2], keys[3]);
         }
     }
 }
@@ -71,14 +71,14 @@ __device__ __forceinline__ void multiply_codes(const Query& query, u32 tile, flo
     for (int half = 0; half < 2; ++half) {
         u32 codes[SLABS][4];
 #pragma unroll
-        for (int slab = 0; slab < SLABS; ++slab) load_matrices(codes[slab], tile + slab * 8 * PITCH + 64 * half);
+        for (int slab = 0; slab < SLABS; ++slab) ldmatrix_x4(codes[slab], tile + slab * 8 * PITCH + 64 * half);
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
 #pragma unroll
             for (int slab = 0; slab < SLABS; ++slab) {
                 u32 first, second;
-                e4m3_to_half(codes[slab][step], first, second);
-                multiply_half(products[slab], query.latent[4 * half + step], first, second);
+                e4m3x4_to_fp16(codes[slab][step], first, second);
+                mma_m16n8k16<FP16>(products[slab], query.latent[4 * half + step], first, second);
             }
         }
     }
@@ -171,7 +171,7 @@ __device__ __forceinline__ void weigh(
         state.top[half] = fmaxf(state.top[half], highest[half]);
         fits = fits && fmaf(highest[half], units[half], -state.reference[half]) <= room;
     }
-    if (__any_sync(EVERY_LANE, !fits)) move_references(state, products, scales, units);
+    if (__any_sync(FULL_MASK, !fits)) move_references(state, products, scales, units);
 #pragma unroll
     for (int slab = 0; slab < SLABS; ++slab) {
         float scaled[4];
@@ -192,7 +192,7 @@ __device__ __forceinline__ void weigh(
                 parts[WEIGHT_PARTS - 1][at] =
                     pack_bf16(first - __uint_as_float(most << 16), second - __uint_as_float(most & 0xFFFF0000u));
             } else {
-                parts[0][at] = pack_half(first, second);
+                parts[0][at] = pack_fp16(first, second);
             }
         }
     }
@@ -204,16 +204,16 @@ __device__ __forceinline__ void add_codes(State& state, u32 tile, const u32 (&we
 #pragma unroll
     for (int step = 0; step < STEPS; step += 2) {
         u32 codes[4];
-        load_matrices_transposed(codes, tile + 16 * step);
+        ldmatrix_x4_trans(codes, tile + 16 * step);
 #pragma unroll
         for (int next = 0; next < 2; ++next) {
             u32 even[2], odd[2];
 #pragma unroll
             for (int slab = 0; slab < 2; ++slab) {
-                e4m3_to_half(__byte_perm(codes[2 * next + slab], 0, 0x3120), even[slab], odd[slab]);
+                e4m3x4_to_fp16(__byte_perm(codes[2 * next + slab], 0, 0x3120), even[slab], odd[slab]);
             }
-            multiply_half(state.sums[step + next][0], weights, even[0], even[1]);
-            multiply_half(state.sums[step + next][1], weights, odd[0], odd[1]);
+            mma_m16n8k16<FP16>(state.sums[step + next][0], weights, even[0], even[1]);
+            mma_m16n8k16<FP16>(state.sums[step + next][1], weights, odd[0], odd[1]);
         }
     }
 }
@@ -222,11 +222,11 @@ __device__ __forceinline__ void add_numbers(State& state, u32 tile, const u32 (&
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         u32 values[4];
-        load_matrices_transposed(values, tile + 32 * step);
+        ldmatrix_x4_trans(values, tile + 32 * step);
 #pragma unroll
         for (int part = 0; part < WEIGHT_PARTS; ++part) {
-            multiply_bf16(state.sums[step][0], weights[part], values[0], values[1]);
-            multiply_bf16(state.sums[step][1], weights[part], values[2], values[3]);
+            mma_m16n8k16<BF16>(state.sums[step][0], weights[part], values[0], values[1]);
+            mma_m16n8k16<BF16>(state.sums[step][1], weights[part], values[2], values[3]);
         }
     }
 }
@@ -256,7 +256,7 @@ __device__ __forceinline__ void process_stage(
     }
     multiply_keys(query, seat, rows, scales, products);
     add_shares(seat, buffer, products);
-    if (counted != EVERY_LANE) {
+    if (counted != FULL_MASK) {
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab) {
 #pragma unroll

@@ -98,28 +98,28 @@ struct Seat {
 
     __device__ __forceinline__ explicit Seat(u32 memory) : memory(memory) {
         lane = threadIdx.x % 32;
-        warp = uniform(threadIdx.x / 32) % TEAM_WARPS;
-        team = uniform(threadIdx.x / TEAM_THREADS);
+        warp = warp_uniform(threadIdx.x / 32) % TEAM_WARPS;
+        team = warp_uniform(threadIdx.x / TEAM_THREADS);
         row = lane / 4;
         pair = lane % 4;
     }
 
     __device__ __forceinline__ static int first_head() { return blockIdx.y * HEADS; }
-    __device__ __forceinline__ void sync() const { named_sync(BOTH_TEAMS, CONSUMERS); }
+    __device__ __forceinline__ void sync() const { named_barrier_sync(BOTH_TEAMS, CONSUMERS); }
 
     // The same, twice for each item, with parity 0 and then 1. Where teams read what the other has written, racecheck does
     // not follow a named barrier; it does follow this one, at which every thread arrives.
     __device__ __forceinline__ void meet(u32 parity) const {
-        barrier_arrive(memory + MEETING);
-        barrier_wait(memory + MEETING, parity);
+        mbarrier_arrive(memory + MEETING);
+        mbarrier_wait(memory + MEETING, parity);
     }
 
-    __device__ __forceinline__ void sync_team() const { named_sync(ONE_TEAM + team, TEAM_THREADS); }
+    __device__ __forceinline__ void sync_team() const { named_barrier_sync(ONE_TEAM + team, TEAM_THREADS); }
 
     // Whether any thread of the team has said so. The team waits once more before it may ask again.
     __device__ __forceinline__ bool any_of_team(bool said) const {
         const u32 answers = memory + ANSWERS + team * TEAM_WARPS * 4;
-        const bool here = __any_sync(EVERY_LANE, said);
+        const bool here = __any_sync(FULL_MASK, said);
         if (lane == 0) shared_store(answers + warp * 4, here);
         sync_team();
         const uint4 all = shared_load4(answers);
@@ -127,10 +127,10 @@ struct Seat {
     }
 
     // A team's turn comes when the other one has passed it on.
-    __device__ __forceinline__ void await(u32 turn, u32 parity) const { barrier_wait(memory + turn + team * 8, parity); }
+    __device__ __forceinline__ void await(u32 turn, u32 parity) const { mbarrier_wait(memory + turn + team * 8, parity); }
     __device__ __forceinline__ void pass(u32 turn) const {
         __syncwarp();
-        if (lane == 0) barrier_arrive(memory + turn + (1 - team) * 8);
+        if (lane == 0) mbarrier_arrive(memory + turn + (1 - team) * 8);
     }
 
     __device__ __forceinline__ u32 weights() const { return memory + WEIGHTS + team * TEAM_WEIGHTS; }
@@ -165,7 +165,7 @@ __device__ __forceinline__ void store_number(u32 at, float number) { shared_stor
 // ---- Queries
 
 __device__ __forceinline__ float2 widen(u32 packed) {
-    if (QUERY_HALF) return unpack_half(packed);
+    if (QUERY_HALF) return unpack_fp16(packed);
     return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000u)};
 }
 
@@ -180,7 +180,7 @@ __device__ __forceinline__ void load_query(
     const u16* q, long long head_stride, int heads, float logit_scale, const Seat& seat) {
     constexpr int SHARERS = CONSUMERS / HEADS;  // threads of a head, neighbours
     constexpr int GROUPS = 32 / SHARERS, PIECES = 16 / SHARERS;
-    const int thread = worked_out_here(threadIdx.x), head = thread / SHARERS, share = thread % SHARERS;
+    const int thread = opaque(threadIdx.x), head = thread / SHARERS, share = thread % SHARERS;
     const u16* from = q + (seat.first_head() + head) * head_stride;
     uint2 latent[GROUPS][4], rope[PIECES];
     float top = 0.0f;
@@ -199,7 +199,7 @@ __device__ __forceinline__ void load_query(
         rope[piece] = head < heads - seat.first_head() ? *reinterpret_cast<const uint2*>(at) : make_uint2(0, 0);
     }
 #pragma unroll
-    for (int step = 1; step < SHARERS; step *= 2) top = fmaxf(top, __shfl_xor_sync(EVERY_LANE, top, step));
+    for (int step = 1; step < SHARERS; step *= 2) top = fmaxf(top, __shfl_xor_sync(FULL_MASK, top, step));
     // The largest number of a head gets between 2^14 and 2^15, so that fp16 loses nothing that counts.
     const u32 exponent = min(max(__float_as_uint(top) >> 23, 27u), 254u);
     const float factor = __uint_as_float((268 - exponent) << 23);
@@ -221,8 +221,8 @@ __device__ __forceinline__ void load_query(
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 first = widen(latent[group][i].x), second = widen(latent[group][i].y);
-            packed[0][i] = pack_half(first.x * factor, first.y * factor);
-            packed[1][i] = pack_half(second.x * factor, second.y * factor);
+            packed[0][i] = pack_fp16(first.x * factor, first.y * factor);
+            packed[1][i] = pack_fp16(second.x * factor, second.y * factor);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -247,7 +247,7 @@ __device__ __forceinline__ void load_query(
             }
         }
     }
-    fence_for_copies_and_products();
+    fence_async_proxy();
     seat.sync();
 }
 
@@ -370,7 +370,7 @@ __device__ __forceinline__ void store(const State& state, const Seat& seat, cons
                 *reinterpret_cast<float2*>(static_cast<float*>(result.out) + offset + column) = make_float2(a, b);
             } else {
                 *reinterpret_cast<u32*>(static_cast<u16*>(result.out) + offset + column) =
-                    result.kind == 1 ? pack_bf16(a, b) : pack_half(a, b);
+                    result.kind == 1 ? pack_bf16(a, b) : pack_fp16(a, b);
             }
         }
     }
@@ -379,13 +379,13 @@ __device__ __forceinline__ void store(const State& state, const Seat& seat, cons
 // ---- Kernel
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns(const __grid_constant__ AttendParams p) {
-    const u32 memory = tiles_start();
+    const u32 memory = tile_memory();
     if (threadIdx.x < STAGES) {
-        barrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
-        barrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, TEAM_WARPS);
-        if (threadIdx.x < 2 * TEAMS) barrier_init(memory + TURNS + 8 * threadIdx.x, TEAM_WARPS);
-        if (threadIdx.x == 0) barrier_init(memory + MEETING, CONSUMERS);
-        publish_barriers();
+        mbarrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
+        mbarrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, TEAM_WARPS);
+        if (threadIdx.x < 2 * TEAMS) mbarrier_init(memory + TURNS + 8 * threadIdx.x, TEAM_WARPS);
+        if (threadIdx.x == 0) mbarrier_init(memory + MEETING, CONSUMERS);
+        fence_mbarrier_init();
     }
     __syncthreads();
     const SelectionParams& from = p.selection;
@@ -398,11 +398,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
     wait_for_previous_kernel();
     Place place(memory + RING, memory + BARRIERS, memory + NOTES, 0);
     if (threadIdx.x >= CONSUMERS) {
-        give_registers<PRODUCER_REGISTERS>();
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         produce(work, 0, threadIdx.x / 32 - CONSUMERS / 32, place);
         return;
     }
-    take_registers<CONSUMER_REGISTERS>();
+    warpgroup_reg_alloc<CONSUMER_REGISTERS>();
     const Seat seat(memory);
     place.advance(TURN * seat.team);
     if (seat.team == 1) {
@@ -417,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
         load_query(p.query.q + work.token_of(item) * p.query.token_stride, p.query.head_stride, heads, logit_scale, seat);
         while (!process(state, seat, place, parity)) {}
         // Parts are float32 [parts, tokens that are not whole, heads, values]; the sink is for whoever merges them.
-        const int token = work.token_of(worked_out_here(item));
+        const int token = work.token_of(opaque(item));
         const bool direct = item < p.output.whole;
         const Result result = {direct ? p.output.out : p.output.split_out,
                                direct ? p.output.out_kind : 0,

@@ -55,55 +55,55 @@ constexpr int KEYS_AHEAD = 2, VALUES_AHEAD = 2;
 // Products of this warp's 16 keys and the queries, times the scales of keys.
 __device__ __forceinline__ void multiply_keys(const Seat& seat, u32 keys, float (&logits)[RESULTS]) {
     constexpr int STEPS = 4 * TILES;  // 32 columns each
-    const int lane = worked_out_here(seat.lane);
+    const int lane = opaque(seat.lane);
     const u32 at = keys + lane % 16 * PITCH + 16 * (lane / 16);
-    const unsigned long long query = along_rows(seat.memory + QUERY);
+    const unsigned long long query = k_major(seat.memory + QUERY);
     u32 codes[KEYS_AHEAD][4], fragments[2][2][4];
-    const auto load = [&](int step) { load_matrices(codes[step % KEYS_AHEAD], at + 32 * step); };
+    const auto load = [&](int step) { ldmatrix_x4(codes[step % KEYS_AHEAD], at + 32 * step); };
     const auto widen_codes = [&](int step) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             u32(&fragment)[4] = fragments[step % 2][i / 2];
-            e4m3_to_half(codes[step % KEYS_AHEAD][i], fragment[i % 2], fragment[i % 2 + 2]);
+            e4m3x4_to_fp16(codes[step % KEYS_AHEAD][i], fragment[i % 2], fragment[i % 2 + 2]);
         }
         if (step + KEYS_AHEAD < STEPS) load(step + KEYS_AHEAD);
     };
     {
         u32 rope[4][4];
 #pragma unroll
-        for (int step = 0; step < 4; ++step) load_matrices(rope[step], at + ROPE + 32 * step);
+        for (int step = 0; step < 4; ++step) ldmatrix_x4(rope[step], at + ROPE + 32 * step);
 #pragma unroll
         for (int i = 0; i < KEYS_AHEAD; ++i) load(i);
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
 #pragma unroll
             for (int part = 0; part < ROPE_PARTS; ++part) {
-                multiply_narrow_bf16(
+                wgmma_rs<BF16>(
                     logits, rope[step], advance(query, (8 + part) * HEAD_TILE + 32 * step), step + part > 0);
             }
         }
-        products_commit();
+        wgmma_commit();
         widen_codes(0);
     }
     float products[RESULTS];  // of a tile
 #pragma unroll
     for (int here = 0; here < STEPS; ++here) {
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const u32 further = here / 2 * HEAD_TILE + 64 * (here % 2) + 32 * i;
-            multiply_narrow_half(products, fragments[here % 2][i], advance(query, further), here % 4 + i > 0);
+            wgmma_rs<FP16>(products, fragments[here % 2][i], advance(query, further), here % 4 + i > 0);
         }
-        products_commit();
+        wgmma_commit();
         if (here + 1 < STEPS) {
-            products_wait<1>();  // with the fragments that come next
+            wgmma_wait<1>();  // with the fragments that come next
             widen_codes(here + 1);
         }
         if (here % 4 < 3) continue;
         const float2 scales = scales_of(seat, keys, here / 4);
-        if (here == 3) products_wait<0>(logits);
-        products_wait<0>(products);
+        if (here == 3) wgmma_wait<0>(logits);
+        wgmma_wait<0>(products);
 #pragma unroll
         for (int i = 0; i < RESULTS; ++i) logits[i] = fmaf(products[i], i / 2 % 2 ? scales.y : scales.x, logits[i]);
     }
@@ -141,10 +141,10 @@ __device__ __forceinline__ bool write_weights(
                 const float scale = i % 2 ? scales.y : scales.x;
                 const float(&w)[RESULTS] = weights;
                 const int first = 4 * octets + 2 * i;
-                packed[i] = pack_half(w[first] * factor.x * scale, w[first + 1] * factor.y * scale);
-                magnitudes = larger_halves(magnitudes, packed[i]);
+                packed[i] = pack_fp16(w[first] * factor.x * scale, w[first + 1] * factor.y * scale);
+                magnitudes = max_abs_fp16x2(magnitudes, packed[i]);
             }
-            store_matrices_transposed(to + tile * HEAD_TILE + octets * 8 * 128, packed);
+            stmatrix_x4_trans(to + tile * HEAD_TILE + octets * 8 * 128, packed);
         }
     }
     return highest <= WEIGHT_BITS && (magnitudes & 0x7C00) != 0x7C00 && (magnitudes >> 16 & 0x7C00) != 0x7C00;
@@ -153,13 +153,13 @@ __device__ __forceinline__ bool write_weights(
 // The largest over the lanes that share a head.
 __device__ __forceinline__ float max_of_head(float x) {
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, step));
+    for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, step));
     return x;
 }
 
 __device__ __forceinline__ float sum_of_head(float x) {
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(EVERY_LANE, x, step);
+    for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(FULL_MASK, x, step);
     return x;
 }
 
@@ -228,13 +228,13 @@ __device__ __forceinline__ void move_references(
 // order, they are two rows of the even column and two of the odd one.
 __device__ __forceinline__ void add_values(State& state, const Seat& seat, const Place (&stages)[TURN]) {
     constexpr int STEPS = 2 * TILES;  // of a stage: 16 rows of a tile
-    const int lane = worked_out_here(seat.lane);
+    const int lane = opaque(seat.lane);
     const u32 offset = lane % 16 * PITCH + 32 * seat.warp + 16 * (lane / 16);
-    const unsigned long long weights = along_rows(seat.weights());
+    const unsigned long long weights = k_major(seat.weights());
     u32 codes[VALUES_AHEAD][4];
     const auto load = [&](int step) {
         const u32 at = stages[step / STEPS].rows() + offset;
-        load_matrices_transposed(codes[step % VALUES_AHEAD], at + step / TILES % 2 * 16 * PITCH + TILE * (step % TILES));
+        ldmatrix_x4_trans(codes[step % VALUES_AHEAD], at + step / TILES % 2 * 16 * PITCH + TILE * (step % TILES));
     };
 #pragma unroll
     for (int i = 0; i < VALUES_AHEAD; ++i) load(i);
@@ -245,26 +245,26 @@ __device__ __forceinline__ void add_values(State& state, const Seat& seat, const
         for (int i = 0; i < 4; ++i) {
             u32(&fragment)[4] = fragments[i / 2];
             const u32 ordered = __byte_perm(codes[here % VALUES_AHEAD][i], 0, 0x3120);
-            e4m3_to_half(ordered, fragment[2 * (i % 2)], fragment[2 * (i % 2) + 1]);
+            e4m3x4_to_fp16(ordered, fragment[2 * (i % 2)], fragment[2 * (i % 2) + 1]);
         }
         if (here + VALUES_AHEAD < TURN * STEPS) load(here + VALUES_AHEAD);
         if (here % STEPS == STEPS - 1) {
             __syncwarp();
-            if (seat.lane == 0) barrier_arrive(stages[here / STEPS].empty());
+            if (seat.lane == 0) mbarrier_arrive(stages[here / STEPS].empty());
         }
         const int tile = here % TILES, sixteen = here / TILES;
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const u32 further = tile * HEAD_TILE + 32 * sixteen;
-            multiply_narrow_half(state.sums[2 * tile + i], fragments[i], advance(weights, further), 1);
+            wgmma_rs<FP16>(state.sums[2 * tile + i], fragments[i], advance(weights, further), 1);
         }
-        products_commit();
-        products_wait<2>();
+        wgmma_commit();
+        wgmma_wait<2>();
     }
     seat.pass(VALUES_TURN);
 #pragma unroll
-    for (int i = 0; i < BLOCKS; ++i) products_wait<0>(state.sums[i]);
+    for (int i = 0; i < BLOCKS; ++i) wgmma_wait<0>(state.sums[i]);
 }
 
 __device__ __forceinline__ void raise_tops(const Seat& seat, const float (&logits)[RESULTS]) {
@@ -288,7 +288,7 @@ __device__ __forceinline__ bool process(State& state, const Seat& seat, Place& p
     place.advance(ROUND);
     seat.await(KEYS_TURN, parity);
 #pragma unroll
-    for (int i = 0; i < TURN; ++i) barrier_wait(stages[i].full(), stages[i].parity);
+    for (int i = 0; i < TURN; ++i) mbarrier_wait(stages[i].full(), stages[i].parity);
     seat.pass(KEYS_TURN);
     const Place mine = seat.warp < TEAM_WARPS / 2 ? stages[0] : stages[1];
     const u32 keys = mine.rows() + seat.warp % 2 * 16 * PITCH;
@@ -305,7 +305,7 @@ __device__ __forceinline__ bool process(State& state, const Seat& seat, Place& p
 #pragma unroll 1
     for (bool moved = false;; moved = true) {
         const bool fits = write_weights(seat, keys, logits, weights) || moved;  // what is no number never does
-        fence_for_copies_and_products();
+        fence_async_proxy();
         if (!seat.any_of_team(!fits)) break;
         move_references(seat, keys, logits, state);
     }

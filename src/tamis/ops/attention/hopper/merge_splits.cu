@@ -46,9 +46,9 @@ extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_splits(const __gr
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        max_lse = fmaxf(max_lse, __shfl_xor_sync(EVERY_LANE, max_lse, step));
-        max_logit = fmaxf(max_logit, __shfl_xor_sync(EVERY_LANE, max_logit, step));
-        nan += __shfl_xor_sync(EVERY_LANE, nan, step);
+        max_lse = fmaxf(max_lse, __shfl_xor_sync(FULL_MASK, max_lse, step));
+        max_logit = fmaxf(max_logit, __shfl_xor_sync(FULL_MASK, max_logit, step));
+        nan += __shfl_xor_sync(FULL_MASK, nan, step);
     }
     const float base = max_lse == minus_infinity() ? 0.0f : max_lse;
     float total = nan, sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_splits(const __gr
         *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = make_float4(a, b, c, d);
     } else {
         const uint2 packed = p.out_kind == 1 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d))
-                                             : make_uint2(pack_half(a, b), pack_half(c, d));
+                                             : make_uint2(pack_fp16(a, b), pack_fp16(c, d));
         *reinterpret_cast<uint2*>(static_cast<unsigned short*>(p.out) + at) = packed;
     }
     if (threadIdx.x == 0) {

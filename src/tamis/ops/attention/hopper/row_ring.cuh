@@ -38,11 +38,11 @@ struct Work {
 
     // Asks for what a block's first rows wait for, one thing after the other; it may still change.
     __device__ __forceinline__ void prefetch_first(int thread) const {
-        const int item = worked_out_here(blockIdx.x), token = token_of(item), column = part_of(item) * part_columns + thread;
+        const int item = opaque(blockIdx.x), token = token_of(item), column = part_of(item) * part_columns + thread;
         if (item >= items) return;
-        if (column < columns) prefetch(slots + token * slots_token_stride + column * slots_column_stride);
-        if (thread == 0 && lengths != nullptr) prefetch(lengths + token);
-        if (thread == 0 && block_table != nullptr) prefetch(request_ids + token);
+        if (column < columns) prefetch_l2(slots + token * slots_token_stride + column * slots_column_stride);
+        if (thread == 0 && lengths != nullptr) prefetch_l2(lengths + token);
+        if (thread == 0 && block_table != nullptr) prefetch_l2(request_ids + token);
     }
 };
 
@@ -154,15 +154,15 @@ __device__ __forceinline__ Found look_up(const Work& work, const Wanted& wanted)
 // A stage, or this warp's share of it.
 __device__ __forceinline__ void copy_stage(const Work& work, Found found, int warp, bool shared, const Place& place) {
     const int lane = threadIdx.x % 32;
-    const u32 counted = __ballot_sync(EVERY_LANE, found.page >= 0 && found.page < work.pages);
+    const u32 counted = __ballot_sync(FULL_MASK, found.page >= 0 && found.page < work.pages);
     // Rows that do not count are copies of one that does: their weights are zero, so they must be numbers.
     const int stand_in = counted ? __ffs(counted) - 1 : 0;
-    const int page = __shfl_sync(EVERY_LANE, found.page, stand_in), row = __shfl_sync(EVERY_LANE, found.row, stand_in);
+    const int page = __shfl_sync(FULL_MASK, found.page, stand_in), row = __shfl_sync(FULL_MASK, found.row, stand_in);
     if (!(counted >> lane & 1)) {
         found.page = page;
         found.row = row;
     }
-    barrier_wait(place.empty(), place.parity ^ 1);
+    mbarrier_wait(place.empty(), place.parity ^ 1);
     __syncwarp();  // an empty stage comes back at once: a lane that still waited would miss it
     if (lane == 0 && !(shared && warp > 0)) {
         shared_store(place.note(), counted);
@@ -170,23 +170,23 @@ __device__ __forceinline__ void copy_stage(const Work& work, Found found, int wa
     }
     if (ROUND == 1 && lane < (shared ? 1 : PRODUCERS)) {
         if (counted && lane == 0) {
-            barrier_arrive_expecting(place.full(), shared ? STAGE / PRODUCERS * ROW : STAGE * ROW);
+            mbarrier_arrive_expect_tx(place.full(), shared ? STAGE / PRODUCERS * ROW : STAGE * ROW);
         } else {
-            barrier_arrive(place.full());
+            mbarrier_arrive(place.full());
         }
     }
     __syncwarp();
     if (shared && lane / (STAGE / PRODUCERS) != warp) return;
-    if (ROUND > 1 && counted) barrier_arrive_expecting(place.full(), ROW);
+    if (ROUND > 1 && counted) mbarrier_arrive_expect_tx(place.full(), ROW);
     if (ROUND > 1 && !counted) {
         // Its neighbours may count, and what is multiplied with weights of zero must be numbers.
         for (int at = 0; at < PITCH; at += 16) shared_store4(place.rows() + lane * PITCH + at, make_uint4(0, 0, 0, 0));
-        fence_for_copies();
-        barrier_arrive(place.full());
+        fence_async_proxy();
+        mbarrier_arrive(place.full());
     }
     if (counted) {
         const unsigned char* source = work.rows + found.page * work.page_stride + static_cast<long long>(found.row) * ROW;
-        copy_to_shared(place.rows() + lane * PITCH, source, ROW, place.full());
+        bulk_copy(place.rows() + lane * PITCH, source, ROW, place.full());
     }
 }
 
