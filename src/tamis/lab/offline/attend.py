@@ -126,16 +126,16 @@ def cuda_cases() -> Iterator[CudaCase]:
 
 
 def few_heads_cases() -> Iterator[CudaCase]:
-    """Every block shape for each kind of rows and dtype of queries."""
-    for kind, variants, dtypes in (
+    """Every CTA shape for each kind of rows and dtype of queries."""
+    for kind, shapes, dtypes in (
         ("fp8", few_heads.FP8_ROWS, few_heads.QUERY_DTYPES),
         ("bf16", few_heads.BF16_ROWS, (torch.bfloat16,)),
     ):
-        layouts = dict.fromkeys((variants.few_tokens, variants.many_tokens, variants.more_heads))
-        for variant, dtype in product(layouts, dtypes):
-            name = variant.source.replace("_", " ")
-            label = f"attend, {name}, {kind} rows, {variant[:3]}, {str(dtype).removeprefix('torch.')} queries"
-            yield CudaCase(label, few_heads.program(variant, dtype), variant.shared)
+        distinct = dict.fromkeys((shapes.few_tokens, shapes.many_tokens, shapes.more_heads))
+        for shape, dtype in product(distinct, dtypes):
+            name, per_sm = shape.source.replace("_", " "), f"{shape.per_sm} per SM"
+            label = f"attend, {name} ({shape.heads}), {kind} rows, {per_sm}, {checks.dtype_name(dtype)} queries"
+            yield CudaCase(label, few_heads.program(shape, dtype), shape.shared)
 
 
 def many_heads_cases() -> Iterator[CudaCase]:

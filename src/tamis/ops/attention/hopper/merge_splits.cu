@@ -9,7 +9,7 @@
 #include "softmax.cuh"
 
 constexpr int VALUES = 512;
-// PDL: up to this many splits of heads the next kernel may launch early; with more, its CTAs would compete with ours for SMs.
+// PDL: up to this many splits of heads the next kernel may launch early; with more, its CTAs would compete for SMs.
 constexpr int EARLY_LAUNCH_SPLITS = 4096;
 
 // S splits of T tokens and H heads.

@@ -100,11 +100,14 @@ def query_params(q: Tensor, scale: float | Tensor, held: list[Tensor]) -> QueryP
     return QueryParams(q.data_ptr(), q.stride(0), q.stride(1), q.shape[1], scale, factor)
 
 
-def output_params(whole: Outputs, splits: Outputs, sink: Tensor | None) -> OutputParams:
-    """Describe the outputs of T tokens and the splits [S, T - whole, H, ...] of those that are split."""
-    count, split_tokens = splits.lse.shape[:2]
+def output_params(whole: Outputs, splits: Outputs | None, sink: Tensor | None) -> OutputParams:
+    """Describe the outputs of T tokens, and the splits [S, T - whole, H, ...] of those that are split, if any are."""
     out = whole.out
-    addresses = splits.out.data_ptr(), splits.lse.data_ptr(), splits.max_logits.data_ptr()
+    if splits is None:
+        count, split_tokens, addresses = 1, 0, (0, 0, 0)
+    else:
+        count, split_tokens = splits.lse.shape[:2]
+        addresses = splits.out.data_ptr(), splits.lse.data_ptr(), splits.max_logits.data_ptr()
     return OutputParams(
         out.data_ptr(),
         OUT_KINDS[out.dtype],
