@@ -149,7 +149,7 @@ def test_mode_follows_heads_and_layout() -> None:
     assert make_planner(128, layout="v32-bf16").mode == "mixed"
     assert make_planner(8, mode="separate").mode == "separate"
     assert make_planner(128, mode="mixed").mode == "mixed"
-    with pytest.raises(ValueError, match="mode must be 'mixed' for v32-bf16"):
+    with pytest.raises(ValueError, match="mode must be 'auto' or 'mixed' for v32-bf16 rows, got 'separate'"):
         make_planner(16, mode="separate", layout="v32-bf16")
 
 
@@ -235,7 +235,7 @@ BAD = {
         "host_lengths must be given when lengths are on a device",
     ),
     "padding": (spoiled(padded_tokens=5), ValueError, "padded_tokens must be between 6 and 64, got 5"),
-    "prefilling": (spoiled(prefilling=[True]), ValueError, "prefilling must be 2 flags, got 1"),
+    "prefilling": (spoiled(prefilling=[True]), ValueError, "prefilling must be 2 flags, one per request, got 1"),
     "table rows": (
         lambda: make_batch([1, 5], [10, 20], pages=bad_pages(block_table=torch.zeros(3, 2, **INT))),
         ValueError,

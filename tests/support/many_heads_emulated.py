@@ -7,6 +7,7 @@ from pathlib import Path
 
 import on_host
 import torch
+from attention_calls import attend_call, combine_call
 from seeds import seeded
 from torch import Tensor
 
@@ -93,14 +94,14 @@ def expected(
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = torch.zeros(*q.shape[:2], 512, dtype=torch.float64)
     factor = scale.double() if isinstance(scale, Tensor) else scale
-    lse, top = reference.attend_into(q.double(), selections, scale=factor, splits=1, sink=sink, out=out)
+    lse, top = reference.attend(attend_call(q.double(), selections, scale=factor, splits=1, sink=sink, out=out))
     return out, lse, top
 
 
 def merged(parts: Tensor, lses: Tensor, tops: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Parts, by the definition of the merge."""
     out = torch.zeros(parts.shape[1:])
-    return out, combine.combine_parts(parts, lses, sink, out), tops.amax(0)
+    return out, combine.combine_parts(combine_call(parts, lses, sink, out)), tops.amax(0)
 
 
 def close(

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from tamis import checks
 
 INT = NDArray[np.int32]
-MIN_HEADS_FOR_WORKSPACE = 32
-"""From this many heads on a rank, FP8 prefills are gathered into a 16-bit workspace by default."""
 
 
 @dataclass(frozen=True)

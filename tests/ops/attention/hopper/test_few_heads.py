@@ -7,6 +7,7 @@ from pathlib import Path
 import on_host
 import pytest
 import torch
+from attention_calls import attend_call, attend_slots_call, combine_call
 from few_heads_rows import KINDS, SCALE, filled
 from seeds import reseed
 from torch import Tensor
@@ -99,9 +100,11 @@ def check(
 ) -> None:
     """Each tile of each head by itself."""
     wanted, wanted_lse = oracle.attend(q, [selection], scale=scale, value_dim=512, sink=sink)
-    parts, lses, maxima = few_heads.attend_slots(q, [selection], scale=scale, value_dim=512, splits=splits)
+    parts, lses, maxima = few_heads.attend_slots(
+        attend_slots_call(q, [selection], scale=scale, value_dim=512, splits=splits)
+    )
     merged = torch.empty(wanted.shape)
-    lse = combine_reference.combine_parts(parts, lses, sink, merged)
+    lse = combine_reference.combine_parts(combine_call(parts, lses, sink, merged))
     empty = wanted_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty)
     assert (merged[empty] == 0).all()
@@ -160,7 +163,7 @@ def test_more_heads_than_a_block_has(emulated, name: str, heads: int) -> None:
     selection = Selection(cache, slots, torch.tensor([140, 90, 33], dtype=torch.int32))
     check(q, selection, splits=2, sink=sink)
     wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
-    lse, _ = few_heads.attend_into(q, [selection], scale=SCALE, splits=1, sink=sink, out=out)
+    lse, _ = few_heads.attend(attend_call(q, [selection], scale=SCALE, splits=1, sink=sink, out=out))
     assert torch.allclose(lse.double(), wanted_lse, atol=2e-3)
     assert (out - wanted).norm() < 1e-3 * wanted.norm()
 
@@ -183,7 +186,7 @@ def test_requests_that_the_table_does_not_have_attend_to_nothing(emulated) -> No
     table = torch.arange(8, dtype=torch.int32).expand(3, 8)
     selection = Selection(cache, torch.arange(40, dtype=torch.int32).expand(3, 40), None, ids, table)
     q = torch.randn(3, 4, 576).bfloat16()
-    parts, lse, maxima = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    parts, lse, maxima = few_heads.attend_slots(attend_slots_call(q, [selection], scale=SCALE, value_dim=512, splits=1))
     assert (lse[0, 0] > -torch.inf).all()
     assert (parts[0, 1:] == 0).all()
     assert (lse[0, 1:] == -torch.inf).all()
@@ -308,7 +311,9 @@ def test_a_nan_in_a_selected_row_shows(emulated, name: str, mode: str, code: int
     slots[2, 0] = 19  # beyond what counts
     lengths = torch.tensor([70, 70, 0], dtype=torch.int32)
     q = torch.randn(3, 16, 576).bfloat16()
-    out, lse, _ = few_heads.attend_slots(q, [Selection(cache, slots, lengths)], scale=SCALE, value_dim=512, splits=1)
+    out, lse, _ = few_heads.attend_slots(
+        attend_slots_call(q, [Selection(cache, slots, lengths)], scale=SCALE, value_dim=512, splits=1)
+    )
     assert out[0, 1].isnan().all()
     assert lse[0, 1].isnan().all()
     assert not out[0, 0].isnan().any()
@@ -325,7 +330,7 @@ def test_one_part_goes_straight_into_the_output(emulated, name: str, mode: str, 
     q, sink = torch.randn(3, 20, 576).bfloat16(), torch.randn(20)
     room = torch.full((3, 24, 520), 7.0, dtype=dtype)
     out = room[:, :20, 4:516]
-    lse, maxima = few_heads.attend_into(q, [selection], scale=SCALE, splits=1, sink=sink, out=out)
+    lse, maxima = few_heads.attend(attend_call(q, [selection], scale=SCALE, splits=1, sink=sink, out=out))
     wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
     assert torch.allclose(out.double(), wanted, atol=1e-3, rtol=4e-3 if dtype == torch.bfloat16 else 1e-5)
     assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
@@ -342,7 +347,7 @@ def test_tokens_that_are_left_over_are_cut(emulated, monkeypatch: pytest.MonkeyP
 
     def merge(parts: Outputs, sink: Tensor, whole: Outputs) -> None:
         last = slice(len(whole.lse) - parts.lse.shape[1], None)
-        whole.lse[last] = combine_reference.combine_parts(parts.out, parts.lse, sink, whole.out[last])
+        whole.lse[last] = combine_reference.combine_parts(combine_call(parts.out, parts.lse, sink, whole.out[last]))
         whole.max_logits[last] = parts.max_logits.amax(0)
 
     monkeypatch.setattr(few_heads, "merge_splits", merge)
@@ -351,11 +356,11 @@ def test_tokens_that_are_left_over_are_cut(emulated, monkeypatch: pytest.MonkeyP
     q, sink = torch.randn(5, 7, 576).bfloat16(), torch.randn(7)
     assert choose_splits(5, 7, 10, 4) == (4, 4)
     out = torch.empty(5, 7, 512)
-    lse, top = few_heads.attend_into(q, [selection], scale=SCALE, splits=None, sink=sink, out=out)
+    lse, top = few_heads.attend(attend_call(q, [selection], scale=SCALE, splits=None, sink=sink, out=out))
     wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
     assert torch.allclose(out.double(), wanted, atol=1e-3)
     assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
-    again, _, tops = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    again, _, tops = few_heads.attend_slots(attend_slots_call(q, [selection], scale=SCALE, value_dim=512, splits=1))
     assert again.shape == (1, 5, 7, 512)
     assert torch.equal(top, tops[0])
 
@@ -379,8 +384,8 @@ def test_selections_of_different_rows(emulated) -> None:
     selections = [Selection(filled(50, mode=m), torch.randint(0, 50, (2, 40), dtype=torch.int32)) for m in MODES]
     q, out = torch.randn(2, 5, 576).bfloat16(), torch.empty(2, 5, 512)
     wanted, _ = oracle.attend(q, selections, scale=SCALE, value_dim=512)
-    parts, lses, _ = few_heads.attend_slots(q, selections, scale=SCALE, value_dim=512, splits=1)
-    combine_reference.combine_parts(parts, lses, None, out)
+    parts, lses, _ = few_heads.attend_slots(attend_slots_call(q, selections, scale=SCALE, value_dim=512, splits=1))
+    combine_reference.combine_parts(combine_call(parts, lses, None, out))
     assert torch.allclose(out.double(), wanted, atol=2e-3)
 
 
@@ -392,7 +397,9 @@ def test_strided_queries_and_slots_and_a_scale_in_memory(emulated) -> None:
     q = torch.randn(6, 3, 580).bfloat16()[::2, :, 2:578]
     selection = Selection(cache, slots)
     wanted, _ = oracle.attend(q, [selection], scale=SCALE, value_dim=512)
-    out, _, _ = few_heads.attend_slots(q, [selection], scale=torch.tensor(SCALE), value_dim=512, splits=1)
+    out, _, _ = few_heads.attend_slots(
+        attend_slots_call(q, [selection], scale=torch.tensor(SCALE), value_dim=512, splits=1)
+    )
     assert torch.allclose(out[0].double(), wanted, atol=2e-3)
 
 
@@ -403,7 +410,7 @@ def test_no_columns_and_no_tokens(emulated, name: str) -> None:
     for tokens, columns in ((2, 0), (0, 5)):
         selection = Selection(cache, torch.zeros(tokens, columns, dtype=torch.int32))
         q = torch.randn(tokens, 4, 576).bfloat16()
-        out, lse, _ = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=None)
+        out, lse, _ = few_heads.attend_slots(attend_slots_call(q, [selection], scale=SCALE, value_dim=512, splits=None))
         assert (out == 0).all()
         assert (lse == -torch.inf).all()
 
@@ -422,11 +429,13 @@ def test_a_row_does_not_depend_on_the_others(emulated, name: str, monkeypatch: p
 
     def run(tokens: slice) -> Tensor:
         return few_heads.attend_slots(
-            q[tokens], [Selection(cache, slots[tokens])], scale=SCALE, value_dim=512, splits=2
+            attend_slots_call(q[tokens], [Selection(cache, slots[tokens])], scale=SCALE, value_dim=512, splits=2)
         )[0]
 
     assert torch.equal(run(slice(0, 4))[:, 2:3], run(slice(2, 3)))
     few_heads.attend_slots(
-        q.repeat(9, 1, 1), [Selection(cache, slots[:1, :1].repeat(36, 1))], scale=SCALE, value_dim=512, splits=1
+        attend_slots_call(
+            q.repeat(9, 1, 1), [Selection(cache, slots[:1, :1].repeat(36, 1))], scale=SCALE, value_dim=512, splits=1
+        )
     )
     assert len(seen) == 1

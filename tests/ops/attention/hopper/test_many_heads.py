@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_calls import attend_call
 from many_heads_emulated import Emulated, choose, close, expected, filled, merged, on_gpu, queries
 from seeds import reseed
 
@@ -221,7 +222,7 @@ def test_the_device_attends_as_the_reference(layout: str, heads: int) -> None:
     placed = [on_gpu(s) for s in selections]
     for splits in (None, 1, 5):
         out = torch.empty(9, heads, 512, dtype=torch.bfloat16, device="cuda")
-        lse, top = many.attend_into(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out)
+        lse, top = many.attend(attend_call(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out))
         close((out.cpu(), lse.cpu(), top.cpu()), wanted, error=4e-3)
 
 
@@ -232,10 +233,10 @@ def test_a_captured_launch_sees_new_queries_slots_and_lengths() -> None:
     selection = Selection(selection.cache, selection.slots, lengths)
     q = torch.zeros(5, 64, 576, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(5, 64, 512, dtype=torch.bfloat16, device="cuda")
-    many.attend_into(q, [selection], scale=0.05, splits=2, sink=None, out=out)
+    many.attend(attend_call(q, [selection], scale=0.05, splits=2, sink=None, out=out))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lse, top = many.attend_into(q, [selection], scale=0.05, splits=2, sink=None, out=out)
+        lse, top = many.attend(attend_call(q, [selection], scale=0.05, splits=2, sink=None, out=out))
     host = PagedCache.wrap(selection.cache.storage.cpu(), "v32-fp8")
     for seed in range(3):
         reseed(seed)

@@ -21,7 +21,8 @@ from tamis.cuda.launch import Launch, kernel
 from tamis.cuda.params import params_bytes
 from tamis.ops.attention.hopper.params import AttendParams, output_params, query_params, selection_params
 from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, SplitPlan, can_store, choose_splits, merge_splits
-from tamis.ops.combine.triton_kernels import combine_with_maxima
+from tamis.ops.attention.operations import Attend, AttendSlots
+from tamis.ops.combine.triton_kernels import combine_splits
 
 NAME = "few heads"
 MMA_HEADS = 16
@@ -160,12 +161,11 @@ def choose_shape(tokens: int | None, heads: int, sms: int, bf16_rows: bool) -> C
     return shapes.few_tokens if tokens is not None and tokens <= 2 * sms else shapes.many_tokens
 
 
-def attend_slots(
-    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`, one launch per selection; each selection has splits of its own."""
-    shapes = [_shape(q, s, splits) for s in selections]
-    counts = [_plan(q, s, shape, splits, direct=False).splits for s, shape in zip(selections, shapes, strict=True)]
+    q, selections, scale = call.q, call.selections, call.factor
+    shapes = [_shape(q, s, call.splits) for s in selections]
+    counts = [_plan(q, s, shape, call.splits, direct=False).splits for s, shape in zip(selections, shapes, strict=True)]
     found = Outputs.empty(sum(counts), *q.shape[:2], device=q.device)
     first = 0
     for selection, shape, count in zip(selections, shapes, counts, strict=True):
@@ -175,30 +175,22 @@ def attend_slots(
     return found
 
 
-def attend_into(
-    q: Tensor,
-    selections: Sequence[Selection],
-    *,
-    scale: float | Tensor,
-    splits: int | None,
-    sink: Tensor | None,
-    out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_into`; tokens that are not split go straight into `out`."""
-    if len(selections) > 1 or not can_store(out):
-        parts = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
-        return combine_with_maxima(*parts, sink, out)
-    (selection,) = selections
-    shape = _shape(q, selection, splits)
-    plan = _plan(q, selection, shape, splits, direct=True)
+def attend(call: Attend) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`; tokens that are not split go straight into `out`."""
+    q, sink, out = call.q, call.sink, call.out
+    if len(call.selections) > 1 or not can_store(out):
+        return combine_splits(*attend_slots(call.in_splits()), sink, out)
+    selection = call.selections[0]
+    shape = _shape(q, selection, call.splits)
+    plan = _plan(q, selection, shape, call.splits, direct=True)
     tokens, heads, _ = q.shape
     whole = Outputs.into(out)
     if plan.whole == tokens:
-        _attend(q, selection, shape, scale, sink, whole, None)
+        _attend(q, selection, shape, call.factor, sink, whole, None)
     else:
-        split = Outputs.empty(plan.splits, tokens - plan.whole, heads, device=q.device)
-        _attend(q, selection, shape, scale, sink, whole, split)
-        merge_splits(split, sink, whole)
+        splits = Outputs.empty(plan.splits, tokens - plan.whole, heads, device=q.device)
+        _attend(q, selection, shape, call.factor, sink, whole, splits)
+        merge_splits(splits, sink, whole)
     return whole.lse, whole.max_logits
 
 

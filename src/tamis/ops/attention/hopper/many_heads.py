@@ -24,7 +24,8 @@ from tamis.ops.attention.hopper.splits import (
     choose_splits,
     merge_splits,
 )
-from tamis.ops.combine.triton_kernels import combine_with_maxima
+from tamis.ops.attention.operations import Attend, AttendSlots
+from tamis.ops.combine.triton_kernels import combine_splits
 
 NAME = "many heads"
 HEADS = 64
@@ -93,30 +94,20 @@ def _described(layout: Layout) -> tuple[Any, ...]:
 _KNOWN = {_described(v32_fp8()): V32_FP8, _described(v4_fp8()): V4_FP8, _described(rows()): V32_BF16}
 
 
-def attend_slots(
-    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`, in one launch; parts are cut between the kernel's steps."""
+    q, selections, scale, splits = call.q, call.selections, call.factor, call.splits
     cut = _cut(q, selections, splits, direct=False)
     found = Outputs.empty(cut.splits, *q.shape[:2], device=q.device)
     attend_items(q, selections, scale=scale, sink=None, whole=found, parts=found)
     return found
 
 
-def attend_into(
-    q: Tensor,
-    selections: Sequence[Selection],
-    *,
-    scale: float | Tensor,
-    splits: int | None,
-    sink: Tensor | None,
-    out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_into`; tokens that are not cut go straight into `out`."""
+def attend(call: Attend) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`; tokens that are not cut go straight into `out`."""
+    q, selections, scale, splits, sink, out = (call.q, call.selections, call.factor, call.splits, call.sink, call.out)
     if not can_store(out):
-        parts = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
-        return combine_with_maxima(*parts, sink, out)
-
+        return combine_splits(*attend_slots(call.in_splits()), sink, out)
     plan = _cut(q, selections, splits, direct=True)
     tokens, heads, _ = q.shape
     whole = Outputs.into(out)

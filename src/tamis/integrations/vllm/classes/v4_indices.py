@@ -1,8 +1,8 @@
-"""vLLM's index builders for DeepSeek-V4, by their own names and arguments, on top of stage `select`.
+"""vLLM's index functions for DeepSeek-V4, under their own names and arguments, on top of stage `select`.
 
-They differ from vLLM's where that is safer: widths are those of the buffers, rows are written in full, no table of the
-caller is changed, pages that are absent are skipped when read, and tokens without a slot get -1 as well as a length of
-0. A ratio of 0, as checkpoints write it, is one of 1.
+They differ from vLLM's where that is safer: widths are those of the buffers, rows are written in full, the caller's
+tables are not changed, absent pages are not read, and tokens without a slot get -1 as well as a length of 0. A ratio of
+0, which checkpoints write for layers without compression, means 1.
 """
 
 import torch
@@ -22,9 +22,9 @@ def get_compressed_slot_mapping(
     compress_ratio: int,
     out: Tensor,
 ) -> Tensor:
-    """Where the entry goes that each token completes, -1 for all others: int64 [num_tokens], the front of `out`.
+    """int64 [num_tokens], a view of `out`: the slot of the entry that each token completes, -1 if it completes none.
 
-    `out` is filled with -1 first, all of it. Negative entries of the block table count as 0, in a copy.
+    All of `out` is filled with -1 first. Negative pages of the block table count as page 0, in a copy of the table.
     """
     checks.integer("num_tokens", num_tokens, low=0, high=len(out))
     out.fill_(-1)
@@ -38,7 +38,7 @@ def get_compressed_slot_mapping(
 
 
 def token_places(query_start_loc: Tensor, seq_lens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """int32 [tokens] request of each token, and its position in it; tokens past the last request have -1."""
+    """int32 [tokens]: the request of each token, and its position in the request, -1 past the last request."""
     number = torch.arange(tokens, dtype=torch.int32, device=seq_lens.device)
     request = torch.searchsorted(query_start_loc, number, right=True, out_int32=True) - 1
     known = request.clamp_(0, len(seq_lens) - 1).long()
@@ -62,17 +62,17 @@ def build_c128a_topk_metadata(
     """Rows of a layer that attends to every entry: (decode slots, decode lengths, prefill entry numbers).
 
     Args:
-        positions: [T] of the step's tokens, decodes first.
+        positions: [T], the positions of the step's tokens, decodes first.
         compress_ratio: tokens per entry.
-        num_decode_tokens: how many of them are decodes.
+        num_decode_tokens: how many of the tokens are decodes.
         token_to_req_indices: int32 [T or more].
         block_table: int32 [B, W]; the entries of an absent (negative) page are -1.
         block_size: entries per page.
-        slot_mapping: [T or more], of the tokens themselves; negative: the token selects nothing.
-        global_decode_buffer: int32 [max tokens, width] to write and cut the first result from.
-        decode_lens_buffer: int32 [max tokens], zeroed past the decodes.
-        prefill_buffer: int32 [max tokens, width].
-        max_compressed_tokens: if given, how many columns are written; the buffers' width otherwise, and at most.
+        slot_mapping: [T or more], the slots of the tokens themselves; a token with a negative slot selects nothing.
+        global_decode_buffer: int32 [max tokens, width], of which the first result is a view.
+        decode_lens_buffer: int32 [max tokens], of which the second is a view; zeroed past the decodes.
+        prefill_buffer: int32 [max tokens, width], of which the third is a view.
+        max_compressed_tokens: how many columns are written, at most the buffers' width; if not given, the width.
     """
     total = checks.tensor("positions", positions, "T", checks.INTS)["T"]
     decodes = checks.integer("num_decode_tokens", num_decode_tokens, low=0, high=total)
@@ -105,7 +105,7 @@ def compute_global_topk_indices_and_lens(
     block_size: int,
     is_valid_token: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Slots of an indexer's entries [T, K], valid ones first, and how many: 0 for tokens that are not valid."""
+    """Slots of the entries [T, K] that an indexer chose, valid ones first, and how many; 0 for invalid tokens."""
     slots = torch.empty_like(topk_indices, memory_format=torch.contiguous_format)
     lengths = torch.empty(len(slots), dtype=torch.int32, device=slots.device)
     own = is_valid_token[: len(slots)].int() - 1
@@ -132,10 +132,10 @@ def combine_topk_swa_indices(
     M: int,
     N: int,
 ) -> tuple[Tensor, Tensor]:
-    """Workspace rows of a group of gathered prefills: entries, then window, -1 beyond; and how many.
+    """Workspace rows of a group of gathered prefills (entries, then window, -1 beyond), and how many there are.
 
-    Request k of the group owns M rows from k * M on, its entries first and its raw tokens from row N of them on.
-    `query_start_loc` may begin anywhere: the tokens are those of this group.
+    Request k of the group owns rows k * M to (k + 1) * M: first its entries, and from row N on its raw tokens.
+    `query_start_loc` need not begin with 0: the tokens are those of this group.
     """
     tokens, columns = topk_indices.shape[0], checks.integer("topk", topk, low=0, high=topk_indices.shape[1])
     width = ceil_div(columns + window_size, 128) * 128
@@ -177,10 +177,11 @@ def build_flashinfer_mixed_sparse_indices(
     decode_is_valid_token: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(sparse_indices int32 [T, Ws + K], sparse_topk_lens int32 [T]) as FlashInfer's combined form wants them.
+    """(sparse_indices int32 [T, Ws + K], sparse_topk_lens int32 [T]) for FlashInfer's combined form.
 
-    Columns before Ws, the width of `decode_swa_indices`, name window slots, the others slots of the compressed pool; K
-    is padded to a multiple of 4 with -1. A length counts all Ws columns. Arguments as in `tamis.ops.select_mixed`.
+    The first Ws columns, the width of `decode_swa_indices`, hold window slots, the others slots of the compressed pool.
+    K is padded with -1 to a multiple of 4. A length counts all Ws columns. The arguments are those of
+    `tamis.ops.select_mixed`.
 
     With `out`, int32 [T or more, Ws + K or more] and [T or more], the results are the first rows of these buffers, for
     callers whose addresses must not change; rows are written in full.

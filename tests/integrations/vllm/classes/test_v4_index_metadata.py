@@ -13,7 +13,7 @@ from v4_standin import MAX_LENGTH, MAX_REQUESTS, MAX_TOKENS, PAGE, SHAPES, TOPK,
 from tamis import PagedCache
 from tamis.arithmetic import ceil_div
 from tamis.cache.layout import index_fp8
-from tamis.integrations.vllm.v4_index_metadata import (
+from tamis.integrations.vllm.classes.v4_index_metadata import (
     TamisV4IndexBackend,
     V4IndexChunk,
     V4IndexMetadata,

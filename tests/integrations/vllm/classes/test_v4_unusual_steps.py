@@ -23,10 +23,10 @@ from v4_standin import (
     window_builder,
 )
 
+from tamis.integrations.vllm.classes.v4_impl import V4Impl
+from tamis.integrations.vllm.classes.v4_index_metadata import V4IndexMetadataBuilder, V4UniformIndexMetadataBuilder
+from tamis.integrations.vllm.classes.v4_metadata import V4MetadataBuilder, V4WindowMetadataBuilder
 from tamis.integrations.vllm.v4_forward import forward_decode, forward_prefill
-from tamis.integrations.vllm.v4_impl import V4Impl
-from tamis.integrations.vllm.v4_index_metadata import V4IndexMetadataBuilder, V4UniformIndexMetadataBuilder
-from tamis.integrations.vllm.v4_metadata import V4MetadataBuilder, V4WindowMetadataBuilder
 
 STYLES = pytest.mark.parametrize("attend", [attend_mixed, attend_pages])
 UNWRITTEN = (1, 3, 10, 80)

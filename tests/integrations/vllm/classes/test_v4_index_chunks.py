@@ -1,6 +1,6 @@
 """How prefills are divided into chunks of index keys."""
 
-from tamis.integrations.vllm.v4_index_chunks import chunk_index_prefills
+from tamis.integrations.vllm.classes.v4_index_chunks import chunk_index_prefills
 
 
 def test_chunks_of_index_keys() -> None:

@@ -7,7 +7,7 @@ import torch
 from v4_standin import HEADS, RATIOS, SCALE, Records, V4Step, attend_mixed, attend_pages, layer_of
 
 from tamis.cache.layout import plain_fp8
-from tamis.integrations.vllm.v4_impl import V4Impl, init_layer_buffers
+from tamis.integrations.vllm.classes.v4_impl import V4Impl, init_layer_buffers
 
 E4M3 = torch.float8_e4m3fn
 Q_SCALE, KV_SCALE = 0.05, 0.02

@@ -25,10 +25,10 @@ from v4_standin import (
     window_builder,
 )
 
-from tamis.integrations.vllm.v4_backend import TamisV4Backend, TamisV4WindowBackend
+from tamis.integrations.vllm.classes.v4_backend import TamisV4Backend, TamisV4WindowBackend
+from tamis.integrations.vllm.classes.v4_impl import V4Impl, get_padded_num_q_heads, init_layer_buffers
+from tamis.integrations.vllm.classes.v4_metadata import V4Metadata, V4MetadataBuilder, V4WindowMetadataBuilder
 from tamis.integrations.vllm.v4_forward import forward_decode
-from tamis.integrations.vllm.v4_impl import V4Impl, get_padded_num_q_heads, init_layer_buffers
-from tamis.integrations.vllm.v4_metadata import V4Metadata, V4MetadataBuilder, V4WindowMetadataBuilder
 
 
 def kept(common: SimpleNamespace) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tamis.integrations.vllm.v4_indices import (
+from tamis.integrations.vllm.classes.v4_indices import (
     build_c128a_topk_metadata,
     build_flashinfer_mixed_sparse_indices,
     combine_topk_swa_indices,
