@@ -19,7 +19,13 @@ from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
 from tamis.cuda.launch import Launch, kernel
 from tamis.cuda.params import params_bytes
-from tamis.ops.attention.hopper.params import AttendParams, output_params, query_params, selection_params
+from tamis.ops.attention.hopper.params import (
+    AttendParams,
+    OutputParams,
+    output_params,
+    query_params,
+    selection_params,
+)
 from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, SplitPlan, can_store, choose_splits, merge_splits
 from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.combine.triton_kernels import combine_splits
@@ -161,17 +167,55 @@ def choose_shape(tokens: int | None, heads: int, sms: int, bf16_rows: bool) -> C
     return shapes.few_tokens if tokens is not None and tokens <= 2 * sms else shapes.many_tokens
 
 
+class Plan(NamedTuple):
+    """How one selection of a call is launched."""
+
+    shape: CtaShape
+    split: SplitPlan
+    capacity: int
+    """Work items that the device works on at a time."""
+    sharing: int
+    """CTAs that share the heads of a work item."""
+
+
+def _plan(q: Tensor, selection: Selection, splits: int | None, *, direct: bool) -> Plan:
+    """Choose shape and splits. `direct`: whether whole tokens can be written to the output.
+
+    Both help to fix a row's bits, so with given splits they do not depend on the number of tokens.
+    """
+    tokens, heads, _ = q.shape
+    columns, sms = selection.slots.shape[1], sm_count(q.device)
+    bf16_rows = bool(_rows_are_bf16(selection.cache.layout.key))
+    shape = choose_shape(tokens if splits is None else None, heads, sms, bf16_rows)
+    sharing = ceil_div(heads, shape.heads)
+    capacity = max(1, shape.per_sm * sms // sharing)
+    if splits is None:
+        steps = max(1, ceil_div(columns, shape.columns))
+        split = choose_splits(
+            tokens,
+            max(heads, MMA_HEADS),
+            steps,
+            capacity,
+            direct=direct,
+            rows_per_step=shape.rows_per_step,
+            steps_per_split=shape.steps_per_split,
+        )
+    else:
+        splits = min(splits, max(1, columns))
+        split = SplitPlan(tokens, 1) if splits == 1 and direct else SplitPlan(0, splits)
+    return Plan(shape, split, capacity, sharing)
+
+
 def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`, one launch per selection; each selection has splits of its own."""
-    q, selections, scale = call.q, call.selections, call.factor
-    shapes = [_shape(q, s, call.splits) for s in selections]
-    counts = [_plan(q, s, shape, call.splits, direct=False).splits for s, shape in zip(selections, shapes, strict=True)]
-    found = Outputs.empty(sum(counts), *q.shape[:2], device=q.device)
+    q, scale = call.q, call.factor
+    plans = [_plan(q, selection, call.splits, direct=False) for selection in call.selections]
+    found = Outputs.empty(sum(plan.split.splits for plan in plans), *q.shape[:2], device=q.device)
     first = 0
-    for selection, shape, count in zip(selections, shapes, counts, strict=True):
-        part = Outputs(*(tensor[first : first + count] for tensor in found))
-        _attend(q, selection, shape, scale, None, part, part)
-        first += count
+    for selection, plan in zip(call.selections, plans, strict=True):
+        part = Outputs(*(tensor[first : first + plan.split.splits] for tensor in found))
+        _launch_plan(plan, q, selection, scale, output_params(part, part, None))
+        first += plan.split.splits
     return found
 
 
@@ -181,63 +225,29 @@ def attend(call: Attend) -> tuple[Tensor, Tensor]:
     if len(call.selections) > 1 or not can_store(out):
         return combine_splits(*attend_slots(call.in_splits()), sink, out)
     selection = call.selections[0]
-    shape = _shape(q, selection, call.splits)
-    plan = _plan(q, selection, shape, call.splits, direct=True)
+    plan = _plan(q, selection, call.splits, direct=True)
     tokens, heads, _ = q.shape
     whole = Outputs.into(out)
-    if plan.whole == tokens:
-        _attend(q, selection, shape, call.factor, sink, whole, None)
+    if plan.split.whole == tokens:
+        _launch_plan(plan, q, selection, call.factor, output_params(whole, None, sink))
     else:
-        splits = Outputs.empty(plan.splits, tokens - plan.whole, heads, device=q.device)
-        _attend(q, selection, shape, call.factor, sink, whole, splits)
+        splits = Outputs.empty(plan.split.splits, tokens - plan.split.whole, heads, device=q.device)
+        _launch_plan(plan, q, selection, call.factor, output_params(whole, splits, sink))
         merge_splits(splits, sink, whole)
     return whole.lse, whole.max_logits
 
 
-def _shape(q: Tensor, selection: Selection, splits: int | None) -> CtaShape:
-    """The shape of a call. It helps to fix a row's bits, so with given splits it is the same for all batches."""
-    bf16_rows = bool(_rows_are_bf16(selection.cache.layout.key))
-    return choose_shape(q.shape[0] if splits is None else None, q.shape[1], sm_count(q.device), bf16_rows)
+def _launch_plan(plan: Plan, q: Tensor, selection: Selection, scale: float | Tensor, output: OutputParams) -> None:
+    """Fill the outputs of whole tokens, and the splits of the others, each normalised by its own sum.
 
-
-def _plan(q: Tensor, selection: Selection, shape: CtaShape, splits: int | None, *, direct: bool) -> SplitPlan:
-    tokens, columns = q.shape[0], selection.slots.shape[1]
-    if splits is None:
-        steps = max(1, ceil_div(columns, shape.columns))
-        capacity, heads = _capacity(q, shape)[0], max(q.shape[1], MMA_HEADS)
-        costs = {"rows_per_step": shape.rows_per_step, "steps_per_split": shape.steps_per_split}
-        return choose_splits(tokens, heads, steps, capacity, direct=direct, **costs)
-    splits = min(splits, max(1, columns))
-    return SplitPlan(tokens, 1) if splits == 1 and direct else SplitPlan(0, splits)
-
-
-def _capacity(q: Tensor, shape: CtaShape) -> tuple[int, int]:
-    """How many work items the device works on at a time, and how many CTAs share the heads of each."""
-    sharing = ceil_div(q.shape[1], shape.heads)
-    return max(1, shape.per_sm * sm_count(q.device) // sharing), sharing
-
-
-def _attend(
-    q: Tensor,
-    selection: Selection,
-    shape: CtaShape,
-    scale: float | Tensor,
-    sink: Tensor | None,
-    whole: Outputs,
-    splits: Outputs | None,
-) -> None:
-    """Fill the first tokens of `whole` [T, ...], and `splits` [S, t, ...] of the other t, contiguous in float32.
-
-    Each split is normalised by its own sum; the sink counts only in whole tokens.
+    The sink counts only in whole tokens.
     """
-    tokens = q.shape[0]
-    if tokens == 0:
+    if q.shape[0] == 0:
         return
     # The kernels load four neighbouring elements at a time.
     if q.stride(2) != 1 or q.stride(0) % 4 or q.stride(1) % 4 or q.data_ptr() % 8:
         q = q.contiguous()
     held = [q]  # copies must live until the launch, or their memory may be given to somebody else
-    output = output_params(whole, splits, sink)
     items = output.whole + output.split_tokens * output.splits
     params = AttendParams(
         items,
@@ -246,8 +256,8 @@ def _attend(
         output,
         selection_params(selection, held),
     )
-    capacity, sharing = _capacity(q, shape)
-    _launch(q.device, shape, q.dtype)((min(items, capacity), sharing, 1), params)
+    grid = (min(items, plan.capacity), plan.sharing, 1)
+    _launch(q.device, plan.shape, q.dtype)(grid, params)
 
 
 @cache

@@ -126,16 +126,17 @@ def output_params(whole: Outputs, splits: Outputs | None, sink: Tensor | None) -
 def selection_params(selection: Selection, held: list[Tensor]) -> SelectionParams:
     """Describe a selection; tensors that had to be copied go to `held`, to be kept until the launch."""
     cache, slots, table = selection.cache, selection.slots, selection.block_table
-    lengths, request_ids = selection.lengths, selection.request_ids
-    if lengths is not None:
-        held.append(lengths := lengths.contiguous())
-    if request_ids is not None:
-        held.append(request_ids := request_ids.contiguous())
-    table_stride = table_width = requests = 0
+    lengths_at = request_ids_at = table_at = table_stride = table_width = requests = 0
+    if selection.lengths is not None:
+        held.append(lengths := selection.lengths.contiguous())
+        lengths_at = lengths.data_ptr()
+    if selection.request_ids is not None:
+        held.append(request_ids := selection.request_ids.contiguous())
+        request_ids_at = request_ids.data_ptr()
     if table is not None:
         if table.stride(1) != 1:
             held.append(table := table.contiguous())
-        table_stride = table.stride(0)
+        table_at, table_stride = table.data_ptr(), table.stride(0)
         requests, table_width = table.shape
     return SelectionParams(
         cache.storage.data_ptr(),
@@ -146,9 +147,9 @@ def selection_params(selection: Selection, held: list[Tensor]) -> SelectionParam
         slots.stride(0),
         slots.stride(1),
         slots.shape[1],
-        pointer(lengths),
-        pointer(request_ids),
-        pointer(table),
+        lengths_at,
+        request_ids_at,
+        table_at,
         table_stride,
         table_width,
         requests,
