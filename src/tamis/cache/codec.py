@@ -117,10 +117,8 @@ def fetch_field(cache: "PagedCache", field: Field, slots: Tensor) -> Tensor:
     # Pages a whole number of rows apart are one strided list of rows, and one index is faster than two.
     if span != cache.page_size:
         slots = slots // cache.page_size * span + slots % cache.page_size
-    flat = torch.as_strided(
-        view, ((cache.pages - 1) * span + cache.page_size, field.count), (view.stride(1), 1), view.storage_offset()
-    )
-    return flat.index_select(0, slots)
+    shape = ((cache.pages - 1) * span + cache.page_size, field.count)
+    return torch.as_strided(view, shape, (view.stride(1), 1)).index_select(0, slots)
 
 
 def decode_rows(cache: "PagedCache", slots: Tensor) -> Tensor:

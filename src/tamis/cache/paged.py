@@ -165,10 +165,14 @@ class PagedCache:
     def field(self, field: Field) -> Tensor:
         """A view [pages, page_size, count] of one field of every row, whatever the page stride."""
         raw = self.storage.view(torch.uint8)
-        start = raw.storage_offset() + field.start(self.page_size)
-        size = field.dtype.itemsize
-        shape = (self.pages, self.page_size, field.count * size)
-        return torch.as_strided(raw, shape, (self.page_stride, field.stride, 1), start).view(field.dtype)
+        start, strides = field.start(self.page_size), (self.page_stride, field.stride, 1)
+        shape = (self.pages, self.page_size, field.count * field.dtype.itemsize)
+        if torch.compiler.is_compiling():
+            # A trace does not know where a tensor starts; a slice does.
+            used = self.layout.row_bytes * self.page_size
+            page = torch.as_strided(raw, (self.pages, used), (self.page_stride, 1))
+            return torch.as_strided(page[:, start:], shape, strides).view(field.dtype)
+        return torch.as_strided(raw, shape, strides, raw.storage_offset() + start).view(field.dtype)
 
     def with_scale(self, scale: float | Tensor) -> Self:
         """The same storage, read and written with another scale."""
