@@ -139,7 +139,7 @@ class PagedCache:
     @property
     def rows(self) -> int:
         """The number of slots."""
-        return self.pages * self.page_size
+        return self.storage.shape[0] * self.page_size
 
     @property
     def device(self) -> torch.device:

@@ -177,7 +177,7 @@ class Operation(Generic[C, T]):
 
     def _run(self, call: C) -> T:
         device = call[0].device
-        stage = implementation(self.stage, call[-1], device)
+        stage = _module(self.stage, call[-1], device)
         run: Callable[[C], T] = getattr(stage, self.name) if self._own_run is None else partial(self._own_run, stage)
         if device.type == "meta" or not torch.is_autocast_enabled(device.type):
             return run(call)
