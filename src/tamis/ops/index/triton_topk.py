@@ -63,9 +63,8 @@ def _halve(low, high, middle, count, k, slack):
     values reach the middle. If the count is from k to k + slack, the search ends just below the middle."""
     enough = count >= k
     close = enough & (count <= k + slack)
-    return tl.where(close, middle - 1, tl.where(enough, middle, low)), tl.where(
-        enough & (count > k + slack), high, middle
-    )
+    next_low = tl.where(close, middle - 1, tl.where(enough, middle, low))
+    return next_low, tl.where(enough & (count > k + slack), high, middle)
 
 
 @triton.jit
@@ -363,13 +362,7 @@ def _warps(numbers: int) -> int:
 def topk_launches(
     launch: TopkLaunch, call: TopkPositions, result: Tensor
 ) -> Iterator[tuple[Any, int, dict[str, Any], dict[str, int]]]:
-    """Kernel, grid, arguments and options of each launch of a selection.
-
-    Args:
-        launch: the launch shape.
-        call: the arguments; rows of scores, lengths and request ids are contiguous.
-        result: int32 [T, k], contiguous.
-    """
+    """Kernel, grid, arguments and options of each launch of a selection. Rows of scores must be contiguous."""
     scores, block_table = call.scores, call.block_table
     tokens, width = scores.shape
     splits, device = launch.splits, scores.device
