@@ -1,8 +1,9 @@
 """The stages, in the order in which a layer runs them: (rotate, compress,) write, (select,) index, translate, (gather,)
-attend, combine.
+attend, combine (, output). Those in brackets belong to DeepSeek-V4 or to gathered prefills.
 
-Each stage is a package: `__init__` checks the arguments, `reference` is the plain-torch definition, and kernels stand
-beside it with the same signature. `library` picks the backend and makes each stage a torch op for torch.compile.
+Each stage is a package: `operations` declares what it computes, `__init__` offers it and checks the arguments,
+`reference` is the definition in plain torch, and the modules beside it are the backends' kernels. `library` picks the
+backend and makes each operation a torch op for torch.compile.
 """
 
 from tamis.ops.attention import attend, attend_slots
