@@ -171,7 +171,8 @@ class PagedCache:
             pages, extent = raw.flatten(1), field.stride * self.page_size
             first = start if start + extent <= pages.shape[1] else start - start % field.stride
             rows = pages[:, first : first + extent].unflatten(1, (self.page_size, field.stride))
-            return rows[..., start - first : start - first + size].view(field.dtype)
+            found: Tensor = rows[..., start - first : start - first + size].view(field.dtype)
+            return found
         shape, strides = (self.pages, self.page_size, size), (self.page_stride, field.stride, 1)
         return torch.as_strided(raw, shape, strides, raw.storage_offset() + start).view(field.dtype)
 
