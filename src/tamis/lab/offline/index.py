@@ -20,9 +20,9 @@ from tamis.ops.index.operations import (
     TopkPositions,
     WriteIndexKeys,
 )
-from tamis.ops.index.scoring import E4M3, MAX_DIM, paged_keys, ragged_keys, score_launch
+from tamis.ops.index.scoring import MAX_DIM, paged_keys, ragged_keys, score_launch
 from tamis.ops.index.triton_prepare import OPTIONS, insert_keys, key_arguments, quantise_queries, query_arguments
-from tamis.ops.index.triton_scores import score_keys
+from tamis.ops.index.triton_scores import E4M3, score_keys
 from tamis.ops.index.triton_topk import choose_topk_launch, topk_launches
 
 QUERIES = (torch.bfloat16, torch.float16, torch.float32, E4M3)
@@ -76,7 +76,9 @@ def _score_case(layout: Layout, query: torch.dtype, heads: int, shared: bool, ta
     q, weights, out = _scored(heads, layout.width, query)
     call = IndexScores(q, weights, PagedCache(layout, 2, 64), four, table, four, out, "triton")
     native = targets[0] in NATIVE_E4M3
-    _, arguments, options = score_launch(call, paged_keys(call), shared=shared, fill=shared, native=native, sms=SMS)
+    _, arguments, options = score_launch(
+        call, paged_keys(call, out.shape[1]), out, shared=shared, fill=shared, native=native, sms=SMS
+    )
     label = f"index {layout.name} {checks.dtype_name(query)}, {heads} heads, {arguments['BLOCK_Q']} tokens"
     return OfflineCase.of_launch(score_keys, arguments, options, label, targets)
 
@@ -88,7 +90,7 @@ def _ragged_case(layout: Layout, query: torch.dtype, heads: int, shared: bool, t
     keys = torch.empty(4, layout.width, dtype=query, device=HOST)
     call = RaggedScores(q, weights, keys, None, four, four, out, "triton")
     native = targets[0] in NATIVE_E4M3
-    _, arguments, options = score_launch(call, ragged_keys(call), shared=shared, fill=True, native=native, sms=SMS)
+    _, arguments, options = score_launch(call, ragged_keys(call), out, shared=shared, fill=True, native=native, sms=SMS)
     label = f"index {layout.name} {checks.dtype_name(query)}, {heads} heads, {arguments['BLOCK_Q']} tokens, gathered"
     return OfflineCase.of_launch(score_keys, arguments, options, label, targets)
 

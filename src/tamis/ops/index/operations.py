@@ -1,6 +1,5 @@
 """The operations of stage `index`; see `tamis.ops.library`."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -125,24 +124,17 @@ class IndexTopk(NamedTuple):
         paged = (self.cache, self.request_ids, self.block_table, self.lengths)
         return IndexScores(self.q, self.weights, *paged, out, self.backend)
 
-    def chunks(self, tokens: int) -> Iterator[tuple[slice, "IndexTopk"]]:
+    def chunks(self, tokens: int) -> list[tuple[slice, "IndexTopk"]]:
         """This call as calls of at most `tokens` tokens each (at least one), and which tokens these are."""
         total, step = self.q.shape[0], max(1, tokens)
         if 0 < total <= step:
             # Four slices would take about as much host time as a launch.
-            yield slice(0, total), self
-            return
-        for start in range(0, total, step):
-            some = slice(start, min(start + step, total))
-            yield (
-                some,
-                self._replace(
-                    q=self.q[some],
-                    weights=self.weights[some],
-                    request_ids=self.request_ids[some],
-                    lengths=self.lengths[some],
-                ),
-            )
+            return [(slice(0, total), self)]
+        return [(some, self._part(some)) for some in (slice(at, min(at + step, total)) for at in range(0, total, step))]
+
+    def _part(self, some: slice) -> "IndexTopk":
+        q, weights = self.q[some], self.weights[some]
+        return self._replace(q=q, weights=weights, request_ids=self.request_ids[some], lengths=self.lengths[some])
 
 
 class QuantiseIndexQuery(NamedTuple):

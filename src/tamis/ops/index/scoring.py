@@ -5,38 +5,34 @@ programs whose keys all lie past the lengths exit at once.
 """
 
 from collections.abc import Iterator
+from functools import cache as remember
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tamis import checks
-from tamis.arithmetic import round_up
+from tamis.arithmetic import ceil_div, round_up
+from tamis.cache.layout import from_key
 from tamis.cuda.device import sm_count
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores
-from tamis.ops.index.triton_scores import choose_score_launch, score_keys
-from tamis.ops.rows.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
+from tamis.ops.index.triton_scores import E4M3, choose_score_launch, score_keys
+from tamis.ops.rows.triton_rows import has_native_e4m3, launching_on, strided_field
 
-E4M3 = torch.float8_e4m3fn
 PACKED = torch.bfloat16
 """The type that holds e2m1 values times their scales: bf16 has the range of float32."""
 MAX_HEADS = 128
 MAX_DIM = 256
-QUERY_BYTES = 16 * 1024
-"""Limit for the heads of one token that a program holds at once; more heads go block by block."""
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, E4M3: tl.float8e4nv}
 
 
 def index_scores(call: IndexScores) -> None:
     """Fill `call.out`; see `tamis.ops.index_scores`."""
-    _score_pages(call, shared=_tokens_share_keys(call), fill=True)
+    _score_pages(call, call.out, batch=call.q.shape[0], fill=True)
 
 
 def ragged_scores(call: RaggedScores) -> None:
     """Fill `call.out`; see `tamis.ops.ragged_scores`."""
-    _launch(call, ragged_keys(call), shared=True, fill=True)
+    _launch(call, ragged_keys(call), call.out, shared=True, fill=True)
 
 
 def check_index_scores(call: IndexScores | RaggedScores | IndexTopk) -> None:
@@ -50,34 +46,24 @@ def check_index_scores(call: IndexScores | RaggedScores | IndexTopk) -> None:
 check_ragged_scores = check_index_topk = check_index_scores
 
 
-class Keys(NamedTuple):
-    """Where `score_keys` finds its keys."""
-
-    dtype: torch.dtype
-    """What holds a key without its scale, or with its scales if it is packed."""
-    arguments: dict[str, Any]
-
-
 class Chunk(NamedTuple):
     """Some tokens of a call with their scores."""
 
     tokens: slice
     scores: Tensor
-    """float32 [t, score_width], undefined past each token's length. The next chunk overwrites it."""
+    """float32 [t, width], undefined past each token's length. The next chunk overwrites it."""
     lengths: Tensor
     """int32 [t]"""
 
 
-def scored_chunks(call: IndexTopk, tokens: int) -> Iterator[Chunk]:
-    """Scores of `tokens` tokens at a time, or of one if that is less."""
+def scored_chunks(call: IndexTopk, width: int, tokens: int) -> Iterator[Chunk]:
+    """Scores in `width` columns, of `tokens` tokens at a time or of one if that is less."""
     total = call.q.shape[0]
     rows = max(1, min(tokens, total))
-    scores = torch.empty(rows, score_width(call), dtype=torch.float32, device=call.q.device)
-    # This decides a score's order of summation, so it must follow from the whole batch and not from the chunk.
-    shared = _tokens_share_keys(call)
+    scores = torch.empty(rows, width, dtype=torch.float32, device=call.q.device)
     for some, chunk in call.chunks(rows):
         out = scores[: some.stop - some.start]
-        _score_pages(chunk.scoring(out), shared=shared, fill=False)
+        _score_pages(chunk, out, batch=total, fill=False)
         yield Chunk(some, out, chunk.lengths)
 
 
@@ -86,33 +72,31 @@ def score_width(call: IndexTopk) -> int:
     return round_up(call.block_table.shape[1] * call.cache.page_size, 16)
 
 
-def _tokens_share_keys(call: IndexScores | IndexTopk) -> bool:
-    """Whether neighbouring tokens mostly belong to one request, as they do in a prefill."""
-    return call.q.shape[0] > call.block_table.shape[0]
-
-
-def _score_pages(call: IndexScores, *, shared: bool, fill: bool) -> None:
+def _score_pages(call: IndexScores | IndexTopk, out: Tensor, *, batch: int, fill: bool) -> None:
     if call.block_table.numel() == 0:
-        call.out.fill_(-torch.inf)
+        out.fill_(-torch.inf)
         return
-    _launch(call, paged_keys(call), shared=shared, fill=fill)
+    # More tokens than requests are a prefill, where neighbours mostly belong to one request. This decides a score's
+    # order of summation, so it must follow from the whole batch and not from the chunk.
+    shared = batch > call.block_table.shape[0]
+    _launch(call, paged_keys(call, out.shape[1]), out, shared=shared, fill=fill)
 
 
-def _launch(call: IndexScores | RaggedScores, keys: Keys, *, shared: bool, fill: bool) -> None:
-    device = call.q.device
-    native, sms = has_native_e4m3(device), sm_count(device)
-    grid, arguments, options = score_launch(call, keys, shared=shared, fill=fill, native=native, sms=sms)
-    if grid[0]:
-        with launching_on(device):
-            score_keys[grid](**arguments, **options)
+class Keys(NamedTuple):
+    """Where `score_keys` finds its keys."""
+
+    dtype: torch.dtype
+    """What holds a key without its scale, or with its scales if it is packed."""
+    arguments: dict[str, Any]
 
 
-def paged_keys(call: IndexScores) -> Keys:
-    """The keys of a cache."""
+def paged_keys(call: IndexScores | IndexTopk, width: int) -> Keys:
+    """The keys of a cache, for scores in `width` columns."""
     cache, layout, block_table = call.cache, call.cache.layout, call.block_table
     requests, table_width = block_table.shape
     keys, keys_page, keys_row = strided_field(cache, layout.values)
     scales, scales_page, scales_row = strided_field(cache, layout.scales)
+    dtype, tile = _key_format(layout.key)
     arguments = {
         "keys": keys,
         "keys_page_stride": keys_page,
@@ -127,13 +111,22 @@ def paged_keys(call: IndexScores) -> Keys:
         "table_width": table_width,
         "starts": None,
         "ends": call.lengths.contiguous(),
-        "listed_keys": min(call.out.shape[1], table_width * cache.page_size),
+        "listed_keys": min(width, table_width * cache.page_size),
         "KEYS_ROW": keys_row,
         "SCALES_ROW": scales_row,
-        "TILE": layout.tile if layout.packed else 0,
+        "TILE": tile,
         "PAGE_SIZE": cache.page_size,
     }
-    return Keys(PACKED if layout.packed else E4M3 if layout.quantised else layout.element, arguments)
+    return Keys(dtype, arguments)
+
+
+@remember
+def _key_format(key: str) -> tuple[torch.dtype, int]:
+    """`Keys.dtype` of a layout, and how many values share a scale if it is packed, otherwise 0."""
+    layout = from_key(key)
+    if layout.packed:
+        return PACKED, layout.tile
+    return E4M3 if layout.quantised else layout.element, 0
 
 
 def ragged_keys(call: RaggedScores) -> Keys:
@@ -155,7 +148,7 @@ def ragged_keys(call: RaggedScores) -> Keys:
         "table_width": None,
         "starts": call.starts.contiguous(),
         "ends": call.ends.contiguous(),
-        "listed_keys": call.out.shape[1],
+        "listed_keys": keys.shape[0],
         "KEYS_ROW": keys.stride(0),
         "SCALES_ROW": 1 if scales is None else scales.stride(0),
         "TILE": 2 * keys.shape[1] // scales.shape[1] if packed and scales is not None else 0,
@@ -164,76 +157,65 @@ def ragged_keys(call: RaggedScores) -> Keys:
     return Keys(PACKED if packed else keys.dtype, arguments)
 
 
+def _launch(call: IndexScores | RaggedScores | IndexTopk, keys: Keys, out: Tensor, *, shared: bool, fill: bool) -> None:
+    device = out.device
+    native, sms = has_native_e4m3(device), sm_count(device)
+    grid, arguments, options = score_launch(call, keys, out, shared=shared, fill=fill, native=native, sms=sms)
+    if grid[0]:
+        with launching_on(device):
+            score_keys[grid](**arguments, **options)
+
+
 def score_launch(
-    call: IndexScores | RaggedScores, keys: Keys, *, shared: bool, fill: bool, native: bool, sms: int
+    call: IndexScores | RaggedScores | IndexTopk,
+    keys: Keys,
+    out: Tensor,
+    *,
+    shared: bool,
+    fill: bool,
+    native: bool,
+    sms: int,
 ) -> tuple[tuple[int, int], dict[str, Any], dict[str, int]]:
     """Grid, arguments and options of a launch of `score_keys`.
 
     Args:
-        call: queries, weights and result.
+        call: queries and weights.
         keys: where the keys are.
+        out: float32 [T, width], rows contiguous.
         shared: whether neighbouring tokens mostly see the same keys.
         fill: whether elements past a token's keys are written.
         native: whether the device converts and multiplies e4m3 in hardware.
         sms: SMs of the device.
     """
-    weights, out = call.weights, call.out
-    tokens, heads, dim = call.q.shape
+    weights, width = call.weights, out.shape[1]
     q = call.q if call.q.stride(2) == 1 else call.q.contiguous()
-    compute = _compute_dtype(q.dtype, keys.dtype, native=native)
-    block_d = triton.next_power_of_2(max(32, dim))
-    block_h = max(16, min(QUERY_BYTES // (block_d * compute.itemsize), triton.next_power_of_2(heads)))
+    tokens, heads, dim = q.shape
     stored: Tensor = keys.arguments["keys"]
+    itemsize = stored.element_size()
     launch = choose_score_launch(
-        out.shape,
-        sms,
-        heads,
-        block_h,
+        *(tokens, width, heads, dim, q.dtype, keys.dtype),
+        key_bytes=itemsize * dim,
         shared=shared,
-        exact=compute == torch.float32,
-        native=compute == E4M3,
-        key_bytes=stored.element_size() * dim,
+        native=native,
+        sms=sms,
     )
     # The kernel decodes e4m3 from bytes, unless the product takes it as it is.
-    byte = E4M3 if compute == E4M3 else torch.uint8
-    arguments = keys.arguments | {
+    byte = E4M3 if launch.compute == E4M3 else torch.uint8
+    arguments = keys.arguments | launch.constants
+    arguments |= {
         "q": q.view(byte) if q.dtype == E4M3 else q,
         "q_token_stride": q.stride(0),
         "q_head_stride": q.stride(1),
         "weights": weights,
         "weights_token_stride": weights.stride(0),
         "weights_head_stride": weights.stride(1),
-        "keys": stored.view(byte) if stored.element_size() == 1 else stored,
+        "keys": stored.view(byte) if itemsize == 1 else stored,
         "out": out,
         "out_stride": out.stride(0),
         "tokens": tokens,
-        "width": out.shape[1],
+        "width": width,
         "span": launch.span,
-        "HEADS": heads,
-        "BLOCK_H": block_h,
-        "DIM": dim,
-        "BLOCK_D": block_d,
-        "BLOCK_Q": launch.block_q,
-        "BLOCK_N": launch.block_n,
         "FILL": fill,
-        "COMPUTE": _TYPES[compute],
-        "NATIVE": native,
-        "STAGES": launch.stages,
-        "INTERPRETED": interpreted(score_keys),
     }
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    if launch.registers is not None:
-        options["maxnreg"] = launch.registers
-    programs = triton.cdiv(tokens, launch.block_q) * triton.cdiv(out.shape[1], launch.span)
-    return (programs, launch.block_q if arguments["block_table"] is not None else 1), arguments, options
-
-
-def _compute_dtype(query: torch.dtype, keys: torch.dtype, *, native: bool) -> torch.dtype:
-    """The type of the products' inputs: the narrowest that holds both, and e4m3 only where the device multiplies it."""
-    if interpreted(score_keys):
-        return torch.float32
-    if query == keys:
-        return torch.float16 if query == E4M3 and not native else query
-    if E4M3 in (query, keys):
-        return keys if query == E4M3 else query
-    return torch.float32
+    programs = ceil_div(tokens, launch.block_q) * ceil_div(width, launch.span)
+    return (programs, launch.block_q if arguments["block_table"] is not None else 1), arguments, launch.options

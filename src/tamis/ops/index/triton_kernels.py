@@ -55,7 +55,7 @@ def index_topk(call: IndexTopk) -> Tensor:
     width, sms = score_width(call), sm_count(device)
     scratch = max(choose_topk_launch(rows, width, call.k, sms).scratch for rows in (1, max(1, tokens)))
     result = torch.empty(tokens, call.k, dtype=torch.int32, device=device)
-    for chunk in scored_chunks(call, call.workspace_bytes // (4 * (width + scratch))):
+    for chunk in scored_chunks(call, width, call.workspace_bytes // (4 * (width + scratch))):
         selection = TopkPositions(chunk.scores, chunk.lengths, call.k, None, None, None, call.backend)
         _select(selection, result[chunk.tokens])
     return result

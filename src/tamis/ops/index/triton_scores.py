@@ -6,15 +6,17 @@ except for a last shuffle, and tokens of one request share every read of a key. 
 in the same order wherever its key lies in a block and whichever tokens share the program.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from tamis.arithmetic import ceil_div
-from tamis.ops.rows.triton_rows import decode_e2m1, decode_e4m3, load_wide, power_of_two
+from tamis.ops.rows.triton_rows import decode_e2m1, decode_e4m3, interpreted, load_wide, power_of_two
+
+E4M3 = torch.float8_e4m3fn
 
 
 @triton.jit
@@ -246,65 +248,101 @@ def score_keys(
         _write_nothing(out_row, active, first, tl.minimum(begin, limit), BLOCK_N)
 
 
-@dataclass(frozen=True)
-class ScoreLaunch:
+class ScoreLaunch(NamedTuple):
     """The launch shape of `score_keys`."""
 
+    compute: torch.dtype
+    """The type of the products' inputs."""
     block_q: int
     """Tokens per program."""
-    block_n: int
-    """Keys per step."""
     span: int
     """Keys per program."""
-    warps: int
-    stages: int
-    registers: int | None = None
-    """Limit of registers per thread, where the compiler would use more and lower the occupancy."""
+    constants: dict[str, Any]
+    """Arguments of the kernel that are the same for every launch of this shape."""
+    options: dict[str, int]
 
 
+MAX_QUERY_BYTES = 16 * 1024
+"""Limit for the heads of one token that a program holds at once; more heads go block by block."""
 PROGRAMS_PER_SM = 5
 """How many one-token programs are resident on an SM of an H200."""
 START_STEPS = 1.5
 """The cost of a program outside of its loop, in steps of the loop."""
-
-
-def choose_score_launch(
-    shape: Sequence[int],
-    sms: int,
-    heads: int,
-    block_h: int,
-    *,
-    shared: bool,
-    exact: bool,
-    native: bool,
-    key_bytes: int,
-) -> ScoreLaunch:
-    """The launch shape for a result.
-
-    Args:
-        shape: tokens and columns of the result.
-        sms: SMs of the device.
-        heads: heads of each token.
-        block_h: how many of them a block holds.
-        shared: whether neighbouring tokens mostly see the same keys.
-        exact: whether products run in float32.
-        native: whether products run on e4m3 itself.
-        key_bytes: bytes of a stored key without its scale. Keys of more than 256 bytes get 2 pipeline stages: beside
-            the queries, 4 do not fit 99 KB of shared memory, and 3 do not fit the 64 KB of some AMD GPUs.
-    """
-    tokens, width = shape
-    simple = heads <= block_h and not exact
-    block_n, max_stages = 32 if exact else 64, 2 if key_bytes > 256 else 4
-    # The logits of two tokens fit the registers up to 64 heads.
-    if shared and simple and block_h <= 64:
-        steps = min(32, max(4, width * tokens // 2 // (8 * sms) // block_n))
-        return ScoreLaunch(2, block_n, steps * block_n, 4, min(3, max_stages), registers=128 if native else None)
-    steps = choose_steps(tokens, triton.cdiv(width, block_n), PROGRAMS_PER_SM * sms)
-    return ScoreLaunch(1, block_n, steps * block_n, 4, max_stages if simple else 1)
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, E4M3: tl.float8e4nv}
 
 
 @lru_cache(1024)
-def choose_steps(tokens: int, blocks: int, resident: int) -> int:
+def choose_score_launch(
+    tokens: int,
+    width: int,
+    heads: int,
+    dim: int,
+    query: torch.dtype,
+    keys: torch.dtype,
+    *,
+    key_bytes: int,
+    shared: bool,
+    native: bool,
+    sms: int,
+) -> ScoreLaunch:
+    """The launch shape for scores [tokens, width].
+
+    Args:
+        tokens: rows of the result.
+        width: columns of the result.
+        heads: heads of each token.
+        dim: width of a head.
+        query: type of the queries.
+        keys: type that holds a key without its scale, or with its scales if it is packed.
+        key_bytes: bytes of a stored key without its scale. Keys of more than 256 bytes get 2 pipeline stages: beside
+            the queries, 4 do not fit 99 KB of shared memory, and 3 do not fit the 64 KB of some AMD GPUs.
+        shared: whether neighbouring tokens mostly see the same keys.
+        native: whether the device converts and multiplies e4m3 in hardware.
+        sms: SMs of the device.
+    """
+    compute = _compute_dtype(query, keys, native=native)
+    exact = compute == torch.float32
+    block_d = triton.next_power_of_2(max(32, dim))
+    block_h = max(16, min(MAX_QUERY_BYTES // (block_d * compute.itemsize), triton.next_power_of_2(heads)))
+    block_q, block_n, stages = 1, 32 if exact else 64, 2 if key_bytes > 256 else 4
+    options = {"num_warps": 4}
+    simple = heads <= block_h and not exact
+    # The logits of two tokens fit the registers up to 64 heads.
+    if shared and simple and block_h <= 64:
+        block_q, stages = 2, min(3, stages)
+        steps = min(32, max(4, width * tokens // 2 // (8 * sms) // block_n))
+        if compute == E4M3:
+            options["maxnreg"] = 128  # the compiler would use more, at the cost of occupancy
+    else:
+        stages = stages if simple else 1
+        steps = _choose_steps(tokens, ceil_div(width, block_n), PROGRAMS_PER_SM * sms)
+    constants = {
+        "HEADS": heads,
+        "BLOCK_H": block_h,
+        "DIM": dim,
+        "BLOCK_D": block_d,
+        "BLOCK_Q": block_q,
+        "BLOCK_N": block_n,
+        "COMPUTE": _TYPES[compute],
+        "NATIVE": native,
+        "STAGES": stages,
+        "INTERPRETED": interpreted(score_keys),
+    }
+    return ScoreLaunch(compute, block_q, steps * block_n, constants, options | {"num_stages": stages})
+
+
+def _compute_dtype(query: torch.dtype, keys: torch.dtype, *, native: bool) -> torch.dtype:
+    """The type of the products' inputs: the narrowest that holds both, and e4m3 only where the device multiplies it."""
+    if interpreted(score_keys):
+        return torch.float32
+    if query == keys:
+        return torch.float16 if query == E4M3 and not native else query
+    if E4M3 in (query, keys):
+        return keys if query == E4M3 else query
+    return torch.float32
+
+
+def _choose_steps(tokens: int, blocks: int, resident: int) -> int:
     """Blocks of keys per program with the shortest total time: waves of `resident` programs, times the cost of a
     program. Any number is allowed, not only powers of two, so that the last wave can be full."""
 

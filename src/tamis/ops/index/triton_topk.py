@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.ops.index.operations import TopkPositions
+from tamis.ops.rows.triton_rows import slot_of
 
 MAX_SPLITS = 64
 MAX_GROUPS = 8192
@@ -63,9 +64,8 @@ def _halve(low, high, middle, count, k, slack):
     values reach the middle. If the count is from k to k + slack, the search ends just below the middle."""
     enough = count >= k
     close = enough & (count <= k + slack)
-    return tl.where(close, middle - 1, tl.where(enough, middle, low)), tl.where(
-        enough & (count > k + slack), high, middle
-    )
+    next_low = tl.where(close, middle - 1, tl.where(enough, middle, low))
+    return next_low, tl.where(enough & (count > k + slack), high, middle)
 
 
 @triton.jit
@@ -174,10 +174,7 @@ def _emit(position, ordinals, least, ties_left, taken, result, table, table_widt
         keep = (ordinals > least) | (keep & (tl.cumsum(equal, 0) <= ties_left))
     column = taken + tl.cumsum(keep.to(tl.int32), 0) - 1
     if table is not None:
-        page = position // PAGE_SIZE
-        page_id = tl.load(table + page.to(tl.int64) * page_id_stride, mask=keep & (page < table_width), other=-1)
-        slot = page_id.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
-        position = tl.where((page_id >= 0) & (slot < 2147483648), slot, -1).to(tl.int32)
+        position = slot_of(position, keep, table, page_id_stride, table_width, PAGE_SIZE).to(tl.int32)
     tl.store(result + column, position, mask=keep)
     return ties_left - equals, taken + tl.sum(keep.to(tl.int32), 0)
 
@@ -363,13 +360,7 @@ def _warps(numbers: int) -> int:
 def topk_launches(
     launch: TopkLaunch, call: TopkPositions, result: Tensor
 ) -> Iterator[tuple[Any, int, dict[str, Any], dict[str, int]]]:
-    """Kernel, grid, arguments and options of each launch of a selection.
-
-    Args:
-        launch: the launch shape.
-        call: the arguments; rows of scores, lengths and request ids are contiguous.
-        result: int32 [T, k], contiguous.
-    """
+    """Kernel, grid, arguments and options of each launch of a selection. Rows of scores must be contiguous."""
     scores, block_table = call.scores, call.block_table
     tokens, width = scores.shape
     splits, device = launch.splits, scores.device

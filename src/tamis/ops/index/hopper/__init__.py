@@ -49,8 +49,9 @@ def topk_positions(call: TopkPositions) -> Tensor:
 
 def index_topk(call: IndexTopk) -> Tensor:
     """Positions int32 [T, k], as many tokens at a time as the workspace holds scores of; selection takes no memory."""
+    width = score_width(call)
     result = torch.empty(call.q.shape[0], call.k, dtype=torch.int32, device=call.q.device)
-    for chunk in scored_chunks(call, call.workspace_bytes // (4 * max(1, score_width(call)))):
+    for chunk in scored_chunks(call, width, call.workspace_bytes // (4 * max(1, width))):
         topk.topk_positions(chunk.scores, chunk.lengths, call.k, out=result[chunk.tokens])
     return result
 
