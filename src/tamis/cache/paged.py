@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.cache.codec import check_read, read_rows
 from tamis.cache.layout import Field, Layout, named
 from tamis.model.recipe import IndexRecipe
 
@@ -175,9 +176,8 @@ class PagedCache:
 
     def read(self, slots: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """Dequantised rows [..., width] of the given slots; a negative slot, or one past the end, reads zeros."""
-        from tamis.ops import read_kv
-
-        return read_kv(self, slots, dtype=dtype)
+        check_read(self, slots, dtype)
+        return read_rows(self, slots, dtype)
 
     def __repr__(self) -> str:
         """Name, size and place."""

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tamis import PagedCache, Selection
 from tamis.arithmetic import ceil_div
+from tamis.cache.codec import write_rows
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, named, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.lab.testing.cases import INT_MAX, INT_MIN
 from tamis.ops.attention import triton_kernels
 from tamis.ops.combine import reference as combine_reference
 from tamis.ops.combine import triton_kernels as combine_kernels
-from tamis.ops.write.reference import write_kv
 
 LAYOUTS = [
     v32_fp8(),
@@ -44,7 +44,7 @@ def filled(layout: Layout, count: int, page_size: int, device: torch.device, gap
         made.storage.view(torch.uint8).fill_(0x7F)
         made = PagedCache.wrap(made.storage[:: 1 + gap], layout)
     cache = made.with_scale(0.5) if layout.scale_mode == "tensor" else made
-    write_kv(torch.randn(cache.rows, layout.width, device=device), cache, torch.arange(cache.rows, device=device))
+    write_rows(torch.randn(cache.rows, layout.width, device=device), cache, torch.arange(cache.rows, device=device))
     return cache
 
 
@@ -181,7 +181,7 @@ def test_tile_maxima_far_outside_the_range_of_fp16(largest: float, device: torch
         cache = filled(layout, 64, 16, device)
         kv = torch.randn(64, layout.width, device=device) * largest
         kv[::2] *= 1e-5
-        write_kv(kv, cache, torch.arange(64, device=device))
+        write_rows(kv, cache, torch.arange(64, device=device))
         q = torch.randn(2, 4, layout.width, device=device).bfloat16() / largest
         check(q, [Selection(cache, slots_for(cache, 2, 30))], layout.latent)
 
