@@ -11,7 +11,6 @@ from seeds import seed_of, seeded
 
 from tamis import Batch, LayerSpec, Limits, PageMap, PagePool, Planner
 from tamis.step import planner as planning
-from tamis.step.batch import parse_shape
 
 LIMITS = Limits(max_tokens=64, max_requests=8, max_length=200, page_size=16, workspace_rows=210)
 
@@ -197,114 +196,9 @@ def test_empty_step() -> None:
     assert (plan.requests, plan.tokens, plan.decode, plan.prefill) == (0, 0, None, None)
 
 
-def test_shape_grammar() -> None:
-    assert parse_shape("32q1s1k_2q1k") == ([1] * 32 + [1024] * 2, [1024] * 34)
-    assert parse_shape("q5s7") == ([5], [7])
-    with pytest.raises(ValueError, match="shape must be groups like"):
-        parse_shape("32x1")
-    with pytest.raises(ValueError, match="totals that include"):
-        parse_shape("q5s3")
-    batch = Batch.parse("2q1s20_q10", PagePool(20, 16))
-    assert batch.lengths.tolist() == [20, 20, 10]
-
-
-def spoiled(**fields):
-    return lambda: make_batch([1, 5], [10, 20], **fields)
-
-
-def bad_pages(**fields):
-    good = make_batch([1, 5], [10, 20]).pages
-    return PageMap(**({"block_table": good.block_table, "slots": good.slots} | fields))
-
-
-INT = {"dtype": torch.int32}
-BAD = {
-    "starts dtype": (spoiled(query_starts=torch.tensor([0, 1, 6])), TypeError, "query_starts must be int32, got int64"),
-    "starts begin": (spoiled(query_starts=torch.tensor([1, 2, 6], **INT)), ValueError, "a running sum from 0"),
-    "starts fall": (spoiled(query_starts=torch.tensor([0, 6, 1], **INT)), ValueError, "a running sum from 0"),
-    "starts rank": (spoiled(query_starts=torch.zeros(2, 2, **INT)), ValueError, "query_starts must be of shape"),
-    "too many tokens": (lambda: make_batch([65], [100]), ValueError, "of at most max_tokens=64 tokens, got 65"),
-    "too many requests": (lambda: make_batch([1] * 9, [9] * 9), ValueError, "at most max_requests=8 requests, got 9"),
-    "too long": (lambda: make_batch([1], [201]), ValueError, "lengths must be between 0 and 200, got a value of 201"),
-    "negative": (spoiled(lengths=torch.tensor([-1, 20], **INT)), ValueError, "got a value of -1"),
-    "short": (spoiled(lengths=torch.tensor([1, 4], **INT)), ValueError, r"lengths\[1\] must be at least its 5 new"),
-    "lengths count": (spoiled(lengths=torch.tensor([10], **INT)), ValueError, "lengths must be of shape .*one per"),
-    "device lengths": (
-        spoiled(lengths=torch.zeros(2, device="meta", **INT)),
-        ValueError,
-        "host_lengths must be given when lengths are on a device",
-    ),
-    "padding": (spoiled(padded_tokens=5), ValueError, "padded_tokens must be between 6 and 64, got 5"),
-    "prefilling": (spoiled(prefilling=[True]), ValueError, "prefilling must be 2 flags, one per request, got 1"),
-    "table rows": (
-        lambda: make_batch([1, 5], [10, 20], pages=bad_pages(block_table=torch.zeros(3, 2, **INT))),
-        ValueError,
-        "pages.block_table must be of shape",
-    ),
-    "table width": (
-        lambda: make_batch([1, 5], [10, 20], pages=bad_pages(block_table=torch.zeros(2, 14, **INT))),
-        ValueError,
-        "at most 13 pages wide, got 14",
-    ),
-    "slots count": (
-        lambda: make_batch([1, 5], [10, 20], pages=bad_pages(slots=torch.zeros(5, **INT))),
-        ValueError,
-        "pages.slots must be of 6 to 6 values, got 5",
-    ),
-    "too many slots": (
-        lambda: make_batch([1, 5], [10, 20], pages=bad_pages(slots=torch.zeros(9, **INT)), padded_tokens=8),
-        ValueError,
-        "pages.slots must be of 6 to 8 values, got 9",
-    ),
-    "slots dtype": (
-        lambda: make_batch([1, 5], [10, 20], pages=bad_pages(slots=torch.zeros(6))),
-        TypeError,
-        "pages.slots must be int32 or int64, got float32",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_batches_are_refused_with_a_remedy(case: str) -> None:
-    make, kind, message = BAD[case]
-    with pytest.raises(kind, match=message):
-        make_planner().plan(make())
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"max_tokens": 0}, "max_tokens must be >= 1"),
-        ({"page_size": 0}, "page_size must be >= 1"),
-        ({"workspace_rows": 0}, "workspace_rows must be >= 1"),
-        ({"other_page_sizes": {"window": 0}}, "other_page_sizes"),
-    ],
-)
-def test_bad_limits_are_refused(fields, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_planner(**fields)
-
-
 def test_a_prefill_longer_than_the_workspace_is_refused() -> None:
     with pytest.raises(ValueError, match=r"workspace_rows must be at least the longest prefill \(150 rows\), got 100"):
         make_planner(64, workspace_rows=100).plan(make_batch([20], [150]))
-
-
-def test_pool_hands_out_each_page_once_and_takes_them_back() -> None:
-    pool = PagePool(10, 4)
-    pool.extend("a", 9)
-    pool.extend("b", 4)
-    table = pool.block_table(["a", "b"])
-    held = table[table >= 0].tolist()
-    assert len(held) == len(set(held)) == 4
-    assert 0 not in held
-    assert pool.free_pages == 5
-    with pytest.raises(ValueError, match="length must be within 5 free pages"):
-        pool.extend("c", 24)
-    with pytest.raises(ValueError, match="end must be at most 4"):
-        pool.slots("b", 0, 5)
-    pool.release("a")
-    assert pool.free_pages == 8
 
 
 def test_no_workspace_where_kernels_read_fp8_rows_at_every_head_count(monkeypatch: pytest.MonkeyPatch) -> None:

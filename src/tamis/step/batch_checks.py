@@ -9,7 +9,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.arithmetic import ceil_div
 from tamis.step.batch import Batch, PageMap
-from tamis.step.page_buffers import PageBuffers
+from tamis.step.buffers import PageBuffers
 from tamis.step.plan import Limits
 from tamis.step.split import INT
 

@@ -11,11 +11,10 @@ from tamis import checks
 from tamis.backends import backend_for_stage
 from tamis.cache.layout import Layout, named
 from tamis.model.spec import LayerSpec
-from tamis.step.arena import Arena, staged
 from tamis.step.batch import Batch
 from tamis.step.batch_checks import HostLengths, check_batch
+from tamis.step.buffers import Arena, PageBuffers, staged
 from tamis.step.lease import Lease, Use
-from tamis.step.page_buffers import PageBuffers
 from tamis.step.plan import Chunk, DecodePart, Limits, Mode, Plan, PrefillPart
 from tamis.step.split import INT, BatchSplit, chunk_starts, pack_chunks, split_batch
 

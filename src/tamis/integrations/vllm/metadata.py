@@ -21,8 +21,8 @@ from tamis.integrations.vllm.engine_batch import (
 )
 from tamis.integrations.vllm.fp8_metadata import FP8KernelMetadata, FP8SeparatePrefillDecode, separate_metadata
 from tamis.model.spec import LayerSpec
-from tamis.step.arena import staged
 from tamis.step.batch_checks import check_starts
+from tamis.step.buffers import staged
 from tamis.step.plan import Limits, Mode, Plan
 from tamis.step.planner import Planner
 from tamis.step.split import INT, BatchSplit, split_batch

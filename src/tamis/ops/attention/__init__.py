@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import output_dtype
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.ops.attention import operations
@@ -165,8 +166,7 @@ def read_by(selections: list[Selection]) -> list[Tensor | None]:
 
 def new_output(q: Tensor, value_dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """An empty output for a query, in the query's dtype or another; bf16 in place of e4m3."""
-    dtype = q.dtype if dtype is None else dtype
-    dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+    dtype = output_dtype(q.dtype if dtype is None else dtype)
     return q.new_empty((q.shape[0], q.shape[1], value_dim), dtype=dtype)
 
 

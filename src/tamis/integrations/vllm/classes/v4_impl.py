@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import output_dtype
 from tamis.integrations.flashinfer_v4 import trtllm_batch_decode_sparse_mla_dsv4
 from tamis.integrations.vllm.classes.v4_indices import build_flashinfer_mixed_sparse_indices
 from tamis.integrations.vllm.classes.v4_metadata import V4Metadata, V4WindowMetadata
@@ -177,7 +178,7 @@ class V4Impl:
 
 def _check_output(q: Tensor, output: Tensor) -> None:
     checks.tensor("q", q, "T H D", (*checks.FLOATS, E4M3))
-    dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
+    dtype = output_dtype(q.dtype)
     checks.tensor("output", output, "T H D", (dtype,), device=q.device)
     if output.shape[0] != q.shape[0] or output.shape[2] != q.shape[2] or output.shape[1] < q.shape[1]:
         expected = f"[{q.shape[0]}, {q.shape[1]} or more, {q.shape[2]}] like q {list(q.shape)}"
