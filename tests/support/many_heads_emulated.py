@@ -18,8 +18,8 @@ from tamis.cache.selection import Selection
 from tamis.ops import write_kv
 from tamis.ops.attention import reference
 from tamis.ops.attention.hopper import many_heads as many
-from tamis.ops.attention.hopper.items import Target
 from tamis.ops.attention.hopper.many_heads import SIGNATURE
+from tamis.ops.attention.hopper.splits import Outputs
 from tamis.ops.combine import reference as combine
 
 ENTRY = """
@@ -64,12 +64,12 @@ class Emulated:
         sink: Tensor | None = None,
         seed: int = 0,
         blocks: int | None = None,
-    ) -> tuple[Target, Target]:
+    ) -> tuple[Outputs, Outputs]:
         """The results of whole tokens, in the first rows, and of the others' parts; by so many blocks if they stay."""
         tokens, heads, _ = q.shape
         out, lse = torch.full((tokens, heads, 512), -7.0, dtype=torch.bfloat16), torch.full((tokens, heads), -7.0)
-        direct = Target(out, lse, lse.clone())
-        found = Target.empty(parts, tokens - whole, heads, device=q.device)
+        direct = Outputs(out, lse, lse.clone())
+        found = Outputs.empty(parts, tokens - whole, heads, device=q.device)
         values, _copies = many.launch_values(q, selections, scale, sink, direct, found)
         held = [ctypes.create_string_buffer(struct.pack(f"@{s}", v)) for s, v in zip(SIGNATURE, values, strict=True)]
         addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))

@@ -3,16 +3,7 @@
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def slot_of(position, wanted, table, page_id_stride, table_width, PAGE_SIZE: tl.constexpr):
-    """int64 slots of positions, -1 where not wanted, negative, past the table, in an absent page, or past 32 bits."""
-    wanted = wanted & (position >= 0)
-    page = tl.where(wanted, position, 0) // PAGE_SIZE
-    wanted = wanted & (page < table_width)
-    page_id = tl.load(table + page.to(tl.int64) * page_id_stride, mask=wanted, other=-1)
-    slot = page_id.to(tl.int64) * PAGE_SIZE + (position - page * PAGE_SIZE)
-    return tl.where(wanted & (page_id >= 0) & (slot < 2147483648), slot, -1)
+from tamis.ops.rows.triton_rows import slot_of
 
 
 @triton.jit
