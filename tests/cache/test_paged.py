@@ -375,3 +375,19 @@ def test_selection_rows_cuts_slots_and_lengths() -> None:
     assert part.lengths is not None
     assert part.lengths.tolist() == [2, 1]
     assert Selection(cache, selection.slots).rows(1, 3).lengths is None
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+@pytest.mark.parametrize("name", ["v32-fp8", "v4-fp8", "plain-fp8", "v32-bf16", "index-fp8", "index-mxfp4"])
+def test_a_trace_cuts_the_same_fields(name: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = PagedCache(name, 5, page_size)
+    cache.storage.view(torch.uint8).random_()
+    layout = cache.layout
+    fields = [field for field in (layout.values, layout.scales, layout.tail) if field is not None]
+    expected = [cache.field(field) for field in fields]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for field, wanted in zip(fields, expected, strict=True):
+        found = cache.field(field)
+        assert found.data_ptr() == wanted.data_ptr()
+        assert found.shape == wanted.shape
+        assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))

@@ -112,7 +112,7 @@ def fetch_field(cache: "PagedCache", field: Field, slots: Tensor) -> Tensor:
     """Raw values [N, count] of one field; slots [N] must be inside the cache."""
     view = cache.field(field)
     span, rest = divmod(cache.page_stride, field.stride)
-    if rest:
+    if rest or torch.compiler.is_compiling():
         return view[slots // cache.page_size, slots % cache.page_size]
     # Pages a whole number of rows apart are one strided list of rows, and one index is faster than two.
     if span != cache.page_size:

@@ -164,11 +164,17 @@ class PagedCache:
 
     def field(self, field: Field) -> Tensor:
         """A view [pages, page_size, count] of one field of every row, whatever the page stride."""
-        raw = self.storage.view(torch.uint8)
-        start = raw.storage_offset() + field.start(self.page_size)
-        size = field.dtype.itemsize
-        shape = (self.pages, self.page_size, field.count * size)
-        return torch.as_strided(raw, shape, (self.page_stride, field.stride, 1), start).view(field.dtype)
+        raw, start = self.storage.view(torch.uint8), field.start(self.page_size)
+        size = field.count * field.dtype.itemsize
+        if torch.compiler.is_compiling():
+            # A trace cannot ask where a tensor starts, so that the field is cut out of the pages by views.
+            pages, extent = raw.flatten(1), field.stride * self.page_size
+            first = start if start + extent <= pages.shape[1] else start - start % field.stride
+            rows = pages[:, first : first + extent].unflatten(1, (self.page_size, field.stride))
+            found: Tensor = rows[..., start - first : start - first + size].view(field.dtype)
+            return found
+        shape, strides = (self.pages, self.page_size, size), (self.page_stride, field.stride, 1)
+        return torch.as_strided(raw, shape, strides, raw.storage_offset() + start).view(field.dtype)
 
     def with_scale(self, scale: float | Tensor) -> Self:
         """The same storage, read and written with another scale."""
