@@ -1,6 +1,31 @@
 // What the online softmax of every attention kernel shares. Logits are kept in base 2, so that exp2 gives the weights.
 #pragma once
+#include "instructions.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
+
+// ---- Accumulators of warpgroup matrix products: four lanes in a row share two heads
+//
+// Lane i of a warp has columns of head i / 4 of the warp's 16, the `upper` one, and of the head 8 further, the `lower` one.
+// Of every four accumulators the first two are the upper head's.
+
+// The largest over the lanes that share a head. fmaxf drops NaN.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(FULL_MASK, x, 1);
+    return x + __shfl_xor_sync(FULL_MASK, x, 2);
+}
+
+// Multiplies accumulators with the corrections of both heads, unless the whole warp's are 1.
+template <int N>
+__device__ __forceinline__ void rescale(float (&accumulators)[N][64], float upper, float lower) {
+    if (__ballot_sync(FULL_MASK, upper != 1.0f || lower != 1.0f) == 0) return;
+#pragma unroll
+    for (int i = 0; i < N * 64; ++i) accumulators[i / 64][i % 64] *= i & 2 ? lower : upper;
+}
