@@ -66,8 +66,8 @@ SETTINGS_TESTS := $(filter-out tests/ops/index/test_index_hf.py tests/ops/index/
   $(addprefix tests/model/test_,absorb.py rope.py) $(addprefix tests/step/test_,planner.py v4_planner.py) \
   $(addprefix tests/layers/test_,mla.py v4.py v4_gathered.py) \
   $(addprefix tests/integrations/test_,flash_mla_contract.py flashinfer_v4.py deep_gemm.py) \
-  tests/integrations/hf/test_transformers_attach.py $(addprefix tests/integrations/vllm/test_, \
-  v4_forward.py v4_engine.py v4_index_metadata.py v4_indices.py engine_metadata.py)
+  tests/integrations/hf/test_transformers_attach.py $(addprefix tests/integrations/vllm/, \
+  test_engine_metadata.py test_v4_forward.py $(addprefix classes/test_v4_,engine.py index_metadata.py indices.py))
 test-settings: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under bf16,meta,deterministic,autocast $(SETTINGS_TESTS)
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under float64,inference,tf32 $(SETTINGS_TESTS)
@@ -118,7 +118,7 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 # memory, and every program of the portable kernels compiled for every GPU.
 soak: setup
 	$(BIN)/pytest tests/reliability --calls 100000 --tokens 1000000 --steps 10000
-	$(BIN)/python -m tamis.lab.testing.offline --every sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 gfx942 gfx950
+	$(BIN)/python -m tamis.lab.offline.triton --every sm_80 sm_86 sm_89 sm_90 sm_100 sm_120 gfx942 gfx950
 
 bench: setup
 	$(BIN)/python benchmarks/cpu_step.py

@@ -21,6 +21,11 @@ def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
+def output_dtype(query: torch.dtype) -> torch.dtype:
+    """The dtype of attention's output for queries of this dtype: the same, but bf16 for e4m3."""
+    return torch.bfloat16 if query == torch.float8_e4m3fn else query
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Within it, torch multiplies and joins tensors in the dtypes they have.
 

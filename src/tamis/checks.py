@@ -25,14 +25,18 @@ _LONGEST_TEXT = 400
 _LONGEST_LIST = 16
 
 
-def refuse(name: str, expected: str, received: object, remedy: str) -> ValueError:
-    """The one wording for a wrong value."""
-    return ValueError(f"{name} must be {_cut(expected)}, got {_short(received)}; {remedy}")
+def refuse(name: str, expected: str, received: object, remedy: str = "") -> ValueError:
+    """The one wording for a wrong value. A remedy is given where it says more than the expectation does."""
+    return ValueError(_refusal(name, expected, received, remedy))
 
 
-def refuse_type(name: str, expected: str, received: object, remedy: str) -> TypeError:
+def refuse_type(name: str, expected: str, received: object, remedy: str = "") -> TypeError:
     """The one wording for a wrong type or dtype."""
-    return TypeError(f"{name} must be {_cut(expected)}, got {_short(received)}; {remedy}")
+    return TypeError(_refusal(name, expected, received, remedy))
+
+
+def _refusal(name: str, expected: str, received: object, remedy: str) -> str:
+    return f"{name} must be {_cut(expected)}, got {_short(received)}" + (f"; {remedy}" if remedy else "")
 
 
 def _short(value: object) -> str:

@@ -33,8 +33,8 @@ GPU_ONLY = Backend(
     "refuses most things",
     devices=("cuda",),
     query_dtypes=(torch.float16,),
-    layouts=("v32-bf16",),
-    page_sizes=(128,),
+    max_latent=256,
+    max_rope=32,
     heads=(1, 4),
 )
 
@@ -109,7 +109,7 @@ def test_version_and_module_entry_do_not_need_torch() -> None:
         (["demo", "--yarn-factor", "-1"], "yarn_factor"),
         (["demo", "--seed", "-1"], "seed"),
         (["demo", "--cache", "v4-fp8"], "--cache"),
-        (["demo", "--cache", "v32-bf16", "--mode", "separate"], "mode must be 'mixed' for v32-bf16"),
+        (["demo", "--cache", "v32-bf16", "--mode", "separate"], "mode must be 'auto' or 'mixed' for v32-bf16 rows"),
         (["demo", "--head", "2"], "--head"),
         (["backends", "--heads", "129"], "heads must be between 1 and 128, got 129"),
         (["backends", "--layout", "v5"], "layout must be one of"),

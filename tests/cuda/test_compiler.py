@@ -10,7 +10,7 @@ import torch
 
 from tamis.cuda import compiler
 from tamis.cuda.compiler import CompileError, Nvrtc, Program, architecture, compiled, nvrtc
-from tamis.lab.testing.offline_cuda import CudaCase, compile_case, usage
+from tamis.lab.offline.cuda import CudaCase, compile_case, usage
 
 ADD = Program("add.cu", 'extern "C" __global__ void add(int* x, int n) { x[threadIdx.x] += n * STEP; }', ("-DSTEP=3",))
 
@@ -135,6 +135,6 @@ def test_the_offline_check_sees_registers_stack_and_shared_memory(real: Nvrtc) -
 
 def test_every_kernel_compiles_without_spills(real: Nvrtc) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tamis.lab.testing.offline_cuda", "sm_90a"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tamis.lab.offline.cuda", "sm_90a"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,8 +9,8 @@ from typing import NamedTuple, get_type_hints
 import pytest
 
 from tamis.cuda.params import Float, Int, Long, Pointer, params_bytes, params_format
-from tamis.ops.attention.hopper import params as attention
 from tamis.ops.attention.hopper import many_heads, splits
+from tamis.ops.attention.hopper import params as attention
 from tamis.ops.index.hopper import topk
 
 ATTENTION = "tamis.ops.attention.hopper"

@@ -12,7 +12,7 @@ from seeds import seeded
 from torch import Tensor
 
 import tamis.integrations.flash_mla
-from tamis.integrations import flash_mla
+from tamis.integrations import flash_mla, flash_mla_schedule
 from tamis.integrations.flash_mla import FlashMLASchedMeta, get_mla_metadata
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -191,7 +191,7 @@ def test_schedule_of_todays_interface_is_an_empty_holder() -> None:
     assert get_mla_metadata()[0] is not holder
 
 
-def test_classic_schedule_on_one_core_cuts_nothing() -> None:
+def test_classic_schedule_on_one_sm_splits_nothing() -> None:
     lengths = torch.tensor([0, 64, 65, 4096], dtype=torch.int32)
     holder, num_splits = get_mla_metadata(lengths, 2 * 64, 1, num_heads_q=64, is_fp8_kvcache=True)
     # First row 0, last row 3, blocks 0 to 64, nothing cut before or after.
@@ -212,18 +212,18 @@ def test_classic_schedule_on_one_core_cuts_nothing() -> None:
 def test_classic_schedule_spreads_the_work(
     heads: int | None, s_q: int, overhead: int, cuts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a device with 16 cores: shared by query tokens and groups of 64 heads, each block in exactly one part.
+    """As on a device with 16 SMs: shared by query tokens and groups of 64 heads, each block in exactly one part.
 
     `cuts` are worked out by hand: 18 blocks a request, 16 parts of 5 blocks, 8 parts of 9, 8 parts of 8 (overhead 3).
     """
     shares = []
-    real = tamis.step.split.part_count
+    real = flash_mla_schedule.part_count
 
-    def on_16_cores(cores: int, heads: int, tokens: int, *, capability_major: int) -> int:
-        shares.append((cores, heads, tokens))
+    def on_16_sms(sms: int, heads: int, tokens: int, *, capability_major: int) -> int:
+        shares.append((sms, heads, tokens))
         return real(16, heads, tokens, capability_major=capability_major)
 
-    monkeypatch.setattr(tamis.step.split, "part_count", on_16_cores)
+    monkeypatch.setattr(flash_mla_schedule, "part_count", on_16_sms)
     b, topk = 3, 1100
     holder, num_splits = get_mla_metadata(
         torch.full((b,), topk, dtype=torch.int32), s_q * (heads or 64), 1, num_heads_q=heads, topk=topk

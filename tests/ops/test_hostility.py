@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from attention_calls import attend_call, attend_slots_call, combine_call
 from guarded import Guards
 from torch import Tensor
 
@@ -116,8 +117,8 @@ def test_attention_skips_what_does_not_exist(
     for splits in (1, 3) if heads == 3 else (1,):
         out = guards.output(torch.zeros(tokens, heads, 512, dtype=torch.float32))
         with guards.allocations(monkeypatch):
-            lse, _ = attend_kernels.attend_into(
-                guards.given(q), [selection], scale=0.05, splits=splits, sink=guards.given(sink), out=out
+            lse, _ = attend_kernels.attend(
+                attend_call(guards.given(q), [selection], scale=0.05, splits=splits, sink=guards.given(sink), out=out)
             )
         guards.check()
         assert torch.equal(lse.cpu() == -torch.inf, wanted_lse == -torch.inf)
@@ -132,7 +133,7 @@ def test_rows_of_nan_spoil_only_those_who_select_them(guards: Guards, monkeypatc
     q = guards.given(torch.randn(3, 4, 576))
     with guards.allocations(monkeypatch):
         parts, _, _ = attend_kernels.attend_slots(
-            q, [Selection(cache, guards.given(slots))], scale=0.1, value_dim=512, splits=1
+            attend_slots_call(q, [Selection(cache, guards.given(slots))], scale=0.1, value_dim=512, splits=1)
         )
     guards.check()
     assert parts[0].isnan().flatten(1).any(1).tolist() == [False, True, False]
@@ -466,7 +467,9 @@ def test_parts_that_hold_nothing_are_left_out(guards: Guards, monkeypatch: pytes
     sink = torch.tensor([torch.inf, -torch.inf])
     out = guards.output(torch.zeros(4, 2, 64))
     with guards.allocations(monkeypatch):
-        lse = combine_kernels.combine_parts(guards.given(parts), guards.given(lses), guards.given(sink), out)
+        lse = combine_kernels.combine_parts(
+            combine_call(guards.given(parts), guards.given(lses), guards.given(sink), out)
+        )
     guards.check()
     wanted, wanted_lse = oracle.combine(parts, lses, sink)
     torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-5, atol=1e-6)

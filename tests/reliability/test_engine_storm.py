@@ -11,11 +11,11 @@ import torch
 from engine_traffic import Engine, Request, Token, alone
 from torch import Tensor
 
+from tamis.integrations.vllm.classes.v4_impl import V4Impl
+from tamis.integrations.vllm.classes.v4_metadata import V4MetadataBuilder, V4WindowMetadataBuilder
 from tamis.integrations.vllm.impl import SparseImpl
 from tamis.integrations.vllm.metadata import SparseMetadataBuilder
 from tamis.integrations.vllm.v4_forward import forward_decode, forward_prefill
-from tamis.integrations.vllm.v4_impl import V4Impl
-from tamis.integrations.vllm.v4_metadata import V4MetadataBuilder, V4WindowMetadataBuilder
 
 HEADS, DRAFTS, MAX_TOKENS, MAX_REQUESTS, MAX_LENGTH = 2, 2, 64, 8, 150
 EXACT = 1e-9

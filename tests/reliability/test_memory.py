@@ -97,7 +97,7 @@ def test_memory_is_flat_over_many_steps(make: Callable[[], Callable[[int], None]
         held = sum(t.nbytes for t in tensors if t.layout == torch.strided)
         return len(gc.get_objects()), held, tracemalloc.get_traced_memory()[0]
 
-    for number in range(60):  # all shapes of steps, so that every schedule is known
+    for number in range(60):  # all shapes of steps
         step(number)
     tracemalloc.start()
     for number in range(60, 120):

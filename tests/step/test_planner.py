@@ -12,7 +12,6 @@ from seeds import seed_of, seeded
 from tamis import Batch, LayerSpec, Limits, PageMap, PagePool, Planner
 from tamis.step import planner as planning
 from tamis.step.batch import parse_shape
-from tamis.step.split import schedule_splits
 
 LIMITS = Limits(max_tokens=64, max_requests=8, max_length=200, page_size=16, workspace_rows=210)
 
@@ -103,7 +102,7 @@ def check_parts(plan, queries, lengths, threshold, uniform) -> None:
 def test_addresses_never_change_and_stale_values_are_gone() -> None:
     planner = make_planner(64)
     big = planner.plan(make_batch([1, 1, 20, 30], [40, 50, 100, 120], padded_tokens=64))
-    fields = ["query_starts", "lengths", "request_ids", "positions", "slots", "block_table", "schedule_parts"]
+    fields = ["query_starts", "lengths", "request_ids", "positions", "slots", "block_table"]
     before = [getattr(big, f).data_ptr() for f in fields] + [big.prefill.ids.data_ptr(), big.workspace.data_ptr()]
     small = planner.plan(make_batch([1, 2], [7, 9], padded_tokens=64))
     after = [getattr(small, f).data_ptr() for f in fields] + [small.prefill.ids.data_ptr(), small.workspace.data_ptr()]
@@ -150,7 +149,7 @@ def test_mode_follows_heads_and_layout() -> None:
     assert make_planner(128, layout="v32-bf16").mode == "mixed"
     assert make_planner(8, mode="separate").mode == "separate"
     assert make_planner(128, mode="mixed").mode == "mixed"
-    with pytest.raises(ValueError, match="mode must be 'mixed' for v32-bf16"):
+    with pytest.raises(ValueError, match="mode must be 'auto' or 'mixed' for v32-bf16 rows, got 'separate'"):
         make_planner(16, mode="separate", layout="v32-bf16")
 
 
@@ -191,15 +190,6 @@ def test_further_pools_have_buffers_of_their_own() -> None:
     assert plan.other_pages["window"].slots.tolist() == [9]
     with pytest.raises(ValueError, match="other_pages must be among window"):
         planner.plan(make_batch([1], [10], other_pages={"state": window}))
-
-
-def test_schedule_covers_the_rows_that_read_the_cache() -> None:
-    mixed = make_planner(16).plan(make_batch([1, 1, 5], [30, 40, 50]))
-    assert mixed.schedule_splits.tolist() == list(range(8))
-    assert mixed.splits == 1
-    separate = make_planner(64).plan(make_batch([1, 1, 5], [30, 40, 50]))
-    assert separate.schedule_splits.tolist() == [0, 1, 2]
-    assert separate.schedule_parts.shape == (1, 8)
 
 
 def test_empty_step() -> None:
@@ -245,7 +235,7 @@ BAD = {
         "host_lengths must be given when lengths are on a device",
     ),
     "padding": (spoiled(padded_tokens=5), ValueError, "padded_tokens must be between 6 and 64, got 5"),
-    "prefilling": (spoiled(prefilling=[True]), ValueError, "prefilling must be 2 flags, got 1"),
+    "prefilling": (spoiled(prefilling=[True]), ValueError, "prefilling must be 2 flags, one per request, got 1"),
     "table rows": (
         lambda: make_batch([1, 5], [10, 20], pages=bad_pages(block_table=torch.zeros(3, 2, **INT))),
         ValueError,
@@ -315,23 +305,6 @@ def test_pool_hands_out_each_page_once_and_takes_them_back() -> None:
         pool.slots("b", 0, 5)
     pool.release("a")
     assert pool.free_pages == 8
-
-
-@pytest.mark.parametrize(("heads", "overhead"), [(64, 5), (128, 3)])
-def test_schedule_of_a_device_with_many_cores(heads: int, overhead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of the spec's top-k spread over the cores that the heads leave, as on a Hopper GPU."""
-    monkeypatch.setattr(planning, "_cores", lambda device: (132, 9))
-    planner = make_planner(heads, mode="mixed")
-    plan = planner.plan(make_batch([1, 1, 5], [30, 40, 50]))
-    expected = schedule_splits([32] * 7, 132 // (heads // 64), overhead=overhead)
-    assert torch.equal(plan.schedule_parts, torch.from_numpy(expected.parts))
-    assert plan.schedule_splits.tolist() == expected.splits.tolist()
-    assert plan.splits == expected.most_splits
-    window = Planner(LayerSpec(heads=heads, window=700), LIMITS, layout="v32-bf16")
-    wide = window.plan(make_batch([1, 1, 42], [30, 40, 50]))
-    expected = schedule_splits([700] * 44, 132 // (heads // 64), overhead=overhead)
-    assert torch.equal(wide.schedule_parts, torch.from_numpy(expected.parts))
-    assert wide.splits == expected.most_splits > 1
 
 
 def test_no_workspace_where_kernels_read_fp8_rows_at_every_head_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import on_host
 import torch
+from attention_calls import attend_call, combine_call
 from seeds import seeded
 from torch import Tensor
 
@@ -50,7 +51,7 @@ class Emulated:
         seed: int = 0,
         ctas: int | None = None,
     ) -> tuple[Outputs, Outputs]:
-        """The results of whole tokens, in the first rows, and the splits of the others; `ctas` of persistent kernels."""
+        """The results of whole tokens, in the first rows, and the splits of the others, by `ctas` persistent CTAs."""
         tokens, heads, _ = q.shape
         out, lse = torch.full((tokens, heads, 512), -7.0, dtype=torch.bfloat16), torch.full((tokens, heads), -7.0)
         direct = Outputs(out, lse, lse.clone())
@@ -78,14 +79,14 @@ def expected(
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = torch.zeros(*q.shape[:2], 512, dtype=torch.float64)
     factor = scale.double() if isinstance(scale, Tensor) else scale
-    lse, top = reference.attend_into(q.double(), selections, scale=factor, splits=1, sink=sink, out=out)
+    lse, top = reference.attend(attend_call(q.double(), selections, scale=factor, splits=1, sink=sink, out=out))
     return out, lse, top
 
 
 def merged(parts: Tensor, lses: Tensor, tops: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Parts, by the definition of the merge."""
     out = torch.zeros(parts.shape[1:])
-    return out, combine.combine_parts(parts, lses, sink, out), tops.amax(0)
+    return out, combine.combine_parts(combine_call(parts, lses, sink, out)), tops.amax(0)
 
 
 def close(

@@ -10,9 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tamis.cuda.params import params_format
-
 from tamis import cuda
+from tamis.cuda.params import params_format
 
 HERE = Path(__file__).parent
 HEADERS = Path(cuda.__file__).parent

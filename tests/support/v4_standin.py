@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool
 from tamis.cache.layout import Layout, named
+from tamis.integrations.vllm.classes.v4_impl import V4Impl
+from tamis.integrations.vllm.classes.v4_metadata import V4MetadataBuilder, V4WindowMetadataBuilder
 from tamis.integrations.vllm.v4_forward import forward_decode, forward_prefill
-from tamis.integrations.vllm.v4_impl import V4Impl
-from tamis.integrations.vllm.v4_metadata import V4MetadataBuilder, V4WindowMetadataBuilder
 from tamis.ops import write_kv
 from tamis.step.v4_planner import V4Planner
 

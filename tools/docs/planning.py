@@ -1,29 +1,24 @@
 """The picture of a step: what the planner makes of a batch, taken from the planner itself."""
 
 from tamis import Batch, LayerSpec, Limits, PagePool, Plan, Planner
-from tamis.arithmetic import ceil_div
-from tamis.step.split import BLOCK, SplitSchedule, schedule_splits
 from tools.docs.svg import Picture
 
 NEW, LENGTHS = [1, 1, 1, 4, 3, 5], [6, 9, 4, 4, 7, 5]
 KINDS = ("blue", "green", "amber", "rose", "blue", "green")
-PADDED, WORKSPACE, CORES = 18, 12, 4
+PADDED, WORKSPACE = 18, 12
 LEFT, CELL = 150, 40
 
 
 def draw() -> str:
-    """Token rows with request, position and slot; chunks of the workspace; decode rows spread over cores."""
+    """Draw token rows with request, position and slot, and the chunks of prefills that share the workspace."""
     spec = LayerSpec(heads=64, topk=2048)
     planner = Planner(spec, Limits(PADDED, 8, 32, page_size=4, workspace_rows=WORKSPACE), mode="separate")
     batch = Batch.build(NEW, LENGTHS, PagePool(32, 4))
     plan = planner.plan(Batch(batch.query_starts, batch.lengths, batch.pages, padded_tokens=PADDED))
-    p = Picture(LEFT + CELL * PADDED + 40, 496, "How the planner packs a batch")
+    p = Picture(LEFT + CELL * PADDED + 40, 306, "How the planner packs a batch")
     _requests(p)
     _tokens(p, plan)
     _chunks(p, plan)
-    assert spec.topk is not None
-    assert plan.decode is not None
-    _schedule(p, schedule_splits([spec.topk] * plan.decode.tokens, CORES), spec.topk)
     return p.render()
 
 
@@ -62,38 +57,3 @@ def _chunks(p: Picture, plan: Plan) -> None:
         p.box(x, 252, row * WORKSPACE, 34, "box")
         for request, start in zip(range(chunk.requests.start, chunk.requests.stop), chunk.starts.tolist(), strict=True):
             p.labelled(x + row * start, 252, row * LENGTHS[request], 34, f"{request}", KINDS[request], "code")
-
-
-def _schedule(p: Picture, schedule: SplitSchedule, topk: int) -> None:
-    p.text(24, 326, "decode rows", "title")
-    words = (
-        f"{topk} slots each, in blocks of {BLOCK}, spread over {CORES} cores; what it costs to begin a row counts too"
-    )
-    p.text(LEFT, 326, words, "small muted")
-    blocks = ceil_div(topk, BLOCK)
-    step = CELL * PADDED / (max(_work(record, blocks) for record in schedule.parts.tolist()) + 4)
-    for core, record in enumerate(schedule.parts.tolist()):
-        y, x = 338 + 32 * core, float(LEFT)
-        first, last, begin, end = record[:4]
-        for row in range(first, last + 1):
-            low, high = (begin if row == first else 0), (end if row == last else blocks)
-            words = f"row {row}: {low}..{high - 1}"
-            p.labelled(
-                x,
-                y,
-                step * (high - low),
-                24,
-                words if 7 * len(words) < step * (high - low) else "",
-                KINDS[row],
-                "code small",
-            )
-            x += step * (high - low) + 3
-        p.text(LEFT - 10, y + 17, f"core {core}", "end small muted")
-    p.text(
-        LEFT, 338 + 32 * CORES + 12, "a row cut in two gives two partial results, which combine merges", "small muted"
-    )
-
-
-def _work(record: list[int], blocks: int) -> int:
-    first, last, begin, end = record[:4]
-    return (last - first) * blocks + end - begin

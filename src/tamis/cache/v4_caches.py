@@ -1,5 +1,6 @@
 """The caches of a DeepSeek-V4 layer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -9,7 +10,10 @@ from tamis import checks
 from tamis.cache.layout import Layout, compressor_state, named
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
-from tamis.model.spec import LayerSpec
+from tamis.model.spec import LayerKind, LayerSpec
+
+STATE_PAGE_SIZES: Mapping[LayerKind, int] = {"overlapping": 4, "plain": 8}
+"""Tokens per page of compressor state, by the kind of the layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +77,7 @@ class V4Caches:
         if rest:
             raise checks.refuse("page_size", f"a multiple of the ratio {spec.compress}", page_size, "pad it to one")
         overlapping = spec.kind == "overlapping"
-        rows = state_page_size or (4 if overlapping else 8)
+        rows = state_page_size or STATE_PAGE_SIZES[spec.kind]
 
         def state(dim: int) -> PagedCache:
             return PagedCache(compressor_state(dim=dim, overlapping=overlapping), state_pages, rows, device)

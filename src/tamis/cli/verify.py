@@ -12,12 +12,12 @@ from tamis.cli.progress import Progress
 from tamis.cli.table import render_table
 
 if TYPE_CHECKING:
-    from tamis.lab.testing.offline_cuda import KernelUse
+    from tamis.lab.offline.cuda import KernelUse
     from tamis.lab.verify import CheckResult
 
 STAGES = (
     *("rotate", "compress", "write", "gather", "select", "translate", "index", "attend", "combine"),
-    *("planner", "layer", "v4-layer"),
+    *("output", "planner", "layer", "v4-layer"),
 )
 """As in `tamis.lab.verify`, which is too heavy to import for a help text; a test compares the two."""
 

@@ -1,7 +1,7 @@
 """`SparseMLA`: one layer's attention, stage by stage."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,10 +10,12 @@ from tamis import checks
 from tamis.arithmetic import ceil_div
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches, Selection
-from tamis.layers.mla_checks import Call, CallChecks
+from tamis.layers.mla_checks import Call, CallChecks, PositionsCall
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, IndexInputs
-from tamis.ops.attention import attend_unchecked, new_output, translates_freely
+from tamis.ops.attention import folded_scale, new_output
+from tamis.ops.attention.operations import Attend, attend
+from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import gather_unchecked
 from tamis.ops.index import WORKSPACE_BYTES
 from tamis.ops.index import registered as index_ops
@@ -117,12 +119,47 @@ class SparseMLA:
             q_scale: the factor of an e4m3 query.
             out: [rows, H, value_dim] to write into.
         """
+        return self._run(self._prepare(q, kv, caches, plan, positions, index, sink, q_scale, out))
+
+    @needs_latest_plan
+    def prepare(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv: Tensor | tuple[Tensor, Tensor] | None,
+        caches: Caches | PagedCache,
+        plan: Plan,
+        *,
+        positions: Tensor | None = None,
+        index: IndexInputs | None = None,
+        sink: Tensor | None = None,
+        q_scale: float | Tensor = 1.0,
+        out: Tensor | None = None,
+    ) -> Call:
+        """The first half of a layer call: check all arguments and write nothing. The second half is `run`.
+
+        Adapters that write to a cache themselves do so between the two halves, so that a refused call has no effect.
+        """
+        return self._prepare(q, kv, caches, plan, positions, index, sink, q_scale, out)
+
+    def run(self, call: Call) -> LayerOutput:
+        """The second half of a layer call: run what `prepare` has checked."""
+        with call.plan.using():
+            return self._run(call)
+
+    def _prepare(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv: Tensor | tuple[Tensor, Tensor] | None,
+        caches: Caches | PagedCache,
+        plan: Plan,
+        *rest: Any,
+    ) -> Call:
         checks.instance("plan", plan, Plan)
         caches = caches if isinstance(caches, Caches) else Caches(caches)
         # Everything is checked before anything is written: a refused call leaves the caches as they were.
-        call = Call(join_parts("q", q), kv, caches, plan, positions, index, sink, q_scale, out)
+        call = Call(join_parts("q", q), kv, caches, plan, *rest)
         self._checks.call(call)
-        return self._run(call)
+        return call
 
     def _run(self, call: Call) -> LayerOutput:
         q, kv, caches, plan, positions, index, sink, q_scale, out = call
@@ -143,7 +180,7 @@ class SparseMLA:
     def _nothing(self, call: Call) -> LayerOutput:
         """The result of a step without requests: its rows, if there are any, are padding."""
         rows, heads, q = call.plan.rows, self.spec.heads, call.q
-        out = new_output(q, self.spec.value_dim, q.dtype) if call.out is None else call.out
+        out = new_output(q, self.spec.value_dim) if call.out is None else call.out
         lse = torch.full((rows, heads), -torch.inf, dtype=torch.float32, device=q.device)
         positions = call.positions
         if positions is None:
@@ -174,9 +211,31 @@ class SparseMLA:
             q_scale: the factor of an e4m3 query.
             out: [rows, H, value_dim] to write into.
         """
+        return self._attend_directly(
+            *self.prepare_positions(q, cache, positions, request_ids, block_table, sink=sink, q_scale=q_scale, out=out)
+        )
+
+    def prepare_positions(
+        self,
+        q: Tensor,
+        cache: PagedCache,
+        positions: Tensor,
+        request_ids: Tensor,
+        block_table: Tensor,
+        *,
+        sink: Tensor | None = None,
+        q_scale: float | Tensor = 1.0,
+        out: Tensor | None = None,
+    ) -> PositionsCall:
+        """The first half of `attend_positions`: check its arguments and write nothing."""
         selection = Selection(cache, positions, None, request_ids, block_table)
-        self._checks.given_positions(q, selection, sink, q_scale, out)
-        return self._attend_directly(q, selection, sink, q_scale, out)
+        call = PositionsCall(q, selection, sink, q_scale, out)
+        self._checks.given_positions(*call)
+        return call
+
+    def run_positions(self, call: PositionsCall) -> Attended:
+        """The second half of `attend_positions`: run what `prepare_positions` has checked."""
+        return self._attend_directly(*call)
 
     @needs_latest_plan
     def write(
@@ -246,11 +305,11 @@ class SparseMLA:
     def _attend_directly(
         self, q: Tensor, selection: Selection, sink: Tensor | None, q_scale: float | Tensor, out: Tensor | None
     ) -> Attended:
-        ids, table, backend = selection.request_ids, selection.block_table, self.backend
-        assert ids is not None
-        assert table is not None
-        if self.shard.ranks > 1 or not translates_freely(q, selection, self.spec.value_dim, backend=backend):
-            selection = Selection(selection.cache, self._translate(selection, ids, table, None))
+        if self.shard.ranks > 1:
+            assert selection.request_ids is not None
+            assert selection.block_table is not None
+            slots = self._translate(selection, selection.request_ids, selection.block_table, None)
+            selection = Selection(selection.cache, slots)
         return self._attend_rows(q, selection, sink, q_scale, out)
 
     def _attend_gathered(
@@ -267,7 +326,7 @@ class SparseMLA:
         workspace_rows, workspace = (prefill.ids, prefill.starts), plan.workspace
         slots = self._translate(Selection(cache, positions), plan.request_ids, plan.block_table, workspace_rows)
         if out is None:
-            out = new_output(q, self.spec.value_dim, q.dtype)
+            out = new_output(q, self.spec.value_dim)
         out[plan.tokens :].zero_()  # padding, which belongs to no chunk
         lse = torch.full((plan.rows, self.spec.heads), -torch.inf, dtype=torch.float32, device=q.device)
         top = torch.full_like(lse, -torch.inf)
@@ -297,4 +356,8 @@ class SparseMLA:
     ) -> Attended:
         spec = self.spec
         splits = ceil_div(selection.slots.shape[1], FIXED_COLUMNS) if self.batch_invariant else None
-        return attend_unchecked(q, [selection], spec.scale, spec.value_dim, sink, q_scale, splits, out, self.backend)
+        scale, factor = folded_scale(spec.scale, q_scale)
+        out = new_output(q, spec.value_dim) if out is None else out
+        sink = contiguous_sink(sink)
+        lse, max_logits = attend(Attend(q, [selection], scale, factor, splits, sink, out, True, self.backend))
+        return Attended(out, lse, max_logits)

@@ -12,11 +12,14 @@ from tamis.cache.selection import Caches, Selection
 from tamis.choice import choose
 from tamis.model.spec import LayerSpec
 from tamis.ops import IndexInputs
-from tamis.ops import old_library as library
-from tamis.ops.attention import check_rest, check_selections, read_by
+from tamis.ops.attention import check_attend, check_query, check_scales, folded_scale, new_output, read_by
+from tamis.ops.attention.operations import Attend
+from tamis.ops.combine import check_output, check_sink
+from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import check_gather_kv
 from tamis.ops.index import MAX_K, QUERY_DTYPES, check_index_topk, check_layout
 from tamis.ops.index.prepare import agreed_recipe
+from tamis.ops.library import implementation
 from tamis.ops.translate import check_translate_positions
 from tamis.ops.translate.operations import TranslatePositions
 from tamis.ops.write import check_write_kv
@@ -56,6 +59,16 @@ class Call(NamedTuple):
         index = None if caches.index is None else caches.index.storage
         held = (plan.request_ids, plan.positions, plan.slots, plan.block_table, plan.workspace)
         return [*self.inputs.values(), caches.latent.storage, index, *held]
+
+
+class PositionsCall(NamedTuple):
+    """The arguments of attention to given positions, without a plan."""
+
+    q: Tensor
+    selection: Selection
+    sink: Tensor | None
+    q_scale: float | Tensor
+    out: Tensor | None
 
 
 class CallChecks:
@@ -103,7 +116,7 @@ class CallChecks:
         checks.instance("cache", selection.cache, PagedCache)
         self._check_query(q, selection.cache, None)
         self._check_columns(selection.slots, q.shape[0], q.device)
-        self._check_directly(q, selection, sink, q_scale, out, read_by([selection]))
+        self._check_attend(q, [selection], sink, q_scale, out, read_by([selection]))
         if seen is not None:
             self._passed = seen
 
@@ -203,13 +216,15 @@ class CallChecks:
         prefill = plan.prefill
         if plan.requests == 0:
             checks.tensor("positions", positions, "rows K", (torch.int32,), device=q.device)
-            check_rest(q, self.spec.scale, self.spec.value_dim, sink, q_scale, None, out, call.read)
+            check_scales(self.spec.scale, q_scale, q.device)
+            check_sink(sink, self.spec.heads, q.device)
+            self._check_output(q, out, call.read)
             checks.no_gradient(**call.inputs)
         elif prefill is not None and prefill.chunks:
             self._check_gathered(call, positions, prefill)
         else:
             selection = Selection(caches.latent, positions, None, plan.request_ids, plan.block_table)
-            self._check_directly(q, selection, sink, q_scale, out, call.read)
+            self._check_attend(q, [selection], sink, q_scale, out, call.read)
 
     def _check_caches(self, caches: Caches, plan: Plan) -> None:
         cache, spec = caches.latent, self.spec
@@ -233,7 +248,8 @@ class CallChecks:
         sizes |= {"H": spec.heads, "D": spec.head_dim}
         checks.tensor("q", q, "rows H D", DTYPES, device=cache.device, remedy=remedy, **sizes)
         if self.backend != "auto":
-            library.check_stage("attend", self.backend, q.device)
+            if not torch.compiler.is_compiling():
+                implementation("attend", self.backend, q.device)
             choose(spec, q.device, layout=cache.layout, dtype=q.dtype, page_size=cache.page_size, prefer=self.backend)
 
     def _check_positions(self, positions: Tensor, plan: Plan) -> None:
@@ -253,27 +269,30 @@ class CallChecks:
         remedy = "one row per token of the plan, the spec's topk wide, -1 padded"
         checks.tensor("positions", positions, self._columns, (torch.int32,), device=device, rows=rows, remedy=remedy)
 
-    def _check_directly(
+    def _check_attend(
         self,
         q: Tensor,
-        selection: Selection,
+        selections: list[Selection],
         sink: Tensor | None,
         q_scale: float | Tensor,
         out: Tensor | None,
         read: list[Tensor | None],
     ) -> None:
         spec = self.spec
-        check_selections(q, [selection])
-        check_rest(q, spec.scale, spec.value_dim, sink, q_scale, None, out, read)
-        self._check_backend(q, [selection], sink)
+        check_query(q, selections, spec.value_dim)
+        check_scales(spec.scale, q_scale, q.device)
+        self._check_output(q, out, read)
+        out = new_output(q, spec.value_dim) if out is None else out
+        sink = contiguous_sink(sink)
+        scales = folded_scale(spec.scale, q_scale)
+        check_attend(Attend(q, selections, *scales, None, sink, out, True, self.backend))
 
-    def _check_backend(self, q: Tensor, selections: list[Selection], sink: Tensor | None) -> None:
-        library.check_stage("translate", self.backend, q.device)
-        library.check_stage("attend", self.backend, q.device, q=q, sink=sink)
-        library.check_kernels("attend", self.backend, q.device, "check_attend", q, selections, self.spec.value_dim)
+    def _check_output(self, q: Tensor, out: Tensor | None, read: list[Tensor | None]) -> None:
+        if out is not None:
+            check_output(out, (*q.shape[:2], self.spec.value_dim), q.device, *read)
 
     def _check_gathered(self, call: Call, positions: Tensor, prefill: PrefillPart) -> None:
-        q, cache, plan, spec = call.q, call.caches.latent, call.plan, self.spec
+        q, cache, plan = call.q, call.caches.latent, call.plan
         ids, table, width = plan.request_ids, plan.block_table, cache.layout.width
         size, workspace = cache.page_size, (prefill.ids, prefill.starts)
         check_translate_positions(
@@ -287,9 +306,7 @@ class CallChecks:
             check_gather_kv(cache, chunk.block_table, chunk.lengths, **where, backend=self.backend)
         rows = PagedCache.rebuilt(room.unsqueeze(1), self.gathered[room.dtype], 1.0)
         both = [Selection(cache, positions), Selection(rows, positions)]
-        check_selections(q, both)
-        check_rest(q, spec.scale, spec.value_dim, call.sink, call.q_scale, None, call.out, call.read)
-        self._check_backend(q, both, call.sink)
+        self._check_attend(q, both, call.sink, call.q_scale, call.out, call.read)
 
 
 def index_cache(caches: Caches, plan: Plan) -> PagedCache:

@@ -8,25 +8,22 @@ from tamis import checks
 from tamis.arithmetic import ceil_div, float32_products, without_autocast
 from tamis.cache.v4_caches import V4Caches
 from tamis.layers.mla import FIXED_COLUMNS
-from tamis.layers.v4_checks import (
-    Projected,
-    V4Checks,
-    attended_rows,
-    compress_arguments,
-    compressions,
-    entry_plan,
-    turns_keys,
-)
+from tamis.layers.v4_checks import Projected, V4Checks, attended_rows, entry_plan
 from tamis.layers.v4_gathered import gathered_unchecked
 from tamis.layers.v4_weights import CompressorWeights, V4Weights
 from tamis.model.spec import LayerSpec
 from tamis.ops import Rotated
-from tamis.ops.attention import attend_unchecked
-from tamis.ops.compress import compress_unchecked
+from tamis.ops.attention import new_output
+from tamis.ops.attention.operations import Attend, attend
+from tamis.ops.combine.operations import contiguous_sink
+from tamis.ops.compress import operations as compress_ops
 from tamis.ops.index import WORKSPACE_BYTES
 from tamis.ops.index import registered as index_ops
-from tamis.ops.rotate import registered as rotate_ops
-from tamis.ops.rotate import rotate_unchecked
+from tamis.ops.output import operations as output_ops
+from tamis.ops.output.operations import LowerGroups, RotateToFp8
+from tamis.ops.rotate import operations as rotate_ops
+from tamis.ops.rotate import run_rotate_and_write
+from tamis.ops.rotate.operations import NormRows, RotateHeads
 from tamis.step.lease import needs_latest_plan
 from tamis.step.v4_plan import V4Plan
 
@@ -105,26 +102,9 @@ class SparseV4:
 
     def write_unchecked(self, made: Projected, caches: V4Caches, plan: V4Plan) -> Rotated:
         """As `write`, of what was projected and checked: what a layer call runs."""
-        weights = self.weights
-        queries = rotate_unchecked(
-            made.q,
-            made.kv,
-            caches.window,
-            plan.window.pages.slots,
-            plan.step.positions,
-            self.cos_sin,
-            weights.kv_norm,
-            self.eps,
-            made.index_q,
-            turns_keys(caches),
-            self.backend,
-        )
-        if self.spec.kind == "window":
-            return queries
-        positions, pages, slots = compress_arguments(self.spec, plan)
-        for _, own, (values, scores), state, cache in compressions(weights, made, caches):
-            constants = (own.bias, own.norm, self.cos_sin, self.eps, self.backend)
-            compress_unchecked(values, scores, state, cache, positions, pages, slots, *constants)
+        queries = run_rotate_and_write(self._checks.rotation(made, caches, plan))
+        for _, call in self._checks.compressions(made, caches, plan):
+            compress_ops.compress_kv(call)
         return queries
 
     def select(self, hidden: Tensor, index_q: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
@@ -161,7 +141,9 @@ class SparseV4:
     def _project(self, hidden: Tensor) -> Projected:
         """The layer's products with hidden states. They write nothing, so checks of what becomes of them come after."""
         weights, spec = self.weights, self.spec
-        compressed_q = rotate_ops.norm_rows(project(hidden, weights.q_a), weights.q_norm, self.eps, self.backend)
+        compressed_q = rotate_ops.norm_rows(
+            NormRows(project(hidden, weights.q_a), weights.q_norm, self.eps, self.backend)
+        )
         index_q, index_weights, index_entry = None, None, None
         if weights.indexer is not None:
             index_q = project(compressed_q, weights.indexer.q).unflatten(1, (spec.index_heads, spec.index_dim))
@@ -181,7 +163,7 @@ class SparseV4:
         weights, positions = self.weights, plan.step.positions
         if weights.o_a_scales is not None:
             return project(self._lower_in_fp8(attended, positions, weights.o_a_scales), weights.o_b)
-        turned = rotate_ops.rotate_heads(attended, positions, self.cos_sin, None, True, self.backend)
+        turned = rotate_ops.rotate_heads(RotateHeads(attended, positions, self.cos_sin, None, True, self.backend))
         grouped = turned.flatten(1).unflatten(1, (weights.o_a.shape[0], -1)).transpose(0, 1)
         wide = _product_dtype(turned)
         with without_autocast(turned.device):
@@ -192,10 +174,12 @@ class SparseV4:
         """[rows, groups * o rank]"""
         groups, tile = self.weights.o_a.shape[0], self.weights.output_tile
         assert tile is not None
-        values, scales = rotate_ops.rotate_to_fp8(attended, positions, self.cos_sin, tile, True, self.backend)
+        call = RotateToFp8(attended, positions, self.cos_sin, tile, True, self.backend)
+        values, scales = output_ops.rotate_to_fp8(call)
         grouped, exponents = (part.flatten(1).unflatten(1, (groups, -1)) for part in (values, scales))
         weight, dtype = self.weights.o_a, attended.dtype
-        return rotate_ops.lower_groups(grouped, exponents, weight, weight_scales, dtype, self.backend).flatten(1)
+        lower = LowerGroups(grouped, exponents, weight, weight_scales, dtype, self.backend)
+        return output_ops.lower_groups(lower).flatten(1)
 
     def _attend(self, q: Tensor, chosen: Tensor | None, caches: V4Caches, plan: V4Plan) -> Tensor:
         spec, sink = self.spec, self.weights.sink
@@ -205,7 +189,9 @@ class SparseV4:
         selections = attended_rows(spec, chosen, caches, plan)
         columns = sum(s.slots.shape[1] for s in selections)
         splits = ceil_div(columns, FIXED_COLUMNS) if self.batch_invariant else None
-        return attend_unchecked(q, selections, spec.scale, spec.value_dim, sink, 1.0, splits, None, self.backend).out
+        out = new_output(q, spec.value_dim)
+        attend(Attend(q, selections, spec.scale, None, splits, contiguous_sink(sink), out, False, self.backend))
+        return out
 
 
 def _entry(hidden: Tensor, weights: CompressorWeights) -> tuple[Tensor, Tensor]:

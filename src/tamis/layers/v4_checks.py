@@ -15,14 +15,17 @@ from tamis.cache.selection import Selection
 from tamis.cache.v4_caches import V4Caches
 from tamis.layers.v4_gathered import check_attend_gathered
 from tamis.layers.v4_weights import CompressorWeights, V4Weights
-from tamis.model.recipe import IndexRecipe
 from tamis.model.spec import LayerSpec
-from tamis.ops import StatePages
-from tamis.ops.attention import check_attend
-from tamis.ops.compress import check_compress_kv
+from tamis.ops.attention import check_attend, check_query, new_output
+from tamis.ops.attention.operations import Attend
+from tamis.ops.combine.operations import contiguous_sink
+from tamis.ops.compress import check_compress_kv, check_recipe, has_hadamard
+from tamis.ops.compress.operations import CompressKv
 from tamis.ops.index import WORKSPACE_BYTES, check_index_topk, check_layout
+from tamis.ops.output import check_rotate_to_fp8
+from tamis.ops.output.operations import RotateToFp8
 from tamis.ops.rotate import check_rotate_and_write, check_rotate_heads
-from tamis.ops.rotate.output import check_rotate_to_fp8
+from tamis.ops.rotate.operations import RotateAndWrite, RotateHeads
 from tamis.step.v4_plan import EntryPlan, V4Plan
 
 
@@ -76,7 +79,9 @@ class V4Checks:
         for name in ("entries", "state", *(("index", "index_state") if overlapping else ())):
             if getattr(caches, name) is None:
                 raise checks.refuse(f"caches.{name}", f"given for a layer of kind {spec.kind!r}", None, "allocate it")
+        assert caches.entries is not None
         _check_cache("entries", caches.entries, entries.page_size, spec.head_dim, device)
+        check_recipe(caches.entries, spec.rope_dim, "caches.entries")
         spans = 2 if overlapping else 1
         _check_cache("state", caches.state, entries.state_page_size, 2 * spans * spec.head_dim, device)
         if overlapping:
@@ -84,7 +89,7 @@ class V4Checks:
             _check_cache("index", caches.index, entries.page_size, spec.index_dim, device)
             _check_cache("index_state", caches.index_state, entries.state_page_size, 2 * spans * spec.index_dim, device)
             check_layout(caches.index, "caches.index")
-            self._check_recipe(caches.index)
+            check_recipe(caches.index, spec.rope_dim, "caches.index")
             if entries.columns != spec.topk:
                 raise checks.refuse("plan.entries", f"for top-k {spec.topk}", entries.columns, "plan with the layer")
         elif entries.every is None:
@@ -100,40 +105,43 @@ class V4Checks:
 
     def writes(self, made: Projected, caches: V4Caches, plan: V4Plan) -> None:
         """Refuse what the stages refuse that write."""
-        spec, weights, backend = self.spec, self.weights, self.backend
-        check_rotate_and_write(
+        check_rotate_and_write(self.rotation(made, caches, plan), "caches.window")
+        for names, call in self.compressions(made, caches, plan):
+            check_compress_kv(call, names)
+
+    def rotation(self, made: Projected, caches: V4Caches, plan: V4Plan) -> RotateAndWrite:
+        """The call that rotates the queries and writes the raw rows."""
+        return RotateAndWrite(
             made.q,
             made.kv,
             caches.window,
             plan.window.pages.slots,
             plan.step.positions,
             self.cos_sin,
-            weights.kv_norm,
+            self.weights.kv_norm,
             self.eps,
             made.index_q,
-            turns_keys(caches),
-            backend,
-            name="caches.window",
+            has_hadamard(caches.index),
+            self.backend,
         )
-        if spec.kind == "window":
-            return
-        positions, pages, slots = compress_arguments(spec, plan)
-        for names, own, (values, scores), state, cache in compressions(weights, made, caches):
-            check_compress_kv(
-                values,
-                scores,
-                state,
-                cache,
-                positions,
-                pages,
-                slots,
-                own.bias,
-                own.norm,
-                self.cos_sin,
-                self.eps,
-                backend,
-                names=names,
-            )
+
+    def compressions(
+        self, made: Projected, caches: V4Caches, plan: V4Plan
+    ) -> Iterator[tuple[tuple[str, str], CompressKv]]:
+        """The calls of the layer's compressors, each with what errors call its two caches."""
+        weights, step = self.weights, plan.step
+        found: list[tuple[CompressorWeights, tuple[Tensor, Tensor], str, str]] = []
+        if weights.compressor is not None and made.entry is not None:
+            found.append((weights.compressor, made.entry, "state", "entries"))
+        if weights.indexer is not None and made.index_entry is not None:
+            found.append((weights.indexer.compressor, made.index_entry, "index_state", "index"))
+        for own, (values, scores), state_name, name in found:
+            entries, state, cache = entry_plan(self.spec, plan), getattr(caches, state_name), getattr(caches, name)
+            assert entries.state is not None
+            where = (step.positions, entries.state.slots, step.request_ids, entries.state.block_table, entries.slots)
+            names = (f"caches.{state_name}", f"caches.{name}")
+            weighting, hadamard = (own.bias, own.norm, self.cos_sin), has_hadamard(cache)
+            yield names, CompressKv(values, scores, state, cache, *where, *weighting, self.eps, hadamard, self.backend)
 
     def selects(self, index_q: Tensor, index_weights: Tensor, caches: V4Caches, plan: V4Plan) -> None:
         """Refuse what the indexer refuses."""
@@ -162,9 +170,9 @@ class V4Checks:
         checks.no_gradient(attended=attended)
         positions, tile = plan.step.positions, self.weights.output_tile
         if tile is None:
-            check_rotate_heads(attended, positions, self.cos_sin, None, self.backend)
+            check_rotate_heads(RotateHeads(attended, positions, self.cos_sin, None, True, self.backend))
         else:
-            check_rotate_to_fp8(attended, positions, self.cos_sin, tile, self.backend)
+            check_rotate_to_fp8(RotateToFp8(attended, positions, self.cos_sin, tile, True, self.backend))
 
     def passed(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> bool:
         """Whether such a call passed last time, on a device, where nothing but this can be seen."""
@@ -216,15 +224,6 @@ class V4Checks:
                 "plan", f"on {device} like the layer", plan.step.positions.device, "plan for that device"
             )
 
-    def _check_recipe(self, index: PagedCache) -> None:
-        if index.recipe is None:
-            return
-        recipe = IndexRecipe.of_v4(self.spec.rope_dim, hadamard=index.recipe.hadamard)
-        if index.recipe != recipe:
-            expected = f"{recipe}, which this layer follows"
-            raise checks.refuse("caches.index.recipe", expected, index.recipe, "use V4Caches.allocate")
-        recipe.check_width(self.spec.index_dim, "spec.index_dim: width")
-
     def _attends(self, q: Tensor, caches: V4Caches, plan: V4Plan) -> None:
         spec, sink, chosen = self.spec, self.weights.sink, None
         if spec.kind == "overlapping":
@@ -235,7 +234,9 @@ class V4Checks:
             check_attend_gathered(q, plan, caches.window, caches.entries, chosen, ratio=spec.compress, **numbers)  # type: ignore[arg-type]
             return
         selections = attended_rows(spec, chosen, caches, plan)
-        check_attend(q, selections, spec.scale, spec.value_dim, sink, 1.0, None, None, self.backend)
+        check_query(q, selections, spec.value_dim)
+        out, given = new_output(q, spec.value_dim), contiguous_sink(sink)
+        check_attend(Attend(q, selections, spec.scale, None, None, given, out, False, self.backend))
 
 
 def entry_plan(spec: LayerSpec, plan: V4Plan) -> EntryPlan:
@@ -253,36 +254,6 @@ def attended_rows(spec: LayerSpec, chosen: Tensor | None, caches: V4Caches, plan
     if spec.kind != "window" and caches.entries is not None:
         selections.append(entry_plan(spec, plan).selection(caches.entries, chosen))
     return selections
-
-
-def compressions(
-    weights: V4Weights, made: Projected, caches: V4Caches
-) -> Iterator[tuple[tuple[str, str], CompressorWeights, tuple[Tensor, Tensor], PagedCache, PagedCache]]:
-    """The compressors of a layer: names of state and cache, weights, values and scores, state and cache."""
-    if weights.compressor is not None and made.entry is not None:
-        assert caches.state is not None
-        assert caches.entries is not None
-        names = ("caches.state", "caches.entries")
-        yield names, weights.compressor, made.entry, caches.state, caches.entries
-    if weights.indexer is not None and made.index_entry is not None:
-        assert caches.index_state is not None
-        assert caches.index is not None
-        names = ("caches.index_state", "caches.index")
-        yield names, weights.indexer.compressor, made.index_entry, caches.index_state, caches.index
-
-
-def compress_arguments(spec: LayerSpec, plan: V4Plan) -> tuple[Tensor, StatePages, Tensor]:
-    """Where a step's tokens are, where they keep their state, and where they put the entries that they complete."""
-    entries = entry_plan(spec, plan)
-    assert entries.state is not None
-    pages = StatePages(entries.state.slots, plan.step.request_ids, entries.state.block_table)
-    return plan.step.positions, pages, entries.slots
-
-
-def turns_keys(caches: V4Caches) -> bool:
-    """Whether index keys, and with them index queries, are turned by the Hadamard matrix."""
-    index = caches.index
-    return index is not None and index.recipe is not None and index.recipe.hadamard
 
 
 def _check_cache(name: str, cache: PagedCache | None, page_size: int, width: int, device: torch.device) -> None:

@@ -6,7 +6,6 @@ as well, which gives the same result up to rounding and saves the copy.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,9 @@ from tamis import checks
 from tamis.cache.layout import rows
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
-from tamis.ops.attention import attend_unchecked, check_attend
+from tamis.ops.attention import check_attend, check_query, check_scales, new_output
+from tamis.ops.attention.operations import Attend, attend
+from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import check_gather_kv, gather_unchecked
 from tamis.ops.select import select_gathered_unchecked
 from tamis.ops.select.arguments import check_select_gathered
@@ -101,7 +102,10 @@ def check_attend_gathered(
         return
     checks.tensor("plan.workspace", plan.workspace, "N D", checks.FLOATS, D=window.layout.width, device=q.device)
     selections = _selections(plan, window, entries, chosen, ratio)
-    check_attend(q, selections, scale, value_dim, sink, 1.0, None, None, backend)
+    check_query(q, selections, value_dim)
+    check_scales(scale, 1.0, q.device)
+    out, sink = new_output(q, value_dim), contiguous_sink(sink)
+    check_attend(Attend(q, selections, scale, None, None, sink, out, False, backend))
     if plan.step.prefill is None:
         return
     if ratio not in plan.gathers:
@@ -111,8 +115,9 @@ def check_attend_gathered(
         for cache, arguments in _gathered(plan, gather, group, window, entries, ratio):
             check_gather_kv(cache, **arguments, out=plan.workspace, backend=backend)
         check_select_gathered(**_workspace_rows(plan, gather, group, chosen, ratio), backend=backend)
-    gathered = Selection(_one_row_pages(plan, window), gather.slots, gather.row_lengths)
-    check_attend(q, [replace(gathered, lengths=None)], scale, value_dim, sink, 1.0, None, None, backend)
+    gathered = [Selection(_one_row_pages(plan, window), gather.slots)]
+    check_query(q, gathered, value_dim)
+    check_attend(Attend(q, gathered, scale, None, None, sink, out, False, backend))
 
 
 def _check_entries(plan: V4Plan, entries: PagedCache, chosen: Tensor | None, ratio: int, device: torch.device) -> None:
@@ -145,8 +150,10 @@ def gathered_unchecked(
     if step.requests == 0:
         return out
 
-    def run(tokens: slice, what: list[Selection]) -> None:
-        attend_unchecked(q[tokens], what, scale, value_dim, sink, 1.0, None, out[tokens], backend)
+    sink = contiguous_sink(sink)
+
+    def run(tokens: slice, selections: list[Selection]) -> None:
+        attend(Attend(q[tokens], selections, scale, None, None, sink, out[tokens], False, backend))
 
     direct = step.split.decode_tokens if step.prefill is not None else step.rows
     if direct:

@@ -38,8 +38,8 @@ class IndexRecipe:
 
     def check_width(self, width: int, name: str = "width") -> None:
         """Refuse rows that the Hadamard matrix does not fit; `name` is what the caller calls their width."""
-        if self.hadamard and (width < 1 or width & (width - 1)):
-            raise checks.refuse(name, "a power of two for a Hadamard rotation", width, "use a recipe without it")
+        if self.hadamard:
+            check_hadamard(width, name)
 
     @classmethod
     def from_hf(cls, config: Any, *, hadamard: bool = False) -> Self:
@@ -58,3 +58,9 @@ class IndexRecipe:
         if fields.get("head_dim") is None:
             raise checks.refuse("config", "one with 'kv_lora_rank' or 'head_dim'", "none", "this model has no indexer")
         return cls.of_v4(hf_config.rope_width(fields), hadamard=hadamard)
+
+
+def check_hadamard(width: int, name: str) -> None:
+    """Refuse a width that has no Hadamard matrix; `name` is what the caller calls it."""
+    if width < 1 or width & (width - 1):
+        raise checks.refuse(name, "a power of two for a Hadamard rotation", width, "use a recipe without it")

@@ -138,12 +138,6 @@ class Plan:
     split: BatchSplit
     decode: DecodePart | None
     prefill: PrefillPart | None
-    schedule_parts: Tensor
-    """int32 [parts, 8]; see `tamis.step.split.SplitSchedule`. Covers the rows that read the cache directly."""
-    schedule_splits: Tensor
-    """int32 [scheduled rows + 1]"""
-    splits: int
-    """Into how many pieces the most divided row is cut."""
     workspace: Tensor | None
     """[workspace rows, width] bf16 for gathered prefills, in separate mode."""
     other_pages: Mapping[str, PageMap]

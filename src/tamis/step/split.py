@@ -2,23 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tamis import checks
-from tamis.arithmetic import ceil_div
 
 INT = NDArray[np.int32]
-PART_FIELDS = 8
-"""int32 values per part of a split schedule, as FlashMLA lays them out."""
-
-BLOCK = 64
-"""Selected rows per unit of work."""
-
-MIN_HEADS_FOR_WORKSPACE = 32
-"""From this many heads on a rank, FP8 prefills are gathered into a 16-bit workspace by default."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +33,6 @@ def decode_threshold(
     if context_parallel:
         return 1
     return max(base, 1 + speculative_tokens * (2 if parallel_drafting else 1))
-
-
-def base_threshold(heads: int, capability_major: int) -> int:
-    """The base that engines use for sparse MLA, by heads on this rank: up to it, decode kernels beat prefill ones."""
-    if capability_major >= 10:
-        return {8: 128, 16: 128, 32: 128, 64: 256}.get(heads, 1024)
-    return {16: 128, 32: 128}.get(heads, 256)
 
 
 def split_batch(
@@ -138,99 +121,3 @@ def group_prefills(entries: Sequence[int], raw: Sequence[int], budget: int) -> l
                 continue
         groups.append(alone)
     return groups
-
-
-@dataclass(frozen=True)
-class IndexChunk:
-    """Consecutive prefills whose index keys are gathered together, and which of their queries are scored at once."""
-
-    first: int
-    end: int
-    keys: int
-    """Of all these requests."""
-    queries: slice
-    """Counted from the first request's first; a chunk whose queries begin later finds the keys gathered already."""
-
-
-def chunk_index_prefills(
-    keys: Sequence[int], queries: Sequence[int], *, key_budget: int, score_budget: int
-) -> list[IndexChunk]:
-    """Prefills with so many index keys and queries, greedily in order, within so many keys and scores at a time.
-
-    A request that is too large by itself stands alone and is cut between queries. Prefills without any key are in no
-    chunk unless others share it: there is nothing to score.
-    """
-    chunks: list[IndexChunk] = []
-    end = 0
-    while end < len(keys):
-        first, total, rows = end, keys[end], queries[end]
-        end += 1
-        while (
-            end < len(keys)
-            and total + keys[end] <= key_budget
-            and (total + keys[end]) * (rows + queries[end]) <= score_budget
-        ):
-            total, rows = total + keys[end], rows + queries[end]
-            end += 1
-        if total:
-            step = max(1, score_budget // total)
-            cuts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-            chunks += [IndexChunk(first, end, total, cut) for cut in cuts]
-    return chunks
-
-
-def part_count(cores: int, heads: int, query_tokens: int = 1, *, capability_major: int = 9) -> int:
-    """How many parts a FlashMLA-style schedule has: cores shared by query tokens and by groups of 64 heads (Hopper)."""
-    groups = max(1, heads // 64) if capability_major < 10 else 1
-    return max(1, cores // query_tokens // groups)
-
-
-@dataclass(frozen=True)
-class SplitSchedule:
-    """Work of many rows spread evenly over parts; a row may be cut between parts."""
-
-    parts: INT
-    """[parts, 8]: first row, last row (inclusive), first block, end block (exclusive), split number of the first row,
-    whether the first row is cut before this part, whether the last row is cut after it, padding."""
-    splits: INT
-    """[rows + 1]: running sum of how many pieces each row is cut into."""
-
-    @cached_property
-    def most_splits(self) -> int:
-        """Pieces of the most divided row."""
-        return int(np.diff(self.splits).max()) if len(self.splits) > 1 else 1
-
-
-def schedule_splits(
-    columns: Sequence[int] | INT, parts: int, *, overhead: int = 5, block: int = BLOCK
-) -> SplitSchedule:
-    """Spread rows with these many selected columns over `parts` cores.
-
-    Starting or finishing a row costs about `overhead` blocks, so each part gets the same sum of blocks and overheads.
-    A row without columns counts as one block.
-    """
-    checks.integer("parts", parts, low=1)
-    blocks = np.maximum(1, ceil_div(np.asarray(columns, np.int64), block))
-    ends = np.cumsum(blocks + overhead)
-    rows = len(blocks)
-    payload = ceil_div(int(ends[-1] if rows else 0), parts) + overhead
-    records = np.zeros((parts, PART_FIELDS), np.int32)
-    pieces = np.ones(rows, np.int32)
-    row, at, piece = 0, 0, 0
-    for part in range(parts):
-        begin, room = (row, at, piece), payload
-        if at and room >= blocks[row] - at + overhead:
-            room -= int(blocks[row]) - at + overhead
-            row, at, piece = row + 1, 0, 0
-        if not at:
-            # As many whole rows as fit, found by a search: a step may have thousands of rows.
-            done = int(ends[row - 1]) if row else 0
-            row = int(np.searchsorted(ends, done + room, side="right"))
-            room -= (int(ends[row - 1]) if row else 0) - done
-        if row < rows and room > overhead:
-            at, piece = at + room - overhead, piece + 1
-            pieces[row] = piece + 1
-        last = row if at else row - 1
-        end = at if at else int(blocks[row - 1]) if row else 0
-        records[part, :7] = (begin[0], last, begin[1], end, begin[2], begin[1] > 0, at > 0)
-    return SplitSchedule(records, np.concatenate(([0], np.cumsum(pieces))).astype(np.int32))

@@ -21,6 +21,11 @@ from tamis.step.plan import Plan
 WINDOW_POOL = "window"
 """The name of the window's pool in `Batch.other_pages` and `Limits.other_page_sizes`."""
 
+ALIGN_COLUMNS = 128
+"""The width of a table with all entries is a multiple of this, which suits kernel tiles of 64 and of 128 columns."""
+ALIGN_DRAFTS = 64
+"""The width of a window that also holds a block of draft tokens is a multiple of this."""
+
 
 def state_pool(ratio: int) -> str:
     """The name of the pool that holds the state of compressors of this ratio."""

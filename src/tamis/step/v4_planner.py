@@ -17,11 +17,18 @@ from tamis.step.batch import Batch
 from tamis.step.plan import Limits, Plan
 from tamis.step.planner import Planner, Prepared
 from tamis.step.split import group_prefills
-from tamis.step.v4_plan import WINDOW_POOL, EntryPlan, GatherPlan, PrefillGroup, V4Plan, WindowPlan, state_pool
+from tamis.step.v4_plan import (
+    ALIGN_COLUMNS,
+    ALIGN_DRAFTS,
+    WINDOW_POOL,
+    EntryPlan,
+    GatherPlan,
+    PrefillGroup,
+    V4Plan,
+    WindowPlan,
+    state_pool,
+)
 
-_ALIGN_COLUMNS = 128
-"""Widths of index tables are multiples of this, which suits the tiles of every known kernel."""
-_ALIGN_DRAFTS = 64
 _GROUP = 4
 """So many of the largest prefills fit into the workspace at once."""
 
@@ -71,7 +78,7 @@ class V4Planner:
         self._kinds = {ratio: self._entry_buffers(spec) for ratio, spec in kinds.items()}
         self._window = window
         drafts = checks.integer("draft_tokens", draft_tokens, low=0)
-        self._window_slots = self._rows(round_up(window + drafts, _ALIGN_DRAFTS) if drafts else window)
+        self._window_slots = self._rows(round_up(window + drafts, ALIGN_DRAFTS) if drafts else window)
         self._window_lengths = self._each()
         self._rows_before = 0
         self._gathers: dict[int, _GatherBuffers] = {}
@@ -171,8 +178,8 @@ class V4Planner:
 
     def _group(self, ratio: int, prepared: Prepared) -> tuple[PrefillGroup, ...]:
         """How prefills share the workspace; refused where one does not fit."""
-        first, starts = prepared.split.decodes, prepared.starts.tolist()
-        lengths, new = prepared.prefill_lengths, prepared.query_lengths[first:].tolist()
+        first, starts = prepared.split.decodes, prepared.known.starts.tolist()
+        lengths, new = prepared.prefill_lengths, prepared.known.queries[first:].tolist()
         raw = [n + min(length - n, self._window - 1) for n, length in zip(new, lengths, strict=True)]
         entries = [length // ratio if ratio > 1 else 0 for length in lengths]
         return tuple(
@@ -213,7 +220,7 @@ class V4Planner:
     def _entry_buffers(self, spec: LayerSpec) -> "_EntryBuffers":
         columns = spec.topk
         if spec.kind == "plain" or columns is None:
-            columns = round_up(ceil_div(self.limits.max_length, spec.compress), _ALIGN_COLUMNS)
+            columns = round_up(ceil_div(self.limits.max_length, spec.compress), ALIGN_COLUMNS)
         return _EntryBuffers(
             columns,
             torch.full((self.limits.max_tokens,), -1, dtype=torch.int64, device=self.device),
@@ -228,7 +235,7 @@ class V4Planner:
         entries = ceil_div(limits.max_length, ratio) if ratio > 1 else 0
         return _GatherBuffers(
             limits.workspace_rows or _GROUP * (entries + self._window + limits.max_tokens),
-            self._rows(round_up(columns + self._window, _ALIGN_COLUMNS)),
+            self._rows(round_up(columns + self._window, ALIGN_COLUMNS)),
             self._each(),
             torch.zeros(3, limits.max_requests, dtype=torch.int32, device=self.device),
         )

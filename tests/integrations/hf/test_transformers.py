@@ -150,7 +150,7 @@ def test_other_ways_to_call_the_model(model: Any) -> None:
         ids, attention_mask=torch.ones_like(ids), do_sample=True, num_return_sequences=2, max_new_tokens=3
     )
     assert sampled.shape == (4, 53)
-    with pytest.raises(ValueError, match="but not both"):
+    with pytest.raises(ValueError, match="given one at a time"):
         logits(model)
 
 

@@ -137,7 +137,7 @@ def test_wrong_uses_are_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="attach the model"):
         logits(model, ids[:, :1], past_key_values=held)
     attach(model, cache="bf16")
-    with pytest.raises(ValueError, match="another one's"):
+    with pytest.raises(ValueError, match="another model's"):
         logits(model, ids[:, :1], past_key_values=held)
 
 

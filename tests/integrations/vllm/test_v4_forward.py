@@ -10,7 +10,7 @@ from v4_standin import HEADS, RATIOS, SCALE, SHAPES, WINDOW, Records, V4Step, at
 
 from tamis.cache.layout import plain_fp8
 from tamis.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
-from tamis.integrations.vllm.v4_indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
+from tamis.integrations.vllm.classes.v4_indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
 from tamis.ops import gather_kv
 from tamis.step.split import group_prefills
 

@@ -1,1 +1,2 @@
-"""What `tamis.integrations.transformers` is made of: caches of a generation, and layers of the supported models."""
+"""The parts of `tamis.integrations.transformers`: the cache of a generation (`cache`), the forward pass in chunks
+(`forward`), and the attention modules of the supported models (`layers`)."""

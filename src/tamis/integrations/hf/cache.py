@@ -21,22 +21,22 @@ MAIN_POOL = ""
 
 @dataclass(frozen=True)
 class Pool:
-    """Pages that stand for the same tokens in several layers."""
+    """Pages that hold the same tokens in several layers."""
 
     page_size: int
     """Tokens per page."""
     keep: int | None = None
-    """How many of a request's last tokens are still needed; None: all."""
+    """How many of a request's last tokens are still needed; None if all are."""
 
     def pages(self, cached: int, length: int) -> range:
-        """Numbers of the pages in use while a request with so many cached tokens grows to `length`."""
+        """Numbers of the pages in use while a request with `cached` tokens grows to `length`."""
         first = 0 if self.keep is None else max(0, cached - self.keep)
         return range(first // self.page_size, ceil_div(length, self.page_size))
 
 
 @dataclass(frozen=True)
 class Held:
-    """One kind of rows that a layer keeps."""
+    """One cache of a layer."""
 
     pool: str
     layout: Layout
@@ -44,26 +44,26 @@ class Held:
     recipe: IndexRecipe | None = None
 
     def allocate(self, pages: int, device: torch.device) -> PagedCache:
-        """So many zeroed pages."""
+        """This cache with zeroed pages."""
         return PagedCache(self.layout, pages, self.page_rows, device, recipe=self.recipe)
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model keeps of its tokens."""
+    """Which caches a model has."""
 
     pools: Mapping[str, Pool]
     layers: Sequence[Mapping[str, Held]]
-    """By layer, under the names that the layer's `Caches` or `V4Caches` have for them."""
+    """For each layer, its caches under the field names of `Caches` or `V4Caches`."""
     device: torch.device
 
 
 class TamisCache(Cache):
-    """What attached models keep of the tokens they have seen.
+    """The caches of an attached model, for one generation.
 
-    Columns are counted as transformers counts them, padding included; only real tokens take room in the pages. Page
-    `number` of request `row` is page `(number % depth) * requests + row`: requests that grow together need no
-    allocator, and pages that are no longer needed are overwritten by later ones.
+    Columns are counted as transformers counts them, with padding; only real tokens take room in the pages. Page
+    `number` of request `row` is page `(number % depth) * requests + row` of the pool. So requests that grow together
+    need no allocator, and pages that are no longer needed are overwritten by later ones.
     """
 
     def __init__(self, shape: CacheShape) -> None:
@@ -86,7 +86,7 @@ class TamisCache(Cache):
         return 0 if self.kept is None else self.kept.shape[1]
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: there is no maximum."""
+        """-1, since there is no maximum."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class TamisCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """No: pages are allocated as tokens come."""
+        """False: pages are allocated as tokens arrive."""
         return False
 
     @property
@@ -110,43 +110,43 @@ class TamisCache(Cache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        """For each layer; what a layer no longer needs is its own affair."""
+        """False for each layer: transformers need not know which tokens have left a window."""
         return [False] * len(self.shape.layers)
 
     def __len__(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return len(self.shape.layers)
 
     def __repr__(self) -> str:
-        """Sizes only."""
+        """Only sizes, no values."""
         return f"TamisCache(requests={self.batch_size}, columns={self.get_seq_length()}, layers={len(self)})"
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: only attached models write to pages."""
+        """Always refused: only attached models write to the pages."""
         raise checks.refuse("past_key_values", "a transformers cache", "a TamisCache", "attach the model, or drop it")
 
     def update_indexer(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, like `update`."""
+        """Always refused, like `update`."""
         self.update()
 
     def reset(self) -> None:
-        """Forget all tokens and give all pages back."""
+        """Forget all tokens and free all pages."""
         self.kept = None
         self.depths = dict.fromkeys(self.depths, 0)
         self.paged = [{} for _ in self.paged]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last columns; their number is given as a negative one, as in transformers."""
+        """Forget the last `-tokens_to_remove` columns. As in transformers, the argument is negative."""
         checks.integer("tokens_to_remove", tokens_to_remove, low=-self.get_seq_length(), high=0)
         if tokens_to_remove == 0 or self.kept is None:
             return
         if not self.is_croppable:
-            remedy = "windows and compressor state of earlier tokens are gone; start again"
+            remedy = "the windows and compressor states of earlier tokens are gone, so start again"
             raise checks.refuse("tokens_to_remove", "0 for this model", tokens_to_remove, remedy)
         self.kept = self.kept[:, :tokens_to_remove]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let each request continue the one named (beam search)."""
+        """Let request i continue request `beam_idx[i]` (beam search)."""
         self._take(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -154,12 +154,14 @@ class TamisCache(Cache):
         self._take(torch.arange(max(self.batch_size, 0), dtype=torch.int64, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the requests named."""
+        """Keep the requests with these numbers."""
         self._take(torch.arange(max(self.batch_size, 0), dtype=torch.int64, device="cpu")[indices.cpu()])
 
     def new_tokens(self, rows: int, columns: int, attention_mask: Tensor | None) -> Tensor:
-        """Which of a step's tokens are real: bool [rows, columns] on the host, after checking that the mask says of the
-        columns before them what it said when they ran."""
+        """Which of a step's tokens are real: bool [rows, columns] on the host.
+
+        For cached columns, the mask must say what it said when they ran.
+        """
         seen = self.get_seq_length()
         if self.kept is not None and rows != self.kept.shape[0]:
             raise checks.refuse("input_ids", f"of {self.kept.shape[0]} rows, like the cache", rows, "use another cache")
@@ -169,7 +171,7 @@ class TamisCache(Cache):
             return torch.ones(rows, columns, dtype=torch.bool, device="cpu")
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != (rows, seen + columns):
             expected = f"of shape [{rows}, {seen + columns}] (cached and new columns)"
-            remedy = "pass a padding mask; causality and selection are in the caches"
+            remedy = "pass a padding mask; causality needs none"
             raise checks.refuse("attention_mask", expected, checks.describe(attention_mask), remedy)
         mask = attention_mask.detach().cpu() != 0
         if self.kept is not None and not torch.equal(mask[:, :seen], self.kept):
@@ -178,7 +180,7 @@ class TamisCache(Cache):
         return mask[:, seen:]
 
     def batch(self, new: Tensor) -> Batch:
-        """The step with these new tokens, with pages for all of them. Nothing is counted as cached yet."""
+        """The step with these new tokens, with pages for all of them. `commit` counts them as cached afterwards."""
         cached = torch.zeros(len(new), dtype=torch.int64, device="cpu") if self.kept is None else self.kept.sum(1)
         counts = new.sum(1)
         lengths = cached + counts
@@ -211,7 +213,7 @@ class TamisCache(Cache):
             old = self.depths[name]
             if needed <= old:
                 continue
-            # A quarter more than there was: growing by single pages would copy everything each time.
+            # Grow by a quarter at least: growing page by page would copy the whole pool each time.
             self.depths[name] = depth = max(needed, old + old // 4) if old else needed
             count = len(lengths)
             moves = [
@@ -223,7 +225,7 @@ class TamisCache(Cache):
             self._move(name, moves, depth * count)
 
     def _take(self, rows: Tensor) -> None:
-        """Make requests of copies of the ones named."""
+        """Replace the requests by copies of those with the numbers `rows`."""
         if self.kept is None:
             return
         taken: list[int] = rows.tolist()
@@ -238,7 +240,7 @@ class TamisCache(Cache):
         self.kept = self.kept[rows.cpu()]
 
     def _move(self, pool: str, moves: list[tuple[int, int]], pages: int) -> None:
-        """New storage for a pool, with some of the old pages copied to their new places."""
+        """Allocate new storage for a pool, and copy pages from their old to their new numbers."""
         device = self.shape.device
         source, target = torch.tensor(moves, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
         for held, paged in zip(self.shape.layers, self.paged, strict=True):

@@ -1,6 +1,7 @@
 """How the attention modules of Hugging Face transformers run on tamis: one class per family of models.
 
-A model's forward pass plans a step once; each attention module then gets that `Step` in place of a mask.
+The forward pass of a model (`forward`) plans a step once. Each attention module then gets that `Step` in place of a
+mask.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from tamis.cache.layout import Layout, compressor_state, index_fp8, rows, v4_fp8, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches
-from tamis.cache.v4_caches import V4Caches
+from tamis.cache.v4_caches import STATE_PAGE_SIZES, V4Caches
 from tamis.choice import choose
 from tamis.integrations.hf.cache import MAIN_POOL, CacheShape, Held, Pool
 from tamis.layers.mla import SparseMLA
@@ -33,14 +34,14 @@ from tamis.step.v4_planner import V4Planner
 
 CacheKind = Literal["fp8", "bf16", "fp32"]
 WrapLayer = Callable[[int, Any], Any]
-"""From a layer's number and the layer (a `SparseMLA` or a `SparseV4`) to what runs in its place."""
+"""Takes a layer's number and the layer (a `SparseMLA` or a `SparseV4`); returns the layer that runs in its place."""
 _PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PAGE, V4_PAGE, WINDOW_PAGE = 64, 256, 64
-STATE_PAGES = {"overlapping": 4, "plain": 8}
+"""Tokens per page."""
 
 
 class Family(Protocol):
-    """What one family of models adds: what its layers keep, and how a step is planned."""
+    """What differs between families of models: which caches their layers keep, and how a step is planned."""
 
     shape: CacheShape
     specs: list[LayerSpec]
@@ -53,13 +54,13 @@ class Family(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One forward pass, as attention modules get it."""
+    """One forward pass, as the attention modules receive it."""
 
     family: Any
     plan: Any
     paged: list[dict[str, PagedCache]]
     real: Tensor | None
-    """int64 [T], the numbers of the real tokens among all; None: there is no padding."""
+    """int64 [T], the numbers of the real tokens among all tokens; None if there is no padding."""
 
     def pack(self, x: Tensor) -> Tensor:
         """The real tokens' rows [T, ...] of [requests, columns, ...]."""
@@ -67,7 +68,7 @@ class Step:
         return flat if self.real is None else flat[self.real]
 
     def unpack(self, packed: Tensor, like: Tensor) -> Tensor:
-        """Rows in their places, in the shape of `like`; zeros for padding."""
+        """The inverse of `pack`: the rows in the shape of `like`, with zeros for padding."""
         if self.real is None:
             return packed.view(like.shape)
         out = torch.zeros_like(like)
@@ -76,10 +77,11 @@ class Step:
 
 
 class Planners:
-    """Planners whose buffers suit the steps of the moment: a decode step should not fill those of a long prefill."""
+    """Makes a new planner when the size of the steps changes, so that a decode step does not have to fill the buffers
+    of a long prefill."""
 
     def __init__(self, make: Any, page_sizes: dict[str, int]) -> None:
-        """Remember how to make one for given limits."""
+        """Remember how to make a planner for given limits."""
         self._make, self._sizes = make, dict(page_sizes)
         self._page_size = self._sizes.pop(MAIN_POOL)
         self._planner: Any = None
@@ -96,8 +98,8 @@ class Planners:
 
 
 def _key_layout(kind: CacheKind, dim: int, dtype: torch.dtype) -> Layout:
-    """Of index keys. A rounded key can change what is selected, so beside bf16 rows they stay as exact as the model
-    itself makes them."""
+    """The format of index keys. Rounding a key can change what is selected, so that beside bf16 rows the keys keep the
+    model's own dtype."""
     if kind == "fp8":
         return index_fp8(dim=dim)
     return rows(torch.float32 if kind == "fp32" else dtype, latent=dim, rope=0)
@@ -118,7 +120,7 @@ class V32Family:
         else:
             layout = rows(_PLAIN[kind], latent=latent, rope=rope)
         keys = _key_layout(kind, dim, dtype)
-        # Without FP8 the Hadamard rotation would only cost time.
+        # The Hadamard rotation makes FP8 keys more exact; without FP8 it would only cost time.
         self.recipe = IndexRecipe.from_hf(config, hadamard=kind == "fp8" and dim & (dim - 1) == 0)
         choose(specs[0], device, layout=layout, dtype=dtype, page_size=PAGE, prefer=backend)
         self.backend, self.quantised = backend, kind == "fp8"
@@ -157,7 +159,7 @@ def v32_forward(
     attention_mask: Step,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """In place of `DeepseekV32Attention.forward`."""
+    """Replaces `DeepseekV32Attention.forward`."""
     out, _positions = _v32_attend(self, hidden_states, position_embeddings, attention_mask, None)
     return out, None
 
@@ -170,7 +172,8 @@ def glm_forward(
     prev_topk_indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None, Tensor]:
-    """In place of `GlmMoeDsaAttention.forward`; what it hands on to the layers that share it are packed positions."""
+    """Replaces `GlmMoeDsaAttention.forward`. The indices that it returns for layers that share them are packed
+    positions, without rows for padding."""
     shared = prev_topk_indices if self.indexer is None else None
     out, positions = _v32_attend(self, hidden_states, position_embeddings, attention_mask, shared)
     return out, None, positions
@@ -188,60 +191,66 @@ def _v32_attend(
         module.q_b_proj(residual).unflatten(1, (spec.heads, -1)).split([module.qk_nope_head_dim, spec.rope_dim], dim=-1)
     )
     latent, k_rope = module.kv_a_proj_with_mqa(hidden).split([spec.latent_dim, spec.rope_dim], dim=-1)
-    index = None if module.indexer is None else _index_inputs(module.indexer, hidden, residual, angles, caches, step)
+    rotation: dict[str, Any] = {
+        # Each token has its own row of angles, so its number is its position in the table.
+        "positions": torch.arange(len(hidden), dtype=torch.int64, device=hidden.device),
+        "cos_sin": angles,
+    }
+    indexer = module.indexer
     weights = _absorbed(module, spec)
-    result = layer(
+    call = layer.prepare(
         (weights.absorb_query(q_nope), rotate(q_rope, angles.unsqueeze(1), interleaved=True)),
         (module.kv_a_layernorm(latent), rotate(k_rope, angles, interleaved=True)),
         caches,
         step.plan,
         positions=shared,
-        index=index,
+        index=None if indexer is None else _index_inputs(indexer, hidden, residual, rotation, step.family),
     )
+    if indexer is not None:
+        # All of the call is checked by now, so that a refused one leaves the index cache as it was.
+        _write_index_keys(indexer, hidden, rotation, caches, step)
+    result = layer.run(call)
     out = module.o_proj(weights.project_value(result.out).flatten(1))
     return step.unpack(out, hidden_states), result.positions
 
 
 def _angles(position_embeddings: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
-    """float32 [requests, columns, rope]: cosines, then sines, of the model's own rotary embedding."""
+    """float32 [requests, columns, rope]: the cosines, then the sines, of the model's own rotary embedding."""
     cos, sin = (half[..., : half.shape[-1] // 2] for half in position_embeddings)
     return torch.cat((cos, sin), dim=-1).float().expand(*like.shape[:2], -1)
 
 
-def _index_inputs(
-    indexer: Any, hidden: Tensor, residual: Tensor, angles: Tensor, caches: Caches, step: Step
-) -> IndexInputs:
-    """Queries and weights of the step's tokens; their keys are written here, normed and rotated on the way."""
-    family = step.family
-    # Each token has its own row of angles, so its number is its position in the table.
-    where: dict[str, Any] = {
-        "positions": torch.arange(len(hidden), dtype=torch.int64, device=hidden.device),
-        "cos_sin": angles,
-    }
+def _index_inputs(indexer: Any, hidden: Tensor, residual: Tensor, rotation: dict[str, Any], family: Any) -> IndexInputs:
+    """The indexer's queries and weights for the step's tokens. The keys are not among them: `_write_index_keys` norms,
+    rotates and writes them in one pass."""
+    q = indexer.wq_b(residual).unflatten(1, (indexer.n_heads, indexer.head_dim))
+    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
+    if family.quantised:
+        q, weights = quantise_index_query(q, weights, family.recipe, **rotation, backend=family.backend)
+    else:
+        q = rotate_index(q, family.recipe, **rotation).to(q.dtype)
+        weights = weights.float() * (indexer.n_heads * indexer.head_dim) ** -0.5
+    return IndexInputs(q, weights, recipe=family.recipe)
+
+
+def _write_index_keys(indexer: Any, hidden: Tensor, rotation: dict[str, Any], caches: Caches, step: Step) -> None:
+    norm = indexer.k_norm
     assert caches.index is not None
     write_index_keys(
         indexer.wk(hidden),
         caches.index,
         step.plan.slots,
-        norm_weight=indexer.k_norm.weight,
-        norm_bias=indexer.k_norm.bias,
-        norm_eps=indexer.k_norm.eps,
-        **where,
-        backend=family.backend,
+        norm_weight=norm.weight,
+        norm_bias=norm.bias,
+        norm_eps=norm.eps,
+        **rotation,
+        backend=step.family.backend,
     )
-    q = indexer.wq_b(residual).unflatten(1, (indexer.n_heads, indexer.head_dim))
-    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
-    if family.quantised:
-        q, weights = quantise_index_query(q, weights, family.recipe, **where, backend=family.backend)
-    else:
-        q = rotate_index(q, family.recipe, **where).to(q.dtype)
-        weights = weights.float() * (indexer.n_heads * indexer.head_dim) ** -0.5
-    return IndexInputs(q, weights, recipe=family.recipe)
 
 
 def _absorbed(module: Any, spec: LayerSpec) -> AbsorbedWeights:
-    """Views of `kv_b_proj`, so that they follow the model to other devices; a quantised layer is asked for the images
-    of the unit vectors, which is exact for any scheme."""
+    """Views of `kv_b_proj`'s weight, which therefore follow the model to other devices. A quantised layer is applied to
+    the unit vectors instead, which gives its exact weight whatever its quantisation."""
     layer = module.kv_b_proj
     if type(layer) is nn.Linear:
         weight = layer.weight
@@ -253,8 +262,11 @@ def _absorbed(module: Any, spec: LayerSpec) -> AbsorbedWeights:
 
 
 class V4Family:
-    """DeepSeek-V4: raw tokens of a window, compressed entries, index keys and compressor state, in pools of their
-    own. What has left the window, and state that has been pooled, is overwritten."""
+    """DeepSeek-V4: the raw tokens of the window, compressed entries, index keys and compressor state.
+
+    Window and state have pools of their own, in which rows that have left the window, or that have been compressed, are
+    overwritten.
+    """
 
     def __init__(self, base: Any, kind: CacheKind, backend: str, wrap_layer: WrapLayer) -> None:
         """Read a model (the part below the language-model head)."""
@@ -272,7 +284,7 @@ class V4Family:
         for spec in specs:
             if spec.kind != "window":
                 spans = 2 if spec.kind == "overlapping" else 1
-                pools[state_pool(spec.compress)] = Pool(STATE_PAGES[spec.kind], spans * spec.compress)
+                pools[state_pool(spec.compress)] = Pool(STATE_PAGE_SIZES[spec.kind], spans * spec.compress)
         held = [_v4_held(spec, layout, _key_layout(kind, spec.index_dim or 4, weight.dtype), page) for spec in specs]
         self.shape = CacheShape(pools, held, weight.device)
         self.layers: list[SparseV4] = []
@@ -285,7 +297,7 @@ class V4Family:
     def plan(self, batch: Batch) -> Any:
         """The step's metadata, valid until the next step."""
         longest = int(batch.lengths.max())
-        # Layers share the model's weights until it is copied or converted.
+        # The layers share the model's weights, so they are made again when the model was copied or converted.
         source = self._base.layers[0].self_attn.kv_proj.weight.data_ptr()
         if source != self._source or len(self.layers[0].cos_sin) < longest:
             self._make_layers(longest + longest // 4 + V4_PAGE)
@@ -293,7 +305,7 @@ class V4Family:
         return self._planners.plan(batch)
 
     def _make_layers(self, positions: int) -> None:
-        """Layers with angles for so many positions, from the model's own rotary embedding."""
+        """Make the layers, with the angles of the model's own rotary embedding for this many positions."""
         base = self._base
         at = torch.arange(positions, dtype=torch.int64, device=self.shape.device).unsqueeze(0)
         like = torch.zeros(1, dtype=torch.float32, device=self.shape.device)
@@ -318,17 +330,17 @@ def _v4_held(spec: LayerSpec, layout: Layout, keys: Layout, page: int) -> dict[s
     overlapping, pool = spec.kind == "overlapping", state_pool(spec.compress)
     state = compressor_state(dim=spec.head_dim, overlapping=overlapping)
     held["entries"] = Held(MAIN_POOL, layout, page // spec.compress)
-    held["state"] = Held(pool, state, STATE_PAGES[spec.kind])
+    held["state"] = Held(pool, state, STATE_PAGE_SIZES[spec.kind])
     if overlapping:
         held["index"] = Held(MAIN_POOL, keys, page // spec.compress)
         state = compressor_state(dim=spec.index_dim, overlapping=True)
-        held["index_state"] = Held(pool, state, STATE_PAGES[spec.kind])
+        held["index_state"] = Held(pool, state, STATE_PAGE_SIZES[spec.kind])
     return held
 
 
 def v4_forward(self: Any, hidden_states: Tensor, *, attention_mask: Step, **_: Any) -> tuple[Tensor, None]:
-    """In place of `DeepseekV4Attention.forward`. Positions are those of a request's own tokens: padding is neither
-    compressed nor counted."""
+    """Replaces `DeepseekV4Attention.forward`. Positions count a request's own tokens: padding is neither compressed nor
+    counted."""
     step = attention_mask
     layer: SparseV4 = step.family.layers[self.layer_idx]
     out = layer(step.pack(hidden_states), V4Caches(**step.paged[self.layer_idx]), step.plan)

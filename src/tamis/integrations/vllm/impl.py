@@ -10,6 +10,7 @@ from tamis.cache.layout import for_engine
 from tamis.cache.paged import PagedCache
 from tamis.integrations.vllm.metadata import SparseMetadata
 from tamis.layers.mla import LayerOutput, Shard, SparseMLA
+from tamis.layers.mla_checks import Call, PositionsCall
 from tamis.model.absorb import AbsorbedWeights
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, write_kv
@@ -20,10 +21,10 @@ _USUAL_TOPK = 2048
 
 
 class SparseImpl:
-    """Sparse MLA in MQA form: prefill, decode and mixed steps alike go through `forward_mqa`.
+    """Sparse MLA in MQA form: prefill, decode and mixed steps all go through `forward_mqa`.
 
-    vLLM's own base class sets the `dcp_*` attributes and `need_to_return_lse_for_decode` before the constructor runs;
-    the values here are those of a rank that is alone.
+    vLLM's own base class sets the `dcp_*` attributes and `need_to_return_lse_for_decode` before the constructor runs.
+    The values here are those of a single rank.
     """
 
     is_sparse: bool = True
@@ -54,7 +55,7 @@ class SparseImpl:
         kv_sharing_target_layer_name: str | None = None,
         **mla_args: Any,
     ) -> None:
-        """Remember the layer; refuse what it cannot do, with every reason.
+        """Remember the layer. A layer that tamis cannot run is refused with every reason.
 
         Args:
             num_heads: query heads on this rank.
@@ -69,7 +70,7 @@ class SparseImpl:
             kv_sharing_target_layer_name: if given, that layer fills the cache, and `forward` writes nothing.
             mla_args: `kv_lora_rank`, `qk_rope_head_dim`, and where they are needed `qk_nope_head_dim`, `v_head_dim`,
                 `kv_b_proj` (weights), `indexer` or `topk_indices_buffer` (positions), `sinks`. Others are ignored,
-                since engines keep adding some.
+                because new versions of vLLM keep adding arguments.
         """
         latent, rope = mla_args.get("kv_lora_rank"), mla_args.get("qk_rope_head_dim")
         reasons = _refusals(num_kv_heads, alibi_slopes, sliding_window, logits_soft_cap, attn_type)
@@ -87,14 +88,14 @@ class SparseImpl:
         self.qk_head_dim: int | None = mla_args.get("qk_head_dim")
         self.kv_b_proj, self.indexer = mla_args.get("kv_b_proj"), mla_args.get("indexer")
         self.sinks: Tensor | None = mla_args.get("sinks")
-        # Classic engines spell the keyword without the s.
+        # Older versions of vLLM spell the keyword without the s.
         spellings = ("topk_indices_buffer", "topk_indice_buffer")
         self._passed_buffer = next((mla_args[s] for s in spellings if mla_args.get(s) is not None), None)
         self._weights: AbsorbedWeights | None = None
         self._wrapped: tuple[Tensor, str, PagedCache] | None = None
         buffer = self.topk_indices_buffer
         spec = LayerSpec(
-            # Context-parallel ranks exchange queries first: each attends for the heads of all.
+            # Context-parallel ranks exchange their queries first, so each rank attends for the heads of all ranks.
             heads=num_heads * self.dcp_world_size,
             latent_dim=latent,
             rope_dim=rope,
@@ -108,13 +109,14 @@ class SparseImpl:
 
     @property
     def topk_indices_buffer(self) -> Tensor | None:
-        """The indexer's positions, or the passed ones without an indexer. Looked up each time: engines may move it."""
+        """The indexer's positions or, without an indexer, the passed ones. They are looked up in each call, since an
+        engine may replace the buffer."""
         own: Tensor | None = getattr(self.indexer, "topk_indices_buffer", None)
         return self._passed_buffer if own is None else own
 
     @topk_indices_buffer.setter
     def topk_indices_buffer(self, buffer: Tensor | None) -> None:
-        """What an engine assigns replaces the indexer, as in vLLM, whose drafting layers share one buffer that way."""
+        """Replace the indexer's buffer, as vLLM does for the drafting layers, which share one buffer."""
         self.indexer, self._passed_buffer = None, buffer
 
     def forward_mqa(
@@ -130,34 +132,44 @@ class SparseImpl:
         Args:
             q: [T, H, head_size], or the pair of its latent and rope part.
             kv_c_and_k_pe_cache: [pages, page size, row], already holding the step's rows.
-            attn_metadata: of this step.
-            layer: with `_k_scale_float`, read for a per-tensor FP8 cache, and `_q_scale_float`, read for an e4m3
-                query; both anew in each call, and 1.0 where they are missing.
+            attn_metadata: the step's metadata.
+            layer: an object with `_k_scale_float`, the scale of a per-tensor FP8 cache, and `_q_scale_float`, the scale
+                of an e4m3 query. Both are read in each call, and are 1.0 where they are missing.
             output: [T or more, H, kv_lora_rank], or with the last two axes joined, to write into.
         """
         q = self._joined(q)
+        out = None if output is None else _rows_of("output", output, q.shape[0], self._attention.spec.heads)
+        attended = self._attend(self._prepare(q, kv_c_and_k_pe_cache, attn_metadata, layer, out), q, out)
+        return attended.out, attended.lse if self.need_to_return_lse_for_decode else None
+
+    def _prepare(
+        self, q: Tensor, kv_cache: Tensor, metadata: SparseMetadata, layer: Any, out: Tensor | None
+    ) -> Call | PositionsCall | None:
+        """The checked attention of a step; None for a step without requests. Nothing is written yet."""
         rows = q.shape[0]
-        cache = self._wrap(kv_c_and_k_pe_cache, self.kv_cache_dtype, getattr(layer, "_k_scale_float", 1.0))
-        if cache.page_size != attn_metadata.block_size:
-            expected = f"of the plan's page size {attn_metadata.block_size}"
+        cache = self._wrap(kv_cache, self.kv_cache_dtype, getattr(layer, "_k_scale_float", 1.0))
+        if cache.page_size != metadata.block_size:
+            expected = f"of the plan's page size {metadata.block_size}"
             raise checks.refuse("caches", expected, cache.page_size, "plan with it")
         positions, sink = self._positions(rows), self.sinks
         # A 16-bit query was never divided by the scale, so the engine's number does not apply to it.
         q_scale = getattr(layer, "_q_scale_float", 1.0) if q.dtype == torch.float8_e4m3fn else 1.0
-        out = None if output is None else _rows_of("output", output, rows, self._attention.spec.heads)
-        attended: Attended | LayerOutput
-        if attn_metadata.num_reqs == 0 or rows == 0:
-            attn_metadata.request_ids(rows)
-            attended = self._nothing(q, out)
-        elif attn_metadata.gathers:
-            plan = attn_metadata.plan_for(rows)
-            attended = self._attention(q, None, cache, plan, positions=positions, sink=sink, q_scale=q_scale, out=out)
-        else:
-            ids, table = attn_metadata.request_ids(rows), attn_metadata.block_table
-            attended = self._attention.attend_positions(
-                q, cache, positions, ids, table, sink=sink, q_scale=q_scale, out=out
+        ids = metadata.request_ids(rows)
+        if metadata.num_reqs == 0 or rows == 0:
+            return None
+        if metadata.gathers:
+            plan = metadata.plan_for(rows)
+            return self._attention.prepare(
+                q, None, cache, plan, positions=positions, sink=sink, q_scale=q_scale, out=out
             )
-        return attended.out, attended.lse if self.need_to_return_lse_for_decode else None
+        return self._attention.prepare_positions(
+            q, cache, positions, ids, metadata.block_table, sink=sink, q_scale=q_scale, out=out
+        )
+
+    def _attend(self, call: Call | PositionsCall | None, q: Tensor, out: Tensor | None) -> Attended | LayerOutput:
+        if call is None:
+            return self._nothing(q, out)
+        return self._attention.run(call) if isinstance(call, Call) else self._attention.run_positions(call)
 
     def do_kv_cache_update(
         self,
@@ -168,8 +180,11 @@ class SparseImpl:
         kv_cache_dtype: str | None = None,
         k_scale: float | Tensor = 1.0,
     ) -> None:
-        """Write latent rows [T, kv_lora_rank] and rope rows [T, (1,) rope] at their slots; a negative slot skips its
-        row, rows past the slots are padding, and an empty cache (profiling) takes nothing."""
+        """Write latent rows [T, kv_lora_rank] and rope rows [T, (1,) rope] at their slots.
+
+        Rows with a negative slot and rows past the slots (padding) are skipped. An empty cache, which vLLM passes while
+        it profiles memory, takes nothing.
+        """
         if kv_cache.numel() == 0:
             return
         cache = self._wrap(kv_cache, kv_cache_dtype or self.kv_cache_dtype, k_scale)
@@ -177,9 +192,9 @@ class SparseImpl:
         write_kv((kv_c_normed, rope), cache, slot_mapping.flatten(), backend=self.tamis_backend)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Split `kv_b_proj` (dequantised first if need be) into its key and value half, in `act_dtype`.
+        """Split `kv_b_proj`, dequantised if necessary, into its key and value half, in `act_dtype`.
 
-        They are then at hand as `W_UK` [L, H, P], its transpose `W_UK_T` [H, P, L] and `W_UV` [L, H, V].
+        The halves become `W_UK` [L, H, P], its transpose `W_UK_T` [H, P, L] and `W_UV` [L, H, V].
         """
         if self.kv_b_proj is None or self.qk_nope_head_dim is None or self.v_head_dim is None:
             raise checks.refuse(
@@ -225,10 +240,10 @@ class SparseImpl:
             q: [T, H, nope + rope], not absorbed. Of this and the next two, rows past the step's tokens are dropped.
             k_c_normed: [T, kv_lora_rank].
             k_pe: [T, (1,) rope].
-            kv_cache: empty while the engine profiles memory: then nothing is written or attended to.
-            attn_metadata: of this step; None while the engine profiles: the output is zeros.
+            kv_cache: empty while the engine profiles memory; nothing is then written or attended to.
+            attn_metadata: the step's metadata; None while the engine profiles, which gives an output of zeros.
             output: [T, H, v_head_dim], or with the last two axes joined. Its padded rows keep their content.
-            output_scale: None; a fused quantisation of the output is not offered.
+            output_scale: None; fused quantisation of the output is not supported.
             output_block_scale: likewise.
         """
         if output is None:
@@ -245,23 +260,27 @@ class SparseImpl:
         if kv_cache.numel() == 0:
             output[:rows].fill_(0)
             return output
+        # Everything is checked before the first write: a refused call leaves cache and output as they were.
+        heads, width = _rows_of("q", q, rows, self.num_heads), self._loaded().value.shape[2]
+        target = _rows_of("output", output, rows, self.num_heads)
+        checks.tensor("output", target, "T H V", checks.FLOATS, device=q.device, V=width)
+        nope, rope = heads.split([heads.shape[-1] - self.qk_rope_head_dim, self.qk_rope_head_dim], dim=-1)
+        absorbed = self._joined((self._k_up_proj(nope), rope))
+        call = self._prepare(absorbed, kv_cache, attn_metadata, layer, None)
         if self.kv_sharing_target_layer_name is None:
-            # Only those of new tokens: what an engine keeps in the rest is its own affair.
+            # The engine's slots past the new tokens may hold anything.
             slots = attn_metadata.slot_mapping[: attn_metadata.new_tokens]
             k_scale = getattr(layer, "_k_scale_float", 1.0)
             self.do_kv_cache_update(k_c_normed[:rows], k_pe[:rows], kv_cache, slots, k_scale=k_scale)
-        heads = _rows_of("q", q, rows, self.num_heads)
-        nope, rope = heads.split([heads.shape[-1] - self.qk_rope_head_dim, self.qk_rope_head_dim], dim=-1)
-        latent, _ = self.forward_mqa((self._k_up_proj(nope), rope), kv_cache, attn_metadata, layer)
-        self._v_up_proj(latent, out=output)
+        self._v_up_proj(self._attend(call, absorbed, None).out, out=output)
         return output
 
     def _wrap(self, storage: Tensor, cache_dtype: str, scale: float | Tensor) -> PagedCache:
-        # An engine passes the same tensor twice in every step, and describing it takes longer than launching a kernel.
+        # An engine passes the same tensor in every step, and wrapping it takes longer than launching a kernel.
         if self._wrapped is not None and self._wrapped[0] is storage and self._wrapped[1] == cache_dtype:
             return self._wrapped[2]
         latent, rope = self.kv_lora_rank, self.qk_rope_head_dim
-        # Some backends give the packed rows this shorter name; a row wider than its numbers can be nothing else.
+        # Some backends call packed rows "fp8" as well. Only packed rows are wider than latent + rope bytes.
         packed = cache_dtype in ("fp8", "fp8_e4m3") and storage.shape[-1] != latent + rope
         held = storage.dtype if cache_dtype == "auto" else torch.bfloat16
         layout = for_engine("fp8_ds_mla" if packed else cache_dtype, latent=latent, rope=rope, dtype=held)
@@ -271,9 +290,9 @@ class SparseImpl:
         return self._wrapped[2]
 
     def _nothing(self, q: Tensor, out: Tensor | None) -> Attended:
-        """Of a step without requests, whose rows are padding if there are any: they attend to nothing."""
+        """The result of a step without requests: all of its rows are padding and attend to nothing."""
         if out is None:
-            out = new_output(q, self._attention.spec.value_dim, q.dtype)
+            out = new_output(q, self._attention.spec.value_dim)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
         return Attended(out.zero_(), lse, None)
 

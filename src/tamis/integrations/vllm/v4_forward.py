@@ -4,11 +4,14 @@
         _forward_decode = tamis.integrations.vllm.v4_forward.forward_decode
         _forward_prefill = tamis.integrations.vllm.v4_forward.forward_prefill
 
-Window and entries stay two selections with true lengths, prefills read the pages as decodes do, and heads are not
-padded: `output` may have more heads than count, which become zeros. Records may be those of `v4_metadata` or any with
-the same attributes.
+The window and the compressed entries stay two selections with true lengths. Prefills read the pages just as decodes do.
+Heads are not padded: where `output` has more heads than the query, the surplus heads become zeros. The records may be
+vLLM's own, those of `classes.v4_metadata`, or any with the same attributes. Everything is checked before `output` is
+written to.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +21,6 @@ from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.integrations.vllm.v4_formats import E4M3, listed, sees_every_entry, wrap
-from tamis.integrations.vllm.v4_metadata import in_use
 from tamis.ops import attend
 
 
@@ -31,17 +33,18 @@ def forward_decode(
     swa_only: bool,
     output: Tensor,
 ) -> None:
-    """Attend the decode tokens, which come first, and write into `output`.
+    """Attend the decode tokens, which come first in the batch, and write into `output`.
 
     Args:
-        layer: with `compress_ratio`, `scale`, `attn_sink`, `swa_cache_layer.kv_cache`, and where an indexer selects
-            (ratio 4), its `topk_indices_buffer`. `kv_cache_torch_dtype` says what the caches hold, `_k_scale_float`
-            and `_q_scale_float` the factors of e4m3 rows and queries.
+        layer: an object with `compress_ratio`, `scale`, `attn_sink`, `swa_cache_layer.kv_cache` and, where an indexer
+            selects (ratio 4), its `topk_indices_buffer`. `kv_cache_torch_dtype` says what the caches hold;
+            `_k_scale_float` and `_q_scale_float` are the scales of e4m3 rows and queries.
         q: [decode tokens, H, 512], rotated.
-        kv_cache: entries, packed (584 bytes), plain, or with one scale; None if `swa_only`.
+        kv_cache: compressed entries, in rows that are packed (584 bytes), plain, or e4m3 under one scale; None if
+            `swa_only`.
         swa_metadata: the window's record.
         attn_metadata: the layer's own record; None if `swa_only`.
-        swa_only: the layer has a window only.
+        swa_only: whether the layer has a window and no compressed entries.
         output: [decode tokens, H or more, 512].
     """
     with in_use(swa_metadata, attn_metadata):
@@ -62,7 +65,7 @@ def _decode_entries(layer: Any, entries: PagedCache, window: Any, record: Any, c
     if sees_every_entry(layer, record):
         slots = listed("c128a_global_decode_topk_indices", record.c128a_global_decode_topk_indices)
         return [Selection(entries, slots[:, 0], record.c128a_decode_topk_lens)]
-    # Tokens that are not valid attend to nothing, whatever the indexer's buffer holds for them.
+    # A token that is not valid attends to nothing, whatever the indexer's buffer holds for it.
     chosen = layer.topk_indices_buffer[:count]
     limit = (window.is_valid_token[:count] * chosen.shape[1]).int()
     return [_by_number(entries, chosen, limit, record, 0)]
@@ -78,15 +81,15 @@ def forward_prefill(
     attn_metadata: Any,
     swa_metadata: Any,
 ) -> None:
-    """Attend the prefill tokens, which follow the decodes, and write into `output`.
+    """Attend the prefill tokens, which follow the decode tokens, and write into `output`.
 
     Args:
         layer: as in `forward_decode`.
-        q: [prefill tokens or more, H, 512], rotated. Rows past the record's tokens are the engine's padding: not read,
-            and their output keeps its content.
-        positions: [prefill tokens or more] in their requests.
-        compressed_k_cache: entries; None for layers with a window only.
-        swa_k_cache: raw tokens.
+        q: [prefill tokens or more, H, 512], rotated. Rows past the record's tokens are the engine's padding: they are
+            not read, and their rows of `output` keep their content.
+        positions: [prefill tokens or more], each token's position in its request.
+        compressed_k_cache: compressed entries; None for layers with a window only.
+        swa_k_cache: the raw tokens of the window.
         output: [prefill tokens or more, H or more, 512].
         attn_metadata: the layer's own record; None for layers with a window only.
         swa_metadata: the window's record.
@@ -112,14 +115,14 @@ def forward_prefill(
 
 
 def _by_number(cache: PagedCache, numbers: Tensor, lengths: Tensor, record: Any, first: int) -> Selection:
-    """Entries named by their number within the request; attention looks their pages up on the way."""
+    """A selection of entries by their number within the request; attention looks up their pages itself."""
     requests = record.req_id_per_token[first : first + len(numbers)]
     return Selection(cache, numbers, lengths, requests, record.block_table)
 
 
 def _attend(layer: Any, q: Tensor, selections: list[Selection], output: Tensor) -> None:
     heads = q.shape[1]
-    output[:, heads:].zero_()
+    # `attend` checks before it writes, so the padded heads are zeroed after it: a refused call changes nothing.
     attend(
         q,
         selections,
@@ -129,9 +132,25 @@ def _attend(layer: Any, q: Tensor, selections: list[Selection], output: Tensor) 
         q_scale=getattr(layer, "_q_scale_float", 1.0) if q.dtype == E4M3 else 1.0,
         out=output[:, :heads],
     )
+    output[:, heads:].zero_()
 
 
 def _given(name: str, value: Tensor | None) -> Tensor:
     if value is None:
         raise checks.refuse(name, "given unless swa_only", None, "pass the layer's cache of entries")
     return value
+
+
+@contextmanager
+def in_use(*records: Any) -> Iterator[None]:
+    """The block in which attention reads these records.
+
+    A record made by one of tamis' builders is refused once its builder has planned another step, which has overwritten
+    the record's buffers. Records of other builders have no plan and are not checked.
+    """
+    with ExitStack() as block:
+        for record in records:
+            using = getattr(getattr(record, "plan", None), "using", None)
+            if using is not None:
+                block.enter_context(using())
+        yield

@@ -9,7 +9,7 @@ from torch import Tensor
 from tamis.arithmetic import ceil_div
 from tamis.cache.layout import index_fp8, named, rows
 from tamis.cache.pool import PagePool
-from tamis.cache.v4_caches import V4Caches
+from tamis.cache.v4_caches import STATE_PAGE_SIZES, V4Caches
 from tamis.lab.demo.requests import Piece, make_requests
 from tamis.lab.demo.serve import RowSize, Server, make_pool
 from tamis.lab.demo.shape import V4Shape, Workload
@@ -20,8 +20,6 @@ from tamis.step.v4_plan import WINDOW_POOL, V4Plan, state_pool
 from tamis.step.v4_planner import V4Planner
 
 WINDOW_PAGE = 64
-STATE_PAGES = {"overlapping": 4, "plain": 8}
-"""Tokens per page of compressor state, by kind of layer."""
 
 
 class V4Server(Server):
@@ -40,7 +38,7 @@ class V4Server(Server):
         for spec in self.specs:
             if spec.kind != "window":
                 name = state_pool(spec.compress)
-                sizes[name] = STATE_PAGES[spec.kind]
+                sizes[name] = STATE_PAGE_SIZES[spec.kind]
                 kept[name] = spec.compress * (2 if spec.kind == "overlapping" else 1)
         pools = {}
         for name, size in sizes.items():
@@ -75,7 +73,6 @@ class V4Server(Server):
                 state_pages=pools[state_pool(spec.compress)].pages if spec.kind != "window" else 1,
                 page_size=workload.page_size,
                 window_page_size=WINDOW_PAGE,
-                state_page_size=STATE_PAGES.get(spec.kind),
                 layout=self.latent,
                 index_layout=index,
                 device=self.device,

@@ -21,11 +21,11 @@ from tamis.integrations.transformers import attach, detach
 from tamis.lab.inspection.notes import Extent, LayerNotes
 from tamis.lab.inspection.statistics import dense_shares, selected_mask
 from tamis.layers.mla import LayerOutput, SparseMLA
+from tamis.layers.mla_checks import Call
 from tamis.layers.v4 import SparseV4
 from tamis.layers.v4_checks import Projected
 from tamis.model.spec import LayerSpec
 from tamis.ops import IndexInputs, Rotated, gather_kv, index_scores, read_kv, topk_positions
-from tamis.ops.write import join_parts
 from tamis.step.plan import Plan
 from tamis.step.v4_plan import EntryPlan, V4Plan
 
@@ -140,15 +140,14 @@ class _WatchedMLA(SparseMLA):
         super().__init__(layer.spec, backend=layer.backend)
         self._watch, self._number = watch, number
 
-    def __call__(self, q: Any, kv: Any, caches: Caches | PagedCache, plan: Plan, **inputs: Any) -> LayerOutput:
-        result = super().__call__(q, kv, caches, plan, **inputs)
+    def run(self, call: Call) -> LayerOutput:
+        result, plan = super().run(call), call.plan
         notes, own = self._watch.notes[self._number], plan.positions
         if notes.source is not None:
             notes.add_selection(own, own + 1, result.positions, None)
             self._watch.advance(len(own))
-        latent = caches.latent if isinstance(caches, Caches) else caches
-        rows = _all_rows(latent, plan.block_table, int(own.max()) + 1, self.backend)
-        _compare(notes, join_parts("q", q), rows, own, own + 1, result.positions)
+        rows = _all_rows(call.caches.latent, plan.block_table, int(own.max()) + 1, self.backend)
+        _compare(notes, call.q, rows, own, own + 1, result.positions)
         return result
 
     def select_unchecked(self, index: IndexInputs, caches: Caches, plan: Plan) -> Tensor:

@@ -1,4 +1,4 @@
-"""Launches of portable attention that `tamis.lab.testing.offline` compiles: what the checks admit, once per program."""
+"""Launches of the Triton and CUDA kernels of stage `attend`, to compile without a GPU."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -9,7 +9,9 @@ from tamis import checks
 from tamis.cache.layout import Layout, named
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
-from tamis.lab.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase, Target
+from tamis.lab.offline.cuda import CudaCase
+from tamis.lab.offline.triton import NATIVE_E4M3, TARGETS, OfflineCase, Target
+from tamis.ops.attention.hopper import few_heads, many_heads, splits
 from tamis.ops.attention.triton_grouped import attend_groups_kernel
 from tamis.ops.attention.triton_kernels import (
     MAX_LATENT,
@@ -58,7 +60,17 @@ def every_case(target: Target) -> Iterator[tuple[OfflineCase, tuple[object, ...]
                 yield case, branch
 
 
-def cases(*, every: bool = False) -> Iterator[OfflineCase]:
+def triton_cases() -> Iterator[OfflineCase]:
+    """Launches of portable attention that cover the branches of its choice."""
+    yield from _cases()
+
+
+def every_triton_case() -> Iterator[OfflineCase]:
+    """Launches of every program of portable attention that dtypes, formats and widths can ask for."""
+    yield from _cases(every=True)
+
+
+def _cases(*, every: bool = False) -> Iterator[OfflineCase]:
     """For each target one case of each branch of the choice, that with the most shared memory; or every one."""
     for target in TARGETS.values():
         if every:
@@ -103,3 +115,32 @@ def _case(
     case = OfflineCase.of_launch(kernel, arguments, options, label, (target.name,), most_shared=bound)
     mode = layout.scale_mode if launch.block_h > 16 else ""
     return case, (kernel, launch, compute, query_parts(q.dtype, compute), mode)
+
+
+def cuda_cases() -> Iterator[CudaCase]:
+    """The merge of splits and both attention kernels, in every variant that is launched."""
+    for batch in splits.MERGE_BATCHES:
+        yield CudaCase(f"attend, merging splits, {batch} at once", splits.merge_program(batch), 0)
+    yield from few_heads_cases()
+    yield from many_heads_cases()
+
+
+def few_heads_cases() -> Iterator[CudaCase]:
+    """Every CTA shape for each kind of rows and dtype of queries."""
+    for kind, shapes, dtypes in (
+        ("fp8", few_heads.FP8_ROWS, few_heads.QUERY_DTYPES),
+        ("bf16", few_heads.BF16_ROWS, (torch.bfloat16,)),
+    ):
+        distinct = dict.fromkeys((shapes.few_tokens, shapes.many_tokens, shapes.more_heads))
+        for shape, dtype in product(distinct, dtypes):
+            name, per_sm = shape.source.replace("_", " "), f"{shape.per_sm} per SM"
+            label = f"attend, {name} ({shape.heads}), {kind} rows, {per_sm}, {checks.dtype_name(dtype)} queries"
+            yield CudaCase(label, few_heads.program(shape, dtype), shape.shared)
+
+
+def many_heads_cases() -> Iterator[CudaCase]:
+    """Each kind of rows, with one selection and with two."""
+    for kind in (many_heads.V32_FP8, many_heads.V4_FP8, many_heads.V32_BF16):
+        for count in range(1, many_heads.SELECTIONS + 1):
+            label = f"attend, many heads, {kind.layout}, selections: {count}"
+            yield CudaCase(label, many_heads.program(kind, count), many_heads.SHARED_BYTES)

@@ -9,8 +9,8 @@ import torch
 
 from tamis.backends import Backend, Need, backend_for_stage, compute_capability
 from tamis.cache.layout import Layout
+from tamis.lab.offline.cuda import KernelUse
 from tamis.lab.testing import cases
-from tamis.lab.testing.offline_cuda import KernelUse
 from tamis.model.spec import LayerSpec
 
 State = Literal["ok", "FAILED", "not applicable"]

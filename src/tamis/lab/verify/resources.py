@@ -5,7 +5,7 @@ from functools import partial
 
 from tamis.backends import compute_capability
 from tamis.cuda.compiler import INSTALL, architecture, compiled, has_nvrtc
-from tamis.lab.testing.offline_cuda import CudaCase, cuobjdump, has_cases, kernel_uses, stage_cases
+from tamis.lab.offline.cuda import CudaCase, cuobjdump, has_cases, kernel_uses, stage_cases
 from tamis.lab.verify.check import Check, Target, Trial
 
 NAME = "no stack, shared memory that fits"

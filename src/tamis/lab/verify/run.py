@@ -15,7 +15,7 @@ from tamis.lab.verify.rows import gather_checks, write_checks
 from tamis.lab.verify.selection import translate_checks
 from tamis.lab.verify.step import LAYER_STAGES, layer_checks, planner_checks
 from tamis.lab.verify.v4_layer import V4_LAYER_STAGES, v4_layer_checks
-from tamis.lab.verify.v4_stages import compress_checks, rotate_checks
+from tamis.lab.verify.v4_stages import compress_checks, output_checks, rotate_checks
 
 _CHECKS: dict[str, Callable[[Target], Iterator[Check]]] = {
     "rotate": rotate_checks,
@@ -27,6 +27,7 @@ _CHECKS: dict[str, Callable[[Target], Iterator[Check]]] = {
     "index": index_checks,
     "attend": attend_checks,
     "combine": combine_checks,
+    "output": output_checks,
     "planner": planner_checks,
     "layer": layer_checks,
     "v4-layer": v4_layer_checks,

@@ -1,9 +1,8 @@
 """Portable sparse attention in Triton: which kernel runs, how it is laid out, and its launch."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -16,14 +15,11 @@ from tamis.cache.layout import Layout, from_key
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.cuda.device import sm_count
+from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.attention.triton_grouped import GROUPS, attend_groups_kernel
 from tamis.ops.attention.triton_rowwise import attend_rows_kernel
-from tamis.ops.combine.triton_kernels import combine_with_maxima
+from tamis.ops.combine.triton_kernels import combine_splits
 from tamis.ops.rows.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline import OfflineCase
-
 
 MAX_LATENT, MAX_ROPE = 512, 256
 """A wider accumulator does not fit the registers; wider rows do not fit the smallest shared memory."""
@@ -33,7 +29,7 @@ operands stay in registers, and the small launches take half of what they have."
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchConfig:
     """How a kernel is laid out on a device."""
 
     block_h: int
@@ -42,16 +38,16 @@ class Launch:
     stages: int
     grouped: bool = False
     """Whether warps share the columns of a row (`triton_grouped`) instead of its tokens (`triton_rowwise`)."""
-    per_core: int = 1
-    """Programs that share a multiprocessor."""
+    per_sm: int = 1
+    """Programs that share an SM."""
 
 
 OVERHEAD_BLOCKS = 2
 """What a program costs beside its loop, in steps of it: queries, output, and its share of the merge."""
-GROUPED = Launch(16, 32, 4, 1, grouped=True, per_core=2)
-SMALL, SMALLEST = Launch(16, 32, 4, 1, per_core=2), Launch(16, 16, 4, 1)
-LARGE = Launch(64, 64, 8, 2)
-NOT_AHEAD = Launch(64, 64, 8, 1)
+GROUPED = LaunchConfig(16, 32, 4, 1, grouped=True, per_sm=2)
+SMALL, SMALLEST = LaunchConfig(16, 32, 4, 1, per_sm=2), LaunchConfig(16, 16, 4, 1)
+LARGE = LaunchConfig(64, 64, 8, 2)
+NOT_AHEAD = LaunchConfig(64, 64, 8, 1)
 """For unquantised rows where both operands of a matrix instruction lie in shared memory (`both_in_shared`): Triton 3.6
 keeps rows that are copied ahead there three times."""
 
@@ -59,7 +55,7 @@ keeps rows that are copied ahead there three times."""
 @lru_cache(1024)
 def choose_launch(
     key: str, query: torch.dtype, heads: int, value_dim: int, shared_memory: int, both_in_shared: bool = False
-) -> Launch:
+) -> LaunchConfig:
     """The kernel and its blocks for rows of the layout of that key, so that they fit the device's shared memory.
 
     Up to 16 heads are one tile of the small matrix instruction. More heads go 64 at a time where there is room for such
@@ -83,7 +79,7 @@ def choose_launch(
     return SMALL if shared_bytes(SMALL, layout, query) <= max(shared_memory, LEAST_SHARED) else SMALLEST
 
 
-def shared_bytes(launch: Launch, layout: Layout, query: torch.dtype) -> int:
+def shared_bytes(launch: LaunchConfig, layout: Layout, query: torch.dtype) -> int:
     """No launch of `triton_rowwise` takes more shared memory than this; offline compilation compares.
 
     Queries and rows, and rows in bf16 once more, where they are copied ahead or laid out anew between keys and values;
@@ -113,75 +109,61 @@ def choose_splits(programs: int, columns: int, block_n: int, slots_on_device: in
     return min(range(1, blocks + 1), key=steps)
 
 
-def attend_slots(
-    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
-    q = _plain_query(q)
-    launches = [_plan_launch(q, s, value_dim, splits) for s in selections]
-    out = torch.empty(
-        sum(count for _, count in launches), *q.shape[:2], value_dim, dtype=torch.float32, device=q.device
-    )
-    return out, *_launch_all(q, selections, launches, scale, None, out)
+def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attend_slots`, except that each selection is cut by itself and launched by itself."""
+    q = _plain_query(call.q)
+    launches = _plan_launches(q, call)
+    shape = (sum(splits for _, splits in launches), *q.shape[:2], call.value_dim)
+    out = torch.empty(shape, dtype=torch.float32, device=q.device)
+    return out, *_launch_all(q, call, launches, None, out)
 
 
-def translates_freely(q: Tensor, selections: Sequence[Selection], *, value_dim: int) -> bool:
-    """No: a look-up before each load of rows costs more than a pass of its own (see benchmarks/NOTES.md)."""
-    return False
-
-
-def attend_into(
-    q: Tensor,
-    selections: Sequence[Selection],
-    *,
-    scale: float | Tensor,
-    splits: int | None,
-    sink: Tensor | None,
-    out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_into`; a single part goes straight into `out`."""
-    q = _plain_query(q)
-    value_dim = out.shape[2]
-    launches = [_plan_launch(q, s, value_dim, splits) for s in selections]
-    parts = sum(count for _, count in launches)
-    if parts == 1 and out.stride(2) == 1:
-        lse, top = _launch_all(q, selections, launches, scale, sink, out.unsqueeze(0))
-        return lse[0], top[0]
-    room = torch.empty(parts, *q.shape[:2], value_dim, dtype=torch.float32, device=q.device)
-    lse, top = _launch_all(q, selections, launches, scale, None, room)
-    return combine_with_maxima(room, lse, top, sink, out)
+def attend(call: Attend) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`; the output of a single split is stored directly."""
+    if call.translate_first:
+        # A look-up before each load of rows costs more than a pass of its own (benchmarks/NOTES.md).
+        call = call.translated()
+    q, out = _plain_query(call.q), call.out
+    launches = _plan_launches(q, call)
+    splits = sum(count for _, count in launches)
+    if splits == 1 and out.stride(2) == 1:
+        lse, max_logits = _launch_all(q, call, launches, call.sink, out.unsqueeze(0))
+        return lse[0], max_logits[0]
+    parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
+    lses, max_logits = _launch_all(q, call, launches, None, parts)
+    return combine_splits(parts, lses, max_logits, call.sink, out)
 
 
 def _launch_all(
     q: Tensor,
-    selections: Sequence[Selection],
-    launches: list[tuple[Launch, int]],
-    scale: float | Tensor,
+    call: Attend | AttendSlots,
+    launches: list[tuple[LaunchConfig, int]],
     sink: Tensor | None,
     out: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Fill `out` [parts, T, H, V]; lse and maxima [parts, T, H]."""
+    """Fill `out` [S, T, H, V]; return lse and max_logits [S, T, H]."""
     tokens, heads, _ = q.shape
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
-    top = torch.empty_like(lse)
-    first = 0
-    for selection, (launch, count) in zip(selections, launches, strict=True):
-        span = slice(first, first + count)
-        arguments, options = launch_arguments(q, selection, scale, sink, launch, count, out[span], lse[span], top[span])
-        kernel = attend_groups_kernel if launch.grouped else attend_rows_kernel
+    max_logits = torch.empty_like(lse)
+    factor, first = call.factor, 0
+    for selection, (config, splits) in zip(call.selections, launches, strict=True):
+        span = slice(first, first + splits)
+        results = (out[span], lse[span], max_logits[span])
+        arguments, options = launch_arguments(q, selection, factor, sink, config, splits, *results)
+        kernel = attend_groups_kernel if config.grouped else attend_rows_kernel
         if tokens:
             with launching_on(q.device):
-                kernel[(tokens * triton.cdiv(heads, launch.block_h), count)](**arguments, **options)
-        first += count
-    return lse, top
+                kernel[(tokens * triton.cdiv(heads, config.block_h), splits)](**arguments, **options)
+        first += splits
+    return lse, max_logits
 
 
-def check_attend(q: Tensor, selections: Sequence[Selection], value_dim: int) -> None:
+def check_attend(call: Attend | AttendSlots) -> None:
     """Refuse what these kernels cannot do."""
     remedy = "pass backend='reference'"
-    if q.dtype == torch.float64:
+    if call.q.dtype == torch.float64:
         raise checks.refuse_type("q", "at most float32 for the triton backend", "float64", remedy)
-    for selection in selections:
+    for selection in call.selections:
         layout = selection.cache.layout
         if layout.latent > MAX_LATENT or layout.tile & (layout.tile - 1):
             expected = f"a latent part of at most {MAX_LATENT} in tiles of a power of two, for the triton backend"
@@ -192,25 +174,33 @@ def check_attend(q: Tensor, selections: Sequence[Selection], value_dim: int) -> 
             raise checks.refuse("cache", "in e4m3 or 16 and more bits for the triton backend", layout.name, remedy)
 
 
+check_attend_slots = check_attend
+
+
 def _plain_query(q: Tensor) -> Tensor:
     """The query as kernels read it."""
     q = q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q
     return q if q.stride(2) == 1 else q.contiguous()
 
 
-def _plan_launch(q: Tensor, selection: Selection, value_dim: int, splits: int | None) -> tuple[Launch, int]:
+def _plan_launches(q: Tensor, call: Attend | AttendSlots) -> list[tuple[LaunchConfig, int]]:
+    """The launch of each selection and its number of splits."""
+    return [_plan_launch(q, selection, call.value_dim, call.splits) for selection in call.selections]
+
+
+def _plan_launch(q: Tensor, selection: Selection, value_dim: int, splits: int | None) -> tuple[LaunchConfig, int]:
     tokens, heads, _ = q.shape
     columns, key = selection.slots.shape[1], selection.cache.layout.key
     if q.device.type == "cpu":
-        launch = choose_launch(key, q.dtype, heads, value_dim, 0)
+        config = choose_launch(key, q.dtype, heads, value_dim, 0)
     else:
         properties: Any = torch.cuda.get_device_properties(q.device)
-        room = properties.shared_memory_per_block_optin
-        launch = choose_launch(key, q.dtype, heads, value_dim, room, properties.major in (10, 11))
+        shared = properties.shared_memory_per_block_optin
+        config = choose_launch(key, q.dtype, heads, value_dim, shared, properties.major in (10, 11))
     if splits is None:
-        programs = tokens * triton.cdiv(heads, launch.block_h)
-        splits = choose_splits(programs, columns, launch.block_n, launch.per_core * sm_count(q.device))
-    return launch, min(splits, max(1, columns))
+        programs = tokens * triton.cdiv(heads, config.block_h)
+        splits = choose_splits(programs, columns, config.block_n, config.per_sm * sm_count(q.device))
+    return config, min(splits, max(1, columns))
 
 
 def can_group(layout: Layout, value_dim: int) -> bool:
@@ -237,7 +227,7 @@ def launch_arguments(
     selection: Selection,
     scale: float | Tensor,
     sink: Tensor | None,
-    launch: Launch,
+    launch: LaunchConfig,
     parts: int,
     out: Tensor,
     lse: Tensor,
@@ -322,7 +312,7 @@ def _grouped_widths(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _row_arguments(cache: PagedCache, launch: Launch) -> dict[str, Any]:
+def _row_arguments(cache: PagedCache, launch: LaunchConfig) -> dict[str, Any]:
     return {
         "cache_scale": 1.0 if isinstance(cache.scale, Tensor) else cache.scale,
         "cache_scale_factor": cache.scale if isinstance(cache.scale, Tensor) else None,
@@ -345,17 +335,3 @@ def row_widths(layout: Layout) -> dict[str, Any]:
         "TAIL": rest,
         "BLOCK_T": max(16, triton.next_power_of_2(rest)) if rest else 16,
     }
-
-
-def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.lab.testing.offline` compiles."""
-    from tamis.lab.offline import attend as triton_offline
-
-    yield from triton_offline.cases()
-
-
-def every_offline_case() -> Iterator["OfflineCase"]:
-    """A launch of every program that dtypes, formats and widths can ask for."""
-    from tamis.lab.offline import attend as triton_offline
-
-    yield from triton_offline.cases(every=True)

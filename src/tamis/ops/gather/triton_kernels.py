@@ -4,15 +4,13 @@ A value is e4m3 x scale in float32, rounded once to the output's dtype; rope val
 their request by a search in `starts`, so nothing about the lengths has to reach the host.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.cache.layout import named
 from tamis.cache.paged import PagedCache
 from tamis.ops.rows.triton_rows import (
     copy_rounded,
@@ -27,9 +25,6 @@ from tamis.ops.rows.triton_rows import (
     row_start,
     store_rounded,
 )
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline import OfflineCase
 
 WARP_VALUES = 2048
 """Values that one warp handles: 64 per thread. Programs of one warp need no barriers and share no look-up of a row."""
@@ -232,7 +227,7 @@ def read_kv(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
     flat = slots.reshape(-1).contiguous()
     out = torch.empty(flat.shape[0], cache.layout.width, dtype=dtype, device=cache.device)
     if flat.shape[0]:
-        _launch(read_rows, _read_arguments(cache, out, _no_requests(cache) | {"slots": flat}), out)
+        _launch(read_rows, read_arguments(cache, out, no_request_arguments(cache) | {"slots": flat}), out)
     return out.view(*slots.shape, cache.layout.width)
 
 
@@ -241,8 +236,8 @@ def gather_kv(
 ) -> None:
     """Fill the covered rows of `out`; the others keep their content."""
     if out.shape[0] and block_table.numel():
-        requests = _requests(cache, block_table, lengths, starts, first)
-        _launch(read_rows, _read_arguments(cache, out, requests | {"slots": None}), out)
+        requests = request_arguments(cache, block_table, lengths, starts, first)
+        _launch(read_rows, read_arguments(cache, out, requests | {"slots": None}), out)
 
 
 def gather_index(
@@ -256,16 +251,16 @@ def gather_index(
 ) -> None:
     """As `gather_kv`, without dequantising: keys and their scales as they are stored."""
     if values.shape[0] and block_table.numel():
-        requests = _requests(cache, block_table, lengths, starts, first)
-        _launch(copy_index_rows, _index_arguments(cache, values, scales, requests), values)
+        requests = request_arguments(cache, block_table, lengths, starts, first)
+        _launch(copy_index_rows, index_arguments(cache, values, scales, requests), values)
 
 
 def _launch(kernel: Any, arguments: dict[str, Any], out: Tensor) -> None:
     with launching_on(out.device):
-        kernel[(triton.cdiv(out.shape[0], arguments["ROWS"]),)](**arguments, **_options(arguments))
+        kernel[(triton.cdiv(out.shape[0], arguments["ROWS"]),)](**arguments, **launch_options(arguments))
 
 
-def _options(arguments: dict[str, Any]) -> dict[str, int]:
+def launch_options(arguments: dict[str, Any]) -> dict[str, int]:
     """One warp, and more only for rows that are too wide for one."""
     block = arguments["DIM_BLOCK"] if "DIM_BLOCK" in arguments else row_block(arguments)
     return {"num_warps": max(1, min(8, block // WARP_VALUES))}
@@ -275,7 +270,9 @@ def _rows_per_program(block: int) -> int:
     return max(1, min(MOST_ROWS, WARP_VALUES // block))
 
 
-def _requests(cache: PagedCache, block_table: Tensor, lengths: Tensor, starts: Tensor, first: Tensor) -> dict[str, Any]:
+def request_arguments(
+    cache: PagedCache, block_table: Tensor, lengths: Tensor, starts: Tensor, first: Tensor
+) -> dict[str, Any]:
     """Arguments by which a workspace row finds its slot."""
     requests, table_width = block_table.shape
     return {
@@ -292,13 +289,13 @@ def _requests(cache: PagedCache, block_table: Tensor, lengths: Tensor, starts: T
     }
 
 
-def _no_requests(cache: PagedCache) -> dict[str, Any]:
+def no_request_arguments(cache: PagedCache) -> dict[str, Any]:
     """The same arguments where slots are given."""
     names = ("starts", "lengths", "first", "block_table", "table_stride", "page_id_stride", "requests", "table_width")
     return dict.fromkeys(names) | {"pages": cache.pages, "STEPS": 0}
 
 
-def _read_arguments(cache: PagedCache, out: Tensor, rows_from: dict[str, Any]) -> dict[str, Any]:
+def read_arguments(cache: PagedCache, out: Tensor, rows_from: dict[str, Any]) -> dict[str, Any]:
     """What `read_rows` is launched with."""
     rows = row_arguments(cache)
     return (
@@ -316,7 +313,7 @@ def _read_arguments(cache: PagedCache, out: Tensor, rows_from: dict[str, Any]) -
     )
 
 
-def _index_arguments(cache: PagedCache, values: Tensor, scales: Tensor, rows_from: dict[str, Any]) -> dict[str, Any]:
+def index_arguments(cache: PagedCache, values: Tensor, scales: Tensor, rows_from: dict[str, Any]) -> dict[str, Any]:
     """What `copy_index_rows` is launched with."""
     used = ("cache", "page_stride", "PAGE_SIZE", "VALUES_START", "VALUES_STRIDE", "SCALES_START", "SCALES_STRIDE")
     rows, layout = row_arguments(cache), cache.layout
@@ -339,55 +336,3 @@ def _index_arguments(cache: PagedCache, values: Tensor, scales: Tensor, rows_fro
             "ROWS": _rows_per_program(block),
         }
     )
-
-
-def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.lab.testing.offline` compiles."""
-    from tamis.lab.testing.offline import NATIVE_E4M3, OfflineCase
-
-    table, ones = torch.zeros(32, 128, dtype=torch.int32, device="cpu"), torch.ones(32, dtype=torch.int32, device="cpu")
-    for name, dtype in (
-        ("v32-fp8", torch.bfloat16),
-        ("v4-fp8", torch.bfloat16),
-        ("plain-fp8", torch.float16),
-        ("v32-bf16", torch.bfloat16),
-        ("index-mxfp4", torch.bfloat16),
-    ):
-        cache = PagedCache(name, 2, 64)
-        out = torch.empty(16, cache.layout.width, dtype=dtype, device="cpu")
-        requests = _requests(cache, table, ones, ones, ones) | {"slots": None}
-        arguments = _read_arguments(cache, out, requests)
-        label = f"gather {name} to {dtype}".replace("torch.", "")
-        yield OfflineCase.of_launch(read_rows, arguments, _options(arguments), label)
-        if cache.layout.quantised and not cache.layout.packed:
-            arguments |= {"NATIVE_E4M3": True}
-            yield OfflineCase.of_launch(
-                read_rows, arguments, _options(arguments), f"{label}, native", targets=NATIVE_E4M3
-            )
-    # Triton makes constants of arguments that are 1, which is another program.
-    cache = PagedCache("plain-fp8", 1, 1, scale=torch.ones((), dtype=torch.float32, device="cpu"))
-    requests = _requests(cache, table[:1, :1], ones[:1], ones[:1], ones[:1]) | {"slots": None}
-    arguments = _read_arguments(cache, torch.empty(1, 576, dtype=torch.float32, device="cpu"), requests)
-    yield OfflineCase.of_launch(read_rows, arguments, _options(arguments), "gather plain-fp8, one of everything")
-    cache = PagedCache(named("v32-fp8", latent=128, rope=32), 2, 64)
-    arguments = _read_arguments(
-        cache,
-        torch.empty(16, 160, dtype=torch.float32, device="cpu"),
-        _no_requests(cache) | {"slots": torch.arange(16, dtype=torch.int64, device="cpu")},
-    )
-    yield OfflineCase.of_launch(read_rows, arguments, _options(arguments), f"read {cache.layout.name} to float32")
-    for name, values, scales in (
-        (
-            "index-fp8",
-            torch.empty(16, 128, dtype=torch.uint8, device="cpu"),
-            torch.empty(16, dtype=torch.float32, device="cpu"),
-        ),
-        (
-            "index-mxfp4",
-            torch.empty(16, 64, dtype=torch.uint8, device="cpu"),
-            torch.empty(16, 4, dtype=torch.uint8, device="cpu"),
-        ),
-    ):
-        cache = PagedCache(name, 2, 64)
-        arguments = _index_arguments(cache, values, scales, _requests(cache, table, ones, ones, ones))
-        yield OfflineCase.of_launch(copy_index_rows, arguments, _options(arguments), f"gather {name} as stored")

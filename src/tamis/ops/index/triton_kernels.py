@@ -5,8 +5,8 @@ Grids and blocks depend on shapes alone, so every call can be captured in a grap
 programs whose keys lie behind them stop at once.
 """
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -18,14 +18,10 @@ from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout
 from tamis.cache.paged import PagedCache
 from tamis.cuda.device import sm_count
-from tamis.ops.index import triton_prepare
 from tamis.ops.index.triton_prepare import check_recipe, quantise_index_query, write_index_keys
 from tamis.ops.index.triton_scores import ScoreLaunch, choose_score_launch, score_keys
 from tamis.ops.index.triton_topk import choose_topk_launch, topk_launches
 from tamis.ops.rows.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline import OfflineCase
 
 __all__ = [
     "check_recipe",
@@ -68,7 +64,7 @@ def ragged_scores(
     """Fill `out`, float32 [T, N]; see `tamis.ops.ragged_scores`."""
     keys = keys if keys.stride(1) == 1 else keys.contiguous()
     held = PACKED if keys.dtype == torch.uint8 else keys.dtype
-    _score(q, weights, _list_places(keys, key_scales, starts, ends, out), held, out, shared=True, fill=True)
+    _score(q, weights, list_places(keys, key_scales, starts, ends, out), held, out, shared=True, fill=True)
 
 
 def topk_positions(
@@ -153,17 +149,17 @@ def _score_pages(
     if block_table.numel() == 0:
         out.fill_(-torch.inf)
         return
-    places = _page_places(cache, request_ids, block_table, lengths, out)
-    keys = _held_dtype(cache.layout)
+    places = page_places(cache, request_ids, block_table, lengths, out)
+    keys = held_dtype(cache.layout)
     _score(q, weights, places, keys, out, shared=batch > block_table.shape[0], fill=fill)
 
 
-def _held_dtype(layout: Layout) -> torch.dtype:
+def held_dtype(layout: Layout) -> torch.dtype:
     """What holds a key of this layout without its scale, or with it if packed."""
     return PACKED if layout.packed else E4M3 if layout.quantised else layout.element
 
 
-def _list_places(keys: Tensor, key_scales: Tensor | None, starts: Tensor, ends: Tensor, out: Tensor) -> dict[str, Any]:
+def list_places(keys: Tensor, key_scales: Tensor | None, starts: Tensor, ends: Tensor, out: Tensor) -> dict[str, Any]:
     """Arguments of `score_keys` for keys in one list."""
     paged = ("keys_page_stride", "scales_page_stride", "pages", "request_ids", "block_table", "table_stride")
     return dict.fromkeys((*paged, "page_id_stride", "requests", "table_width")) | {
@@ -179,7 +175,7 @@ def _list_places(keys: Tensor, key_scales: Tensor | None, starts: Tensor, ends: 
     }
 
 
-def _page_places(
+def page_places(
     cache: PagedCache, request_ids: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor
 ) -> dict[str, Any]:
     """Arguments of `score_keys` for keys in pages."""
@@ -223,8 +219,8 @@ def _score(
     """Launch `score_keys`; `shared` says that neighbouring tokens mostly see the same keys."""
     _, heads, dim = q.shape
     native = has_native_e4m3(q.device)
-    compute = _compute_dtype(q.dtype, keys, native=native)
-    block_h, exact = _head_block(heads, dim, compute), compute == torch.float32
+    compute = compute_dtype(q.dtype, keys, native=native)
+    block_h, exact = head_block(heads, dim, compute), compute == torch.float32
     kind = {"shared": shared, "exact": exact, "native": compute == E4M3}
     key_bytes = places["keys"].element_size() * dim
     launch = choose_score_launch(out.shape, sm_count(q.device), heads, block_h, **kind, key_bytes=key_bytes)
@@ -235,7 +231,7 @@ def _score(
             score_keys[(programs, launch.block_q if places["block_table"] is not None else 1)](**arguments, **options)
 
 
-def _compute_dtype(query: torch.dtype, keys: torch.dtype, *, native: bool) -> torch.dtype:
+def compute_dtype(query: torch.dtype, keys: torch.dtype, *, native: bool) -> torch.dtype:
     """What the products run in: the narrowest type that holds both, e4m3 itself only where the device multiplies it."""
     if interpreted(score_keys):
         return torch.float32
@@ -246,7 +242,7 @@ def _compute_dtype(query: torch.dtype, keys: torch.dtype, *, native: bool) -> to
     return torch.float32
 
 
-def _head_block(heads: int, dim: int, compute: torch.dtype) -> int:
+def head_block(heads: int, dim: int, compute: torch.dtype) -> int:
     width, power = (int(triton.next_power_of_2(n)) for n in (max(32, dim), heads))
     return max(16, min(QUERY_BYTES // (width * compute.itemsize), power))
 
@@ -282,7 +278,7 @@ def score_arguments(
         "width": out.shape[1],
         "span": launch.span,
         "HEADS": heads,
-        "BLOCK_H": _head_block(heads, dim, compute),
+        "BLOCK_H": head_block(heads, dim, compute),
         "DIM": dim,
         "BLOCK_D": triton.next_power_of_2(max(32, dim)),
         "BLOCK_Q": launch.block_q,
@@ -320,83 +316,3 @@ def _select(
                 launch, scores[some], lengths[some], k, ids, block_table, page_size, result[some]
             ):
                 kernel[(grid,)](**arguments, **options)
-
-
-def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.lab.testing.offline` compiles."""
-    from tamis.cache.layout import named, rows
-    from tamis.lab.testing.offline import NATIVE_E4M3, TARGETS, OfflineCase
-
-    yield from triton_prepare.offline_cases()
-    plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
-    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    four = torch.zeros(4, dtype=torch.int32, device="cpu")
-    table = torch.zeros(4, 32, dtype=torch.int32, device="cpu")
-    out = torch.empty(4, 2048, dtype=torch.float32, device="cpu")
-    for layout, query, heads, shared, targets in (
-        (named("index-fp8"), E4M3, 64, False, NATIVE_E4M3),
-        (named("index-fp8"), E4M3, 64, True, NATIVE_E4M3),
-        (named("index-fp8"), E4M3, 64, False, plain),
-        (named("index-fp8"), E4M3, 64, True, plain),
-        (named("index-fp8"), bf16, 64, True, NATIVE_E4M3),
-        (named("index-fp8"), bf16, 64, True, plain),
-        (named("index-fp8"), E4M3, 128, True, NATIVE_E4M3),
-        (named("index-mxfp4"), bf16, 64, False, tuple(TARGETS)),
-        (named("index-mxfp4"), bf16, 64, True, tuple(TARGETS)),
-        (named("index-mxfp4"), E4M3, 64, True, NATIVE_E4M3),
-        (rows(bf16, latent=256, rope=0), bf16, 128, True, tuple(TARGETS)),
-        (rows(bf16, latent=256, rope=0), bf16, 32, False, tuple(TARGETS)),
-        (rows(fp16, latent=96, rope=0), fp32, 5, True, tuple(TARGETS)),
-    ):
-        cache = PagedCache(layout, 2, 64)
-        native = targets == NATIVE_E4M3
-        q, keys = torch.empty(4, heads, layout.width, dtype=query, device="cpu"), _held_dtype(layout)
-        compute = _compute_dtype(query, keys, native=native)
-        block_h = _head_block(heads, layout.width, compute)
-        kind = {"shared": shared, "exact": compute == fp32, "native": compute == E4M3}
-        key_bytes = layout.values.dtype.itemsize * layout.width
-        launch = choose_score_launch(out.shape, 132, heads, block_h, **kind, key_bytes=key_bytes)
-        places = _page_places(cache, four, table, four, out)
-        arguments, options = score_arguments(
-            q,
-            torch.empty(4, heads, dtype=torch.float32, device="cpu"),
-            places,
-            compute,
-            launch,
-            out,
-            native=native,
-            fill=shared,
-        )
-        label = f"index {layout.name} {checks.dtype_name(query)}, {heads} heads, {launch.block_q} tokens"
-        yield OfflineCase.of_launch(score_keys, arguments, options, label, targets)
-        if not layout.quantised:
-            places = _list_places(q[:, 0].contiguous(), None, four, four, out)
-            arguments, options = score_arguments(
-                q,
-                torch.empty(4, heads, dtype=torch.float32, device="cpu"),
-                places,
-                compute,
-                launch,
-                out,
-                native=native,
-                fill=True,
-            )
-            yield OfflineCase.of_launch(score_keys, arguments, options, f"{label}, gathered", targets)
-    page_table = torch.zeros(4, 1024, dtype=torch.int32, device="cpu")
-    for tokens, width, k, translate in ((512, 65536, 2048, False), (1, 65536, 2048, True), (512, 1000, 4096, True)):
-        scores = torch.empty(tokens, width, dtype=torch.float32, device="meta")
-        lengths = torch.zeros(tokens, dtype=torch.int32, device="cpu")
-        cut = choose_topk_launch(tokens, width, k, 132)
-        ids, pages = (lengths, page_table) if translate else (None, None)
-        result = torch.empty(tokens, k, dtype=torch.int32, device="cpu")
-        for kernel, _, arguments, options in topk_launches(cut, scores, lengths, k, ids, pages, 64, result):
-            label = f"index {kernel.fn.__name__}, {k} of {width}, {cut.parts} parts"
-            yield OfflineCase.of_launch(kernel, arguments, options, label)
-
-
-def every_offline_case() -> Iterator["OfflineCase"]:
-    """A launch of every program that dtypes, formats, heads and widths can ask for."""
-    from tamis.lab.offline import index as triton_offline
-
-    yield from offline_cases()
-    yield from triton_offline.cases()

@@ -5,8 +5,7 @@ reference's. Only the LayerNorm sums in another order: there a value may fall to
 Keys of one call that name the same slot race, as in stage `write`.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache.layout import Layout, index_fp8, index_mxfp4, rows
+from tamis.cache.layout import Layout
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
 from tamis.ops.rows.triton_norm import hadamard_rows, hadamard_steps, rotate_pairs
@@ -29,9 +28,6 @@ from tamis.ops.rows.triton_rows import (
     widen_bf16,
 )
 from tamis.ops.write.triton_kernels import encode_tiles, quantise_tiles
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline import OfflineCase
 
 BLOCK_VALUES = 1024
 """Values that one program handles: eight per thread, which is one wide load of 16-bit numbers."""
@@ -184,7 +180,7 @@ def quantise_index_query(
     values = torch.empty(q.shape, dtype=torch.uint8, device=q.device)
     folded = torch.empty(weights.shape, dtype=torch.float32, device=q.device)
     if values.numel():
-        arguments = _query_arguments(q, weights, positions, cos_sin, recipe, layout, scale, values, folded)
+        arguments = query_arguments(q, weights, positions, cos_sin, recipe, layout, scale, values, folded)
         with launching_on(q.device):
             quantise_queries[(triton.cdiv(arguments["count"], arguments["ROWS"]),)](**arguments, **OPTIONS)
     return values.view(torch.float8_e4m3fn), folded
@@ -205,7 +201,7 @@ def write_index_keys(
     if len(slots) == 0:
         return
     norm = (norm_weight, norm_bias, norm_eps)
-    arguments = _key_arguments(keys, cache, slots, *norm, positions, cos_sin, recipe)
+    arguments = key_arguments(keys, cache, slots, *norm, positions, cos_sin, recipe)
     with launching_on(keys.device):
         insert_keys[(triton.cdiv(len(slots), arguments["ROWS"]),)](**arguments, **OPTIONS)
 
@@ -243,7 +239,7 @@ def _shared_arguments(
     }
 
 
-def _query_arguments(
+def query_arguments(
     q: Tensor,
     weights: Tensor,
     positions: Tensor | None,
@@ -272,7 +268,7 @@ def _query_arguments(
     }
 
 
-def _key_arguments(
+def key_arguments(
     keys: Tensor,
     cache: PagedCache,
     slots: Tensor,
@@ -300,37 +296,3 @@ def _key_arguments(
         "count": slots.shape[0],
         "SCALES": layout.scales.count if layout.scales is not None else 0,
     }
-
-
-def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.lab.testing.offline` compiles."""
-    from tamis.lab.testing.offline import OfflineCase
-
-    positions = torch.zeros(2, dtype=torch.int32, device="cpu")
-    table = torch.empty(9, 64, dtype=torch.float32, device="cpu")
-    v32, v4 = IndexRecipe(), IndexRecipe(interleaved=True, rope_first=False, hadamard=True)
-    for layout, recipe, dtype in (
-        (index_fp8(), v32, torch.bfloat16),
-        (index_fp8(), v4, torch.bfloat16),
-        (index_fp8(dim=96, rounding="none"), v32, torch.float32),
-        (index_mxfp4(), v4, torch.bfloat16),
-        (rows(torch.bfloat16, latent=128, rope=0), v4, torch.float16),
-    ):
-        cache, x = PagedCache(layout, 2, 64), torch.empty(2, 64, layout.width, dtype=dtype, device="cpu")
-        label = f"{layout.name} from {checks.dtype_name(dtype)}{' by Hadamard' * recipe.hadamard}"
-        keys = x[:, 0]
-        slots = torch.arange(2, dtype=torch.int64, device="cpu")
-        norm = torch.empty(layout.width, dtype=torch.float32, device="cpu")
-        arguments = _key_arguments(keys, cache, slots, norm, norm, 1e-6, positions, table, recipe)
-        yield OfflineCase.of_launch(insert_keys, arguments, OPTIONS, f"index keys {label}, normed")
-        arguments = _key_arguments(keys, cache, slots, None, None, 1e-6, None, None, recipe)
-        yield OfflineCase.of_launch(insert_keys, arguments, OPTIONS, f"index keys {label}, rotated before")
-        if layout.quantised and not layout.packed:
-            out = (
-                x.view(torch.uint8)[..., : layout.width].contiguous(),
-                torch.empty(2, 64, dtype=torch.float32, device="cpu"),
-            )
-            arguments = _query_arguments(
-                x, torch.empty(2, 64, dtype=torch.float32, device="cpu"), positions, table, recipe, layout, 1.0, *out
-            )
-            yield OfflineCase.of_launch(quantise_queries, arguments, OPTIONS, f"index queries {label}")

@@ -1,7 +1,6 @@
 """Positions to slots in Triton: one launch, one program per token, which walks its columns and counts on the way."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -10,9 +9,6 @@ from torch import Tensor
 
 from tamis.ops.rows.triton_rows import launching_on
 from tamis.ops.translate.operations import TranslatePositions
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline import OfflineCase
 
 LARGEST_BLOCK = 2048
 """Columns that a program handles at once."""
@@ -85,17 +81,18 @@ def translate_positions(call: TranslatePositions) -> tuple[Tensor, Tensor]:
     counts = torch.empty(positions.shape[0], dtype=torch.int32, device=positions.device)
     if positions.shape[0] == 0:
         return slots, counts
-    arguments = _arguments(call, slots, counts)
+    arguments = launch_arguments(call, slots, counts)
     with launching_on(positions.device):
-        translate_rows[(positions.shape[0],)](**arguments, **_options(arguments["BLOCK"]))
+        translate_rows[(positions.shape[0],)](**arguments, **launch_options(arguments["BLOCK"]))
     return slots, counts
 
 
-def _options(block: int) -> dict[str, int]:
+def launch_options(block: int) -> dict[str, int]:
+    """Warps for a block of so many columns."""
     return {"num_warps": max(1, min(8, block // (32 * COLUMNS_PER_THREAD)))}
 
 
-def _arguments(call: TranslatePositions, slots: Tensor, counts: Tensor) -> dict[str, Any]:
+def launch_arguments(call: TranslatePositions, slots: Tensor, counts: Tensor) -> dict[str, Any]:
     """What `translate_rows` is launched with."""
     positions, block_table, page_size = call.positions, call.block_table, call.page_size
     ids, starts = call.workspace_ids, call.workspace_starts
@@ -128,26 +125,3 @@ def _arguments(call: TranslatePositions, slots: Tensor, counts: Tensor) -> dict[
         "BLOCK": block,
         "BLOCKS": triton.cdiv(positions.shape[1], block),
     }
-
-
-def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.lab.testing.offline` compiles."""
-    from tamis.lab.testing.offline import OfflineCase
-
-    def ints(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device="cpu")
-
-    def case(
-        label: str, tokens: int, columns: int, workspaces: int, shard: tuple[int, int, int], compact: bool
-    ) -> OfflineCase:
-        positions, table = ints(tokens, columns), ints(tokens, columns // 64 + 1)
-        ids, starts = (ints(tokens), ints(workspaces)) if workspaces else (None, None)
-        call = TranslatePositions(positions, ints(tokens), table, 64, 64, ids, starts, shard, compact, "triton")
-        arguments = _arguments(call, torch.empty_like(positions), ints(tokens))
-        return OfflineCase.of_launch(translate_rows, arguments, _options(arguments["BLOCK"]), label)
-
-    yield case("translate", 128, 2048, 0, (1, 0, 1), False)
-    yield case("translate, workspace", 128, 2048, 16, (1, 0, 1), False)
-    yield case("translate, sharded and compact", 128, 5000, 0, (8, 3, 16), True)
-    # Triton makes constants of arguments that are 1, which is another program.
-    yield case("translate, one of everything", 1, 1, 1, (1, 0, 1), True)

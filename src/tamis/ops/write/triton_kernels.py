@@ -6,16 +6,14 @@ one call that name the same slot race, and what is left there may be the values 
 rows for one slot are a caller's error on a GPU.
 """
 
-from collections.abc import Iterator
 from functools import cache as remember
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.cache.layout import from_key, named
+from tamis.cache.layout import from_key
 from tamis.cache.paged import PagedCache
 from tamis.ops.rows.triton_rows import (
     copy_rounded,
@@ -31,9 +29,6 @@ from tamis.ops.rows.triton_rows import (
     row_start,
     widen_bf16,
 )
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline import OfflineCase
 
 BLOCK_VALUES = 2048
 """Values that one program handles: 64 per thread of a single warp, which needs no barrier to find a maximum."""
@@ -181,12 +176,12 @@ def write_kv(kv: Tensor, cache: PagedCache, slots: Tensor, rope: Tensor | None =
     No two rows may name the same slot."""
     if slots.shape[0] == 0:
         return
-    arguments = _arguments(kv, cache, slots, rope)
+    arguments = launch_arguments(kv, cache, slots, rope)
     with launching_on(kv.device):
         write_rows[(triton.cdiv(slots.shape[0], arguments["ROWS"]),)](**arguments, num_warps=NUM_WARPS)
 
 
-def _arguments(kv: Tensor, cache: PagedCache, slots: Tensor, rope: Tensor | None = None) -> dict[str, Any]:
+def launch_arguments(kv: Tensor, cache: PagedCache, slots: Tensor, rope: Tensor | None = None) -> dict[str, Any]:
     """What `write_rows` is launched with."""
     if kv.stride(1) != 1:
         kv = kv.contiguous()
@@ -217,43 +212,3 @@ def _constants(key: str, page_size: int) -> dict[str, Any]:
         "NATIVE_BF16": not interpreted(write_rows),
         "ROWS": max(1, BLOCK_VALUES // row_block(layout_constants(key, page_size))),
     }
-
-
-def offline_cases() -> Iterator["OfflineCase"]:
-    """Launches that `tamis.lab.testing.offline` compiles."""
-    from tamis.lab.testing.offline import OfflineCase
-
-    options = {"num_warps": NUM_WARPS}
-    for layout, dtype in (
-        (named("v32-fp8"), torch.bfloat16),
-        (named("v32-fp8", scale_mode="exact"), torch.bfloat16),
-        (named("v32-fp8", latent=128, rope=32), torch.float16),
-        (named("v4-fp8"), torch.float32),
-        (named("plain-fp8"), torch.bfloat16),
-        (named("index-fp8"), torch.bfloat16),
-        (named("index-mxfp4"), torch.bfloat16),
-        (named("index-mxfp4", dim=96), torch.float32),
-        (named("v32-bf16"), torch.bfloat16),
-        (named("v4-fp16"), torch.float32),
-    ):
-        arguments = _arguments(
-            torch.empty(2, layout.width, dtype=dtype, device="cpu"),
-            PagedCache(layout, 2, 64),
-            torch.arange(2, dtype=torch.int64, device="cpu"),
-        )
-        label = f"write {layout.name} {layout.scale_mode} from {dtype}".replace("torch.", "")
-        yield OfflineCase.of_launch(write_rows, arguments, options, label)
-    for layout in (named("v32-fp8"), named("v32-bf16"), named("plain-fp8")):
-        latent, rope = torch.empty(2, layout.width, dtype=torch.bfloat16, device="cpu").split(
-            [layout.latent, layout.rope], 1
-        )
-        arguments = _arguments(
-            latent, PagedCache(layout, 2, 64), torch.arange(2, dtype=torch.int64, device="cpu"), rope
-        )
-        yield OfflineCase.of_launch(write_rows, arguments, options, f"write {layout.name} from two tensors")
-    # Triton makes constants of arguments that are 1, which is another program.
-    single = PagedCache("plain-fp8", 1, 1, scale=torch.ones((), dtype=torch.float32, device="cpu"))
-    arguments = _arguments(
-        torch.empty(1, 576, dtype=torch.float32, device="cpu"), single, torch.zeros(1, dtype=torch.int32, device="cpu")
-    )
-    yield OfflineCase.of_launch(write_rows, arguments, options, "write plain-fp8, one of everything")

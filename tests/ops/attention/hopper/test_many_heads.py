@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_calls import attend_call
 from many_heads_emulated import Emulated, choose, close, expected, filled, merged, on_gpu, queries
 from seeds import reseed
 
@@ -16,7 +17,8 @@ from tamis.cache.layout import Layout, v4_fp8, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.cuda.compiler import compiled, has_nvrtc
-from tamis.lab.testing.offline_cuda import CudaCase, compile_case
+from tamis.lab.offline.attend import many_heads_cases
+from tamis.lab.offline.cuda import CudaCase, compile_case
 from tamis.ops import write_kv
 from tamis.ops.attention.hopper import many_heads as many
 from tamis.ops.attention.hopper.splits import Outputs
@@ -220,7 +222,7 @@ def test_the_device_attends_as_the_reference(layout: str, heads: int) -> None:
     placed = [on_gpu(s) for s in selections]
     for splits in (None, 1, 5):
         out = torch.empty(9, heads, 512, dtype=torch.bfloat16, device="cuda")
-        lse, top = many.attend_into(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out)
+        lse, top = many.attend(attend_call(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out))
         close((out.cpu(), lse.cpu(), top.cpu()), wanted, error=4e-3)
 
 
@@ -231,10 +233,10 @@ def test_a_captured_launch_sees_new_queries_slots_and_lengths() -> None:
     selection = Selection(selection.cache, selection.slots, lengths)
     q = torch.zeros(5, 64, 576, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(5, 64, 512, dtype=torch.bfloat16, device="cuda")
-    many.attend_into(q, [selection], scale=0.05, splits=2, sink=None, out=out)
+    many.attend(attend_call(q, [selection], scale=0.05, splits=2, sink=None, out=out))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lse, top = many.attend_into(q, [selection], scale=0.05, splits=2, sink=None, out=out)
+        lse, top = many.attend(attend_call(q, [selection], scale=0.05, splits=2, sink=None, out=out))
     host = PagedCache.wrap(selection.cache.storage.cpu(), "v32-fp8")
     for seed in range(3):
         reseed(seed)
@@ -246,7 +248,7 @@ def test_a_captured_launch_sees_new_queries_slots_and_lengths() -> None:
         close((out.cpu(), lse.cpu(), top.cpu()), wanted, error=4e-3)
 
 
-@pytest.mark.parametrize("case", list(many.offline_cases()), ids=lambda case: case.label)
+@pytest.mark.parametrize("case", list(many_heads_cases()), ids=lambda case: case.label)
 def test_it_compiles_without_spills_and_products_overlap(case: CudaCase) -> None:
     if not has_nvrtc():
         pytest.skip("NVRTC is not installed")

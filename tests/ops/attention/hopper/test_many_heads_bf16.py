@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_calls import attend_call
 from many_heads_emulated import Emulated, choose, close, expected, filled, merged, on_gpu, queries
 from seeds import reseed
 
@@ -150,7 +151,7 @@ def test_the_device_attends_as_the_reference(heads: int) -> None:
     placed = [on_gpu(s) for s in selections]
     for splits in (None, 1, 5):
         out = torch.empty(300, heads, 512, dtype=torch.bfloat16, device="cuda")
-        lse, top = many.attend_into(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out)
+        lse, top = many.attend(attend_call(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out))
         close((out.cpu(), lse.cpu(), top.cpu()), wanted, error=6e-3, lse_error=1e-4)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import on_host
 import pytest
 import torch
+from attention_calls import combine_call
 from seeds import reseed
 from torch import Tensor
 
@@ -57,7 +58,7 @@ def test_parts_are_merged_by_their_weights(merge, count: int, dtype: torch.dtype
         whole = Outputs(room[..., 4:], torch.empty(tokens, heads), torch.empty(tokens, heads))
         splits.merge_splits(parts, given, whole)
         wanted = torch.empty(tokens, heads, 512)
-        lse = combine.combine_parts(parts.out, parts.lse, given, wanted)
+        lse = combine.combine_parts(combine_call(parts.out, parts.lse, given, wanted))
         assert torch.equal(whole.lse == -torch.inf, lse == -torch.inf)
         found = lse.isfinite()
         assert torch.allclose(whole.lse[found], lse[found], atol=1e-5)
@@ -82,16 +83,16 @@ def test_nan_in_a_part_shows(merge) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 8, 32, 64, 128, 132, 133, 264, 265, 512, 4096])
 @pytest.mark.parametrize("bf16_rows", [False, True])
 def test_no_batch_falls_off_a_cliff(tokens: int, heads: int, bf16_rows: bool) -> None:
-    variant = few_heads.usual_variant(tokens, heads, 132, bf16_rows)
+    shape = few_heads.choose_shape(tokens, heads, 132, bf16_rows)
     if few_heads.suits(tokens, heads, bf16_rows):
-        if isinstance(variant, few_heads.Columns):
+        if shape.source == "heads_as_columns":
             assert not bf16_rows
-            assert variant.heads >= heads
+            assert shape.heads >= heads
         else:
-            assert variant.bf16_rows == bf16_rows
-        assert (variant.shared + 1024) * variant.per_sm <= 228 * 1024
-        row, room = 2048 // variant.rows_at_once, 132 * variant.per_sm // ceil_div(heads, variant.heads)
-        costs = {"rows_per_step": variant.rows_per_step, "steps_per_split": variant.steps_per_split}
+            assert ("BF16_ROWS", bf16_rows) in shape.defines
+        assert (shape.shared + 1024) * shape.per_sm <= 228 * 1024
+        row, room = 2048 // shape.columns, 132 * shape.per_sm // ceil_div(heads, shape.heads)
+        costs = {"rows_per_step": shape.rows_per_step, "steps_per_split": shape.steps_per_split}
     else:
         row, room, costs = 32, 132 // ceil_div(heads, 64), {}
 

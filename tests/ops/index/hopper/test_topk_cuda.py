@@ -81,7 +81,7 @@ class Emulated:
     """The kernel of a number of threads, compiled for the host."""
 
     def __init__(self, folder: Path, threads: int) -> None:
-        program = topk._program(threads)
+        program = topk.program(threads)
         source = f'#include "emulator.hpp"\n{program.source}{ENTRY}'
         self.threads, self.run = threads, on_host.load(folder, source, program.options).run
 

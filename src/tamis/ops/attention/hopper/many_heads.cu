@@ -5,16 +5,15 @@
 // bf16, scale exponents in a plane of their own; all 512 columns are values).
 //
 // Roles of the four warpgroups, for every block of 64 rows:
-//   2, 3  dequantise  Producers. Each warp copies eight rows to shared memory with cp.async, converts them to fp16 tiles
-//                     and hands them over in halves: first columns 256 and up, whose bytes lie beside the scales, then
-//                     columns 0 to 255. Copies of the next block are in flight meanwhile.
+//   2, 3  dequantise  Producers. Each warp copies eight rows to shared memory with cp.async, a block ahead, converts them
+//                     to fp16 tiles and hands them over in halves: first columns 256 and up, whose bytes lie beside the
+//                     scales, then columns 0 to 255.
 //   0     score       Consumer. Multiplies queries with both halves, does the online softmax, publishes the weights, and
 //                     multiplies them, from registers, with values 256 to 383.
 //   1     weigh       Consumer. Multiplies the published weights with the other three quarters of the values.
 //
-// Shared memory holds the queries, three half-block buffers, the raw rows of one block and two buffers of weights, 227 KB
-// in all. The third half-block buffer takes the next block's first half while this block is multiplied; the next second
-// half follows when this block's first half is free.
+// Shared memory (227 KB) holds the queries, three half-block buffers, the raw rows of a block and two buffers of weights.
+// The third half-block buffer takes the next block's first half while this block is multiplied.
 //
 // Budget for a block of 64 rows (V3.2): 1152 cycles of wgmma with keys and 1024 with values. It takes about 5000 cycles
 // (benchmarks/NOTES.md): shared memory is the bottleneck, with about 4300 accesses, and the producers are never idle.
@@ -90,8 +89,7 @@ struct Half {
 // fp16 ends at 2**16. An e4m3 value is at most 448, so it fits with a scale below 2**7; a bf16 value fits below 2**16.
 constexpr int SCALE_EXPONENT = 6, VALUE_EXPONENT = 15, QUERY_EXPONENT = 14;
 constexpr int LOWEST_EXPONENT = 127 - 60;  // of a row, with float32's bias: below 2**-44 all is zero
-// The running max rises only when a logit exceeds it by more than LEEWAY, so weights go up to 2**LEEWAY; times HEADROOM
-// they still fit fp16.
+// The running max rises only for logits more than LEEWAY above it: weights, up to 2**LEEWAY, times HEADROOM fit fp16.
 constexpr float LEEWAY = 4.0f, HEADROOM = 1024.0f;
 constexpr float SPARE = 4.0f;  // a raised reference exceeds the row that raised it by this factor
 
@@ -128,7 +126,7 @@ __device__ __forceinline__ uint4 scale_bf16(uint4 v, float factor) {
     return make_uint4(mul_bf16x2(v.x, pair), mul_bf16x2(v.y, pair), mul_bf16x2(v.z, pair), mul_bf16x2(v.w, pair));
 }
 
-// The largest magnitude of eight bf16, as 15 bits. Magnitudes are in the order of their bits, with NaN above all.
+// The largest magnitude of eight bf16, as 15 bits, whose order is that of magnitudes; NaN is above all.
 __device__ __forceinline__ u32 max_abs(uint4 v) {
     constexpr u32 MAGNITUDES = 0x7FFF7FFF;
     const u32 pairs = __vmaxu2(__vmaxu2(v.x & MAGNITUDES, v.y & MAGNITUDES), __vmaxu2(v.z & MAGNITUDES, v.w & MAGNITUDES));
@@ -456,8 +454,8 @@ struct Softmax {
 };
 
 // Products of a block to softmax weights, as fragments; returns the corrections of the accumulators for both heads.
-__device__ __forceinline__ float2 online_softmax(float (&s)[32], u32 row_scales, Softmax& upper, Softmax& lower, float& reference,
-                                                 u32 (&weights)[4][4]) {
+__device__ __forceinline__ float2 online_softmax(
+    float (&s)[32], u32 row_scales, Softmax& upper, Softmax& lower, float& reference, u32 (&weights)[4][4]) {
     const u32 own = row_scales + threadIdx.x % 4 * 16;  // of this lane's columns; read twice to save registers
     float highest = 0.0f, largest[2] = {minus_infinity(), minus_infinity()};
 #pragma unroll
@@ -472,8 +470,8 @@ __device__ __forceinline__ float2 online_softmax(float (&s)[32], u32 row_scales,
             largest[j / 2] = fmaxf(largest[j / 2], s[4 * i + j]);
         }
     }
-    highest = quad_max(highest);
-    float2 correction = make_float2(upper.raise(quad_max(largest[0])), lower.raise(quad_max(largest[1])));
+    highest = max_over_lanes<1, 4>(highest);
+    float2 correction = make_float2(upper.raise(max_over_lanes<1, 4>(largest[0])), lower.raise(max_over_lanes<1, 4>(largest[1])));
     if (highest > reference) {  // in all lanes of all warps alike
         const float raised = highest * SPARE;
         const float factor = reference * power_of_two(254 - biased_exponent(raised));
@@ -500,7 +498,7 @@ __device__ __forceinline__ float2 online_softmax(float (&s)[32], u32 row_scales,
 
 // Writes the lse and largest logit of a head; returns the factor that makes its accumulators the output.
 __device__ __forceinline__ float finish(Softmax& head, float reference, int number, const ItemOutput& out) {
-    head.sum = quad_sum(head.sum);
+    head.sum = sum_over_lanes<1, 4>(head.sum);
     const bool empty = head.sum == 0.0f;
     const float lse = empty ? minus_infinity() : (head.running_max + fast_log2(head.sum)) * LN_2;
     float factor = empty ? 0.0f : reference / HEADROOM / head.sum;
@@ -525,9 +523,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     float reference = power_of_two(LOWEST_EXPONENT - SCALE_EXPONENT);  // no row has less
     float s[32], values[1][64];  // accumulators: products with a block's keys, and the output of columns 256 to 383
 #pragma unroll
-    for (int i = 0; i < 64; ++i) values[0][i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) s[i] = 0.0f;
+    for (int i = 0; i < 64; ++i) values[0][i] = s[i % 32] = 0.0f;
     // The matrix row that this lane addresses when it stores weights.
     const u32 target = swizzled(threadIdx.x / 32 * 16 + lane % 16, lane / 16);
     Half half;
@@ -625,8 +621,7 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const OutputOf& ou
 #pragma unroll
     for (int i = 0; i < 192; ++i) values[i / 64][i % 64] = 0.0f;
     Half half;
-    int buffer = 0;
-    u32 parity = 0;
+    u32 buffer = 0, parity = 0;
     for (int block = 0; block < blocks; ++block) {
         mbarrier_wait(memory + WEIGHTS_FULL + buffer * 8, parity);
         const u32 corrections = memory + CORRECTION + (buffer * HEADS + head) * 4;
@@ -638,7 +633,7 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const OutputOf& ou
 #pragma unroll
         for (int step = 0; step < 4; ++step) wgmma_ss<FP16>(values[0], advance(weights, step * 32), advance(upper, step * 2048));
         wgmma_commit();
-        // Releases the half that `dequantise` waits for before it issues more: issuing takes as long as running.
+        // The half that producers wait for is released before more is issued: issuing takes as long as running.
         wgmma_wait<0>(values[0]);
         if (lane == 0) mbarrier_arrive(half.empty(memory));
         wgmma_fence();

@@ -1,8 +1,8 @@
 """Sparse attention of 64 heads at a time, for Hopper: launches of `many_heads.cu` and `many_heads_bf16.cu`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +31,8 @@ from tamis.ops.attention.hopper.splits import (
     choose_splits,
     merge_splits,
 )
-from tamis.ops.combine.triton_kernels import combine_with_maxima
-
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline_cuda import CudaCase
+from tamis.ops.attention.operations import Attend, AttendSlots
+from tamis.ops.combine.triton_kernels import combine_splits
 
 NAME = "many heads"
 HEADS = 64
@@ -114,34 +112,25 @@ def _bytes_of(layout: Layout) -> tuple[Any, ...]:
 _KERNELS = {_bytes_of(v32_fp8()): V32_FP8, _bytes_of(v4_fp8()): V4_FP8, _bytes_of(rows()): V32_BF16}
 
 
-def attend_slots(
-    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`, in one launch; splits are cut between the kernel's steps."""
-    plan = _plan(q, selections, splits, direct=False)
+    q = call.q
+    plan = _plan(q, call.selections, call.splits, direct=False)
     split = Outputs.empty(plan.splits, *q.shape[:2], device=q.device)
-    _run(q, selections, scale, None, split, split)
+    _run(q, call.selections, call.factor, None, split, split)
     return split
 
 
-def attend_into(
-    q: Tensor,
-    selections: Sequence[Selection],
-    *,
-    scale: float | Tensor,
-    splits: int | None,
-    sink: Tensor | None,
-    out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_into`; the kernel writes tokens that are not split straight to `out`."""
+def attend(call: Attend) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`; the kernel writes tokens that are not split straight to `out`."""
+    q, selections, sink, out = call.q, call.selections, call.sink, call.out
     if not can_store(out):
-        split = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
-        return combine_with_maxima(*split, sink, out)
+        return combine_splits(*attend_slots(call.in_splits()), sink, out)
     tokens, heads, _ = q.shape
-    plan = _plan(q, selections, splits, direct=True)
+    plan = _plan(q, selections, call.splits, direct=True)
     whole = Outputs.into(out)
     split = Outputs.empty(plan.splits, tokens - plan.whole, heads, device=q.device)
-    _run(q, selections, scale, sink, whole, split)
+    _run(q, selections, call.factor, sink, whole, split)
     if plan.whole < tokens:
         merge_splits(split, sink, whole)
     return whole.lse, whole.max_logits
@@ -204,9 +193,7 @@ def many_heads_params(
         q = q.clone(memory_format=torch.contiguous_format)
         held.append(q)
     described = [selection_params(selection, held) for selection in selections]
-    return ManyHeadsParams(
-        query_params(q, scale, held), output_params(whole, split, sink), described[0], described[-1]
-    )
+    return ManyHeadsParams(query_params(q, scale, held), output_params(whole, split, sink), described[0], described[-1])
 
 
 @cache
@@ -227,13 +214,3 @@ def program(row_kernel: RowKernel, selections: int) -> Program:
 def _launch(device: torch.device, row_kernel: RowKernel, selections: int) -> Launch:
     loaded = kernel(program(row_kernel, selections), "attend_many_heads", device_index(device))
     return Launch(loaded, ManyHeadsParams, threads=row_kernel.threads, shared=SHARED_BYTES, overlap=True)
-
-
-def offline_cases() -> Iterator["CudaCase"]:
-    """Programs that `tamis.lab.testing.offline_cuda` compiles."""
-    from tamis.lab.testing.offline_cuda import CudaCase
-
-    for row_kernel in (V32_FP8, V4_FP8, V32_BF16):
-        for count in range(1, SELECTIONS + 1):
-            label = f"attend, many heads, {row_kernel.layout}, selections: {count}"
-            yield CudaCase(label, program(row_kernel, count), SHARED_BYTES)

@@ -209,7 +209,7 @@ __device__ __forceinline__ float2 online_softmax(float (&s)[32], float scale, So
     for (int i = 0; i < 8; ++i) largest[i] = fmaxf(fmaxf(s[i], s[8 + i]), fmaxf(s[16 + i], s[24 + i]));
     const float above = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[4], largest[5]));
     const float below = fmaxf(fmaxf(largest[2], largest[3]), fmaxf(largest[6], largest[7]));
-    const float2 correction = {upper.raise(quad_max(above) * scale), lower.raise(quad_max(below) * scale)};
+    const float2 correction = {upper.raise(max_over_lanes<1, 4>(above) * scale), lower.raise(max_over_lanes<1, 4>(below) * scale)};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         Softmax& head = i % 2 ? lower : upper;
@@ -347,8 +347,8 @@ struct Consumer {
 
     // Adds up a head's sums over its lanes and shares them with the other warpgroup.
     __device__ __forceinline__ void total(Softmax& own, int number) const {
-        own.sum = quad_sum(own.sum);
-        own.rounded_sum = quad_sum(own.rounded_sum);
+        own.sum = sum_over_lanes<1, 4>(own.sum);
+        own.rounded_sum = sum_over_lanes<1, 4>(own.rounded_sum);
         if (lane % 4 == 0) {
             shared_store4(memory + TOTALS + (GROUP * HEADS + number) * 16,
                           make_uint4(__float_as_uint(own.sum), __float_as_uint(own.rounded_sum), __float_as_uint(own.max_logit), 0));

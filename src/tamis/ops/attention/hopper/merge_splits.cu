@@ -9,7 +9,7 @@
 #include "softmax.cuh"
 
 constexpr int VALUES = 512;
-// PDL: up to this many splits of heads the next kernel may launch early; with more, its CTAs would compete with ours for SMs.
+// PDL: up to this many splits of heads the next kernel may launch early; with more, its CTAs would compete for SMs.
 constexpr int EARLY_LAUNCH_SPLITS = 4096;
 
 // S splits of T tokens and H heads.
@@ -31,14 +31,15 @@ struct MergeParams {
 static_assert(sizeof(MergeParams) == PARAMS_BYTES, "MergeParams differs from its Python twin");
 
 extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_splits(const __grid_constant__ MergeParams p) {
+    const int splits = p.splits;
     const long long row = blockIdx.x, rows = static_cast<long long>(p.tokens) * p.heads;
     const int head = row % p.heads;
-    if (rows * p.splits <= EARLY_LAUNCH_SPLITS) let_next_kernel_start();
+    if (rows * splits <= EARLY_LAUNCH_SPLITS) let_next_kernel_start();
     wait_for_previous_kernel();
     // Lane i takes splits i, i + 32, ... fmaxf drops NaN, so NaN travels separately in `nan`.
     const int lane = threadIdx.x % 32;
     float max_lse = minus_infinity(), max_logit = minus_infinity(), nan = 0.0f;
-    for (int split = lane; split < p.splits; split += 32) {
+    for (int split = lane; split < splits; split += 32) {
         const float lse = p.split_lse[split * rows + row], logit = p.split_max_logits[split * rows + row];
         max_lse = fmaxf(max_lse, lse);
         max_logit = fmaxf(max_logit, logit);
@@ -53,14 +54,14 @@ extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_splits(const __gr
     const float base = max_lse == minus_infinity() ? 0.0f : max_lse;
     float total = nan, sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     const float* from = p.split_out + row * VALUES + threadIdx.x * 4;
-    for (int first = 0; first < p.splits; first += BATCH) {
+    for (int first = 0; first < splits; first += BATCH) {
         float4 values[BATCH];
         float lses[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const int split = first + i;
-            lses[i] = split < p.splits ? p.split_lse[split * rows + row] : minus_infinity();
-            values[i] = split < p.splits ? *reinterpret_cast<const float4*>(from + split * rows * VALUES)
+            lses[i] = split < splits ? p.split_lse[split * rows + row] : minus_infinity();
+            values[i] = split < splits ? *reinterpret_cast<const float4*>(from + split * rows * VALUES)
                                          : make_float4(0, 0, 0, 0);
         }
 #pragma unroll

@@ -100,11 +100,14 @@ def query_params(q: Tensor, scale: float | Tensor, held: list[Tensor]) -> QueryP
     return QueryParams(q.data_ptr(), q.stride(0), q.stride(1), q.shape[1], scale, factor)
 
 
-def output_params(whole: Outputs, splits: Outputs, sink: Tensor | None) -> OutputParams:
-    """Describe the outputs of T tokens and the splits [S, T - whole, H, ...] of those that are split."""
-    count, split_tokens = splits.lse.shape[:2]
+def output_params(whole: Outputs, splits: Outputs | None, sink: Tensor | None) -> OutputParams:
+    """Describe the outputs of T tokens, and the splits [S, T - whole, H, ...] of those that are split, if any are."""
     out = whole.out
-    addresses = splits.out.data_ptr(), splits.lse.data_ptr(), splits.max_logits.data_ptr()
+    if splits is None:
+        count, split_tokens, addresses = 1, 0, (0, 0, 0)
+    else:
+        count, split_tokens = splits.lse.shape[:2]
+        addresses = splits.out.data_ptr(), splits.lse.data_ptr(), splits.max_logits.data_ptr()
     return OutputParams(
         out.data_ptr(),
         OUT_KINDS[out.dtype],
@@ -123,16 +126,17 @@ def output_params(whole: Outputs, splits: Outputs, sink: Tensor | None) -> Outpu
 def selection_params(selection: Selection, held: list[Tensor]) -> SelectionParams:
     """Describe a selection; tensors that had to be copied go to `held`, to be kept until the launch."""
     cache, slots, table = selection.cache, selection.slots, selection.block_table
-    lengths, request_ids = selection.lengths, selection.request_ids
-    if lengths is not None:
-        held.append(lengths := lengths.contiguous())
-    if request_ids is not None:
-        held.append(request_ids := request_ids.contiguous())
-    table_stride = table_width = requests = 0
+    lengths_at = request_ids_at = table_at = table_stride = table_width = requests = 0
+    if selection.lengths is not None:
+        held.append(lengths := selection.lengths.contiguous())
+        lengths_at = lengths.data_ptr()
+    if selection.request_ids is not None:
+        held.append(request_ids := selection.request_ids.contiguous())
+        request_ids_at = request_ids.data_ptr()
     if table is not None:
         if table.stride(1) != 1:
             held.append(table := table.contiguous())
-        table_stride = table.stride(0)
+        table_at, table_stride = table.data_ptr(), table.stride(0)
         requests, table_width = table.shape
     return SelectionParams(
         cache.storage.data_ptr(),
@@ -143,9 +147,9 @@ def selection_params(selection: Selection, held: list[Tensor]) -> SelectionParam
         slots.stride(0),
         slots.stride(1),
         slots.shape[1],
-        pointer(lengths),
-        pointer(request_ids),
-        pointer(table),
+        lengths_at,
+        request_ids_at,
+        table_at,
         table_stride,
         table_width,
         requests,

@@ -6,21 +6,25 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 
+// Reductions over lanes whose numbers differ in the bits FIRST, 2 * FIRST, ... below END.
+template <int FIRST, int END>
+__device__ __forceinline__ float max_over_lanes(float x) {
+#pragma unroll
+    for (int step = FIRST; step < END; step *= 2) x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, step));
+    return x;
+}
+
+template <int FIRST, int END>
+__device__ __forceinline__ float sum_over_lanes(float x) {
+#pragma unroll
+    for (int step = FIRST; step < END; step *= 2) x += __shfl_xor_sync(FULL_MASK, x, step);
+    return x;
+}
+
 // ---- Accumulators of warpgroup matrix products: four lanes in a row share two heads
 //
 // Lane i of a warp has columns of head i / 4 of the warp's 16, the `upper` one, and of the head 8 further, the `lower` one.
-// Of every four accumulators the first two are the upper head's.
-
-// The largest over the lanes that share a head. fmaxf drops NaN.
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 1));
-    return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(FULL_MASK, x, 1);
-    return x + __shfl_xor_sync(FULL_MASK, x, 2);
-}
+// Of every four accumulators the first two are the upper head's. A head is reduced with max_over_lanes<1, 4>.
 
 // Multiplies accumulators with the corrections of both heads, unless the whole warp's are 1.
 template <int N>

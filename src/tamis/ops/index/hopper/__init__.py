@@ -1,19 +1,16 @@
 """The lightning indexer on Hopper: portable but for top-k, which is in CUDA C++."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from tamis.cache.paged import PagedCache
-from tamis.ops.index.hopper import topk
 from tamis.ops.index.hopper.topk import topk_positions
 from tamis.ops.index.triton_kernels import check_scores, index_scores, ragged_scores, score_and_select, score_width
 from tamis.ops.index.triton_prepare import check_recipe, quantise_index_query, write_index_keys
 
 if TYPE_CHECKING:
     from tamis.backends import Need
-    from tamis.lab.testing.offline_cuda import CudaCase
 
 __all__ = [
     "check_recipe",
@@ -49,8 +46,3 @@ def index_topk(
 def explain_kernels(need: "Need") -> tuple[str, list[str]]:
     """Which source runs the stage for a layer: whatever it is, the selection is the only part in CUDA C++."""
     return "topk.cu selects, triton scores", []
-
-
-def offline_cases() -> Iterator["CudaCase"]:
-    """Programs that `tamis.lab.testing.offline_cuda` compiles."""
-    yield from topk.offline_cases()

@@ -1,8 +1,7 @@
 """Exact top-k of index scores in CUDA C++, for GPUs with thread-block clusters."""
 
-from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +13,6 @@ from tamis.cuda.device import sm_count
 from tamis.cuda.launch import Launch, kernel
 from tamis.cuda.params import Int, Long, Pointer, params_bytes
 
-if TYPE_CHECKING:
-    from tamis.lab.testing.offline_cuda import CudaCase
-
 MAX_K = 4096
 SLICE_UNIT = 128
 """Places of a slice are a multiple of this: 16 bytes of bitmap."""
@@ -24,8 +20,7 @@ SHARED_PER_SM = 228 * 1024
 SYSTEM_SHARED = 1024
 """Bytes of shared memory that the system keeps in every CTA."""
 FIXED_BYTES = 43_536
-"""Bytes set aside for the source's `SharedMemory`, which needs as much with 1024 threads; it does not compile if it needs
-more."""
+"""Bytes set aside for the source's `SharedMemory`: what it needs with 1024 threads. The source checks that they suffice."""
 
 
 class TopkParams(NamedTuple):
@@ -138,8 +133,8 @@ def topk_positions(
 
 @lru_cache(maxsize=1024)
 def usual_variant(tokens: int, width: int, sms: int) -> Variant:
-    """One CTA per SM, if slices are long enough: what the CTAs of a row exchange costs more than a second CTA on the same
-    SM gains. Long slices get an SM's whole memory."""
+    """One CTA per SM, if slices are long enough: what the CTAs of a row exchange costs more than a second CTA on the
+    same SM gains. Long slices get an SM's whole memory."""
     cluster = 1
     while cluster < 16 and tokens * cluster * 2 <= sms and width >= cluster * 16384:
         cluster *= 2
@@ -165,20 +160,13 @@ def _room_for_keys(variant: Variant, width: int, k: int) -> tuple[int, int]:
 
 
 @cache
-def _program(threads: int) -> Program:
+def program(threads: int) -> Program:
+    """`topk.cu` for CTAs of so many threads."""
     constants = {"THREADS": threads, "FIXED_BYTES": FIXED_BYTES, "PARAMS_BYTES": params_bytes(TopkParams)}
     return Program.packaged(__package__, "topk.cu", **constants)
 
 
 @cache
 def _launch(device: int, variant: Variant) -> Launch:
-    loaded = kernel(_program(variant.threads), "topk_positions", device)
+    loaded = kernel(program(variant.threads), "topk_positions", device)
     return Launch(loaded, TopkParams, threads=variant.threads, shared=variant.shared, cluster=variant.cluster)
-
-
-def offline_cases() -> Iterator["CudaCase"]:
-    """Programs that `tamis.lab.testing.offline_cuda` compiles."""
-    from tamis.lab.testing.offline_cuda import CudaCase
-
-    for threads in (512, 1024):
-        yield CudaCase(f"index, top-k, {threads} threads", _program(threads), Variant(1, threads, 1).shared)

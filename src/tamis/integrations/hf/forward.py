@@ -1,0 +1,149 @@
+"""The forward pass of an attached model: the model's own, in chunks, with a planned `Step` in place of a mask."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.integrations.hf.cache import TamisCache
+from tamis.integrations.hf.layers import Family, Step
+
+_RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+@dataclass(frozen=True, eq=False)
+class Attachment:
+    """What an attached model holds."""
+
+    family: Family
+    chunk: int
+    """How many tokens run at once, counted over the whole batch."""
+    dtype: torch.dtype
+    """The model's dtype when it was attached."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """The checked inputs of one forward pass."""
+
+    input_ids: Tensor | None
+    inputs_embeds: Tensor | None
+    position_ids: Tensor
+    new: Tensor
+    """bool [requests, columns] on the host: which tokens are real, as opposed to padding."""
+    cache: TamisCache
+    device: torch.device
+    columns_at_once: int
+
+
+def model_forward(
+    self: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    use_cache: bool | None = None,
+    return_dict: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Replaces the model's `forward`."""
+    prepared = _prepare(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, kwargs)
+    use_cache = self.config.use_cache if use_cache is None else use_cache
+    options = {
+        "past_key_values": prepared.cache if use_cache or past_key_values is not None else None,
+        "use_cache": use_cache,
+        **kwargs,
+    }
+    outputs = []
+    for new, inputs in _chunks(self._tamis.family, prepared):
+        outputs.append(type(self).forward(self, **inputs, **options))
+        prepared.cache.commit(new)
+    return _join(outputs, self.config.return_dict if return_dict is None else return_dict)
+
+
+def _prepare(
+    base: Any,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    past_key_values: Any,
+    inputs_embeds: Tensor | None,
+    options: dict[str, Any],
+) -> _Prepared:
+    """Check the inputs, and complete what was left out."""
+    attachment: Attachment = base._tamis
+    given = input_ids if input_ids is not None else inputs_embeds
+    if given is None or (input_ids is not None and inputs_embeds is not None):
+        received = "neither" if given is None else "both"
+        raise checks.refuse("input_ids and inputs_embeds", "given one at a time", received, "pass exactly one")
+    _check_use(base, attachment)
+    cache = _cache(past_key_values, attachment)
+    requests, columns = given.shape[:2]
+    new = cache.new_tokens(requests, columns, attention_mask)
+    if position_ids is None:
+        seen = cache.get_seq_length()
+        position_ids = torch.arange(seen, seen + columns, dtype=torch.int64, device=given.device).unsqueeze(0)
+    # What transformers records of each layer cannot be joined over chunks.
+    recorded = any(options.get(name) or getattr(base.config, name, False) for name in _RECORDED)
+    size = columns if recorded else max(1, attachment.chunk // requests)
+    return _Prepared(input_ids, inputs_embeds, position_ids, new, cache, given.device, size)
+
+
+def _chunks(family: Family, prepared: _Prepared) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Each chunk's real tokens and model inputs. A chunk is planned when it is asked for, after the one before it was
+    committed to the cache."""
+    ids, embeds = prepared.input_ids, prepared.inputs_embeds
+    size = prepared.columns_at_once
+    for start in range(0, prepared.new.shape[1], size):
+        columns = slice(start, start + size)
+        new = prepared.new[:, columns]
+        plan = family.plan(prepared.cache.batch(new))
+        step = Step(family, plan, prepared.cache.paged, _real_tokens(new, prepared.device))
+        inputs = {
+            "input_ids": None if ids is None else ids[:, columns],
+            "inputs_embeds": None if embeds is None else embeds[:, columns],
+            "attention_mask": {"indexed_attention": step},
+            "position_ids": prepared.position_ids[:, columns],
+            "return_dict": True,
+        }
+        yield new, inputs
+
+
+def _join(outputs: list[Any], return_dict: bool) -> Any:
+    """One output of all chunks: the last one's, with the hidden states of all."""
+    last = outputs[-1]
+    if len(outputs) > 1:
+        last.last_hidden_state = torch.cat([out.last_hidden_state for out in outputs], dim=1)
+    return last if return_dict else last.to_tuple()
+
+
+def _cache(given: Any, attachment: Attachment) -> TamisCache:
+    if given is None:
+        return TamisCache(attachment.family.shape)
+    if not isinstance(given, TamisCache):
+        remedy = "pass none, or new_cache(model)"
+        raise checks.refuse("past_key_values", "a TamisCache", type(given).__name__, remedy)
+    if given.shape != attachment.family.shape:
+        raise checks.refuse("past_key_values", "a cache of this model", "another model's", "pass new_cache(model)")
+    return given
+
+
+def _real_tokens(new: Tensor, device: torch.device) -> Tensor | None:
+    """int64, the numbers of the real tokens; None if there is no padding."""
+    return None if bool(new.all()) else new.flatten().nonzero().squeeze(1).to(device)
+
+
+def _check_use(base: Any, attachment: Attachment) -> None:
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in base.parameters()):
+        remedy = "call it under torch.no_grad(), or detach(model) to train it"
+        raise checks.refuse("model", "used for inference while it is attached", "gradients enabled", remedy)
+    weight = base.embed_tokens.weight
+    device, dtype = attachment.family.shape.device, attachment.dtype
+    if (weight.device, weight.dtype) != (device, dtype):
+        expected = f"{checks.dtype_name(dtype)} on {device}, as when it was attached"
+        remedy = "detach it, and attach it again after moving or converting it"
+        raise checks.refuse("model", expected, f"{checks.dtype_name(weight.dtype)} on {weight.device}", remedy)

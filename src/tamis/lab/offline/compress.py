@@ -1,0 +1,43 @@
+"""Launches of the Triton kernel of stage `compress`, to compile without a GPU."""
+
+from collections.abc import Iterator
+
+import torch
+
+from tamis.cache.layout import Layout, compressor_state, index_fp8, index_mxfp4, named, plain_fp8
+from tamis.cache.paged import PagedCache
+from tamis.lab.offline.triton import OfflineCase
+from tamis.ops.compress.operations import CompressKv
+from tamis.ops.compress.triton_kernels import compress_kv_kernel, launch_arguments, launch_options
+
+
+def triton_cases() -> Iterator[OfflineCase]:
+    """Every layout of entries, both kinds of spans, with and without the Hadamard rotation."""
+    kinds: list[tuple[Layout, int, bool, torch.dtype, bool]] = [
+        (named("v4-fp8"), 4, True, torch.float32, False),
+        (named("v4-fp8"), 128, False, torch.float32, False),
+        (named("v4-bf16"), 4, True, torch.bfloat16, False),
+        (plain_fp8(latent=448), 128, False, torch.bfloat16, False),
+        (index_fp8(), 4, True, torch.float32, False),
+        (index_fp8(), 4, True, torch.float32, True),
+        (index_fp8(dim=100), 3, True, torch.float16, False),
+        (index_mxfp4(), 4, True, torch.float32, False),
+        (index_mxfp4(), 4, True, torch.float32, True),
+    ]
+    for layout, ratio, overlapping, dtype, hadamard in kinds:
+        state = PagedCache(compressor_state(dim=layout.width, overlapping=overlapping), 2, 4)
+        channels = state.layout.width // 2
+        tokens = torch.empty(2, channels, dtype=dtype, device="cpu")
+        ids = torch.zeros(2, dtype=torch.int32, device="cpu")
+        pages = (ids, ids.long(), ids, torch.zeros(2, 32, dtype=torch.int32, device="cpu"), ids.long())
+        weights = (
+            torch.empty(ratio, channels, dtype=torch.float32, device="cpu"),
+            torch.empty(layout.width, dtype=torch.float32, device="cpu"),
+            torch.empty(9, 64, dtype=torch.float32, device="cpu"),
+        )
+        cache = PagedCache(layout, 2, 2)
+        call = CompressKv(tokens, tokens, state, cache, *pages, *weights, 1e-6, hadamard, "triton")
+        arguments = launch_arguments(call)
+        how = f"{ratio}{' overlapping' * overlapping}{' by Hadamard' * hadamard}"
+        label = f"compress {layout.name} {how} from {dtype}".replace("torch.", "")
+        yield OfflineCase.of_launch(compress_kv_kernel, arguments, launch_options(arguments), label)

@@ -1,0 +1,170 @@
+"""Compile the CUDA C++ kernels for GPUs that are not there: `python -m tamis.lab.offline.cuda sm_90a`.
+
+A stage with CUDA C++ kernels has `cuda_cases()` in its module here, `tamis.lab.offline.<stage>`, which yields its
+programs as the library compiles them. A kernel that spills registers, or that needs more shared memory than a CTA may
+have, is refused.
+"""
+
+import importlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from tamis import checks
+from tamis.backends import BACKENDS, STAGES
+from tamis.cuda.compiler import Program, compiled
+
+SHARED_LIMITS = {"sm_90a": 228 * 1024, "sm_100a": 228 * 1024}
+"""Bytes of shared memory that one block may use, with those that the system keeps in each block."""
+SYSTEM_SHARED = 1024
+"""What the system keeps; the tool counts it only in kernels that use shared memory by themselves."""
+HOPPER = BACKENDS[0]
+
+
+@dataclass(frozen=True)
+class CudaCase:
+    """A program as it is compiled and launched."""
+
+    label: str
+    program: Program
+    shared: int
+    """Bytes of dynamic shared memory of the largest launch."""
+    architectures: tuple[str, ...] = ("sm_90a",)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one kernel of a cubin needs."""
+
+    function: str
+    registers: int
+    stack: int
+    """Bytes per thread; spilled registers go there."""
+    shared: int
+    """Bytes of static shared memory, the system's included."""
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """What one kernel needs, compiled for an architecture and launched as its case says."""
+
+    program: str
+    """The case's label."""
+    function: str
+    target: str
+    """The architecture."""
+    registers: int
+    """Per thread."""
+    stack: int
+    """Bytes per thread."""
+    static_shared: int
+    """Bytes per block, the system's included."""
+    dynamic_shared: int
+    """Bytes per block, of the largest launch."""
+    shared_limit: int
+    """Bytes that a block may have of both together."""
+
+    @property
+    def excess(self) -> int:
+        """Bytes of stack, and of shared memory beyond the limit; 0 is as it must be."""
+        return self.stack + max(0, self.static_shared + self.dynamic_shared - self.shared_limit)
+
+    @property
+    def refusal(self) -> str:
+        """What is wrong with it; empty if nothing is."""
+        if self.stack:
+            return f"{self.function} has {self.stack} bytes of stack; use fewer registers"
+        if self.excess:
+            return (
+                f"{self.function} needs {self.static_shared} + {self.dynamic_shared} bytes of shared memory, but a "
+                f"block on {self.target} may have {self.shared_limit}; use less"
+            )
+        return ""
+
+
+def cuobjdump() -> Path | None:
+    """The tool that reads resources off a cubin, which comes with Triton; None where it is not installed."""
+    triton = find_spec("triton")
+    tool = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump" if triton and triton.origin else None
+    return tool if tool is not None and tool.exists() else None
+
+
+def usage(cubin: bytes) -> list[Usage]:
+    """What the kernels of a cubin need; empty where the tool that says so is not installed."""
+    tool = cuobjdump()
+    if tool is None:
+        return []
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
+    found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", report)
+    return [Usage(name, int(regs), int(stack), max(int(shared), SYSTEM_SHARED)) for name, regs, stack, shared in found]
+
+
+def kernel_uses(case: CudaCase, arch: str, cubin: bytes) -> list[KernelUse]:
+    """What the kernels of a case need, from its cubin."""
+    checks.option("arch", arch, tuple(SHARED_LIMITS))
+    return [
+        KernelUse(
+            case.label, one.function, arch, one.registers, one.stack, one.shared, case.shared, SHARED_LIMITS[arch]
+        )
+        for one in usage(cubin)
+    ]
+
+
+def compile_case(case: CudaCase, arch: str) -> list[KernelUse]:
+    """Compile a case and return what its kernels need; refuse stack memory and too much shared memory."""
+    checks.option("arch", arch, tuple(SHARED_LIMITS))
+    found = kernel_uses(case, arch, compiled(case.program, arch))
+    for one in found:
+        if one.refusal:
+            raise MemoryError(f"{case.label}: {one.refusal}")
+    return found
+
+
+def has_cases(stage: str) -> bool:
+    """Whether a stage has CUDA C++ kernels."""
+    return stage in HOPPER.stages
+
+
+def stage_cases(stage: str) -> Iterator[CudaCase]:
+    """The cases of a stage; none where it has no CUDA C++ kernels."""
+    if has_cases(stage):
+        yield from importlib.import_module(f"tamis.lab.offline.{stage}").cuda_cases()
+
+
+def all_cases() -> Iterator[CudaCase]:
+    """The cases of every stage that has CUDA C++ kernels."""
+    for stage in STAGES:
+        yield from stage_cases(stage)
+
+
+def main(names: list[str]) -> int:
+    """Compile every case for the named architectures and print a line for each kernel; 1 if one of them failed."""
+    if not names or any(name not in SHARED_LIMITS for name in names):
+        print(f"usage: python -m tamis.lab.offline.cuda {'|'.join(SHARED_LIMITS)}...", file=sys.stderr)
+        return 2
+    failures = 0
+    print(f"{'target':8} {'regs':>5} {'static':>7} {'dynamic':>7}  case")
+    for name in names:
+        for case in all_cases():
+            if name not in case.architectures:
+                continue
+            try:
+                for one in compile_case(case, name):
+                    shared = f"{one.static_shared:7} {one.dynamic_shared:7}"
+                    print(f"{name:8} {one.registers:5} {shared}  {case.label}: {one.function}")
+            except Exception as error:
+                failures += 1
+                print(f"{name:8} FAILED  {case.label}: {type(error).__name__}: {error}", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

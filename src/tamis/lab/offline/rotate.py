@@ -1,0 +1,58 @@
+"""Launches of the Triton kernels of stage `rotate`, to compile without a GPU."""
+
+from collections.abc import Iterator
+
+import torch
+
+from tamis.cache.layout import named, plain_fp8
+from tamis.cache.paged import PagedCache
+from tamis.lab.offline.triton import OfflineCase
+from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads
+from tamis.ops.rotate.triton_kernels import (
+    NUM_WARPS,
+    head_and_row_arguments,
+    head_arguments,
+    norm_arguments,
+    norm_options,
+    norm_rows_kernel,
+    rotate_and_write_kernel,
+    rotate_heads_kernel,
+)
+
+
+def triton_cases() -> Iterator[OfflineCase]:
+    """Heads, rows and norms as V4 has them, in the dtypes and layouts that differ."""
+    options = {"num_warps": NUM_WARPS}
+    positions = torch.zeros(2, dtype=torch.int32, device="cpu")
+    table = torch.empty(9, 64, dtype=torch.float32, device="cpu")
+    for heads, width, dtype in ((64, 512, torch.bfloat16), (64, 128, torch.bfloat16), (3, 512, torch.float32)):
+        x = torch.empty(2, heads, width, dtype=dtype, device="cpu")
+        for eps, inverse in ((1e-6, False), (None, True)):
+            label = f"rotate {heads}x{width} {dtype}{' inverse' * inverse}{' normed' * (eps is not None)}"
+            arguments = head_arguments(RotateHeads(x, positions, table, eps, inverse, "triton"), x)
+            yield OfflineCase.of_launch(rotate_heads_kernel, arguments, options, label.replace("torch.", ""))
+    index = torch.empty(2, 64, 128, dtype=torch.bfloat16, device="cpu")
+    for layout, other, hadamard in (
+        (named("v4-fp8"), index, False),
+        (named("v4-fp8"), index, True),
+        (named("v4-fp8"), None, False),
+        (named("v4-bf16"), index, False),
+        (named("v4-fp32"), None, False),
+        (plain_fp8(latent=448), None, False),
+    ):
+        q = torch.empty(2, 64, layout.width, dtype=torch.bfloat16, device="cpu")
+        cache = PagedCache(layout, 2, 64)
+        slots = torch.arange(2, dtype=torch.int64, device="cpu")
+        weight = torch.empty(layout.width, dtype=torch.float32, device="cpu")
+        rest = (positions, table, weight, 1e-6, other, hadamard, "triton")
+        call = RotateAndWrite(q, q[:, 0], cache, slots, *rest)
+        arguments = head_and_row_arguments(call, q, index)
+        queries = f"{' with index queries' * (other is not None)}{' by Hadamard' * hadamard}"
+        label = f"rotate and write {layout.name}{queries}"
+        yield OfflineCase.of_launch(rotate_and_write_kernel, arguments, options, label)
+    for width, dtype in ((1536, torch.bfloat16), (100, torch.float32)):
+        x = torch.empty(2, width, dtype=dtype, device="cpu")
+        weight = torch.empty(width, dtype=torch.float32, device="cpu")
+        arguments = norm_arguments(NormRows(x, weight, 1e-6, "triton"), x)
+        label = f"rotate: norm of {width} {dtype}".replace("torch.", "")
+        yield OfflineCase.of_launch(norm_rows_kernel, arguments, norm_options(arguments), label)

@@ -1,0 +1,231 @@
+"""Count what Python does in one warm call of a layer: `python -m tools.walk [--list]`.
+
+A reader, and the interpreter, walk through the library's functions one after the other. Three numbers say how long the
+walk is: how many functions of the library are called, how many files they are in, and how often the walk returns to a
+file that it had left. The calls are those of an H200 (the Hopper kernels for `index` and `attend`, Triton elsewhere)
+on tensors of the host: launches are stubs, and checks see no values, as on a device. The first call fills caches; the
+second is counted.
+"""
+
+import argparse
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import tamis
+from tamis import (
+    Batch,
+    Caches,
+    LayerSpec,
+    Limits,
+    PagedCache,
+    PagePool,
+    Planner,
+    SparseMLA,
+    SparseV4,
+    V4Caches,
+    V4Planner,
+    V4Weights,
+    checks,
+)
+from tamis.backends import BACKENDS
+from tamis.cuda import launch
+from tamis.model.rope import Rope
+from tamis.ops import IndexInputs, library
+
+ROOT = Path(tamis.__file__).parent
+SHARED_BYTES = 232448
+SMS = 132
+BOUNDS = {"V3.2 decode": (110, 60), "V4 prefill": (220, 115)}
+"""The most calls, and returns to files already left, that a walk may have."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The functions that one call ran, in order: file and name."""
+
+    steps: list[tuple[str, str]]
+    depth: int
+
+    @property
+    def files(self) -> int:
+        """In how many files they are."""
+        return len({file for file, _ in self.steps})
+
+    @property
+    def switches(self) -> int:
+        """How often a function is in another file than the one before it."""
+        return sum(one[0] != other[0] for one, other in zip(self.steps, self.steps[1:], strict=False))
+
+    @property
+    def returns(self) -> int:
+        """How often that file had been entered before."""
+        return self.switches - (self.files - 1)
+
+
+def walk(run: Callable[[], object]) -> Walk:
+    """The walk of a call."""
+    steps: list[tuple[str, str]] = []
+    depth = deepest = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> None:
+        nonlocal depth, deepest
+        if not frame.f_code.co_filename.startswith(str(ROOT)):
+            return
+        if event == "call":
+            depth += 1
+            deepest = max(deepest, depth)
+            steps.append((str(Path(frame.f_code.co_filename).relative_to(ROOT)), frame.f_code.co_qualname))
+        elif event == "return":
+            depth -= 1
+
+    sys.setprofile(trace)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return Walk(steps, deepest)
+
+
+class _Driver:
+    """A CUDA driver that does nothing and says that it worked."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return self.set_limit if name == "cuDeviceGetAttribute" else lambda *arguments: 0
+
+    @staticmethod
+    def set_limit(value: Any, *_: object) -> int:
+        ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = SHARED_BYTES
+        return 0
+
+
+@contextmanager
+def like_an_h200() -> Iterator[None]:
+    """Within it stages run the kernels that an H200 would get, up to their launches."""
+    hopper, triton = (next(b for b in BACKENDS if b.name == name) for name in ("hopper", "triton"))
+
+    @cache
+    def module(stage: str, backend: str, device: torch.device) -> object:
+        return import_module((hopper if stage in hopper.stages else triton).stage_module(stage))
+
+    from triton.runtime.jit import JITFunction
+
+    # A function that counts as one of its file.
+    unseen: dict[str, Any] = {}
+    exec(compile("def visible(value): return False", checks.__file__, "exec"), unseen)
+    properties = SimpleNamespace(multi_processor_count=SMS, shared_memory_per_block_optin=SHARED_BYTES, major=9)
+    patches = [
+        patch.object(library, "_module", module),
+        patch.object(checks, "visible", unseen["visible"]),
+        patch.object(launch, "driver", lambda: launch.Driver(_Driver())),
+        patch.object(launch, "compiled", lambda *_, **__: b""),
+        patch.object(JITFunction, "run", lambda *_, **__: None),
+        patch.object(torch.cuda, "current_device", lambda: 0),
+        patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
+        patch.object(torch._C, "_cuda_getCurrentRawStream", lambda *_: 0, create=True),
+    ]
+    for one in patches:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in reversed(patches):
+            one.stop()
+
+
+def v32_decode() -> Callable[[], object]:
+    """One token of each of 8 requests: write, select by the layer's own indexer, attend; 16 heads, FP8 rows."""
+    requests, heads, topk = 8, 16, 256
+    spec = LayerSpec(heads=heads, scale=0.05, topk=topk)
+    caches = Caches(PagedCache("v32-fp8", 80, 64), PagedCache("index-fp8", 80, 64))
+    limits = Limits(max_tokens=16, max_requests=requests, max_length=512)
+    plan = Planner(spec, limits).plan(Batch.build([1] * requests, [400] * requests, PagePool(80, 64)))
+    index = IndexInputs(_random(requests, 64, 128), _random(requests, 64).float(), _random(requests, 128))
+    layer, q, kv = SparseMLA(spec), _random(requests, heads, 576), _random(requests, 576)
+    return lambda: layer(q, kv, caches, plan, index=index)
+
+
+def v4_prefill() -> Callable[[], object]:
+    """A chunk of a prefill in a layer with overlapping compression (C4A): 64 heads, FP8 rows."""
+    tokens, hidden, heads = 32, 64, 64
+    spec = LayerSpec(
+        heads, 448, 64, 512, 512**-0.5, window=128, sink=True, kind="overlapping", compress=4, topk=128,
+        index_heads=64, index_dim=128,
+    )  # fmt: skip
+    weights = V4Weights.from_state_dict(_v4_weights(spec, hidden), groups=8)
+    layer = SparseV4(spec, weights, Rope(64).cos_sin_table(512))
+    sizes = {"window": 64, "state4": 4}
+    planner = V4Planner([spec], Limits(64, 2, 512, 256, sizes))
+    pools = {name: PagePool(200, size) for name, size in sizes.items()}
+    caches = V4Caches.allocate(spec, pages=10, window_pages=200, state_pages=200)
+    plan = planner.plan(Batch.build([tokens], [300], PagePool(10, 256), other_pools=pools))
+    x = _random(tokens, hidden)
+    return lambda: layer(x, caches, plan)
+
+
+def _v4_weights(spec: LayerSpec, hidden: int) -> dict[str, torch.Tensor]:
+    rank, groups, low, width, index = 48, 8, 16, spec.head_dim, spec.index_dim or 0
+    made = {
+        "wq_a.weight": _random(rank, hidden),
+        "q_norm.weight": _random(rank),
+        "wq_b.weight": _random(spec.heads * width, rank),
+        "wkv.weight": _random(width, hidden),
+        "kv_norm.weight": _random(width),
+        "attn_sink": _random(spec.heads).float(),
+        "wo_a.weight": _random(groups * low, spec.heads * width // groups),
+        "wo_b.weight": _random(hidden, groups * low),
+        "indexer.wq_b.weight": _random((spec.index_heads or 0) * index, rank),
+        "indexer.weights_proj.weight": _random(spec.index_heads or 0, hidden),
+    }
+    for name, size in (("compressor.", width), ("indexer.compressor.", index)):
+        made |= {f"{name}{part}.weight": _random(2 * size, hidden) for part in ("wkv", "wgate")}
+        made |= {f"{name}ape": _random(spec.compress, 2 * size).float(), f"{name}norm.weight": _random(size)}
+    return made
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float32, device="cpu").bfloat16()
+
+
+def walks() -> dict[str, Walk]:
+    """The walks of both layers' warm calls."""
+    found = {}
+    made = {"V3.2 decode": v32_decode(), "V4 prefill": v4_prefill()}
+    with like_an_h200(), torch.no_grad():
+        for name, run in made.items():
+            run()
+            found[name] = walk(run)
+    return found
+
+
+def main() -> int:
+    """Print the numbers; 1 if a walk is longer than its bounds."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--list", action="store_true", help="print every step of the walks")
+    options = parser.parse_args()
+    longer = False
+    for name, found in walks().items():
+        calls, returns = BOUNDS[name]
+        longer |= len(found.steps) > calls or found.returns > returns
+        if options.list:
+            print("\n".join(f"  {file}: {function}" for file, function in found.steps))
+        print(
+            f"{name}: {len(found.steps)} calls (at most {calls}), {found.files} files, {found.switches} switches, "
+            f"{found.returns} returns (at most {returns}), depth {found.depth}"
+        )
+    return int(longer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
