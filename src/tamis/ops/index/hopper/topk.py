@@ -20,7 +20,7 @@ SHARED_PER_SM = 228 * 1024
 SYSTEM_SHARED = 1024
 """Bytes of shared memory that the system keeps in every CTA."""
 FIXED_BYTES = 43_536
-"""Bytes set aside for the source's `SharedMemory`: what it needs with 1024 threads. The source checks that they suffice."""
+"""Bytes set aside for the source's `SharedMemory`: what it needs with 1024 threads. The source checks them."""
 
 
 class TopkParams(NamedTuple):
