@@ -358,9 +358,12 @@ def _arguments(
     plan: Plan,
     *others: Any,
 ) -> Arguments:
-    checks.instance("plan", plan, Plan)
-    q = join_pair("q", q) if isinstance(q, tuple) else q
-    caches = caches if isinstance(caches, Caches) else Caches(caches)
+    if not isinstance(plan, Plan):
+        checks.instance("plan", plan, Plan)
+    if isinstance(q, tuple):
+        q = join_pair("q", q)
+    if not isinstance(caches, Caches):
+        caches = Caches(caches)
     return Arguments(q, kv, caches, plan, (plan.request_ids, plan.block_table), *others)
 
 

@@ -233,7 +233,7 @@ class MlaChecks:
         kinds = isinstance(latent, PagedCache) and (keys is None or isinstance(keys, PagedCache))
         if not kinds or not (index is None or isinstance(index, IndexInputs)):
             return None
-        seen: list[Any] = [latent.layout.key, checks.frozen(latent.storage)]
+        seen: list[Any] = [latent.layout.key, latent.storage.is_inference(), torch.is_inference_mode_enabled()]
         tensors = [q, positions, sink, out, *table, latent.storage]
         tensors += kv if isinstance(kv, tuple) else (kv,)
         if plan is not None:
@@ -245,14 +245,14 @@ class MlaChecks:
             seen.append(index.recipe)
             tensors += (index.q, index.weights, index.keys)
         if keys is not None:
-            seen += (keys.layout.key, keys.recipe, checks.frozen(keys.storage))
+            seen += (keys.layout.key, keys.recipe, keys.storage.is_inference())
             tensors.append(keys.storage)
         if isinstance(q_scale, Tensor):
             tensors.append(q_scale)
         else:
             seen += (type(q_scale), q_scale)
         if isinstance(out, Tensor):
-            seen += (out.stride(), checks.frozen(out))
+            seen += (out.stride(), out.is_inference())
         return (plan is None, isinstance(kv, tuple), index is None, *seen, *checks.signature(*tensors))
 
     def _index_sizes(self, plan: Plan) -> dict[str, int]:

@@ -9,7 +9,7 @@ from tamis.arithmetic import float32_products, without_autocast
 from tamis.cache.paged import PagedCache
 from tamis.cache.v4_caches import V4Caches
 from tamis.layers.batch_invariance import fixed_splits
-from tamis.layers.v4_checks import Projected, V4Call, V4Checks, V4Writes, entry_plan
+from tamis.layers.v4_checks import Projected, V4Call, V4Checks, V4Writes
 from tamis.layers.v4_gathered import Gathered, run_gathered
 from tamis.layers.v4_weights import CompressorWeights, V4Weights
 from tamis.model.spec import LayerSpec
@@ -70,7 +70,8 @@ class SparseV4:
         The tokens' rows, state and entries are written first, since a token attends to itself and to the entry that it
         completes. Padded rows come out as zeros. Everything is checked before the first write.
         """
-        checks.instance("plan", plan, V4Plan)
+        if not isinstance(plan, V4Plan):
+            checks.instance("plan", plan, V4Plan)
         known = self._checks.seen_before(hidden, caches, plan)
         if not known:
             self._checks.arguments(hidden, caches, plan)
@@ -191,14 +192,14 @@ class SparseV4:
         cache: PagedCache,
         plan: V4Plan,
     ) -> CompressKv:
-        entries, step, angles = entry_plan(self.spec, plan), plan.step, self.cos_sin
+        entries, step, angles = plan.entries[self.spec.compress], plan.step, self.cos_sin
         assert entries.state is not None
         where = (step.positions, entries.state.slots, step.request_ids, entries.state.block_table, entries.slots)
         bias, norm, hadamard = weights.bias, weights.norm, has_hadamard(cache)
         return CompressKv(*entry, state, cache, *where, bias, norm, angles, self.eps, hadamard, self.backend)
 
     def _index(self, index_q: Tensor, index_weights: Tensor, caches: V4Caches, plan: V4Plan) -> IndexTopk:
-        entries = entry_plan(self.spec, plan)
+        entries = plan.entries[self.spec.compress]
         assert caches.index is not None
         assert self.spec.topk is not None
         where = (plan.step.request_ids, entries.block_table, entries.visible)
@@ -213,13 +214,12 @@ class SparseV4:
             chosen = self._checks.stand_in(plan) if spec.kind == "overlapping" else None
             numbers = (spec.compress, spec.scale, spec.value_dim, sink, self.backend)
             return Gathered(q, plan, caches.window, caches.entries, chosen, *numbers)
-        selections, columns = [plan.window.selection(caches.window)], plan.window.slots.shape[1]
-        if spec.kind != "window" and caches.entries is not None:
-            entries = entry_plan(spec, plan)
-            columns += entries.columns
-            if spec.kind == "plain":
-                selections.append(entries.selection(caches.entries))
-        splits = fixed_splits(columns) if self.batch_invariant else None
+        selections, splits = [plan.window.selection(caches.window)], None
+        if spec.kind == "plain" and caches.entries is not None:
+            selections.append(plan.entries[spec.compress].selection(caches.entries))
+        if self.batch_invariant:
+            chosen_columns = (spec.topk or 0) if spec.kind == "overlapping" else 0
+            splits = fixed_splits(sum(selection.slots.shape[1] for selection in selections) + chosen_columns)
         out = new_output(q, spec.value_dim)
         return Attend(q, selections, spec.scale, None, splits, sink, out, False, self.backend)
 

@@ -91,7 +91,8 @@ class V4Checks:
         self._seen = self._signature(hidden, caches, plan)
         if self._seen is None or self._seen != self._passed:
             return False
-        self._no_gradient(hidden)
+        if torch.is_grad_enabled():
+            self._no_gradient(hidden)
         return True
 
     def arguments(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> None:
@@ -107,7 +108,8 @@ class V4Checks:
         _check_cache("window", caches.window, plan.window.page_size, spec.head_dim, device)
         if spec.kind != "window":
             self._check_compressed(caches, entry_plan(spec, plan))
-        self._no_gradient(hidden)
+        if torch.is_grad_enabled():
+            self._no_gradient(hidden)
 
     def operations(self, call: V4Call) -> V4Call:
         """Refuse what the operations of a call refuse, and remember a call that passed.
@@ -154,8 +156,7 @@ class V4Checks:
         return torch.empty((plan.step.rows, self.spec.topk or 0), dtype=torch.int32, device=self.cos_sin.device)
 
     def _no_gradient(self, hidden: Tensor) -> None:
-        if torch.is_grad_enabled():
-            checks.no_gradient(hidden=hidden, cos_sin=self.cos_sin, **self.weights.named())
+        checks.no_gradient(hidden=hidden, cos_sin=self.cos_sin, **self.weights.named())
 
     def _signature(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> tuple[object, ...] | None:
         """All that the checks of a call on a device depend on; None if they must run in every call."""
