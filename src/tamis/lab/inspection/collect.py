@@ -119,7 +119,7 @@ def _specs(model: Any) -> list[LayerSpec]:
 
 
 class _Watch:
-    """Puts layers that take notes in the place of those that select."""
+    """Replaces the layers that select by ones that also take notes."""
 
     def __init__(self, notes: dict[int, LayerNotes], report: Report) -> None:
         self.notes, self.report = notes, report
@@ -206,7 +206,7 @@ class _Seen:
     request_ids: Tensor
     block_table: Tensor
     lengths: Tensor
-    """How many places each query sees."""
+    """How many candidates each query sees."""
 
 
 def _select(

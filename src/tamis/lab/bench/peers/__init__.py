@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from tamis import checks
 from tamis.lab.bench import by_hand
 from tamis.lab.bench.inputs import InputSet
 from tamis.lab.bench.peers.base import Peer, Unsupported
@@ -41,7 +40,8 @@ def find_peers(wanted: Sequence[str] | None, device: torch.device) -> tuple[list
         device: where they would run.
     """
     for name in wanted or ():
-        checks.option("against", name, (*NAMES, "none"))
+        if name not in (*NAMES, "none"):
+            raise ValueError(f"--against must be one of {', '.join(NAMES)} or none; got {name!r}.")
     found: list[Peer] = []
     absent: dict[str, str] = {}
     for name in NAMES if wanted is None else [n for n in wanted if n != "none"]:
@@ -50,8 +50,11 @@ def find_peers(wanted: Sequence[str] | None, device: torch.device) -> tuple[list
         except Unsupported as reason:
             absent[name] = str(reason)
     if wanted is not None and absent:
+        if device.type != "cuda":
+            found = "this machine has none" if not torch.cuda.is_available() else f"--device is {device.type}"
+            raise ValueError(f"--against {', '.join(absent)} needs a CUDA GPU; {found}. Use --against torch or none.")
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
-        raise checks.refuse("against", "peers that can be imported here", reasons, "install them or leave them out")
+        raise ValueError(f"--against: {reasons}. Install the package, or leave it out.")
     return found, absent
 
 
