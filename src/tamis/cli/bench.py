@@ -24,13 +24,13 @@ from tamis.cli.verify import as_data, results_table
 if TYPE_CHECKING:
     import torch
 
+    from tamis.lab.bench.jobs import Job
     from tamis.lab.bench.record import CsvFile, Row
     from tamis.lab.bench.run import Bench
-    from tamis.lab.bench.suites import Job
     from tamis.lab.verify import CheckResult
 
 SUITES = ("smoke", "decode", "prefill", "write", "v4", "index")
-"""As in `tamis.lab.bench.suites`, which is too heavy to import for a help text; a test compares the two."""
+"""As in `tamis.lab.bench.jobs`, which is too heavy to import for a help text; a test compares the two."""
 REPEATS = {"cuda": 25, "cpu": 5}
 
 DETAILS = """\
@@ -178,7 +178,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _jobs(options: argparse.Namespace) -> "list[Job]":
-    from tamis.lab.bench.suites import make_jobs
+    from tamis.lab.bench.jobs import make_jobs
 
     for shape in options.shape:
         for group in re.finditer(r"q(\d+)(k?)s(\d+)(k?)(?=_|$)", shape):

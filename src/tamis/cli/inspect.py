@@ -91,8 +91,8 @@ def run(options: argparse.Namespace) -> int:
     device = pick_device(options.device)
     check_backend(options.backend, device)
     model, tokenizer = load_model(options, device)
+    from tamis.lab.html import write_whole
     from tamis.lab.inspection import inspect_model, render_page
-    from tamis.lab.report import write_whole
 
     tokens = _prompt(options, model, tokenizer)
     queries = _queries(options.query, len(tokens))

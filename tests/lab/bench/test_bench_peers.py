@@ -13,10 +13,10 @@ from tamis.cli import main
 from tamis.integrations import flash_mla
 from tamis.lab.bench import peers
 from tamis.lab.bench.inputs import AttendSet, WriteSet, prepare, worst_error
+from tamis.lab.bench.jobs import Job
 from tamis.lab.bench.peers import flash_attention
 from tamis.lab.bench.peers.deep_gemm import DEEP_GEMM_MODULES
 from tamis.lab.bench.peers.flash_mla import FLASH_MLA_MODULES
-from tamis.lab.bench.suites import Job
 from tamis.ops import gather_kv, translate_positions, write_kv
 
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from tamis._version import __version__
+from tamis.lab.html import document, escape
 from tamis.lab.inspection.collect import Inspection
 from tamis.lab.inspection.notes import LayerNotes
 from tamis.lab.inspection.packing import pack_layer
 from tamis.lab.inspection.summary import bin_name, describe_layers, layer_overlap, used_bins
-from tamis.lab.report import document, escape
 
 POSITION_BINS = 80
 

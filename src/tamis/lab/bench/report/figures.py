@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator
 
 from tamis.lab.bench.record import Row
 from tamis.lab.bench.report.data import compact, describe, even_shape, find_limits, once, speed
-from tamis.lab.report import escape
+from tamis.lab.html import escape
 
 WIDTH = 11.0
 """Inches of every figure."""

@@ -6,7 +6,7 @@ from tamis._version import __version__
 from tamis.lab.bench.record import Row
 from tamis.lab.bench.report.data import find_limits, geometric_mean, once
 from tamis.lab.bench.report.figures import FigureKind
-from tamis.lab.report import document, escape
+from tamis.lab.html import document, escape
 
 _STYLE = """\
 .figure svg { width: 100%; height: auto; display: block; }
