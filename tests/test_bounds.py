@@ -6,6 +6,7 @@ from collections.abc import Callable
 import bounds
 import pytest
 import torch
+from attention_calls import combine_call
 from torch import Tensor
 
 from tamis.lab.testing.oracle import hadamard_matrix
@@ -83,7 +84,7 @@ def test_mistakes_in_attention_are_not(mistake: str, rows: int) -> None:
 
 def merge(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     merged = torch.empty(out.shape[1:])
-    return merged, combine_reference.combine_parts(out, lse, sink, merged)
+    return merged, combine_reference.combine_parts(combine_call(out, lse, sink, merged))
 
 
 @pytest.mark.parametrize("sink", [None, torch.tensor([-torch.inf, 0.0, 3.0, torch.inf])])

@@ -1,4 +1,4 @@
-"""What each implementation can do, in order of preference: the table that `tamis.choose` and every stage look into."""
+"""The table of backends in order of preference, with what each can run. `tamis.choose` and every stage look into it."""
 
 from dataclasses import dataclass
 
@@ -9,58 +9,53 @@ from tamis.cache.layout import Layout
 from tamis.cuda.compiler import INSTALL, has_nvrtc
 from tamis.model.spec import LayerSpec
 
-STAGES = ("rotate", "compress", "write", "gather", "index", "select", "translate", "attend", "combine")
+STAGES = ("rotate", "compress", "write", "gather", "index", "select", "translate", "attend", "combine", "output")
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What one implementation can do. None means no restriction."""
+    """One set of kernels and what it can run. None means no restriction."""
 
     name: str
     module: str
-    """File name inside each stage's package."""
+    """Its module's name in each stage's package."""
     summary: str
     stages: tuple[str, ...] = STAGES
-    """What it has kernels of its own for."""
+    """The stages for which it has kernels of its own."""
     base: str | None = None
     """The backend that runs the other stages for it."""
     devices: tuple[str, ...] | None = None
     compute_capabilities: tuple[int, ...] | None = None
     """Major versions of CUDA compute capability."""
     compiled_at_first_use: bool = False
-    """Whether it has kernels in CUDA C++, which NVRTC compiles."""
+    """Whether it has kernels in CUDA C++, which NVRTC compiles when they are first used."""
     direct_prefills: bool = False
     """Whether it has kernels of its own for FP8 rows at every head count, so that prefills need no 16-bit workspace."""
     query_dtypes: tuple[torch.dtype, ...] = checks.FLOATS
-    layouts: tuple[str, ...] | None = None
-    widths: tuple[int, ...] | None = None
-    """Row widths (latent + rope)."""
     heads: tuple[int, int] = (1, 128)
-    page_sizes: tuple[int, ...] | None = None
-    """A page size is accepted if it is a multiple of one of these."""
-    sinks: bool = True
+    """Fewest and most heads."""
     max_latent: int | None = None
-    """Widest latent part of a row."""
+    """The widest latent part of a row."""
     max_rope: int | None = None
-    """Widest rope part of a row."""
+    """The widest rope part of a row."""
     power_of_two_tiles: bool = False
-    """Tiles that share a scale must have a power of two of values."""
+    """Whether the number of values that share a scale must be a power of two."""
     packed_rows: bool = False
-    """Whether attention reads rows of two values to a byte; every backend reads index keys of that kind."""
+    """Whether attention reads rows with two values to a byte. Every backend reads such index keys."""
     capturable: bool = True
     """Whether its calls can be captured in a CUDA graph."""
     batch_invariant: bool = True
-    """Whether, with a fixed number of splits, a row's bits do not depend on what else is in the batch."""
+    """Whether a row's bits do not depend on the rest of the batch, if the number of splits is fixed."""
 
     def stage_module(self, stage: str) -> str:
-        """The module with this backend's kernels of a stage, where it has some."""
+        """The name of the module with this backend's kernels of a stage, if it has any."""
         # `tamis.ops.attend` is the function, so the stage's package has another name.
         return f"tamis.ops.{'attention' if stage == 'attend' else stage}.{self.module}"
 
     def device_refusals(self, device: torch.device, capability: tuple[int, int] | None) -> list[str]:
-        """Every reason why it cannot run on a device."""
+        """Every reason why this backend cannot run on a device; empty if it can."""
         if self.devices is not None and device.type not in self.devices:
-            return [f"device {device.type!r} is not one of {', '.join(self.devices)}"]
+            return [f"needs a {' or '.join(self.devices)} device, not {device.type}"]
         if self.compute_capabilities is not None and (capability or (None,))[0] not in self.compute_capabilities:
             wanted = ", ".join(f"{c}.x" for c in self.compute_capabilities)
             found = "unknown" if capability is None else ".".join(str(n) for n in capability)
@@ -70,15 +65,11 @@ class Backend:
         return []
 
     def refusals(self, need: "Need") -> list[str]:
-        """Every reason why this backend cannot do it; empty if it can."""
+        """Every reason why this backend cannot run a layer; empty if it can."""
         reasons = self.device_refusals(need.device, need.capability)
         if need.dtype not in self.query_dtypes:
             names = ", ".join(checks.dtype_name(d) for d in self.query_dtypes)
             reasons.append(f"query dtype {checks.dtype_name(need.dtype)} is not one of {names}")
-        if self.layouts is not None and need.layout.name.split("[")[0] not in self.layouts:
-            reasons.append(f"cache layout {need.layout.name} is not one of {', '.join(self.layouts)}")
-        if self.widths is not None and need.layout.width not in self.widths:
-            reasons.append(f"row width {need.layout.width} is not one of {', '.join(str(w) for w in self.widths)}")
         latent, tile = need.layout.latent, need.layout.tile
         if self.max_latent is not None and latent > self.max_latent:
             reasons.append(f"latent width {latent} is more than {self.max_latent}")
@@ -90,24 +81,23 @@ class Backend:
             reasons.append(f"cache layout {need.layout.name} has two values to a byte, which only index keys may have")
         if not self.heads[0] <= need.spec.heads <= self.heads[1]:
             reasons.append(f"{need.spec.heads} heads are not between {self.heads[0]} and {self.heads[1]}")
-        if self.page_sizes is not None and not any(need.page_size % size == 0 for size in self.page_sizes):
-            sizes = ", ".join(str(s) for s in self.page_sizes)
-            reasons.append(f"page size {need.page_size} is not a multiple of one of {sizes}")
-        if need.spec.sink and not self.sinks:
-            reasons.append("attention sinks are not supported")
         return reasons
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a choice is made for."""
+    """The layer and the device for which a backend is chosen."""
 
     spec: LayerSpec
     device: torch.device
     capability: tuple[int, int] | None
+    """Compute capability of a CUDA device."""
     dtype: torch.dtype
+    """The queries' dtype."""
     layout: Layout
+    """The latent cache's format."""
     page_size: int
+    """The latent cache's page size."""
 
 
 BACKENDS = (
@@ -151,15 +141,17 @@ BACKENDS = (
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Of an NVIDIA GPU; None for everything else. (AMD's GPUs have numbers of their own under the same name.)"""
+    """The compute capability of an NVIDIA GPU, or None. On AMD GPUs torch reports other numbers under this name."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
 
 
 def backend_for_stage(stage: str, backend: str, device: torch.device | str) -> Backend:
-    """The backend that runs one stage: the named one or its base, or with "auto" the first that knows stage and
-    device."""
+    """The backend that runs one stage on a device: the named one, or its base if that one does not have the stage.
+
+    "auto" takes the first of the table that has the stage and runs on the device.
+    """
     device = torch.device(device)
     capability = compute_capability(device)
     for candidate in BACKENDS:
@@ -170,6 +162,5 @@ def backend_for_stage(stage: str, backend: str, device: torch.device | str) -> B
         if backend == candidate.name and candidate.base is not None:
             return backend_for_stage(stage, candidate.base, device)
     names = ", ".join(b.name for b in BACKENDS if stage in b.stages or b.base is not None)
-    raise checks.refuse(
-        "backend", f"'auto' or one of {names} that runs on {device.type}", repr(backend), "see `tamis backends`"
-    )
+    expected = f"'auto' or one of {names} that runs on {device.type}"
+    raise checks.refuse("backend", expected, repr(backend), "see `tamis backends`")

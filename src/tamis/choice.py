@@ -1,4 +1,4 @@
-"""`choose`: which backend runs a layer, and every reason behind it."""
+"""`choose`: which backend runs a layer, and why the others do not."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,9 +18,9 @@ class StageKernels:
 
     stage: str
     runs: str
-    """A source in CUDA C++, or the backend whose kernels run it."""
+    """A CUDA source file, or the backend whose kernels run the stage."""
     because: tuple[str, ...] = ()
-    """Where that is the base's: why kernels of the backend's own do not."""
+    """If the base's kernels run the stage: why the backend's own kernels do not."""
 
     def __str__(self) -> str:
         """One line."""
@@ -29,28 +29,28 @@ class StageKernels:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen backend and, for each one passed over, every reason."""
+    """The chosen backend, and every reason against each rejected one."""
 
     backend: Backend
     need: Need
     rejected: dict[str, list[str]]
-    """By backend name, only backends that cannot do it."""
+    """The reasons, by the names of the backends that cannot run the layer."""
     passed_over: tuple[str, ...] = ()
-    """Backends that could do it but come later in the order of preference."""
+    """Backends that could run the layer but come later in the order of preference."""
 
     @property
     def name(self) -> str:
-        """Name of the chosen backend."""
+        """The name of the chosen backend."""
         return self.backend.name
 
     @property
     def kernels(self) -> list[StageKernels]:
-        """What runs each stage."""
+        """What runs each stage of the layer."""
         return stage_kernels(self.backend, self.need)
 
     def explain(self) -> str:
-        """One line per backend: chosen, possible, or rejected and why. If the chosen one leaves stages to another, a
-        line per stage follows it."""
+        """One line per backend: chosen, possible, or rejected with the reasons. If the chosen backend leaves stages to
+        its base, one line per stage follows."""
         lines = [f"{self.name}: chosen ({self.backend.summary})"]
         lines += [f"  {kernels}" for kernels in self.kernels] if self.backend.base is not None else []
         lines += [f"{name}: possible, lower preference" for name in self.passed_over]
@@ -69,17 +69,17 @@ def choose(
     capability: tuple[int, int] | None = None,
     backends: tuple[Backend, ...] = BACKENDS,
 ) -> Choice:
-    """Choose a backend for a layer, with reasons; a ValueError with all reasons if none fits.
+    """Choose a backend for a layer. If none can run it, a ValueError lists all reasons.
 
     Args:
         spec: the layer.
         device: where its tensors are.
-        layout: of the latent cache; bf16 rows of the spec's widths if not given.
-        dtype: of the queries.
-        page_size: of the latent cache.
-        prefer: a backend's name makes it that one or an error; "auto" takes the first that fits.
-        capability: of a CUDA device, where the caller knows it; asking the device itself starts CUDA.
-        backends: the table to choose from.
+        layout: the latent cache's format; bf16 rows of the spec's widths if not given.
+        dtype: the queries' dtype.
+        page_size: the latent cache's page size.
+        prefer: the name of a backend, which is then chosen or refused; "auto" takes the first that can run the layer.
+        capability: the compute capability of a CUDA device, if the caller knows it; asking the device starts CUDA.
+        backends: the table to choose from, in order of preference.
     """
     checks.instance("spec", spec, LayerSpec)
     checks.instance("dtype", dtype, torch.dtype)
@@ -101,15 +101,24 @@ def choose(
     wanted = [b for b in possible if prefer in ("auto", b.name)]
     rejected = {name: reasons for name, reasons in refusals.items() if reasons}
     if not wanted:
-        told = {prefer: rejected[prefer]} if prefer in rejected else rejected
-        reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in told.items())
-        raise ValueError(f"no backend can run this layer on {device} ({reasons}); change what the reasons name")
+        raise _refuse(device, rejected, prefer, [b.name for b in possible])
     return Choice(wanted[0], need, rejected, tuple(b.name for b in possible if b is not wanted[0]))
 
 
+def _refuse(device: torch.device, rejected: dict[str, list[str]], prefer: str, possible: list[str]) -> ValueError:
+    if prefer in rejected:
+        reasons = ", ".join(rejected[prefer])
+        others = f"; {' or '.join(possible)} can" if possible else ""
+        return ValueError(f"backend {prefer!r} cannot run this layer on {device}: {reasons}{others}")
+    reasons = "; ".join(f"{name}: {', '.join(why)}" for name, why in rejected.items())
+    return ValueError(f"no backend can run this layer on {device} ({reasons})")
+
+
 def stage_kernels(backend: Backend, need: Need) -> list[StageKernels]:
-    """What runs each stage of a layer that this backend does not refuse: kernels of its own or its base's. Of those
-    that decide by the call, the function that decides is asked."""
+    """What runs each stage of a layer that this backend accepts: its own kernels or its base's.
+
+    A stage whose module decides for each call has a function `explain_kernels`, which is asked.
+    """
     found = []
     for stage in STAGES:
         runs, because = backend.name if stage in backend.stages else backend.base or "nothing", list[str]()

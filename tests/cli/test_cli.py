@@ -33,8 +33,8 @@ GPU_ONLY = Backend(
     "refuses most things",
     devices=("cuda",),
     query_dtypes=(torch.float16,),
-    layouts=("v32-bf16",),
-    page_sizes=(128,),
+    max_latent=256,
+    max_rope=32,
     heads=(1, 4),
 )
 

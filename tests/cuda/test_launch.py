@@ -3,22 +3,52 @@
 import ctypes
 import struct
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from tamis.cuda.compiler import Program
 from tamis.cuda.launch import Driver, Kernel, Launch, kernel
+from tamis.cuda.params import Float, Int, Long, Pointer, params_format
 
 CONTEXT, FUNCTION, OTHER = 0x1000, 0x2000, 0x3000
-SIZES = {"P": 8, "q": 8, "i": 4, "f": 4}
+
+
+class One(NamedTuple):
+    value: Int
+
+
+class Two(NamedTuple):
+    first: Int
+    second: Int
+
+
+class Six(NamedTuple):
+    start: Pointer
+    count: Int
+    stride: Long
+    scale: Float
+    nothing: Pointer
+    last: Int
+
+
+class Add(NamedTuple):
+    x: Pointer
+    n: Long
+
+
+class Nested(NamedTuple):
+    count: Int
+    two: Two
+    one: One
 
 
 class FakeCuda:
     """The driver's functions, without a device."""
 
-    def __init__(self, signature: str = "", status: int = 0) -> None:
-        self.signature, self.status = signature, status
+    def __init__(self, params: type = One, status: int = 0) -> None:
+        self.params, self.status = params, status
         self.log: list[tuple] = []
         self.current = [CONTEXT]
 
@@ -76,10 +106,9 @@ class FakeCuda:
 
     def cuLaunchKernelEx(self, config, function, pointers, extra):
         config = config._obj
-        values = [
-            struct.unpack(f"@{letter}", ctypes.string_at(pointer, SIZES[letter]))[0]
-            for letter, pointer in zip(self.signature, pointers, strict=True)
-        ]
+        letters = f"@{params_format(self.params).letters}"
+        (pointer,) = pointers
+        values = list(struct.unpack(letters, ctypes.string_at(pointer, struct.calcsize(letters))))
         options = {a.name: list(a.value[:3]) for a in config.attributes[: config.attribute_count]}
         assert extra is None
         where = self.current[-1], function.value, config.stream
@@ -111,49 +140,55 @@ def test_loading_allows_all_shared_memory_and_is_allowed_in_a_capture() -> None:
 
 
 def test_arguments_reach_the_driver_in_their_own_sizes() -> None:
-    fake = FakeCuda("PiqfPi")
-    launch = Launch(loaded(fake), "PiqfPi", threads=512)
-    launch((7, 2, 1), 2**48 + 1, -5, -(2**40), 0.5, 0, 2**31 - 1)
+    fake = FakeCuda(Six)
+    launch = Launch(loaded(fake), Six, threads=512)
+    launch((7, 2, 1), Six(2**48 + 1, -5, -(2**40), 0.5, 0, 2**31 - 1))
     place, options = (CONTEXT, FUNCTION, 0x703), {}
     values = [2**48 + 1, -5, -(2**40), 0.5, 0, 2**31 - 1]
     assert fake.log[-1] == ("launch", *place, [7, 2, 1], [512, 1, 1], 0, options, values)
-    launch((1, 1, 1), 1, 2, 3, 4.0, 5, 6)
+    launch((1, 1, 1), Six(1, 2, 3, 4.0, 5, 6))
     assert fake.log[-1][4] == [1, 1, 1]
     assert fake.log[-1][-1] == [1, 2, 3, 4.0, 5, 6]
     with pytest.raises(struct.error):
-        launch((1, 1, 1), 1, 2)
+        launch((1, 1, 1), Two(1, 2))
     with pytest.raises(struct.error):
-        launch((1, 1, 1), 1, 2**31, 3, 4.0, 5, 6)
+        launch((1, 1, 1), Six(1, 2**31, 3, 4.0, 5, 6))
+
+
+def test_nested_structs_are_packed_in_order() -> None:
+    fake = FakeCuda(Nested)
+    Launch(loaded(fake), Nested, threads=32)((1, 1, 1), Nested(1, Two(2, 3), One(4)))
+    assert fake.log[-1][-1] == [1, 2, 3, 4]
 
 
 def test_launch_options() -> None:
-    fake = FakeCuda("i")
-    Launch(loaded(fake), "i", threads=256, shared=100_000, cluster=16, overlap=True)((32, 1, 1), 1)
+    fake = FakeCuda()
+    Launch(loaded(fake), One, threads=256, shared=100_000, cluster=16, overlap=True)((32, 1, 1), One(1))
     assert ("attribute", FUNCTION, 9, 100) in fake.log
     assert ("attribute", FUNCTION, 14, 1) in fake.log
     assert fake.log[-1][-3:] == (100_000, {4: [16, 1, 1], 6: [1, 0, 0]}, [1])
-    plain = FakeCuda("i")
-    Launch(loaded(plain), "i", threads=256, shared=1000, cluster=8)((8, 1, 1), 1)
+    plain = FakeCuda()
+    Launch(loaded(plain), One, threads=256, shared=1000, cluster=8)((8, 1, 1), One(1))
     assert not any(entry[:1] == ("attribute",) and entry[2] in (9, 14) for entry in plain.log)
     assert plain.log[-1][-3:] == (1000, {4: [8, 1, 1]}, [1])
     with pytest.raises(ValueError, match="shared must be at most 231448 on this device, got 231449"):
-        Launch(loaded(plain), "i", threads=256, shared=231449)
+        Launch(loaded(plain), One, threads=256, shared=231449)
 
 
 def test_another_context_is_left_as_it_was() -> None:
-    fake = FakeCuda("i")
-    launch = Launch(loaded(fake), "i", threads=32)
+    fake = FakeCuda()
+    launch = Launch(loaded(fake), One, threads=32)
     for current in (OTHER, None):
         fake.current = [current]
-        launch((1, 1, 1), 1)
+        launch((1, 1, 1), One(1))
         entry = next(e for e in reversed(fake.log) if e[0] == "launch")
         assert entry[1] == CONTEXT
         assert fake.current == [current]
 
 
 def test_threads_do_not_share_what_the_driver_reads() -> None:
-    fake = FakeCuda("ii")
-    launch = Launch(loaded(fake), "ii", threads=32, cluster=2)
+    fake = FakeCuda(Two)
+    launch = Launch(loaded(fake), Two, threads=32, cluster=2)
     inside, done = threading.Event(), threading.Event()
     plain = fake.cuLaunchKernelEx
 
@@ -164,10 +199,10 @@ def test_threads_do_not_share_what_the_driver_reads() -> None:
         return plain(config, function, pointers, extra)
 
     launch._launch = slow
-    other = threading.Thread(target=launch, args=((2, 1, 1), 1, 2))
+    other = threading.Thread(target=launch, args=((2, 1, 1), Two(1, 2)))
     other.start()
     assert inside.wait(10)
-    launch((4, 1, 1), 3, 4)
+    launch((4, 1, 1), Two(3, 4))
     done.set()
     other.join()
     launches = [(entry[4], entry[-2], entry[-1]) for entry in fake.log if entry[0] == "launch"]
@@ -176,22 +211,24 @@ def test_threads_do_not_share_what_the_driver_reads() -> None:
 
 
 def test_a_failed_launch_says_why() -> None:
-    launch = Launch(loaded(FakeCuda("i", status=701)), "i", threads=32)
+    launch = Launch(loaded(FakeCuda(status=701)), One, threads=32)
     with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed with CUDA status 701: out of luck"):
-        launch((1, 1, 1), 1)
+        launch((1, 1, 1), One(1))
 
 
 @pytest.mark.gpu
 def test_a_kernel_runs_on_the_current_stream_and_in_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.undo()
-    source = 'extern "C" __global__ void add(int* x, long long n) { x[threadIdx.x] += (int)n; }'
+    source = """
+    struct Params { int* x; long long n; };
+    extern "C" __global__ void add(const __grid_constant__ Params p) { p.x[threadIdx.x] += (int)p.n; }"""
     program = Program("add.cu", source)
     x = torch.zeros(64, dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()
     # The first use of all is inside the capture.
     with torch.cuda.graph(graph):
         made = kernel(program, "add", x.device.index, tmp_path)
-        Launch(made, "Pq", threads=64, shared=100_000)((1, 1, 1), x.data_ptr(), 5)
+        Launch(made, Add, threads=64, shared=100_000)((1, 1, 1), Add(x.data_ptr(), 5))
     assert x.tolist() == [0] * 64
     graph.replay()
     graph.replay()

@@ -264,7 +264,7 @@ Q, CACHE = torch.zeros(3, 2, 4, 576), torch.zeros(4, 16, 576)
 SLOTS, COUNTS = torch.zeros(3, 2, 9, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
 FLAT = {"query": Q.flatten(0, 1), "slots": SLOTS.flatten(0, 1), "seq_lens": None}
 REFUSED = [
-    ({"sparse_mla_top_k": 0}, "sparse_mla_top_k must be > 0: only the sparse mode .*flash_mla_with_kvcache"),
+    ({"sparse_mla_top_k": 0}, "sparse_mla_top_k must be > 0 .only the sparse mode .*flash_mla_with_kvcache"),
     ({"sparse_mla_top_k": 8}, "block_tables must be of shape .*K=8"),
     ({"query": Q[0]}, "query must be of shape .*needs cum_seq_lens_q"),
     ({"query": Q[..., :512]}, "query must be of shape .*D=576"),

@@ -10,7 +10,7 @@ from seeds import reseed, seed_of
 
 from tamis import Batch, Caches, LayerSpec, Limits, PagedCache, PagePool, Planner, Selection, Shard, SparseMLA
 from tamis.cache.layout import rows
-from tamis.layers import mla, mla_checks
+from tamis.layers import mla_checks
 from tamis.ops import IndexInputs, Partials, attention, combine_parts, translate_positions, write_kv
 from tamis.ops.attention import reference
 
@@ -305,10 +305,10 @@ def test_positions_looked_up_on_the_way_give_the_same_attention(monkeypatch: pyt
     q, positions = torch.randn(4, 4, 576), choose_positions([1, 3], [70, 9], 24)
     expected = SparseMLA(spec)(q, None, cache, plan, positions=positions)
     direct = SparseMLA(spec).attend_positions(q, cache, positions, plan.request_ids, plan.block_table)
-    monkeypatch.setattr(reference, "translates_freely", lambda q, selections, value_dim: True)
-    monkeypatch.setattr(mla, "translate_positions", None)
-    on_the_way = SparseMLA(spec)(q, None, cache, plan, positions=positions)
-    for found in (direct, on_the_way):
+    plain = reference.attend
+    monkeypatch.setattr(reference, "attend", lambda call: plain(call.translated()))
+    first = SparseMLA(spec)(q, None, cache, plan, positions=positions)
+    for found in (direct, first):
         assert torch.equal(found.out, expected.out)
         assert torch.equal(found.lse, expected.lse)
 
@@ -325,11 +325,11 @@ def test_shapes_that_passed_are_not_checked_again_on_a_device(monkeypatch: pytes
     }
     layer, checked = SparseMLA(spec), []
 
-    def check_selections(q, selections) -> None:
+    def check_query(q, selections, value_dim) -> None:
         checked.append(q.shape)
-        attention.check_selections(q, selections)
+        attention.check_query(q, selections, value_dim)
 
-    monkeypatch.setattr(mla_checks, "check_selections", check_selections)
+    monkeypatch.setattr(mla_checks, "check_query", check_query)
     for _ in range(2):
         layer.attend_positions(**given)
     assert len(checked) == 2, "on the host values are checked, every time"

@@ -249,7 +249,7 @@ def test_index_caches_prepared_otherwise_are_refused() -> None:
     layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
     for recipe in (IndexRecipe(8), IndexRecipe.of_v4(6, hadamard=True)):
         other = PagedCache.wrap(caches.index.storage, caches.index.layout, recipe=recipe)
-        with pytest.raises(ValueError, match=r"^caches.index.recipe must be IndexRecipe.*which this layer follows"):
+        with pytest.raises(ValueError, match=r"^caches.index.recipe must be IndexRecipe.*as entries are rotated"):
             layer(torch.randn(5, HIDDEN), replace(caches, index=other), plan)
     assert not caches.window.storage.any()
     unsaid = PagedCache.wrap(caches.index.storage, caches.index.layout)

@@ -33,7 +33,6 @@ from tamis.ops import (
     select_chosen,
     select_entries,
     select_gathered,
-    select_mixed,
     select_window,
     topk_positions,
     translate_positions,
@@ -99,7 +98,7 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "attend": ["out"],
         "attend_slots": [],
         "combine_parts": ["out"],
-        "compress_kv": ["state_storage", "storage"],
+        "compress_kv": ["state_storage", "cache_storage"],
         "gather_index": [],
         "gather_kv": ["out"],
         "index_scores": ["out"],
@@ -109,18 +108,17 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "read_kv": [],
         "norm_rows": [],
         "quantise_index_query": [],
-        "rotate_and_write": ["storage"],
+        "rotate_and_write": ["cache_storage"],
         "rotate_heads": [],
         "rotate_to_fp8": [],
         "select_chosen": ["slots", "lengths"],
         "select_entries": ["completed", "visible", "lengths", "every"],
         "select_gathered": ["slots", "lengths"],
-        "select_mixed": ["slots", "lengths"],
         "select_window": ["slots", "lengths"],
         "topk_positions": [],
         "translate_positions": [],
-        "write_index_keys": ["storage"],
-        "write_kv": ["storage"],
+        "write_index_keys": ["cache_storage"],
+        "write_kv": ["cache_storage"],
     }
     registered = {
         schema.name.removeprefix("tamis::"): schema
@@ -321,13 +319,6 @@ def test_select() -> None:
     sizes = {"ratio": 4, "window": 6, "entries": 3, "rows": 9, "columns": 8, "slots": wide, "lengths": each}
     for picked in (chosen, None):
         opcheck(lambda: select_gathered(positions, ids, ints([0, 4]), picked, **sizes), "select_gathered")  # noqa: B023
-    step = (ints([0, 1, 3]), ints([6, 10]), ids, table)
-    sizes = {"window_page": PAGE, "entry_page": 2, "window": 6, "ratio": 4, "slots": wide, "lengths": each}
-    inputs = (rows[:1], chosen[:1], None, chosen[1:])
-    mixed = {"topk": 8, "local": True, "real": torch.tensor([True]), **sizes}
-    opcheck(lambda: select_mixed(*inputs, *step, table, **mixed), "select_mixed")
-    inputs = (rows[:1], None, None, chosen[1:, :0])
-    opcheck(lambda: select_mixed(*inputs, *step, None, topk=0, **sizes), "select_mixed")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -354,7 +345,7 @@ def test_a_fixed_number_of_parts_is_kept_whatever_the_backend_makes(
     q = torch.randn(2, 3, 576)
     expected = attend(q, selection, scale=0.1, value_dim=512)
     usual = attend_reference.attend_slots
-    monkeypatch.setattr(attend_reference, "attend_slots", lambda *a, **options: usual(*a, **options | {"splits": 4}))
+    monkeypatch.setattr(attend_reference, "attend_slots", lambda call: usual(call._replace(splits=4)))
     found = attend_slots(q, selection, scale=0.1, value_dim=512, splits=splits)
     assert found.out.shape == (splits, 2, 3, 512)
     assert found.lse.shape == found.max_logits.shape == (splits, 2, 3)
@@ -418,13 +409,13 @@ def test_unknown_backends_are_refused_by_the_op_as_well() -> None:
 def test_kernels_get_a_sink_of_one_number_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """An expanded sink has one number in memory, and kernels would read those behind it."""
     seen = []
-    into = attend_reference.attend_into
+    plain = attend_reference.attend
 
-    def attend_into(*arguments, sink, **options):
-        seen.append(sink)
-        return into(*arguments, sink=sink, **options)
+    def attend_and_see(call):
+        seen.append(call.sink)
+        return plain(call)
 
-    monkeypatch.setattr(attend_reference, "attend_into", attend_into)
+    monkeypatch.setattr(attend_reference, "attend", attend_and_see)
     cache = PagedCache("v32-fp32", 2, 4)
     given = {"scale": 0.1, "value_dim": 512}
     rows = Selection(cache, torch.zeros(1, 3, dtype=torch.int32))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from attention_calls import attend_call
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -122,7 +123,9 @@ def attend(case: Case, seed: int = 0, device: str = "cuda") -> str:
     given = guards.given(q)
     stage = hopper if device == "cuda" else triton_kernels
     with guards.allocations(pytest.MonkeyPatch):
-        lse, _ = stage.attend_into(given, [selection], scale=0.05, splits=case.splits, sink=guards.given(sink), out=out)
+        lse, _ = stage.attend(
+            attend_call(given, [selection], scale=0.05, splits=case.splits, sink=guards.given(sink), out=out)
+        )
     guards.check()
     kernels = hopper.kernels_for(given, [selection], 512, case.splits) if device == "cuda" else triton_kernels
     ran = "triton" if kernels is triton_kernels else kernels.source(given, [selection], 132)

@@ -14,6 +14,7 @@ from tamis.cache.layout import compressor_state, rows
 from tamis.lab.testing.oracle import hadamard_matrix
 from tamis.model.rope import Rope
 from tamis.ops import StatePages, compress_kv
+from tamis.ops.compress.operations import CompressKv
 
 DIM, ROPE = 24, 8
 EXACT = rows(torch.float32, latent=DIM - ROPE, rope=ROPE)
@@ -33,8 +34,8 @@ class Compressor:
     scale: float = 1.0
     length: int = 1100
     hadamard: bool = False
-    stage: Callable[..., None] | None = None
-    """What runs instead of `compress_kv`, with the signature of the stage's modules."""
+    stage: Callable[[CompressKv], None] | None = None
+    """A backend's implementation to run instead of the public `compress_kv`."""
     device: torch.device | str = "cpu"
     given: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -89,7 +90,7 @@ class Compressor:
             tokens = (positions, pages.slots, pages.request_ids, pages.block_table, slots)
             inputs = (values, scores, *tokens, self.bias, self.norm, self.cos_sin)
             values, scores, *rest = (t.to(self.device) for t in inputs)
-            self.stage(values, scores, self.state, self.cache, *rest, 1e-6, self.hadamard)
+            self.stage(CompressKv(values, scores, self.state, self.cache, *rest, 1e-6, self.hadamard, "auto"))
             return
         compress_kv(
             values,

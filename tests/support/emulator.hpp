@@ -15,6 +15,7 @@
 
 #define __device__
 #define __global__
+#define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
@@ -206,11 +207,14 @@ inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 
 // What `instructions.cuh` has in assembly.
 
-constexpr u32 EVERY_LANE = 0xFFFFFFFFu;
+#define TAMIS_INSTRUCTIONS
+
+constexpr u32 FULL_MASK = 0xFFFFFFFFu;
+enum Operand { FP16, BF16 };
 
 inline uint4* shared_memory() { return emulator::current->block->memory; }
 
-inline u32 worked_out_here(u32 number) { return number; }
+inline u32 opaque(u32 number) { return number; }
 
 inline u32 cluster_rank() { return emulator::current->block->rank; }
 inline u32 cluster_size() { return emulator::blocks.size(); }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import on_host
 import torch
+from attention_calls import attend_call, combine_call
 from seeds import seeded
 from torch import Tensor
 
@@ -17,8 +18,8 @@ from tamis.cache.selection import Selection
 from tamis.ops import write_kv
 from tamis.ops.attention import reference
 from tamis.ops.attention.hopper import many_heads as many
-from tamis.ops.attention.hopper.items import Target
 from tamis.ops.attention.hopper.many_heads import SIGNATURE
+from tamis.ops.attention.hopper.splits import Outputs
 from tamis.ops.combine import reference as combine
 
 ENTRY = """
@@ -63,12 +64,12 @@ class Emulated:
         sink: Tensor | None = None,
         seed: int = 0,
         blocks: int | None = None,
-    ) -> tuple[Target, Target]:
+    ) -> tuple[Outputs, Outputs]:
         """The results of whole tokens, in the first rows, and of the others' parts; by so many blocks if they stay."""
         tokens, heads, _ = q.shape
         out, lse = torch.full((tokens, heads, 512), -7.0, dtype=torch.bfloat16), torch.full((tokens, heads), -7.0)
-        direct = Target(out, lse, lse.clone())
-        found = Target.empty(parts, tokens - whole, heads, device=q.device)
+        direct = Outputs(out, lse, lse.clone())
+        found = Outputs.empty(parts, tokens - whole, heads, device=q.device)
         values, _copies = many.launch_values(q, selections, scale, sink, direct, found)
         held = [ctypes.create_string_buffer(struct.pack(f"@{s}", v)) for s, v in zip(SIGNATURE, values, strict=True)]
         addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
@@ -93,14 +94,14 @@ def expected(
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = torch.zeros(*q.shape[:2], 512, dtype=torch.float64)
     factor = scale.double() if isinstance(scale, Tensor) else scale
-    lse, top = reference.attend_into(q.double(), selections, scale=factor, splits=1, sink=sink, out=out)
+    lse, top = reference.attend(attend_call(q.double(), selections, scale=factor, splits=1, sink=sink, out=out))
     return out, lse, top
 
 
 def merged(parts: Tensor, lses: Tensor, tops: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Parts, by the definition of the merge."""
     out = torch.zeros(parts.shape[1:])
-    return out, combine.combine_parts(parts, lses, sink, out), tops.amax(0)
+    return out, combine.combine_parts(combine_call(parts, lses, sink, out)), tops.amax(0)
 
 
 def close(

@@ -132,6 +132,8 @@ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1, const Widen& w
     }
 }
 
+inline char* shared_byte(u32 address) { return reinterpret_cast<char*>(shared_word(address & ~3u)) + (address & 3); }
+
 inline uint16_t matrix_element(const u32* rows, int matrix, int row, int column) {
     const u32 address = rows[8 * matrix + row];
     if (address % 16) fail("a matrix row that is not aligned");
@@ -140,7 +142,7 @@ inline uint16_t matrix_element(const u32* rows, int matrix, int row, int column)
     return element;
 }
 
-inline void load_matrices(u32 (&m)[4], u32 address, bool transposed) {
+inline void ldmatrix_x4(u32 (&m)[4], u32 address, bool transposed) {
     const u32* rows = exchange_all(address);
     const int lane = current->thread_index.x % 32, major = lane / 4, minor = 2 * (lane % 4);
     for (int i = 0; i < 4; ++i) {
@@ -183,30 +185,30 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
 
 // What `instructions.cuh` has in assembly.
 
-inline void barrier_init(u32 barrier, u32 count) {
+inline void mbarrier_init(u32 barrier, u32 count) {
     if (barrier % 8) emulator::fail("a barrier that is not aligned");
     emulator::copy_barriers[barrier] = {{}, count};
 }
 
-inline void publish_barriers() {}
+inline void fence_mbarrier_init() {}
 
-inline void barrier_arrive_expecting(u32 barrier, u32 bytes) {
+inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     emulator::maybe_pause();
     emulator::count_arrival(barrier, bytes);
 }
 
-inline void barrier_arrive(u32 barrier) { barrier_arrive_expecting(barrier, 0); }
+inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
 
-inline void barrier_wait(u32 barrier, u32 parity) {
+inline void mbarrier_wait(u32 barrier, u32 parity) {
     emulator::maybe_pause();
     emulator::CopyBarrier& one = emulator::copy_barrier(barrier);
     while (one.phase.generation % 2 == parity) emulator::wait(one.phase, one.phase.generation);
 }
 
-inline void fence_for_copies() {}
-inline void prefetch(const void*) {}
+inline void fence_async_proxy() {}
+inline void prefetch_l2(const void*) {}
 
-inline void copy_to_shared(u32 destination, const void* source, u32 bytes, u32 barrier) {
+inline void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
     if ((destination | reinterpret_cast<uintptr_t>(source) | bytes) % 16) emulator::fail("a copy that is not aligned");
     emulator::in_flight.push_back([=] {
         std::memcpy(shared_word(destination), source, bytes);
@@ -218,7 +220,7 @@ inline void copy_to_shared(u32 destination, const void* source, u32 bytes, u32 b
 }
 
 template <int BYTES>
-void copy_or_clear(u32 destination, const void* source, bool there) {
+void cp_async_zfill(u32 destination, const void* source, bool there) {
     if (destination % BYTES || (there && reinterpret_cast<uintptr_t>(source) % BYTES)) {
         emulator::fail("a copy that is not aligned");
     }
@@ -226,14 +228,14 @@ void copy_or_clear(u32 destination, const void* source, bool there) {
     emulator::later(destination, there ? source : nullptr, BYTES);
 }
 
-inline void copies_commit() {
+inline void cp_async_commit() {
     auto& own = emulator::own_copies[threadIdx.x];
     own.groups.push_back(std::move(own.open));
     own.open.clear();
 }
 
 template <int PENDING>
-void copies_wait() {
+void cp_async_wait() {
     emulator::maybe_pause();
     auto& own = emulator::own_copies[threadIdx.x];
     while (own.groups.size() > PENDING) {
@@ -243,7 +245,7 @@ void copies_wait() {
 }
 
 // The copies that have not happened yet do so on their way to the barrier.
-inline void copies_arrive(u32 barrier) {
+inline void cp_async_mbarrier_arrive(u32 barrier) {
     auto& own = emulator::own_copies[threadIdx.x];
     emulator::in_flight.push_back([barrier, copies = std::move(own.open)] {
         for (const auto& copy : copies) copy();
@@ -256,58 +258,84 @@ inline void copies_arrive(u32 barrier) {
 inline uint2 shared_load2(u32 address) { return {*shared_word(address), *shared_word(address + 4)}; }
 inline void shared_store(u32 address, u32 value) { *shared_word(address) = value; }
 
-inline void named_sync(u32 name, u32 threads) {
+inline void named_barrier_sync(u32 name, u32 threads) {
     emulator::Barrier& barrier = emulator::named_barriers[name];
     emulator::wait(barrier, emulator::arrive(barrier, threads));
 }
 
-inline void named_arrive(u32 name, u32 threads) {
+inline void named_barrier_arrive(u32 name, u32 threads) {
     emulator::arrive(emulator::named_barriers[name], threads);
     emulator::maybe_pause();
 }
 
 template <int REGISTERS>
-void give_registers() {}
+void warpgroup_reg_dealloc() {}
 
 template <int REGISTERS>
-void take_registers() {}
+void warpgroup_reg_alloc() {}
 
-inline void load_matrices(u32 (&m)[4], u32 address) { emulator::load_matrices(m, address, false); }
-inline void load_matrices_transposed(u32 (&m)[4], u32 address) { emulator::load_matrices(m, address, true); }
+inline void ldmatrix_x4(u32 (&m)[4], u32 address) { emulator::ldmatrix_x4(m, address, false); }
+inline void ldmatrix_x4_trans(u32 (&m)[4], u32 address) { emulator::ldmatrix_x4(m, address, true); }
 
-inline void multiply_half(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    emulator::multiply(sum, a, b0, b1, emulator::half_value);
+inline void stmatrix_x4(u32 address, const u32 (&fragment)[4]) {
+    if (address % 16) emulator::fail("a matrix row out of line");
+    const int lane = threadIdx.x % 32;
+    u32 rows[32];
+    std::memcpy(rows, emulator::exchange(address), sizeof rows);
+    for (int i = 0; i < 4; ++i) *shared_word(rows[8 * i + lane / 4] + lane % 4 * 4) = fragment[i];
 }
 
-inline void multiply_bf16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    emulator::multiply(sum, a, b0, b1, emulator::bf16_value);
+inline void stmatrix_x4_trans(u32 address, const u32 (&fragment)[4]) {
+    if (address % 16) emulator::fail("a matrix row out of line");
+    const int lane = threadIdx.x % 32;
+    u32 rows[32];
+    std::memcpy(rows, emulator::exchange(address), sizeof rows);
+    for (int i = 0; i < 4; ++i) {
+        for (int e = 0; e < 2; ++e) {
+            const auto half = static_cast<unsigned short>(fragment[i] >> 16 * e);
+            std::memcpy(emulator::shared_byte(rows[8 * i + lane % 4 * 2 + e] + lane / 4 * 2), &half, 2);
+        }
+    }
 }
 
-inline void e4m3_to_half(u32 codes, u32& first, u32& second) {
+inline u32 warp_uniform(u32 same) {
+    const u32* all = emulator::exchange(same);
+    for (int lane = 0; lane < 32; ++lane) {
+        if (all[lane] != same) emulator::fail("lanes that differ in what should be the same");
+    }
+    return same;
+}
+
+template <Operand TYPE>
+void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    emulator::multiply(d, a, b0, b1, TYPE == BF16 ? emulator::bf16_value : emulator::half_value);
+}
+
+inline void e4m3x4_to_fp16(u32 codes, u32& first, u32& second) {
     u32 half[4];
     for (int i = 0; i < 4; ++i) half[i] = emulator::e4m3_as_half(codes >> 8 * i & 0xFF);
     first = half[0] | half[1] << 16;
     second = half[2] | half[3] << 16;
 }
 
-inline u32 multiply_halves(u32 a, u32 b) {
+inline u32 mul_fp16x2(u32 a, u32 b) {
     const auto product = [](u32 x, u32 y) { return emulator::half_bits(emulator::half_value(x) * emulator::half_value(y)); };
     return product(a & 0xFFFF, b & 0xFFFF) | product(a >> 16, b >> 16) << 16;
 }
 
-inline u32 multiply_bfloats(u32 a, u32 b) {
+inline u32 mul_bf16x2(u32 a, u32 b) {
     const auto product = [](u32 x, u32 y) { return emulator::bf16_bits(emulator::bf16_value(x) * emulator::bf16_value(y)); };
     return product(a & 0xFFFF, b & 0xFFFF) | product(a >> 16, b >> 16) << 16;
 }
 
-inline u32 larger_halves(u32 a, u32 b) {
+inline u32 max_abs_fp16x2(u32 a, u32 b) {
     const auto larger = [](u32 x, u32 y) {
         return emulator::half_bits(std::fmax(std::fabs(emulator::half_value(x)), std::fabs(emulator::half_value(y))));
     };
     return larger(a & 0xFFFF, b & 0xFFFF) | larger(a >> 16, b >> 16) << 16;
 }
 
-inline u32 pack_half(float first, float second) {
+inline u32 pack_fp16(float first, float second) {
     return emulator::half_bits(first) | emulator::half_bits(second) << 16;
 }
 
@@ -315,7 +343,7 @@ inline u32 pack_bf16(float first, float second) {
     return emulator::bf16_bits(first) | emulator::bf16_bits(second) << 16;
 }
 
-inline float2 unpack_half(u32 packed) {
+inline float2 unpack_fp16(u32 packed) {
     return {emulator::half_value(packed & 0xFFFF), emulator::half_value(packed >> 16)};
 }
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STAGES = (
     *("rotate", "compress", "write", "gather", "select", "translate", "index", "attend", "combine"),
-    *("planner", "layer", "v4-layer"),
+    *("output", "planner", "layer", "v4-layer"),
 )
 """As in `tamis.lab.verify`, which is too heavy to import for a help text; a test compares the two."""
 

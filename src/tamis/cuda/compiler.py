@@ -37,15 +37,27 @@ class Program:
 
     @classmethod
     def packaged(cls, package: str, name: str, **defines: int) -> "Program":
-        """A `.cu` file that lies in a package, with preprocessor constants; headers lie beside it or this module."""
-        beside, ours = resources.files(package), resources.files(__package__)
-        source = beside.joinpath(name).read_text(encoding="utf-8")
-        found = {header: beside.joinpath(header) for header in re.findall(r'^#include "(.+)"', source, re.MULTILINE)}
-        headers = tuple(
-            (header, (path if path.is_file() else ours.joinpath(header)).read_text(encoding="utf-8"))
-            for header, path in found.items()
-        )
-        return cls(name, source, tuple(f"-D{constant}={value}" for constant, value in defines.items()), headers)
+        """A `.cu` file of a package, with preprocessor constants and every header that it includes.
+
+        Headers lie beside the source or beside this module.
+        """
+        folders = resources.files(package), resources.files(__package__)
+        source = folders[0].joinpath(name).read_text(encoding="utf-8")
+        headers: dict[str, str] = {}
+        pending = _included(source)
+        while pending:
+            header = pending.pop(0)
+            if header not in headers:
+                path = next(path for path in (folder.joinpath(header) for folder in folders) if path.is_file())
+                headers[header] = path.read_text(encoding="utf-8")
+                pending += _included(headers[header])
+        constants = tuple(f"-D{constant}={value}" for constant, value in defines.items())
+        return cls(name, source, constants, tuple(headers.items()))
+
+
+def _included(text: str) -> list[str]:
+    """Names of the headers that a source includes in quotes."""
+    return re.findall(r'^#include "(.+)"', text, re.MULTILINE)
 
 
 def options(program: Program, arch: str) -> list[str]:

@@ -10,12 +10,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
 from tamis.cuda.compiler import Program, architecture, compiled
+from tamis.cuda.params import params_format
 
 # Numbers of cuda.h.
 SHARED_PER_BLOCK_OPTIN = 97
@@ -138,10 +140,9 @@ def kernel(program: Program, function: str, device: int, folder: Path | None = N
 class _Buffers(threading.local):
     """What a launch hands to the driver. One set per thread: other threads run while the driver reads it."""
 
-    def __init__(self, size: int, offsets: list[int], config: dict[str, Any], attributes: list[_Attribute]) -> None:
-        self.values = ctypes.create_string_buffer(size)
-        address = ctypes.addressof(self.values)
-        self.pointers = (ctypes.c_void_p * len(offsets))(*(address + offset for offset in offsets))
+    def __init__(self, size: int, config: dict[str, Any], attributes: list[_Attribute]) -> None:
+        self.params = ctypes.create_string_buffer(size)
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
         self.attributes = (_Attribute * max(1, len(attributes)))(*attributes)
         self.config = _Config(**config, attributes=self.attributes, attribute_count=len(attributes))
         self.reference = ctypes.byref(self.config)
@@ -150,12 +151,12 @@ class _Buffers(threading.local):
 
 
 class Launch:
-    """A kernel with everything but its grid and its arguments: call it with these."""
+    """A kernel with everything but its grid and its parameters: call it with these."""
 
     def __init__(
         self,
         kernel: Kernel,
-        signature: str,
+        params: type[tuple[Any, ...]],
         *,
         threads: int,
         shared: int = 0,
@@ -165,22 +166,22 @@ class Launch:
         """Prepare launches of a kernel.
 
         Args:
-            kernel: what to launch.
-            signature: a letter of the module `struct` for each parameter: `P` a pointer, `i` an int, `q` a long long,
-                `f` a float.
-            threads: per block.
-            shared: bytes of dynamic shared memory per block.
-            cluster: blocks per cluster, along the grid's first axis.
-            overlap: start while the kernel before it in the stream still runs (programmatic dependent launch); the
-                kernel must wait by itself, with `griddepcontrol.wait`, before it reads what that one writes.
+            kernel: the kernel to launch; its one parameter is a struct.
+            params: the NamedTuple that describes the struct (see `tamis.cuda.params`).
+            threads: threads per CTA.
+            shared: bytes of dynamic shared memory per CTA.
+            cluster: CTAs per cluster, along the grid's first axis.
+            overlap: programmatic dependent launch (PDL): start while the kernel before it in the stream still runs;
+                the kernel must wait by itself, with `griddepcontrol.wait`, before it reads what that one writes.
         """
         if shared > kernel.shared_limit:
             raise ValueError(f"shared must be at most {kernel.shared_limit} on this device, got {shared}")
         self.kernel = kernel
         self._launch = kernel.driver.library.cuLaunchKernelEx
         self._get_current = kernel.driver.library.cuCtxGetCurrent
-        self._struct = struct.Struct(f"@{signature}")
-        offsets = [struct.calcsize(f"@{signature[: i + 1]}") - struct.calcsize(s) for i, s in enumerate(signature)]
+        letters, self._plain, self._nested = params_format(params)
+        packing = struct.Struct(f"@{letters}")
+        self._pack_into = packing.pack_into
         attributes = []
         if cluster > 1:
             attributes.append(_Attribute(LAUNCH_CLUSTER, (ctypes.c_uint32 * 16)(cluster, 1, 1)))
@@ -192,22 +193,39 @@ class Launch:
             if cluster > PORTABLE_CLUSTER:
                 kernel.set_attribute(FUNCTION_NON_PORTABLE_CLUSTER, 1)
         config = {"block": (ctypes.c_uint * 3)(threads, 1, 1), "shared": shared}
-        self._buffers = _Buffers(self._struct.size, offsets, config, attributes)
+        self._buffers = _Buffers(packing.size, config, attributes)
 
-    def __call__(self, grid: tuple[int, int, int], *values: Any) -> None:
-        """Launch on the current stream of the kernel's device; a pointer is a number, `tensor.data_ptr()`."""
+    def __call__(self, grid: tuple[int, int, int], params: tuple[Any, ...]) -> None:
+        """Launch on the current stream of the kernel's device."""
         buffers = self._buffers
-        self._struct.pack_into(buffers.values, 0, *values)
+        values = chain(params[: self._plain], *params[self._plain :]) if self._nested else params
+        self._pack_into(buffers.params, 0, *values)
         config = buffers.config
         config.grid[:] = grid
-        # The number behind torch.cuda.current_stream, as Triton asks for it too: no object is made for it.
+        # This is the number behind torch.cuda.current_stream, without making an object; Triton asks for it in this way.
         config.stream = torch._C._cuda_getCurrentRawStream(self.kernel.device)
         self._get_current(buffers.current_reference)
         if buffers.current.value == self.kernel.context.value:
             status = self._launch(buffers.reference, self.kernel.function, buffers.pointers, None)
         else:
-            # A thread that has not used this device yet, or that uses another one.
+            # This thread has not used the device yet, or uses another one.
             with self.kernel.driver.within(self.kernel.context):
                 status = self._launch(buffers.reference, self.kernel.function, buffers.pointers, None)
         if status:
             raise self.kernel.driver.error("cuLaunchKernelEx", status)
+
+
+class ListLaunch(Launch):
+    """A launch of a kernel that still takes a list of parameters; to be deleted with the last such kernel."""
+
+    def __init__(self, kernel: Kernel, letters: str, **options: Any) -> None:
+        """As `Launch`, with a letter of the module `struct` for each parameter."""
+        fields: list[tuple[str, Any]] = [(f"p{i}", Annotated[float, letter]) for i, letter in enumerate(letters)]
+        super().__init__(kernel, NamedTuple("Parameters", fields), **options)  # type: ignore[arg-type]
+        self._offsets = [struct.calcsize(f"@{letters[: i + 1]}") - struct.calcsize(s) for i, s in enumerate(letters)]
+
+    def __call__(self, grid: tuple[int, int, int], *values: Any) -> None:
+        """As `Launch`, with the parameters one by one."""
+        start = ctypes.addressof(self._buffers.params)
+        self._buffers.pointers = (ctypes.c_void_p * len(self._offsets))(*(start + offset for offset in self._offsets))
+        super().__call__(grid, values)

@@ -1,1 +1,2 @@
-"""Drop-in modules with other libraries' names, shapes and conventions, and plugins for serving engines."""
+"""tamis under other interfaces: drop-in modules for FlashMLA, FlashInfer and DeepGEMM, and adapters for Hugging Face
+transformers and vLLM."""

@@ -1,6 +1,7 @@
-"""Checks that the drop-in modules share: the core's rules, told under the names of the imitated function's arguments.
+"""Checks that the drop-in modules share.
 
-The core would refuse the same input, but it would speak of selections and slots, which its callers have never seen.
+The operations would refuse the same inputs, but their errors would speak of selections and slots. These checks name the
+arguments of the imitated function instead.
 """
 
 import torch
@@ -12,11 +13,11 @@ from tamis.cache.paged import PagedCache
 from tamis.ops.attention import MAX_HEADS
 
 ONE_BYTE = (torch.uint8, torch.int8, torch.float8_e4m3fn)
-"""How engines declare packed or FP8 storage; only the bytes matter."""
+"""The dtypes under which engines hold packed or FP8 rows. Only the bytes matter."""
 
 
 def wrap_pages(name: str, pages: Tensor, layout: Layout) -> PagedCache:
-    """`PagedCache.wrap` for [pages, page_size, C], whose refusals name the caller's argument."""
+    """`PagedCache.wrap` of [pages, page_size, C]; errors name the caller's argument."""
     checks.no_gradient(**{name: pages})
     try:
         return PagedCache.wrap(pages, layout)
@@ -25,7 +26,7 @@ def wrap_pages(name: str, pages: Tensor, layout: Layout) -> PagedCache:
 
 
 def head_count(name: str, heads: int) -> None:
-    """Check how many query heads there are."""
+    """Check the number of query heads."""
     if not 1 <= heads <= MAX_HEADS:
         raise checks.refuse(name, f"of 1 to {MAX_HEADS} heads", heads, "split the heads over several calls")
 
@@ -41,6 +42,6 @@ def sink(name: str, value: Tensor | None, heads: int, device: torch.device) -> N
 
 
 def lengths(name: str, value: Tensor, count: int, columns: int, device: torch.device) -> None:
-    """Check how many of `columns` leading columns count, for `count` rows."""
+    """Check the lengths of `count` rows: each says how many of the row's `columns` leading columns count."""
     checks.tensor(name, value, "n", (torch.int32,), device=device, n=count)
     checks.values_between(name, value, 0, columns, f"it counts leading columns, of which there are {columns}")

@@ -1,4 +1,4 @@
-"""What the FlashInfer drop-ins share: how queries are arranged, factors of the matrix products, outputs."""
+"""What the two FlashInfer drop-ins share: the arrangement of queries, the factors of the matrix products, outputs."""
 
 import math
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import output_dtype
 from tamis.cache.paged import PagedCache
 from tamis.integrations import _arguments
 
@@ -16,33 +17,33 @@ QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """How the query tokens are arranged."""
+    """The arrangement of the query tokens."""
 
     lead: tuple[int, ...]
-    """(B, q), or (T,) when flattened."""
+    """The leading sizes of the query: (B, q), or (T,) if it is flattened."""
     heads: int
     requests: int
     request: Tensor
-    """int64 [tokens]: whose each token is."""
+    """int64 [tokens], the request of each token."""
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """The number of query tokens."""
         return math.prod(self.lead)
 
     @property
     def axes(self) -> str:
-        """Their axes, by letter."""
+        """The names of the leading axes, as `checks.tensor` takes them."""
         return "B q" if len(self.lead) == 2 else "T"
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis."""
+        """The size of each leading axis by name."""
         return dict(zip(self.axes.split(), self.lead, strict=True))
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of the query."""
         return self.request.device
 
 
@@ -63,7 +64,7 @@ def arrange(query: Tensor, width: int, starts: Tensor | None, longest: int | Non
 
 
 def _token_requests(starts: Tensor, longest: int | None, tokens: int, device: torch.device) -> tuple[int, Tensor]:
-    """How many requests a flattened query has, and which one each token belongs to."""
+    """The number of requests of a flattened query, and the request of each token."""
     length = checks.tensor("cum_seq_lens_q", starts, "B+1", (torch.int32,), device=device)["B+1"]
     remedy = f"begin with 0, never fall, end with the {tokens} query tokens"
     if length < 2:
@@ -81,7 +82,7 @@ def _token_requests(starts: Tensor, longest: int | None, tokens: int, device: to
 
 
 def factors(bmm1: float | Tensor, bmm2: float | Tensor, cache: PagedCache) -> tuple[float | Tensor, float | Tensor]:
-    """Check the factors before and after the softmax, for a cache whose own scale is 1."""
+    """Check the factors before and after the softmax. The cache's own scale is 1: it is part of both factors."""
     for name, value in (("bmm1_scale", bmm1), ("bmm2_scale", bmm2)):
         checks.scale_factor(name, value)
         if isinstance(value, Tensor) and value.device != cache.device:
@@ -93,12 +94,12 @@ def factors(bmm1: float | Tensor, bmm2: float | Tensor, cache: PagedCache) -> tu
 
 
 def _no_axes(factor: float | Tensor) -> float | Tensor:
-    """One element under any number of axes multiplies like a number."""
+    """A tensor of one element without its axes, so that it multiplies like a number."""
     return factor.reshape(()) if isinstance(factor, Tensor) else factor
 
 
 def one_sink(sinks: Tensor | Sequence[Tensor] | None) -> Tensor | None:
-    """FlashInfer's annotation says a list, its kernels take a tensor: both are fine."""
+    """The sinks as one tensor. FlashInfer annotates a list and passes a tensor to its kernels; both are accepted."""
     if sinks is None or isinstance(sinks, Tensor):
         return sinks
     if isinstance(sinks, list | tuple) and len(sinks) == 1:
@@ -107,10 +108,10 @@ def one_sink(sinks: Tensor | Sequence[Tensor] | None) -> Tensor | None:
 
 
 def output(out: Tensor | None, query: Tensor, queries: Queries, value_dim: int, *inputs: Tensor | None) -> Tensor:
-    """Check the output, which must share no memory with query and inputs, or make one: of the query's dtype, bf16 for
-    e4m3."""
+    """The checked output, or a new one in the query's dtype (bf16 for e4m3). It must share no memory with the query and
+    the inputs."""
     if out is None:
-        dtype = torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
+        dtype = output_dtype(query.dtype)
         return torch.empty(*queries.lead, queries.heads, value_dim, dtype=dtype, device=query.device)
     shape = (*queries.lead, queries.heads, value_dim)
     if not isinstance(out, Tensor) or out.dtype not in checks.FLOATS:

@@ -1,8 +1,8 @@
 """Drop-in for DeepGEMM's indexer functions: the same names, arguments and shapes, on any device.
 
-What DeepGEMM computes is computed here with the same results; beyond it, any number of heads, any page size and any
-number of query tokens work, block tables may have absent (negative) pages, and logits outside of a row's bounds are
-always -inf, where DeepGEMM leaves garbage unless it is asked to clean.
+The results are DeepGEMM's. Beyond DeepGEMM, any number of heads, any page size and any number of query tokens work, and
+block tables may have absent (negative) pages. Logits outside of a row's bounds are always -inf; DeepGEMM leaves them
+undefined unless `clean_logits` is set.
 """
 
 import torch
@@ -16,8 +16,8 @@ from tamis.ops.index import QUERY_DTYPES
 
 __all__ = ["fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"]
 
-KEYS_PER_PIECE = 256
-"""In how many keys DeepGEMM's schedule counts."""
+KEYS_PER_SPLIT = 256
+"""The unit of DeepGEMM's schedule."""
 
 
 def fp8_mqa_logits(
@@ -37,8 +37,8 @@ def fp8_mqa_logits(
         weights: float32 [M, H].
         cu_seq_len_k_start: int32 [M], the first key of each row.
         cu_seq_len_k_end: int32 [M], one past its last.
-        clean_logits: without effect.
-        max_seqlen_k: if above 0, the result is [M, max_seqlen_k] and its columns count from each row's first key.
+        clean_logits: no effect.
+        max_seqlen_k: if above 0, the result is [M, max_seqlen_k], and its columns count from each row's first key.
     """
     if not isinstance(kv, tuple | list) or len(kv) != 2:
         raise checks.refuse_type("kv", "a pair (keys, scales)", checks.describe(kv), "pass both tensors")
@@ -46,7 +46,7 @@ def fp8_mqa_logits(
     logits = ragged_scores(q, weights, kv[0], kv[1], cu_seq_len_k_start, cu_seq_len_k_end)
     if max_seqlen_k == 0:
         return logits
-    # One more column, for what lies outside of the keys.
+    # The last column of `padded` is -inf, and stands for all columns past the keys.
     outside = logits.shape[1]
     padded = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
     column = cu_seq_len_k_start.long().unsqueeze(1) + torch.arange(max_seqlen_k, dtype=torch.int64, device=q.device)
@@ -56,21 +56,21 @@ def fp8_mqa_logits(
 def get_paged_mqa_logits_metadata(
     context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
 ) -> Tensor:
-    """A schedule int32 [num_sms + 1, 2]: where each of `num_sms` equal parts of the work begins, as (request, piece).
+    """A schedule int32 [num_sms + 1, 2]: where the work of each SM begins, as (request, split of 256 keys).
 
-    `fp8_paged_mqa_logits` accepts it and does not need it. A piece is 256 keys; a request's length is the largest of
-    its tokens'. Nothing is read on the host.
+    `fp8_paged_mqa_logits` accepts the schedule and does not need it. The length of a request is that of its longest
+    token. Nothing is read on the host.
 
     Args:
         context_lens: int32 [B] or [B, n].
-        block_kv: without effect, like `indices`.
-        num_sms: into how many parts the work is cut.
-        indices: without effect.
+        block_kv: no effect, like `indices`.
+        num_sms: the number of SMs among which the work is divided.
+        indices: no effect.
     """
     checks.integer("block_kv", block_kv, low=1)
     checks.integer("num_sms", num_sms, low=1)
     lengths = _two_axes(context_lens).amax(1) if context_lens.numel() else context_lens.reshape(-1)
-    ends = (lengths.clamp_min(0).long() + KEYS_PER_PIECE - 1).div(KEYS_PER_PIECE, rounding_mode="floor").cumsum(0)
+    ends = (lengths.clamp_min(0).long() + KEYS_PER_SPLIT - 1).div(KEYS_PER_SPLIT, rounding_mode="floor").cumsum(0)
     total = ends[-1:] if len(ends) else ends.new_zeros(1, dtype=ends.dtype)
     part = torch.arange(num_sms + 1, dtype=torch.int64, device=context_lens.device)
     first = part * (total // num_sms) + torch.minimum(part, total % num_sms)
@@ -99,10 +99,10 @@ def fp8_paged_mqa_logits(
         context_lens: int32 [B, n], how many keys each token sees; or [B], how many the last one sees, with each one
             before it one less.
         block_table: int32 [B, pages per request].
-        schedule_meta: without effect, like `clean_logits` and `indices`, which only help DeepGEMM to schedule.
+        schedule_meta: no effect, like `clean_logits` and `indices`.
         max_context_len: columns of the result.
-        clean_logits: without effect.
-        indices: without effect.
+        clean_logits: no effect.
+        indices: no effect.
     """
     sizes = checks.tensor("q", q, "B n H D", QUERY_DTYPES)
     requests, tokens, dim = sizes["B"], sizes["n"], sizes["D"]
@@ -115,7 +115,7 @@ def fp8_paged_mqa_logits(
     lengths = _lengths_per_token(context_lens, requests, tokens, q.device)
     room = min(max_context_len, block_table.shape[1] * kv_cache.shape[1])
     if checks.visible(lengths):
-        remedy = "the block table, or max_context_len, has no room for more"
+        remedy = "the block table and max_context_len have room for no more"
         checks.values_between("context_lens", lengths.clamp_min(0), 0, room, remedy)
     cache = _arguments.wrap_pages("kv_cache", kv_cache.squeeze(2), index_fp8(dim=dim))
     ids = torch.arange(requests, dtype=torch.int32, device=q.device).repeat_interleave(tokens)

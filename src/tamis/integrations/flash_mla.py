@@ -4,12 +4,12 @@
     import tamis.integrations.flash_mla
     sys.modules["flash_mla"] = tamis.integrations.flash_mla
 
-is enough to move code over that does `import flash_mla`. What FlashMLA computes is computed here with the same
-results; beyond it, any head count from 1 to 128, any top-k, any page size, unquantised caches in sparse mode, lengths
-and a second cache for every format, and dense attention over FP8 pages work too.
+is enough for code that does `import flash_mla`. The results are FlashMLA's. Beyond FlashMLA, any head count from 1 to
+128, any top-k, any page size, unquantised caches in sparse mode, lengths and a second cache for every format, and dense
+attention over FP8 pages work too.
 
-Conventions that differ from the rest of tamis: the lse is [b, h, s_q] in decode, and a row with nothing valid has an
-lse of +inf (tamis: -inf, the identity of a merge).
+Two conventions differ from the rest of tamis: the lse is [b, h, s_q] in decode, and a row with nothing valid has an lse
+of +inf (in tamis -inf, the neutral element of a merge).
 """
 
 from dataclasses import dataclass
@@ -38,21 +38,21 @@ __all__ = [
 
 @dataclass
 class FlashMLASchedMeta:
-    """What `get_mla_metadata` hands to `flash_mla_with_kvcache`. Unlike FlashMLA's it never changes once made."""
+    """What `get_mla_metadata` returns for `flash_mla_with_kvcache`. Unlike FlashMLA's, no call changes it."""
 
     tile_scheduler_metadata: Tensor | None = None
     """int32 [parts, 8]; see `flash_mla_schedule.SplitSchedule.parts`."""
     num_splits: Tensor | None = None
-    """int32 [b + 1], the running sum of how many pieces each request is cut into."""
+    """int32 [b + 1], the running sum of the number of splits of each request."""
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, Tensor | None]:
-    """The schedule of a decode step, as (holder, num_splits). The attention call accepts it and does not need it.
+    """The schedule of a decode step, as (holder, num_splits). `flash_mla_with_kvcache` accepts it without needing it.
 
     Without arguments (today's FlashMLA): an empty holder and None. With the classic arguments `cache_seqlens` int32
     [b], `num_q_tokens_per_head_k` = s_q * h_q, `num_heads_k` = 1, and optionally `num_heads_q`, `is_fp8_kvcache` and
-    `topk`: a filled holder and its `num_splits`. Without `topk` the lengths are read on the host, which waits for a
-    device tensor.
+    `topk`: a filled holder and its `num_splits`. Without `topk` the lengths are read on the host, which synchronises
+    with the device.
     """
     if not args and not kwargs:
         return FlashMLASchedMeta(), None
@@ -61,7 +61,7 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, Tens
     except TypeError as error:
         known = ", ".join(signature(_spread_step).parameters)
         raise TypeError(
-            f"get_mla_metadata takes no arguments or ({known}): {error}; leave all of them out if in doubt"
+            f"get_mla_metadata takes no arguments or ({known}): {error}; calling it without arguments is always right"
         ) from error
     holder = _spread_step(*given.args, **given.kwargs)
     return holder, holder.num_splits
@@ -98,13 +98,14 @@ def flash_mla_with_kvcache(
         num_splits: likewise.
         softmax_scale: d**-0.5 if not given.
         causal: dense mode: the last query token sees the whole request, each earlier one a row less. Must be False
-            with `indices`, which already say what each token sees.
-        is_fp8_kvcache: packed FP8 rows, in both caches.
-        indices: int32 [b, s_q, topk], page * BS + row; negative or past the cache: skipped. Duplicates count twice.
+            with `indices`, which already determine what each token sees.
+        is_fp8_kvcache: whether both caches hold packed FP8 rows.
+        indices: int32 [b, s_q, topk], page * BS + row. Negative ones and ones past the cache are skipped; duplicates
+            count twice.
         attn_sink: float32 [h]; scales the output by 1 / (1 + exp(sink - lse)) and leaves the lse alone.
         extra_k_cache: a second cache of any page size, joined in the same softmax.
         extra_indices_in_kvcache: int32 [b, s_q, extra_topk] into the second cache; given exactly if it is.
-        topk_length: int32 [b], how many leading columns of `indices` count; what lies beyond is never read.
+        topk_length: int32 [b], how many leading columns of `indices` count; the others are never read.
         extra_topk_length: int32 [b], likewise for the second cache.
 
     Returns:
@@ -147,12 +148,12 @@ def flash_mla_sparse_fwd(
 
     Args:
         q: [s_q, h, d] in bf16, fp16 or fp32, h from 1 to 128.
-        kv: [s_kv, 1, d] in bf16, fp16 or fp32; rows may lie apart.
-        indices: int32 [s_q, 1, topk]; negative or >= s_kv: skipped. Duplicates count twice.
+        kv: [s_kv, 1, d] in bf16, fp16 or fp32, with any row stride.
+        indices: int32 [s_q, 1, topk]; negative ones and ones >= s_kv are skipped, duplicates count twice.
         sm_scale: softmax scale.
         d_v: how many leading columns of a row are its value.
         attn_sink: float32 [h]; scales the output only.
-        topk_length: int32 [s_q], how many leading columns of `indices` count; what lies beyond is never read.
+        topk_length: int32 [s_q], how many leading columns of `indices` count; the others are never read.
 
     Returns:
         out [s_q, h, d_v] in q's dtype, max_logits and lse float32 [s_q, h], both after scaling and in natural-log
@@ -165,7 +166,7 @@ def flash_mla_sparse_fwd(
 def flash_mla_sparse_prefill(
     q: Tensor, kv_rows: Tensor, indices: Tensor, softmax_scale: float, d_v: int = 512
 ) -> Tensor:
-    """`flash_mla_sparse_fwd` as some vendors' builds name it: the output alone, no padding of heads needed.
+    """`flash_mla_sparse_fwd` under the name that some vendors' builds use. It returns the output alone.
 
     The axis of size 1 may be left out: `kv_rows` is [s_kv, d] or [s_kv, 1, d], `indices` [s_q, topk] or [s_q, 1, topk].
     """
@@ -176,19 +177,19 @@ def flash_mla_sparse_prefill(
 
 
 class _Tokens(NamedTuple):
-    """How the query tokens of a decode step are arranged."""
+    """The arrangement of a decode step's query tokens."""
 
     requests: int
     per_request: int
 
     def repeat(self, values: Tensor) -> Tensor:
-        """One row per query token from one row per request."""
+        """Repeat each request's row for its query tokens."""
         shape = (self.requests, self.per_request, *values.shape[1:])
         return values.unsqueeze(1).expand(shape).flatten(0, 1)
 
 
 class _RowNames(NamedTuple):
-    """What the two prefill functions call the same argument."""
+    """The names of the same arguments in the two prefill functions, for errors."""
 
     kv: str
     scale: str
@@ -207,7 +208,7 @@ def _spread_step(
     query_rows = checks.integer("num_q_tokens_per_head_k", num_q_tokens_per_head_k, low=1)
     checks.integer("num_heads_k", num_heads_k, low=1, high=1)
     _check_flags(is_fp8_kvcache=is_fp8_kvcache)
-    # Without a head count all query rows count as heads of one token: the sum of work is the same.
+    # Without a head count, all query rows count as heads of one token, which is the same amount of work.
     heads = query_rows if num_heads_q is None else checks.integer("num_heads_q", num_heads_q, low=1)
     if query_rows % heads:
         raise checks.refuse(
@@ -242,7 +243,7 @@ def _check_schedule(metadata: object, num_splits: object) -> None:
 
 
 def _row_layout(dtype: torch.dtype, width: int) -> Layout:
-    """Unquantised rows; where the rope part begins is known for the widths of the two model families."""
+    """The layout of unquantised rows. The rope part is known for the row widths of the two model families."""
     latent = {576: 512, 512: 448}.get(width, width)
     return rows(dtype, latent=latent, rope=width - latent)
 
@@ -301,7 +302,7 @@ def _only_sparse(*values: Tensor | None) -> None:
 def _whole_requests(
     cache: PagedCache, block_table: Tensor | None, cache_seqlens: Tensor | None, tokens: _Tokens, causal: bool
 ) -> Selection:
-    """Dense attention as a selection: all rows of each request, in order, of which a length counts."""
+    """Dense attention as a selection: all rows of each request, in order, with the request's length."""
     count, device, ints = tokens.requests, cache.device, (torch.int32,)
     for name, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
         if value is None:
@@ -316,7 +317,8 @@ def _whole_requests(
         used = torch.arange(pages, dtype=torch.int64, device="cpu") * cache.page_size < cache_seqlens.unsqueeze(1)
         remedy = "every page within cache_seqlens must be one of k_cache"
         checks.values_between("block_table", block_table[used], 0, cache.pages - 1, remedy)
-        # Known on the host, so that short requests under a wide table stay cheap; on a device it would be a wait.
+        # On the host the longest request is known, so that a wide block table costs nothing. On a device, reading it
+        # would synchronise.
         columns = int(cache_seqlens.max()) if count else 0
     known = (block_table >= 0) & (block_table < cache.pages)
     positions = torch.arange(columns, dtype=torch.int32, device=device).expand(count, columns)
@@ -347,7 +349,7 @@ def _attend_rows(
     _arguments.sink("attn_sink", attn_sink, sizes["h"], q.device)
     if topk_length is not None:
         _arguments.lengths("topk_length", topk_length, sizes["s_q"], columns, q.device)
-    # Pages of one row: the page stride is then the row stride, so rows may lie apart.
+    # Each row is a page, so that the page stride is the row stride and may be anything.
     cache = _arguments.wrap_pages(names.kv, kv, _row_layout(kv.dtype, sizes["d"]))
     selection = Selection(cache, indices.squeeze(1), topk_length)
     out, lse, max_logits = attend(q, selection, scale=scale, value_dim=d_v, sink=attn_sink)
@@ -356,5 +358,5 @@ def _attend_rows(
 
 
 def _empty_is_plus_inf(lse: Tensor) -> Tensor:
-    """FlashMLA's convention for a row with nothing valid."""
+    """FlashMLA's lse of a row with nothing valid."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)

@@ -1,12 +1,12 @@
 """Drop-in for FlashInfer's sparse MLA decode on any device: `trtllm_batch_decode_with_kv_cache_mla` for V3.2, and
 `trtllm_batch_decode_sparse_mla_dsv4` for V4 (in `flashinfer_v4`).
 
-Of the first, only the sparse mode is here (`sparse_mla_top_k` > 0): `block_tables` hold physical *slots*, not pages,
-and `seq_lens` count how many leading columns are valid. Beyond FlashInfer: any head count from 1 to 128, any top-k,
-any page size, any nope width, a query whose dtype differs from the cache's, pages that lie apart.
+The first has only FlashInfer's sparse mode (`sparse_mla_top_k` > 0): `block_tables` hold physical *slots*, not pages,
+and `seq_lens` count how many leading columns are valid. Beyond FlashInfer, it takes any head count from 1 to 128, any
+top-k, any page size, any nope width, a query whose dtype differs from the cache's, and pages with any stride.
 
-Conventions that differ from the rest of tamis: the lse is base 2, and the FP8 scales come folded into the two factors
-of the matrix products instead of as a property of the cache.
+Two conventions differ from the rest of tamis: the lse is in base 2, and FP8 scales are folded into the two factors of
+the matrix products instead of being a property of the cache.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ _WITHOUT_EFFECT = (
     "cute_dsl_impl",
     "kv_scale_format",
 )
-"""How FlashInfer runs, not what it computes. (Tile scales of packed rows are always read exactly.)"""
+"""Options that change how FlashInfer runs and not what it computes. (Scales of packed rows are always read exactly.)"""
 
 _ONLY = {
     "skip_softmax_threshold_scale_factor": None,
@@ -44,7 +44,7 @@ _ONLY = {
     "cp_rank": 0,
     "causal_seqlens_kv_global": None,
 }
-"""Options that would change the result, with the one value that is supported."""
+"""Options that would change the result, with the only supported value."""
 
 
 def trtllm_batch_decode_with_kv_cache_mla(
@@ -80,7 +80,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         workspace_buffer: accepted and not used, like `qk_nope_head_dim` and `max_seq_len`.
         kv_lora_rank: latent width, which is also the output's. `qk_rope_head_dim` is the rope width.
         block_tables: int32 [B, q, K] or flattened [T, K]: slots, page * BS + row; negative or past the cache: skipped.
-        seq_lens: int32 [B], how many leading columns count; also one per query token, or None for all.
+        seq_lens: int32 [B], or one per query token: how many leading columns count. None if all do.
         sparse_mla_top_k: K.
         out: to write into; otherwise new, [B, q, H, L] or [T, H, L], of the query's dtype (bf16 for e4m3).
         bmm1_scale: softmax scale * query scale * cache scale, as a float or one float32 element.
@@ -88,9 +88,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sinks: float32 [H]; scales the output, never the lse.
         lse: float32 [B * q, H] or [B, q, H] to write into; base 2, -inf where nothing is selected.
         cum_seq_lens_q: int32 [B + 1], where each request begins in the flattened query; `max_q_len` is only checked.
-        sparse_mla_top_k_lens: int32 [B * q] or [T], counts per query token; goes before `seq_lens`.
-        options: FlashInfer's other arguments: without effect if they only steer its kernels, refused if they would
-            change the result.
+        sparse_mla_top_k_lens: int32 [B * q] or [T], counts per query token, used instead of `seq_lens`.
+        options: FlashInfer's other arguments. They have no effect if they only tune its kernels, and are refused if
+            they would change the result.
     """
     _check_options(options)
     for name, value in (("qk_nope_head_dim", qk_nope_head_dim), ("max_seq_len", max_seq_len)):
@@ -108,7 +108,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     read = (cache.storage, sink, slots, counts)
     out = output(out, query, queries, kv_lora_rank, *read)
     lse = _lse_buffer(lse, queries, out, query, *read)
-    # In float32 until bmm2_scale is in, so that the result is rounded once.
+    # Multiplied with bmm2_scale in float32, so that the result is rounded once.
     exact = torch.empty(queries.tokens, *out.shape[-2:], dtype=torch.float32, device=query.device)
     attended = attend(
         query.reshape(queries.tokens, *query.shape[-2:]),
@@ -140,7 +140,7 @@ def _check_options(options: dict[str, Any]) -> None:
 def _check_mode(top_k: int) -> None:
     if checks.integer("sparse_mla_top_k", top_k, low=0) == 0:
         remedy = "for dense attention over block tables use tamis.integrations.flash_mla.flash_mla_with_kvcache"
-        raise checks.refuse("sparse_mla_top_k", "> 0: only the sparse mode is offered here", top_k, remedy)
+        raise checks.refuse("sparse_mla_top_k", "> 0 (only the sparse mode is supported)", top_k, remedy)
 
 
 def _wrap(storage: Tensor, latent: int, rope: int, device: torch.device) -> PagedCache:
@@ -182,7 +182,7 @@ def _slots(block_tables: Tensor, columns: int, queries: Queries) -> Tensor:
 
 
 def _counts(seq_lens: Tensor | None, per_token: Tensor | None, queries: Queries, columns: int) -> Tensor | None:
-    """Valid columns per query token; counts per token go before those per request."""
+    """The number of valid columns per query token. Counts per token are preferred to counts per request."""
     tokens, device = queries.tokens, queries.device
     if per_token is not None:
         _arguments.lengths("sparse_mla_top_k_lens", per_token, tokens, columns, device)

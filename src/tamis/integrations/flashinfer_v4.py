@@ -1,12 +1,12 @@
 """Drop-in for FlashInfer's `trtllm_batch_decode_sparse_mla_dsv4`: DeepSeek-V4 attention over a window and a compressed
-pool. It serves decode and prefill tokens alike, in one call or in two.
+pool. It serves decode and prefill tokens, in one call or in two.
 
-FlashInfer has two forms, and tells them apart by the GPU. Here the arguments do:
+FlashInfer has two forms and chooses between them by the GPU. Here the arguments choose:
 
 - *combined* (`sparse_topk_lens`): the first 128 columns of `sparse_indices` are slots of the window pool, the others of
-  the compressed pool. Lengths count all 128, filled or not; how many are, `seq_lens` says.
-- *apart* (`swa_topk_lens`): `sparse_indices` name window slots only, `extra_sparse_indices` compressed ones, each with
-  true lengths.
+  the compressed pool. A length counts all 128 window columns, even those that `seq_lens` shows to be empty.
+- *separate* (`swa_topk_lens`): `sparse_indices` holds window slots only, `extra_sparse_indices` compressed ones, each
+  with true lengths.
 
 Both become two `Selection`s. Rows may be plain (512 numbers) or packed (584 bytes) in both forms.
 """
@@ -53,12 +53,12 @@ def trtllm_batch_decode_sparse_mla_dsv4(
 
     Args:
         query: [B, q, H, 512] in bf16, fp16, fp32 or e4m3, with any H from 1 to 128; with `cum_seq_lens_q` flattened to
-            [T, H, 512]. In the form with lists apart, [T, H, 512] alone is one token per row.
+            [T, H, 512]. In the separate form [T, H, 512] needs no `cum_seq_lens_q`.
         swa_kv_cache: window pool [pages, page, C], or with an axis of size 1 where `kv_layout` has the head; C is 512
             (bf16, fp16, fp32, e4m3) or 584 (packed).
         workspace_buffer: accepted and not used, like `enable_pdl`.
         sparse_indices: int32 [T, K] (or [B, q, K]) slots, page * page size + row; negative or past the pool: skipped.
-        compressed_kv_cache: likewise with its own page size; may be None in the form with lists apart.
+        compressed_kv_cache: compressed pool, likewise, with its own page size; may be None in the separate form.
         sparse_topk_lens: int32 [T], window columns included.
         seq_lens: int32 [B], tokens of each request up to its last query token; token i of q sees
             min(seq_len - q + i + 1, window_columns) window columns.
@@ -68,16 +68,15 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         sinks: float32 [H]; scales the output.
         kv_layout: "HND" or "NHD"; only says where the axis of size 1 is.
         cum_seq_lens_q: int32 [B + 1], where each request begins in the flattened query, from 0.
-        max_q_len: only checked.
+        max_q_len: checked and otherwise not used.
         enable_pdl: without effect.
-        swa_topk_lens: int32 [T], chooses the form with lists apart.
+        swa_topk_lens: int32 [T], how many window columns count; if given, the form is the separate one.
         extra_sparse_indices: int32 [T, K2] slots of the compressed pool.
         extra_sparse_topk_lens: int32 [T].
-        window_columns: columns of the combined form that belong to the window; FlashInfer knows only 128.
+        window_columns: how many columns of the combined form belong to the window; always 128 in FlashInfer.
     """
     checks.option("kv_layout", kv_layout, ("HND", "NHD"))
-    apart = swa_topk_lens is not None
-    single = apart and cum_seq_lens_q is None and isinstance(query, Tensor) and query.dim() == 3
+    single = swa_topk_lens is not None and cum_seq_lens_q is None and isinstance(query, Tensor) and query.dim() == 3
     shaped = query.unsqueeze(1) if single else query
     queries = arrange(shaped, _WIDTH, cum_seq_lens_q, max_q_len)
     sink = one_sink(sinks)
@@ -98,7 +97,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         selections = _combined(window, entries, slots, sparse_topk_lens, seen, window_columns)
     given = out.unsqueeze(1) if single and isinstance(out, Tensor) else out
     result = output(given, shaped, queries, _WIDTH, sink, *read_by(selections))
-    # In float32 until bmm2_scale is in, so that the result is rounded once.
+    # Multiplied with bmm2_scale in float32, so that the result is rounded once.
     exact = torch.empty(queries.tokens, queries.heads, _WIDTH, dtype=torch.float32, device=query.device)
     attend(
         query.reshape(queries.tokens, queries.heads, _WIDTH),
@@ -117,7 +116,7 @@ def _wrap(name: str, pool: Tensor, kv_layout: str, device: torch.device) -> Page
     shape = "NB BS C"
     if isinstance(pool, Tensor) and pool.dim() == 4:
         shape = "NB 1 BS C" if kv_layout == "HND" else "NB BS 1 C"
-    remedy = f"one latent head, whose axis stands as kv_layout={kv_layout!r} says"
+    remedy = f"one latent head, on the axis where kv_layout={kv_layout!r} has it"
     width = checks.tensor(name, pool, shape, (*checks.FLOATS, *_arguments.ONE_BYTE), device=device, remedy=remedy)["C"]
     if pool.dim() == 4:
         pool = pool.squeeze(1 if kv_layout == "HND" else 2)
@@ -143,7 +142,7 @@ def _rows_of(name: str, indices: Tensor, queries: Queries) -> Tensor:
 
 def _only_combined(entries: PagedCache | None, extra: Tensor | None, extra_lengths: Tensor | None) -> None:
     if entries is None:
-        remedy = "pass the window pool again for a layer without compressed entries, or swa_topk_lens for lists apart"
+        remedy = "pass the window pool again for a layer without compressed entries, or use swa_topk_lens"
         raise checks.refuse("compressed_kv_cache", "given with sparse_topk_lens", None, remedy)
     for name, value in (("extra_sparse_indices", extra), ("extra_sparse_topk_lens", extra_lengths)):
         if value is not None:
@@ -153,7 +152,7 @@ def _only_combined(entries: PagedCache | None, extra: Tensor | None, extra_lengt
 
 
 def _window_lengths(seq_lens: Tensor | None, starts: Tensor | None, queries: Queries, columns: int) -> Tensor:
-    """How many window columns each token has filled, from its position in the request."""
+    """How many window columns each token fills, which follows from its position in the request."""
     device = queries.device
     remedy = "tokens of each request, its query's included"
     checks.tensor("seq_lens", seq_lens, "B", (torch.int32,), device=device, remedy=remedy, B=queries.requests)
@@ -178,7 +177,7 @@ def _combined(
     checks.integer("window_columns", columns, low=1)
     if width < columns:
         raise checks.refuse("sparse_indices", f"at least {columns} columns wide", width, "the window comes first")
-    remedy = "one length per query token, or swa_topk_lens for lists apart"
+    remedy = "pass one length per query token, or use swa_topk_lens"
     checks.tensor("sparse_topk_lens", lengths, "T", (torch.int32,), device=seen.device, remedy=remedy, T=len(slots))
     assert lengths is not None
     checks.values_between("sparse_topk_lens", lengths, columns, width, "it counts all window columns, filled or not")

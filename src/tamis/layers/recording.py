@@ -1,4 +1,4 @@
-"""`Recording`: the positions that layers selected, kept per request and token, to be attended to again."""
+"""`Recording`: the positions that layers selected, kept by request and token for another run over the same tokens."""
 
 from collections.abc import Hashable, Sequence
 
@@ -11,30 +11,30 @@ from tamis.step.plan import Plan
 
 
 class Recording:
-    """Selections of a run, on the host, to replay in another run over the same tokens.
+    """The selections of a run, on the host, to be replayed in another run over the same tokens.
 
     They are kept by layer, request and position, not by step: what was recorded in chunks and decode steps can be
-    replayed in one prefill, or the other way round. Recording a position again replaces it, as a rejected speculative
-    token's successor does. Both directions check every row, so that a selection of another step, or one that selects
-    less than it must, is refused and not attended to.
+    replayed in one prefill, and the other way round. Recording a position again replaces the earlier selection, as is
+    needed after a rejected speculative token. `record` and `replay` check every row, so that a selection of another
+    step, or an incomplete one, is refused.
     """
 
     def __init__(self, topk: int) -> None:
-        """Remember selections of `topk` positions per token."""
+        """Start empty, for selections of `topk` positions per token."""
         self.topk = checks.integer("topk", topk, low=1)
         self._rows: dict[tuple[int, Hashable], Tensor] = {}
 
-    # What is kept here outlives the call: made inside inference_mode, it could not be written to outside.
+    # The rows outlive the call. Made inside inference_mode, they could not be written to outside of it.
     @torch.inference_mode(False)
     @needs_latest_plan
     def record(self, layer: int, requests: Sequence[Hashable], plan: Plan, positions: Tensor) -> None:
-        """Keep what a layer selected in a step. Copies it to the host, which waits for the device.
+        """Keep what a layer selected in a step. Copying it to the host synchronises with the device.
 
         Args:
             layer: the layer's number. Layers that share a selection need not be recorded.
-            requests: names of the plan's requests, in its order.
-            plan: of the step.
-            positions: int32 [rows, topk] of a `LayerOutput`.
+            requests: the names of the plan's requests, in the plan's order.
+            plan: the step's plan.
+            positions: int32 [rows, topk], from a `LayerOutput`.
         """
         checks.integer("layer", layer, low=0)
         remedy = f"record selections of {self.topk} positions"
@@ -58,7 +58,7 @@ class Recording:
     def replay(self, layer: int, requests: Sequence[Hashable], plan: Plan) -> Tensor:
         """Positions int32 [rows, topk] for a step of the same requests, on the plan's device; -1 for padded rows.
 
-        Refused where a token of the step was never recorded.
+        A step with a token that was never recorded is refused.
         """
         result = torch.full((plan.rows, self.topk), -1, dtype=torch.int32, device="cpu")
         for request, tokens, own in _tokens(requests, plan):
@@ -73,12 +73,12 @@ class Recording:
         return result.to(plan.positions.device)
 
     def forget(self, request: Hashable) -> None:
-        """Drop what was recorded of a request, in all layers; without effect if nothing was."""
+        """Drop what was recorded of a request in all layers, if anything was."""
         for key in [key for key in self._rows if key[1] == request]:
             del self._rows[key]
 
     def _complete(self, request: Hashable, rows: Tensor, own: Tensor) -> None:
-        """Refuse rows that are not a full selection: distinct, visible, and as many as there can be."""
+        """Refuse rows that are not complete selections: as many distinct visible positions as there can be."""
         wanted = (own + 1).clamp_max(self.topk)
         ordered = rows.sort(dim=1).values
         twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
@@ -92,7 +92,7 @@ class Recording:
 
 
 def _tokens(requests: Sequence[Hashable], plan: Plan) -> list[tuple[Hashable, Tensor, Tensor]]:
-    """Each request of a step with its token rows and their positions, padding left out."""
+    """Each request of a step with its token rows and their positions, without padding."""
     for name in checks.sequence("requests", requests):
         checks.hashable("requests", name)
     if len(requests) != plan.requests or len(set(requests)) != len(requests):

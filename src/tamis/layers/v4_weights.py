@@ -1,4 +1,4 @@
-"""The weights of a DeepSeek-V4 attention layer, under plain names, from either naming that checkpoints use."""
+"""The weights of a DeepSeek-V4 attention layer, under the names of transformers or of the checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from tamis import checks
 from tamis.model.spec import LayerSpec
 from tamis.ops import quantise_blocks
 from tamis.ops.combine import check_sink
-from tamis.ops.rotate.output import check_block_scales, check_tile
+from tamis.ops.output import check_block_scales, check_tile
 
 _CHECKPOINT_NAMES = {
     "wq_a.weight": "q_a_proj.weight",
@@ -34,14 +34,14 @@ _CHECKPOINT_COMPRESSOR_NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class CompressorWeights:
-    """A KV compressor. C is the width of an entry, or twice that where spans overlap."""
+    """The weights of a KV compressor. C is the width of an entry, or twice that if spans overlap."""
 
     values: Tensor
     """[C, hidden]"""
     scores: Tensor
     """[C, hidden]"""
     bias: Tensor
-    """[ratio, C], added to the scores by place in the span."""
+    """[ratio, C], added to the scores by the token's place in its span."""
     norm: Tensor
     """[width of an entry]"""
 
@@ -56,19 +56,19 @@ class CompressorWeights:
 
 @dataclass(frozen=True, eq=False)
 class IndexerWeights:
-    """The indexer of a layer with overlapping spans."""
+    """The weights of the indexer of a layer with overlapping spans."""
 
     q: Tensor
     """[index heads * index dim, q rank]"""
     weights: Tensor
     """[index heads, hidden]"""
     compressor: CompressorWeights
-    """Makes its keys."""
+    """The compressor that makes the index keys."""
 
 
 @dataclass(frozen=True, eq=False)
 class V4Weights:
-    """One attention layer. Matrices are [out, in], for the heads of this rank."""
+    """The weights of one attention layer, for the heads of this rank. Matrices are [out, in]."""
 
     q_a: Tensor
     """[q rank, hidden]"""
@@ -83,14 +83,14 @@ class V4Weights:
     sink: Tensor
     """float32 [H]"""
     o_a: Tensor
-    """[groups, o rank, H / groups * D]; e4m3 where there are `o_a_scales`."""
+    """[groups, o rank, H / groups * D]; e4m3 if there are `o_a_scales`."""
     o_b: Tensor
     """[hidden, groups * o rank]"""
     compressor: CompressorWeights | None = None
     indexer: IndexerWeights | None = None
     o_a_scales: Tensor | None = None
-    """float32 [groups, o rank / tile (rounded up), H / groups * D / tile]: attention's output is then quantised too, in
-    tiles as wide, and lowered in FP8."""
+    """float32 [groups, o rank / tile (rounded up), H / groups * D / tile]. If given, attention's output is quantised in
+    tiles of the same width, and the first output projection runs in FP8."""
 
     def check(self, spec: LayerSpec) -> None:
         """Refuse shapes that do not fit the layer, and weights on several devices."""
@@ -119,11 +119,11 @@ class V4Weights:
 
     @property
     def output_tile(self) -> int | None:
-        """How many columns of attention's output share a scale; None where it is not quantised."""
+        """How many columns of attention's output share a scale; None if it is not quantised."""
         return None if self.o_a_scales is None else self.o_a.shape[2] // self.o_a_scales.shape[2]
 
     def named(self) -> dict[str, Tensor]:
-        """All tensors by name, those of the parts with the part's name before them."""
+        """All tensors by name, for example `indexer.compressor.bias`."""
         found: dict[str, Tensor] = {}
         for name in self.__dataclass_fields__:
             part = getattr(self, name)
@@ -154,13 +154,13 @@ class V4Weights:
             keys.check("indexer.compressor", spec, spec.index_dim, hidden)
 
     def with_fp8_output(self, tile: int = 128) -> Self:
-        """The same weights with `o_a` in e4m3, one power of two for each square block of `tile` numbers a side."""
+        """The same weights with `o_a` in e4m3, with a power of two as the scale of each `tile` x `tile` block."""
         values, scales = quantise_blocks(self.o_a, tile=tile)
         return replace(self, o_a=values, o_a_scales=scales)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Self:
-        """The same weights elsewhere; what is added to or multiplied with float32 numbers (norms, biases, sinks) stays
-        in its dtype, and so does what is in FP8."""
+        """The same weights on another device, with matrices in another dtype. Norms, biases, sinks and FP8 matrices
+        keep their dtype."""
 
         def matrix(weight: Tensor) -> Tensor:
             return weight.to(device, dtype)
@@ -192,12 +192,12 @@ class V4Weights:
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, Tensor], *, groups: int, prefix: str = "") -> Self:
-        """From an attention module's tensors, named as Hugging Face transformers or as the checkpoint names them.
+        """Read an attention module's tensors, named as in Hugging Face transformers or as in the original checkpoint.
 
         Args:
-            tensors: unquantised; a whole model's are fine.
-            groups: of the output projection (`o_groups`).
-            prefix: what stands before the attention's own names, such as `model.layers.0.self_attn.`.
+            tensors: unquantised tensors by name; a whole model's are fine.
+            groups: the number of groups of the output projection (`o_groups`).
+            prefix: the prefix of the attention's names, such as `model.layers.0.self_attn.`.
         """
         checks.integer("groups", groups, low=1)
         checks.instance("prefix", prefix, str)
@@ -249,7 +249,7 @@ def _compressor(get: Any, prefix: str) -> CompressorWeights:
 
 
 def _renamed(name: str) -> str:
-    """A checkpoint's name as transformers has it; names of transformers stay."""
+    """The name in transformers of a tensor of the original checkpoint. Names of transformers are returned unchanged."""
     for ours, theirs in (("compressor.indexer.", "indexer.compressor."), ("compressor.", "compressor.")):
         rest = name.removeprefix(theirs)
         if rest != name and rest in _CHECKPOINT_COMPRESSOR_NAMES:

@@ -14,7 +14,7 @@ from tamis.lab.demo.requests import Request, Scheduler, make_requests
 from tamis.lab.demo.serve import serve
 from tamis.lab.demo.shape import ModelShape, Workload
 from tamis.lab.testing.mla_probe import MLAProbe
-from tamis.ops.gather import gather_unchecked
+from tamis.ops.gather.operations import GatherKv, gather_kv
 
 
 @pytest.fixture(autouse=True)
@@ -113,11 +113,11 @@ def test_separate_mode_agrees_with_mixed(monkeypatch: pytest.MonkeyPatch) -> Non
     """FP8 values times power-of-two scales fit into bf16, so the workspace's rounding changes nothing."""
     gathers: list[int] = []
 
-    def counted(*args: Any, **kwargs: Any) -> None:
+    def counted(call: GatherKv) -> None:
         gathers.append(1)
-        gather_unchecked(*args, **kwargs)
+        gather_kv(call)
 
-    monkeypatch.setattr(tamis.layers.mla, "gather_unchecked", counted)
+    monkeypatch.setattr(tamis.layers.mla, "gather_kv", counted)
     mixed = run(mode="mixed")
     assert not gathers
     separate = run(mode="separate")

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from attention_calls import attend_slots_call
 
 from tamis import PagedCache, Selection
 from tamis.cache.layout import named
@@ -15,7 +16,7 @@ from tamis.ops.attention.triton_kernels import (
     NOT_AHEAD,
     SMALL,
     SMALLEST,
-    Launch,
+    LaunchConfig,
     choose_launch,
     shared_bytes,
 )
@@ -53,7 +54,7 @@ H200, A100, SMALL_GPU, HOST = 227 * 1024, 163 * 1024, 99 * 1024, 0
     ],
 )
 def test_blocks_by_device_heads_and_dtype(
-    layout: str, query: torch.dtype, heads: int, room: int, launch: Launch
+    layout: str, query: torch.dtype, heads: int, room: int, launch: LaunchConfig
 ) -> None:
     assert choose_launch(named(layout).key, query, heads, 512, room) == launch
 
@@ -85,9 +86,11 @@ def test_wider_tails_are_refused_before_a_launch(device: torch.device) -> None:
         selection = Selection(cache, torch.zeros(1, 1, dtype=torch.int32, device=device))
         q = torch.zeros(1, 1, 16 + rope, dtype=BF16, device=device)
         if rope == 256:
-            out, lse, _ = triton_kernels.attend_slots(q, [selection], scale=1.0, value_dim=16, splits=1)
+            out, lse, _ = triton_kernels.attend_slots(
+                attend_slots_call(q, [selection], scale=1.0, value_dim=16, splits=1)
+            )
             assert out.abs().max() == 0
             assert lse.tolist() == [[[0.0]]]
         else:
             with pytest.raises(ValueError, match=r"cache must be at most 256 rope columns for the triton backend, got"):
-                triton_kernels.check_attend(q, [selection], 16)
+                triton_kernels.check_attend(attend_slots_call(q, [selection], scale=1.0, value_dim=16, splits=1))

@@ -3,17 +3,18 @@
 import bounds
 import pytest
 import torch
+from attention_calls import attend_call, attend_slots_call, combine_call
 from bounds import relative_error, selected_attention
 from torch import Tensor
 
 from tamis import PagedCache, Selection
 from tamis.arithmetic import ceil_div
+from tamis.cache.codec import write_rows
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, named, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.lab.testing.cases import INT_MAX, INT_MIN
 from tamis.ops.attention import triton_kernels
 from tamis.ops.combine import reference as combine_reference
 from tamis.ops.combine import triton_kernels as combine_kernels
-from tamis.ops.write.reference import write_kv
 
 LAYOUTS = [
     v32_fp8(),
@@ -43,7 +44,7 @@ def filled(layout: Layout, count: int, page_size: int, device: torch.device, gap
         made.storage.view(torch.uint8).fill_(0x7F)
         made = PagedCache.wrap(made.storage[:: 1 + gap], layout)
     cache = made.with_scale(0.5) if layout.scale_mode == "tensor" else made
-    write_kv(torch.randn(cache.rows, layout.width, device=device), cache, torch.arange(cache.rows, device=device))
+    write_rows(torch.randn(cache.rows, layout.width, device=device), cache, torch.arange(cache.rows, device=device))
     return cache
 
 
@@ -72,11 +73,13 @@ def bound(q: Tensor, layout: Layout) -> float:
 def check(
     q: Tensor, selections: list[Selection], value_dim: int, splits: int | None = None, sink: Tensor | None = None
 ):
-    out, lse, top = triton_kernels.attend_slots(q, selections, scale=SCALE, value_dim=value_dim, splits=splits)
+    out, lse, top = triton_kernels.attend_slots(
+        attend_slots_call(q, selections, scale=SCALE, value_dim=value_dim, splits=splits)
+    )
     merged = torch.empty(out.shape[1:], device=q.device)
     # One part without a sink is only copied; `test_combine` has that.
     combine = combine_reference if len(out) == 1 and sink is None else combine_kernels
-    total = combine.combine_parts(out, lse, sink, merged)
+    total = combine.combine_parts(combine_call(out, lse, sink, merged))
     wide = q.float().cpu()
     host_sink = None if sink is None else sink.cpu()
     options = {"scale": SCALE, "value_dim": value_dim, "parts": len(out) + ceil_div(total_columns(selections), 16)}
@@ -164,8 +167,10 @@ def test_positions_are_translated_on_the_way(device: torch.device) -> None:
     known &= (page_ids >= 0) & (page_ids < 8)
     slots = torch.where(known, page_ids * 16 + positions % 16, -1).int()
     arguments = {"scale": SCALE, "value_dim": 512, "splits": 2}
-    fused = triton_kernels.attend_slots(q, [Selection(cache, positions, None, ids, table)], **arguments)
-    plain = triton_kernels.attend_slots(q, [Selection(cache, slots)], **arguments)
+    fused = triton_kernels.attend_slots(
+        attend_slots_call(q, [Selection(cache, positions, None, ids, table)], **arguments)
+    )
+    plain = triton_kernels.attend_slots(attend_slots_call(q, [Selection(cache, slots)], **arguments))
     for found, expected in zip(fused, plain, strict=True):
         assert torch.equal(found, expected)
 
@@ -176,7 +181,7 @@ def test_tile_maxima_far_outside_the_range_of_fp16(largest: float, device: torch
         cache = filled(layout, 64, 16, device)
         kv = torch.randn(64, layout.width, device=device) * largest
         kv[::2] *= 1e-5
-        write_kv(kv, cache, torch.arange(64, device=device))
+        write_rows(kv, cache, torch.arange(64, device=device))
         q = torch.randn(2, 4, layout.width, device=device).bfloat16() / largest
         check(q, [Selection(cache, slots_for(cache, 2, 30))], layout.latent)
 
@@ -187,8 +192,10 @@ def test_scales_as_tensors_and_strided_inputs(device: torch.device) -> None:
     slots = slots_for(cache, 40, 4).T[:, ::2]
     selection = Selection(cache.with_scale(torch.tensor(0.5, device=device)), slots)
     arguments = {"value_dim": 512, "splits": 1}
-    found = triton_kernels.attend_slots(q, [selection], scale=torch.tensor(SCALE, device=device), **arguments)
-    expected = triton_kernels.attend_slots(q, [Selection(cache, slots)], scale=SCALE, **arguments)
+    found = triton_kernels.attend_slots(
+        attend_slots_call(q, [selection], scale=torch.tensor(SCALE, device=device), **arguments)
+    )
+    expected = triton_kernels.attend_slots(attend_slots_call(q, [Selection(cache, slots)], scale=SCALE, **arguments))
     assert torch.equal(found[0], expected[0])
     check(q, [Selection(cache, slots)], 512)
 
@@ -202,9 +209,11 @@ def test_straight_into_an_output(layout: str, splits: int, device: torch.device)
     slots[1] = -1
     sink = torch.tensor([0.5, -torch.inf, torch.inf, 3.0, -2.0], device=device)
     arguments = {"scale": SCALE, "splits": splits}
-    parts, lses, maxima = triton_kernels.attend_slots(q, [Selection(cache, slots)], value_dim=512, **arguments)
+    parts, lses, maxima = triton_kernels.attend_slots(
+        attend_slots_call(q, [Selection(cache, slots)], value_dim=512, **arguments)
+    )
     expected = torch.empty(3, 5, 512, device=device)
-    expected_lse = combine_reference.combine_parts(parts, lses, sink, expected)
+    expected_lse = combine_reference.combine_parts(combine_call(parts, lses, sink, expected))
     rooms = [
         (torch.empty(3, 5, 512), torch.float32),
         (torch.empty(5, 3, 520).transpose(0, 1)[..., 3:515], torch.bfloat16),
@@ -212,7 +221,7 @@ def test_straight_into_an_output(layout: str, splits: int, device: torch.device)
     ]
     for room, dtype in rooms:
         out = room.to(device, dtype).fill_(torch.nan)
-        lse, top = triton_kernels.attend_into(q, [Selection(cache, slots)], sink=sink, out=out, **arguments)
+        lse, top = triton_kernels.attend(attend_call(q, [Selection(cache, slots)], sink=sink, out=out, **arguments))
         torch.testing.assert_close(
             out.float(), expected.to(dtype).float(), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-6
         )
@@ -227,7 +236,9 @@ def test_a_nan_in_a_selected_row_shows(code: int, device: torch.device) -> None:
     q = torch.randn(2, 16, 576, device=device).bfloat16()
     slots = torch.arange(40, dtype=torch.int32, device=device).repeat(2, 1)
     slots[1, 16 + 3] = -1
-    out, lse, _ = triton_kernels.attend_slots(q, [Selection(cache, slots)], scale=SCALE, value_dim=512, splits=1)
+    out, lse, _ = triton_kernels.attend_slots(
+        attend_slots_call(q, [Selection(cache, slots)], scale=SCALE, value_dim=512, splits=1)
+    )
     assert out[0, 0].isnan().all()
     assert lse[0, 0].isnan().all()
     assert not out[0, 1].isnan().any()
@@ -240,7 +251,9 @@ def test_queries_of_any_size(size: float, device: torch.device) -> None:
     q[0, 1] = 0.0  # a head of a padded token
     selection = Selection(cache, slots_for(cache, 2, 30))
     scale = SCALE / max(size, 1e-30)
-    out, _, _ = triton_kernels.attend_slots(q.bfloat16(), [selection], scale=scale, value_dim=512, splits=1)
+    out, _, _ = triton_kernels.attend_slots(
+        attend_slots_call(q.bfloat16(), [selection], scale=scale, value_dim=512, splits=1)
+    )
     wide = q.bfloat16().double().cpu()
     exact = selected_attention(wide, [on_host(selection)], scale=scale, value_dim=512, parts=2)
     allowed = bounds.relative(exact.out_error, exact.out) if device.type == "cpu" else 2.2e-3
@@ -251,12 +264,14 @@ def test_nothing_to_do(device: torch.device) -> None:
     cache = filled(v32_fp8(), 16, 16, device)
     q = torch.randn(2, 3, 576, device=device).bfloat16()
     none = torch.zeros(2, 0, dtype=torch.int32, device=device)
-    out, lse, _ = triton_kernels.attend_slots(q, [Selection(cache, none)], scale=1.0, value_dim=512, splits=None)
+    out, lse, _ = triton_kernels.attend_slots(
+        attend_slots_call(q, [Selection(cache, none)], scale=1.0, value_dim=512, splits=None)
+    )
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
-    assert triton_kernels.attend_slots(q[:0], [Selection(cache, none[:0])], scale=1.0, value_dim=512, splits=None)[
-        0
-    ].shape[1:] == (0, 3, 512)
+    assert triton_kernels.attend_slots(
+        attend_slots_call(q[:0], [Selection(cache, none[:0])], scale=1.0, value_dim=512, splits=None)
+    )[0].shape[1:] == (0, 3, 512)
 
 
 @pytest.mark.parametrize(("parts", "width"), [(1, 512), (2, 3), (7, 128), (7, 512), (64, 128)])
@@ -268,12 +283,12 @@ def test_combine(parts: int, width: int, device: torch.device) -> None:
     out[:, 0] = torch.nan
     for sink in (None, torch.tensor([0.5, -torch.inf, torch.inf], device=device)):
         found, expected = torch.empty_like(out[0]), torch.empty_like(out[0])
-        found_lse = combine_kernels.combine_parts(out, lse, sink, found)
-        expected_lse = combine_reference.combine_parts(out, lse, sink, expected)
+        found_lse = combine_kernels.combine_parts(combine_call(out, lse, sink, found))
+        expected_lse = combine_reference.combine_parts(combine_call(out, lse, sink, expected))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found_lse, expected_lse, rtol=1e-6, atol=1e-6)
     strided = torch.full((3, width, 7), torch.nan, dtype=torch.bfloat16, device=device).transpose(1, 2)[:, ::2][:, :3]
-    combine_kernels.combine_parts(out, lse, sink, strided)
+    combine_kernels.combine_parts(combine_call(out, lse, sink, strided))
     assert torch.equal(strided, found.bfloat16())
 
 
@@ -281,7 +296,7 @@ def test_packed_rows_are_refused(device: torch.device) -> None:
     selection = Selection(PagedCache(index_mxfp4(), 2, 4, device), torch.zeros(1, 3, dtype=torch.int32, device=device))
     q = torch.zeros(1, 2, 128, device=device)
     with pytest.raises(ValueError, match=r"^cache must be in e4m3 .*got index-mxfp4; pass backend='reference'"):
-        triton_kernels.check_attend(q, [selection], 128)
+        triton_kernels.check_attend(attend_slots_call(q, [selection], scale=1.0, value_dim=128, splits=None))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +325,9 @@ def test_lengths_and_tables_may_have_any_strides(heads: int, device: torch.devic
     assert not any(value.is_contiguous() for value in (lengths, ids, table, positions))
     given = (positions, lengths, ids, table)
     found, plain = (
-        triton_kernels.attend_slots(q, [Selection(cache, *values)], scale=SCALE, value_dim=128, splits=2)
+        triton_kernels.attend_slots(
+            attend_slots_call(q, [Selection(cache, *values)], scale=SCALE, value_dim=128, splits=2)
+        )
         for values in (given, [value.contiguous() for value in given])
     )
     for left, right in zip(found, plain, strict=True):

@@ -75,7 +75,7 @@ def test_output_buffer_dtype_and_base_two() -> None:
     ("fields", "kind", "message"),
     [
         ({"partials": Partials(torch.zeros(2, 3, 4), torch.zeros(2, 3))}, ValueError, "partials.out must be of shape"),
-        ({"partials": Partials(torch.zeros(0, 3, 2, 4), torch.zeros(0, 3, 2))}, ValueError, "at least one part"),
+        ({"partials": Partials(torch.zeros(0, 3, 2, 4), torch.zeros(0, 3, 2))}, ValueError, "at least one split"),
         ({"partials": Partials(torch.zeros(2, 3, 2, 4), torch.zeros(2, 3, 1))}, ValueError, "partials.lse must be of"),
         ({"sink": torch.zeros(3)}, ValueError, "sink must be of shape"),
         ({"sink": torch.full((2,), torch.nan)}, ValueError, "sink must be free of NaN"),

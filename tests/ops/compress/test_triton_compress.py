@@ -10,7 +10,7 @@ from tamis import Layout, PagedCache
 from tamis.cache.layout import index_fp8, index_mxfp4, named, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.ops import StatePages
 from tamis.ops.compress import reference
-from tamis.ops.compress.triton_kernels import compress_kv, compress_tokens
+from tamis.ops.compress.triton_kernels import compress_kv, compress_kv_kernel
 from tamis.ops.rows.triton_rows import interpreted
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on the interpreter's NaN
@@ -194,4 +194,4 @@ def test_pages_apart_and_empty_steps(device: torch.device) -> None:
 
 
 def test_the_kernel_runs_where_it_should(device: torch.device) -> None:
-    assert interpreted(compress_tokens) == (device.type == "cpu")
+    assert interpreted(compress_kv_kernel) == (device.type == "cpu")

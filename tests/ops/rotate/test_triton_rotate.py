@@ -8,15 +8,8 @@ from tamis import Layout, PagedCache
 from tamis.cache.layout import named, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.model.rope import Rope
 from tamis.ops.rotate import reference
-from tamis.ops.rotate.output import quantise_blocks
-from tamis.ops.rotate.triton_kernels import (
-    lower_groups,
-    norm_rows,
-    rotate_and_write,
-    rotate_heads,
-    rotate_to_fp8,
-    turn_heads,
-)
+from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads
+from tamis.ops.rotate.triton_kernels import norm_rows, rotate_and_write, rotate_heads, rotate_heads_kernel
 from tamis.ops.rows.triton_rows import interpreted
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on the interpreter's NaN
@@ -33,6 +26,12 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
         assert (gap > 0).float().mean() < 0.02
 
 
+def heads_call(
+    x: Tensor, positions: Tensor, table: Tensor, eps: float | None = None, inverse: bool = False
+) -> RotateHeads:
+    return RotateHeads(x, positions, table, eps, inverse, "auto")
+
+
 @pytest.mark.parametrize("dtype", ULP)
 @pytest.mark.parametrize(("tokens", "heads", "width", "rotary"), [(6, 2, 512, 64), (1, 5, 100, 6), (4, 1, 8, 8)])
 def test_heads(dtype: torch.dtype, tokens: int, heads: int, width: int, rotary: int, device: torch.device) -> None:
@@ -40,21 +39,22 @@ def test_heads(dtype: torch.dtype, tokens: int, heads: int, width: int, rotary: 
     table = Rope(rotary).cos_sin_table(40)
     for positions in (POSITIONS[:tokens], POSITIONS[:tokens].int()):
         for eps, inverse in ((None, False), (1e-6, False), (None, True), (0.5, True)):
-            expected = reference.rotate_heads(x, positions, table, eps, inverse)
+            expected = reference.rotate_heads(heads_call(x, positions, table, eps, inverse))
             moved = x.transpose(0, 1).to(device).transpose(0, 1)
-            close(rotate_heads(moved, positions.to(device), table.to(device), eps, inverse), expected, dtype)
+            found = rotate_heads(heads_call(moved, positions.to(device), table.to(device), eps, inverse))
+            close(found, expected, dtype)
     strided = torch.randn(tokens, width, heads).to(dtype).transpose(1, 2)
-    expected = reference.rotate_heads(strided, POSITIONS[:tokens], table, None, False)
-    found = rotate_heads(strided.to(device), POSITIONS[:tokens].to(device), table.to(device), None, False)
+    expected = reference.rotate_heads(heads_call(strided, POSITIONS[:tokens], table))
+    found = rotate_heads(heads_call(strided.to(device), POSITIONS[:tokens].to(device), table.to(device)))
     close(found, expected, dtype)
-    assert rotate_heads(x[:0].to(device), POSITIONS[:0].to(device), table.to(device), None, False).shape[0] == 0
+    assert rotate_heads(heads_call(x[:0].to(device), POSITIONS[:0].to(device), table.to(device))).shape[0] == 0
 
 
 def test_positions_past_the_table_are_not_rotated(device: torch.device) -> None:
     """On a device nobody has looked at them; they must not be read past."""
     x = torch.randn(3, 1, 16, device=device)
     far = torch.tensor([40, 10**9, -(2**62)], device=device)
-    assert torch.equal(rotate_heads(x, far, Rope(8).cos_sin_table(40).to(device), None, False), x)
+    assert torch.equal(rotate_heads(heads_call(x, far, Rope(8).cos_sin_table(40).to(device))), x)
 
 
 @pytest.mark.parametrize("dtype", ULP)
@@ -62,41 +62,8 @@ def test_positions_past_the_table_are_not_rotated(device: torch.device) -> None:
 def test_norm_of_rows(dtype: torch.dtype, width: int, device: torch.device) -> None:
     weight = torch.randn(width)
     for x in (torch.randn(3, 2 * width).to(dtype)[:, width:], torch.randn(width, 3).to(dtype).T):
-        close(norm_rows(x.to(device), weight.to(device), 1e-6), reference.norm_rows(x, weight, 1e-6), dtype)
-
-
-@pytest.mark.parametrize("dtype", ULP)
-@pytest.mark.parametrize(("heads", "width", "rotary", "tile"), [(3, 512, 64, 128), (2, 96, 6, 32), (1, 64, 64, 64)])
-def test_heads_to_fp8(dtype: torch.dtype, heads: int, width: int, rotary: int, tile: int, device: torch.device) -> None:
-    """Exponents are the reference's; a value may round the other way where the rotations differ in their last bit."""
-    x = (torch.randn(heads, 6, width) * torch.logspace(-6, 3, width)).to(dtype).transpose(0, 1)
-    x[1, 0, :tile] = 0.0
-    table = Rope(rotary).cos_sin_table(40)
-    for inverse in (True, False):
-        expected = reference.rotate_to_fp8(x, POSITIONS, table, tile, inverse)
-        moved = x.transpose(0, 1).to(device).transpose(0, 1)
-        values, scales = (t.cpu() for t in rotate_to_fp8(moved, POSITIONS.to(device), table.to(device), tile, inverse))
-        assert torch.equal(scales, expected[1])
-        found, others = values.float(), expected[0].float()
-        assert torch.equal(found[..., : width - rotary], others[..., : width - rotary])
-        assert ((found - others).abs() <= others.abs() / 8 + 2**-9).all()
-        assert (found != others).float().mean() < 1e-3
-
-
-@pytest.mark.parametrize(("tokens", "rank", "width", "tile"), [(1, 3, 64, 32), (20, 70, 256, 128), (70, 130, 128, 64)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_groups_are_lowered(
-    tokens: int, rank: int, width: int, tile: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    x = torch.randn(tokens, 3, width).to(torch.float8_e4m3fn)
-    scales = torch.randint(110, 130, (tokens, 3, width // tile)).byte()
-    weight = quantise_blocks(torch.randn(3, rank, width), tile=tile)
-    expected = reference.lower_groups(x, scales, *weight, torch.float32)
-    found = lower_groups(*(t.to(device) for t in (x, scales, *weight)), dtype).cpu()
-    assert found.dtype == dtype
-    bound = 4e-3 if dtype == torch.bfloat16 else 1e-5 if interpreted(turn_heads) else 1e-3
-    assert ((found.float() - expected).norm(dim=-1) <= bound * expected.norm(dim=-1)).all()
-    assert lower_groups(*(t.to(device) for t in (x[:0], scales[:0], *weight)), dtype).shape == (0, 3, rank)
+        expected = reference.norm_rows(NormRows(x, weight, 1e-6, "reference"))
+        close(norm_rows(NormRows(x.to(device), weight.to(device), 1e-6, "triton")), expected, dtype)
 
 
 LAYOUTS: list[Layout] = [
@@ -120,13 +87,16 @@ def test_rows_are_inserted_beside_the_queries(layout: Layout, dtype: torch.dtype
     scale = 0.25 if layout.scale_mode == "tensor" else 1.0
     host, there = PagedCache(layout, 3, 5, scale=scale), PagedCache(layout, 3, 5, device, scale=scale)
     index_q = None if dtype == torch.float32 else torch.randn(2, 6, 70).half().transpose(0, 1)
-    expected = reference.rotate_and_write(q, kv, host, slots, POSITIONS, table, weight, 1e-6, index_q, False)
-    moved = (t.to(device) for t in (slots, POSITIONS, table, weight))
+    rest = (slots, POSITIONS, table, weight)
+    expected = reference.rotate_and_write(RotateAndWrite(q, kv, host, *rest, 1e-6, index_q, False, "reference"))
+    moved = (t.to(device) for t in rest)
     moved_index = None if index_q is None else index_q.to(device)
-    found = rotate_and_write(q.to(device), kv.to(device), there, *moved, 1e-6, moved_index, False)
+    call = RotateAndWrite(q.to(device), kv.to(device), there, *moved, 1e-6, moved_index, False, "triton")
+    found = rotate_and_write(call)
     close(found[0], expected[0], dtype)
-    assert (found[1] is None) == (index_q is None)
-    if index_q is not None:
+    if index_q is None:
+        assert found[1].shape == expected[1].shape == (0,)
+    else:
         close(found[1], expected[1], torch.float16)
     every = torch.arange(15)
     gap = (there.read(every.to(device)).cpu() - host.read(every)).abs()
@@ -143,9 +113,11 @@ def test_index_queries_turned_by_hadamard(dtype: torch.dtype, width: int, device
     layout, table = v4_fp8(latent=24, rope=8, tile=8), Rope(8).cos_sin_table(40)
     q, kv, index_q = torch.randn(6, 1, 32), torch.randn(6, 32), torch.randn(6, 3, width).to(dtype)
     rest = (torch.arange(6), POSITIONS, table, torch.ones(32))
-    _, expected = reference.rotate_and_write(q, kv, PagedCache(layout, 2, 5), *rest, 1e-6, index_q, True)
-    caches = PagedCache(layout, 2, 5, device), *(t.to(device) for t in rest)
-    _, found = rotate_and_write(q.to(device), kv.to(device), *caches, 1e-6, index_q.to(device), True)
+    call = RotateAndWrite(q, kv, PagedCache(layout, 2, 5), *rest, 1e-6, index_q, True, "reference")
+    _, expected = reference.rotate_and_write(call)
+    there = PagedCache(layout, 2, 5, device), *(t.to(device) for t in rest)
+    call = RotateAndWrite(q.to(device), kv.to(device), *there, 1e-6, index_q.to(device), True, "triton")
+    _, found = rotate_and_write(call)
     gap = (found.cpu().float() - expected.float()).abs()
     # A value that the first rounding moved moves every column of its head by a little.
     assert (gap <= ULP[dtype] * expected.float().abs().amax(2, keepdim=True) + 1e-6).all()
@@ -154,4 +126,4 @@ def test_index_queries_turned_by_hadamard(dtype: torch.dtype, width: int, device
 
 
 def test_the_kernel_runs_where_it_should(device: torch.device) -> None:
-    assert interpreted(turn_heads) == (device.type == "cpu")
+    assert interpreted(rotate_heads_kernel) == (device.type == "cpu")

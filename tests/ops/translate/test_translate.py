@@ -122,6 +122,11 @@ BAD = {
         ValueError,
         "workspace ids must be of shape",
     ),
+    "workspace without ids": (
+        {"workspace": (None, torch.zeros(1, dtype=torch.int32))},
+        TypeError,
+        "workspace ids must be a tensor",
+    ),
     "workspace id past starts": (
         {"workspace": (torch.ones(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))},
         ValueError,

@@ -16,7 +16,9 @@ from contract.draw import Draw
 from contract.mutate import Spoiled, spoil
 
 Case = Callable[[Draw], Call]
-_REFUSAL = re.compile(r"(?P<name>.*?) must be .*, got |no backend can run this (?P<layer>layer) on ", re.DOTALL)
+_REFUSAL = re.compile(
+    r"(?P<name>.*?) must be .*, got |(no )?backend .*can(not)? run this (?P<layer>layer) on ", re.DOTALL
+)
 LONGEST_MESSAGE = 2000
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tamis.cache.layout import Layout, compressor_state, index_fp8, rows, v4_fp8, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches
-from tamis.cache.v4_caches import V4Caches
+from tamis.cache.v4_caches import STATE_PAGE_SIZES, V4Caches
 from tamis.choice import choose
 from tamis.integrations.hf.cache import MAIN_POOL, CacheShape, Held, Pool
 from tamis.layers.mla import SparseMLA
@@ -38,8 +38,6 @@ WrapLayer = Callable[[int, Any], Any]
 _PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PAGE, V4_PAGE, WINDOW_PAGE = 64, 256, 64
 """Tokens per page."""
-STATE_PAGES = {"overlapping": 4, "plain": 8}
-"""Tokens per page of compressor state, by kind of layer."""
 
 
 class Family(Protocol):
@@ -286,7 +284,7 @@ class V4Family:
         for spec in specs:
             if spec.kind != "window":
                 spans = 2 if spec.kind == "overlapping" else 1
-                pools[state_pool(spec.compress)] = Pool(STATE_PAGES[spec.kind], spans * spec.compress)
+                pools[state_pool(spec.compress)] = Pool(STATE_PAGE_SIZES[spec.kind], spans * spec.compress)
         held = [_v4_held(spec, layout, _key_layout(kind, spec.index_dim or 4, weight.dtype), page) for spec in specs]
         self.shape = CacheShape(pools, held, weight.device)
         self.layers: list[SparseV4] = []
@@ -332,11 +330,11 @@ def _v4_held(spec: LayerSpec, layout: Layout, keys: Layout, page: int) -> dict[s
     overlapping, pool = spec.kind == "overlapping", state_pool(spec.compress)
     state = compressor_state(dim=spec.head_dim, overlapping=overlapping)
     held["entries"] = Held(MAIN_POOL, layout, page // spec.compress)
-    held["state"] = Held(pool, state, STATE_PAGES[spec.kind])
+    held["state"] = Held(pool, state, STATE_PAGE_SIZES[spec.kind])
     if overlapping:
         held["index"] = Held(MAIN_POOL, keys, page // spec.compress)
         state = compressor_state(dim=spec.index_dim, overlapping=True)
-        held["index_state"] = Held(pool, state, STATE_PAGES[spec.kind])
+        held["index_state"] = Held(pool, state, STATE_PAGE_SIZES[spec.kind])
     return held
 
 

@@ -1,9 +1,13 @@
 """tamis as an attention backend of vLLM, for models with DeepSeek sparse attention.
 
-`register` is the plugin's entry point; vLLM then loads `plugin` (V3.2, GLM-5) or `v4_plugin` (DeepSeek-V4) when it
-needs them. These two, and `v4_layer`, import vLLM. The classes in the other modules have vLLM's names, shapes and call
-order but import nothing of it: any objects with the same attributes serve, which is how they are tested without an
-engine.
+`register` is the plugin's entry point. vLLM then loads what it needs:
+
+- V3.2 and GLM-5: `plugin`, whose classes derive from `backend`, `metadata` and `impl`;
+- DeepSeek-V4: `v4_plugin`, then `v4_layer`, which calls `v4_forward`.
+
+Only `plugin`, `v4_plugin` and `v4_layer` import vLLM. The other modules have vLLM's names, shapes and call order but
+take any objects with the same attributes, so that they can be tested without vLLM. `classes` holds V4's backend,
+builders and impl for engines that construct attention by class, which vLLM does not do for V4.
 """
 
 from importlib import import_module
@@ -14,22 +18,22 @@ BACKEND = "tamis.integrations.vllm.plugin.Backend"
 REFUSED = "tamis.integrations.vllm.versions.UnsupportedVersion"
 _V4_MODELS = "tamis.integrations.vllm.v4_plugin"
 V4_SOURCES = ("vllm.models.deepseek_v4", "vllm.models.deepseek_v41")
-"""Packages whose models are registered anew."""
+"""The packages whose models are registered again, as classes of `v4_plugin`."""
 
 
 def register() -> None:
     """Make tamis vLLM's CUSTOM attention backend (`--attention-backend CUSTOM`).
 
-    vLLM calls this in every process it starts, possibly more than once: it only stores paths of classes, which vLLM
-    imports when they are chosen. Nothing here touches a device, and nothing changes for those who do not choose CUSTOM.
+    vLLM calls this in every process it starts, possibly more than once. It only stores paths of classes, which vLLM
+    imports when they are chosen. It touches no device, and changes nothing for users who do not choose CUSTOM.
 
-    It never raises, since that would end vLLM for everybody on the machine: under a vLLM that tamis does not know, one
-    line is logged, and the backend is refused with the reason when it is chosen. A CUSTOM backend of another plugin
-    stays, and a line says so.
+    It never raises, since an exception would stop vLLM even where tamis is not used. Under a version of vLLM that tamis
+    does not support, it logs one line, and choosing the backend then fails with the reason. It does not replace another
+    plugin's CUSTOM backend, and logs a line if there is one.
     """
     try:
         problem = _register()
-    except Exception as error:  # whatever another vLLM may do
+    except Exception as error:  # versions of vLLM may fail in any way
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         getLogger("tamis").warning("tamis is not vLLM's CUSTOM attention backend: %s", problem)
@@ -44,7 +48,7 @@ def _register() -> str | None:
         registry = import_module(REGISTRY)
         custom, store = registry.AttentionBackendEnum.CUSTOM, registry.register_backend
     except Exception:
-        # Then vLLM itself knows no such choice.
+        # Then this vLLM has no CUSTOM backend at all.
         return refusal or f"{REGISTRY} is not as in the versions that tamis supports"
     other = _other_plugin(custom)
     if other is not None:
@@ -59,16 +63,16 @@ def _register() -> str | None:
 
 
 def _other_plugin(custom: Any) -> str | None:
-    """The path of the class that CUSTOM stands for, if somebody else has registered it."""
+    """The path of the class that CUSTOM stands for, if another plugin has registered it."""
     try:
         path = str(custom.get_path())
-    except Exception:  # vLLM's way of saying that nobody has
+    except Exception:  # vLLM raises if no class is registered
         return None
     return None if path in (BACKEND, REFUSED) else path
 
 
 def _register_v4_models() -> None:
-    """Have vLLM find V4's model classes in `v4_plugin`, where they know of CUSTOM."""
+    """Register V4's model classes as those of `v4_plugin`, which take CUSTOM into account."""
     models = import_module("vllm.model_executor.models.registry").ModelRegistry
     for architecture, known in list(models.models.items()):
         source = getattr(known, "module_name", None)

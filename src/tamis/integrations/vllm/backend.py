@@ -1,4 +1,4 @@
-"""What vLLM asks a backend before and while it sets it up: `TamisSparseBackend`."""
+"""`TamisSparseBackend`: the answers to what vLLM asks a backend before and during setup."""
 
 from typing import Any, ClassVar
 
@@ -12,11 +12,11 @@ from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuild
 from tamis.model.spec import LayerSpec
 
 _ROPE = 64
-"""Rope columns in the rows of every model family that vLLM runs sparsely; a head size alone does not tell."""
+"""The rope width of every model family that vLLM runs sparsely. It does not follow from the head size."""
 
 
 class TamisSparseBackend:
-    """Sparse MLA through tamis. Nothing here depends on the width of the query before absorption."""
+    """Sparse MLA through tamis."""
 
     accept_output_buffer: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
@@ -51,33 +51,33 @@ class TamisSparseBackend:
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """Page sizes to ask the engine for. Any would do here, but vLLM's index keys come in pages of 64 only, and
+        """The page sizes to ask the engine for. tamis takes any, but vLLM's index keys come only in pages of 64, and
         both caches share their pages."""
         return [64]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Row widths of the models that reach this backend."""
+        """The row widths of the models that use this backend."""
         return [576]
 
     @classmethod
     def is_mla(cls) -> bool:
-        """For latent attention."""
+        """True: the backend is for latent attention."""
         return True
 
     @classmethod
     def is_sparse(cls) -> bool:
-        """For layers with an indexer."""
+        """True: the backend is for layers with an indexer."""
         return True
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Attention sinks are supported."""
+        """True: attention sinks are supported."""
         return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: a step is planned by the query lengths that the host knows."""
+        """False: a step is planned by the query lengths on the host."""
         return False
 
     @classmethod
@@ -104,16 +104,16 @@ class TamisSparseBackend:
 
         Args:
             head_size: width of a cached row.
-            dtype: of the queries.
+            dtype: the queries' dtype.
             kv_cache_dtype: as in `--kv-cache-dtype`; None means "auto".
-            block_size: of the cache; None where the engine has not decided.
+            block_size: the cache's page size; None if the engine has not decided.
             use_mla: whether the layer is latent attention.
             has_sink: whether it has attention sinks.
             use_sparse: whether it has an indexer.
-            more: what vLLM passes by place after these: the capability, and in newer versions `use_mm_prefix` first.
+            more: further positional arguments of vLLM: the capability, and in newer versions `use_mm_prefix` before it.
             device_capability: (major, minor) of a CUDA device; None for a CPU.
             model_config: vLLM's; if given, its model must have `index_topk`.
-            others: keywords of newer versions. `use_mm_prefix` is looked at.
+            others: keywords of newer versions, of which only `use_mm_prefix` is read.
         """
         flags = [m for m in more if isinstance(m, bool)]
         capability = next((m for m in more if m is not None and not isinstance(m, bool)), device_capability)
@@ -130,7 +130,7 @@ class TamisSparseBackend:
             ),
         }
         reasons = [reason for reason, applies in refusals.items() if applies]
-        # What was refused above is replaced by something usual, so that the device's own reasons come out as well.
+        # Unsupported values are replaced by usual ones here, so that the device's own reasons are listed as well.
         spec = _spec(head_size if known_size else 576, has_sink)
         cache = kv_cache_dtype if known_cache and kv_cache_dtype is not None else "auto"
         refusal = _device_refusal(spec, _pair(capability), cache=cache, dtype=dtype, block_size=block_size)

@@ -1,4 +1,4 @@
-"""Reads vLLM's own record of a step, `CommonAttentionMetadata`, without waiting for a device."""
+"""Reads vLLM's own record of a step, `CommonAttentionMetadata`, without synchronising with a device."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ def engine_batch(common: Any, limits: Limits, *, prefilling: list[bool] | None =
     """The step that vLLM describes, as a `Batch` over the engine's tensors; nothing is copied to or from a device."""
     requests, actual = int(common.num_reqs), int(common.num_actual_tokens)
     starts = host_values(common, ("query_start_loc_cpu",), "query_start_loc")[: requests + 1].to(torch.int32)
-    # While drafting, vLLM lets its upper bounds run past the longest request.
+    # While drafting, vLLM's upper bounds may exceed the longest possible request.
     lengths = host_values(common, length_names(common), "seq_lens")[:requests].to(torch.int32)
     lengths = lengths.clamp_max(limits.max_length)
     tokens, slots = int(starts[-1]) if len(starts) else 0, common.slot_mapping
     rows = padded_rows(tokens, actual, slots, limits)
     width = ceil_div(limits.max_length, limits.page_size)
-    # Slots past the new tokens are padding or what an earlier step left behind: the planner writes -1 there.
+    # Slots past the new tokens are padding or left over from an earlier step; the planner writes -1 there.
     return Batch(
         starts,
         common.seq_lens[:requests].to(torch.int32),
@@ -33,13 +33,13 @@ def engine_batch(common: Any, limits: Limits, *, prefilling: list[bool] | None =
 
 
 def first(values: Tensor, count: int) -> Tensor:
-    """So many of them; where these are all, without the cost of a view."""
+    """The first `count` values; if these are all, the tensor itself, which saves the time of making a view."""
     return values if values.shape[0] == count else values[:count]
 
 
 def block_table(table: Tensor, requests: int) -> Tensor:
     """The requests' rows of the engine's page table."""
-    # A converted copy would not be where a captured graph looks for it.
+    # A converted copy would not be at the address that a captured graph reads.
     if table.dtype != torch.int32:
         received = checks.dtype_name(table.dtype)
         raise checks.refuse_type("block_table_tensor", "int32", received, "pass the engine's own tensor")
@@ -47,7 +47,7 @@ def block_table(table: Tensor, requests: int) -> Tensor:
 
 
 def padded_rows(tokens: int, actual: int, slots: Tensor, limits: Limits) -> int:
-    """Token rows that a layer may be called with: all that the engine counts or has a slot for."""
+    """How many token rows a layer may be called with: all that the engine counts or has a slot for."""
     if tokens > actual:
         raise checks.refuse("num_actual_tokens", f"at least the {tokens} new tokens", actual, "count every token")
     given = slots.shape[0]
@@ -60,17 +60,17 @@ def padded_rows(tokens: int, actual: int, slots: Tensor, limits: Limits) -> int:
 
 
 def length_names(common: Any) -> tuple[str, ...]:
-    """Where the record may hold lengths on the host, best first.
+    """The attributes that may hold lengths on the host, best first.
 
-    vLLM's own record has `seq_lens_cpu` as a property that copies from the device unless `_seq_lens_cpu` is filled, so
-    only the latter is looked at where both exist.
+    In vLLM's own record `seq_lens_cpu` is a property that copies from the device unless `_seq_lens_cpu` is filled, so
+    only the latter is read where both exist.
     """
     second = "_seq_lens_cpu" if hasattr(common, "_seq_lens_cpu") else "seq_lens_cpu"
     return ("seq_lens_cpu_upper_bound", second)
 
 
 def host_values(common: Any, names: tuple[str, ...], device_name: str) -> Tensor:
-    """The first of these tensors that is on the host; the device tensor itself may be, when the engine runs there."""
+    """The first of these tensors that is on the host, which may be the device tensor of an engine that runs there."""
     value = None
     for name in (*names, device_name):
         value = getattr(common, name, None)
@@ -80,5 +80,5 @@ def host_values(common: Any, names: tuple[str, ...], device_name: str) -> Tensor
         device_name,
         f"accompanied by {' or '.join(n.lstrip('_') for n in names)} on the host",
         checks.describe(value),
-        "pass a host copy (for lengths an upper bound will do); none is made here, as it would wait for the device",
+        "pass a host copy (for lengths an upper bound will do); making one here would synchronise with the device",
     )

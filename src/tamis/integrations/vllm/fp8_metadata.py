@@ -1,6 +1,6 @@
-"""What vLLM's records of a step over an `fp8_ds_mla` cache hold beside the rest, under vLLM's names.
+"""The additional fields of vLLM's step records for `fp8_ds_mla` caches, under vLLM's names.
 
-Attention here needs none of it; it is for code that reads vLLM's record and runs FlashMLA's functions itself.
+tamis' attention reads none of them. They are for code that reads vLLM's record and calls FlashMLA's functions itself.
 """
 
 from dataclasses import dataclass, field
@@ -15,17 +15,17 @@ from tamis.step.plan import Limits, Plan
 
 @dataclass(eq=False)
 class FP8KernelMetadata:
-    """What FlashMLA's decode function wants beside queries, cache and indices, and does not read with indices."""
+    """Arguments of FlashMLA's decode function that it takes, and does not read, when indices are given."""
 
     scheduler_metadata: FlashMLASchedMeta
     dummy_block_table: Tensor
     """int32 [rows, 1]"""
     cache_lens: Tensor
-    """int32 [rows], the longest length that a request may have."""
+    """int32 [rows], the greatest length that a request may have."""
 
     @classmethod
     def of(cls, limits: Limits, device: torch.device) -> Self:
-        """For as many requests as a step may have; one call with all tokens of a step takes the first row."""
+        """For as many requests as a step may have. A call with all tokens of a step uses the first row."""
         requests = limits.max_requests
         return cls(
             FlashMLASchedMeta(),
@@ -34,13 +34,13 @@ class FP8KernelMetadata:
         )
 
     def rows(self, count: int) -> "FP8KernelMetadata":
-        """The same for so many requests."""
+        """The same for `count` requests."""
         return FP8KernelMetadata(self.scheduler_metadata, self.dummy_block_table[:count], self.cache_lens[:count])
 
 
 @dataclass(eq=False)
 class FP8SeparatePrefillDecode:
-    """A step whose decodes read the cache, and whose prefills are gathered into a bf16 workspace, chunk by chunk."""
+    """A step whose decodes read the cache and whose prefills are gathered into a bf16 workspace, chunk by chunk."""
 
     @dataclass(eq=False)
     class Decode:
@@ -48,7 +48,7 @@ class FP8SeparatePrefillDecode:
 
         kernel_metadata: FP8KernelMetadata
         decode_query_len: int | None
-        """Tokens of every request, where they have one length."""
+        """Tokens of each request, if all requests have the same number."""
         seq_lens: Tensor | None = None
 
     @dataclass(eq=False)
@@ -57,18 +57,18 @@ class FP8SeparatePrefillDecode:
 
         @dataclass(eq=False)
         class Chunk:
-            """Prefills that share the workspace."""
+            """Prefills that are gathered into the workspace together."""
 
             tokens_slice: slice
             block_table: Tensor
             req_start_idx: int
-            """Its first request, counted from the first prefill."""
+            """The chunk's first request, counted from the first prefill."""
             workspace_starts: Tensor
             chunk_tot_seqlen: int
             seq_lens: Tensor | None = None
 
         request_ids: Tensor
-        """int32 [num_actual_tokens]: the number of a token's prefill, -1 for decodes and padding."""
+        """int32 [num_actual_tokens], the number of each token's prefill; -1 for decodes and padding."""
         workspace_starts: Tensor
         """int32 [num_prefills], from 0 in each chunk."""
         chunks: list[Chunk] = field(default_factory=list)
@@ -76,7 +76,7 @@ class FP8SeparatePrefillDecode:
 
     num_prefills: int = 0
     num_decodes: int = 0
-    """Requests with tokens."""
+    """Decode requests that have tokens."""
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     decode: Decode | None = None
@@ -84,7 +84,7 @@ class FP8SeparatePrefillDecode:
 
 
 def separate_metadata(plan: Plan, kernel: FP8KernelMetadata | None, rows: int) -> FP8SeparatePrefillDecode | None:
-    """Of a plan whose prefills are gathered; None where there is no FP8 cache."""
+    """The record of a plan whose prefills are gathered; None without an FP8 cache."""
     if kernel is None:
         return None
     made, first = FP8SeparatePrefillDecode(), plan.split.decodes

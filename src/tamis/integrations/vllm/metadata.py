@@ -1,4 +1,4 @@
-"""vLLM's per-step metadata of sparse MLA layers."""
+"""vLLM's per-step metadata of sparse MLA layers: `SparseMetadata` and its builder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from tamis.step.split import INT, BatchSplit, split_batch
 
 
 def model_field(model_config: Any, name: str) -> Any:
-    """A number of the model: from its text config, or else from the outer one; None if neither has it."""
+    """A number from the model's text config, or else from its outer config; None if neither has it."""
     for config in ("hf_text_config", "hf_config"):
         value = getattr(getattr(model_config, config, None), name, None)
         if value is not None:
@@ -49,7 +49,7 @@ class MlaDims:
 
     @classmethod
     def read(cls, model_config: Any) -> Self:
-        """From vLLM's model config."""
+        """Read the widths from vLLM's model config."""
         latent = model_field(model_config, "kv_lora_rank")
         if latent is None:
             raise checks.refuse("hf_config", "one with 'kv_lora_rank'", "none", "this is not an MLA model")
@@ -66,16 +66,17 @@ class MlaDims:
 class SparseMetadata:
     """One step under vLLM's names.
 
-    In a record that a builder made, `req_id_per_token` lies in the builder's buffer and the other tensors in the
-    engine's. None of them moves, so captured graphs may keep them. What only some steps or some readers need is worked
-    out when it is asked for. A record made by hand from vLLM's fields serves attention as well; it has no plan.
+    In a record that a builder made, `req_id_per_token` is a view of the builder's buffer and the other tensors are
+    views of the engine's. None of them moves, so captured graphs may keep them. What only some steps or readers need is
+    computed when it is read. Attention also takes records that were constructed from vLLM's fields without a builder;
+    these have no plan.
     """
 
     num_reqs: int
     max_query_len: int
     max_seq_len: int
     num_actual_tokens: int
-    """As the engine gave it: under a captured graph it counts padding too."""
+    """The engine's number, which under a captured graph includes padding."""
     query_start_loc: Tensor
     """int32 [num_reqs + 1]"""
     slot_mapping: Tensor
@@ -89,20 +90,20 @@ class SparseMetadata:
     block_size: int = 64
     topk_tokens: int = 2048
     fp8_extra_metadata: FP8SeparatePrefillDecode | FP8KernelMetadata | None = None
-    """For readers of vLLM's `fp8_ds_mla` records; attention here does not look at it."""
+    """For readers of vLLM's `fp8_ds_mla` records; tamis' attention does not read it."""
     fp8_use_mixed_batch: bool = False
-    """All tokens go through one call that reads the cache directly."""
+    """Whether all tokens go through one call that reads the cache directly."""
     step: "EngineStep | None" = None
-    """What a builder knows beyond this."""
+    """What the builder knows about the step; None if no builder made the record."""
 
     prefill: ClassVar[None] = None
-    """vLLM keeps its dense prefill here; every token goes through sparse attention instead."""
+    """None: vLLM keeps its dense prefill here, and tamis runs every token through sparse attention."""
     FP8KernelMetadata: ClassVar[type[FP8KernelMetadata]] = FP8KernelMetadata
     FP8SeparatePrefillDecode: ClassVar[type[FP8SeparatePrefillDecode]] = FP8SeparatePrefillDecode
 
     @cached_property
     def split(self) -> BatchSplit:
-        """Which requests decode."""
+        """The division of the requests into decodes and prefills."""
         if self.step is not None:
             return self.step.split()
         starts = host_values(self, (), "query_start_loc").numpy()
@@ -110,10 +111,10 @@ class SparseMetadata:
 
     @cached_property
     def plan(self) -> Plan:
-        """All that tamis knows about a step, valid until the builder's next plan. Where prefills are gathered first,
-        every step has one from the start."""
+        """tamis' plan of the step, valid until the builder's next plan. If prefills are gathered, the builder makes it;
+        otherwise it is made when it is first read."""
         if self.step is None:
-            raise checks.refuse("attn_metadata", "made by a builder to have a plan", "one made by hand", "build it")
+            raise checks.refuse("attn_metadata", "made by a builder to have a plan", "another record", "build it")
         return self.step.plan()
 
     @property
@@ -123,23 +124,23 @@ class SparseMetadata:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of requests, without padding where that is known."""
+        """The requests' tokens; without padding, if a builder made the record."""
         return self.num_actual_tokens if self.step is None else self.step.tokens
 
     @property
     def num_decodes(self) -> int:
-        """Requests at the front that count as decode, padding requests included."""
+        """The leading requests, which count as decodes. Padding requests are among them."""
         return self.split.decodes
 
     @property
     def num_prefills(self) -> int:
-        """The requests after them."""
+        """The requests after the decodes."""
         return self.split.prefills
 
     @property
     def num_decode_tokens(self) -> int:
-        """Their tokens. As in vLLM, padding counts as decode in a step without prefills, so the parts sum to
-        `num_actual_tokens`."""
+        """Tokens of the decodes. As in vLLM, padding counts as decode in a step without prefills, so that decode and
+        prefill tokens sum to `num_actual_tokens`."""
         return self.split.decode_tokens if self.num_prefills else self.num_actual_tokens
 
     @property
@@ -149,13 +150,13 @@ class SparseMetadata:
 
     @cached_property
     def prefill_max_seq_len(self) -> int:
-        """Length of the longest prefill, 0 without one."""
+        """The length of the longest prefill; 0 if there is none."""
         known = host_values(self, (), "seq_lens") if self.step is None else self.step.host_lengths
         lengths = known[self.num_decodes :]
         return int(lengths.max()) if len(lengths) else 0
 
     def request_ids(self, rows: int) -> Tensor:
-        """The block-table row of each query row: of all new tokens, and of as much padding as the caller kept."""
+        """The block-table row of each of `rows` query rows: all new tokens, and as much padding as the caller kept."""
         step = self.step
         if step is not None:
             step.check_held()
@@ -165,7 +166,7 @@ class SparseMetadata:
         return self.req_id_per_token[:rows] if step is None else step.held.buffer[:rows]
 
     def plan_for(self, rows: int) -> Plan:
-        """The plan for a query of so many rows, as in `request_ids`."""
+        """The plan for a query of `rows` rows, as in `request_ids`."""
         plan = self.plan
         if rows == plan.rows:
             return plan
@@ -191,17 +192,17 @@ class SparseMetadata:
 
 @dataclass(eq=False)
 class HeldRequests:
-    """A builder's buffer of request numbers, and what it holds."""
+    """A builder's buffer of request numbers, and its content."""
 
     buffer: Tensor
-    """int32, one for each token that a step may have; 0 past the new tokens."""
+    """int32 [tokens that a step may have]; 0 past the new tokens."""
     ids: INT
-    """The same on the host, of the step that filled it last."""
+    """The content on the host: the request numbers of the step that filled the buffer last."""
 
 
 @dataclass(frozen=True, eq=False)
 class EngineStep:
-    """What the host knows about a step, and the buffer that it has filled for it."""
+    """What the host knows about a step, and the device buffer with its request numbers."""
 
     common: Any
     """The engine's record."""
@@ -209,7 +210,7 @@ class EngineStep:
     query_lengths: INT
     """New tokens of each request."""
     host_lengths: Tensor
-    """Context plus new tokens on the host; an upper bound will do for decodes."""
+    """Context plus new tokens of each request, on the host; upper bounds for decodes."""
     prefilling: list[bool] | None
     tokens: int
     """New tokens."""
@@ -218,13 +219,13 @@ class EngineStep:
     ids: INT
     """The request of each new token."""
     held: HeldRequests
-    """Where they are on the device, until a later step of the builder fills it."""
+    """The device buffer with `ids`, until a later step of the builder overwrites it."""
 
     def check_held(self) -> None:
-        """Refuse a step whose request numbers a later one has overwritten with others.
+        """Refuse a step whose request numbers in the device buffer have been overwritten by a later step's.
 
-        Engines use the record that was built last, so this compares two references. Records of earlier steps are fine
-        as long as their tokens still belong to requests of the same numbers.
+        Engines use the record that was built last, for which this compares two references. A record of an earlier step
+        is accepted as long as the buffer still holds the same numbers for its tokens.
         """
         if self.held.ids is self.ids:
             return
@@ -234,25 +235,25 @@ class EngineStep:
             raise checks.refuse("attn_metadata", "of the builder's latest step", "one that it overwrote", remedy)
 
     def split(self) -> BatchSplit:
-        """Cut between decodes and prefills."""
+        """Divide the requests into decodes and prefills."""
         limits = self.planner.limits
         return split_batch(
             self.query_lengths, limits.threshold, uniform=limits.uniform_decodes, prefilling=self.prefilling
         )
 
     def plan(self) -> Plan:
-        """Plan it, which fills the planner's buffers."""
+        """Plan the step, which fills the planner's buffers."""
         return self.planner.plan(engine_batch(self.common, self.planner.limits, prefilling=self.prefilling))
 
 
 class SparseMetadataBuilder:
-    """Makes a `SparseMetadata` per step from vLLM's `CommonAttentionMetadata`, or anything with its attributes."""
+    """Makes a `SparseMetadata` per step from vLLM's `CommonAttentionMetadata`, or any object with its attributes."""
 
     _cudagraph_support: ClassVar[Any] = "UNIFORM_BATCH"
     reorder_batch_threshold: int | None = 1
     supports_update_block_table: ClassVar[bool] = False
     treat_short_extends_as_decodes: ClassVar[bool] = True
-    """False: requests that `is_prefilling` marks are prefills even where their piece of the prompt is short."""
+    """If False, requests marked by `is_prefilling` are prefills even if their chunk of the prompt is short."""
     metadata_cls: ClassVar[type[SparseMetadata]] = SparseMetadata
 
     @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
@@ -269,9 +270,9 @@ class SparseMetadataBuilder:
         """Read the configs once and allocate every buffer.
 
         Args:
-            kv_cache_spec: with `block_size`.
-            layer_names: the layers this builder serves.
-            vllm_config: with `model_config`, `cache_config`, `parallel_config`, `scheduler_config` and, for
+            kv_cache_spec: an object with `block_size`.
+            layer_names: the layers that this builder serves.
+            vllm_config: an object with `model_config`, `cache_config`, `parallel_config`, `scheduler_config` and, for
                 speculative decoding, `speculative_config`.
             device: where the step runs.
             mode: how tokens of an `fp8_ds_mla` cache are attended; see `Planner`. Every other cache is read directly.
@@ -295,7 +296,7 @@ class SparseMetadataBuilder:
             mode = "mixed"
         dims = self.mla_dims
         self.spec = LayerSpec(
-            # Under context parallelism each rank sees the heads of all.
+            # Under context parallelism each rank attends for the heads of all ranks.
             heads=self.model_config.get_num_attention_heads(vllm_config.parallel_config) * ranks,
             latent_dim=dims.kv_lora_rank,
             rope_dim=dims.qk_rope_head_dim,
@@ -337,14 +338,14 @@ class SparseMetadataBuilder:
         return self.planner.mode == "mixed"
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
-        """Metadata of one step, valid until the next call.
+        """The metadata of one step, valid until the next call.
 
-        One copy to the device and no wait for it: everything else is there already, in the engine's own tensors.
+        It takes one asynchronous copy to the device. Everything else is in the engine's own tensors already.
 
         Args:
-            common_prefix_len: part of vLLM's signature, without effect.
-            common_attn_metadata: what vLLM knows about the step. Where vLLM captures graphs, its tensors stay in place.
-            fast_build: part of vLLM's signature, without effect.
+            common_prefix_len: no effect; part of vLLM's signature.
+            common_attn_metadata: vLLM's record of the step. Where vLLM captures graphs, its tensors never move.
+            fast_build: no effect; part of vLLM's signature.
         """
         common, limits = common_attn_metadata, self.limits
         requests, actual = int(common.num_reqs), int(common.num_actual_tokens)
@@ -357,7 +358,7 @@ class SparseMetadataBuilder:
         self._fill_request_ids(queries, tokens)
         prefilling, held = self._prefilling(common, requests), self._held
         step = EngineStep(common, self.planner, queries, host_lengths, prefilling, tokens, rows, held.ids, held)
-        # A plan is made now and not inside a layer: captured graphs read the planner's buffers.
+        # The plan is made here and not inside a layer, because captured graphs read the planner's buffers.
         plan = None if self.fp8_use_mixed_batch else step.plan()
         metadata = self.metadata_cls(
             num_reqs=requests,
@@ -376,11 +377,11 @@ class SparseMetadataBuilder:
             step=step,
         )
         if plan is not None:
-            vars(metadata)["plan"] = plan  # where its cached property looks first
+            vars(metadata)["plan"] = plan  # the value of the cached property
         return metadata
 
     def _fill_request_ids(self, queries: INT, tokens: int) -> None:
-        # Written in every step, even if it is like the last one: an engine that sleeps loses what its buffers held.
+        # The buffer is written in every step, even if nothing changed: an engine in sleep mode loses its content.
         ids = filled = self._numbers[: len(queries)].repeat(queries)
         if tokens < len(self._held.ids):
             filled = np.concatenate((ids, self._zeros[tokens : len(self._held.ids)]))

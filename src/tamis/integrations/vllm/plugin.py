@@ -1,6 +1,6 @@
-"""What vLLM loads when `--attention-backend CUSTOM` is chosen: tamis' classes below vLLM's own base classes.
+"""What vLLM loads when `--attention-backend CUSTOM` is chosen: tamis' classes, derived from vLLM's base classes too.
 
-Importing this module imports vLLM. Sizes, steps and kernels are those of the modules beside it, which do not.
+Importing this module imports vLLM. What the classes do is in the modules beside it, which do not import vLLM.
 """
 
 from typing import Any, ClassVar
@@ -17,32 +17,32 @@ from tamis.integrations.vllm.versions import sparse_impl_base
 
 
 class Metadata(SparseMetadata, AttentionMetadata):
-    """One step."""
+    """The metadata of one step."""
 
 
 class Builder(SparseMetadataBuilder, AttentionMetadataBuilder[Metadata]):
-    """Makes a `Metadata` per step, in buffers that captured graphs may keep."""
+    """Makes a `Metadata` per step, in buffers that never move, so that captured graphs may keep them."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     metadata_cls: ClassVar[type[SparseMetadata]] = Metadata
 
 
 class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
-    """The attention of one layer. vLLM's base sets the rank among context-parallel ones before the constructor runs."""
+    """The attention of one layer. vLLM's base sets the context-parallel rank before the constructor runs."""
 
     supports_dcp: ClassVar[bool] = True
     supports_pcp: ClassVar[bool] = False
     masked_mha_available: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As `SparseImpl`, with what vLLM keeps in its configuration."""
+        """As `SparseImpl`, with the interleave size from vLLM's configuration."""
         config = get_current_vllm_config_or_none()
         if config is not None:
             self.cp_kv_cache_interleave_size = config.parallel_config.cp_kv_cache_interleave_size
         super().__init__(*args, **kwargs)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Nothing: vLLM's layer absorbs and projects, so no second copy of the weights is made."""
+        """Do nothing: vLLM's layer absorbs and projects, so no second copy of the weights is needed."""
 
     def do_kv_cache_update(
         self,
@@ -53,8 +53,8 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
         kv_cache_dtype: str | None = None,
         k_scale: float | Tensor = 1.0,
     ) -> None:
-        """As `SparseImpl`. Rows that are stored as they come go through vLLM's own kernel: the same bytes, launched
-        from C++."""
+        """As `SparseImpl`. Rows that are stored unchanged are written by vLLM's own kernel, which writes the same bytes
+        and is launched faster, from C++."""
         arguments = (kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype or self.kv_cache_dtype, k_scale)
         if self.tamis_backend == "auto" and engine_writes(*arguments):
             super(SparseImpl, self).do_kv_cache_update(*arguments)
@@ -72,7 +72,7 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
         return joined
 
     def record_logical_topk_ready(self) -> None:
-        """Nothing: positions are translated on the stream that selected them."""
+        """Do nothing: positions are translated on the stream that selected them."""
 
 
 class Backend(TamisSparseBackend, AttentionBackend):
@@ -99,8 +99,8 @@ class Backend(TamisSparseBackend, AttentionBackend):
     ) -> tuple[int, ...]:
         """[pages, page size, row].
 
-        vLLM 0.25 says "auto" for `fp8_ds_mla` caches, whose pages it has allocated for 656 bytes a row, so its
-        configuration is asked as well.
+        vLLM 0.25 passes "auto" for `fp8_ds_mla` caches, whose pages it has allocated for 656 bytes a row, so the dtype
+        is then read from its configuration.
         """
         config = get_current_vllm_config_or_none()
         if cache_dtype_str == "auto" and config is not None:
@@ -115,8 +115,8 @@ class Backend(TamisSparseBackend, AttentionBackend):
 
 
 def engine_joins(latent: Tensor, rope: Tensor) -> bool:
-    """Whether vLLM's own kernel can join these parts of a query: several times faster than `torch.cat` where the latent
-    part is a transposed product."""
+    """Whether vLLM's own kernel can join these two parts of a query. It is several times faster than `torch.cat` if the
+    latent part is a transposed product."""
     alike = latent.dtype == rope.dtype and latent.shape[:-1] == rope.shape[:-1] and latent.dim() == 3
     usual = latent.dtype in (torch.bfloat16, torch.float16) and (latent.shape[-1], rope.shape[-1]) == (512, 64)
     return latent.is_cuda and rope.is_cuda and alike and usual and latent.stride(-1) == 1 and rope.stride(-1) == 1
@@ -125,13 +125,13 @@ def engine_joins(latent: Tensor, rope: Tensor) -> bool:
 def engine_writes(
     latent: Tensor, rope: Tensor, cache: Tensor, slots: Tensor, cache_dtype: str, scale: float | Tensor
 ) -> bool:
-    """Whether vLLM's own kernel writes these rows as they are."""
+    """Whether these rows are stored unchanged, and vLLM's own kernel can write them."""
     copied = cache_dtype == "auto" and latent.dtype == rope.dtype == cache.dtype and isinstance(scale, Tensor)
     return copied and latent.is_cuda and rope.is_cuda and cache.is_cuda and slots.is_cuda and rope.dim() == 3
 
 
 def _refusals(config: Any) -> list[str]:
-    """What vLLM does not ask about."""
+    """Reasons against a configuration that vLLM does not ask a backend about."""
     if config is None:
         return []
     host_backed = getattr(config.attention_config, "hisparse_config", None) is not None

@@ -28,7 +28,8 @@ def triton_convert_req_index_to_global_index(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Slots of request-local positions: `block_table[req, i // BLOCK_SIZE] * BLOCK_STRIDE_ROWS + i % BLOCK_SIZE`.
 
-    As vLLM's, with any number of columns, on any device; -1 also for pages that are absent (negative).
+    The results are those of vLLM's function, for any number of columns and on any device. Positions on absent
+    (negative) pages give -1 as well.
 
     Args:
         req_id: int32 [T], the block-table row of each token.
@@ -36,16 +37,16 @@ def triton_convert_req_index_to_global_index(
         token_indices: int32 [T, K] positions; negative ones give -1, and so does a position past the table.
         BLOCK_SIZE: positions per page.
         BLOCK_STRIDE_ROWS: rows from one page to the next; `BLOCK_SIZE` if not given.
-        NUM_TOPK_TOKENS: K, for checking, if given. (vLLM's default is 2048, whatever the tensor.)
-        BLOCK_N: without effect.
-        HAS_PREFILL_WORKSPACE: map the tokens of prefills to rows of a workspace instead.
+        NUM_TOPK_TOKENS: if given, it must be K. (vLLM's default is 2048.)
+        BLOCK_N: no effect.
+        HAS_PREFILL_WORKSPACE: map the positions of prefill tokens to rows of a workspace instead.
         prefill_workspace_request_ids: int32 [T], the number of a token's prefill, -1 for decodes.
         prefill_workspace_starts: int32 [P], first row of each prefill.
-        prefill_workspace_rank_stride: None; a workspace gathered from several ranks is not offered.
+        prefill_workspace_rank_stride: None; a workspace gathered from several ranks is not supported.
         dcp_size: ranks that share each request's rows.
-        dcp_rank: this one; positions of the others give -1.
+        dcp_rank: this rank; positions of other ranks give -1.
         cp_kv_cache_interleave_size: consecutive positions per rank.
-        return_valid_counts: also return int32 [T], how many slots of a row are valid; these then come first.
+        return_valid_counts: also return int32 [T], the number of valid slots of each row, which then come first.
         out: int32 [T, K] to write into.
         valid_counts_out: int32 [T] to write into.
     """

@@ -1,7 +1,8 @@
-"""What the caches of a DeepSeek-V4 layer hold, as the layer declares it, and which entries its kind attends to.
+"""The cache format that a DeepSeek-V4 layer of an engine declares, and which entries a layer of its kind attends to.
 
-Engines hold e4m3 rows as bytes at times, so a tensor's dtype alone does not tell what the bytes mean. And all layers of
-an engine hold the one buffer that the layers with an indexer fill, so having it does not tell that a layer reads it.
+A tensor's dtype does not determine its format, because engines sometimes hold e4m3 rows as bytes. And the presence of a
+top-k buffer does not determine that a layer reads it, because all layers hold the buffer that the layers with an
+indexer fill.
 """
 
 from functools import cache
@@ -18,12 +19,12 @@ E4M3 = torch.float8_e4m3fn
 _LATENT, _ROPE = 448, 64
 _ONE_BYTE = (torch.uint8, torch.int8, E4M3)
 _CHOSEN, EVERY = 4, 128
-"""vLLM's ratios of layers whose indexer chooses entries, and of layers that attend to all of them."""
+"""vLLM's compression ratios: of layers whose indexer chooses entries, and of layers that attend to all of them."""
 
 
 def declared_dtype(layer: Any, storage: Tensor) -> torch.dtype:
-    """What the layer says its caches hold (`kv_cache_torch_dtype`): uint8 stands for packed rows, e4m3 for rows under
-    one scale. A layer that does not say goes by the tensor."""
+    """The layer's `kv_cache_torch_dtype`: uint8 means packed rows, e4m3 rows under one scale. Without this attribute it
+    is derived from the tensor."""
     found: torch.dtype | None = getattr(layer, "kv_cache_torch_dtype", None)
     if found is not None:
         return found
@@ -39,7 +40,7 @@ def _layout(dtype: torch.dtype) -> Layout:
 
 
 def layout_of(name: str, storage: Tensor, layer: Any) -> Layout:
-    """The format that the layer declares for this cache, which must be able to be of it."""
+    """The format that the layer declares for this cache. A tensor that cannot have this format is refused."""
     declared = declared_dtype(layer, storage)
     layout = _layout(declared)
     allowed = _ONE_BYTE if layout.element.itemsize == 1 else (declared,)
@@ -51,15 +52,15 @@ def layout_of(name: str, storage: Tensor, layer: Any) -> Layout:
 
 
 def wrap(name: str, storage: Tensor, layer: Any) -> PagedCache:
-    """The layer's cache in the format that it declares, with the layer's scale where there is one for all rows."""
+    """The layer's cache in the format that the layer declares, with the layer's scale if all rows share one."""
     layout = layout_of(name, storage, layer)
     scale = getattr(layer, "_k_scale_float", 1.0) if layout.scale_mode == "tensor" else 1.0
     return PagedCache.wrap(storage, layout, scale=scale)
 
 
 def sees_every_entry(layer: Any, record: Any) -> bool:
-    """Whether a layer attends to all of its entries, which the record then lists. At ratios that vLLM does not have,
-    the record decides."""
+    """Whether a layer attends to all of its entries, which the record then lists. For ratios other than vLLM's, it does
+    if the record lists them."""
     if layer.compress_ratio in (_CHOSEN, EVERY):
         return bool(layer.compress_ratio == EVERY)
     lists = (record.c128a_global_decode_topk_indices, record.c128a_prefill_topk_indices)
@@ -67,7 +68,7 @@ def sees_every_entry(layer: Any, record: Any) -> bool:
 
 
 def listed(name: str, rows: Tensor | None) -> Tensor:
-    """Rows that the record of a layer that sees every entry must have."""
+    """Rows of entries, which the record must have for a layer that attends to all of them."""
     if rows is None:
         raise checks.refuse("attn_metadata", f"a record with {name}", None, "build it for this layer's ratio")
     return rows

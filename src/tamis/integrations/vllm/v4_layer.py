@@ -1,4 +1,4 @@
-"""A DeepSeek-V4 layer of vLLM whose attention is tamis': `TamisV4Attention`. Importing this module imports vLLM's."""
+"""`TamisV4Attention`: vLLM's DeepSeek-V4 layer with tamis' attention. Importing this module imports vLLM."""
 
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
@@ -6,11 +6,12 @@ from tamis.integrations.vllm.v4_forward import forward_decode, forward_prefill
 
 
 class TamisV4Attention(DeepseekV4FlashMLAAttention):
-    """vLLM's layer up to its kernels: projections, caches, compressor, indexer and per-step records stay its own."""
+    """vLLM's layer with other attention kernels. Projections, caches, compressor, indexer and per-step records stay
+    vLLM's."""
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """As many as there are: no kernel here wants more."""
+        """`num_heads`: no kernel of tamis needs padded heads."""
         return num_heads
 
     _forward_decode = forward_decode

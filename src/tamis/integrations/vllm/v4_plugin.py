@@ -1,9 +1,9 @@
 """DeepSeek-V4 inside vLLM on tamis.
 
-vLLM's V4 layers are not chosen through its registry of backends: a function picks among fixed classes, and takes an
-unknown choice for its default, without a word. So the plugin registers V4's model classes anew, as subclasses of vLLM's
-own that do the same until CUSTOM is chosen: then the layers are `TamisV4Attention`, and a model that got others is an
-error. vLLM imports this module when it looks for one of these model classes, by its name.
+vLLM does not choose V4 layers through its registry of backends: a function picks one of several fixed classes, and
+silently takes its default for a choice that it does not know. So the plugin registers V4's model classes again, as
+subclasses of vLLM's own. They behave like vLLM's until CUSTOM is chosen; then their layers are `TamisV4Attention`, and
+a model that got other layers is an error. vLLM imports this module when it looks up one of these classes by name.
 """
 
 from functools import cache
@@ -18,14 +18,14 @@ _REFUSED = {
     "deepseek_v41__DeepseekV41ForCausalLM": _OTHER_FORMAT,
     "deepseek_v41__DSparkDeepseekV4ForCausalLM": _OTHER_FORMAT,
 }
-"""Model classes that would silently run without tamis, and why they cannot run with it."""
+"""Model classes that cannot run with tamis, and why. Without this list they would silently run without it."""
 
 _CAPABILITIES = (9, 10)
-"""Major compute capabilities on which vLLM gives V4 layers the caches that are read here."""
+"""Major compute capabilities on which vLLM gives V4 layers the cache formats that tamis reads."""
 
 
 def __getattr__(name: str) -> type[Any]:
-    """The model class of this name, `<package of vllm.models>__<class>`, which looks after CUSTOM."""
+    """The model class of this name, `<package of vllm.models>__<class>`, which takes CUSTOM into account."""
     package, _, class_name = name.partition("__")
     if f"vllm.models.{package}" not in V4_SOURCES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -34,9 +34,9 @@ def __getattr__(name: str) -> type[Any]:
 
 @cache
 def _checked(model_class: type[Any], name: str) -> type[Any]:
-    """A subclass that is vLLM's own until CUSTOM is chosen; `name` is where this module has it."""
+    """A subclass that behaves like vLLM's own class until CUSTOM is chosen; `name` is its name in this module."""
 
-    # vLLM looks for these two names in the signature.
+    # vLLM inspects the signature for these two names.
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         if not _chosen(vllm_config):
             model_class.__init__(self, vllm_config=vllm_config, prefix=prefix)
@@ -61,7 +61,7 @@ def _parallel_refusal(vllm_config: Any) -> str | None:
 
 
 def _chosen(vllm_config: Any) -> bool:
-    """Whether tamis was chosen: CUSTOM, unless a plugin that was loaded later has made it its own."""
+    """Whether tamis was chosen, that is CUSTOM, unless another plugin registered its backend as CUSTOM later."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     custom = AttentionBackendEnum.CUSTOM
@@ -69,7 +69,8 @@ def _chosen(vllm_config: Any) -> bool:
 
 
 def replace_attention() -> None:
-    """Let vLLM's choice of a V4 layer's class end in `TamisV4Attention` where CUSTOM is chosen. May be repeated."""
+    """Make vLLM's function that chooses a V4 layer's class return `TamisV4Attention` if CUSTOM is chosen. May be called
+    repeatedly."""
     from vllm import platforms
 
     capability = platforms.current_platform.get_device_capability()
@@ -94,7 +95,7 @@ def replace_attention() -> None:
 
 
 def check_attention(layers: list[Any]) -> None:
-    """Raise unless all V4 attention among these layers is tamis' own, and there is some."""
+    """Raise unless there is V4 attention among these layers, and all of it is tamis'."""
     from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 
     from tamis.integrations.vllm.v4_layer import TamisV4Attention

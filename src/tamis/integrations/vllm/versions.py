@@ -1,23 +1,20 @@
-"""Which vLLM this is, and what differs between the versions that are supported.
-
-Everything else in this package is the same for all of them.
-"""
+"""The supported versions of vLLM, and what differs between them. The rest of this package is the same for all."""
 
 from importlib import import_module
 from typing import Any
 
 SUPPORTED = ("0.25", "0.32")
-"""Minor versions whose sources the plugin was written and tested against."""
+"""The minor versions that the plugin was written for and tested with."""
 REGISTRY = "vllm.v1.attention.backends.registry"
 _NEEDED = {
     REGISTRY: ("AttentionBackendEnum", "register_backend"),
     "vllm.model_executor.models.registry": ("ModelRegistry",),
 }
-"""What registering needs of vLLM."""
+"""The modules and names of vLLM that `register` needs."""
 
 
 def version_refusal(version: str) -> str | None:
-    """Why this version of vLLM is not supported, or None."""
+    """Why this version of vLLM is not supported; None if it is."""
     if any(version == minor or version.startswith(f"{minor}.") for minor in SUPPORTED):
         return None
     known = " and ".join(f"{minor}.x" for minor in SUPPORTED)
@@ -25,7 +22,7 @@ def version_refusal(version: str) -> str | None:
 
 
 def plugin_refusal() -> str | None:
-    """Why the plugin cannot work with the vLLM that is installed here, or None. Imports parts of vLLM; never raises."""
+    """Why the plugin cannot work with the installed vLLM; None if it can. Imports parts of vLLM and never raises."""
     module = "vllm.version"
     try:
         version = str(import_module(module).__version__)
@@ -46,7 +43,7 @@ def _unusable(module: str, error: Exception) -> str:
     if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "vllm":
         reason = f"there is no module {error.name!r}"
     else:
-        # A vLLM that is there but fails to import says best itself what it lacks.
+        # vLLM is installed but cannot be imported; its own error says why.
         reason = f"importing {module} failed with {type(error).__name__}: {error}"
     return f"it needs vLLM {known}, but {reason}; install it with pip install 'tamis[vllm]'"
 
@@ -54,8 +51,8 @@ def _unusable(module: str, error: Exception) -> str:
 def sparse_impl_base() -> type[Any]:
     """The class that a layer's attention must derive from.
 
-    vLLM 0.25 routes tokens by this type; from 0.32 on by the attribute `is_sparse`, below the base of all latent
-    attention. (The base that 0.32 adds for sparse backends brings a dense prefill path that is not used here.)
+    vLLM 0.25 recognises sparse attention by this base class. vLLM 0.32 recognises it by the attribute `is_sparse`, so
+    the base of all latent attention will do. (0.32's own base for sparse backends adds a dense prefill, not used here.)
     """
     from vllm.v1.attention import backend
 
@@ -65,21 +62,21 @@ def sparse_impl_base() -> type[Any]:
 
 
 class _Refusing(type):
-    """Versions of vLLM differ in what they ask of a backend first: whatever it is, the answer is the reason."""
+    """Answers any attribute access with the reason, since versions of vLLM differ in what they ask a backend first."""
 
     def __getattr__(cls, name: str) -> Any:
         raise AttributeError(UnsupportedVersion.reason())
 
 
 class UnsupportedVersion(metaclass=_Refusing):
-    """What CUSTOM names where the plugin cannot work: it is refused when chosen, and nobody else is bothered."""
+    """Registered as CUSTOM where the plugin cannot work. It is refused only if it is chosen."""
 
     @staticmethod
     def reason() -> str:
-        """Why."""
+        """Why the plugin cannot work."""
         return plugin_refusal() or "tamis could not register its models with this vLLM; the log of its start says why"
 
     @classmethod
     def validate_configuration(cls, *_: Any, **__: Any) -> list[str]:
-        """The one reason, as vLLM asks for it."""
+        """The reason, in the form in which vLLM asks for it."""
         return [cls.reason()]

@@ -12,7 +12,7 @@ from torch import Tensor
 from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, index_fp8, named, rows
 from tamis.cache.pool import PagePool
-from tamis.cache.v4_caches import V4Caches
+from tamis.cache.v4_caches import STATE_PAGE_SIZES, V4Caches
 from tamis.lab.demo.outcome import RowSize
 from tamis.lab.demo.requests import Piece, make_requests
 from tamis.lab.demo.server import Server, Windows, make_pool
@@ -25,8 +25,6 @@ from tamis.step.v4_plan import WINDOW_POOL, V4Plan, state_pool
 from tamis.step.v4_planner import V4Planner
 
 WINDOW_PAGE = 64
-STATE_PAGES = {"overlapping": 4, "plain": 8}
-"""Tokens per page of compressor state, by kind of layer."""
 
 
 class V4Server(Server):
@@ -105,7 +103,7 @@ def _make_windows(shape: V4Shape, specs: list[LayerSpec], workload: Workload) ->
     for spec in specs:
         if spec.kind != "window":
             tokens = spec.compress * (2 if spec.kind == "overlapping" else 1)
-            kept[state_pool(spec.compress)] = (STATE_PAGES[spec.kind], tokens)
+            kept[state_pool(spec.compress)] = (STATE_PAGE_SIZES[spec.kind], tokens)
     found = {}
     for name, (page_size, tokens) in kept.items():
         each = ceil_div(tokens + workload.token_budget, page_size) + 1

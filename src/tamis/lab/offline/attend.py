@@ -11,7 +11,7 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.lab.offline.cuda import CudaCase
 from tamis.lab.offline.triton import NATIVE_E4M3, TARGETS, OfflineCase, Target
-from tamis.ops.attention.hopper import few_heads, items, many_heads
+from tamis.ops.attention.hopper import few_heads, many_heads, splits
 from tamis.ops.attention.triton_grouped import attend_groups_kernel
 from tamis.ops.attention.triton_kernels import (
     MAX_LATENT,
@@ -19,7 +19,7 @@ from tamis.ops.attention.triton_kernels import (
     choose_launch,
     compute_dtype,
     launch_arguments,
-    query_parts,
+    query_terms,
     shared_bytes,
 )
 from tamis.ops.attention.triton_rowwise import attend_rows_kernel
@@ -114,28 +114,28 @@ def _case(
     bound = 0 if launch.grouped or target.backend != "cuda" else shared_bytes(launch, layout, q.dtype)
     case = OfflineCase.of_launch(kernel, arguments, options, label, (target.name,), most_shared=bound)
     mode = layout.scale_mode if launch.block_h > 16 else ""
-    return case, (kernel, launch, compute, query_parts(q.dtype, compute), mode)
+    return case, (kernel, launch, compute, query_terms(q.dtype, compute), mode)
 
 
 def cuda_cases() -> Iterator[CudaCase]:
     """The merge of splits and both attention kernels, in every variant that is launched."""
-    for at_once in items.MERGED_AT_ONCE:
-        yield CudaCase(f"attend, merging parts, {at_once} at once", items.merge_program(at_once), 0)
+    for batch in splits.MERGE_BATCHES:
+        yield CudaCase(f"attend, merging splits, {batch} at once", splits.merge_program(batch), 0)
     yield from few_heads_cases()
     yield from many_heads_cases()
 
 
 def few_heads_cases() -> Iterator[CudaCase]:
-    """Every block shape for each kind of rows and dtype of queries."""
-    for kind, variants, dtypes in (
+    """Every CTA shape for each kind of rows and dtype of queries."""
+    for kind, shapes, dtypes in (
         ("fp8", few_heads.FP8_ROWS, few_heads.QUERY_DTYPES),
         ("bf16", few_heads.BF16_ROWS, (torch.bfloat16,)),
     ):
-        layouts = dict.fromkeys((variants.few_tokens, variants.many_tokens, variants.more_heads))
-        for variant, dtype in product(layouts, dtypes):
-            name = variant.source.replace("_", " ")
-            label = f"attend, {name}, {kind} rows, {variant[:3]}, {str(dtype).removeprefix('torch.')} queries"
-            yield CudaCase(label, few_heads.program(variant, dtype), variant.shared)
+        distinct = dict.fromkeys((shapes.few_tokens, shapes.many_tokens, shapes.more_heads))
+        for shape, dtype in product(distinct, dtypes):
+            name, per_sm = shape.source.replace("_", " "), f"{shape.per_sm} per SM"
+            label = f"attend, {name} ({shape.heads}), {kind} rows, {per_sm}, {checks.dtype_name(dtype)} queries"
+            yield CudaCase(label, few_heads.program(shape, dtype), shape.shared)
 
 
 def many_heads_cases() -> Iterator[CudaCase]:

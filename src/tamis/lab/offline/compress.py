@@ -7,7 +7,8 @@ import torch
 from tamis.cache.layout import Layout, compressor_state, index_fp8, index_mxfp4, named, plain_fp8
 from tamis.cache.paged import PagedCache
 from tamis.lab.offline.triton import OfflineCase
-from tamis.ops.compress.triton_kernels import compress_tokens, launch_arguments, launch_options
+from tamis.ops.compress.operations import CompressKv
+from tamis.ops.compress.triton_kernels import compress_kv_kernel, launch_arguments, launch_options
 
 
 def triton_cases() -> Iterator[OfflineCase]:
@@ -34,7 +35,9 @@ def triton_cases() -> Iterator[OfflineCase]:
             torch.empty(layout.width, dtype=torch.float32, device="cpu"),
             torch.empty(9, 64, dtype=torch.float32, device="cpu"),
         )
-        arguments = launch_arguments(tokens, tokens, state, PagedCache(layout, 2, 2), *pages, *weights, 1e-6, hadamard)
+        cache = PagedCache(layout, 2, 2)
+        call = CompressKv(tokens, tokens, state, cache, *pages, *weights, 1e-6, hadamard, "triton")
+        arguments = launch_arguments(call)
         how = f"{ratio}{' overlapping' * overlapping}{' by Hadamard' * hadamard}"
         label = f"compress {layout.name} {how} from {dtype}".replace("torch.", "")
-        yield OfflineCase.of_launch(compress_tokens, arguments, launch_options(arguments), label)
+        yield OfflineCase.of_launch(compress_kv_kernel, arguments, launch_options(arguments), label)

@@ -263,4 +263,4 @@ def hadamard_matrix(dim: int) -> Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while len(matrix) < dim:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix.div(dim**0.5)
+    return matrix / math.sqrt(dim)

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tamis.arithmetic import output_dtype
 from tamis.cache.layout import named
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
@@ -81,8 +82,7 @@ def _attend_call(target: Target, case: AttendCase, q: Tensor, *selected: Tensor)
         slots = next(rest)
         lengths = None if s.lengths is None else next(rest)
         selections.append(Selection(s.cache, slots, lengths, s.request_ids, s.block_table))
-    dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
-    out = torch.full((*q.shape[:2], case.value_dim), torch.nan, dtype=dtype, device=q.device)
+    out = torch.full((*q.shape[:2], case.value_dim), torch.nan, dtype=output_dtype(q.dtype), device=q.device)
     found = attend(
         _apart(q) if case.strided else q,
         selections,

@@ -13,6 +13,7 @@ from tamis.lab.verify.compress import compress_checks
 from tamis.lab.verify.gather import gather_checks
 from tamis.lab.verify.index import index_checks
 from tamis.lab.verify.layer import LAYER_STAGES, layer_checks
+from tamis.lab.verify.output import output_checks
 from tamis.lab.verify.planner import planner_checks
 from tamis.lab.verify.resources import resource_checks
 from tamis.lab.verify.rotate import rotate_checks
@@ -31,6 +32,7 @@ _CHECKS: dict[str, Callable[[Target], Iterator[Check]]] = {
     "index": index_checks,
     "attend": attend_checks,
     "combine": combine_checks,
+    "output": output_checks,
     "planner": planner_checks,
     "layer": layer_checks,
     "v4-layer": v4_layer_checks,

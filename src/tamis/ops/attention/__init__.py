@@ -9,14 +9,16 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
-from tamis.ops import old_library as library
+from tamis.ops.attention import operations
+from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.combine import Attended, Partials, check_output, check_sink, in_base
-from tamis.ops.write import join_parts
+from tamis.ops.combine.operations import contiguous_sink
+from tamis.ops.pairs import join_pair
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
 MAX_HEADS = 128
 MAX_SPLITS = 2**16 - 1
-"""Parts that a call may ask for: as many as a launch has blocks along its smaller axes."""
+"""A launch has at most as many CTAs along its y and z axes."""
 
 
 def attend_slots(
@@ -29,18 +31,21 @@ def attend_slots(
     splits: int | None = None,
     backend: str = "auto",
 ) -> Partials:
-    """Attention of each query token over its selected rows, in `splits` parts that `combine_parts` merges.
+    """Attention of each query token over its selected rows, in `splits` that `combine_parts` merges.
 
-    The columns of all selections, one after the other, are cut into `splits` equal pieces; each has its own softmax.
+    The columns of all selections, one after the other, are cut into `splits` equal ranges; each has its own softmax.
     Arguments as in `attend`. Under torch.compile `splits` is 1 if not given: the shape of the result must be known
     before a backend is asked.
     """
-    q, selections = join_parts("q", q), as_list(selections)
-    check_attend(q, selections, scale, value_dim, None, q_scale, splits, None, backend)
-    scale, factor = _folded(scale, q_scale)
+    q, selections = join_pair("q", q), as_list(selections)
+    check_query(q, selections, value_dim)
+    check_scales(scale, q_scale, q.device)
+    check_splits(splits)
     if splits is None and torch.compiler.is_compiling():
         splits = 1
-    return Partials(*library.attend_slots(q, selections, scale, factor, value_dim, splits, backend))
+    call = AttendSlots(q, selections, *folded_scale(scale, q_scale), value_dim, splits, backend)
+    operations.attend_slots.check(call)
+    return Partials(*operations.attend_slots(call))
 
 
 def attend(
@@ -69,7 +74,7 @@ def attend(
         value_dim: how many leading columns of a row are its value (512 in V3.2 and V4).
         sink: float32 [H], one extra logit per head with a zero value: scales the output, never the lse.
         q_scale: the factor of an e4m3 query; multiplied into `scale`.
-        splits: how many parts the columns are cut into and merged again; the result differs only by rounding. If not
+        splits: how many splits the columns are cut into and merged again; the result differs only by rounding. If not
             given, the backend chooses by the size of the batch; a fixed number makes a row's bits independent of what
             else is in the batch.
         lse_base: "e" for natural logarithms, "2" for base 2.
@@ -77,111 +82,31 @@ def attend(
         backend: a name from `tamis backends`, or "auto".
     """
     dtype = q[0].dtype if isinstance(q, tuple) and q and isinstance(q[0], Tensor) else None
-    q, selections = join_parts("q", q), as_list(selections)
+    q, selections = join_pair("q", q), as_list(selections)
     checks.option("lse_base", lse_base, ("e", "2"))
-    check_attend(q, selections, scale, value_dim, sink, q_scale, splits, out, backend)
-    if out is None and dtype is not None:
-        out = new_output(q, value_dim, dtype)
-    found = attend_unchecked(q, selections, scale, value_dim, sink, q_scale, splits, out, backend)
-    return found if lse_base == "e" else found._replace(lse=in_base(found.lse, lse_base))
-
-
-def check_attend(
-    q: Tensor,
-    selections: list[Selection],
-    scale: float,
-    value_dim: int,
-    sink: Tensor | None,
-    q_scale: float | Tensor,
-    splits: int | None,
-    out: Tensor | None,
-    backend: str,
-) -> None:
-    """Refuse what `attend` refuses, of a query in one piece and a list of selections."""
-    check_selections(q, selections)
-    check_rest(q, scale, value_dim, sink, q_scale, splits, out, read_by(selections))
-    library.check_stage("attend", backend, q.device, q=q, sink=sink)
-    library.check_kernels("attend", backend, q.device, "check_attend", q, selections, value_dim)
-
-
-def read_by(selections: list[Selection]) -> list[Tensor | None]:
-    """All tensors that attention reads because of its selections."""
-    found: list[Tensor | None] = []
-    for selection in selections:
-        found += (selection.cache.storage, selection.slots, selection.lengths)
-        found += (selection.request_ids, selection.block_table)
-    return found
-
-
-def check_rest(
-    q: Tensor,
-    scale: float,
-    value_dim: int,
-    sink: Tensor | None,
-    q_scale: float | Tensor,
-    splits: int | None,
-    out: Tensor | None,
-    inputs: Sequence[Tensor | None],
-) -> None:
-    """Refuse what does not fit a query and selections that fit each other (`check_selections`); `inputs` are what
-    `out` must not share memory with besides the query and the sink."""
-    tokens, heads, width = q.shape
-    checks.integer("value_dim", value_dim, low=1, high=width)
-    if splits is not None:
-        checks.integer("splits", splits, low=1)
-        if splits > MAX_SPLITS:
-            raise checks.refuse("splits", f"at most {MAX_SPLITS}", splits, "leave it out and the backend chooses")
-    checks.positive_number("scale", scale)
-    check_query_scale(q_scale, q.device)
-    check_sink(sink, heads, q.device)
-    if out is not None:
-        check_output(out, (tokens, heads, value_dim), q.device, q, sink, *inputs)
-
-
-def check_query_scale(q_scale: float | Tensor, device: torch.device) -> None:
-    """Refuse a query's scale that is no positive number, or lies elsewhere."""
-    factor = checks.scale_factor("q_scale", q_scale)
-    if isinstance(factor, Tensor):
-        checks.no_gradient(q_scale=factor)
-        if factor.device != device:
-            raise checks.refuse("q_scale", f"on {device} like q", f"a tensor on {factor.device}", "keep it with q")
-
-
-def attend_unchecked(
-    q: Tensor,
-    selections: list[Selection],
-    scale: float,
-    value_dim: int,
-    sink: Tensor | None,
-    q_scale: float | Tensor,
-    splits: int | None,
-    out: Tensor | None,
-    backend: str,
-) -> Attended:
-    """As `attend`, for callers who know that `check_attend` would pass."""
-    scale, factor = _folded(scale, q_scale)
+    check_query(q, selections, value_dim)
+    check_scales(scale, q_scale, q.device)
     if out is None:
-        out = new_output(q, value_dim, q.dtype)
-    return Attended(out, *library.attend(q, selections, scale, factor, splits, sink, out, backend))
+        out = new_output(q, value_dim, dtype)
+    else:
+        check_output(out, (*q.shape[:2], value_dim), q.device, q, sink, *read_by(selections))
+    call = Attend(
+        q,
+        selections,
+        *folded_scale(scale, q_scale),
+        splits,
+        contiguous_sink(sink),
+        out,
+        False,
+        backend,
+    )
+    check_attend(call)
+    lse, max_logits = operations.attend(call)
+    return Attended(out, in_base(lse, lse_base), max_logits)
 
 
-def new_output(q: Tensor, value_dim: int, dtype: torch.dtype) -> Tensor:
-    """Room for the output of a query of this dtype."""
-    dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
-    return q.new_empty((q.shape[0], q.shape[1], value_dim), dtype=dtype)
-
-
-def translates_freely(q: Tensor, selection: Selection, value_dim: int, *, backend: str = "auto") -> bool:
-    """Whether attention over such a selection looks positions up at no cost. Where it does not, or the answer cannot be
-    had since torch.compile traces, `translate_positions` comes first."""
-    if torch.compiler.is_compiling():
-        return False
-    stage = library.stage_module("attend", backend, q.device)
-    return bool(stage.translates_freely(q, [selection], value_dim=value_dim))
-
-
-def check_selections(q: Tensor, selections: list[Selection]) -> None:
-    """Refuse a query and selections that do not fit each other."""
+def check_query(q: Tensor, selections: list[Selection], value_dim: int) -> None:
+    """Refuse a query, selections and a width of values that do not fit each other."""
     checks.instance("selections[0].cache", selections[0].cache, PagedCache)
     width = selections[0].cache.layout.width
     sizes = checks.tensor(
@@ -196,11 +121,53 @@ def check_selections(q: Tensor, selections: list[Selection]) -> None:
         raise checks.refuse("q", f"of 1 to {MAX_HEADS} heads", sizes["H"], "split the heads over several calls")
     for number, selection in enumerate(selections):
         _check_selection(f"selections[{number}]", selection, sizes["T"], width, q.device)
+    checks.integer("value_dim", value_dim, low=1, high=width)
 
 
-def _folded(scale: float, q_scale: float | Tensor) -> tuple[float, Tensor | None]:
-    """The softmax scale with a query scale given as a number in it, and one given as a tensor, which stays there."""
+def check_attend(call: Attend) -> None:
+    """Refuse what `attend` refuses once `check_query`, `check_scales` and, of a given output, `check_output` passed."""
+    check_splits(call.splits)
+    check_sink(call.sink, call.q.shape[1], call.q.device)
+    operations.attend.check(call)
+
+
+def check_splits(splits: int | None) -> None:
+    """Refuse a number of splits that a launch cannot have."""
+    if splits is not None:
+        checks.integer("splits", splits, low=1)
+        if splits > MAX_SPLITS:
+            raise checks.refuse("splits", f"at most {MAX_SPLITS}", splits, "leave it out and the backend chooses")
+
+
+def check_scales(scale: float, q_scale: float | Tensor, device: torch.device) -> None:
+    """Refuse scales that are no positive numbers, and a query scale on another device."""
+    checks.positive_number("scale", scale)
+    factor = checks.scale_factor("q_scale", q_scale)
+    if isinstance(factor, Tensor):
+        checks.no_gradient(q_scale=factor)
+        if factor.device != device:
+            raise checks.refuse("q_scale", f"on {device} like q", f"a tensor on {factor.device}", "keep it with q")
+
+
+def folded_scale(scale: float, q_scale: float | Tensor) -> tuple[float, Tensor | None]:
+    """The softmax scale, with a query scale that is a number folded in, and a query scale that is a tensor."""
     return (scale, q_scale.reshape(())) if isinstance(q_scale, Tensor) else (scale * q_scale, None)
+
+
+def read_by(selections: list[Selection]) -> list[Tensor | None]:
+    """All tensors that attention reads because of its selections."""
+    found: list[Tensor | None] = []
+    for selection in selections:
+        found += (selection.cache.storage, selection.slots, selection.lengths)
+        found += (selection.request_ids, selection.block_table)
+    return found
+
+
+def new_output(q: Tensor, value_dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty output for a query, in the query's dtype or another; bf16 in place of e4m3."""
+    dtype = q.dtype if dtype is None else dtype
+    dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+    return q.new_empty((q.shape[0], q.shape[1], value_dim), dtype=dtype)
 
 
 def as_list(selections: Selection | Sequence[Selection]) -> list[Selection]:

@@ -1,19 +1,64 @@
 """Sparse attention over selected rows, in plain torch."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from tamis.arithmetic import ceil_div, float32_products
+from tamis.cache.codec import decode_rows
 from tamis.cache.selection import Selection
+from tamis.ops.attention.operations import Attend, AttendSlots, accumulator
 from tamis.ops.combine import reference as combine
-from tamis.ops.gather.reference import decode_rows
+from tamis.ops.combine.operations import CombineParts
 from tamis.ops.translate.operations import TranslatePositions
 from tamis.ops.translate.reference import translate_positions
 
 _WORKING_BYTES = 32 * 2**20
 """Dequantised rows held at once: small enough to stay in the last-level cache, large enough for full matrix speed."""
+
+
+def attend(call: Attend) -> tuple[Tensor, Tensor]:
+    """Write the merged output; return lse and max_logits [T, H]."""
+    parts, lses, max_logits = attend_slots(call.in_splits())
+    lse = combine.combine_parts(CombineParts(parts, lses, call.sink, call.out, call.backend))
+    return lse, max_logits.amax(0)
+
+
+def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
+    """Partial outputs [S, T, H, V], natural-log lse [S, T, H] and max_logits [S, T, H]."""
+    q, selections, factor, value_dim, splits = call.q, call.selections, call.factor, call.value_dim, call.splits or 1
+    dtype = accumulator(q)
+    wide = dtype if dtype == torch.float64 else float32_products(q.device)
+    tokens, heads, width = q.shape
+    columns = sum(s.slots.shape[1] for s in selections)
+    out = torch.zeros(splits, tokens, heads, value_dim, dtype=dtype, device=q.device)
+    lse = torch.full((splits, tokens, heads), -torch.inf, dtype=dtype, device=q.device)
+    max_logits = torch.full_like(lse, -torch.inf)
+    step = max(1, _WORKING_BYTES // max(1, columns * width * wide.itemsize))
+    per_split = ceil_div(columns, splits)
+    # Trimming saves time where short contexts leave most of a wide selection empty. On a device it would wait for the
+    # values, and with several splits it would move their bounds.
+    trim = splits == 1 and q.device.type == "cpu"
+    for start in range(0, tokens, step):
+        end = min(start + step, tokens)
+        pairs = [selected_rows(s, start, end, wide, trim=trim) for s in selections]
+        keys = pairs[0][0] if len(pairs) == 1 else torch.cat([p[0] for p in pairs], dim=1)
+        valid = torch.cat([p[1] for p in pairs], dim=1)
+        logits = torch.bmm(q[start:end].to(wide), keys.transpose(1, 2)) * factor
+        logits.masked_fill_(~valid.unsqueeze(1), -torch.inf)
+        for split in range(splits):
+            span = slice(split * per_split, min((split + 1) * per_split, columns))
+            part = logits[..., span]
+            if part.shape[-1] == 0:
+                continue
+            largest = part.amax(-1)
+            # An empty row has a maximum of -inf; subtracting 0 instead keeps its weights at exp(-inf) = 0.
+            weights = torch.exp(part - largest.masked_fill(largest == -torch.inf, 0.0).unsqueeze(-1))
+            total = weights.sum(-1)
+            values = torch.bmm(weights, keys[:, span, :value_dim])
+            out[split, start:end] = values / total.masked_fill(total == 0, 1.0).unsqueeze(-1)
+            lse[split, start:end] = torch.where(total > 0, largest + total.log(), largest)
+            max_logits[split, start:end] = largest
+    return out, lse, max_logits
 
 
 def selected_rows(
@@ -40,62 +85,3 @@ def selected_rows(
     rows = rows.view(*slots.shape, cache.layout.width)
     # Masked columns read row 0, which may hold anything: 0 * NaN would survive the sum over values.
     return rows.masked_fill_(~valid.unsqueeze(-1), 0.0), valid
-
-
-def attend_slots(
-    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Partial outputs [S, T, H, V], natural-log lse [S, T, H] and maxima [S, T, H]; see `tamis.ops.attend_slots`."""
-    splits = splits or 1
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    wide = torch.float64 if q.dtype == torch.float64 else float32_products(q.device)
-    tokens, heads, width = q.shape
-    columns = sum(s.slots.shape[1] for s in selections)
-    out = torch.zeros(splits, tokens, heads, value_dim, dtype=dtype, device=q.device)
-    lse = torch.full((splits, tokens, heads), -torch.inf, dtype=dtype, device=q.device)
-    top = torch.full_like(lse, -torch.inf)
-    step = max(1, _WORKING_BYTES // max(1, columns * width * wide.itemsize))
-    per_split = ceil_div(columns, splits)
-    # Short contexts leave most of a wide selection empty. Looking would wait for a device, and would move the bounds
-    # of splits.
-    trim = splits == 1 and q.device.type == "cpu"
-    for start in range(0, tokens, step):
-        end = min(start + step, tokens)
-        pairs = [selected_rows(s, start, end, wide, trim=trim) for s in selections]
-        keys = pairs[0][0] if len(pairs) == 1 else torch.cat([p[0] for p in pairs], dim=1)
-        valid = torch.cat([p[1] for p in pairs], dim=1)
-        logits = torch.bmm(q[start:end].to(wide), keys.transpose(1, 2)) * scale
-        logits.masked_fill_(~valid.unsqueeze(1), -torch.inf)
-        for split in range(splits):
-            span = slice(split * per_split, min((split + 1) * per_split, columns))
-            part = logits[..., span]
-            if part.shape[-1] == 0:
-                continue
-            peak = part.amax(-1)
-            # An empty row has a maximum of -inf; subtracting 0 instead keeps its weights at exp(-inf) = 0.
-            weights = torch.exp(part - peak.masked_fill(peak == -torch.inf, 0.0).unsqueeze(-1))
-            total = weights.sum(-1)
-            values = torch.bmm(weights, keys[:, span, :value_dim])
-            out[split, start:end] = values / total.masked_fill(total == 0, 1.0).unsqueeze(-1)
-            lse[split, start:end] = torch.where(total > 0, peak + total.log(), peak)
-            top[split, start:end] = peak
-    return out, lse, top
-
-
-def translates_freely(q: Tensor, selections: Sequence[Selection], *, value_dim: int) -> bool:
-    """No: the pass is what it runs either way."""
-    return False
-
-
-def attend_into(
-    q: Tensor,
-    selections: Sequence[Selection],
-    *,
-    scale: float | Tensor,
-    splits: int | None,
-    sink: Tensor | None,
-    out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Merged output into `out` [T, H, V]; lse and maxima [T, H]."""
-    parts, lses, maxima = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
-    return combine.combine_parts(parts, lses, sink, out), maxima.amax(0)

@@ -1,6 +1,5 @@
-"""Portable sparse attention in Triton: which kernel runs, how it is laid out, and its launch."""
+"""Portable sparse attention in Triton: the choice of a kernel, of its block sizes and of splits, and its launch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,61 +15,62 @@ from tamis.cache.layout import Layout, from_key
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.cuda.device import sm_count
+from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.attention.triton_grouped import GROUPS, attend_groups_kernel
 from tamis.ops.attention.triton_rowwise import attend_rows_kernel
-from tamis.ops.combine.triton_kernels import combine_with_maxima
+from tamis.ops.combine.triton_kernels import combine_splits
 from tamis.ops.rows.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
 
 MAX_LATENT, MAX_ROPE = 512, 256
-"""A wider accumulator does not fit the registers; wider rows do not fit the smallest shared memory."""
+"""A wider accumulator would not fit the registers, and wider rows would not fit the smallest shared memory."""
 LEAST_SHARED = 99 * 1024
-"""Bytes that a block may have on every NVIDIA GPU from compute capability 8.0 on. AMD's may have fewer, but there the
-operands stay in registers, and the small launches take half of what they have."""
+"""Bytes of shared memory that a CTA may have on every NVIDIA GPU from compute capability 8.0 on. AMD's GPUs may have
+less, but there operands stay in registers, and the small launches take half of what these have."""
 
 
 @dataclass(frozen=True)
-class Launch:
-    """How a kernel is laid out on a device."""
+class LaunchConfig:
+    """A kernel, its block sizes and its launch options."""
 
     block_h: int
     block_n: int
     warps: int
     stages: int
     grouped: bool = False
-    """Whether warps share the columns of a row (`triton_grouped`) instead of its tokens (`triton_rowwise`)."""
-    per_core: int = 1
-    """Programs that share a multiprocessor."""
+    """Whether warps split the columns of a row (`triton_grouped`); otherwise `triton_rowwise` runs."""
+    per_sm: int = 1
+    """Programs that share an SM."""
 
 
 OVERHEAD_BLOCKS = 2
-"""What a program costs beside its loop, in steps of it: queries, output, and its share of the merge."""
-GROUPED = Launch(16, 32, 4, 1, grouped=True, per_core=2)
-SMALL, SMALLEST = Launch(16, 32, 4, 1, per_core=2), Launch(16, 16, 4, 1)
-LARGE = Launch(64, 64, 8, 2)
-NOT_AHEAD = Launch(64, 64, 8, 1)
-"""For unquantised rows where both operands of a matrix instruction lie in shared memory (`both_in_shared`): Triton 3.6
-keeps rows that are copied ahead there three times."""
+"""What a program costs outside its loop, in iterations of it: loading queries, storing the output, merging splits."""
+GROUPED = LaunchConfig(16, 32, 4, 1, grouped=True, per_sm=2)
+SMALL, SMALLEST = LaunchConfig(16, 32, 4, 1, per_sm=2), LaunchConfig(16, 16, 4, 1)
+LARGE = LaunchConfig(64, 64, 8, 2)
+NOT_AHEAD = LaunchConfig(64, 64, 8, 1)
+"""For unquantised rows on GPUs whose matrix instruction reads both operands from shared memory (`both_in_shared`):
+there Triton 3.6 keeps pipelined rows three times."""
 
 
 @lru_cache(1024)
 def choose_launch(
     key: str, query: torch.dtype, heads: int, value_dim: int, shared_memory: int, both_in_shared: bool = False
-) -> Launch:
-    """The kernel and its blocks for rows of the layout of that key, so that they fit the device's shared memory.
+) -> LaunchConfig:
+    """The kernel and its block sizes for rows of the layout of that key, so that they fit the device's shared memory.
 
-    Up to 16 heads are one tile of the small matrix instruction. More heads go 64 at a time where there is room for such
-    tiles; at 32 heads half a tile is empty, which is still faster than two of 16. Measured on an H200; elsewhere the
-    small tile fits everywhere. Queries of two parts fill the shared memory twice: in blocks of 64 heads there would be
-    room for 32 rows, and kilobytes of registers spilled. `both_in_shared` is true for Blackwell's data-centre GPUs.
+    Up to 16 heads are one tile of the small matrix instruction. More heads run 64 at a time where shared memory allows
+    it; at 32 heads half a tile is empty, which on an H200 is still faster than two tiles of 16. Where it does not fit,
+    the small tile always does. Queries of two terms take twice the shared memory: blocks of 64 heads would leave room
+    for 32 rows and spill kilobytes of registers. `both_in_shared` is true for Blackwell's data-centre GPUs.
     """
-    layout = from_key(key)  # a string knows its hash, a layout works it out on every call
+    layout = from_key(key)  # the key is the argument because strings cache their hash and layouts do not
     grouped = can_group(layout, value_dim)
     compute = compute_dtype(query, layout, grouped=grouped)
     if compute == torch.float32:
         return SMALLEST
     if layout.scale_mode == "exact":
         return GROUPED
-    if heads > 16 and shared_memory >= 200 * 1024 and query_parts(query, compute) == 1:
+    if heads > 16 and shared_memory >= 200 * 1024 and query_terms(query, compute) == 1:
         launch = NOT_AHEAD if both_in_shared and not layout.quantised else LARGE
         if shared_bytes(launch, layout, query) <= shared_memory:
             return launch
@@ -79,105 +79,91 @@ def choose_launch(
     return SMALL if shared_bytes(SMALL, layout, query) <= max(shared_memory, LEAST_SHARED) else SMALLEST
 
 
-def shared_bytes(launch: Launch, layout: Layout, query: torch.dtype) -> int:
-    """No launch of `triton_rowwise` takes more shared memory than this; offline compilation compares.
+def shared_bytes(launch: LaunchConfig, layout: Layout, query: torch.dtype) -> int:
+    """An upper bound of the shared memory of a launch of `triton_rowwise`, which offline compilation verifies.
 
-    Queries and rows, and rows in bf16 once more, where they are copied ahead or laid out anew between keys and values;
-    then weights and scales.
+    It holds queries and rows, rows in bf16 a second time where they are pipelined or change their layout between keys
+    and values, and then weights and scales.
     """
     compute = compute_dtype(query, layout, grouped=False)
-    parts = query_parts(query, compute)
+    terms = query_terms(query, compute)
     once = compute == torch.float32 or (layout.quantised and launch.stages == 1)
-    rows = launch.block_h * parts + (1 if once else 2) * launch.block_n
+    rows = launch.block_h * terms + (1 if once else 2) * launch.block_n
     widths = row_widths(layout)
     columns: int = widths["BLOCK_L"] + (widths["BLOCK_T"] if widths["TAIL"] else 0)
     scales: int = launch.block_n * widths["BLOCK_L"] // widths["TILE"] * 4 if layout.tile else 0
-    return rows * columns * compute.itemsize + 2 * launch.block_h * launch.block_n * (parts - 1) + scales + 2048
+    return rows * columns * compute.itemsize + 2 * launch.block_h * launch.block_n * (terms - 1) + scales + 2048
 
 
 @lru_cache(1024)
-def choose_splits(programs: int, columns: int, block_n: int, slots_on_device: int) -> int:
-    """Parts per row that finish soonest: rounds of programs on the device, times the blocks that each works through.
+def choose_splits(programs: int, columns: int, block_n: int, resident: int) -> int:
+    """The number of splits that finishes soonest: waves of programs, times the blocks of columns of each program.
 
-    A part costs some blocks more for what comes before and after its loop; among equals the fewest parts win.
+    A split costs `OVERHEAD_BLOCKS` more for what comes before and after its loop. Among equals the fewest splits win.
     """
     blocks = max(1, ceil_div(columns, block_n))
 
-    def steps(parts: int) -> int:
-        return ceil_div(programs * parts, slots_on_device) * (ceil_div(blocks, parts) + OVERHEAD_BLOCKS)
+    def duration(splits: int) -> int:
+        return ceil_div(programs * splits, resident) * (ceil_div(blocks, splits) + OVERHEAD_BLOCKS)
 
-    return min(range(1, blocks + 1), key=steps)
-
-
-def attend_slots(
-    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
-    q = _plain_query(q)
-    launches = [_plan_launch(q, s, value_dim, splits) for s in selections]
-    out = torch.empty(
-        sum(count for _, count in launches), *q.shape[:2], value_dim, dtype=torch.float32, device=q.device
-    )
-    return out, *_launch_all(q, selections, launches, scale, None, out)
+    return min(range(1, blocks + 1), key=duration)
 
 
-def translates_freely(q: Tensor, selections: Sequence[Selection], *, value_dim: int) -> bool:
-    """No: a look-up before each load of rows costs more than a pass of its own (see benchmarks/NOTES.md)."""
-    return False
+def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attend_slots`, except that each selection is cut by itself and launched by itself."""
+    q = _plain_query(call.q)
+    launches = _plan_launches(q, call)
+    shape = (sum(splits for _, splits in launches), *q.shape[:2], call.value_dim)
+    out = torch.empty(shape, dtype=torch.float32, device=q.device)
+    return out, *_launch_all(q, call, launches, None, out)
 
 
-def attend_into(
-    q: Tensor,
-    selections: Sequence[Selection],
-    *,
-    scale: float | Tensor,
-    splits: int | None,
-    sink: Tensor | None,
-    out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_into`; a single part goes straight into `out`."""
-    q = _plain_query(q)
-    value_dim = out.shape[2]
-    launches = [_plan_launch(q, s, value_dim, splits) for s in selections]
-    parts = sum(count for _, count in launches)
-    if parts == 1 and out.stride(2) == 1:
-        lse, top = _launch_all(q, selections, launches, scale, sink, out.unsqueeze(0))
-        return lse[0], top[0]
-    room = torch.empty(parts, *q.shape[:2], value_dim, dtype=torch.float32, device=q.device)
-    lse, top = _launch_all(q, selections, launches, scale, None, room)
-    return combine_with_maxima(room, lse, top, sink, out)
+def attend(call: Attend) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`; the output of a single split is stored directly."""
+    if call.translate_first:
+        # A look-up before each load of rows costs more than a pass of its own (benchmarks/NOTES.md).
+        call = call.translated()
+    q, out = _plain_query(call.q), call.out
+    launches = _plan_launches(q, call)
+    splits = sum(count for _, count in launches)
+    if splits == 1 and out.stride(2) == 1:
+        lse, max_logits = _launch_all(q, call, launches, call.sink, out.unsqueeze(0))
+        return lse[0], max_logits[0]
+    parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
+    lses, max_logits = _launch_all(q, call, launches, None, parts)
+    return combine_splits(parts, lses, max_logits, call.sink, out)
 
 
 def _launch_all(
     q: Tensor,
-    selections: Sequence[Selection],
-    launches: list[tuple[Launch, int]],
-    scale: float | Tensor,
+    call: Attend | AttendSlots,
+    launches: list[tuple[LaunchConfig, int]],
     sink: Tensor | None,
     out: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Fill `out` [parts, T, H, V]; lse and maxima [parts, T, H]."""
+    """Fill `out` [S, T, H, V]; return lse and max_logits [S, T, H]."""
     tokens, heads, _ = q.shape
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
-    top = torch.empty_like(lse)
-    first = 0
-    for selection, (launch, count) in zip(selections, launches, strict=True):
-        span = slice(first, first + count)
-        arguments, options = launch_arguments(q, selection, scale, sink, launch, count, out[span], lse[span], top[span])
-        kernel = attend_groups_kernel if launch.grouped else attend_rows_kernel
+    max_logits = torch.empty_like(lse)
+    factor, first = call.factor, 0
+    for selection, (config, splits) in zip(call.selections, launches, strict=True):
+        span = slice(first, first + splits)
+        results = (out[span], lse[span], max_logits[span])
+        arguments, options = launch_arguments(q, selection, factor, sink, config, splits, *results)
+        kernel = attend_groups_kernel if config.grouped else attend_rows_kernel
         if tokens:
             with launching_on(q.device):
-                kernel[(tokens * triton.cdiv(heads, launch.block_h), count)](**arguments, **options)
-        first += count
-    return lse, top
+                kernel[(tokens * triton.cdiv(heads, config.block_h), splits)](**arguments, **options)
+        first += splits
+    return lse, max_logits
 
 
-def check_attend(q: Tensor, selections: Sequence[Selection], value_dim: int) -> None:
+def check_attend(call: Attend | AttendSlots) -> None:
     """Refuse what these kernels cannot do."""
     remedy = "pass backend='reference'"
-    if q.dtype == torch.float64:
+    if call.q.dtype == torch.float64:
         raise checks.refuse_type("q", "at most float32 for the triton backend", "float64", remedy)
-    for selection in selections:
+    for selection in call.selections:
         layout = selection.cache.layout
         if layout.latent > MAX_LATENT or layout.tile & (layout.tile - 1):
             expected = f"a latent part of at most {MAX_LATENT} in tiles of a power of two, for the triton backend"
@@ -188,25 +174,33 @@ def check_attend(q: Tensor, selections: Sequence[Selection], value_dim: int) -> 
             raise checks.refuse("cache", "in e4m3 or 16 and more bits for the triton backend", layout.name, remedy)
 
 
+check_attend_slots = check_attend
+
+
 def _plain_query(q: Tensor) -> Tensor:
-    """The query as kernels read it."""
+    """The query as kernels read it: e4m3 as bytes, and columns next to each other."""
     q = q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q
     return q if q.stride(2) == 1 else q.contiguous()
 
 
-def _plan_launch(q: Tensor, selection: Selection, value_dim: int, splits: int | None) -> tuple[Launch, int]:
+def _plan_launches(q: Tensor, call: Attend | AttendSlots) -> list[tuple[LaunchConfig, int]]:
+    """The launch of each selection and its number of splits."""
+    return [_plan_launch(q, selection, call.value_dim, call.splits) for selection in call.selections]
+
+
+def _plan_launch(q: Tensor, selection: Selection, value_dim: int, splits: int | None) -> tuple[LaunchConfig, int]:
     tokens, heads, _ = q.shape
     columns, key = selection.slots.shape[1], selection.cache.layout.key
     if q.device.type == "cpu":
-        launch = choose_launch(key, q.dtype, heads, value_dim, 0)
+        config = choose_launch(key, q.dtype, heads, value_dim, 0)
     else:
         properties: Any = torch.cuda.get_device_properties(q.device)
-        room = properties.shared_memory_per_block_optin
-        launch = choose_launch(key, q.dtype, heads, value_dim, room, properties.major in (10, 11))
+        shared = properties.shared_memory_per_block_optin
+        config = choose_launch(key, q.dtype, heads, value_dim, shared, properties.major in (10, 11))
     if splits is None:
-        programs = tokens * triton.cdiv(heads, launch.block_h)
-        splits = choose_splits(programs, columns, launch.block_n, launch.per_core * sm_count(q.device))
-    return launch, min(splits, max(1, columns))
+        programs = tokens * triton.cdiv(heads, config.block_h)
+        splits = choose_splits(programs, columns, config.block_n, config.per_sm * sm_count(q.device))
+    return config, min(splits, max(1, columns))
 
 
 def can_group(layout: Layout, value_dim: int) -> bool:
@@ -216,15 +210,18 @@ def can_group(layout: Layout, value_dim: int) -> bool:
 
 
 def compute_dtype(query: torch.dtype, layout: Layout, *, grouped: bool) -> torch.dtype:
-    """bf16, unless it would lose bits: float32 queries and rows, fp16 rows, and rows whose scales are no powers of two
-    and are multiplied in, are multiplied in float32, which is slower."""
+    """The dtype of products: bf16 unless it would lose bits.
+
+    Products run in float32, which is slower, for float32 queries and rows, for fp16 rows, and for rows dequantised with
+    scales that are no powers of two.
+    """
     exact = query == torch.float32 or layout.element in (torch.float32, torch.float16)
     exact = exact or (layout.scale_mode == "exact" and not grouped)
     return torch.float32 if exact else torch.bfloat16
 
 
-def query_parts(query: torch.dtype, compute: torch.dtype) -> int:
-    """How many numbers of the compute dtype make one of a query: fp16 has more bits than bf16."""
+def query_terms(query: torch.dtype, compute: torch.dtype) -> int:
+    """How many numbers of the compute dtype represent one of the query: two where bf16 has fewer bits than fp16."""
     return 2 if compute == torch.bfloat16 and query == torch.float16 else 1
 
 
@@ -233,13 +230,13 @@ def launch_arguments(
     selection: Selection,
     scale: float | Tensor,
     sink: Tensor | None,
-    launch: Launch,
-    parts: int,
+    launch: LaunchConfig,
+    splits: int,
     out: Tensor,
     lse: Tensor,
-    top: Tensor,
+    max_logits: Tensor,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Arguments and options of one launch, into parts `out` [parts, T, H, V]."""
+    """Arguments and options of one launch that fills `out` [S, T, H, V]."""
     cache, layout = selection.cache, selection.cache.layout
     values, values_page, values_row = strided_field(cache, layout.values)
     if launch.grouped and values is not None:
@@ -251,7 +248,7 @@ def launch_arguments(
     on_host = interpreted(attend_rows_kernel)
     compute = torch.float32 if on_host else compute_dtype(q.dtype, layout, grouped=launch.grouped)
     heads, columns = q.shape[1], selection.slots.shape[1]
-    # Kernels step through these one number at a time; slots and the table's rows have strides.
+    # Kernels have strides for slots and for the table's rows, but none for these.
     lengths, ids = (
         None if value is None else value.contiguous() for value in (selection.lengths, selection.request_ids)
     )
@@ -280,8 +277,8 @@ def launch_arguments(
         "rows": cache.rows,
         "out": out,
         "lse": lse,
-        "max_logits": top,
-        "out_part_stride": out.stride(0),
+        "max_logits": max_logits,
+        "out_split_stride": out.stride(0),
         "out_token_stride": out.stride(1),
         "out_head_stride": out.stride(2),
         "sink": sink,
@@ -290,10 +287,10 @@ def launch_arguments(
         "scale_factor": scale if isinstance(scale, Tensor) else None,
         "heads": heads,
         "columns": columns,
-        "split_columns": triton.cdiv(columns, parts),
+        "split_columns": triton.cdiv(columns, splits),
         "NATIVE": has_native_e4m3(q.device),
         "COMPUTE": tl.float32 if compute == torch.float32 else tl.bfloat16,
-        "PARTS": query_parts(q.dtype, compute),
+        "TERMS": query_terms(q.dtype, compute),
         "VALUE_DIM": out.shape[-1],
         "VALUES_ROW": values_row,
         "SCALES_ROW": scales_row,
@@ -310,7 +307,7 @@ def launch_arguments(
 
 
 def _grouped_widths(layout: Layout) -> dict[str, Any]:
-    # Each group's share of the tail is at least one step of the matrix instruction.
+    # Each warp's share of the tail is at least 16 wide, as the matrix instruction needs.
     return {
         "TILE": layout.tile,
         "TAIL": layout.rope,
@@ -318,7 +315,7 @@ def _grouped_widths(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _row_arguments(cache: PagedCache, launch: Launch) -> dict[str, Any]:
+def _row_arguments(cache: PagedCache, launch: LaunchConfig) -> dict[str, Any]:
     return {
         "cache_scale": 1.0 if isinstance(cache.scale, Tensor) else cache.scale,
         "cache_scale_factor": cache.scale if isinstance(cache.scale, Tensor) else None,
@@ -328,9 +325,9 @@ def _row_arguments(cache: PagedCache, launch: Launch) -> dict[str, Any]:
 
 
 def row_widths(layout: Layout) -> dict[str, Any]:
-    """How `triton_rowwise` cuts a row into a latent part and a tail."""
+    """The latent part and the tail into which `triton_rowwise` cuts a row."""
     mode = {"none": "plain", "tensor": "tensor", "exponent": "exponent"}.get(layout.scale_mode, "tile")
-    # Unquantised rows have no tiles: they are cut where a power of two ends.
+    # Unquantised rows have no tiles: their latent part is the largest power of two that fits.
     latent = layout.latent if mode in ("tile", "exponent") else min(512, triton.next_power_of_2(layout.width + 1) // 2)
     rest = layout.width - latent
     return {

@@ -1,26 +1,28 @@
 """Stage `combine`: partial outputs (splits of one rank, or whole ranks) and a sink to the final output."""
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.ops import old_library as library
+from tamis.ops.combine import operations
+from tamis.ops.combine.operations import CombineParts, contiguous_sink
 
 OUTPUT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Partials(NamedTuple):
-    """Attention over S parts of the selected rows, each normalised by itself."""
+    """Attention over S splits of the selected rows, each normalised by itself."""
 
     out: Tensor
     """float32 [S, T, H, V]"""
     lse: Tensor
-    """float32 [S, T, H], natural logarithm; -inf where a part has no row."""
+    """float32 [S, T, H], natural logarithm; -inf where a split has no row."""
     max_logits: Tensor | None = None
-    """float32 [S, T, H], the largest scaled logit; -inf where a part has no row."""
+    """float32 [S, T, H], the largest scaled logit; -inf where a split has no row."""
 
 
 class Attended(NamedTuple):
@@ -45,7 +47,7 @@ def combine_parts(
 ) -> Attended:
     """Merge partial outputs by their lse and apply the sink.
 
-    Works for splits of one call as well as for the outputs of several context-parallel ranks stacked along S. A part
+    Works for splits of one call as well as for the outputs of several context-parallel ranks stacked along S. A split
     with an lse of -inf is the identity of the merge, even if its output holds NaN.
 
     Args:
@@ -56,36 +58,39 @@ def combine_parts(
         lse_base: "e" or "2", for the returned lse only.
         backend: a name from `tamis backends`, or "auto".
     """
-    check_combine_parts(partials, sink, out, dtype, lse_base, backend)
+    check_partials(partials)
+    checks.option("lse_base", lse_base, ("e", "2"))
+    checks.option("dtype", dtype, OUTPUT_DTYPES)
     if out is None:
         out = torch.empty(partials.out.shape[1:], dtype=dtype, device=partials.out.device)
-    lse = library.combine_parts(partials.out, partials.lse, sink, out, backend)
-    maxima = None if partials.max_logits is None else partials.max_logits.amax(0)
-    return Attended(out, in_base(lse, lse_base), maxima)
+    else:
+        check_output(out, partials.out.shape[1:], partials.out.device, *partials, sink)
+    call = CombineParts(partials.out, partials.lse, contiguous_sink(sink), out, backend)
+    check_combine_parts(call)
+    lse = operations.combine_parts(call)
+    max_logits = None if partials.max_logits is None else partials.max_logits.amax(0)
+    return Attended(out, in_base(lse, lse_base), max_logits)
 
 
-def check_combine_parts(
-    partials: Partials, sink: Tensor | None, out: Tensor | None, dtype: torch.dtype, lse_base: str, backend: str
-) -> None:
-    """Refuse what `combine_parts` refuses."""
+def check_partials(partials: Partials) -> None:
+    """Refuse partial outputs whose tensors do not fit each other."""
     checks.instance("partials", partials, Partials)
     floats = (torch.float32, torch.float64)
     sizes = checks.tensor("partials.out", partials.out, "S T H V", (*floats, torch.bfloat16, torch.float16))
-    device = partials.out.device
-    splits, tokens, heads = sizes["S"], sizes["T"], sizes["H"]
-    checks.tensor("partials.lse", partials.lse, "S T H", floats, device=device, S=splits, T=tokens, H=heads)
-    if splits == 0:
-        raise checks.refuse("partials.out", "at least one part", "none", "stack the parts along the first axis")
+    given: dict[str, Any] = {"device": partials.out.device, "S": sizes["S"], "T": sizes["T"], "H": sizes["H"]}
+    checks.tensor("partials.lse", partials.lse, "S T H", floats, **given)
+    if sizes["S"] == 0:
+        raise checks.refuse("partials.out", "at least one split", "none", "stack the splits along the first axis")
     if partials.max_logits is not None:
-        top = partials.max_logits
-        checks.tensor("partials.max_logits", top, "S T H", floats, device=device, S=splits, T=tokens, H=heads)
-    check_sink(sink, heads, device)
-    checks.option("lse_base", lse_base, ("e", "2"))
-    checks.option("dtype", dtype, OUTPUT_DTYPES)
-    if out is not None:
-        check_output(out, (tokens, heads, sizes["V"]), device, *partials, sink)
-    given = {"partials.out": partials.out, "partials.lse": partials.lse, "partials.max_logits": partials.max_logits}
-    library.check_stage("combine", backend, device, **given, sink=sink)
+        checks.tensor("partials.max_logits", partials.max_logits, "S T H", floats, **given)
+        if not torch.compiler.is_compiling():
+            checks.no_gradient(**{"partials.max_logits": partials.max_logits})
+
+
+def check_combine_parts(call: CombineParts) -> None:
+    """Refuse what `combine_parts` refuses once `check_partials` and, of a given output, `check_output` passed."""
+    check_sink(call.sink, call.parts.shape[2], call.parts.device)
+    operations.combine_parts.check(call, parts="partials.out", lses="partials.lse")
 
 
 def check_sink(sink: Tensor | None, heads: int, device: torch.device) -> None:
@@ -97,7 +102,7 @@ def check_sink(sink: Tensor | None, heads: int, device: torch.device) -> None:
         raise checks.refuse("sink", "free of NaN", "NaN", "use -inf for a head without a sink")
 
 
-def check_output(out: Tensor, shape: tuple[int, int, int], device: torch.device, *inputs: Tensor | None) -> None:
+def check_output(out: Tensor, shape: Sequence[int], device: torch.device, *inputs: Tensor | None) -> None:
     """Refuse an output that does not fit, or that shares memory with what the same call reads."""
     tokens, heads, value_dim = shape
     checks.tensor("out", out, "T H V", OUTPUT_DTYPES, device=device, T=tokens, H=heads, V=value_dim)

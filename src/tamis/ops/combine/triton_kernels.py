@@ -7,21 +7,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.ops.combine.operations import CombineParts
 from tamis.ops.rows.triton_rows import interpreted, launching_on, load_wide, store_rounded
 
 BLOCK_PARTS = 8
-"""Parts that are read at once: latency, not bandwidth, is what few rows of many parts cost."""
+"""Splits that are read at once: latency, not bandwidth, is what few rows of many splits cost."""
+MANY_ROWS = 512
+"""Tokens times heads from which one program per row fills a GPU; below, columns are spread over several programs."""
 
 
 @triton.jit
 def combine_kernel(
     parts,
-    parts_lse,
+    part_lses,
     sink,
     out,
     lse,
-    parts_top,
-    top,
+    part_max_logits,
+    max_logits,
     part_stride,
     count,
     heads,
@@ -34,26 +37,26 @@ def combine_kernel(
     BLOCK_PARTS: tl.constexpr,
     NATIVE_BF16: tl.constexpr,
 ):
-    """All lses of a row at once, then its outputs, some parts at a time."""
+    """Merge one row: first all of its lses at once, then its outputs, BLOCK_PARTS splits at a time."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     here = column < VALUE_DIM
     part = tl.arange(0, BLOCK_S)
-    lses = tl.load(parts_lse + part * part_stride + row, mask=part < count, other=float("-inf"))
-    peak = tl.max(lses, 0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
+    lses = tl.load(part_lses + part * part_stride + row, mask=part < count, other=float("-inf"))
+    largest = tl.max(lses, 0)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp(lses - base), 0)
     merged = tl.zeros([BLOCK_V], tl.float32)
     for first in range(0, count, BLOCK_PARTS):
         some = first + tl.arange(0, BLOCK_PARTS)
         known = some < count
-        weight = tl.exp(tl.load(parts_lse + some * part_stride + row, mask=known, other=float("-inf")) - base)
-        # An empty part may hold anything: left out, not multiplied away, since 0 * NaN is NaN.
+        weight = tl.exp(tl.load(part_lses + some * part_stride + row, mask=known, other=float("-inf")) - base)
+        # An empty split may hold anything: it is not loaded, since multiplying by zero would keep a NaN.
         wanted = (weight > 0.0)[:, None] & here[None, :]
         at = (some.to(tl.int64) * part_stride + row) * VALUE_DIM
         merged += tl.sum(load_wide(parts + at[:, None] + column[None, :], wanted) * weight[:, None], 0)
     empty = total == 0.0
-    whole = tl.where(empty, float("-inf"), peak + tl.log(tl.where(empty, 1.0, total)))
+    whole = tl.where(empty, float("-inf"), largest + tl.log(tl.where(empty, 1.0, total)))
     merged = merged / tl.where(empty, 1.0, total)
     if sink is not None:
         logit = tl.load(sink + row % heads)
@@ -63,61 +66,57 @@ def combine_kernel(
     store_rounded(target + column * out_column_stride, merged, here, NATIVE_BF16)
     if tl.program_id(1) == 0:
         tl.store(lse + row, whole)
-        if parts_top is not None:
-            tops = tl.load(parts_top + part * part_stride + row, mask=part < count, other=float("-inf"))
-            tl.store(top + row, tl.max(tops, 0))
+        if part_max_logits is not None:
+            logits = tl.load(part_max_logits + part * part_stride + row, mask=part < count, other=float("-inf"))
+            tl.store(max_logits + row, tl.max(logits, 0))
 
 
-def combine_parts(parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor) -> Tensor:
+def combine_parts(call: CombineParts) -> Tensor:
     """As `reference.combine_parts`."""
-    return _combine(parts, lses, sink, out, None)[0]
+    lse, _ = _combine(call.parts, call.lses, None, call.sink, call.out)
+    return lse.to(call.lses.dtype)
 
 
-def combine_with_maxima(
-    parts: Tensor,
-    lses: Tensor,
-    maxima: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    into: tuple[Tensor, Tensor] | None = None,
+def combine_splits(
+    parts: Tensor, lses: Tensor, max_logits: Tensor, sink: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same, and the largest of the parts' maxima [S, T, H], in one launch; `into` holds both, contiguous."""
-    return _combine(parts, lses, sink, out, maxima, into)
+    """Merge the splits of `attend_slots` into `out` in one launch; return lse and max_logits [T, H]."""
+    return _combine(parts, lses, max_logits, sink, out)
 
 
 def _combine(
+    parts: Tensor, lses: Tensor, part_max_logits: Tensor | None, sink: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+    max_logits = torch.empty_like(lse)
+    if out.numel():
+        arguments = launch_arguments(parts.contiguous(), lses.contiguous(), sink, out, lse, part_max_logits, max_logits)
+        blocks = triton.cdiv(arguments["VALUE_DIM"], arguments["BLOCK_V"])
+        with launching_on(out.device):
+            combine_kernel[(lse.numel(), blocks)](**arguments, num_warps=4)
+    return lse, max_logits
+
+
+def launch_arguments(
     parts: Tensor,
     lses: Tensor,
     sink: Tensor | None,
     out: Tensor,
-    maxima: Tensor | None,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    if into is None:
-        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-        into = lse, torch.empty_like(lse)
-    lse, top = into
-    if out.numel():
-        arguments = launch_arguments(parts.contiguous(), lses.contiguous(), sink, out, lse, maxima, top)
-        blocks = triton.cdiv(arguments["VALUE_DIM"], arguments["BLOCK_V"])
-        with launching_on(out.device):
-            combine_kernel[(lse.numel(), blocks)](**arguments, num_warps=4)
-    return lse, top
-
-
-def launch_arguments(
-    parts: Tensor, lses: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, maxima: Tensor | None, top: Tensor
+    lse: Tensor,
+    part_max_logits: Tensor | None,
+    max_logits: Tensor,
 ) -> dict[str, Any]:
     """What `combine_kernel` is launched with."""
     count, tokens, heads, width = parts.shape
+    block = triton.next_power_of_2(width)
     return {
         "parts": parts,
-        "parts_lse": lses,
+        "part_lses": lses,
         "sink": sink,
         "out": out,
         "lse": lse,
-        "parts_top": maxima,
-        "top": top,
+        "part_max_logits": part_max_logits,
+        "max_logits": max_logits,
         "part_stride": tokens * heads,
         "count": count,
         "heads": heads,
@@ -125,8 +124,7 @@ def launch_arguments(
         "out_head_stride": out.stride(1),
         "out_column_stride": out.stride(2),
         "VALUE_DIM": width,
-        # Few rows leave multiprocessors to spare for narrower blocks.
-        "BLOCK_V": triton.next_power_of_2(width) if tokens * heads > 512 else min(128, triton.next_power_of_2(width)),
+        "BLOCK_V": block if tokens * heads > MANY_ROWS else min(128, block),
         "BLOCK_S": triton.next_power_of_2(count),
         "BLOCK_PARTS": min(BLOCK_PARTS, triton.next_power_of_2(count)),
         "NATIVE_BF16": not interpreted(combine_kernel),

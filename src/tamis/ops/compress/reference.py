@@ -3,70 +3,52 @@
 import torch
 from torch import Tensor
 
+from tamis.cache.codec import fetch_field, write_rows
 from tamis.cache.paged import PagedCache
+from tamis.cache.slots import slots_of
 from tamis.model.rope import rms_norm
-from tamis.ops.gather.reference import fetch_field
+from tamis.ops.compress.operations import CompressKv
 from tamis.ops.rotate.reference import insert, rotate_tail
-from tamis.ops.write.reference import write_kv
 
 _WORKING_BYTES = 32 * 2**20
-"""State rows held at once."""
+"""How many bytes of state rows are read at once."""
 
 
-def compress_kv(
-    values: Tensor,
-    scores: Tensor,
-    state: PagedCache,
-    cache: PagedCache,
-    positions: Tensor,
-    state_slots: Tensor,
-    request_ids: Tensor,
-    block_table: Tensor,
-    slots: Tensor,
-    bias: Tensor,
-    norm_weight: Tensor,
-    cos_sin: Tensor,
-    eps: float,
-    hadamard: bool,
-) -> None:
+def compress_kv(call: CompressKv) -> None:
     """State rows of all tokens, then the entries that some of them complete; see `tamis.ops.compress_kv`."""
-    ratio = bias.shape[0]
-    position = positions.long()
+    state, cache, slots, ratio = call.state, call.cache, call.slots, call.bias.shape[0]
+    position = call.positions.long()
     position = torch.where(position < 2**31, position, -1)  # no request is that long
-    known = torch.where(position >= 0, state_slots.long(), -1)
-    biased = scores.float() + bias.float()[position % ratio]
-    write_kv(torch.cat((values.float(), biased), dim=1), state, known)
+    known = torch.where(position >= 0, call.state_slots.long(), -1)
+    biased = call.scores.float() + call.bias.float()[position % ratio]
+    write_rows(torch.cat((call.values.float(), biased), dim=1), state, known)
     ends = (position >= 0) & ((position + 1) % ratio == 0) & (slots >= 0) & (slots < cache.rows)
     tokens = ends.nonzero().squeeze(1)
-    span = ratio * (values.shape[1] // cache.layout.width)
+    span = ratio * (call.values.shape[1] // cache.layout.width)
     step = max(1, _WORKING_BYTES // (span * state.layout.row_bytes))
     for part in tokens.split(step):
-        found = span_slots(state, position[part], request_ids[part], block_table, span)
+        found = span_slots(state, position[part], call.request_ids[part], call.block_table, span)
         pooled = pool_rows(state, found, cache.layout.width)
-        entries = rms_norm(pooled, norm_weight.float(), eps)
-        insert(rotate_tail(entries, position[part] + 1 - ratio, cos_sin), cache, slots[part], hadamard)
+        entries = rms_norm(pooled, call.norm_weight.float(), call.eps)
+        insert(rotate_tail(entries, position[part] + 1 - ratio, call.cos_sin), cache, slots[part], call.hadamard)
 
 
 def span_slots(state: PagedCache, last: Tensor, request_ids: Tensor, block_table: Tensor, span: int) -> Tensor:
-    """State slots [N, span] of the tokens up to and including `last`; -1 before a request's start and where its table
-    has no page."""
+    """State slots [N, span] of the tokens up to and including position `last`.
+
+    A slot is -1 before the request's start and where its block table has no page.
+    """
     position = last.unsqueeze(1) - torch.arange(span - 1, -1, -1, dtype=torch.int64, device=last.device)
-    page = position // state.page_size
-    request = request_ids.long().unsqueeze(1)
-    requests, width = block_table.shape
-    inside = (position >= 0) & (page < width) & (request >= 0) & (request < requests)
-    page_id = block_table[request.clamp(0, requests - 1), page.clamp(0, width - 1)].long()
-    inside &= (page_id >= 0) & (page_id < state.pages)
-    return torch.where(inside, page_id * state.page_size + position % state.page_size, -1)
+    return slots_of(position, request_ids, block_table, state.page_size, state.pages)
 
 
 def pool_rows(state: PagedCache, slots: Tensor, width: int) -> Tensor:
-    """Entries [N, width] of spans [N, S] of state rows, by a softmax per channel; slots of -1 take no part."""
+    """Entries [N, width] from spans [N, S] of state rows, by a softmax per channel; slots of -1 take no part."""
     absent = (slots < 0).unsqueeze(2)
     rows = fetch_field(state, state.layout.values, slots.clamp_min(0).flatten())
     values, scores = rows.view(*slots.shape, state.layout.width).chunk(2, dim=2)
     if values.shape[2] > width:
-        # The earlier half of the tokens takes part with its first channels, the later half with its second.
+        # Spans overlap: the earlier half of the tokens is pooled from its first channels, the later from its second.
         half = slots.shape[1] // 2
         values, scores = (
             torch.cat((part[:, :half, :width], part[:, half:, width:]), dim=1) for part in (values, scores)

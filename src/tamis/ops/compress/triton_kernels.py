@@ -1,19 +1,19 @@
 """Pooling spans of tokens into entries in Triton: one launch, one program per token.
 
-A program writes its token's state row. If the token completes a span, it also pools the span: rows of tokens that run
-in the same step come from the step's own values and scores, since other programs may not have written them yet; rows of
-earlier steps come from the state pages. Both hold the same numbers if `state_slots` say what the block table says.
+A program writes its token's state row. If the token completes a span, it also pools the span with an online softmax
+over blocks of ROWS tokens: tokens of the same step are read from the step's own values and scores, since other programs
+may not have written their state yet; tokens of earlier steps are read from the state pages. Both hold the same numbers
+if `state_slots` say what the block table says.
 """
 
 from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tamis.cache.paged import PagedCache
-from tamis.ops.rows.triton_norm import check_rows as check_rows  # offered by this module
+from tamis.ops.compress.operations import CompressKv
 from tamis.ops.rows.triton_norm import (
+    check_rows,
     hadamard_row,
     hadamard_steps,
     insert_arguments,
@@ -24,7 +24,7 @@ from tamis.ops.rows.triton_norm import (
 from tamis.ops.rows.triton_rows import interpreted, launching_on, load_wide, row_start
 
 SPAN_VALUES = 8192
-"""Values of a span that a program holds at once, and as many scores: the more, the fewer times it waits for memory."""
+"""Values in a block of ROWS tokens, and as many scores. Larger blocks mean fewer round trips to memory per span."""
 MOST_WARPS = 16
 
 
@@ -32,11 +32,11 @@ MOST_WARPS = 16
 def _in_step(
     row, token, position, request, positions, state_slots, request_ids, state_rows, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Which rows of the span that ends at `token` belong to tokens of this step that write their state."""
+    """Which rows of the span that ends at `token` belong to tokens of this step, whose state this launch writes."""
     other = token - (SPAN - 1) + row
     at = position - (SPAN - 1) + row
     here = (row < SPAN) & (other >= 0) & (at >= 0)
-    # Three loads at once: each waits for memory, and a span waits for all of them again and again.
+    # The three loads are independent, so they wait for memory together.
     found = tl.load(positions + other, mask=here, other=-1)
     owner = tl.load(request_ids + other, mask=here, other=-1)
     slot = tl.load(state_slots + other, mask=here, other=-1)
@@ -50,15 +50,15 @@ def _pool(
     RATIO: tl.constexpr, WIDTH: tl.constexpr, SERIES: tl.constexpr, STATE_PAGE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The span that ends at `token`, by a softmax per channel: [BLOCK], zeros without any row."""
+    """Pool the span that ends at `token` by a softmax per channel: [BLOCK], zeros if the span has no row."""
     SPAN: tl.constexpr = RATIO * SERIES
     CHANNELS: tl.constexpr = WIDTH * SERIES
     column = tl.arange(0, BLOCK)
     inside = (column < WIDTH)[None, :]
     known = (request >= 0) & (request < requests)
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    pooled = tl.zeros([BLOCK], tl.float32)
+    running_max = tl.full([BLOCK], float("-inf"), tl.float32)
+    weight_sum = tl.zeros([BLOCK], tl.float32)
+    accumulator = tl.zeros([BLOCK], tl.float32)
     for first in range(0, SPAN, ROWS):
         row = first + tl.arange(0, ROWS)
         at = position - (SPAN - 1) + row
@@ -69,7 +69,7 @@ def _pool(
         stored = known & (row < SPAN) & (at >= 0) & (page < table_width)
         page_id = tl.load(block_table + request.to(tl.int64) * table_stride + page, mask=stored, other=-1)
         stored = stored & (fresh == 0) & (page_id >= 0) & (page_id < state_pages)
-        # The earlier of two series of channels is that of the span before.
+        # SERIES is 2 where spans overlap: rows of the span before are pooled from the first set of channels.
         channel = column[None, :] + (row // RATIO * WIDTH)[:, None]
         place = page_id.to(tl.int64) * state_page_stride + (at - page * STATE_PAGE).to(tl.int64) * (2 * CHANNELS)
         from_pages = state + place[:, None] + channel
@@ -83,20 +83,19 @@ def _pool(
         score = tl.where(in_step, biased, score)
         value = tl.load(from_pages, mask=in_pages, other=0.0)
         value += load_wide(values + other * values_stride + channel, in_step)
-        peak = tl.maximum(top, tl.max(score, axis=0))
-        safe = tl.where(peak == float("-inf"), 0.0, peak)
-        weight = tl.exp(score - safe[None, :])
-        shrink = tl.exp(top - safe)
-        total = total * shrink + tl.sum(weight, axis=0)
-        pooled = pooled * shrink + tl.sum(weight * value, axis=0)
-        top = peak
-    return tl.where(total == 0.0, 0.0, pooled / total)
+        new_max = tl.maximum(running_max, tl.max(score, axis=0))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp(score - finite_max[None, :])
+        rescale = tl.exp(running_max - finite_max)
+        weight_sum = weight_sum * rescale + tl.sum(weight, axis=0)
+        accumulator = accumulator * rescale + tl.sum(weight * value, axis=0)
+        running_max = new_max
+    return tl.where(weight_sum == 0.0, 0.0, accumulator / weight_sum)
 
 
-@triton.jit(
-    do_not_specialize=["requests", "table_width", "table_rows", "state_pages", "cache_rows"],
-)
-def compress_tokens(
+# do_not_specialize: otherwise Triton recompiles when one of these is 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["requests", "table_width", "table_rows", "state_pages", "cache_rows"])
+def compress_kv_kernel(
     values, values_stride, scores, scores_stride, positions, state_slots, request_ids, block_table, table_stride,
     requests, table_width, slots, bias, norm_weight, cos_sin, table_rows, eps,
     state, state_page_stride, state_pages, cache, page_stride, scale, cache_rows,
@@ -107,10 +106,10 @@ def compress_tokens(
     SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: its state row, and the entry that it completes if it completes one."""
+    """Write one token's state row and, if it ends a span, the entry of that span."""
     token = tl.program_id(0)
     position = tl.load(positions + token)
-    # 64 bits may hold a number that 32 would wrap into a position of the request.
+    # A 64-bit position beyond 32 bits must not wrap into a valid one.
     position = tl.where((position < 0) | (position > 2147483647), -1, position).to(tl.int32)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -142,69 +141,45 @@ def compress_tokens(
         )  # fmt: skip
 
 
-def compress_kv(
-    values: Tensor,
-    scores: Tensor,
-    state: PagedCache,
-    cache: PagedCache,
-    positions: Tensor,
-    state_slots: Tensor,
-    request_ids: Tensor,
-    block_table: Tensor,
-    slots: Tensor,
-    bias: Tensor,
-    norm_weight: Tensor,
-    cos_sin: Tensor,
-    eps: float,
-    hadamard: bool,
-) -> None:
-    """State rows of all tokens, and the entries that some of them complete. No two tokens may name the same slot."""
-    if len(values) == 0:
+def check_compress_kv(call: CompressKv) -> None:
+    """Refuse a cache whose rows the kernel cannot make."""
+    check_rows(call.cache)
+
+
+def compress_kv(call: CompressKv) -> None:
+    """As `reference.compress_kv`. No two tokens may name the same slot: the order of the writes is not defined."""
+    if len(call.values) == 0:
         return
-    tokens = (positions, state_slots, request_ids, block_table, slots)
-    arguments = launch_arguments(values, scores, state, cache, *tokens, bias, norm_weight, cos_sin, eps, hadamard)
-    with launching_on(values.device):
-        compress_tokens[(len(values),)](**arguments, **launch_options(arguments))
+    arguments = launch_arguments(call)
+    with launching_on(call.values.device):
+        compress_kv_kernel[(len(call.values),)](**arguments, **launch_options(arguments))
 
 
-def launch_arguments(
-    values: Tensor,
-    scores: Tensor,
-    state: PagedCache,
-    cache: PagedCache,
-    positions: Tensor,
-    state_slots: Tensor,
-    request_ids: Tensor,
-    block_table: Tensor,
-    slots: Tensor,
-    bias: Tensor,
-    norm_weight: Tensor,
-    cos_sin: Tensor,
-    eps: float,
-    hadamard: bool,
-) -> dict[str, Any]:
-    """What `compress_tokens` is launched with."""
-    values, scores, block_table = (t if t.stride(1) == 1 else t.contiguous() for t in (values, scores, block_table))
+def launch_arguments(call: CompressKv) -> dict[str, Any]:
+    """Arguments of `compress_kv_kernel`."""
+    state, cache = call.state, call.cache
+    inputs = (call.values, call.scores, call.block_table)
+    values, scores, block_table = (t if t.stride(1) == 1 else t.contiguous() for t in inputs)
     rows = insert_arguments(cache)
-    ratio, series = bias.shape[0], values.shape[1] // cache.layout.width
+    ratio, series = call.bias.shape[0], values.shape[1] // cache.layout.width
     return rows | {
         "values": values,
         "values_stride": values.stride(0),
         "scores": scores,
         "scores_stride": scores.stride(0),
-        "positions": positions.contiguous(),
-        "state_slots": state_slots.contiguous(),
-        "request_ids": request_ids.contiguous(),
+        "positions": call.positions.contiguous(),
+        "state_slots": call.state_slots.contiguous(),
+        "request_ids": call.request_ids.contiguous(),
         "block_table": block_table,
         "table_stride": block_table.stride(0),
         "requests": block_table.shape[0],
         "table_width": block_table.shape[1],
-        "slots": slots.contiguous(),
-        "bias": bias.contiguous(),
-        "norm_weight": norm_weight.contiguous(),
-        "cos_sin": cos_sin.contiguous(),
-        "table_rows": cos_sin.shape[0],
-        "eps": eps,
+        "slots": call.slots.contiguous(),
+        "bias": call.bias.contiguous(),
+        "norm_weight": call.norm_weight.contiguous(),
+        "cos_sin": call.cos_sin.contiguous(),
+        "table_rows": call.cos_sin.shape[0],
+        "eps": call.eps,
         "state": state.storage,
         "state_page_stride": state.page_stride // state.storage.element_size(),
         "state_pages": state.pages,
@@ -212,14 +187,14 @@ def launch_arguments(
         "RATIO": ratio,
         "SERIES": series,
         "WIDTH": cache.layout.width,
-        "ROTARY": cos_sin.shape[1],
+        "ROTARY": call.cos_sin.shape[1],
         "STATE_PAGE": state.page_size,
         "ROWS": min(triton.next_power_of_2(ratio * series), max(1, SPAN_VALUES // rows["BLOCK"])),
-        "HADAMARD_STEPS": hadamard_steps(cache.layout.width) if hadamard else 0,
-        "NATIVE_BF16": not interpreted(compress_tokens),
+        "HADAMARD_STEPS": hadamard_steps(cache.layout.width) if call.hadamard else 0,
+        "NATIVE_BF16": not interpreted(compress_kv_kernel),
     }
 
 
 def launch_options(arguments: dict[str, Any]) -> dict[str, int]:
-    """Warps by the size of a block: 16 values per thread."""
+    """Warps of `compress_kv_kernel`: 16 values of a block per thread."""
     return {"num_warps": max(1, min(MOST_WARPS, arguments["ROWS"] * arguments["BLOCK"] // 512))}

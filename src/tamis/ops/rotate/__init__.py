@@ -1,4 +1,4 @@
-"""Stage `rotate`: rows normed, heads rotated in their last columns (DeepSeek-V4), the step's raw rows with them."""
+"""Stage `rotate`: RMSNorm and rotary embedding of queries, index queries and raw rows, and the write of these rows."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache.paged import PagedCache
-from tamis.model.recipe import IndexRecipe
-from tamis.ops import old_library as library
-from tamis.ops.rotate import registered
+from tamis.model.recipe import check_hadamard
+from tamis.ops.rotate import operations
+from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads
 from tamis.ops.write import check_slots
 
 
@@ -19,21 +19,22 @@ class Rotated(NamedTuple):
     q: Tensor
     """[T, H, D]"""
     index_q: Tensor | None
-    """[T, index heads, index dim], where some were given."""
+    """[T, index heads, index dim]; None if no index queries were given."""
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str = "auto") -> Tensor:
-    """Rows [T, N] over their root mean square, times `weight` [N], in float32, rounded once to x's dtype."""
-    check_norm_rows(x, weight, eps, backend)
-    return registered.norm_rows(x, weight, eps, backend)
+    """RMSNorm of rows [T, N] with a weight [N], computed in float32 and rounded once to x's dtype."""
+    call = NormRows(x, weight, eps, backend)
+    check_norm_rows(call)
+    return operations.norm_rows(call)
 
 
-def check_norm_rows(x: Tensor, weight: Tensor, eps: float, backend: str) -> None:
+def check_norm_rows(call: NormRows) -> None:
     """Refuse what `norm_rows` refuses."""
-    sizes = checks.tensor("x", x, "T N", checks.FLOATS)
-    checks.tensor("weight", weight, "N", checks.FLOATS, N=sizes["N"], device=x.device)
-    checks.positive_number("eps", eps)
-    library.check_stage("rotate", backend, x.device, x=x, weight=weight)
+    sizes = checks.tensor("x", call.x, "T N", checks.FLOATS)
+    checks.tensor("weight", call.weight, "N", checks.FLOATS, N=sizes["N"], device=call.x.device)
+    checks.positive_number("eps", call.eps)
+    operations.norm_rows.check(call)
 
 
 def rotate_heads(
@@ -45,28 +46,29 @@ def rotate_heads(
     inverse: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """The last columns of each head rotated in pairs (2i, 2i+1), in float32, rounded once.
+    """Rotate the last columns of each head in pairs (2i, 2i+1), in float32, and round once.
 
     Args:
         x: [T, H, D] in bf16, fp16 or fp32.
-        positions: integer [T], absolute; padding (negative) is not rotated.
-        cos_sin: float32 [max_positions, R] from `tamis.model.rope.Rope.cos_sin_table`; R columns are rotated.
-        eps: given, each head is first divided by its root mean square, with this added to the mean square.
-        inverse: rotate back.
+        positions: integer [T], absolute; heads of padding (a negative position) are not rotated.
+        cos_sin: float32 [max_positions, R] from `tamis.model.rope.Rope.cos_sin_table`; the last R columns are rotated.
+        eps: if given, each head is first RMS-normalised without a weight, with this eps.
+        inverse: rotate by the negative angle.
         backend: a name from `tamis backends`, or "auto".
     """
-    checks.flag("inverse", inverse)
-    check_rotate_heads(x, positions, cos_sin, eps, backend)
-    return registered.rotate_heads(x, positions, cos_sin, eps, inverse, backend)
+    call = RotateHeads(x, positions, cos_sin, eps, inverse, backend)
+    check_rotate_heads(call)
+    return operations.rotate_heads(call)
 
 
-def check_rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, eps: float | None, backend: str) -> None:
+def check_rotate_heads(call: RotateHeads) -> None:
     """Refuse what `rotate_heads` refuses."""
-    sizes = checks.tensor("x", x, "T H D", checks.FLOATS)
-    check_positions(positions, cos_sin, sizes["T"], sizes["D"], x.device)
-    if eps is not None:
-        checks.positive_number("eps", eps)
-    library.check_stage("rotate", backend, x.device, x=x, cos_sin=cos_sin)
+    checks.flag("inverse", call.inverse)
+    sizes = checks.tensor("x", call.x, "T H D", checks.FLOATS)
+    check_positions(call.positions, call.cos_sin, sizes["T"], sizes["D"], call.x.device)
+    if call.eps is not None:
+        checks.positive_number("eps", call.eps)
+    operations.rotate_heads.check(call)
 
 
 def rotate_and_write(
@@ -83,89 +85,65 @@ def rotate_and_write(
     index_hadamard: bool = False,
     backend: str = "auto",
 ) -> Rotated:
-    """Queries normed without weight and rotated, and beside them the tokens' rows normed, rotated and written.
+    """RMS-normalise and rotate the queries; RMS-normalise, rotate and write the tokens' raw rows, in one launch.
 
-    Both norms run over all D columns and all rotations are those of `rotate_heads`. Rows are rounded once, to bf16
-    before FP8, and queries to the dtype they came in.
+    Both norms run over all D columns, that of the queries without a weight, and all rotations are those of
+    `rotate_heads`. Rows are rounded once, to bf16 before FP8, and queries to the dtype they came in.
 
     Args:
         q: [T, H, D] in bf16, fp16 or fp32.
         kv: [T, D], the projection's output before its norm.
-        cache: of raw tokens, D wide, in any layout.
+        cache: the pool of raw tokens, D wide, in any layout.
         slots: int32 or int64 [T'] with T' <= T. Rows with a negative slot, or past T', are not written.
         positions: integer [T], absolute; negative for padding.
         cos_sin: float32 [max_positions, R].
-        norm_weight: [D], of the rows.
+        norm_weight: [D], the weight of the rows' norm.
         eps: of both norms.
         index_q: [T, index heads, index dim], the indexer's queries, which are rotated without a norm.
-        index_hadamard: turn these, once rotated and rounded, by the Hadamard matrix as well, and round them again; for
-            index keys whose cache says so (`PagedCache.recipe`).
+        index_hadamard: after rotating and rounding the index queries, multiply them by the Hadamard matrix and round
+            again. Set it if the cache of index keys was written so (`PagedCache.recipe`).
         backend: a name from `tamis backends`, or "auto".
     """
-    arguments = (q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q, index_hadamard, backend)
-    check_rotate_and_write(*arguments)
-    return rotate_unchecked(*arguments)
+    call = RotateAndWrite(
+        q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q, index_hadamard, backend
+    )  # fmt: skip
+    check_rotate_and_write(call)
+    return run_rotate_and_write(call)
 
 
-def check_rotate_and_write(
-    q: Tensor,
-    kv: Tensor,
-    cache: PagedCache,
-    slots: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    index_q: Tensor | None,
-    index_hadamard: bool,
-    backend: str,
-    name: str = "cache",
-) -> None:
-    """Refuse what `rotate_and_write` refuses; `name` is what the caller's cache is called."""
+def run_rotate_and_write(call: RotateAndWrite) -> Rotated:
+    """Run a call that was checked; no index queries come back if none were given."""
+    q, index_q = operations.rotate_and_write(call)
+    return Rotated(q, None if call.index_q is None else index_q)
+
+
+def check_rotate_and_write(call: RotateAndWrite, name: str = "cache") -> None:
+    """Refuse what `rotate_and_write` refuses; errors call the cache `name`."""
+    cache = call.cache
     checks.instance(name, cache, PagedCache)
     width, device = cache.layout.width, cache.device
 
     def remedy() -> str:
         return f"rows of {cache!r}"
 
-    total = checks.tensor("q", q, "T H D", checks.FLOATS, D=width, device=device, remedy=remedy)["T"]
-    checks.tensor("kv", kv, "T D", checks.FLOATS, T=total, D=width, device=device, remedy=remedy)
-    check_slots(slots, cache, "kv", total, name)
-    check_positions(positions, cos_sin, total, width, device)
-    checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=width, device=device)
-    checks.positive_number("eps", eps)
-    checks.flag("index_hadamard", index_hadamard)
-    if index_q is not None:
-        sizes = checks.tensor("index_q", index_q, "T H D", checks.FLOATS, T=total, device=device)
-        check_rotary(cos_sin.shape[1], sizes["D"])
-        IndexRecipe(hadamard=index_hadamard).check_width(sizes["D"], "index_q: width")
+    total = checks.tensor("q", call.q, "T H D", checks.FLOATS, D=width, device=device, remedy=remedy)["T"]
+    checks.tensor("kv", call.kv, "T D", checks.FLOATS, T=total, D=width, device=device, remedy=remedy)
+    check_slots(call.slots, cache, "kv", total, name)
+    check_positions(call.positions, call.cos_sin, total, width, device)
+    checks.tensor("norm_weight", call.norm_weight, "D", checks.FLOATS, D=width, device=device)
+    checks.positive_number("eps", call.eps)
+    checks.flag("index_hadamard", call.index_hadamard)
+    if call.index_q is not None:
+        sizes = checks.tensor("index_q", call.index_q, "T H D", checks.FLOATS, T=total, device=device)
+        check_rotary(call.cos_sin.shape[1], sizes["D"])
+        if call.index_hadamard:
+            check_hadamard(sizes["D"], "index_q: width")
     checks.changeable(name, cache.storage)
-    given = {"q": q, "kv": kv, "index_q": index_q, "norm_weight": norm_weight, "cos_sin": cos_sin}
-    library.check_stage("rotate", backend, device, **given)
-    library.check_kernels("rotate", backend, device, "check_rows", cache)
-
-
-def rotate_unchecked(
-    q: Tensor,
-    kv: Tensor,
-    cache: PagedCache,
-    slots: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    index_q: Tensor | None,
-    index_hadamard: bool,
-    backend: str,
-) -> Rotated:
-    """As `rotate_and_write`, for callers who know that its check would pass."""
-    arguments = (q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q, index_hadamard, backend)
-    turned, turned_index = registered.rotate_and_write(*arguments)
-    return Rotated(turned, None if index_q is None else turned_index)
+    operations.rotate_and_write.check(call)
 
 
 def check_positions(positions: Tensor, cos_sin: Tensor, total: int, width: int, device: torch.device) -> None:
-    """Refuse positions and a table that do not fit so many rows of this width."""
+    """Refuse positions and a table of angles that do not fit `total` rows of this width."""
     checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device, remedy="one per token")
     table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), device=device)
     check_rotary(table["R"], width)

@@ -1,66 +1,35 @@
-"""Norm and rotation of heads and rows, in plain torch."""
+"""RMSNorm and rotation of heads and rows, in plain torch."""
 
 import torch
 from torch import Tensor
 
-from tamis.arithmetic import float32_products
-from tamis.cache.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
+from tamis.cache.codec import write_rows
 from tamis.cache.paged import PagedCache
 from tamis.model.rope import hadamard, rms_norm, rotate
-from tamis.ops.write.reference import divide, exponent_above, to_e4m3, write_kv
+from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads
 
 
-def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm_rows(call: NormRows) -> Tensor:
     """Rows [T, N]; see `tamis.ops.norm_rows`."""
-    return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
+    return rms_norm(call.x.float(), call.weight.float(), call.eps).to(call.x.dtype).contiguous()
 
 
-def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, eps: float | None, inverse: bool) -> Tensor:
+def rotate_heads(call: RotateHeads) -> Tensor:
     """Heads [T, H, D]; see `tamis.ops.rotate_heads`."""
-    wide = x.float() if eps is None else rms_norm(x.float(), None, eps)
-    return rotate_tail(wide, positions.unsqueeze(1), cos_sin, inverse).to(x.dtype)
+    x = call.x.float() if call.eps is None else rms_norm(call.x.float(), None, call.eps)
+    return rotate_tail(x, call.positions.unsqueeze(1), call.cos_sin, call.inverse).to(call.x.dtype)
 
 
-def rotate_and_write(
-    q: Tensor,
-    kv: Tensor,
-    cache: PagedCache,
-    slots: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    index_q: Tensor | None,
-    index_hadamard: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Rows into the cache; the queries [T, H, D] and the indexer's. See `tamis.ops.rotate_and_write`."""
-    count = len(slots)
-    rows = rms_norm(kv[:count].float(), norm_weight.float(), eps)
-    insert(rotate_tail(rows, positions[:count], cos_sin), cache, slots)
-    turned = None if index_q is None else rotate_heads(index_q, positions, cos_sin, None, False)
-    if turned is not None and index_hadamard:
-        turned = hadamard(turned).to(turned.dtype)
-    return rotate_heads(q, positions, cos_sin, eps, False), turned
-
-
-def rotate_to_fp8(x: Tensor, positions: Tensor, cos_sin: Tensor, tile: int, inverse: bool) -> tuple[Tensor, Tensor]:
-    """e4m3 heads [T, H, D] and exponents [T, H, D / tile]; see `tamis.ops.rotate_to_fp8`."""
-    turned = rotate_tail(x.float(), positions.unsqueeze(1), cos_sin, inverse)
-    tiles = turned.unflatten(-1, (-1, tile))
-    amax = tiles.abs().nan_to_num_(0.0, posinf=torch.finfo(torch.float32).max).amax(-1)
-    exponent = exponent_above(divide(amax, E4M3_MAX).clamp_min(OUTPUT_SCALE_FLOOR))
-    values = to_e4m3(torch.ldexp(tiles, -exponent.unsqueeze(-1))).flatten(-2)
-    return values.view(torch.float8_e4m3fn), (exponent + 127).to(torch.uint8)
-
-
-def lower_groups(x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Lowered groups [T, G, O]; see `tamis.ops.lower_groups`."""
-    tile = x.shape[2] // scales.shape[2]
-    own = torch.exp2(scales.float() - 127).repeat_interleave(tile, dim=2)
-    theirs = weight_scales.repeat_interleave(tile, dim=1)[:, : weight.shape[1]].repeat_interleave(tile, dim=2)
-    wide = float32_products(x.device)
-    factors = ((x.float() * own).to(wide), (weight.float() * theirs).to(wide))
-    return torch.einsum("tgk,gok->tgo", *factors).to(dtype)
+def rotate_and_write(call: RotateAndWrite) -> tuple[Tensor, Tensor]:
+    """Rows into the cache; the queries [T, H, D] and the index queries. See `tamis.ops.rotate_and_write`."""
+    count, positions, cos_sin = len(call.slots), call.positions, call.cos_sin
+    rows = rms_norm(call.kv[:count].float(), call.norm_weight.float(), call.eps)
+    insert(rotate_tail(rows, positions[:count], cos_sin), call.cache, call.slots)
+    q = rotate_heads(RotateHeads(call.q, positions, cos_sin, call.eps, False, call.backend))
+    if call.index_q is None:
+        return q, q.new_empty(0, dtype=q.dtype)
+    index_q = rotate_heads(RotateHeads(call.index_q, positions, cos_sin, None, False, call.backend))
+    return q, hadamard(index_q).to(index_q.dtype) if call.index_hadamard else index_q
 
 
 def rotate_tail(x: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:
@@ -68,13 +37,15 @@ def rotate_tail(x: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool = F
     rotary = cos_sin.shape[1]
     front, tail = x.split([x.shape[-1] - rotary, rotary], dim=-1)
     known = positions.long().clamp(-1, len(cos_sin) - 1)
-    turned = rotate(tail, cos_sin[known.clamp_min(0)], interleaved=True, inverse=inverse)
-    return torch.cat((front, torch.where((known >= 0).unsqueeze(-1), turned, tail)), dim=-1)
+    rotated = rotate(tail, cos_sin[known.clamp_min(0)], interleaved=True, inverse=inverse)
+    return torch.cat((front, torch.where((known >= 0).unsqueeze(-1), rotated, tail)), dim=-1)
 
 
-def insert(rows: Tensor, cache: PagedCache, slots: Tensor, turned: bool = False) -> None:
-    """Float32 rows rounded once, to bf16 before FP8, and written; if they are to be turned by the Hadamard matrix, that
-    comes after, and they are rounded again."""
+def insert(rows: Tensor, cache: PagedCache, slots: Tensor, with_hadamard: bool = False) -> None:
+    """Round float32 rows once, to bf16 before FP8, and write them.
+
+    With `with_hadamard`, the rounded rows are multiplied by the Hadamard matrix and rounded again.
+    """
     stored = torch.bfloat16 if cache.layout.quantised else cache.layout.element
     rounded = rows.to(stored)
-    write_kv(hadamard(rounded).to(stored) if turned else rounded, cache, slots)
+    write_rows(hadamard(rounded).to(stored) if with_hadamard else rounded, cache, slots)

@@ -1,4 +1,7 @@
-"""Norm and rotation in Triton: one launch, one program per token and head, and one more per token that is written."""
+"""RMSNorm and rotation in Triton: one launch per operation, one program per row or head.
+
+`rotate_and_write` gives each token a program per query head, one for its raw row and one per index head.
+"""
 
 from typing import Any
 
@@ -7,10 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.cache.paged import PagedCache
-from tamis.ops.rotate.triton_output import lower_groups, rotate_to_fp8
-from tamis.ops.rows.triton_norm import check_rows as check_rows  # offered by this module
+from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads
 from tamis.ops.rows.triton_norm import (
+    check_rows,
     hadamard_row,
     hadamard_steps,
     insert_arguments,
@@ -20,14 +22,13 @@ from tamis.ops.rows.triton_norm import (
 )
 from tamis.ops.rows.triton_rows import interpreted, launching_on, load_wide, store_rounded
 
-__all__ = ["lower_groups", "norm_rows", "rotate_and_write", "rotate_heads", "rotate_to_fp8"]
 NUM_WARPS = 1
-"""A head of 512 has 16 values for each of a warp's threads, and its sums need no other warp."""
+"""A head of 512 columns is 16 values per thread of one warp, whose sums need no shared memory."""
 
 
 @triton.jit
 def norm_rows_kernel(x, stride, weight, out, eps, WIDTH: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr):
-    """One row."""
+    """RMSNorm of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -35,23 +36,24 @@ def norm_rows_kernel(x, stride, weight, out, eps, WIDTH: tl.constexpr, NATIVE_BF
     store_rounded(out + row * WIDTH + column, normed, inside, NATIVE_BF16)
 
 
+# do_not_specialize: otherwise Triton recompiles when one of these is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["table_rows"])
-def turn_heads(
+def rotate_heads_kernel(
     x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps,
     WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, INVERSE: tl.constexpr, NATIVE_BF16: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token."""
+    """Rotate one head of one token."""
     token = tl.program_id(0)
     head = tl.program_id(1)
-    _turn_head(
+    _rotate_head(
         token, head, x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps, WIDTH, ROTARY,
         NORM, INVERSE, 0, NATIVE_BF16, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
-def _turn_head(
+def _rotate_head(
     token, head, x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps,
     WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, INVERSE: tl.constexpr,
     HADAMARD_STEPS: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr,
@@ -67,7 +69,7 @@ def _turn_head(
 
 
 @triton.jit(do_not_specialize=["table_rows", "count", "cache_rows"])
-def turn_and_insert(
+def rotate_and_write_kernel(
     x, token_stride, head_stride, out, heads, index, index_token_stride, index_head_stride, index_out, index_heads,
     kv, kv_stride, slots, count, positions, cos_sin, table_rows, norm_weight, eps,
     cache, page_stride, scale, cache_rows,
@@ -78,17 +80,17 @@ def turn_and_insert(
     SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token, or, after the last head, the token's row, or one of the indexer's heads."""
+    """One part of one token: program 0 to heads - 1 a query head, program `heads` the raw row, the rest index heads."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     if head < heads:
-        _turn_head(
+        _rotate_head(
             token, head, x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps, WIDTH, ROTARY,
             True, False, 0, NATIVE_BF16, BLOCK,
         )  # fmt: skip
     elif head > heads:
         if INDEX_WIDTH:
-            _turn_head(
+            _rotate_head(
                 token, head - heads - 1, index, index_token_stride, index_head_stride, index_out, index_heads,
                 positions, cos_sin, table_rows, eps, INDEX_WIDTH, ROTARY, False, False, HADAMARD_STEPS,
                 NATIVE_BF16, INDEX_BLOCK,
@@ -107,60 +109,58 @@ def turn_and_insert(
             )  # fmt: skip
 
 
-def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rows [T, N]."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def norm_rows(call: NormRows) -> Tensor:
+    """As `reference.norm_rows`."""
+    out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
-    arguments = norm_arguments(x, weight, eps, out)
-    with launching_on(x.device):
-        norm_rows_kernel[(x.shape[0],)](**arguments, **norm_options(arguments))
+    arguments = norm_arguments(call, out)
+    with launching_on(out.device):
+        norm_rows_kernel[(out.shape[0],)](**arguments, **norm_options(arguments))
     return out
 
 
-def rotate_heads(x: Tensor, positions: Tensor, cos_sin: Tensor, eps: float | None, inverse: bool) -> Tensor:
-    """Heads [T, H, D]."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def rotate_heads(call: RotateHeads) -> Tensor:
+    """As `reference.rotate_heads`."""
+    out = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
-    with launching_on(x.device):
-        turn_heads[x.shape[:2]](**head_arguments(x, positions, cos_sin, eps, inverse, out), num_warps=NUM_WARPS)
+    with launching_on(out.device):
+        rotate_heads_kernel[out.shape[:2]](**head_arguments(call, out), num_warps=NUM_WARPS)
     return out
 
 
-def rotate_and_write(
-    q: Tensor,
-    kv: Tensor,
-    cache: PagedCache,
-    slots: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    index_q: Tensor | None,
-    index_hadamard: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Rows into the cache, no two of them into one slot; the queries [T, H, D] and the indexer's."""
+def check_rotate_and_write(call: RotateAndWrite) -> None:
+    """Refuse a cache whose rows the kernel cannot make."""
+    check_rows(call.cache)
+
+
+def rotate_and_write(call: RotateAndWrite) -> tuple[Tensor, Tensor]:
+    """As `reference.rotate_and_write`. No two rows may go to one slot: the order of the writes is not defined."""
+    q, index_q = call.q, call.index_q
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    index_out = None if index_q is None else torch.empty_like(index_q, memory_format=torch.contiguous_format)
+    if index_q is None:
+        index_out = torch.empty(0, dtype=q.dtype, device=q.device)
+    else:
+        index_out = torch.empty_like(index_q, memory_format=torch.contiguous_format)
     if len(q) == 0:
         return out, index_out
-    index = (index_q, index_out, index_hadamard)
-    arguments = head_and_row_arguments(q, kv, cache, slots, positions, cos_sin, norm_weight, eps, out, *index)
+    arguments = head_and_row_arguments(call, out, index_out)
     with launching_on(q.device):
-        turn_and_insert[(len(q), q.shape[1] + 1 + arguments["index_heads"])](**arguments, num_warps=NUM_WARPS)
+        grid = (len(q), q.shape[1] + 1 + arguments["index_heads"])
+        rotate_and_write_kernel[grid](**arguments, num_warps=NUM_WARPS)
     return out, index_out
 
 
-def norm_arguments(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> dict[str, Any]:
-    if x.stride(1) != 1:
-        x = x.contiguous()
+def norm_arguments(call: NormRows, out: Tensor) -> dict[str, Any]:
+    """Arguments of `norm_rows_kernel`."""
+    x = call.x if call.x.stride(1) == 1 else call.x.contiguous()
     return {
         "x": x,
         "stride": x.stride(0),
-        "weight": weight.contiguous(),
+        "weight": call.weight.contiguous(),
         "out": out,
-        "eps": eps,
+        "eps": call.eps,
         "WIDTH": x.shape[1],
         "NATIVE_BF16": not interpreted(norm_rows_kernel),
         "BLOCK": triton.next_power_of_2(x.shape[1]),
@@ -168,80 +168,72 @@ def norm_arguments(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> dict[s
 
 
 def norm_options(arguments: dict[str, Any]) -> dict[str, int]:
+    """Warps of `norm_rows_kernel`: 8 values per thread, at most 8 warps."""
     return {"num_warps": max(1, min(8, arguments["BLOCK"] // 256))}
 
 
-def _shared(x: Tensor, positions: Tensor, cos_sin: Tensor, out: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """What both kernels are launched with, and x with columns that lie side by side."""
+def head_arguments(call: RotateHeads, out: Tensor) -> dict[str, Any]:
+    """Arguments of `rotate_heads_kernel`."""
+    return rotation_arguments(call.x, call.positions, call.cos_sin) | {
+        "out": out,
+        "eps": call.eps or 0.0,
+        "NORM": call.eps is not None,
+        "INVERSE": call.inverse,
+        "NATIVE_BF16": not interpreted(rotate_heads_kernel),
+        "BLOCK": max(2, triton.next_power_of_2(call.x.shape[2])),
+    }
+
+
+def head_and_row_arguments(call: RotateAndWrite, out: Tensor, index_out: Tensor) -> dict[str, Any]:
+    """Arguments of `rotate_and_write_kernel`."""
+    kv = call.kv if call.kv.stride(1) == 1 else call.kv.contiguous()
+    return (
+        insert_arguments(call.cache)
+        | rotation_arguments(call.q, call.positions, call.cos_sin)
+        | _index_arguments(call.index_q, index_out, call.index_hadamard)
+        | {
+            "out": out,
+            "kv": kv,
+            "kv_stride": kv.stride(0),
+            "slots": call.slots.contiguous(),
+            "count": call.slots.shape[0],
+            "norm_weight": call.norm_weight.contiguous(),
+            "eps": call.eps,
+            "cache_rows": call.cache.rows,
+            "NATIVE_BF16": not interpreted(rotate_and_write_kernel),
+        }
+    )
+
+
+def rotation_arguments(x: Tensor, positions: Tensor, cos_sin: Tensor) -> dict[str, Any]:
+    """Heads and their rotation, as every kernel takes them that rotates heads [T, H, D]."""
     if x.stride(2) != 1:
         x = x.contiguous()
-    return x, {
+    return {
         "x": x,
         "token_stride": x.stride(0),
         "head_stride": x.stride(1),
-        "out": out,
         "heads": x.shape[1],
         "positions": positions.contiguous(),
         "cos_sin": cos_sin.contiguous(),
         "table_rows": cos_sin.shape[0],
         "WIDTH": x.shape[2],
         "ROTARY": cos_sin.shape[1],
-        "NATIVE_BF16": not interpreted(turn_heads),
     }
 
 
-def head_arguments(
-    x: Tensor, positions: Tensor, cos_sin: Tensor, eps: float | None, inverse: bool, out: Tensor
-) -> dict[str, Any]:
-    x, shared = _shared(x, positions, cos_sin, out)
-    return shared | {
-        "eps": eps or 0.0,
-        "NORM": eps is not None,
-        "INVERSE": inverse,
-        "BLOCK": max(2, triton.next_power_of_2(x.shape[2])),
-    }
-
-
-def head_and_row_arguments(
-    q: Tensor,
-    kv: Tensor,
-    cache: PagedCache,
-    slots: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    out: Tensor,
-    index_q: Tensor | None,
-    index_out: Tensor | None,
-    index_hadamard: bool,
-) -> dict[str, Any]:
-    q, shared = _shared(q, positions, cos_sin, out)
-    if kv.stride(1) != 1:
-        kv = kv.contiguous()
+def _index_arguments(index_q: Tensor | None, index_out: Tensor, with_hadamard: bool) -> dict[str, Any]:
+    """The index queries' part; without any, the kernel's pointers are None."""
     if index_q is not None and index_q.stride(2) != 1:
         index_q = index_q.contiguous()
-    width = 0 if index_q is None else index_q.shape[2]
-    return (
-        insert_arguments(cache)
-        | shared
-        | {
-            "index": index_q,
-            "index_token_stride": 0 if index_q is None else index_q.stride(0),
-            "index_head_stride": 0 if index_q is None else index_q.stride(1),
-            "index_out": index_out,
-            "index_heads": 0 if index_q is None else index_q.shape[1],
-            "INDEX_WIDTH": width,
-            "INDEX_BLOCK": max(2, triton.next_power_of_2(max(1, width))),
-            "HADAMARD_STEPS": hadamard_steps(width) if index_hadamard and width else 0,
-        }
-        | {
-            "kv": kv,
-            "kv_stride": kv.stride(0),
-            "slots": slots.contiguous(),
-            "count": slots.shape[0],
-            "norm_weight": norm_weight.contiguous(),
-            "eps": eps,
-            "cache_rows": cache.rows,
-        }
-    )
+    heads, width = (0, 0) if index_q is None else index_q.shape[1:]
+    return {
+        "index": index_q,
+        "index_token_stride": 0 if index_q is None else index_q.stride(0),
+        "index_head_stride": 0 if index_q is None else index_q.stride(1),
+        "index_out": None if index_q is None else index_out,
+        "index_heads": heads,
+        "INDEX_WIDTH": width,
+        "INDEX_BLOCK": max(2, triton.next_power_of_2(max(1, width))),
+        "HADAMARD_STEPS": hadamard_steps(width) if with_hadamard and width else 0,
+    }

@@ -3,71 +3,68 @@
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import on_host
 import pytest
 import torch
+from attention_calls import attend_call, attend_slots_call, combine_call
 from few_heads_rows import KINDS, SCALE, filled
 from seeds import reseed
 from torch import Tensor
 
 from tamis import PagedCache, Selection
 from tamis.lab.testing import oracle
-from tamis.ops.attention.hopper import few_heads, items
-from tamis.ops.attention.hopper.few_heads import Columns, Layouts, Variant
-from tamis.ops.attention.hopper.items import Target
+from tamis.ops.attention.hopper import few_heads
+from tamis.ops.attention.hopper.few_heads import FP8_ROWS, CtaShape, mma_shape, wgmma_shape
+from tamis.ops.attention.hopper.params import AttendParams
+from tamis.ops.attention.hopper.splits import Outputs, choose_splits
 from tamis.ops.combine import reference as combine_reference
 
-TYPES = {"P": ctypes.c_void_p, "q": ctypes.c_longlong, "i": ctypes.c_int, "f": ctypes.c_float}
-NAMES = {"P": "void*", "q": "long long", "i": "int", "f": "float"}
-# As laid out for a device, with rings as short as they can be.
-VARIANTS = {"two streams": Variant(2, 2, 1), "one stream": Variant(1, 2, 2)}
-FP8_VARIANTS = VARIANTS | {"32 columns": Columns(32, 4), "16 columns": Columns(16, 5)}
+# As on a device, with rings as short as they can be.
+BF16_SHAPES = {
+    "two streams": mma_shape(2, 2, per_sm=1, shared=219_232, bf16_rows=True),
+    "one stream": mma_shape(1, 2, per_sm=2, shared=91_184, bf16_rows=True),
+}
+FP8_SHAPES = {
+    "two streams": mma_shape(2, 2, per_sm=1, shared=154_720),
+    "one stream": mma_shape(1, 2, per_sm=2, shared=58_928),
+    "32 columns": wgmma_shape(32, 4, shared=168_752),
+    "16 columns": wgmma_shape(16, 5, shared=147_456),
+}
 MODES = ["pow2", "exact", "bf16"]  # of scales, or rows without any
 EXACT = [("one stream", "exact"), ("32 columns", "exact")]
-BOTH_ROWS = [(name, mode) for name in FP8_VARIANTS for mode in ("pow2", "bf16") if name in VARIANTS or mode == "pow2"]
+BOTH_ROWS = [(name, mode) for name in FP8_SHAPES for mode in ("pow2", "bf16") if name in BF16_SHAPES or mode == "pow2"]
 
 
-def entry(source: str) -> str:
-    """A function that runs every block of a grid, one after the other."""
-    given = ", ".join(f"{NAMES[letter]} a{i}" for i, letter in enumerate(few_heads.SIGNATURE))
-    passed = ", ".join(f"Pointer{{a{i}}}" if one == "P" else f"a{i}" for i, one in enumerate(few_heads.SIGNATURE))
-    return f"""
-struct Pointer {{
-  void* address;
-  template <class T>
-  operator T*() const {{ return static_cast<T*>(address); }}
-}};
-
+ENTRY = """
 extern "C" __attribute__((visibility("default")))
-void run(int width, int height, long long shared, int seed, {given}) {{
+void run(int width, int height, long long shared, int seed, const AttendParams* params) {
   emulator::random_order.seed(seed);
-  for (int block = 0; block < width * height; ++block) {{
+  for (int block = 0; block < width * height; ++block) {
     emulator::start_block_of_products(width);
     emulator::block_y = block / width;
-    emulator::run_cluster(block % width, 1, shared, [&] {{ attend_{source}({passed}); }});
+    emulator::run_cluster(block % width, 1, shared, [&] { attend_SOURCE(*params); });
     emulator::check_finished();
-  }}
-}}
+  }
+}
 """
+"""Runs every CTA of a grid, one after the other."""
 
 
 class Emulated:
-    """Launches of one variant, on the host."""
+    """Launches of one shape, on the host."""
 
-    def __init__(self, folder: Path, variant: Layouts, dtype: torch.dtype) -> None:
-        program = few_heads.program(variant, dtype)
+    def __init__(self, folder: Path, shape: CtaShape, dtype: torch.dtype) -> None:
+        program = few_heads.program(shape, dtype)
         source = program.source.replace('#include "instructions.cuh"', '#include "warpgroup_emulator.hpp"')
-        source = source.replace('#include "warpgroups.cuh"', "")
         options = [*program.options, "-I", str(Path(few_heads.__file__).parent)]
-        self.run = on_host.load(folder, source + entry(variant.source), options).run
-        self.shared, self.seed = variant.shared, 0
-        self.run.argtypes = [TYPES[letter] for letter in "iiqi" + few_heads.SIGNATURE]
+        self.run = on_host.load(folder, source + ENTRY.replace("SOURCE", shape.source), options).run
+        self.shared, self.seed = shape.shared, 0
+        self.run.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_int, ctypes.c_void_p]
 
-    def __call__(self, grid: tuple[int, int, int], *values: Any) -> None:
+    def __call__(self, grid: tuple[int, int, int], params: AttendParams) -> None:
         self.seed += 1
-        self.run(grid[0], grid[1], self.shared, self.seed, *values)
+        self.run(grid[0], grid[1], self.shared, self.seed, on_host.packed(params))
 
 
 Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -75,26 +72,22 @@ Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 @pytest.fixture
 def emulated(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
-    """Makes the module launch a variant on the host, on a device of a number of multiprocessors."""
+    """Makes the module launch a shape on the host, on a device of a number of SMs."""
 
-    def install(name: str, cores: int = 2) -> None:
-        def launch(device: torch.device, variant: Layouts, dtype: torch.dtype) -> Emulated:
-            if (variant, dtype) not in BUILT:
-                BUILT[variant, dtype] = Emulated(host_folder, variant, dtype)
-            return BUILT[variant, dtype]
+    def install(name: str, sms: int = 2) -> None:
+        def launch(device: torch.device, shape: CtaShape, dtype: torch.dtype) -> Emulated:
+            if (shape, dtype) not in BUILT:
+                BUILT[shape, dtype] = Emulated(host_folder, shape, dtype)
+            return BUILT[shape, dtype]
 
         monkeypatch.setattr(few_heads, "_launch", launch)
-        monkeypatch.setattr(few_heads, "sm_count", lambda device: cores)
-        monkeypatch.setattr(few_heads, "usual_variant", lambda *given: chosen(FP8_VARIANTS[name], given[3]))
+        monkeypatch.setattr(few_heads, "sm_count", lambda device: sms)
+        monkeypatch.setattr(few_heads, "choose_shape", lambda *given: (BF16_SHAPES if given[3] else FP8_SHAPES)[name])
 
     return install
 
 
-def chosen(variant: Layouts, bf16_rows: bool) -> Layouts:
-    return variant._replace(bf16_rows=bf16_rows) if isinstance(variant, Variant) else variant
-
-
-BUILT: dict[tuple[Layouts, torch.dtype], Emulated] = {}
+BUILT: dict[tuple[CtaShape, torch.dtype], Emulated] = {}
 
 
 def check(
@@ -107,9 +100,11 @@ def check(
 ) -> None:
     """Each tile of each head by itself."""
     wanted, wanted_lse = oracle.attend(q, [selection], scale=scale, value_dim=512, sink=sink)
-    parts, lses, maxima = few_heads.attend_slots(q, [selection], scale=scale, value_dim=512, splits=splits)
+    parts, lses, maxima = few_heads.attend_slots(
+        attend_slots_call(q, [selection], scale=scale, value_dim=512, splits=splits)
+    )
     merged = torch.empty(wanted.shape)
-    lse = combine_reference.combine_parts(parts, lses, sink, merged)
+    lse = combine_reference.combine_parts(combine_call(parts, lses, sink, merged))
     empty = wanted_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty)
     assert (merged[empty] == 0).all()
@@ -133,10 +128,10 @@ def test_the_source_computes_attention(emulated, name: str, mode: str) -> None:
     check(torch.randn(3, heads, 576).bfloat16(), Selection(cache, slots))
 
 
-@pytest.mark.parametrize("name", FP8_VARIANTS)
+@pytest.mark.parametrize("name", FP8_SHAPES)
 @pytest.mark.parametrize(("mode", "dtype"), KINDS)
 def test_hostile_slots_lengths_parts_and_sinks(emulated, name: str, mode: str, dtype: torch.dtype) -> None:
-    if mode == "bf16" and name not in VARIANTS:
+    if mode == "bf16" and name not in BF16_SHAPES:
         pytest.skip("heads are columns over FP8 rows only")
     reseed(1)
     emulated(name, 1)
@@ -168,7 +163,7 @@ def test_more_heads_than_a_block_has(emulated, name: str, heads: int) -> None:
     selection = Selection(cache, slots, torch.tensor([140, 90, 33], dtype=torch.int32))
     check(q, selection, splits=2, sink=sink)
     wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
-    lse, _ = few_heads.attend_into(q, [selection], scale=SCALE, splits=1, sink=sink, out=out)
+    lse, _ = few_heads.attend(attend_call(q, [selection], scale=SCALE, splits=1, sink=sink, out=out))
     assert torch.allclose(lse.double(), wanted_lse, atol=2e-3)
     assert (out - wanted).norm() < 1e-3 * wanted.norm()
 
@@ -191,7 +186,7 @@ def test_requests_that_the_table_does_not_have_attend_to_nothing(emulated) -> No
     table = torch.arange(8, dtype=torch.int32).expand(3, 8)
     selection = Selection(cache, torch.arange(40, dtype=torch.int32).expand(3, 40), None, ids, table)
     q = torch.randn(3, 4, 576).bfloat16()
-    parts, lse, maxima = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    parts, lse, maxima = few_heads.attend_slots(attend_slots_call(q, [selection], scale=SCALE, value_dim=512, splits=1))
     assert (lse[0, 0] > -torch.inf).all()
     assert (parts[0, 1:] == 0).all()
     assert (lse[0, 1:] == -torch.inf).all()
@@ -213,7 +208,7 @@ def test_tile_maxima(emulated, name: str, mode: str, largest: float | None) -> N
     check(torch.randn(2, 16, 576).bfloat16(), Selection(cache, slots), scale=1 / (24 * float(maxima.max())))
 
 
-@pytest.mark.parametrize("name", FP8_VARIANTS)
+@pytest.mark.parametrize("name", FP8_SHAPES)
 def test_rows_of_one_selection_whose_tiles_differ(emulated, name: str) -> None:
     """Where a row with tiny values has the largest logit, and one with huge values a small one, both count."""
     reseed(4)
@@ -239,9 +234,9 @@ def test_rows_in_the_order_of_growing_tiles(emulated, name: str, mode: str) -> N
     check(q, Selection(cache, torch.stack((order, order.flip(0)))), scale=1e-4)
 
 
-@pytest.mark.parametrize("name", FP8_VARIANTS)
+@pytest.mark.parametrize("name", FP8_SHAPES)
 def test_a_weight_that_does_not_fit_is_seen_by_whichever_warp_has_its_row(emulated, name: str) -> None:
-    """The references of a whole team move for one row of one warp, in its second turn."""
+    """The references of a whole warpgroup move for one row of one warp, in its second pass."""
     reseed(17)
     emulated(name, 1)
     cache = filled(128)
@@ -254,16 +249,16 @@ def test_a_weight_that_does_not_fit_is_seen_by_whichever_warp_has_its_row(emulat
     check(q, Selection(cache, slots), scale=0.1)
 
 
-@pytest.mark.parametrize("variant", [Columns(32, 7), Columns(16, 9)])
-def test_teams_that_take_turns_at_a_ring(emulated, monkeypatch: pytest.MonkeyPatch, variant: Columns) -> None:
-    """As many stages as on a device, several passes over them in every item, and each team slow at some time."""
+@pytest.mark.parametrize("shape", [FP8_ROWS.more_heads, FP8_ROWS.many_tokens], ids=["32", "16"])
+def test_warpgroups_that_take_turns_at_a_ring(emulated, monkeypatch: pytest.MonkeyPatch, shape: CtaShape) -> None:
+    """As many stages as on a device, several passes over them in every item, and each warpgroup slow at some time."""
     reseed(13)
-    monkeypatch.setitem(FP8_VARIANTS, "device", variant)
+    monkeypatch.setitem(FP8_SHAPES, "device", shape)
     emulated("device", 1)
     cache = filled(300)
     slots = torch.randint(0, cache.rows, (3, 900), dtype=torch.int32)
     lengths = torch.tensor([900, 130, 600], dtype=torch.int32)
-    q = torch.randn(3, variant.heads, 576).bfloat16()
+    q = torch.randn(3, shape.heads, 576).bfloat16()
     for _ in range(3):
         check(q, Selection(cache, slots, lengths))
 
@@ -316,7 +311,9 @@ def test_a_nan_in_a_selected_row_shows(emulated, name: str, mode: str, code: int
     slots[2, 0] = 19  # beyond what counts
     lengths = torch.tensor([70, 70, 0], dtype=torch.int32)
     q = torch.randn(3, 16, 576).bfloat16()
-    out, lse, _ = few_heads.attend_slots(q, [Selection(cache, slots, lengths)], scale=SCALE, value_dim=512, splits=1)
+    out, lse, _ = few_heads.attend_slots(
+        attend_slots_call(q, [Selection(cache, slots, lengths)], scale=SCALE, value_dim=512, splits=1)
+    )
     assert out[0, 1].isnan().all()
     assert lse[0, 1].isnan().all()
     assert not out[0, 0].isnan().any()
@@ -333,7 +330,7 @@ def test_one_part_goes_straight_into_the_output(emulated, name: str, mode: str, 
     q, sink = torch.randn(3, 20, 576).bfloat16(), torch.randn(20)
     room = torch.full((3, 24, 520), 7.0, dtype=dtype)
     out = room[:, :20, 4:516]
-    lse, maxima = few_heads.attend_into(q, [selection], scale=SCALE, splits=1, sink=sink, out=out)
+    lse, maxima = few_heads.attend(attend_call(q, [selection], scale=SCALE, splits=1, sink=sink, out=out))
     wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
     assert torch.allclose(out.double(), wanted, atol=1e-3, rtol=4e-3 if dtype == torch.bfloat16 else 1e-5)
     assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
@@ -348,21 +345,22 @@ def test_tokens_that_are_left_over_are_cut(emulated, monkeypatch: pytest.MonkeyP
     reseed(12)
     emulated("one stream", 2)
 
-    def merge(parts: Target, sink: Tensor, whole: Target) -> None:
-        whole.lse.copy_(combine_reference.combine_parts(parts.out, parts.lse, sink, whole.out))
-        whole.maxima.copy_(parts.maxima.amax(0))
+    def merge(parts: Outputs, sink: Tensor, whole: Outputs) -> None:
+        last = slice(len(whole.lse) - parts.lse.shape[1], None)
+        whole.lse[last] = combine_reference.combine_parts(combine_call(parts.out, parts.lse, sink, whole.out[last]))
+        whole.max_logits[last] = parts.max_logits.amax(0)
 
-    monkeypatch.setattr(items, "merge_parts", merge)
+    monkeypatch.setattr(few_heads, "merge_splits", merge)
     cache = filled(100)
     selection = Selection(cache, torch.randint(0, cache.rows, (5, 320), dtype=torch.int32))
     q, sink = torch.randn(5, 7, 576).bfloat16(), torch.randn(7)
-    assert items.choose_cut(5, 7, 10, 4) == (4, 4)
+    assert choose_splits(5, 7, 10, 4) == (4, 4)
     out = torch.empty(5, 7, 512)
-    lse, top = few_heads.attend_into(q, [selection], scale=SCALE, splits=None, sink=sink, out=out)
+    lse, top = few_heads.attend(attend_call(q, [selection], scale=SCALE, splits=None, sink=sink, out=out))
     wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
     assert torch.allclose(out.double(), wanted, atol=1e-3)
     assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
-    again, _, tops = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    again, _, tops = few_heads.attend_slots(attend_slots_call(q, [selection], scale=SCALE, value_dim=512, splits=1))
     assert again.shape == (1, 5, 7, 512)
     assert torch.equal(top, tops[0])
 
@@ -386,8 +384,8 @@ def test_selections_of_different_rows(emulated) -> None:
     selections = [Selection(filled(50, mode=m), torch.randint(0, 50, (2, 40), dtype=torch.int32)) for m in MODES]
     q, out = torch.randn(2, 5, 576).bfloat16(), torch.empty(2, 5, 512)
     wanted, _ = oracle.attend(q, selections, scale=SCALE, value_dim=512)
-    parts, lses, _ = few_heads.attend_slots(q, selections, scale=SCALE, value_dim=512, splits=1)
-    combine_reference.combine_parts(parts, lses, None, out)
+    parts, lses, _ = few_heads.attend_slots(attend_slots_call(q, selections, scale=SCALE, value_dim=512, splits=1))
+    combine_reference.combine_parts(combine_call(parts, lses, None, out))
     assert torch.allclose(out.double(), wanted, atol=2e-3)
 
 
@@ -399,7 +397,9 @@ def test_strided_queries_and_slots_and_a_scale_in_memory(emulated) -> None:
     q = torch.randn(6, 3, 580).bfloat16()[::2, :, 2:578]
     selection = Selection(cache, slots)
     wanted, _ = oracle.attend(q, [selection], scale=SCALE, value_dim=512)
-    out, _, _ = few_heads.attend_slots(q, [selection], scale=torch.tensor(SCALE), value_dim=512, splits=1)
+    out, _, _ = few_heads.attend_slots(
+        attend_slots_call(q, [selection], scale=torch.tensor(SCALE), value_dim=512, splits=1)
+    )
     assert torch.allclose(out[0].double(), wanted, atol=2e-3)
 
 
@@ -410,30 +410,32 @@ def test_no_columns_and_no_tokens(emulated, name: str) -> None:
     for tokens, columns in ((2, 0), (0, 5)):
         selection = Selection(cache, torch.zeros(tokens, columns, dtype=torch.int32))
         q = torch.randn(tokens, 4, 576).bfloat16()
-        out, lse, _ = few_heads.attend_slots(q, [selection], scale=SCALE, value_dim=512, splits=None)
+        out, lse, _ = few_heads.attend_slots(attend_slots_call(q, [selection], scale=SCALE, value_dim=512, splits=None))
         assert (out == 0).all()
         assert (lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize("name", ["two streams", "16 columns"])
 def test_a_row_does_not_depend_on_the_others(emulated, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the variant, where the number of parts is given."""
+    """Nor does the shape, where the number of splits is given."""
     reseed(11)
-    usual = few_heads.usual_variant
+    usual = few_heads.choose_shape
     emulated(name, 3)
     seen = set()
-    monkeypatch.setattr(few_heads, "usual_variant", lambda *given: seen.add(usual(*given)) or FP8_VARIANTS[name])
+    monkeypatch.setattr(few_heads, "choose_shape", lambda *given: seen.add(usual(*given)) or FP8_SHAPES[name])
     cache = filled(100)
     slots = torch.randint(0, cache.rows, (4, 130), dtype=torch.int32)
     q = torch.randn(4, 9, 576).bfloat16()
 
     def run(tokens: slice) -> Tensor:
         return few_heads.attend_slots(
-            q[tokens], [Selection(cache, slots[tokens])], scale=SCALE, value_dim=512, splits=2
+            attend_slots_call(q[tokens], [Selection(cache, slots[tokens])], scale=SCALE, value_dim=512, splits=2)
         )[0]
 
     assert torch.equal(run(slice(0, 4))[:, 2:3], run(slice(2, 3)))
     few_heads.attend_slots(
-        q.repeat(9, 1, 1), [Selection(cache, slots[:1, :1].repeat(36, 1))], scale=SCALE, value_dim=512, splits=1
+        attend_slots_call(
+            q.repeat(9, 1, 1), [Selection(cache, slots[:1, :1].repeat(36, 1))], scale=SCALE, value_dim=512, splits=1
+        )
     )
     assert len(seen) == 1

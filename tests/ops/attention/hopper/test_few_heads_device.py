@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from attention_calls import attend_call
 from few_heads_rows import KINDS, SCALE, filled
 from seeds import reseed
 from torch import Tensor
@@ -29,13 +30,15 @@ def test_the_device_computes_attention(
     raw = host.storage.as_strided((whole,), (1,), 0).cuda()
     cache = PagedCache.wrap(raw.as_strided(host.storage.shape, host.storage.stride()), host.layout)
     out = torch.empty(tokens, heads, 512, device="cuda")
-    lse, _ = few_heads.attend_into(
-        q.cuda(),
-        [Selection(cache, slots.cuda(), lengths.cuda())],
-        scale=SCALE,
-        splits=splits,
-        sink=sink.cuda(),
-        out=out,
+    lse, _ = few_heads.attend(
+        attend_call(
+            q.cuda(),
+            [Selection(cache, slots.cuda(), lengths.cuda())],
+            scale=SCALE,
+            splits=splits,
+            sink=sink.cuda(),
+            out=out,
+        )
     )
     empty = wanted_lse == -torch.inf
     assert torch.equal(lse.cpu() == -torch.inf, empty)
@@ -56,7 +59,7 @@ def test_a_captured_launch_sees_new_slots_lengths_and_queries(mode: str) -> None
     selection, out = Selection(cache, slots, lengths), torch.empty(40, 16, 512, device="cuda", dtype=torch.bfloat16)
 
     def run(into: Tensor) -> None:
-        few_heads.attend_into(q, [selection], scale=SCALE, splits=None, sink=None, out=into)
+        few_heads.attend(attend_call(q, [selection], scale=SCALE, splits=None, sink=None, out=into))
 
     run(out)
     graph = torch.cuda.CUDAGraph()

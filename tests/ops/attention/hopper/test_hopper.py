@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from attention_calls import attend_call
 from torch import Tensor
 
 from tamis import PagedCache, Selection
@@ -81,9 +82,17 @@ def test_which_kernels_take_bf16_rows(splits: int | None) -> None:
         assert hopper.kernels_for(q, [Selection(cache, slots)], 512, splits) is wanted
 
 
-def test_positions_need_no_pass_where_kernels_fetch_pages_ahead() -> None:
-    cache = PagedCache("v32-bf16", 1, 4)
+@pytest.mark.parametrize("translate_first", [False, True])
+def test_positions_need_no_pass_where_kernels_fetch_pages_ahead(
+    translate_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, seen = PagedCache("v32-bf16", 1, 4), []
+    for kernels in (few_heads, many_heads):
+        monkeypatch.setattr(kernels, "attend", lambda call: seen.append(call.selections[0]))
     for tokens, heads, freely in ((1, 16, True), (1, 128, True), (20, 16, True), (20, 33, False)):
-        q = torch.zeros(tokens, heads, 576).bfloat16()
-        slots = torch.zeros(tokens, 1, dtype=torch.int32)
-        assert hopper.translates_freely(q, [Selection(cache, slots)], value_dim=512) is freely
+        q, ids = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, dtype=torch.int32)
+        selection = Selection(cache, torch.ones(tokens, 1, dtype=torch.int32), None, ids, ids[:1].unsqueeze(0))
+        out = torch.empty(tokens, heads, 512)
+        hopper.attend(attend_call(q, [selection], scale=1.0, out=out, translate_first=translate_first))
+        assert (seen[-1].block_table is None) is (translate_first and not freely)
+        assert (seen[-1].slots == 1).all()

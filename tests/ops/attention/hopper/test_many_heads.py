@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_calls import attend_call
 from many_heads_emulated import Emulated, choose, close, expected, filled, merged, on_gpu, queries
 from seeds import reseed
 
@@ -20,7 +21,7 @@ from tamis.lab.offline.attend import many_heads_cases
 from tamis.lab.offline.cuda import CudaCase, compile_case
 from tamis.ops import write_kv
 from tamis.ops.attention.hopper import many_heads as many
-from tamis.ops.attention.hopper.items import Target
+from tamis.ops.attention.hopper.splits import Outputs
 
 KINDS = {kind.layout: kind for kind in (many.V32_FP8, many.V4_FP8)}
 
@@ -71,7 +72,7 @@ def test_window_and_entries_under_one_softmax_with_sinks(emulated) -> None:
             merged(*found), expected(q, [selections[0], Selection(entries, slots[1], lengths[1].clamp_max(150))], 0.06)
         )
     direct, rest = emulated(many.V4_FP8, 2)(q, selections, scale=scale, whole=3, parts=3, sink=sink)
-    close(Target(*(t[:3] for t in direct)), tuple(t[:3] for t in wanted), error=4e-3)
+    close(Outputs(*(t[:3] for t in direct)), tuple(t[:3] for t in wanted), error=4e-3)
     assert (direct.out[3] == -7).all()
     close(merged(*rest, sink=sink), tuple(t[3:] for t in wanted))
 
@@ -100,7 +101,7 @@ def test_rows_without_anything_selected_give_zeros(emulated, layout: str) -> Non
     for parts in (1, 2):
         kernel = emulated(KINDS[layout])
         direct, found = kernel(q, selections, scale=0.1, whole=1, parts=parts, sink=torch.zeros(64))
-        for out, lse, top in (Target(*(t[0] for t in direct)), found):
+        for out, lse, top in (Outputs(*(t[0] for t in direct)), found):
             assert (out == 0).all()
             assert (lse == -torch.inf).all()
             assert (top == -torch.inf).all()
@@ -221,7 +222,7 @@ def test_the_device_attends_as_the_reference(layout: str, heads: int) -> None:
     placed = [on_gpu(s) for s in selections]
     for splits in (None, 1, 5):
         out = torch.empty(9, heads, 512, dtype=torch.bfloat16, device="cuda")
-        lse, top = many.attend_into(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out)
+        lse, top = many.attend(attend_call(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out))
         close((out.cpu(), lse.cpu(), top.cpu()), wanted, error=4e-3)
 
 
@@ -232,10 +233,10 @@ def test_a_captured_launch_sees_new_queries_slots_and_lengths() -> None:
     selection = Selection(selection.cache, selection.slots, lengths)
     q = torch.zeros(5, 64, 576, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(5, 64, 512, dtype=torch.bfloat16, device="cuda")
-    many.attend_into(q, [selection], scale=0.05, splits=2, sink=None, out=out)
+    many.attend(attend_call(q, [selection], scale=0.05, splits=2, sink=None, out=out))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lse, top = many.attend_into(q, [selection], scale=0.05, splits=2, sink=None, out=out)
+        lse, top = many.attend(attend_call(q, [selection], scale=0.05, splits=2, sink=None, out=out))
     host = PagedCache.wrap(selection.cache.storage.cpu(), "v32-fp8")
     for seed in range(3):
         reseed(seed)

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_calls import attend_call
 from many_heads_emulated import Emulated, choose, close, expected, filled, merged, on_gpu, queries
 from seeds import reseed
 
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.ops.attention.hopper import many_heads as many
-from tamis.ops.attention.hopper.items import Target
+from tamis.ops.attention.hopper.splits import Outputs
 
 ERRORS = {"error": 4e-3, "lse_error": 1e-4}
 """Of an output in float32, whose weights are rounded to bf16; of its lse, whose are not."""
@@ -55,7 +56,7 @@ def test_a_block_takes_one_item_after_the_other(emulated, blocks: int) -> None:
     direct, rest = emulated()(
         q, selections, scale=torch.tensor([0.05]), whole=3, parts=2, sink=sink, blocks=blocks, seed=blocks
     )
-    close(Target(*(t[:3] for t in direct)), tuple(t[:3] for t in wanted), error=6e-3, lse_error=1e-4)
+    close(Outputs(*(t[:3] for t in direct)), tuple(t[:3] for t in wanted), error=6e-3, lse_error=1e-4)
     assert (direct.out[3:] == -7).all()
     close(merged(*rest, sink=sink), tuple(t[3:] for t in wanted), **ERRORS)
 
@@ -93,7 +94,7 @@ def test_rows_without_anything_selected_give_zeros(emulated) -> None:
     q = queries(2, 64, 576)
     for parts in (1, 2):
         direct, found = emulated()(q, selections, scale=0.1, whole=1, parts=parts, sink=torch.zeros(64))
-        for out, lse, top in (Target(*(t[0] for t in direct)), found):
+        for out, lse, top in (Outputs(*(t[0] for t in direct)), found):
             assert (out == 0).all()
             assert (lse == -torch.inf).all()
             assert (top == -torch.inf).all()
@@ -150,7 +151,7 @@ def test_the_device_attends_as_the_reference(heads: int) -> None:
     placed = [on_gpu(s) for s in selections]
     for splits in (None, 1, 5):
         out = torch.empty(300, heads, 512, dtype=torch.bfloat16, device="cuda")
-        lse, top = many.attend_into(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out)
+        lse, top = many.attend(attend_call(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out))
         close((out.cpu(), lse.cpu(), top.cpu()), wanted, error=6e-3, lse_error=1e-4)
 
 

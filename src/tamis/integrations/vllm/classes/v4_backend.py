@@ -1,8 +1,4 @@
-"""What vLLM asks a backend of DeepSeek-V4 layers before it sets it up: `TamisV4Backend`, `TamisV4WindowBackend`.
-
-vLLM's V4 layers choose among fixed classes and run attention themselves, so registering a backend does not reach them:
-a plugin replaces the layer's class, and should assert that its own is in use.
-"""
+"""`TamisV4Backend` and `TamisV4WindowBackend`: what an engine asks the backend of DeepSeek-V4 layers during setup."""
 
 from typing import Any, ClassVar
 
@@ -16,7 +12,7 @@ from tamis.integrations.vllm.classes.v4_metadata import (
 
 
 class TamisV4Backend(TamisSparseBackend):
-    """V4 layers with a compressed cache. Rows are packed (`fp8_ds_mla`), bf16, or e4m3 with one scale."""
+    """V4 layers with a compressed cache, whose rows are packed (`fp8_ds_mla`), bf16, or e4m3 under one scale."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla"]
 
@@ -27,7 +23,7 @@ class TamisV4Backend(TamisSparseBackend):
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
-        """There is none to ask for: a V4 layer runs attention itself, with `V4Impl` say."""
+        """Always refused: a V4 layer runs attention itself, for example through `V4Impl`."""
         raise NotImplementedError(
             "a DeepSeek-V4 layer runs attention itself; use tamis.integrations.vllm.classes.v4_impl.V4Impl"
         )
@@ -44,12 +40,12 @@ class TamisV4Backend(TamisSparseBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """Tokens per page; a page has 256 / ratio entries."""
+        """Tokens per page. A page has 256 / ratio entries."""
         return [256]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """448 numbers and 64 rotated ones."""
+        """512: 448 latent columns and 64 rope columns."""
         return [512]
 
 
@@ -73,5 +69,5 @@ class TamisV4WindowBackend(TamisV4Backend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        """Tokens per page, best first; any multiple of 64 will do."""
+        """Tokens per page, best first. Any multiple of 64 works."""
         return [64, 256]

@@ -1,6 +1,6 @@
-"""The attention of one DeepSeek-V4 layer under vLLM's names: `V4Impl`, in the mixed-index style.
+"""`V4Impl`: the attention of one DeepSeek-V4 layer under vLLM's names, over one mixed list of window and entry slots.
 
-The caller passes what vLLM's own class takes from a global context: the records of the step. No head is ever padded.
+The caller passes the step's records, which vLLM's own class takes from a global context. Heads are never padded.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from tamis.integrations.vllm.v4_forward import in_use
 
 
 def get_padded_num_q_heads(num_heads: int, sizes: Sequence[int] = (64, 128)) -> int:
-    """How many heads other libraries' kernels want for so many; newer ones take (8, 16, 32, 64, 128) as well. tamis
-    takes any number as it is."""
+    """The number of heads to which other libraries' kernels pad `num_heads`. Newer ones also take 8, 16 and 32. tamis
+    pads none."""
     for padded in sizes:
         if num_heads <= padded:
             return padded
@@ -28,10 +28,10 @@ def get_padded_num_q_heads(num_heads: int, sizes: Sequence[int] = (64, 128)) -> 
 
 
 def init_layer_buffers(layer: Any) -> None:
-    """Put the factors of a per-tensor FP8 cache onto a layer, under the names of vLLM; nothing for other caches.
+    """Set the factors of a per-tensor FP8 cache on a layer, under vLLM's names. Does nothing for other caches.
 
-    Reads `layer.kv_cache_torch_dtype`, `layer.scale`, and the scales `_q_scale_float` and `_k_scale_float` (1.0 where
-    they are missing).
+    Reads `layer.kv_cache_torch_dtype`, `layer.scale`, and the scales `_q_scale_float` and `_k_scale_float` (1.0 if they
+    are missing).
     """
     if layer.kv_cache_torch_dtype != E4M3:
         return
@@ -39,7 +39,7 @@ def init_layer_buffers(layer: Any) -> None:
     kv_scale = checks.positive_number("_k_scale_float", getattr(layer, "_k_scale_float", 1.0))
     values = {"q_scale": q_scale, "q_scale_inv": 1.0 / q_scale, "kv_scale": kv_scale}
     for name, value in values.items():
-        # A layer that does not say where it is gets the default device: engines make their layers under one.
+        # A layer without a device gets the default device, under which engines construct their layers.
         buffer = torch.tensor([value], dtype=torch.float32, device=getattr(layer, "device", None))
         if isinstance(layer, torch.nn.Module):
             layer.register_buffer(f"_flashinfer_fp8_{name}", buffer, persistent=False)
@@ -51,20 +51,20 @@ def init_layer_buffers(layer: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class MixedIndices:
-    """What one step's attention reads, window columns first."""
+    """The mixed table of one step: window columns first, then entries."""
 
     compressed_kv_cache: Tensor
-    """The window's cache again for layers without entries."""
+    """The compressed cache; for layers without entries, the window's cache again."""
     seq_lens: Tensor
     sparse_indices: Tensor
     sparse_topk_lens: Tensor
 
 
 class V4Impl:
-    """Attention of V4 layers of any kind. It holds nothing of a layer: `layer` brings caches, sinks and scales."""
+    """Attention of V4 layers of any kind. It holds no state: caches, sinks and scales are attributes of `layer`."""
 
     def __init__(self, *, calls: Literal[1, 2] = 2) -> None:
-        """Choose whether decodes and prefills are attended in two calls, as engines do, or in one; both agree."""
+        """Choose whether decodes and prefills run in two calls, as in engines, or in one. Both give the same result."""
         self.calls = checks.option("calls", calls, (1, 2))
 
     def forward_mqa(
@@ -81,14 +81,14 @@ class V4Impl:
         """Attend the step's tokens and write into `output`.
 
         Args:
-            layer: with `compress_ratio`, `window_size`, `scale`, `attn_sink`, `swa_cache_layer.kv_cache`; with a ratio
-                above 1 also `kv_cache`, and where an indexer selects (ratio 4), its `topk_indices_buffer`.
-                `kv_cache_torch_dtype` says what the caches hold; with e4m3 also what `init_layer_buffers` put there.
+            layer: an object with `compress_ratio`, `window_size`, `scale`, `attn_sink`, `swa_cache_layer.kv_cache`;
+                with a ratio above 1 also `kv_cache` and, where an indexer selects (ratio 4), its `topk_indices_buffer`.
+                `kv_cache_torch_dtype` says what the caches hold; for e4m3, `init_layer_buffers` must have been called.
             q: [tokens or more, H, 512], rotated: e4m3 for a layer with an e4m3 cache, else bf16, fp16 or fp32.
-            kv: not read: the caches already hold the step's rows.
-            positions: not read: the records know them.
+            kv: not read, since the caches already hold the step's rows.
+            positions: not read, since the records imply them.
             output: [tokens or more, H or more, 512]; further heads and rows of padding become zeros.
-            swa_metadata: the window's record; None while an engine warms up, which gives zeros.
+            swa_metadata: the window's record; None while an engine warms up, which gives an output of zeros.
             attn_metadata: the layer's own record; None for layers with a window only.
         """
         _check_output(q, output)
@@ -108,11 +108,11 @@ class V4Impl:
     def build_sparse_indices(
         self, layer: Any, swa_metadata: V4WindowMetadata, attn_metadata: V4Metadata | None
     ) -> MixedIndices:
-        """The step's rows for this kind of layer in one table. Only tokens of requests are in it, no padding."""
+        """The mixed table of this kind of layer, for the requests' tokens without padding."""
         window, total = swa_metadata, int(swa_metadata.query_start_loc_cpu[-1])
         if window.decode_swa_width != layer.window_size:
             expected = f"with rows of the layer's window of {layer.window_size}"
-            remedy = "readers of this form derive lengths from a causal mask; use v4_forward for draft blocks"
+            remedy = "the mixed table assumes a causal window; use v4_forward for draft blocks"
             raise checks.refuse("swa_metadata", expected, f"{window.decode_swa_width} columns", remedy)
         decodes = min(window.num_decode_tokens, total)
         swa_cache = layer.swa_cache_layer.kv_cache
@@ -135,7 +135,7 @@ class V4Impl:
             compress_ratio=ratio,
             **inputs,
         )
-        # Upstream looks at the slots of decodes only; a prefill token without one sees nothing here either.
+        # vLLM masks only decode tokens without a slot; here prefill tokens without one attend to nothing as well.
         slots[decodes:].masked_fill_(~window.is_valid_token[decodes:total].unsqueeze(1), -1)
         return MixedIndices(cache, window.seq_lens, slots, lengths)
 
@@ -196,7 +196,7 @@ def _no_entries(window: V4WindowMetadata, decodes: int, total: int) -> dict[str,
 
 
 def _entries(layer: Any, window: V4WindowMetadata, record: V4Metadata, decodes: int, total: int) -> dict[str, Any]:
-    """Entries chosen by the layer's indexer, or where it has none, all of them as the record lists them."""
+    """The entries that the layer's indexer chose; without an indexer, all entries, as the record lists them."""
     every = sees_every_entry(layer, record)
     lengths, valid = None, None
     if not every:
@@ -224,8 +224,8 @@ def _entries(layer: Any, window: V4WindowMetadata, record: V4Metadata, decodes: 
 
 
 def _factors(layer: Any, q: Tensor) -> tuple[float | Tensor, float | Tensor]:
-    """What to multiply with before and after the softmax. One factor stands for the query's and the cache's scale, so
-    both must be of the kind that it was made for."""
+    """The factors before and after the softmax. The first combines the scales of query and cache, so both must be e4m3
+    or neither."""
     raw = layer.swa_cache_layer.kv_cache
     declared = declared_dtype(layer, raw)
     layout_of("swa_kv_cache", raw, layer)

@@ -1,4 +1,4 @@
-"""vLLM's per-step metadata of V4's indexer, whose cache has one key per entry of the compressed cache."""
+"""Per-step metadata of V4's indexer under vLLM's names. Its cache has one key per entry of the compressed cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,58 +18,59 @@ from tamis.step.batch import Batch
 from tamis.step.plan import Plan
 
 KEYS_PER_LENGTH = 40
-"""How many longest requests' worth of keys are gathered at once."""
+"""The most keys that are gathered at once, in multiples of the greatest request length."""
 SCORE_BYTES = 512 << 20
-"""What the scores of a chunk may take."""
+"""The memory that the scores of a chunk may take."""
 
 
 @dataclass(frozen=True, eq=False)
 class V4IndexDecode:
-    """The decode tokens, scored over pages."""
+    """The decode tokens, which are scored over pages."""
 
     block_table: Tensor
-    """int32 [rows, pages]; flattened, a token's row is that of its request."""
+    """int32 [rows, pages]. If decodes are flattened, each token's row is a copy of its request's."""
     seq_lens: Tensor
-    """int32 [rows, n], how many entries each token sees; 0 for padding."""
+    """int32 [rows, n], the number of entries that each token sees; 0 for padding."""
     decode_lens: Tensor
-    """int32 [rows], tokens of each row."""
+    """int32 [rows], the number of tokens of each row."""
     requires_padding: bool
-    """Rows have fewer tokens than columns: queries must be spread before they fit [rows, n]."""
+    """Whether some rows have fewer tokens than columns, so that queries must be padded to [rows, n]."""
 
     schedule_metadata: ClassVar[None] = None
-    """tamis' scorers need no schedule made in advance."""
+    """None: tamis' scoring kernels need no precomputed schedule."""
 
 
 @dataclass(frozen=True, eq=False)
 class V4IndexChunk:
-    """Some prefill tokens, scored over gathered keys."""
+    """Some of the prefill tokens, which are scored over gathered keys."""
 
     block_table: Tensor
     """int32 [num_reqs, pages]"""
     cu_seqlen_ks: Tensor
     """int32 [tokens], the first gathered key of each token's request."""
     cu_seqlen_ke: Tensor
-    """int32 [tokens], one past the last that it sees."""
+    """int32 [tokens], one past the last key that each token sees."""
     cu_seq_lens: Tensor
-    """int32 [num_reqs + 1], where the keys of each request begin."""
+    """int32 [num_reqs + 1], the first gathered key of each request."""
     total_seq_lens: int
+    """The number of gathered keys."""
     token_start: int
-    """The tokens are rows token_start..token_end of the step."""
+    """The tokens are rows token_start to token_end (exclusive) of the step."""
     token_end: int
     num_reqs: int
     skip_kv_gather: bool
-    """The chunk before had the same requests: their keys are gathered already."""
+    """Whether the chunk before had the same requests, so that their keys are gathered already."""
 
     @property
     def token_to_seq(self) -> Tensor:
-        """int32 [total_seq_lens], the request of each gathered key, for gathers that want it."""
+        """int32 [total_seq_lens], the request of each gathered key."""
         number = torch.arange(self.num_reqs, dtype=torch.int32, device=self.cu_seq_lens.device)
         return number.repeat_interleave(self.cu_seq_lens.diff(), output_size=self.total_seq_lens)
 
 
 @dataclass(frozen=True, eq=False)
 class V4IndexPrefill:
-    """The prefill tokens. Those that are in no chunk see no entry yet: their rows of the top-k buffer stay -1."""
+    """The prefill tokens. Tokens in no chunk see no entry yet, and their rows of the top-k buffer stay -1."""
 
     chunks: tuple[V4IndexChunk, ...]
 
@@ -88,9 +89,9 @@ class V4IndexMetadata:
     """int32 [num_reqs], in complete entries."""
     query_start_loc: Tensor
     slot_mapping: Tensor
-    """int64 [num_actual_tokens]: where the key goes that a token completes; -1 for others."""
+    """int64 [num_actual_tokens], the slot of the key that a token completes, else -1."""
     block_table: Tensor
-    """int32 [num_reqs, pages], as given."""
+    """int32 [num_reqs, pages], the engine's."""
     block_size: int
     topk_tokens: int
     num_decodes: int
@@ -102,8 +103,8 @@ class V4IndexMetadata:
 
 
 class V4IndexMetadataBuilder(CompressedBuilder):
-    """Makes a `V4IndexMetadata` per step, in which every decode token has a row of its own: decodes need not have one
-    length, whatever graph they run in."""
+    """Makes a `V4IndexMetadata` per step in which every decode token has a row of its own, so that decodes of any
+    lengths can run in any captured graph."""
 
     _cudagraph_support: ClassVar[Any] = "ALWAYS"
 
@@ -117,7 +118,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
         *,
         score_bytes: int = SCORE_BYTES,
     ) -> None:
-        """As `V4MetadataBuilder`; `score_bytes` bounds what the scores of a chunk of prefills take."""
+        """Take the arguments of `V4MetadataBuilder`. `score_bytes` bounds the memory of a chunk's scores."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.score_bytes = checks.integer("score_bytes", score_bytes, low=4)
         limits = self.limits
@@ -128,14 +129,14 @@ class V4IndexMetadataBuilder(CompressedBuilder):
         self.expanded_block_table_buffer = None if self.uniform_decodes else self._rows(pages)
         self.compressed_seq_lens_buffer = torch.zeros(limits.max_requests, dtype=torch.int32, device=self.device)
         self.cu_seqlen_ks_buffer, self.cu_seqlen_ke_buffer = self._each(), self._each()
-        # Each group of requests has one more start than requests.
+        # Each group of requests has one more start than it has requests.
         self.cu_seq_lens_buffer = torch.zeros(2 * limits.max_requests, dtype=torch.int32, device=self.device)
         self._columns = torch.arange(limits.threshold, dtype=torch.int32, device=self.device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4IndexMetadata:
-        """Metadata of one step, valid until the next call. Copies from the engine's tensors and changes none.
+        """The metadata of one step, valid until the next call. The engine's tensors are copied and not changed.
 
-        `common_prefix_len` and `fast_build` are part of vLLM's signature, without effect.
+        `common_prefix_len` and `fast_build` are part of vLLM's signature and have no effect.
         """
         common = common_attn_metadata
         actual = int(common.num_actual_tokens)
@@ -166,7 +167,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
         )
 
     def _decode(self, plan: Plan, batch: Batch, rows: int) -> V4IndexDecode:
-        """One row per token. Padding has the row of request 0, and sees nothing of it."""
+        """One row per token. Padding gets the row of request 0 and a length of 0."""
         table = self.expanded_block_table_buffer
         assert table is not None
         self.decode_seq_lens_buffer.zero_()
@@ -185,7 +186,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
         assert batch.host_lengths is not None
         first = plan.split.decodes
         starts = batch.query_starts.numpy()
-        # Lengths on the host are exact for prefills.
+        # For prefills, the lengths on the host are exact.
         keys = (batch.host_lengths.numpy()[first:] // self.compress_ratio).tolist()
         chunks = chunk_index_prefills(
             keys,
@@ -202,7 +203,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
             offset = int(starts[begin])
             again = chunk.queries.start > 0
             groups += not again
-            # A group's starts begin where those of the group before end, which has one more of them than requests.
+            # The starts of the groups lie one after the other; each group has one more than it has requests.
             cut = slice(chunk.first + groups - 1, chunk.end + groups)
             sums = self.cu_seq_lens_buffer[cut]
             if not again:
@@ -212,7 +213,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
         return V4IndexPrefill(tuple(made))
 
     def _bounds(self, plan: Plan, first: int, tokens: slice, entries: Tensor, sums: Tensor) -> None:
-        """Where the keys of a group's requests begin, and which of them each of its tokens sees."""
+        """Fill in where the keys of a group's requests begin, and which keys each of its tokens sees."""
         torch.cumsum(entries, 0, dtype=torch.int32, out=sums[1:])
         begin, end = self.cu_seqlen_ks_buffer[tokens], self.cu_seqlen_ke_buffer[tokens]
         torch.index_select(sums, 0, plan.request_ids[tokens] - first, out=begin)
@@ -235,14 +236,14 @@ class V4IndexMetadataBuilder(CompressedBuilder):
 
 
 class V4UniformIndexMetadataBuilder(V4IndexMetadataBuilder):
-    """For scorers that take decodes as [requests, n]: those of one length are decodes, and the first other one starts
-    the prefills."""
+    """For scoring kernels that take decodes as [requests, n]: the prefills begin with the first request whose query
+    length differs from that of the decodes before it."""
 
     _cudagraph_support: ClassVar[Any] = "UNIFORM_BATCH"
     uniform_decodes: ClassVar[bool] = True
 
     def _decode(self, plan: Plan, batch: Batch, rows: int) -> V4IndexDecode:
-        """One row per request, in which the last n tokens of a request have a column each."""
+        """One row per request, with a column for each of its last n tokens."""
         decodes = plan.split.decodes
         lengths = np.diff(batch.query_starts.numpy()[: decodes + 1])
         longest = max(1, int(lengths.max()))
@@ -276,15 +277,15 @@ class TamisV4IndexBackend(TamisV4Backend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Widths of index keys."""
+        """The supported widths of index keys."""
         return [32, 64, 128]
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[pages, keys per page, bytes of a key]: vLLM passes those bytes as `head_size`, 132 for FP8 and 68 for MXFP4
-        keys of 128."""
+        """[pages, keys per page, bytes of a key]. vLLM passes the bytes as `head_size`: 132 for FP8 keys of width
+        128, 68 for MXFP4 keys."""
         if num_kv_heads != 1:
             raise checks.refuse("num_kv_heads", "1", num_kv_heads, "the indexer keeps one key for all heads")
         return (num_blocks, block_size, head_size)

@@ -1,4 +1,4 @@
-"""vLLM's per-step metadata of DeepSeek-V4 layers: one builder for compressed caches, one for the window's."""
+"""Per-step metadata of DeepSeek-V4 layers under vLLM's names: a builder for compressed caches, one for the window's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.arithmetic import ceil_div
+from tamis.arithmetic import ceil_div, round_up
 from tamis.integrations.vllm.classes.v4_indices import build_c128a_topk_metadata
 from tamis.integrations.vllm.engine_batch import engine_batch
 from tamis.integrations.vllm.metadata import model_field
@@ -17,11 +17,7 @@ from tamis.model.spec import LayerSpec
 from tamis.ops import select_entries, select_window
 from tamis.step.plan import Limits, Plan
 from tamis.step.planner import Planner
-
-_ALIGN_COLUMNS = 128
-"""Of rows that hold every entry: suits kernel tiles of 64 and of 128."""
-_ALIGN_DRAFTS = 64
-"""Of window rows that hold a draft block as well."""
+from tamis.step.v4_plan import ALIGN_COLUMNS, ALIGN_DRAFTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,23 +32,24 @@ class V4Metadata:
     query_start_loc: Tensor
     """int32 [num_reqs + 1]"""
     slot_mapping: Tensor
-    """int64 [num_actual_tokens]: with a ratio above 1, where the entry goes that a token completes; -1 for others."""
+    """int64 [num_actual_tokens]: with a ratio above 1, the slot of the entry that a token completes, else -1."""
     block_table: Tensor
-    """int32 [num_reqs, pages], as given."""
+    """int32 [num_reqs, pages], the engine's."""
     req_id_per_token: Tensor
     """int32 [num_actual_tokens]; 0 for padding."""
     block_size: int
     topk_tokens: int
     c128a_global_decode_topk_indices: Tensor | None = None
-    """int32 [decode tokens, 1, width] slots of every complete entry."""
+    """int32 [decode tokens, 1, width], slots of all complete entries."""
     c128a_decode_topk_lens: Tensor | None = None
+    """int32 [decode tokens]"""
     c128a_prefill_topk_indices: Tensor | None = None
-    """int32 [prefill tokens, width] numbers of the entries: 0, 1, 2..."""
+    """int32 [prefill tokens, width], numbers of all complete entries: 0, 1, 2..."""
 
 
 @dataclass(frozen=True, eq=False)
 class V4WindowMetadata:
-    """One step of the window's cache, under vLLM's names."""
+    """One step of the window's cache, under vLLM's names. Tensors are views of buffers that never move."""
 
     plan: Plan
     block_table: Tensor
@@ -78,22 +75,23 @@ class V4WindowMetadata:
     prefill_seq_lens: Tensor
     """int32 [prefills]"""
     prefill_gather_lens: Tensor
-    """int32 [prefills]: raw tokens that windows of the new tokens reach, these included."""
+    """int32 [prefills]: how many raw tokens the windows of the new tokens cover, the new tokens included."""
 
     @property
     def decode_swa_width(self) -> int:
-        """Columns of the window's rows; more than the window where draft blocks have no causal mask."""
+        """The number of columns of the window's rows, which exceeds the window for draft blocks without causal mask."""
         return self.decode_swa_indices.shape[-1]
 
 
 class _Builder:
-    """What all builders read of vLLM's configs, and their planner."""
+    """What all builders share: the numbers read from vLLM's configs, and a planner."""
 
     _cudagraph_support: ClassVar[Any] = "UNIFORM_BATCH"
     reorder_batch_threshold: int | None = 1
     supports_update_block_table: ClassVar[bool] = False
     uniform_decodes: ClassVar[bool] = False
-    """Window and entries must cut batches alike, and neither shapes decodes as [requests, query length]."""
+    """False, since no reader shapes decodes as [requests, query length]. Builders of window and entries must agree on
+    it, so that they divide a batch alike."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
@@ -101,10 +99,11 @@ class _Builder:
         """Read the configs once and allocate every buffer.
 
         Args:
-            kv_cache_spec: with `block_size`, and for compressed caches `compress_ratio` or `tokens_per_state`.
-            layer_names: the layers this builder serves.
-            vllm_config: with `model_config`, `scheduler_config`, `parallel_config` and, for speculative decoding,
-                `speculative_config`.
+            kv_cache_spec: an object with `block_size` and, for compressed caches, `compress_ratio` or
+                `tokens_per_state`.
+            layer_names: the layers that this builder serves.
+            vllm_config: an object with `model_config`, `scheduler_config`, `parallel_config` and, for speculative
+                decoding, `speculative_config`.
             device: where the step runs.
         """
         self.kv_cache_spec, self.layer_names, self.vllm_config = kv_cache_spec, layer_names, vllm_config
@@ -115,7 +114,7 @@ class _Builder:
             raise checks.refuse("hf_config", "one with 'index_topk'", "none", "this is not a DeepSeek-V4 model")
         ranks = getattr(vllm_config.parallel_config, "decode_context_parallel_size", None) or 1
         if ranks != 1:
-            remedy = "each rank would hold a part of every request's rows, which no table here knows"
+            remedy = "the builders' tables do not support requests that are divided among ranks"
             raise checks.refuse("decode_context_parallel_size", "1 for DeepSeek-V4", ranks, remedy)
         self.topk_tokens: int = topk
         self.window_size: int = model_field(model, "sliding_window") or 128
@@ -142,18 +141,18 @@ class _Builder:
 
 
 class CompressedBuilder(_Builder):
-    """What builders of caches with one row per entry share: the ratio, and where completed entries go."""
+    """What builders of caches with one row per entry share: the ratio, and the slots of completed entries."""
 
     @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
         self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
     ) -> None:
-        """As above."""
+        """Take the arguments of `_Builder`."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         ratio = getattr(kv_cache_spec, "compress_ratio", None)
         if ratio is None:
-            ratio = getattr(kv_cache_spec, "tokens_per_state", None)  # its name from vLLM 0.32 on
-        # Checkpoints say 0 where nothing is compressed.
+            ratio = getattr(kv_cache_spec, "tokens_per_state", None)  # the name in vLLM 0.32
+        # Checkpoints write 0 for layers without compression.
         self.compress_ratio = max(1, checks.integer("kv_cache_spec.compress_ratio", ratio, low=0))
         if self.block_size % self.compress_ratio:
             expected = f"a multiple of the ratio {self.compress_ratio}"
@@ -161,7 +160,7 @@ class CompressedBuilder(_Builder):
         self.compressed_slot_mapping_buffer = self._each(torch.int64, -1) if self.compress_ratio > 1 else None
 
     def _slot_mapping(self, plan: Plan) -> Tensor:
-        """Where completed entries go. A token without a slot completes none, and none goes to a page that is absent."""
+        """The slots of completed entries. A token without a slot completes none, and absent pages take none."""
         buffer = self.compressed_slot_mapping_buffer
         if buffer is None:
             return plan.slots
@@ -181,9 +180,9 @@ class CompressedBuilder(_Builder):
 
 
 class V4MetadataBuilder(CompressedBuilder):
-    """Makes a `V4Metadata` per step from vLLM's `CommonAttentionMetadata`, or anything with its attributes.
+    """Makes a `V4Metadata` per step from vLLM's `CommonAttentionMetadata`, or any object with its attributes.
 
-    Where vLLM wants the tokens' positions, they are worked out from lengths and query starts.
+    The tokens' positions, which vLLM's builder takes as an argument, are computed from lengths and query starts.
     """
 
     @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
@@ -196,20 +195,21 @@ class V4MetadataBuilder(CompressedBuilder):
         *,
         every_entry: bool | None = None,
     ) -> None:
-        """As above; `every_entry` says whether these layers attend to all entries (so do those of ratio 128)."""
+        """Take the arguments of `_Builder`. `every_entry` says whether these layers attend to all entries; if not
+        given, those of ratio 128 do."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.every_entry = self.compress_ratio == EVERY if every_entry is None else every_entry
         if self.every_entry:
             longest = ceil_div(self.limits.max_length, self.compress_ratio)
-            self.c128a_max_compressed = ceil_div(longest, _ALIGN_COLUMNS) * _ALIGN_COLUMNS
+            self.c128a_max_compressed = round_up(longest, ALIGN_COLUMNS)
             self.c128a_global_decode_buffer = self._rows(self.c128a_max_compressed)
             self.c128a_prefill_buffer = self._rows(self.c128a_max_compressed)
             self.c128a_decode_lens_buffer = self._each()
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4Metadata:
-        """Metadata of one step, valid until the next call. Copies from the engine's tensors and changes none.
+        """The metadata of one step, valid until the next call. The engine's tensors are copied and not changed.
 
-        `common_prefix_len` and `fast_build` are part of vLLM's signature, without effect.
+        `common_prefix_len` and `fast_build` are part of vLLM's signature and have no effect.
         """
         common = common_attn_metadata
         actual = int(common.num_actual_tokens)
@@ -259,20 +259,20 @@ class V4WindowMetadataBuilder(_Builder):
     def __init__(
         self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
     ) -> None:
-        """As above."""
+        """Take the arguments of `_Builder`."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.swa_indices_buffer = self._rows(self.window_size)
         drafts = self.limits.speculative_tokens
-        wide = ceil_div(self.window_size + drafts, _ALIGN_DRAFTS) * _ALIGN_DRAFTS
+        wide = round_up(self.window_size + drafts, ALIGN_DRAFTS)
         self.draft_indices_buffer = self._rows(wide) if drafts else None
         self.swa_lens_buffer, self.is_valid_token_buffer = self._each(), self._each(torch.bool)
         self.gather_lens_buffer = torch.zeros(self.limits.max_requests, dtype=torch.int32, device=self.device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4WindowMetadata:
-        """Metadata of one step, valid until the next call. Copies from the engine's tensors and changes none.
+        """The metadata of one step, valid until the next call. The engine's tensors are copied and not changed.
 
-        Where the engine says `causal=False`, the new tokens of a request are a draft block: all of them see the window
-        before the block and the whole of it.
+        With the engine's `causal=False`, the new tokens of a request are a draft block: each of them attends to the
+        window before the block and to the whole block.
         """
         common = common_attn_metadata
         actual = int(common.num_actual_tokens)
@@ -308,7 +308,7 @@ class V4WindowMetadataBuilder(_Builder):
         )
 
     def _window(self, plan: Plan, causal: bool) -> tuple[Tensor, Tensor]:
-        """Slots [rows, columns] and how many of each row count."""
+        """Slots [rows, columns], and how many of each row count."""
         buffer, blocks = self.swa_indices_buffer, None
         if not causal:
             room = 0 if self.draft_indices_buffer is None else self.draft_indices_buffer.shape[1] - self.window_size
@@ -341,5 +341,5 @@ class V4WindowMetadataBuilder(_Builder):
 
 
 def decode_rows(plan: Plan, actual: int) -> int:
-    """Decode tokens of a step. As in vLLM, padding counts as decode where there are no prefills."""
+    """The number of decode tokens of a step. As in vLLM, padding counts as decode in a step without prefills."""
     return plan.split.decode_tokens if plan.split.prefills else actual

@@ -12,52 +12,44 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.ops.attention import triton_kernels
 from tamis.ops.attention.hopper import few_heads, many_heads
+from tamis.ops.attention.operations import Attend, AttendSlots
 
 if TYPE_CHECKING:
     from tamis.backends import Need
 
-H200_MULTIPROCESSORS = 132
-"""What an explanation reckons with: it may be asked for on a machine without the device."""
+H200_SMS = 132
+"""Explanations assume an H200, since they may be asked for on a machine without a device."""
 
 
-def attend_slots(
-    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`."""
-    kernels = kernels_for(q, selections, value_dim, splits)
-    found: tuple[Tensor, Tensor, Tensor] = kernels.attend_slots(
-        q, selections, scale=scale, value_dim=value_dim, splits=splits
-    )
+    kernels = kernels_for(call.q, call.selections, call.value_dim, call.splits)
+    found: tuple[Tensor, Tensor, Tensor] = kernels.attend_slots(call)
     return found
 
 
-def attend_into(
-    q: Tensor,
-    selections: Sequence[Selection],
-    *,
-    scale: float | Tensor,
-    splits: int | None,
-    sink: Tensor | None,
-    out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_into`."""
-    kernels = kernels_for(q, selections, out.shape[2], splits)
-    found: tuple[Tensor, Tensor] = kernels.attend_into(q, selections, scale=scale, splits=splits, sink=sink, out=out)
+def attend(call: Attend) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`."""
+    kernels = kernels_for(call.q, call.selections, call.value_dim, call.splits)
+    if call.translate_first and kernels is not few_heads:
+        # Only the kernels for few heads look positions up at no cost: they do it while they wait for rows.
+        call = call.translated()
+    found: tuple[Tensor, Tensor] = kernels.attend(call)
     return found
 
 
-def check_attend(q: Tensor, selections: Sequence[Selection], value_dim: int) -> None:
-    """Refuse what neither the portable kernels nor those here can do. The former take the most and say it soonest."""
+def check_attend(call: Attend | AttendSlots) -> None:
+    """Refuse what neither the portable kernels nor those here can do. The former take the most, so they are asked
+    first."""
     try:
-        triton_kernels.check_attend(q, selections, value_dim)
+        triton_kernels.check_attend(call)
     except (TypeError, ValueError):
-        if all(kernels.refusal(q, selections, value_dim) is not None for kernels in (few_heads, many_heads)):
+        given = (call.q, call.selections, call.value_dim)
+        if all(kernels.refusal(*given) is not None for kernels in (few_heads, many_heads)):
             raise
 
 
-def translates_freely(q: Tensor, selections: Sequence[Selection], *, value_dim: int) -> bool:
-    """Those for few heads fetch pages while they wait for rows."""
-    return kernels_for(q, selections, value_dim, None) is few_heads
+check_attend_slots = check_attend
 
 
 def kernels_for(
@@ -67,10 +59,11 @@ def kernels_for(
     splits: int | None,
     against: dict[str, str] | None = None,
 ) -> ModuleType:
-    """Kernels that take such a call and are fastest at it: those for few heads, those for many, or the portable ones.
+    """The fastest kernels that take such a call: those for few heads, those for many, or the portable ones.
 
-    Where the number of parts is given, the tokens have no say, so that a row's bits do not depend on the rest of the
-    batch. `against`, if given, is told why each of those that come first does not take the call.
+    With a given number of splits the choice does not depend on the number of tokens, so that a row's bits do not depend
+    on the rest of the batch. `against`, if given, receives the reason why kernels that would be preferred refuse the
+    call, by their name.
     """
     bf16_rows = selections[0].cache.layout.scales is None
     few = few_heads.suits(q.shape[0] if splits is None else None, q.shape[1], bf16_rows)
@@ -85,8 +78,8 @@ def kernels_for(
 
 
 def explain_kernels(need: "Need") -> tuple[str, list[str]]:
-    """Which source attends for a layer, by the number of tokens where that matters, and where it is the portable one,
-    why. Tensors without memory are put to `kernels_for`, so that an explanation is the decision."""
+    """Say which source attends for a layer, by the number of tokens where that matters, and why the portable kernels do
+    where they do. `kernels_for` is asked with tensors on the meta device, so that explanation and decision agree."""
     against: dict[str, str] = {}
     begins = [(1, _source(need, 1, against))]
     for power in range(1, 13):
@@ -106,7 +99,7 @@ def explain_kernels(need: "Need") -> tuple[str, list[str]]:
 
 
 def _source(need: "Need", tokens: int, against: dict[str, str]) -> str:
-    """The file that attends for so many tokens of a layer."""
+    """The name of the source that attends for a number of tokens of a layer."""
     q = torch.empty(tokens, need.spec.heads, need.layout.width, dtype=need.dtype, device="meta")
     cache = PagedCache(need.layout, 2, need.page_size, device="meta")
     selection = Selection(cache, torch.empty(tokens, need.spec.topk or 1, dtype=torch.int32, device="meta"))
@@ -115,4 +108,4 @@ def _source(need: "Need", tokens: int, against: dict[str, str]) -> str:
     kernels = kernels_for(q, selections, need.spec.value_dim, None, against)
     if kernels is triton_kernels:
         return "triton"
-    return str(kernels.source(q, selections, H200_MULTIPROCESSORS))
+    return str(kernels.source(q, selections, H200_SMS))

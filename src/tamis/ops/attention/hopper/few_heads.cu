@@ -1,279 +1,553 @@
-// Sparse attention of few heads over rows that enter shared memory once and stay as they are: FP8 rows of 656 bytes, or
-// bf16 rows of 1152. A block has 16 heads; others are for blocks beside it, numbered by y.
+// Sparse attention of 16 heads per CTA with mma.sync (m16n8k16) over FP8 rows of 656 bytes or bf16 rows of 1152. More heads
+// are more CTAs along the grid's y axis, which read the same rows.
 //
-// A block works through items, each a query token, or a part of the columns of one: the first tokens of a launch are
-// whole and go straight into the output, the others are cut into parts that another kernel merges. Two producer warps
-// per stream of rows take turns in looking up slots and copying rows, 32 to a stage, into a ring: a lane's copies are
-// issued one by one, and a single warp would be slower than the memory. Teams of four consumer warps do the
-// rest: 16 heads are the rows of the small matrix instruction, so there is nothing to pad. Warp w of a team owns tile w
-// of a row, 128 columns, as keys and as values. The warps of a team add up their shares of the logits through shared
-// memory, in the layout of the matrix instruction, after which every warp has all weights where it needs them as an
-// operand. Each warp keeps, per head, a reference r, and has exp2(logit - r) as weights.
+// Roles. A CTA works through work items (see `few_heads_items.cuh`). Each stream has a ring of rows (see `row_ring.cuh`),
+// two producer warps and one consumer warpgroup. Two streams share a token's columns and are merged at the end of each work
+// item; the first stream's warpgroup writes the result.
 //
-// FP8 rows are multiplied as the e4m3 numbers they are, exact in fp16, and a tile's scale is applied to logits and
-// weights. Queries are brought into fp16's range by a power of two per head. So are weights times scales: the reference
-// follows their largest instead of the largest logit, so that they are numbers that fp16 holds in full, whatever the
-// scales of this warp's tile are; exp2(logit - r), whose sum is in float32, has room for that.
+// The 16 heads are the M dimension, so nothing is padded. Warp w of a warpgroup owns tile w of a row, 128 columns, as keys
+// and as values: rows are read from shared memory as they came and are never written back. For a stage of 32 rows a warp
+//   1. multiplies queries with its 128 columns and with a quarter of the rope columns,
+//   2. exchanges partial logits with the other three warps through shared memory (one named barrier),
+//   3. computes the softmax weights of all 32 rows, already in the layout of the A operand,
+//   4. multiplies them with its 128 columns of the values.
 //
-// bf16 rows are multiplied as they are, with queries as they are and weights as the sum of two bf16 numbers, since one
-// would lose more than the output's rounding does. Their range is that of float32: the reference follows the largest
-// logit.
+// FP8 rows. e4m3 values are exact in fp16, so codes are converted in registers and multiplied without their scale; the
+// scale of a tile is applied to its partial logits and to its weights. Queries are multiplied with a power of two per head
+// that brings them into fp16's range. The weight times the scale must be an fp16 number too: each warp therefore has its
+// own softmax reference r, which follows the largest weight times scale of its tile rather than the largest logit. The sum
+// of exp2(logit - r) is float32 and has room for that.
 //
-// There is a team for each stream of rows. Two streams share a token's columns, and are merged at the end of each item.
+// bf16 rows are multiplied with bf16 queries. A weight is the sum of two bf16 numbers, since one would lose more than the
+// rounding of the output does. The range is that of float32, so the reference follows the largest logit.
 //
-// Defined by the caller: BF16_ROWS (1: rows are bf16, 0: FP8), STREAMS, STAGES of a ring, PER_SM blocks on a
-// multiprocessor, QUERY_HALF (1: queries are fp16, which takes FP8 rows, 0: bf16), and THREADS and SHARED_BYTES, which
-// follow from them.
+// Shared memory is `SharedMemoryPlan` below: 197 KB with two streams of three stages of FP8 rows.
+//
+// Budget for 64 FP8 rows (H200): bulk copies take 23 cycles per row from L2, 1,470 cycles. The consumers issue about 700
+// instructions per warp and stage, two warps per scheduler: 1,400 issue slots. From 64 tokens on the latter decide.
+//
+// Defined by the host: BF16_ROWS (1: bf16, 0: FP8), RING_STREAMS, RING_STAGES, PER_SM (CTAs on an SM), QUERY_FP16 (1:
+// queries are fp16, for FP8 rows only; 0: bf16), THREADS, SHARED_BYTES, PARAMS_BYTES.
 
 #include "instructions.cuh"
+#include "row_ring.cuh"
+#include "softmax.cuh"
 
 typedef unsigned short u16;
 
-// A row: 512 codes in four tiles, a float32 scale for each tile, 64 bf16 numbers of the rope part; or 512 bf16 numbers
-// and 64.
-constexpr int TILES = 4, TILE = 128, SCALES = 512;
-constexpr int ROW = BF16_ROWS ? 1152 : 656, TILE_BYTES = BF16_ROWS ? 2 * TILE : TILE, ROPE = BF16_ROWS ? 1024 : 528;
-// From one row to the next in shared memory: an odd multiple of 16 bytes, so that the rows of a matrix are in different
-// banks.
-constexpr int PITCH = ROW / 16 % 2 ? ROW : ROW + 16;
-// Long rows are shared by producers throughout.
-constexpr int PRODUCERS = 2, SHARED_STAGES = BF16_ROWS ? 1 << 30 : 2, ROUND = 1;
+// ---- Shapes
 
-#include "row_ring.cuh"
+// A row has four tiles of 128 e4m3 codes, a float32 scale per tile and 64 bf16 rope columns, or 512 + 64 bf16 columns.
+constexpr int TILES = 4, TILE = 128, SCALES_AT = 512;
+constexpr int TILE_BYTES = BF16_ROWS ? 2 * TILE : TILE, ROPE_AT = BF16_ROWS ? 1024 : 528;
 
-// Matrices of 8 rows of a stage; and bytes that the warp's share of one of their results takes.
-constexpr int SLABS = STAGE / 8, FRAGMENT = 512;
-constexpr int TEAM_WARPS = TILES, TEAM_THREADS = 32 * TEAM_WARPS;
-constexpr int GROUP = 16;  // heads
-constexpr int STEPS = TILE / 16;
-// Of the 16 columns of a step, a lane has two pairs, the first from PAIR_STRIDE * pair on. Four neighbours are the codes
-// of a word; numbers of 16 bits come in two matrices of eight columns.
+struct RingShape {
+    static constexpr int ROW_BYTES = BF16_ROWS ? 1152 : 656;
+    // An odd multiple of 16 bytes, so that ldmatrix reads the rows of a matrix from different banks.
+    static constexpr int PITCH = ROW_BYTES / 16 % 2 ? ROW_BYTES : ROW_BYTES + 16;
+    // One warp issues the copies of its lanes one by one, slower than the memory delivers rows: hence two.
+    static constexpr int PRODUCERS = 2;
+    // The producers share every stage of bf16 rows, which are long.
+    static constexpr int SHARED_STAGES = BF16_ROWS ? 1 << 30 : 2;
+    static constexpr int STAGES = RING_STAGES, STREAMS = RING_STREAMS, ROUND = 1;
+};
+using Ring = RowRing<RingShape>;
+constexpr int PITCH = RingShape::PITCH, STREAMS = RingShape::STREAMS;
+
+constexpr int HEADS = 16;
+constexpr int WARPS = TILES, WARPGROUP = 32 * WARPS;
+constexpr int KEY_TILES = STAGE_ROWS / 8;  // products with the keys of a stage, n = 8 rows each
+constexpr int K_STEPS = TILE / 16;         // products along the columns of a tile, k = 16 each
+constexpr int FRAGMENT = 32 * 16;          // bytes of one accumulator tile of a warp
+// Of the 16 columns of a step, a lane has two pairs. Codes: four neighbours, one word. bf16: two matrices of eight columns.
 constexpr int PAIR_STRIDE = BF16_ROWS ? 2 : 4, SECOND_PAIR = BF16_ROWS ? 8 : 2;
-// An fp16 query has more digits than bf16, which the rope part is multiplied in: two numbers for one.
-constexpr int ROPE_PARTS = QUERY_HALF ? 2 : 1;
-constexpr int WEIGHT_PARTS = BF16_ROWS ? 2 : 1;
+constexpr Operand QUERY_TYPE = QUERY_FP16 ? FP16 : BF16;
+// Rope columns are multiplied in bf16, which has fewer bits than fp16: an fp16 query becomes the sum of two bf16 terms.
+constexpr int ROPE_TERMS = QUERY_FP16 ? 2 : 1;
+constexpr int WEIGHT_TERMS = BF16_ROWS ? 2 : 1;
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-// In fp16, weights start at 2^10 and may grow to 2^15 before the reference moves; below, there is full precision to
-// 2^-14. In bf16 they start at one, which is exact where a single row counts.
+static_assert(THREADS == (STREAMS + 1) * WARPGROUP && STREAMS * RingShape::PRODUCERS <= 4, "four warps for producers");
+static_assert(!(BF16_ROWS && QUERY_FP16), "bf16 rows are multiplied with bf16 queries");
+
+// ---- Range of weights, as exponents of two
+
+// fp16: the largest weight starts at 2^10 and may grow to 2^15 before the reference moves; fp16 has full precision down to
+// 2^-14. bf16: it starts at one, which is exact where a single row counts.
 constexpr float START_BITS = BF16_ROWS ? 0.0f : 10.0f, LARGEST_BITS = BF16_ROWS ? 8.0f : 15.0f;
-// A tile without a scale has weights of zero, whatever the reference; its tokens must not make the total overflow.
-constexpr float LEAST_SCALE_BITS = -85.0f, LARGEST_TOTAL_BITS = 100.0f;
+// A tile whose scale is zero has weights of zero whatever the reference, which must not let the sum overflow.
+constexpr float LEAST_SCALE_BITS = -85.0f, LARGEST_SUM_BITS = 100.0f;
 constexpr float NO_REFERENCE = -1e30f;
 
-// Registers per thread: producers leave theirs to the consumers.
-constexpr int LAUNCHED_WITH = 65536 / (PER_SM * THREADS) / 8 * 8, PRODUCER_REGISTERS = 40;
-constexpr int CONSUMER_REGISTERS = ((STREAMS + 1) * LAUNCHED_WITH - PRODUCER_REGISTERS) / STREAMS / 8 * 8;
-static_assert(CONSUMER_REGISTERS > LAUNCHED_WITH && CONSUMER_REGISTERS <= 240, "no plan for so few threads");
+// ---- Registers per thread: producers leave theirs to the consumers
 
-// Shared memory.
-constexpr int RINGS = 0;
-constexpr int LOGITS = RINGS + STREAMS * STAGES * STAGE_BYTES;  // two buffers for each team
-constexpr int LOGITS_BUFFER = TEAM_WARPS * SLABS * FRAGMENT;
-constexpr int MERGE = LOGITS + STREAMS * 2 * LOGITS_BUFFER;
-constexpr int MERGE_FRAGMENTS = 2 * STEPS + 2;  // sums; then references and totals; then largest logits
-constexpr int MERGE_BYTES = STREAMS > 1 ? TEAM_WARPS * MERGE_FRAGMENTS * FRAGMENT : 0;
-constexpr int QUERY_MAXIMA = MERGE + MERGE_BYTES;  // two buffers for each team
-constexpr int QUERY_MAXIMA_BUFFER = BF16_ROWS ? 0 : 4 * TEAM_WARPS * GROUP;
-constexpr int BARRIERS = QUERY_MAXIMA + STREAMS * 2 * QUERY_MAXIMA_BUFFER;  // full, then empty, for each stage
-constexpr int NOTES = BARRIERS + STREAMS * STAGES * 16;  // which rows count, and whether the item ends here
+constexpr int LAUNCH_REGISTERS = 65536 / (PER_SM * THREADS) / 8 * 8, PRODUCER_REGISTERS = 40;
+constexpr int CONSUMER_REGISTERS = ((STREAMS + 1) * LAUNCH_REGISTERS - PRODUCER_REGISTERS) / STREAMS / 8 * 8;
+static_assert(CONSUMER_REGISTERS > LAUNCH_REGISTERS && CONSUMER_REGISTERS <= 240, "too many threads for the registers");
 
-static_assert(NOTES + STREAMS * STAGES * 8 == SHARED_BYTES, "the caller has another layout in mind");
-static_assert(THREADS == (STREAMS + 1) * TEAM_THREADS && STREAMS * PRODUCERS <= 4, "four warps for producers");
-static_assert(!(BF16_ROWS && QUERY_HALF), "bf16 rows are multiplied with bf16 queries");
+// ---- Shared memory
 
-__device__ __forceinline__ Place place_of(u32 memory, int stream) {
-    return Place(memory + RINGS, memory + BARRIERS, memory + NOTES, stream);
+struct SharedMemoryPlan {
+    static constexpr int LOGITS_BUFFER = WARPS * KEY_TILES * FRAGMENT;
+    static constexpr int MERGE_FRAGMENTS = 2 * K_STEPS + 2;  // accumulators; references and sums; running maxima
+    static constexpr int QUERY_MAX_BUFFER = BF16_ROWS ? 0 : 4 * WARPS * HEADS;
+
+    static constexpr int ROWS = 0;                                                            // [stream][stage][row]
+    static constexpr int LOGITS = ROWS + Ring::ALL_STAGES * Ring::STAGE_BYTES;                // [stream][2] partial logits
+    static constexpr int MERGE = LOGITS + STREAMS * 2 * LOGITS_BUFFER;                        // [warp] of the second stream
+    static constexpr int QUERY_MAX = MERGE + (STREAMS > 1) * WARPS * MERGE_FRAGMENTS * FRAGMENT;  // [stream][2][warp][head]
+    static constexpr int BARRIERS = QUERY_MAX + STREAMS * 2 * QUERY_MAX_BUFFER;               // [stream][stage] full, empty
+    static constexpr int INFOS = BARRIERS + Ring::ALL_STAGES * Ring::BARRIER_BYTES;           // [stream][stage]
+    static constexpr int BYTES = INFOS + Ring::ALL_STAGES * Ring::INFO_BYTES;
+};
+using Plan = SharedMemoryPlan;
+template struct CheckSharedBytes<Plan::BYTES, SHARED_BYTES>;
+
+__device__ __forceinline__ Ring::Cursor ring_of(u32 memory, int stream) {
+    return Ring::Cursor(memory + Plan::ROWS, memory + Plan::BARRIERS, memory + Plan::INFOS, stream);
 }
 
-// Named barriers: one for each team, and two for the hand-over between streams.
-constexpr u32 TEAM_BARRIER = 1, MERGE_FULL = 3, MERGE_EMPTY = 4;
+// Named barriers: one per warpgroup, then two for merging the streams.
+constexpr u32 WARPGROUP_BARRIER = 1, MERGE_FULL = 3, MERGE_EMPTY = 4;
 
-// ---- Consumer
+// ---- Consumers
 
-// A warp's place; as the matrix instruction has it, a lane holds heads `row` and `row + 8` of the block's, and of eight
-// columns the two from 2 * pair on.
-struct Seat {
+// A thread of a consumer warpgroup. As m16n8k16 lays out its result, a lane has heads `row` and `row + 8` of the CTA's, and
+// of every eight columns the two from 2 * pair on.
+struct Consumer {
     int warp, lane, stream, row, pair;
 
-    __device__ __forceinline__ Seat() {
+    __device__ __forceinline__ Consumer() {
         lane = threadIdx.x % 32;
-        warp = threadIdx.x / 32 % TEAM_WARPS;
-        stream = threadIdx.x / TEAM_THREADS;
+        warp = threadIdx.x / 32 % WARPS;
+        stream = threadIdx.x / WARPGROUP;
         row = lane / 4;
         pair = lane % 4;
     }
 
-    __device__ __forceinline__ void sync_team() const { named_sync(TEAM_BARRIER + stream, TEAM_THREADS); }
+    __device__ __forceinline__ void sync_warpgroup() const { named_barrier_sync(WARPGROUP_BARRIER + stream, WARPGROUP); }
 };
 
-// The largest and the sum over the four lanes that share a head.
-__device__ __forceinline__ float max_of_head(float x) {
-    x = fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 1));
-    return fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 2));
+// Reductions over the four lanes that share a head.
+__device__ __forceinline__ float max_of_head(float x) { return max_over_lanes<1, 4>(x); }
+__device__ __forceinline__ float sum_of_head(float x) { return sum_over_lanes<1, 4>(x); }
+
+__device__ __forceinline__ float max_magnitude(float so_far, u32 packed) {
+    const float2 two = unpack<QUERY_TYPE>(packed);
+    return fmaxf(so_far, fmaxf(fabsf(two.x), fabsf(two.y)));
 }
-
-__device__ __forceinline__ float sum_of_head(float x) {
-    x += __shfl_xor_sync(EVERY_LANE, x, 1);
-    return x + __shfl_xor_sync(EVERY_LANE, x, 2);
-}
-
-__device__ __forceinline__ float2 widen(u32 packed) {
-    if (QUERY_HALF) return unpack_half(packed);
-    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000u)};
-}
-
-__device__ __forceinline__ float largest(float so_far, u32 packed) {
-    const float2 wide = widen(packed);
-    return fmaxf(so_far, fmaxf(fabsf(wide.x), fabsf(wide.y)));
-}
-
-// Two queries of a head each; for FP8 rows, times powers of two.
-struct Query {
-    u32 latent[STEPS][4];
-    u32 rope[ROPE_PARTS][4];
-    float size[2];  // what the products must be multiplied with
-
-    __device__ __forceinline__ void load(const u16* q, long long head_stride, int heads, const Seat& seat, u32 maxima) {
-        u32 tail[4];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int head = seat.row + 8 * half;
-            const bool here = head < heads;
-            const u16* latent_at = q + head * head_stride + TILE * seat.warp + PAIR_STRIDE * seat.pair;
-            const u16* rope_at = q + head * head_stride + TILES * TILE + 16 * seat.warp + 2 * seat.pair;
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                const uint2 four = here ? four_at(latent_at + 16 * step) : make_uint2(0, 0);
-                latent[step][half] = four.x;
-                latent[step][half + 2] = four.y;
-            }
-            tail[half] = here ? two_at(rope_at) : 0;
-            tail[half + 2] = here ? two_at(rope_at + 8) : 0;
-        }
-        if (BF16_ROWS) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) rope[0][i] = tail[i];
-            size[0] = size[1] = 1.0f;
-        } else {
-            bring_into_range(tail, seat, maxima);
-        }
-    }
-
-    __device__ __forceinline__ static u32 two_at(const u16* at) { return *reinterpret_cast<const u32*>(at); }
-
-    __device__ __forceinline__ static uint2 four_at(const u16* at) {
-        if (BF16_ROWS) return make_uint2(two_at(at), two_at(at + SECOND_PAIR));
-        return *reinterpret_cast<const uint2*>(at);
-    }
-
-    __device__ __forceinline__ void bring_into_range(const u32 (&tail)[4], const Seat& seat, u32 maxima) {
-        float top[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                top[half] = largest(largest(top[half], latent[step][half]), latent[step][half + 2]);
-            }
-            top[half] = max_of_head(top[half]);
-            if (seat.pair == 0) {
-                shared_store(maxima + 4 * (GROUP * seat.warp + seat.row + 8 * half), __float_as_uint(top[half]));
-            }
-        }
-        seat.sync_team();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            u32 bits = 0;  // positive floats are in the order of their bits, NaN above all
-#pragma unroll
-            for (int warp = 0; warp < TEAM_WARPS; ++warp) {
-                bits = max(bits, shared_load(maxima + 4 * (GROUP * warp + seat.row + 8 * half)));
-            }
-            // The largest number of a head gets between 2^14 and 2^15, so that fp16 loses nothing that counts.
-            const u32 exponent = min(max(bits >> 23, 27u), 254u);
-            size[half] = __uint_as_float((exponent - 14) << 23);
-            const float factor = __uint_as_float((268 - exponent) << 23);
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                const float2 first = widen(latent[step][half]), second = widen(latent[step][half + 2]);
-                latent[step][half] = pack_half(first.x * factor, first.y * factor);
-                latent[step][half + 2] = pack_half(second.x * factor, second.y * factor);
-            }
-#pragma unroll
-            for (int side = half; side < 4; side += 2) {
-                float2 wide = widen(tail[side]);
-                wide = {wide.x * factor, wide.y * factor};
-#pragma unroll
-                for (int part = 0; part < ROPE_PARTS; ++part) {
-                    const u32 packed = pack_bf16(wide.x, wide.y);
-                    rope[part][side] = packed;
-                    wide.x -= __uint_as_float(packed << 16);
-                    wide.y -= __uint_as_float(packed & 0xFFFF0000u);
-                }
-            }
-        }
-    }
-};
 
 __device__ __forceinline__ uint4 bits_of(float a, float b, float c, float d) {
     return make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
 }
 
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
+// The A operands of a warp: the queries of its tile and of its quarter of the rope columns.
+struct Query {
+    u32 latent[K_STEPS][4];
+    u32 rope[ROPE_TERMS][4];
+    float inverse_scale[2];  // of the power of two that the queries of each head were multiplied with
 
-#include "few_heads_rows.cuh"
-
-// ---- The end of an item
-
-// The second stream hands over its state...
-__device__ __forceinline__ void hand_over(const State& state, u32 at) {
+    // `max_buffer`: [warp][head] in shared memory, for FP8 rows.
+    __device__ __forceinline__ void load(
+        const u16* q, long long head_stride, int heads, const Consumer& me, u32 max_buffer) {
+        u32 rope_in[4];
 #pragma unroll
-    for (int i = 0; i < 2 * STEPS; ++i) {
-        const float(&s)[4] = state.sums[i / 2][i % 2];
-        shared_store4(at + i * FRAGMENT, bits_of(s[0], s[1], s[2], s[3]));
-    }
-    const float *r = state.reference, *t = state.total;
-    shared_store4(at + 2 * STEPS * FRAGMENT, bits_of(r[0], r[1], t[0], t[1]));
-    shared_store4(at + (2 * STEPS + 1) * FRAGMENT, bits_of(state.top[0], state.top[1], 0.0f, 0.0f));
-}
-
-// ... which the first one adds to its own.
-__device__ __forceinline__ void take_over(State& state, u32 at) {
-    const uint4 scalars = shared_load4(at + 2 * STEPS * FRAGMENT);
-    const uint4 tops = shared_load4(at + (2 * STEPS + 1) * FRAGMENT);
-    const float reference[2] = {__uint_as_float(scalars.x), __uint_as_float(scalars.y)};
-    const float total[2] = {__uint_as_float(scalars.z), __uint_as_float(scalars.w)};
-    float theirs[2];
-    state.top[0] = fmaxf(state.top[0], __uint_as_float(tops.x));
-    state.top[1] = fmaxf(state.top[1], __uint_as_float(tops.y));
+        for (int half = 0; half < 2; ++half) {
+            const int head = me.row + 8 * half;
+            const bool exists = head < heads;
+            const u16* latent_at = q + head * head_stride + TILE * me.warp + PAIR_STRIDE * me.pair;
+            const u16* rope_at = q + head * head_stride + TILES * TILE + 16 * me.warp + 2 * me.pair;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float moved = fmaxf(state.reference[half], reference[half]);
-        state.multiply(half, fast_exp2(state.reference[half] - moved));
-        theirs[half] = fast_exp2(reference[half] - moved);
-        state.reference[half] = moved;
-        state.total[half] += total[half] * theirs[half];
-    }
+            for (int step = 0; step < K_STEPS; ++step) {
+                const uint2 four = exists ? load_four(latent_at + 16 * step) : make_uint2(0, 0);
+                latent[step][half] = four.x;
+                latent[step][half + 2] = four.y;
+            }
+            rope_in[half] = exists ? load_two(rope_at) : 0;
+            rope_in[half + 2] = exists ? load_two(rope_at + 8) : 0;
+        }
+        if (BF16_ROWS) {
 #pragma unroll
-    for (int i = 0; i < 2 * STEPS; ++i) {
-        const uint4 s = shared_load4(at + i * FRAGMENT);
-        float(&sums)[4] = state.sums[i / 2][i % 2];
-        sums[0] += __uint_as_float(s.x) * theirs[0];
-        sums[1] += __uint_as_float(s.y) * theirs[0];
-        sums[2] += __uint_as_float(s.z) * theirs[1];
-        sums[3] += __uint_as_float(s.w) * theirs[1];
+            for (int i = 0; i < 4; ++i) rope[0][i] = rope_in[i];
+            inverse_scale[0] = inverse_scale[1] = 1.0f;
+        } else {
+            bring_into_range(rope_in, me, max_buffer);
+        }
     }
-}
 
-struct Result {
-    void* out;
-    int kind;  // of number: 0 float32, 1 bf16, 2 fp16
-    long long token_stride, head_stride;
-    float *lse, *maxima;  // of every token, one after the other
-    const float* sink;
+    __device__ __forceinline__ static u32 load_two(const u16* at) { return *reinterpret_cast<const u32*>(at); }
+
+    __device__ __forceinline__ static uint2 load_four(const u16* at) {
+        if (BF16_ROWS) return make_uint2(load_two(at), load_two(at + SECOND_PAIR));
+        return *reinterpret_cast<const uint2*>(at);
+    }
+
+    // To fp16, and the rope columns to bf16 terms, times a power of two per head.
+    __device__ __forceinline__ void bring_into_range(const u32 (&rope_in)[4], const Consumer& me, u32 max_buffer) {
+        float largest[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int step = 0; step < K_STEPS; ++step) {
+                largest[half] = max_magnitude(max_magnitude(largest[half], latent[step][half]), latent[step][half + 2]);
+            }
+            largest[half] = max_of_head(largest[half]);
+            if (me.pair == 0) {
+                shared_store(max_buffer + 4 * (HEADS * me.warp + me.row + 8 * half), __float_as_uint(largest[half]));
+            }
+        }
+        me.sync_warpgroup();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 bits = 0;
+#pragma unroll
+            for (int warp = 0; warp < WARPS; ++warp) {
+                bits = max(bits, shared_load(max_buffer + 4 * (HEADS * warp + me.row + 8 * half)));
+            }
+            const QueryScale scale(bits);
+            inverse_scale[half] = scale.inverse;
+            const float factor = scale.factor;
+#pragma unroll
+            for (int step = 0; step < K_STEPS; ++step) {
+                const float2 first = unpack<QUERY_TYPE>(latent[step][half]);
+                const float2 second = unpack<QUERY_TYPE>(latent[step][half + 2]);
+                latent[step][half] = pack_fp16(first.x * factor, first.y * factor);
+                latent[step][half + 2] = pack_fp16(second.x * factor, second.y * factor);
+            }
+#pragma unroll
+            for (int side = half; side < 4; side += 2) {
+                u32 terms[ROPE_TERMS];
+                const float2 two = unpack<QUERY_TYPE>(rope_in[side]);
+                bf16_terms({two.x * factor, two.y * factor}, terms);
+#pragma unroll
+                for (int term = 0; term < ROPE_TERMS; ++term) rope[term][side] = terms[term];
+            }
+        }
+    }
 };
 
-// A lane's columns of a step, in float32 or packed.
-__device__ __forceinline__ void write_four(float* target, float a, float b, float c, float d) {
+// The accumulators of a warp, 16 heads times 128 columns of the values, and its online softmax. Both halves of the heads,
+// `row` and `row + 8`, have a reference, a sum of weights and a running maximum of the products of query and key.
+struct Accumulators {
+    // For each 16 columns of the tile: FP8 rows [even or odd column][2 * half of heads + first or second pair], bf16 rows
+    // [first or second pair][2 * half of heads + even or odd column].
+    float values[K_STEPS][2][4];
+    float reference[2], sum[2], running_max[2];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int step = 0; step < K_STEPS; ++step) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) values[step][0][i] = values[step][1][i] = 0.0f;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            reference[half] = NO_REFERENCE;
+            sum[half] = 0.0f;
+            running_max[half] = minus_infinity();
+        }
+    }
+
+    // Moves the reference of half of the heads, and rescales.
+    __device__ __forceinline__ void move_reference(int half, float moved) {
+        const float factor = fast_exp2(reference[half] - moved);
+        sum[half] *= factor;
+#pragma unroll
+        for (int step = 0; step < K_STEPS; ++step) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) values[step][i / 2][2 * half + i % 2] *= factor;
+        }
+        reference[half] = moved;
+    }
+};
+
+// ---- 1. Queries times keys: partial products of a warp, [KEY_TILES][2 * half of heads + first or second row]
+
+__device__ __forceinline__ void multiply_rope(
+    const Query& query, const Consumer& me, u32 rows, float (&products)[KEY_TILES][4]) {
+    const int row = me.lane % 8, matrix = me.lane / 8;
+    const u32 rope = rows + (row + matrix / 2 * 8) * PITCH + ROPE_AT + 32 * me.warp + 16 * (matrix % 2);
+#pragma unroll
+    for (int tile = 0; tile < KEY_TILES; tile += 2) {
+        u32 keys[4];
+        ldmatrix_x4(keys, rope + tile * 8 * PITCH);
+#pragma unroll
+        for (int term = 0; term < ROPE_TERMS; ++term) {
+            mma_m16n8k16<BF16>(products[tile], query.rope[term], keys[0], keys[1]);
+            mma_m16n8k16<BF16>(products[tile + 1], query.rope[term], keys[2], keys[3]);
+        }
+    }
+}
+
+__device__ __forceinline__ void multiply_bf16_keys(const Query& query, u32 columns, float (&products)[KEY_TILES][4]) {
+#pragma unroll
+    for (int step = 0; step < K_STEPS; step += 2) {
+#pragma unroll
+        for (int tile = 0; tile < KEY_TILES; ++tile) {
+            u32 keys[4];
+            ldmatrix_x4(keys, columns + tile * 8 * PITCH + 32 * step);
+            mma_m16n8k16<BF16>(products[tile], query.latent[step], keys[0], keys[1]);
+            mma_m16n8k16<BF16>(products[tile], query.latent[step + 1], keys[2], keys[3]);
+        }
+    }
+}
+
+// Without the tile's scale.
+__device__ __forceinline__ void multiply_fp8_keys(const Query& query, u32 columns, float (&products)[KEY_TILES][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        u32 codes[KEY_TILES][4];
+#pragma unroll
+        for (int tile = 0; tile < KEY_TILES; ++tile) ldmatrix_x4(codes[tile], columns + tile * 8 * PITCH + 64 * half);
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+#pragma unroll
+            for (int tile = 0; tile < KEY_TILES; ++tile) {
+                u32 first, second;
+                e4m3x4_to_fp16(codes[tile][step], first, second);
+                mma_m16n8k16<FP16>(products[tile], query.latent[4 * half + step], first, second);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void multiply_keys(
+    const Query& query, const Consumer& me, u32 rows, const float (&scales)[KEY_TILES][2],
+    float (&products)[KEY_TILES][4]) {
+    const u32 columns = rows + me.lane % 8 * PITCH + TILE_BYTES * me.warp + 16 * (me.lane / 8);
+    float latent_products[KEY_TILES][4];
+#pragma unroll
+    for (int tile = 0; tile < KEY_TILES; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) products[tile][i] = latent_products[tile][i] = 0.0f;
+    }
+    multiply_rope(query, me, rows, products);
+    if (BF16_ROWS) {
+        multiply_bf16_keys(query, columns, products);
+        return;
+    }
+    multiply_fp8_keys(query, columns, latent_products);
+#pragma unroll
+    for (int tile = 0; tile < KEY_TILES; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            products[tile][i] = fmaf(latent_products[tile][i], scales[tile][i % 2], products[tile][i]);
+        }
+    }
+}
+
+// ---- 2. The sum of the four warps' partial products; every warp gets all of it
+
+__device__ __forceinline__ void reduce_products(const Consumer& me, u32 buffer, float (&products)[KEY_TILES][4]) {
+#pragma unroll
+    for (int tile = 0; tile < KEY_TILES; ++tile) {
+        const float(&p)[4] = products[tile];
+        shared_store4(buffer + (me.warp * KEY_TILES + tile) * FRAGMENT + 16 * me.lane, bits_of(p[0], p[1], p[2], p[3]));
+    }
+    me.sync_warpgroup();
+#pragma unroll
+    for (int other = 1; other < WARPS; ++other) {
+        const u32 theirs = buffer + (me.warp + other) % WARPS * KEY_TILES * FRAGMENT + 16 * me.lane;
+#pragma unroll
+        for (int tile = 0; tile < KEY_TILES; ++tile) {
+            const uint4 partial = shared_load4(theirs + tile * FRAGMENT);
+            products[tile][0] += __uint_as_float(partial.x);
+            products[tile][1] += __uint_as_float(partial.y);
+            products[tile][2] += __uint_as_float(partial.z);
+            products[tile][3] += __uint_as_float(partial.w);
+        }
+    }
+}
+
+// ---- 3. Online softmax. A logit in base 2 is a product times its head's logit_scale
+
+// Moves the references so that the largest weight times scale of a stage is 2^START_BITS; they never move down.
+__device__ __forceinline__ void raise_references(
+    Accumulators& accumulators, const float (&products)[KEY_TILES][4], const float (&scales)[KEY_TILES][2],
+    const float (&logit_scale)[2]) {
+    float largest[2] = {NO_REFERENCE, NO_REFERENCE};
+#pragma unroll
+    for (int tile = 0; tile < KEY_TILES; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float scale_bits = fmaxf(fast_log2(fabsf(scales[tile][i % 2])), LEAST_SCALE_BITS);
+            largest[i / 2] = fmaxf(largest[i / 2], fmaf(products[tile][i], logit_scale[i / 2], scale_bits));
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float moved = fmaxf(accumulators.reference[half], max_of_head(largest[half]) - START_BITS);
+        accumulators.move_reference(half, moved);
+    }
+}
+
+// Weights times scales, as A operands.
+__device__ __forceinline__ void softmax(
+    Accumulators& accumulators, const float (&products)[KEY_TILES][4], const float (&scales)[KEY_TILES][2],
+    const float (&logit_scale)[2], u32 (&weights)[KEY_TILES / 2][WEIGHT_TERMS][4]) {
+    // Whether weights fit is decided before the exponentials, from a bound: a lane's largest logit with its largest scale.
+    // A branch after them would keep the compiler from loading values under them. If the two belong to different rows, the
+    // references may turn out to stay.
+    float largest[2] = {minus_infinity(), minus_infinity()}, largest_scale = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < KEY_TILES; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) largest[i / 2] = fmaxf(largest[i / 2], products[tile][i]);
+        largest_scale = fmaxf(largest_scale, fmaxf(fabsf(scales[tile][0]), fabsf(scales[tile][1])));
+    }
+    const float limit = BF16_ROWS ? LARGEST_BITS : fminf(LARGEST_BITS - fast_log2(largest_scale), LARGEST_SUM_BITS);
+    bool fits = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        accumulators.running_max[half] = fmaxf(accumulators.running_max[half], largest[half]);
+        fits = fits && fmaf(largest[half], logit_scale[half], -accumulators.reference[half]) <= limit;
+    }
+    if (__any_sync(FULL_MASK, !fits)) raise_references(accumulators, products, scales, logit_scale);
+#pragma unroll
+    for (int tile = 0; tile < KEY_TILES; ++tile) {
+        float scaled[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float logit = fmaf(products[tile][i], logit_scale[i / 2], -accumulators.reference[i / 2]);
+            const float weight = fast_exp2(logit);
+            accumulators.sum[i / 2] += weight;
+            scaled[i] = weight * scales[tile][i % 2];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32(&terms)[WEIGHT_TERMS][4] = weights[tile / 2];
+            const int at = 2 * (tile % 2) + half;
+            const float first = scaled[2 * half], second = scaled[2 * half + 1];
+            if (BF16_ROWS) {
+                u32 both[WEIGHT_TERMS];
+                bf16_terms({first, second}, both);
+#pragma unroll
+                for (int term = 0; term < WEIGHT_TERMS; ++term) terms[term][at] = both[term];
+            } else {
+                terms[0][at] = pack_fp16(first, second);
+            }
+        }
+    }
+}
+
+// ---- 4. Weights times values
+
+// ldmatrix.trans moves 16-bit units: a word has two neighbouring codes of one row, then those of the next row. Reordered,
+// it has two rows of the even column and two of the odd one.
+__device__ __forceinline__ void multiply_fp8_values(Accumulators& accumulators, u32 columns, const u32 (&weights)[4]) {
+#pragma unroll
+    for (int step = 0; step < K_STEPS; step += 2) {
+        u32 codes[4];
+        ldmatrix_x4_trans(codes, columns + 16 * step);
+#pragma unroll
+        for (int next = 0; next < 2; ++next) {
+            u32 even[2], odd[2];
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+                e4m3x4_to_fp16(__byte_perm(codes[2 * next + tile], 0, 0x3120), even[tile], odd[tile]);
+            }
+            mma_m16n8k16<FP16>(accumulators.values[step + next][0], weights, even[0], even[1]);
+            mma_m16n8k16<FP16>(accumulators.values[step + next][1], weights, odd[0], odd[1]);
+        }
+    }
+}
+
+__device__ __forceinline__ void multiply_bf16_values(
+    Accumulators& accumulators, u32 columns, const u32 (&weights)[WEIGHT_TERMS][4]) {
+#pragma unroll
+    for (int step = 0; step < K_STEPS; ++step) {
+        u32 values[4];
+        ldmatrix_x4_trans(values, columns + 32 * step);
+#pragma unroll
+        for (int term = 0; term < WEIGHT_TERMS; ++term) {
+            mma_m16n8k16<BF16>(accumulators.values[step][0], weights[term], values[0], values[1]);
+            mma_m16n8k16<BF16>(accumulators.values[step][1], weights[term], values[2], values[3]);
+        }
+    }
+}
+
+__device__ __forceinline__ void multiply_values(
+    Accumulators& accumulators, const Consumer& me, u32 rows, const u32 (&weights)[KEY_TILES / 2][WEIGHT_TERMS][4]) {
+    const int row = me.lane % 8, matrix = me.lane / 8;
+    const u32 columns = rows + (row + matrix % 2 * 8) * PITCH + TILE_BYTES * me.warp + 16 * (matrix / 2);
+#pragma unroll
+    for (int sixteen = 0; sixteen < KEY_TILES / 2; ++sixteen) {
+        if (BF16_ROWS) {
+            multiply_bf16_values(accumulators, columns + sixteen * 16 * PITCH, weights[sixteen]);
+        } else {
+            multiply_fp8_values(accumulators, columns + sixteen * 16 * PITCH, weights[sixteen][0]);
+        }
+    }
+}
+
+__device__ __forceinline__ void process_stage(
+    Accumulators& accumulators, const Query& query, const Consumer& me, u32 rows, u32 valid_rows, u32 buffer,
+    const float (&logit_scale)[2]) {
+    float scales[KEY_TILES][2], products[KEY_TILES][4];  // the scales of bf16 rows are one, which the compiler folds
+#pragma unroll
+    for (int tile = 0; tile < KEY_TILES; ++tile) {
+        const u32 at = rows + (8 * tile + 2 * me.pair) * PITCH + SCALES_AT + 4 * me.warp;
+        scales[tile][0] = BF16_ROWS ? 1.0f : load_float(at);
+        scales[tile][1] = BF16_ROWS ? 1.0f : load_float(at + PITCH);
+    }
+    multiply_keys(query, me, rows, scales, products);
+    reduce_products(me, buffer, products);
+    if (valid_rows != FULL_MASK) {
+#pragma unroll
+        for (int tile = 0; tile < KEY_TILES; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (!(valid_rows >> (8 * tile + 2 * me.pair + i % 2) & 1)) products[tile][i] = minus_infinity();
+            }
+        }
+    }
+    u32 weights[KEY_TILES / 2][WEIGHT_TERMS][4];
+    softmax(accumulators, products, scales, logit_scale, weights);
+    multiply_values(accumulators, me, rows, weights);
+}
+
+// ---- The end of a work item
+
+// The second stream stores its accumulators in shared memory ...
+__device__ __forceinline__ void store_accumulators(const Accumulators& accumulators, u32 at) {
+#pragma unroll
+    for (int i = 0; i < 2 * K_STEPS; ++i) {
+        const float(&v)[4] = accumulators.values[i / 2][i % 2];
+        shared_store4(at + i * FRAGMENT, bits_of(v[0], v[1], v[2], v[3]));
+    }
+    const float *r = accumulators.reference, *s = accumulators.sum, *m = accumulators.running_max;
+    shared_store4(at + 2 * K_STEPS * FRAGMENT, bits_of(r[0], r[1], s[0], s[1]));
+    shared_store4(at + (2 * K_STEPS + 1) * FRAGMENT, bits_of(m[0], m[1], 0.0f, 0.0f));
+}
+
+// ... and the first one adds them to its own.
+__device__ __forceinline__ void merge_accumulators(Accumulators& accumulators, u32 at) {
+    const uint4 scalars = shared_load4(at + 2 * K_STEPS * FRAGMENT);
+    const uint4 maxima = shared_load4(at + (2 * K_STEPS + 1) * FRAGMENT);
+    const float reference[2] = {__uint_as_float(scalars.x), __uint_as_float(scalars.y)};
+    const float sum[2] = {__uint_as_float(scalars.z), __uint_as_float(scalars.w)};
+    float factor[2];
+    accumulators.running_max[0] = fmaxf(accumulators.running_max[0], __uint_as_float(maxima.x));
+    accumulators.running_max[1] = fmaxf(accumulators.running_max[1], __uint_as_float(maxima.y));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float moved = fmaxf(accumulators.reference[half], reference[half]);
+        accumulators.move_reference(half, moved);
+        factor[half] = fast_exp2(reference[half] - moved);
+        accumulators.sum[half] += sum[half] * factor[half];
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * K_STEPS; ++i) {
+        const uint4 theirs = shared_load4(at + i * FRAGMENT);
+        float(&ours)[4] = accumulators.values[i / 2][i % 2];
+        ours[0] += __uint_as_float(theirs.x) * factor[0];
+        ours[1] += __uint_as_float(theirs.y) * factor[0];
+        ours[2] += __uint_as_float(theirs.z) * factor[1];
+        ours[3] += __uint_as_float(theirs.w) * factor[1];
+    }
+}
+
+// A lane's four columns of a step, in float32 or packed.
+__device__ __forceinline__ void store_four(float* target, float a, float b, float c, float d) {
     if (BF16_ROWS) {
         *reinterpret_cast<float2*>(target) = make_float2(a, b);
         *reinterpret_cast<float2*>(target + SECOND_PAIR) = make_float2(c, d);
@@ -282,7 +556,7 @@ __device__ __forceinline__ void write_four(float* target, float a, float b, floa
     }
 }
 
-__device__ __forceinline__ void write_four(u16* target, uint2 packed) {
+__device__ __forceinline__ void store_four(u16* target, uint2 packed) {
     if (BF16_ROWS) {
         *reinterpret_cast<u32*>(target) = packed.x;
         *reinterpret_cast<u32*>(target + SECOND_PAIR) = packed.y;
@@ -291,39 +565,40 @@ __device__ __forceinline__ void write_four(u16* target, uint2 packed) {
     }
 }
 
-// Writes row `at` of a result.
-__device__ __forceinline__ void store(
-    const State& state, const Result& result, const Seat& seat, long long at, int heads, const float (&units)[2]) {
+__device__ __forceinline__ void store_output(
+    const Accumulators& accumulators, const OutputRow& output, const Consumer& me, int heads,
+    const float (&logit_scale)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int head = GROUP * blockIdx.y + seat.row + 8 * half;
+        const int head = HEADS * blockIdx.y + me.row + 8 * half;
         if (head >= heads) continue;
-        const float total = state.total[half];
-        const bool empty = total == 0.0f;
-        const float lse = empty ? minus_infinity() : (state.reference[half] + fast_log2(total)) * LN_2;
-        float factor = empty ? 0.0f : 1.0f / total;
-        if (result.sink != nullptr && !empty) {
-            factor *= 1.0f / (1.0f + fast_exp2((result.sink[head] - lse) * LOG2_E));
+        const float sum = accumulators.sum[half];
+        const bool empty = sum == 0.0f;
+        const float lse = empty ? minus_infinity() : (accumulators.reference[half] + fast_log2(sum)) * LN_2;
+        float factor = empty ? 0.0f : 1.0f / sum;
+        if (output.sink != nullptr && !empty) {
+            factor *= 1.0f / (1.0f + fast_exp2((output.sink[head] - lse) * LOG2_E));
         }
-        if (seat.warp == 0 && seat.pair == 0) {
-            result.lse[at * heads + head] = lse;
-            result.maxima[at * heads + head] = empty ? minus_infinity() : state.top[half] * units[half] * LN_2;
+        if (me.warp == 0 && me.pair == 0) {
+            const float max_logit = accumulators.running_max[half] * logit_scale[half] * LN_2;
+            output.lse[output.row * heads + head] = lse;
+            output.max_logits[output.row * heads + head] = empty ? minus_infinity() : max_logit;
         }
-        const int column = TILE * seat.warp + PAIR_STRIDE * seat.pair;
-        const long long offset = at * result.token_stride + head * result.head_stride + column;
+        const int column = TILE * me.warp + PAIR_STRIDE * me.pair;
+        const long long offset = output.row * output.token_stride + head * output.head_stride + column;
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            const float(&sums)[2][4] = state.sums[step];
-            const float a = sums[0][2 * half] * factor;
-            const float b = (BF16_ROWS ? sums[0][2 * half + 1] : sums[1][2 * half]) * factor;
-            const float c = (BF16_ROWS ? sums[1][2 * half] : sums[0][2 * half + 1]) * factor;
-            const float d = sums[1][2 * half + 1] * factor;
-            if (result.kind == 0) {
-                write_four(static_cast<float*>(result.out) + offset + 16 * step, a, b, c, d);
+        for (int step = 0; step < K_STEPS; ++step) {
+            const float(&values)[2][4] = accumulators.values[step];
+            const float a = values[0][2 * half] * factor;
+            const float b = (BF16_ROWS ? values[0][2 * half + 1] : values[1][2 * half]) * factor;
+            const float c = (BF16_ROWS ? values[1][2 * half] : values[0][2 * half + 1]) * factor;
+            const float d = values[1][2 * half + 1] * factor;
+            if (output.kind == 0) {
+                store_four(static_cast<float*>(output.out) + offset + 16 * step, a, b, c, d);
             } else {
-                const uint2 packed = result.kind == 1 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d))
-                                                      : make_uint2(pack_half(a, b), pack_half(c, d));
-                write_four(static_cast<u16*>(result.out) + offset + 16 * step, packed);
+                const uint2 packed = output.kind == 1 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d))
+                                                      : make_uint2(pack_fp16(a, b), pack_fp16(c, d));
+                store_four(static_cast<u16*>(output.out) + offset + 16 * step, packed);
             }
         }
     }
@@ -331,93 +606,76 @@ __device__ __forceinline__ void store(
 
 // ---- Kernel
 
-extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(
-    const u16* q, long long q_token_stride, long long q_head_stride, const unsigned char* rows, long long page_stride,
-    int page_size, int pages, const int* slots, long long slots_token_stride, long long slots_column_stride,
-    int columns, const int* lengths, const int* request_ids, const int* block_table, long long table_stride,
-    int table_width, int requests, void* out, int out_kind, long long out_token_stride, long long out_head_stride,
-    float* lse, float* maxima, const float* sink, float* parts_out, float* parts_lse, float* parts_maxima, float scale,
-    const float* scale_factor, int items, int cut_tokens, int heads, int whole, int parts, int part_columns) {
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(const __grid_constant__ AttendParams p) {
     const u32 memory = shared_address(shared_memory());
-    if (threadIdx.x < STREAMS * STAGES) {
-        barrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
-        barrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, TEAM_WARPS);
-        publish_barriers();
+    if (threadIdx.x < Ring::ALL_STAGES) {
+        Ring::init_barriers(memory + Plan::BARRIERS, threadIdx.x, WARPS);
+        fence_mbarrier_init();
     }
     __syncthreads();
-    const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
-                       lengths, request_ids, block_table, table_stride, table_width, requests, whole, items, parts,
-                       part_columns};
-    if (threadIdx.x >= STREAMS * TEAM_THREADS) work.prefetch_first(threadIdx.x - STREAMS * TEAM_THREADS);
+    const WorkItems work(p);
+    constexpr int CONSUMERS = STREAMS * WARPGROUP;
+    if (threadIdx.x >= CONSUMERS) Ring::prefetch_first(work, p.selection, threadIdx.x - CONSUMERS);
     wait_for_previous_kernel();
-    if (threadIdx.x >= STREAMS * TEAM_THREADS) {
-        give_registers<PRODUCER_REGISTERS>();
-        const int producer = threadIdx.x / 32 - STREAMS * TEAM_WARPS, stream = producer / PRODUCERS;
-        if (stream < STREAMS) produce(work, stream, producer % PRODUCERS, place_of(memory, stream));
+    if (threadIdx.x >= CONSUMERS) {
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        const int producer = threadIdx.x / 32 - STREAMS * WARPS;
+        const int stream = producer / RingShape::PRODUCERS, warp = producer % RingShape::PRODUCERS;
+        if (stream < STREAMS) Ring::produce(work, p.selection, stream, warp, ring_of(memory, stream));
         return;
     }
-    take_registers<CONSUMER_REGISTERS>();
-    const Seat seat;
-    const u32 logits = memory + LOGITS + seat.stream * 2 * LOGITS_BUFFER;
-    const u32 query_maxima = memory + QUERY_MAXIMA + seat.stream * 2 * QUERY_MAXIMA_BUFFER;
-    const u32 merge = memory + MERGE + seat.warp * MERGE_FRAGMENTS * FRAGMENT + 16 * seat.lane;
-    const float logit_scale = (scale_factor == nullptr ? scale : scale * *scale_factor) * LOG2_E;
-    Place place = place_of(memory, seat.stream);
-    // A buffer is written again only after a barrier that follows its last use: with two of them, one is enough.
-    u32 logits_turn = 0, query_turn = 0;
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const int token = work.token_of(item);
+    warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+    const Consumer me;
+    const u32 logits = memory + Plan::LOGITS + me.stream * 2 * Plan::LOGITS_BUFFER;
+    const u32 query_max = memory + Plan::QUERY_MAX + me.stream * 2 * Plan::QUERY_MAX_BUFFER;
+    const u32 merge = memory + Plan::MERGE + me.warp * Plan::MERGE_FRAGMENTS * FRAGMENT + 16 * me.lane;
+    const float scale = softmax_scale_log2(p);
+    const int heads = p.query.heads, first_head = HEADS * blockIdx.y;
+    Ring::Cursor ring = ring_of(memory, me.stream);
+    // Both exchanges through shared memory have two buffers: one barrier per exchange is then enough.
+    u32 logits_buffer = 0, query_buffer = 0;
+    for (int item = blockIdx.x; item < work.count; item += gridDim.x) {
+        const int token = work.token(item);
         Query query;
-        const u32 maxima_buffer = query_maxima + query_turn * QUERY_MAXIMA_BUFFER;
-        const int first_head = GROUP * blockIdx.y;
-        query.load(q + token * q_token_stride + first_head * q_head_stride, q_head_stride, heads - first_head, seat,
-                   maxima_buffer);
-        query_turn ^= 1;
-        const float units[2] = {query.size[0] * logit_scale, query.size[1] * logit_scale};
-        State state;
-        state.clear();
+        const u16* const q = p.query.q + token * p.query.token_stride + first_head * p.query.head_stride;
+        query.load(q, p.query.head_stride, heads - first_head, me, query_max + query_buffer * Plan::QUERY_MAX_BUFFER);
+        query_buffer ^= 1;
+        const float logit_scale[2] = {query.inverse_scale[0] * scale, query.inverse_scale[1] * scale};
+        Accumulators accumulators;
+        accumulators.clear();
         bool last;
 #pragma unroll 1
         do {
-            barrier_wait(place.full(), place.parity);
-            const u32 counted = shared_load(place.note());
-            last = shared_load(place.note() + 4);
-            if (counted) {
-                process_stage(state, query, seat, place.rows(), counted, logits + logits_turn * LOGITS_BUFFER, units);
-                logits_turn ^= 1;
+            mbarrier_wait(ring.full(), ring.parity);
+            const u32 valid_rows = ring.valid_rows();
+            last = ring.is_last();
+            if (valid_rows) {
+                const u32 buffer = logits + logits_buffer * Plan::LOGITS_BUFFER;
+                process_stage(accumulators, query, me, ring.rows(), valid_rows, buffer, logit_scale);
+                logits_buffer ^= 1;
             }
             __syncwarp();
-            if (seat.lane == 0) barrier_arrive(place.empty());
-            place.advance();
+            if (me.lane == 0) mbarrier_arrive(ring.empty());
+            ring.advance();
         } while (!last);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            state.total[half] = sum_of_head(state.total[half]);
-            state.top[half] = max_of_head(state.top[half]);
+            accumulators.sum[half] = sum_of_head(accumulators.sum[half]);
+            accumulators.running_max[half] = max_of_head(accumulators.running_max[half]);
         }
         if (STREAMS > 1) {
-            const bool another = item + gridDim.x < items;
-            if (seat.stream == 1) {
-                if (item != blockIdx.x) named_sync(MERGE_EMPTY, STREAMS * TEAM_THREADS);
-                hand_over(state, merge);
-                named_arrive(MERGE_FULL, STREAMS * TEAM_THREADS);
+            const bool another = item + gridDim.x < work.count;
+            if (me.stream == 1) {
+                if (item != blockIdx.x) named_barrier_sync(MERGE_EMPTY, CONSUMERS);
+                store_accumulators(accumulators, merge);
+                named_barrier_arrive(MERGE_FULL, CONSUMERS);
                 continue;
             }
-            named_sync(MERGE_FULL, STREAMS * TEAM_THREADS);
-            take_over(state, merge);
-            if (another) named_arrive(MERGE_EMPTY, STREAMS * TEAM_THREADS);
+            named_barrier_sync(MERGE_FULL, CONSUMERS);
+            merge_accumulators(accumulators, merge);
+            if (another) named_barrier_arrive(MERGE_EMPTY, CONSUMERS);
         }
-        if (item + gridDim.x >= items) let_next_kernel_start();
-        // Parts are float32 [parts, tokens that are not whole, heads, values]; the sink is for whoever merges them.
-        const bool direct = item < whole;
-        const Result result = {direct ? out : parts_out,
-                               direct ? out_kind : 0,
-                               direct ? out_token_stride : static_cast<long long>(heads) * TILES * TILE,
-                               direct ? out_head_stride : TILES * TILE,
-                               direct ? lse : parts_lse,
-                               direct ? maxima : parts_maxima,
-                               direct ? sink : nullptr};
-        const long long row = static_cast<long long>(work.part_of(item)) * cut_tokens + token - whole;
-        store(state, result, seat, direct ? token : row, heads, units);
+        if (item + gridDim.x >= work.count) let_next_kernel_start();
+        store_output(accumulators, OutputRow(p, work, item, token), me, heads, logit_scale);
     }
 }

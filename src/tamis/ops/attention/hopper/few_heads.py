@@ -1,7 +1,7 @@
 """Sparse attention of few heads over FP8 or bf16 rows in CUDA C++, for Hopper: two kernels and their launches.
 
-Heads are the rows of small products in `few_heads.cu`, 16 in a block, and the columns of large ones in
-`heads_as_columns.cu`, 16 or 32; both take the same arguments. More heads are more blocks, which read the same rows.
+`few_heads.cu` has 16 heads in a CTA, the M dimension of mma.sync. `heads_as_columns.cu` has 16 or 32, the N dimension
+of wgmma. Both take the same parameters. More heads are more CTAs, which read the same rows.
 """
 
 from collections.abc import Sequence
@@ -18,163 +18,97 @@ from tamis.cache.selection import Selection
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
 from tamis.cuda.launch import Launch, kernel
-from tamis.ops.attention.hopper.items import (
-    OUT_KINDS,
-    VALUE_DIM,
-    Cut,
-    Target,
-    address,
-    attend_in_items,
-    choose_cut,
-    fits_directly,
+from tamis.cuda.params import params_bytes
+from tamis.ops.attention.hopper.params import (
+    AttendParams,
+    OutputParams,
+    output_params,
+    query_params,
+    selection_params,
 )
-from tamis.ops.combine.triton_kernels import combine_with_maxima
+from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, SplitPlan, can_store, choose_splits, merge_splits
+from tamis.ops.attention.operations import Attend, AttendSlots
+from tamis.ops.combine.triton_kernels import combine_splits
 
 NAME = "few heads"
-GROUP = 16
-"""Heads that one team of warps works on: the rows of the matrix instruction."""
-STAGE = 32
-"""Rows that enter shared memory at a time."""
+MMA_HEADS = 16
+"""Heads of a CTA of `few_heads.cu`."""
+STAGE_ROWS = 32
+"""Rows of one stage of a ring in shared memory."""
 COPY_ALIGNMENT = 16
-"""Bytes that a row's address must be a multiple of."""
+"""Bytes that a row's address must be a multiple of, for bulk copies."""
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
-SIGNATURE = "PqqPqiiPqqiPPPqiiPiqqPPPPPPfPiiiiii"
 
 
-class Variant(NamedTuple):
-    """How a block of `few_heads.cu` is laid out."""
+class CtaShape(NamedTuple):
+    """How a kernel is compiled and launched, and what its splits cost."""
 
-    streams: int
-    """Rings of rows, each with two producers and a team: a token's columns are dealt out to them."""
-    stages: int
-    """Of each ring."""
-    per_sm: int
-    """Blocks that share one multiprocessor."""
-    bf16_rows: bool = False
-    """Whether rows are bf16 (1152 bytes) or FP8 (656)."""
-
-    @property
-    def source(self) -> str:
-        """The kernel."""
-        return "few_heads"
-
-    @property
-    def heads(self) -> int:
-        """Of a block."""
-        return GROUP
-
-    @property
-    def threads(self) -> int:
-        """Per block: teams of four warps, then four warps of which two produce for each stream."""
-        return 128 * (self.streams + 1)
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory: rings, shares of logits, what streams hand over, query maxima, barriers, notes."""
-        stages = self.streams * self.stages
-        row = 1152 + 16 if self.bf16_rows else 656  # padded to an odd multiple of 16 bytes
-        merge = 4 * 18 * 512 if self.streams > 1 else 0
-        maxima = 0 if self.bf16_rows else self.streams * 2 * 4 * 4 * GROUP
-        return stages * STAGE * row + self.streams * 2 * 4 * 4 * 512 + merge + maxima + stages * 24
-
-    @property
-    def rows_at_once(self) -> int:
-        """Columns of a token that a block works on at a time."""
-        return STAGE * self.streams
-
-    @property
-    def parts_per_step(self) -> int:
-        """See `items.choose_cut`."""
-        return 800
-
-    @property
-    def steps_per_part(self) -> int:
-        """See `items.choose_cut`."""
-        return 2
-
-    @property
-    def constants(self) -> dict[str, int]:
-        """What the source wants to know."""
-        return {
-            "BF16_ROWS": int(self.bf16_rows),
-            "STREAMS": self.streams,
-            "STAGES": self.stages,
-            "PER_SM": self.per_sm,
-        }
-
-
-class Columns(NamedTuple):
-    """How a block of `heads_as_columns.cu` is laid out, which has FP8 rows: three groups of four warps."""
-
+    source: str
+    """The file without its suffix; the kernel is `attend_<source>`."""
     heads: int
-    """That there is room for: 16 or 32."""
-    stages: int
-    """Of its ring."""
-
-    @property
-    def source(self) -> str:
-        """The kernel."""
-        return "heads_as_columns"
-
-    @property
-    def threads(self) -> int:
-        """Per block."""
-        return 384
-
-    @property
-    def per_sm(self) -> int:
-        """Blocks that share one multiprocessor."""
-        return 1
-
-    @property
-    def rows_at_once(self) -> int:
-        """Columns of a token that a block works on at a time."""
-        return 4 * STAGE
-
-    @property
-    def parts_per_step(self) -> int:
-        """See `items.choose_cut`."""
-        return 2500
-
-    @property
-    def steps_per_part(self) -> int:
-        """See `items.choose_cut`."""
-        return 1
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory: tiles of queries and weights, the ring, numbers of heads, barriers, answers."""
-        tiles, numbers = (10 + 8) * 128 * self.heads, (21 + 64) * 4 * self.heads
-        barriers = self.stages * 24 + 5 * 8  # with notes; four are for turns, one is for all
-        answers = 2 * 16  # of each team, aligned to as many
-        return tiles + self.stages * STAGE * 656 + numbers + ceil_div(barriers, 16) * 16 + answers
-
-    @property
-    def constants(self) -> dict[str, int]:
-        """What the source wants to know."""
-        return {"HEADS": self.heads, "STAGES": self.stages}
+    """Heads of a CTA."""
+    threads: int
+    per_sm: int
+    """CTAs that share an SM."""
+    shared: int
+    """Bytes of shared memory per CTA. The SharedMemoryPlan of the source is the only sum: the source does not compile
+    with another number, and the error says the right one."""
+    columns: int
+    """Columns of a token that a CTA works on at a time: a step of `choose_splits`."""
+    rows_per_step: int
+    """See `choose_splits`."""
+    steps_per_split: int
+    """See `choose_splits`."""
+    defines: tuple[tuple[str, int], ...]
+    """Other preprocessor constants of the source."""
 
 
-Layouts = Variant | Columns
+def mma_shape(streams: int, stages: int, *, per_sm: int, shared: int, bf16_rows: bool = False) -> CtaShape:
+    """A shape of `few_heads.cu`: streams of rows, each with a ring of so many stages and a consumer warpgroup."""
+    defines = (
+        ("BF16_ROWS", int(bf16_rows)),
+        ("RING_STREAMS", streams),
+        ("RING_STAGES", stages),
+        ("PER_SM", per_sm),
+    )
+    threads = 128 * (streams + 1)  # a consumer warpgroup for each stream, one warpgroup of producers
+    return CtaShape("few_heads", MMA_HEADS, threads, per_sm, shared, streams * STAGE_ROWS, 800, 2, defines)
 
 
-class Variants(NamedTuple):
-    """Those for one kind of rows."""
+def wgmma_shape(heads: int, stages: int, *, shared: int) -> CtaShape:
+    """A shape of `heads_as_columns.cu`, for FP8 rows: 16 or 32 heads and a ring of so many stages."""
+    defines = (("HEADS", heads), ("RING_STAGES", stages))
+    # Two consumer warpgroups of 64 rows each, one warpgroup of producers.
+    return CtaShape("heads_as_columns", heads, 384, 1, shared, 4 * STAGE_ROWS, 2500, 1, defines)
 
-    few_tokens: Layouts
-    many_tokens: Layouts
-    more_heads: Layouts
-    """Than one group, unless there are few tokens."""
+
+class Shapes(NamedTuple):
+    """The shapes for one kind of rows; the choice is measured in benchmarks/NOTES.md."""
+
+    few_tokens: CtaShape
+    many_tokens: CtaShape
+    more_heads: CtaShape
+    """For more than 16 heads, unless `few_pairs` applies."""
     few_pairs: int
-    """Of a token and 16 heads: up to so many, blocks of 16 heads are fastest however many heads there are."""
+    """If tokens * ceil(heads / 16) is at most this, CTAs of 16 heads are fastest at any number of heads."""
 
 
-FP8_ROWS = Variants(Variant(2, 3, 1), Columns(16, 9), Columns(32, 7), few_pairs=32)
-BF16_ROWS = Variants(Variant(2, 2, 1, True), Variant(1, 2, 2, True), Variant(1, 2, 2, True), few_pairs=16)
+FP8_ROWS = Shapes(
+    few_tokens=mma_shape(2, 3, per_sm=1, shared=196_752),
+    many_tokens=wgmma_shape(16, 9, shared=231_520),
+    more_heads=wgmma_shape(32, 7, shared=231_792),
+    few_pairs=32,
+)
+BF16_ROWS = Shapes(
+    few_tokens=mma_shape(2, 2, per_sm=1, shared=219_232, bf16_rows=True),
+    many_tokens=mma_shape(1, 2, per_sm=2, shared=91_184, bf16_rows=True),
+    more_heads=mma_shape(1, 2, per_sm=2, shared=91_184, bf16_rows=True),
+    few_pairs=16,
+)
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
-    """Why these kernels cannot do it, None if they can."""
+    """Why these kernels cannot do a call, or None if they can."""
     if q.dtype not in QUERY_DTYPES:
         return f"queries are {checks.dtype_name(q.dtype)}, not bfloat16 or float16"
     if value_dim != VALUE_DIM:
@@ -192,16 +126,19 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
 
 
 def source(q: Tensor, selections: Sequence[Selection], sms: int) -> str:
-    """The file that runs a call which these kernels take."""
+    """The files that run a call which these kernels take."""
     tokens, heads, _ = q.shape
-    names = [usual_variant(tokens, heads, sms, bool(_rows_are_bf16(s.cache.layout.key))).source for s in selections]
+    names = [choose_shape(tokens, heads, sms, bool(_rows_are_bf16(s.cache.layout.key))).source for s in selections]
     return " and ".join(f"{name}.cu" for name in dict.fromkeys(names))
 
 
 @cache
 def _rows_are_bf16(key: str) -> bool | None:
-    """Whether rows of a layout are those of v32-bf16 (True), of v32-fp8 (False), or neither."""
-    layout = from_key(key)  # a string knows its hash, a layout works it out on every call
+    """Whether rows of a layout are those of v32-bf16 (True), of v32-fp8 (False), or of neither.
+
+    The layout is given by its key, since a string's hash is computed once and a layout's on every call.
+    """
+    layout = from_key(key)
     for bf16_rows, usual, modes in ((True, rows(), ("none",)), (False, v32_fp8(), ("pow2", "exact"))):
         parts = ("latent", "rope", "tile", "values", "scales", "tail")
         if layout.scale_mode in modes and all(getattr(layout, part) == getattr(usual, part) for part in parts):
@@ -211,138 +148,131 @@ def _rows_are_bf16(key: str) -> bool | None:
 
 def suits(tokens: int | None, heads: int, bf16_rows: bool) -> bool:
     """Whether these kernels are faster than those for many heads, where both can do it (see benchmarks/NOTES.md)."""
-    return heads <= (GROUP if bf16_rows else 2 * GROUP) or _few_pairs(tokens, heads, bf16_rows)
+    return heads <= (MMA_HEADS if bf16_rows else 2 * MMA_HEADS) or _few_pairs(tokens, heads, bf16_rows)
 
 
 def _few_pairs(tokens: int | None, heads: int, bf16_rows: bool) -> bool:
-    variants = BF16_ROWS if bf16_rows else FP8_ROWS
-    return tokens is not None and tokens * ceil_div(heads, GROUP) <= variants.few_pairs
+    shapes = BF16_ROWS if bf16_rows else FP8_ROWS
+    return tokens is not None and tokens * ceil_div(heads, MMA_HEADS) <= shapes.few_pairs
 
 
-def usual_variant(tokens: int | None, heads: int, sms: int, bf16_rows: bool) -> Layouts:
-    """Two streams of one block split a token into fewer parts, and are best where there are few tokens.
+def choose_shape(tokens: int | None, heads: int, sms: int, bf16_rows: bool) -> CtaShape:
+    """The fastest shape; without a number of tokens, one for all of them.
 
-    Without a number of tokens: one for all of them.
+    Two streams in a CTA need fewer splits of a token, and are best where there are few tokens.
     """
-    variants = BF16_ROWS if bf16_rows else FP8_ROWS
-    if heads > GROUP and not _few_pairs(tokens, heads, bf16_rows):
-        return variants.more_heads
-    return variants.few_tokens if tokens is not None and tokens <= 2 * sms else variants.many_tokens
+    shapes = BF16_ROWS if bf16_rows else FP8_ROWS
+    if heads > MMA_HEADS and not _few_pairs(tokens, heads, bf16_rows):
+        return shapes.more_heads
+    return shapes.few_tokens if tokens is not None and tokens <= 2 * sms else shapes.many_tokens
 
 
-def attend_slots(
-    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attend_slots`; each selection is cut into parts of its own, one launch per selection."""
-    variants = [_variant(q, s, splits) for s in selections]
-    counts = [_cut(q, s, v, splits, direct=False).parts for s, v in zip(selections, variants, strict=True)]
-    found = Target.empty(sum(counts), *q.shape[:2], device=q.device)
+class Plan(NamedTuple):
+    """How one selection of a call is launched."""
+
+    shape: CtaShape
+    split: SplitPlan
+    capacity: int
+    """Work items that the device works on at a time."""
+    sharing: int
+    """CTAs that share the heads of a work item."""
+
+
+def _plan(q: Tensor, selection: Selection, splits: int | None, *, direct: bool) -> Plan:
+    """Choose shape and splits. `direct`: whether whole tokens can be written to the output.
+
+    Both help to fix a row's bits, so with given splits they do not depend on the number of tokens.
+    """
+    tokens, heads, _ = q.shape
+    columns, sms = selection.slots.shape[1], sm_count(q.device)
+    bf16_rows = bool(_rows_are_bf16(selection.cache.layout.key))
+    shape = choose_shape(tokens if splits is None else None, heads, sms, bf16_rows)
+    sharing = ceil_div(heads, shape.heads)
+    capacity = max(1, shape.per_sm * sms // sharing)
+    if splits is None:
+        steps = max(1, ceil_div(columns, shape.columns))
+        split = choose_splits(
+            tokens,
+            max(heads, MMA_HEADS),
+            steps,
+            capacity,
+            direct=direct,
+            rows_per_step=shape.rows_per_step,
+            steps_per_split=shape.steps_per_split,
+        )
+    else:
+        splits = min(splits, max(1, columns))
+        split = SplitPlan(tokens, 1) if splits == 1 and direct else SplitPlan(0, splits)
+    return Plan(shape, split, capacity, sharing)
+
+
+def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.attend_slots`, one launch per selection; each selection has splits of its own."""
+    q, scale = call.q, call.factor
+    plans = [_plan(q, selection, call.splits, direct=False) for selection in call.selections]
+    found = Outputs.empty(sum(plan.split.splits for plan in plans), *q.shape[:2], device=q.device)
     first = 0
-    for selection, variant, count in zip(selections, variants, counts, strict=True):
-        part = Target(*(tensor[first : first + count] for tensor in found))
-        attend_items(q, selection, variant, scale=scale, sink=None, whole=part, parts=part)
-        first += count
+    for selection, plan in zip(call.selections, plans, strict=True):
+        part = Outputs(*(tensor[first : first + plan.split.splits] for tensor in found))
+        _launch_plan(plan, q, selection, scale, output_params(part, part, None))
+        first += plan.split.splits
     return found
 
 
-def attend_into(
-    q: Tensor,
-    selections: Sequence[Selection],
-    *,
-    scale: float | Tensor,
-    splits: int | None,
-    sink: Tensor | None,
-    out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_into`; tokens that are not cut go straight into `out`."""
-    if len(selections) > 1 or not fits_directly(out):
-        parts = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
-        return combine_with_maxima(*parts, sink, out)
-    variant = _variant(q, selections[0], splits)
-
-    def launch(whole: Target, parts: Target) -> None:
-        attend_items(q, selections[0], variant, scale=scale, sink=sink, whole=whole, parts=parts)
-
-    return attend_in_items(out, sink, _cut(q, selections[0], variant, splits, direct=True), launch)
-
-
-def _variant(q: Tensor, selection: Selection, splits: int | None) -> Layouts:
-    """How blocks are laid out: part of what fixes a row's bits, so with a number of parts the same for all batches."""
-    bf16_rows = bool(_rows_are_bf16(selection.cache.layout.key))
-    return usual_variant(q.shape[0] if splits is None else None, q.shape[1], sm_count(q.device), bf16_rows)
-
-
-def _cut(q: Tensor, selection: Selection, variant: Layouts, splits: int | None, *, direct: bool) -> Cut:
-    tokens, columns = q.shape[0], selection.slots.shape[1]
-    if splits is None:
-        steps = max(1, ceil_div(columns, variant.rows_at_once))
-        room, heads = _room(q, variant)[0], max(q.shape[1], GROUP)
-        costs = {"parts_per_step": variant.parts_per_step, "steps_per_part": variant.steps_per_part}
-        return choose_cut(tokens, heads, steps, room, direct=direct, **costs)
-    parts = min(splits, max(1, columns))
-    return Cut(tokens, 1) if parts == 1 and direct else Cut(0, parts)
-
-
-def _room(q: Tensor, variant: Layouts) -> tuple[int, int]:
-    """How many items the device works on at a time, and how many blocks share the heads of each."""
-    sharing = ceil_div(q.shape[1], variant.heads)
-    return max(1, variant.per_sm * sm_count(q.device) // sharing), sharing
-
-
-def attend_items(
-    q: Tensor,
-    selection: Selection,
-    variant: Layouts,
-    *,
-    scale: float | Tensor,
-    sink: Tensor | None,
-    whole: Target,
-    parts: Target,
-) -> None:
-    """Fill the first tokens' rows of `whole` [T, ...], and `parts` [P, t, ...] for the other t, contiguous in float32.
-
-    Each part is normalised by its own sum; the sink counts only in whole tokens.
-    """
+def attend(call: Attend) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`; tokens that are not split go straight into `out`."""
+    q, sink, out = call.q, call.sink, call.out
+    if len(call.selections) > 1 or not can_store(out):
+        return combine_splits(*attend_slots(call.in_splits()), sink, out)
+    selection = call.selections[0]
+    plan = _plan(q, selection, call.splits, direct=True)
     tokens, heads, _ = q.shape
-    if tokens == 0:
+    whole = Outputs.into(out)
+    if plan.split.whole == tokens:
+        _launch_plan(plan, q, selection, call.factor, output_params(whole, None, sink))
+    else:
+        splits = Outputs.empty(plan.split.splits, tokens - plan.split.whole, heads, device=q.device)
+        _launch_plan(plan, q, selection, call.factor, output_params(whole, splits, sink))
+        merge_splits(splits, sink, whole)
+    return whole.lse, whole.max_logits
+
+
+def _launch_plan(plan: Plan, q: Tensor, selection: Selection, scale: float | Tensor, output: OutputParams) -> None:
+    """Fill the outputs of whole tokens, and the splits of the others, each normalised by its own sum.
+
+    The sink counts only in whole tokens.
+    """
+    if q.shape[0] == 0:
         return
+    # The kernels load four neighbouring elements at a time.
     if q.stride(2) != 1 or q.stride(0) % 4 or q.stride(1) % 4 or q.data_ptr() % 8:
         q = q.contiguous()
-    cache, slots = selection.cache, selection.slots
-    count, left = parts.lse.shape[0], parts.lse.shape[1]
-    items, columns = tokens - left + left * count, slots.shape[1]
-    # Held by name until the launch, so that nobody else gets their memory.
-    lengths = None if selection.lengths is None else selection.lengths.contiguous()
-    ids = None if selection.request_ids is None else selection.request_ids.contiguous()
-    table = selection.block_table
-    if table is not None and table.stride(1) != 1:
-        table = table.contiguous()
-    factor = scale.float() if isinstance(scale, Tensor) else None
-    pages = (0, 0, 0) if table is None else (table.stride(0), table.shape[1], table.shape[0])
-    out, lse, maxima = whole.addresses()
-    launch, (room, sharing) = _launch(q.device, variant, q.dtype), _room(q, variant)
-    launch(
-        (min(items, room), sharing, 1),
-        *(q.data_ptr(), q.stride(0), q.stride(1)),
-        *(cache.storage.data_ptr(), cache.page_stride, cache.page_size, cache.pages),
-        *(slots.data_ptr(), slots.stride(0), slots.stride(1), columns),
-        *(address(lengths), address(ids), address(table), *pages),
-        *(out, OUT_KINDS[whole.out.dtype], whole.out.stride(-3), whole.out.stride(-2), lse, maxima, address(sink)),
-        *parts.addresses(),
-        *(1.0 if isinstance(scale, Tensor) else scale, address(factor)),
-        *(items, left, heads, tokens - left, count, ceil_div(columns, count)),
+    held = [q]  # copies must live until the launch, or their memory may be given to somebody else
+    items = output.whole + output.split_tokens * output.splits
+    params = AttendParams(
+        items,
+        ceil_div(selection.slots.shape[1], output.splits),
+        query_params(q, scale, held),
+        output,
+        selection_params(selection, held),
     )
+    grid = (min(items, plan.capacity), plan.sharing, 1)
+    _launch(q.device, plan.shape, q.dtype)(grid, params)
 
 
 @cache
-def program(variant: Layouts, dtype: torch.dtype) -> Program:
-    """The source for a variant and a dtype of queries."""
-    size = {"THREADS": variant.threads, "SHARED_BYTES": variant.shared}
-    constants = variant.constants | size | {"QUERY_HALF": int(dtype == torch.float16)}
-    return Program.packaged(__package__, f"{variant.source}.cu", **constants)
+def program(shape: CtaShape, dtype: torch.dtype) -> Program:
+    """The source for a shape and a dtype of queries."""
+    defines = dict(shape.defines) | {
+        "QUERY_FP16": int(dtype == torch.float16),
+        "THREADS": shape.threads,
+        "SHARED_BYTES": shape.shared,
+        "PARAMS_BYTES": params_bytes(AttendParams),
+    }
+    return Program.packaged(__package__, f"{shape.source}.cu", **defines)
 
 
 @cache
-def _launch(device: torch.device, variant: Layouts, dtype: torch.dtype) -> Launch:
-    loaded = kernel(program(variant, dtype), f"attend_{variant.source}", device_index(device))
-    return Launch(loaded, SIGNATURE, threads=variant.threads, shared=variant.shared, overlap=True)
+def _launch(device: torch.device, shape: CtaShape, dtype: torch.dtype) -> Launch:
+    loaded = kernel(program(shape, dtype), f"attend_{shape.source}", device_index(device))
+    return Launch(loaded, AttendParams, threads=shape.threads, shared=shape.shared, overlap=True)

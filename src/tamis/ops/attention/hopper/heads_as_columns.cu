@@ -1,149 +1,171 @@
-// Sparse attention of up to 16 or 32 heads over FP8 rows of 656 bytes, which enter shared memory once and stay as they
-// are; each code is widened once for its product with queries and once as a value, whatever the number of heads. More
-// heads are for blocks beside it, numbered by y.
+// Sparse attention of 16 or 32 heads per CTA with wgmma over FP8 rows of 656 bytes. More heads are more CTAs along the
+// grid's y axis, which read the same rows.
 //
-// Heads are the columns of the products, since those of four warps have 64 rows: logits are keys [64, 576] times queries
-// [576, heads], outputs are values [512, 64] times weights [64, heads]. Keys and values are the first factors, which
-// come from registers: codes go from shared memory to registers as matrices, for values transposed, and are widened on
-// the way. Queries and weights are the second factors, tiles in shared memory. No number of a row is ever written.
+// The products of a warpgroup have M = 64, so rows of the cache and columns of the values are M, and heads are N:
+//   logits [64 rows, heads]     = keys [64 rows, 576] x queries [576, heads]
+//   outputs [512 columns, heads] = values [512 columns, 64 rows] x weights [64 rows, heads]
+// The A operands come from registers: ldmatrix loads codes (transposed for values), which are converted to fp16 on the way,
+// once for all heads, and are never written back. Queries and weights are the B operands, swizzled tiles in shared memory.
 //
-// A block works through items, each a query token, or a part of the columns of one, as `row_ring.cuh` has it. Four warps
-// copy rows into one ring, from which two teams of four warps take 64 rows, two stages, in turn. Each has references and
-// sums of its own, so that one multiplies while the other one makes weights; when an item ends, each gets the other's sums
-// of two of the four tiles. Turns with keys are taken in order, and so are those with values: stages are then filled and
-// freed in order, which is what their barriers, with two phases to tell apart, ask for.
+// Roles. A CTA works through work items (see `few_heads_items.cuh`). Four producer warps fill one ring of rows (see
+// `row_ring.cuh`). Two consumer warpgroups take 64 rows, two stages, in turn, each with its own softmax references and
+// accumulators, so that one multiplies while the other computes weights. Their order at keys and at values is fixed by two
+// pairs of mbarriers: stages are then filled and freed in order, as their mbarriers, with two phases, require. At the end
+// of a work item each warpgroup gets the other's accumulators of two of the four tiles, and writes these.
 //
-// e4m3 numbers are exact in fp16; a tile's scale is applied to logits and weights. Queries are brought into fp16's range
-// by a power of two per head. So are weights times scales: a head has a reference for its logits, from which weights
-// are exp2(logit - reference) in float32, and a factor for each tile, which makes the largest weight times scale a number
-// that fp16 holds in full, whatever the tile's scales are. Where something would not fit, a team moves its references
-// and factors.
+// Numbers. e4m3 values are exact in fp16; a tile's scale is applied to logits and weights. Queries are multiplied with a
+// power of two per head that brings them into fp16's range. A head has one softmax reference for its logits, with
+// exp2(logit - reference) as weights in float32, and one factor for each tile, which makes the largest weight times scale a
+// number that fp16 holds in full. If something does not fit, the warpgroup moves its references and factors.
 //
-// Defined by the caller: HEADS (16 or 32), STAGES of the ring, QUERY_HALF (1: queries are fp16, 0: bf16), and THREADS and
-// SHARED_BYTES, which follow from them.
+// Shared memory is `SharedMemoryPlan` below: 226 KB.
+//
+// Budget (H200): with 32 heads, 128 tokens of 2,048 rows take 71 us, about 4,000 cycles per 64 rows of a warpgroup; bulk
+// copies of 64 rows take 1,470 of them. The begin and end of a work item take 13,000 cycles, so splits are long.
+//
+// Defined by the host: HEADS (16 or 32), RING_STAGES, QUERY_FP16 (1: queries are fp16, 0: bf16), THREADS, SHARED_BYTES,
+// PARAMS_BYTES.
 
 #include "instructions.cuh"
+#include "query_tiles.cuh"
+#include "row_ring.cuh"
+#include "softmax.cuh"
 #include "warpgroups.cuh"
 
 typedef unsigned short u16;
 
-// A row: 512 codes in four tiles, a float32 scale for each tile, 64 bf16 numbers of the rope part. From one to the next
-// it is an odd multiple of 16 bytes, so that the rows of a matrix are in different banks.
-constexpr int TILES = 4, TILE = 128, SCALES = 512, ROPE = 528, ROW = 656, PITCH = ROW;
-constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = 32 * TEAM_WARPS, CONSUMERS = TEAMS * TEAM_THREADS;
-constexpr int TURN = 2;  // stages that a team takes at a time
-constexpr int STREAMS = 1, PRODUCERS = 4, SHARED_STAGES = 8, ROUND = TURN * TEAMS;
+// ---- Shapes
 
-#include "row_ring.cuh"
+// A row has four tiles of 128 e4m3 codes, a float32 scale per tile and 64 bf16 rope columns.
+constexpr int TILES = 4, TILE = 128, SCALES_AT = 512, ROPE_AT = 528;
+constexpr int WARPGROUPS = 2, WARPS = 4, WARPGROUP = 32 * WARPS, CONSUMERS = WARPGROUPS * WARPGROUP;
+constexpr int PASS_STAGES = 2;  // stages that a warpgroup takes at a time: 64 rows
 
-// Of a product with 64 rows, a lane has rows `row` and `row + 8` of its warp's 16, and of every octet of heads the two
-// from 2 * pair on: results are at [4 * octet + 2 * (row or row + 8) + first or second head].
-constexpr int OCTETS = HEADS / 8, RESULTS = 4 * OCTETS;
-// An fp16 query has more digits than bf16, which the rope part is multiplied in: two numbers for one.
-constexpr int ROPE_PARTS = QUERY_HALF ? 2 : 1;
-constexpr int HEAD_TILE = HEADS * 128;  // bytes: a row of 64 numbers for each head
+struct RingShape {
+    // An odd multiple of 16 bytes, so that ldmatrix reads the rows of a matrix from different banks.
+    static constexpr int ROW_BYTES = 656, PITCH = ROW_BYTES;
+    static constexpr int PRODUCERS = 4, SHARED_STAGES = 8;
+    static constexpr int STAGES = RING_STAGES, STREAMS = 1, ROUND = PASS_STAGES * WARPGROUPS;
+};
+using Ring = RowRing<RingShape>;
+constexpr int PITCH = RingShape::PITCH;
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-// The largest weight times scale starts at 2^10, and moves when it is more than fp16 holds; below, there is full
-// precision to 2^-14. Weights themselves may grow more before their reference moves.
+// Of a product with M = 64, a lane has rows `row` and `row + 8` of its warp's 16, and of every octet of heads the two from
+// 2 * pair on: accumulators are at [4 * octet + 2 * (row or row + 8) + first or second head].
+constexpr int OCTETS = HEADS / 8, FRAGMENT = 4 * OCTETS;
+constexpr int VALUE_BLOCKS = 2 * TILES;  // products with 64 columns of the values each
+using Queries = QueryTiles<HEADS, CONSUMERS, QUERY_FP16 ? FP16 : BF16>;
+constexpr int ROPE_TERMS = Queries::ROPE_TERMS;
+constexpr int HEAD_TILE = Queries::TILE_BYTES;  // of a B operand: 64 elements for each head
+// Codes are loaded this many steps before they are converted: ldmatrix takes long while products read shared memory.
+constexpr int KEYS_AHEAD = 2, VALUES_AHEAD = 2;
+
+static_assert(THREADS == CONSUMERS + 32 * RingShape::PRODUCERS && (HEADS == 16 || HEADS == 32), "no such shape");
+
+// ---- Range of weights, as exponents of two
+
+// The largest weight times scale starts at 2^10, and moves if it is more than fp16 holds; fp16 has full precision down to
+// 2^-14. Weights themselves may grow more before their reference moves.
 constexpr float START_BITS = 10.0f, WEIGHT_BITS = 20.0f;
-// A tile without a scale has weights of zero, whatever its factor, which must be a number.
+// A tile whose scale is zero has weights of zero whatever its factor, which must be finite.
 constexpr float LEAST_SCALE_BITS = -85.0f;
 constexpr float NO_REFERENCE = -1e30f;
 
 // Registers per thread: producers leave theirs to the consumers.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
-// Shared memory.
-constexpr int QUERY = 0;  // 64 columns at a time; then one or two of the rope part
-constexpr int WEIGHTS = QUERY + (8 + 2) * HEAD_TILE;  // times scales: of each team's rows, for each tile of values
-constexpr int RING = WEIGHTS + TEAMS * TILES * HEAD_TILE;
-// Numbers of each head.
-constexpr int PER_HEAD = 4 * HEADS;
-constexpr int UNITS = RING + STAGES * STAGE_BYTES;  // what products are multiplied with
-// Of each team, for each tile and then for what tiles have in common.
-constexpr int KINDS = TILES + 1, PER_TEAM = KINDS * PER_HEAD;
-constexpr int REFERENCES = UNITS + PER_HEAD;  // of weights times scales; of logits
-constexpr int FACTORS = REFERENCES + TEAMS * PER_TEAM;  // of weights, for tiles alone
-// Of each thread: the largest product of each of its heads' queries and its rows, which registers have no room for.
-constexpr int TOPS = FACTORS + TEAMS * PER_TEAM;
-constexpr int BARRIERS = TOPS + CONSUMERS * 2 * 4 * OCTETS;
-constexpr int NOTES = BARRIERS + STAGES * 16;
-constexpr int TURNS = NOTES + STAGES * 8;  // [2][TEAMS] barriers: at keys, and at values
-constexpr int MEETING = TURNS + 2 * TEAMS * 8;  // barrier of all consumers
-constexpr int ANSWERS = (MEETING + 8 + 15) / 16 * 16;  // [TEAMS][TEAM_WARPS]
+// ---- Shared memory
 
-static_assert(ANSWERS + TEAMS * TEAM_WARPS * 4 == SHARED_BYTES, "the caller has another layout in mind");
-static_assert(THREADS == CONSUMERS + 32 * PRODUCERS && (HEADS == 16 || HEADS == 32), "no plan for these");
+struct SharedMemoryPlan {
+    static constexpr int PER_HEAD = 4 * HEADS;                // one float32 per head
+    static constexpr int KINDS = TILES + 1;                   // one for each tile, then one that all tiles share
+    static constexpr int PER_WARPGROUP = KINDS * PER_HEAD;
+    static constexpr int WARPGROUP_WEIGHTS = TILES * HEAD_TILE;
 
-// While a team has no use for its weights, numbers of each head are there.
-constexpr int TEAM_WEIGHTS = TILES * HEAD_TILE;
-constexpr int SHARES = 0;  // of each warp: largest of its rows; at the end totals and products
-constexpr int CHANGES = SHARES + TEAM_WARPS * PER_TEAM;  // of sums, for each tile, and of totals
-// At the end of an item, in place of queries and weights: sums on their way to the other team.
-constexpr int HANDED_OVER = QUERY;
-static_assert(HANDED_OVER + CONSUMERS * TILES / TEAMS * 2 * 4 * RESULTS <= RING, "sums do not fit");
+    static constexpr int QUERY = 0;                                                // [8 + 2] tiles: latent, rope terms
+    static constexpr int WEIGHTS = QUERY + (Queries::LATENT_TILES + 2) * HEAD_TILE;  // [warpgroup][tile], times scales
+    static constexpr int ROWS = WEIGHTS + WARPGROUPS * WARPGROUP_WEIGHTS;          // [stage][row]
+    static constexpr int LOGIT_SCALES = ROWS + Ring::ALL_STAGES * Ring::STAGE_BYTES;  // [head]
+    static constexpr int REFERENCES = LOGIT_SCALES + PER_HEAD;                     // [warpgroup][kind][head]
+    static constexpr int FACTORS = REFERENCES + WARPGROUPS * PER_WARPGROUP;        // [warpgroup][kind][head], of weights
+    // Running maxima of products, of each thread: registers have no room for them.
+    static constexpr int RUNNING_MAX = FACTORS + WARPGROUPS * PER_WARPGROUP;       // [octets / 2][thread][4]
+    static constexpr int BARRIERS = RUNNING_MAX + CONSUMERS * 2 * 4 * OCTETS;      // [stage] full, empty
+    static constexpr int INFOS = BARRIERS + Ring::ALL_STAGES * Ring::BARRIER_BYTES;  // [stage]
+    static constexpr int KEYS_ORDER = INFOS + Ring::ALL_STAGES * Ring::INFO_BYTES;  // [warpgroup] mbarriers
+    static constexpr int VALUES_ORDER = KEYS_ORDER + WARPGROUPS * 8;               // [warpgroup] mbarriers
+    static constexpr int MEETING = VALUES_ORDER + WARPGROUPS * 8;                  // mbarrier of all consumers
+    static constexpr int VOTES = (MEETING + 8 + 15) / 16 * 16;                     // [warpgroup][warp]
+    static constexpr int BYTES = VOTES + WARPGROUPS * WARPS * 4;
 
-// Named barriers; the last is one for each team.
-constexpr u32 BOTH_TEAMS = 1, ONE_TEAM = 2;
+    // While a warpgroup's weights are not in use, they hold numbers of each head.
+    static constexpr int PARTIALS = 0;                                 // [warp][kind][head]: of the warp's rows
+    static constexpr int RESCALES = PARTIALS + WARPS * PER_WARPGROUP;  // [kind][head]: of accumulators, of sums
+    // At the end of a work item, queries and weights are replaced by accumulators for the other warpgroup.
+    static constexpr int EXCHANGE = QUERY;
+    static_assert(EXCHANGE + CONSUMERS * TILES / WARPGROUPS * 2 * 4 * FRAGMENT <= ROWS, "accumulators do not fit");
+};
+using Plan = SharedMemoryPlan;
+template struct CheckSharedBytes<Plan::BYTES, SHARED_BYTES>;
 
-constexpr u32 KEYS_TURN = TURNS, VALUES_TURN = TURNS + TEAMS * 8;
+// Named barriers; the last is one per warpgroup.
+constexpr u32 ALL_CONSUMERS = 1, ONE_WARPGROUP = 2;
 
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
+// ---- Consumers
 
-struct Seat {
-    int warp, lane, team, row, pair;
+struct Consumer {
+    int warp, lane, warpgroup, row, pair;
     u32 memory;
 
-    __device__ __forceinline__ explicit Seat(u32 memory) : memory(memory) {
+    __device__ __forceinline__ explicit Consumer(u32 memory) : memory(memory) {
         lane = threadIdx.x % 32;
-        warp = uniform(threadIdx.x / 32) % TEAM_WARPS;
-        team = uniform(threadIdx.x / TEAM_THREADS);
+        warp = warp_uniform(threadIdx.x / 32) % WARPS;
+        warpgroup = warp_uniform(threadIdx.x / WARPGROUP);
         row = lane / 4;
         pair = lane % 4;
     }
 
     __device__ __forceinline__ static int first_head() { return blockIdx.y * HEADS; }
-    __device__ __forceinline__ void sync() const { named_sync(BOTH_TEAMS, CONSUMERS); }
+    __device__ __forceinline__ void sync() const { named_barrier_sync(ALL_CONSUMERS, CONSUMERS); }
+    __device__ __forceinline__ void sync_warpgroup() const { named_barrier_sync(ONE_WARPGROUP + warpgroup, WARPGROUP); }
 
-    // The same, twice for each item, with parity 0 and then 1. Where teams read what the other has written, racecheck does
-    // not follow a named barrier; it does follow this one, at which every thread arrives.
+    // As `sync`, twice per work item, with parity 0 and then 1, where the warpgroups exchange data: racecheck follows an
+    // mbarrier at which every thread arrives, but not a named barrier.
     __device__ __forceinline__ void meet(u32 parity) const {
-        barrier_arrive(memory + MEETING);
-        barrier_wait(memory + MEETING, parity);
+        mbarrier_arrive(memory + Plan::MEETING);
+        mbarrier_wait(memory + Plan::MEETING, parity);
     }
 
-    __device__ __forceinline__ void sync_team() const { named_sync(ONE_TEAM + team, TEAM_THREADS); }
-
-    // Whether any thread of the team has said so. The team waits once more before it may ask again.
-    __device__ __forceinline__ bool any_of_team(bool said) const {
-        const u32 answers = memory + ANSWERS + team * TEAM_WARPS * 4;
-        const bool here = __any_sync(EVERY_LANE, said);
-        if (lane == 0) shared_store(answers + warp * 4, here);
-        sync_team();
-        const uint4 all = shared_load4(answers);
+    // Whether any thread of the warpgroup votes yes. The warpgroup synchronises once more before it may vote again.
+    __device__ __forceinline__ bool any_of_warpgroup(bool vote) const {
+        const u32 votes = memory + Plan::VOTES + warpgroup * WARPS * 4;
+        const bool here = __any_sync(FULL_MASK, vote);
+        if (lane == 0) shared_store(votes + warp * 4, here);
+        sync_warpgroup();
+        const uint4 all = shared_load4(votes);
         return (all.x | all.y | all.z | all.w) != 0;
     }
 
-    // A team's turn comes when the other one has passed it on.
-    __device__ __forceinline__ void await(u32 turn, u32 parity) const { barrier_wait(memory + turn + team * 8, parity); }
-    __device__ __forceinline__ void pass(u32 turn) const {
+    // The warpgroups alternate at KEYS_ORDER and at VALUES_ORDER: each waits for the other to pass the order on.
+    __device__ __forceinline__ void await(u32 order, u32 parity) const {
+        mbarrier_wait(memory + order + warpgroup * 8, parity);
+    }
+    __device__ __forceinline__ void pass(u32 order) const {
         __syncwarp();
-        if (lane == 0) barrier_arrive(memory + turn + (1 - team) * 8);
+        if (lane == 0) mbarrier_arrive(memory + order + (1 - warpgroup) * 8);
     }
 
-    __device__ __forceinline__ u32 weights() const { return memory + WEIGHTS + team * TEAM_WEIGHTS; }
-
-    // Where this team's numbers of a kind are.
+    // Addresses of this warpgroup's numbers.
+    __device__ __forceinline__ u32 weights() const { return memory + Plan::WEIGHTS + warpgroup * Plan::WARPGROUP_WEIGHTS; }
     __device__ __forceinline__ u32 references(int kind) const {
-        return memory + REFERENCES + team * PER_TEAM + kind * PER_HEAD;
+        return memory + Plan::REFERENCES + warpgroup * Plan::PER_WARPGROUP + kind * Plan::PER_HEAD;
     }
     __device__ __forceinline__ u32 factors(int tile) const {
-        return memory + FACTORS + team * PER_TEAM + tile * PER_HEAD;
+        return memory + Plan::FACTORS + warpgroup * Plan::PER_WARPGROUP + tile * Plan::PER_HEAD;
     }
-    __device__ __forceinline__ u32 changes(int kind) const { return weights() + CHANGES + kind * PER_HEAD; }
-    __device__ __forceinline__ u32 shares(int warp, int kind) const {
-        return weights() + SHARES + warp * PER_TEAM + kind * PER_HEAD;
+    __device__ __forceinline__ u32 rescales(int kind) const { return weights() + Plan::RESCALES + kind * Plan::PER_HEAD; }
+    __device__ __forceinline__ u32 partials(int warp, int kind) const {
+        return weights() + Plan::PARTIALS + warp * Plan::PER_WARPGROUP + kind * Plan::PER_HEAD;
     }
 
     // Numbers of this lane's two heads of an octet.
@@ -152,224 +174,459 @@ struct Seat {
         return {__uint_as_float(two.x), __uint_as_float(two.y)};
     }
 
-    // Where this thread has the largest products of four heads.
-    __device__ __forceinline__ u32 tops(int four) const {
-        return memory + TOPS + 16 * (four * CONSUMERS + threadIdx.x);
+    // This thread's running maxima of four heads, those of two octets.
+    __device__ __forceinline__ u32 running_max(int octets) const {
+        return memory + Plan::RUNNING_MAX + 16 * (octets * CONSUMERS + threadIdx.x);
     }
 };
 
-__device__ __forceinline__ float load_number(u32 at) { return __uint_as_float(shared_load(at)); }
-__device__ __forceinline__ void store_number(u32 at, float number) { shared_store(at, __float_as_uint(number)); }
+// Reductions over the eight lanes that share a head.
+__device__ __forceinline__ float max_of_head(float x) { return max_over_lanes<4, 32>(x); }
+__device__ __forceinline__ float sum_of_head(float x) { return sum_over_lanes<4, 32>(x); }
 
-// ---- Queries
-
-__device__ __forceinline__ float2 widen(u32 packed) {
-    if (QUERY_HALF) return unpack_half(packed);
-    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000u)};
-}
-
-__device__ __forceinline__ float largest(float so_far, uint2 four) {
-    const float2 a = widen(four.x), b = widen(four.y);
-    return fmaxf(so_far, fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y))));
-}
-
-// A token's queries become tiles, in fp16 and in bf16, times powers of two. Of 16 columns, those whose codes are in the
-// first half of a word come first, as in the keys' fragments.
+// Makes a token's queries B operands, times a power of two per head, and resets what is kept for each head.
 __device__ __forceinline__ void load_query(
-    const u16* q, long long head_stride, int heads, float logit_scale, const Seat& seat) {
-    constexpr int SHARERS = CONSUMERS / HEADS;  // threads of a head, neighbours
-    constexpr int GROUPS = 32 / SHARERS, PIECES = 16 / SHARERS;
-    const int thread = worked_out_here(threadIdx.x), head = thread / SHARERS, share = thread % SHARERS;
-    const u16* from = q + (seat.first_head() + head) * head_stride;
-    uint2 latent[GROUPS][4], rope[PIECES];
-    float top = 0.0f;
+    const u16* q, long long head_stride, int heads, float softmax_scale, const Consumer& me) {
+    Queries query(opaque(threadIdx.x));
+    const u16* from = q + (me.first_head() + query.head) * head_stride;
+    const QueryScale scale(__float_as_uint(query.load(from, query.head < heads - me.first_head())));
+    me.sync();  // nobody reads the last work item's queries and numbers any more
+    if (query.share == 0) {
+        const u32 numbers = me.memory + 4 * query.head;
+        store_float(numbers + Plan::LOGIT_SCALES, scale.inverse * softmax_scale);
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u16* at = from + 16 * (share + SHARERS * group) + 4 * i;
-            latent[group][i] = head < heads - seat.first_head() ? *reinterpret_cast<const uint2*>(at) : make_uint2(0, 0);
-            top = largest(top, latent[group][i]);
+        for (int i = 0; i < WARPGROUPS * Plan::KINDS; ++i) {
+            store_float(numbers + Plan::REFERENCES + i * Plan::PER_HEAD, NO_REFERENCE);
+            store_float(numbers + Plan::FACTORS + i * Plan::PER_HEAD, 1.0f);
         }
     }
+    query.store(me.memory + Plan::QUERY, scale.factor);
+    fence_async_proxy();
+    me.sync();
+}
+
+// ---- Accumulators
+
+struct Accumulators {
+    // In blocks of 64 columns of the values: of a tile, a warp has those from 32 * warp on, 16 in each of two blocks, where
+    // a lane's `row` stands for column 2 * row, and `row + 8` for the one after.
+    float values[VALUE_BLOCKS][FRAGMENT];
+    float sum[OCTETS][2];  // of the weights of this lane's rows
+
+    __device__ __forceinline__ void clear(const Consumer& me) {
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-        const u16* at = from + TILES * TILE + 4 * (share + SHARERS * piece);
-        rope[piece] = head < heads - seat.first_head() ? *reinterpret_cast<const uint2*>(at) : make_uint2(0, 0);
-    }
+        for (int i = 0; i < VALUE_BLOCKS; ++i) {
 #pragma unroll
-    for (int step = 1; step < SHARERS; step *= 2) top = fmaxf(top, __shfl_xor_sync(EVERY_LANE, top, step));
-    // The largest number of a head gets between 2^14 and 2^15, so that fp16 loses nothing that counts.
-    const u32 exponent = min(max(__float_as_uint(top) >> 23, 27u), 254u);
-    const float factor = __uint_as_float((268 - exponent) << 23);
-    seat.sync();  // nobody needs what is there
-    if (share == 0) {
-        const u32 numbers = seat.memory + 4 * head;
-        store_number(numbers + UNITS, __uint_as_float((exponent - 14) << 23) * logit_scale);
-#pragma unroll
-        for (int i = 0; i < TEAMS * KINDS; ++i) {
-            store_number(numbers + REFERENCES + i * PER_HEAD, NO_REFERENCE);
-            store_number(numbers + FACTORS + i * PER_HEAD, 1.0f);
-        }
-    }
-    const u32 row = seat.memory + QUERY + 128 * head;
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        const int sixteen = share + SHARERS * group;
-        u32 packed[2][4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 first = widen(latent[group][i].x), second = widen(latent[group][i].y);
-            packed[0][i] = pack_half(first.x * factor, first.y * factor);
-            packed[1][i] = pack_half(second.x * factor, second.y * factor);
+            for (int j = 0; j < FRAGMENT; ++j) values[i][j] = 0.0f;
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const u32(&p)[4] = packed[half];
-            const int unit = (2 * (sixteen % 4) + half) ^ head % 8;
-            shared_store4(row + sixteen / 4 * HEAD_TILE + 16 * unit, make_uint4(p[0], p[1], p[2], p[3]));
+        for (int octet = 0; octet < OCTETS; ++octet) {
+            sum[octet][0] = sum[octet][1] = 0.0f;
+        }
+        const u32 lowest = __float_as_uint(minus_infinity());
+#pragma unroll
+        for (int octets = 0; octets < OCTETS / 2; ++octets) {
+            shared_store4(me.running_max(octets), make_uint4(lowest, lowest, lowest, lowest));
         }
     }
+
+    // Online-softmax correction: multiplies the accumulators by the rescale of their head and tile.
+    __device__ __forceinline__ void rescale(const Consumer& me) {
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-        const int four = share + SHARERS * piece;
+        for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            float2 wide = widen(pair ? rope[piece].y : rope[piece].x);
-            wide = {wide.x * factor, wide.y * factor};
+            for (int octet = 0; octet < OCTETS; ++octet) {
+                const float2 factor = me.own(me.rescales(tile), octet);
 #pragma unroll
-            for (int part = 0; part < ROPE_PARTS; ++part) {
-                const u32 two = pack_bf16(wide.x, wide.y);
-                shared_store(row + (8 + part) * HEAD_TILE + 16 * (four / 2 ^ head % 8) + 8 * (four % 2) + 4 * pair, two);
-                wide.x -= __uint_as_float(two << 16);
-                wide.y -= __uint_as_float(two & 0xFFFF0000u);
+                for (int i = 4 * octet; i < 4 * octet + 4; ++i) {
+                    values[2 * tile][i] *= i % 2 ? factor.y : factor.x;
+                    values[2 * tile + 1][i] *= i % 2 ? factor.y : factor.x;
+                }
             }
         }
     }
-    fence_for_copies_and_products();
-    seat.sync();
+};
+
+// The scale of a tile, in this lane's two rows.
+__device__ __forceinline__ float2 scales_of(const Consumer& me, u32 keys, int tile) {
+    const u32 at = keys + me.row * PITCH + SCALES_AT + 4 * tile;
+    return {load_float(at), load_float(at + 8 * PITCH)};
 }
 
-#include "heads_as_columns_rows.cuh"
+// ---- Keys times queries: a warp's 16 rows
 
-// ---- The end of an item
-
-// What each warp knows about totals and largest products, for everybody.
-__device__ __forceinline__ void share_totals(const State& state, const Seat& seat) {
-    const u32 to = seat.shares(seat.warp, 0) + 8 * seat.pair;
+__device__ __forceinline__ void multiply_keys(const Consumer& me, u32 keys, float (&products)[FRAGMENT]) {
+    constexpr int STEPS = 4 * TILES;  // 32 columns each
+    const int lane = opaque(me.lane);
+    const u32 at = keys + lane % 16 * PITCH + 16 * (lane / 16);
+    const unsigned long long query = k_major(me.memory + Plan::QUERY);
+    u32 codes[KEYS_AHEAD][4], fragments[2][2][4];
+    const auto load = [&](int step) { ldmatrix_x4(codes[step % KEYS_AHEAD], at + 32 * step); };
+    const auto dequantise = [&](int step) {
 #pragma unroll
-    for (int octet = 0; octet < OCTETS; ++octet) {
-        const uint2 tops = shared_load2(seat.tops(octet / 2) + octet % 2 * 8);
+        for (int i = 0; i < 4; ++i) {
+            u32(&fragment)[4] = fragments[step % 2][i / 2];
+            e4m3x4_to_fp16(codes[step % KEYS_AHEAD][i], fragment[i % 2], fragment[i % 2 + 2]);
+        }
+        if (step + KEYS_AHEAD < STEPS) load(step + KEYS_AHEAD);
+    };
+    {
+        u32 rope[4][4];
+#pragma unroll
+        for (int step = 0; step < 4; ++step) ldmatrix_x4(rope[step], at + ROPE_AT + 32 * step);
+#pragma unroll
+        for (int i = 0; i < KEYS_AHEAD; ++i) load(i);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+#pragma unroll
+            for (int term = 0; term < ROPE_TERMS; ++term) {
+                const u32 further = (Queries::LATENT_TILES + term) * HEAD_TILE + 32 * step;
+                wgmma_rs<BF16>(products, rope[step], advance(query, further), step + term > 0);
+            }
+        }
+        wgmma_commit();
+        dequantise(0);
+    }
+    float tile_products[FRAGMENT];
+#pragma unroll
+    for (int here = 0; here < STEPS; ++here) {
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float total = sum_of_head(state.total[octet][i]);
-            const float top = max_of_head(__uint_as_float(i ? tops.y : tops.x));
-            if (seat.row == 0) {
-                store_number(to + 32 * octet + 4 * i, total);
-                store_number(to + PER_HEAD + 32 * octet + 4 * i, top);
+            const u32 further = here / 2 * HEAD_TILE + 64 * (here % 2) + 32 * i;
+            wgmma_rs<FP16>(tile_products, fragments[here % 2][i], advance(query, further), here % 4 + i > 0);
+        }
+        wgmma_commit();
+        if (here + 1 < STEPS) {
+            wgmma_wait<1>();  // for the products that read the fragments that are written next
+            dequantise(here + 1);
+        }
+        if (here % 4 < 3) continue;
+        const float2 scales = scales_of(me, keys, here / 4);
+        if (here == 3) wgmma_wait<0>(products);
+        wgmma_wait<0>(tile_products);
+#pragma unroll
+        for (int i = 0; i < FRAGMENT; ++i) {
+            products[i] = fmaf(tile_products[i], i / 2 % 2 ? scales.y : scales.x, products[i]);
+        }
+    }
+}
+
+// ---- Online softmax. A logit in base 2 is a product times its head's logit scale
+
+__device__ __forceinline__ void update_running_max(const Consumer& me, const float (&products)[FRAGMENT]) {
+#pragma unroll
+    for (int octets = 0; octets < OCTETS / 2; ++octets) {
+        const uint4 before = shared_load4(me.running_max(octets));
+        u32 maxima[4] = {before.x, before.y, before.z, before.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            u32& one = maxima[2 * (i / 4) + i % 2];
+            one = __float_as_uint(fmaxf(__uint_as_float(one), products[8 * octets + i]));
+        }
+        shared_store4(me.running_max(octets), make_uint4(maxima[0], maxima[1], maxima[2], maxima[3]));
+    }
+}
+
+// Computes the weights, and writes the weights times scales as B operands. Returns whether all of them are in range.
+__device__ __forceinline__ bool write_weights(
+    const Consumer& me, u32 keys, const float (&products)[FRAGMENT], float (&weights)[FRAGMENT]) {
+    float largest = NO_REFERENCE;
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; ++octet) {
+        const float2 scale = me.own(me.memory + Plan::LOGIT_SCALES, octet);
+        const float2 reference = me.own(me.references(TILES), octet);
+#pragma unroll
+        for (int i = 4 * octet; i < 4 * octet + 4; ++i) {
+            const float logit = i % 2 ? fmaf(products[i], scale.y, -reference.y) : fmaf(products[i], scale.x, -reference.x);
+            largest = fmaxf(largest, logit);
+            weights[i] = fast_exp2(logit);
+        }
+    }
+    u32 magnitudes = 0;
+    // A lane gives the address of a row of one of four matrices: eight heads times eight of the warp's 16 rows.
+    const int head = me.lane % 8 + me.lane / 16 * 8, unit = 2 * me.warp + me.lane / 8 % 2;
+    const u32 to = me.weights() + 128 * head + 16 * (unit ^ head % 8);
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        const float2 scales = scales_of(me, keys, tile);
+#pragma unroll
+        for (int octets = 0; octets < OCTETS; octets += 2) {
+            u32 packed[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 factor = me.own(me.factors(tile), octets + i / 2);
+                const float scale = i % 2 ? scales.y : scales.x;
+                const float(&w)[FRAGMENT] = weights;
+                const int first = 4 * octets + 2 * i;
+                packed[i] = pack_fp16(w[first] * factor.x * scale, w[first + 1] * factor.y * scale);
+                magnitudes = max_abs_fp16x2(magnitudes, packed[i]);
+            }
+            stmatrix_x4_trans(to + tile * HEAD_TILE + octets * 8 * 128, packed);
+        }
+    }
+    return largest <= WEIGHT_BITS && (magnitudes & 0x7C00) != 0x7C00 && (magnitudes >> 16 & 0x7C00) != 0x7C00;
+}
+
+// For each head, the largest logit of the warp's rows, plus the exponents of this lane's two scales.
+__device__ __forceinline__ void store_largest(
+    const Consumer& me, const float (&products)[FRAGMENT], float2 scale_bits, int kind) {
+    const u32 to = me.partials(me.warp, kind) + 8 * me.pair;
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; ++octet) {
+        const float2 scale = me.own(me.memory + Plan::LOGIT_SCALES, octet);
+        const float* p = &products[4 * octet];
+        const float one = max_of_head(fmaxf(fmaf(p[0], scale.x, scale_bits.x), fmaf(p[2], scale.x, scale_bits.y)));
+        const float two = max_of_head(fmaxf(fmaf(p[1], scale.y, scale_bits.x), fmaf(p[3], scale.y, scale_bits.y)));
+        if (me.row == 0) {
+            store_float(to + 32 * octet, one);
+            store_float(to + 32 * octet + 4, two);
+        }
+    }
+}
+
+// Moves the references to the largest logit of these rows, and the factors so that the largest weight times scale is
+// 2^START_BITS. References never move down.
+__device__ __forceinline__ void raise_references(
+    const Consumer& me, u32 keys, const float (&products)[FRAGMENT], Accumulators& accumulators) {
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        float2 bits = scales_of(me, keys, tile);
+        bits.x = fmaxf(fast_log2(fabsf(bits.x)), LEAST_SCALE_BITS) - START_BITS;
+        bits.y = fmaxf(fast_log2(fabsf(bits.y)), LEAST_SCALE_BITS) - START_BITS;
+        store_largest(me, products, bits, tile);
+    }
+    store_largest(me, products, {0.0f, 0.0f}, TILES);
+    const u32 head = 4 * me.lane;
+    const float reference = me.lane < HEADS ? load_float(me.references(TILES) + head) : 0.0f;
+    me.sync_warpgroup();
+    if (me.lane < HEADS) {
+        const int tile = me.warp;  // each warp has one
+        const float tile_reference = load_float(me.references(tile) + head);
+        float moved = reference, tile_moved = tile_reference;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) {
+            moved = fmaxf(moved, load_float(me.partials(warp, TILES) + head));
+            tile_moved = fmaxf(tile_moved, load_float(me.partials(warp, tile) + head));
+        }
+        store_float(me.references(tile) + head, tile_moved);
+        store_float(me.factors(tile) + head, fast_exp2(moved - tile_moved));
+        store_float(me.rescales(tile) + head, fast_exp2(tile_reference - tile_moved));
+        if (tile == 0) {
+            store_float(me.references(TILES) + head, moved);
+            store_float(me.rescales(TILES) + head, fast_exp2(reference - moved));
+        }
+    }
+    me.sync_warpgroup();
+    accumulators.rescale(me);
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; ++octet) {
+        const float2 factor = me.own(me.rescales(TILES), octet);
+        accumulators.sum[octet][0] *= factor.x;
+        accumulators.sum[octet][1] *= factor.y;
+    }
+    me.sync_warpgroup();  // nobody reads the rescales any more: weights are written there
+}
+
+// ---- Values times weights
+
+// ldmatrix.trans moves 16-bit units: a word has two neighbouring codes of one row, then those of the next row. Reordered,
+// it has two rows of the even column and two of the odd one.
+__device__ __forceinline__ void multiply_values(
+    Accumulators& accumulators, const Consumer& me, const Ring::Cursor (&stages)[PASS_STAGES]) {
+    constexpr int STEPS = 2 * TILES;  // per stage: 16 rows of a tile each
+    const int lane = opaque(me.lane);
+    const u32 offset = lane % 16 * PITCH + 32 * me.warp + 16 * (lane / 16);
+    const unsigned long long weights = k_major(me.weights());
+    u32 codes[VALUES_AHEAD][4];
+    const auto load = [&](int step) {
+        const u32 at = stages[step / STEPS].rows() + offset;
+        ldmatrix_x4_trans(codes[step % VALUES_AHEAD], at + step / TILES % 2 * 16 * PITCH + TILE * (step % TILES));
+    };
+#pragma unroll
+    for (int i = 0; i < VALUES_AHEAD; ++i) load(i);
+#pragma unroll
+    for (int here = 0; here < PASS_STAGES * STEPS; ++here) {
+        u32 fragments[2][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u32(&fragment)[4] = fragments[i / 2];
+            const u32 ordered = __byte_perm(codes[here % VALUES_AHEAD][i], 0, 0x3120);
+            e4m3x4_to_fp16(ordered, fragment[2 * (i % 2)], fragment[2 * (i % 2) + 1]);
+        }
+        if (here + VALUES_AHEAD < PASS_STAGES * STEPS) load(here + VALUES_AHEAD);
+        if (here % STEPS == STEPS - 1) {
+            __syncwarp();
+            if (me.lane == 0) mbarrier_arrive(stages[here / STEPS].empty());
+        }
+        const int tile = here % TILES, sixteen = here / TILES;
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 further = tile * HEAD_TILE + 32 * sixteen;
+            wgmma_rs<FP16>(accumulators.values[2 * tile + i], fragments[i], advance(weights, further), 1);
+        }
+        wgmma_commit();
+        wgmma_wait<2>();
+    }
+    me.pass(Plan::VALUES_ORDER);
+#pragma unroll
+    for (int i = 0; i < VALUE_BLOCKS; ++i) wgmma_wait<0>(accumulators.values[i]);
+}
+
+// One pass of a warpgroup over 64 rows. Returns whether the work item ends here; `ring` and the parity move on.
+__device__ __forceinline__ bool process_rows(
+    Accumulators& accumulators, const Consumer& me, Ring::Cursor& ring, u32& parity) {
+    Ring::Cursor stages[PASS_STAGES] = {ring, ring};
+    stages[1].advance();
+    ring.advance(RingShape::ROUND);
+    me.await(Plan::KEYS_ORDER, parity);
+#pragma unroll
+    for (int i = 0; i < PASS_STAGES; ++i) mbarrier_wait(stages[i].full(), stages[i].parity);
+    me.pass(Plan::KEYS_ORDER);
+    const Ring::Cursor mine = me.warp < WARPS / 2 ? stages[0] : stages[1];
+    const u32 keys = mine.rows() + me.warp % 2 * 16 * PITCH;
+    const u32 valid_rows = mine.valid_rows() >> (16 * (me.warp % 2) + me.row);
+    const bool last = mine.is_last();
+    float products[FRAGMENT], weights[FRAGMENT];
+    multiply_keys(me, keys, products);
+#pragma unroll
+    for (int i = 0; i < FRAGMENT; ++i) {
+        if (!(valid_rows >> 8 * (i / 2 % 2) & 1)) products[i] = minus_infinity();
+    }
+    update_running_max(me, products);
+    me.sync_warpgroup();  // the products with the last weights are done
+#pragma unroll 1
+    for (bool moved = false;; moved = true) {
+        const bool fits = write_weights(me, keys, products, weights) || moved;  // NaN and infinity never fit
+        fence_async_proxy();
+        if (!me.any_of_warpgroup(!fits)) break;
+        raise_references(me, keys, products, accumulators);
+    }
+#pragma unroll
+    for (int i = 0; i < FRAGMENT; ++i) accumulators.sum[i / 4][i % 2] += weights[i];
+    me.await(Plan::VALUES_ORDER, parity);
+    parity ^= 1;
+    multiply_values(accumulators, me, stages);
+    return last;
+}
+
+// ---- The end of a work item
+
+// Each warp's sums of weights and running maxima, for both warpgroups.
+__device__ __forceinline__ void store_sums(const Accumulators& accumulators, const Consumer& me) {
+    const u32 to = me.partials(me.warp, 0) + 8 * me.pair;
+#pragma unroll
+    for (int octet = 0; octet < OCTETS; ++octet) {
+        const uint2 maxima = shared_load2(me.running_max(octet / 2) + octet % 2 * 8);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float sum = sum_of_head(accumulators.sum[octet][i]);
+            const float running_max = max_of_head(__uint_as_float(i ? maxima.y : maxima.x));
+            if (me.row == 0) {
+                store_float(to + 32 * octet + 4 * i, sum);
+                store_float(to + Plan::PER_HEAD + 32 * octet + 4 * i, running_max);
             }
         }
     }
 }
 
-struct Result {
-    void* out;
-    int kind;  // of number: 0 float32, 1 bf16, 2 fp16
-    long long token_stride, head_stride;
-    float *lse, *maxima;  // of every token, one after the other
-    const float* sink;
-};
-
-// What this team's sums of the tile with this warp's number are to be multiplied with, for the head with this lane's
-// number; and row `at` of lse and maxima.
-__device__ __forceinline__ void normalise(const Seat& seat, const Result& result, long long at, int heads) {
-    if (seat.lane >= HEADS) return;
-    const int head = seat.first_head() + seat.lane;
-    const u32 numbers = seat.memory + 4 * seat.lane;
-    float references[TEAMS], reference = NO_REFERENCE, total = 0.0f, top = minus_infinity();
+// Merges the warps' sums. A lane has one head: it writes lse and max_logits, and stores what this warpgroup's accumulators
+// of the tile with this warp's number are to be multiplied with.
+__device__ __forceinline__ void normalise(const Consumer& me, const OutputRow& output, int heads) {
+    if (me.lane >= HEADS) return;
+    const int head = me.first_head() + me.lane;
+    const u32 numbers = me.memory + 4 * me.lane;
+    float references[WARPGROUPS], reference = NO_REFERENCE, sum = 0.0f, running_max = minus_infinity();
 #pragma unroll
-    for (int team = 0; team < TEAMS; ++team) {
-        references[team] = load_number(numbers + REFERENCES + team * PER_TEAM + TILES * PER_HEAD);
-        reference = fmaxf(reference, references[team]);
+    for (int group = 0; group < WARPGROUPS; ++group) {
+        references[group] =
+            load_float(numbers + Plan::REFERENCES + group * Plan::PER_WARPGROUP + TILES * Plan::PER_HEAD);
+        reference = fmaxf(reference, references[group]);
     }
 #pragma unroll
     for (int warp = 0; warp < CONSUMERS / 32; ++warp) {
-        const float part = fast_exp2(references[warp / TEAM_WARPS] - reference);
-        const u32 shares = numbers + WEIGHTS + warp / TEAM_WARPS * TEAM_WEIGHTS + SHARES + warp % TEAM_WARPS * PER_TEAM;
-        total = fmaf(load_number(shares), part, total);
-        top = fmaxf(top, load_number(shares + PER_HEAD));
+        const float factor = fast_exp2(references[warp / WARPS] - reference);
+        const u32 partials = numbers + Plan::WEIGHTS + warp / WARPS * Plan::WARPGROUP_WEIGHTS + Plan::PARTIALS +
+                             warp % WARPS * Plan::PER_WARPGROUP;
+        sum = fmaf(load_float(partials), factor, sum);
+        running_max = fmaxf(running_max, load_float(partials + Plan::PER_HEAD));
     }
-    const bool empty = total == 0.0f, exists = head < heads;
-    const float lse = empty ? minus_infinity() : (reference + fast_log2(total)) * LN_2;
-    const float part = fast_exp2((seat.team == 0 ? references[0] : references[1]) - reference);
-    float factor = empty ? 0.0f : part / (total * load_number(seat.factors(seat.warp) + 4 * seat.lane));
-    if (result.sink != nullptr && !empty && exists) {
-        factor *= 1.0f / (1.0f + fast_exp2((result.sink[head] - lse) * LOG2_E));
+    const bool empty = sum == 0.0f, exists = head < heads;
+    const float lse = empty ? minus_infinity() : (reference + fast_log2(sum)) * LN_2;
+    const float own = fast_exp2((me.warpgroup == 0 ? references[0] : references[1]) - reference);
+    float factor = empty ? 0.0f : own / (sum * load_float(me.factors(me.warp) + 4 * me.lane));
+    if (output.sink != nullptr && !empty && exists) {
+        factor *= 1.0f / (1.0f + fast_exp2((output.sink[head] - lse) * LOG2_E));
     }
-    store_number(seat.changes(seat.warp) + 4 * seat.lane, factor);
-    if (exists && seat.team == 0 && seat.warp == 0) {
-        result.lse[at * heads + head] = lse;
-        result.maxima[at * heads + head] = empty ? minus_infinity() : top * load_number(numbers + UNITS) * LN_2;
+    store_float(me.rescales(me.warp) + 4 * me.lane, factor);
+    if (exists && me.warpgroup == 0 && me.warp == 0) {
+        const float max_logit = running_max * load_float(numbers + Plan::LOGIT_SCALES) * LN_2;
+        output.lse[output.row * heads + head] = lse;
+        output.max_logits[output.row * heads + head] = empty ? minus_infinity() : max_logit;
     }
 }
 
-constexpr int KEPT_TILES = TILES / TEAMS, KEPT_BLOCKS = 2 * KEPT_TILES;
+constexpr int KEPT_TILES = TILES / WARPGROUPS, KEPT_BLOCKS = 2 * KEPT_TILES;
 
-// Each team keeps its sums of two tiles, the second one those that come last, and adds the other's; they become the first.
-__device__ __forceinline__ void hand_over(State& state, const Seat& seat) {
-    const u32 at = seat.memory + HANDED_OVER;
+// Each warpgroup keeps two tiles, the second one the last two, and adds the other's accumulators of them. The tiles that it
+// keeps are in the first blocks afterwards.
+__device__ __forceinline__ void exchange_accumulators(Accumulators& accumulators, const Consumer& me) {
+    const u32 at = me.memory + Plan::EXCHANGE;
     const auto place = [&](int block, int i, u32 thread) {
-        return at + 16 * ((block * RESULTS + i) / 4 * CONSUMERS + thread);
+        return at + 16 * ((block * FRAGMENT + i) / 4 * CONSUMERS + thread);
     };
 #pragma unroll
     for (int block = 0; block < KEPT_BLOCKS; ++block) {
-        float(&low)[RESULTS] = state.sums[block];
-        float(&high)[RESULTS] = state.sums[block + KEPT_BLOCKS];
+        float(&low)[FRAGMENT] = accumulators.values[block];
+        float(&high)[FRAGMENT] = accumulators.values[block + KEPT_BLOCKS];
 #pragma unroll
-        for (int i = 0; i < RESULTS; i += 4) {
+        for (int i = 0; i < FRAGMENT; i += 4) {
             u32 given[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                given[j] = __float_as_uint(seat.team == 0 ? high[i + j] : low[i + j]);
-                low[i + j] = seat.team == 0 ? low[i + j] : high[i + j];
+                given[j] = __float_as_uint(me.warpgroup == 0 ? high[i + j] : low[i + j]);
+                low[i + j] = me.warpgroup == 0 ? low[i + j] : high[i + j];
             }
             shared_store4(place(block, i, threadIdx.x), make_uint4(given[0], given[1], given[2], given[3]));
         }
     }
-    seat.meet(1);
+    me.meet(1);
 #pragma unroll
     for (int block = 0; block < KEPT_BLOCKS; ++block) {
 #pragma unroll
-        for (int i = 0; i < RESULTS; i += 4) {
-            const uint4 got = shared_load4(place(block, i, threadIdx.x ^ TEAM_THREADS));
-            float* const sums = &state.sums[block][i];
-            sums[0] += __uint_as_float(got.x);
-            sums[1] += __uint_as_float(got.y);
-            sums[2] += __uint_as_float(got.z);
-            sums[3] += __uint_as_float(got.w);
+        for (int i = 0; i < FRAGMENT; i += 4) {
+            const uint4 theirs = shared_load4(place(block, i, threadIdx.x ^ WARPGROUP));
+            float* const ours = &accumulators.values[block][i];
+            ours[0] += __uint_as_float(theirs.x);
+            ours[1] += __uint_as_float(theirs.y);
+            ours[2] += __uint_as_float(theirs.z);
+            ours[3] += __uint_as_float(theirs.w);
         }
     }
 }
 
-// Writes row `at` of a result.
-__device__ __forceinline__ void store(const State& state, const Seat& seat, const Result& result, long long at, int heads) {
-    const int first_column = TILE * KEPT_TILES * seat.team + 32 * seat.warp + 2 * seat.row;
-    const int first_head = seat.first_head() + 2 * seat.pair;
-    const long long start = at * result.token_stride + first_head * result.head_stride + first_column;
+__device__ __forceinline__ void store_output(
+    const Accumulators& accumulators, const Consumer& me, const OutputRow& output, int heads) {
+    const int first_column = TILE * KEPT_TILES * me.warpgroup + 32 * me.warp + 2 * me.row;
+    const int first_head = me.first_head() + 2 * me.pair;
+    const long long start = output.row * output.token_stride + first_head * output.head_stride + first_column;
 #pragma unroll
     for (int head = 0; head < 2 * OCTETS; ++head) {
         const int octet = head / 2, next = head % 2;
         if (first_head + 8 * octet + next >= heads) continue;
-        const long long offset = start + (8 * octet + next) * result.head_stride;
+        const long long offset = start + (8 * octet + next) * output.head_stride;
 #pragma unroll
         for (int block = 0; block < KEPT_BLOCKS; ++block) {
             const int column = TILE * (block / 2) + 16 * (block % 2);
-            const float a = state.sums[block][4 * octet + next], b = state.sums[block][4 * octet + next + 2];
-            if (result.kind == 0) {
-                *reinterpret_cast<float2*>(static_cast<float*>(result.out) + offset + column) = make_float2(a, b);
+            const float(&values)[FRAGMENT] = accumulators.values[block];
+            const float a = values[4 * octet + next], b = values[4 * octet + next + 2];
+            if (output.kind == 0) {
+                *reinterpret_cast<float2*>(static_cast<float*>(output.out) + offset + column) = make_float2(a, b);
             } else {
-                *reinterpret_cast<u32*>(static_cast<u16*>(result.out) + offset + column) =
-                    result.kind == 1 ? pack_bf16(a, b) : pack_half(a, b);
+                *reinterpret_cast<u32*>(static_cast<u16*>(output.out) + offset + column) =
+                    output.kind == 1 ? pack_bf16(a, b) : pack_fp16(a, b);
             }
         }
     }
@@ -377,68 +634,49 @@ __device__ __forceinline__ void store(const State& state, const Seat& seat, cons
 
 // ---- Kernel
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns(
-    const u16* q, long long q_token_stride, long long q_head_stride, const unsigned char* rows, long long page_stride,
-    int page_size, int pages, const int* slots, long long slots_token_stride, long long slots_column_stride,
-    int columns, const int* lengths, const int* request_ids, const int* block_table, long long table_stride,
-    int table_width, int requests, void* out, int out_kind, long long out_token_stride, long long out_head_stride,
-    float* lse, float* maxima, const float* sink, float* parts_out, float* parts_lse, float* parts_maxima, float scale,
-    const float* scale_factor, int items, int cut_tokens, int heads, int whole, int parts, int part_columns) {
-    const u32 memory = tiles_start();
-    if (threadIdx.x < STAGES) {
-        barrier_init(memory + BARRIERS + 16 * threadIdx.x, FILLING);
-        barrier_init(memory + BARRIERS + 16 * threadIdx.x + 8, TEAM_WARPS);
-        if (threadIdx.x < 2 * TEAMS) barrier_init(memory + TURNS + 8 * threadIdx.x, TEAM_WARPS);
-        if (threadIdx.x == 0) barrier_init(memory + MEETING, CONSUMERS);
-        publish_barriers();
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns(const __grid_constant__ AttendParams p) {
+    const u32 memory = tile_memory();
+    if (threadIdx.x < Ring::STAGES) {
+        Ring::init_barriers(memory + Plan::BARRIERS, threadIdx.x, WARPS);
+        if (threadIdx.x < 2 * WARPGROUPS) mbarrier_init(memory + Plan::KEYS_ORDER + 8 * threadIdx.x, WARPS);
+        if (threadIdx.x == 0) mbarrier_init(memory + Plan::MEETING, CONSUMERS);
+        fence_mbarrier_init();
     }
     __syncthreads();
-    const Work work = {rows, page_stride, page_size, pages, slots, slots_token_stride, slots_column_stride, columns,
-                       lengths, request_ids, block_table, table_stride, table_width, requests, whole, items, parts,
-                       part_columns};
-    if (threadIdx.x >= CONSUMERS) work.prefetch_first(threadIdx.x - CONSUMERS);
+    const WorkItems work(p);
+    if (threadIdx.x >= CONSUMERS) Ring::prefetch_first(work, p.selection, threadIdx.x - CONSUMERS);
     wait_for_previous_kernel();
-    Place place(memory + RING, memory + BARRIERS, memory + NOTES, 0);
+    Ring::Cursor ring(memory + Plan::ROWS, memory + Plan::BARRIERS, memory + Plan::INFOS, 0);
     if (threadIdx.x >= CONSUMERS) {
-        give_registers<PRODUCER_REGISTERS>();
-        produce(work, 0, threadIdx.x / 32 - CONSUMERS / 32, place);
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        Ring::produce(work, p.selection, 0, threadIdx.x / 32 - CONSUMERS / 32, ring);
         return;
     }
-    take_registers<CONSUMER_REGISTERS>();
-    const Seat seat(memory);
-    place.advance(TURN * seat.team);
-    if (seat.team == 1) {
-        seat.pass(KEYS_TURN);
-        seat.pass(VALUES_TURN);
+    warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+    const Consumer me(memory);
+    ring.advance(PASS_STAGES * me.warpgroup);
+    if (me.warpgroup == 1) {
+        me.pass(Plan::KEYS_ORDER);
+        me.pass(Plan::VALUES_ORDER);
     }
-    const float logit_scale = (scale_factor == nullptr ? scale : scale * *scale_factor) * LOG2_E;
+    const float scale = softmax_scale_log2(p);
+    const int heads = p.query.heads;
     u32 parity = 0;
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        State state;
-        state.clear(seat);
-        load_query(q + work.token_of(item) * q_token_stride, q_head_stride, heads, logit_scale, seat);
-        while (!process(state, seat, place, parity)) {}
-        // Parts are float32 [parts, tokens that are not whole, heads, values]; the sink is for whoever merges them.
-        const int token = work.token_of(worked_out_here(item));
-        const bool direct = item < whole;
-        const Result result = {direct ? out : parts_out,
-                               direct ? out_kind : 0,
-                               direct ? out_token_stride : static_cast<long long>(heads) * TILES * TILE,
-                               direct ? out_head_stride : TILES * TILE,
-                               direct ? lse : parts_lse,
-                               direct ? maxima : parts_maxima,
-                               direct ? sink : nullptr};
-        const long long row = static_cast<long long>(work.part_of(item)) * cut_tokens + token - whole;
-        const long long at = direct ? token : row;
-        if (item + gridDim.x >= items) let_next_kernel_start();
-        seat.sync_team();  // nobody needs the weights
-        share_totals(state, seat);
-        seat.meet(0);
-        normalise(seat, result, at, heads);
-        seat.sync();
-        state.multiply(seat);
-        seat.sync();
-        hand_over(state, seat);
-        store(state, seat, result, at, heads);
+    for (int item = blockIdx.x; item < work.count; item += gridDim.x) {
+        Accumulators accumulators;
+        accumulators.clear(me);
+        load_query(p.query.q + work.token(item) * p.query.token_stride, p.query.head_stride, heads, scale, me);
+        while (!process_rows(accumulators, me, ring, parity)) {}
+        const OutputRow output(p, work, item, work.token(opaque(item)));
+        if (item + gridDim.x >= work.count) let_next_kernel_start();
+        me.sync_warpgroup();  // nobody reads the weights any more
+        store_sums(accumulators, me);
+        me.meet(0);
+        normalise(me, output, heads);
+        me.sync();
+        accumulators.rescale(me);
+        me.sync();
+        exchange_accumulators(accumulators, me);
+        store_output(accumulators, me, output, heads);
     }
 }

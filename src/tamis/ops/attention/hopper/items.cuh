@@ -155,7 +155,7 @@ struct Output {
 
     // A lane has two neighbours in each of two groups of eight columns. It swaps with the next lane, for four in one of
     // them: memory is written in whole sectors then.
-    template <bool BF16>
+    template <bool AS_BF16>
     __device__ __forceinline__ void store_narrow(const float (&values)[64], int column, float upper, float lower) const {
         const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % 4 * 16 + lane / 4, odd = lane % 2;
 #pragma unroll
@@ -168,9 +168,9 @@ struct Output {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const float a = values[4 * (i + j) + 2 * below] * factor, b = values[4 * (i + j) + 2 * below + 1] * factor;
-                    words[j] = BF16 ? pack_bf16(a, b) : pack_half(a, b);
+                    words[j] = AS_BF16 ? pack_bf16(a, b) : pack_fp16(a, b);
                 }
-                const u32 other = __shfl_xor_sync(EVERY_LANE, odd ? words[0] : words[1], 1);
+                const u32 other = __shfl_xor_sync(FULL_MASK, odd ? words[0] : words[1], 1);
                 if (head + 8 * below < heads) {
                     *reinterpret_cast<uint2*>(static_cast<unsigned short*>(start) + at + 8 * i) =
                         odd ? make_uint2(other, words[1]) : make_uint2(words[0], other);

@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_queries(u32 memory, const unsigned short* q
             u32 top = 0;
 #pragma unroll
             for (int round = 0; round < ROUNDS; ++round) top = max(top, largest(words[i][round]));
-            top = __reduce_max_sync(EVERY_LANE, top);
+            top = __reduce_max_sync(FULL_MASK, top);
             // Neither infinity nor NaN changes what the factor can be.
             const int exponent = max(min(static_cast<int>(top >> 7), 254), LOWEST_EXPONENT) - QUERY_EXPONENT;
             const float inverse = power_of_two(254 - exponent);
@@ -143,8 +143,8 @@ __device__ __forceinline__ void load_queries(u32 memory, const unsigned short* q
             }
         }
     }
-    fence_for_copies_and_products();
-    named_sync(CONSUMERS, 2 * WARPS * 32);
+    fence_async_proxy();
+    named_barrier_sync(CONSUMERS, 2 * WARPS * 32);
 }
 
 // ---- Softmax and products
@@ -169,13 +169,13 @@ struct Softmax {
 };
 
 __device__ __forceinline__ float over_lanes_of_head(float x) {
-    x = fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 1));
-    return fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 2));
+    x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 2));
 }
 
 template <int N>
 __device__ __forceinline__ void rescale(float (&values)[N][64], float upper, float lower) {
-    if (__ballot_sync(EVERY_LANE, upper != 1.0f || lower != 1.0f) == 0) return;
+    if (__ballot_sync(FULL_MASK, upper != 1.0f || lower != 1.0f) == 0) return;
 #pragma unroll
     for (int i = 0; i < N * 64; ++i) values[i / 64][i % 64] *= i & 2 ? lower : upper;
 }
@@ -215,16 +215,16 @@ __device__ __forceinline__ float2 soften(float (&s)[32], u32 factors, Softmax& u
         upper.sum += a + b;
         lower.sum += c + d;
         const float even = factor.x * inverse, odd = factor.y * inverse;
-        weights[i / 2][i % 2 * 2] = pack_half(a * even, b * odd);
-        weights[i / 2][i % 2 * 2 + 1] = pack_half(c * even, d * odd);
+        weights[i / 2][i % 2 * 2] = pack_fp16(a * even, b * odd);
+        weights[i / 2][i % 2 * 2 + 1] = pack_fp16(c * even, d * odd);
     }
     return scale;
 }
 
 // What is left to do to a head's output; its lse and largest logit are written on the way.
 __device__ __forceinline__ float finish(Softmax& head, float reference, int number, const Output& out) {
-    head.sum += __shfl_xor_sync(EVERY_LANE, head.sum, 1);
-    head.sum += __shfl_xor_sync(EVERY_LANE, head.sum, 2);
+    head.sum += __shfl_xor_sync(FULL_MASK, head.sum, 1);
+    head.sum += __shfl_xor_sync(FULL_MASK, head.sum, 2);
     const bool empty = head.sum == 0.0f;
     const float whole = empty ? minus_infinity() : (head.base + fast_log2(head.sum)) * LN_2;
     float factor = empty ? 0.0f : reference / HEADROOM / head.sum;
@@ -256,56 +256,56 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     const auto at = [](int step) { return step / 4 * TILE_BYTES + step % 4 * 32; };
     // In two pieces: issuing products takes as long as they do, and others wait for what came before them.
     const auto multiply_first_keys = [&] {
-        barrier_wait(here.ready(memory), here.parity);
-        const auto queries = along_rows(memory + QUERIES + HALF_BYTES), keys = along_rows(here.tiles(memory));
-        products_begin();
+        mbarrier_wait(here.ready(memory), here.parity);
+        const auto queries = k_major(memory + QUERIES + HALF_BYTES), keys = k_major(here.tiles(memory));
+        wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), step > 0);
-        products_commit();
+        for (int step = 0; step < 4; ++step) wgmma_ss<FP16>(s, advance(queries, at(step)), advance(keys, at(step)), step > 0);
+        wgmma_commit();
     };
     const auto multiply_more_keys = [&](u32 slot) {
-        const auto queries = along_rows(memory + QUERIES + HALF_BYTES), keys = along_rows(here.tiles(memory));
-        const auto rest = along_rows(memory + LEFTOVER + slot * TILE_BYTES);
-        products_begin();
+        const auto queries = k_major(memory + QUERIES + HALF_BYTES), keys = k_major(here.tiles(memory));
+        const auto rest = k_major(memory + LEFTOVER + slot * TILE_BYTES);
+        wgmma_fence();
 #pragma unroll
-        for (int step = 4; step < 16; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), 1);
+        for (int step = 4; step < 16; ++step) wgmma_ss<FP16>(s, advance(queries, at(step)), advance(keys, at(step)), 1);
 #pragma unroll
         for (int step = 16; step < TILES * 4 - 16; ++step) {
-            multiply_64_bf16(s, advance(queries, at(step)), advance(rest, at(step - 16)), 1);
+            wgmma_ss<BF16>(s, advance(queries, at(step)), advance(rest, at(step - 16)), 1);
         }
-        products_commit();
+        wgmma_commit();
     };
     const auto multiply_second_keys = [&] {
         const Half second = here.after(1);
-        barrier_wait(second.ready(memory), second.parity);
-        const auto queries = along_rows(memory + QUERIES), keys = along_rows(second.tiles(memory));
-        products_begin();
+        mbarrier_wait(second.ready(memory), second.parity);
+        const auto queries = k_major(memory + QUERIES), keys = k_major(second.tiles(memory));
+        wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 16; ++step) multiply_64(s, advance(queries, at(step)), advance(keys, at(step)), 1);
-        products_commit();
-        products_wait<0>(s);
+        for (int step = 0; step < 16; ++step) wgmma_ss<FP16>(s, advance(queries, at(step)), advance(keys, at(step)), 1);
+        wgmma_commit();
+        wgmma_wait<0>(s);
     };
     // Softmax of a block's logits, and the product with the first quarter of the values under way.
     const auto weigh_first = [&](u32 slot) {
         const u32 leftover = memory + LEFTOVER + slot * TILE_BYTES;
         u32 weights[4][4];
         const float2 factor = soften(s, memory + FACTOR + slot * STEP_ROWS * 8, upper, lower, reference, weights);
-        if (!V4) named_sync(SCORING, WARPS * 32);  // all four warps have read what the weights take the place of
+        if (!V4) named_barrier_sync(SCORING, WARPS * 32);  // all four warps have read what the weights take the place of
 #pragma unroll
-        for (int step = 0; step < 4; ++step) store_matrices(leftover + (target ^ step * 32), weights[step]);
+        for (int step = 0; step < 4; ++step) stmatrix_x4(leftover + (target ^ step * 32), weights[step]);
         if (lane % 4 == 0) {
             store_float(memory + RESCALE + (slot * HEADS + head) * 4, factor.x);
             store_float(memory + RESCALE + (slot * HEADS + head) * 4 + 32, factor.y);
         }
-        fence_for_copies_and_products();
+        fence_async_proxy();
         __syncwarp();
-        if (lane % 4 == 0) barrier_arrive(memory + WEIGHTS_READY + slot * 8);
+        if (lane % 4 == 0) mbarrier_arrive(memory + WEIGHTS_READY + slot * 8);
         rescale(values, factor.x, factor.y);
-        const auto rows = down_rows(here.tiles(memory), TILE_BYTES);
-        products_begin();
+        const auto rows = mn_major(here.tiles(memory), TILE_BYTES);
+        wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) multiply_128(values[0], weights[step], advance(rows, step * 2048));
-        products_commit();
+        for (int step = 0; step < 4; ++step) wgmma_rs<FP16>(values[0], weights[step], advance(rows, step * 2048));
+        wgmma_commit();
     };
     if (blocks > 0) {
         multiply_first_keys();
@@ -320,13 +320,13 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
             slot = block % LEFTOVERS;
             here = here.after(2);
             multiply_first_keys();
-            products_wait<1>(values[0]);
-            if (lane == 0) barrier_arrive(used);
+            wgmma_wait<1>(values[0]);
+            if (lane == 0) mbarrier_arrive(used);
             multiply_more_keys(slot);
             multiply_second_keys();
         }
         weigh_first(slot);
-        products_wait<0>(values[0]);
+        wgmma_wait<0>(values[0]);
     }
     let_next_kernel_start();
     const Output out = place();
@@ -336,7 +336,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         store_float(memory + PER_HEAD + head * 4, above);
         store_float(memory + PER_HEAD + head * 4 + 32, below);
     }
-    if (lane % 4 == 0) barrier_arrive(memory + FINISHED);
+    if (lane % 4 == 0) mbarrier_arrive(memory + FINISHED);
     out.store(values[0], VALUES / 2, above, below);
 }
 
@@ -350,33 +350,33 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const Place& place
     int leftover = 0;
     u32 parity = 0;
     for (int block = 0; block < blocks; ++block) {
-        barrier_wait(memory + WEIGHTS_READY + leftover * 8, parity);
+        mbarrier_wait(memory + WEIGHTS_READY + leftover * 8, parity);
         const u32 factors = memory + RESCALE + (leftover * HEADS + head) * 4;
         rescale(values, load_float(factors), load_float(factors + 32));
-        const auto weights = along_rows(memory + LEFTOVER + leftover * TILE_BYTES);
-        const auto upper = down_rows(here.tiles(memory) + 2 * TILE_BYTES, TILE_BYTES);
-        const auto lower = down_rows(here.after(1).tiles(memory), TILE_BYTES);
-        products_begin();
+        const auto weights = k_major(memory + LEFTOVER + leftover * TILE_BYTES);
+        const auto upper = mn_major(here.tiles(memory) + 2 * TILE_BYTES, TILE_BYTES);
+        const auto lower = mn_major(here.after(1).tiles(memory), TILE_BYTES);
+        wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) multiply_128(values[0], advance(weights, step * 32), advance(upper, step * 2048));
-        products_commit();
+        for (int step = 0; step < 4; ++step) wgmma_ss<FP16>(values[0], advance(weights, step * 32), advance(upper, step * 2048));
+        wgmma_commit();
         // `widen` waits for this half: it is freed before more products are issued, which takes as long as they do.
-        products_wait<0>(values[0]);
-        if (lane == 0) barrier_arrive(here.free(memory));
-        products_begin();
+        wgmma_wait<0>(values[0]);
+        if (lane == 0) mbarrier_arrive(here.free(memory));
+        wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-            multiply_128(values[1], advance(weights, step * 32), advance(lower, step * 2048));
-            multiply_128(values[2], advance(weights, step * 32), advance(lower, step * 2048 + 2 * TILE_BYTES));
+            wgmma_ss<FP16>(values[1], advance(weights, step * 32), advance(lower, step * 2048));
+            wgmma_ss<FP16>(values[2], advance(weights, step * 32), advance(lower, step * 2048 + 2 * TILE_BYTES));
         }
-        products_commit();
-        products_wait<0>(values[1]);
-        products_wait<0>(values[2]);
-        if (lane < 2) barrier_arrive(here.after(1).free(memory));  // the second time for `score`
+        wgmma_commit();
+        wgmma_wait<0>(values[1]);
+        wgmma_wait<0>(values[2]);
+        if (lane < 2) mbarrier_arrive(here.after(1).free(memory));  // the second time for `score`
         here = here.after(2);
         if (++leftover == LEFTOVERS) leftover = 0, parity ^= 1;
     }
-    barrier_wait(memory + FINISHED, 0);
+    mbarrier_wait(memory + FINISHED, 0);
     const Output out = place();
     const float above = load_float(memory + PER_HEAD + head * 4), below = load_float(memory + PER_HEAD + head * 4 + 32);
 #pragma unroll
@@ -390,16 +390,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     float scale, const float* scale_factor, const float* sink, void* out, int out_kind, long long out_token_stride,
     long long out_head_stride, float* lse, float* tops, float* parts_out, float* parts_lse, float* parts_tops, int whole,
     int parts, SELECTION(0), SELECTION(1)) {
-    const u32 memory = tiles_start();
+    const u32 memory = tile_memory();
     const Items items = {tokens, heads, whole, parts};
     if (threadIdx.x == 0) {
         for (int i = 0; i < HALVES; ++i) {
-            barrier_init(memory + READY + i * 8, WIDENERS * 4);
-            barrier_init(memory + FREE + i * 8, 2 * WARPS);
+            mbarrier_init(memory + READY + i * 8, WIDENERS * 4);
+            mbarrier_init(memory + FREE + i * 8, 2 * WARPS);
         }
-        for (int i = 0; i < LEFTOVERS; ++i) barrier_init(memory + WEIGHTS_READY + i * 8, WARPS * 8);
-        barrier_init(memory + FINISHED, WARPS * 8);
-        publish_barriers();
+        for (int i = 0; i < LEFTOVERS; ++i) mbarrier_init(memory + WEIGHTS_READY + i * 8, WARPS * 8);
+        mbarrier_init(memory + FINISHED, WARPS * 8);
+        fence_mbarrier_init();
     }
     wait_for_previous_kernel();
     const int first_head = items.first_head(blockIdx.x);
@@ -409,23 +409,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     __syncthreads();
 
     const auto place = [&] {
-        return items.place(worked_out_here(blockIdx.x), {out, out_kind, out_token_stride, out_head_stride, lse, tops,
+        return items.place(opaque(blockIdx.x), {out, out_kind, out_token_stride, out_head_stride, lse, tops,
                                                          parts_out, parts_lse, parts_tops, sink});
     };
     const int group = threadIdx.x / (WARPS * 32);
     if (group >= 2) {
-        give_registers<WIDEN_REGISTERS>();
+        warpgroup_reg_dealloc<WIDEN_REGISTERS>();
         widen_rows(memory, work);
         return;
     }
     load_queries(memory, queries + token * query_token_stride + first_head * query_head_stride, query_head_stride,
                  min(heads - first_head, HEADS));
     if (group == 0) {
-        take_registers<SCORE_REGISTERS>();
+        warpgroup_reg_alloc<SCORE_REGISTERS>();
         if (scale_factor != nullptr) scale *= *scale_factor;
         score(memory, work.end - work.begin, scale, place);
     } else {
-        take_registers<WEIGH_REGISTERS>();
+        warpgroup_reg_alloc<WEIGH_REGISTERS>();
         weigh(memory, work.end - work.begin, place);
     }
 }

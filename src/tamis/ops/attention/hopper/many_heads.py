@@ -13,18 +13,19 @@ from tamis.cache.layout import Layout, rows, v4_fp8, v32_fp8
 from tamis.cache.selection import Selection
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
-from tamis.cuda.launch import Launch, kernel
-from tamis.ops.attention.hopper.items import (
+from tamis.cuda.launch import ListLaunch, kernel
+from tamis.cuda.params import pointer as address
+from tamis.ops.attention.hopper.splits import (
     OUT_KINDS,
     VALUE_DIM,
-    Cut,
-    Target,
-    address,
-    attend_in_items,
-    choose_cut,
-    fits_directly,
+    Outputs,
+    SplitPlan,
+    can_store,
+    choose_splits,
+    merge_splits,
 )
-from tamis.ops.combine.triton_kernels import combine_with_maxima
+from tamis.ops.attention.operations import Attend, AttendSlots
+from tamis.ops.combine.triton_kernels import combine_splits
 
 NAME = "many heads"
 HEADS = 64
@@ -93,34 +94,28 @@ def _described(layout: Layout) -> tuple[Any, ...]:
 _KNOWN = {_described(v32_fp8()): V32_FP8, _described(v4_fp8()): V4_FP8, _described(rows()): V32_BF16}
 
 
-def attend_slots(
-    q: Tensor, selections: Sequence[Selection], *, scale: float | Tensor, value_dim: int, splits: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`, in one launch; parts are cut between the kernel's steps."""
+    q, selections, scale, splits = call.q, call.selections, call.factor, call.splits
     cut = _cut(q, selections, splits, direct=False)
-    found = Target.empty(cut.parts, *q.shape[:2], device=q.device)
+    found = Outputs.empty(cut.splits, *q.shape[:2], device=q.device)
     attend_items(q, selections, scale=scale, sink=None, whole=found, parts=found)
     return found
 
 
-def attend_into(
-    q: Tensor,
-    selections: Sequence[Selection],
-    *,
-    scale: float | Tensor,
-    splits: int | None,
-    sink: Tensor | None,
-    out: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `reference.attend_into`; tokens that are not cut go straight into `out`."""
-    if not fits_directly(out):
-        parts = attend_slots(q, selections, scale=scale, value_dim=out.shape[2], splits=splits)
-        return combine_with_maxima(*parts, sink, out)
-
-    def launch(whole: Target, parts: Target) -> None:
-        attend_items(q, selections, scale=scale, sink=sink, whole=whole, parts=parts)
-
-    return attend_in_items(out, sink, _cut(q, selections, splits, direct=True), launch)
+def attend(call: Attend) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`; tokens that are not cut go straight into `out`."""
+    q, selections, scale, splits, sink, out = (call.q, call.selections, call.factor, call.splits, call.sink, call.out)
+    if not can_store(out):
+        return combine_splits(*attend_slots(call.in_splits()), sink, out)
+    plan = _cut(q, selections, splits, direct=True)
+    tokens, heads, _ = q.shape
+    whole = Outputs.into(out)
+    split = Outputs.empty(plan.splits, tokens - plan.whole, heads, device=q.device)
+    attend_items(q, selections, scale=scale, sink=sink, whole=whole, parts=split)
+    if plan.whole < tokens:
+        merge_splits(split, sink, whole)
+    return whole.lse, whole.max_logits
 
 
 def _rows(selections: Sequence[Selection]) -> Rows:
@@ -129,13 +124,13 @@ def _rows(selections: Sequence[Selection]) -> Rows:
     return found
 
 
-def _cut(q: Tensor, selections: Sequence[Selection], splits: int | None, *, direct: bool) -> Cut:
+def _cut(q: Tensor, selections: Sequence[Selection], splits: int | None, *, direct: bool) -> SplitPlan:
     tokens, heads, _ = q.shape
     if splits is None:
         step = _rows(selections).step
         steps = max(1, sum(ceil_div(s.slots.shape[1], step) for s in selections))  # if every column is used
-        return choose_cut(tokens, heads, steps, max(1, sm_count(q.device) // ceil_div(heads, HEADS)), direct=direct)
-    return Cut(tokens, 1) if splits == 1 and direct else Cut(0, splits)
+        return choose_splits(tokens, heads, steps, max(1, sm_count(q.device) // ceil_div(heads, HEADS)), direct=direct)
+    return SplitPlan(tokens, 1) if splits == 1 and direct else SplitPlan(0, splits)
 
 
 def attend_items(
@@ -144,8 +139,8 @@ def attend_items(
     *,
     scale: float | Tensor,
     sink: Tensor | None,
-    whole: Target,
-    parts: Target,
+    whole: Outputs,
+    parts: Outputs,
 ) -> None:
     """Fill the first tokens' rows of `whole` [T, ...], and `parts` [P, t, ...] for the other t, contiguous in float32.
 
@@ -167,8 +162,8 @@ def launch_values(
     selections: Sequence[Selection],
     scale: float | Tensor,
     sink: Tensor | None,
-    whole: Target,
-    parts: Target,
+    whole: Outputs,
+    parts: Outputs,
 ) -> tuple[list[Any], list[Tensor]]:
     """Arguments of a launch as `SIGNATURE` lists them, and tensors made on the way, to be held until it is done."""
     tokens, heads, _ = q.shape
@@ -177,11 +172,17 @@ def launch_values(
     made = [q]
     factor = scale.float() if isinstance(scale, Tensor) else None
     made += [] if factor is None else [factor]
-    out, lse, maxima = whole.addresses()
+    out, lse, maxima = whole.out.data_ptr(), whole.lse.data_ptr(), whole.max_logits.data_ptr()
     values = [q.data_ptr(), q.stride(0), q.stride(1), tokens, heads, 1.0 if isinstance(scale, Tensor) else scale]
     values += [address(factor), address(sink), out, OUT_KINDS[whole.out.dtype]]
     values += [whole.out.stride(-3), whole.out.stride(-2), lse, maxima]
-    values += [*parts.addresses(), tokens - parts.lse.shape[1], parts.lse.shape[0]]
+    values += [
+        parts.out.data_ptr(),
+        parts.lse.data_ptr(),
+        parts.max_logits.data_ptr(),
+        tokens - parts.lse.shape[1],
+        parts.lse.shape[0],
+    ]
     for selection in selections:
         tensors = [selection.lengths, selection.request_ids, selection.block_table]
         lengths, ids, table = (None if t is None else t.contiguous() for t in tensors)
@@ -207,6 +208,6 @@ def program(kind: Rows, selections: int) -> Program:
 
 
 @cache
-def _launch(device: torch.device, kind: Rows, selections: int) -> Launch:
+def _launch(device: torch.device, kind: Rows, selections: int) -> ListLaunch:
     loaded = kernel(program(kind, selections), "attend_many_heads", device_index(device))
-    return Launch(loaded, SIGNATURE, threads=kind.threads, shared=SHARED_BYTES, overlap=True)
+    return ListLaunch(loaded, SIGNATURE, threads=kind.threads, shared=SHARED_BYTES, overlap=True)

@@ -14,7 +14,6 @@
 // that of the weights before.
 //
 // Constants: SELECTIONS (1 or 2), THREADS, SHARED_BYTES, registers per thread of the groups.
-#define PRODUCT_OPERANDS "bf16.bf16"
 #include "instructions.cuh"
 #include "warpgroups.cuh"
 
@@ -87,8 +86,8 @@ struct Copier {
         const int unit = threadIdx.x % 8, first = threadIdx.x % 32 / 8;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const u32 low = __shfl_sync(EVERY_LANE, static_cast<u32>(address), first + 4 * i);
-            const u32 high = __shfl_sync(EVERY_LANE, static_cast<u32>(address >> 32), first + 4 * i);
+            const u32 low = __shfl_sync(FULL_MASK, static_cast<u32>(address), first + 4 * i);
+            const u32 high = __shfl_sync(FULL_MASK, static_cast<u32>(address >> 32), first + 4 * i);
             const auto whole = static_cast<unsigned long long>(high) << 32 | low;
             from[i] = whole == 0 ? nullptr : reinterpret_cast<const unsigned char*>(whole) + unit * 16;
         }
@@ -100,7 +99,7 @@ struct Copier {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const u32 to = tiles + tile * TILE_BYTES + target[i % 2] + i / 2 * 1024;
-                copy_or_clear<16>(to, from[i] + tile * 128, from[i] != nullptr);
+                cp_async_zfill<16>(to, from[i] + tile * 128, from[i] != nullptr);
             }
         }
     }
@@ -117,22 +116,22 @@ __device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work
         const Work work = work_of(item);
         const int pairs = (work.end - work.begin + 1) / 2;
         const auto announce = [&] {
-            barrier_wait(memory + QUERIES_FREE, item_parity);
+            mbarrier_wait(memory + QUERIES_FREE, item_parity);
             if (threadIdx.x % (WARPS * 32) == 0) {
                 shared_store(memory + PAIRS, pairs);
-                barrier_arrive(memory + QUERIES_READY);
+                mbarrier_arrive(memory + QUERIES_READY);
             }
         };
         Follower follower(work, own);
         const unsigned char* coming = follower.next();
         if (pairs == 0) {
             announce();
-            copies_arrive(memory + QUERIES_READY);
+            cp_async_mbarrier_arrive(memory + QUERIES_READY);
         }
         for (int pair = 0; pair < pairs; ++pair) {
 #pragma unroll
             for (int slab = 0; slab < SLABS; ++slab) {
-                const u32 present = __ballot_sync(EVERY_LANE, coming != nullptr) & (1u << OWN) - 1;
+                const u32 present = __ballot_sync(FULL_MASK, coming != nullptr) & (1u << OWN) - 1;
                 rows.take(coming);
                 coming = follower.next();
 #pragma unroll
@@ -143,15 +142,15 @@ __device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work
                         heads.take(query);
                         announce();
                         heads.copy(memory + QUERIES, 0, TILES);
-                        copies_arrive(memory + QUERIES_READY);
+                        cp_async_mbarrier_arrive(memory + QUERIES_READY);
                     }
-                    barrier_wait(free(memory, slab, piece), parity);
+                    mbarrier_wait(free(memory, slab, piece), parity);
                     if (piece == 0 && lane == 0) {
                         shared_store(memory + PRESENT + (slab * WARPS + warp) * 4, present);
-                        barrier_arrive(ready(memory, slab, 0));
+                        mbarrier_arrive(ready(memory, slab, 0));
                     }
                     rows.copy(memory + ROWS + slab * SLAB_BYTES, first_tile(slab, piece), tiles_of(piece));
-                    if (piece >= last_piece(0)) copies_arrive(ready(memory, slab, piece - last_piece(0)));
+                    if (piece >= last_piece(0)) cp_async_mbarrier_arrive(ready(memory, slab, piece - last_piece(0)));
                 }
             }
             parity ^= 1;
@@ -185,17 +184,17 @@ struct Softmax {
 };
 
 __device__ __forceinline__ float over_lanes_of_head(float x) {
-    x = fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 1));
-    return fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 2));
+    x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 2));
 }
 
 __device__ __forceinline__ float added_over_lanes(float x) {
-    x += __shfl_xor_sync(EVERY_LANE, x, 1);
-    return x + __shfl_xor_sync(EVERY_LANE, x, 2);
+    x += __shfl_xor_sync(FULL_MASK, x, 1);
+    return x + __shfl_xor_sync(FULL_MASK, x, 2);
 }
 
 __device__ __forceinline__ void rescale(float (&values)[2][64], float upper, float lower) {
-    if (__ballot_sync(EVERY_LANE, upper != 1.0f || lower != 1.0f) == 0) return;
+    if (__ballot_sync(FULL_MASK, upper != 1.0f || lower != 1.0f) == 0) return;
 #pragma unroll
     for (int i = 0; i < 128; ++i) values[i / 64][i % 64] *= i & 2 ? lower : upper;
 }
@@ -258,27 +257,27 @@ struct Attending {
     __device__ __forceinline__ void score(float (&s)[32]) const {
 #pragma unroll
         for (int load = 0; load < LOADS; ++load) {
-            barrier_wait(ready(memory, GROUP, load), parity);  // these copies, unlike stores, need no fence before products
-            const auto queries = along_rows(memory + QUERIES), keys = along_rows(memory + ROWS + GROUP * SLAB_BYTES);
-            products_begin();
+            mbarrier_wait(ready(memory, GROUP, load), parity);  // these copies, unlike stores, need no fence before products
+            const auto queries = k_major(memory + QUERIES), keys = k_major(memory + ROWS + GROUP * SLAB_BYTES);
+            wgmma_fence();
 #pragma unroll
             for (int piece = first_piece(load); piece <= last_piece(load); ++piece) {
 #pragma unroll
                 for (int step = 0; step < 4 * tiles_of(piece); ++step) {
                     const u32 at = (first_tile(GROUP, piece) + step / 4) * TILE_BYTES + step % 4 * 32;
-                    multiply_64(s, advance(queries, at), advance(keys, at), piece + step > 0);
+                    wgmma_ss<BF16>(s, advance(queries, at), advance(keys, at), piece + step > 0);
                 }
             }
-            products_commit();
+            wgmma_commit();
         }
     }
 
     // Which rows are there, when all products with queries are.
     __device__ __forceinline__ uint4 scored(float (&s)[32]) const {
         const uint4 present = shared_load4(memory + PRESENT + GROUP * WARPS * 4);
-        products_wait<0>(s);
+        wgmma_wait<0>(s);
         __syncwarp();  // every lane knows what is present
-        if (lane == 0) barrier_arrive(free(memory, GROUP, 0));
+        if (lane == 0) mbarrier_arrive(free(memory, GROUP, 0));
         return present;
     }
 
@@ -301,9 +300,9 @@ struct Attending {
             shared_store4(relation(), make_uint4(__float_as_uint(factor.x), __float_as_uint(factor.y),
                                                  __float_as_uint(upper.base), __float_as_uint(lower.base)));
         }
-        barrier_arrive(published(GROUP));
+        mbarrier_arrive(published(GROUP));
         rescale(values, factor.x, factor.y);
-        if (more) barrier_wait(free(memory, 1 - GROUP, 0), parity ^ GROUP);
+        if (more) mbarrier_wait(free(memory, 1 - GROUP, 0), parity ^ GROUP);
         begin_adding(weights, GROUP, 0);
         begin_adding(weights, GROUP, 1);
         finish_adding<1>(GROUP, 0);
@@ -312,7 +311,7 @@ struct Attending {
 
     __device__ __forceinline__ void add_other() {
         u32 weights[4][4];
-        barrier_wait(published(1 - GROUP), parity);
+        mbarrier_wait(published(1 - GROUP), parity);
         const uint4 relative = shared_load4(relation());
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -334,23 +333,23 @@ struct Attending {
     // A quarter of the values of a slab under its weights, to half of this half of the output.
     __device__ __forceinline__ void begin_adding(const u32 (&weights)[4][4], int slab, int quarter) {
         const u32 tiles = memory + ROWS + slab * SLAB_BYTES + first_tile(slab, piece_of(slab, GROUP, quarter)) * TILE_BYTES;
-        const auto rows = down_rows(tiles, TILE_BYTES);
-        products_begin();
+        const auto rows = mn_major(tiles, TILE_BYTES);
+        wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) multiply_128(values[quarter], weights[step], advance(rows, step * 2048));
-        products_commit();
+        for (int step = 0; step < 4; ++step) wgmma_rs<BF16>(values[quarter], weights[step], advance(rows, step * 2048));
+        wgmma_commit();
     }
 
     // When it has been added, with as many others under way, its place is free.
     template <int OTHERS>
     __device__ __forceinline__ void finish_adding(int slab, int quarter) {
-        products_wait<OTHERS>(values[quarter]);
-        if (lane == 0) barrier_arrive(free(memory, slab, piece_of(slab, GROUP, quarter)));
+        wgmma_wait<OTHERS>(values[quarter]);
+        if (lane == 0) mbarrier_arrive(free(memory, slab, piece_of(slab, GROUP, quarter)));
     }
 
     __device__ __forceinline__ void free_queries() const {
         __syncwarp();  // every lane knows the number of pairs
-        if (lane == 0) barrier_arrive(memory + QUERIES_FREE);
+        if (lane == 0) mbarrier_arrive(memory + QUERIES_FREE);
     }
 
     // The sums over all lanes, for the other group.
@@ -390,7 +389,7 @@ struct Attending {
         if (!nothing) {
             total(upper, head);
             total(lower, head + 8);
-            named_sync(ATTENDING, 2 * WARPS * 32);
+            named_barrier_sync(ATTENDING, 2 * WARPS * 32);
             add_total(upper, head);
             add_total(lower, head + 8);
         }
@@ -409,7 +408,7 @@ __device__ __forceinline__ void attend(u32 memory, int items, float unit, const 
     float s[32];
     u32 item_parity = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        barrier_wait(memory + QUERIES_READY, item_parity);
+        mbarrier_wait(memory + QUERIES_READY, item_parity);
         item_parity ^= 1;
         const int pairs = shared_load(memory + PAIRS);
         group.start();
@@ -435,17 +434,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     float scale, const float* scale_factor, const float* sink, void* out, int out_kind, long long out_token_stride,
     long long out_head_stride, float* lse, float* tops, float* parts_out, float* parts_lse, float* parts_tops, int whole,
     int parts, SELECTION(0), SELECTION(1)) {
-    const u32 memory = tiles_start();
+    const u32 memory = tile_memory();
     const Items items = {tokens, heads, whole, parts};
     if (threadIdx.x == 0) {
         for (int slab = 0; slab < SLABS; ++slab) {
-            for (int load = 0; load < LOADS; ++load) barrier_init(ready(memory, slab, load), WARPS * 32 + (load == 0 ? WARPS : 0));
-            for (int piece = 0; piece < PIECES; ++piece) barrier_init(free(memory, slab, piece), WARPS);
+            for (int load = 0; load < LOADS; ++load) mbarrier_init(ready(memory, slab, load), WARPS * 32 + (load == 0 ? WARPS : 0));
+            for (int piece = 0; piece < PIECES; ++piece) mbarrier_init(free(memory, slab, piece), WARPS);
         }
-        barrier_init(memory + QUERIES_READY, WARPS * 32 + 1);
-        barrier_init(memory + QUERIES_FREE, 2 * WARPS);
-        for (int i = 0; i < 2 * WARPS; ++i) barrier_init(memory + PUBLISHED + i * 8, 32);
-        publish_barriers();
+        mbarrier_init(memory + QUERIES_READY, WARPS * 32 + 1);
+        mbarrier_init(memory + QUERIES_FREE, 2 * WARPS);
+        for (int i = 0; i < 2 * WARPS; ++i) mbarrier_init(memory + PUBLISHED + i * 8, 32);
+        fence_mbarrier_init();
     }
     wait_for_previous_kernel();
     __syncthreads();
@@ -466,11 +465,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
     };
     const int group = threadIdx.x / (WARPS * 32);
     if (group == 2) {
-        give_registers<GATHER_REGISTERS>();
+        warpgroup_reg_dealloc<GATHER_REGISTERS>();
         gather(memory, items.count(), work_of, query_of);
         return;
     }
-    take_registers<ATTEND_REGISTERS>();
+    warpgroup_reg_alloc<ATTEND_REGISTERS>();
     const float unit = scale * (scale_factor == nullptr ? 1.0f : *scale_factor) * LOG2_E;
     if (group == 0) attend<0>(memory, items.count(), unit, place);
     else attend<1>(memory, items.count(), unit, place);

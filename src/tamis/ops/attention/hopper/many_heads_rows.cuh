@@ -21,7 +21,7 @@ struct Fetch {
 #pragma unroll
             for (int unit = 0; unit < UNITS; unit += 8) {
                 const int at = START + unit * 16;
-                if (unit + 8 <= UNITS || unit + lane % 8 < UNITS) copy_or_clear<16>(target + at, source + at, there);
+                if (unit + 8 <= UNITS || unit + lane % 8 < UNITS) cp_async_zfill<16>(target + at, source + at, there);
             }
         }
     }
@@ -30,36 +30,36 @@ struct Fetch {
 
     __device__ __forceinline__ void first() {
         if (!LOOKS_AHEAD) look_up();
-        present = __ballot_sync(EVERY_LANE, row != nullptr);
+        present = __ballot_sync(FULL_MASK, row != nullptr);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const auto address = reinterpret_cast<unsigned long long>(row);
-            const u32 low = __shfl_sync(EVERY_LANE, static_cast<u32>(address), lane / 8 + 4 * i);
-            const u32 high = __shfl_sync(EVERY_LANE, static_cast<u32>(address >> 32), lane / 8 + 4 * i);
+            const u32 low = __shfl_sync(FULL_MASK, static_cast<u32>(address), lane / 8 + 4 * i);
+            const u32 high = __shfl_sync(FULL_MASK, static_cast<u32>(address >> 32), lane / 8 + 4 * i);
             from[i] = reinterpret_cast<const unsigned char*>(static_cast<unsigned long long>(high) << 32 | low);
         }
         copy<SECOND_BYTES, (ROW_BYTES - SECOND_BYTES) / 16>();
-        if (V4 && lane < OWN) copy_or_clear<8>(raw + lane * RAW_BYTES + SCALES_AT, exponents, row != nullptr);
-        copies_commit();
+        if (V4 && lane < OWN) cp_async_zfill<8>(raw + lane * RAW_BYTES + SCALES_AT, exponents, row != nullptr);
+        cp_async_commit();
     }
 
     __device__ __forceinline__ void second() {
         copy<0, SECOND_BYTES / 16>();
-        copies_commit();
+        cp_async_commit();
     }
 };
 
 // Eight e4m3 to fp16 under a scale.
 __device__ __forceinline__ uint4 widen(uint2 bytes, u32 scale) {
     uint4 v;
-    e4m3_to_half(bytes.x, v.x, v.y);
-    e4m3_to_half(bytes.y, v.z, v.w);
-    return make_uint4(multiply_halves(v.x, scale), multiply_halves(v.y, scale), multiply_halves(v.z, scale),
-                      multiply_halves(v.w, scale));
+    e4m3x4_to_fp16(bytes.x, v.x, v.y);
+    e4m3x4_to_fp16(bytes.y, v.z, v.w);
+    return make_uint4(mul_fp16x2(v.x, scale), mul_fp16x2(v.y, scale), mul_fp16x2(v.z, scale),
+                      mul_fp16x2(v.w, scale));
 }
 
 __device__ __forceinline__ u32 narrow(u32 bfloat_pair, float factor) {
-    return pack_half(low_bfloat(bfloat_pair) * factor, high_bfloat(bfloat_pair) * factor);
+    return pack_fp16(low_bfloat(bfloat_pair) * factor, high_bfloat(bfloat_pair) * factor);
 }
 
 // Eight bf16 to fp16, and as they are, times a power of two.
@@ -69,8 +69,8 @@ __device__ __forceinline__ uint4 narrow(uint4 bfloats, float factor) {
 
 __device__ __forceinline__ uint4 times(uint4 bfloats, float factor) {
     const u32 pair = __byte_perm(__float_as_uint(factor), 0, 0x3232);
-    return make_uint4(multiply_bfloats(bfloats.x, pair), multiply_bfloats(bfloats.y, pair), multiply_bfloats(bfloats.z, pair),
-                      multiply_bfloats(bfloats.w, pair));
+    return make_uint4(mul_bf16x2(bfloats.x, pair), mul_bf16x2(bfloats.y, pair), mul_bf16x2(bfloats.z, pair),
+                      mul_bf16x2(bfloats.w, pair));
 }
 
 // The largest magnitude of eight bf16, as 15 bits; they are in the order of their bits, NaN above all.
@@ -95,7 +95,7 @@ struct Scales {
         if (SMALL) {
             const int byte = word >> 8 * (tile % 4) & 0xFF;
             const float scale = power_of_two(max(127 + SCALE_EXPONENT + byte - exponent, 0));
-            return pack_half(scale, scale);
+            return pack_fp16(scale, scale);
         }
         const u32 two = __byte_perm(word, 0, tile % 4 < 2 ? 0x4140 : 0x4342) - (exponent - SCALE_EXPONENT - 15) * 0x10001;
         return __byte_perm(two << 10, 0, tile % 2 ? 0x3232 : 0x1010);
@@ -141,7 +141,7 @@ struct RawScales {
             const float scale = __uint_as_float(word) * inverse;
             return SMALL && scale > 0.0f && scale < power_of_two(127 - 14) ? scale * -power_of_two(127 + 14) : scale;
         };
-        scales.words = make_uint2(pack_half(kept(bits.x), kept(bits.y)), pack_half(kept(bits.z), kept(bits.w)));
+        scales.words = make_uint2(pack_fp16(kept(bits.x), kept(bits.y)), pack_fp16(kept(bits.z), kept(bits.w)));
         return scales;
     }
 };
@@ -184,8 +184,8 @@ __device__ __forceinline__ void finish_small(u32 to, const u32 (&target)[2], con
 #pragma unroll 1
             for (u32 at = to + tile * TILE_BYTES + target[i]; at < end; at += TILE_BYTES) {
                 const uint4 v = shared_load4(at);
-                shared_store4(at, make_uint4(multiply_halves(v.x, STEP), multiply_halves(v.y, STEP), multiply_halves(v.z, STEP),
-                                             multiply_halves(v.w, STEP)));
+                shared_store4(at, make_uint4(mul_fp16x2(v.x, STEP), mul_fp16x2(v.y, STEP), mul_fp16x2(v.z, STEP),
+                                             mul_fp16x2(v.w, STEP)));
             }
         }
     }
@@ -215,17 +215,17 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
         target[i] = in_tile(warp * OWN + row + 2 * i, unit);
     }
     Half here;
-    const auto take = [&] { barrier_wait(here.free(memory), here.parity ^ 1); };
+    const auto take = [&] { mbarrier_wait(here.free(memory), here.parity ^ 1); };
     const auto hand_over = [&] {
-        fence_for_copies_and_products();
+        fence_async_proxy();
         __syncwarp();
-        if (unit == 0) barrier_arrive(here.ready(memory));  // the lanes that write factors
+        if (unit == 0) mbarrier_arrive(here.ready(memory));  // the lanes that write factors
         here = here.after(1);
     };
     for (int block = 0; block < blocks; ++block) {
         const u32 leftover = block % LEFTOVERS, present = fetch.present;
         if (LOOKS_AHEAD) fetch.look_up();
-        copies_wait<1>();
+        cp_async_wait<1>();
         __syncwarp();
         const RawScales raw_scales[2] = {RawScales(source[0] - unit * 8), RawScales(source[1] - unit * 8)};
         int exponents[2] = {raw_scales[0].largest, raw_scales[1].largest};
@@ -233,11 +233,11 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
             u32 tops = largest(shared_load4(source[0] + ROPE_AT + 8 * unit));
             tops |= largest(shared_load4(source[1] + ROPE_AT + 8 * unit)) << 16;
 #pragma unroll
-            for (int step = 1; step < 8; step *= 2) tops = __vmaxu2(tops, __shfl_xor_sync(EVERY_LANE, tops, step));
+            for (int step = 1; step < 8; step *= 2) tops = __vmaxu2(tops, __shfl_xor_sync(FULL_MASK, tops, step));
             exponents[0] = max(exponents[0], static_cast<int>(tops >> 7 & 0x1FF) - (VALUE_EXPONENT - SCALE_EXPONENT));
             exponents[1] = max(exponents[1], static_cast<int>(tops >> 23) - (VALUE_EXPONENT - SCALE_EXPONENT));
         }
-        const bool small = __any_sync(EVERY_LANE, !raw_scales[0].fits(exponents[0]) || !raw_scales[1].fits(exponents[1]));
+        const bool small = __any_sync(FULL_MASK, !raw_scales[0].fits(exponents[0]) || !raw_scales[1].fits(exponents[1]));
         Scales scales[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) scales[i] = raw_scales[i].times<false>(exponents[i]);
@@ -271,8 +271,8 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
         hand_over();
 
         if (block + 1 < blocks) fetch.first();
-        else copies_commit();
-        copies_wait<1>();
+        else cp_async_commit();
+        cp_async_wait<1>();
         __syncwarp();
         Codes<4> lower;
         lower.load(source, 0);
@@ -280,7 +280,7 @@ __device__ __forceinline__ void widen_rows(u32 memory, const Work& work) {
         store_half(lower, here.tiles(memory), target, scales, 0, small);
         hand_over();
         if (block + 1 < blocks) fetch.second();
-        else copies_commit();
+        else cp_async_commit();
     }
-    copies_wait<0>();
+    cp_async_wait<0>();
 }

@@ -1,211 +1,225 @@
-// Rows of a cache on their way into shared memory: what a launch works on, and the warps that look up slots and copy
-// rows into rings of stages, 32 to a stage. Comes after `instructions.cuh`.
+// Rings of cache rows in shared memory, and the producer warps that fill them.
 //
-// Defined by who includes it: ROW, bytes of a row, and PITCH, from one to the next in shared memory; STAGES of a ring;
-// STREAMS, rings among which the columns of an item are dealt out; PRODUCERS, warps of a ring, which share the first
-// SHARED_STAGES and take turns at the others; ROUND, stages that a ring's consumers take at a time, so that an item has a
-// multiple of them.
+// A stream is one ring of STAGES stages, 32 rows each. Its producer warps look up slots and pages and start one bulk copy
+// per row; its consumers wait for a stage's `full` mbarrier, read the rows, and arrive at its `empty` mbarrier. The columns
+// of a work item are dealt out to the streams stage by stage.
+//
+// `Shape` has the constants ROW_BYTES; PITCH, the distance of rows in shared memory; STAGES; STREAMS; PRODUCERS, warps per
+// stream, which share the first SHARED_STAGES and take turns at the others; and ROUND, the stages that a stream's
+// consumers take at a time: every work item has a multiple of them.
+#pragma once
+#include "few_heads_items.cuh"
+#include "instructions.cuh"
 
-constexpr int STAGE = 32;  // rows
-constexpr int STAGE_BYTES = STAGE * PITCH;
-constexpr int FILLING = ROUND == 1 ? PRODUCERS : STAGE;  // arrivals when a stage is full: of warps, or for each row
-constexpr int STEP = STAGE * STREAMS;  // columns from one stage of a stream to its next
-// Barriers tell two rounds apart: no warp may be further ahead of the ring's consumers.
-static_assert(STAGES >= PRODUCERS && STAGES >= ROUND, "a step leads once around the ring at most");
+constexpr int STAGE_ROWS = 32;  // one per lane of a producer warp
 
-// ---- What a launch works on
+template <class Shape>
+struct RowRing {
+    static constexpr int STAGES = Shape::STAGES, STREAMS = Shape::STREAMS, PRODUCERS = Shape::PRODUCERS;
+    static constexpr int ROUND = Shape::ROUND, ROW_BYTES = Shape::ROW_BYTES, PITCH = Shape::PITCH;
+    static constexpr int SHARED_STAGES = Shape::SHARED_STAGES;
+    static constexpr int COLUMN_STEP = STAGE_ROWS * STREAMS;  // columns from one stage of a stream to its next
+    // The mbarriers have two phases, so no warp may be further ahead of the consumers than one pass over the ring.
+    static_assert(STAGES >= PRODUCERS && STAGES >= ROUND, "the ring is shorter than a step along it");
 
-struct Work {
-    const unsigned char* rows;
-    long long page_stride;
-    int page_size, pages;
-    const int* slots;
-    long long slots_token_stride, slots_column_stride;
-    int columns;
-    const int* lengths;  // null: every column counts
-    const int* request_ids;  // with the table: slots are positions
-    const int* block_table;
-    long long table_stride;
-    int table_width, requests;
-    int whole, items, parts, part_columns;
+    // Shared memory of all streams: rows, mbarriers (full, empty) and StageInfo of each stage.
+    static constexpr int STAGE_BYTES = STAGE_ROWS * PITCH, BARRIER_BYTES = 16, INFO_BYTES = 8;
+    static constexpr int ALL_STAGES = STREAMS * STAGES;
 
-    // Items of whole tokens come first.
-    __device__ __forceinline__ int token_of(int item) const {
-        return item < whole ? item : whole + (item - whole) / parts;
-    }
+    // Arrivals that fill a stage: one per producer warp, or one per row.
+    static constexpr int FULL_ARRIVALS = ROUND == 1 ? PRODUCERS : STAGE_ROWS;
 
-    __device__ __forceinline__ int part_of(int item) const { return item < whole ? 0 : (item - whole) % parts; }
+    // A stage of a stream's ring, and the parity of the current pass over it.
+    struct Cursor {
+        u32 rows_start, barriers, infos;
+        int stage = 0;
+        u32 parity = 0;
 
-    // Asks for what a block's first rows wait for, one thing after the other; it may still change.
-    __device__ __forceinline__ void prefetch_first(int thread) const {
-        const int item = worked_out_here(blockIdx.x), token = token_of(item), column = part_of(item) * part_columns + thread;
-        if (item >= items) return;
-        if (column < columns) prefetch(slots + token * slots_token_stride + column * slots_column_stride);
-        if (thread == 0 && lengths != nullptr) prefetch(lengths + token);
-        if (thread == 0 && block_table != nullptr) prefetch(request_ids + token);
-    }
-};
+        __device__ __forceinline__ Cursor(u32 rows, u32 barriers, u32 infos, int stream)
+            : rows_start(rows + stream * STAGES * STAGE_BYTES),
+              barriers(barriers + stream * STAGES * BARRIER_BYTES),
+              infos(infos + stream * STAGES * INFO_BYTES) {}
 
-// A stage of a stream's ring, and which pass over the ring this is.
-struct Place {
-    u32 ring, barriers, notes;
-    int stage = 0;
-    u32 parity = 0;
+        __device__ __forceinline__ u32 full() const { return barriers + BARRIER_BYTES * stage; }
+        __device__ __forceinline__ u32 empty() const { return barriers + BARRIER_BYTES * stage + 8; }
+        __device__ __forceinline__ u32 rows() const { return rows_start + stage * STAGE_BYTES; }
 
-    // Of what all rings have, one after the other: rows, barriers (full, then empty, for each stage), and notes: which
-    // rows count, and whether the item ends here.
-    __device__ __forceinline__ Place(u32 rings, u32 barriers, u32 notes, int stream)
-        : ring(rings + stream * STAGES * STAGE_BYTES),
-          barriers(barriers + stream * STAGES * 16),
-          notes(notes + stream * STAGES * 8) {}
-
-    __device__ __forceinline__ u32 full() const { return barriers + 16 * stage; }
-    __device__ __forceinline__ u32 empty() const { return barriers + 16 * stage + 8; }
-    __device__ __forceinline__ u32 note() const { return notes + 8 * stage; }
-    __device__ __forceinline__ u32 rows() const { return ring + stage * STAGE_BYTES; }
-
-    __device__ __forceinline__ void advance(int stages = 1) {
-        stage += stages;
-        if (stage >= STAGES) {
-            stage -= STAGES;
-            parity ^= 1;
+        // Written by the producer: a bit per row that counts, and whether this is the work item's last stage.
+        __device__ __forceinline__ u32 valid_rows() const { return shared_load(infos + INFO_BYTES * stage); }
+        __device__ __forceinline__ bool is_last() const { return shared_load(infos + INFO_BYTES * stage + 4); }
+        __device__ __forceinline__ void describe(u32 valid_rows, u32 last) const {
+            shared_store(infos + INFO_BYTES * stage, valid_rows);
+            shared_store(infos + INFO_BYTES * stage + 4, last);
         }
-    }
-};
 
-// ---- Producer
-
-// A stage that exists, and whether it is the last one of its item in this stream; together, as registers are few.
-constexpr u32 EXISTS = 1, LAST_STAGE = 2;
-
-// One lane's share of a stage.
-struct Wanted {
-    u32 kind;
-    int found;  // slot or position, -1: nothing
-    int request;  // whose positions are in the table's row
-};
-
-struct Found {
-    u32 kind;
-    int page, row;
-};
-
-// Walks over the stages of a stream, item after item. An item has at least one round, though it may be empty.
-struct Walk {
-    const Work& work;
-    const int stream;
-    int item, column, end, stop;
-    int request;
-    const int* slots;
-
-    __device__ __forceinline__ Walk(const Work& work, int stream) : work(work), stream(stream), item(blockIdx.x) {
-        enter();
-    }
-
-    __device__ __forceinline__ void enter() {
-        if (item >= work.items) return;
-        const int token = work.token_of(item), begin = work.part_of(item) * work.part_columns;
-        end = item < work.whole ? work.columns : min(begin + work.part_columns, work.columns);
-        if (work.lengths != nullptr) end = min(end, work.lengths[token]);
-        request = 0;
-        if (work.block_table != nullptr) {
-            request = work.request_ids[token];
-            if (request < 0 || request >= work.requests) end = begin;
+        __device__ __forceinline__ void advance(int stages = 1) {
+            stage += stages;
+            if (stage >= STAGES) {
+                stage -= STAGES;
+                parity ^= 1;
+            }
         }
-        slots = work.slots + token * work.slots_token_stride;
-        column = begin + stream * STAGE;
-        stop = ROUND == 1 ? end : begin + max((end - begin + ROUND * STEP - 1) / (ROUND * STEP), 1) * ROUND * STEP;
+    };
+
+    // Called by one thread per stage.
+    __device__ __forceinline__ static void init_barriers(u32 barriers, int stage, int consumer_warps) {
+        mbarrier_init(barriers + BARRIER_BYTES * stage, FULL_ARRIVALS);
+        mbarrier_init(barriers + BARRIER_BYTES * stage + 8, consumer_warps);
     }
 
-    __device__ __forceinline__ void skip(int stages) {
-#pragma unroll 1
-        for (int i = 0; i < stages && item < work.items; ++i) {
-            column += STEP;
-            if (column < stop) continue;
-            item += gridDim.x;
+    // Before griddepcontrol.wait: asks L2 for the first slots, length and request id of this CTA, which the kernel before
+    // may still change. They are read only after the wait.
+    __device__ __forceinline__ static void prefetch_first(const WorkItems& work, const SelectionParams& s, int thread) {
+        const int item = opaque(blockIdx.x), token = work.token(item);
+        const int column = work.split(item) * work.split_columns + thread;
+        if (item >= work.count) return;
+        if (column < s.columns) prefetch_l2(s.slots + token * s.token_stride + column * s.column_stride);
+        if (thread == 0 && s.lengths != nullptr) prefetch_l2(s.lengths + token);
+        if (thread == 0 && s.block_table != nullptr) prefetch_l2(s.request_ids + token);
+    }
+
+    // ---- Producer warps
+
+    // Flags of a stage, in one register: whether there is such a stage, and whether it is the last of its item here.
+    static constexpr u32 EXISTS = 1, LAST_STAGE = 2;
+
+    // What one lane fetches for a stage: a slot, or a position in a request.
+    struct Slot {
+        u32 flags;
+        int slot;  // -1: none
+        int request;
+    };
+
+    struct Row {
+        u32 flags;
+        int page, row;  // of the cache; page -1: none
+    };
+
+    // The stages of a stream, work item after work item. An item has at least one round, even if nothing is selected.
+    struct StageIterator {
+        const WorkItems& work;
+        const SelectionParams& s;
+        const int stream;
+        int item, column, end, stop;
+        int request;
+        const int* slots;
+
+        __device__ __forceinline__ StageIterator(const WorkItems& work, const SelectionParams& s, int stream)
+            : work(work), s(s), stream(stream), item(blockIdx.x) {
             enter();
         }
+
+        __device__ __forceinline__ void enter() {
+            if (item >= work.count) return;
+            const int token = work.token(item), begin = work.split(item) * work.split_columns;
+            end = item < work.whole ? s.columns : min(begin + work.split_columns, s.columns);
+            if (s.lengths != nullptr) end = min(end, s.lengths[token]);
+            request = 0;
+            if (s.block_table != nullptr) {
+                request = s.request_ids[token];
+                if (request < 0 || request >= s.requests) end = begin;
+            }
+            slots = s.slots + token * s.token_stride;
+            column = begin + stream * STAGE_ROWS;
+            constexpr int ROUND_COLUMNS = ROUND * COLUMN_STEP;
+            stop = ROUND == 1 ? end : begin + max((end - begin + ROUND_COLUMNS - 1) / ROUND_COLUMNS, 1) * ROUND_COLUMNS;
+        }
+
+        __device__ __forceinline__ void skip(int stages) {
+#pragma unroll 1
+            for (int i = 0; i < stages && item < work.count; ++i) {
+                column += COLUMN_STEP;
+                if (column < stop) continue;
+                item += gridDim.x;
+                enter();
+            }
+        }
+
+        // This lane's slot of the current stage; moves on by this many stages.
+        __device__ __forceinline__ Slot next(int stages) {
+            const bool exists = item < work.count;
+            const u32 last = column + ROUND * COLUMN_STEP >= stop ? LAST_STAGE : 0;
+            Slot found = {exists ? EXISTS | last : 0, -1, request};
+            const int mine = column + threadIdx.x % 32;
+            if (exists && mine < end) found.slot = slots[mine * s.column_stride];
+            skip(stages);
+            return found;
+        }
+    };
+
+    __device__ __forceinline__ static Row find_row(const SelectionParams& s, const Slot& wanted) {
+        Row found = {wanted.flags, -1, 0};
+        if (wanted.slot < 0) return found;
+        const u32 page = static_cast<u32>(wanted.slot) / static_cast<u32>(s.page_size);
+        found.row = wanted.slot - page * s.page_size;
+        if (s.block_table == nullptr) {
+            found.page = page;
+        } else if (page < static_cast<u32>(s.table_width)) {
+            found.page = s.block_table[wanted.request * s.table_stride + page];
+        }
+        return found;
     }
 
-    // What this lane fetches for the stage at hand; moves on to the producer's next one.
-    __device__ __forceinline__ Wanted next(int stages) {
-        const bool exists = item < work.items;
-        Wanted wanted = {exists ? EXISTS | (column + ROUND * STEP >= stop ? LAST_STAGE : 0) : 0, -1, request};
-        const int mine = column + threadIdx.x % 32;
-        if (exists && mine < end) wanted.found = slots[mine * work.slots_column_stride];
-        skip(stages);
-        return wanted;
-    }
-};
-
-__device__ __forceinline__ Found look_up(const Work& work, const Wanted& wanted) {
-    Found found = {wanted.kind, -1, 0};
-    if (wanted.found < 0) return found;
-    const u32 page = static_cast<u32>(wanted.found) / static_cast<u32>(work.page_size);
-    found.row = wanted.found - page * work.page_size;
-    if (work.block_table == nullptr) {
-        found.page = page;
-    } else if (page < static_cast<u32>(work.table_width)) {
-        found.page = work.block_table[wanted.request * work.table_stride + page];
-    }
-    return found;
-}
-
-// A stage, or this warp's share of it.
-__device__ __forceinline__ void copy_stage(const Work& work, Found found, int warp, bool shared, const Place& place) {
-    const int lane = threadIdx.x % 32;
-    const u32 counted = __ballot_sync(EVERY_LANE, found.page >= 0 && found.page < work.pages);
-    // Rows that do not count are copies of one that does: their weights are zero, so they must be numbers.
-    const int stand_in = counted ? __ffs(counted) - 1 : 0;
-    const int page = __shfl_sync(EVERY_LANE, found.page, stand_in), row = __shfl_sync(EVERY_LANE, found.row, stand_in);
-    if (!(counted >> lane & 1)) {
-        found.page = page;
-        found.row = row;
-    }
-    barrier_wait(place.empty(), place.parity ^ 1);
-    __syncwarp();  // an empty stage comes back at once: a lane that still waited would miss it
-    if (lane == 0 && !(shared && warp > 0)) {
-        shared_store(place.note(), counted);
-        shared_store(place.note() + 4, found.kind & LAST_STAGE);
-    }
-    if (ROUND == 1 && lane < (shared ? 1 : PRODUCERS)) {
-        if (counted && lane == 0) {
-            barrier_arrive_expecting(place.full(), shared ? STAGE / PRODUCERS * ROW : STAGE * ROW);
-        } else {
-            barrier_arrive(place.full());
+    // Copies a stage, or with `shared` this warp's part of it.
+    __device__ __forceinline__ static void copy_stage(
+        const SelectionParams& s, Row mine, int warp, bool shared, const Cursor& cursor) {
+        const int lane = threadIdx.x % 32;
+        const u32 valid = __ballot_sync(FULL_MASK, mine.page >= 0 && mine.page < s.pages);
+        // Rows that do not count are replaced by one that does: their weights are zero, so they must be finite numbers.
+        const int substitute = valid ? __ffs(valid) - 1 : 0;
+        const int page = __shfl_sync(FULL_MASK, mine.page, substitute);
+        const int row = __shfl_sync(FULL_MASK, mine.row, substitute);
+        if (!(valid >> lane & 1)) {
+            mine.page = page;
+            mine.row = row;
+        }
+        mbarrier_wait(cursor.empty(), cursor.parity ^ 1);
+        __syncwarp();  // a stage without rows is freed at once: a lane that still waited would miss its phase
+        if (lane == 0 && !(shared && warp > 0)) cursor.describe(valid, mine.flags & LAST_STAGE);
+        if (ROUND == 1 && lane < (shared ? 1 : PRODUCERS)) {
+            if (valid && lane == 0) {
+                constexpr int ALL_BYTES = STAGE_ROWS * ROW_BYTES;
+                mbarrier_arrive_expect_tx(cursor.full(), shared ? ALL_BYTES / PRODUCERS : ALL_BYTES);
+            } else {
+                mbarrier_arrive(cursor.full());
+            }
+        }
+        __syncwarp();
+        if (shared && lane / (STAGE_ROWS / PRODUCERS) != warp) return;
+        if (ROUND > 1 && valid) mbarrier_arrive_expect_tx(cursor.full(), ROW_BYTES);
+        if (ROUND > 1 && !valid) {
+            // The round's other stages may have valid rows, so these are multiplied by weights of zero and must be finite.
+            for (int at = 0; at < PITCH; at += 16) {
+                shared_store4(cursor.rows() + lane * PITCH + at, make_uint4(0, 0, 0, 0));
+            }
+            fence_async_proxy();
+            mbarrier_arrive(cursor.full());
+        }
+        if (valid) {
+            const long long offset = static_cast<long long>(mine.row) * ROW_BYTES;
+            bulk_copy(cursor.rows() + lane * PITCH, s.rows + mine.page * s.page_stride + offset, ROW_BYTES, cursor.full());
         }
     }
-    __syncwarp();
-    if (shared && lane / (STAGE / PRODUCERS) != warp) return;
-    if (ROUND > 1 && counted) barrier_arrive_expecting(place.full(), ROW);
-    if (ROUND > 1 && !counted) {
-        // Its neighbours may count, and what is multiplied with weights of zero must be numbers.
-        for (int at = 0; at < PITCH; at += 16) shared_store4(place.rows() + lane * PITCH + at, make_uint4(0, 0, 0, 0));
-        fence_for_copies();
-        barrier_arrive(place.full());
-    }
-    if (counted) {
-        const unsigned char* source = work.rows + found.page * work.page_stride + static_cast<long long>(found.row) * ROW;
-        copy_to_shared(place.rows() + lane * PITCH, source, ROW, place.full());
-    }
-}
 
-// Slots are fetched two stages ahead and pages one, since each waits for the one before. A warp copies row after row: at
-// the beginning, when everybody waits for them, all warps of a ring share a stage; then each has stages of its own.
-__device__ __forceinline__ void produce(const Work& work, int stream, int warp, Place place) {
-    const auto stages_after = [&](int number) {
-        return number + 1 < SHARED_STAGES ? 1 : number + 1 == SHARED_STAGES ? 1 + warp : PRODUCERS;
-    };
-    Walk walk(work, stream);
-    // What can be on its way together is.
-    const Wanted first = walk.next(stages_after(0)), second = walk.next(stages_after(1));
-    Wanted upcoming = walk.next(stages_after(2));
-    Found now = look_up(work, first), next = look_up(work, second);
-    for (int number = 0; now.kind & EXISTS; ++number) {
-        copy_stage(work, now, warp, number < SHARED_STAGES, place);
-        place.advance(stages_after(number));
-        now = next;
-        next = look_up(work, upcoming);
-        upcoming = walk.next(stages_after(number + 3));
+    // One producer warp. Slots are fetched two stages ahead and pages one, since each depends on the one before. A warp
+    // starts a stage's copies row by row: at the beginning, when all consumers wait, the warps of a stream share stages;
+    // after that each has stages of its own.
+    __device__ __forceinline__ static void produce(
+        const WorkItems& work, const SelectionParams& s, int stream, int warp, Cursor cursor) {
+        const auto stages_after = [&](int number) {
+            return number + 1 < SHARED_STAGES ? 1 : number + 1 == SHARED_STAGES ? 1 + warp : PRODUCERS;
+        };
+        StageIterator stages(work, s, stream);
+        // Three loads of slots, then two of pages, are in flight together.
+        const Slot first = stages.next(stages_after(0)), second = stages.next(stages_after(1));
+        Slot upcoming = stages.next(stages_after(2));
+        Row now = find_row(s, first), next = find_row(s, second);
+        for (int number = 0; now.flags & EXISTS; ++number) {
+            copy_stage(s, now, warp, number < SHARED_STAGES, cursor);
+            cursor.advance(stages_after(number));
+            now = next;
+            next = find_row(s, upcoming);
+            upcoming = stages.next(stages_after(number + 3));
+        }
     }
-}
+};

@@ -117,13 +117,13 @@ __device__ __forceinline__ int reach(u32 count, u32 before, u32 wanted, u32& abo
     u32 so_far = count;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(EVERY_LANE, so_far, step);
+        const u32 other = __shfl_up_sync(FULL_MASK, so_far, step);
         if (lane >= step) so_far += other;
     }
-    const u32 reached = __ballot_sync(EVERY_LANE, above + so_far >= wanted);
+    const u32 reached = __ballot_sync(FULL_MASK, above + so_far >= wanted);
     const int first = reached ? __ffs(reached) - 1 : 32;
-    above += __reduce_add_sync(EVERY_LANE, lane < first ? count : 0);
-    above_before += __reduce_add_sync(EVERY_LANE, lane < first ? before : 0);
+    above += __reduce_add_sync(FULL_MASK, lane < first ? count : 0);
+    above_before += __reduce_add_sync(FULL_MASK, lane < first ? before : 0);
     return first;
 }
 
@@ -142,7 +142,7 @@ __device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 want
             const int bin = group * GROUP + i * 32 + lane;
             sum += bin < ignored ? 0 : digit.counts[bin];
         }
-        sum = __reduce_add_sync(EVERY_LANE, sum);
+        sum = __reduce_add_sync(FULL_MASK, sum);
         // One lane for each block of the cluster.
         if (lane < blocks) {
             const u32 theirs = peer_address(groups + 4 * group, lane);
@@ -180,7 +180,7 @@ __device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 want
     bool passed = true;  // the bins so far, as all lanes before, do not reach `wanted`
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
-        const u32 equal = __shfl_sync(EVERY_LANE, count[i], at), equal_before = __shfl_sync(EVERY_LANE, before[i], at);
+        const u32 equal = __shfl_sync(FULL_MASK, count[i], at), equal_before = __shfl_sync(FULL_MASK, before[i], at);
         if (!passed) continue;
         passed = found.above + equal < wanted;
         if (passed) {
@@ -298,8 +298,8 @@ __device__ __forceinline__ void mark(
         slice.keys_apart(place, THREADS, keys);
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
-            const u32 higher = __ballot_sync(EVERY_LANE, keys[i] >> shift > prefix);
-            const u32 equal = __ballot_sync(EVERY_LANE, keys[i] >> shift == prefix);
+            const u32 higher = __ballot_sync(FULL_MASK, keys[i] >> shift > prefix);
+            const u32 equal = __ballot_sync(FULL_MASK, keys[i] >> shift == prefix);
             const int word = (place + i * THREADS) / 32;
             if (threadIdx.x % 32 == 0 && word * 32 < slice.end) {
                 winners[word] = higher;
@@ -314,7 +314,7 @@ __device__ __forceinline__ u32 sum_in_warp(u32 value) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(EVERY_LANE, value, step);
+        const u32 other = __shfl_up_sync(FULL_MASK, value, step);
         if (lane >= step) value += other;
     }
     return value;
@@ -323,7 +323,7 @@ __device__ __forceinline__ u32 sum_in_warp(u32 value) {
 // The sum of the first `count` warps, whose own sums are in `warps`.
 __device__ __forceinline__ u32 sum_of_warps(const u32* warps, int count) {
     const int lane = threadIdx.x % 32;
-    return __reduce_add_sync(EVERY_LANE, lane < count ? warps[lane] : 0);
+    return __reduce_add_sync(FULL_MASK, lane < count ? warps[lane] : 0);
 }
 
 // Writes the places of the winners and of the first `quota` ties to `shared.chosen`, ascending; returns how many.

@@ -10,7 +10,7 @@ from tamis import checks
 from tamis.arithmetic import ceil_div, round_up
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import sm_count
-from tamis.cuda.launch import Launch, kernel
+from tamis.cuda.launch import ListLaunch, kernel
 
 MAX_K = 4096
 SIGNATURE = "PqiPiPPqiiiPii"
@@ -147,7 +147,7 @@ def program(threads: int) -> Program:
 
 
 @cache
-def _launch(device: int, variant: Variant) -> Launch:
+def _launch(device: int, variant: Variant) -> ListLaunch:
     loaded = kernel(program(variant.threads), "topk_positions", device)
     cluster, threads, _, overlap = variant
-    return Launch(loaded, SIGNATURE, threads=threads, shared=variant.shared, cluster=cluster, overlap=overlap)
+    return ListLaunch(loaded, SIGNATURE, threads=threads, shared=variant.shared, cluster=cluster, overlap=overlap)

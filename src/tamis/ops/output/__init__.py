@@ -1,4 +1,4 @@
-"""Attention's output in FP8: heads rotated back and quantised, and the grouped projection that takes them."""
+"""Stage `output`: attention's output in FP8, from heads to the first half of the grouped output projection."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,13 @@ from torch import Tensor
 from tamis import checks
 from tamis.arithmetic import ceil_div
 from tamis.cache.layout import E4M3_MAX, OUTPUT_SCALE_FLOOR
-from tamis.ops import old_library as library
-from tamis.ops.rotate import check_positions, registered
+from tamis.ops.output import operations
+from tamis.ops.output.operations import LowerGroups, RotateToFp8
+from tamis.ops.rotate import check_positions
 
 
 class Fp8Heads(NamedTuple):
-    """Heads in e4m3 under one power of two per tile."""
+    """Heads in e4m3, with one power of two per tile as its scale."""
 
     values: Tensor
     """e4m3 [T, H, D]"""
@@ -30,27 +31,28 @@ def rotate_to_fp8(
     inverse: bool = True,
     backend: str = "auto",
 ) -> Fp8Heads:
-    """`rotate_heads` in float32, rounded once, to e4m3.
+    """Rotate heads as `rotate_heads` does, in float32, and round once, to e4m3.
 
     Args:
         x: [T, H, D] in bf16, fp16 or fp32.
-        positions: integer [T], absolute; padding (negative) is not rotated.
-        cos_sin: float32 [max_positions, R] from `tamis.model.rope.Rope.cos_sin_table`; R columns are rotated.
+        positions: integer [T], absolute; heads of padding (a negative position) are not rotated.
+        cos_sin: float32 [max_positions, R] from `tamis.model.rope.Rope.cos_sin_table`; the last R columns are rotated.
         tile: how many columns share a scale: a power of two from 32 on that divides D.
-        inverse: rotate back, as an output must be.
+        inverse: rotate by the negative angle, as attention's output must be.
         backend: a name from `tamis backends`, or "auto".
     """
-    checks.flag("inverse", inverse)
-    check_rotate_to_fp8(x, positions, cos_sin, tile, backend)
-    return Fp8Heads(*registered.rotate_to_fp8(x, positions, cos_sin, tile, inverse, backend))
+    call = RotateToFp8(x, positions, cos_sin, tile, inverse, backend)
+    check_rotate_to_fp8(call)
+    return Fp8Heads(*operations.rotate_to_fp8(call))
 
 
-def check_rotate_to_fp8(x: Tensor, positions: Tensor, cos_sin: Tensor, tile: int, backend: str) -> None:
+def check_rotate_to_fp8(call: RotateToFp8) -> None:
     """Refuse what `rotate_to_fp8` refuses."""
-    sizes = checks.tensor("x", x, "T H D", checks.FLOATS)
-    check_positions(positions, cos_sin, sizes["T"], sizes["D"], x.device)
-    check_tile(tile, sizes["D"])
-    library.check_stage("rotate", backend, x.device, x=x, cos_sin=cos_sin)
+    checks.flag("inverse", call.inverse)
+    sizes = checks.tensor("x", call.x, "T H D", checks.FLOATS)
+    check_positions(call.positions, call.cos_sin, sizes["T"], sizes["D"], call.x.device)
+    check_tile(call.tile, sizes["D"])
+    operations.rotate_to_fp8.check(call)
 
 
 def lower_groups(
@@ -62,9 +64,10 @@ def lower_groups(
     dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
 ) -> Tensor:
-    """The first half of a grouped low-rank projection: [T, G, O], each group of x times the weight of that group.
+    """The first half of a grouped low-rank projection, [T, G, O]: each group of x times that group's weight.
 
-    Products of e4m3 numbers are summed in float32 (within a tile as the device's FP8 product sums) and rounded once.
+    Products of e4m3 numbers are accumulated in float32 (within a tile as the device's FP8 GEMM accumulates) and rounded
+    once.
 
     Args:
         x: e4m3 [T, G, K]: heads from `rotate_to_fp8`, those of one group side by side.
@@ -74,29 +77,28 @@ def lower_groups(
         dtype: of the result.
         backend: a name from `tamis backends`, or "auto".
     """
-    check_lower_groups(x, scales, weight, weight_scales, dtype, backend)
-    return registered.lower_groups(x, scales, weight, weight_scales, dtype, backend)
+    call = LowerGroups(x, scales, weight, weight_scales, dtype, backend)
+    check_lower_groups(call)
+    return operations.lower_groups(call)
 
 
-def check_lower_groups(
-    x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype, backend: str
-) -> None:
+def check_lower_groups(call: LowerGroups) -> None:
     """Refuse what `lower_groups` refuses."""
     e4m3 = (torch.float8_e4m3fn,)
-    device = checks.same_device(x=x, scales=scales, weight=weight, weight_scales=weight_scales)
-    sizes = checks.tensor("weight", weight, "G O K", e4m3)
+    checks.same_device(x=call.x, scales=call.scales, weight=call.weight, weight_scales=call.weight_scales)
+    sizes = checks.tensor("weight", call.weight, "G O K", e4m3)
     groups, width = sizes["G"], sizes["K"]
-    total = checks.tensor("x", x, "T G K", e4m3, G=groups, K=width, remedy="as the weight has groups")["T"]
-    tiles = checks.tensor("scales", scales, "T G N", (torch.uint8,), T=total, G=groups)["N"]
-    check_block_scales(weight_scales, sizes["O"], groups, width, tiles)
-    checks.option("dtype", dtype, checks.FLOATS)
-    library.check_stage("rotate", backend, device, weight_scales=weight_scales)
+    total = checks.tensor("x", call.x, "T G K", e4m3, G=groups, K=width, remedy="as the weight has groups")["T"]
+    tiles = checks.tensor("scales", call.scales, "T G N", (torch.uint8,), T=total, G=groups)["N"]
+    check_block_scales(call.weight_scales, sizes["O"], groups, width, tiles)
+    checks.option("dtype", call.dtype, checks.FLOATS)
+    operations.lower_groups.check(call)
 
 
 def check_block_scales(
     weight_scales: Tensor, rows: int, groups: int, width: int, tiles: int, name: str = "weight_scales"
 ) -> int:
-    """Refuse scales that do not fit a weight [groups, rows, width] in so many tiles a row; the width of a tile."""
+    """Refuse scales that do not fit a weight [groups, rows, width] in `tiles` tiles per row; return a tile's width."""
     tile = width // max(1, tiles)
     check_tile(tile, width, f"{name}: tile")
     expected = {"G": groups, "M": ceil_div(rows, tile), "N": tiles}
@@ -105,7 +107,11 @@ def check_block_scales(
 
 
 def quantise_blocks(weight: Tensor, *, tile: int = 128) -> tuple[Tensor, Tensor]:
-    """e4m3 [G, O, K] and the float32 powers of two [G, O / tile (rounded up), K / tile] of its square blocks."""
+    """Quantise a weight [G, O, K] to e4m3 in square blocks, each with a power of two as its scale.
+
+    Returns:
+        The e4m3 weight [G, O, K] and its float32 scales [G, O / tile (rounded up), K / tile].
+    """
     sizes = checks.tensor("weight", weight, "G O K", checks.FLOATS)
     check_tile(tile, sizes["K"])
     rows = ceil_div(sizes["O"], tile)

@@ -1,0 +1,67 @@
+"""Kernel parameters: one NamedTuple on the host, one C++ struct of the same fields in the kernel.
+
+A kernel takes a single `const __grid_constant__` struct. Its twin here is a NamedTuple whose fields have the same names
+in the same order, each annotated with one of the types below, or with the NamedTuple of a nested struct. Nested structs
+come after all other fields, so that packing is a concatenation. The host compiles a kernel with `PARAMS_BYTES`, which
+the source compares with `sizeof` in a `static_assert`; tests/cuda/test_params.py compares the fields one by one.
+"""
+
+import struct
+from functools import cache
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+from torch import Tensor
+
+Pointer = Annotated[int, "P"]
+"""An address on the device, `tensor.data_ptr()`; 0 is a null pointer."""
+Int = Annotated[int, "i"]
+Long = Annotated[int, "q"]
+"""A `long long`: strides and sizes that 32 bits may not hold."""
+Float = Annotated[float, "f"]
+
+
+class Format(NamedTuple):
+    """How a NamedTuple of parameters becomes bytes."""
+
+    letters: str
+    """The format of the module `struct`, padded like the C++ struct."""
+    plain: int
+    """How many fields come before the nested structs."""
+    nested: bool
+    """Whether there are nested structs at all."""
+
+
+@cache
+def params_format(params: type) -> Format:
+    """The format of a NamedTuple of parameters."""
+    hints = get_type_hints(params, include_extras=True)
+    names: tuple[str, ...] = params._fields  # type: ignore[attr-defined]
+    kinds = [_letter(hints[name]) for name in names]
+    plain = next((i for i, kind in enumerate(kinds) if len(kind) > 1), len(kinds))
+    if any(len(kind) == 1 for kind in kinds[plain:]):
+        raise TypeError(f"{params.__name__} has plain fields after its nested structs; move the structs to the end")
+    letters = "".join(kinds)
+    # Like a C++ compiler, pad a struct to its largest member: zero repeats of a letter align to it and add nothing.
+    largest = max((kind for kind in letters if kind.isalpha()), key=struct.calcsize)
+    return Format(f"0{largest}{letters}0{largest}", plain, plain < len(kinds))
+
+
+def _letter(hint: Any) -> str:
+    """The format of a field: a letter, or that of a nested struct."""
+    metadata = getattr(hint, "__metadata__", None)
+    if metadata is not None:
+        return str(metadata[0])
+    inner = params_format(hint)
+    if inner.nested:
+        raise TypeError(f"{hint.__name__} is nested and has nested structs itself; declare its fields one by one")
+    return inner.letters
+
+
+def params_bytes(params: type) -> int:
+    """The size of the C++ struct: what the source is compiled with as `PARAMS_BYTES`."""
+    return struct.calcsize(f"@{params_format(params).letters}")
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """The address of a tensor's memory; 0, a null pointer, for None."""
+    return 0 if tensor is None else tensor.data_ptr()

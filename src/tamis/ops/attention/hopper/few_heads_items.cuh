@@ -1,0 +1,98 @@
+// Work items of `few_heads.cu` and `heads_as_columns.cu`: a query token, or a split of its columns (split-KV).
+//
+// Items 0 .. whole - 1 are whole tokens. The others are splits: `splits` of one token after the other.
+#pragma once
+#include "instructions.cuh"
+#include "params.cuh"
+#include "softmax.cuh"
+
+static_assert(sizeof(AttendParams) == PARAMS_BYTES, "AttendParams differs from its Python twin");
+
+// A compile error of this shows both numbers: what the kernel's SharedMemoryPlan needs, and what the host launches with.
+template <int NEEDED, int GIVEN>
+struct CheckSharedBytes {
+    static_assert(NEEDED == GIVEN, "the plan of shared memory needs another number of bytes than the CTA shape gives");
+};
+
+constexpr int VALUES = 512;  // columns of an output
+
+// A copy of the numbers, so that the compiler keeps them in registers: fields of the kernel's parameter are loaded again
+// after every instruction that touches memory.
+struct WorkItems {
+    int count, whole, splits, split_columns;
+
+    __device__ __forceinline__ explicit WorkItems(const AttendParams& p)
+        : count(p.items), whole(p.output.whole), splits(p.output.splits), split_columns(p.split_columns) {}
+
+    __device__ __forceinline__ int token(int item) const {
+        return item < whole ? item : whole + (item - whole) / splits;
+    }
+
+    __device__ __forceinline__ int split(int item) const { return item < whole ? 0 : (item - whole) % splits; }
+};
+
+// The factor from products of queries and keys to logits in base 2.
+__device__ __forceinline__ float softmax_scale_log2(const AttendParams& p) {
+    const float scale = p.query.scale;
+    return (p.query.scale_factor == nullptr ? scale : scale * *p.query.scale_factor) * LOG2_E;
+}
+
+// Where an item's results go: a token's row of the output, or a row of the splits, which are float32 and get no sink.
+struct OutputRow {
+    void* out;
+    int kind;  // 0 float32, 1 bf16, 2 fp16
+    long long token_stride, head_stride;
+    float *lse, *max_logits;
+    const float* sink;
+    long long row;
+
+    __device__ __forceinline__ OutputRow(const AttendParams& p, const WorkItems& work, int item, int token) {
+        const OutputParams& o = p.output;
+        const bool whole = item < work.whole;
+        out = whole ? o.out : o.split_out;
+        kind = whole ? o.out_kind : 0;
+        token_stride = whole ? o.token_stride : static_cast<long long>(p.query.heads) * VALUES;
+        head_stride = whole ? o.head_stride : VALUES;
+        lse = whole ? o.lse : o.split_lse;
+        max_logits = whole ? o.max_logits : o.split_max_logits;
+        sink = whole ? o.sink : nullptr;
+        const long long split_row = static_cast<long long>(work.split(item)) * o.split_tokens + token - work.whole;
+        row = whole ? token : split_row;
+    }
+};
+
+// ---- Numbers
+
+__device__ __forceinline__ float load_float(u32 at) { return __uint_as_float(shared_load(at)); }
+__device__ __forceinline__ void store_float(u32 at, float number) { shared_store(at, __float_as_uint(number)); }
+
+// Two 16-bit query elements in float32.
+template <Operand TYPE>
+__device__ __forceinline__ float2 unpack(u32 packed) {
+    if (TYPE == FP16) return unpack_fp16(packed);
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000u)};
+}
+
+// Two numbers as sums of bf16 terms, of which each has what the ones before leave out.
+template <int TERMS>
+__device__ __forceinline__ void bf16_terms(float2 rest, u32 (&terms)[TERMS]) {
+#pragma unroll
+    for (int term = 0; term < TERMS; ++term) {
+        terms[term] = pack_bf16(rest.x, rest.y);
+        rest.x -= __uint_as_float(terms[term] << 16);
+        rest.y -= __uint_as_float(terms[term] & 0xFFFF0000u);
+    }
+}
+
+// A power of two that brings a head's queries, of this largest magnitude, into fp16's range, and its inverse.
+struct QueryScale {
+    float factor, inverse;
+
+    // The largest element gets between 2^14 and 2^15, so that fp16 loses nothing that counts. Positive floats are in the
+    // order of their bits, NaN above all.
+    __device__ __forceinline__ explicit QueryScale(u32 largest) {
+        const u32 exponent = min(max(largest >> 23, 27u), 254u);
+        factor = __uint_as_float((268 - exponent) << 23);
+        inverse = __uint_as_float((exponent - 14) << 23);
+    }
+};

@@ -1,0 +1,94 @@
+// Merges the splits of query tokens (split-KV): out = sum of 2^(lse_s - lse) * out_s, in base 2.
+//
+// One CTA of 128 threads per token and head; a thread has four of the 512 columns. Every warp reduces the lse of all splits
+// redundantly, which needs no shared memory. The kernel is bound by reading the splits: BATCH of them are loaded before any
+// is added.
+//
+// Defined by the host: BATCH, PARAMS_BYTES.
+#include "instructions.cuh"
+#include "softmax.cuh"
+
+constexpr int VALUES = 512;
+// PDL: up to this many splits of heads the next kernel may launch early; with more, its CTAs would compete for SMs.
+constexpr int EARLY_LAUNCH_SPLITS = 4096;
+
+// S splits of T tokens and H heads.
+struct MergeParams {
+    const float* split_out;         // [S, T, H, 512]
+    const float* split_lse;         // [S, T, H]
+    const float* split_max_logits;  // [S, T, H]
+    int splits;                     // S
+    int tokens;                     // T
+    int heads;                      // H
+    const float* sink;              // [H], or null
+    void* out;                      // [T, H, 512]
+    int out_kind;                   // 0 float32, 1 bf16, 2 fp16
+    long long token_stride;         // of out, in elements
+    long long head_stride;          // of out, in elements
+    float* lse;                     // [T, H]
+    float* max_logits;              // [T, H]
+};
+static_assert(sizeof(MergeParams) == PARAMS_BYTES, "MergeParams differs from its Python twin");
+
+extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_splits(const __grid_constant__ MergeParams p) {
+    const int splits = p.splits;
+    const long long row = blockIdx.x, rows = static_cast<long long>(p.tokens) * p.heads;
+    const int head = row % p.heads;
+    if (rows * splits <= EARLY_LAUNCH_SPLITS) let_next_kernel_start();
+    wait_for_previous_kernel();
+    // Lane i takes splits i, i + 32, ... fmaxf drops NaN, so NaN travels separately in `nan`.
+    const int lane = threadIdx.x % 32;
+    float max_lse = minus_infinity(), max_logit = minus_infinity(), nan = 0.0f;
+    for (int split = lane; split < splits; split += 32) {
+        const float lse = p.split_lse[split * rows + row], logit = p.split_max_logits[split * rows + row];
+        max_lse = fmaxf(max_lse, lse);
+        max_logit = fmaxf(max_logit, logit);
+        if (lse != lse || logit != logit) nan = lse + logit;
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        max_lse = fmaxf(max_lse, __shfl_xor_sync(FULL_MASK, max_lse, step));
+        max_logit = fmaxf(max_logit, __shfl_xor_sync(FULL_MASK, max_logit, step));
+        nan += __shfl_xor_sync(FULL_MASK, nan, step);
+    }
+    const float base = max_lse == minus_infinity() ? 0.0f : max_lse;
+    float total = nan, sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const float* from = p.split_out + row * VALUES + threadIdx.x * 4;
+    for (int first = 0; first < splits; first += BATCH) {
+        float4 values[BATCH];
+        float lses[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int split = first + i;
+            lses[i] = split < splits ? p.split_lse[split * rows + row] : minus_infinity();
+            values[i] = split < splits ? *reinterpret_cast<const float4*>(from + split * rows * VALUES)
+                                         : make_float4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const float weight = fast_exp2((lses[i] - base) * LOG2_E);
+            total += weight;
+            sums[0] += weight * values[i].x;
+            sums[1] += weight * values[i].y;
+            sums[2] += weight * values[i].z;
+            sums[3] += weight * values[i].w;
+        }
+    }
+    const bool empty = total == 0.0f;
+    const float lse = empty ? minus_infinity() : base + fast_log2(total) * LN_2;
+    float factor = empty ? 0.0f : 1.0f / total;
+    if (p.sink != nullptr && !empty) factor *= 1.0f / (1.0f + fast_exp2((p.sink[head] - lse) * LOG2_E));
+    const long long at = row / p.heads * p.token_stride + head * p.head_stride + threadIdx.x * 4;
+    const float a = sums[0] * factor, b = sums[1] * factor, c = sums[2] * factor, d = sums[3] * factor;
+    if (p.out_kind == 0) {
+        *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = make_float4(a, b, c, d);
+    } else {
+        const uint2 packed = p.out_kind == 1 ? make_uint2(pack_bf16(a, b), pack_bf16(c, d))
+                                             : make_uint2(pack_fp16(a, b), pack_fp16(c, d));
+        *reinterpret_cast<uint2*>(static_cast<unsigned short*>(p.out) + at) = packed;
+    }
+    if (threadIdx.x == 0) {
+        p.lse[row] = lse;
+        p.max_logits[row] = max_logit + nan;
+    }
+}

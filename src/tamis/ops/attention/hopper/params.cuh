@@ -1,0 +1,57 @@
+// The parameters that attention kernels share, as structs. Their Python twins, with the same fields in the same order, are
+// in params.py; T is the number of query tokens, H of heads, K of selected columns, S of splits.
+#pragma once
+
+// The queries and what their products with keys are multiplied with.
+struct QueryParams {
+    const unsigned short* q;      // [T, H, 576], bf16 or fp16
+    long long token_stride;       // in elements
+    long long head_stride;        // in elements
+    int heads;                    // H
+    float scale;                  // softmax scale
+    const float* scale_factor;    // [1], or null: another factor of the scale
+};
+
+// Where results go. The first `whole` tokens are written to `out`, `lse` and `max_logits`, the others as splits.
+struct OutputParams {
+    void* out;                    // [T, H, 512]
+    int out_kind;                 // 0 float32, 1 bf16, 2 fp16
+    long long token_stride;       // of out, in elements
+    long long head_stride;        // of out, in elements
+    float* lse;                   // [T, H], contiguous
+    float* max_logits;            // [T, H], contiguous
+    const float* sink;            // [H], or null; applied to whole tokens only
+    float* split_out;             // [S, T - whole, H, 512], contiguous
+    float* split_lse;             // [S, T - whole, H], contiguous
+    float* split_max_logits;      // [S, T - whole, H], contiguous
+    int whole;                    // tokens that are not split
+    int split_tokens;             // T - whole
+    int splits;                   // S
+};
+
+// The rows of one cache that the query tokens attend to.
+struct SelectionParams {
+    const unsigned char* rows;    // [pages, page_size, row bytes]
+    long long page_stride;        // in bytes
+    int page_size;                // rows per page
+    int pages;                    // pages of the cache; a slot beyond them selects nothing
+    const int* slots;             // [T, K]: slots, or with a block table positions; -1 padded
+    long long token_stride;       // of slots, in elements
+    long long column_stride;      // of slots, in elements
+    int columns;                  // K
+    const int* lengths;           // [T], or null: how many columns of a token count
+    const int* request_ids;       // [T], or null without a block table
+    const int* block_table;       // [requests, table_width], or null
+    long long table_stride;       // in elements
+    int table_width;              // pages per request
+    int requests;                 // rows of the block table
+};
+
+// One launch of `few_heads.cu` or `heads_as_columns.cu`.
+struct AttendParams {
+    int items;                    // work items: whole tokens, then splits of the others
+    int split_columns;            // columns of a split
+    QueryParams query;
+    OutputParams output;
+    SelectionParams selection;
+};

@@ -1,0 +1,160 @@
+"""Split-KV: how the Hopper kernels split a batch over the device, where they write, and the kernel that merges splits.
+
+A work item is a query token, or a split of its columns. The first tokens of a launch are whole and are written straight
+to the output. The others are split; their splits are written in float32 and merged by a second kernel.
+"""
+
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tamis.arithmetic import ceil_div
+from tamis.cuda.compiler import Program
+from tamis.cuda.device import device_index
+from tamis.cuda.launch import Launch, kernel
+from tamis.cuda.params import Int, Long, Pointer, params_bytes, pointer
+
+VALUE_DIM = 512
+OUT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""How kernels number the dtypes of an output."""
+MERGE_BATCHES = (4, 16)
+"""Splits that the merge loads before it adds any: many hide latency, few leave room for more CTAs on an SM."""
+OVERHEAD_STEPS, MERGE_STEPS = 2, 2
+"""What a work item costs beside its steps, and what the merge costs, both in steps."""
+
+
+class SplitPlan(NamedTuple):
+    """How a batch is split into work items."""
+
+    whole: int
+    """Tokens, from the first on, that are one work item each."""
+    splits: int
+    """Work items that each of the other tokens is split into."""
+
+
+@lru_cache(1024)
+def choose_splits(
+    tokens: int,
+    heads: int,
+    steps: int,
+    capacity: int,
+    *,
+    direct: bool = True,
+    rows_per_step: int = 2200,
+    steps_per_split: int = 1,
+) -> SplitPlan:
+    """The plan that finishes soonest by this estimate, in steps of a CTA.
+
+    Work items run in waves of `capacity`, each as long as its number of steps. Splits cost the time to write and read
+    them, one step for `rows_per_step` outputs of a head. A split has at least `steps_per_split` steps if the token has
+    so many.
+
+    Whole tokens fill whole waves; the rest, fewer than `capacity`, are split, so that one more token never costs one
+    more wave. Among equal estimates the fewest splits win. If tokens cannot be stored directly, all are split alike.
+    """
+
+    def duration(plan: SplitPlan) -> float:
+        left = tokens - plan.whole
+        waves = ceil_div(plan.whole, capacity) * (steps + OVERHEAD_STEPS)
+        waves += ceil_div(left * plan.splits, capacity) * (ceil_div(steps, plan.splits) + OVERHEAD_STEPS)
+        return waves + (MERGE_STEPS + left * plan.splits * heads / rows_per_step if left else 0)
+
+    plans = [SplitPlan(tokens, 1)] if direct else []
+    for whole in sorted({0, tokens // capacity * capacity if direct else 0}):
+        plans += [SplitPlan(whole, splits) for splits in range(1, max(1, steps // steps_per_split) + 1)]
+    return min(plans, key=duration)
+
+
+class Outputs(NamedTuple):
+    """Tensors that a kernel fills."""
+
+    out: Tensor
+    """[..., T, H, V]"""
+    lse: Tensor
+    """float32 [..., T, H]"""
+    max_logits: Tensor
+    """float32 [..., T, H]"""
+
+    @classmethod
+    def empty(cls, *shape: int, device: torch.device) -> "Outputs":
+        """Memory for outputs in float32 of a shape [..., T, H]."""
+        lse = torch.empty(shape, dtype=torch.float32, device=device)
+        return cls(torch.empty(*shape, VALUE_DIM, dtype=torch.float32, device=device), lse, torch.empty_like(lse))
+
+    @classmethod
+    def into(cls, out: Tensor) -> "Outputs":
+        """An output [T, H, V] with new memory for lse and max_logits."""
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        return cls(out, lse, torch.empty_like(lse))
+
+
+def can_store(out: Tensor) -> bool:
+    """Whether the kernels can write to an output, four neighbouring values at a time."""
+    strides = out.stride(2) == 1 and out.stride(0) % 4 == 0 and out.stride(1) % 4 == 0
+    return out.dtype in OUT_KINDS and strides and out.data_ptr() % (4 * out.element_size()) == 0
+
+
+class MergeParams(NamedTuple):
+    """The parameters of `merge_splits.cu`."""
+
+    split_out: Pointer
+    """float32 [S, T, H, 512], contiguous."""
+    split_lse: Pointer
+    """float32 [S, T, H], contiguous."""
+    split_max_logits: Pointer
+    """float32 [S, T, H], contiguous."""
+    splits: Int
+    tokens: Int
+    heads: Int
+    sink: Pointer
+    """float32 [H]; 0 for none."""
+    out: Pointer
+    """float32, bfloat16 or float16 [T, H, 512]."""
+    out_kind: Int
+    """0 for float32, 1 for bfloat16, 2 for float16."""
+    token_stride: Long
+    head_stride: Long
+    lse: Pointer
+    """float32 [T, H], contiguous."""
+    max_logits: Pointer
+    """float32 [T, H], contiguous."""
+
+
+def merge_splits(splits: Outputs, sink: Tensor | None, whole: Outputs) -> None:
+    """Merge splits [S, t, H, ...] into the last t tokens of outputs [T, H, ...]; the output passes `can_store`."""
+    count, tokens, heads = splits.lse.shape
+    out = whole.out
+    first = out.shape[0] - tokens
+    token_stride, head_stride, _ = out.stride()
+    batch = MERGE_BATCHES[0 if count <= MERGE_BATCHES[0] else 1]
+    # The first tokens are skipped by address: three slices would take as much host time as the launch.
+    params = MergeParams(
+        splits.out.data_ptr(),
+        splits.lse.data_ptr(),
+        splits.max_logits.data_ptr(),
+        count,
+        tokens,
+        heads,
+        pointer(sink),
+        out.data_ptr() + first * token_stride * out.element_size(),
+        OUT_KINDS[out.dtype],
+        token_stride,
+        head_stride,
+        whole.lse.data_ptr() + first * heads * 4,
+        whole.max_logits.data_ptr() + first * heads * 4,
+    )
+    _merge_launch(out.device, batch)((tokens * heads, 1, 1), params)
+
+
+@cache
+def merge_program(batch: int) -> Program:
+    """The source of the merge, for a number of splits that are loaded at once."""
+    return Program.packaged(__package__, "merge_splits.cu", BATCH=batch, PARAMS_BYTES=params_bytes(MergeParams))
+
+
+@cache
+def _merge_launch(device: torch.device, batch: int) -> Launch:
+    loaded = kernel(merge_program(batch), "merge_splits", device_index(device))
+    return Launch(loaded, MergeParams, threads=VALUE_DIM // 4, overlap=True)

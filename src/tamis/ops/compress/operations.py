@@ -1,0 +1,55 @@
+"""The operation of stage `compress`; see `tamis.ops.library`.
+
+T tokens, D channels of an entry, r tokens per span. C is D, or 2D where spans overlap. B requests, W pages of each.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tamis.cache.paged import PagedCache
+from tamis.ops.library import Operation, Written
+
+
+class CompressKv(NamedTuple):
+    """The state of a step's tokens, and the entries of the spans that some of them end."""
+
+    values: Tensor
+    """bf16, fp16 or fp32 [T, C]."""
+    scores: Tensor
+    """bf16, fp16 or fp32 [T, C], without the bias."""
+    state: Written[PagedCache]
+    """float32 rows of 2C: a token's values, then its scores with the bias."""
+    cache: Written[PagedCache]
+    """The entries, rows of D."""
+    positions: Tensor
+    """int32 or int64 [T]; negative: padding, nothing is written."""
+    state_slots: Tensor
+    """int32 or int64 [T], where each token's state goes; negative: nowhere."""
+    request_ids: Tensor
+    """int32 [T], the row of the block table."""
+    block_table: Tensor
+    """int32 [B, W], pages of the state; negative: absent."""
+    slots: Tensor
+    """int32 or int64 [T], where the entry goes if the token ends a span; negative: nowhere."""
+    bias: Tensor
+    """bf16, fp16 or fp32 [r, C], added to the scores by place in the span."""
+    norm_weight: Tensor
+    """bf16, fp16 or fp32 [D]."""
+    cos_sin: Tensor
+    """float32 [P, R]; the last R channels are rotated, R/2 cosines before R/2 sines."""
+    eps: float
+    hadamard: bool
+    """Multiply rounded entries by the Hadamard matrix and round again."""
+    backend: str
+
+    @property
+    def no_gradient(self) -> tuple[str, ...]:
+        """Arguments that may not require a gradient."""
+        return ("values", "scores", "bias", "norm_weight", "cos_sin")
+
+    def fake(self) -> None:
+        """Nothing is returned."""
+
+
+compress_kv = Operation("compress", CompressKv, CompressKv.fake)

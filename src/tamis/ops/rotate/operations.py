@@ -1,0 +1,95 @@
+"""The operations of stage `rotate`; see `tamis.ops.library`."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tamis.cache.paged import PagedCache
+from tamis.ops.library import Operation, Written
+
+
+class NormRows(NamedTuple):
+    """RMSNorm of rows."""
+
+    x: Tensor
+    """bf16, fp16 or fp32 [T, N]."""
+    weight: Tensor
+    """bf16, fp16 or fp32 [N]."""
+    eps: float
+    backend: str
+
+    @property
+    def no_gradient(self) -> tuple[str, ...]:
+        """Arguments that may not require a gradient."""
+        return ("x", "weight")
+
+    def fake(self) -> Tensor:
+        """Rows [T, N] in x's dtype."""
+        return self.x.new_empty(self.x.shape, dtype=self.x.dtype)
+
+
+class RotateHeads(NamedTuple):
+    """Rotary embedding of the last columns of each head."""
+
+    x: Tensor
+    """bf16, fp16 or fp32 [T, H, D]."""
+    positions: Tensor
+    """int32 or int64 [T]; heads of a token with a negative position are not rotated."""
+    cos_sin: Tensor
+    """float32 [P, R]; the last R columns are rotated, R/2 cosines before R/2 sines."""
+    eps: float | None
+    """Given, each head is RMS-normalised first, without a weight."""
+    inverse: bool
+    """Rotate by the negative angle."""
+    backend: str
+
+    @property
+    def no_gradient(self) -> tuple[str, ...]:
+        """Arguments that may not require a gradient."""
+        return ("x", "cos_sin")
+
+    def fake(self) -> Tensor:
+        """Heads [T, H, D] in x's dtype."""
+        return self.x.new_empty(self.x.shape, dtype=self.x.dtype)
+
+
+class RotateAndWrite(NamedTuple):
+    """Queries normalised and rotated, raw rows normalised, rotated and written, index queries rotated."""
+
+    q: Tensor
+    """bf16, fp16 or fp32 [T, H, D]."""
+    kv: Tensor
+    """bf16, fp16 or fp32 [T, D]."""
+    cache: Written[PagedCache]
+    """The pool of raw tokens, rows of D."""
+    slots: Tensor
+    """int32 or int64 [T'], T' <= T; negative: the row is not written."""
+    positions: Tensor
+    """int32 or int64 [T]; rows of a token with a negative position are not rotated."""
+    cos_sin: Tensor
+    """float32 [P, R], as in `RotateHeads`."""
+    norm_weight: Tensor
+    """bf16, fp16 or fp32 [D], of the rows' norm."""
+    eps: float
+    """Of both norms."""
+    index_q: Tensor | None
+    """bf16, fp16 or fp32 [T, index heads, index dim]."""
+    index_hadamard: bool
+    """Multiply the rotated index queries by the Hadamard matrix."""
+    backend: str
+
+    @property
+    def no_gradient(self) -> tuple[str, ...]:
+        """Arguments that may not require a gradient."""
+        return ("q", "kv", "index_q", "norm_weight", "cos_sin")
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        """The queries [T, H, D] and the index queries, which are empty [0] if none were given."""
+        q = self.q if self.index_q is None else self.index_q
+        shape = (0,) if self.index_q is None else q.shape
+        return self.q.new_empty(self.q.shape, dtype=self.q.dtype), q.new_empty(shape, dtype=q.dtype)
+
+
+norm_rows = Operation("rotate", NormRows, NormRows.fake)
+rotate_heads = Operation("rotate", RotateHeads, RotateHeads.fake)
+rotate_and_write = Operation("rotate", RotateAndWrite, RotateAndWrite.fake)

@@ -1,0 +1,115 @@
+"""How the Hopper kernels cut a batch, and how parts are merged: its source runs on the host against the definition."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import on_host
+import pytest
+import torch
+from attention_calls import combine_call
+from seeds import reseed
+from torch import Tensor
+
+from tamis.arithmetic import ceil_div
+from tamis.ops.attention.hopper import few_heads, splits
+from tamis.ops.attention.hopper.splits import Outputs
+from tamis.ops.combine import reference as combine
+
+ENTRY = """
+extern "C" __attribute__((visibility("default"))) void run(int blocks, const MergeParams* params) {
+  for (int block = 0; block < blocks; ++block) {
+    emulator::start_block(blocks);
+    emulator::run_cluster(block, 1, 0, [&] { merge_splits(*params); });
+  }
+}
+"""
+
+
+@pytest.fixture
+def merge(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the module launch the merge on the host, for a number of parts that are read at once."""
+
+    def launch(device: torch.device, batch: int) -> Callable[..., None]:
+        program = splits.merge_program(batch)
+        source = program.source.replace('#include "instructions.cuh"', '#include "matrix_emulator.hpp"')
+        options = [*program.options, "-DTHREADS=128", "-I", str(Path(splits.__file__).parent)]
+        run = on_host.load(host_folder, source + ENTRY, options).run
+        return lambda grid, params: run(grid[0], on_host.packed(params))
+
+    monkeypatch.setattr(splits, "_merge_launch", launch)
+
+
+def some_parts(count: int, tokens: int, heads: int) -> Outputs:
+    reseed(count)
+    found = Outputs(torch.randn(count, tokens, heads, 512), torch.randn(count, tokens, heads) * 9, Tensor())
+    found.lse[torch.rand(count, tokens, heads) < 0.3] = -torch.inf
+    found.lse[:, 0, 0] = -torch.inf  # nothing selected anywhere
+    found.out[found.lse == -torch.inf] = 0.0
+    return found._replace(max_logits=found.lse - 1.0)
+
+
+@pytest.mark.parametrize("dtype", splits.OUT_KINDS)
+@pytest.mark.parametrize("count", [1, 4, 5, 16, 37])
+def test_parts_are_merged_by_their_weights(merge, count: int, dtype: torch.dtype) -> None:
+    tokens, heads = 2, 3
+    parts, sink = some_parts(count, tokens, heads), torch.tensor([0.5, -torch.inf, torch.inf])
+    room = torch.full((tokens, heads, 516), 7.0, dtype=dtype)
+    for given in (None, sink):
+        whole = Outputs(room[..., 4:], torch.empty(tokens, heads), torch.empty(tokens, heads))
+        splits.merge_splits(parts, given, whole)
+        wanted = torch.empty(tokens, heads, 512)
+        lse = combine.combine_parts(combine_call(parts.out, parts.lse, given, wanted))
+        assert torch.equal(whole.lse == -torch.inf, lse == -torch.inf)
+        found = lse.isfinite()
+        assert torch.allclose(whole.lse[found], lse[found], atol=1e-5)
+        assert torch.allclose(whole.out.float(), wanted, atol=1e-6 if dtype == torch.float32 else 2e-2)
+        assert (whole.out[0, 0] == 0).all()
+        assert torch.equal(whole.max_logits, parts.max_logits.amax(0))
+        assert (room[..., :4] == 7).all()
+
+
+def test_nan_in_a_part_shows(merge) -> None:
+    parts = some_parts(6, 2, 2)
+    parts.lse[3, 1, 0] = parts.max_logits[3, 1, 0] = torch.nan
+    whole = Outputs(torch.empty(2, 2, 512), torch.empty(2, 2), torch.empty(2, 2))
+    splits.merge_splits(parts, None, whole)
+    assert whole.out[1, 0].isnan().all()
+    assert whole.lse[1, 0].isnan()
+    assert whole.max_logits[1, 0].isnan()
+    assert not whole.out[1, 1].isnan().any()
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 17, 32, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 32, 64, 128, 132, 133, 264, 265, 512, 4096])
+@pytest.mark.parametrize("bf16_rows", [False, True])
+def test_no_batch_falls_off_a_cliff(tokens: int, heads: int, bf16_rows: bool) -> None:
+    shape = few_heads.choose_shape(tokens, heads, 132, bf16_rows)
+    if few_heads.suits(tokens, heads, bf16_rows):
+        if shape.source == "heads_as_columns":
+            assert not bf16_rows
+            assert shape.heads >= heads
+        else:
+            assert ("BF16_ROWS", bf16_rows) in shape.defines
+        assert (shape.shared + 1024) * shape.per_sm <= 228 * 1024
+        row, room = 2048 // shape.columns, 132 * shape.per_sm // ceil_div(heads, shape.heads)
+        costs = {"rows_per_step": shape.rows_per_step, "steps_per_split": shape.steps_per_split}
+    else:
+        row, room, costs = 32, 132 // ceil_div(heads, 64), {}
+
+    def steps(count: int) -> float:
+        whole, parts = splits.choose_splits(count, heads, row, room, **costs)
+        cut = row / parts + splits.OVERHEAD_STEPS
+        return ceil_div(whole, room) * (row + splits.OVERHEAD_STEPS) + ceil_div((count - whole) * parts, room) * cut
+
+    assert steps(tokens + 1) <= steps(tokens) + 4
+    parts = splits.choose_splits(tokens, heads, row, room, **costs).splits
+    assert parts == 1 or row // parts >= costs.get("steps_per_split", 1)
+
+
+def test_what_the_kernels_write_to() -> None:
+    good = torch.empty(3, 4, 512, dtype=torch.bfloat16)
+    assert splits.can_store(good)
+    assert splits.can_store(good.float())
+    assert not splits.can_store(good.double())
+    assert not splits.can_store(good.transpose(1, 2))
+    assert not splits.can_store(torch.empty(3, 4, 514, dtype=torch.bfloat16)[..., 2:])
