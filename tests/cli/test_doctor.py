@@ -35,7 +35,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "DeepSeek-V4 layer: 64 heads, v4-fp8 pages of 64, top-k 512" in text
     assert ": chosen: " in text
-    assert text.splitlines()[-1] == "usable"
+    assert text.splitlines()[-1] == "OK: tamis is ready (backend: reference, CPU only)"
 
 
 def test_without_torch_it_still_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,7 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "import torch  ModuleNotFoundError  WRONG" in text
-    assert text.splitlines()[-1] == "NOT USABLE as it should be: import torch"
+    assert text.splitlines()[-1] == "FAILED: tamis is not usable here: import torch"
 
 
 def test_no_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def test_every_query_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "message"),
     [
         (["--checkpoint", "nowhere"], "a directory with a config.json"),
-        (["--prompt", "a word"], "use --prompt-ids"),
+        (["--prompt", "a word"], "Use --prompt-ids"),
         (["--prompt-file", "nowhere.txt"], "cannot be read"),
         (["--prompt-ids", "1,x"], "--prompt-ids must be numbers joined by commas"),
         (["--prompt-tokens", "0"], "--prompt-tokens must be >= 1"),
@@ -72,7 +72,7 @@ def test_every_query_on_request(capsys: pytest.CaptureFixture[str]) -> None:
         (["--query", "last"], "--query must be numbers joined by commas"),
         (["--compared-queries", "0"], "--compared-queries must be >= 1"),
         (["--html", "nowhere/page.html"], "--html must be a file in an existing folder"),
-        (["--backend", "nonesuch"], "nonesuch"),
+        (["--backend", "nonesuch"], "--backend must be one of auto"),
     ],
 )
 def test_wrong_input(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,8 +116,8 @@ def made_up(tokens: int, topk: int, layers: int, ratio: int = 1) -> Inspection:
         places = torch.where(places >= 0, places, 10**9).sort(1).values
         notes.add_selection(own, visible, torch.where(places < 10**9, places, -1).int(), None)
         at = notes.compared_among(own)
-        logits = torch.zeros(len(at), 1, notes.places)
-        logits.masked_fill_((torch.arange(notes.places) >= visible[at, None])[:, None], -torch.inf)
+        logits = torch.zeros(len(at), 1, notes.candidates)
+        logits.masked_fill_((torch.arange(notes.candidates) >= visible[at, None])[:, None], -torch.inf)
         notes.add_shares(own[at], dense_shares(logits, torch.ones_like(logits[:, 0], dtype=torch.bool)), None)
     # A score is the place itself, over the prompt's length.
     notes.scores = np.maximum(notes.rows, 0).astype(np.float32) / tokens

@@ -21,7 +21,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the choice makes of one backend."""
+    """Whether one backend would run the layer, and why not."""
 
     name: str
     state: str
@@ -31,7 +31,7 @@ class Verdict:
     summary: str
     stages: tuple[str, ...]
     kernels: list["StageKernels"]
-    """What runs each stage; empty for a rejected backend."""
+    """The kernels of each stage; empty for a rejected backend."""
 
 
 def register(subcommands: Subcommands) -> None:
@@ -46,10 +46,12 @@ def register(subcommands: Subcommands) -> None:
     )
     parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
     parser.add_argument("--heads", type=int, default=128, metavar="N", help="query heads on one rank (default: 128)")
-    parser.add_argument("--layout", default="v32-fp8", metavar="NAME", help="of the latent cache (default: v32-fp8)")
+    parser.add_argument("--layout", default="v32-fp8", metavar="NAME", help="latent cache format (default: v32-fp8)")
     parser.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens per page (default: 64)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of the queries (default: bf16)")
-    parser.add_argument("--topk", type=int, default=2048, metavar="N", help="selected positions (default: 2048)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="query dtype (default: bf16)")
+    parser.add_argument(
+        "--topk", type=int, default=2048, metavar="N", help="selected positions per token (default: 2048)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -2,11 +2,19 @@
 
 import argparse
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.machine import (
+    DEVICES,
+    check_backend,
+    describe_machine,
+    let_waiting_threads_sleep,
+    machine_line,
+    pick_device,
+)
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import render_table
@@ -16,13 +24,13 @@ from tamis.cli.verify import as_data, results_table
 if TYPE_CHECKING:
     import torch
 
+    from tamis.lab.bench.jobs import Job
     from tamis.lab.bench.record import CsvFile, Row
     from tamis.lab.bench.run import Bench
-    from tamis.lab.bench.suites import Job
     from tamis.lab.verify import CheckResult
 
 SUITES = ("smoke", "decode", "prefill", "write", "v4", "index")
-"""As in `tamis.lab.bench.suites`, which is too heavy to import for a help text; a test compares the two."""
+"""As in `tamis.lab.bench.jobs`, which is too heavy to import for a help text; a test compares the two."""
 REPEATS = {"cuda": 25, "cpu": 5}
 
 DETAILS = """\
@@ -67,7 +75,9 @@ def register(subcommands: Subcommands) -> None:
     )
     parser.add_argument("suite", nargs="?", choices=SUITES, metavar="suite", help="one of the above (default: smoke)")
     parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
-    parser.add_argument("--backend", default="auto", metavar="NAME", help="from `tamis backends` (default: auto)")
+    parser.add_argument(
+        "--backend", default="auto", metavar="NAME", help="backend to use; see `tamis backends` (default: auto)"
+    )
     parser.add_argument(
         "--shape",
         type=_words,
@@ -119,28 +129,35 @@ def run(options: argparse.Namespace) -> int:
     if options.files and options.report is None:
         raise checks.refuse("--from", "given with --report", "alone", "name a folder for the report")
     if options.report is not None:
-        from tamis.lab.bench.report import check_place, read_rows
+        from tamis.lab.bench.report import check_place
 
         check_place(options.report)
-    if options.files:
-        drawn = _written(read_rows(options.files), options.report)
-        print(json.dumps({"report": drawn}) if options.json else "\n".join(printable(name) for name in drawn))
-        return OK
+    return _draw_files(options) if options.files else _measure(options)
+
+
+def _draw_files(options: argparse.Namespace) -> int:
+    from tamis.lab.bench.report import read_rows
+
+    drawn = _written(read_rows(options.files), options.report)
+    print(json.dumps({"report": drawn}) if options.json else "\n".join(printable(name) for name in drawn))
+    return OK
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from tamis import checks
+
     device = pick_device(options.device)
+    check_backend(options.backend, device)
     from tamis.lab.bench.peers import find_peers
     from tamis.lab.bench.record import CsvFile
-    from tamis.lab.bench.suites import make_jobs
 
-    # What can be refused is refused before the first check runs.
+    # Wrong options are refused before the first check runs.
     with waiting("looking for peers"):
         peers, absent = find_peers(options.against, device)
     file = CsvFile(options.csv) if options.csv is not None else None
-
-    jobs = make_jobs(
-        options.suite, shapes=options.shape, layouts=options.layout, heads=options.heads, topks=options.topk
-    )
+    jobs = _jobs(options)
     repeats = REPEATS[device.type] if options.repeats is None else options.repeats
-    checks.integer("repeats", repeats, low=1)
+    checks.integer("--repeats", repeats, low=1)
     failures = [result for result in _verified(jobs, device, options.backend) if not result.ok]
     if failures:
         return _refuse(failures, json_wanted=options.json)
@@ -153,11 +170,24 @@ def run(options: argparse.Namespace) -> int:
         data = {"machine": machine, "limits": asdict(bench.ceiling), "absent": absent, "unsuited": unsuited}
         print(json.dumps(data | {"wrong": wrong, "report": drawn, "rows": [row.as_data() for row in rows]}))
     else:
-        # Whoever named a peer is told why it is not there; those that were merely found are not worth a line.
+        # A user who named a peer is told where it does not apply; for peers that were merely found this is no news.
         _print_report(machine, bench, rows, absent, [] if options.against is None else unsuited, wrong)
         for name in drawn:
             print(printable(name))
     return FAILED if wrong else OK
+
+
+def _jobs(options: argparse.Namespace) -> "list[Job]":
+    from tamis.lab.bench.jobs import make_jobs
+
+    for shape in options.shape:
+        for group in re.finditer(r"q(\d+)(k?)s(\d+)(k?)(?=_|$)", shape):
+            new, total = (int(group[n]) * (1024 if group[n + 1] else 1) for n in (1, 3))
+            if total < new:
+                raise ValueError(f"--shape {shape}: total length (s={total}) must be >= new tokens (q={new}).")
+    return make_jobs(
+        options.suite, shapes=options.shape, layouts=options.layout, heads=options.heads, topks=options.topk
+    )
 
 
 def _written(rows: "list[Row]", folder: Path) -> list[str]:
@@ -169,7 +199,7 @@ def _written(rows: "list[Row]", folder: Path) -> list[str]:
 
 
 def _verified(jobs: "list[Job]", device: "torch.device", backend: str) -> "list[CheckResult]":
-    """Quick checks of every stage to be timed. Stages that nothing was checked of count as failed."""
+    """Quick checks of every stage to be timed. A stage without any check counts as failed."""
     from dataclasses import replace
 
     from tamis.lab.verify import Scope, run_checks
@@ -184,7 +214,7 @@ def _verified(jobs: "list[Job]", device: "torch.device", backend: str) -> "list[
         results = run_checks(device, backend, stages, True, progress.update, scopes)
         unchecked = _unchecked(stages, results)
         if unchecked:
-            # No quick case has the format: those of other formats say at least something about the stage.
+            # No quick case has the format, so check the stage in other formats.
             results = [r for r in results if r.stage not in unchecked]
             results += run_checks(device, backend, unchecked, True, progress.update)
     unchecked = _unchecked(stages, results)
@@ -192,7 +222,7 @@ def _verified(jobs: "list[Job]", device: "torch.device", backend: str) -> "list[
 
 
 def _unchecked(stages: list[str], results: "list[CheckResult]") -> list[str]:
-    """Stages without a case that looked at numbers; what kernels need says nothing about them."""
+    """Stages of which no case compared numbers; checks of registers and memory do not count."""
     return [stage for stage in stages if all(r.cases == 0 or r.kernels for r in results if r.stage == stage)]
 
 
@@ -215,7 +245,7 @@ def _bench(device: "torch.device", backend: str, repeats: int, peers: Any) -> "B
 
 
 def _measured(bench: "Bench", jobs: "list[Job]", file: "CsvFile | None") -> "tuple[list[Row], list[str], list[str]]":
-    """All rows, a line for each job whose result was wrong, and one for each peer and kind of job it is not for."""
+    """All rows, a line for each wrong result, and a line for each peer and kind of job that it does not do."""
     from tamis.lab.bench.run import WrongResult
 
     rows: list[Row] = []
@@ -260,7 +290,7 @@ def _print_report(
 
 
 def times_table(rows: "list[Row]") -> str:
-    """One line per row; what a job's lines share is shown once."""
+    """One line per row; columns that a job's lines share are shown once."""
     header = ["stage", "backend", "shape", "heads", "top-k", "layout", "time us", "p10..p90", "MB"]
     header += ["TB/s", "TFLOP/s", "roofline us", "of\nroofline", "peer", "peer us", "peer/\nours"]
     lines: list[tuple[str, ...]] = []

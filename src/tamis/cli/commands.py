@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from tamis._version import __version__
 from tamis.cli import backends, bench, demo, doctor, generate, inspect, verify, was_interrupted
+from tamis.cli.errors import name_option
 from tamis.cli.memory import out_of_memory
 from tamis.cli.parser import EXIT_CODES, OK, USAGE, Parser, example_text
 from tamis.cli.text import one_line
@@ -69,7 +70,13 @@ def _run(argv: Sequence[str] | None) -> int:
         options = make_parser().parse_args(argv)
     except SystemExit as stop:  # argparse has printed the help, the version or the error already
         return stop.code if isinstance(stop.code, int) else OK
-    code: int = options.run(options)
+    try:
+        code: int = options.run(options)
+    except ValueError as error:
+        told = name_option(str(error), options)
+        if told == str(error):
+            raise
+        raise ValueError(told) from error
     return code
 
 

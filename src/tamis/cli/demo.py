@@ -42,12 +42,14 @@ def register(subcommands: Subcommands) -> None:
         example=EXAMPLES,
     )
 
-    parser.add_argument("--model", choices=("v32", "v4"), default="v32", help="which layers (default: v32)")
+    parser.add_argument(
+        "--model", choices=("v32", "v4"), default="v32", help="architecture of the layers (default: v32)"
+    )
 
     def number(name: str, default: int, text: str) -> None:
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
 
-    number("--requests", 8, "how many requests")
+    number("--requests", 8, "number of requests")
     number("--max-prompt", 1600, "longest prompt; the others are spread evenly below it")
     number("--new-tokens", 24, "tokens that each request generates")
     number("--layers", 3, "layers of the model")
@@ -58,7 +60,7 @@ def register(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--cache",
         choices=[f"{model}-{kind}" for model in ("v32", "v4") for kind in ("fp8", "bf16", "fp32")],
-        help="format of the rows (default: the model's fp8); index keys are FP8, with fp32 exact",
+        help="format of the cached rows (default: the model's fp8); index keys are FP8, or fp32 with fp32 rows",
     )
     parser.add_argument(
         "--mode",
@@ -66,9 +68,11 @@ def register(subcommands: Subcommands) -> None:
         default="auto",
         help="one call for all tokens, or prefills gathered into a 16-bit workspace (default: auto, by heads)",
     )
-    parser.add_argument("--yarn-factor", type=float, default=1.0, metavar="X", help="stretch positions (default: 1)")
+    parser.add_argument(
+        "--yarn-factor", type=float, default=1.0, metavar="X", help="YaRN factor of the rotary embedding (default: 1)"
+    )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to run (default: cpu)")
-    number("--seed", 0, "of weights and prompts; the same seed generates the same tokens")
+    number("--seed", 0, "random seed for weights and prompts; the same seed generates the same tokens")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with dense attention")
 
 
@@ -84,6 +88,8 @@ def run(options: argparse.Namespace) -> int:
     cache: Any = options.cache or f"{options.model}-fp8"
     if not cache.startswith(f"{options.model}-"):
         raise checks.refuse("--cache", f"one of {options.model}'s own", cache, "leave it out, or choose another model")
+    if options.mode == "separate" and not cache.endswith("fp8"):
+        raise ValueError(f"--mode separate only applies to FP8 caches; drop it or use --cache {options.model}-fp8.")
     shape, page_size = _shape(options), options.page_size
     if page_size is None:
         page_size = 256 if options.model == "v4" else 64
@@ -146,7 +152,7 @@ def _serving_table(workload: "Workload", served: "Served") -> str:
             f"{sum(steps.values())}: {steps['prefill']} prefill, {steps['mixed']} mixed, {steps['decode']} decode",
         ),
         ("tokens", f"{served.tokens}: {served.prefill_tokens} prefill, {served.decode_tokens} decode"),
-        ("rows attended", f"{served.tokens_attended} for {served.tokens_in_context} tokens in context ({share:.1%})"),
+        ("KV rows read", f"{served.tokens_attended:,} of {served.tokens_in_context:,} in context ({share:.1%})"),
         ("pages", f"{served.peak_pages} of {served.pages} used at most, {served.free_pages} free at the end"),
         ("time", f"{served.seconds:.1f} s serving, {served.check_seconds:.1f} s comparing"),
         ("speed", f"{served.tokens / served.seconds:.0f} tokens/s, prefill and decode"),
@@ -182,11 +188,9 @@ def _error_table(served: "Served") -> str:
 
 
 def _conclusion(workload: "Workload", served: "Served", bound: float) -> str:
-    start = (
-        f"Served {workload.requests} of {workload.requests} requests from {served.latent.name} pages, all given back"
-    )
+    start = f"Served {workload.requests}/{workload.requests} requests; all cache pages were freed"
     if served.errors is None:
-        return f"{start}; accuracy was not checked (--no-check)."
+        return f"{start}. Accuracy was not checked (--no-check)."
     share = served.tokens_attended / served.tokens_in_context
     # Rounded down, for "at least", but not below a whole that float32 sums just missed.
     covered = floor(100 * min(e.mass_covered for e in served.errors) + 1e-3)

@@ -1,4 +1,4 @@
-"""`tamis doctor`: what is installed here, what runs, and what to install for what does not."""
+"""`tamis doctor`: what is installed here, which backend runs, and what to install for the rest."""
 
 import argparse
 import ctypes
@@ -48,7 +48,7 @@ LAYERS = {"DeepSeek-V3.2": (128, "v32-fp8", 2048), "DeepSeek-V4": (64, "v4-fp8",
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """One thing that was checked."""
 
     name: str
     found: str
@@ -87,7 +87,7 @@ def register(subcommands: Subcommands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Look, and print the tables or the JSON object."""
-    with waiting("looking around"):
+    with waiting("checking environment"):
         findings = [_python(), Finding("tamis", __version__, "ok"), *_packages()]
         choices: dict[str, list[dict[str, Any]]] = {}
         if _imports("torch", findings):
@@ -118,7 +118,12 @@ def _print_report(findings: list[Finding], choices: dict[str, list[dict[str, Any
             print(f"  {v['name']}: {v['state']}: {why.get(v['state']) or '; '.join(v['reasons'])}")
         print()
     wrong = [f.name for f in findings if f.state == "WRONG"]
-    print("usable" if usable else f"NOT USABLE as it should be: {', '.join(wrong)}")
+    if not usable:
+        print(f"FAILED: tamis is not usable here: {', '.join(wrong)}")
+        return
+    chosen = dict.fromkeys(v["name"] for verdicts in choices.values() for v in verdicts if v["state"] == "chosen")
+    gpu = any(f.name == "GPU" and f.found != "none" for f in findings)
+    print(f"OK: tamis is ready (backend: {', '.join(chosen) or 'none'}{'' if gpu else ', CPU only'})")
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tamis.cli.machine import describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.model import add_model_options, load_model, numbers
 from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import Progress
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 DETAILS = """\
 Loads a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 checkpoint with Hugging Face transformers, lets tamis do its attention
-(true sparse attention over paged caches), and streams what it generates to stdout; progress goes to stderr. Without
---checkpoint it makes a tiny random model of the family given with --model, which generates meaningless token numbers.
+(true sparse attention over paged caches), and streams the generated text to stdout; progress goes to stderr. Without
+--checkpoint it makes a tiny random model of the family given with --model, which generates meaningless token ids.
 
 Needs transformers: pip install 'tamis[transformers]'."""
 
@@ -39,12 +39,14 @@ def register(subcommands: Subcommands) -> None:
     )
     add_model_options(parser)
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="what to continue; needs a checkpoint with a tokenizer")
-    prompt.add_argument("--prompt-ids", metavar="N,N,...", help="what to continue, as token numbers")
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue; needs a checkpoint with a tokenizer")
+    prompt.add_argument("--prompt-ids", metavar="N,N,...", help="prompt to continue, as token ids")
     prompt.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="so many random tokens to continue (default: 256)"
+        "--prompt-tokens", type=int, metavar="N", help="length of the random prompt to continue (default: 256)"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="how many to add (default: 64)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="number of tokens to generate (default: 64)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
     checks.integer("--max-new-tokens", options.max_new_tokens, low=1)
     device = pick_device(options.device)
+    check_backend(options.backend, device)
     ids = None if options.prompt_ids is None else numbers("--prompt-ids", options.prompt_ids)
     model, tokenizer = load_model(options, device)
     from tamis.lab import generation

@@ -1,4 +1,4 @@
-"""`tamis inspect`: which tokens a model's layers select for a prompt, and what that leaves of dense attention."""
+"""`tamis inspect`: which tokens a model's layers select for a prompt, and how much of dense attention they cover."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tamis.cli.machine import describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.model import add_model_options, load_model, numbers
 from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
@@ -22,20 +22,21 @@ SHOWN = 6
 """Selected tokens per layer in the table of a query."""
 
 DETAILS = """\
-Runs a prompt once through a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 model whose attention is tamis's, and notes what
-each layer's indexer selects for every query. Without --checkpoint it makes a tiny random model, and without a prompt
-one of random passages that recur.
+Runs a prompt once through a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 model whose attention runs through tamis, and
+reports, for each indexed layer, which tokens every query selects and how much of the dense attention mass they cover.
+Without --checkpoint it makes a tiny random model; without a prompt it uses random passages that recur. Each query can
+attend to n candidates (tokens, or compressed 4-token entries in V4); the indexer keeps the top k.
 
-- recall: share of dense attention's weight on what is selected, mean over heads; also of the worst tenth
-- top-1 hit: how often a head's heaviest token is selected
-- effective: how many selected tokens do the work, e to the entropy of attention's weights on them
-- tied cuts: queries whose last selected score other tokens have as well, so that position decided
-- IoU: intersection over union of what two layers select
+- recall: share of dense attention's weight on the selected candidates, mean over heads; also of the worst tenth
+- top-1 hit: how often a head's heaviest candidate is selected
+- effective top-k: perplexity (exp of entropy) of the attention weights over the selected tokens
+- ties at cutoff: queries where the k-th score was tied, so position broke the tie
+- IoU: intersection over union of two layers' selections
 
-These are means over queries that see more than top-k tokens; for the others everything is selected. Dense attention is
-computed from the same cached rows, for --compared-queries evenly spaced queries, in pieces: memory does not grow with
-the square of the prompt. V4 layers select compressed entries, so recall is of the weight on entries, and the window's
-share is shown beside it; layers with a window only, or that attend to every entry, select nothing.
+These are means over queries with more candidates than top-k; the others select everything. Dense attention is computed
+from the same cached rows, for --compared-queries evenly spaced queries, in chunks: memory does not grow with the square
+of the prompt. V4 layers select compressed entries, so recall is of the weight on entries, and the window's share is
+shown beside it; layers with a window only, or that attend to every entry, select nothing.
 
 Needs transformers: pip install 'tamis[transformers]'."""
 
@@ -58,15 +59,24 @@ def register(subcommands: Subcommands) -> None:
     add_model_options(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; needs a checkpoint with a tokenizer")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text file with the prompt")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="text file with the prompt")
     prompt.add_argument("--prompt-ids", metavar="N,N,...", help="the prompt as token numbers")
-    prompt.add_argument("--prompt-tokens", type=int, metavar="N", help=f"length of a made-up one (default: {TOKENS})")
+    prompt.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help=f"length of the synthetic prompt (default: {TOKENS})"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report to this file")
     parser.add_argument(
-        "--query", metavar="N,...", default="-1", help="queries to list, or all; negative from the end (default: -1)"
+        "--query",
+        metavar="N,...",
+        default="-1",
+        help="queries to list, or all; negative numbers count from the end (default: -1)",
     )
     parser.add_argument(
-        "--compared-queries", type=int, default=2048, metavar="N", help="with dense attention (default: 2048)"
+        "--compared-queries",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="number of queries to compare with dense attention (default: 2048)",
     )
 
 
@@ -79,9 +89,10 @@ def run(options: argparse.Namespace) -> int:
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
         raise checks.refuse("--html", "a file in an existing folder", str(options.html), "choose another place")
     device = pick_device(options.device)
+    check_backend(options.backend, device)
     model, tokenizer = load_model(options, device)
+    from tamis.lab.html import write_whole
     from tamis.lab.inspection import inspect_model, render_page
-    from tamis.lab.report import write_whole
 
     tokens = _prompt(options, model, tokenizer)
     queries = _queries(options.query, len(tokens))
@@ -114,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def recurring_prompt(vocab: int, count: int, seed: int) -> list[int]:
-    """Random tokens of which whole passages come again and again, so that there is something to find."""
+    """Random tokens in passages that recur, so that the indexer has something to find."""
     chance = random.Random(seed)
     length = max(4, min(48, count // 12))
     passages = [[chance.randrange(vocab) for _ in range(length)] for _ in range(5)]
@@ -181,13 +192,13 @@ def _report(inspection: "Inspection", queries: list[int], text: Callable[[int], 
 
     layers = describe_layers(inspection)
     header = ["layer", "attends to", "top-k", "selected", "recall", "worst\ntenth", "top-1\nhit", "effective\ntop-k"]
-    header += ["tied\ncuts", "median\ndistance", "window's\nshare"]
+    header += ["ties at\ncutoff", "median\ndistance", "window's\nshare"]
     parts = [render_table(header, [_row(layer) for layer in layers], "llrrrrrrrrr")]
     choosing = max((layer.get("choosing", 0) for layer in layers), default=0)
     compared = len(inspection.extent.compared)
     parts.append(
-        f"{len(inspection.tokens)} tokens, {choosing} of them with more to see than top-k; "
-        f"dense attention of {compared} queries; {inspection.cache} pages"
+        f"{len(inspection.tokens)} tokens; {choosing} queries with context longer than top-k; "
+        f"dense attention of {compared} queries; {inspection.cache} cache"
     )
     overlap = layer_overlap(inspection)
     if overlap["queries"] and len(overlap["layers"]) > 1:
@@ -207,7 +218,7 @@ def _report(inspection: "Inspection", queries: list[int], text: Callable[[int], 
             )
             for layer in described["layers"]
         ]
-        title = f"query {query}, token {printable(described['token'])}: what scores highest"
+        title = f"query {query}, token {printable(described['token'])}: highest scores"
         parts.append(f"{title}\n{render_table(('layer', 'selected', 'token@position score'), lines, 'lr')}")
     return "\n\n".join(parts)
 

@@ -32,8 +32,25 @@ def pick_device(name: str | None) -> "torch.device":
     present = torch.cuda.is_available()
     if name == "cuda" and not present:
         remedy = f"torch {torch.__version__} sees no CUDA device; use --device cpu"
-        raise checks.refuse("device", "one that this machine has", "cuda", remedy)
+        raise checks.refuse("--device", "one that this machine has", "cuda", remedy)
     return torch.device(name or ("cuda" if present else "cpu"))
+
+
+def check_backend(name: str, device: "torch.device") -> None:
+    """Refuse a backend that does not exist, or that has no kernels for the kind of device."""
+    from tamis.backends import BACKENDS
+
+    known = {backend.name: backend for backend in BACKENDS}
+    if name == "auto":
+        return
+    if name not in known:
+        raise ValueError(f"--backend must be one of auto, {', '.join(known)}; got {name!r}.")
+    devices = known[name].devices
+    if devices is not None and device.type not in devices:
+        import torch
+
+        found = f"--device is {device.type}" if torch.cuda.is_available() else "this machine has none"
+        raise ValueError(f"backend {name!r} needs a CUDA device, but {found}. Use --backend auto or reference.")
 
 
 def describe_machine(device: "torch.device") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What commands that run a model of Hugging Face transformers share: their options, and how it is loaded."""
+"""Shared by the commands that run a model of Hugging Face transformers: its options, and how it is loaded."""
 
 import argparse
 from pathlib import Path
@@ -15,17 +15,21 @@ if TYPE_CHECKING:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which model, and how it runs."""
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="a local checkpoint (default: a tiny random one)"
+        "--checkpoint", type=Path, metavar="DIR", help="local checkpoint to load (default: a tiny random model)"
     )
     parser.add_argument(
-        "--model", choices=("v32", "glm", "v4"), default="v32", help="of the random model (default: v32)"
+        "--model", choices=("v32", "glm", "v4"), default="v32", help="architecture of the random model (default: v32)"
     )
     parser.add_argument(
-        "--cache", choices=("fp8", "bf16", "fp32"), default="fp8", help="format of the pages (default: fp8)"
+        "--cache", choices=("fp8", "bf16", "fp32"), default="fp8", help="format of the cached rows (default: fp8)"
     )
-    parser.add_argument("--backend", default="auto", metavar="NAME", help="from `tamis backends` (default: auto)")
+    parser.add_argument(
+        "--backend", default="auto", metavar="NAME", help="backend to use; see `tamis backends` (default: auto)"
+    )
     parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random weights and prompts (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed for weights and prompts (default: 0)"
+    )
 
 
 def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any, Any]:

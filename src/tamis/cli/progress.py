@@ -85,7 +85,7 @@ class Progress:
             return
         self._shown = now
         seconds = now - self._began
-        line = f"{self._doing}, {seconds:.0f} s"
+        line = f"{self._doing}... {seconds:.0f} s"
         if self._last is not None:
             line = progress_line(*self._last, seconds, self._unit)
         if self._terminal:

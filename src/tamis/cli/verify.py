@@ -6,7 +6,14 @@ from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.machine import (
+    DEVICES,
+    check_backend,
+    describe_machine,
+    let_waiting_threads_sleep,
+    machine_line,
+    pick_device,
+)
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import Progress
 from tamis.cli.table import render_table
@@ -22,14 +29,15 @@ STAGES = (
 """As in `tamis.lab.verify`, which is too heavy to import for a help text; a test compares the two."""
 
 DETAILS = """\
-Runs each stage on hostile inputs (page sizes from 1, empty rows, wrong slots, NaN around the selected rows, sinks of
-+-inf, tile maxima from 1e-5 to 1e4, 1 to 128 heads) and compares with slow versions in float64 on the host: bytes of
-writes and slots of translations must be equal, attention is bounded by relative error. The same inputs must give the
-same bits ten times; a request must give the same bits alone and in a batch; a captured CUDA graph replayed with other
-inputs must give the bits of an eager call.
+Runs each stage on adversarial edge cases (page sizes from 1, empty rows, slots out of range, NaN around the selected
+rows, sinks of +-inf, tile maxima from 1e-5 to 1e4, 1 to 128 heads) and compares it with a slow float64 version on the
+host: bytes of writes and slots of translations must be equal, attention is bounded by relative error. The same inputs
+must give the same bits ten times; a request must give the same bits alone and in a batch; a captured CUDA graph
+replayed with other inputs must give the bits of an eager call.
 
-Kernels in CUDA C++ are listed with their registers, stack and shared memory; one that spills registers to the stack, or
-needs more shared memory than a block may have, fails. Without a GPU they are compiled for this alone, unless --quick.
+CUDA C++ kernels are listed with their registers, stack and shared memory; a kernel that spills registers to the stack,
+or needs more shared memory than a CTA may have, fails. Without a GPU they are compiled only for this check, and not
+with --quick.
 
 A check that cannot apply here is shown with its reason. Exits with 1 if a check fails, or if none applies."""
 
@@ -50,22 +58,25 @@ def register(subcommands: Subcommands) -> None:
         example=EXAMPLES,
     )
     parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
-    parser.add_argument("--backend", default="auto", metavar="NAME", help="from `tamis backends` (default: auto)")
+    parser.add_argument(
+        "--backend", default="auto", metavar="NAME", help="backend to use; see `tamis backends` (default: auto)"
+    )
     parser.add_argument(
         "--stage",
         action="extend",
         nargs="+",
         choices=STAGES,
         metavar="NAME",
-        help=f"only these, of {', '.join(STAGES)}",
+        help=f"check only these of {', '.join(STAGES)}",
     )
-    parser.add_argument("--quick", action="store_true", help="fewer shapes: seconds instead of a minute on a CPU")
+    parser.add_argument("--quick", action="store_true", help="check fewer shapes: seconds instead of a minute on a CPU")
 
 
 def run(options: argparse.Namespace) -> int:
     """Check, and print the table or the JSON object."""
     let_waiting_threads_sleep()
     device = pick_device(options.device)
+    check_backend(options.backend, device)
     from tamis.lab.verify import run_checks
 
     with Progress("cases", "preparing the checks") as progress:

@@ -84,6 +84,9 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
     pickles, Python files beside them stay unread, and attention and experts are transformers' own whatever its config
     names (it could name kernels that are then fetched).
     """
+    if not checkpoint.exists() and not checkpoint.is_absolute() and len(checkpoint.parts) == 2:
+        command = f"hf download {checkpoint} --local-dir ./model"
+        raise ValueError(f"--checkpoint takes a local directory, not a Hub id. Run `{command}`.")
     if not (checkpoint / "config.json").is_file():
         raise checks.refuse("--checkpoint", "a directory with a config.json", str(checkpoint), "save a model there")
     local = {"local_files_only": True, "trust_remote_code": False}
@@ -142,14 +145,20 @@ def prompt_ids(
     vocab: int = model.config.vocab_size
     if text is not None:
         if tokenizer is None:
-            raise checks.refuse("--prompt", "left out without a tokenizer", "a text", "use --prompt-ids")
+            which = "checkpoint" if model.name_or_path else "random model"
+            remedy = "Use --prompt-ids, or --checkpoint with a tokenizer."
+            raise ValueError(f"--prompt needs a tokenizer, but the {which} has none. {remedy}")
         ids = tokenizer(text)["input_ids"]
     if ids is None:
         count = checks.integer("--prompt-tokens", _DEFAULT_PROMPT if count is None else count, low=1)
         generator = torch.Generator("cpu").manual_seed(seed)
         return torch.randint(vocab, (count,), generator=generator, dtype=torch.int64, device="cpu").tolist()
-    if not ids or min(ids) < 0 or max(ids) >= vocab:
-        raise checks.refuse("prompt", f"of at least one token, each from 0 to {vocab - 1}", ids[:8], "choose others")
+    option = "--prompt-ids" if text is None else "--prompt"
+    if not ids:
+        raise ValueError(f"{option}: the prompt has no tokens; give at least one.")
+    outside = [token for token in ids if not 0 <= token < vocab]
+    if outside:
+        raise ValueError(f"{option}: token id {outside[0]} is outside the vocabulary (0-{vocab - 1}).")
     return ids
 
 

@@ -11,8 +11,9 @@ import torch
 import tamis.cli.bench
 from tamis.cache.layout import index_fp8, named
 from tamis.cli import main
-from tamis.lab.bench import by_hand, peers, suites
+from tamis.lab.bench import jobs, peers, torch_baseline
 from tamis.lab.bench.inputs import AttendSet, GatherSet, SelectSet, TranslateSet, WriteSet, prepare, worst_error
+from tamis.lab.bench.jobs import Job, make_jobs
 from tamis.lab.bench.record import COLUMNS, CsvFile
 from tamis.lab.bench.roofline import (
     Ceiling,
@@ -25,7 +26,6 @@ from tamis.lab.bench.roofline import (
     translate_cost,
     write_cost,
 )
-from tamis.lab.bench.suites import Job, make_jobs
 from tamis.lab.bench.v4_inputs import CompressSet
 from tamis.lab.verify import CheckResult, Scope, run_checks
 from tamis.lab.verify.check import Target
@@ -183,7 +183,7 @@ def test_costs_of_moves() -> None:
 
 
 def test_suites_are_those_of_the_command_and_hold_what_they_promise() -> None:
-    assert tuple(suites.SUITES) == tamis.cli.bench.SUITES
+    assert tuple(jobs.SUITES) == tamis.cli.bench.SUITES
     decode = make_jobs("decode")
     assert len(decode) == 25
     assert {job.shape for job in decode} == {f"{b}q1s16k" for b in (1, 8, 32, 64, 128)}
@@ -209,20 +209,21 @@ def test_suites_are_those_of_the_command_and_hold_what_they_promise() -> None:
     ("arguments", "words"),
     [
         (["bake"], "invalid choice: 'bake'"),
-        (["--heads", "0"], "heads must be between 1 and 128"),
+        (["--heads", "0"], "--heads must be between 1 and 128, got 0\n"),
         (["--heads", "8,x"], "'8,x' is not a list of numbers"),
-        (["--topk", "0"], "topk"),
-        (["--layout", "index-fp8"], "layout must be one of"),
-        (["--shape", "12"], "shape must be groups"),
-        (["--shape", "4q0s9"], "shape must be requests with new tokens"),
-        (["--repeats", "0"], "repeats"),
-        (["write", "--heads", "4"], "heads must be left out for the suite 'write'"),
-        (["index", "--layout", "v32-fp8"], "layout must be left out for the suite 'index'"),
-        (["--against", "cutlass"], "against must be one of 'flashmla'"),
-        (["--against", "flashmla", "--device", "cpu"], "flashmla: its kernels do not run on cpu"),
-        (["--against", "torch,vllm", "--device", "cpu"], "vllm: its kernels do not run on cpu"),
+        (["--topk", "0"], "--topk must be >= 1, got 0\n"),
+        (["--layout", "index-fp8"], "--layout must be one of"),
+        (["--shape", "12"], "--shape must be groups"),
+        (["--shape", "4q10s5"], "--shape 4q10s5: total length (s=5) must be >= new tokens (q=10)."),
+        (["--shape", "4q0s9"], "--shape must be requests with new tokens"),
+        (["--repeats", "0"], "--repeats must be >= 1"),
+        (["write", "--heads", "4"], "--heads must be left out for the suite 'write'"),
+        (["index", "--layout", "v32-fp8"], "--layout must be left out for the suite 'index'"),
+        (["--against", "cutlass"], "--against must be one of flashmla, "),
+        (["--against", "flashmla", "--device", "cpu"], "--against flashmla needs a CUDA GPU; "),
+        (["--against", "torch,vllm", "--device", "cpu"], "--against vllm needs a CUDA GPU; "),
         (["--csv", "/no/such/folder/x.csv"], "csv must be a file in an existing folder"),
-        (["--backend", "flash", "--device", "cpu"], "backend must be one of"),
+        (["--backend", "flash", "--device", "cpu"], "--backend must be one of"),
     ],
 )
 def test_wrong_options(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,7 +293,7 @@ def test_rows_of_a_v4_step(shape: str) -> None:
     item = prepared.sets[0]
     assert isinstance(item, SelectSet)
     assert worst_error(item, item.run("auto")) == 0
-    assert worst_error(item, by_hand.call_for(item)()) == 0
+    assert worst_error(item, torch_baseline.call_for(item)()) == 0
     windows, *others = item.run("auto")
     windows[0, 3] += 1
     assert worst_error(item, (windows, *others)) == 1
@@ -313,7 +314,7 @@ def test_small_launches_of_a_v4_layer(shape: str) -> None:
     item.compressors[1].cache.storage.zero_()
     assert worst_error(item, (low, q, *others)) == pytest.approx(1.0)
     with pytest.raises(NotImplementedError, match="not written by hand"):
-        by_hand.call_for(item)
+        torch_baseline.call_for(item)
 
 
 def test_cost_of_compressing() -> None:

@@ -13,9 +13,9 @@ from tamis.integrations import deep_gemm
 from tamis.lab.bench import peers
 from tamis.lab.bench.index_sets import IndexSet, ScoreSet, TopkSet, selection_error
 from tamis.lab.bench.inputs import prepare, worst_error
+from tamis.lab.bench.jobs import Job, make_jobs
 from tamis.lab.bench.peers.vllm import TopK
 from tamis.lab.bench.roofline import Ceiling, index_cost, scores_cost, topk_cost
-from tamis.lab.bench.suites import Job, make_jobs
 
 CPU = torch.device("cpu")
 KEYS = named("index-fp8")

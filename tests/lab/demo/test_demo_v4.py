@@ -145,11 +145,11 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "entry of 128 tokens" in text
-    assert "Served 2 of 2 requests from v4-fp8 pages, all given back." in text
+    assert "Served 2/2 requests; all cache pages were freed." in text
     assert main([*arguments, "--cache", "v32-fp8"]) != 0
     assert "--cache must be one of v4's own, got v32-fp8" in capsys.readouterr().err
     assert main([*arguments, "--page-size", "64"]) != 0
-    assert "page_size must be a multiple of the ratio 128" in capsys.readouterr().err
+    assert "--page-size must be a multiple of the ratio 128" in capsys.readouterr().err
 
 
 def test_impossible_shapes_are_refused() -> None:

@@ -68,7 +68,7 @@ def test_selections_and_recall_are_those_of_transformers(name: str, layer: int, 
     notes = inspected(name).layer(layer)
     theirs = chosen_by_transformers(name, layer).tolist()
     weights = dense_weights(name, layer).double()
-    places = weights[:, :, -notes.places :] if ratio > 1 else weights
+    places = weights[:, :, -notes.candidates :] if ratio > 1 else weights
     for query in range(TOKENS):
         visible = (query + 1) // ratio
         chosen = {place for place in notes.rows[query].tolist() if place >= 0}
@@ -86,7 +86,7 @@ def test_selections_and_recall_are_those_of_transformers(name: str, layer: int, 
         hits = [int(top) in chosen for top in mine.argmax(1)]
         assert sum(hits) / len(hits) == pytest.approx(notes.top1[query], abs=1e-6)
         if ratio > 1:
-            near = float(weights[:, query, : -notes.places].sum(1).mean())
+            near = float(weights[:, query, : -notes.candidates].sum(1).mean())
             assert near == pytest.approx(notes.window[query], abs=2e-5)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tamis.cache.layout import named
 from tamis.cache.paged import PagedCache
-from tamis.lab.bench.maker import Maker
+from tamis.lab.bench.jobs import Job
+from tamis.lab.bench.random_inputs import RandomInputs
 from tamis.lab.bench.roofline import Cost, index_cost, scores_cost, topk_cost
-from tamis.lab.bench.suites import Job
 from tamis.lab.bench.timing import set_count
 from tamis.lab.testing import compare, oracle
 from tamis.ops import index_scores, index_topk, topk_positions
@@ -142,36 +142,36 @@ def selection_error(row: Tensor, scores: Tensor, k: int) -> float:
     return max(0.0, excess) / max(float(scores.abs().max()), 1e-30)
 
 
-def score_sets(job: Job, maker: Maker) -> tuple[list[ScoreSet], Cost]:
+def score_sets(job: Job, drawn: RandomInputs) -> tuple[list[ScoreSet], Cost]:
     """Sets for scoring, each with keys of its own."""
     assert job.heads is not None
     requests = _requests(job)
     cost = scores_cost(requests, heads=job.heads, layout=named(job.layout), page_size=job.page_size)
-    return _scored(job, maker, requests, set_count(cost.bytes, maker.device)), cost
+    return _scored(job, drawn, requests, set_count(cost.bytes, drawn.device)), cost
 
 
-def index_sets(job: Job, maker: Maker) -> tuple[list[IndexSet], Cost]:
+def index_sets(job: Job, drawn: RandomInputs) -> tuple[list[IndexSet], Cost]:
     """Sets for scoring and selecting in one."""
     assert job.heads is not None
     assert job.topk is not None
     requests, layout = _requests(job), named(job.layout)
     cost = index_cost(requests, heads=job.heads, topk=job.topk, layout=layout, page_size=job.page_size)
-    scored = _scored(job, maker, requests, set_count(cost.bytes, maker.device))
+    scored = _scored(job, drawn, requests, set_count(cost.bytes, drawn.device))
     return [IndexSet(one, job.topk) for one in scored], cost
 
 
-def topk_sets(job: Job, maker: Maker) -> tuple[list[TopkSet], Cost]:
+def topk_sets(job: Job, drawn: RandomInputs) -> tuple[list[TopkSet], Cost]:
     """Sets for selecting: normal scores, or ones of which all but a few in a hundred are 0."""
     assert job.topk is not None
     requests = _requests(job)
     cost = topk_cost(requests, topk=job.topk)
-    lengths = _lengths(requests, maker.device)
+    lengths = _lengths(requests, drawn.device)
     decode = all(new == 1 for new, _ in requests)
     width = max(length for _, length in requests)
     sets = []
     # A row of scores is small: it takes many to fill a cache.
-    for _ in range(set_count(cost.bytes, maker.device, most=1024)):
-        scores = maker.normal(len(lengths), width, dtype=torch.float32)
+    for _ in range(set_count(cost.bytes, drawn.device, most=1024)):
+        scores = drawn.normal(len(lengths), width, dtype=torch.float32)
         if job.stage == "topk-ties":
             # Fewer positive scores than there are to select, so that the cut goes through the equal ones.
             scores = torch.where(scores > _above(job.topk / 2 / width), scores, 0.0)
@@ -192,22 +192,22 @@ def _lengths(requests: Sequence[tuple[int, int]], device: torch.device) -> Tenso
     return torch.tensor([length for new, length in requests for _ in range(new)], dtype=torch.int32, device=device)
 
 
-def _scored(job: Job, maker: Maker, requests: Sequence[tuple[int, int]], count: int) -> list[ScoreSet]:
+def _scored(job: Job, drawn: RandomInputs, requests: Sequence[tuple[int, int]], count: int) -> list[ScoreSet]:
     assert job.heads is not None
-    layout, lengths = named(job.layout), _lengths(requests, maker.device)
+    layout, lengths = named(job.layout), _lengths(requests, drawn.device)
     numbers = [number for number, (new, _) in enumerate(requests) for _ in range(new)]
-    ids = torch.tensor(numbers, dtype=torch.int32, device=maker.device)
+    ids = torch.tensor(numbers, dtype=torch.int32, device=drawn.device)
     contexts = [length for _, length in requests]
     first = requests[0][0]
     queries = first if all(new == first for new, _ in requests) else None
     sets = []
     for _ in range(count):
-        table, pages = maker.block_table(contexts, job.page_size)
+        table, pages = drawn.block_table(contexts, job.page_size)
         sets.append(
             ScoreSet(
-                maker.normal(len(ids), job.heads, layout.width, dtype=FP8),
-                maker.normal(len(ids), job.heads, dtype=torch.float32),
-                maker.cache(layout, pages, job.page_size),
+                drawn.normal(len(ids), job.heads, layout.width, dtype=FP8),
+                drawn.normal(len(ids), job.heads, dtype=torch.float32),
+                drawn.cache(layout, pages, job.page_size),
                 ids,
                 table,
                 lengths,

@@ -16,9 +16,9 @@ from tamis.cache.layout import Layout, named
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.lab.bench.index_sets import IndexSet, ScoreSet, TopkSet, index_sets, score_sets, topk_sets
-from tamis.lab.bench.maker import Maker
+from tamis.lab.bench.jobs import Job
+from tamis.lab.bench.random_inputs import RandomInputs
 from tamis.lab.bench.roofline import Cost, attend_cost, gather_cost, select_cost, translate_cost, write_cost
-from tamis.lab.bench.suites import Job
 from tamis.lab.bench.timing import set_count
 from tamis.lab.bench.v4_inputs import CompressSet, compress_sets
 from tamis.lab.testing import compare, oracle
@@ -217,7 +217,7 @@ class Prepared:
 
 def prepare(job: Job, device: torch.device, seed: int = 0) -> Prepared:
     """Build as many sets as make every call a cold one."""
-    builders: dict[str, Callable[[Job, Maker], Prepared]] = {
+    builders: dict[str, Callable[[Job, RandomInputs], Prepared]] = {
         "attend": _attend,
         "write": _write,
         "gather": _gather,
@@ -225,19 +225,19 @@ def prepare(job: Job, device: torch.device, seed: int = 0) -> Prepared:
         "select": _select,
         "compress": _compress,
     }
-    indexer: dict[str, Callable[[Job, Maker], tuple[Sequence[InputSet], Cost]]] = {
+    indexer: dict[str, Callable[[Job, RandomInputs], tuple[Sequence[InputSet], Cost]]] = {
         "scores": score_sets,
         "topk": topk_sets,
         "topk-ties": topk_sets,
         "index": index_sets,
     }
     if job.stage in indexer:
-        sets, cost = indexer[job.stage](job, Maker(device, seed))
+        sets, cost = indexer[job.stage](job, RandomInputs(device, seed))
         return Prepared(job, list(sets), cost)
-    return builders[job.stage](job, Maker(device, seed))
+    return builders[job.stage](job, RandomInputs(device, seed))
 
 
-def _attend(job: Job, maker: Maker) -> Prepared:
+def _attend(job: Job, drawn: RandomInputs) -> Prepared:
     assert job.heads is not None
     assert job.topk is not None
     layout = named(job.layout)
@@ -248,13 +248,13 @@ def _attend(job: Job, maker: Maker) -> Prepared:
     requests = list(zip(queries, lengths, strict=True))
     cost = attend_cost(requests, heads=job.heads, picks=picks, layout=layout, value_dim=value_dim)
     uniform = queries[0] if len(set(queries)) == 1 else None
-    wanted = set_count(cost.bytes, maker.device)
-    counts = torch.tensor(lengths, dtype=torch.int32, device=maker.device)
+    wanted = set_count(cost.bytes, drawn.device)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=drawn.device)
     sets: list[InputSet] = []
     while len(sets) < wanted:
-        table, pages = maker.block_table(lengths, job.page_size)
-        for selections in _selections(job, layout, queries, lengths, (table, pages), maker, wanted - len(sets)):
-            q = maker.normal(sum(queries), job.heads, layout.width)
+        table, pages = drawn.block_table(lengths, job.page_size)
+        for selections in _selections(job, layout, queries, lengths, (table, pages), drawn, wanted - len(sets)):
+            q = drawn.normal(sum(queries), job.heads, layout.width)
             sets.append(AttendSet(q, selections, layout.width**-0.5, value_dim, uniform, table, counts))
     return Prepared(job, sets, cost)
 
@@ -265,20 +265,20 @@ def _selections(
     queries: list[int],
     lengths: list[int],
     placed: tuple[Tensor, int],
-    maker: Maker,
+    drawn: RandomInputs,
     most: int,
 ) -> Iterator[tuple[Selection, ...]]:
     """Selections from one cache (two with a window) that share no row with each other where tokens are few."""
     assert job.topk is not None
     table, pages = placed
-    cache = maker.cache(layout, pages, job.page_size)
-    second = maker.cache(layout, pages, job.page_size) if job.window else None
+    cache = drawn.cache(layout, pages, job.page_size)
+    second = drawn.cache(layout, pages, job.page_size) if job.window else None
     decode = max(queries) == 1
     pieces = max(1, min(most, min(lengths) // job.topk if decode else 1))
     # One shuffle of each context, cut into pieces: no piece finds the rows of another in the cache.
     columns = pieces * job.topk
-    shuffled = [maker.picks(new, min(columns, length), length) for new, length in zip(queries, lengths, strict=True)]
-    ids = maker.request_ids(queries)
+    shuffled = [drawn.picks(new, min(columns, length), length) for new, length in zip(queries, lengths, strict=True)]
+    ids = drawn.request_ids(queries)
     for piece in range(pieces):
         span = slice(piece * job.topk, (piece + 1) * job.topk)
         positions = torch.cat([_padded(part[:, span], job.topk) for part in shuffled])
@@ -286,10 +286,10 @@ def _selections(
         if second is None:
             yield (chosen,)
             continue
-        window = torch.arange(job.window, dtype=torch.int64, device=maker.device).repeat(len(ids), 1)
+        window = torch.arange(job.window, dtype=torch.int64, device=drawn.device).repeat(len(ids), 1)
         starts = [piece * job.window % max(1, length - job.window + 1) for length in lengths]
-        window += torch.tensor(starts, dtype=torch.int64, device=maker.device)[ids].unsqueeze(1)
-        window[window >= torch.tensor(lengths, dtype=torch.int64, device=maker.device)[ids].unsqueeze(1)] = -1
+        window += torch.tensor(starts, dtype=torch.int64, device=drawn.device)[ids].unsqueeze(1)
+        window[window >= torch.tensor(lengths, dtype=torch.int64, device=drawn.device)[ids].unsqueeze(1)] = -1
         yield (Selection(second, _slots(window, table, ids, job.page_size)), chosen)
 
 
@@ -302,64 +302,64 @@ def _slots(positions: Tensor, table: Tensor, ids: Tensor, page_size: int) -> Ten
     return torch.where(positions >= 0, page * page_size + positions % page_size, -1).int()
 
 
-def _write(job: Job, maker: Maker) -> Prepared:
+def _write(job: Job, drawn: RandomInputs) -> Prepared:
     layout, tokens = named(job.layout), sum(parse_shape(job.shape)[0])
     cost = write_cost(tokens, layout)
     sets: list[InputSet] = []
-    for _ in range(set_count(cost.bytes, maker.device)):
-        cache = maker.cache(layout, ceil_div(tokens, job.page_size), job.page_size, filled=False)
+    for _ in range(set_count(cost.bytes, drawn.device)):
+        cache = drawn.cache(layout, ceil_div(tokens, job.page_size), job.page_size, filled=False)
         if layout.scale_mode == "tensor":
             cache = cache.with_scale(0.02)
-        slots = maker.picks(1, tokens, cache.rows)[0]
-        sets.append(WriteSet(maker.normal(tokens, layout.width), cache, slots))
+        slots = drawn.picks(1, tokens, cache.rows)[0]
+        sets.append(WriteSet(drawn.normal(tokens, layout.width), cache, slots))
     return Prepared(job, sets, cost)
 
 
-def _gather(job: Job, maker: Maker) -> Prepared:
+def _gather(job: Job, drawn: RandomInputs) -> Prepared:
     layout, lengths = named(job.layout), parse_shape(job.shape)[1]
     cost = gather_cost(sum(lengths), layout, job.page_size)
-    starts = torch.tensor([sum(lengths[:n]) for n in range(len(lengths))], dtype=torch.int32, device=maker.device)
-    counts = torch.tensor(lengths, dtype=torch.int32, device=maker.device)
+    starts = torch.tensor([sum(lengths[:n]) for n in range(len(lengths))], dtype=torch.int32, device=drawn.device)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=drawn.device)
     sets: list[InputSet] = []
-    for _ in range(set_count(cost.bytes, maker.device)):
-        table, pages = maker.block_table(lengths, job.page_size)
-        out = torch.zeros(sum(lengths), layout.width, dtype=torch.bfloat16, device=maker.device)
-        sets.append(GatherSet(maker.cache(layout, pages, job.page_size), table, counts, starts, out))
+    for _ in range(set_count(cost.bytes, drawn.device)):
+        table, pages = drawn.block_table(lengths, job.page_size)
+        out = torch.zeros(sum(lengths), layout.width, dtype=torch.bfloat16, device=drawn.device)
+        sets.append(GatherSet(drawn.cache(layout, pages, job.page_size), table, counts, starts, out))
     return Prepared(job, sets, cost)
 
 
-def _translate(job: Job, maker: Maker) -> Prepared:
+def _translate(job: Job, drawn: RandomInputs) -> Prepared:
     assert job.topk is not None
     queries, lengths = parse_shape(job.shape)
-    ids = maker.request_ids(queries).int()
+    ids = drawn.request_ids(queries).int()
     pages = sum(ceil_div(length, job.page_size) for length in lengths)
     cost = translate_cost(len(ids), job.topk, pages)
     sets: list[InputSet] = []
-    for _ in range(set_count(cost.bytes, maker.device)):
-        table, _ = maker.block_table(lengths, job.page_size)
-        parts = [maker.picks(new, min(job.topk, length), length) for new, length in zip(queries, lengths, strict=True)]
+    for _ in range(set_count(cost.bytes, drawn.device)):
+        table, _ = drawn.block_table(lengths, job.page_size)
+        parts = [drawn.picks(new, min(job.topk, length), length) for new, length in zip(queries, lengths, strict=True)]
         positions = torch.cat([_padded(part, job.topk) for part in parts]).int()
         sets.append(TranslateSet(positions, ids, table, job.page_size))
     return Prepared(job, sets, cost)
 
 
-def _select(job: Job, maker: Maker) -> Prepared:
+def _select(job: Job, drawn: RandomInputs) -> Prepared:
     queries, lengths = parse_shape(job.shape)
-    ids = maker.request_ids(queries).int()
+    ids = drawn.request_ids(queries).int()
     starts = [
         torch.arange(length - new, length, dtype=torch.int64, device="cpu")
         for new, length in zip(queries, lengths, strict=True)
     ]
-    positions = torch.cat(starts).int().to(maker.device)
+    positions = torch.cat(starts).int().to(drawn.device)
     tokens, columns = len(ids), ceil_div(max(lengths), V4_RATIOS[-1] * 128) * 128
     cost = select_cost(tokens, job.window, sum(length // V4_RATIOS[-1] for length in lengths), columns)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=maker.device)
+        return torch.empty(shape, dtype=dtype, device=drawn.device)
 
     sets: list[InputSet] = []
-    for _ in range(set_count(cost.bytes, maker.device)):
-        (raw, _), (pages, _) = maker.block_table(lengths, job.page_size), maker.block_table(lengths, V4_PAGE)
+    for _ in range(set_count(cost.bytes, drawn.device)):
+        (raw, _), (pages, _) = drawn.block_table(lengths, job.page_size), drawn.block_table(lengths, V4_PAGE)
         counts = tuple(empty(tokens) for _ in range(5))
         completed = (empty(tokens, dtype=torch.int64), empty(tokens, dtype=torch.int64))
         outputs = (empty(tokens, job.window), empty(tokens, columns), completed, counts)
@@ -367,12 +367,12 @@ def _select(job: Job, maker: Maker) -> Prepared:
     return Prepared(job, sets, cost)
 
 
-def _compress(job: Job, maker: Maker) -> Prepared:
+def _compress(job: Job, drawn: RandomInputs) -> Prepared:
     assert job.heads is not None
     queries, lengths = parse_shape(job.shape)
-    make = partial(compress_sets, queries, lengths, job.heads, named(job.layout), maker.device)
+    make = partial(compress_sets, queries, lengths, job.heads, named(job.layout), drawn.device)
     first, cost = make(seed=0)
-    more = range(1, set_count(cost.bytes, maker.device))
+    more = range(1, set_count(cost.bytes, drawn.device))
     return Prepared(job, [first, *(make(seed=seed)[0] for seed in more)], cost)
 
 

@@ -14,7 +14,7 @@ import torch
 
 import tamis
 from tamis import checks
-from tamis.lab.report import write_whole
+from tamis.lab.html import write_whole
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 
 from tamis.backends import backend_for_stage
 from tamis.lab.bench.inputs import InputSet, Prepared, prepare, worst_error
+from tamis.lab.bench.jobs import Job
 from tamis.lab.bench.peers import Peer, Unsupported
 from tamis.lab.bench.record import Machine, Row, timestamp
 from tamis.lab.bench.roofline import Ceiling
-from tamis.lab.bench.suites import Job
 from tamis.lab.bench.timing import Spread, time_in_turn
 from tamis.lab.verify.check import Target
 

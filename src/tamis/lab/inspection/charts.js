@@ -56,7 +56,7 @@ function drawLayers(box, layers, show) {
 }
 
 function drawPosition(box, layer, tokens) {
-  box.parentElement.querySelector("p").textContent = `Recall of layer ${layer.layer} along the prompt; up to top-k it is all that there is.`;
+  box.parentElement.querySelector("p").textContent = `Recall of layer ${layer.layer} along the prompt; recall is 100% while the context is shorter than top-k.`;
   const svg = frame(box, 230, "Recall by position"), area = { left: 48, right: 516, top: 8, bottom: 200 };
   yAxis(svg, area, 1, (value) => `${Math.round(value * 100)}%`);
   for (const [name, colour] of [["top1", "var(--third)"], ["recall", "var(--accent)"]]) {
@@ -74,8 +74,8 @@ function drawPosition(box, layer, tokens) {
 }
 
 function drawDistance(box, layer, bins) {
-  box.parentElement.querySelector("p").textContent = `Where layer ${layer.layer}'s selections lie, and where they would lie if all that is visible were equally likely.`;
-  const svg = frame(box, 240, "Distances of selected places"), area = { left: 48, right: 516, top: 8, bottom: 200 };
+  box.parentElement.querySelector("p").textContent = `Distance of layer ${layer.layer}'s selected candidates (bars) vs. uniform selection (line).`;
+  const svg = frame(box, 240, "Distances of selected candidates"), area = { left: 48, right: 516, top: 8, bottom: 200 };
   const share = (counts) => counts.map((count) => count / Math.max(1, counts.reduce((a, b) => a + b, 0)));
   const chosen = share(layer.distances).slice(0, bins.length), possible = share(layer.possible_distances).slice(0, bins.length);
   const top = Math.ceil(Math.max(...chosen, ...possible, 0.04) * 25) / 25;
@@ -97,7 +97,7 @@ function drawDistance(box, layer, bins) {
 function drawOverlap(box, overlap, show) {
   const count = overlap.layers.length;
   if (!overlap.queries || count < 2) {
-    const why = count < 2 ? "Only one layer selects." : "No query sees more than it can select, so all layers select the same.";
+    const why = count < 2 ? "Only one layer selects." : "No query has more candidates than top-k, so all layers select the same.";
     box.replaceChildren(element("p", {}, why));
     return;
   }

@@ -116,7 +116,7 @@ def _specs(model: Any) -> list[LayerSpec]:
 
 
 class _Watch:
-    """Puts layers that take notes in the place of those that select."""
+    """Replaces the layers that select by ones that also take notes."""
 
     def __init__(self, notes: dict[int, LayerNotes], report: Report) -> None:
         self.notes, self.report = notes, report

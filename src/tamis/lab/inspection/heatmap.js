@@ -27,9 +27,9 @@ class LayerArrays {
     this.levels = take(Uint16Array, about.selectedCount);
     this.starts = new Uint32Array(kept + 1);
     for (let row = 0; row < kept; row++) this.starts[row + 1] = this.starts[row] + counts[row];
-    this.places = new Uint32Array(about.selectedCount);
+    this.candidates = new Uint32Array(about.selectedCount);
     for (let row = 0, read = 0; row < kept; row++) {
-      let place = -1;
+      let candidate = -1;
       for (let i = this.starts[row]; i < this.starts[row + 1]; i++) {
         let gap = 0, shift = 0, byte;
         do {
@@ -37,18 +37,18 @@ class LayerArrays {
           gap |= (byte & 127) << shift;
           shift += 7;
         } while (byte > 127);
-        place += gap + 1;
-        this.places[i] = place;
+        candidate += gap + 1;
+        this.candidates[i] = candidate;
       }
     }
   }
 
-  /* Where the first place >= `place` of a row is stored. */
-  seek(row, place) {
+  /* Where the first candidate >= `candidate` of a row is stored. */
+  seek(row, candidate) {
     let low = this.starts[row], high = this.starts[row + 1];
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (this.places[middle] < place) low = middle + 1;
+      if (this.candidates[middle] < candidate) low = middle + 1;
       else high = middle;
     }
     return low;
@@ -105,11 +105,11 @@ class HeatMap {
     const fixed = { x: this.view.x + at.x / before.scale, y: this.view.y + at.y / before.scale };
     this.view.span = Math.min(this.tokens, Math.max(Math.min(8, this.tokens), this.view.span * factor));
     const scale = this.plot.scale;
-    this.place(fixed.x - at.x / scale, fixed.y - at.y / scale);
+    this.moveTo(fixed.x - at.x / scale, fixed.y - at.y / scale);
   }
 
   /* Move the corner, but never to where there is nothing. */
-  place(x, y) {
+  moveTo(x, y) {
     const { width, height, scale } = this.plot;
     this.view.x = Math.max(0, Math.min(x, this.tokens - width / scale));
     this.view.y = Math.max(0, Math.min(y, this.tokens - height / scale));
@@ -118,17 +118,17 @@ class HeatMap {
   }
 
   move(dx, dy) {
-    this.place(this.view.x + dx / this.plot.scale, this.view.y + dy / this.plot.scale);
+    this.moveTo(this.view.x + dx / this.plot.scale, this.view.y + dy / this.plot.scale);
   }
 
   reset() {
     this.view.span = this.tokens;
-    this.place(0, 0);
+    this.moveTo(0, 0);
   }
 
   centre(x, y) {
     const { width, height, scale } = this.plot;
-    this.place(x - width / scale / 2, y - height / scale / 2);
+    this.moveTo(x - width / scale / 2, y - height / scale / 2);
   }
 
   queryOf(row) { return this.kept ? this.kept[row] : row; }
@@ -188,7 +188,7 @@ class HeatMap {
   paintMap(values, py, query, end, wide, scale, strength) {
     const { about, maps } = this.layer, map = maps[this.mode];
     const row = Math.min(about.grid - 1, Math.floor((query / this.tokens) * about.grid)) * about.columns;
-    const width = about.places * about.ratio;
+    const width = about.candidates * about.ratio;
     for (let px = 0; px < end; px++) {
       const column = Math.floor(((this.view.x + (px + 0.5) / scale) / width) * about.columns);
       if (column < about.columns) values[py * wide + px] = (strength * map[row + column]) / 255;
@@ -209,7 +209,7 @@ class HeatMap {
         values.fill(0, py * wide, end);
       }
       for (let i = rows.seek(row, Math.floor(x / ratio)); i < stop; i++) {
-        const from = (rows.places[i] * ratio - x) * scale;
+        const from = (rows.candidates[i] * ratio - x) * scale;
         if (from >= wide) break;
         const left = Math.max(0, Math.floor(from));
         const right = Math.min(wide, Math.max(left + 1, Math.floor(from + ratio * scale) - gap));
@@ -282,8 +282,8 @@ function ramp() {
   const rgb = stops.map((text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16)));
   const colours = new Uint32Array(256);
   for (let i = 0; i < 256; i++) {
-    const place = (i / 255) * (rgb.length - 1), low = Math.min(rgb.length - 2, Math.floor(place));
-    const [r, g, b] = [0, 1, 2].map((c) => Math.round(rgb[low][c] + (rgb[low + 1][c] - rgb[low][c]) * (place - low)));
+    const at = (i / 255) * (rgb.length - 1), low = Math.min(rgb.length - 2, Math.floor(at));
+    const [r, g, b] = [0, 1, 2].map((c) => Math.round(rgb[low][c] + (rgb[low + 1][c] - rgb[low][c]) * (at - low)));
     colours[i] = (255 << 24) | (b << 16) | (g << 8) | r;
   }
   return colours;

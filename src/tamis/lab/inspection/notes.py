@@ -20,7 +20,7 @@ from tamis.model.spec import LayerSpec
 PAGE_BYTES = 13 << 20
 """What the arrays of a page may take, before base64 adds a third."""
 PLACE_BYTES = 3
-"""About what a selected place takes in a page, with its score."""
+"""Approximate bytes that a selected candidate takes in a page, with its score."""
 KEPT_QUERIES = 256
 
 
@@ -35,7 +35,7 @@ class Extent:
     kept: Tensor
     """Queries, ascending, whose selections are kept one by one."""
     shown: Tensor
-    """Those of the kept queries, by their place among them, that a page has room for."""
+    """Indices into the kept queries of those that a page has room for."""
     grid: int
     """Rows and columns of the maps of everything."""
 
@@ -72,7 +72,7 @@ class LayerNotes:
         assert spec.topk is not None
         self.number, self.spec, self.extent, self.source = number, spec, extent, source
         self.topk, self.ratio, self.score_factor = spec.topk, spec.compress, score_factor
-        self.places = max(1, extent.tokens // self.ratio)
+        self.candidates = max(1, extent.tokens // self.ratio)
         """What can be selected: tokens, or entries."""
         tokens, grid = extent.tokens, extent.grid
         self.selected = np.zeros(tokens, np.int32)
@@ -85,9 +85,9 @@ class LayerNotes:
         """As in `Shares`, and for V4 the window's share of all attention; of the compared queries."""
         self.distances = np.zeros(DISTANCE_BINS, np.int64)
         self.possible = np.zeros(DISTANCE_BINS, np.int64)
-        columns = min(grid, self.places)
+        columns = min(grid, self.candidates)
         self.counts = np.zeros((grid, columns), np.int64)
-        """Selected places by blocks of queries and places."""
+        """Selected candidates by blocks of queries and candidates."""
         self.best = np.full((grid, columns), -np.inf, np.float32)
         """Highest selected score in a block."""
         self.mass = np.zeros((grid, columns), np.float64)
@@ -103,33 +103,33 @@ class LayerNotes:
 
         Args:
             own: int [n], their positions.
-            visible: int [n], how many places they saw.
+            visible: int [n], how many candidates they saw.
             positions: int32 [n, topk], ascending, then -1.
-            scores: float32 [n, S] of all places; None if another layer selected.
+            scores: float32 [n, S] of all candidates; None if another layer selected.
         """
         self.distances += distance_counts(positions, own, self.ratio).cpu().numpy()
         self.possible += visible_counts(own, self.ratio).cpu().numpy()
         at = own.cpu().numpy()
-        places = positions.cpu().numpy()
-        there = places >= 0
+        candidates = positions.cpu().numpy()
+        there = candidates >= 0
         self.selected[at] = there.sum(1)
         self.visible[at] = visible.cpu().numpy()
-        chosen = np.zeros(places.shape, np.float32)
+        chosen = np.zeros(candidates.shape, np.float32)
         if scores is not None:
             found = scores.gather(1, positions.clamp_min(0).long())
             chosen = found.mul(self.score_factor).cpu().numpy()
             self.tied[at] = tied_at_cut(scores, positions).cpu().numpy()
             self.cut[at] = np.where(there, chosen, np.inf).min(1)
-        self._add_blocks(at, places, there, chosen)
+        self._add_blocks(at, candidates, there, chosen)
         kept = self.extent.kept.numpy()
         where = np.searchsorted(kept, at)
         mine = (where < len(kept)) & (kept[np.minimum(where, len(kept) - 1)] == at)
-        self.rows[where[mine]] = places[mine]
+        self.rows[where[mine]] = candidates[mine]
         self.scores[where[mine]] = chosen[mine]
 
-    def _add_blocks(self, at: np.ndarray, places: np.ndarray, there: np.ndarray, scores: np.ndarray) -> None:
+    def _add_blocks(self, at: np.ndarray, candidates: np.ndarray, there: np.ndarray, scores: np.ndarray) -> None:
         grid, columns = self.counts.shape
-        block = (at * grid // self.extent.tokens)[:, None] * columns + places * columns // self.places
+        block = (at * grid // self.extent.tokens)[:, None] * columns + candidates * columns // self.candidates
         block = block[there]
         self.counts += np.bincount(block, minlength=grid * columns).reshape(grid, columns)
         np.maximum.at(self.best.reshape(-1), block, scores[there])
@@ -147,7 +147,7 @@ class LayerNotes:
             self.window[at] = window.cpu().numpy()
         grid, columns = self.mass.shape
         weights = shares.weights.double()
-        column = torch.arange(weights.shape[1], dtype=torch.int64, device=weights.device) * columns // self.places
+        column = torch.arange(weights.shape[1], dtype=torch.int64, device=weights.device) * columns // self.candidates
         wide = (
             weights.new_zeros(len(weights), columns, dtype=weights.dtype).index_add_(1, column, weights).cpu().numpy()
         )

@@ -15,8 +15,8 @@ def pack_layer(notes: LayerNotes, source: LayerNotes) -> tuple[dict[str, int | f
 
     The stream holds, one after another and little-endian: the map of selected shares, the map of highest scores and the
     map of dense attention's mass (uint8 [grid, columns] each, see `_maps`); then for each shown query the number of
-    selected places (uint16), the lowest and the highest score (float32 each, in two arrays); then all places as gaps
-    (see `encode_gaps`); then all scores (uint16), 0 to 65535 between a query's lowest and highest.
+    selected candidates (uint16), the lowest and the highest score (float32 each, in two arrays); then all candidates as
+    gaps (see `encode_gaps`); then all scores (uint16), 0 to 65535 between a query's lowest and highest.
     """
     selected, best, mass, low, high = _maps(notes, source)
     own = notes.extent.shown.numpy() if source is notes else slice(0)
@@ -34,7 +34,7 @@ def pack_layer(notes: LayerNotes, source: LayerNotes) -> tuple[dict[str, int | f
     about = {
         "grid": selected.shape[0],
         "columns": selected.shape[1],
-        "places": notes.places,
+        "candidates": notes.candidates,
         "gapBytes": len(gaps),
         "selectedCount": int(counts.sum()),
         "bestLow": low,
@@ -62,9 +62,9 @@ def _maps(notes: LayerNotes, source: LayerNotes) -> tuple[np.ndarray, np.ndarray
 
 
 def _pairs(notes: LayerNotes) -> np.ndarray:
-    """How many pairs of a query and a place that it sees there are in each block."""
+    """How many pairs of a query and a candidate that it sees there are in each block."""
     grid, columns = notes.counts.shape
-    edges = ceil_div(np.arange(columns + 1, dtype=np.int32) * notes.places, columns)
+    edges = ceil_div(np.arange(columns + 1, dtype=np.int32) * notes.candidates, columns)
     seen = np.minimum(notes.visible[:, None], edges)
     block = np.arange(notes.extent.tokens) * grid // notes.extent.tokens
     pairs = np.zeros((grid, columns), np.int64)
@@ -72,15 +72,15 @@ def _pairs(notes: LayerNotes) -> np.ndarray:
     return pairs
 
 
-def encode_gaps(places: np.ndarray, counts: np.ndarray) -> bytes:
-    """Ascending places of several queries, one query after another, each as its distance from the one before (the
+def encode_gaps(candidates: np.ndarray, counts: np.ndarray) -> bytes:
+    """Ascending candidates of several queries, one query after another, each as its distance from the one before (the
     first: from -1) less one, in groups of seven bits, lowest first, with the eighth bit set in all but the last."""
-    if not len(places):
+    if not len(candidates):
         return b""
-    before = np.concatenate(([-1], places[:-1].astype(np.int64)))
+    before = np.concatenate(([-1], candidates[:-1].astype(np.int64)))
     starts = np.cumsum(counts) - counts
     before[starts[counts > 0]] = -1
-    gaps = places - before - 1
+    gaps = candidates - before - 1
     sizes = 1 + (gaps >= 1 << 7) + (gaps >= 1 << 14) + (gaps >= 1 << 21)
     ends = np.cumsum(sizes)
     out = np.zeros(ends[-1], np.uint8)

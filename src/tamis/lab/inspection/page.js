@@ -73,35 +73,35 @@ function start() {
   const shown = (position) => data.tokens[position];
   const context = (position, count = 4) =>
     (position > count ? "… " : "") + data.tokens.slice(Math.max(0, position - count), position).join(" ");
-  const placeText = (place) => data.tokens.slice(place * now.ratio, (place + 1) * now.ratio).join(" ");
-  const placeName = (place) =>
-    now.ratio === 1 ? number(place) : `${number(place * now.ratio)}–${number(place * now.ratio + now.ratio - 1)}`;
+  const candidateText = (candidate) => data.tokens.slice(candidate * now.ratio, (candidate + 1) * now.ratio).join(" ");
+  const candidateName = (candidate) =>
+    now.ratio === 1 ? number(candidate) : `${number(candidate * now.ratio)}–${number(candidate * now.ratio + now.ratio - 1)}`;
 
   const row = (name, ...value) => [element("dt", {}, name), element("dd", {}, ...value)];
   const token = (text) => element("span", { class: "token" }, text);
 
   /* What lies under a pixel: one pair if it is large enough, else what is selected of all pairs there. */
   function under(spot) {
-    const rows = heat.rows, query = Math.floor(spot.y), place = Math.floor(spot.x / now.ratio);
+    const rows = heat.rows, query = Math.floor(spot.y), candidate = Math.floor(spot.x / now.ratio);
     if (spot.x >= Math.floor((query + 1) / now.ratio) * now.ratio && spot.size < 1) {
       return [...row("query", token(shown(query)), ` at ${number(query)}`), ...row("", "cannot see this")];
     }
     const queries = [query, query + Math.max(1, Math.round(spot.size))];
-    const places = [place, place + Math.max(1, Math.round(spot.size / now.ratio))];
+    const candidates = [candidate, candidate + Math.max(1, Math.round(spot.size / now.ratio))];
     let count = 0, best = -1, bestRow = -1, known = 0;
     for (let r = heat.rowFrom(queries[0]); r < Math.min(heat.rowFrom(queries[1]), heat.rowCount); r++) {
       known++;
-      for (let i = rows.seek(r, places[0]); i < rows.starts[r + 1] && rows.places[i] < places[1]; i++) {
+      for (let i = rows.seek(r, candidates[0]); i < rows.starts[r + 1] && rows.candidates[i] < candidates[1]; i++) {
         count++;
         if (best < 0 || rows.score(r, i) > rows.score(bestRow, best)) [best, bestRow] = [i, r];
       }
     }
-    if (!known) return block(query, place);
-    const single = queries[1] - queries[0] === 1 && places[1] - places[0] === 1;
+    if (!known) return block(query, candidate);
+    const single = queries[1] - queries[0] === 1 && candidates[1] - candidates[0] === 1;
     if (best >= 0) {
-      const at = heat.queryOf(bestRow), where = rows.places[best];
+      const at = heat.queryOf(bestRow), where = rows.candidates[best];
       const found = [...row("query", token(shown(at)), ` at ${number(at)}`)];
-      found.push(...row(now.ratio === 1 ? "token" : "entry", token(placeText(where)), ` at ${placeName(where)}`));
+      found.push(...row(now.ratio === 1 ? "token" : "entry", token(candidateText(where)), ` at ${candidateName(where)}`));
       found.push(...row("score", scored(rows.score(bestRow, best)), `, rank ${rank(bestRow, best)} of ${number(rows.starts[bestRow + 1] - rows.starts[bestRow])}`));
       found.push(...row("distance", number(at - (where * now.ratio + now.ratio - 1))));
       if (!single && count > 1) found.push(...row("", `best of ${number(count)} selected here`));
@@ -111,13 +111,13 @@ function start() {
     if (!single) {
       return [
         ...row("queries", token(shown(query)), ` at ${number(query)} to ${number(queries[1] - 1)}`),
-        ...row(now.ratio === 1 ? "tokens" : "entries", token(placeText(place)), ` at ${number(place * now.ratio)} to ${number(places[1] * now.ratio - 1)}`),
+        ...row(now.ratio === 1 ? "tokens" : "entries", token(candidateText(candidate)), ` at ${number(candidate * now.ratio)} to ${number(candidates[1] * now.ratio - 1)}`),
         ...row("score", "nothing selected here"),
       ];
     }
     return [
       ...row("query", token(shown(query)), ` at ${number(query)}`),
-      ...row(now.ratio === 1 ? "token" : "entry", token(placeText(place)), ` at ${placeName(place)}`),
+      ...row(now.ratio === 1 ? "token" : "entry", token(candidateText(candidate)), ` at ${candidateName(candidate)}`),
       ...row("score", `below the cut at ${scored(rows.low[r])}: not selected`),
     ];
   }
@@ -130,12 +130,12 @@ function start() {
   }
 
   /* Queries whose selections are not in this file one by one. */
-  function block(query, place) {
+  function block(query, candidate) {
     const { about, maps } = heat.layer;
-    const r = Math.floor((query / heat.tokens) * about.grid), c = Math.floor((place / about.places) * about.columns);
+    const r = Math.floor((query / heat.tokens) * about.grid), c = Math.floor((candidate / about.candidates) * about.columns);
     const at = r * about.columns + c, level = maps.score[at];
     const from = Math.ceil((r * heat.tokens) / about.grid), to = Math.ceil(((r + 1) * heat.tokens) / about.grid) - 1;
-    const found = [...row("queries", `${number(from)}–${number(to)}`), ...row("around", token(placeText(place)), ` at ${placeName(place)}`)];
+    const found = [...row("queries", `${number(from)}–${number(to)}`), ...row("around", token(candidateText(candidate)), ` at ${candidateName(candidate)}`)];
     found.push(...row("selected", level ? `${percent((maps.share[at] / 255) ** 2)} of the pairs here` : "nothing"));
     if (level) found.push(...row("score", `at most ${scored(about.bestLow + ((about.bestHigh - about.bestLow) * (level - 1)) / 254)}`));
     return found;
@@ -163,8 +163,8 @@ function start() {
     box.append(element("div", { class: "note" }, context(query), " ", token(shown(query))));
     const list = element("ol");
     for (const i of order.slice(0, 12)) {
-      const where = element("span", { class: "where" }, ` ${placeName(rows.places[i])}`);
-      list.append(element("li", {}, element("span", {}, token(placeText(rows.places[i])), where), element("span", {}, scored(rows.score(r, i)))));
+      const where = element("span", { class: "where" }, ` ${candidateName(rows.candidates[i])}`);
+      list.append(element("li", {}, element("span", {}, token(candidateText(rows.candidates[i])), where), element("span", {}, scored(rows.score(r, i)))));
     }
     box.append(list);
     if (order.length > 12) box.append(element("div", { class: "note" }, `and ${number(order.length - 12)} more`));

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from tamis._version import __version__
+from tamis.lab.html import document, escape
 from tamis.lab.inspection.collect import Inspection
 from tamis.lab.inspection.notes import LayerNotes
 from tamis.lab.inspection.packing import pack_layer
 from tamis.lab.inspection.summary import bin_name, describe_layers, layer_overlap, used_bins
-from tamis.lab.report import document, escape
 
 POSITION_BINS = 80
 
@@ -74,12 +74,14 @@ def _unit_note(inspection: Inspection) -> str:
     ratios = sorted({notes.ratio for notes in inspection.layers})
     if not inspection.layers:
         return "No layer of this model selects anything."
-    text = "Above the diagonal lies what a query cannot see."
+    text = "Cells above the diagonal are in the future (causally masked)."
     if ratios != [1]:
-        text = f"Layers select compressed entries, each as wide as the {ratios[-1]} tokens it stands for."
+        text = f"Layers select compressed entries; each is drawn as wide as the {ratios[-1]} tokens it stands for."
     shown, total = len(inspection.extent.shown), len(inspection.tokens)
     if shown < total:
-        text += f" Selections of {shown:,} of {total:,} queries are here one by one; between them the map shows means."
+        text += (
+            f" The selections of {shown:,} of {total:,} queries are shown exactly; between them the map shows means."
+        )
     return text
 
 
@@ -87,10 +89,10 @@ def _measured(inspection: Inspection) -> str:
     compared, total = len(inspection.extent.compared), len(inspection.tokens)
     share = "every query" if compared == total else f"{compared:,} of {total:,} queries"
     choosing = sum(int(notes.choosing.sum()) for notes in inspection.layers)
-    text = f"Dense attention was computed for {share}, from the same cached rows, over everything a query sees."
+    text = f"Dense attention was computed for {share}, from the same cached rows, over every visible candidate."
     if choosing:
-        return text + " Means are over queries that see more than they can select."
-    return text + " No query sees more than it can select, so everything is selected: use a longer prompt."
+        return text + " Means are over queries with more candidates than top-k."
+    return text + " No query has more candidates than top-k, so everything is selected: use a longer prompt."
 
 
 def _tiles(layers: list[dict[str, Any]]) -> str:
@@ -98,10 +100,18 @@ def _tiles(layers: list[dict[str, Any]]) -> str:
     tied = sum(layer["tied_queries"] for layer in chosen if layer["shares"] is None)
     choosing = sum(layer["choosing"] for layer in chosen if layer["shares"] is None)
     tiles = [
-        (_percent(_across(chosen, "recall")), "Recall", "of dense attention's weight is on selected places"),
-        (_percent(_across(chosen, "top1")), "Top-1 hit", "of heads find their heaviest place selected"),
-        (_number(_across(chosen, "effective")), "Effective top-k", "selected places that carry the weight"),
-        (f"{tied:,}", "Tied cuts", f"of {choosing:,} selections were decided by position, not by score"),
+        (_percent(_across(chosen, "recall")), "Recall", "of dense attention's weight is on selected candidates"),
+        (_percent(_across(chosen, "top1")), "Top-1 hit", "of heads have their heaviest candidate selected"),
+        (
+            _number(_across(chosen, "effective")),
+            "Effective top-k",
+            "perplexity of the attention weights over the selected candidates",
+        ),
+        (
+            f"{tied:,}",
+            "Ties at cutoff",
+            f"of {choosing:,} queries had a tie at the k-th score, so position broke the tie",
+        ),
     ]
     window = _across(chosen, "window_share")
     if window is not None:
@@ -122,7 +132,7 @@ def _row(layer: dict[str, Any]) -> str:
     if "recall" not in layer:
         rest = '<td colspan="8"></td>'
         return f'<tr class="flat"><td>{layer["layer"]}</td><td>{escape(layer["attends_to"])}</td>{rest}</tr>'
-    shares = "" if layer["shares"] is None else f", as layer {layer['shares']} selects"
+    shares = "" if layer["shares"] is None else f", selected by layer {layer['shares']}"
     cells = (
         f"{layer['topk']:,}",
         _number(layer["selected"]),

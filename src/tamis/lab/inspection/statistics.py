@@ -1,7 +1,7 @@
-"""What a selection is worth, as pure functions of scores, logits and positions.
+"""Measures of a selection, as pure functions of scores, logits and positions.
 
-n queries, H heads, S places that a query can select from: the tokens of a prompt, or V4's compressed entries. A place
-stands for `ratio` tokens and is as far from a query as the last of them.
+n queries, H heads, S candidates that a query can select from: the tokens of a prompt, or V4's compressed entries. A
+candidate stands for `ratio` tokens and is as far from a query as the last of them.
 """
 
 from typing import NamedTuple
@@ -17,11 +17,11 @@ class Shares(NamedTuple):
     """How much of dense attention a selection covers: float32 [n], NaN where a query sees nothing."""
 
     recall: Tensor
-    """The share of dense attention's weights on selected places, mean over heads."""
+    """The share of dense attention's weights on selected candidates, mean over heads."""
     top1: Tensor
-    """The share of heads whose highest weight is on a selected place."""
+    """The share of heads whose highest weight is on a selected candidate."""
     effective: Tensor
-    """How many selected places do the work: e to the entropy of the weights on them, which are the heads' mean."""
+    """Perplexity (exp of entropy) of the weights over the selected candidates, which are the heads' mean."""
     weights: Tensor
     """float32 [n, S]: dense attention's weights, mean over heads; zeros where a query sees nothing."""
 
@@ -54,8 +54,8 @@ def dense_shares(logits: Tensor, chosen: Tensor) -> Shares:
 
 
 def tied_at_cut(scores: Tensor, positions: Tensor) -> Tensor:
-    """int64 [n]: how many places have exactly the lowest selected score, where some of them are selected and others are
-    not, so that not the score but the position decided; 0 where the cut falls between two different scores.
+    """int64 [n]: how many candidates have exactly the lowest selected score, where some of them are selected and others
+    are not, so that position broke the tie; 0 where the cutoff falls between two different scores.
 
     Args:
         scores: float32 [n, S]; -inf for what a query does not see.
@@ -68,12 +68,12 @@ def tied_at_cut(scores: Tensor, positions: Tensor) -> Tensor:
 
 
 def distance_counts(positions: Tensor, own: Tensor, ratio: int = 1) -> Tensor:
-    """int64 [DISTANCE_BINS]: how many selected places lie how far behind their queries.
+    """int64 [DISTANCE_BINS]: how many selected candidates lie how far behind their queries.
 
     Args:
         positions: int [n, k], negative ones are padding.
         own: int [n], the queries' own positions.
-        ratio: tokens per place.
+        ratio: tokens per candidate.
     """
     distance = (own.unsqueeze(1) - (positions * ratio + ratio - 1))[positions >= 0].double()
     # frexp gives d = m * 2**e with 0.5 <= m < 1, so e is the number of binary digits: the bin.
@@ -81,7 +81,7 @@ def distance_counts(positions: Tensor, own: Tensor, ratio: int = 1) -> Tensor:
 
 
 def visible_counts(own: Tensor, ratio: int = 1) -> Tensor:
-    """int64 [DISTANCE_BINS]: how many places the queries at `own` could have selected, by the same distances."""
+    """int64 [DISTANCE_BINS]: how many candidates the queries at `own` could have selected, by the same distances."""
     edges = torch.tensor([0, *(2**n for n in range(DISTANCE_BINS))], dtype=torch.int64, device=own.device)
     # Places whose distance is at least an edge; the last edge is beyond any prompt.
     at_least = (own.long().unsqueeze(1) + 1 - edges).clamp_min(0) // ratio

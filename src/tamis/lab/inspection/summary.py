@@ -51,7 +51,7 @@ def _describe(number: int, spec: LayerSpec, notes: LayerNotes | None, inspection
         "effective": _mean(notes.effective[counted]),
         "window_share": _mean(notes.window[counted]),
         "tied_queries": int((origin.tied > 0).sum()),
-        "tied_places": int(origin.tied.sum()),
+        "tied_candidates": int(origin.tied.sum()),
         "median_distance": median_bin(notes.distances),
         "distances": notes.distances.tolist(),
         "possible_distances": notes.possible.tolist(),
@@ -94,11 +94,11 @@ def layer_overlap(inspection: Inspection) -> dict[str, Any]:
         rows = rows[evenly_spaced(len(rows), OVERLAP_QUERIES).numpy()]
         queries = max(queries, len(rows))
         sources = [inspection.source(layers[number]) for number in alike]
-        places = sources[0].places
+        candidates = sources[0].candidates
         total = np.zeros((len(alike), len(alike)))
-        step = max(1, MASK_ELEMENTS // (len(alike) * places))
+        step = max(1, MASK_ELEMENTS // (len(alike) * candidates))
         for some in np.split(rows, range(step, len(rows), step)):
-            masks = torch.stack([selected_mask(torch.from_numpy(notes.rows[some]), places) for notes in sources])
+            masks = torch.stack([selected_mask(torch.from_numpy(notes.rows[some]), candidates) for notes in sources])
             total += mean_overlap(masks).numpy() * len(some)
         for row, left in enumerate(alike):
             for column, right in enumerate(alike):
@@ -119,20 +119,22 @@ def describe_query(inspection: Inspection, query: int, text: Callable[[int], str
     layers = []
     for notes in inspection.layers:
         source = inspection.source(notes)
-        places, scores = source.rows[row], source.scores[row]
-        there = places >= 0
-        places, scores = places[there], scores[there]
+        candidates, scores = source.rows[row], source.scores[row]
+        there = candidates >= 0
+        candidates, scores = candidates[there], scores[there]
         order = np.argsort(-scores, kind="stable")
-        chosen = [_place(inspection.tokens, int(places[n]), float(scores[n]), notes.ratio, text) for n in order]
+        chosen = [_candidate(inspection.tokens, int(candidates[n]), float(scores[n]), notes.ratio, text) for n in order]
         layers.append({"layer": notes.number, "selected": chosen})
     return {"query": query, "token": text(inspection.tokens[query]), "layers": layers}
 
 
-def _place(tokens: Sequence[int], place: int, score: float, ratio: int, text: Callable[[int], str]) -> dict[str, Any]:
-    first = place * ratio
+def _candidate(
+    tokens: Sequence[int], candidate: int, score: float, ratio: int, text: Callable[[int], str]
+) -> dict[str, Any]:
+    first = candidate * ratio
     shown = " ".join(text(token) for token in tokens[first : first + ratio])
     found: dict[str, Any] = {"position": first, "token": shown, "score": score}
-    return found if ratio == 1 else {"entry": place} | found
+    return found if ratio == 1 else {"entry": candidate} | found
 
 
 def _mean(values: np.ndarray) -> float | None:

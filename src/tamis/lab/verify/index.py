@@ -43,7 +43,7 @@ def index_checks(target: Target) -> Iterator[Check]:
         yield from _score_checks(target, ", FP8 products", FP8_BOUND, fp8)
     yield Check(stage, "top-k", 0.0, named_calls(_topk, target, index_cases.topk_cases(quick=target.quick)))
     yield Check(stage, "ties", 0.0, named_calls(_index, target, [case for case in found if case.exact]))
-    yield Check(stage, "fused like unfused", 0.0, named_calls(_fused, target, found))
+    yield Check(stage, "fused call matches two-step result", 0.0, named_calls(_fused, target, found))
     yield repeat_check(stage, named_calls(_indexed, target, found[::4]))
     yield graph_check(target, stage, [stage], named_calls(_index_again, target, found[::4]))
 

@@ -8,7 +8,7 @@ from tamis.cuda.compiler import INSTALL, architecture, compiled, has_nvrtc
 from tamis.lab.offline.cuda import CudaCase, cuobjdump, has_cases, kernel_uses, stage_cases
 from tamis.lab.verify.check import Check, Target, Trial
 
-NAME = "no stack, shared memory that fits"
+NAME = "no register spills; shared memory within limits"
 
 
 def resource_checks(stage: str, target: Target) -> Iterator[Check]:

@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from tamis import checks
-from tamis.lab.bench import by_hand
+from tamis.lab.bench import torch_baseline
 from tamis.lab.bench.inputs import InputSet
+from tamis.lab.bench.jobs import Job
 from tamis.lab.bench.peers.base import Peer, Unsupported
 from tamis.lab.bench.peers.deep_gemm import DeepGEMM
 from tamis.lab.bench.peers.flash_attention import FlashAttention3
 from tamis.lab.bench.peers.flash_mla import FlashMLA
 from tamis.lab.bench.peers.gathered import GatheredFlashMLA
 from tamis.lab.bench.peers.vllm import VLLM
-from tamis.lab.bench.suites import Job
 
 __all__ = [
     "NAMES",
@@ -41,7 +40,8 @@ def find_peers(wanted: Sequence[str] | None, device: torch.device) -> tuple[list
         device: where they would run.
     """
     for name in wanted or ():
-        checks.option("against", name, (*NAMES, "none"))
+        if name not in (*NAMES, "none"):
+            raise ValueError(f"--against must be one of {', '.join(NAMES)} or none; got {name!r}.")
     found: list[Peer] = []
     absent: dict[str, str] = {}
     for name in NAMES if wanted is None else [n for n in wanted if n != "none"]:
@@ -50,8 +50,11 @@ def find_peers(wanted: Sequence[str] | None, device: torch.device) -> tuple[list
         except Unsupported as reason:
             absent[name] = str(reason)
     if wanted is not None and absent:
+        if device.type != "cuda":
+            where = "this machine has none" if not torch.cuda.is_available() else f"--device is {device.type}"
+            raise ValueError(f"--against {', '.join(absent)} needs a CUDA GPU; {where}. Use --against torch or none.")
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
-        raise checks.refuse("against", "peers that can be imported here", reasons, "install them or leave them out")
+        raise ValueError(f"--against: {reasons}. Install the package, or leave it out.")
     return found, absent
 
 
@@ -70,7 +73,7 @@ class Torch:
     def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
         """One call per set."""
         try:
-            return [by_hand.call_for(item) for item in sets]
+            return [torch_baseline.call_for(item) for item in sets]
         except NotImplementedError as reason:
             raise Unsupported(str(reason)) from reason
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from tamis.lab.bench.inputs import InputSet
-from tamis.lab.bench.suites import Job
+from tamis.lab.bench.jobs import Job
 
 
 class Unsupported(Exception):

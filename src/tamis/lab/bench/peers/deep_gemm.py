@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tamis.lab.bench.index_sets import ScoreSet
 from tamis.lab.bench.inputs import InputSet
+from tamis.lab.bench.jobs import Job
 from tamis.lab.bench.peers.base import Unsupported, load_first, need_gpu
-from tamis.lab.bench.suites import Job
 from tamis.ops import gather_index
 
 DEEP_GEMM_MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tamis.lab.bench.inputs import AttendSet, InputSet
+from tamis.lab.bench.jobs import Job
 from tamis.lab.bench.peers.base import Unsupported, load, need_gpu
-from tamis.lab.bench.suites import Job
 
 MODULE = "vllm.vllm_flash_attn.flash_attn_interface"
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tamis.lab.bench.inputs import AttendSet, InputSet
+from tamis.lab.bench.jobs import Job
 from tamis.lab.bench.peers.base import Unsupported, load_first, need_gpu
-from tamis.lab.bench.suites import Job
 
 FLASH_MLA_MODULES = (
     "flash_mla",

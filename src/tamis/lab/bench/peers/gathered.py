@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tamis.lab.bench.inputs import AttendSet, GatherSet, InputSet
+from tamis.lab.bench.jobs import Job
 from tamis.lab.bench.peers.base import Unsupported, load, need_gpu
 from tamis.lab.bench.peers.flash_mla import FlashMLA
 from tamis.lab.bench.peers.vllm import upconverting
-from tamis.lab.bench.suites import Job
 
 
 @dataclass(frozen=True)

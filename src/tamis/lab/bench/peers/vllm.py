@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tamis.lab.bench import by_hand
+from tamis.lab.bench import torch_baseline
 from tamis.lab.bench.index_sets import IndexSet, ScoreSet, TopkSet
 from tamis.lab.bench.inputs import GatherSet, InputSet, TranslateSet, WriteSet
+from tamis.lab.bench.jobs import Job
 from tamis.lab.bench.peers.base import Unsupported, load, need_gpu
 from tamis.lab.bench.peers.deep_gemm import DeepGEMM
-from tamis.lab.bench.suites import Job
 
 FAST_TOPKS = (512, 1024, 2048)
 """What the kernels that vLLM prefers can select."""
@@ -70,7 +70,7 @@ class VLLM:
         if job.layout not in kinds:
             raise Unsupported(f"it does not write {job.layout}")
         layout = item.cache.layout
-        cache = by_hand.own_cache(item.cache)
+        cache = torch_baseline.own_cache(item.cache)
         latent, rope = (part.contiguous() for part in item.kv.split([layout.latent, layout.rope], dim=1))
         scale = torch.ones((), dtype=torch.float32, device=item.kv.device)
 

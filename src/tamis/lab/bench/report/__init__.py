@@ -7,7 +7,7 @@ from pathlib import Path
 from tamis import checks
 from tamis.lab.bench.record import Row
 from tamis.lab.bench.report.data import latest, most_measured_first, read_rows
-from tamis.lab.report import write_whole
+from tamis.lab.html import write_whole
 
 __all__ = ["check_place", "read_rows", "write_report"]
 PAGE = "report.html"

@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator
 
 from tamis.lab.bench.record import Row
 from tamis.lab.bench.report.data import compact, describe, even_shape, find_limits, once, speed
-from tamis.lab.report import escape
+from tamis.lab.html import escape
 
 WIDTH = 11.0
 """Inches of every figure."""
@@ -352,21 +352,22 @@ def _panels(rows: Sequence[Row]) -> list[_Panel]:
 FIGURES = (
     FigureKind(
         "roofline",
-        "Against the machine's limits",
-        "Each point is a measurement; the lines are what memory and arithmetic allow. Stages that only move data have "
-        "no place on the left: on the right is every row's share of its own limit.",
+        "Roofline",
+        "Each point is a measurement; the lines are the limits of memory bandwidth and arithmetic. Stages that only "
+        "move data are not on the left; the right shows every measurement's share of its own limit.",
         roofline,
     ),
     FigureKind(
         "peers",
-        "Against peers",
-        "The peer's time over ours, measured in turn in one process on the same inputs: beyond 1 tamis is faster.",
+        "Speedup over peers",
+        "Speedup over each peer: its time over ours, interleaved in one process on the same inputs. Above 1, tamis is "
+        "faster.",
         peers,
     ),
     FigureKind(
         "latency",
         "Latency against batch and context",
-        "Medians, with the 10th to 90th percentile; dashed: the peer of the same line.",
+        "Medians, with the 10th to 90th percentile. The dashed line is the peer's median.",
         latency,
     ),
 )

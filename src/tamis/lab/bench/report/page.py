@@ -6,7 +6,7 @@ from tamis._version import __version__
 from tamis.lab.bench.record import Row
 from tamis.lab.bench.report.data import find_limits, geometric_mean, once
 from tamis.lab.bench.report.figures import FigureKind
-from tamis.lab.report import document, escape
+from tamis.lab.html import document, escape
 
 _STYLE = """\
 .figure svg { width: 100%; height: auto; display: block; }
@@ -80,13 +80,13 @@ def _tiles(rows: Sequence[Row]) -> str:
     shares = [row.of_roofline for row in ours if row.roofline_us > 0]
     if shares:
         best = max(shares)
-        tiles.append((f"{best:.0%}", "Best share of the limit", f"geometric mean {geometric_mean(shares):.0%}"))
+        tiles.append((f"{best:.0%}", "Best % of roofline", f"geometric mean {geometric_mean(shares):.0%}"))
     for machine in dict.fromkeys(row.gpu for row in rows):
         limits = find_limits([row for row in rows if row.gpu == machine])
         if limits.bytes_per_second is not None:
             peak = limits.flops_per_second
             rate = f"{limits.bytes_per_second / 1e12:.3g} TB/s"
-            tiles.append((rate, "Memory's limit", f"{peak / 1e12:,.0f} TFLOP/s in bf16" if peak else machine))
+            tiles.append((rate, "Peak memory bandwidth", f"{peak / 1e12:,.0f} TFLOP/s in bf16" if peak else machine))
     for peer in dict.fromkeys(row.peer for row in rows if row.ratio is not None):
         ratios = [row.ratio for row in rows if row.peer == peer and row.ratio is not None]
         ahead = sum(ratio >= 1 for ratio in ratios)

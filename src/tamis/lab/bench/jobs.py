@@ -1,4 +1,4 @@
-"""Named suites of shapes, and how the command line changes them."""
+"""The jobs that `tamis bench` measures: named suites of shapes, and how options change them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

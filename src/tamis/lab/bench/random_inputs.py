@@ -12,7 +12,7 @@ FILL_ROWS = 2**17
 """Rows written at once while a cache is filled."""
 
 
-class Maker:
+class RandomInputs:
     """Random tensors and filled caches on one device."""
 
     def __init__(self, device: torch.device, seed: int) -> None:

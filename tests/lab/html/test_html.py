@@ -16,8 +16,8 @@ import pytest
 
 from tamis.lab.bench.record import COLUMNS, CsvFile
 from tamis.lab.bench.report.data import read_rows
-from tamis.lab.report import document, write_whole
-from tamis.lab.report import files as report_files
+from tamis.lab.html import document, write_whole
+from tamis.lab.html import files as report_files
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 HOSTILE = (

@@ -46,7 +46,7 @@ def document(
         blobs: base64 texts for the script, each in an element of its name.
         styled: whether elements of the body have styles of their own, as those of drawings do.
     """
-    shared = files("tamis.lab.report").joinpath("style.css").read_text(encoding="utf-8")
+    shared = files("tamis.lab.html").joinpath("style.css").read_text(encoding="utf-8")
     # No tag may begin in data, "</script>" least of all, and JSON allows this way of writing the same text.
     embedded = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     style, script = f"\n{shared}\n{style}", f"\n{script}" if script else ""
