@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -198,8 +197,13 @@ class Launch:
     def __call__(self, grid: tuple[int, int, int], params: tuple[Any, ...]) -> None:
         """Launch on the current stream of the kernel's device."""
         buffers = self._buffers
-        values = chain(params[: self._plain], *params[self._plain :]) if self._nested else params
-        self._pack_into(buffers.params, 0, *values)
+        if self._nested:
+            values = [*params[: self._plain]]
+            for nested in params[self._plain :]:
+                values += nested
+            self._pack_into(buffers.params, 0, *values)
+        else:
+            self._pack_into(buffers.params, 0, *params)
         config = buffers.config
         config.grid[:] = grid
         # This is the number behind torch.cuda.current_stream, without making an object; Triton asks for it in this way.
