@@ -7,9 +7,9 @@ import bounds
 import pytest
 import torch
 from attention_calls import combine_call
-from oracle import hadamard_matrix
 from torch import Tensor
 
+from tamis.lab.testing.oracle import hadamard_matrix
 from tamis.model.rope import Rope, hadamard, rms_norm, rotate
 from tamis.ops.combine import reference as combine_reference
 

@@ -151,6 +151,6 @@ def test_backends_with_one_kind_of_kernels_and_unknown_ones_have_no_more_to_say(
     choice = choose(
         LayerSpec(64, topk=4), "cuda", capability=(9, 0), backends=(replace(ours, heads=(1, 128)), *BACKENDS)
     )
-    assert [str(k) for k in choice.kernels][-2:] == ["attend: picky", "combine: triton"]
+    assert [str(k) for k in choice.kernels][-3:] == ["attend: picky", "combine: triton", "output: triton"]
     assert "\n  " not in choose(SPEC, "cpu").explain()
     assert {k.runs for k in choose(SPEC, "cpu").kernels} == {"reference"}

@@ -1,4 +1,4 @@
-"""Whole-number division that rounds up, and products that keep their precision whatever a program has set."""
+"""Division that rounds up, and matrix products that keep their precision whatever the program has set."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ def ceil_div(dividend: N, divisor: int) -> N:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is at least `value`."""
+    """The smallest multiple of `multiple` that is at least `value`."""
     return ceil_div(value, multiple) * multiple
 
 
@@ -27,10 +27,10 @@ def output_dtype(query: torch.dtype) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Within it, torch multiplies and joins tensors in the dtypes they have.
+    """A block in which torch multiplies and joins tensors in their own dtypes.
 
-    An autocast around the call would round factors of a product, and refuses to join tensors of a 16-bit dtype that is
-    not its own.
+    An autocast around the call would round the factors of a product, and it refuses to join tensors of a 16-bit dtype
+    other than its own.
     """
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
@@ -38,11 +38,11 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def float32_products(device: torch.device) -> torch.dtype:
-    """What to multiply in where float32 is promised: float64 if torch may shorten factors of float32 products there.
+    """The dtype for products that promise float32 precision: float64 if torch may round the factors of float32 ones.
 
     `torch.set_float32_matmul_precision` and `torch.backends.*.fp32_precision` allow TF32 on a GPU and bf16 on a CPU.
-    They belong to the process: setting them back for a moment would be seen by other threads. A trace of torch.compile
-    cannot ask for them; the dense projections in it follow the program, and stages are not traced.
+    These settings belong to the process, so changing them for a moment would affect other threads. torch.compile cannot
+    read them while it traces: traced projections follow the program's settings, and stages are not traced.
     """
     if torch.compiler.is_compiling():
         return torch.float32

@@ -1,4 +1,4 @@
-"""Argument checks. Every refusal names the argument, what was expected, what came, and what to do.
+"""Argument checks. Every refusal names the argument, what was expected and what came, and a remedy if there is one.
 
 Shapes, dtypes and devices are always checked. *Values* inside a tensor are checked only when the tensor lives on the
 host: looking at device values would wait for the device. Kernels skip what a host check would have refused, so a
@@ -205,13 +205,11 @@ def tensor(
     raise refuse(name, f"of shape [{wanted}]", list(value.shape), told or "check its shape")
 
 
-def instance(name: str, value: object, kind: type[T], remedy: str | None = None) -> T:
+def instance(name: str, value: object, kind: type[T], remedy: str = "") -> T:
     """Check an object of one of the library's classes."""
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIO" else "a"
-        raise refuse_type(
-            name, f"{article} {kind.__name__}", describe(value), remedy or f"pass {article} {kind.__name__}"
-        )
+        raise refuse_type(name, f"{article} {kind.__name__}", describe(value), remedy)
     return value
 
 
@@ -233,7 +231,7 @@ def hashable(name: str, value: object) -> None:
 def flag(name: str, value: object) -> bool:
     """Check a switch: other objects have a truth value too, which is seldom what was meant."""
     if not isinstance(value, bool):
-        raise refuse_type(name, "True or False", describe(value), "pass a bool")
+        raise refuse_type(name, "True or False", describe(value))
     return value
 
 
@@ -241,18 +239,18 @@ def integer(name: str, value: object, *, low: int | None = None, high: int = INT
     """Check a plain integer against inclusive bounds; the upper one is that of the 32-bit numbers that kernels take,
     unless the caller knows better."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise refuse_type(name, "an int", describe(value), "pass a plain integer")
+        raise refuse_type(name, "an int", describe(value))
     least = -high - 1 if low is None else low
     if value < least or value > high:
         bounds = f">= {least}" if high in (INT32_MAX, INT64_MAX) and value < least else f"between {least} and {high}"
-        raise refuse(name, bounds, value, f"choose a value {bounds}")
+        raise refuse(name, bounds, value)
     return value
 
 
 def number(name: str, value: object, *, low: float | None = None) -> float:
     """Check a finite number that float32 holds, from `low` on where that is given."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise refuse_type(name, "a number", describe(value), "pass a float")
+        raise refuse_type(name, "a number", describe(value))
     # Comparisons with integers of any size are exact, where a conversion would overflow.
     if not (-_FLOAT32_LARGEST if low is None else low) <= value <= _FLOAT32_LARGEST:
         raise refuse(name, "finite" if low is None else f"finite and >= {low:g}", value, "pass what the model defines")
@@ -262,7 +260,7 @@ def number(name: str, value: object, *, low: float | None = None) -> float:
 def positive_number(name: str, value: object) -> float:
     """Check a finite number above zero. It must be a normal number in float32, where it will be used."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise refuse_type(name, "a number", describe(value), "pass a float")
+        raise refuse_type(name, "a number", describe(value))
     if not _FLOAT32_SMALLEST <= value <= _FLOAT32_LARGEST:
         positive = isinstance(value, int) or math.isfinite(value)
         expected = "a normal number in float32" if positive and value > 0 else "finite and > 0"
@@ -288,8 +286,8 @@ def option(name: str, value: T, allowed: Sequence[T]) -> T:
     if not alike or value not in allowed:
         names = ", ".join(repr(a) for a in allowed)
         if not alike:
-            raise refuse_type(name, f"one of {names}", describe(value), "choose one of these")
-        raise refuse(name, f"one of {names}", repr(value), "choose one of these")
+            raise refuse_type(name, f"one of {names}", describe(value))
+        raise refuse(name, f"one of {names}", repr(value))
     return value
 
 

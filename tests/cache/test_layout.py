@@ -242,16 +242,16 @@ def test_unknown_name_lists_the_known_ones(wrong: object) -> None:
         (named("v32-fp8"), {"latent": 128}, TypeError, "options must be absent beside a Layout .*got latent; build"),
         ("v32-fp8", {"latent": 500}, ValueError, "latent must be a multiple of 128 .*got 500; "),
         ("v4-fp8", {"latent": 500}, ValueError, "latent must be a multiple of 64 .*got 500; "),
-        ("v32-fp8", {"latent": 0}, ValueError, "latent must be >= 1, got 0; "),
-        ("plain-fp8", {"rope": -1}, ValueError, "rope must be >= 0, got -1; "),
-        ("v4-bf16", {"latent": 1.5}, TypeError, "latent must be an int, got float; "),
-        ("v32-fp8", {"tile": 0}, ValueError, "tile must be >= 1, got 0; "),
-        ("v32-fp8", {"scale_mode": "ue8m0"}, ValueError, "scale_mode must be one of 'pow2', 'exact', got 'ue8m0'; "),
-        ("v4-fp8", {"rounding": "fp16"}, ValueError, "rounding must be one of 'bf16', 'none', got 'fp16'; "),
-        ("v4-fp8", {"page_align": 0}, ValueError, "page_align must be >= 1, got 0; "),
+        ("v32-fp8", {"latent": 0}, ValueError, "latent must be >= 1, got 0$"),
+        ("plain-fp8", {"rope": -1}, ValueError, "rope must be >= 0, got -1$"),
+        ("v4-bf16", {"latent": 1.5}, TypeError, "latent must be an int, got float$"),
+        ("v32-fp8", {"tile": 0}, ValueError, "tile must be >= 1, got 0$"),
+        ("v32-fp8", {"scale_mode": "ue8m0"}, ValueError, "scale_mode must be one of 'pow2', 'exact', got 'ue8m0'$"),
+        ("v4-fp8", {"rounding": "fp16"}, ValueError, "rounding must be one of 'bf16', 'none', got 'fp16'$"),
+        ("v4-fp8", {"page_align": 0}, ValueError, "page_align must be >= 1, got 0$"),
         ("index-fp8", {"dim": 130}, ValueError, "dim must be a multiple of 4 .*got 130; "),
         ("index-mxfp4", {"dim": 48}, ValueError, "dim must be a multiple of 32 .*got 48; "),
-        ("index-fp8", {"rounding": "fp32"}, ValueError, "rounding must be one of .*got 'fp32'; "),
+        ("index-fp8", {"rounding": "fp32"}, ValueError, "rounding must be one of .*got 'fp32'$"),
     ],
 )
 def test_wrong_options_are_refused(
@@ -289,7 +289,7 @@ def test_engine_cache_dtype_names(
 
 
 def test_unknown_engine_cache_dtype_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"^cache_dtype must be one of 'auto', .*'fp8_ds_mla'.*, got 'nvfp4'; "):
+    with pytest.raises(ValueError, match=r"^cache_dtype must be one of 'auto', .*'fp8_ds_mla'.*, got 'nvfp4'$"):
         for_engine("nvfp4")
 
 

@@ -236,9 +236,9 @@ def test_inductor_writes_to_the_cache_itself(monkeypatch: pytest.MonkeyPatch) ->
     cache.storage.zero_()
     write = write_reference.write_kv
 
-    def spy(kv, cache, slots, rope) -> None:
-        addresses.append(cache.storage.data_ptr())
-        write(kv, cache, slots, rope)
+    def spy(call) -> None:
+        addresses.append(call.cache.storage.data_ptr())
+        write(call)
 
     monkeypatch.setattr(write_reference, "write_kv", spy)
     found = compiled(layer, "inductor")(q, kv, cache, plan, positions=positions)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import bounds
 import pytest
 import torch
-from oracle import attention as oracle_attention
+from bounds import selected_attention
 from seeds import reseed, seed_of
 
 from tamis import Batch, Caches, LayerSpec, Limits, PagedCache, PagePool, Planner, Selection, Shard, SparseMLA
@@ -157,7 +157,7 @@ def test_padded_rows_do_no_harm() -> None:
     plan = planner.plan(batch)
     alone = SparseMLA(spec)(q[:2], None, cache, plan, positions=positions[:2].contiguous())
     slots = translate_positions(positions[:2], plan.request_ids, plan.block_table, page_size=PAGE).slots
-    exact = oracle_attention(q[:2], [Selection(cache, slots)], scale=spec.scale, value_dim=512)
+    exact = selected_attention(q[:2], [Selection(cache, slots)], scale=spec.scale, value_dim=512)
     for found in (alone.out, result.out[:2]):
         bounds.agree(found, exact.out, exact.out_error)
 

@@ -9,7 +9,7 @@ from functools import cache
 import bounds
 import pytest
 import torch
-from oracle import relative_error
+from bounds import relative_error
 from seeds import reseed, seed_of
 
 from tamis import Batch, Caches, LayerSpec, Limits, PagedCache, PagePool, Planner, SparseMLA

@@ -6,10 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from oracle import hadamard_matrix, relative_error
+from bounds import relative_error
 
 from tamis import Batch, IndexRecipe, LayerSpec, Limits, PagedCache, PagePool, SparseV4, V4Caches, V4Planner, V4Weights
 from tamis.cache.layout import Layout, compressor_state, index_fp8, named, rows
+from tamis.lab.testing.oracle import hadamard_matrix
 from tamis.layers.v4_weights import CompressorWeights, IndexerWeights
 from tamis.model.rope import Rope
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import bounds
 import pytest
 import torch
-from oracle import attention
+from bounds import selected_attention
 from seeds import seed_of
 
 from tamis import PagedCache, PagePool, Selection
@@ -57,5 +57,5 @@ def test_window_and_compressed_entries_with_sinks(layout: str, sink: str) -> Non
         module, q.double().transpose(0, 1)[None], wide, wide, mask, scaling=scale
     )
     both = [Selection(window, slots, lengths), compressed]
-    error = attention(q, both, scale=scale, value_dim=512, sink=sinks).out_error
+    error = selected_attention(q, both, scale=scale, value_dim=512, sink=sinks).out_error
     bounds.agree(result.out, expected[0], error)

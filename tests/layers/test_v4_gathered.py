@@ -3,7 +3,7 @@
 import bounds
 import pytest
 import torch
-from oracle import relative_error
+from bounds import relative_error
 from seeds import seed_of
 from v4_standin import HEADS, LENGTHS, QUERIES, RATIOS, SCALE, V4Step, limits, specs
 

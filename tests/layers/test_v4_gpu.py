@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import relative_error
+from bounds import relative_error
 
 from tamis import LayerSpec
 from tamis.lab.verify.check import Target

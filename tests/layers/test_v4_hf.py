@@ -9,13 +9,14 @@ from functools import cache, partial
 
 import pytest
 import torch
-from oracle import hadamard_matrix, relative_error
+from bounds import relative_error
 from seeds import reseed, seed_of
 from torch import Tensor
 
 from tamis import Batch, LayerSpec, Limits, PagePool
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, named, plain_fp8, rows
 from tamis.cache.v4_caches import V4Caches
+from tamis.lab.testing.oracle import hadamard_matrix
 from tamis.layers.v4 import SparseV4
 from tamis.layers.v4_weights import V4Weights
 from tamis.model.rope import Rope

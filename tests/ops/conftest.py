@@ -3,10 +3,13 @@
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from guarded import Guards
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -45,3 +48,11 @@ def language_patched_once() -> Iterator[None]:
 def device() -> torch.device:
     """Where kernels run here."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def guards(device: torch.device) -> "Guards":
+    """Guard zones around everything that a test hands over."""
+    from guarded import Guards  # imports tamis, which must not come before the variable above
+
+    return Guards(device)

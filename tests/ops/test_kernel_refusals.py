@@ -15,7 +15,6 @@ from tamis.ops import (
     compress_kv,
     index_scores,
     library,
-    old_library,
     rotate_and_write,
     write_index_keys,
 )
@@ -29,7 +28,6 @@ def triton_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return import_module(next(b for b in BACKENDS if b.name == "triton").stage_module(stage))
 
     monkeypatch.setattr(library, "implementation", module)
-    monkeypatch.setattr(old_library, "implementation", module)
 
 
 def test_attention_and_scores() -> None:

@@ -33,7 +33,6 @@ from tamis.ops import (
     select_chosen,
     select_entries,
     select_gathered,
-    select_mixed,
     select_window,
     topk_positions,
     translate_positions,
@@ -115,12 +114,11 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "select_chosen": ["slots", "lengths"],
         "select_entries": ["completed", "visible", "lengths", "every"],
         "select_gathered": ["slots", "lengths"],
-        "select_mixed": ["slots", "lengths"],
         "select_window": ["slots", "lengths"],
         "topk_positions": [],
         "translate_positions": [],
-        "write_index_keys": ["storage"],
-        "write_kv": ["storage"],
+        "write_index_keys": ["cache_storage"],
+        "write_kv": ["cache_storage"],
     }
     registered = {
         schema.name.removeprefix("tamis::"): schema
@@ -321,13 +319,6 @@ def test_select() -> None:
     sizes = {"ratio": 4, "window": 6, "entries": 3, "rows": 9, "columns": 8, "slots": wide, "lengths": each}
     for picked in (chosen, None):
         opcheck(lambda: select_gathered(positions, ids, ints([0, 4]), picked, **sizes), "select_gathered")  # noqa: B023
-    step = (ints([0, 1, 3]), ints([6, 10]), ids, table)
-    sizes = {"window_page": PAGE, "entry_page": 2, "window": 6, "ratio": 4, "slots": wide, "lengths": each}
-    inputs = (rows[:1], chosen[:1], None, chosen[1:])
-    mixed = {"topk": 8, "local": True, "real": torch.tensor([True]), **sizes}
-    opcheck(lambda: select_mixed(*inputs, *step, table, **mixed), "select_mixed")
-    inputs = (rows[:1], None, None, chosen[1:, :0])
-    opcheck(lambda: select_mixed(*inputs, *step, None, topk=0, **sizes), "select_mixed")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -11,9 +11,9 @@ import torch
 
 # A layer imports this when its weights are loaded, and under a CUDA platform it would ask vLLM's kernels.
 import vllm.model_executor.layers.quantization.fp8  # noqa: F401
+from bounds import relative_error
 from configured import make_config
 from engine_standin import LATENT, NOPE, ROPE, VALUE
-from oracle import relative_error
 from test_attention import PAGE, common_of
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import (

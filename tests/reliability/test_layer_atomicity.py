@@ -25,7 +25,7 @@ from tamis import (
     checks,
 )
 from tamis.cache.layout import index_fp8, named, rows
-from tamis.layers.mla_checks import CallChecks
+from tamis.layers.mla_checks import MlaChecks
 from tamis.layers.v4_checks import V4Checks
 from tamis.layers.v4_gathered import attend_gathered
 from tamis.model.rope import Rope
@@ -288,12 +288,12 @@ def test_what_passed_before_lets_nothing_else_pass_on_a_device(
 
 
 def test_a_call_that_passed_is_not_checked_again_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = {"mla mixed index": "_check_call", "mla mixed positions": "_check_call", "v4 overlapping mixed": "stages"}
+    layers = dict.fromkeys(("mla mixed index", "mla mixed positions", "v4 overlapping mixed"), "operations")
     monkeypatch.setattr(checks, "visible", lambda tensor: False)
     for name, method in layers.items():
-        kind, ran = V4Checks if "v4" in name else CallChecks, []
+        kind, ran = V4Checks if "v4" in name else MlaChecks, []
         original = getattr(kind, method)
-        monkeypatch.setattr(kind, method, lambda *a, run=original, ran=ran: (ran.append(1), run(*a)))
+        monkeypatch.setattr(kind, method, lambda *a, run=original, ran=ran: (ran.append(1), run(*a))[1])
         case = LAYERS[name]()
         for _ in range(3):
             case.run(case.arguments)

@@ -51,7 +51,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[PagePool], Any], type[Exception], str]] =
     "named twice": (
         lambda p: Batch.build([1, 1], [1, 1], p, requests=["a", "a"]),
         ValueError,
-        r"^requests must be different names, got 'a' twice; they would share slots",
+        r"^requests must be different names, got 'a' twice; one name stands for one request",
     ),
     "too few names": (
         lambda p: Batch.build([1, 1], [1, 1], p, requests=["a"]),

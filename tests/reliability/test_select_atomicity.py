@@ -7,7 +7,7 @@ import torch
 from reliability.bad_values import Arguments, Case, faults
 from reliability.test_atomicity import PAGE, T, ints, plain
 
-from tamis.ops import select_chosen, select_entries, select_gathered, select_mixed, select_window
+from tamis.ops import select_chosen, select_entries, select_gathered, select_window
 
 # The stage `select` looks at no value, and absent pages are skipped everywhere.
 SKIPPED = frozenset(
@@ -84,39 +84,7 @@ def workspace() -> Case:
     return Case(plain(select_gathered), given, buffers, SKIPPED | free, frozenset(buffers))
 
 
-def mixed() -> Case:
-    buffers = {"slots": torch.full((5, 12), 7).int(), "lengths": ints([9] * 5)}
-    given = buffers | {
-        "decode_window": torch.zeros(2, 6).int(),
-        "decode_entries": torch.zeros(2, 3).int(),
-        "decode_lengths": ints([1, 2]),
-        "prefill_entries": torch.zeros(3, 4).int(),
-        "query_starts": ints([0, 1, 2, 5]),
-        "request_lengths": ints([4, 4, 3]),
-        "request_ids": ints([0, 1, 2, 2, 2]),
-        "window_table": torch.zeros(3, 2).int(),
-        "entry_table": torch.zeros(3, 2).int(),
-        "window_page": 4,
-        "entry_page": 2,
-        "window": 6,
-        "ratio": 2,
-        "topk": 4,
-        "real": torch.ones(2, dtype=torch.bool),
-        "backend": "auto",
-    }
-    free = {f"{name} none" for name in ("decode_entries", "decode_lengths", "real")}
-    free |= {f"{t} axis 1 {how}" for t in ("window_table", "entry_table") for how in ("longer", "shorter")}
-    free |= {
-        "slots axis 1 longer",
-        "slots axis 1 shorter",
-        "decode_entries axis 1 longer",
-        "prefill_entries axis 1 longer",
-    }
-    free |= {"decode_entries axis 1 shorter", "decode_window axis 1 longer"}
-    return Case(plain(select_mixed), given, buffers, SKIPPED | free, frozenset(buffers))
-
-
-CASES = {made.__name__: cache(made) for made in (window, entries, chosen, workspace, mixed)}
+CASES = {made.__name__: cache(made) for made in (window, entries, chosen, workspace)}
 ROWS = [(name, argument) for name, made in CASES.items() for argument in made().arguments]
 
 

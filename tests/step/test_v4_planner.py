@@ -113,7 +113,7 @@ def test_every_field(shape: list[tuple[int, int]], pad: int, mode: Any, hole: bo
 def whole_buffers(planner: V4Planner) -> list[tuple[Tensor, int]]:
     """Every buffer in full length, with what must stand in rows that the step does not have."""
     found = [(planner._window_slots, -1), (planner._window_lengths, 0)]
-    for held in planner._kinds.values():
+    for held in planner._entries.values():
         found += [(held.completed, -1), (held.visible, 0), (held.lengths, 0)]
         found += [(held.every, -1)] if held.every is not None else []
     return found
@@ -216,7 +216,7 @@ def test_refusals() -> None:
         V4Planner(specs(), limits(other_page_sizes={}))
     with pytest.raises(ValueError, match="specs must be layers with one window size"):
         V4Planner([*specs(), LayerSpec(heads=4, window=9, kind="window")], limits())
-    with pytest.raises(ValueError, match="specs must be of one kind per ratio 16"):
+    with pytest.raises(ValueError, match="specs must be of one kind for ratio 16"):
         V4Planner([*specs(), replace(specs()[1], compress=16)], limits())
     with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
         V4Planner(specs(), limits(), layout="v4-fp32", backend="magic")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import relative_error
+from bounds import relative_error
 from torch import Tensor
 from v4_standin import QUERIES, RATIOS, SCALE, V4Step, limits, specs
 

@@ -17,12 +17,15 @@ second part alone.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tamis.lab.testing.compare import first_mismatch
+from tamis import Selection
+from tamis.lab.testing import compare
+from tamis.lab.testing.oracle import selected_rows
 
 DEVIATIONS = 8.0
 """Deviations that no error exceeds: a normal number does so once in 10**15, and suites compare some 10**9 values."""
@@ -130,6 +133,12 @@ def attention(
     return Attention(out, lse, top, out_error, lse_error, _walk(variance.amax(1)) + 2 * u * top.abs())
 
 
+def selected_attention(q: Tensor, selections: Sequence[Selection], **options) -> Attention:
+    """`attention` of each token [T, H, D] over the rows that its selections name; results are [T, H, ...]."""
+    rows = (selected_rows(selections, token) for token in range(len(q)))
+    return stacked([attention(heads, seen, **options) for heads, seen in zip(q, rows, strict=True)])
+
+
 def stacked(tokens: list[Attention]) -> Attention:
     """The same of all tokens, [T, H, ...]."""
     return Attention(*(torch.stack(part) for part in zip(*tokens, strict=True)))
@@ -179,6 +188,12 @@ def hadamard(row_size: Tensor, dim: int, *, u: float = FLOAT32) -> Tensor:
     return DEVIATIONS * u * math.sqrt((math.log2(dim) + 1) / 3) * row_size
 
 
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """`compare.relative_error`, for results without NaN and infinities: those fail even where they are expected."""
+    finite = found.double().isfinite().all() and expected.double().isfinite().all()
+    return compare.relative_error(found, expected) if finite else math.inf
+
+
 def relative(error: Tensor, expected: Tensor) -> float:
     """Errors per element as one relative error in the 2-norm, for comparisons with `relative_error`."""
     return float(error.norm() / expected.double().norm().clamp_min(1e-300))
@@ -194,7 +209,7 @@ def agree(found: Tensor, expected: Tensor, error: Tensor | float, dtype: torch.d
         allowed = allowed + rounded(right.abs() + allowed, dtype)
     wrong = ~(((left - right).abs() <= allowed) | (left == right))
     if wrong.any():
-        where = first_mismatch(torch.where(wrong, left, 0.0), torch.where(wrong, right, 0.0))
+        where = compare.first_mismatch(torch.where(wrong, left, 0.0), torch.where(wrong, right, 0.0))
         worst = float(((left - right).abs() / allowed).nan_to_num(torch.inf).max())
         raise AssertionError(f"{where}, {worst:.3g} times what the arithmetic allows at worst")
 

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 import bounds
 import torch
-from oracle import hadamard_matrix, relative_error
+from bounds import relative_error
 from seeds import seed_of
 from torch import Tensor
 
 from tamis import IndexRecipe, Layout, PagedCache, PagePool
 from tamis.cache.layout import compressor_state, rows
+from tamis.lab.testing.oracle import hadamard_matrix
 from tamis.model.rope import Rope
 from tamis.ops import StatePages, compress_kv
 from tamis.ops.compress.operations import CompressKv

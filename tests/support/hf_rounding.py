@@ -90,7 +90,7 @@ def recorded_selections() -> Iterator[list[Tensor]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for kind in (SparseMLA, SparseV4):
-            patch.setattr(kind, "select_unchecked", recording(kind.select_unchecked))
+            patch.setattr(kind, "_select", recording(kind._select))
         yield found
 
 

@@ -66,19 +66,22 @@ class RandomStep:
         lengths = int32([int((row >= 0).sum()) for row in self.chosen[:decodes]]) if form == "slots" else None
         self.decode_window = window
         return {
-            "decode_window": window,
-            "decode_entries": entries,
-            "decode_lengths": lengths,
-            "prefill_entries": self.chosen[decodes:],
-            "query_starts": int32([0, *self.queries]).cumsum(0, dtype=torch.int32),
-            "request_lengths": int32(self.lengths),
-            "request_ids": self.ids,
-            "window_table": self.table,
-            "entry_table": None if form == "window" else self.table,
+            "decode_swa_indices": window,
+            "decode_compressed_indices": entries,
+            "decode_compressed_topk_lens": lengths,
+            "prefill_topk_indices": self.chosen[decodes:],
+            "query_start_loc": int32([0, *self.queries]).cumsum(0, dtype=torch.int32),
+            "seq_lens": int32(self.lengths),
+            "token_to_req_indices": self.ids,
+            "swa_block_table": self.table,
+            "compressed_block_table": None if form == "window" else self.table,
         }
 
     def mixed_options(self, form: str) -> dict[str, Any]:
-        return {"local": True, "real": self.own[: self.decodes] >= 0} if form == "numbers" else {}
+        if form != "numbers":
+            return {}
+        valid = self.own[: self.decodes] >= 0
+        return {"decode_compressed_indices_are_local": True, "decode_is_valid_token": valid}
 
 
 @st.composite

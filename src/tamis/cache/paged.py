@@ -1,4 +1,4 @@
-"""`PagedCache`: rows of one byte format in pages."""
+"""`PagedCache`: rows of one byte format, in pages."""
 
 from typing import Self
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.cache.codec import check_read, read_rows
 from tamis.cache.layout import Field, Layout, named
 from tamis.model.recipe import IndexRecipe
 
@@ -15,17 +16,16 @@ _ONE_BYTE = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 class PagedCache:
     """Rows of one layout in pages; row `r` of page `p` is slot `p * page_size + r`.
 
-    `PagedCache("v32-fp8", pages=1024, page_size=64)` allocates zeroed pages; `PagedCache.wrap` takes an engine's own
-    tensor. The object only describes its storage: what `with_scale` returns shares it.
+    `PagedCache("v32-fp8", pages=1024, page_size=64)` allocates zeroed pages; `PagedCache.wrap` describes an engine's
+    tensor. The object only describes its storage, so caches from `with_scale` share it.
 
     Attributes:
         layout: the byte format.
-        storage: [pages, page_size, row_elements], as engines hold it. In planar layouts the last two axes are only a
-            shape: rows do not lie there one after the other.
+        storage: [pages, page_size, row_elements], as engines hold it. In planar layouts only the size of the
+            last two axes has a meaning, since the bytes of a row are not contiguous.
         page_size: rows per page.
         scale: the one factor of a `plain-fp8` cache (stored value = x / scale); 1.0 in every other layout.
-        recipe: of a cache of index keys, how they were prepared, where whoever made the cache said so. Queries and
-            keys prepared otherwise are then refused.
+        recipe: how the index keys of this cache were rotated, if known. Keys and queries of another recipe are refused.
     """
 
     recipe: IndexRecipe | None
@@ -47,7 +47,7 @@ class PagedCache:
         _few_enough(pages, page_size)
         _check_recipe(recipe)
         device = checks.device("device", device, usable=True)
-        # Pages outlive the call that makes them: made inside inference_mode, they could not be written to outside.
+        # The pages outlive this call. If they were made in inference_mode, they could not be written outside of it.
         with torch.inference_mode(False):
             raw = torch.zeros(pages, layout.page_bytes(page_size), dtype=torch.uint8, device=device)
             used = raw[:, : layout.row_bytes * page_size].unflatten(1, (page_size, layout.row_bytes))
@@ -67,8 +67,8 @@ class PagedCache:
     ) -> Self:
         """Describe an engine's tensor: [pages, page_size, C], or the same with a head axis of size 1.
 
-        The page stride may be larger than a page (other layers' pages in between); inside a page the bytes must be
-        contiguous. C is the layout's row: 656 for `v32-fp8`, 576 for `v32-bf16`, 584 for `v4-fp8`.
+        C is the number of elements of a row: 656 for `v32-fp8`, 576 for `v32-bf16`, 584 for `v4-fp8`. The bytes of a
+        page must be contiguous, but pages may lie apart, with pages of other layers in between.
         """
         layout = named(layout)
         if not isinstance(storage, Tensor):
@@ -118,7 +118,7 @@ class PagedCache:
             raise checks.refuse(
                 "storage", f"in pages at least {row * page_size} elements apart", page_stride, "do not overlap pages"
             )
-        # Where a tensor starts is unknown to a trace; a misaligned start then fails in `field`.
+        # torch.compile does not know where a tensor starts while it traces. A misaligned start then fails in `field`.
         start = 0 if torch.compiler.is_compiling() else storage.storage_offset()
         for what, found in (("start", start * item), ("page stride", page_stride * item)):
             if found % layout.alignment:
@@ -133,12 +133,12 @@ class PagedCache:
 
     @property
     def pages(self) -> int:
-        """How many pages there are."""
+        """The number of pages."""
         return self.storage.shape[0]
 
     @property
     def rows(self) -> int:
-        """How many slots there are."""
+        """The number of slots."""
         return self.pages * self.page_size
 
     @property
@@ -148,9 +148,9 @@ class PagedCache:
 
     @property
     def rows_per_page(self) -> int:
-        """Rows from one page to the next, for consumers that index one flat list of rows.
+        """The distance of two pages in rows, for consumers that index one flat list of rows.
 
-        Equal to `page_size` unless pages lie apart; refused where the distance is not a whole number of rows.
+        It is `page_size` unless pages lie apart. A distance that is not a whole number of rows is refused.
         """
         span, rest = divmod(self.page_stride, self.layout.row_bytes)
         if rest:
@@ -171,14 +171,13 @@ class PagedCache:
         return torch.as_strided(raw, shape, (self.page_stride, field.stride, 1), start).view(field.dtype)
 
     def with_scale(self, scale: float | Tensor) -> Self:
-        """The same storage read and written under another per-tensor scale."""
+        """The same storage, read and written with another scale."""
         return type(self).wrap(self.storage, self.layout, self.page_size, scale=scale, recipe=self.recipe)
 
     def read(self, slots: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """Dequantised rows [..., width] of the given slots; a negative slot, or one past the end, reads zeros."""
-        from tamis.ops import read_kv
-
-        return read_kv(self, slots, dtype=dtype)
+        check_read(self, slots, dtype)
+        return read_rows(self, slots, dtype)
 
     def __repr__(self) -> str:
         """Name, size and place."""

@@ -1,4 +1,4 @@
-"""A page allocator for programs without an engine: demonstrations, tests, benchmarks."""
+"""`PagePool`: a page allocator for programs without an engine, such as demonstrations, tests and benchmarks."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from tamis.arithmetic import ceil_div
 
 
 class PagePool:
-    """Hands out page ids to requests and builds their block tables and slots. Page 0 is never handed out."""
+    """Allocates pages to requests and builds their block tables and slots. Page 0 is never allocated."""
 
     def __init__(self, pages: int, page_size: int, *, seed: int | None = None) -> None:
-        """Start with all pages free; `seed` shuffles them, so that neighbouring positions lie in distant pages."""
+        """Start with all pages free. A `seed` shuffles them, so that neighbouring positions lie in distant pages."""
         checks.integer("pages", pages, low=2)
         self.pages, self.page_size = pages, checks.integer("page_size", page_size, low=1)
         ids = torch.arange(1, pages, dtype=torch.int64, device="cpu")
@@ -24,11 +24,11 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
-        """How many pages are free."""
+        """The number of free pages."""
         return len(self._free)
 
     def extend(self, request: object, length: int) -> None:
-        """Make sure a request holds pages for `length` tokens. If there are too few, nothing changes."""
+        """Allocate the pages that a request lacks for `length` tokens. If too few are free, nothing changes."""
         missing = self.missing(request, length)
         if missing > len(self._free):
             raise checks.refuse("length", f"within {len(self._free)} free pages", f"{missing} more", "release requests")
@@ -36,17 +36,17 @@ class PagePool:
             self._held.setdefault(request, []).extend(self._free.pop() for _ in range(missing))
 
     def missing(self, request: object, length: int) -> int:
-        """How many more pages a request needs for `length` tokens."""
+        """The number of pages that a request lacks for `length` tokens."""
         checks.hashable("request", request)
         needed = ceil_div(checks.integer("length", length, low=0), self.page_size)
         return max(0, needed - len(self._held.get(request, ())))
 
     def release(self, request: object) -> None:
-        """Give a request's pages back; without effect on one that holds none."""
+        """Free all pages of a request, if it has any."""
         self._free.extend(page for page in self._held.pop(request, []) if page >= 0)
 
     def forget(self, request: object, before: int) -> None:
-        """Give back those pages of a request that hold only positions below `before`; its table has -1 there."""
+        """Free the pages of a request that hold only positions below `before`. Its block table has -1 there."""
         held = self._held.get(request, [])
         for number in range(min(max(checks.integer("before", before), 0) // self.page_size, len(held))):
             if held[number] >= 0:
@@ -66,7 +66,7 @@ class PagePool:
         return table
 
     def slots(self, request: object, start: int, end: int) -> Tensor:
-        """int64 slots of positions start..end of a request."""
+        """int64 [end - start]: the slots of positions start to end - 1 of a request."""
         checks.integer("start", start, low=0, high=checks.integer("end", end, low=0))
         checks.hashable("request", request)
         ids = torch.tensor(self._held.get(request, []), dtype=torch.int64, device="cpu")
@@ -78,7 +78,7 @@ class PagePool:
         return ids[position // self.page_size] * self.page_size + position % self.page_size
 
     def check_kept(self, request: object, start: int) -> None:
-        """Refuse a position whose page was forgotten."""
+        """Refuse a position whose page was freed by `forget`."""
         number, held = start // self.page_size, self._held.get(request, ())
         if number < len(held) and held[number] < 0:
             raise checks.refuse("start", "of a page that was not forgotten", start, "ask for later positions")

@@ -1,4 +1,4 @@
-"""What attention reads: a `Selection` of rows for each query token, and the `Caches` of one layer."""
+"""`Selection`: the cache rows that each query token attends to. `Caches`: the caches of one V3.2 layer."""
 
 from dataclasses import dataclass, replace
 
@@ -9,27 +9,27 @@ from tamis.cache.paged import PagedCache
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The rows each query token attends to: `slots` of `cache`, of which the first `lengths` count.
+    """The rows of `cache` that each query token attends to: the first `lengths` of its `slots`.
 
-    Slots that are negative or past the cache are skipped, and so is everything beyond the length. One attention call
-    takes several selections (a sliding window and compressed entries, say) and runs one softmax over all of them.
+    Slots that are negative or past the cache are skipped. One attention call takes several selections (for example a
+    sliding window and compressed entries) and runs one softmax over all of them.
 
-    With `request_ids` and `block_table`, `slots` are positions in each token's request, and attention translates them
-    on the way, which saves the pass of `translate_positions`.
+    With `request_ids` and `block_table`, `slots` are positions in each token's request. Attention then translates them
+    itself, which saves the pass of `translate_positions`.
     """
 
     cache: PagedCache
     slots: Tensor
     """int32 [T, K]"""
     lengths: Tensor | None = None
-    """int32 [T], or None: all K columns count."""
+    """int32 [T]; None if all K columns count."""
     request_ids: Tensor | None = None
     """int32 [T], the block-table row of each token."""
     block_table: Tensor | None = None
-    """int32 [B, W] page ids; negative: absent."""
+    """int32 [B, W] page ids; negative for absent pages."""
 
     def rows(self, start: int, end: int) -> "Selection":
-        """The same selection for query tokens start..end only."""
+        """The selection of query tokens start to end - 1."""
         lengths = None if self.lengths is None else self.lengths[start:end]
         requests = None if self.request_ids is None else self.request_ids[start:end]
         return replace(self, slots=self.slots[start:end], lengths=lengths, request_ids=requests)
@@ -37,7 +37,7 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class Caches:
-    """The caches one layer uses: latent rows, and index keys where the layer scores them itself."""
+    """The caches of one layer: latent rows, and index keys if the layer has an indexer."""
 
     latent: PagedCache
     index: PagedCache | None = None

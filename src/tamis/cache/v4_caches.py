@@ -1,4 +1,4 @@
-"""The caches of a DeepSeek-V4 layer."""
+"""`V4Caches`: the caches of one DeepSeek-V4 layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,17 +18,19 @@ STATE_PAGE_SIZES: Mapping[LayerKind, int] = {"overlapping": 4, "plain": 8}
 
 @dataclass(frozen=True, eq=False)
 class V4Caches:
-    """The caches of one layer. Layers with a window only have no others, and only overlapping ones have index keys."""
+    """The caches of one layer. Every layer has a window; compressed layers also have entries and state, and those of
+    overlapping spans have index keys."""
 
     window: PagedCache
     """Raw tokens."""
     entries: PagedCache | None = None
     """Compressed entries."""
     state: PagedCache | None = None
-    """What their compressor carries."""
+    """The state that the compressor of entries carries from token to token."""
     index: PagedCache | None = None
     """Index keys, one per entry."""
     index_state: PagedCache | None = None
+    """The state that the compressor of index keys carries from token to token."""
 
     @classmethod
     def allocate(
@@ -50,16 +52,16 @@ class V4Caches:
 
         Args:
             spec: the layer.
-            pages: how many pages of entries (and index keys).
-            window_pages: how many pages of raw tokens.
-            state_pages: how many pages of compressor state.
-            page_size: how many tokens a page of entries stands for.
-            window_page_size: tokens per page.
-            state_page_size: tokens per page; 4 for overlapping spans and 8 for plain ones if not given.
-            layout: of raw tokens and entries.
-            index_layout: of index keys.
-            hadamard: index keys are turned by the Hadamard matrix, and so will be the queries that meet them: the same
-                scores, a smaller quantisation error.
+            pages: the number of pages of entries (and index keys).
+            window_pages: the number of pages of raw tokens.
+            state_pages: the number of pages of compressor state.
+            page_size: the number of tokens that a page of entries stands for.
+            window_page_size: tokens per page of the window.
+            state_page_size: tokens per page of state; 4 for overlapping spans and 8 for plain ones if not given.
+            layout: the format of raw tokens and entries.
+            index_layout: the format of index keys.
+            hadamard: whether index keys, and the queries that are compared with them, are multiplied by the Hadamard
+                matrix. Scores stay the same, and the quantisation error gets smaller.
             device: where the caches are.
         """
         checks.instance("spec", spec, LayerSpec)
@@ -75,7 +77,7 @@ class V4Caches:
             return cls(window)
         entries_per_page, rest = divmod(checks.integer("page_size", page_size, low=1), spec.compress)
         if rest:
-            raise checks.refuse("page_size", f"a multiple of the ratio {spec.compress}", page_size, "pad it to one")
+            raise checks.refuse("page_size", f"a multiple of the ratio {spec.compress}", page_size)
         overlapping = spec.kind == "overlapping"
         rows = state_page_size or STATE_PAGE_SIZES[spec.kind]
 

@@ -11,7 +11,7 @@ from tamis.cli.progress import Progress
 from tamis.cli.table import render_table
 
 if TYPE_CHECKING:
-    from tamis.lab.demo.serve import Served
+    from tamis.lab.demo.outcome import Served
     from tamis.lab.demo.shape import ModelShape, V4Shape, Workload
 
 DETAILS = """\
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     let_waiting_threads_sleep()
     device = pick_device(options.device)
     from tamis import checks
-    from tamis.lab.demo.report import as_data, failed_checks
+    from tamis.lab.demo.outcome import as_data, failed_checks
     from tamis.lab.demo.serve import serve
     from tamis.lab.demo.shape import Workload
 

@@ -7,26 +7,25 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.arithmetic import ceil_div
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches, Selection
-from tamis.layers.mla_checks import Call, CallChecks, PositionsCall
+from tamis.layers.batch_invariance import fixed_splits
+from tamis.layers.mla_checks import Arguments, Call, MlaChecks
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, IndexInputs
 from tamis.ops.attention import folded_scale, new_output
 from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
-from tamis.ops.gather import gather_unchecked
+from tamis.ops.gather.operations import GatherKv, gather_kv
 from tamis.ops.index import WORKSPACE_BYTES
-from tamis.ops.index import registered as index_ops
+from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.pairs import join_pair
 from tamis.ops.translate import check_shard
 from tamis.ops.translate.operations import TranslatePositions, translate_positions
-from tamis.ops.write import join_parts, write_kv_unchecked
+from tamis.ops.write import write_call
+from tamis.ops.write.operations import WriteKv, write_kv
 from tamis.step.lease import needs_latest_plan
-from tamis.step.plan import Plan, PrefillPart
-
-FIXED_COLUMNS = 512
-"""Columns per split in batch-invariant mode: few enough to fill a GPU with a handful of requests at top-k 2048."""
+from tamis.step.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Shard:
 
 
 class LayerOutput(NamedTuple):
-    """What a layer call returns: what attention gave, and to what it attended."""
+    """What a layer call returns: the result of attention, and the positions that it attended to."""
 
     out: Tensor
     """[rows, H, V]; zeros where nothing was selected."""
@@ -56,9 +55,10 @@ class LayerOutput(NamedTuple):
 
 
 class SparseMLA:
-    """The attention of one layer: write, index (or given positions), translate, attend, combine.
+    """The attention of one layer: write, index (or given positions), attend.
 
-    The object holds no state of a step; the caches, the plan and the inputs are arguments.
+    A call builds the operations of its stages, checks all of them, and then runs them in order (`prepare` and `run` are
+    its two halves). The object holds no state of a step: the caches, the plan and the inputs are arguments.
     """
 
     def __init__(
@@ -75,10 +75,12 @@ class SparseMLA:
         Args:
             spec: the layer.
             backend: a name from `tamis backends`, or "auto". A named backend runs or the call fails.
-            shard: for context parallelism; the caller merges the ranks' results with `combine_parts`.
-            batch_invariant: cut each row's columns in the same way whatever the batch, so that the bits of a request's
-                output do not depend on its neighbours. Costs speed in small batches on a GPU. (Selections never do.)
-            index_workspace_bytes: what selecting positions may take in memory; see `index_topk`.
+            shard: this rank's part under context parallelism; the caller merges the ranks' results with
+                `combine_parts`.
+            batch_invariant: split each row's columns in the same way whatever the batch, so that the bits of a
+                request's output do not depend on the other requests. Costs speed in small batches on a GPU. Selections
+                never depend on other requests.
+            index_workspace_bytes: the memory that selecting positions may take; see `index_topk`.
         """
         checks.instance("spec", spec, LayerSpec)
         self.spec, self.backend, self.shard = spec, backend, shard or Shard()
@@ -87,7 +89,7 @@ class SparseMLA:
         most = checks.INT64_MAX
         self.index_workspace_bytes = checks.integer("index_workspace_bytes", index_workspace_bytes, low=1, high=most)
         self._shard = (self.shard.ranks, self.shard.rank, self.shard.interleave)
-        self._checks = CallChecks(spec, backend, self._shard, index_workspace_bytes)
+        self._checks = MlaChecks(spec, backend)
 
     @needs_latest_plan
     def __call__(
@@ -103,23 +105,23 @@ class SparseMLA:
         q_scale: float | Tensor = 1.0,
         out: Tensor | None = None,
     ) -> LayerOutput:
-        """Attend the step's tokens.
+        """Attend the step's tokens. Everything is checked before the first write.
 
         Args:
             q: [rows, H, width], absorbed, or the pair (latent part, rope part).
-            kv: [rows, width] or a pair: the new tokens' rows, written first. None: already written.
+            kv: [rows, width] or a pair: the new tokens' rows, which are written first. None: already written.
             caches: the latent cache, with the index cache where `index` is given.
-            plan: of this step.
+            plan: the step's plan.
             positions: int32 [rows, topk], request-local positions to attend to, -1 padded: those of an earlier
                 layer's output, of a `Recording`, or of an engine's indexer. Never written to. On the host, positions
                 that a token cannot see are refused.
-            index: the indexer's inputs, if this layer selects its own positions. Exactly one of the two is needed, and
-                a layer that shares an earlier layer's selection (`LayerSpec.reuse_topk`) takes positions only.
+            index: the indexer's inputs, if this layer selects its own positions. Either `positions` or `index` must be
+                given; a layer that shares an earlier layer's selection (`LayerSpec.reuse_topk`) takes positions only.
             sink: float32 [H].
             q_scale: the factor of an e4m3 query.
             out: [rows, H, value_dim] to write into.
         """
-        return self._run(self._prepare(q, kv, caches, plan, positions, index, sink, q_scale, out))
+        return self._run(self._prepare(_arguments(q, kv, caches, plan, positions, index, sink, q_scale, out)))
 
     @needs_latest_plan
     def prepare(
@@ -139,53 +141,14 @@ class SparseMLA:
 
         Adapters that write to a cache themselves do so between the two halves, so that a refused call has no effect.
         """
-        return self._prepare(q, kv, caches, plan, positions, index, sink, q_scale, out)
+        return self._prepare(_arguments(q, kv, caches, plan, positions, index, sink, q_scale, out))
 
     def run(self, call: Call) -> LayerOutput:
-        """The second half of a layer call: run what `prepare` has checked."""
+        """The second half of a layer call: run what `prepare` or `prepare_positions` has checked."""
+        if call.plan is None:
+            return self._run(call)
         with call.plan.using():
             return self._run(call)
-
-    def _prepare(
-        self,
-        q: Tensor | tuple[Tensor, Tensor],
-        kv: Tensor | tuple[Tensor, Tensor] | None,
-        caches: Caches | PagedCache,
-        plan: Plan,
-        *rest: Any,
-    ) -> Call:
-        checks.instance("plan", plan, Plan)
-        caches = caches if isinstance(caches, Caches) else Caches(caches)
-        # Everything is checked before anything is written: a refused call leaves the caches as they were.
-        call = Call(join_parts("q", q), kv, caches, plan, *rest)
-        self._checks.call(call)
-        return call
-
-    def _run(self, call: Call) -> LayerOutput:
-        q, kv, caches, plan, positions, index, sink, q_scale, out = call
-        if plan.requests == 0:
-            return self._nothing(call)
-        self.write_unchecked(kv, caches, plan, index)
-        if index is not None:
-            positions = self.select_unchecked(index, caches, plan)
-        assert positions is not None
-        prefill = plan.prefill
-        if prefill is not None and prefill.chunks:
-            attended = self._attend_gathered(q, positions, caches.latent, plan, prefill, sink, q_scale, out)
-        else:
-            selection = Selection(caches.latent, positions, None, plan.request_ids, plan.block_table)
-            attended = self._attend_directly(q, selection, sink, q_scale, out)
-        return LayerOutput(*attended, positions)
-
-    def _nothing(self, call: Call) -> LayerOutput:
-        """The result of a step without requests: its rows, if there are any, are padding."""
-        rows, heads, q = call.plan.rows, self.spec.heads, call.q
-        out = new_output(q, self.spec.value_dim) if call.out is None else call.out
-        lse = torch.full((rows, heads), -torch.inf, dtype=torch.float32, device=q.device)
-        positions = call.positions
-        if positions is None:
-            positions = torch.full((rows, self.spec.topk or 0), -1, dtype=torch.int32, device=q.device)
-        return LayerOutput(out.zero_(), lse, lse.clone(), positions)
 
     def attend_positions(
         self,
@@ -199,11 +162,11 @@ class SparseMLA:
         q_scale: float | Tensor = 1.0,
         out: Tensor | None = None,
     ) -> Attended:
-        """Attend to given positions of rows that are in the cache: what a layer call does without prefills to gather.
+        """Attend to given positions of rows that are in the cache: a layer call without a plan, which writes no rows.
 
         Args:
             q: [rows, H, width], absorbed.
-            cache: of latent rows.
+            cache: the cache of latent rows.
             positions: int32 [rows, topk], as in a layer call. That tokens can see them is not checked.
             request_ids: int32 [rows], the block-table row of each token.
             block_table: int32 [requests, pages].
@@ -211,9 +174,10 @@ class SparseMLA:
             q_scale: the factor of an e4m3 query.
             out: [rows, H, value_dim] to write into.
         """
-        return self._attend_directly(
-            *self.prepare_positions(q, cache, positions, request_ids, block_table, sink=sink, q_scale=q_scale, out=out)
-        )
+        table = (request_ids, block_table)
+        call = self._prepare(Arguments(q, None, Caches(cache), None, table, positions, None, sink, q_scale, out))
+        found = self._run(call)
+        return Attended(found.out, found.lse, found.max_logits)
 
     def prepare_positions(
         self,
@@ -226,16 +190,10 @@ class SparseMLA:
         sink: Tensor | None = None,
         q_scale: float | Tensor = 1.0,
         out: Tensor | None = None,
-    ) -> PositionsCall:
-        """The first half of `attend_positions`: check its arguments and write nothing."""
-        selection = Selection(cache, positions, None, request_ids, block_table)
-        call = PositionsCall(q, selection, sink, q_scale, out)
-        self._checks.given_positions(*call)
-        return call
-
-    def run_positions(self, call: PositionsCall) -> Attended:
-        """The second half of `attend_positions`: run what `prepare_positions` has checked."""
-        return self._attend_directly(*call)
+    ) -> Call:
+        """The first half of `attend_positions`: check all arguments and write nothing. The second half is `run`."""
+        table = (request_ids, block_table)
+        return self._prepare(Arguments(q, None, Caches(cache), None, table, positions, None, sink, q_scale, out))
 
     @needs_latest_plan
     def write(
@@ -248,21 +206,12 @@ class SparseMLA:
         """Insert the new tokens' rows, and their index keys if given."""
         checks.instance("plan", plan, Plan)
         checks.instance("caches", caches, Caches)
-        self._checks.write(kv, caches, plan, index)
-        self.write_unchecked(kv, caches, plan, index)
-
-    def write_unchecked(
-        self,
-        kv: Tensor | tuple[Tensor, Tensor] | None,
-        caches: Caches,
-        plan: Plan,
-        index: IndexInputs | None,
-    ) -> None:
-        """As `write`, of inputs that were checked: what a layer call runs."""
-        if kv is not None:
-            write_kv_unchecked(kv, caches.latent, plan.slots, self.backend)
-        if index is not None and index.keys is not None and caches.index is not None:
-            write_kv_unchecked(index.keys, caches.index, plan.slots, self.backend)
+        self._checks.caches(caches, plan)
+        self._checks.rows(kv, index, caches, plan)
+        calls = self._writes(kv, index, caches, plan)
+        self._checks.writes(calls, caches)
+        for call in calls:
+            write_kv(call)
 
     def select(self, index: IndexInputs, caches: Caches, plan: Plan) -> Tensor:
         """Positions int32 [rows, topk] by this layer's indexer, in ascending order; later layers may share them.
@@ -273,14 +222,53 @@ class SparseMLA:
         checks.instance("caches", caches, Caches)
         self._checks.index(index, caches, plan)
         if plan.requests == 0:
-            return torch.full((plan.rows, self.spec.topk or 0), -1, dtype=torch.int32, device=plan.positions.device)
-        return self.select_unchecked(index, caches, plan)
+            return _no_positions(self.spec, plan)
+        call = self._index(index, caches, plan)
+        self._checks.index_topk(call, plan)
+        return self._select(call)
 
-    def select_unchecked(self, index: IndexInputs, caches: Caches, plan: Plan) -> Tensor:
-        """As `select`, of inputs that were checked: what a layer call runs."""
+    def _prepare(self, given: Arguments) -> Call:
+        """The operations of a call, checked."""
+        known = self._checks.seen_before(given)
+        if not known:
+            self._checks.arguments(given)
+        call = self._build(given)
+        if not known:
+            self._checks.operations(given, call)
+        return call
+
+    def _build(self, given: Arguments) -> Call:
+        """The operations of a call, from arguments that fit each other."""
+        q, cache, plan, positions = given.q, given.caches.latent, given.plan, given.positions
+        out = new_output(q, self.spec.value_dim) if given.out is None else given.out
+        selections, splits = [], None
+        if positions is not None:
+            selections = [Selection(cache, positions, None, *given.table)]
+        if self.batch_invariant:
+            splits = fixed_splits((self.spec.topk or 0) if positions is None else positions.shape[1])
+        scales, sink = folded_scale(self.spec.scale, given.q_scale), contiguous_sink(given.sink)
+        attention = Attend(q, selections, *scales, splits, sink, out, True, self.backend)
+        writes, index, gathers, translate = [], None, [], None
+        if plan is not None and plan.requests:
+            writes = self._writes(given.kv, given.index_inputs, given.caches, plan)
+            index = None if given.index_inputs is None else self._index(given.index_inputs, given.caches, plan)
+            gathers = [] if plan.prefill is None else self._gathers(cache, plan)
+        if gathers or self._shard[0] > 1:
+            translate = self._translation(given, cache)
+        return Call(plan, cache, given.table, writes, index, positions, translate, gathers, attention)
+
+    def _writes(
+        self, kv: Tensor | tuple[Tensor, Tensor] | None, index: IndexInputs | None, caches: Caches, plan: Plan
+    ) -> list[WriteKv]:
+        calls = [] if kv is None else [write_call(kv, caches.latent, plan.slots, self.backend)]
+        if index is not None and index.keys is not None and caches.index is not None:
+            calls.append(write_call(index.keys, caches.index, plan.slots, self.backend))
+        return calls
+
+    def _index(self, index: IndexInputs, caches: Caches, plan: Plan) -> IndexTopk:
         assert self.spec.topk is not None
         assert caches.index is not None
-        return index_ops.index_topk(
+        return IndexTopk(
             index.q,
             index.weights,
             caches.index,
@@ -292,72 +280,89 @@ class SparseMLA:
             self.backend,
         )
 
-    def _translate(
-        self, selection: Selection, request_ids: Tensor, block_table: Tensor, workspace: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        size = selection.cache.page_size
-        ids, starts = workspace or (None, None)
-        call = TranslatePositions(
-            selection.slots, request_ids, block_table, size, size, ids, starts, self._shard, False, self.backend
-        )
-        return translate_positions(call)[0]
+    def _gathers(self, cache: PagedCache, plan: Plan) -> list[GatherKv]:
+        """One for each chunk of prefills that is gathered before it is attended."""
+        assert plan.prefill is not None
+        calls = []
+        for chunk in plan.prefill.chunks:
+            assert plan.workspace is not None
+            first, room = torch.zeros_like(chunk.lengths), plan.workspace[: chunk.rows]
+            calls.append(GatherKv(chunk.block_table, chunk.lengths, chunk.starts, first, cache, room, self.backend))
+        return calls
 
-    def _attend_directly(
-        self, q: Tensor, selection: Selection, sink: Tensor | None, q_scale: float | Tensor, out: Tensor | None
-    ) -> Attended:
-        if self.shard.ranks > 1:
-            assert selection.request_ids is not None
-            assert selection.block_table is not None
-            slots = self._translate(selection, selection.request_ids, selection.block_table, None)
-            selection = Selection(selection.cache, slots)
-        return self._attend_rows(q, selection, sink, q_scale, out)
+    def _translation(self, given: Arguments, cache: PagedCache) -> TranslatePositions:
+        """Of gathered prefills' and sharded positions, with a stand-in for those that the layer's indexer selects."""
+        positions, prefill = given.positions, None if given.plan is None else given.plan.prefill
+        if positions is None:
+            positions = self._checks.stand_in(given.q)
+        ids, starts = (prefill.ids, prefill.starts) if prefill is not None and prefill.chunks else (None, None)
+        size, backend = cache.page_size, self.backend
+        return TranslatePositions(positions, *given.table, size, size, ids, starts, self._shard, False, backend)
 
-    def _attend_gathered(
-        self,
-        q: Tensor,
-        positions: Tensor,
-        cache: PagedCache,
-        plan: Plan,
-        prefill: PrefillPart,
-        sink: Tensor | None,
-        q_scale: float | Tensor,
-        out: Tensor | None,
-    ) -> Attended:
-        workspace_rows, workspace = (prefill.ids, prefill.starts), plan.workspace
-        slots = self._translate(Selection(cache, positions), plan.request_ids, plan.block_table, workspace_rows)
-        if out is None:
-            out = new_output(q, self.spec.value_dim)
-        out[plan.tokens :].zero_()  # padding, which belongs to no chunk
+    def _run(self, call: Call) -> LayerOutput:
+        if call.plan is not None and call.plan.requests == 0:
+            return self._nothing(call)
+        for write in call.writes:
+            write_kv(write)
+        positions, attention = call.positions, call.attend
+        if call.index_topk is not None:
+            positions = self._select(call.index_topk)
+            attention = attention._replace(selections=[Selection(call.cache, positions, None, *call.table)])
+        assert positions is not None
+        if call.translate is not None:
+            slots = translate_positions(call.translate._replace(positions=positions))[0]
+            if call.gathers:
+                return self._attend_gathered(call, positions, slots)
+            attention = attention._replace(selections=[Selection(call.cache, slots)])
+        return LayerOutput(attention.out, *attend(attention), positions)
+
+    def _select(self, call: IndexTopk) -> Tensor:
+        """Run the indexer. Tools that watch a layer override this."""
+        return index_topk(call)
+
+    def _attend_gathered(self, call: Call, positions: Tensor, slots: Tensor) -> LayerOutput:
+        """Decodes read the cache; prefills, chunk by chunk, rows that are gathered into the plan's workspace."""
+        plan, attention = call.plan, call.attend
+        assert plan is not None
+        prefill = plan.prefill
+        assert prefill is not None
+        q, out = attention.q, attention.out
+        out[plan.tokens :].zero_()  # padding is in no chunk
         lse = torch.full((plan.rows, self.spec.heads), -torch.inf, dtype=torch.float32, device=q.device)
-        top = torch.full_like(lse, -torch.inf)
+        max_logits = torch.full_like(lse, -torch.inf)
 
-        def fill(rows: slice, source: PagedCache) -> None:
-            part = self._attend_rows(q[rows], Selection(source, slots[rows]), sink, q_scale, out[rows])
-            lse[rows] = part.lse
-            top[rows] = part.max_logits if part.max_logits is not None else top[rows]
+        def fill(rows: slice, cache: PagedCache) -> None:
+            selections = [Selection(cache, slots[rows])]
+            lse[rows], max_logits[rows] = attend(attention._replace(q=q[rows], selections=selections, out=out[rows]))
 
         if plan.decode is not None:
-            fill(slice(0, plan.decode.tokens), cache)
-        assert workspace is not None
-        for chunk in prefill.chunks:
-            room = workspace[: chunk.rows]
-            gather_unchecked(cache, chunk.block_table, chunk.lengths, chunk.starts, None, room, self.backend)
-            layout = self._checks.gathered[workspace.dtype]
-            fill(chunk.tokens, PagedCache.rebuilt(room.unsqueeze(1), layout, 1.0))
-        return Attended(out, lse, top)
+            fill(slice(0, plan.decode.tokens), call.cache)
+        for chunk, gather in zip(prefill.chunks, call.gathers, strict=True):
+            gather_kv(gather)
+            fill(chunk.tokens, self._checks.workspace_cache(gather.out))
+        return LayerOutput(out, lse, max_logits, positions)
 
-    def _attend_rows(
-        self,
-        q: Tensor,
-        selection: Selection,
-        sink: Tensor | None,
-        q_scale: float | Tensor,
-        out: Tensor | None,
-    ) -> Attended:
-        spec = self.spec
-        splits = ceil_div(selection.slots.shape[1], FIXED_COLUMNS) if self.batch_invariant else None
-        scale, factor = folded_scale(spec.scale, q_scale)
-        out = new_output(q, spec.value_dim) if out is None else out
-        sink = contiguous_sink(sink)
-        lse, max_logits = attend(Attend(q, [selection], scale, factor, splits, sink, out, True, self.backend))
-        return Attended(out, lse, max_logits)
+    def _nothing(self, call: Call) -> LayerOutput:
+        """The result of a step without requests: all of its rows are padding."""
+        assert call.plan is not None
+        out = call.attend.out
+        lse = torch.full((call.plan.rows, self.spec.heads), -torch.inf, dtype=torch.float32, device=out.device)
+        positions = _no_positions(self.spec, call.plan) if call.positions is None else call.positions
+        return LayerOutput(out.zero_(), lse, lse.clone(), positions)
+
+
+def _arguments(
+    q: Tensor | tuple[Tensor, Tensor],
+    kv: Tensor | tuple[Tensor, Tensor] | None,
+    caches: Caches | PagedCache,
+    plan: Plan,
+    *others: Any,
+) -> Arguments:
+    checks.instance("plan", plan, Plan)
+    q = join_pair("q", q) if isinstance(q, tuple) else q
+    caches = caches if isinstance(caches, Caches) else Caches(caches)
+    return Arguments(q, kv, caches, plan, (plan.request_ids, plan.block_table), *others)
+
+
+def _no_positions(spec: LayerSpec, plan: Plan) -> Tensor:
+    return torch.full((plan.rows, spec.topk or 0), -1, dtype=torch.int32, device=plan.positions.device)

@@ -5,25 +5,25 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tamis import checks
-from tamis.arithmetic import ceil_div, float32_products, without_autocast
+from tamis.arithmetic import float32_products, without_autocast
+from tamis.cache.paged import PagedCache
 from tamis.cache.v4_caches import V4Caches
-from tamis.layers.mla import FIXED_COLUMNS
-from tamis.layers.v4_checks import Projected, V4Checks, attended_rows, entry_plan
-from tamis.layers.v4_gathered import gathered_unchecked
+from tamis.layers.batch_invariance import fixed_splits
+from tamis.layers.v4_checks import Projected, V4Call, V4Checks, V4Writes, entry_plan
+from tamis.layers.v4_gathered import Gathered, run_gathered
 from tamis.layers.v4_weights import CompressorWeights, V4Weights
 from tamis.model.spec import LayerSpec
 from tamis.ops import Rotated
 from tamis.ops.attention import new_output
 from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
-from tamis.ops.compress import operations as compress_ops
+from tamis.ops.compress import has_hadamard
+from tamis.ops.compress.operations import CompressKv, compress_kv
 from tamis.ops.index import WORKSPACE_BYTES
-from tamis.ops.index import registered as index_ops
-from tamis.ops.output import operations as output_ops
-from tamis.ops.output.operations import LowerGroups, RotateToFp8
-from tamis.ops.rotate import operations as rotate_ops
+from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.output.operations import LowerGroups, RotateToFp8, lower_groups, rotate_to_fp8
 from tamis.ops.rotate import run_rotate_and_write
-from tamis.ops.rotate.operations import NormRows, RotateHeads
+from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads, norm_rows, rotate_heads
 from tamis.step.lease import needs_latest_plan
 from tamis.step.v4_plan import V4Plan
 
@@ -34,7 +34,8 @@ class SparseV4:
     """The attention of one V4 layer of any kind: projections, norms and rotations, the writes to all of its caches,
     compression, selection, attention over window and entries with sinks, and the grouped output projection.
 
-    The object holds weights and no state of a step; caches, plan and hidden states are arguments.
+    A call projects its hidden states, builds the operations of its stages, checks all of them, and then runs them in
+    order. The object holds weights and no state of a step: caches, plan and hidden states are arguments.
     """
 
     def __init__(
@@ -51,12 +52,12 @@ class SparseV4:
 
         Args:
             spec: the layer; its kind decides what there is besides the window.
-            weights: of this layer, for the spec's heads.
-            cos_sin: float32 [max_positions, rope_dim] of this kind of layer, from `Rope.from_hf_v4`; layers with a
+            weights: the layer's weights, for the spec's heads.
+            cos_sin: float32 [max_positions, rope_dim] for this kind of layer, from `Rope.from_hf_v4`; layers with a
                 window only have another theta than the rest, and no YaRN.
-            eps: of all norms.
+            eps: the eps of all norms.
             backend: a name from `tamis backends`, or "auto". A named backend runs or the call fails.
-            batch_invariant: as in `SparseMLA`; without effect on prefills that a plan gathers.
+            batch_invariant: as in `SparseMLA`; no effect on prefills that a plan gathers.
         """
         self._checks = V4Checks(spec, weights, cos_sin, eps, backend)
         self.spec, self.weights, self.cos_sin, self.eps = spec, weights, cos_sin, float(eps)
@@ -67,45 +68,35 @@ class SparseV4:
         """Attend the step's tokens: hidden states [rows, hidden] to hidden states of the same shape and dtype.
 
         The tokens' rows, state and entries are written first, since a token attends to itself and to the entry that it
-        completes. Padded rows come out as zeros.
+        completes. Padded rows come out as zeros. Everything is checked before the first write.
         """
         checks.instance("plan", plan, V4Plan)
-        # Everything is checked before anything is written: a refused call leaves the caches as they were.
-        known = self._checks.passed(hidden, caches, plan)
+        known = self._checks.seen_before(hidden, caches, plan)
         if not known:
             self._checks.arguments(hidden, caches, plan)
-        self._checks.no_gradient(hidden)
         if plan.step.requests == 0:
             return torch.zeros_like(hidden)
-        made = self._project(hidden)
+        call = self._build(self._project(hidden), caches, plan)
         if not known:
-            self._checks.stages(made, caches, plan)
-            self._checks.remember(hidden, caches, plan)
-        q, index_q = self.write_unchecked(made, caches, plan)
-        chosen = None
-        if index_q is not None and made.index_weights is not None:
-            chosen = self.select_unchecked(index_q, made.index_weights, caches, plan)
-        return self._output(self._attend(q, chosen, caches, plan), plan)
+            call = self._checks.operations(call)
+        queries = self._write(call.writes)
+        chosen = None if call.index_topk is None else self._select(call, queries)
+        return self._output(self._attend(call, queries.q, chosen), call.output)
 
     @needs_latest_plan
     def write(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> Rotated:
-        """Insert the new tokens' raw rows, remember them for compression, and insert what they complete; the queries
-        [rows, H, D] and the indexer's, which are rotated in the same pass as the rows."""
+        """Insert the new tokens' raw rows and compressor state, and the entries that they complete.
+
+        Returns the queries [rows, H, D] and the indexer's queries, which are rotated in the same launch as the rows.
+        """
         checks.instance("plan", plan, V4Plan)
         self._checks.arguments(hidden, caches, plan)
-        self._checks.no_gradient(hidden)
         made = self._project(hidden)
         if plan.step.requests == 0:
             return Rotated(made.q, made.index_q)
-        self._checks.writes(made, caches, plan)
-        return self.write_unchecked(made, caches, plan)
-
-    def write_unchecked(self, made: Projected, caches: V4Caches, plan: V4Plan) -> Rotated:
-        """As `write`, of what was projected and checked: what a layer call runs."""
-        queries = run_rotate_and_write(self._checks.rotation(made, caches, plan))
-        for _, call in self._checks.compressions(made, caches, plan):
-            compress_ops.compress_kv(call)
-        return queries
+        writes = self._writes(made, caches, plan)
+        self._checks.writes(writes)
+        return self._write(writes)
 
     def select(self, hidden: Tensor, index_q: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
         """Entries int32 [rows, topk] by this layer's indexer, -1 where there are no more. `index_q` is what `write`
@@ -115,98 +106,185 @@ class SparseV4:
         if indexer is None:
             raise checks.refuse("select", "called on a layer with an indexer", self.spec.kind, "it attends to all")
         self._checks.arguments(hidden, caches, plan)
-        self._checks.no_gradient(hidden)
         if plan.step.requests == 0:
             return torch.full((len(hidden), self.spec.topk or 0), -1, dtype=torch.int32, device=hidden.device)
-        weights = project(hidden, indexer.weights, torch.float32)
-        self._checks.selects(index_q, weights, caches, plan)
-        return self.select_unchecked(index_q, weights, caches, plan)
-
-    def select_unchecked(self, index_q: Tensor, index_weights: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
-        """As `select`, of inputs that were checked: what a layer call runs."""
-        spec, entries = self.spec, entry_plan(self.spec, plan)
-        assert caches.index is not None
-        assert spec.topk is not None
-        where = (plan.step.request_ids, entries.block_table, entries.visible)
-        return index_ops.index_topk(
-            index_q, index_weights, caches.index, *where, spec.topk, WORKSPACE_BYTES, self.backend
-        )
+        call = self._index(index_q, project(hidden, indexer.weights, torch.float32), caches, plan)
+        self._checks.index(call)
+        return index_topk(call)
 
     def output(self, attended: Tensor, plan: V4Plan) -> Tensor:
         """Hidden states [rows, hidden] from attention's [rows, H, D], whose values were rotated as keys are."""
         checks.instance("plan", plan, V4Plan)
-        self._checks.outputs(attended, plan)
-        return self._output(attended, plan)
+        self._checks.attended(attended, plan)
+        call = self._output_rotation(attended, plan)
+        self._checks.output(call)
+        return self._output(attended, call)
 
     def _project(self, hidden: Tensor) -> Projected:
-        """The layer's products with hidden states. They write nothing, so checks of what becomes of them come after."""
-        weights, spec = self.weights, self.spec
-        compressed_q = rotate_ops.norm_rows(
-            NormRows(project(hidden, weights.q_a), weights.q_norm, self.eps, self.backend)
+        """The layer's products with hidden states. They write nothing, so the operations that take them can be checked
+        afterwards."""
+        weights, spec, wide = self.weights, self.spec, _product_dtype(hidden)
+        indexer, compressor = weights.indexer, weights.compressor
+        entry, index_q, index_weights, index_entry = None, None, None, None
+        with without_autocast(hidden.device):
+            normed = norm_rows(NormRows(_product(hidden, weights.q_a, wide), weights.q_norm, self.eps, self.backend))
+            q = _product(normed, weights.q_b, wide).unflatten(1, (spec.heads, -1))
+            kv = _product(hidden, weights.kv, wide)
+            if compressor is not None:
+                entry = _float_product(hidden, compressor.values, wide), _float_product(hidden, compressor.scores, wide)
+            if indexer is not None:
+                keys = indexer.compressor
+                index_q = _product(normed, indexer.q, wide).unflatten(1, (spec.index_heads, spec.index_dim))
+                # The model's constant factor is left out: it is positive, so it changes no order.
+                index_weights = _float_product(hidden, indexer.weights, wide)
+                index_entry = _float_product(hidden, keys.values, wide), _float_product(hidden, keys.scores, wide)
+        return Projected(q, kv, entry, index_q, index_weights, index_entry)
+
+    def _build(self, made: Projected, caches: V4Caches, plan: V4Plan) -> V4Call:
+        """The operations of a call. Queries that are yet to be rotated, and attention's output, have stand-ins of the
+        same shape, which the results take the place of."""
+        index = None
+        if made.index_q is not None and made.index_weights is not None:
+            index = self._index(made.index_q, made.index_weights, caches, plan)
+        return V4Call(
+            plan,
+            caches,
+            self._writes(made, caches, plan),
+            index,
+            self._attention(made.q, caches, plan),
+            self._output_rotation(made.q, plan),
         )
-        index_q, index_weights, index_entry = None, None, None
-        if weights.indexer is not None:
-            index_q = project(compressed_q, weights.indexer.q).unflatten(1, (spec.index_heads, spec.index_dim))
-            # The model's constant factor, positive, would change no order.
-            index_weights = project(hidden, weights.indexer.weights, torch.float32)
-            index_entry = _entry(hidden, weights.indexer.compressor)
-        return Projected(
-            project(compressed_q, weights.q_b).unflatten(1, (spec.heads, -1)),
-            project(hidden, weights.kv),
-            None if weights.compressor is None else _entry(hidden, weights.compressor),
-            index_q,
-            index_weights,
-            index_entry,
+
+    def _writes(self, made: Projected, caches: V4Caches, plan: V4Plan) -> V4Writes:
+        weights, step = self.weights, plan.step
+        rotation = RotateAndWrite(
+            made.q,
+            made.kv,
+            caches.window,
+            plan.window.pages.slots,
+            step.positions,
+            self.cos_sin,
+            weights.kv_norm,
+            self.eps,
+            made.index_q,
+            has_hadamard(caches.index),
+            self.backend,
         )
+        compressions = []
+        if weights.compressor is not None and made.entry is not None:
+            assert caches.state is not None
+            assert caches.entries is not None
+            call = self._compression(weights.compressor, made.entry, caches.state, caches.entries, plan)
+            compressions.append(call)
+        if weights.indexer is not None and made.index_entry is not None:
+            assert caches.index_state is not None
+            assert caches.index is not None
+            keys = weights.indexer.compressor
+            compressions.append(self._compression(keys, made.index_entry, caches.index_state, caches.index, plan))
+        return V4Writes(rotation, compressions)
 
-    def _output(self, attended: Tensor, plan: V4Plan) -> Tensor:
-        weights, positions = self.weights, plan.step.positions
-        if weights.o_a_scales is not None:
-            return project(self._lower_in_fp8(attended, positions, weights.o_a_scales), weights.o_b)
-        turned = rotate_ops.rotate_heads(RotateHeads(attended, positions, self.cos_sin, None, True, self.backend))
-        grouped = turned.flatten(1).unflatten(1, (weights.o_a.shape[0], -1)).transpose(0, 1)
-        wide = _product_dtype(turned)
-        with without_autocast(turned.device):
-            lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2)).transpose(0, 1).to(turned.dtype)
-        return project(lowered.flatten(1), weights.o_b)
+    def _compression(
+        self,
+        weights: CompressorWeights,
+        entry: tuple[Tensor, Tensor],
+        state: PagedCache,
+        cache: PagedCache,
+        plan: V4Plan,
+    ) -> CompressKv:
+        entries, step, angles = entry_plan(self.spec, plan), plan.step, self.cos_sin
+        assert entries.state is not None
+        where = (step.positions, entries.state.slots, step.request_ids, entries.state.block_table, entries.slots)
+        bias, norm, hadamard = weights.bias, weights.norm, has_hadamard(cache)
+        return CompressKv(*entry, state, cache, *where, bias, norm, angles, self.eps, hadamard, self.backend)
 
-    def _lower_in_fp8(self, attended: Tensor, positions: Tensor, weight_scales: Tensor) -> Tensor:
-        """[rows, groups * o rank]"""
-        groups, tile = self.weights.o_a.shape[0], self.weights.output_tile
-        assert tile is not None
-        call = RotateToFp8(attended, positions, self.cos_sin, tile, True, self.backend)
-        values, scales = output_ops.rotate_to_fp8(call)
-        grouped, exponents = (part.flatten(1).unflatten(1, (groups, -1)) for part in (values, scales))
-        weight, dtype = self.weights.o_a, attended.dtype
-        lower = LowerGroups(grouped, exponents, weight, weight_scales, dtype, self.backend)
-        return output_ops.lower_groups(lower).flatten(1)
+    def _index(self, index_q: Tensor, index_weights: Tensor, caches: V4Caches, plan: V4Plan) -> IndexTopk:
+        entries = entry_plan(self.spec, plan)
+        assert caches.index is not None
+        assert self.spec.topk is not None
+        where = (plan.step.request_ids, entries.block_table, entries.visible)
+        numbers = (self.spec.topk, WORKSPACE_BYTES, self.backend)
+        return IndexTopk(index_q, index_weights, caches.index, *where, *numbers)
 
-    def _attend(self, q: Tensor, chosen: Tensor | None, caches: V4Caches, plan: V4Plan) -> Tensor:
-        spec, sink = self.spec, self.weights.sink
+    def _attention(self, q: Tensor, caches: V4Caches, plan: V4Plan) -> Attend | Gathered:
+        """Attention over the window and, where a layer has them, entries; those that an indexer chooses are added once
+        it has run."""
+        spec, sink = self.spec, contiguous_sink(self.weights.sink)
         if plan.workspace is not None:
+            chosen = self._checks.stand_in(plan) if spec.kind == "overlapping" else None
             numbers = (spec.compress, spec.scale, spec.value_dim, sink, self.backend)
-            return gathered_unchecked(q, plan, caches.window, caches.entries, chosen, *numbers)
-        selections = attended_rows(spec, chosen, caches, plan)
-        columns = sum(s.slots.shape[1] for s in selections)
-        splits = ceil_div(columns, FIXED_COLUMNS) if self.batch_invariant else None
+            return Gathered(q, plan, caches.window, caches.entries, chosen, *numbers)
+        selections, columns = [plan.window.selection(caches.window)], plan.window.slots.shape[1]
+        if spec.kind != "window" and caches.entries is not None:
+            entries = entry_plan(spec, plan)
+            columns += entries.columns
+            if spec.kind == "plain":
+                selections.append(entries.selection(caches.entries))
+        splits = fixed_splits(columns) if self.batch_invariant else None
         out = new_output(q, spec.value_dim)
-        attend(Attend(q, selections, spec.scale, None, splits, contiguous_sink(sink), out, False, self.backend))
-        return out
+        return Attend(q, selections, spec.scale, None, splits, sink, out, False, self.backend)
 
+    def _output_rotation(self, attended: Tensor, plan: V4Plan) -> RotateHeads | RotateToFp8:
+        tile, positions = self.weights.output_tile, plan.step.positions
+        if tile is None:
+            return RotateHeads(attended, positions, self.cos_sin, None, True, self.backend)
+        return RotateToFp8(attended, positions, self.cos_sin, tile, True, self.backend)
 
-def _entry(hidden: Tensor, weights: CompressorWeights) -> tuple[Tensor, Tensor]:
-    """Values and scores of each token for a compressor."""
-    return project(hidden, weights.values, torch.float32), project(hidden, weights.scores, torch.float32)
+    def _write(self, writes: V4Writes) -> Rotated:
+        queries = run_rotate_and_write(writes.rotation)
+        for compression in writes.compressions:
+            compress_kv(compression)
+        return queries
+
+    def _select(self, call: V4Call, queries: Rotated) -> Tensor:
+        """Run the indexer. Tools that watch a layer override this."""
+        assert call.index_topk is not None
+        assert queries.index_q is not None
+        return index_topk(call.index_topk._replace(q=queries.index_q))
+
+    def _attend(self, call: V4Call, q: Tensor, chosen: Tensor | None) -> Tensor:
+        if isinstance(call.attend, Gathered):
+            return run_gathered(call.attend._replace(q=q, chosen=chosen))
+        selections = call.attend.selections
+        if chosen is not None and call.caches.entries is not None:
+            entries = call.plan.entries[self.spec.compress]
+            selections = [*selections, entries.selection(call.caches.entries, chosen)]
+        attend(call.attend._replace(q=q, selections=selections))
+        return call.attend.out
+
+    def _output(self, attended: Tensor, call: RotateHeads | RotateToFp8) -> Tensor:
+        """The grouped output projection: each group of heads to a low rank, then all of them to hidden states."""
+        weights, wide = self.weights, _product_dtype(attended)
+        groups = weights.o_a.shape[0]
+        with without_autocast(attended.device):
+            if isinstance(call, RotateToFp8):
+                assert weights.o_a_scales is not None
+                parts = rotate_to_fp8(call._replace(x=attended))
+                values, scales = (part.flatten(1).unflatten(1, (groups, -1)) for part in parts)
+                lower = LowerGroups(values, scales, weights.o_a, weights.o_a_scales, attended.dtype, self.backend)
+                return _product(lower_groups(lower).flatten(1), weights.o_b, wide)
+            rotated = rotate_heads(call._replace(x=attended))
+            grouped = rotated.flatten(1).unflatten(1, (groups, -1)).transpose(0, 1)
+            lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2))
+            return _product(lowered.transpose(0, 1).to(rotated.dtype).flatten(1), weights.o_b, wide)
 
 
 def project(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """x @ weight.T in x's dtype, or another; on a CPU the product runs in float32."""
-    wide = _product_dtype(x)
+    """x @ weight.T in x's dtype or in float32; on a CPU the product runs in float32."""
     with without_autocast(x.device):
-        if dtype == torch.float32 and wide in (torch.bfloat16, torch.float16):
-            # What the product sums in float32 anyway is not rounded in between.
-            return torch.mm(x, weight.to(wide).T, out_dtype=dtype)
-        return linear(x.to(wide), weight.to(wide)).to(x.dtype if dtype is None else dtype)
+        multiply = _float_product if dtype == torch.float32 else _product
+        return multiply(x, weight, _product_dtype(x))
+
+
+def _product(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+    """x @ weight.T, computed in `wide`, in x's dtype."""
+    return linear(x.to(wide), weight.to(wide)).to(x.dtype)
+
+
+def _float_product(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+    """x @ weight.T in float32. A product of 16-bit factors is summed in float32 anyway, and not rounded afterwards."""
+    if wide in (torch.bfloat16, torch.float16):
+        return torch.mm(x, weight.to(wide).T, out_dtype=torch.float32)
+    return linear(x.to(wide), weight.to(wide)).to(torch.float32)
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:

@@ -1,7 +1,7 @@
-"""Absorbed projections: `kv_b_proj` split into the part that goes onto queries and the part that goes onto outputs.
+"""Weight absorption: `kv_b_proj` is applied to queries and outputs instead of to cached rows.
 
-With the key up-projection applied to the query, attention sees one latent row per token for all heads; the value
-up-projection is applied once to the latent output.
+Its key half multiplies the query, so that attention reads one latent row per token for all heads. Its value half
+multiplies the latent output.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,8 @@ class AbsorbedWeights:
         latent_dim: int,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        """From `kv_b_proj.weight` [H * (P + V), L]: per head the first P rows serve keys, the last V rows values."""
+        """From `kv_b_proj.weight` [H * (P + V), L]: of each head's rows, the first P are for keys and the last V for
+        values."""
         sizes = {"heads": heads, "nope_dim": nope_dim, "value_dim": value_dim, "latent_dim": latent_dim}
         for name, size in sizes.items():
             checks.integer(name, size, low=1)
@@ -87,15 +88,15 @@ class AbsorbedWeights:
 
 
 def _per_head(x: Tensor, weight: Tensor) -> Tensor:
-    # 16-bit matrix products are not usable on every CPU, and a reference should not round twice. On a device, float32
-    # products follow what the program allows, as those of every other linear layer of the model do.
+    # On a CPU, products are computed in float32 or better: not every CPU has 16-bit products, and a reference should
+    # round only once. On a GPU they follow the program's settings, like those of the model's other linear layers.
     wide = float32_products(x.device) if x.device.type == "cpu" else x.dtype
     with without_autocast(x.device):
         return torch.bmm(x.transpose(0, 1).to(wide), weight.to(wide)).transpose(0, 1).to(x.dtype)
 
 
 def layer_weight(layer: Any) -> Tensor:
-    """The raw weight of a linear layer under any of the names that engines use."""
+    """The stored weight of a linear layer, under any of the names that engines use."""
     for name in WEIGHT_NAMES:
         weight = getattr(layer, name, None)
         if isinstance(weight, Tensor):
@@ -106,8 +107,8 @@ def layer_weight(layer: Any) -> Tensor:
 def dense_weight(layer: Any, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The [out, in] weight of a plain or quantised linear layer.
 
-    A quantised layer (one with a `quant_method` that is not `UnquantizedLinearMethod`) is dequantised by pushing an
-    identity matrix through it: exact for any scheme, cubic in cost, meant for load time.
+    A quantised layer (one with a `quant_method` other than `UnquantizedLinearMethod`) is dequantised by applying it to
+    an identity matrix. That is exact for any scheme; its cost is cubic, so it is meant for load time.
     """
     checks.option("dtype", dtype, _DTYPES)
     method = getattr(layer, "quant_method", None)
@@ -130,7 +131,7 @@ def dequantise_blocks(
     sizes = checks.tensor("weight", weight, "N K", (torch.float8_e4m3fn,))
     down, across = ceil_div(sizes["N"], block), ceil_div(sizes["K"], block)
     checks.tensor("scale_inv", scale_inv, "R C", (torch.float32,), device=weight.device, R=down, C=across)
-    # A block may be larger than the weight: no more copies of a factor are made than it has rows or columns.
+    # A block may be larger than the weight, so a factor is repeated at most as often as the weight has rows or columns.
     rows, columns = min(block, sizes["N"]), min(block, sizes["K"])
     factors = scale_inv.repeat_interleave(rows, 0)[: sizes["N"]].repeat_interleave(columns, 1)[:, : sizes["K"]]
     return (weight.float() * factors).to(dtype)

@@ -1,4 +1,4 @@
-"""Settings out of Hugging Face configs, which are JSON that anybody may have written: each is checked when read."""
+"""Reading settings from Hugging Face configs. Anybody may have written the JSON, so each setting is checked."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def fields_of(config: Any) -> Mapping[str, Any]:
 
 
 def whole(fields: Mapping[str, Any], name: str, *, low: int = 1, default: int | None = None) -> int:
-    """An integer setting; refused where it is absent and there is no default. JSON may have written 64 as 64.0."""
+    """An integer setting, which may be written as 64.0. Without a default, an absent setting is refused."""
     value = fields.get(name)
     if value is None:
         if default is None:
@@ -31,7 +31,7 @@ def whole(fields: Mapping[str, Any], name: str, *, low: int = 1, default: int | 
 
 
 def real(fields: Mapping[str, Any], name: str, default: float, *, low: float | None = None) -> float:
-    """A number; positive unless `low` says from where on."""
+    """A number: positive, or at least `low` if that is given."""
     value = fields.get(name)
     if value is None:
         return default
@@ -43,7 +43,7 @@ def real(fields: Mapping[str, Any], name: str, default: float, *, low: float | N
 
 
 def group(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Settings below a name; empty where there are none."""
+    """A nested dictionary of settings; empty if it is absent."""
     value = fields.get(name)
     if value is None:
         return {}
@@ -53,7 +53,7 @@ def group(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def listed(fields: Mapping[str, Any], name: str) -> Sequence[Any] | None:
-    """A list of settings, or a text with one letter for each; None where there is none."""
+    """A list with one setting per layer, or a text with one letter per layer; None if it is absent."""
     value = fields.get(name)
     if value is not None and not isinstance(value, list | tuple | str):
         raise checks.refuse_type(f"config.{name}", "a list", checks.describe(value), "fix the config")
@@ -61,6 +61,6 @@ def listed(fields: Mapping[str, Any], name: str) -> Sequence[Any] | None:
 
 
 def rope_width(fields: Mapping[str, Any]) -> int:
-    """How many columns of a V4 head are rotated."""
+    """The number of rotated columns of a V4 head."""
     given = whole(fields, "qk_rope_head_dim", low=0, default=0)
     return given or int(whole(fields, "head_dim") * real(fields, "partial_rotary_factor", 0.125))

@@ -9,23 +9,24 @@ from tamis.model import hf_config
 
 @dataclass(frozen=True)
 class IndexRecipe:
-    """What is done to index queries and index keys alike: their dot products mean something only if both had the same.
+    """How index queries and index keys are rotated. Their dot products are scores only if both have the same recipe.
 
-    The defaults are DeepSeek-V3.2's. A `PagedCache` of index keys may record its recipe (`recipe=`); what is written to
-    it and compared with it must then have the same one.
+    The defaults are DeepSeek-V3.2's. A `PagedCache` of index keys may record its recipe (`recipe=`), and then refuses
+    keys and queries of another one.
     """
 
     rope_dim: int = 64
-    """How many of the columns are rotated."""
+    """The number of rotated columns."""
     interleaved: bool = False
-    """Pairs (2i, 2i+1); otherwise pairs (i, i + rope_dim/2)."""
+    """Whether the rope rotates pairs (2i, 2i+1); otherwise pairs (i, i + rope_dim/2)."""
     rope_first: bool = True
-    """The rotated columns are the first (V3.2); otherwise the last (V4)."""
+    """Whether the rotated columns are the first (V3.2); otherwise they are the last (V4)."""
     hadamard: bool = False
-    """Rotate by the orthonormal Hadamard matrix after the rope: the same scores, a smaller quantisation error."""
+    """Whether rows are multiplied by the orthonormal Hadamard matrix after the rope. Scores stay the same, and the
+    quantisation error gets smaller."""
 
     def __post_init__(self) -> None:
-        """Refuse a rope that has no pairs."""
+        """Refuse an odd number of rotated columns."""
         for name in ("interleaved", "rope_first", "hadamard"):
             checks.flag(name, getattr(self, name))
         if checks.integer("rope_dim", self.rope_dim, low=0) % 2:
@@ -33,11 +34,11 @@ class IndexRecipe:
 
     @classmethod
     def of_v4(cls, rope_dim: int = 64, *, hadamard: bool = False) -> Self:
-        """DeepSeek-V4's: adjacent pairs in the last columns."""
+        """DeepSeek-V4's recipe: the rope rotates adjacent pairs in the last columns."""
         return cls(rope_dim, interleaved=True, rope_first=False, hadamard=hadamard)
 
     def check_width(self, width: int, name: str = "width") -> None:
-        """Refuse rows that the Hadamard matrix does not fit; `name` is what the caller calls their width."""
+        """Refuse a row width that is not a power of two if there is a Hadamard matrix. `name` is the width's name."""
         if self.hadamard:
             check_hadamard(width, name)
 
@@ -45,8 +46,8 @@ class IndexRecipe:
     def from_hf(cls, config: Any, *, hadamard: bool = False) -> Self:
         """From a Hugging Face config (object or dict) of the V3.2 family (V3.2, GLM-5.x) or the V4 family.
 
-        `indexer_rope_interleave` decides the pairs where a V3.2-like config has it; otherwise they are halves, and
-        adjacent in GLM-MoE-DSA, as in transformers' own model.
+        In the V3.2 family `indexer_rope_interleave` decides which pairs are rotated. Without it they are adjacent in
+        GLM-MoE-DSA and halves in other models, as in transformers.
         """
         fields = hf_config.fields_of(config)
         if hf_config.whole(fields, "kv_lora_rank", low=0, default=0):

@@ -1,4 +1,4 @@
-"""Rotary embedding: frequencies (plain and YaRN), tables, both pair layouts, and the softmax scale behind them."""
+"""Rotary embedding: frequencies (plain and YaRN), tables, rotation, and the softmax scale that YaRN changes."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from tamis.model import hf_config
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary settings of one layer. `factor` 1 means no YaRN."""
+    """The rotary settings of one layer. A `factor` of 1 means no YaRN."""
 
     dim: int
     theta: float = 10000.0
@@ -63,15 +63,17 @@ class Rope:
 
     @classmethod
     def from_hf_v4(cls, config: Mapping[str, Any], dim: int, *, compressed: bool) -> Self:
-        """From a V4 config dict: the compressed layers' settings, or those of layers with a window only, which have
-        another theta and no YaRN. V4 never scales cosines and sines."""
+        """From a V4 config dict: the settings of compressed layers, or those of layers with only a window.
+
+        The latter have another theta and no YaRN. V4 never scales cosines and sines.
+        """
         config = hf_config.fields_of(config)
         found = _settings(config)
         if not checks.flag("compressed", compressed):
             nested = hf_config.group(found, "main")
             theta = hf_config.real(config, "rope_theta", 10000.0)
             return cls(dim, hf_config.real(nested, "rope_theta", theta))
-        # Flat settings may name the other layers' theta; nested ones name each their own.
+        # Nested settings have a theta for each kind of layer. A flat theta may be that of the other kind.
         nested = hf_config.group(found, "compress")
         own = hf_config.real(nested, "rope_theta", hf_config.real(config, "compress_rope_theta", 160000.0))
         scaling = {**(nested or found), "rope_theta": own, "mscale": 0.0, "mscale_all_dim": 0.0}
@@ -139,7 +141,7 @@ def rotate(x: Tensor, cos_sin: Tensor, *, interleaved: bool, inverse: bool = Fal
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
-    """x / rms(x) over the last axis, times `weight` where there is one."""
+    """x / rms(x) over the last axis, times `weight` if it is given."""
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return normed if weight is None else normed * weight
 

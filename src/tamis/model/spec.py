@@ -9,9 +9,9 @@ from tamis.model import hf_config
 from tamis.model.rope import Rope
 
 LayerKind = Literal["tokens", "window", "overlapping", "plain"]
-"""What a layer attends to: tokens that an indexer selects (V3.2); or a window of the last raw tokens (V4), alone, with
-entries pooled from overlapping spans of which an indexer selects some (C4A), or with all entries of plain spans
-(C128A)."""
+"""What a layer attends to. "tokens": tokens that an indexer selects (V3.2). The other kinds are V4's and have a window
+of the last raw tokens: "window" has nothing else, "overlapping" adds entries of overlapping spans that an indexer
+selects (C4A), and "plain" adds all entries of plain spans (C128A)."""
 _V4_KINDS: dict[str, LayerKind] = {
     "sliding_attention": "window",
     "compressed_sparse_attention": "overlapping",
@@ -21,24 +21,24 @@ _V4_KINDS: dict[str, LayerKind] = {
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: widths of a cached row, how many of its columns are the value, heads on this rank, and selection."""
+    """The numbers of one attention layer on this rank: heads, widths of a cached row, and what it selects."""
 
     heads: int
     latent_dim: int = 512
     rope_dim: int = 64
     value_dim: int = 512
     scale: float = 1.0
-    """Softmax scale. There is no safe default for real models: use `from_hf`, or pass the model's."""
+    """Softmax scale. The default suits no real model: use `from_hf`, or pass the model's."""
     topk: int | None = None
-    """How many positions are selected per token; None where a layer has only a window."""
+    """Positions, or entries in V4, that are selected per token; None for layers that select none."""
     index_heads: int = 0
     index_dim: int = 0
     reuse_topk: bool = False
-    """The layer attends to the positions an earlier layer selected and runs no indexer of its own."""
+    """Whether the layer attends to the positions that an earlier layer selected, without an indexer of its own."""
     window: int | None = None
-    """How many raw tokens, the query's own included, are attended besides compressed entries (V4)."""
+    """Raw tokens in the window (V4), the query's own included."""
     compress: int = 1
-    """How many tokens one compressed entry stands for (V4: 1, 4 or 128)."""
+    """Tokens that one compressed entry stands for (V4: 1, 4 or 128)."""
     sink: bool = False
     kind: LayerKind = "tokens"
 
@@ -68,7 +68,7 @@ class LayerSpec:
 
     @property
     def head_dim(self) -> int:
-        """Width of a query head and of a cached row."""
+        """The width of a query head and of a cached row."""
         return self.latent_dim + self.rope_dim
 
     @classmethod
@@ -77,8 +77,8 @@ class LayerSpec:
 
         Args:
             config: the model's config.
-            layer: index of the layer; layers differ in whether they share top-k and in how they compress.
-            tensor_parallel: over how many ranks the heads are split.
+            layer: index of the layer. Layers differ in whether they reuse a selection and in how they compress.
+            tensor_parallel: the number of ranks that share the heads.
         """
         fields = hf_config.fields_of(config)
         checks.integer("layer", layer, low=0)
@@ -136,7 +136,7 @@ _KINDS = ("full", "shared")
 
 
 def _reuses_topk(fields: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer attends to an earlier layer's selection. A list or a pattern wins over the frequency rule."""
+    """Whether a layer attends to an earlier layer's selection. A list or pattern overrides the frequency rule."""
     if layer >= hf_config.whole(fields, "num_hidden_layers", low=0, default=layer + 1):
         return False  # speculative (MTP) layers always own an indexer
     kinds = hf_config.listed(fields, "indexer_types")
@@ -151,7 +151,7 @@ def _reuses_topk(fields: Mapping[str, Any], layer: int) -> bool:
 
 
 def _v4_kind(fields: Mapping[str, Any], layer: int) -> tuple[LayerKind, int]:
-    """Kind and ratio of a layer; speculative (MTP) layers have a window only."""
+    """Kind and ratio of a layer. Speculative (MTP) layers have only a window."""
     if layer >= hf_config.whole(fields, "num_hidden_layers", low=0, default=layer + 1):
         return "window", 1
     ratios = hf_config.listed(fields, "compress_ratios")

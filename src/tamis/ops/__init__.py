@@ -1,8 +1,9 @@
 """The stages, in the order in which a layer runs them: (rotate, compress,) write, (select,) index, translate, (gather,)
-attend, combine.
+attend, combine (, output). Those in brackets belong to DeepSeek-V4 or to gathered prefills.
 
-Each stage is a package: `__init__` checks the arguments, `reference` is the plain-torch definition, and kernels stand
-beside it with the same signature. `library` picks the backend and makes each stage a torch op for torch.compile.
+Each stage is a package: `operations` declares what it computes, `__init__` offers it and checks the arguments,
+`reference` is the definition in plain torch, and the modules beside it are the backends' kernels. `library` picks the
+backend and makes each operation a torch op for torch.compile.
 """
 
 from tamis.ops.attention import attend, attend_slots
@@ -14,7 +15,7 @@ from tamis.ops.index.mxfp4 import PackedQuery, pack_index_query, unpack_index_qu
 from tamis.ops.index.prepare import quantise_index_query, rotate_index, write_index_keys
 from tamis.ops.output import Fp8Heads, lower_groups, quantise_blocks, rotate_to_fp8
 from tamis.ops.rotate import Rotated, norm_rows, rotate_and_write, rotate_heads
-from tamis.ops.select import select_chosen, select_entries, select_gathered, select_mixed, select_window
+from tamis.ops.select import select_chosen, select_entries, select_gathered, select_window
 from tamis.ops.translate import Translated, translate_positions
 from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
 
@@ -50,7 +51,6 @@ __all__ = [
     "select_chosen",
     "select_entries",
     "select_gathered",
-    "select_mixed",
     "select_window",
     "topk_positions",
     "translate_positions",

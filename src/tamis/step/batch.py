@@ -1,4 +1,4 @@
-"""What a caller knows about one step: `Batch`, and a short notation for its shape."""
+"""`Batch`: what a caller knows about one step. `Batch.parse` builds one from a short notation of its shape."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,23 +16,23 @@ _GROUP = re.compile(r"(?P<count>\d+)?q(?P<query>\d+)(?P<query_k>k)?(?:s(?P<lengt
 
 @dataclass(frozen=True, eq=False)
 class PageMap:
-    """Where the requests of a step live in one paged pool."""
+    """Where the requests of a step lie in one pool of pages."""
 
     block_table: Tensor
-    """int32 [B, W] page ids, on the planner's device or on the host; negative entries are absent pages."""
+    """int32 [B, W] page ids, on the planner's device or on the host; negative for absent pages."""
     slots: Tensor
-    """int32 or int64 [T], the slot of each new token; negative: do not write (padding)."""
+    """int32 or int64 [T], the slot of each new token; tokens with a negative slot (padding) are not written."""
     page_size: int | None = field(default=None, kw_only=True)
-    """Of the pool, where known: a planner made for another one then refuses the batch."""
+    """The pool's page size, if known. A planner made for another page size then refuses the batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One step: requests in decode-first order, each with some new tokens.
 
-    The planner needs the query starts and the lengths on the host, so that it never waits for the device. Where the
-    exact lengths are known on the device only, pass them as `lengths` and a host copy that is exact for prefills and
-    an upper bound for decodes as `host_lengths`.
+    The planner reads the query starts and the lengths on the host, so that it never waits for the device. If only the
+    device knows the exact lengths, pass them as `lengths`, and as `host_lengths` numbers that are exact for prefills
+    and upper bounds for decodes.
     """
 
     query_starts: Tensor
@@ -42,13 +42,13 @@ class Batch:
     pages: PageMap
     """The pool of latent rows (and index keys)."""
     host_lengths: Tensor | None = None
-    """int32 [B] on the host; `lengths` itself if that is on the host."""
+    """int32 [B] on the host; not needed if `lengths` is on the host."""
     padded_tokens: int | None = None
-    """How many token rows the step runs if a captured graph pads it; the number of new tokens if not given."""
+    """The number of token rows if a captured graph pads the step; otherwise that of new tokens."""
     prefilling: Sequence[bool] | None = None
-    """Marks requests whose prompt is not finished, so that short pieces of a prompt are not taken for decodes."""
+    """Which requests have an unfinished prompt, so that the short end of a prompt does not count as decode."""
     other_pages: Mapping[str, PageMap] = field(default_factory=dict)
-    """Further pools by name, for layers with more than one (a sliding window, compressor state)."""
+    """Further pools by name, for layers with several caches (a sliding window, compressor state)."""
 
     @classmethod
     def build(
@@ -60,8 +60,15 @@ class Batch:
         requests: Sequence[object] | None = None,
         other_pools: Mapping[str, PagePool] | None = None,
     ) -> Self:
-        """A batch over a page pool; pages are allocated as needed, or, where something is refused, not at all.
-        `requests` are the pool's names for them, and `other_pools` become `other_pages`."""
+        """A batch whose pages come from a pool. If the batch is refused, no page is allocated.
+
+        Args:
+            query_lengths: new tokens of each request.
+            lengths: context plus new tokens of each request.
+            pool: the pool of latent rows.
+            requests: the pool's names for the requests; 0, 1, ... if not given.
+            other_pools: further pools by name, which become `other_pages`.
+        """
         for name, numbers in (("query_lengths", query_lengths), ("lengths", lengths)):
             checks.sequence(name, numbers)
         if other_pools is not None and not isinstance(other_pools, Mapping):
@@ -82,8 +89,8 @@ class Batch:
 
     @classmethod
     def parse(cls, shape: str, pool: PagePool) -> Self:
-        """A batch from its shape: `"32q1s1k_2q1k"` is 32 requests with 1 new token after 1023 others, then 2 prompts
-        of 1024 new tokens. `k` is 1024; without `s` a request has no earlier context."""
+        """A batch from its shape, such as `"32q1s1k_2q1k"`: 32 requests with 1 new token and 1024 tokens in all, then 2
+        prompts of 1024 new tokens. `k` means 1024. A group without `s` has no earlier context."""
         query_lengths, lengths = parse_shape(shape)
         return cls.build(query_lengths, lengths, pool)
 
@@ -99,7 +106,7 @@ def _check_lengths(names: list[object], query_lengths: Sequence[int], lengths: S
     for name in names:
         checks.hashable("requests", name)
         if name in seen:
-            raise checks.refuse("requests", "different names", f"{name!r} twice", "they would share slots")
+            raise checks.refuse("requests", "different names", f"{name!r} twice", "one name stands for one request")
         seen.add(name)
 
 
@@ -133,11 +140,13 @@ def parse_shape(shape: str) -> tuple[list[int], list[int]]:
     for group in checks.instance("shape", shape, str).split("_"):
         found = _GROUP.fullmatch(group)
         if found is None:
-            raise checks.refuse("shape", "groups like 32q1s1k joined by _", repr(group), "count, q<new>, s<total>")
+            remedy = "write [count]q<new tokens>[s<all tokens>]"
+            raise checks.refuse("shape", "groups like 32q1s1k joined by _", repr(group), remedy)
         query = int(found["query"]) * (1024 if found["query_k"] else 1)
         length = int(found["length"]) * (1024 if found["length_k"] else 1) if found["length"] else query
         if length < query:
-            raise checks.refuse("shape", "totals that include the new tokens", repr(group), "s counts q too")
+            expected = f"of totals that include the new tokens (s >= q={query})"
+            raise checks.refuse("shape", expected, repr(group))
         count = int(found["count"] or 1)
         query_lengths += [query] * count
         lengths += [length] * count

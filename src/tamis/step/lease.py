@@ -1,8 +1,8 @@
-"""`Lease`: which plan of a planner is the latest, and whether something runs on it.
+"""`Lease`: which plan of a planner is the latest, and whether a layer is running on it.
 
-All plans of a planner are views of one set of buffers, so only the latest says what lies there. A layer that ran on an
-earlier one would write one request's tokens into another's pages. Captured graphs run no Python and are not affected:
-they are replayed on the buffers, whatever plan filled them last.
+All plans of a planner are views of one set of buffers, so only the latest plan describes what the buffers hold. A layer
+that ran on an earlier plan would write one request's tokens into another request's pages. Captured graphs are not
+affected: their replay runs no Python and reads the buffers, which the latest plan has filled.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,28 +19,28 @@ R = TypeVar("R")
 
 
 class Lease:
-    """Shared by a planner and its plans: numbers the plans, and knows whether the latest is in use.
+    """Numbers the plans of a planner and counts the users of the latest one. The planner and its plans share it.
 
-    Whoever uses a plan first says so and then looks at the number; whoever plans first changes the number and then
-    looks for users. So at least one of two threads that do this at the same time sees the other, and using a plan takes
-    no lock, which would cost several times as much.
+    A user first registers and then compares the plan's number. A planner first changes the number and then looks for
+    users. If two threads do this at the same time, at least one of them sees the other. So using a plan needs no lock,
+    which would cost several times as much.
     """
 
     __slots__ = ("_planning", "_users", "generation")
 
     def __init__(self, generation: int = 0) -> None:
-        """Start with no plan that is valid."""
+        """Start without a valid plan."""
         self.generation = generation
         self._planning = Lock()
         self._users: list[None] = []
 
     def __reduce__(self) -> tuple[type["Lease"], tuple[int]]:
-        """A copy of a plan has buffers of its own and stays valid: it gets a lease of its own."""
+        """Give a copied plan a lease of its own: it has buffers of its own too, so it stays valid."""
         return Lease, (self.generation,)
 
     @contextmanager
     def renewed(self) -> Iterator["Use"]:
-        """The block in which the next plan is written. Earlier plans end with its beginning, even if it fails."""
+        """The block in which the next plan is written. It ends the validity of earlier plans, even if it fails."""
         if not self._planning.acquire(blocking=False):
             raise _refuse_planning("another plan() under way")
         try:
@@ -54,16 +54,16 @@ class Lease:
 
 
 class Use:
-    """The block in which something runs on a plan; blocks of one plan may be nested."""
+    """The block in which a layer runs on a plan. Blocks of one plan may be nested."""
 
     __slots__ = ("_lease", "_users", "generation")
 
     def __init__(self, lease: Lease, generation: int) -> None:
-        """Of the plan with this number."""
+        """Remember the plan's number, its generation."""
         self._lease, self._users, self.generation = lease, lease._users, generation
 
     def __enter__(self) -> None:
-        """Refuse a plan that is not the latest; let nobody plan until the block ends."""
+        """Refuse a plan that is not the latest, and keep the planner from planning until the block ends."""
         self._users.append(None)
         if self._lease.generation != self.generation:
             self._users.pop()
@@ -72,7 +72,7 @@ class Use:
             raise checks.refuse("plan", "the planner's latest", received, remedy)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Let others plan again."""
+        """Let the planner plan again."""
         self._users.pop()
 
 
@@ -82,7 +82,7 @@ def _refuse_planning(received: str) -> ValueError:
 
 
 def needs_latest_plan(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function with an argument `plan` run in a block of `plan.using()`, before which it looks at nothing."""
+    """Run a function with an argument `plan` inside a block of `plan.using()`, which refuses a stale plan first."""
     at = list(signature(function).parameters).index("plan")
 
     @wraps(function)

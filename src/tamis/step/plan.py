@@ -1,4 +1,4 @@
-"""What a step's metadata is (`Plan`), and how large a step may be (`Limits`)."""
+"""`Plan`: the metadata of one step. `Limits`: how large a step may be."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,25 +18,28 @@ Mode = Literal["auto", "mixed", "separate"]
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest step a planner must hold, and how it cuts batches."""
+    """The largest step that a planner allocates buffers for, and how it splits batches."""
 
     max_tokens: int
-    """New tokens per step, graph padding included."""
+    """New tokens per step, with the padding of captured graphs."""
     max_requests: int
     max_length: int
-    """Tokens per request."""
+    """Tokens per request, context and new ones."""
     page_size: int = 64
     other_page_sizes: Mapping[str, int] = field(default_factory=dict)
-    """Page sizes of further pools, by the names that batches use."""
+    """Page sizes of further pools, by their names in `Batch.other_pages`."""
     speculative_tokens: int = 0
+    """Draft tokens that a decode verifies besides its own."""
     parallel_drafting: bool = False
+    """Whether drafts are made in parallel. A decode then has twice as many draft tokens."""
     base_threshold: int = 1
-    """Longest query that counts as decode, before speculative tokens raise it."""
+    """The longest query that counts as decode, unless speculative tokens raise it."""
     context_parallel: bool = False
+    """Whether ranks share the rows of each request."""
     uniform_decodes: bool = True
-    """Decodes must share one query length, so that they can be shaped [requests, query length]."""
+    """Whether all decodes must have the same query length, so that they can be shaped [requests, query length]."""
     workspace_rows: int | None = None
-    """Rows that gathered prefills may take at once; 5 x max_length if not given."""
+    """Rows of the workspace for gathered prefills; 5 * max_length if not given."""
 
     def __post_init__(self) -> None:
         """Refuse impossible limits."""
@@ -58,7 +61,7 @@ class Limits:
 
     @property
     def threshold(self) -> int:
-        """Longest query that counts as decode."""
+        """The longest query that counts as decode."""
         return decode_threshold(
             self.base_threshold,
             speculative_tokens=self.speculative_tokens,
@@ -72,26 +75,28 @@ class DecodePart:
     """The decode tokens, which come first."""
 
     requests: int
-    """Requests with at least one token; graph padding is not counted."""
+    """Requests with at least one token, so without the padding of captured graphs."""
     tokens: int
     query_length: int | None
-    """Tokens of every request, where they are uniform."""
+    """Tokens of each request, if all have the same number."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Prefill requests that share the workspace for one gather and one attention call."""
+    """Prefill requests that share the workspace in one gather and one attention call."""
 
     requests: slice
-    """Rows of the batch's block table."""
+    """Their rows in the plan's block table."""
     tokens: slice
-    """Rows of the query."""
+    """Their rows in the query."""
     rows: int
-    """Workspace rows in use."""
+    """Workspace rows that they fill."""
     block_table: Tensor
+    """int32 [requests, pages]"""
     lengths: Tensor
+    """int32 [requests]: workspace rows of each request, one per token."""
     starts: Tensor
-    """First workspace row of each request, from 0."""
+    """int32 [requests]: first workspace row of each request, from 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,55 +106,58 @@ class PrefillPart:
     requests: int
     tokens: int
     ids: Tensor
-    """int32 [tokens of the step]: -1 for decode tokens, else the number of the prefill."""
+    """int32 [rows of the step]: the number of the token's prefill, -1 for decode tokens and padding."""
     starts: Tensor
-    """int32 [requests]: first workspace row, from 0 in each chunk."""
+    """int32 [requests]: first workspace row of each request, from 0 in each chunk."""
     lengths: Tensor
+    """int32 [requests]: context plus new tokens."""
     chunks: tuple[Chunk, ...]
     """Empty in mixed mode, where prefills read the cache directly."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Everything about a step that is the same in all layers. Tensors are views of the planner's buffers."""
+    """What all layers need to know about a step. Tensors are views of the planner's buffers."""
 
     requests: int
     tokens: int
     """New tokens, without padding."""
     rows: int
-    """Token rows that the step runs, with padding."""
+    """Token rows, with padding."""
     max_query: int
+    """The most new tokens of a request."""
     max_length: int
+    """The most tokens of a request, context and new ones."""
     page_size: int
     topk: int | None
     mode: Literal["mixed", "separate"]
     query_starts: Tensor
-    """int32 [requests + 1]"""
+    """int32 [requests + 1]: running sum of the new tokens."""
     lengths: Tensor
-    """int32 [requests]"""
+    """int32 [requests]: context plus new tokens."""
     request_ids: Tensor
-    """int32 [rows]; 0 for padding, so that it names a legal row."""
+    """int32 [rows]: the block-table row of each token; 0 for padding, which is a row that exists."""
     positions: Tensor
-    """int32 [rows], absolute position of each token in its request; -1 for padding."""
+    """int32 [rows]: the position of each token in its request; -1 for padding."""
     slots: Tensor
-    """int64 [rows]; -1 for padding."""
+    """int64 [rows]: the slot of each token in the main pool; -1 for padding."""
     block_table: Tensor
     """int32 [requests, pages]; -1 for absent pages."""
     split: BatchSplit
     decode: DecodePart | None
     prefill: PrefillPart | None
     workspace: Tensor | None
-    """[workspace rows, width] bf16 for gathered prefills, in separate mode."""
+    """bf16 [workspace rows, width] for gathered prefills; None in mixed mode."""
     other_pages: Mapping[str, PageMap]
+    """Block tables and slots of the further pools, by name."""
     use: Use
     """Knows whether this is still the planner's latest plan; see `using`."""
 
     def using(self) -> AbstractContextManager[None]:
-        """The block in which something runs on this plan: refused if the planner has made another one since, and the
-        planner refuses to make one inside of it. Blocks may be nested.
+        """The block in which a layer runs on this plan. Blocks may be nested.
 
-        While torch.compile traces, and so in compiled code, nothing is looked at: a number that changes with every
-        step would be a new graph for every step. Threads are told apart by what they do, not by the stream they do it
-        on: work queued on a device belongs on one stream per planner.
+        Entering it is refused if the planner has made another plan since, and inside of it the planner refuses to plan.
+        Only what the host does is seen: work that is queued on a device must stay on one stream per planner. Compiled
+        code checks nothing, since torch.compile would make a new graph for each new number of a plan.
         """
         return nullcontext() if is_compiling() else self.use

@@ -1,4 +1,4 @@
-"""Pure host arithmetic of a step: which requests decode, how prefills share a workspace, how work is spread."""
+"""Host arithmetic of a step: which requests decode, and how prefills share a workspace."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ INT = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """A decode-first batch cut in two."""
+    """How many requests and tokens of a decode-first batch are decode, and how many are prefill."""
 
     decodes: int
     prefills: int
@@ -24,9 +24,9 @@ class BatchSplit:
 def decode_threshold(
     base: int = 1, *, speculative_tokens: int = 0, parallel_drafting: bool = False, context_parallel: bool = False
 ) -> int:
-    """The longest query that counts as decode: `base`, raised so that speculative tokens are decode.
+    """The longest query that counts as decode: `base`, or more if a request verifies more speculative tokens at once.
 
-    Context-parallel decode without support for mixed lengths allows single tokens only.
+    With context parallelism it is 1: ranks that share requests cannot decode queries of several lengths.
     """
     checks.integer("base", base, low=1)
     checks.integer("speculative_tokens", speculative_tokens, low=0)
@@ -38,14 +38,14 @@ def decode_threshold(
 def split_batch(
     query_lengths: INT, threshold: int = 1, *, uniform: bool = False, prefilling: Sequence[bool] | None = None
 ) -> BatchSplit:
-    """Cut a decode-first batch into decodes and prefills.
+    """Split a decode-first batch into decodes and prefills.
 
     Args:
-        query_lengths: new tokens per request; 0 is graph padding.
+        query_lengths: new tokens per request; 0 for the padding of a captured graph.
         threshold: the longest query that counts as decode.
-        uniform: decodes must all have the same query length.
-        prefilling: marks requests whose prompt is not finished; the first marked one starts the prefills even if its
-            query is short.
+        uniform: whether all decodes must have the same query length.
+        prefilling: which requests have an unfinished prompt. The first of them is the first prefill, even if its query
+            is short.
     """
     count = len(query_lengths)
     total = int(query_lengths.sum())
@@ -66,14 +66,12 @@ def split_batch(
 
 
 def pack_chunks(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
-    """Consecutive requests, greedily in order, in groups whose lengths sum to at most `budget`: [(first, end), ...]."""
+    """Divide requests greedily, in order, into chunks whose lengths sum to at most `budget`: [(first, end), ...]."""
     chunks: list[tuple[int, int]] = []
     begin, used = 0, 0
     for number, length in enumerate(lengths):
         if length > budget:
-            raise checks.refuse(
-                "workspace_rows", f"at least the longest prefill ({length} rows)", budget, "enlarge the workspace"
-            )
+            raise _refuse_budget(length, budget)
         if used + length > budget:
             chunks.append((begin, number))
             begin, used = number, 0
@@ -84,7 +82,7 @@ def pack_chunks(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
 
 
 def chunk_starts(lengths: Sequence[int], chunks: Sequence[tuple[int, int]]) -> INT:
-    """First workspace row of each request, counted from 0 again in each chunk."""
+    """The first workspace row of each request. Every chunk starts again at row 0."""
     starts = np.zeros(len(lengths), np.int32)
     for begin, end in chunks:
         starts[begin:end] = np.cumsum([0, *lengths[begin : end - 1]])
@@ -93,25 +91,29 @@ def chunk_starts(lengths: Sequence[int], chunks: Sequence[tuple[int, int]]) -> I
 
 @dataclass(frozen=True)
 class Group:
-    """Consecutive prefills that share a workspace in equal strides: first request, end, and rows for each."""
+    """Consecutive prefills that share a workspace, each with the same number of rows."""
 
     first: int
     end: int
     entries: int
-    """Rows for compressed entries, at the front of a request's share."""
+    """Rows for compressed entries, which come first in a request's share."""
     rows: int
-    """Rows of a request's whole share: entries, then raw tokens."""
+    """Rows of a request's share: its entries, then its raw tokens."""
 
 
 def group_prefills(entries: Sequence[int], raw: Sequence[int], budget: int) -> list[Group]:
-    """Prefills with so many entries and raw tokens to gather, greedily in order, in groups within `budget` rows."""
+    """Divide prefills greedily, in order, into groups of at most `budget` rows.
+
+    Args:
+        entries: compressed entries to gather, for each prefill.
+        raw: raw tokens to gather, for each prefill.
+        budget: rows of the workspace.
+    """
     groups: list[Group] = []
     for number, (new_entries, new_raw) in enumerate(zip(entries, raw, strict=True)):
         alone = Group(number, number + 1, new_entries, new_entries + new_raw)
         if alone.rows > budget:
-            raise checks.refuse(
-                "workspace_rows", f"at least the longest prefill ({alone.rows} rows)", budget, "enlarge the workspace"
-            )
+            raise _refuse_budget(alone.rows, budget)
         if groups:
             last = groups[-1]
             most = max(last.entries, new_entries)
@@ -121,3 +123,8 @@ def group_prefills(entries: Sequence[int], raw: Sequence[int], budget: int) -> l
                 continue
         groups.append(alone)
     return groups
+
+
+def _refuse_budget(rows: int, budget: int) -> ValueError:
+    expected = f"at least the longest prefill ({rows} rows)"
+    return checks.refuse("workspace_rows", expected, budget, "enlarge the workspace")

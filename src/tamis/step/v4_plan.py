@@ -1,10 +1,10 @@
-"""What a step of DeepSeek-V4 is made of beyond a `Plan`: window, compressed entries, state, gathered prefills.
+"""`V4Plan`: the metadata of a DeepSeek-V4 step, which is a `Plan` plus window, compressed entries and state.
 
-A V4 model keeps raw tokens in a pool of their own, named "window" in `Batch.other_pages`; compressed entries (and index
-keys) of every ratio in the batch's main pool, whose pages stand for so many *tokens* and hold `page_size // ratio`
-entries each; and the compressor's state in pools named "state4", "state128" and so on, by ratio.
+A V4 model has three kinds of pools. Raw tokens are in the pool "window" of `Batch.other_pages`. Compressed entries and
+index keys of every ratio are in the batch's main pool; one of its pages stands for `page_size` tokens, so it holds
+`page_size // ratio` entries. The compressors' state is in pools named by ratio: "state4", "state128".
 
-Every list of slots comes with true lengths: window and entries are two `Selection`s, and neither knows of the other.
+Window and entries are two `Selection`s, each with its own slots and lengths.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.step.batch import PageMap
@@ -34,20 +35,21 @@ def state_pool(ratio: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class WindowPlan:
-    """The last raw tokens of each query token, its own included."""
+    """The window of each token: the last raw tokens up to itself."""
 
     size: int
-    """How many there are at most."""
+    """The most tokens in a window."""
     page_size: int
     pages: PageMap
-    """Block table int32 [requests, pages], and int64 [rows] slots to write the step's raw rows to; -1: do not."""
+    """int32 [requests, pages] block table, and int64 [rows] slots for the step's raw rows; -1 for rows that are not
+    written."""
     slots: Tensor
-    """int32 [rows, size]: what each token attends to, oldest first; -1 beyond the length."""
+    """int32 [rows, size]: slots of each token's window, oldest first; -1 beyond the length."""
     lengths: Tensor
     """int32 [rows]: min(position + 1, size); 0 for padding and for tokens that are not written."""
 
     def selection(self, cache: PagedCache) -> Selection:
-        """What the window contributes to attention."""
+        """The window's rows in its cache, for attention."""
         return Selection(cache, self.slots, self.lengths)
 
 
@@ -61,83 +63,90 @@ class EntryPlan:
     block_table: Tensor
     """int32 [requests, pages], shared by all ratios; -1 for absent pages."""
     slots: Tensor
-    """int64 [rows]: where the entry goes that this token completes; -1 for all tokens that complete none."""
+    """int64 [rows]: the slot of the entry that this token completes; -1 for tokens that complete none."""
     visible: Tensor
-    """int32 [rows]: how many entries are complete at this token, (position + 1) // ratio; 0 for padding. What an
-    indexer scores."""
+    """int32 [rows]: the number of entries that are complete at this token, (position + 1) // ratio; 0 for padding. The
+    indexer scores these."""
     lengths: Tensor
-    """int32 [rows]: how many of them are attended to, min(visible, columns)."""
+    """int32 [rows]: the number of entries that the token attends to, min(visible, columns)."""
     columns: int
-    """At most how many entries a token attends to: the indexer's top-k, or room for all of the longest request."""
+    """The most entries that a token attends to: the indexer's top-k, or all of the longest request."""
     request_ids: Tensor
-    """int32 [rows], the block-table row of each token."""
+    """int32 [rows]: the block-table row of each token."""
     every: Tensor | None
     """int32 [rows, columns]: slots of all complete entries, for layers without an indexer; -1 beyond the length."""
     state: PageMap | None
     """Block table of the compressor's state, and int64 [rows] slots for the step's tokens; None if the batch has no
     such pool."""
     state_page_size: int
-    """Tokens per page of it; 0 without such a pool."""
+    """Tokens per page of the state's pool; 0 if the planner has no such pool."""
 
     def selection(self, cache: PagedCache, chosen: Tensor | None = None) -> Selection:
-        """What the entries contribute to attention: the `chosen` ones (int32 [rows, k] numbers of entries within the
-        request, left-packed, as the indexer returns them), or all."""
+        """The entries in their cache, for attention.
+
+        Args:
+            cache: the entries' cache.
+            chosen: int32 [rows, k] numbers of entries within the request, valid ones first, as the indexer returns
+                them. Layers without an indexer attend to all entries.
+        """
         if chosen is None:
             if self.every is None:
-                raise ValueError(
-                    f"chosen must be given for ratio {self.ratio}, got None; pass the entries that the indexer selected"
-                )
+                expected = f"given for ratio {self.ratio}"
+                raise checks.refuse("chosen", expected, None, "pass the entries that the indexer selected")
             return Selection(cache, self.every, self.lengths)
         return Selection(cache, chosen, self.lengths, self.request_ids, self.block_table)
 
 
 @dataclass(frozen=True, eq=False)
 class PrefillGroup:
-    """Prefills whose rows are dequantised into the workspace together. Request k of the group owns `rows` of its rows
-    from k * rows on: entries first, raw tokens from k * rows + entries on."""
+    """Prefills whose rows are dequantised into the workspace together.
+
+    Request k of the group owns the workspace rows k * rows to (k + 1) * rows - 1. Its entries begin at k * rows, and
+    its raw tokens begin at k * rows + entries.
+    """
 
     requests: slice
-    """Rows of the batch's block tables."""
+    """Their rows in the plan's block tables."""
     tokens: slice
-    """Rows of the query."""
+    """Their rows in the query."""
     entries: int
-    """Room for entries per request (N)."""
+    """Workspace rows for the entries of a request."""
     rows: int
-    """Workspace rows per request (M): N and the longest run of raw tokens."""
+    """Workspace rows of a request: for its entries and for the most raw tokens of any request of the group."""
 
 
 @dataclass(frozen=True, eq=False)
 class GatherPlan:
-    """How the prefills of one ratio (1: window only) go through the workspace."""
+    """How prefills are gathered into the workspace, for layers of one ratio (1 for layers with only a window)."""
 
     groups: tuple[PrefillGroup, ...]
     lengths: Tensor
-    """int32 [prefills]: raw tokens to gather, the new ones and up to window - 1 before them."""
+    """int32 [prefills]: raw tokens to gather: the new ones and up to window - 1 before them."""
     first: Tensor
-    """int32 [prefills]: position of the first of them."""
+    """int32 [prefills]: position of the first raw token to gather."""
     entries: Tensor
-    """int32 [prefills]: complete entries at the end of the step; 0 for ratio 1."""
+    """int32 [prefills]: entries that are complete at the end of the step; 0 for ratio 1."""
     slots: Tensor
-    """int32 [rows, columns]: rows of the workspace, filled group by group while a layer runs."""
+    """int32 [rows, columns]: the workspace rows of each token. A layer fills it, group by group, while it runs."""
     row_lengths: Tensor
-    """int32 [rows]"""
+    """int32 [rows]: how many of a token's columns are filled."""
 
 
 @dataclass(frozen=True, eq=False)
 class V4Plan:
-    """Everything about a step that is the same in all layers. Tensors are views of the planner's buffers."""
+    """What all layers need to know about a V4 step. Tensors are views of the planner's buffers."""
 
     step: Plan
-    """Requests, tokens, rows, positions, request ids, the decode/prefill split, and the main pool's page map, whose
-    slots count tokens, not entries: they only mark which tokens are real."""
+    """The part that V4 shares with V3.2: requests, tokens, positions, request ids, the decode/prefill split, and the
+    main pool's pages. Its `slots` count tokens and not entries, so they say only which tokens are real."""
     window: WindowPlan
     entries: Mapping[int, EntryPlan]
-    """By ratio."""
+    """The compressed entries, by ratio."""
     gathers: Mapping[int, GatherPlan]
-    """By ratio, with 1 for layers that have only a window; empty unless prefills are gathered."""
+    """How prefills are gathered, by ratio, with 1 for layers with only a window; empty if they read pages directly."""
     workspace: Tensor | None
-    """[workspace rows, width] bf16; None unless prefills are gathered."""
+    """bf16 [workspace rows, width]; None if prefills read pages directly."""
 
     def using(self) -> AbstractContextManager[None]:
-        """As of `Plan`, whose buffers are refilled together with these."""
+        """The block in which a layer runs on this plan; see `Plan.using`. One lease covers all buffers of the step."""
         return self.step.using()

@@ -1,4 +1,4 @@
-"""`V4Planner.plan(batch)`: per-step metadata of DeepSeek-V4 on top of that of `Planner`, in buffers that never move."""
+"""`V4Planner.plan(batch)`: the metadata of one DeepSeek-V4 step, in buffers that never move."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,17 +29,18 @@ from tamis.step.v4_plan import (
     state_pool,
 )
 
-_GROUP = 4
-"""So many of the largest prefills fit into the workspace at once."""
+_PREFILLS_IN_WORKSPACE = 4
+"""By default the workspace holds this many of the largest prefills."""
 
 
 class V4Planner:
     """Turns batches into plans for all layers of a V4 model. A plan is valid until the next one is made.
 
-    A step takes one launch for the window and one per ratio, beside what `Planner` does.
+    A `Planner` inside makes the part that V4 shares with V3.2. Beyond that, a step launches one kernel for the window
+    and one per ratio.
     """
 
-    # Buffers outlive the call that makes them: one made inside inference_mode could not be written to outside.
+    # The buffers outlive this call. If it ran in inference_mode, they could not be written outside of that mode.
     @torch.inference_mode(False)
     def __init__(
         self,
@@ -56,43 +57,43 @@ class V4Planner:
 
         Args:
             specs: the model's layers, or one of each kind.
-            limits: the largest step. `page_size` is that of the compressed caches in *tokens* (256 in V4);
-                `other_page_sizes` names "window" and, for each ratio whose compressor runs here, "state4" and so on.
-                Decodes need not share one query length.
+            limits: the largest step. `page_size` counts the *tokens* that a page of entries stands for (256 in V4).
+                `other_page_sizes` must have "window" and, for each ratio whose compressor runs here, "state4" and so
+                on. `uniform_decodes` is taken as False.
             device: where the tensors of a step live.
-            layout: of window and entries.
+            layout: the format of window and entries.
             mode: "mixed" lets prefills read the pages directly; "separate" prepares for gathering them into a 16-bit
                 workspace, as engines do whose prefill kernels cannot read pages.
-            draft_tokens: widens the window for draft blocks of so many tokens without a causal mask.
+            draft_tokens: the size of draft blocks, which have no causal mask; the window gets room for them.
             backend: a name from `tamis backends`, or "auto".
         """
         checks.option("mode", mode, ("mixed", "separate"))
-        kinds = _by_ratio(specs)
+        by_ratio = _by_ratio(specs)
         window = _one_window(specs)
-        _check_pools(limits, list(kinds))
+        _check_pools(limits, list(by_ratio))
         self.limits = replace(limits, uniform_decodes=False)
         self.mode, self.backend, self.layout = mode, backend, named(layout)
         self._planner = Planner(specs[0], self.limits, device, layout=self.layout, mode="mixed")
         self.device = self._planner.device
         backend_for_stage("select", backend, self.device)
-        self._kinds = {ratio: self._entry_buffers(spec) for ratio, spec in kinds.items()}
+        self._entries = {ratio: self._entry_buffers(spec) for ratio, spec in by_ratio.items()}
         self._window = window
         drafts = checks.integer("draft_tokens", draft_tokens, low=0)
-        self._window_slots = self._rows(round_up(window + drafts, ALIGN_DRAFTS) if drafts else window)
-        self._window_lengths = self._each()
+        self._window_slots = self._per_token_columns(round_up(window + drafts, ALIGN_DRAFTS) if drafts else window)
+        self._window_lengths = self._per_token()
         self._rows_before = 0
         self._gathers: dict[int, _GatherBuffers] = {}
         self._workspace = None
         if mode == "separate":
-            ratios = [1] * any(spec.kind == "window" for spec in specs) + list(kinds)
+            ratios = [1] * any(spec.kind == "window" for spec in specs) + list(by_ratio)
             self._gathers = {ratio: self._gather_buffers(ratio) for ratio in ratios}
             rows = max(gather.budget for gather in self._gathers.values())
             self._workspace = torch.zeros(rows, self.layout.width, dtype=torch.bfloat16, device=self.device)
 
     def plan(self, batch: Batch, *, causal: bool = True) -> V4Plan:
-        """Metadata for one step. Reads the batch only; waits for nothing on the device.
+        """The metadata of one step. The batch is only read, and nothing waits for the device.
 
-        With `causal=False` all new tokens of a request see each other and the window before them (draft blocks).
+        With `causal=False` all new tokens of a request (a draft block) see each other and the window before them.
         """
         if WINDOW_POOL not in batch.other_pages:
             raise checks.refuse("other_pages", f"one with {WINDOW_POOL!r}", list(batch.other_pages), "pass its pages")
@@ -102,20 +103,20 @@ class V4Planner:
             step = self._planner.fill(prepared, use)
             self._clear(step.rows if step.requests else 0)
             window = self._plan_window(step, causal)
-            entries = {ratio: self._plan_entries(ratio, step) for ratio in self._kinds}
+            entries = {ratio: self._plan_entries(ratio, step) for ratio in self._entries}
             gathers = {ratio: self._plan_gather(ratio, step, some) for ratio, some in groups.items()}
             return V4Plan(step, window, entries, gathers, self._workspace)
 
     def _clear(self, written: int) -> None:
-        """Clear rows that the step before had and this one will not write, so that nothing stale is left anywhere."""
+        """Clear the rows that the step before has written and this one will not write."""
         old = slice(written, self._rows_before)
         self._rows_before = written
         if old.start >= old.stop:
             return
-        for buffer in (self._window_slots, *(b.every for b in self._kinds.values() if b.every is not None)):
+        for buffer in (self._window_slots, *(b.every for b in self._entries.values() if b.every is not None)):
             buffer[old].fill_(-1)
         self._window_lengths[old].zero_()
-        for held in self._kinds.values():
+        for held in self._entries.values():
             held.completed[old].fill_(-1)
             held.visible[old].zero_()
             held.lengths[old].zero_()
@@ -143,7 +144,7 @@ class V4Planner:
         return WindowPlan(self._window, page_size, pages, slots, lengths)
 
     def _plan_entries(self, ratio: int, step: Plan) -> EntryPlan:
-        held, rows = self._kinds[ratio], step.rows
+        held, rows = self._entries[ratio], step.rows
         page_size = self.limits.page_size // ratio
         completed, visible, lengths = held.completed[:rows], held.visible[:rows], held.lengths[:rows]
         every = None if held.every is None else held.every[:rows]
@@ -177,7 +178,7 @@ class V4Planner:
         )
 
     def _group(self, ratio: int, prepared: Prepared) -> tuple[PrefillGroup, ...]:
-        """How prefills share the workspace; refused where one does not fit."""
+        """How prefills of layers of one ratio share the workspace. A prefill that does not fit is refused."""
         first, starts = prepared.split.decodes, prepared.known.starts.tolist()
         lengths, new = prepared.prefill_lengths, prepared.known.queries[first:].tolist()
         raw = [n + min(length - n, self._window - 1) for n, length in zip(new, lengths, strict=True)]
@@ -194,7 +195,7 @@ class V4Planner:
 
     def _plan_gather(self, ratio: int, step: Plan, groups: tuple[PrefillGroup, ...]) -> GatherPlan:
         held, first, count = self._gathers[ratio], step.split.decodes, step.split.prefills
-        # What the groups were made of, from the step's own tensors, which are there already: nothing more is copied.
+        # The numbers from which `_group` made the groups, but from tensors on the device: they need no further copy.
         context = step.lengths[first:] - (step.query_starts[first + 1 :] - step.query_starts[first:-1])
         begin = (context - (self._window - 1)).clamp_min_(0)
         buffers = held.requests[:, :count]
@@ -211,10 +212,10 @@ class V4Planner:
             row_lengths=held.lengths[: step.rows],
         )
 
-    def _rows(self, columns: int) -> Tensor:
+    def _per_token_columns(self, columns: int) -> Tensor:
         return torch.full((self.limits.max_tokens, columns), -1, dtype=torch.int32, device=self.device)
 
-    def _each(self) -> Tensor:
+    def _per_token(self) -> Tensor:
         return torch.zeros(self.limits.max_tokens, dtype=torch.int32, device=self.device)
 
     def _entry_buffers(self, spec: LayerSpec) -> "_EntryBuffers":
@@ -224,29 +225,30 @@ class V4Planner:
         return _EntryBuffers(
             columns,
             torch.full((self.limits.max_tokens,), -1, dtype=torch.int64, device=self.device),
-            self._each(),
-            self._each(),
-            self._rows(columns) if spec.kind == "plain" else None,
+            self._per_token(),
+            self._per_token(),
+            self._per_token_columns(columns) if spec.kind == "plain" else None,
         )
 
     def _gather_buffers(self, ratio: int) -> "_GatherBuffers":
-        columns = self._kinds[ratio].columns if ratio > 1 else 0
+        columns = self._entries[ratio].columns if ratio > 1 else 0
         limits = self.limits
         entries = ceil_div(limits.max_length, ratio) if ratio > 1 else 0
         return _GatherBuffers(
-            limits.workspace_rows or _GROUP * (entries + self._window + limits.max_tokens),
-            self._rows(round_up(columns + self._window, ALIGN_COLUMNS)),
-            self._each(),
+            limits.workspace_rows or _PREFILLS_IN_WORKSPACE * (entries + self._window + limits.max_tokens),
+            self._per_token_columns(round_up(columns + self._window, ALIGN_COLUMNS)),
+            self._per_token(),
             torch.zeros(3, limits.max_requests, dtype=torch.int32, device=self.device),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class _EntryBuffers:
-    """What an `EntryPlan` is cut from."""
+    """The buffers of an `EntryPlan`, for the largest step."""
 
     columns: int
     completed: Tensor
+    """int64 [max_tokens]: slots of the entries that tokens complete."""
     visible: Tensor
     lengths: Tensor
     every: Tensor | None
@@ -254,18 +256,18 @@ class _EntryBuffers:
 
 @dataclass(frozen=True, eq=False)
 class _GatherBuffers:
-    """What a `GatherPlan` is cut from."""
+    """The buffers of a `GatherPlan`, for the largest step."""
 
     budget: int
-    """Workspace rows that a group may take."""
+    """The most workspace rows of a group."""
     slots: Tensor
     lengths: Tensor
     requests: Tensor
-    """[3, max_requests]: raw tokens to gather, the first of them, entries."""
+    """int32 [3, max_requests]: raw tokens to gather, position of the first one, entries."""
 
 
 def _by_ratio(specs: Sequence[LayerSpec]) -> dict[int, LayerSpec]:
-    """One layer of each ratio; layers of one ratio must select in one way, since they share its buffers."""
+    """One layer of each ratio. Layers of one ratio share buffers, so they must select entries in the same way."""
     found: dict[int, LayerSpec] = {}
     for spec in specs:
         if spec.kind not in ("overlapping", "plain"):
@@ -273,7 +275,7 @@ def _by_ratio(specs: Sequence[LayerSpec]) -> dict[int, LayerSpec]:
         other = found.setdefault(spec.compress, spec)
         if (other.kind, other.topk) != (spec.kind, spec.topk):
             differing = f"{other.kind} (top-k {other.topk}) and {spec.kind} (top-k {spec.topk})"
-            raise checks.refuse("specs", f"of one kind per ratio {spec.compress}", differing, "use two planners")
+            raise checks.refuse("specs", f"of one kind for ratio {spec.compress}", differing, "use two planners")
     return found
 
 

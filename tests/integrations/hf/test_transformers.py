@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from bounds import relative_error
 from hf_models import build, every_family, every_model, greedy, logits, tokens, v32_only
-from oracle import relative_error
 
 from tamis.integrations.transformers import TamisCache, attach, detach, new_cache
 

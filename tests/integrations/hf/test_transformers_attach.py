@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from bounds import relative_error
 from hf_models import FAMILIES, build, every_family, greedy, logits, tokens, transformers, v32_only
-from oracle import relative_error
 from settings import default_dtype
 
 from tamis.integrations.transformers import attach, detach, is_attached, new_cache

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from bounds import relative_error
 from hf_models import FAMILIES, build, every_model, logits, tokens
 from hf_rounding import recorded_selections, rounded_logits
-from oracle import relative_error
 
 from tamis.integrations.transformers import attach, detach
 

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-import tamis.lab.demo.serve
+import tamis.lab.demo.mla_server
 import tamis.layers.mla
 from tamis.cache.pool import PagePool
-from tamis.lab.demo.probe import Probe
+from tamis.lab.demo.outcome import Served
 from tamis.lab.demo.requests import Request, Scheduler, make_requests
-from tamis.lab.demo.serve import Served, serve
+from tamis.lab.demo.serve import serve
 from tamis.lab.demo.shape import ModelShape, Workload
-from tamis.ops.gather import gather_unchecked
+from tamis.lab.testing.mla_probe import MLAProbe
+from tamis.ops.gather.operations import GatherKv, gather_kv
 
 
 @pytest.fixture(autouse=True)
@@ -71,14 +72,14 @@ def test_indexer_finds_what_attention_looks_at(heads: int, yarn_factor: float) -
 def test_probe_counts_a_wrong_output_and_a_wrong_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measurement must be able to fail: disturb what it is given."""
 
-    class Disturbed(Probe):
-        def compare(self, layer: int, pieces: Any, inputs: Any, positions: Any, out: torch.Tensor) -> None:
+    class Disturbed(MLAProbe):
+        def compare(self, layer: int, spans: Any, q: Any, rows: Any, positions: Any, out: torch.Tensor) -> None:
             if layer == 0:
-                super().compare(layer, pieces, inputs, positions, out * 1.5)
+                super().compare(layer, spans, q, rows, positions, out * 1.5)
             else:
-                super().compare(layer, pieces, inputs, positions.clamp_max(0), out)
+                super().compare(layer, spans, q, rows, positions.clamp_max(0), out)
 
-    monkeypatch.setattr(tamis.lab.demo.serve, "Probe", Disturbed)
+    monkeypatch.setattr(tamis.lab.demo.mla_server, "MLAProbe", Disturbed)
     served = run(cache="v32-fp32")
     assert served.errors is not None
     assert served.errors[0].quantisation_error == pytest.approx(0.5, rel=1e-3)
@@ -112,11 +113,11 @@ def test_separate_mode_agrees_with_mixed(monkeypatch: pytest.MonkeyPatch) -> Non
     """FP8 values times power-of-two scales fit into bf16, so the workspace's rounding changes nothing."""
     gathers: list[int] = []
 
-    def counted(*args: Any, **kwargs: Any) -> None:
+    def counted(call: GatherKv) -> None:
         gathers.append(1)
-        gather_unchecked(*args, **kwargs)
+        gather_kv(call)
 
-    monkeypatch.setattr(tamis.layers.mla, "gather_unchecked", counted)
+    monkeypatch.setattr(tamis.layers.mla, "gather_kv", counted)
     mixed = run(mode="mixed")
     assert not gathers
     separate = run(mode="separate")

@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-import tamis.lab.demo.v4_serve
+import tamis.lab.demo.v4_server
 from tamis.cache.pool import PagePool
 from tamis.cli import main
+from tamis.lab.demo.outcome import Served
 from tamis.lab.demo.requests import Request, Scheduler
-from tamis.lab.demo.serve import Served, run_server, serve
+from tamis.lab.demo.serve import serve
+from tamis.lab.demo.server import run_server
 from tamis.lab.demo.shape import V4Shape, Workload
-from tamis.lab.demo.v4_probe import V4Probe
-from tamis.lab.demo.v4_serve import V4Server
+from tamis.lab.demo.v4_server import V4Server
+from tamis.lab.testing.v4_probe import V4Probe
 
 SMALL = {"hidden": 64, "heads": 4, "q_lora": 32, "o_lora": 16, "window": 16, "plain": 32, "mlp": 64, "topk": 8}
 
@@ -67,13 +69,13 @@ def test_quantisation_error_is_that_of_the_format(cache: str, low: float, high: 
 
 def test_the_measurement_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     class Disturbed(V4Probe):
-        def compare(self, layer: int, pieces: Any, given: Any, select: Any, out: torch.Tensor) -> None:
+        def compare(self, layer: int, spans: Any, given: Any, select: Any, out: torch.Tensor) -> None:
             if layer == 1:
-                super().compare(layer, pieces, given, lambda: select().clamp_max(0), out)
+                super().compare(layer, spans, given, lambda: select().clamp_max(0), out)
             else:
-                super().compare(layer, pieces, given, select, out * 1.5)
+                super().compare(layer, spans, given, select, out * 1.5)
 
-    monkeypatch.setattr(tamis.lab.demo.v4_serve, "V4Probe", Disturbed)
+    monkeypatch.setattr(tamis.lab.demo.v4_server, "V4Probe", Disturbed)
     served = run()
     assert served.errors is not None
     assert served.errors[0].quantisation_error == pytest.approx(0.5, rel=1e-3)

@@ -19,6 +19,9 @@ from tamis.lab import verify
 from tamis.lab.testing import attend_cases, cases, compare, oracle
 from tamis.lab.verify import repeat, run_checks
 from tamis.lab.verify.check import Check, Target, Trial, judge
+from tamis.ops.compress.operations import CompressKv
+from tamis.ops.index.operations import IndexScores, RaggedScores, WriteIndexKeys
+from tamis.ops.select.operations import SelectWindow
 
 
 def by_check(results: list[verify.CheckResult]) -> dict[tuple[str, str], verify.CheckResult]:
@@ -68,12 +71,24 @@ def break_head(result: Tensor, *args: object) -> None:
     result.view(-1)[::7] += 1
 
 
-def break_compress(result: None, values: Tensor, scores: Tensor, state, cache, *rest: object) -> None:
-    cache.storage.view(torch.uint8)[..., ::5] ^= 0x41
+def break_compress(result: None, call: CompressKv) -> None:
+    call.cache.storage.view(torch.uint8)[..., ::5] ^= 0x41
+
+
+def break_lengths(result: None, call: SelectWindow) -> None:
+    call.lengths[7 % len(call.lengths)] += 1
 
 
 def break_gather(result: None, *args: Tensor) -> None:
     args[-1][7 % len(args[-1])] += 1
+
+
+def break_product(result: Tensor, *args: object) -> None:
+    result.view(-1)[::7] *= 2
+
+
+def break_exponents(result: tuple[Tensor, Tensor], *args: object) -> None:
+    result[1][-1] += 1
 
 
 def break_first(result: tuple[Tensor, ...], *args: object, **options: object) -> None:
@@ -88,12 +103,12 @@ def break_index(result: Tensor, *args: object) -> None:
     result[3] = result[3].clamp_max(0)
 
 
-def break_scores(result: None, *args: Tensor) -> None:
-    args[-1][3:4].mul_(1.001)
+def break_scores(result: None, call: IndexScores | RaggedScores) -> None:
+    call.out[3:4].mul_(1.001)
 
 
-def break_keys(result: None, keys: Tensor, cache, *rest: object) -> None:
-    cache.storage[0].mul_(1.001)
+def break_keys(result: None, call: WriteIndexKeys) -> None:
+    call.cache.storage[0].mul_(1.001)
 
 
 def break_query(result: tuple[Tensor, Tensor], *args: object) -> None:
@@ -114,7 +129,7 @@ def break_topk(result: Tensor, *args: object) -> None:
         ("compress", "compress_kv", break_compress, "v4-layer"),
         ("write", "write_kv", break_write, None),
         ("gather", "gather_kv", break_gather, "layer"),
-        ("select", "select_window", break_gather, None),
+        ("select", "select_window", break_lengths, None),
         ("translate", "translate_positions", break_first, "layer"),
         ("index", "index_topk", break_index, None),
         ("index", "index_scores", break_scores, None),
@@ -124,6 +139,8 @@ def break_topk(result: Tensor, *args: object) -> None:
         ("index", "quantise_index_query", break_query, None),
         ("attend", "attend_slots", break_first, "layer"),
         ("combine", "combine_parts", break_output, "attend"),
+        ("output", "lower_groups", break_product, None),
+        ("output", "rotate_to_fp8", break_exponents, None),
     ],
 )
 def test_a_spoiled_stage_fails(
@@ -165,9 +182,9 @@ def test_results_that_change_from_run_to_run_fail(monkeypatch: pytest.MonkeyPatc
 
     right, runs = reference.combine_parts, iter(range(10**6))
 
-    def unsteady(parts, lses, sink, out):
-        lse = right(parts, lses, sink, out)
-        out += next(runs) % 2 * 1e-6
+    def unsteady(call):
+        lse = right(call)
+        call.out.add_(next(runs) % 2 * 1e-6)
         return lse
 
     monkeypatch.setattr(reference, "combine_parts", unsteady)
@@ -183,10 +200,10 @@ def test_an_exception_is_a_failed_case_and_the_others_go_on(monkeypatch: pytest.
 
     right = reference.translate_positions
 
-    def fragile(positions: Tensor, *args, **options):
-        if options["compact"]:
+    def fragile(call):
+        if call.compact:
             raise RuntimeError("no such kernel")
-        return right(positions, *args, **options)
+        return right(call)
 
     monkeypatch.setattr(reference, "translate_positions", fragile)
     found = by_check(run_checks("cpu", stages=["translate"], quick=True))["translate", "slots"]

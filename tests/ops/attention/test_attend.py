@@ -5,12 +5,13 @@ import math
 import bounds
 import pytest
 import torch
-from oracle import INT_MAX, INT_MIN, attention
+from bounds import selected_attention
 from torch import Tensor
 
 from tamis import PagedCache, Selection
 from tamis.arithmetic import ceil_div
 from tamis.cache.layout import named
+from tamis.lab.testing.cases import INT_MAX, INT_MIN
 from tamis.ops import attend, attend_slots, combine_parts, translate_positions, write_kv
 
 LAYOUTS = ["v32-bf16", "v32-fp16", "v32-fp32", "v32-fp8", "plain-fp8"]
@@ -31,7 +32,7 @@ def random_slots(tokens: int, k: int, rows: int) -> Tensor:
 def check(q: Tensor, selections: list[Selection], *, value_dim: int = 512, sink: Tensor | None = None, splits: int = 1):
     result = attend(q, selections, scale=0.05, value_dim=value_dim, sink=sink, splits=splits)
     u = bounds.FLOAT64 * 2 if q.dtype == torch.float64 else bounds.FLOAT32  # float64 rounds on both sides
-    exact = attention(q, selections, scale=0.05, value_dim=value_dim, sink=sink, parts=splits, u=u)
+    exact = selected_attention(q, selections, scale=0.05, value_dim=value_dim, sink=sink, parts=splits, u=u)
     empty = exact.lse == -torch.inf
     assert torch.equal(result.lse == -torch.inf, empty)
     assert not result.out.isnan().any()
@@ -86,7 +87,7 @@ def test_e4m3_query_with_its_scale() -> None:
     q = (wide / 0.25).to(torch.float8_e4m3fn)
     slots = random_slots(2, 30, 64)
     result = attend(q, Selection(cache, slots), scale=0.05, value_dim=512, q_scale=0.25)
-    exact = attention(q.float() * 0.25, [Selection(cache, slots)], scale=0.05, value_dim=512)
+    exact = selected_attention(q.float() * 0.25, [Selection(cache, slots)], scale=0.05, value_dim=512)
     assert result.out.dtype == torch.bfloat16
     bounds.agree(result.out, exact.out, exact.out_error, torch.bfloat16)
     as_tensor = attend(q, Selection(cache, slots), scale=0.05, value_dim=512, q_scale=torch.tensor([0.25]))
@@ -196,7 +197,7 @@ def test_partials_keep_their_own_maximum_and_lse() -> None:
     slots = random_slots(2, 20, 64)
     q = torch.randn(2, 3, 576)
     partials = attend_slots(q, Selection(cache, slots), scale=0.05, value_dim=512, splits=2)
-    left = attention(q, [Selection(cache, slots[:, :10])], scale=0.05, value_dim=512)
+    left = selected_attention(q, [Selection(cache, slots[:, :10])], scale=0.05, value_dim=512)
     bounds.agree(partials.lse[0], left.lse, left.lse_error)
     bounds.agree(partials.out[0], left.out, left.out_error)
     assert combine_parts(partials, dtype=torch.float32).out.shape == (2, 3, 512)
@@ -207,7 +208,7 @@ def test_lse_in_base_two() -> None:
     slots = random_slots(2, 20, 64)
     slots[1] = -1
     q = torch.randn(2, 3, 576)
-    natural = attention(q, [Selection(cache, slots)], scale=0.05, value_dim=512)
+    natural = selected_attention(q, [Selection(cache, slots)], scale=0.05, value_dim=512)
     binary = attend(q, Selection(cache, slots), scale=0.05, value_dim=512, lse_base="2")
     expected = natural.lse / math.log(2)
     # One product with a rounded constant more.
@@ -222,7 +223,7 @@ def test_non_contiguous_inputs_and_given_output() -> None:
     out = torch.zeros(4, 6, 1024)[..., ::2]
     result = attend(q, Selection(cache, slots), scale=0.05, value_dim=512, out=out)
     assert result.out is out
-    exact = attention(q, [Selection(cache, slots)], scale=0.05, value_dim=512)
+    exact = selected_attention(q, [Selection(cache, slots)], scale=0.05, value_dim=512)
     bounds.agree(out, exact.out, exact.out_error)
 
 
@@ -253,7 +254,7 @@ def test_70000_query_tokens() -> None:
     q = torch.randn(70000, 1, 16)
     slots = random_slots(70000, 2, 16)
     result = attend(q, Selection(cache, slots), scale=0.05, value_dim=16)
-    last = attention(q[-3:], [Selection(cache, slots[-3:])], scale=0.05, value_dim=16)
+    last = selected_attention(q[-3:], [Selection(cache, slots[-3:])], scale=0.05, value_dim=16)
     bounds.agree(result.out[-3:], last.out, last.out_error)
 
 
@@ -262,7 +263,7 @@ def test_one_row_does_not_depend_on_the_others() -> None:
     q, slots = torch.randn(30, 4, 576), random_slots(30, 600, 200)
     together = attend(q, Selection(cache, slots), scale=0.05, value_dim=512)
     alone = attend(q[7:8], Selection(cache, slots[7:8]), scale=0.05, value_dim=512)
-    exact = attention(q[7:8], [Selection(cache, slots[7:8])], scale=0.05, value_dim=512)
+    exact = selected_attention(q[7:8], [Selection(cache, slots[7:8])], scale=0.05, value_dim=512)
     for found in (together.out[7:8], alone.out):
         bounds.agree(found, exact.out, exact.out_error)
 

@@ -4,16 +4,17 @@ import bounds
 import pytest
 import torch
 from attention_calls import attend_call, attend_slots_call, combine_call
-from oracle import INT_MAX, INT_MIN, attention, relative_error
+from bounds import relative_error, selected_attention
 from torch import Tensor
 
 from tamis import PagedCache, Selection
 from tamis.arithmetic import ceil_div
+from tamis.cache.codec import write_rows
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, named, plain_fp8, rows, v4_fp8, v32_fp8
+from tamis.lab.testing.cases import INT_MAX, INT_MIN
 from tamis.ops.attention import triton_kernels
 from tamis.ops.combine import reference as combine_reference
 from tamis.ops.combine import triton_kernels as combine_kernels
-from tamis.ops.write.reference import write_kv
 
 LAYOUTS = [
     v32_fp8(),
@@ -43,7 +44,7 @@ def filled(layout: Layout, count: int, page_size: int, device: torch.device, gap
         made.storage.view(torch.uint8).fill_(0x7F)
         made = PagedCache.wrap(made.storage[:: 1 + gap], layout)
     cache = made.with_scale(0.5) if layout.scale_mode == "tensor" else made
-    write_kv(torch.randn(cache.rows, layout.width, device=device), cache, torch.arange(cache.rows, device=device))
+    write_rows(torch.randn(cache.rows, layout.width, device=device), cache, torch.arange(cache.rows, device=device))
     return cache
 
 
@@ -82,7 +83,7 @@ def check(
     wide = q.float().cpu()
     host_sink = None if sink is None else sink.cpu()
     options = {"scale": SCALE, "value_dim": value_dim, "parts": len(out) + ceil_div(total_columns(selections), 16)}
-    exact = attention(wide, [on_host(s) for s in selections], sink=host_sink, **options)
+    exact = selected_attention(wide, [on_host(s) for s in selections], sink=host_sink, **options)
     empty = exact.lse == -torch.inf
     assert torch.equal(total.cpu() == -torch.inf, empty)
     assert not merged.isnan().any()
@@ -180,7 +181,7 @@ def test_tile_maxima_far_outside_the_range_of_fp16(largest: float, device: torch
         cache = filled(layout, 64, 16, device)
         kv = torch.randn(64, layout.width, device=device) * largest
         kv[::2] *= 1e-5
-        write_kv(kv, cache, torch.arange(64, device=device))
+        write_rows(kv, cache, torch.arange(64, device=device))
         q = torch.randn(2, 4, layout.width, device=device).bfloat16() / largest
         check(q, [Selection(cache, slots_for(cache, 2, 30))], layout.latent)
 
@@ -254,7 +255,7 @@ def test_queries_of_any_size(size: float, device: torch.device) -> None:
         attend_slots_call(q.bfloat16(), [selection], scale=scale, value_dim=512, splits=1)
     )
     wide = q.bfloat16().double().cpu()
-    exact = attention(wide, [on_host(selection)], scale=scale, value_dim=512, parts=2)
+    exact = selected_attention(wide, [on_host(selection)], scale=scale, value_dim=512, parts=2)
     allowed = bounds.relative(exact.out_error, exact.out) if device.type == "cpu" else 2.2e-3
     assert relative_error(out[0].cpu(), exact.out) < allowed
 

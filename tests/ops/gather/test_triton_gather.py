@@ -12,6 +12,7 @@ from torch import Tensor
 from tamis import PagedCache
 from tamis.cache.layout import Layout, index_mxfp4, v4_fp8
 from tamis.ops.gather import reference
+from tamis.ops.gather.operations import GatherIndex, GatherKv, ReadKv
 from tamis.ops.gather.triton_kernels import gather_index, gather_kv, read_kv, read_rows
 from tamis.ops.rows.triton_rows import interpreted
 
@@ -63,8 +64,9 @@ def check_gather(
     """Gather with kernel and reference into equal workspaces, and compare all of them."""
     expected = out.clone()
     moved = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=device).copy_(out)
-    reference.gather_kv(caches[0], table, lengths, starts, first, expected)
-    gather_kv(caches[1], *(t.to(device) for t in (table, lengths, starts, first)), moved)
+    requests = (table, lengths, starts, first)
+    reference.gather_kv(GatherKv(*requests, caches[0], expected, "reference"))
+    gather_kv(GatherKv(*(t.to(device) for t in requests), caches[1], moved, "triton"))
     same_numbers(moved, expected)
 
 
@@ -76,8 +78,8 @@ def check_gather(
 def test_rows_by_slot(layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
     host, cache = filled(layout, 4, 3, device, scale=0.37)
     slots = torch.tensor([[3, -1, 11], [0, 12, INT_MAX]], dtype=torch.int32)
-    found = read_kv(cache, slots.to(device), dtype)
-    same_numbers(found, reference.read_kv(host, slots, dtype))
+    found = read_kv(ReadKv(slots.to(device), cache, dtype, "triton"))
+    same_numbers(found, reference.read_kv(ReadKv(slots, host, dtype, "reference")))
     assert not found[[0, 1, 1], [1, 1, 2]].any()
 
 
@@ -86,13 +88,19 @@ def test_any_shape_of_slots(shape: tuple[int, ...], device: torch.device) -> Non
     host, cache = filled(LAYOUTS["v4"], 4, 3, device)
     slots = torch.randint(-1, 13, shape)
     slots = torch.where(slots == 12, 2**40, slots)
-    same_numbers(read_kv(cache, slots.to(device), FP32), reference.read_kv(host, slots, FP32))
+    same_numbers(
+        read_kv(ReadKv(slots.to(device), cache, FP32, "triton")),
+        reference.read_kv(ReadKv(slots, host, FP32, "reference")),
+    )
 
 
 def test_strided_slots_and_many_of_them(device: torch.device) -> None:
     host, cache = filled(LAYOUTS["v32-pow2"], 5, 7, device)
     slots = torch.randint(-1, 36, (9, 11)).T
-    same_numbers(read_kv(cache, slots.to(device), BF16), reference.read_kv(host, slots, BF16))
+    same_numbers(
+        read_kv(ReadKv(slots.to(device), cache, BF16, "triton")),
+        reference.read_kv(ReadKv(slots, host, BF16, "reference")),
+    )
 
 
 def test_every_code_under_every_exponent(device: torch.device) -> None:
@@ -104,7 +112,10 @@ def test_every_code_under_every_exponent(device: torch.device) -> None:
     moved = PagedCache.wrap(storage.to(device), cache.layout)
     slots = torch.arange(256)
     for dtype in (BF16, FP16, FP32):
-        same_numbers(read_kv(moved, slots.to(device), dtype), reference.read_kv(cache, slots, dtype))
+        same_numbers(
+            read_kv(ReadKv(slots.to(device), moved, dtype, "triton")),
+            reference.read_kv(ReadKv(slots, cache, dtype, "reference")),
+        )
 
 
 def test_every_packed_pair_under_every_exponent(device: torch.device) -> None:
@@ -115,14 +126,20 @@ def test_every_packed_pair_under_every_exponent(device: torch.device) -> None:
     moved = PagedCache.wrap(cache.storage.to(device), cache.layout)
     slots = torch.arange(256)
     for dtype in (BF16, FP16, FP32):
-        same_numbers(read_kv(moved, slots.to(device), dtype), reference.read_kv(cache, slots, dtype))
+        same_numbers(
+            read_kv(ReadKv(slots.to(device), moved, dtype, "triton")),
+            reference.read_kv(ReadKv(slots, cache, dtype, "reference")),
+        )
 
 
 @pytest.mark.parametrize("scale", [0.3, torch.tensor(0.3), torch.tensor(2.0**-40)], ids=str)
 def test_one_scale_as_number_or_tensor(scale: float | Tensor, device: torch.device) -> None:
     host, cache = filled(LAYOUTS["plain"], 3, 2, device, scale=scale)
     slots = torch.arange(6)
-    same_numbers(read_kv(cache, slots.to(device), BF16), reference.read_kv(host, slots, BF16))
+    same_numbers(
+        read_kv(ReadKv(slots.to(device), cache, BF16, "triton")),
+        reference.read_kv(ReadKv(slots, host, BF16, "reference")),
+    )
 
 
 def test_rope_keeps_its_bits_even_those_of_a_nan(device: torch.device) -> None:
@@ -132,7 +149,7 @@ def test_rope_keeps_its_bits_even_those_of_a_nan(device: torch.device) -> None:
         odd = torch.tensor([0x7FA1, -0x55, 0x7F80, 1, -0x8000, 0x7FFF, 0x8001 - 2**16, 0x1234], dtype=torch.int16)
         for where in (rope, cache.field(cache.layout.tail or cache.layout.values)[..., -64:]):
             where.view(torch.int16).copy_(odd.repeat(8))
-        found = read_kv(cache, torch.arange(4, device=device), BF16)
+        found = read_kv(ReadKv(torch.arange(4, device=device), cache, BF16, "triton"))
         assert torch.equal(found[:, -64:].cpu().view(torch.int16), odd.repeat(8).expand(4, 64))
 
 
@@ -195,9 +212,9 @@ def test_a_negative_first_position_reads_nothing(device: torch.device) -> None:
     _, cache = filled(LAYOUTS["v32-pow2"], 4, 4, device)
     out = torch.full((8, 576), UNTOUCHED, device=device)
     table = torch.ones(2, 2, dtype=torch.int32, device=device)[1:]
-    gather_kv(cache, table, *(int32([n]).to(device) for n in (7, 0, -6)), out)
+    gather_kv(GatherKv(table, *(int32([n]).to(device) for n in (7, 0, -6)), cache, out, "triton"))
     assert (out[[0, 1, 2, 3, 4, 5, 7]] == UNTOUCHED).all()
-    same_numbers(out[6:7], read_kv(cache, int32([4]).to(device), FP32).cpu())
+    same_numbers(out[6:7], read_kv(ReadKv(int32([4]).to(device), cache, FP32, "triton")).cpu())
 
 
 def test_nothing_to_gather(device: torch.device) -> None:
@@ -240,15 +257,17 @@ def test_index_keys_come_back_as_stored(name: str, page_size: int, device: torch
     table = torch.randperm(14)[:12].int().view(3, 4)
     table[2, 1] = 14
     requests = (table, int32([4, 0, 3]), int32([1, 6, 6]), int32([0, 0, 1]))
-    for columns in (1, 2):
-        found, expected = (
-            (torch.full((30, columns * layout.width), 7, dtype=torch.uint8, device=d)[:, ::columns], s)
-            for d, s in ((device, torch.full((30,), UNTOUCHED, device=device)), ("cpu", torch.full((30,), UNTOUCHED)))
-        )
-        gather_index(cache, *(t.to(device) for t in requests), found[0].view(torch.float8_e4m3fn), found[1])
-        reference.gather_index(host, *requests, expected[0].view(torch.float8_e4m3fn), expected[1])
-        assert torch.equal(found[0].cpu(), expected[0])
-        assert torch.equal(found[1].cpu(), expected[1])
+    check_keys(host, cache, requests, device)
+
+
+def check_keys(
+    host: PagedCache, cache: PagedCache, requests: tuple[Tensor, ...], device: torch.device, rows: int = 30
+) -> tuple[Tensor, Tensor]:
+    found = gather_index(GatherIndex(*(t.to(device) for t in requests), cache, rows, "triton"))
+    expected = reference.gather_index(GatherIndex(*requests, host, rows, "reference"))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.view(torch.uint8).cpu(), other.view(torch.uint8))
+    return expected
 
 
 @pytest.mark.parametrize("name", ["index-mxfp4", "index-mxfp4-96"])
@@ -258,21 +277,19 @@ def test_packed_index_keys_come_back_as_stored(name: str, device: torch.device) 
     host, cache = filled(layout, 14, 3, device)
     table = torch.randperm(14)[:12].int().view(3, 4)
     requests = (table, int32([4, 0, 3]), int32([1, 6, 6]), int32([0, 0, 1]))
-    sizes = [(12, layout.values.count), (12, layout.scales.count)]
-    found, expected = ([torch.full(s, 7, dtype=torch.uint8, device=d) for s in sizes] for d in (device, "cpu"))
-    gather_index(cache, *(t.to(device) for t in requests), *found)
-    reference.gather_index(host, *requests, *expected)
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
-    assert (expected[0][[0, 5, 9, 11]] == 7).all()
+    keys, _ = check_keys(host, cache, requests, device, rows=12)
+    assert (keys[[0, 5, 9, 11]] == 0).all()
+    assert keys[[1, 2, 3, 4, 6, 7, 8]].any(1).all()
 
 
 def test_no_index_keys(device: torch.device) -> None:
     _, cache = filled(LAYOUTS["index"], 2, 4, device)
     none = int32([]).to(device)
-    keys, scales = torch.full((3, 128), 7, dtype=torch.uint8, device=device), torch.ones(3, device=device)
-    gather_index(cache, torch.zeros(0, 1, dtype=torch.int32, device=device), none, none, none, keys, scales)
-    assert (keys == 7).all()
-    assert (scales == 1).all()
+    table = torch.zeros(0, 1, dtype=torch.int32, device=device)
+    keys, scales = gather_index(GatherIndex(table, none, none, none, cache, 3, "triton"))
+    assert keys.shape == (3, 128)
+    assert not keys.view(torch.uint8).any()
+    assert scales.tolist() == [0, 0, 0]
 
 
 def test_the_kernel_runs_as_meant(device: torch.device) -> None:

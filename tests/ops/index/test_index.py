@@ -8,6 +8,7 @@ from tamis import PagedCache, PagePool
 from tamis.cache.layout import index_fp8, index_mxfp4, named, rows
 from tamis.ops import gather_index, index_scores, index_topk, ragged_scores, topk_positions, write_kv
 from tamis.ops.index import reference
+from tamis.ops.index.operations import IndexScores, IndexTopk, TopkPositions
 
 FP32 = rows(torch.float32, latent=16, rope=0)
 
@@ -160,14 +161,14 @@ def test_what_a_device_may_hold_does_no_harm() -> None:
     ids, lengths = ints([0, -1, 1, many, 0, 0]), ints([60, 60, 60, 60, many, -many])
     width = table.shape[1] * 16
     out = torch.empty(6, width)
-    reference.index_scores(q, weights, cache, ids, table, lengths, out)
+    reference.index_scores(IndexScores(q, weights, cache, ids, table, lengths, out, "reference"))
     assert (out[[1, 2, 3, 5]] == -torch.inf).all()
     assert out[4, :60].isfinite().all()
     usual = index_scores(q[:1], weights[:1], cache, ints([0]), table, ints([60]))
     assert torch.equal(out[:1], usual)
-    found = reference.index_topk(q, weights, cache, ids, table, lengths, 20, 1 << 20)
-    assert torch.equal(found, reference.topk_positions(out, lengths, 20, None, None, 0))
-    slots = reference.topk_positions(out, lengths, 20, ids, table, 16)
+    found = reference.index_topk(IndexTopk(q, weights, cache, ids, table, lengths, 20, 1 << 20, "reference"))
+    assert torch.equal(found, reference.topk_positions(TopkPositions(out, lengths, 20, None, None, None, "reference")))
+    slots = reference.topk_positions(TopkPositions(out, lengths, 20, ids, table, 16, "reference"))
     assert (slots[[1, 2, 3, 5]] == -1).all()
     assert (slots[0] >= 0).all()
 
@@ -286,9 +287,9 @@ def test_the_workspace_bounds_how_many_tokens_have_scores(monkeypatch: pytest.Mo
     q, weights, cache, ids, table, visible = long_case()
     sizes, usual = [], reference.index_scores
 
-    def spied(*arguments):
-        sizes.append(arguments[-1].numel() * reference.BYTES_PER_SCORE)
-        usual(*arguments)
+    def spied(call: IndexScores) -> None:
+        sizes.append(call.out.numel() * reference.BYTES_PER_SCORE)
+        usual(call)
 
     monkeypatch.setattr(reference, "index_scores", spied)
     index_topk(q, weights, cache, ids, table, visible, 8, workspace_bytes=200_000)

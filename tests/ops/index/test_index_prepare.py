@@ -6,10 +6,10 @@ import struct
 import pytest
 import torch
 from byte_formats import bf16_bits, e4m3, e4m3_value, f32
-from oracle import hadamard_matrix
 
 from tamis import IndexRecipe, LayerSpec, PagedCache
 from tamis.cache.layout import index_fp8, plain_fp8, rows
+from tamis.lab.testing.oracle import hadamard_matrix
 from tamis.model.rope import Rope, hadamard
 from tamis.ops import index_scores, quantise_index_query, rotate_index, write_index_keys, write_kv
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, rows
 from tamis.cache.paged import PagedCache
-from tamis.ops.index import reference, triton_kernels
+from tamis.ops.index import hopper, reference, triton_kernels
+from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores, TopkPositions
 from tamis.ops.index.triton_scores import score_keys
 from tamis.ops.rows.triton_rows import interpreted
 
@@ -69,11 +70,11 @@ class Step:
         longest = self.table.shape[1] * self.cache.page_size
         found = torch.full((len(self.ids), longest if width is None else width), 7.0, device=device)
         expected = torch.empty_like(found, device="cpu")
-        reference.index_scores(*self.arguments(), expected)
-        triton_kernels.index_scores(*self.arguments(device), found)
+        reference.index_scores(IndexScores(*self.arguments(), expected, "reference"))
+        triton_kernels.index_scores(IndexScores(*self.arguments(device), found, "triton"))
         q, weights, *rest = self.arguments()
         magnitudes = torch.empty_like(expected)
-        reference.index_scores(q, weights.abs(), *rest, magnitudes)
+        reference.index_scores(IndexScores(q, weights.abs(), *rest, magnitudes, "reference"))
         agree(found.cpu(), expected, self.q.shape[1], magnitudes)
 
 
@@ -135,7 +136,7 @@ def test_pages_and_requests_that_do_not_exist(device: torch.device) -> None:
     Step(cache, [0, 0, 1, 2, 2], table, [256, 200, 256, 1, 256], 4, E4M3).check_scores(device)
     step = Step(cache, [-1, 3, 0, -(2**31), 2**31 - 1, 2], table, [256, 3, 256, 9, 80, 100], 4, E4M3)
     step.check_scores(device)
-    found = triton_kernels.index_topk(*step.arguments(device), 16, 1 << 20).cpu()
+    found = triton_kernels.index_topk(IndexTopk(*step.arguments(device), 16, 1 << 20, "triton")).cpu()
     assert torch.equal(found[[0, 1, 3, 4]], torch.full((4, 16), -1, dtype=torch.int32))
     assert (found[[2, 5]] >= 0).all()
 
@@ -149,10 +150,12 @@ def test_pages_apart_and_strided_inputs(device: torch.device) -> None:
     ids, lengths = int32([0, 9, 1, 9, 0])[::2], int32([96, 9, 80, 9, 5])[::2]
     q, weights = torch.randn(3, 128, 8).transpose(1, 2).to(torch.bfloat16), torch.randn(8, 3).T.to(torch.float16)
     expected, found = torch.empty(3, 96), torch.empty(3, 200, device=device)[:, 50:146]
-    reference.index_scores(q, weights, PagedCache.wrap(held[::3], layout), ids, table, lengths, expected)
+    reference.index_scores(
+        IndexScores(q, weights, PagedCache.wrap(held[::3], layout), ids, table, lengths, expected, "reference")
+    )
     on_device = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for t in (q, weights)]
     placed = [t.to(device) for t in (ids, table, lengths)]
-    triton_kernels.index_scores(*on_device, cache, *placed, found)
+    triton_kernels.index_scores(IndexScores(*on_device, cache, *placed, found, "triton"))
     agree(found.cpu(), expected, q.shape[1])
 
 
@@ -162,8 +165,10 @@ def test_keys_that_are_not_finite(device: torch.device) -> None:
     keys[0, 3, 2], keys[0, 5, 0], keys[1, 1, 7] = float("nan"), INF, -INF
     step = Step(cache, [0, 0, 0], int32([[0, 1]]), [32, 32, 20], 5, torch.float32)
     step.check_scores(device)
-    expected = reference.index_topk(*step.arguments(), 32, 1 << 20)
-    assert torch.equal(triton_kernels.index_topk(*step.arguments(device), 32, 1 << 20).cpu(), expected)
+    expected = reference.index_topk(IndexTopk(*step.arguments(), 32, 1 << 20, "reference"))
+    assert torch.equal(
+        triton_kernels.index_topk(IndexTopk(*step.arguments(device), 32, 1 << 20, "triton")).cpu(), expected
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,9 +180,9 @@ def test_ragged_scores(dtype: torch.dtype, scaled: bool, device: torch.device) -
     starts, ends = int32([0, 0, 70, 149, 80, -9, 60, 2**30]), int32([70, 1, 150, 150, 80, 2000, 40, 2**31 - 1])
     q, weights = torch.randn(8, 4, 128).to(dtype), torch.randn(8, 4)
     expected, found = torch.empty(8, total), torch.full((8, total), 7.0, device=device)
-    reference.ragged_scores(q, weights, keys, scales, starts, ends, expected)
+    reference.ragged_scores(RaggedScores(q, weights, keys, scales, starts, ends, expected, "reference"))
     given = [None if t is None else t.to(device) for t in (q, weights, keys, scales, starts, ends)]
-    triton_kernels.ragged_scores(*given, found)
+    triton_kernels.ragged_scores(RaggedScores(*given, found, "triton"))
     agree(found.cpu(), expected, q.shape[1])
 
 
@@ -191,14 +196,16 @@ def test_packed_keys_in_pages_and_in_a_list(dtype: torch.dtype, dim: int, device
     exponents[1, 7, 0], exponents[2, 3, -1], exponents[2, 4] = 255, 30, 0
     step = Step(cache, [0, 0, 1], int32([[2, 0, 1], [3, -1, 1]]), [183, 100, 170], 5, dtype)
     step.check_scores(device)
-    expected = reference.index_topk(*step.arguments(), 32, 1 << 20)
-    assert torch.equal(triton_kernels.index_topk(*step.arguments(device), 32, 1 << 20).cpu(), expected)
+    expected = reference.index_topk(IndexTopk(*step.arguments(), 32, 1 << 20, "reference"))
+    assert torch.equal(
+        triton_kernels.index_topk(IndexTopk(*step.arguments(device), 32, 1 << 20, "triton")).cpu(), expected
+    )
     keys, scales = (cache.field(f).flatten(0, 1) for f in (cache.layout.values, cache.layout.scales))
     starts, ends = int32([0, 70, -9]), int32([244, 150, 300])
     listed, found = torch.empty(3, 244), torch.full((3, 244), 7.0, device=device)
-    reference.ragged_scores(step.q, step.weights, keys, scales, starts, ends, listed)
+    reference.ragged_scores(RaggedScores(step.q, step.weights, keys, scales, starts, ends, listed, "reference"))
     given = [t.to(device) for t in (step.q, step.weights, keys, scales, starts, ends)]
-    triton_kernels.ragged_scores(*given, found)
+    triton_kernels.ragged_scores(RaggedScores(*given, found, "triton"))
     agree(found.cpu(), listed, 5)
 
 
@@ -222,14 +229,34 @@ def test_fused_selection_is_that_of_the_scores_whatever_the_workspace(k: int, de
     table[1, 0] = -1
     step = Step(cache, ids.tolist(), table, lengths.tolist(), 4, E4M3)
     step.q, step.weights = q, weights
-    expected = reference.index_topk(*step.arguments(), k, 1 << 20)
+    expected = reference.index_topk(IndexTopk(*step.arguments(), k, 1 << 20, "reference"))
     scores = torch.empty(7, 160, device=device)
-    triton_kernels.index_scores(*step.arguments(device), scores)
-    unfused = triton_kernels.topk_positions(scores, lengths.to(device), k, None, None, 0)
+    triton_kernels.index_scores(IndexScores(*step.arguments(device), scores, "triton"))
+    unfused = triton_kernels.topk_positions(TopkPositions(scores, lengths.to(device), k, None, None, None, "triton"))
     assert torch.equal(unfused.cpu(), expected)
     for workspace in (1, 10_000, 1 << 28):
-        found = triton_kernels.index_topk(*step.arguments(device), k, workspace)
+        found = triton_kernels.index_topk(IndexTopk(*step.arguments(device), k, workspace, "triton"))
         assert torch.equal(found.cpu(), expected), workspace
+
+
+def test_hopper_selects_from_the_same_chunks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its top-k runs on its own GPUs alone, so the reference selects here."""
+
+    def select(scores: Tensor, lengths: Tensor, k: int, *, out: Tensor) -> None:
+        out.copy_(reference.topk_positions(TopkPositions(scores, lengths, k, None, None, None, "reference")))
+
+    monkeypatch.setattr(hopper.topk, "topk_positions", select)
+    cache, q, weights = whole_numbers(7, 4)
+    step = Step(
+        cache, [0, 0, 1, 1, 1, 2, 0], torch.randperm(40)[:30].int().view(3, 10), [160, 9, 0, 1, 48, 49, -3], 4, E4M3
+    )
+    step.q, step.weights = q, weights
+    expected = reference.index_topk(IndexTopk(*step.arguments(), 20, 1 << 20, "reference"))
+    for workspace in (1, 2000, 1 << 28):
+        found = hopper.index_topk(IndexTopk(*step.arguments(device), 20, workspace, "hopper"))
+        assert torch.equal(found.cpu(), expected), workspace
+    step.table = step.table[:, :0]
+    assert (hopper.index_topk(IndexTopk(*step.arguments(device), 20, 1, "hopper")) == -1).all()
 
 
 def test_a_token_does_not_depend_on_its_batch(device: torch.device) -> None:
@@ -239,12 +266,16 @@ def test_a_token_does_not_depend_on_its_batch(device: torch.device) -> None:
     placed = [t.to(device) for t in (q, weights, ids, table, lengths)]
     there = moved(cache, device)
     together = torch.empty(5, 160, device=device)
-    triton_kernels.index_scores(placed[0], placed[1], there, placed[2], placed[3], placed[4], together)
+    triton_kernels.index_scores(
+        IndexScores(placed[0], placed[1], there, placed[2], placed[3], placed[4], together, "triton")
+    )
     for token in range(5):
         one = slice(token, token + 1)
         alone = torch.empty(1, 160, device=device)
         triton_kernels.index_scores(
-            placed[0][one], placed[1][one], there, placed[2][one], placed[3], placed[4][one], alone
+            IndexScores(
+                placed[0][one], placed[1][one], there, placed[2][one], placed[3], placed[4][one], alone, "triton"
+            )
         )
         assert torch.equal(alone, together[one])
 
@@ -252,7 +283,7 @@ def test_a_token_does_not_depend_on_its_batch(device: torch.device) -> None:
 def test_selection_does_not_read_what_scoring_left_out(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     table = torch.arange(40, dtype=torch.int32).view(4, 10)
     step = Step(filled(index_fp8(), 40, 64), [0, 1, 2, 9, 3], table, [640, 3, 0, 100, 500], 4, E4M3)
-    expected = triton_kernels.index_topk(*step.arguments(device), 64, 1 << 28)
+    expected = triton_kernels.index_topk(IndexTopk(*step.arguments(device), 64, 1 << 28, "triton"))
     empty = torch.empty
 
     def poisoned(*shape: Any, **options: Any) -> Tensor:
@@ -260,25 +291,25 @@ def test_selection_does_not_read_what_scoring_left_out(device: torch.device, mon
         return made.fill_(INF if made.is_floating_point() else 2**31 - 1)
 
     monkeypatch.setattr(triton_kernels.torch, "empty", poisoned)
-    assert torch.equal(triton_kernels.index_topk(*step.arguments(device), 64, 1 << 28), expected)
+    assert torch.equal(triton_kernels.index_topk(IndexTopk(*step.arguments(device), 64, 1 << 28, "triton")), expected)
 
 
 def test_no_tokens_and_no_pages(device: torch.device) -> None:
     cache = filled(index_fp8(), 2, 16)
     none = Step(cache, [], torch.zeros(2, 3, dtype=torch.int32), [], 4, E4M3)
     none.check_scores(device)
-    assert triton_kernels.index_topk(*none.arguments(device), 5, 1 << 20).shape == (0, 5)
+    assert triton_kernels.index_topk(IndexTopk(*none.arguments(device), 5, 1 << 20, "triton")).shape == (0, 5)
     for table in (torch.zeros(2, 0, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32)):
         step = Step(cache, [0, 1], table, [0, 9], 4, E4M3)
         step.check_scores(device, 40)
-        assert (triton_kernels.index_topk(*step.arguments(device), 5, 1 << 20) == -1).all()
+        assert (triton_kernels.index_topk(IndexTopk(*step.arguments(device), 5, 1 << 20, "triton")) == -1).all()
 
 
 def test_more_heads_or_numbers_than_fit_are_refused(device: torch.device) -> None:
     for heads, dim in ((129, 16), (4, 512)):
         step = Step(filled(rows(torch.float32, latent=dim, rope=0), 2, 16), [0], int32([[0, 1]]), [9], heads, E4M3)
         with pytest.raises(ValueError, match=r"at most 128 heads of 256 numbers.*backend='reference'"):
-            triton_kernels.check_scores(step.arguments(device)[0])
+            triton_kernels.check_index_topk(IndexTopk(*step.arguments(device), 4, 1, "triton"))
 
 
 def test_the_kernel_runs_as_meant(device: torch.device) -> None:

@@ -16,6 +16,8 @@ from tamis import IndexRecipe, Layout, PagedCache
 from tamis.cache.layout import index_fp8, index_mxfp4, rows
 from tamis.model.rope import Rope
 from tamis.ops.index import hopper, reference, triton_kernels
+from tamis.ops.index.operations import QuantiseIndexQuery, WriteIndexKeys
+from tamis.ops.index.rotation import rotate_rows
 from tamis.ops.index.triton_prepare import insert_keys
 from tamis.ops.rows.triton_rows import interpreted
 
@@ -70,8 +72,8 @@ def bits(x: Tensor) -> Tensor:
 def test_queries(recipe: IndexRecipe, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
     q, weights = hostile(11, 3, 128).to(dtype), torch.randn(3, 11).to(dtype).T
     inputs = (q, weights, *where(recipe, 11), recipe, layout, 0.3)
-    values, folded = triton_kernels.quantise_index_query(*on(device, *inputs))
-    expected, expected_folded = reference.quantise_index_query(*inputs)
+    values, folded = triton_kernels.quantise_index_query(QuantiseIndexQuery(*on(device, *inputs), "triton"))
+    expected, expected_folded = reference.quantise_index_query(QuantiseIndexQuery(*inputs, "reference"))
     assert (values.dtype, values.shape) == (torch.float8_e4m3fn, q.shape)
     assert torch.equal(bits(values), bits(expected))
     assert torch.equal(bits(folded), bits(expected_folded))
@@ -84,8 +86,8 @@ def test_query_shapes_and_strides(tokens: int, heads: int, width: int, device: t
     for q in (torch.randn(heads, tokens, width).transpose(0, 1), torch.randn(tokens, width, heads).transpose(1, 2)):
         positions = torch.randint(-1, 40, (2 * tokens,), dtype=torch.int32)[::2]
         inputs = (q, torch.randn(tokens, heads), positions, table, recipe, index_fp8(dim=width), 2.0)
-        values, folded = triton_kernels.quantise_index_query(*on(device, *inputs))
-        expected, expected_folded = reference.quantise_index_query(*inputs)
+        values, folded = triton_kernels.quantise_index_query(QuantiseIndexQuery(*on(device, *inputs), "triton"))
+        expected, expected_folded = reference.quantise_index_query(QuantiseIndexQuery(*inputs, "reference"))
         assert torch.equal(bits(values), bits(expected))
         assert torch.equal(bits(folded), bits(expected_folded))
         assert values.is_contiguous()
@@ -125,8 +127,8 @@ def test_keys(recipe: IndexRecipe, layout: Layout, dtype: torch.dtype, device: t
     keys, (positions, table) = hostile(11, 256).to(dtype)[:, 128:], where(recipe, 11)
     host, there = cache_pair(layout, device)
     rest = (None, None, 1e-6, positions, table, recipe)
-    reference.write_index_keys(keys, host, SLOTS, *rest)
-    triton_kernels.write_index_keys(*on(device, keys, there, SLOTS, *rest))
+    reference.write_index_keys(WriteIndexKeys(keys, host, SLOTS, *rest, "reference"))
+    triton_kernels.write_index_keys(WriteIndexKeys(*on(device, keys, there, SLOTS, *rest), "triton"))
     torch.testing.assert_close(written(there), written(host), rtol=0, atol=0, equal_nan=True)
 
 
@@ -164,8 +166,8 @@ def test_normed_keys_are_at_most_one_code_off(
     host, there = (PagedCache(index_fp8(rounding=rounding), 13, 5, place) for place in ("cpu", device))
     slots = torch.randperm(65)[:64]
     rest = (slots, weight, bias, 1e-6, *where(recipe, 64), recipe)
-    reference.write_index_keys(keys, host, *rest)
-    triton_kernels.write_index_keys(*on(device, keys, there, *rest))
+    reference.write_index_keys(WriteIndexKeys(keys, host, *rest, "reference"))
+    triton_kernels.write_index_keys(WriteIndexKeys(*on(device, keys, there, *rest), "triton"))
     (found, number, scale), (expected, expected_number, expected_scale) = stored(there), stored(host)
     alike = scale == expected_scale
     assert alike.float().mean() > 0.95, "a scale changes only where a maximum lies on a power of two"
@@ -185,8 +187,8 @@ def test_normed_keys_in_float32(recipe: IndexRecipe, device: torch.device) -> No
     keys, weight, bias = torch.randn(11, 128) * 3 + 1, torch.rand(128) + 0.5, torch.randn(128)
     host, there = (PagedCache(KEY_LAYOUTS["fp32"], 5, 5, place) for place in ("cpu", device))
     rest = (SLOTS, weight, bias, 1e-6, *where(recipe, 11), recipe)
-    reference.write_index_keys(keys, host, *rest)
-    triton_kernels.write_index_keys(*on(device, keys, there, *rest))
+    reference.write_index_keys(WriteIndexKeys(keys, host, *rest, "reference"))
+    triton_kernels.write_index_keys(WriteIndexKeys(*on(device, keys, there, *rest), "triton"))
     error = float(norm_error(keys, weight).max())
     size = bounds.rounded(host.storage.abs().max(), torch.float32, 8)  # products and sums of the rope and the bias
     if recipe.hadamard:
@@ -200,12 +202,12 @@ def test_key_widths_and_strides(width: int, device: torch.device) -> None:
     keys, recipe = torch.randn(width, 9).T, IndexRecipe(rope_dim=4, rope_first=False)
     host, there = cache_pair(index_fp8(dim=width), device)
     rest = (SLOTS[:9].int().clamp(-1, 99), None, None, 1e-6, *where(recipe, 9), recipe)
-    reference.write_index_keys(keys, host, *rest)
-    triton_kernels.write_index_keys(*on(device, keys, there, *rest))
+    reference.write_index_keys(WriteIndexKeys(keys, host, *rest, "reference"))
+    triton_kernels.write_index_keys(WriteIndexKeys(*on(device, keys, there, *rest), "triton"))
     assert torch.equal(written(there), written(host))
     before = written(there)
     empty = (keys[:0], there, SLOTS[:0], *rest[1:4], None, None, recipe)
-    triton_kernels.write_index_keys(*on(device, *empty))
+    triton_kernels.write_index_keys(WriteIndexKeys(*on(device, *empty), "triton"))
     assert torch.equal(written(there), before)
 
 
@@ -216,17 +218,17 @@ def test_rows_of_odd_widths(device: torch.device) -> None:
     keys, positions, table = on(device, torch.randn(2, 9), torch.tensor([3, 1]), Rope(4).cos_sin_table(8))
     rest = (torch.arange(2, device=device), None, None, 1e-6, positions, table)
     with pytest.raises(ValueError, match=r"recipe must be with pairs from an even column on .* backend='reference'"):
-        triton_kernels.check_recipe(odd, 9, True)
+        triton_kernels.check_write_index_keys(WriteIndexKeys(keys, cache, *rest, odd, "triton"))
     for recipe in (replace(odd, interleaved=False), replace(odd, rope_first=True)):
-        triton_kernels.write_index_keys(keys, cache, *rest, recipe)
-        expected = reference.prepare_rows(*on(torch.device("cpu"), keys, positions, table), recipe, "none")
+        triton_kernels.write_index_keys(WriteIndexKeys(keys, cache, *rest, recipe, "triton"))
+        expected = rotate_rows(*on(torch.device("cpu"), keys, positions, table), recipe, "none")
         assert torch.equal(cache.read(rest[0]).cpu(), expected)
 
 
 def test_both_gpu_backends_offer_them() -> None:
     assert hopper.write_index_keys is triton_kernels.write_index_keys
     assert hopper.quantise_index_query is triton_kernels.quantise_index_query
-    assert hopper.check_recipe is triton_kernels.check_recipe
+    assert hopper.check_write_index_keys is triton_kernels.check_write_index_keys
 
 
 def test_the_kernel_runs_where_it_should(device: torch.device) -> None:

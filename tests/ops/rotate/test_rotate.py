@@ -3,11 +3,12 @@
 import bounds
 import pytest
 import torch
-from oracle import hadamard_matrix, relative_error
+from bounds import relative_error
 from torch import Tensor
 
 from tamis import IndexRecipe, Layout, PagedCache
 from tamis.cache.layout import named, plain_fp8, rows
+from tamis.lab.testing.oracle import hadamard_matrix
 from tamis.model.rope import Rope
 from tamis.ops import norm_rows, quantise_index_query, rotate_and_write, rotate_heads, write_kv
 

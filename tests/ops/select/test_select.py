@@ -7,11 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from select_rules import chosen_rows, entry_rows, gathered_rows, int32, mixed_rows, random_step, window_rows
+from select_rules import chosen_rows, entry_rows, gathered_rows, int32, random_step, window_rows
 from torch import Tensor
 
-from tamis.arithmetic import ceil_div
-from tamis.ops import select_chosen, select_entries, select_gathered, select_mixed, select_window
+from tamis.ops import select_chosen, select_entries, select_gathered, select_window
 
 
 def garbage(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -94,32 +93,6 @@ def test_which_steps_complete_an_entry_of_128_tokens(start: int, new: int, compl
     completed = garbage(new, dtype=torch.int64)
     select_entries(positions, torch.zeros_like(positions), int32([[6, 7]]), ratio=128, page_size=2, completed=completed)
     assert bool((completed >= 0).any()) == completes
-
-
-def test_mixed_rows_of_a_short_request() -> None:
-    """Width 8, window 4, one request of 4 tokens that is decoded: the length counts every window column."""
-    slots, lengths = garbage(1, 8), garbage(1)
-    nothing = torch.zeros(0, 0, dtype=torch.int32)
-    select_mixed(
-        int32([[0, 1, 2, 3, -1, -1, -1, -1]]),
-        None,
-        None,
-        nothing,
-        int32([0, 1]),
-        int32([4]),
-        int32([0]),
-        int32([[0]]),
-        None,
-        window_page=64,
-        entry_page=64,
-        window=4,
-        ratio=1,
-        topk=0,
-        slots=slots,
-        lengths=lengths,
-    )
-    assert slots.tolist() == [[0, 1, 2, 3, -1, -1, -1, -1]]
-    assert lengths.tolist() == [8]
 
 
 def test_draft_blocks_see_each_other() -> None:
@@ -218,21 +191,6 @@ def test_gathered_rows(step: Any, ratio: int, indexed: bool) -> None:
     assert lengths.tolist() == expected.lengths
 
 
-@given(random_step(prefill=True), st.integers(1, 5), st.sampled_from(["window", "numbers", "slots", "counted"]))
-@settings(max_examples=80, deadline=None)
-def test_mixed_rows(step: Any, ratio: int, form: str) -> None:
-    inputs = step.mixed_inputs(form)
-    columns = inputs["decode_window"].shape[1] + ceil_div(max(step.chosen.shape[1], 2), 4) * 4
-    slots, lengths = garbage(step.tokens, columns), garbage(step.tokens)
-    topk = 0 if form == "window" else step.chosen.shape[1]
-    options: dict[str, Any] = {"window": step.window, "ratio": ratio, "topk": topk}
-    pages = {"window_page": step.page_size, "entry_page": 2}
-    select_mixed(*inputs.values(), **pages, **options, slots=slots, lengths=lengths, **step.mixed_options(form))
-    expected = mixed_rows(step, form, columns, **options)
-    assert slots.tolist() == expected.rows
-    assert lengths.tolist() == expected.lengths
-
-
 def test_refusals_name_what_is_wrong() -> None:
     positions, ids, table = int32([3]), int32([0]), int32([[1]])
     rows, lengths = int32([[0, 0]]), int32([0])
@@ -255,9 +213,3 @@ def test_refusals_name_what_is_wrong() -> None:
     numbers: dict[str, Any] = {"ratio": 4, "window": 2, "entries": 1, "rows": 3, "columns": 1}
     with pytest.raises(ValueError, match=r"slots must be at least columns \+ window = 3 wide, got 2"):
         select_gathered(positions, ids, int32([0]), slots=rows, lengths=lengths, **numbers)
-    mixed: dict[str, Any] = {"window_page": 4, "entry_page": 4, "window": 2, "ratio": 4, "slots": rows}
-    step = (rows[:0], None, None, rows, int32([0, 1]), int32([4]), ids, table)
-    with pytest.raises(ValueError, match="entry_table must be given where entries are numbers"):
-        select_mixed(*step, None, topk=2, lengths=lengths, **mixed)
-    with pytest.raises(ValueError, match="slots must be at least 4 columns wide, got 2"):
-        select_mixed(*step, table, topk=2, lengths=lengths, **mixed)

@@ -13,9 +13,16 @@ from tamis.lab.testing.cases import to_device
 from tamis.lab.testing.select_cases import SelectCase, expected_rows, select_cases
 from tamis.ops.rows.triton_rows import interpreted
 from tamis.ops.select import reference, triton_kernels
+from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectWindow
 from tamis.ops.select.triton_device import window_rows
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+CALLS: dict[str, Any] = {
+    "select_window": SelectWindow,
+    "select_entries": SelectEntries,
+    "select_chosen": SelectChosen,
+    "select_gathered": SelectGathered,
+}
 
 
 def check(name: str, device: torch.device, inputs: tuple[Any, ...], outputs: tuple[Tensor | None, ...]) -> None:
@@ -23,16 +30,15 @@ def check(name: str, device: torch.device, inputs: tuple[Any, ...], outputs: tup
     expected = [None if o is None else torch.randint(5, 99, o.shape, dtype=o.dtype) for o in outputs]
     found = [None if e is None else e.to(device, copy=True) for e in expected]
     moved = [_to(device, i) for i in inputs]
-    getattr(reference, name)(*inputs, *expected)
-    getattr(triton_kernels, name)(*moved, *found)
+    call = CALLS[name]
+    getattr(reference, name)(call(*inputs, *expected, "reference"))
+    getattr(triton_kernels, name)(call(*moved, *found, "triton"))
     for at, (one, other) in enumerate(zip(found, expected, strict=True)):
         if one is not None and other is not None:
             assert torch.equal(one.cpu(), other), (name, at, one, other)
 
 
 def _to(device: torch.device, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(v.to(device) for v in value)
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(value)
@@ -47,7 +53,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 def test_windows(device: torch.device, step: RandomStep, owned: bool, blocks: bool) -> None:
     tokens = (step.positions, step.ids, step.table, step.own if owned else None)
     spans = (int32([n - q for n, q in zip(step.lengths, step.queries, strict=True)]), int32(step.lengths))
-    inputs = (*tokens, spans if blocks else None, step.page_size, step.window)
+    inputs = (*tokens, *(spans if blocks else (None, None)), step.page_size, step.window)
     check("select_window", device, inputs, (empty(step.tokens, step.width), empty(step.tokens)))
 
 
@@ -69,7 +75,7 @@ def test_rows_of_any_width(width: int, device: torch.device) -> None:
     tokens = (positions, ids, table, None)
     vectors = (empty(5, dtype=torch.int64), empty(5), empty(5))
     check("select_entries", device, (*tokens, 4, 2, width, 3), (*vectors, empty(5, width)))
-    check("select_window", device, (*tokens, None, 2, width), (empty(5, width + 3), empty(5)))
+    check("select_window", device, (*tokens, None, None, 2, width), (empty(5, width + 3), empty(5)))
     chosen = torch.randint(-1, 5000, (5, width), dtype=torch.int32)
     check("select_chosen", device, (chosen, ids, table, None, 2), (empty(5, width), empty(5)))
     check("select_chosen", device, (chosen.T.contiguous().T, ids, table, None, 2), (empty(5, width), empty(5)))
@@ -78,7 +84,8 @@ def test_rows_of_any_width(width: int, device: torch.device) -> None:
 def test_a_narrower_rebuild_leaves_the_columns_beyond_alone(device: torch.device) -> None:
     buffer = torch.full((2, 256), 77, dtype=torch.int32, device=device)
     tokens = (int32([20000, 255]).to(device), int32([0, 0]).to(device), int32([[4]]).to(device), None)
-    triton_kernels.select_entries(*tokens, 128, 512, 128, 2, None, None, None, buffer[:, :128])
+    call = SelectEntries(*tokens, 128, 512, 128, 2, None, None, None, buffer[:, :128], "triton")
+    triton_kernels.select_entries(call)
     assert buffer[0, :128].tolist() == list(range(2048, 2048 + 128))
     assert buffer[1, :128].tolist() == [2048, 2049] + [-1] * 126
     assert buffer[:, 128:].eq(77).all()
@@ -102,24 +109,11 @@ def test_gathered_rows(device: torch.device, step: RandomStep, ratio: int, index
     check("select_gathered", device, inputs, (empty(step.tokens, columns + step.window + 3), empty(step.tokens)))
 
 
-@given(random_step(prefill=True), st.integers(1, 5), st.sampled_from(["window", "numbers", "slots", "counted"]))
-@settings(max_examples=60, deadline=None)
-def test_mixed_rows(device: torch.device, step: RandomStep, ratio: int, form: str) -> None:
-    given_rows = step.mixed_inputs(form)
-    columns = given_rows["decode_window"].shape[1] + step.chosen.shape[1] + 3
-    first, rest = list(given_rows.values())[:3], list(given_rows.values())[3:]
-    options = step.mixed_options(form)
-    topk = 0 if form == "window" else step.chosen.shape[1]
-    numbers = (step.page_size, 2, step.window, ratio, topk, options.get("local", False))
-    inputs = (*first, options.get("real"), *rest, *numbers)
-    check("select_mixed", device, inputs, (empty(step.tokens, columns), empty(step.tokens)))
-
-
 def test_hostile_tables_and_requests(device: torch.device) -> None:
     table = int32([[2**29, 3, INT_MAX, INT_MIN], [2**25, 2**25 - 1, -1, 0]])
     positions, ids = int32([255, 200, 255, 130, 7, 7]), int32([0, 1, INT_MAX, INT_MIN, -1, 2])
     tokens = (positions, ids, table, None)
-    check("select_window", device, (*tokens, None, 64, 256), (empty(6, 256), empty(6)))
+    check("select_window", device, (*tokens, None, None, 64, 256), (empty(6, 256), empty(6)))
     vectors = (empty(6, dtype=torch.int64), empty(6), empty(6))
     check("select_entries", device, (*tokens, 1, 64, 256, 6), (*vectors, empty(6, 256)))
     chosen = int32([[INT_MAX, 0, INT_MIN, 64, 128, 255]] * 6)
@@ -137,20 +131,23 @@ def test_the_cases_of_the_installed_checks(device: torch.device, case: SelectCas
     outputs = [torch.full_like(e, 77, dtype=torch.int32, device=device) for e in expected]
     window, lengths, _, visible, shown, every, slots, counts, rows, row_lengths = outputs
     completed = outputs[2] = outputs[2].long()
-    triton_kernels.select_window(*tokens, None, case.page_size, case.window, window, lengths)
+    spans = (None, None, case.page_size, case.window)
+    triton_kernels.select_window(SelectWindow(*tokens, *spans, window, lengths, "triton"))
     numbers = (case.ratio, case.page_size, case.columns, len(case.positions))
-    triton_kernels.select_entries(*tokens, *numbers, completed, visible, shown, every)
-    triton_kernels.select_chosen(here.chosen, *tokens[1:], case.page_size, slots, counts)
+    written = (completed, visible, shown, every)
+    triton_kernels.select_entries(SelectEntries(*tokens, *numbers, *written, "triton"))
+    triton_kernels.select_chosen(SelectChosen(here.chosen, *tokens[1:], case.page_size, slots, counts, "triton"))
     first = torch.full((case.requests,), 3, dtype=torch.int32, device=device)
     sizes = (0, case.ratio, case.window, 20, 50, case.columns)
-    triton_kernels.select_gathered(*tokens[:2], first, here.chosen, *sizes, rows, row_lengths)
+    gathered = SelectGathered(*tokens[:2], first, here.chosen, *sizes, rows, row_lengths, "triton")
+    triton_kernels.select_gathered(gathered)
     for number, (found, wanted) in enumerate(zip(outputs, expected, strict=True)):
         assert torch.equal(found.cpu().long(), wanted), number
 
 
 def test_no_tokens(device: torch.device) -> None:
     none, table = int32([]), int32([[1]])
-    check("select_window", device, (none, none, table, None, None, 64, 4), (empty(0, 4), empty(0)))
+    check("select_window", device, (none, none, table, None, None, None, 64, 4), (empty(0, 4), empty(0)))
 
 
 def test_the_kernels_run_as_meant(device: torch.device) -> None:

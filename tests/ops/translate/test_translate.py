@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import INT_MAX, INT_MIN
 from seeds import seeded
 
+from tamis.lab.testing.cases import INT_MAX, INT_MIN
 from tamis.ops import translate_positions
 
 
@@ -121,6 +121,11 @@ BAD = {
         {"workspace": (torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))},
         ValueError,
         "workspace ids must be of shape",
+    ),
+    "workspace without ids": (
+        {"workspace": (None, torch.zeros(1, dtype=torch.int32))},
+        TypeError,
+        "workspace ids must be a tensor",
     ),
     "workspace id past starts": (
         {"workspace": (torch.ones(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))},

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from tamis import PagedCache
 from tamis.arithmetic import ceil_div
+from tamis.cache.codec import to_e4m3
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.ops.rows.triton_rows import encode_e4m3, interpreted, round_to_bf16
 from tamis.ops.write import reference
+from tamis.ops.write.operations import WriteKv
 from tamis.ops.write.triton_kernels import write_kv, write_rows
 
 LAYOUTS = {
@@ -75,13 +77,14 @@ def check_write(
     if layout.scale_mode == "tensor":
         host = host.with_scale(scale)
         cache = cache.with_scale(scale.to(device) if isinstance(scale, Tensor) else scale)
-    reference.write_kv(kv, host, slots)
+    reference.write_kv(WriteKv(kv, None, slots, host, "reference"))
     if apart:
         latent, rope = (part.to(device) for part in kv.split([layout.latent, layout.rope], 1))
         # A stride of its own for each part, as engines' views have it.
-        write_kv(latent, cache, slots.to(device), torch.cat((rope, rope), 1)[:, : layout.rope])
+        rope = torch.cat((rope, rope), 1)[:, : layout.rope]
+        write_kv(WriteKv(latent, rope, slots.to(device), cache, "triton"))
     else:
-        write_kv(kv.to(device), cache, slots.to(device))
+        write_kv(WriteKv(kv.to(device), None, slots.to(device), cache, "triton"))
     found = found.cpu()
     if device.type != "cpu" or (layout.rounding == "bf16" and kv.dtype != BF16):
         # Devices make NaNs of their own in arithmetic, and torch's own conversions to bf16 differ in its sign.
@@ -121,7 +124,7 @@ def test_conversions_agree_with_torch_on_every_interesting_number(device: torch.
     rounded = torch.empty(len(x), dtype=torch.int16, device=device).view(torch.uint16)
     block = 2**16 if interpreted(convert) else 1024
     convert[(len(x) // block,)](x.to(device), codes, rounded, not interpreted(convert), block)
-    assert torch.equal(codes.cpu(), reference.to_e4m3(x))
+    assert torch.equal(codes.cpu(), to_e4m3(x))
     found, expected = rounded.cpu().view(BF16), x.to(BF16)
     assert torch.equal(found.isnan(), x.isnan())
     finite = ~x.isnan()
@@ -241,8 +244,8 @@ def test_strided_rows_and_slots(name: str, device: torch.device) -> None:
         for given_slots in (slots, torch.stack((slots, slots - 1), dim=1)[:, 0], slots.flip(0).int().flip(0)):
             found = PagedCache(layout, 2, 4, device=device)
             expected = PagedCache(layout, 2, 4)
-            write_kv(moved, found, given_slots.to(device))
-            reference.write_kv(kv, expected, slots)
+            write_kv(WriteKv(moved, None, given_slots.to(device), found, "triton"))
+            reference.write_kv(WriteKv(kv, None, slots, expected, "reference"))
             assert torch.equal(found.storage.cpu(), expected.storage)
 
 
@@ -251,7 +254,8 @@ def test_rows_beyond_two_gib_are_addressed(device: torch.device) -> None:
     page_stride = 2**30 + 576 * 16
     far = torch.zeros(2 * page_stride + 4096, dtype=torch.uint8, device=device)
     cache = PagedCache.wrap(torch.as_strided(far, (3, 2, 584), (page_stride, 584, 1)), "v4-fp8")
-    write_kv(torch.full((2, 512), 2.0, device=device), cache, torch.tensor([4, 5], device=device))
+    kv, slots = torch.full((2, 512), 2.0, device=device), torch.tensor([4, 5], device=device)
+    write_kv(WriteKv(kv, None, slots, cache, "triton"))
     assert far[2 * page_stride] == 0x78
     assert far[2 * page_stride + 2 * 576 + 8] == 127 - 7
     assert not far[:page_stride].any()

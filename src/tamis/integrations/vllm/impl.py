@@ -10,12 +10,12 @@ from tamis.cache.layout import for_engine
 from tamis.cache.paged import PagedCache
 from tamis.integrations.vllm.metadata import SparseMetadata
 from tamis.layers.mla import LayerOutput, Shard, SparseMLA
-from tamis.layers.mla_checks import Call, PositionsCall
+from tamis.layers.mla_checks import Call
 from tamis.model.absorb import AbsorbedWeights
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, write_kv
 from tamis.ops.attention import new_output
-from tamis.ops.write import join_parts
+from tamis.ops.pairs import join_pair
 
 _USUAL_TOPK = 2048
 
@@ -144,7 +144,7 @@ class SparseImpl:
 
     def _prepare(
         self, q: Tensor, kv_cache: Tensor, metadata: SparseMetadata, layer: Any, out: Tensor | None
-    ) -> Call | PositionsCall | None:
+    ) -> Call | None:
         """The checked attention of a step; None for a step without requests. Nothing is written yet."""
         rows = q.shape[0]
         cache = self._wrap(kv_cache, self.kv_cache_dtype, getattr(layer, "_k_scale_float", 1.0))
@@ -166,10 +166,8 @@ class SparseImpl:
             q, cache, positions, ids, metadata.block_table, sink=sink, q_scale=q_scale, out=out
         )
 
-    def _attend(self, call: Call | PositionsCall | None, q: Tensor, out: Tensor | None) -> Attended | LayerOutput:
-        if call is None:
-            return self._nothing(q, out)
-        return self._attention.run(call) if isinstance(call, Call) else self._attention.run_positions(call)
+    def _attend(self, call: Call | None, q: Tensor, out: Tensor | None) -> Attended | LayerOutput:
+        return self._nothing(q, out) if call is None else self._attention.run(call)
 
     def do_kv_cache_update(
         self,
@@ -297,7 +295,7 @@ class SparseImpl:
         return Attended(out.zero_(), lse, None)
 
     def _joined(self, q: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        return join_parts("q", q)
+        return join_pair("q", q)
 
     def _positions(self, rows: int) -> Tensor:
         buffer = self.topk_indices_buffer

@@ -8,6 +8,7 @@ import torch
 from tamis.arithmetic import ceil_div
 from tamis.cache.pool import PagePool
 from tamis.lab.demo.shape import Workload
+from tamis.lab.testing.probe import RequestSpan
 from tamis.step.batch import Batch
 
 
@@ -64,6 +65,11 @@ class Piece:
     def end(self) -> int:
         """Position after the last one."""
         return self.start + len(self.tokens)
+
+    @property
+    def span(self) -> RequestSpan:
+        """As a probe takes it."""
+        return RequestSpan(self.request.name, self.start, self.end, self.request.cache_length)
 
     @property
     def predicts(self) -> bool:

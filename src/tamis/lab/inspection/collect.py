@@ -14,8 +14,6 @@ from torch import Tensor
 from tamis import checks
 from tamis.arithmetic import float32_products, without_autocast
 from tamis.cache.paged import PagedCache
-from tamis.cache.selection import Caches
-from tamis.cache.v4_caches import V4Caches
 from tamis.integrations.hf.layers import CacheKind
 from tamis.integrations.transformers import attach, detach
 from tamis.lab.inspection.notes import Extent, LayerNotes
@@ -23,11 +21,10 @@ from tamis.lab.inspection.statistics import dense_shares, selected_mask
 from tamis.layers.mla import LayerOutput, SparseMLA
 from tamis.layers.mla_checks import Call
 from tamis.layers.v4 import SparseV4
-from tamis.layers.v4_checks import Projected
+from tamis.layers.v4_checks import V4Call
 from tamis.model.spec import LayerSpec
-from tamis.ops import IndexInputs, Rotated, gather_kv, index_scores, read_kv, topk_positions
-from tamis.step.plan import Plan
-from tamis.step.v4_plan import EntryPlan, V4Plan
+from tamis.ops import Rotated, gather_kv, index_scores, read_kv, topk_positions
+from tamis.ops.index.operations import IndexTopk
 
 SCORE_ELEMENTS = 4 << 20
 """Scores held at once."""
@@ -142,42 +139,34 @@ class _WatchedMLA(SparseMLA):
 
     def run(self, call: Call) -> LayerOutput:
         result, plan = super().run(call), call.plan
+        assert plan is not None
         notes, own = self._watch.notes[self._number], plan.positions
         if notes.source is not None:
             notes.add_selection(own, own + 1, result.positions, None)
             self._watch.advance(len(own))
-        rows = _all_rows(call.caches.latent, plan.block_table, int(own.max()) + 1, self.backend)
-        _compare(notes, call.q, rows, own, own + 1, result.positions)
+        rows = _all_rows(call.cache, plan.block_table, int(own.max()) + 1, self.backend)
+        _compare(notes, call.attend.q, rows, own, own + 1, result.positions)
         return result
 
-    def select_unchecked(self, index: IndexInputs, caches: Caches, plan: Plan) -> Tensor:
-        assert caches.index is not None
-        seen = _Seen(plan.positions, plan.request_ids, plan.block_table, plan.positions + 1)
-        return _select(self._watch, self._number, index.q, index.weights, caches.index, seen, self.backend)
+    def _select(self, call: IndexTopk) -> Tensor:
+        return _select(self._watch, self._number, call, call.lengths - 1)
 
 
 class _WatchedV4(SparseV4):
     def __init__(self, layer: SparseV4, watch: _Watch, number: int) -> None:
         super().__init__(layer.spec, layer.weights, layer.cos_sin, eps=layer.eps, backend=layer.backend)
         self._watch, self._number = watch, number
-        self._q: Tensor | None = None
 
-    def write_unchecked(self, made: Projected, caches: V4Caches, plan: V4Plan) -> Rotated:
-        queries = super().write_unchecked(made, caches, plan)
-        self._q = queries.q
-        return queries
-
-    def select_unchecked(self, index_q: Tensor, index_weights: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
-        entries = plan.entries[self.spec.compress]
-        assert caches.index is not None
-        seen = _Seen(plan.step.positions, plan.step.request_ids, entries.block_table, entries.visible)
-        chosen = _select(self._watch, self._number, index_q, index_weights, caches.index, seen, self.backend)
-        self._compare(chosen, caches, entries, plan)
+    def _select(self, call: V4Call, queries: Rotated) -> Tensor:
+        assert call.index_topk is not None
+        assert queries.index_q is not None
+        index = call.index_topk._replace(q=queries.index_q)
+        chosen = _select(self._watch, self._number, index, call.plan.step.positions)
+        self._compare(queries.q, chosen, call)
         return chosen
 
-    def _compare(self, chosen: Tensor, caches: V4Caches, entries: EntryPlan, plan: V4Plan) -> None:
-        q, self._q = self._q, None
-        assert q is not None
+    def _compare(self, q: Tensor, chosen: Tensor, call: V4Call) -> None:
+        caches, plan, entries = call.caches, call.plan, call.plan.entries[self.spec.compress]
         assert caches.entries is not None
 
         def window(part: Tensor, queries: Tensor, lse: Tensor) -> Tensor:
@@ -200,30 +189,16 @@ class _WatchedV4(SparseV4):
             _compare(notes, q, rows, own, entries.visible, chosen, window)
 
 
-@dataclass(frozen=True)
-class _Seen:
-    own: Tensor
-    request_ids: Tensor
-    block_table: Tensor
-    lengths: Tensor
-    """How many places each query sees."""
-
-
-def _select(
-    watch: _Watch, number: int, q: Tensor, weights: Tensor, cache: PagedCache, seen: _Seen, backend: str
-) -> Tensor:
+def _select(watch: _Watch, number: int, call: IndexTopk, own: Tensor) -> Tensor:
+    """Select as `index_topk` does, and note the scores; `own` are the queries' positions."""
     notes = watch.notes[number]
-    width = max(1, int(seen.lengths.max()))
-    step = max(1, SCORE_ELEMENTS // width)
+    width = max(1, int(call.lengths.max()))
     found = []
-    for first in range(0, len(q), step):
-        part = slice(first, first + step)
-        lengths, ids = seen.lengths[part], seen.request_ids[part]
-        scores = index_scores(
-            q[part], weights[part], cache, ids, seen.block_table, lengths, width=width, backend=backend
-        )
-        positions = topk_positions(scores, lengths, notes.topk, backend=backend)
-        notes.add_selection(seen.own[part], lengths, positions, scores)
+    for part, some in call.chunks(SCORE_ELEMENTS // width):
+        paged = (some.cache, some.request_ids, some.block_table, some.lengths)
+        scores = index_scores(some.q, some.weights, *paged, width=width, backend=some.backend)
+        positions = topk_positions(scores, some.lengths, notes.topk, backend=some.backend)
+        notes.add_selection(own[part], some.lengths, positions, scores)
         found.append(positions)
         watch.advance(len(positions))
     return torch.cat(found)

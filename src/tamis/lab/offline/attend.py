@@ -19,7 +19,7 @@ from tamis.ops.attention.triton_kernels import (
     choose_launch,
     compute_dtype,
     launch_arguments,
-    query_parts,
+    query_terms,
     shared_bytes,
 )
 from tamis.ops.attention.triton_rowwise import attend_rows_kernel
@@ -114,7 +114,7 @@ def _case(
     bound = 0 if launch.grouped or target.backend != "cuda" else shared_bytes(launch, layout, q.dtype)
     case = OfflineCase.of_launch(kernel, arguments, options, label, (target.name,), most_shared=bound)
     mode = layout.scale_mode if launch.block_h > 16 else ""
-    return case, (kernel, launch, compute, query_parts(q.dtype, compute), mode)
+    return case, (kernel, launch, compute, query_terms(q.dtype, compute), mode)
 
 
 def cuda_cases() -> Iterator[CudaCase]:

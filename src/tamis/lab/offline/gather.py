@@ -7,6 +7,7 @@ import torch
 from tamis.cache.layout import named
 from tamis.cache.paged import PagedCache
 from tamis.lab.offline.triton import NATIVE_E4M3, OfflineCase
+from tamis.ops.gather.operations import GatherIndex, GatherKv
 from tamis.ops.gather.triton_kernels import (
     copy_index_rows,
     index_arguments,
@@ -30,8 +31,8 @@ def triton_cases() -> Iterator[OfflineCase]:
     ):
         cache = PagedCache(name, 2, 64)
         out = torch.empty(16, cache.layout.width, dtype=dtype, device="cpu")
-        requests = request_arguments(cache, table, ones, ones, ones) | {"slots": None}
-        arguments = read_arguments(cache, out, requests)
+        call = GatherKv(table, ones, ones, ones, cache, out, "triton")
+        arguments = read_arguments(cache, out, request_arguments(call) | {"slots": None})
         label = f"gather {name} to {dtype}".replace("torch.", "")
         yield OfflineCase.of_launch(read_rows, arguments, launch_options(arguments), label)
         if cache.layout.quantised and not cache.layout.packed:
@@ -41,8 +42,9 @@ def triton_cases() -> Iterator[OfflineCase]:
             )
     # Triton makes constants of arguments that are 1, which is another program.
     cache = PagedCache("plain-fp8", 1, 1, scale=torch.ones((), dtype=torch.float32, device="cpu"))
-    requests = request_arguments(cache, table[:1, :1], ones[:1], ones[:1], ones[:1]) | {"slots": None}
-    arguments = read_arguments(cache, torch.empty(1, 576, dtype=torch.float32, device="cpu"), requests)
+    out = torch.empty(1, 576, dtype=torch.float32, device="cpu")
+    call = GatherKv(table[:1, :1], ones[:1], ones[:1], ones[:1], cache, out, "triton")
+    arguments = read_arguments(cache, out, request_arguments(call) | {"slots": None})
     yield OfflineCase.of_launch(read_rows, arguments, launch_options(arguments), "gather plain-fp8, one of everything")
     cache = PagedCache(named("v32-fp8", latent=128, rope=32), 2, 64)
     arguments = read_arguments(
@@ -51,18 +53,7 @@ def triton_cases() -> Iterator[OfflineCase]:
         no_request_arguments(cache) | {"slots": torch.arange(16, dtype=torch.int64, device="cpu")},
     )
     yield OfflineCase.of_launch(read_rows, arguments, launch_options(arguments), f"read {cache.layout.name} to float32")
-    for name, values, scales in (
-        (
-            "index-fp8",
-            torch.empty(16, 128, dtype=torch.uint8, device="cpu"),
-            torch.empty(16, dtype=torch.float32, device="cpu"),
-        ),
-        (
-            "index-mxfp4",
-            torch.empty(16, 64, dtype=torch.uint8, device="cpu"),
-            torch.empty(16, 4, dtype=torch.uint8, device="cpu"),
-        ),
-    ):
-        cache = PagedCache(name, 2, 64)
-        arguments = index_arguments(cache, values, scales, request_arguments(cache, table, ones, ones, ones))
+    for name in ("index-fp8", "index-mxfp4"):
+        keys = GatherIndex(table, ones, ones, ones, PagedCache(name, 2, 64), 16, "triton")
+        arguments = index_arguments(keys.cache, *keys.zeros(), request_arguments(keys))
         yield OfflineCase.of_launch(copy_index_rows, arguments, launch_options(arguments), f"gather {name} as stored")

@@ -13,23 +13,24 @@ from tamis.lab.offline.cuda import CudaCase
 from tamis.lab.offline.triton import NATIVE_E4M3, TARGETS, OfflineCase
 from tamis.model.recipe import IndexRecipe
 from tamis.ops.index.hopper.topk import Variant, program
-from tamis.ops.index.triton_kernels import (
-    E4M3,
-    MAX_DIM,
-    compute_dtype,
-    head_block,
-    held_dtype,
-    list_places,
-    page_places,
-    score_arguments,
+from tamis.ops.index.operations import (
+    IndexScores,
+    QuantiseIndexQuery,
+    RaggedScores,
+    TopkPositions,
+    WriteIndexKeys,
 )
+from tamis.ops.index.scoring import E4M3, MAX_DIM, paged_keys, ragged_keys, score_launch
 from tamis.ops.index.triton_prepare import OPTIONS, insert_keys, key_arguments, quantise_queries, query_arguments
-from tamis.ops.index.triton_scores import choose_score_launch, score_keys
+from tamis.ops.index.triton_scores import score_keys
 from tamis.ops.index.triton_topk import choose_topk_launch, topk_launches
 
 QUERIES = (torch.bfloat16, torch.float16, torch.float32, E4M3)
 HEADS = (1, 16, 17, 32, 64, 128)
 DIMS = (32, 128, MAX_DIM)
+SMS = 132
+"""Of an H200, for which launches are chosen."""
+HOST = torch.device("cpu")
 
 
 def triton_cases() -> Iterator[OfflineCase]:
@@ -37,9 +38,6 @@ def triton_cases() -> Iterator[OfflineCase]:
     yield from _prepare_cases()
     plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    four = torch.zeros(4, dtype=torch.int32, device="cpu")
-    table = torch.zeros(4, 32, dtype=torch.int32, device="cpu")
-    out = torch.empty(4, 2048, dtype=torch.float32, device="cpu")
     for layout, query, heads, shared, targets in (
         (named("index-fp8"), E4M3, 64, False, NATIVE_E4M3),
         (named("index-fp8"), E4M3, 64, True, NATIVE_E4M3),
@@ -55,56 +53,59 @@ def triton_cases() -> Iterator[OfflineCase]:
         (rows(bf16, latent=256, rope=0), bf16, 32, False, tuple(TARGETS)),
         (rows(fp16, latent=96, rope=0), fp32, 5, True, tuple(TARGETS)),
     ):
-        cache = PagedCache(layout, 2, 64)
-        native = targets == NATIVE_E4M3
-        q, keys = torch.empty(4, heads, layout.width, dtype=query, device="cpu"), held_dtype(layout)
-        compute = compute_dtype(query, keys, native=native)
-        block_h = head_block(heads, layout.width, compute)
-        kind = {"shared": shared, "exact": compute == fp32, "native": compute == E4M3}
-        key_bytes = layout.values.dtype.itemsize * layout.width
-        launch = choose_score_launch(out.shape, 132, heads, block_h, **kind, key_bytes=key_bytes)
-        places = page_places(cache, four, table, four, out)
-        arguments, options = score_arguments(
-            q,
-            torch.empty(4, heads, dtype=torch.float32, device="cpu"),
-            places,
-            compute,
-            launch,
-            out,
-            native=native,
-            fill=shared,
-        )
-        label = f"index {layout.name} {checks.dtype_name(query)}, {heads} heads, {launch.block_q} tokens"
-        yield OfflineCase.of_launch(score_keys, arguments, options, label, targets)
+        yield _score_case(layout, query, heads, shared, targets)
         if not layout.quantised:
-            places = list_places(q[:, 0].contiguous(), None, four, four, out)
-            arguments, options = score_arguments(
-                q,
-                torch.empty(4, heads, dtype=torch.float32, device="cpu"),
-                places,
-                compute,
-                launch,
-                out,
-                native=native,
-                fill=True,
-            )
-            yield OfflineCase.of_launch(score_keys, arguments, options, f"{label}, gathered", targets)
-    page_table = torch.zeros(4, 1024, dtype=torch.int32, device="cpu")
+            yield _ragged_case(layout, query, heads, shared, targets)
+    page_table = torch.zeros(4, 1024, dtype=torch.int32, device=HOST)
     for tokens, width, k, translate in ((512, 65536, 2048, False), (1, 65536, 2048, True), (512, 1000, 4096, True)):
         scores = torch.empty(tokens, width, dtype=torch.float32, device="meta")
-        lengths = torch.zeros(tokens, dtype=torch.int32, device="cpu")
-        cut = choose_topk_launch(tokens, width, k, 132)
+        lengths = torch.zeros(tokens, dtype=torch.int32, device=HOST)
+        launch = choose_topk_launch(tokens, width, k, SMS)
         ids, pages = (lengths, page_table) if translate else (None, None)
-        result = torch.empty(tokens, k, dtype=torch.int32, device="cpu")
-        for kernel, _, arguments, options in topk_launches(cut, scores, lengths, k, ids, pages, 64, result):
-            label = f"index {kernel.fn.__name__}, {k} of {width}, {cut.parts} parts"
+        call = TopkPositions(scores, lengths, k, ids, pages, 64, "triton")
+        result = torch.empty(tokens, k, dtype=torch.int32, device=HOST)
+        for kernel, _, arguments, options in topk_launches(launch, call, result):
+            label = f"index {kernel.fn.__name__}, {k} of {width}, {launch.splits} splits"
             yield OfflineCase.of_launch(kernel, arguments, options, label)
+
+
+def _score_case(layout: Layout, query: torch.dtype, heads: int, shared: bool, targets: tuple[str, ...]) -> OfflineCase:
+    """Scores of cached keys; without `shared` they are not filled up, as in a selection."""
+    four = torch.zeros(4, dtype=torch.int32, device=HOST)
+    table = torch.zeros(4, 32, dtype=torch.int32, device=HOST)
+    q, weights, out = _scored(heads, layout.width, query)
+    call = IndexScores(q, weights, PagedCache(layout, 2, 64), four, table, four, out, "triton")
+    native = targets[0] in NATIVE_E4M3
+    _, arguments, options = score_launch(call, paged_keys(call), shared=shared, fill=shared, native=native, sms=SMS)
+    label = f"index {layout.name} {checks.dtype_name(query)}, {heads} heads, {arguments['BLOCK_Q']} tokens"
+    return OfflineCase.of_launch(score_keys, arguments, options, label, targets)
+
+
+def _ragged_case(layout: Layout, query: torch.dtype, heads: int, shared: bool, targets: tuple[str, ...]) -> OfflineCase:
+    """Scores of gathered keys of the layout's element."""
+    four = torch.zeros(4, dtype=torch.int32, device=HOST)
+    q, weights, out = _scored(heads, layout.width, query)
+    keys = torch.empty(4, layout.width, dtype=query, device=HOST)
+    call = RaggedScores(q, weights, keys, None, four, four, out, "triton")
+    native = targets[0] in NATIVE_E4M3
+    _, arguments, options = score_launch(call, ragged_keys(call), shared=shared, fill=True, native=native, sms=SMS)
+    label = f"index {layout.name} {checks.dtype_name(query)}, {heads} heads, {arguments['BLOCK_Q']} tokens, gathered"
+    return OfflineCase.of_launch(score_keys, arguments, options, label, targets)
+
+
+def _scored(heads: int, width: int, query: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, weights and room for scores of four tokens."""
+    q = torch.empty(4, heads, width, dtype=query, device=HOST)
+    weights = torch.empty(4, heads, dtype=torch.float32, device=HOST)
+    return q, weights, torch.empty(4, 2048, dtype=torch.float32, device=HOST)
 
 
 def _prepare_cases() -> Iterator[OfflineCase]:
     """Queries and keys of every format on their way into the indexer."""
-    positions = torch.zeros(2, dtype=torch.int32, device="cpu")
-    table = torch.empty(9, 64, dtype=torch.float32, device="cpu")
+    positions = torch.zeros(2, dtype=torch.int32, device=HOST)
+    table = torch.empty(9, 64, dtype=torch.float32, device=HOST)
+    slots = torch.arange(2, dtype=torch.int64, device=HOST)
+    weights = torch.empty(2, 64, dtype=torch.float32, device=HOST)
     v32, v4 = IndexRecipe(), IndexRecipe(interleaved=True, rope_first=False, hadamard=True)
     for layout, recipe, dtype in (
         (index_fp8(), v32, torch.bfloat16),
@@ -113,23 +114,18 @@ def _prepare_cases() -> Iterator[OfflineCase]:
         (index_mxfp4(), v4, torch.bfloat16),
         (rows(torch.bfloat16, latent=128, rope=0), v4, torch.float16),
     ):
-        cache, x = PagedCache(layout, 2, 64), torch.empty(2, 64, layout.width, dtype=dtype, device="cpu")
+        cache, q = PagedCache(layout, 2, 64), torch.empty(2, 64, layout.width, dtype=dtype, device=HOST)
         label = f"{layout.name} from {checks.dtype_name(dtype)}{' by Hadamard' * recipe.hadamard}"
-        keys = x[:, 0]
-        slots = torch.arange(2, dtype=torch.int64, device="cpu")
-        norm = torch.empty(layout.width, dtype=torch.float32, device="cpu")
-        arguments = key_arguments(keys, cache, slots, norm, norm, 1e-6, positions, table, recipe)
-        yield OfflineCase.of_launch(insert_keys, arguments, OPTIONS, f"index keys {label}, normed")
-        arguments = key_arguments(keys, cache, slots, None, None, 1e-6, None, None, recipe)
+        norm = torch.empty(layout.width, dtype=torch.float32, device=HOST)
+        normed = WriteIndexKeys(q[:, 0], cache, slots, norm, norm, 1e-6, positions, table, recipe, "triton")
+        yield OfflineCase.of_launch(insert_keys, key_arguments(normed), OPTIONS, f"index keys {label}, normed")
+        rotated = normed._replace(norm_weight=None, norm_bias=None, positions=None, cos_sin=None)
+        arguments = key_arguments(rotated)
         yield OfflineCase.of_launch(insert_keys, arguments, OPTIONS, f"index keys {label}, rotated before")
         if layout.quantised and not layout.packed:
-            out = (
-                x.view(torch.uint8)[..., : layout.width].contiguous(),
-                torch.empty(2, 64, dtype=torch.float32, device="cpu"),
-            )
-            arguments = query_arguments(
-                x, torch.empty(2, 64, dtype=torch.float32, device="cpu"), positions, table, recipe, layout, 1.0, *out
-            )
+            call = QuantiseIndexQuery(q, weights, positions, table, recipe, layout, 1.0, "triton")
+            values = torch.empty(q.shape, dtype=torch.uint8, device=HOST)
+            arguments = query_arguments(call, values, torch.empty_like(weights))
             yield OfflineCase.of_launch(quantise_queries, arguments, OPTIONS, f"index queries {label}")
 
 
@@ -151,33 +147,14 @@ def layouts() -> Iterator[Layout]:
 def every_triton_case() -> Iterator[OfflineCase]:
     """Those, and every program of a layout, a query dtype, a number of heads, and tokens that share keys or do not."""
     yield from triton_cases()
-    host = torch.device("cpu")
-    four = torch.zeros(4, dtype=torch.int32, device=host)
-    table = torch.zeros(4, 32, dtype=torch.int32, device=host)
-    out = torch.empty(4, 2048, dtype=torch.float32, device=host)
-    plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
     seen = set()
-    for layout, query, heads, shared, targets in product(
-        layouts(), QUERIES, HEADS, (False, True), (NATIVE_E4M3, plain)
-    ):
-        native = targets == NATIVE_E4M3
-        q = torch.empty(4, heads, layout.width, dtype=query, device=host)
-        compute = compute_dtype(query, held_dtype(layout), native=native)
-        block_h, exact = head_block(heads, layout.width, compute), compute == torch.float32
-        for target in targets:
-            kind = {"shared": shared, "exact": exact, "native": compute == E4M3}
-            key_bytes = layout.values.dtype.itemsize * layout.width
-            launch = choose_score_launch(out.shape, 132, heads, block_h, **kind, key_bytes=key_bytes)
-            places = page_places(PagedCache(layout, 2, 64), four, table, four, out)
-            weights = torch.empty(4, heads, dtype=torch.float32, device=host)
-            arguments, options = score_arguments(q, weights, places, compute, launch, out, native=native, fill=shared)
-            label = f"index {layout.name} {checks.dtype_name(query)}, {heads} heads, {launch.block_q} tokens"
-            case = OfflineCase.of_launch(score_keys, arguments, options, label, (target,))
-            # The number of heads is a constant; those of one block differ in a mask alone.
-            constants = {n: v for n, v in case.constexprs.items() if n not in ("HEADS", "FILL")} | {
-                "blocks": ceil_div(heads, block_h)
-            }
-            program = (target, tuple(case.signature.items()), str(constants), str(options))
-            if program not in seen:
-                seen.add(program)
-                yield case
+    for layout, query, heads, shared, target in product(layouts(), QUERIES, HEADS, (False, True), TARGETS):
+        case = _score_case(layout, query, heads, shared, (target,))
+        # The number of heads is a constant; those of one block differ in a mask alone.
+        constants = {n: v for n, v in case.constexprs.items() if n not in ("HEADS", "FILL")} | {
+            "blocks": ceil_div(heads, case.constexprs["BLOCK_H"])
+        }
+        program = (target, tuple(case.signature.items()), str(constants), str(case.options))
+        if program not in seen:
+            seen.add(program)
+            yield case

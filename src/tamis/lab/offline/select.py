@@ -6,14 +6,8 @@ import torch
 from torch import Tensor
 
 from tamis.lab.offline.triton import OfflineCase
-from tamis.ops.select.triton_kernels import (
-    Launch,
-    select_chosen,
-    select_entries,
-    select_gathered,
-    select_mixed,
-    select_window,
-)
+from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectWindow
+from tamis.ops.select.triton_kernels import RowKernel, chosen_kernel, entry_kernel, gathered_kernel, window_kernel
 
 
 def triton_cases() -> Iterator[OfflineCase]:
@@ -22,49 +16,29 @@ def triton_cases() -> Iterator[OfflineCase]:
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device="cpu")
 
-    def case(label: str, launch: Launch) -> OfflineCase:
+    def case(label: str, launch: RowKernel) -> OfflineCase:
         return OfflineCase.of_launch(launch.kernel, launch.arguments | launch.constants, launch.options, label)
 
     def cases(label: str, tokens: int, requests: int, window: int, topk: int) -> Iterator[OfflineCase]:
         each, table, wide = ints(tokens), ints(requests, topk), ints(tokens, window)
         own, rows, long_rows = each.long(), ints(tokens, topk), ints(tokens, 5 * topk)
         two = (ints(requests), ints(requests))
-        yield case(f"select window{label}", select_window.prepare(each, each, table, own, None, 64, window, wide, each))
-        yield case(
-            f"select window of blocks{label}",
-            select_window.prepare(each, each, table, None, two, 64, window, wide, each),
-        )
-        numbers = (4, 64, topk, tokens)
-        yield case(
-            f"select entries by number{label}",
-            select_entries.prepare(each, each, table, own, *numbers, own, each, each, None),
-        )
-        numbers = (128, 2, 5 * topk, 1)
-        yield case(
-            f"select every entry{label}",
-            select_entries.prepare(each, each, table, own, *numbers, own, each, each, long_rows),
-        )
-        yield case(f"select chosen{label}", select_chosen.prepare(rows, each, table, own, 64, rows, each))
-        sizes = (4, window, 36, 103, topk)
+        tokens_of = (each, each, table)
+        windows = SelectWindow(*tokens_of, own, None, None, 64, window, wide, each, "triton")
+        yield case(f"select window{label}", window_kernel(windows))
+        blocks = SelectWindow(*tokens_of, None, *two, 64, window, wide, each, "triton")
+        yield case(f"select window of blocks{label}", window_kernel(blocks))
+        outputs = (own, each, each)
+        entries = SelectEntries(*tokens_of, own, 4, 64, topk, tokens, *outputs, None, "triton")
+        yield case(f"select entries by number{label}", entry_kernel(entries))
+        entries = SelectEntries(*tokens_of, own, 128, 2, 5 * topk, 1, *outputs, long_rows, "triton")
+        yield case(f"select every entry{label}", entry_kernel(entries))
+        picked = SelectChosen(rows, each, table, own, 64, rows, each, "triton")
+        yield case(f"select chosen{label}", chosen_kernel(picked))
+        sizes = (0, 4, window, 36, 103, topk)
         for what, chosen in (("chosen", rows), ("all", None)):
-            yield case(
-                f"select gathered, {what}{label}",
-                select_gathered.prepare(each, each, two[0], chosen, 0, *sizes, long_rows, each),
-            )
-        step = (ints(requests + 1), two[0], each, table)
-        yield case(
-            f"select mixed, window{label}",
-            select_mixed.prepare(
-                wide, None, None, None, rows[:, :0], *step, None, 64, 64, window, 1, 0, False, wide, each
-            ),
-        )
-        for what, local in (("numbers", True), ("slots", False)):
-            real = torch.zeros(tokens, dtype=torch.bool, device="cpu") if local else None
-            inputs = (wide, rows, None if local else each, real, rows, *step, table)
-            yield case(
-                f"select mixed, {what}{label}",
-                select_mixed.prepare(*inputs, 64, 2, window, 128, topk, local, long_rows, each),
-            )
+            gathered = SelectGathered(each, each, two[0], chosen, *sizes, long_rows, each, "triton")
+            yield case(f"select gathered, {what}{label}", gathered_kernel(gathered))
 
     yield from cases("", 64, 64, 128, 512)
     # Triton makes constants of arguments that are 1, which is another program.

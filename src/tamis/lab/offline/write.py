@@ -7,6 +7,7 @@ import torch
 from tamis.cache.layout import named
 from tamis.cache.paged import PagedCache
 from tamis.lab.offline.triton import OfflineCase
+from tamis.ops.write.operations import WriteKv
 from tamis.ops.write.triton_kernels import NUM_WARPS, launch_arguments, write_rows
 
 
@@ -25,24 +26,20 @@ def triton_cases() -> Iterator[OfflineCase]:
         (named("v32-bf16"), torch.bfloat16),
         (named("v4-fp16"), torch.float32),
     ):
-        arguments = launch_arguments(
-            torch.empty(2, layout.width, dtype=dtype, device="cpu"),
-            PagedCache(layout, 2, 64),
-            torch.arange(2, dtype=torch.int64, device="cpu"),
-        )
+        kv = torch.empty(2, layout.width, dtype=dtype, device="cpu")
+        slots = torch.arange(2, dtype=torch.int64, device="cpu")
+        arguments = launch_arguments(WriteKv(kv, None, slots, PagedCache(layout, 2, 64), "triton"))
         label = f"write {layout.name} {layout.scale_mode} from {dtype}".replace("torch.", "")
         yield OfflineCase.of_launch(write_rows, arguments, options, label)
     for layout in (named("v32-fp8"), named("v32-bf16"), named("plain-fp8")):
         latent, rope = torch.empty(2, layout.width, dtype=torch.bfloat16, device="cpu").split(
             [layout.latent, layout.rope], 1
         )
-        arguments = launch_arguments(
-            latent, PagedCache(layout, 2, 64), torch.arange(2, dtype=torch.int64, device="cpu"), rope
-        )
+        slots = torch.arange(2, dtype=torch.int64, device="cpu")
+        arguments = launch_arguments(WriteKv(latent, rope, slots, PagedCache(layout, 2, 64), "triton"))
         yield OfflineCase.of_launch(write_rows, arguments, options, f"write {layout.name} from two tensors")
     # Triton makes constants of arguments that are 1, which is another program.
     single = PagedCache("plain-fp8", 1, 1, scale=torch.ones((), dtype=torch.float32, device="cpu"))
-    arguments = launch_arguments(
-        torch.empty(1, 576, dtype=torch.float32, device="cpu"), single, torch.zeros(1, dtype=torch.int32, device="cpu")
-    )
+    kv, slot = torch.empty(1, 576, dtype=torch.float32, device="cpu"), torch.zeros(1, dtype=torch.int32, device="cpu")
+    arguments = launch_arguments(WriteKv(kv, None, slot, single, "triton"))
     yield OfflineCase.of_launch(write_rows, arguments, options, "write plain-fp8, one of everything")

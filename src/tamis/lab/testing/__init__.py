@@ -1,1 +1,1 @@
-"""What verification, benchmarks and tests share: hostile inputs, slow definitions, comparisons."""
+"""Shared by verification, benchmarks and tests: adversarial inputs, slow float64 definitions, comparisons, probes."""

@@ -1,4 +1,4 @@
-"""Seeded hostile inputs for attention."""
+"""Seeded adversarial inputs for attention."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from tamis.cache.selection import Selection
 from tamis.lab.testing import oracle
 from tamis.lab.testing.cases import INT_MAX, INT_MIN, Draw, filled_cache, garbage_cache, latent_layouts
 
-Kind = Literal["values", "hostile", "tile maxima"]
+Kind = Literal["values", "adversarial", "tile maxima"]
 MAXIMA = (1e-5, 1e-3, 1.0, 1e2, 1e4)
 QUICK_MAXIMA = (1e-5, 1e4)
 
@@ -52,7 +52,7 @@ def attend_cases(*, quick: bool = False) -> Iterator[AttendCase]:
     """All cases; a case's name and content do not depend on `quick`."""
     yield from _formats(quick)
     yield from _shapes(quick)
-    yield from _hostile(quick)
+    yield from _adversarial(quick)
     yield from _several_selections(quick)
     yield from _tile_maxima(quick)
 
@@ -115,25 +115,25 @@ def _shapes(quick: bool) -> Iterator[AttendCase]:
         yield _case("a prefill of 24 heads over bf16 rows", named("v32-bf16"), tokens=130, heads=24, k=64)
 
 
-def _hostile(quick: bool) -> Iterator[AttendCase]:
+def _adversarial(quick: bool) -> Iterator[AttendCase]:
     for name in ("v32-fp8", "v4-fp8", "v32-bf16") if not quick else ("v32-fp8", "v32-bf16"):
         for heads in (16, 32, 64) if not quick else (16,):  # there are kernels for each of these
-            yield from _hostile_rows(name if heads == 16 else f"{name}, {heads} heads", named(name), heads)
+            yield from _adversarial_rows(name if heads == 16 else f"{name}, {heads} heads", named(name), heads)
     peaked = _case("one row takes all", named("v32-fp8"))
-    yield replace(peaked, kind="hostile", scale=3.0)
+    yield replace(peaked, kind="adversarial", scale=3.0)
 
 
-def _hostile_rows(name: str, layout: Layout, heads: int) -> Iterator[AttendCase]:
+def _adversarial_rows(name: str, layout: Layout, heads: int) -> Iterator[AttendCase]:
     for splits in (None, 4):
         label = f"{name}, {splits or 'free'} splits"
-        yield replace(_bad_slots(f"bad slots, {label}", layout, heads), kind="hostile", splits=splits)
-        yield replace(_lengths(f"lengths, {label}", layout, heads), kind="hostile", splits=splits)
-        yield replace(_poisoned(f"NaN around, {label}", layout, heads), kind="hostile", splits=splits)
-    yield replace(_positions(f"positions, {name}", layout, heads), kind="hostile")
+        yield replace(_bad_slots(f"bad slots, {label}", layout, heads), kind="adversarial", splits=splits)
+        yield replace(_lengths(f"lengths, {label}", layout, heads), kind="adversarial", splits=splits)
+        yield replace(_poisoned(f"NaN around, {label}", layout, heads), kind="adversarial", splits=splits)
+    yield replace(_positions(f"positions, {name}", layout, heads), kind="adversarial")
     case = _bad_slots(f"sinks, {name}", layout, heads)
     sink = Draw(case.name).normal(case.heads)
     sink[0], sink[1], sink[2] = torch.inf, -torch.inf, 80.0
-    yield replace(case, kind="hostile", sink=sink)
+    yield replace(case, kind="adversarial", sink=sink)
 
 
 def _bad_slots(name: str, layout: Layout, heads: int) -> AttendCase:

@@ -1,4 +1,4 @@
-"""Seeded hostile inputs for the stages that move rows; the others are in `attend_cases` and `index_cases`.
+"""Seeded adversarial inputs for the stages that move rows; the others are in `attend_cases` and `index_cases`.
 
 Every case is built on the host from its own name, so that it is the same on every machine and in every selection of
 cases; `to_device` moves it. A case marked `device_only` holds values that are refused on the host, where they can be
@@ -186,7 +186,7 @@ class TranslateCase:
 
 
 def translate_cases(*, quick: bool = False) -> Iterator[TranslateCase]:
-    """Page sizes, hostile positions, absent and huge pages, workspaces, shards, compaction, foreign requests."""
+    """Page sizes, positions out of range, absent and huge pages, workspaces, shards, compaction, foreign requests."""
     draw = Draw("translate options")
     ids = draw.integers(-1, 3, 9)
     options: dict[str, dict[str, Any]] = {
@@ -213,9 +213,9 @@ def _translate_case(name: str, page_size: int, k: int, options: dict[str, Any]) 
     table[1, 2], table[2, 0], table[3] = -1, INT_MIN, -1
     table[4, 1] = INT_MAX // page_size + 1 if page_size > 1 else 5
     positions = draw.integers(0, 7 * page_size, 9, k)
-    hostile = torch.tensor([INT_MIN, -123456, -1, 7 * page_size, INT_MAX], dtype=torch.int32, device="cpu")
+    outside = torch.tensor([INT_MIN, -123456, -1, 7 * page_size, INT_MAX], dtype=torch.int32, device="cpu")
     places = draw.integers(0, 4, 9, k) == 0
-    positions[places] = hostile[draw.integers(0, 5, int(places.sum())).long()]
+    positions[places] = outside[draw.integers(0, 5, int(places.sum())).long()]
     positions[6] = -1
     return TranslateCase(name, positions, draw.integers(0, 5, 9), table, page_size, options)
 

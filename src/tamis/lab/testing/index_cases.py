@@ -1,4 +1,4 @@
-"""Seeded hostile inputs for the indexer: keys to prepare, to score, and scores to select from."""
+"""Seeded adversarial inputs for the indexer: keys to prepare, to score, and scores to select from."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ def _low_bits(draw: Draw, tokens: int, width: int) -> Tensor:
     return (draw.integers(0, 1024, tokens, width) + 0x3F800000).view(torch.float32)
 
 
-def _hostile(draw: Draw, tokens: int, width: int) -> Tensor:
+def _special_values(draw: Draw, tokens: int, width: int) -> Tensor:
     values = torch.tensor(
         [0.0, -0.0, 1.0, -1.0, torch.nan, -torch.nan, torch.inf, -torch.inf, 1e-45, 3.4e38],
         dtype=torch.float32,
@@ -109,7 +109,7 @@ SCORES: dict[str, Callable[[Draw, int, int], Tensor]] = {
     "ascending": lambda draw, tokens, width: (
         torch.arange(width, dtype=torch.int64, device="cpu").float().repeat(tokens, 1)
     ),
-    "hostile": _hostile,
+    "special values": _special_values,
 }
 
 

@@ -166,6 +166,12 @@ def selected_slots(selection: Selection, token: int) -> list[int]:
     return [slot for slot in slots if 0 <= slot < selection.cache.rows]
 
 
+def selected_rows(selections: Sequence[Selection], token: int) -> Tensor:
+    """float64 rows [N, width] that one token attends to, over all selections."""
+    slots = [torch.tensor(selected_slots(s, token), dtype=torch.int64, device="cpu") for s in selections]
+    return torch.cat([rows_of(s.cache, at) for s, at in zip(selections, slots, strict=True)])
+
+
 def attend(
     q: Tensor, selections: Sequence[Selection], *, scale: float, value_dim: int, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -174,9 +180,7 @@ def attend(
     out = torch.zeros(tokens, heads, value_dim, dtype=torch.float64, device="cpu")
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float64, device="cpu")
     for t in range(tokens):
-        rows = torch.cat(
-            [rows_of(s.cache, torch.tensor(selected_slots(s, t), dtype=torch.int64, device="cpu")) for s in selections]
-        )
+        rows = selected_rows(selections, t)
         if len(rows) == 0:
             continue
         logits = q[t].double() @ rows.T * scale
@@ -241,17 +245,22 @@ def index_keys(keys: Tensor, weight: Tensor, bias: Tensor, cos_sin: Tensor, reci
 def index_rows(rows: Tensor, cos_sin: Tensor, recipe: IndexRecipe) -> Tensor:
     """float64 rows after rope pair by pair, and Hadamard rotation by its matrix."""
     wide = rows.double()
-    turned, half = wide.clone(), recipe.rope_dim // 2
+    rotated, half = wide.clone(), recipe.rope_dim // 2
     start = 0 if recipe.rope_first else rows.shape[1] - recipe.rope_dim
     for pair in range(half):
         first = start + (2 * pair if recipe.interleaved else pair)
         second = first + (1 if recipe.interleaved else half)
         cos, sin = cos_sin[:, pair].double(), cos_sin[:, half + pair].double()
-        turned[:, first] = wide[:, first] * cos - wide[:, second] * sin
-        turned[:, second] = wide[:, second] * cos + wide[:, first] * sin
+        rotated[:, first] = wide[:, first] * cos - wide[:, second] * sin
+        rotated[:, second] = wide[:, second] * cos + wide[:, first] * sin
     if not recipe.hadamard:
-        return turned
+        return rotated
+    return rotated @ hadamard_matrix(rows.shape[1])
+
+
+def hadamard_matrix(dim: int) -> Tensor:
+    """The orthonormal Hadamard matrix float64 [dim, dim], by Sylvester's construction."""
     matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
-    while len(matrix) < rows.shape[1]:
+    while len(matrix) < dim:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return turned @ matrix.div(rows.shape[1] ** 0.5)
+    return matrix / math.sqrt(dim)

@@ -1,4 +1,4 @@
-"""Seeded hostile steps for stage `select`, and the rows they must give, token by token in plain Python."""
+"""Seeded adversarial steps for stage `select`, and the rows they must give, token by token in plain Python."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class SelectCase:
     own: Tensor
     block_table: Tensor
     chosen: Tensor
-    """int32 [T, K] numbers of entries, hostile ones among them."""
+    """int32 [T, K] entry numbers, some of them out of range."""
     page_size: int
     ratio: int
     window: int

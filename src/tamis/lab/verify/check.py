@@ -1,9 +1,10 @@
-"""What a check is: several trials of one stage under one bound, where it runs, and what came out."""
+"""A check: several trials of one stage under one error bound, the device it runs on, and its result."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from functools import partial
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -17,15 +18,26 @@ State = Literal["ok", "FAILED", "not applicable"]
 T = TypeVar("T")
 
 
+class Named(Protocol):
+    """A case that a report can name."""
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+
+
+C = TypeVar("C", bound=Named)
+
+
 class Trial(NamedTuple):
     """The outcome of one case."""
 
     error: float
-    """0 is perfect; NaN and infinity never pass. A relative error, or how many elements differ."""
+    """A relative error, or how many elements differ; NaN and infinity never pass."""
     note: str = ""
     """Where the first difference is."""
     kernels: tuple[KernelUse, ...] = ()
-    """What was found out about CUDA C++ kernels."""
+    """Registers and memory of the CUDA C++ kernels, where the trial is about them."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +55,27 @@ class CheckResult:
     note: str = ""
     """Why the check does not apply, or the first case that failed and how."""
     kernels: tuple[KernelUse, ...] = ()
-    """What the check found out about CUDA C++ kernels."""
+    """Registers and memory of the CUDA C++ kernels, where the check is about them."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing speaks against the stage; a check that does not apply says nothing."""
+        """Whether the check did not fail; one that does not apply did not fail either."""
         return self.state != "FAILED"
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What a caller is about to run: cases of other formats are left out, with the kernels they would compile."""
+    """The formats that a caller is about to run: cases of others are skipped, and their kernels are not compiled."""
 
     layouts: frozenset[str]
-    """Names, without the widths that a name may have in brackets."""
+    """Layout names, without the widths that a name may have in brackets."""
     dtypes: frozenset[torch.dtype]
-    """Of queries, where a stage has some."""
+    """Dtypes of queries, for stages that take queries."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is checked: a device and a backend, thoroughly or quickly, in every format or in some."""
+    """A device and a backend to check, in full or quickly, in every format or in those of a scope."""
 
     device: torch.device
     backend: str = "auto"
@@ -115,14 +127,14 @@ class Target:
             return "graphs are captured on CUDA devices only"
         for stage in stages:
             backend = self.runs(stage)
-            if backend is not None and not getattr(backend, "capturable", backend.name != "reference"):
+            if backend is not None and not backend.capturable:
                 return f"{backend.name} does not claim that {stage} can be captured"
         return ""
 
     def not_batch_invariant(self, stage: str) -> str:
-        """Why a request's bits may depend on its neighbours here, with fixed splits; empty if they must not."""
+        """Why a request's bits may depend on its batch here, even with fixed splits; empty if they must not."""
         backend = self.runs(stage)
-        if backend is None or getattr(backend, "batch_invariant", backend.name != "reference"):
+        if backend is None or backend.batch_invariant:
             return ""
         return f"{backend.name} leaves the order of sums to torch, which chooses it by the batch's size"
 
@@ -139,11 +151,16 @@ class Check:
     reason: str = ""
     """Why the check does not apply."""
     backend: str = ""
-    """Whose kernels it is about, where that is not what runs the stage here."""
+    """The backend whose kernels it is about, if another backend runs the stage here."""
+
+
+def named_calls(run: Callable[[Target, C], T], target: Target, cases: Iterable[C]) -> list[tuple[str, "partial[T]"]]:
+    """The name of each case, and the call that runs it on the target."""
+    return [(case.name, partial(run, target, case)) for case in cases]
 
 
 def judge(check: Check, backend: str, done: Callable[[], None]) -> CheckResult:
-    """Run all trials of a check; `done` is called after each. An exception is a failure, not the end of the others."""
+    """Run all trials of a check; `done` is called after each. An exception fails its trial; the others still run."""
     if check.reason or not check.trials:
         reason = check.reason or f"{backend} does not claim any of these cases"
         return CheckResult(check.stage, check.name, backend, 0, None, check.bound, "not applicable", reason)

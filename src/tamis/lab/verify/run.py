@@ -6,16 +6,21 @@ from dataclasses import replace
 import torch
 
 from tamis import backends, checks
-from tamis.lab.verify.attention import attend_checks, combine_checks
+from tamis.lab.verify.attend import attend_checks
 from tamis.lab.verify.check import Check, CheckResult, Scope, Target, judge
-from tamis.lab.verify.indexing import index_checks
-from tamis.lab.verify.places import select_checks
+from tamis.lab.verify.combine import combine_checks
+from tamis.lab.verify.compress import compress_checks
+from tamis.lab.verify.gather import gather_checks
+from tamis.lab.verify.index import index_checks
+from tamis.lab.verify.layer import LAYER_STAGES, layer_checks
+from tamis.lab.verify.output import output_checks
+from tamis.lab.verify.planner import planner_checks
 from tamis.lab.verify.resources import resource_checks
-from tamis.lab.verify.rows import gather_checks, write_checks
-from tamis.lab.verify.selection import translate_checks
-from tamis.lab.verify.step import LAYER_STAGES, layer_checks, planner_checks
+from tamis.lab.verify.rotate import rotate_checks
+from tamis.lab.verify.select import select_checks
+from tamis.lab.verify.translate import translate_checks
 from tamis.lab.verify.v4_layer import V4_LAYER_STAGES, v4_layer_checks
-from tamis.lab.verify.v4_stages import compress_checks, output_checks, rotate_checks
+from tamis.lab.verify.write import write_checks
 
 _CHECKS: dict[str, Callable[[Target], Iterator[Check]]] = {
     "rotate": rotate_checks,
@@ -50,22 +55,18 @@ def run_checks(
     progress: Callable[[int, int], None] | None = None,
     scopes: Mapping[str, Scope] | None = None,
 ) -> list[CheckResult]:
-    """Check stages on a device; one result per check, in the order of `STAGES`.
+    """Check stages on a device; the results come in the order of `STAGES`.
 
     Args:
-        device: where the stages run; what they should give is computed on the host.
-        backend: a name from `tamis backends`, or "auto" for what a caller would get.
+        device: where the stages run; the expected results are computed on the host.
+        backend: a backend's name, or "auto" for the one that a caller would get.
         stages: names from `STAGES`; all if not given.
-        quick: fewer shapes, seconds on a CPU.
-        progress: called with the cases done and all cases.
-        scopes: per stage, the formats that matter; all for a stage without one.
+        quick: check fewer shapes, which takes seconds on a CPU.
+        progress: called with the number of cases done and of all cases.
+        scopes: per stage, the formats to check; a stage without a scope is checked in all.
     """
     target = Target(torch.device(device), backend, quick)
-    checks.option("backend", backend, ("auto", *(b.name for b in backends.BACKENDS)))
-    for named in (b for b in backends.BACKENDS if b.name == backend):
-        if named.devices is not None and target.device.type not in named.devices:
-            runs_on = " or ".join(named.devices)
-            raise checks.refuse("device", f"{runs_on} for {backend}", target.device.type, "choose another backend")
+    _check_backend(backend, target.device)
     for stage in stages or ():
         checks.option("stage", stage, STAGES)
     wanted = [stage for stage in STAGES if stages is None or stage in stages]
@@ -82,8 +83,16 @@ def run_checks(
     return [judge(check, check.backend or _backend_names(target, check.stage), done) for check in found]
 
 
+def _check_backend(backend: str, device: torch.device) -> None:
+    known = {b.name: b for b in backends.BACKENDS}
+    checks.option("backend", backend, ("auto", *known))
+    devices = None if backend == "auto" else known[backend].devices
+    if devices is not None and device.type not in devices:
+        raise checks.refuse("device", f"{' or '.join(devices)} for {backend}", device.type, "choose another backend")
+
+
 def _backend_names(target: Target, stage: str) -> str:
-    """What runs a stage here; a layer call may mix several."""
+    """The backend that runs a stage here; a layer call may use several."""
     if stage == "planner":
         return "host"
     runs = [target.runs(name) for name in _STAGES_OF.get(stage, (stage,))]

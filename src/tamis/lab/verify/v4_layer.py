@@ -10,12 +10,12 @@ from torch import Tensor
 from tamis.cache.layout import Layout, named
 from tamis.cache.pool import PagePool
 from tamis.cache.v4_caches import V4Caches
-from tamis.lab.demo.requests import Piece, Request
-from tamis.lab.demo.v4_probe import V4Probe
 from tamis.lab.testing.cases import Draw, to_device
+from tamis.lab.testing.probe import RequestSpan
+from tamis.lab.testing.v4_probe import V4Probe
 from tamis.lab.verify.check import Check, Target, Trial
 from tamis.lab.verify.repeat import graph_check
-from tamis.lab.verify.v4_stages import LENGTH, ROTARY
+from tamis.lab.verify.v4_inputs import LENGTH, ROTARY
 from tamis.layers.v4 import SparseV4
 from tamis.layers.v4_weights import CompressorWeights, IndexerWeights, V4Weights
 from tamis.model.spec import LayerSpec
@@ -130,7 +130,6 @@ class V4Served:
 def _serve(target: Target, spec: LayerSpec, layout: str) -> Trial:
     served = V4Served(target, spec, layout)
     probe = V4Probe([spec], [served.weights], [served.table])
-    requests = [Request(number, [0] * LENGTH, arrival=0, new_tokens=1) for number in range(4)]
     for number, new_tokens in enumerate(([70, 33, 1], [1, 1, 1], [1, 1, 60, 90])):
         plan = served.plan(new_tokens, padding=3 * (number == 1))
         hidden = served.inputs(plan)
@@ -141,9 +140,9 @@ def _serve(target: Target, spec: LayerSpec, layout: str) -> Trial:
             index_q = served.layer.write(here, served.caches, plan).index_q
             assert index_q is not None
             chosen = served.layer.select(here, index_q, served.caches, plan).cpu()
-        starts = [end - new for end, new in zip(served.lengths, new_tokens, strict=True)]
-        pieces = [Piece(requests[n], starts[n], [0] * new) for n, new in enumerate(new_tokens)]
-        probe.compare(0, pieces, hidden, partial(_same, chosen), out)
+        ends = zip(served.lengths, new_tokens, strict=True)
+        spans = [RequestSpan(request, end - new, end, LENGTH) for request, (end, new) in enumerate(ends)]
+        probe.compare(0, spans, hidden, partial(_same, chosen), out)
     return Trial(probe.errors()[0].quantisation_error)
 
 

@@ -13,7 +13,7 @@ from tamis.ops.attention import operations
 from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.combine import Attended, Partials, check_output, check_sink, in_base
 from tamis.ops.combine.operations import contiguous_sink
-from tamis.ops.write import join_parts
+from tamis.ops.pairs import join_pair
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
 MAX_HEADS = 128
@@ -37,7 +37,7 @@ def attend_slots(
     Arguments as in `attend`. Under torch.compile `splits` is 1 if not given: the shape of the result must be known
     before a backend is asked.
     """
-    q, selections = join_parts("q", q), as_list(selections)
+    q, selections = join_pair("q", q), as_list(selections)
     check_query(q, selections, value_dim)
     check_scales(scale, q_scale, q.device)
     check_splits(splits)
@@ -82,7 +82,7 @@ def attend(
         backend: a name from `tamis backends`, or "auto".
     """
     dtype = q[0].dtype if isinstance(q, tuple) and q and isinstance(q[0], Tensor) else None
-    q, selections = join_parts("q", q), as_list(selections)
+    q, selections = join_pair("q", q), as_list(selections)
     checks.option("lse_base", lse_base, ("e", "2"))
     check_query(q, selections, value_dim)
     check_scales(scale, q_scale, q.device)

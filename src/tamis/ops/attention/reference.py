@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from tamis.arithmetic import ceil_div, float32_products
+from tamis.cache.codec import decode_rows
 from tamis.cache.selection import Selection
 from tamis.ops.attention.operations import Attend, AttendSlots, accumulator
 from tamis.ops.combine import reference as combine
 from tamis.ops.combine.operations import CombineParts
-from tamis.ops.gather.reference import decode_rows
 from tamis.ops.translate.operations import TranslatePositions
 from tamis.ops.translate.reference import translate_positions
 

@@ -1,20 +1,20 @@
 """Portable sparse attention in Triton: the kernel for few heads over rows of four scaled tiles.
 
-A program's four warps share the work by columns: warp g multiplies tile g of the queries with tile g of the rows, and
-later sums tile g of the values. So a warp holds a quarter of the queries, and a tile's scale, being the same for all of
-a warp's columns, is applied to logits and weights instead of to every value: rows stay as the e4m3 numbers they are,
+The four warps of a program split a row by its columns: warp g multiplies tile g of the queries with tile g of the keys,
+and later accumulates tile g of the values. So a warp holds a quarter of the queries. A tile's scale, which all columns
+of a warp share, is applied to logits and weights instead of to every value: rows stay the e4m3 numbers that they are,
 and scales of any size and precision cost no accuracy.
 
-Bytes are read four to a word. As keys they become fp16, which the hardware makes of e4m3 directly; queries are brought
-into its range by a power of two per head. As values they become bf16, which has the range that weights times scales
-need, by shifts: with 8-bit types in sight the compiler would lay out the sum over values for them, and fetch these byte
-by byte.
+Rows are read as 32-bit words of four bytes. As keys they are converted to fp16, which the hardware makes of e4m3
+directly; a power of two per head brings queries into fp16's range. As values they are converted to bf16, whose range
+covers weights times scales, by shifts: if the compiler saw 8-bit types here, it would choose the layout of the product
+with the values for them and load them byte by byte.
 """
 
 import triton
 import triton.language as tl
 
-from tamis.ops.attention.triton_parts import (
+from tamis.ops.attention.triton_device import (
     dot,
     dot_wide,
     find_span,
@@ -22,7 +22,7 @@ from tamis.ops.attention.triton_parts import (
     load_columns,
     load_floats,
     load_query,
-    next_weights,
+    online_softmax,
     round_in_two,
     to_slots,
 )
@@ -32,14 +32,13 @@ GROUPS = tl.constexpr(4)
 """Tiles of a row, and warps of a program."""
 
 _UNBIAS = tl.constexpr(2.0**120)
-"""e4m3 bits in the place of bf16's are the number times 2**-120: the difference of the exponents' biases."""
+"""e4m3 bits shifted to the place of bf16's are the number times 2**-120: the exponents' biases differ by 120."""
 
 
 @triton.jit
 def _once():
-    """1, though the compiler cannot know it. Around a product's input a loop of so many rounds is a fence, of which
-    nothing is left in the end: the input is computed once, in a layout of its own, instead of anew in every layout that
-    somebody wants it in, and bytes behind the fence do not decide how the product is laid out."""
+    """An opaque 1. `for _ in range(_once())` around an operand stops Triton from recomputing it once per layout, and
+    from choosing the layout of the product by the operand's 8-bit ancestors; the loop itself compiles away."""
     return tl.maximum(tl.program_id(2), 1)
 
 
@@ -51,7 +50,7 @@ def _bytes_in_order(first, second, BLOCK_N: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _unpack_keys(words, BLOCK_N: tl.constexpr, TILE: tl.constexpr, NATIVE: tl.constexpr):
-    """The numbers of e4m3 bytes, four to a word, in fp16."""
+    """fp16 numbers [GROUPS, BLOCK_N, TILE] of e4m3 bytes, four to a word."""
     first = tl.join((words & 0xFF).to(tl.uint8), ((words >> 8) & 0xFF).to(tl.uint8))
     second = tl.join(((words >> 16) & 0xFF).to(tl.uint8), ((words >> 24) & 0xFF).to(tl.uint8))
     return decode_e4m3(_bytes_in_order(first, second, BLOCK_N, TILE), NATIVE)
@@ -59,7 +58,8 @@ def _unpack_keys(words, BLOCK_N: tl.constexpr, TILE: tl.constexpr, NATIVE: tl.co
 
 @triton.jit
 def _unpack_values(words, BLOCK_N: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The same in bf16; 480 for NaN, which the logits have shown by then."""
+    """bf16 numbers of e4m3 bytes, by shifts. A NaN code becomes 480 here, which is harmless: the same row has already
+    made the logits NaN."""
     even = ((words & 0x00800080) << 8) | ((words & 0x007F007F) << 4)
     shifted = words >> 8
     odd = ((shifted & 0x00800080) << 8) | ((shifted & 0x007F007F) << 4)
@@ -75,14 +75,14 @@ def _unpack_values(words, BLOCK_N: tl.constexpr, TILE: tl.constexpr, INTERPRETED
 
 @triton.jit
 def _power_below(x):
-    """The largest power of two that is not above x, but at least 2**-112: 2**-14 of it can still be inverted."""
+    """The largest power of two that is not above x, but at least 2**-112, so that 2**-14 times it can be inverted."""
     exponent = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True) >> 23, 15), 253)
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _sum_groups(x, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The sum over the first axis. A plain reduction across warps would meet in the same banks of shared memory."""
+    """The sum over the first axis. Triton's own reduction across warps would have shared-memory bank conflicts."""
     halves = tl.reshape(tl.permute(x, (1, 2, 0)), [BLOCK_H, BLOCK_N, 2, 2])
     left, right = tl.split(halves)
     first, second = tl.split(left + right)
@@ -91,58 +91,18 @@ def _sum_groups(x, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def attend_groups_kernel(
-    q,
-    q_token_stride,
-    q_head_stride,
-    values,
-    values_page_stride,
-    scales,
-    scales_page_stride,
-    tail,
-    tail_page_stride,
-    slots,
-    slots_token_stride,
-    slots_column_stride,
-    lengths,
-    request_ids,
-    block_table,
-    table_stride,
-    table_width,
-    requests,
-    rows,
-    out,
-    lse,
-    max_logits,
-    out_part_stride,
-    out_token_stride,
-    out_head_stride,
-    sink,
-    tokens,
-    scale,
-    scale_factor,
-    heads,
-    columns,
-    split_columns,
-    NATIVE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PARTS: tl.constexpr,
-    TILE: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUES_ROW: tl.constexpr,
-    SCALES_ROW: tl.constexpr,
-    TAIL_ROW: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    FLAT: tl.constexpr,
-    HEAD_BLOCKS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    q, q_token_stride, q_head_stride, values, values_page_stride, scales, scales_page_stride, tail, tail_page_stride,
+    slots, slots_token_stride, slots_column_stride, lengths, request_ids, block_table, table_stride, table_width,
+    requests, rows, out, lse, max_logits, out_split_stride, out_token_stride, out_head_stride, sink, tokens, scale,
+    scale_factor, heads, columns, split_columns,
+    NATIVE: tl.constexpr, COMPUTE: tl.constexpr, TERMS: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_T: tl.constexpr, VALUE_DIM: tl.constexpr, VALUES_ROW: tl.constexpr, SCALES_ROW: tl.constexpr,
+    TAIL_ROW: tl.constexpr, PAGE_SIZE: tl.constexpr, FLAT: tl.constexpr, HEAD_BLOCKS: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """One split of one token for BLOCK_H heads: output normalised by its own sum (and the sink), lse, largest logit.
 
-    `values` holds words: four codes each, and strides to match.
+    `values` points to 32-bit words of four codes each, and its strides count words.
     """
     token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
     head = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -156,7 +116,8 @@ def attend_groups_kernel(
 
     query = q + token * q_token_stride + head[None, :, None] * q_head_stride
     q_wide = load_query(query + tile_column, here[None, :, None], NATIVE, INTERPRETED)
-    # The largest number of each head is between 2**14 and 2**15, so that fp16 loses nothing that counts beside it.
+    # The largest number of each head is brought to between 2**14 and 2**15. What fp16 then flushes to zero is too
+    # small beside it to count.
     size = _power_below(tl.max(tl.max(tl.abs(q_wide), 2), 0)) * 0.00006103515625
     q_tiles = (q_wide * (1.0 / size)[None, :, None]).to(tl.float16)
     if TAIL > 0:
@@ -172,10 +133,11 @@ def attend_groups_kernel(
     )
     slots += token * slots_token_stride
     acc = tl.zeros([GROUPS, BLOCK_H, TILE], tl.float32)
-    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     lane = tl.arange(0, BLOCK_N)
-    # Slots are fetched one block ahead, since rows wait for them. Positions are not: Triton 3.6 cannot compile that.
+    # Slots are fetched one block ahead, since the loads of rows depend on them. Triton 3.6 cannot compile the same for
+    # positions.
     AHEAD: tl.constexpr = block_table is None
     if AHEAD:
         upcoming = load_columns(slots, slots_column_stride, begin + lane, end)
@@ -202,21 +164,21 @@ def attend_groups_kernel(
             tail_mask = known & (tail_column < TAIL) if TAIL < BLOCK_T else known
             tail_keys = tl.permute(load_floats(at_tail, tail_mask, INTERPRETED), (0, 2, 1))
             logits = dot(q_tail, tail_keys, logits, COMPUTE)
-            if PARTS == 2:
+            if TERMS == 2:
                 logits = dot(q_tail_rest, tail_keys, logits, COMPUTE)
         summed = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
         for _ in tl.range(0, _once(), num_stages=1):
             summed = _sum_groups(logits, BLOCK_H, BLOCK_N) * (size * logit_scale)[:, None]
-        weights, shrink, peak, total = next_weights(summed, valid, peak, total)
+        weights, rescale, running_max, total = online_softmax(summed, valid, running_max, total)
         scaled = weights[None, :, :] * factor[:, None, :]
         values_wide = tl.zeros([GROUPS, BLOCK_N, TILE], COMPUTE)
         for _ in tl.range(0, _once(), num_stages=1):
             values_wide = _unpack_values(words, BLOCK_N, TILE, INTERPRETED)
-        acc = dot_wide(scaled, values_wide, acc * shrink[None, :, None], PARTS, COMPUTE)
+        acc = dot_wide(scaled, values_wide, acc * rescale[None, :, None], TERMS, COMPUTE)
 
     place = (split.to(tl.int64) * tokens + token) * heads + head
-    inverse = finish_heads(peak, total, sink, head, here, lse, max_logits, place)
-    target = out + split.to(tl.int64) * out_part_stride + token * out_token_stride
+    inverse = finish_heads(running_max, total, sink, head, here, lse, max_logits, place)
+    target = out + split.to(tl.int64) * out_split_stride + token * out_token_stride
     target += head[None, :, None] * out_head_stride + tile_column
     mask = here[None, :, None] & (tile_column < VALUE_DIM)
     store_rounded(target, acc * inverse[None, :, None], mask, not INTERPRETED)

@@ -1,4 +1,4 @@
-"""Portable sparse attention in Triton: which kernel runs, how it is laid out, and its launch."""
+"""Portable sparse attention in Triton: the choice of a kernel, of its block sizes and of splits, and its launch."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,55 +22,55 @@ from tamis.ops.combine.triton_kernels import combine_splits
 from tamis.ops.rows.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
 
 MAX_LATENT, MAX_ROPE = 512, 256
-"""A wider accumulator does not fit the registers; wider rows do not fit the smallest shared memory."""
+"""A wider accumulator would not fit the registers, and wider rows would not fit the smallest shared memory."""
 LEAST_SHARED = 99 * 1024
-"""Bytes that a block may have on every NVIDIA GPU from compute capability 8.0 on. AMD's may have fewer, but there the
-operands stay in registers, and the small launches take half of what they have."""
+"""Bytes of shared memory that a CTA may have on every NVIDIA GPU from compute capability 8.0 on. AMD's GPUs may have
+less, but there operands stay in registers, and the small launches take half of what these have."""
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How a kernel is laid out on a device."""
+    """A kernel, its block sizes and its launch options."""
 
     block_h: int
     block_n: int
     warps: int
     stages: int
     grouped: bool = False
-    """Whether warps share the columns of a row (`triton_grouped`) instead of its tokens (`triton_rowwise`)."""
+    """Whether warps split the columns of a row (`triton_grouped`); otherwise `triton_rowwise` runs."""
     per_sm: int = 1
     """Programs that share an SM."""
 
 
 OVERHEAD_BLOCKS = 2
-"""What a program costs beside its loop, in steps of it: queries, output, and its share of the merge."""
+"""What a program costs outside its loop, in iterations of it: loading queries, storing the output, merging splits."""
 GROUPED = LaunchConfig(16, 32, 4, 1, grouped=True, per_sm=2)
 SMALL, SMALLEST = LaunchConfig(16, 32, 4, 1, per_sm=2), LaunchConfig(16, 16, 4, 1)
 LARGE = LaunchConfig(64, 64, 8, 2)
 NOT_AHEAD = LaunchConfig(64, 64, 8, 1)
-"""For unquantised rows where both operands of a matrix instruction lie in shared memory (`both_in_shared`): Triton 3.6
-keeps rows that are copied ahead there three times."""
+"""For unquantised rows on GPUs whose matrix instruction reads both operands from shared memory (`both_in_shared`):
+there Triton 3.6 keeps pipelined rows three times."""
 
 
 @lru_cache(1024)
 def choose_launch(
     key: str, query: torch.dtype, heads: int, value_dim: int, shared_memory: int, both_in_shared: bool = False
 ) -> LaunchConfig:
-    """The kernel and its blocks for rows of the layout of that key, so that they fit the device's shared memory.
+    """The kernel and its block sizes for rows of the layout of that key, so that they fit the device's shared memory.
 
-    Up to 16 heads are one tile of the small matrix instruction. More heads go 64 at a time where there is room for such
-    tiles; at 32 heads half a tile is empty, which is still faster than two of 16. Measured on an H200; elsewhere the
-    small tile fits everywhere. Queries of two parts fill the shared memory twice: in blocks of 64 heads there would be
-    room for 32 rows, and kilobytes of registers spilled. `both_in_shared` is true for Blackwell's data-centre GPUs.
+    Up to 16 heads are one tile of the small matrix instruction. More heads run 64 at a time where shared memory allows
+    it; at 32 heads half a tile is empty, which on an H200 is still faster than two tiles of 16. Where it does not fit,
+    the small tile always does. Queries of two terms take twice the shared memory: blocks of 64 heads would leave room
+    for 32 rows and spill kilobytes of registers. `both_in_shared` is true for Blackwell's data-centre GPUs.
     """
-    layout = from_key(key)  # a string knows its hash, a layout works it out on every call
+    layout = from_key(key)  # the key is the argument because strings cache their hash and layouts do not
     grouped = can_group(layout, value_dim)
     compute = compute_dtype(query, layout, grouped=grouped)
     if compute == torch.float32:
         return SMALLEST
     if layout.scale_mode == "exact":
         return GROUPED
-    if heads > 16 and shared_memory >= 200 * 1024 and query_parts(query, compute) == 1:
+    if heads > 16 and shared_memory >= 200 * 1024 and query_terms(query, compute) == 1:
         launch = NOT_AHEAD if both_in_shared and not layout.quantised else LARGE
         if shared_bytes(launch, layout, query) <= shared_memory:
             return launch
@@ -80,33 +80,33 @@ def choose_launch(
 
 
 def shared_bytes(launch: LaunchConfig, layout: Layout, query: torch.dtype) -> int:
-    """No launch of `triton_rowwise` takes more shared memory than this; offline compilation compares.
+    """An upper bound of the shared memory of a launch of `triton_rowwise`, which offline compilation verifies.
 
-    Queries and rows, and rows in bf16 once more, where they are copied ahead or laid out anew between keys and values;
-    then weights and scales.
+    It holds queries and rows, rows in bf16 a second time where they are pipelined or change their layout between keys
+    and values, and then weights and scales.
     """
     compute = compute_dtype(query, layout, grouped=False)
-    parts = query_parts(query, compute)
+    terms = query_terms(query, compute)
     once = compute == torch.float32 or (layout.quantised and launch.stages == 1)
-    rows = launch.block_h * parts + (1 if once else 2) * launch.block_n
+    rows = launch.block_h * terms + (1 if once else 2) * launch.block_n
     widths = row_widths(layout)
     columns: int = widths["BLOCK_L"] + (widths["BLOCK_T"] if widths["TAIL"] else 0)
     scales: int = launch.block_n * widths["BLOCK_L"] // widths["TILE"] * 4 if layout.tile else 0
-    return rows * columns * compute.itemsize + 2 * launch.block_h * launch.block_n * (parts - 1) + scales + 2048
+    return rows * columns * compute.itemsize + 2 * launch.block_h * launch.block_n * (terms - 1) + scales + 2048
 
 
 @lru_cache(1024)
-def choose_splits(programs: int, columns: int, block_n: int, slots_on_device: int) -> int:
-    """Parts per row that finish soonest: rounds of programs on the device, times the blocks that each works through.
+def choose_splits(programs: int, columns: int, block_n: int, resident: int) -> int:
+    """The number of splits that finishes soonest: waves of programs, times the blocks of columns of each program.
 
-    A part costs some blocks more for what comes before and after its loop; among equals the fewest parts win.
+    A split costs `OVERHEAD_BLOCKS` more for what comes before and after its loop. Among equals the fewest splits win.
     """
     blocks = max(1, ceil_div(columns, block_n))
 
-    def steps(parts: int) -> int:
-        return ceil_div(programs * parts, slots_on_device) * (ceil_div(blocks, parts) + OVERHEAD_BLOCKS)
+    def duration(splits: int) -> int:
+        return ceil_div(programs * splits, resident) * (ceil_div(blocks, splits) + OVERHEAD_BLOCKS)
 
-    return min(range(1, blocks + 1), key=steps)
+    return min(range(1, blocks + 1), key=duration)
 
 
 def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,7 +178,7 @@ check_attend_slots = check_attend
 
 
 def _plain_query(q: Tensor) -> Tensor:
-    """The query as kernels read it."""
+    """The query as kernels read it: e4m3 as bytes, and columns next to each other."""
     q = q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q
     return q if q.stride(2) == 1 else q.contiguous()
 
@@ -210,15 +210,18 @@ def can_group(layout: Layout, value_dim: int) -> bool:
 
 
 def compute_dtype(query: torch.dtype, layout: Layout, *, grouped: bool) -> torch.dtype:
-    """bf16, unless it would lose bits: float32 queries and rows, fp16 rows, and rows whose scales are no powers of two
-    and are multiplied in, are multiplied in float32, which is slower."""
+    """The dtype of products: bf16 unless it would lose bits.
+
+    Products run in float32, which is slower, for float32 queries and rows, for fp16 rows, and for rows dequantised with
+    scales that are no powers of two.
+    """
     exact = query == torch.float32 or layout.element in (torch.float32, torch.float16)
     exact = exact or (layout.scale_mode == "exact" and not grouped)
     return torch.float32 if exact else torch.bfloat16
 
 
-def query_parts(query: torch.dtype, compute: torch.dtype) -> int:
-    """How many numbers of the compute dtype make one of a query: fp16 has more bits than bf16."""
+def query_terms(query: torch.dtype, compute: torch.dtype) -> int:
+    """How many numbers of the compute dtype represent one of the query: two where bf16 has fewer bits than fp16."""
     return 2 if compute == torch.bfloat16 and query == torch.float16 else 1
 
 
@@ -228,12 +231,12 @@ def launch_arguments(
     scale: float | Tensor,
     sink: Tensor | None,
     launch: LaunchConfig,
-    parts: int,
+    splits: int,
     out: Tensor,
     lse: Tensor,
-    top: Tensor,
+    max_logits: Tensor,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Arguments and options of one launch, into parts `out` [parts, T, H, V]."""
+    """Arguments and options of one launch that fills `out` [S, T, H, V]."""
     cache, layout = selection.cache, selection.cache.layout
     values, values_page, values_row = strided_field(cache, layout.values)
     if launch.grouped and values is not None:
@@ -245,7 +248,7 @@ def launch_arguments(
     on_host = interpreted(attend_rows_kernel)
     compute = torch.float32 if on_host else compute_dtype(q.dtype, layout, grouped=launch.grouped)
     heads, columns = q.shape[1], selection.slots.shape[1]
-    # Kernels step through these one number at a time; slots and the table's rows have strides.
+    # Kernels have strides for slots and for the table's rows, but none for these.
     lengths, ids = (
         None if value is None else value.contiguous() for value in (selection.lengths, selection.request_ids)
     )
@@ -274,8 +277,8 @@ def launch_arguments(
         "rows": cache.rows,
         "out": out,
         "lse": lse,
-        "max_logits": top,
-        "out_part_stride": out.stride(0),
+        "max_logits": max_logits,
+        "out_split_stride": out.stride(0),
         "out_token_stride": out.stride(1),
         "out_head_stride": out.stride(2),
         "sink": sink,
@@ -284,10 +287,10 @@ def launch_arguments(
         "scale_factor": scale if isinstance(scale, Tensor) else None,
         "heads": heads,
         "columns": columns,
-        "split_columns": triton.cdiv(columns, parts),
+        "split_columns": triton.cdiv(columns, splits),
         "NATIVE": has_native_e4m3(q.device),
         "COMPUTE": tl.float32 if compute == torch.float32 else tl.bfloat16,
-        "PARTS": query_parts(q.dtype, compute),
+        "TERMS": query_terms(q.dtype, compute),
         "VALUE_DIM": out.shape[-1],
         "VALUES_ROW": values_row,
         "SCALES_ROW": scales_row,
@@ -304,7 +307,7 @@ def launch_arguments(
 
 
 def _grouped_widths(layout: Layout) -> dict[str, Any]:
-    # Each group's share of the tail is at least one step of the matrix instruction.
+    # Each warp's share of the tail is at least 16 wide, as the matrix instruction needs.
     return {
         "TILE": layout.tile,
         "TAIL": layout.rope,
@@ -322,9 +325,9 @@ def _row_arguments(cache: PagedCache, launch: LaunchConfig) -> dict[str, Any]:
 
 
 def row_widths(layout: Layout) -> dict[str, Any]:
-    """How `triton_rowwise` cuts a row into a latent part and a tail."""
+    """The latent part and the tail into which `triton_rowwise` cuts a row."""
     mode = {"none": "plain", "tensor": "tensor", "exponent": "exponent"}.get(layout.scale_mode, "tile")
-    # Unquantised rows have no tiles: they are cut where a power of two ends.
+    # Unquantised rows have no tiles: their latent part is the largest power of two that fits.
     latent = layout.latent if mode in ("tile", "exponent") else min(512, triton.next_power_of_2(layout.width + 1) // 2)
     rest = layout.width - latent
     return {

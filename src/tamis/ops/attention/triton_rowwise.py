@@ -6,7 +6,7 @@ A row is read and dequantised once and used twice, as key and as value.
 import triton
 import triton.language as tl
 
-from tamis.ops.attention.triton_parts import (
+from tamis.ops.attention.triton_device import (
     dot,
     dot_wide,
     find_span,
@@ -14,7 +14,7 @@ from tamis.ops.attention.triton_parts import (
     load_columns,
     load_floats,
     load_query,
-    next_weights,
+    online_softmax,
     round_in_two,
     to_slots,
 )
@@ -23,26 +23,12 @@ from tamis.ops.rows.triton_rows import decode_e4m3, row_start, store_rounded
 
 @triton.jit
 def _load_rows(
-    values,
-    scales,
-    slot,
-    valid,
-    values_page_stride,
-    scales_page_stride,
-    MODE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LATENT: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    TILE: tl.constexpr,
-    VALUES_ROW: tl.constexpr,
-    SCALES_ROW: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    FLAT: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """The latent part [BLOCK_N, BLOCK_L] of rows, dequantised (but for a per-tensor scale); zeros where not valid."""
+    values, scales, slot, valid, values_page_stride, scales_page_stride,
+    MODE: tl.constexpr, NATIVE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
+    BLOCK_L: tl.constexpr, TILE: tl.constexpr, VALUES_ROW: tl.constexpr, SCALES_ROW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, FLAT: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The latent part [BLOCK_N, BLOCK_L] of rows, dequantised except for a per-tensor scale; zeros where not valid."""
     column = tl.arange(0, BLOCK_L)
     mask = valid[:, None] & (column < LATENT)[None, :] if LATENT < BLOCK_L else valid[:, None]
     at = values + row_start(slot, values_page_stride, VALUES_ROW, PAGE_SIZE, FLAT)[:, None] + column[None, :]
@@ -67,6 +53,7 @@ def _load_rows(
 
 @triton.jit
 def _load_tail(at, mask, CODES: tl.constexpr, NATIVE: tl.constexpr, COMPUTE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The tail of rows, from e4m3 codes or from 16-bit or 32-bit numbers; zeros where masked."""
     if CODES:
         rows = decode_e4m3(tl.load(at, mask=mask, other=0), NATIVE).to(tl.float32)
     else:
@@ -76,61 +63,16 @@ def _load_tail(at, mask, CODES: tl.constexpr, NATIVE: tl.constexpr, COMPUTE: tl.
 
 @triton.jit
 def attend_rows_kernel(
-    q,
-    q_token_stride,
-    q_head_stride,
-    values,
-    values_page_stride,
-    scales,
-    scales_page_stride,
-    tail,
-    tail_page_stride,
-    slots,
-    slots_token_stride,
-    slots_column_stride,
-    lengths,
-    request_ids,
-    block_table,
-    table_stride,
-    table_width,
-    requests,
-    rows,
-    out,
-    lse,
-    max_logits,
-    out_part_stride,
-    out_token_stride,
-    out_head_stride,
-    sink,
-    tokens,
-    scale,
-    scale_factor,
-    cache_scale,
-    cache_scale_factor,
-    heads,
-    columns,
-    split_columns,
-    MODE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PARTS: tl.constexpr,
-    LATENT: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    TILE: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUES_ROW: tl.constexpr,
-    SCALES_ROW: tl.constexpr,
-    TAIL_ROW: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    FLAT: tl.constexpr,
-    HEAD_BLOCKS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    q, q_token_stride, q_head_stride, values, values_page_stride, scales, scales_page_stride, tail, tail_page_stride,
+    slots, slots_token_stride, slots_column_stride, lengths, request_ids, block_table, table_stride, table_width,
+    requests, rows, out, lse, max_logits, out_split_stride, out_token_stride, out_head_stride, sink, tokens, scale,
+    scale_factor, cache_scale, cache_scale_factor, heads, columns, split_columns,
+    MODE: tl.constexpr, NATIVE: tl.constexpr, COMPUTE: tl.constexpr, TERMS: tl.constexpr, LATENT: tl.constexpr,
+    BLOCK_L: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUES_ROW: tl.constexpr, SCALES_ROW: tl.constexpr, TAIL_ROW: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    FLAT: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """One split of one token for BLOCK_H heads: output normalised by its own sum (and the sink), lse, largest logit."""
     token = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
     head = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -168,7 +110,7 @@ def attend_rows_kernel(
         token, split, lengths, columns, split_columns, request_ids, requests, table_stride
     )
     slots += token * slots_token_stride
-    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     lane = tl.arange(0, BLOCK_N)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -177,27 +119,11 @@ def attend_rows_kernel(
         valid = slot >= 0
         slot = tl.where(valid, slot, 0)
         keys = _load_rows(
-            values,
-            scales,
-            slot,
-            valid,
-            values_page_stride,
-            scales_page_stride,
-            MODE,
-            NATIVE,
-            COMPUTE,
-            BLOCK_N,
-            LATENT,
-            BLOCK_L,
-            TILE,
-            VALUES_ROW,
-            SCALES_ROW,
-            PAGE_SIZE,
-            FLAT,
-            INTERPRETED,
-        )
+            values, scales, slot, valid, values_page_stride, scales_page_stride, MODE, NATIVE, COMPUTE, BLOCK_N, LATENT,
+            BLOCK_L, TILE, VALUES_ROW, SCALES_ROW, PAGE_SIZE, FLAT, INTERPRETED,
+        )  # fmt: skip
         logits = dot(q_latent, tl.trans(keys), None, COMPUTE)
-        if PARTS == 2:
+        if TERMS == 2:
             logits = dot(q_latent_rest, tl.trans(keys), logits, COMPUTE)
         if TAIL > 0:
             if TAIL_IN_ROW:
@@ -209,18 +135,18 @@ def attend_rows_kernel(
             known = valid[:, None] & (tail_column < TAIL)[None, :] if TAIL < BLOCK_T else valid[:, None]
             tail_keys = _load_tail(at, known, MODE == "tensor", NATIVE, COMPUTE, INTERPRETED)
             logits = dot(q_tail, tl.trans(tail_keys), logits, COMPUTE)
-            if PARTS == 2:
+            if TERMS == 2:
                 logits = dot(q_tail_rest, tl.trans(tail_keys), logits, COMPUTE)
-        weights, shrink, peak, total = next_weights(logits * logit_scale, valid, peak, total)
-        acc = dot_wide(weights, keys, acc * shrink[:, None], PARTS, COMPUTE)
+        weights, rescale, running_max, total = online_softmax(logits * logit_scale, valid, running_max, total)
+        acc = dot_wide(weights, keys, acc * rescale[:, None], TERMS, COMPUTE)
         if TAIL_VALUES:
-            tail_acc = dot_wide(weights, tail_keys, tail_acc * shrink[:, None], PARTS, COMPUTE)
+            tail_acc = dot_wide(weights, tail_keys, tail_acc * rescale[:, None], TERMS, COMPUTE)
 
     place = (split.to(tl.int64) * tokens + token) * heads + head
-    inverse = finish_heads(peak, total, sink, head, here, lse, max_logits, place)
+    inverse = finish_heads(running_max, total, sink, head, here, lse, max_logits, place)
     if MODE == "tensor":
         inverse *= value_scale
-    target = out + split.to(tl.int64) * out_part_stride + token * out_token_stride + head[:, None] * out_head_stride
+    target = out + split.to(tl.int64) * out_split_stride + token * out_token_stride + head[:, None] * out_head_stride
     mask = here[:, None] & ((latent_column < LATENT) & (latent_column < VALUE_DIM))[None, :]
     store_rounded(target + latent_column[None, :], acc * inverse[:, None], mask, not INTERPRETED)
     if TAIL_VALUES:

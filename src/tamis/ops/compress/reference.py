@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from tamis.cache.codec import fetch_field, write_rows
 from tamis.cache.paged import PagedCache
+from tamis.cache.slots import slots_of
 from tamis.model.rope import rms_norm
 from tamis.ops.compress.operations import CompressKv
-from tamis.ops.gather.reference import fetch_field
 from tamis.ops.rotate.reference import insert, rotate_tail
-from tamis.ops.write.reference import write_kv
 
 _WORKING_BYTES = 32 * 2**20
 """How many bytes of state rows are read at once."""
@@ -21,7 +21,7 @@ def compress_kv(call: CompressKv) -> None:
     position = torch.where(position < 2**31, position, -1)  # no request is that long
     known = torch.where(position >= 0, call.state_slots.long(), -1)
     biased = call.scores.float() + call.bias.float()[position % ratio]
-    write_kv(torch.cat((call.values.float(), biased), dim=1), state, known)
+    write_rows(torch.cat((call.values.float(), biased), dim=1), state, known)
     ends = (position >= 0) & ((position + 1) % ratio == 0) & (slots >= 0) & (slots < cache.rows)
     tokens = ends.nonzero().squeeze(1)
     span = ratio * (call.values.shape[1] // cache.layout.width)
@@ -39,13 +39,7 @@ def span_slots(state: PagedCache, last: Tensor, request_ids: Tensor, block_table
     A slot is -1 before the request's start and where its block table has no page.
     """
     position = last.unsqueeze(1) - torch.arange(span - 1, -1, -1, dtype=torch.int64, device=last.device)
-    page = position // state.page_size
-    request = request_ids.long().unsqueeze(1)
-    requests, width = block_table.shape
-    inside = (position >= 0) & (page < width) & (request >= 0) & (request < requests)
-    page_id = block_table[request.clamp(0, requests - 1), page.clamp(0, width - 1)].long()
-    inside &= (page_id >= 0) & (page_id < state.pages)
-    return torch.where(inside, page_id * state.page_size + position % state.page_size, -1)
+    return slots_of(position, request_ids, block_table, state.page_size, state.pages)
 
 
 def pool_rows(state: PagedCache, slots: Tensor, width: int) -> Tensor:

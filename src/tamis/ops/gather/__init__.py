@@ -4,19 +4,19 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.cache.codec import check_read
 from tamis.cache.paged import PagedCache
-from tamis.ops import old_library as library
+from tamis.ops.gather import operations
+from tamis.ops.gather.operations import GatherIndex, GatherKv, ReadKv
 
 
 def read_kv(cache: PagedCache, slots: Tensor, *, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Tensor:
     """Dequantised rows [..., width] of integer slots [...]; a negative slot, or one past the end, reads zeros."""
     checks.instance("cache", cache, PagedCache)
-    if not isinstance(slots, Tensor) or slots.dtype not in checks.INTS or slots.layout is not torch.strided:
-        raise checks.refuse_type("slots", "an int32 or int64 tensor", checks.describe(slots), "convert it with .int()")
-    if slots.device != cache.device:
-        raise checks.refuse("slots", f"on {cache.device}", f"a tensor on {slots.device}", "move it to the cache")
-    checks.option("dtype", dtype, checks.FLOATS)
-    return library.read_kv(slots, cache, dtype, backend)
+    check_read(cache, slots, dtype)
+    call = ReadKv(slots, cache, dtype, backend)
+    operations.read_kv.check(call)
+    return operations.read_kv(call)
 
 
 def gather_kv(
@@ -45,49 +45,33 @@ def gather_kv(
             the host (and is refused under torch.compile).
         backend: a name from `tamis backends`, or "auto".
     """
-    check_gather_kv(cache, block_table, lengths, starts=starts, first=first, out=out, backend=backend)
+    check_requests(cache, block_table, lengths, starts, first)
+    starts = _running_sum(lengths) if starts is None else starts
     if out is None:
         if torch.compiler.is_compiling():
             raise checks.refuse("out", "given under torch.compile", None, "its rows are a value, which a trace lacks")
-        begin = _running_sum(lengths) if starts is None else starts
-        rows = int((begin.long() + lengths).max()) if len(lengths) else 0
+        rows = int((starts.long() + lengths).max()) if len(lengths) else 0
         out = torch.zeros(rows, cache.layout.width, dtype=torch.bfloat16, device=cache.device)
-    gather_unchecked(cache, block_table, lengths, starts, first, out, backend)
+    first = torch.zeros_like(lengths) if first is None else first
+    call = GatherKv(block_table, lengths, starts, first, cache, out, backend)
+    check_workspace(call)
+    operations.gather_kv(call)
     return out
 
 
-def check_gather_kv(
-    cache: PagedCache,
-    block_table: Tensor,
-    lengths: Tensor,
-    *,
-    starts: Tensor | None = None,
-    first: Tensor | None = None,
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> None:
+def check_gather_kv(call: GatherKv) -> None:
     """Refuse what `gather_kv` refuses."""
-    _check_requests(cache, block_table, lengths, starts, first)
-    if out is not None:
-        checks.tensor("out", out, "N D", checks.FLOATS, D=cache.layout.width, device=cache.device)
-        checks.writable("out", out, cache.storage, block_table, lengths, starts, first)
-        _rows_fit("out", out.shape[0], starts, lengths)
-    library.check_stage("gather", backend, cache.device)
+    check_requests(call.cache, call.block_table, call.lengths, call.starts, call.first)
+    check_workspace(call)
 
 
-def gather_unchecked(
-    cache: PagedCache,
-    block_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor | None,
-    first: Tensor | None,
-    out: Tensor,
-    backend: str,
-) -> None:
-    """As `gather_kv` into `out`, for callers who know that `check_gather_kv` would pass."""
-    starts = _running_sum(lengths) if starts is None else starts
-    first = torch.zeros_like(lengths) if first is None else first
-    library.gather_kv(block_table, lengths, starts, first, cache, out, backend)
+def check_workspace(call: GatherKv) -> None:
+    """Refuse a workspace that does not fit requests which `check_requests` has passed."""
+    block_table, lengths, starts, first, cache, out, _ = call
+    checks.tensor("out", out, "N D", checks.FLOATS, D=cache.layout.width, device=cache.device)
+    checks.writable("out", out, cache.storage, block_table, lengths, starts, first)
+    _rows_fit("out", out.shape[0], starts, lengths)
+    operations.gather_kv.check(call)
 
 
 def gather_index(
@@ -111,17 +95,20 @@ def gather_index(
     if layout.rope or not (one_each or layout.packed):
         expected = "of layout index-fp8 or index-mxfp4"
         raise checks.refuse("cache", expected, repr(layout.name), "use gather_kv for latent rows")
-    _check_requests(cache, block_table, lengths, starts, first)
+    check_requests(cache, block_table, lengths, starts, first)
     checks.integer("rows", rows, low=0)
-    _rows_fit("rows", rows, starts, lengths)
     starts = _running_sum(lengths) if starts is None else starts
     first = torch.zeros_like(lengths) if first is None else first
-    return library.gather_index(block_table, lengths, starts, first, cache, rows, backend)
+    _rows_fit("rows", rows, starts, lengths)
+    call = GatherIndex(block_table, lengths, starts, first, cache, rows, backend)
+    operations.gather_index.check(call)
+    return operations.gather_index(call)
 
 
-def _check_requests(
+def check_requests(
     cache: PagedCache, block_table: Tensor, lengths: Tensor, starts: Tensor | None, first: Tensor | None
 ) -> None:
+    """Refuse requests whose rows are not in a cache, or whose places in a workspace overlap."""
     checks.instance("cache", cache, PagedCache)
     device = cache.device
     count = checks.tensor("block_table", block_table, "B W", (torch.int32,), device=device)["B"]
@@ -153,10 +140,9 @@ def _running_sum(lengths: Tensor) -> Tensor:
     return (torch.cumsum(lengths, 0) - lengths).int()
 
 
-def _rows_fit(name: str, rows: int, starts: Tensor | None, lengths: Tensor) -> None:
+def _rows_fit(name: str, rows: int, starts: Tensor, lengths: Tensor) -> None:
     if not checks.visible(lengths) or len(lengths) == 0:
         return
-    begin = _running_sum(lengths) if starts is None else starts
-    needed = int((begin.long() + lengths).max())
+    needed = int((starts.long() + lengths).max())
     if needed > rows:
         raise checks.refuse(name, f"at least {needed} rows", rows, "make the workspace larger")

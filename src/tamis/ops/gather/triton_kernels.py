@@ -1,7 +1,7 @@
-"""Reading rows back in Triton, by slot or for whole requests: each row is read once, widened, and written once.
+"""Reading rows back in Triton, by slot or for whole requests: each row is read once, dequantised, and written once.
 
 A value is e4m3 x scale in float32, rounded once to the output's dtype; rope values keep their bits. Workspace rows find
-their request by a search in `starts`, so nothing about the lengths has to reach the host.
+their request by a binary search in `starts`, so nothing about the lengths has to reach the host.
 """
 
 from typing import Any
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tamis.cache.paged import PagedCache
+from tamis.ops.gather.operations import GatherIndex, GatherKv, ReadKv
 from tamis.ops.rows.triton_rows import (
     copy_rounded,
     decode_e2m1,
@@ -27,16 +28,16 @@ from tamis.ops.rows.triton_rows import (
 )
 
 WARP_VALUES = 2048
-"""Values that one warp handles: 64 per thread. Programs of one warp need no barriers and share no look-up of a row."""
+"""Values that one warp handles: 64 per thread. A program of one warp needs no barriers."""
 MOST_ROWS = 16
-"""Rows of one program, whose look-ups are written out one after the other."""
+"""Rows of one program; more would make its unrolled look-ups long."""
 SEARCH_STEPS = 4
-"""Searches take a multiple of this many steps, so that a batch of another size seldom needs another kernel."""
+"""Binary searches take a multiple of this many steps, so that batches of most sizes share a compiled kernel."""
 
 
 @triton.jit
 def _requests_begun(row, starts, requests, STEPS: tl.constexpr):
-    """How many requests start at or before the row: the last of them is the row's."""
+    """How many requests start at or before a row; the row belongs to the last of them."""
     low = row * 0
     high = low + requests
     for _ in tl.static_range(STEPS):
@@ -56,13 +57,13 @@ def _request_slots(
     """The slot behind each of the program's workspace rows; -1 where no request has one, or its page is not one of the
     cache.
 
-    Rows are looked up one by one, as scalars: a block of them would be looked up once more for every layout in which
-    the compiler wants the result.
+    Rows are looked up one by one, as scalars: a tensor of them would be looked up again for every register layout that
+    the compiler wants the result in.
     """
     first_row = tl.program_id(0) * ROWS
     lane = tl.arange(0, ROWS)
     slots = tl.full([ROWS], -1, tl.int32)
-    # Rows of one program mostly belong to one request, and then these two searches are all.
+    # The rows of a program mostly belong to one request; then these two searches are enough.
     first_begun = _requests_begun(first_row, starts, requests, STEPS)
     last_begun = _requests_begun(first_row + (ROWS - 1), starts, requests, STEPS)
     for index in tl.static_range(ROWS):
@@ -71,7 +72,7 @@ def _request_slots(
         if first_begun != last_begun:
             begun = _requests_begun(row, starts, requests, STEPS)
         request = tl.maximum(begun - 1, 0)
-        # 64 bits: nobody has looked at starts and first, and their sums may leave 32.
+        # Nobody has looked at starts and first on a device, and their sums may leave 32 bits.
         offset = row.to(tl.int64) - tl.load(starts + request)
         position = offset + tl.load(first + request)
         page = position // PAGE_SIZE
@@ -140,7 +141,7 @@ def _read_columns(
         copy_rounded(origin, target, can_read, can_write, NATIVE_BF16)
 
 
-# Batches of any size share one kernel: where alignment does not matter, sizes are not looked at.
+# do_not_specialize: otherwise Triton recompiles when one of these is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["rows", "table_stride", "requests", "table_width", "pages"])
 def read_rows(
     cache, page_stride, scale, out, out_stride, out_column_stride, rows, slots, starts, lengths, first, block_table,
@@ -222,8 +223,9 @@ def copy_index_rows(
     tl.store(scales + row.to(tl.int64)[:, None] * scales_stride + number[None, :], factor, mask=inside)
 
 
-def read_kv(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [..., width] with zeros where a slot is negative or past the end."""
+def read_kv(call: ReadKv) -> Tensor:
+    """As `reference.read_kv`."""
+    slots, cache, dtype, _ = call
     flat = slots.reshape(-1).contiguous()
     out = torch.empty(flat.shape[0], cache.layout.width, dtype=dtype, device=cache.device)
     if flat.shape[0]:
@@ -231,28 +233,19 @@ def read_kv(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return out.view(*slots.shape, cache.layout.width)
 
 
-def gather_kv(
-    cache: PagedCache, block_table: Tensor, lengths: Tensor, starts: Tensor, first: Tensor, out: Tensor
-) -> None:
-    """Fill the covered rows of `out`; the others keep their content."""
-    if out.shape[0] and block_table.numel():
-        requests = request_arguments(cache, block_table, lengths, starts, first)
-        _launch(read_rows, read_arguments(cache, out, requests | {"slots": None}), out)
+def gather_kv(call: GatherKv) -> None:
+    """As `reference.gather_kv`."""
+    if call.out.shape[0] and call.block_table.numel():
+        arguments = read_arguments(call.cache, call.out, request_arguments(call) | {"slots": None})
+        _launch(read_rows, arguments, call.out)
 
 
-def gather_index(
-    cache: PagedCache,
-    block_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    first: Tensor,
-    values: Tensor,
-    scales: Tensor,
-) -> None:
-    """As `gather_kv`, without dequantising: keys and their scales as they are stored."""
-    if values.shape[0] and block_table.numel():
-        requests = request_arguments(cache, block_table, lengths, starts, first)
-        _launch(copy_index_rows, index_arguments(cache, values, scales, requests), values)
+def gather_index(call: GatherIndex) -> tuple[Tensor, Tensor]:
+    """As `reference.gather_index`."""
+    values, scales = call.zeros()
+    if call.rows and call.block_table.numel():
+        _launch(copy_index_rows, index_arguments(call.cache, values, scales, request_arguments(call)), values)
+    return values, scales
 
 
 def _launch(kernel: Any, arguments: dict[str, Any], out: Tensor) -> None:
@@ -270,21 +263,19 @@ def _rows_per_program(block: int) -> int:
     return max(1, min(MOST_ROWS, WARP_VALUES // block))
 
 
-def request_arguments(
-    cache: PagedCache, block_table: Tensor, lengths: Tensor, starts: Tensor, first: Tensor
-) -> dict[str, Any]:
+def request_arguments(call: GatherKv | GatherIndex) -> dict[str, Any]:
     """Arguments by which a workspace row finds its slot."""
-    requests, table_width = block_table.shape
+    requests, table_width = call.block_table.shape
     return {
-        "starts": starts.contiguous(),
-        "lengths": lengths.contiguous(),
-        "first": first.contiguous(),
-        "block_table": block_table,
-        "table_stride": block_table.stride(0),
-        "page_id_stride": block_table.stride(1),
+        "starts": call.starts.contiguous(),
+        "lengths": call.lengths.contiguous(),
+        "first": call.first.contiguous(),
+        "block_table": call.block_table,
+        "table_stride": call.block_table.stride(0),
+        "page_id_stride": call.block_table.stride(1),
         "requests": requests,
         "table_width": table_width,
-        "pages": cache.pages,
+        "pages": call.cache.pages,
         "STEPS": triton.cdiv(requests.bit_length(), SEARCH_STEPS) * SEARCH_STEPS,
     }
 

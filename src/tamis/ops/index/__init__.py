@@ -5,12 +5,13 @@ of `index-mxfp4` have one scale per 32 values, inside the product. Weights may b
 token cannot see scores -inf, never 0.
 
 A selection is exact and deterministic: of the positions with a score above -inf the k with the highest scores, among
-equal scores the lowest positions. It is a set, so it is written in ascending order, then -1; nothing in it depends on
-how a backend went about it. A NaN score counts as -inf, and -0.0 equals 0.0.
+equal scores the lowest positions. It is a set, so it is written in ascending order, then -1, and does not depend on the
+backend's algorithm. A NaN score counts as -inf, and -0.0 equals 0.0.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from tamis import checks
 from tamis.cache.layout import index_mxfp4
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
-from tamis.ops import old_library as library
-from tamis.ops.index import registered
+from tamis.ops.index import operations
+from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores, TopkPositions
 
 QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)
 MAX_K = 4096
@@ -36,9 +37,10 @@ class IndexInputs:
     weights: Tensor
     """[T, index_heads], with every constant factor folded in."""
     keys: Tensor | None = None
-    """[T, index_dim] of the new tokens, prepared like q; written to the index cache first. None: already there."""
+    """[T, index_dim] of the new tokens, prepared like q. The layer writes them to the index cache first. None means
+    that they are there already."""
     recipe: IndexRecipe | None = None
-    """How q and keys were prepared; must be the cache's where the cache records one."""
+    """How q and keys were prepared. It must be the cache's recipe if the cache records one."""
 
 
 def index_scores(
@@ -64,38 +66,32 @@ def index_scores(
         request_ids: int32 [T], the block-table row of each token.
         block_table: int32 [B, W]; a negative page is absent and its positions score -inf.
         lengths: int32 [T], how many leading positions each token sees (its own position + 1); 0 or less: none.
-        width: columns of the result, at least the longest length; all that the block table holds if not given.
+        width: columns of the result, at least the longest length; by default as many as the block table holds.
         out: float32 [T, width] to write into, its rows contiguous.
         backend: a name from `tamis backends`, or "auto".
     """
     if width is None and isinstance(out, Tensor) and out.dim() == 2:
         width = out.shape[1]
-    check_index_scores(q, weights, cache, request_ids, block_table, lengths, width, out, backend)
-    if width is None:
-        width = block_table.shape[1] * cache.page_size
+    # The check sees `out` as it was given; memory for the result is allocated once the other arguments are right.
+    call = IndexScores(q, weights, cache, request_ids, block_table, lengths, cast("Tensor", out), backend)
+    check_index_scores(call, width)
     if out is None:
-        out = torch.empty(q.shape[0], width, dtype=torch.float32, device=q.device)
-    registered.index_scores(q, weights, cache, request_ids, block_table, lengths, out, backend)
+        columns = block_table.shape[1] * cache.page_size if width is None else width
+        out = torch.empty(q.shape[0], columns, dtype=torch.float32, device=q.device)
+        call = call._replace(out=out)
+    operations.index_scores(call)
     return out
 
 
-def check_index_scores(
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    request_ids: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    width: int | None,
-    out: Tensor | None,
-    backend: str,
-) -> None:
-    """Refuse what `index_scores` refuses."""
-    _check_paged(q, weights, cache, request_ids, block_table, lengths, backend)
-    longest = block_table.shape[1] * cache.page_size
+def check_index_scores(call: IndexScores, width: int | None) -> None:
+    """Refuse what `index_scores` refuses; the result may be missing."""
+    tokens = _check_paged(call)
+    longest = call.block_table.shape[1] * call.cache.page_size
     width = longest if width is None else checks.integer("width", width, low=0)
-    _check_lengths(lengths, min(longest, width), "the block table, or width, has no room for more")
-    _check_scores_out(out, q.shape[0], width, q.device, q, weights, cache.storage, request_ids, block_table, lengths)
+    _check_lengths(call.lengths, min(longest, width), "the block table, or width, has no room for more")
+    inputs = (call.q, call.weights, call.cache.storage, call.request_ids, call.block_table, call.lengths)
+    _check_out(call.out, tokens, width, call.q.device, *inputs)
+    operations.index_scores.check(call)
 
 
 def ragged_scores(
@@ -118,30 +114,25 @@ def ragged_scores(
             e2m1 pairs, uint8 [N, D / 2].
         key_scales: float32 [N], or None: all 1; of e2m1 pairs the exponents, uint8 [N, D / 32].
         starts: int32 [T], the first key each token sees.
-        ends: int32 [T], one past its last; bounds outside of the keys are cut, and none are left if end <= start.
+        ends: int32 [T], one past its last. Bounds are clamped to the keys; a token with end <= start sees none.
         out: float32 [T, N] to write into, its rows contiguous.
         backend: a name from `tamis backends`, or "auto".
     """
-    check_ragged_scores(q, weights, keys, key_scales, starts, ends, out, backend)
+    call = RaggedScores(q, weights, keys, key_scales, starts, ends, cast("Tensor", out), backend)
+    check_ragged_scores(call)
     if out is None:
         out = torch.empty(q.shape[0], keys.shape[0], dtype=torch.float32, device=q.device)
-    registered.ragged_scores(q, weights, keys, key_scales, starts, ends, out, backend)
+        call = call._replace(out=out)
+    operations.ragged_scores(call)
     return out
 
 
-def check_ragged_scores(
-    q: Tensor,
-    weights: Tensor,
-    keys: Tensor,
-    key_scales: Tensor | None,
-    starts: Tensor,
-    ends: Tensor,
-    out: Tensor | None,
-    backend: str,
-) -> None:
-    """Refuse what `ragged_scores` refuses."""
-    inputs = {"q": q, "weights": weights, "keys": keys, "key_scales": key_scales, "starts": starts, "ends": ends}
-    device = checks.same_device(**inputs, out=out)
+def check_ragged_scores(call: RaggedScores) -> None:
+    """Refuse what `ragged_scores` refuses; the result may be missing."""
+    q, weights, keys, key_scales, starts, ends, out, _ = call
+    device = checks.same_device(
+        q=q, weights=weights, keys=keys, key_scales=key_scales, starts=starts, ends=ends, out=out
+    )
     total = checks.tensor("keys", keys, "N D", (*QUERY_DTYPES, torch.uint8))
     packed = keys.dtype == torch.uint8
     width = 2 * total["D"] if packed else total["D"]
@@ -156,9 +147,8 @@ def check_ragged_scores(
         checks.tensor("key_scales", key_scales, "N", (torch.float32,), N=total["N"], remedy="one per key")
     for name, bound in (("starts", starts), ("ends", ends)):
         checks.tensor(name, bound, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
-    _check_scores_out(out, sizes["T"], total["N"], device, *inputs.values())
-    library.check_stage("index", backend, device, q=q, weights=weights, keys=keys, key_scales=key_scales)
-    library.check_kernels("index", backend, device, "check_scores", q)
+    _check_out(out, sizes["T"], total["N"], device, q, weights, keys, key_scales, starts, ends)
+    operations.ragged_scores.check(call)
 
 
 def topk_positions(
@@ -173,32 +163,27 @@ def topk_positions(
 ) -> Tensor:
     """The k best positions of each row: int32 [T, k] in ascending order, then -1.
 
-    With `request_ids`, `block_table` and `page_size` the positions become slots on the way, each in its column, by the
-    rules of `translate_positions`: a position whose page is absent gives -1 where it stands.
+    With `request_ids`, `block_table` and `page_size` each position becomes its slot, in the same column, by the rules
+    of `translate_positions`: a position whose page is absent gives -1 in its place.
 
     Args:
         scores: float32 [T, S].
-        lengths: int32 [T], how many leading columns of each row count, whatever lies behind; 0 or less: none.
+        lengths: int32 [T], how many leading columns of each row count; 0 or less: none. Later columns may hold
+            anything.
         k: how many to select, 1 to 4096.
         request_ids: int32 [T], the block-table row of each token.
         block_table: int32 [B, W].
         page_size: positions per page.
         backend: a name from `tamis backends`, or "auto".
     """
-    check_topk_positions(scores, lengths, k, request_ids, block_table, page_size, backend)
-    return registered.topk_positions(scores, lengths, k, request_ids, block_table, page_size or 0, backend)
+    call = TopkPositions(scores, lengths, k, request_ids, block_table, page_size, backend)
+    check_topk_positions(call)
+    return operations.topk_positions(call)
 
 
-def check_topk_positions(
-    scores: Tensor,
-    lengths: Tensor,
-    k: int,
-    request_ids: Tensor | None,
-    block_table: Tensor | None,
-    page_size: int | None,
-    backend: str,
-) -> None:
+def check_topk_positions(call: TopkPositions) -> None:
     """Refuse what `topk_positions` refuses."""
+    scores, lengths, k, request_ids, block_table, page_size, _ = call
     checks.same_device(scores=scores, lengths=lengths, request_ids=request_ids, block_table=block_table)
     total = checks.tensor("scores", scores, "T S", (torch.float32,))
     checks.tensor("lengths", lengths, "T", (torch.int32,), T=total["T"], remedy="one per row of scores")
@@ -210,11 +195,9 @@ def check_topk_positions(
             "request_ids, block_table and page_size", "given together", f"{sum(given)} of 3", "pass all, or none"
         )
     if request_ids is not None and block_table is not None:
-        checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=total["T"], remedy="one per row of scores")
-        requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]
-        checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
+        _check_requests(request_ids, block_table, total["T"], "one per row of scores")
         checks.integer("page_size", page_size, low=1)
-    library.check_stage("index", backend, scores.device, scores=scores)
+    operations.topk_positions.check(call)
 
 
 def index_topk(
@@ -231,8 +214,8 @@ def index_topk(
 ) -> Tensor:
     """The k best request-local positions of each token: int32 [T, k] in ascending order, then -1.
 
-    The same selection, bit for bit, as `topk_positions(index_scores(...), ...)` of the same backend, without a score
-    for every token and position in memory at once. A token's row depends on nothing else in the batch.
+    The selection is bit for bit that of `topk_positions(index_scores(...), ...)` of the same backend, but the scores of
+    all tokens are never in memory at once. A token's row depends on nothing else in the batch.
 
     Args:
         q: [T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights.
@@ -242,39 +225,29 @@ def index_topk(
         block_table: int32 [B, W]; positions of an absent (negative) page are never selected.
         lengths: int32 [T], how many leading positions each token sees (its own position + 1); 0 or less: none.
         k: how many to select, 1 to 4096.
-        workspace_bytes: how much memory scores and other intermediate results may take, whatever the context; at least
-            what one token needs is used.
+        workspace_bytes: how much memory scores and other intermediate results may take, whatever the context length.
+            If one token needs more, tokens are handled one at a time.
         backend: a name from `tamis backends`, or "auto".
     """
-    check_index_topk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
-    return registered.index_topk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
+    call = IndexTopk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
+    check_index_topk(call)
+    return operations.index_topk(call)
 
 
-def check_index_topk(
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    request_ids: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    k: int,
-    workspace_bytes: int,
-    backend: str,
-    *,
-    prefix: str = "",
-    name: str = "cache",
-    sizes: Mapping[str, int] | None = None,
-) -> None:
+def check_index_topk(call: IndexTopk, sizes: Mapping[str, int] | None = None, **names: str) -> None:
     """Refuse what `index_topk` refuses.
 
-    For a layer: `prefix` stands before the names of query and weights, which are parts of its argument, `name` is what
-    its cache is called, and `sizes` are those that the query must have (T, H).
+    Args:
+        call: the arguments.
+        sizes: sizes that the query must have (T, H), where a layer knows them.
+        **names: what a layer calls `q`, `weights` and `cache` in its messages.
     """
-    _check_paged(q, weights, cache, request_ids, block_table, lengths, backend, prefix, name, sizes)
-    checks.integer("k", k, low=1, high=MAX_K)
-    checks.integer("workspace_bytes", workspace_bytes, low=1, high=checks.INT64_MAX)
-    longest = block_table.shape[1] * cache.page_size
-    _check_lengths(lengths, longest, "the block table has no page for more")
+    _check_paged(call, sizes, **names)
+    checks.integer("k", call.k, low=1, high=MAX_K)
+    checks.integer("workspace_bytes", call.workspace_bytes, low=1, high=checks.INT64_MAX)
+    longest = call.block_table.shape[1] * call.cache.page_size
+    _check_lengths(call.lengths, longest, "the block table has no page for more")
+    operations.index_topk.check(call, **names)
 
 
 def check_layout(cache: PagedCache, name: str = "cache") -> None:
@@ -286,49 +259,34 @@ def check_layout(cache: PagedCache, name: str = "cache") -> None:
         raise checks.refuse(name, expected, repr(cache), "index keys have one scale per row, or are packed")
 
 
-def _check_paged(
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    request_ids: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    backend: str,
-    prefix: str = "",
-    name: str = "cache",
-    known: Mapping[str, int] | None = None,
-) -> None:
-    check_layout(cache, name)
-    own = {f"{prefix}q": q, f"{prefix}weights": weights}
-    where = {"request_ids": request_ids, "block_table": block_table, "lengths": lengths, name: cache.storage}
-    device = checks.same_device(**own, **where)
-    width = cache.layout.width
-    sizes = checks.tensor(
-        f"{prefix}q",
-        q,
-        "T H D",
-        QUERY_DTYPES,
-        remedy=lambda: f"keys are in {cache!r}",
-        **{**(known or {}), "D": width},  # type: ignore[arg-type]
-    )
-    checks.tensor(f"{prefix}weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
-    checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
-    requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]
+def _check_paged(call: IndexScores | IndexTopk, known: Mapping[str, int] | None = None, **names: str) -> int:
+    """Check queries against the cache and the block table, and return the number of tokens."""
+    q, weights, cache, lengths = call.q, call.weights, call.cache, call.lengths
+    q_name, weights_name, cache_name = (names.get(name, name) for name in ("q", "weights", "cache"))
+    check_layout(cache, cache_name)
+    own = {q_name: q, weights_name: weights, cache_name: cache.storage}
+    checks.same_device(**own, request_ids=call.request_ids, block_table=call.block_table, lengths=lengths)
+    expected = {**(known or {}), "D": cache.layout.width}
+    sizes = checks.tensor(q_name, q, "T H D", QUERY_DTYPES, remedy=lambda: f"keys are in {cache!r}", **expected)  # type: ignore[arg-type]
+    checks.tensor(weights_name, weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
     checks.tensor("lengths", lengths, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
+    _check_requests(call.request_ids, call.block_table, sizes["T"], "one per query token")
+    return sizes["T"]
+
+
+def _check_requests(request_ids: Tensor, block_table: Tensor, tokens: int, remedy: str) -> None:
+    checks.tensor("request_ids", request_ids, "T", (torch.int32,), T=tokens, remedy=remedy)
+    requests = checks.tensor("block_table", block_table, "B W", (torch.int32,))["B"]
     checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
-    library.check_stage("index", backend, device, **own)
-    library.check_kernels("index", backend, device, "check_scores", q)
 
 
 def _check_lengths(lengths: Tensor, longest: int, remedy: str) -> None:
     if checks.visible(lengths):
-        # Engines give padded requests negative lengths; those see nothing.
+        # Engines give padded requests negative lengths, which see nothing.
         checks.values_between("lengths", lengths.clamp_min(0), 0, longest, remedy)
 
 
-def _check_scores_out(
-    out: Tensor | None, tokens: int, width: int, device: torch.device, *inputs: Tensor | None
-) -> None:
+def _check_out(out: Tensor | None, tokens: int, width: int, device: torch.device, *inputs: Tensor | None) -> None:
     if out is None:
         return
     checks.tensor("out", out, "T S", (torch.float32,), T=tokens, S=width, device=device)

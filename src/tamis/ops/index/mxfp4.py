@@ -1,4 +1,4 @@
-"""Index queries in MXFP4, as indexers with keys of that kind exchange them."""
+"""Index queries in MXFP4, the format in which indexers with MXFP4 keys exchange them."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.cache.codec import decode_e2m1, encode_rows
 from tamis.cache.layout import Rounding, index_mxfp4
 from tamis.model.recipe import IndexRecipe
-from tamis.ops.gather.reference import decode_e2m1
 from tamis.ops.index.prepare import rotate_index
-from tamis.ops.write.reference import encode_rows
 
 _TILE = 32
-"""How many values share a scale."""
+"""Values per scale."""
 
 
 class PackedQuery(NamedTuple):
@@ -42,7 +41,7 @@ def pack_index_query(
     Args:
         q: [T, H, D], the projection's output; D a multiple of 32.
         weights: [T, H], the head weights' projection.
-        recipe: what to do to q; the same as for the keys it will meet.
+        recipe: which rotations to apply to q; the same as for the keys it will be compared with.
         positions: integer [T], absolute; without them q is taken as rotated already.
         cos_sin: float32 [max_positions, rope_dim] from `tamis.model.rope.Rope.cos_sin_table`; goes with `positions`.
         scale: the constant factor of all weights, (H * D) ** -0.5 if not given.
@@ -55,22 +54,23 @@ def pack_index_query(
         raise checks.refuse("q", f"of at least one head, a multiple of {_TILE} wide", list(q.shape), "as its keys are")
     layout = index_mxfp4(dim=dim, rounding=rounding)
     constant = (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
-    turned = rotate_index(q, recipe, positions=positions, cos_sin=cos_sin)
-    values, scales, _ = encode_rows(turned.reshape(-1, dim), layout)
+    rotated = rotate_index(q, recipe, positions=positions, cos_sin=cos_sin)
+    values, scales, _ = encode_rows(rotated.reshape(-1, dim), layout)
     assert scales is not None
-    lead = (total, heads)
-    return PackedQuery(values.view(*lead, dim // 2), scales.view(*lead, dim // _TILE), weights.float() * constant)
+    return PackedQuery(
+        values.view(total, heads, dim // 2), scales.view(total, heads, dim // _TILE), weights.float() * constant
+    )
 
 
 def unpack_index_query(values: Tensor, scales: Tensor) -> Tensor:
     """The queries as bf16 [T, H, D], which holds them exactly, for `index_scores`, `index_topk` and `ragged_scores`.
 
-    The scorers multiply 4-bit keys in bf16, so that packed queries would be unpacked there as well, by every program.
+    The scoring kernels multiply 4-bit keys in bf16. They would have to unpack packed queries too, once per program.
     """
     sizes = checks.tensor("values", values, "T H P", (torch.uint8,))
     if sizes["P"] == 0 or sizes["P"] % (_TILE // 2):
         wanted = f"a multiple of {_TILE // 2} bytes wide"
-        raise checks.refuse("values", wanted, list(values.shape), "two numbers to a byte, a scale for every 32")
+        raise checks.refuse("values", wanted, list(values.shape), "two values per byte, one scale per 32 values")
     expected = {"T": sizes["T"], "H": sizes["H"], "G": 2 * sizes["P"] // _TILE}
     checks.tensor("scales", scales, "T H G", (torch.uint8,), **expected, device=values.device)  # type: ignore[arg-type]
     return decode_e2m1(values, scales).bfloat16()

@@ -1,4 +1,4 @@
-"""Index queries and index keys made ready for scoring: norm, rope, Hadamard rotation, FP8."""
+"""Index queries and index keys prepared for scoring: LayerNorm, rope, Hadamard rotation, FP8."""
 
 from dataclasses import replace
 from typing import Literal
@@ -10,8 +10,9 @@ from tamis import checks
 from tamis.cache.layout import Rounding, index_fp8
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
-from tamis.ops import old_library as library
-from tamis.ops.index import check_layout, reference, registered
+from tamis.ops.index import check_layout, operations
+from tamis.ops.index.operations import QuantiseIndexQuery, WriteIndexKeys
+from tamis.ops.index.rotation import rotate_rows
 from tamis.ops.write import check_slots
 
 
@@ -20,9 +21,11 @@ def rotate_index(
 ) -> Tensor:
     """Index queries [T, H, D] or keys [T, D] after rope and Hadamard rotation, in float32, for unquantised scoring.
 
+    This runs in plain torch on every device: no backend has a kernel for it.
+
     Args:
         x: the projection's output, keys after their norm.
-        recipe: what to do to it.
+        recipe: which rotations to apply.
         positions: integer [T], absolute; without them x is taken as rotated by the rope already.
         cos_sin: float32 [max_positions, rope_dim] from `tamis.model.rope.Rope.cos_sin_table`; goes with `positions`.
     """
@@ -32,8 +35,7 @@ def rotate_index(
             "x", "a bfloat16, float16 or float32 tensor [T, H, D] or [T, D]", checks.describe(x), "convert it"
         )
     _check_rotations(recipe, positions, cos_sin, x.shape[0], x.shape[-1], x.device)
-    where = _rotation(recipe, positions, cos_sin)
-    return reference.prepare_rows(x, *where, recipe, "none").float()
+    return rotate_rows(x, positions, cos_sin, recipe, "none").float()
 
 
 def quantise_index_query(
@@ -50,13 +52,13 @@ def quantise_index_query(
 ) -> tuple[Tensor, Tensor]:
     """e4m3 queries [T, H, D] and float32 weights [T, H] with `scale` and the scale of each query folded in.
 
-    Each head of each token has one scale, from its largest magnitude (at least 1e-4) over 448: the next power of two
-    above it, or exactly it. Everything is computed in float32 and rounded where `rounding` says.
+    Each head of each token has one scale: its largest magnitude (at least 1e-4) over 448, rounded up to a power of two
+    unless `scale_mode` is "exact". Everything is computed in float32 and rounded where `rounding` says.
 
     Args:
         q: [T, H, D], the projection's output.
         weights: [T, H], the head weights' projection.
-        recipe: what to do to q; the same as for the keys it will meet.
+        recipe: which rotations to apply to q; the same as for the keys it will be compared with.
         positions: integer [T], absolute, -1 for padding; without them q is taken as rotated already.
         cos_sin: float32 [max_positions, rope_dim] from `tamis.model.rope.Rope.cos_sin_table`; goes with `positions`.
         scale: the constant factor of all weights, (H * D) ** -0.5 if not given.
@@ -66,20 +68,24 @@ def quantise_index_query(
         backend: a name from `tamis backends`, or "auto".
     """
     sizes = checks.tensor("q", q, "T H D", checks.FLOATS)
-    checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"], device=q.device)
     checks.option("scale_mode", scale_mode, ("pow2", "exact"))
     heads, dim = sizes["H"], sizes["D"]
     if heads == 0 or dim == 0 or dim % 4:
         raise checks.refuse("q", "of at least one head, a multiple of 4 wide", list(q.shape), "as index keys are")
     layout = replace(index_fp8(dim=dim, rounding=rounding), scale_mode=scale_mode)
     constant = (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
-    _check_rotations(recipe, positions, cos_sin, sizes["T"], dim, q.device)
-    where = _rotation(recipe, positions, cos_sin)
-    given = {"q": q, "weights": weights, "cos_sin": where[1]}
-    library.check_stage("index", backend, q.device, **given)
-    library.check_kernels("index", backend, q.device, "check_recipe", recipe, dim, where[0] is not None)
-    at, angles = where
-    return registered.quantise_index_query(q, weights, at, angles, *_fields(recipe), layout.key, constant, backend)
+    call = QuantiseIndexQuery(q, weights, positions, cos_sin, recipe, layout, constant, backend)
+    check_quantise_index_query(call)
+    return operations.quantise_index_query(call)
+
+
+def check_quantise_index_query(call: QuantiseIndexQuery) -> None:
+    """Refuse what `quantise_index_query` refuses, but for q, which the call's layout was made from."""
+    tokens, heads, dim = call.q.shape
+    device = call.q.device
+    checks.tensor("weights", call.weights, "T H", checks.FLOATS, T=tokens, H=heads, device=device)
+    _check_rotations(call.recipe, call.positions, call.cos_sin, tokens, dim, device)
+    operations.quantise_index_query.check(call)
 
 
 def write_index_keys(
@@ -97,91 +103,59 @@ def write_index_keys(
 ) -> None:
     """LayerNorm, rotate and quantise index keys and insert them at their slots.
 
-    Everything before the bytes is computed in float32. Where and how often it is rounded is the layout's `rounding`:
+    Everything before the bytes is computed in float32. The layout's `rounding` says where it is rounded on the way:
     `index_fp8(rounding="bf16")` rounds after the rope (and again after a Hadamard rotation), "none" does not.
 
     Args:
         keys: [T, D], the projection's output.
-        cache: index keys, `index-fp8` or unquantised rows of width D.
+        cache: index keys, `index-fp8`, `index-mxfp4` or unquantised rows of width D.
         slots: int32 or int64 [T'], as in `write_kv`: negative slots and rows past T' are skipped.
-        recipe: what to do to the keys; the cache's own if it records one, and then no other.
+        recipe: which rotations to apply to the keys. If the cache records a recipe, that one is the default and no
+            other is accepted.
         norm_weight: [D] of the LayerNorm; without it keys are taken as normalised already.
         norm_bias: [D], with `norm_weight` only.
-        norm_eps: of the LayerNorm.
+        norm_eps: epsilon of the LayerNorm.
         positions: integer [T], absolute, -1 for padding; without them keys are taken as rotated already.
         cos_sin: float32 [max_positions, rope_dim] from `tamis.model.rope.Rope.cos_sin_table`; goes with `positions`.
         backend: a name from `tamis backends`, or "auto".
     """
-    check_write_index_keys(
-        keys,
-        cache,
-        slots,
-        recipe,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        norm_eps=norm_eps,
-        positions=positions,
-        cos_sin=cos_sin,
-        backend=backend,
-    )
-    recipe = agreed_recipe("recipe", recipe, cache)
-    positions, cos_sin = _rotation(recipe, positions, cos_sin)
-    count = slots.shape[0]
-    keys, positions = keys[:count], None if positions is None else positions[:count]
-    registered.write_index_keys(
-        keys, cache, slots, norm_weight, norm_bias, norm_eps, positions, cos_sin, *_fields(recipe), backend
-    )
-
-
-def check_write_index_keys(
-    keys: Tensor,
-    cache: PagedCache,
-    slots: Tensor,
-    recipe: IndexRecipe | None,
-    *,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    norm_eps: float,
-    positions: Tensor | None,
-    cos_sin: Tensor | None,
-    backend: str,
-) -> None:
-    """Refuse what `write_index_keys` refuses."""
     check_layout(cache)
+    recipe = resolve_recipe("recipe", recipe, cache)
+    call = WriteIndexKeys(keys, cache, slots, norm_weight, norm_bias, norm_eps, positions, cos_sin, recipe, backend)
+    check_write_index_keys(call)
+    operations.write_index_keys(call)
+
+
+def check_write_index_keys(call: WriteIndexKeys) -> None:
+    """Refuse what `write_index_keys` refuses, but for the cache's layout, which `check_layout` checks."""
+    keys, cache, weight, bias = call.keys, call.cache, call.norm_weight, call.norm_bias
     dim, device = cache.layout.width, cache.device
     total = checks.tensor(
         "keys", keys, "T D", checks.FLOATS, D=dim, device=device, remedy=lambda: f"keys of {cache!r}"
     )["T"]
-    recipe = agreed_recipe("recipe", recipe, cache)
-    check_slots(slots, cache, "keys", total)
-    _check_rotations(recipe, positions, cos_sin, total, dim, device)
-    checks.positive_number("norm_eps", norm_eps)
-    if norm_weight is not None:
-        checks.tensor("norm_weight", norm_weight, "D", checks.FLOATS, D=dim, device=device)
-        if norm_bias is not None:
-            checks.tensor("norm_bias", norm_bias, "D", checks.FLOATS, D=dim, device=device)
-    elif norm_bias is not None:
+    check_slots(call.slots, cache, "keys", total)
+    _check_rotations(call.recipe, call.positions, call.cos_sin, total, dim, device)
+    checks.positive_number("norm_eps", call.norm_eps)
+    if weight is not None:
+        checks.tensor("norm_weight", weight, "D", checks.FLOATS, D=dim, device=device)
+        if bias is not None:
+            checks.tensor("norm_bias", bias, "D", checks.FLOATS, D=dim, device=device)
+    elif bias is not None:
         raise checks.refuse("norm_bias", "given with norm_weight only", "a bias alone", "pass the weight too")
     checks.changeable("cache", cache.storage)
-    given = {"keys": keys, "norm_weight": norm_weight, "norm_bias": norm_bias, "cos_sin": cos_sin}
-    library.check_stage("index", backend, device, **given)
-    library.check_kernels("index", backend, device, "check_recipe", recipe, dim, positions is not None)
+    operations.write_index_keys.check(call)
 
 
-def agreed_recipe(name: str, recipe: IndexRecipe | None, cache: PagedCache) -> IndexRecipe:
-    """The one recipe of a cache and of what meets it; refused where they differ, or where nobody says."""
+def resolve_recipe(name: str, recipe: IndexRecipe | None, cache: PagedCache) -> IndexRecipe:
+    """Resolve the recipe from the argument and the cache; raise if they differ or neither gives one."""
     if recipe is not None:
         checks.instance(name, recipe, IndexRecipe)
     if recipe is not None and cache.recipe is not None and recipe != cache.recipe:
         raise checks.refuse(name, f"that of the cache, {cache.recipe}", recipe, "prepare queries and keys alike")
-    agreed = recipe if recipe is not None else cache.recipe
-    if agreed is None:
+    resolved = recipe if recipe is not None else cache.recipe
+    if resolved is None:
         raise checks.refuse(name, "given, or recorded with the cache", None, "make the cache with recipe=IndexRecipe()")
-    return agreed
-
-
-def _fields(recipe: IndexRecipe) -> tuple[int, bool, bool, bool]:
-    return recipe.rope_dim, recipe.interleaved, recipe.rope_first, recipe.hadamard
+    return resolved
 
 
 def _check_rotations(
@@ -207,10 +181,3 @@ def _check_rotations(
     if recipe.rope_dim > width:
         expected = f"at most {width}, the width"
         raise checks.refuse("recipe.rope_dim", expected, recipe.rope_dim, "use the model's recipe")
-
-
-def _rotation(
-    recipe: IndexRecipe, positions: Tensor | None, cos_sin: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Positions and table, both None where no column is to be rotated by the rope."""
-    return (positions, cos_sin) if recipe.rope_dim else (None, None)

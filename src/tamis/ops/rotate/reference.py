@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from tamis.cache.codec import write_rows
 from tamis.cache.paged import PagedCache
 from tamis.model.rope import hadamard, rms_norm, rotate
 from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads
-from tamis.ops.write.reference import write_kv
 
 
 def norm_rows(call: NormRows) -> Tensor:
@@ -48,4 +48,4 @@ def insert(rows: Tensor, cache: PagedCache, slots: Tensor, with_hadamard: bool =
     """
     stored = torch.bfloat16 if cache.layout.quantised else cache.layout.element
     rounded = rows.to(stored)
-    write_kv(hadamard(rounded).to(stored) if with_hadamard else rounded, cache, slots)
+    write_rows(hadamard(rounded).to(stored) if with_hadamard else rounded, cache, slots)

@@ -1,4 +1,4 @@
-"""Device functions for rows in registers: norm, rotation of some columns, and insertion into a cache."""
+"""Device functions for rows in registers: RMS norm, rope, Hadamard rotation, and insertion into a cache."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from tamis.ops.write.triton_kernels import encode_tiles
 
 @triton.jit
 def norm_row(x, weight, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A row [BLOCK], zero from WIDTH on, over its root mean square, times `weight` unless that is None."""
+    """A row [BLOCK], zero from WIDTH on, divided by its root mean square and, if given, multiplied by `weight`."""
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
     if weight is not None:
         column = tl.arange(0, BLOCK)
@@ -34,7 +34,7 @@ def rotate_row(
     x, cos_sin, position, table_rows,
     WIDTH: tl.constexpr, ROTARY: tl.constexpr, INVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row [BLOCK] with its last ROTARY of WIDTH columns turned by row `position` of the table; see `rotate_pairs`."""
+    """A row [BLOCK], its last ROTARY of WIDTH columns rotated by row `position` of the table; see `rotate_pairs`."""
     one = tl.zeros([1], tl.int64) + position
     row = tl.reshape(x, [1, BLOCK])
     return tl.reshape(rotate_pairs(row, cos_sin, one, table_rows, WIDTH - ROTARY, ROTARY, INVERSE, 1, BLOCK), [BLOCK])
@@ -45,8 +45,8 @@ def rotate_pairs(
     x, cos_sin, position, table_rows,
     START: tl.constexpr, ROTARY: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows [ROWS, BLOCK] with ROTARY columns from START on (an even one) turned in pairs (2i, 2i+1) by rows `position`
-    [ROWS] of the table; unchanged where the table has no such row."""
+    """Rows [ROWS, BLOCK] whose ROTARY columns from START on, which is even, are rotated in pairs (2i, 2i+1) by rows
+    `position` [ROWS] of the table. Rows whose position the table does not have stay as they are."""
     pair = tl.arange(0, BLOCK // 2) - START // 2
     known = (position >= 0) & (position < table_rows)
     turning = known[:, None] & ((pair >= 0) & (pair < ROTARY // 2))[None, :]
@@ -56,7 +56,7 @@ def rotate_pairs(
     if INVERSE:
         sin = -sin
     even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
-    # Columns that stay are not multiplied: infinities beside them, and the sign of a zero, stay out of them.
+    # Other columns are not multiplied by 1 and 0: an infinity would make its neighbour NaN, and zeros lose their sign.
     first = tl.where(turning, even * cos - odd * sin, even)
     second = tl.where(turning, odd * cos + even * sin, odd)
     return tl.reshape(tl.join(first, second), [ROWS, BLOCK])
@@ -64,9 +64,11 @@ def rotate_pairs(
 
 @triton.jit
 def hadamard_rows(x, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [ROWS, BLOCK] times the orthonormal Hadamard matrix, in as many steps as a column's number has bits. Each
-    adds and subtracts neighbours and puts all sums before all differences, so that after the last each column is in its
-    place again."""
+    """Rows [ROWS, BLOCK] times the orthonormal Hadamard matrix, with STEPS = log2(BLOCK).
+
+    Each step adds and subtracts neighbours and puts all sums before all differences; after the last step every column
+    is in its place again.
+    """
     for _ in tl.static_range(STEPS):
         first, second = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
         x = tl.reshape(tl.permute(tl.join(first + second, first - second), [0, 2, 1]), [ROWS, BLOCK])
@@ -75,7 +77,8 @@ def hadamard_rows(x, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def hadamard_row(x, pointers, STEPS: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr):
-    """A row [BLOCK] times the Hadamard matrix unless STEPS is 0, after rounding it like what `pointers` point to."""
+    """A row [BLOCK] rounded to the type that `pointers` point to and multiplied by the Hadamard matrix; with STEPS 0
+    the row itself."""
     if STEPS:
         x = tl.reshape(round_like(x, pointers, NATIVE_BF16), [1, BLOCK])
         x = tl.reshape(hadamard_rows(x, STEPS, 1, BLOCK), [BLOCK])
@@ -84,7 +87,8 @@ def hadamard_row(x, pointers, STEPS: tl.constexpr, NATIVE_BF16: tl.constexpr, BL
 
 @triton.jit
 def round_like(x, pointers, NATIVE_BF16: tl.constexpr):
-    """fp32 numbers rounded to what `pointers` point to, or to bf16, from which FP8 and its like are made."""
+    """fp32 numbers rounded to the floating-point type that `pointers` point to; to bf16 for bytes, since codes are made
+    from bf16."""
     if pointers.dtype.element_ty == tl.float32:
         rounded = x
     elif pointers.dtype.element_ty == tl.float16:
@@ -102,7 +106,7 @@ def insert_row(
     SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a row [BLOCK] of fp32 numbers to a slot that exists, rounded once, to bf16 before FP8."""
+    """Write a row [BLOCK] of fp32 numbers to a slot of the cache; they are rounded once, and for FP8 first to bf16."""
     column = tl.arange(0, BLOCK)
     inside = column < LATENT + ROPE
     values_at = row_start(slot, page_stride, VALUES_STRIDE, PAGE_SIZE, False) + VALUES_START
@@ -137,15 +141,15 @@ def hadamard_steps(width: int) -> int:
 
 
 def check_rows(cache: PagedCache) -> None:
-    """Refuse a cache whose rows `insert_row` cannot make."""
+    """Refuse a cache whose rows `insert_row` cannot write."""
     tile = cache.layout.tile
-    # A row cannot be cut into such tiles in registers, but it can be one itself.
+    # Registers hold blocks of powers of two, so that another tile must be the whole latent part.
     if tile & (tile - 1) and tile != cache.layout.latent:
         raise checks.refuse("cache", "in tiles of a power of two", f"tiles of {tile}", "choose another layout")
 
 
 def insert_arguments(cache: PagedCache) -> dict[str, Any]:
-    """What `insert_row` must know about a cache, with the block in which a row of it lies in registers."""
+    """Arguments of `insert_row` for a cache, and the size BLOCK of a row in registers."""
     layout = cache.layout
     block = max(2, triton.next_power_of_2(layout.width))
     tile = layout.tile or block

@@ -1,8 +1,8 @@
-"""What the portable Triton kernels share: e4m3 and bf16 as bits, the place of a row, launch settings of a device.
+"""What the portable Triton kernels share: e4m3, e2m1 and bf16 as bits, slots and row addresses, launch settings.
 
-Nothing here or in the kernels needs an architecture-specific instruction. bf16 values are widened right after a load
-and narrowed right before a store, since the interpreter, in which these kernels are tested on a CPU, does arithmetic
-on the raw bits of bf16.
+Nothing here or in the kernels needs an architecture-specific instruction. bf16 numbers are converted to fp32 right
+after a load and back right before a store, since the interpreter, in which these kernels are tested on a CPU, does
+arithmetic on the raw bits of bf16.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -21,8 +21,8 @@ from tamis.cache.paged import PagedCache
 
 @triton.jit
 def decode_e4m3(codes, NATIVE: tl.constexpr):
-    """Exact fp16 values of e4m3 bytes. Devices without the conversion shift the bits into place, which leaves the
-    value times 2**-8."""
+    """Exact fp16 values of e4m3 bytes. Devices without the conversion shift the bits into place, which gives the value
+    times 2**-8, and multiply."""
     if NATIVE:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     bits = codes.to(tl.uint16)
@@ -34,10 +34,10 @@ def decode_e4m3(codes, NATIVE: tl.constexpr):
 def encode_e4m3(x):
     """e4m3 bytes of fp32 numbers: to nearest even, saturating at 448, NaN as 0x7f with its sign.
 
-    One addition rounds: beside a power of two 20 binary places larger, only the three mantissa bits of e4m3 remain of a
-    number, and below 2**-6, where e4m3 has no more exponents, the power stays what it is. Triton's own conversion is
-    not used even where the hardware has it: on an H200, Triton 3.6 spoiled every second byte of rows that do not start
-    on a 16-byte boundary, and the write is bound by memory either way.
+    Adding a power of two that is 2**20 times larger rounds a number to the three mantissa bits of e4m3. For numbers
+    below 2**-6, which are subnormal in e4m3, the power is that of 2**-6. Triton's own conversion is not used even where
+    the hardware has it: on an H200, Triton 3.6 spoiled every second byte of rows that do not start on a 16-byte
+    boundary, and writes are bound by memory either way.
     """
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     size = tl.minimum(tl.abs(x), 448.0)
@@ -49,8 +49,8 @@ def encode_e4m3(x):
 
 @triton.jit
 def encode_e2m1(x):
-    """Bytes [rows, tiles, n / 2] of fp32 numbers [rows, tiles, n], rounded to e2m1 in the way of `encode_e4m3`: one
-    mantissa bit, and steps of a half below 1; saturating at 6, which is also what NaN becomes."""
+    """Bytes [rows, tiles, n / 2] of fp32 numbers [rows, tiles, n], rounded to e2m1 as `encode_e4m3` rounds: to one
+    mantissa bit, or to halves below 1. Larger numbers saturate at 6, and NaN becomes 6."""
     x = tl.where(x == x, x, 6.0)
     sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
     size = tl.minimum(tl.abs(x), 6.0)
@@ -63,8 +63,8 @@ def encode_e2m1(x):
 
 @triton.jit
 def decode_e2m1(pairs):
-    """Exact fp16 values [rows, tiles, 2 * n] of bytes [rows, tiles, n] with two e2m1 codes each: shifted into place, a
-    code is its value times 2**-14."""
+    """Exact fp16 values [rows, tiles, 2 * n] of bytes [rows, tiles, n] with two e2m1 codes each. A code's bits, shifted
+    into place, are its value times 2**-14."""
     bits = tl.join(pairs & 15, pairs >> 4).to(tl.uint16)
     value = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0
     return tl.reshape(value.to(tl.float16), [pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]])
@@ -73,7 +73,7 @@ def decode_e2m1(pairs):
 @triton.jit
 def power_of_two(exponent, PACKED: tl.constexpr):
     """fp32 factors of exponent bytes; beside packed values, 255 is NaN."""
-    # 2**-127, which the smallest byte stands for, is no normal number.
+    # Byte 0 stands for 2**-127, which is subnormal.
     bits = tl.where(exponent == 0, 0x400000, exponent.to(tl.int32) << 23)
     if PACKED:
         bits = tl.where(exponent == 255, 0x7FC00000, bits)
@@ -88,8 +88,8 @@ def widen_bf16(bits):
 
 @triton.jit
 def round_to_bf16(x, NATIVE: tl.constexpr):
-    """Bits of fp32 numbers rounded to bf16, to nearest even. Devices do that; the interpreter's conversion truncates,
-    so there it takes integer arithmetic."""
+    """Bits of fp32 numbers rounded to bf16, to nearest even. The interpreter's own conversion truncates, so integer
+    arithmetic replaces it there."""
     if NATIVE:
         rounded = x.to(tl.bfloat16).to(tl.uint16, bitcast=True)
     else:
@@ -101,7 +101,7 @@ def round_to_bf16(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def raw_pointers(pointers):
-    """The same pointers, those to bf16 as pointers to its bits."""
+    """The same pointers, except that pointers to bf16 become pointers to uint16."""
     if pointers.dtype.element_ty == tl.bfloat16:
         raw = pointers.to(tl.pointer_type(tl.uint16), bitcast=True)
     else:
@@ -122,7 +122,7 @@ def load_wide(pointers, mask):
 
 @triton.jit
 def store_rounded(pointers, x, mask, NATIVE_BF16: tl.constexpr):
-    """fp32 values as fp32, fp16 or bf16 numbers, to nearest even."""
+    """Store fp32 values as fp32, fp16 or bf16 numbers, rounded to nearest even."""
     if pointers.dtype.element_ty == tl.bfloat16:
         tl.store(raw_pointers(pointers), round_to_bf16(x, NATIVE_BF16), mask=mask)
     else:
@@ -131,8 +131,7 @@ def store_rounded(pointers, x, mask, NATIVE_BF16: tl.constexpr):
 
 @triton.jit
 def copy_rounded(source, destination, readable, writable, NATIVE_BF16: tl.constexpr):
-    """fp32, fp16 or bf16 numbers from one place to another, bit for bit where both hold the same type; zeros where
-    not readable."""
+    """Copy fp32, fp16 or bf16 numbers, bit for bit where both types are the same; zeros where not readable."""
     if source.dtype.element_ty == destination.dtype.element_ty:
         tl.store(raw_pointers(destination), tl.load(raw_pointers(source), mask=readable, other=0), mask=writable)
     else:
@@ -148,8 +147,22 @@ def row_start(slots, page_stride, row_stride, PAGE_SIZE: tl.constexpr, FLAT: tl.
     return page.to(tl.int64) * page_stride + (slots - page * PAGE_SIZE).to(tl.int64) * row_stride
 
 
+@triton.jit
+def slot_of(position, wanted, table, page_id_stride, table_width, PAGE_SIZE: tl.constexpr):
+    """int64 slots of positions, -1 where not wanted, negative, past the table, in an absent page, or past 32 bits.
+
+    This is the rule of `tamis.cache.slots.slots_of`; `table` points to the request's row of the block table.
+    """
+    wanted = wanted & (position >= 0)
+    page = tl.where(wanted, position, 0) // PAGE_SIZE
+    wanted = wanted & (page < table_width)
+    page_id = tl.load(table + page.to(tl.int64) * page_id_stride, mask=wanted, other=-1)
+    slot = page_id.to(tl.int64) * PAGE_SIZE + (position - page * PAGE_SIZE)
+    return tl.where(wanted & (page_id >= 0) & (slot < 2147483648), slot, -1)
+
+
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """Within it kernels run on this device: Triton launches on the current device, wherever the tensors are."""
+    """A context in which kernels run on this device; Triton launches on the current one, wherever the tensors are."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return nullcontext()
     return torch.cuda.device(device)
@@ -176,8 +189,10 @@ def strided_field(cache: PagedCache, field: Field | None) -> tuple[Tensor | None
 
 
 def row_arguments(cache: PagedCache) -> dict[str, Any]:
-    """Where the rows of a cache are, for kernels that read or write whole rows. Distances are in elements of `cache`,
-    which are bytes for FP8 layouts and numbers for the others."""
+    """Arguments of kernels that read or write whole rows: where the rows of a cache are.
+
+    Strides and starts are in elements of `cache`: bytes for FP8 layouts, numbers for the others.
+    """
     layout = cache.layout
     storage = cache.storage.view(torch.uint8) if layout.quantised else cache.storage
     return {
@@ -191,8 +206,8 @@ def row_arguments(cache: PagedCache) -> dict[str, Any]:
 
 @remember
 def layout_constants(key: str, page_size: int) -> dict[str, Any]:
-    """The part of `row_arguments` that a layout and a page size decide."""
-    layout = from_key(key)  # a string knows its hash, a layout works it out on every call
+    """The part of `row_arguments` that depends on layout and page size only."""
+    layout = from_key(key)  # the key is the argument because strings cache their hash and layouts do not
     size = 1 if layout.quantised else layout.element.itemsize
     tile = layout.tile or layout.latent
     constants: dict[str, Any] = {
@@ -213,6 +228,6 @@ def layout_constants(key: str, page_size: int) -> dict[str, Any]:
 
 
 def row_block(arguments: dict[str, Any]) -> int:
-    """Values of the largest block that kernels make of one row, given its `row_arguments`."""
+    """The number of values in the largest block that kernels make of one row, given its `row_arguments`."""
     blocks: tuple[int, ...] = tuple(arguments[f"{part}_BLOCK"] for part in ("LATENT", "ROPE", "TILES", "TILE"))
     return max(*blocks[:2], blocks[2] * blocks[3])

@@ -1,22 +1,17 @@
 """Stage `select`: which rows each token of a step attends to and writes, where no indexer decides it (DeepSeek-V4).
 
-Everything is a function of positions and block tables, so most of it is made once per step and shared by all layers.
-The functions write whole rows into buffers of the caller, who keeps them at one address for captured graphs. They read
+Everything follows from positions and block tables, so most of it is made once per step and shared by all layers. The
+functions write whole rows into buffers of the caller, who can keep them at one address for captured graphs. They read
 no value on the host and change no table. A token that is padding (negative position), belongs to no request, or has a
 negative slot of its own selects nothing: -1 in its row and a length of 0.
 """
 
+import torch
 from torch import Tensor
 
-from tamis.ops.select import registered
-from tamis.ops.select.arguments import (
-    MOST_COLUMNS,
-    check_select_chosen,
-    check_select_entries,
-    check_select_gathered,
-    check_select_mixed,
-    check_select_window,
-)
+from tamis import checks
+from tamis.ops.select import operations
+from tamis.ops.select.operations import MOST_COLUMNS, SelectChosen, SelectEntries, SelectGathered, SelectWindow
 
 
 def select_window(
@@ -41,18 +36,40 @@ def select_window(
         page_size: tokens per page.
         window: how many tokens.
         slots: int32 [T, C] to write: C is `window` or more, -1 beyond the length.
-        lengths: int32 [T] to write.
-        own: int32 or int64 [T], the slot each token is itself written to; negative: it selects nothing.
-        blocks: (context [B], length [B]) int32: tokens of a request see the `window` tokens before `context` and all
-            up to `length`, each other included (draft blocks without a causal mask). `window` and the block must fit
-            into C.
+        lengths: int32 [T] to write: how many slots each row has.
+        own: int32 or int64 [T], the slot that each token's own row is written to; a token with a negative one selects
+            nothing.
+        blocks: (context [B], length [B]) int32, for draft blocks without a causal mask: every token of a request sees
+            the `window` tokens before `context` and all tokens from there up to `length`. `window` and the block must
+            fit into C.
         backend: a name from `tamis backends`, or "auto".
     """
-    check_select_window(positions, request_ids, block_table, page_size, window, slots, lengths, own, blocks, backend)
-    context, ends = blocks if blocks is not None else (None, None)
-    registered.select_window(
-        positions, request_ids, block_table, own, context, ends, page_size, window, slots, lengths, backend
-    )
+    if blocks is not None and (not isinstance(blocks, tuple) or len(blocks) != 2):
+        raise checks.refuse_type("blocks", "a pair (context, length)", checks.describe(blocks), "pass both tensors")
+    contexts, ends = blocks or (None, None)
+    call = SelectWindow(
+        positions, request_ids, block_table, own, contexts, ends, page_size, window, slots, lengths, backend
+    )  # fmt: skip
+    check_select_window(call)
+    operations.select_window(call)
+
+
+def check_select_window(call: SelectWindow) -> None:
+    """Refuse what `select_window` refuses."""
+    checks.instance("positions", call.positions, Tensor)
+    tokens, device = (call.positions, call.request_ids, call.block_table, call.own), call.positions.device
+    total = _check_tokens(*tokens)
+    checks.integer("page_size", call.page_size, low=1)
+    checks.integer("window", call.window, low=1)
+    width = _check_rows("slots", call.slots, total, device)
+    if width < call.window:
+        raise checks.refuse("slots", f"at least window={call.window} columns wide", width, "widen the buffer")
+    _check_vector("lengths", call.lengths, torch.int32, total, device)
+    if call.contexts is not None or call.ends is not None:
+        for name, value in (("blocks[0]", call.contexts), ("blocks[1]", call.ends)):
+            checks.tensor(name, value, "B", (torch.int32,), B=call.block_table.shape[0], device=device)
+    _check_written({"slots": call.slots, "lengths": call.lengths}, *tokens, call.contexts, call.ends)
+    operations.select_window.check(call)
 
 
 def select_entries(
@@ -82,37 +99,41 @@ def select_entries(
         ratio: tokens per entry.
         page_size: entries per page.
         completed: int64 [T] to write: the slot of the entry that a token completes, -1 for all other tokens.
-        visible: int32 [T] to write: how many entries are complete.
-        lengths: int32 [T] to write: at most `columns` of them.
+        visible: int32 [T] to write: how many entries are complete at the token's position.
+        lengths: int32 [T] to write: `visible` limited to `columns`.
         every: int32 [T, C] to write: slots of entries 0, 1, 2..., -1 beyond the visible ones. C is the buffer's own
             width, so nothing is written past a row.
-        columns: for `lengths`; the width of `every` if not given.
-        own: int32 or int64 [T], the slot of each token itself; negative: it selects and completes nothing.
-        local_from: from this token on, `every` holds the entries' numbers (0, 1, 2...) instead of slots.
+        columns: the limit of `lengths`; the width of `every` if not given.
+        own: int32 or int64 [T], the slot that each token's own row is written to; a token with a negative one selects
+            and completes nothing.
+        local_from: tokens from this one on get entry numbers (0, 1, 2...) instead of slots in `every`.
         backend: a name from `tamis backends`, or "auto".
     """
-    written = {"completed": completed, "visible": visible, "lengths": lengths, "every": every}
-    check_select_entries(
-        positions, request_ids, block_table, ratio, page_size, written, columns, own, local_from, backend
-    )
-    if columns is None:
-        columns = MOST_COLUMNS if every is None else every.shape[1]
-    local_from = positions.shape[0] if local_from is None else local_from
-    registered.select_entries(
-        positions,
-        request_ids,
-        block_table,
-        own,
-        ratio,
-        page_size,
-        columns,
-        local_from,
-        completed,
-        visible,
-        lengths,
-        every,
-        backend,
-    )
+    tokens = (positions, request_ids, block_table, own)
+    written = (completed, visible, lengths, every)
+    call = SelectEntries(*tokens, ratio, page_size, columns, local_from, *written, backend)
+    check_select_entries(call)
+    operations.select_entries(call)
+
+
+def check_select_entries(call: SelectEntries) -> None:
+    """Refuse what `select_entries` refuses."""
+    checks.instance("positions", call.positions, Tensor)
+    tokens, device = (call.positions, call.request_ids, call.block_table, call.own), call.positions.device
+    total = _check_tokens(*tokens)
+    checks.integer("ratio", call.ratio, low=1)
+    checks.integer("page_size", call.page_size, low=1)
+    vectors = {"completed": call.completed, "visible": call.visible, "lengths": call.lengths}
+    for name, value in vectors.items():
+        if value is not None:
+            _check_vector(name, value, torch.int64 if name == "completed" else torch.int32, total, device)
+    width = MOST_COLUMNS if call.every is None else _check_rows("every", call.every, total, device)
+    if call.columns is not None:
+        checks.integer("columns", call.columns, low=0, high=width)
+    if call.local_from is not None:
+        checks.integer("local_from", call.local_from, low=0)
+    _check_written(vectors | {"every": call.every}, *tokens)
+    operations.select_entries.check(call)
 
 
 def select_chosen(
@@ -128,8 +149,8 @@ def select_chosen(
 ) -> None:
     """Slots of the entries that an indexer chose, valid ones first, and how many there are.
 
-    `Selection` translates on the way and needs no such pass; this is for consumers that want slots. It differs from
-    `translate_positions` in writing to given buffers and in knowing tokens that select nothing.
+    This is for consumers that want slots; a `Selection` of positions is translated by the attention kernels. Unlike
+    `translate_positions`, it writes to given buffers, and tokens may select nothing.
 
     Args:
         chosen: int32 [T, K], numbers of entries within the request; -1 for none.
@@ -138,11 +159,26 @@ def select_chosen(
         page_size: entries per page.
         slots: int32 [T, K] to write.
         lengths: int32 [T] to write.
-        own: int32 or int64 [T], the slot of each token itself; negative: it selects nothing.
+        own: int32 or int64 [T], the slot that each token's own row is written to; a token with a negative one selects
+            nothing.
         backend: a name from `tamis backends`, or "auto".
     """
-    check_select_chosen(chosen, request_ids, block_table, page_size, slots, lengths, own, backend)
-    registered.select_chosen(chosen, request_ids, block_table, own, page_size, slots, lengths, backend)
+    call = SelectChosen(chosen, request_ids, block_table, own, page_size, slots, lengths, backend)
+    check_select_chosen(call)
+    operations.select_chosen(call)
+
+
+def check_select_chosen(call: SelectChosen) -> None:
+    """Refuse what `select_chosen` refuses."""
+    total, device = _check_tokens(None, call.request_ids, call.block_table, call.own), call.request_ids.device
+    columns = checks.tensor("chosen", call.chosen, "T K", (torch.int32,), T=total, device=device)["K"]
+    checks.integer("page_size", call.page_size, low=1)
+    if _check_rows("slots", call.slots, total, device) != columns:
+        raise checks.refuse("slots", f"{columns} columns wide like chosen", list(call.slots.shape), "slice the buffer")
+    _check_vector("lengths", call.lengths, torch.int32, total, device)
+    read = (call.chosen, call.request_ids, call.block_table, call.own)
+    _check_written({"slots": call.slots, "lengths": call.lengths}, *read)
+    operations.select_chosen.check(call)
 
 
 def select_gathered(
@@ -161,11 +197,11 @@ def select_gathered(
     first_request: int = 0,
     backend: str = "auto",
 ) -> None:
-    """Rows of a workspace into which entries and raw tokens of a few prefills were gathered, in one list per token.
+    """Workspace rows that each token attends to, after entries and raw tokens of a few prefills were gathered there.
 
     Request k of the group has its entries in rows `k * rows`, `k * rows + 1`..., and its raw tokens from position
-    `first[k]` on in rows `k * rows + entries` and so on. A token's list begins with its entries, chosen or all, and
-    goes on with its window; -1 beyond.
+    `first[k]` on in rows `k * rows + entries` and so on. A token's row of `slots` holds its entries, chosen or all,
+    then its window, and -1 beyond.
 
     Args:
         positions: int32 [T], of the group's tokens.
@@ -176,151 +212,73 @@ def select_gathered(
         window: raw tokens that a token sees, its own included.
         entries: workspace rows reserved for entries, per request (N).
         rows: workspace rows per request (M).
-        columns: at most so many entries per token; 0 without entries.
+        columns: the largest number of entries per token; 0 without entries.
         slots: int32 [T, columns + window or more] to write.
         lengths: int32 [T] to write.
         first_request: number of the group's first request.
         backend: a name from `tamis backends`, or "auto".
     """
-    check_select_gathered(
-        positions,
-        request_ids,
-        first,
-        chosen,
-        ratio=ratio,
-        window=window,
-        entries=entries,
-        rows=rows,
-        columns=columns,
-        slots=slots,
-        lengths=lengths,
-        first_request=first_request,
-        backend=backend,
-    )
-    select_gathered_unchecked(
-        positions,
-        request_ids,
-        first,
-        chosen,
-        ratio,
-        window,
-        entries,
-        rows,
-        columns,
-        slots,
-        lengths,
-        first_request,
-        backend,
-    )
-
-
-def select_gathered_unchecked(
-    positions: Tensor,
-    request_ids: Tensor,
-    first: Tensor,
-    chosen: Tensor | None,
-    ratio: int,
-    window: int,
-    entries: int,
-    rows: int,
-    columns: int,
-    slots: Tensor,
-    lengths: Tensor,
-    first_request: int,
-    backend: str,
-) -> None:
-    """As `select_gathered`, for callers who know that its check would pass."""
     numbers = (first_request, ratio, window, entries, rows, columns)
-    registered.select_gathered(positions, request_ids, first, chosen, *numbers, slots, lengths, backend)
+    call = SelectGathered(positions, request_ids, first, chosen, *numbers, slots, lengths, backend)
+    check_select_gathered(call)
+    operations.select_gathered(call)
 
 
-def select_mixed(
-    decode_window: Tensor,
-    decode_entries: Tensor | None,
-    decode_lengths: Tensor | None,
-    prefill_entries: Tensor,
-    query_starts: Tensor,
-    request_lengths: Tensor,
-    request_ids: Tensor,
-    window_table: Tensor,
-    entry_table: Tensor | None,
-    *,
-    window_page: int,
-    entry_page: int,
-    window: int,
-    ratio: int,
-    topk: int,
-    slots: Tensor,
-    lengths: Tensor,
-    local: bool = False,
-    real: Tensor | None = None,
-    backend: str = "auto",
-) -> None:
-    """One table for kernels that tell the two pools apart by column: the window's slots first, then the entries'.
+def check_select_gathered(call: SelectGathered) -> None:
+    """Refuse what `select_gathered` refuses."""
+    device = checks.same_device(positions=call.positions, request_ids=call.request_ids, first=call.first)
+    total = checks.tensor("positions", call.positions, "T", (torch.int32,))["T"]
+    checks.tensor("request_ids", call.request_ids, "T", (torch.int32,), T=total)
+    if checks.tensor("first", call.first, "G", (torch.int32,))["G"] == 0 and total:
+        raise checks.refuse("first", "of at least one request", list(call.first.shape), "pass the group's requests")
+    for name, low in (("ratio", 1), ("window", 1), ("entries", 0), ("columns", 0)):
+        checks.integer(name, getattr(call, name), low=low)
+    checks.integer("rows", call.rows, low=call.entries)
+    checks.integer("first_request", call.first_request, low=0)
+    if call.chosen is not None:
+        checks.tensor("chosen", call.chosen, "T K", (torch.int32,), T=total, K=call.columns, device=device)
+    width, needed = _check_rows("slots", call.slots, total, device), call.columns + call.window
+    if width < needed:
+        raise checks.refuse("slots", f"at least columns + window = {needed} wide", width, "widen the buffer")
+    _check_vector("lengths", call.lengths, torch.int32, total, device)
+    read = (call.positions, call.request_ids, call.first, call.chosen)
+    _check_written({"slots": call.slots, "lengths": call.lengths}, *read)
+    operations.select_gathered.check(call)
 
-    Here a length counts all window columns, filled or not, because the reader finds out by itself how many are. tamis
-    does not need this form: it keeps a `Selection` with true lengths per pool.
 
-    Args:
-        decode_window: int32 [Td, Ws] slots of the decode tokens, which come first; Ws is `window` or more.
-        decode_entries: int32 [Td, Kd] slots, or with `local` numbers of entries; None without entries.
-        decode_lengths: int32 [Td], how many of them count: all columns if not given; counted here with `local`.
-        prefill_entries: int32 [Tp, K] numbers of entries, of which the first min(complete, topk) count.
-        query_starts: int32 [B + 1], running sum of new tokens.
-        request_lengths: int32 [B], context and new tokens.
-        request_ids: int32 [Td + Tp].
-        window_table: int32 [B, W] of the pool of raw tokens.
-        entry_table: int32 [B, W] of the pool of entries; None without entries.
-        window_page: tokens per page.
-        entry_page: entries per page.
-        window: raw tokens that a token sees.
-        ratio: tokens per entry.
-        topk: entries that a prefill token sees at most.
-        slots: int32 [Td + Tp, Ws + max(topk, Kd) or more] to write.
-        lengths: int32 [Td + Tp] to write.
-        local: the decode entries are numbers, not slots.
-        real: bool [Td]: with `local`, tokens for which entries are chosen at all.
-        backend: a name from `tamis backends`, or "auto".
-    """
-    check_select_mixed(
-        decode_window,
-        decode_entries,
-        decode_lengths,
-        prefill_entries,
-        query_starts,
-        request_lengths,
-        request_ids,
-        window_table,
-        entry_table,
-        window_page=window_page,
-        entry_page=entry_page,
-        window=window,
-        ratio=ratio,
-        topk=topk,
-        slots=slots,
-        lengths=lengths,
-        local=local,
-        real=real,
-        backend=backend,
-    )
-    registered.select_mixed(
-        decode_window,
-        decode_entries,
-        decode_lengths,
-        real,
-        prefill_entries,
-        query_starts,
-        request_lengths,
-        request_ids,
-        window_table,
-        entry_table,
-        window_page,
-        entry_page,
-        window,
-        ratio,
-        topk,
-        local,
-        slots,
-        lengths,
-        backend,
-    )
+def _check_written(buffers: dict[str, Tensor | None], *inputs: Tensor | None) -> None:
+    """Refuse buffers that share memory with inputs or with each other."""
+    before: list[Tensor | None] = list(inputs)
+    for name, value in buffers.items():
+        if value is not None:
+            checks.writable(name, value, *before)
+            before.append(value)
+
+
+def _check_tokens(positions: Tensor | None, request_ids: Tensor, block_table: Tensor, own: Tensor | None) -> int:
+    """Refuse tokens and a block table that do not fit each other; return how many tokens there are."""
+    device = checks.same_device(request_ids=request_ids, positions=positions, block_table=block_table, own=own)
+    total = checks.tensor("request_ids", request_ids, "T", (torch.int32,), device=device)["T"]
+    if positions is not None:
+        checks.tensor("positions", positions, "T", (torch.int32,), T=total)
+    table = checks.tensor("block_table", block_table, "B W", (torch.int32,))
+    if total and not (table["B"] and table["W"]):
+        raise checks.refuse("block_table", "at least one page", list(block_table.shape), "pass the page table")
+    if own is not None:
+        checks.tensor("own", own, "T", checks.INTS, T=total)
+    return total
+
+
+def _check_vector(name: str, value: Tensor, dtype: torch.dtype, tokens: int, device: torch.device) -> None:
+    """Refuse an output that is not one contiguous number per token."""
+    checks.tensor(name, value, "T", (dtype,), T=tokens, device=device)
+    if tokens > 1 and value.stride(0) != 1:
+        raise checks.refuse(name, "contiguous", value.stride(), "kernels write it as it lies")
+
+
+def _check_rows(name: str, value: Tensor, tokens: int, device: torch.device) -> int:
+    """Refuse an output that is not one row per token; return its width."""
+    width = checks.tensor(name, value, "T C", (torch.int32,), T=tokens, device=device)["C"]
+    if width > 1 and value.stride(1) != 1:
+        raise checks.refuse(name, "with neighbouring columns side by side", value.stride(), "do not transpose it")
+    return width

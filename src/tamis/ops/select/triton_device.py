@@ -1,23 +1,14 @@
-"""The Triton kernels of this stage: each program writes the row of one token, all columns of it."""
+"""The Triton kernels of this stage: each program writes all columns of one token's row, BLOCK of them at a time."""
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def slot_of(position, wanted, table, page_id_stride, table_width, PAGE_SIZE: tl.constexpr):
-    """int64 slots of positions, -1 where not wanted, negative, past the table, in an absent page, or past 32 bits."""
-    wanted = wanted & (position >= 0)
-    page = tl.where(wanted, position, 0) // PAGE_SIZE
-    wanted = wanted & (page < table_width)
-    page_id = tl.load(table + page.to(tl.int64) * page_id_stride, mask=wanted, other=-1)
-    slot = page_id.to(tl.int64) * PAGE_SIZE + (position - page * PAGE_SIZE)
-    return tl.where(wanted & (page_id >= 0) & (slot < 2147483648), slot, -1)
+from tamis.ops.rows.triton_rows import slot_of
 
 
 @triton.jit
 def request_of(request_ids, token, first_request, requests):
-    """A token's request, 0 for an unknown one, and whether it is known."""
+    """A token's request, counted from `first_request`, and whether it is a known one; 0 if it is not."""
     request = tl.load(request_ids + token).to(tl.int64) - first_request
     known = (request >= 0) & (request < requests)
     return tl.where(known, request, 0), known
@@ -25,7 +16,7 @@ def request_of(request_ids, token, first_request, requests):
 
 @triton.jit
 def is_written(own, token):
-    """Whether a token has a slot of its own; without a list of slots, every token has."""
+    """Whether a token's own row is written; without a list of its slots, every token's is."""
     if own is not None:
         written = tl.load(own + token) >= 0
     else:
@@ -33,7 +24,7 @@ def is_written(own, token):
     return written
 
 
-# Batches of any size share one kernel: where alignment does not matter, sizes are not looked at.
+# do_not_specialize: otherwise Triton recompiles when one of these is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["block_table_stride", "requests", "table_width"])
 def window_rows(
     positions, request_ids, block_table, block_table_stride, block_table_column_stride, requests, table_width, own,
@@ -41,9 +32,9 @@ def window_rows(
     slots, slots_stride, lengths, columns,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The window of one token."""
+    """Write the slots of one token's window."""
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token).to(tl.int64)  # sums of numbers that nobody has looked at may leave 32 bits
+    position = tl.load(positions + token).to(tl.int64)  # unchecked numbers: their sums may leave 32 bits
     request, known = request_of(request_ids, token, 0, requests)
     real = known & (position >= 0) & is_written(own, token)
     if contexts is not None:
@@ -69,7 +60,7 @@ def entry_rows(
     limit, local_from, completed, visible, lengths, every, every_stride, columns,
     RATIO: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The entry that one token completes, how many it sees, and the slots of those."""
+    """Write the slot of the entry that one token completes, how many entries it sees, and their slots."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     request, known = request_of(request_ids, token, 0, requests)
@@ -110,7 +101,7 @@ def chosen_rows(
     block_table_column_stride, requests, table_width, own, slots, slots_stride, lengths, columns,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Slots of the entries chosen for one token, valid ones first."""
+    """Write the slots of the entries chosen for one token, valid ones first."""
     token = tl.program_id(0).to(tl.int64)
     request, known = request_of(request_ids, token, 0, requests)
     real = known & is_written(own, token)
@@ -137,7 +128,7 @@ def gathered_rows(
     limit, slots, slots_stride, lengths, columns,
     RATIO: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Workspace rows of one token: entries, then the window."""
+    """Write the workspace rows of one token: those of its entries, then those of its window."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     request, known = request_of(request_ids, token, first_request, requests)
@@ -161,80 +152,3 @@ def gathered_rows(
         found = tl.where(column < picked + recent, found, -1)
         tl.store(slots + token * slots_stride + column, found.to(tl.int32), mask=column < columns)
     tl.store(lengths + token, picked + recent)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "decodes", "requests", "window_table_stride", "window_pages", "entry_table_stride", "entry_pages", "width",
-        "decode_width", "topk",
-    ]
-)  # fmt: skip
-def mixed_rows(
-    decode_window, decode_window_stride, decode_window_column_stride, decode_entries, decode_entries_stride,
-    decode_entries_column_stride, decode_lengths, real, decodes, prefill_entries, prefill_entries_stride,
-    prefill_entries_column_stride, query_starts, request_lengths, request_ids, requests,
-    window_table, window_table_stride, window_table_column_stride, window_pages,
-    entry_table, entry_table_stride, entry_table_column_stride, entry_pages, width, decode_width, topk,
-    slots, slots_stride, lengths, columns,
-    WINDOW_PAGE: tl.constexpr, ENTRY_PAGE: tl.constexpr, WINDOW: tl.constexpr, RATIO: tl.constexpr,
-    LOCAL: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Window columns and entry columns of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    request, known = request_of(request_ids, token, 0, requests)
-    decode = token < decodes
-    before = tl.load(request_lengths + request).to(tl.int64) - tl.load(query_starts + request + 1)
-    position = before + token
-    fresh = (decode == 0) & known & (position >= 0)
-    recent = tl.where(fresh, tl.minimum(position + 1, WINDOW), 0)
-    picked = tl.where(fresh, tl.minimum((position + 1) // RATIO, topk), 0)
-    if LOCAL:
-        chosen = decode & known
-        if real is not None:
-            chosen = chosen & (tl.load(real + token, mask=decode, other=0) != 0)
-    counted = 0
-    for block in range(BLOCKS):
-        column = block * BLOCK + tl.arange(0, BLOCK)
-        copied = tl.load(
-            decode_window + token * decode_window_stride + column * decode_window_column_stride,
-            mask=decode & (column < width),
-            other=-1,
-        )
-        raw = position + 1 - recent + column
-        window = window_table + request * window_table_stride
-        slot = slot_of(raw, column < recent, window, window_table_column_stride, window_pages, WINDOW_PAGE)
-        found = tl.where(decode, copied.to(tl.int64), slot)
-        place = column - width
-        if decode_entries is not None:
-            given = tl.load(
-                decode_entries + token * decode_entries_stride + place * decode_entries_column_stride,
-                mask=decode & (place >= 0) & (place < decode_width),
-                other=-1,
-            )
-            if LOCAL:
-                entries = entry_table + request * entry_table_stride
-                entry_slot = slot_of(
-                    given, chosen & (given >= 0), entries, entry_table_column_stride, entry_pages, ENTRY_PAGE
-                )
-                counted += tl.sum((entry_slot >= 0).to(tl.int32), 0)
-            else:
-                entry_slot = given.to(tl.int64)
-            found = tl.where(decode & (place >= 0), entry_slot, found)
-        if entry_table is not None:
-            taken = (place >= 0) & (place < picked)
-            entry = tl.load(
-                prefill_entries + (token - decodes) * prefill_entries_stride + place * prefill_entries_column_stride,
-                mask=taken,
-                other=-1,
-            )
-            entries = entry_table + request * entry_table_stride
-            entry_slot = slot_of(entry, taken, entries, entry_table_column_stride, entry_pages, ENTRY_PAGE)
-            found = tl.where(taken, entry_slot, found)
-        tl.store(slots + token * slots_stride + column, found.to(tl.int32), mask=column < columns)
-    if LOCAL:
-        count = counted
-    elif decode_lengths is not None:
-        count = tl.load(decode_lengths + token, mask=decode, other=0)
-    else:
-        count = decode_width
-    tl.store(lengths + token, width + tl.where(decode, count, picked))

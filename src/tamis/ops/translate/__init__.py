@@ -90,6 +90,8 @@ def check_translate_positions(call: TranslatePositions) -> None:
     if block_table.shape[1] == 0:
         raise checks.refuse("block_table", "at least one page wide", list(block_table.shape), "pass the page table")
     checks.values_between("request_ids", request_ids, 0, requests - 1, "each must name a block-table row")
+    if call.workspace_ids is None and call.workspace_starts is not None:
+        raise checks.refuse_type("workspace ids", "a tensor [T]", "None", "pass both tensors")
     if call.workspace_ids is not None:
         checks.tensor("workspace ids", call.workspace_ids, "T", (torch.int32,), T=total, device=device)
         prefills = checks.tensor("workspace starts", call.workspace_starts, "P", (torch.int32,), device=device)["P"]

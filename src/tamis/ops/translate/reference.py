@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tamis.cache.slots import look_up
 from tamis.ops.translate.operations import TranslatePositions
 
 
@@ -10,18 +11,12 @@ def translate_positions(call: TranslatePositions) -> tuple[Tensor, Tensor]:
     """Slots and how many of them are valid per row; see `tamis.ops.translate_positions`."""
     block_table, page_size, ids, starts = call.block_table, call.page_size, call.workspace_ids, call.workspace_starts
     ranks, rank, interleave = call.shard
-    position = call.positions.long()
-    valid = position >= 0
+    position, here = call.positions.long(), None
     if ranks > 1:
-        valid &= position // interleave % ranks == rank
+        here = position // interleave % ranks == rank
         position = position // (interleave * ranks) * interleave + position % interleave
-    page = position // page_size
-    valid &= page < block_table.shape[1]
-    # On a device nobody has looked at the ids; an unknown request selects nothing instead of reading past the table.
-    request = call.request_ids.long()
-    valid &= ((request >= 0) & (request < block_table.shape[0])).unsqueeze(1)
-    table = block_table.index_select(0, request.clamp(0, block_table.shape[0] - 1))
-    page_id = table.gather(1, page.clamp(0, block_table.shape[1] - 1)).long()
+    page_id, valid = look_up(position, call.request_ids, block_table, page_size)
+    valid = valid if here is None else valid & here
     slots = page_id * call.rows_per_page + position % page_size
     if ids is None or starts is None:
         valid &= page_id >= 0

@@ -4,43 +4,13 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.arithmetic import without_autocast
 from tamis.cache.paged import PagedCache
 from tamis.model.rope import rms_norm, rotate
-from tamis.ops import old_library as library
+from tamis.ops.pairs import check_pair, joined
+from tamis.ops.write import operations
+from tamis.ops.write.operations import WriteKv
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-
-
-def join_parts(name: str, value: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """One tensor from either form callers use: packed, or the pair (latent part, rope part)."""
-    if not isinstance(value, tuple):
-        return value
-    check_pair(name, value)
-    return _joined(value)
-
-
-def _joined(pair: tuple[Tensor, Tensor]) -> Tensor:
-    with without_autocast(pair[0].device):
-        return torch.cat(pair, dim=-1)
-
-
-def check_pair(name: str, value: tuple[Tensor, Tensor]) -> None:
-    """Refuse parts that do not fit each other."""
-    if len(value) != 2:
-        raise checks.refuse(name, "one tensor or a pair (latent, rope)", f"{len(value)} parts", "pass two tensors")
-    first, second = value
-    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
-        received = f"{checks.describe(first)} and {checks.describe(second)}"
-        raise checks.refuse_type(name, "a pair of tensors", received, "pass torch.Tensors")
-    if first.layout is not torch.strided or second.layout is not torch.strided:
-        received = f"{first.layout} and {second.layout}"
-        raise checks.refuse_type(name, "a pair of dense tensors", received, "convert them with .to_dense()")
-    alike = first.dim() > 0 and first.shape[:-1] == second.shape[:-1] and first.device == second.device
-    floats = first.dtype in checks.FLOATS and second.dtype in checks.FLOATS
-    if not alike or (first.dtype != second.dtype and not floats):
-        expected = "a pair alike in all but the last axis"
-        raise checks.refuse(name, expected, f"{checks.describe(first)} and {checks.describe(second)}", "match them")
 
 
 def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tensor, *, backend: str = "auto") -> None:
@@ -54,51 +24,41 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
             rows for one slot the reference keeps the last, while kernels may mix them.
         backend: a name from `tamis backends`, or "auto".
     """
-    check_write_kv(kv, cache, slots, backend=backend)
-    write_kv_unchecked(kv, cache, slots, backend)
+    checks.instance("cache", cache, PagedCache)
+    check_rows(kv, cache)
+    call = write_call(kv, cache, slots, backend)
+    check_write_kv(call)
+    operations.write_kv(call)
 
 
-def check_write_kv(
-    kv: Tensor | tuple[Tensor, Tensor],
-    cache: PagedCache,
-    slots: Tensor,
-    *,
-    backend: str = "auto",
-    name: str = "kv",
-    where: str = "cache",
-) -> None:
-    """Refuse what `write_kv` refuses; `name` and `where` are what the caller's rows and cache are called."""
-    checks.instance(where, cache, PagedCache)
-    layout, width, rope = cache.layout, cache.layout.width, None
+def check_rows(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, *, name: str = "kv") -> None:
+    """Refuse rows that do not fit a cache; `name` is what the caller calls them."""
+    layout, width = cache.layout, cache.layout.width
     if isinstance(kv, tuple):
         check_pair(name, kv)
         widths = [layout.latent, layout.rope]
         if [part.shape[-1] for part in kv] != widths:
             received = [list(part.shape) for part in kv]
             raise checks.refuse(name, f"a pair of widths {widths}", received, f"rows of {cache!r}")
-        kv, rope = kv
-        width = layout.latent
-    total = checks.tensor(
-        name, kv, "T D", checks.FLOATS, D=width, device=cache.device, remedy=lambda: f"rows of {cache!r}"
-    )["T"]
-    check_slots(slots, cache, name, total, where)
-    checks.changeable(where, cache.storage)
-    library.check_stage("write", backend, cache.device, **{name: kv, f"{name} (rope part)": rope})
+        kv, width = kv[0], layout.latent
+    checks.tensor(name, kv, "T D", checks.FLOATS, D=width, device=cache.device, remedy=lambda: f"rows of {cache!r}")
 
 
-def write_kv_unchecked(
-    kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tensor, backend: str = "auto"
-) -> None:
-    """As `write_kv`, for callers who know that `check_write_kv` would pass."""
+def write_call(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tensor, backend: str) -> WriteKv:
+    """The call that writes rows which `check_rows` has passed. Parts of one dtype are read where they are."""
     rope = None
     if isinstance(kv, tuple):
-        # Parts of one dtype are read where they are.
-        together = kv[0].dtype == kv[1].dtype and cache.layout.rope
-        kv, rope = kv if together else (_joined(kv), None)
-    count = slots.shape[0]
-    if count < kv.shape[0]:
-        kv, rope = kv[:count], None if rope is None else rope[:count]
-    library.write_kv(kv, rope, slots, cache, backend)
+        apart = kv[0].dtype == kv[1].dtype and cache.layout.rope
+        kv, rope = kv if apart else (joined(kv), None)
+    return WriteKv(kv, rope, slots, cache, backend)
+
+
+def check_write_kv(call: WriteKv, *, name: str = "kv", where: str = "cache") -> None:
+    """Refuse what `write_kv` refuses once `check_rows` has passed; `name` and `where` are what the caller's rows and
+    cache are called."""
+    check_slots(call.slots, call.cache, name, call.kv.shape[0], where)
+    checks.changeable(where, call.cache.storage)
+    operations.write_kv.check(call, kv=name, rope=f"{name} (rope part)")
 
 
 def write_normed_kv(
@@ -130,12 +90,14 @@ def write_normed_kv(
         backend: a name from `tamis backends`, or "auto".
     """
     checks.flag("interleaved", interleaved)
-    check_write_normed_kv(latent, rope, cache, slots, norm_weight, positions, cos_sin, eps, backend)
+    check_write_normed_kv(latent, rope, cache, slots, norm_weight, positions, cos_sin, eps)
     layout = cache.layout
     normed = rms_norm(latent.float(), norm_weight.float(), eps)
     rotated = rotate(rope.float(), cos_sin[positions.long()], interleaved=interleaved)
     stored = layout.element if not layout.quantised else torch.bfloat16
-    write_kv_unchecked((normed.to(stored), rotated.to(stored)), cache, slots, backend)
+    call = write_call((normed.to(stored), rotated.to(stored)), cache, slots, backend)
+    operations.write_kv.check(call)
+    operations.write_kv(call)
 
 
 def check_write_normed_kv(
@@ -147,9 +109,8 @@ def check_write_normed_kv(
     positions: Tensor,
     cos_sin: Tensor,
     eps: float,
-    backend: str,
 ) -> None:
-    """Refuse what `write_normed_kv` refuses."""
+    """Refuse what `write_normed_kv` refuses, apart from a backend that does not run here."""
     checks.instance("cache", cache, PagedCache)
     layout, device = cache.layout, cache.device
     total = checks.tensor("latent", latent, "T L", checks.FLOATS, L=layout.latent, device=device)["T"]
@@ -162,8 +123,8 @@ def check_write_normed_kv(
     checks.finite_rows("cos_sin", cos_sin, positions)
     checks.positive_number("eps", eps)
     checks.changeable("cache", cache.storage)
-    given = {"latent": latent, "rope": rope, "norm_weight": norm_weight, "cos_sin": cos_sin}
-    library.check_stage("write", backend, device, **given)
+    if not torch.compiler.is_compiling():
+        checks.no_gradient(latent=latent, rope=rope, norm_weight=norm_weight, cos_sin=cos_sin)
 
 
 def quantise_per_tensor(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
@@ -189,8 +150,8 @@ def quantise_per_tensor(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
 
 
 def check_slots(slots: Tensor, cache: PagedCache, name: str, total: int, where: str = "cache") -> None:
-    """Refuse slots that the cache does not have, or more of them than the `total` rows of argument `name`; `where` is
-    what the caller's cache is called."""
+    """Refuse slots that the cache does not have, or more of them than the `total` rows of the argument called `name`;
+    `where` is what the caller's cache is called."""
     count = checks.tensor("slots", slots, "S", checks.INTS, device=cache.device)["S"]
     if count > total:
         raise checks.refuse("slots", f"at most {total} long, one per row of {name}", count, "slice it")
@@ -199,5 +160,5 @@ def check_slots(slots: Tensor, cache: PagedCache, name: str, total: int, where: 
 
 
 def called(name: str) -> str:
-    """A cache in the middle of a sentence: an argument by what it is, a part of one by its name."""
+    """How a message names a cache in the middle of a sentence: "the cache", but "caches.latent"."""
     return name if "." in name else f"the {name}"

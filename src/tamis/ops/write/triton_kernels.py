@@ -1,9 +1,9 @@
 """Quantise and insert in Triton: one program per few rows, each row read once and written once.
 
-Bytes are those of the reference on every device: maxima, scales and codes are computed in exact or correctly rounded
-arithmetic, and NaN and infinities go where the reference puts them. One promise of the reference is not kept: rows of
-one call that name the same slot race, and what is left there may be the values of one and the scales of another. Two
-rows for one slot are a caller's error on a GPU.
+The bytes are those of the reference on every device: maxima, scales and codes are computed in exact or correctly
+rounded arithmetic, and NaN and infinities end up where the reference puts them. There is one difference: rows of one
+call that name the same slot race, and the slot may end up with the values of one and the scales of the other. Two rows
+for one slot are a caller's error on a GPU.
 """
 
 from functools import cache as remember
@@ -11,10 +11,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tamis.cache.layout import from_key
-from tamis.cache.paged import PagedCache
 from tamis.ops.rows.triton_rows import (
     copy_rounded,
     encode_e2m1,
@@ -29,6 +27,7 @@ from tamis.ops.rows.triton_rows import (
     row_start,
     widen_bf16,
 )
+from tamis.ops.write.operations import WriteKv
 
 BLOCK_VALUES = 2048
 """Values that one program handles: 64 per thread of a single warp, which needs no barrier to find a maximum."""
@@ -125,7 +124,7 @@ def _write_columns(
         copy_rounded(source, target, inside, inside, NATIVE_BF16)
 
 
-# Batches of any size share one kernel: where alignment does not matter, sizes are not looked at.
+# do_not_specialize: otherwise Triton recompiles when one of these is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["count", "cache_rows"])
 def write_rows(
     kv, kv_stride, rope, rope_stride, slots, slots_stride, cache, page_stride, scale, count, cache_rows,
@@ -171,18 +170,18 @@ def write_rows(
             _write_columns(tail_source, tail_row, wanted, tail, scale, "none", ROPE, False, NATIVE_BF16, ROPE_BLOCK)
 
 
-def write_kv(kv: Tensor, cache: PagedCache, slots: Tensor, rope: Tensor | None = None) -> None:
-    """Insert rows, whose last columns may lie apart in `rope`; negative slots, and those past the cache, are skipped.
-    No two rows may name the same slot."""
-    if slots.shape[0] == 0:
+def write_kv(call: WriteKv) -> None:
+    """As `reference.write_kv`, except that no two rows may name the same slot."""
+    if call.slots.shape[0] == 0:
         return
-    arguments = launch_arguments(kv, cache, slots, rope)
-    with launching_on(kv.device):
-        write_rows[(triton.cdiv(slots.shape[0], arguments["ROWS"]),)](**arguments, num_warps=NUM_WARPS)
+    arguments = launch_arguments(call)
+    with launching_on(call.kv.device):
+        write_rows[(triton.cdiv(call.slots.shape[0], arguments["ROWS"]),)](**arguments, num_warps=NUM_WARPS)
 
 
-def launch_arguments(kv: Tensor, cache: PagedCache, slots: Tensor, rope: Tensor | None = None) -> dict[str, Any]:
+def launch_arguments(call: WriteKv) -> dict[str, Any]:
     """What `write_rows` is launched with."""
+    kv, rope, slots, cache, _ = call
     if kv.stride(1) != 1:
         kv = kv.contiguous()
     if rope is not None and rope.stride(1) != 1:

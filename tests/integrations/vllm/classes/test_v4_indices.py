@@ -1,9 +1,15 @@
 """vLLM's index builders for V4 by their own names: the published scenarios, and what upstream leaves behind."""
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from select_rules import mixed_rows, random_step
 from torch import Tensor
 
+from tamis.arithmetic import ceil_div
 from tamis.integrations.vllm.classes.v4_indices import (
     build_c128a_topk_metadata,
     build_flashinfer_mixed_sparse_indices,
@@ -193,3 +199,46 @@ def test_mixed_rows_of_a_layer_with_a_window_only() -> None:
     )  # fmt: skip
     assert slots.tolist() == [[0, 1, 2, 3, -1, -1, -1, -1]]
     assert lengths.tolist() == [8]
+
+
+@given(random_step(prefill=True), st.integers(1, 5), st.sampled_from(["window", "numbers", "slots", "counted"]))
+@settings(max_examples=80, deadline=None)
+def test_mixed_rows_of_any_step(step: Any, ratio: int, form: str) -> None:
+    """Against the rules spelled out token by token, in buffers that hold something else."""
+    inputs = step.mixed_inputs(form)
+    columns = inputs["decode_swa_indices"].shape[1] + ceil_div(max(step.chosen.shape[1], 2), 4) * 4
+    out = (torch.full((step.tokens, columns), 77).int(), torch.full((step.tokens,), 77).int())
+    topk = 0 if form == "window" else step.chosen.shape[1]
+    slots, lengths = build_flashinfer_mixed_sparse_indices(
+        **inputs,
+        swa_block_size=step.page_size,
+        compressed_block_size=2,
+        window_size=step.window,
+        compress_ratio=ratio,
+        topk=topk,
+        out=out,
+        **step.mixed_options(form),
+    )
+    expected = mixed_rows(step, form, columns, window=step.window, ratio=ratio, topk=topk)
+    assert slots.tolist() == expected.rows
+    assert lengths.tolist() == expected.lengths
+
+
+def test_mixed_rows_that_cannot_be() -> None:
+    rows, table = int32([[0, 0]]), int32([[1]])
+    step = (rows[:0], None, None, rows, int32([0, 1]), int32([4]), int32([0]), table, 4)
+    with pytest.raises(ValueError, match="compressed_block_table must be given where entries are numbers"):
+        build_flashinfer_mixed_sparse_indices(*step, None, 4, 2, 4, 2)
+    with pytest.raises(ValueError, match=r"out\[0\] must be at least 4 columns wide, got 2"):
+        build_flashinfer_mixed_sparse_indices(*step, table, 4, 2, 4, 2, out=(rows, int32([0])))
+
+
+def test_mixed_rows_of_unknown_requests() -> None:
+    """Nothing is read past a table: such tokens have window and entries of -1."""
+    ids = int32([2**31 - 1, -(2**31), -1, 2])
+    slots, lengths = build_flashinfer_mixed_sparse_indices(
+        int32([[5, 6]] * 2), int32([[0, 1]] * 2), None, int32([[0, 1]] * 2), int32([0, 2, 4]), int32([9, 9]), ids,
+        int32([[1], [2]]), 64, int32([[3], [4]]), 64, 2, 4, 2, True,
+    )  # fmt: skip
+    assert slots.tolist() == [[5, 6, -1, -1, -1, -1]] * 2 + [[-1] * 6] * 2
+    assert lengths.tolist() == [2] * 4

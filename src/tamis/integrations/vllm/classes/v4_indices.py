@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.arithmetic import ceil_div
-from tamis.ops import select_chosen, select_entries, select_gathered, select_mixed
+from tamis.ops import select_chosen, select_entries, select_gathered, select_window, translate_positions
 
 
 def get_compressed_slot_mapping(
@@ -180,38 +180,118 @@ def build_flashinfer_mixed_sparse_indices(
     """(sparse_indices int32 [T, Ws + K], sparse_topk_lens int32 [T]) for FlashInfer's combined form.
 
     The first Ws columns, the width of `decode_swa_indices`, hold window slots, the others slots of the compressed pool.
-    K is padded with -1 to a multiple of 4. A length counts all Ws columns. The arguments are those of
-    `tamis.ops.select_mixed`.
+    K is padded with -1 to a multiple of 4. A length counts all Ws columns, filled or not.
 
-    With `out`, int32 [T or more, Ws + K or more] and [T or more], the results are the first rows of these buffers, for
-    callers whose addresses must not change; rows are written in full.
+    Args:
+        decode_swa_indices: int32 [Td, Ws] slots of the decode tokens, which come first; Ws is `window_size` or more.
+        decode_compressed_indices: int32 [Td, Kd] slots of entries, or their numbers; None without entries.
+        decode_compressed_topk_lens: int32 [Td], how many of them count: all columns if not given. Numbers are counted
+            here instead.
+        prefill_topk_indices: int32 [Tp, topk or more] numbers of entries, of which the first min(complete, topk) count.
+        query_start_loc: int32 [B + 1], running sum of new tokens.
+        seq_lens: int32 [B], context and new tokens.
+        token_to_req_indices: int32 [Td + Tp].
+        swa_block_table: int32 [B, W] of the pool of raw tokens.
+        swa_block_size: tokens per page.
+        compressed_block_table: int32 [B, W] of the pool of entries; None without entries.
+        compressed_block_size: entries per page.
+        window_size: raw tokens that a token sees.
+        compress_ratio: tokens per entry.
+        topk: entries that a prefill token sees at most.
+        decode_compressed_indices_are_local: they are numbers, not slots.
+        decode_is_valid_token: bool [Td], tokens whose numbers count.
+        out: int32 [T or more, Ws + K or more] and [T or more]: the results are the first rows of these buffers, for
+            callers whose addresses must not change. Rows are written in full.
     """
-    tokens = decode_swa_indices.shape[0] + prefill_topk_indices.shape[0]
+    decodes, window = decode_swa_indices.shape
+    tokens = decodes + prefill_topk_indices.shape[0]
+    checks.integer("topk", topk, low=0, high=prefill_topk_indices.shape[1])
     entries = max(topk, 0 if decode_compressed_indices is None else decode_compressed_indices.shape[1])
-    width = decode_swa_indices.shape[1] + ceil_div(entries, 4) * 4
-    if out is None:
-        slots = torch.empty(tokens, width, dtype=torch.int32, device=seq_lens.device)
-        lengths = torch.empty(tokens, dtype=torch.int32, device=seq_lens.device)
-    else:
-        slots, lengths = (buffer[:tokens] for buffer in out)
-    select_mixed(
-        decode_swa_indices,
-        decode_compressed_indices,
-        decode_compressed_topk_lens,
-        prefill_topk_indices,
-        query_start_loc,
-        seq_lens,
-        token_to_req_indices,
-        swa_block_table,
-        compressed_block_table,
-        window_page=swa_block_size,
-        entry_page=compressed_block_size,
-        window=window_size,
-        ratio=max(compress_ratio, 1),
-        topk=topk,
-        slots=slots,
-        lengths=lengths,
-        local=decode_compressed_indices_are_local,
-        real=decode_is_valid_token if decode_compressed_indices_are_local else None,
+    slots, lengths = _buffers(out, tokens, window, entries, seq_lens.device)
+    requests = token_to_req_indices[:tokens]
+    slots.fill_(-1)
+    slots[:decodes, :window] = decode_swa_indices
+    lengths[:decodes] = window
+    if decode_compressed_indices is not None:
+        found, taken = decode_compressed_indices, decode_compressed_topk_lens
+        if decode_compressed_indices_are_local:
+            table = _entry_table(compressed_block_table)
+            found = _slots_in_place(found, requests[:decodes], table, compressed_block_size, decode_is_valid_token)
+            taken = (found >= 0).sum(1, dtype=torch.int32)
+        slots[:decodes, window : window + found.shape[1]] = found
+        lengths[:decodes] += found.shape[1] if taken is None else taken
+    if tokens == decodes:
+        return slots, lengths
+    requests, rows, counts = requests[decodes:], slots[decodes:], lengths[decodes:]
+    positions, size = _positions(requests, query_start_loc, seq_lens, decodes), swa_block_size
+    select_window(
+        positions, requests, swa_block_table, page_size=size, window=window_size, slots=rows[:, :window], lengths=counts
     )
+    counts.zero_()
+    if topk:
+        where = (positions, requests, _entry_table(compressed_block_table), compressed_block_size)
+        numbers = prefill_topk_indices[:, :topk]
+        rows[:, window : window + topk] = _prefill_entries(numbers, *where, max(compress_ratio, 1), counts)
+    counts += window
     return slots, lengths
+
+
+def _buffers(
+    out: tuple[Tensor, Tensor] | None, tokens: int, window: int, entries: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Rows of the caller's buffers, or new ones, for `window` and `entries` columns per token."""
+    if out is None:
+        width = window + ceil_div(entries, 4) * 4
+        slots = torch.empty(tokens, width, dtype=torch.int32, device=device)
+        return slots, torch.empty(tokens, dtype=torch.int32, device=device)
+    slots, lengths = (buffer[:tokens] for buffer in out)
+    if slots.shape[1] < window + entries:
+        expected = f"at least {window + entries} columns wide"
+        raise checks.refuse("out[0]", expected, slots.shape[1], "widen the buffer")
+    return slots, lengths
+
+
+def _prefill_entries(
+    numbers: Tensor,
+    positions: Tensor,
+    requests: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    ratio: int,
+    counts: Tensor,
+) -> Tensor:
+    """Slots [T, K] of the first entry numbers, as many as are complete; writes how many to `counts`."""
+    columns = numbers.shape[1]
+    select_entries(
+        positions, requests, block_table, ratio=ratio, page_size=page_size, lengths=counts, columns=columns
+    )  # fmt: skip
+    column = torch.arange(columns, dtype=torch.int32, device=numbers.device)
+    slots = _slots_in_place(numbers, requests, block_table, page_size)
+    return slots.masked_fill_(column >= counts.unsqueeze(1), -1)
+
+
+def _entry_table(block_table: Tensor | None) -> Tensor:
+    if block_table is None:
+        raise checks.refuse("compressed_block_table", "given where entries are numbers", None, "pass the page table")
+    return block_table
+
+
+def _positions(requests: Tensor, query_start_loc: Tensor, seq_lens: Tensor, first: int) -> Tensor:
+    """int32 [T], positions of the batch's tokens from number `first` on; -1 for tokens of an unknown request."""
+    number = torch.arange(first, first + len(requests), dtype=torch.int64, device=seq_lens.device)
+    known = (requests >= 0) & (requests < len(seq_lens))
+    request = requests.long().clamp(0, len(seq_lens) - 1)
+    positions = seq_lens[request].long() - query_start_loc[request + 1] + number
+    return torch.where(known, positions, -1).clamp(-1, 2**31 - 1).int()
+
+
+def _slots_in_place(
+    entries: Tensor, requests: Tensor, block_table: Tensor, page_size: int, valid: Tensor | None = None
+) -> Tensor:
+    """Slots int32 [T, K] of entry numbers, each in its own column; -1 for tokens of an unknown request or not valid."""
+    known = (requests >= 0) & (requests < len(block_table))
+    if valid is not None:
+        known &= valid
+    request = requests.clamp(0, max(len(block_table) - 1, 0))
+    found = translate_positions(entries, request, block_table, page_size=page_size).slots
+    return found.masked_fill_(~known.unsqueeze(1), -1)

@@ -1,20 +1,37 @@
-"""The lightning indexer on Hopper: portable but for top-k, which is in CUDA C++."""
+"""Stage `index` on Hopper: scores, queries and keys by the Triton kernels, selections by a kernel in CUDA C++."""
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from tamis.cache.paged import PagedCache
-from tamis.ops.index.hopper.topk import topk_positions
-from tamis.ops.index.triton_kernels import check_scores, index_scores, ragged_scores, score_and_select, score_width
-from tamis.ops.index.triton_prepare import check_recipe, quantise_index_query, write_index_keys
+from tamis.ops.index.hopper import topk
+from tamis.ops.index.operations import IndexTopk, TopkPositions
+from tamis.ops.index.scoring import (
+    check_index_scores,
+    check_index_topk,
+    check_ragged_scores,
+    index_scores,
+    ragged_scores,
+    score_width,
+    scored_chunks,
+)
+from tamis.ops.index.triton_prepare import (
+    check_quantise_index_query,
+    check_write_index_keys,
+    quantise_index_query,
+    write_index_keys,
+)
 
 if TYPE_CHECKING:
     from tamis.backends import Need
 
 __all__ = [
-    "check_recipe",
-    "check_scores",
+    "check_index_scores",
+    "check_index_topk",
+    "check_quantise_index_query",
+    "check_ragged_scores",
+    "check_write_index_keys",
     "index_scores",
     "index_topk",
     "quantise_index_query",
@@ -24,25 +41,20 @@ __all__ = [
 ]
 
 
-def index_topk(
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    request_ids: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    k: int,
-    workspace_bytes: int,
-) -> Tensor:
+def topk_positions(call: TopkPositions) -> Tensor:
+    """Positions, or slots if there is a block table, int32 [T, k]; see `tamis.ops.topk_positions`."""
+    pages = (call.request_ids, call.block_table, call.page_size or 0)
+    return topk.topk_positions(call.scores, call.lengths, call.k, *pages)
+
+
+def index_topk(call: IndexTopk) -> Tensor:
     """Positions int32 [T, k], as many tokens at a time as the workspace holds scores of; selection takes no memory."""
-
-    def select(scores: Tensor, visible: Tensor, result: Tensor) -> None:
-        topk_positions(scores, visible, k, out=result)
-
-    rows = workspace_bytes // (4 * score_width(cache, block_table))
-    return score_and_select(q, weights, cache, request_ids, block_table, lengths, k, rows, select)
+    result = torch.empty(call.q.shape[0], call.k, dtype=torch.int32, device=call.q.device)
+    for chunk in scored_chunks(call, call.workspace_bytes // (4 * max(1, score_width(call)))):
+        topk.topk_positions(chunk.scores, chunk.lengths, call.k, out=result[chunk.tokens])
+    return result
 
 
 def explain_kernels(need: "Need") -> tuple[str, list[str]]:
-    """Which source runs the stage for a layer: whatever it is, the selection is the only part in CUDA C++."""
+    """Which source runs the stage for a layer: only the selection is in CUDA C++."""
     return "topk.cu selects, triton scores", []

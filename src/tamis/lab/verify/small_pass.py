@@ -1,7 +1,7 @@
 """One small case of every check on a GPU, and of every kernel, for tools that slow a program down a hundredfold:
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tamis.lab.testing.small_pass
-    compute-sanitizer --tool racecheck python -m tamis.lab.testing.small_pass attend index
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tamis.lab.verify.small_pass
+    compute-sanitizer --tool racecheck python -m tamis.lab.verify.small_pass attend index
 
 Names of stages restrict it. Checks that compare runs with each other are left out, since the tools look at each launch,
 and so are captured graphs, which need the allocator that hides short overruns from memcheck.
@@ -20,7 +20,7 @@ def main(stages: list[str]) -> int:
     unknown = set(stages) - set(STAGES)
     if unknown or not torch.cuda.is_available():
         what = f"unknown stages: {', '.join(sorted(unknown))}" if unknown else "there is no GPU"
-        print(f"{what}; usage: python -m tamis.lab.testing.small_pass [STAGE...]", file=sys.stderr)
+        print(f"{what}; usage: python -m tamis.lab.verify.small_pass [STAGE...]", file=sys.stderr)
         return 2
     target, wrong = Target(torch.device("cuda"), quick=True), 0
     for stage in stages or STAGES:

@@ -1,4 +1,7 @@
-"""The V4 model served: pools for entries, windows and compressor state, of which the latter two stay small."""
+"""The V4 model served: pools for entries, windows and compressor state.
+
+Pages of windows and state are given back as tokens leave them, so a request needs few of them, whatever its length.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,14 +10,16 @@ import torch
 from torch import Tensor
 
 from tamis.arithmetic import ceil_div
-from tamis.cache.layout import index_fp8, named, rows
+from tamis.cache.layout import Layout, index_fp8, named, rows
 from tamis.cache.pool import PagePool
 from tamis.cache.v4_caches import STATE_PAGE_SIZES, V4Caches
+from tamis.lab.demo.outcome import RowSize
 from tamis.lab.demo.requests import Piece, make_requests
-from tamis.lab.demo.serve import RowSize, Server, make_pool
+from tamis.lab.demo.server import Server, Windows, make_pool
 from tamis.lab.demo.shape import V4Shape, Workload
 from tamis.lab.demo.v4_model import V4Model
-from tamis.lab.demo.v4_probe import V4Probe
+from tamis.lab.testing.v4_probe import V4Probe
+from tamis.model.spec import LayerSpec
 from tamis.step.plan import Limits
 from tamis.step.v4_plan import WINDOW_POOL, V4Plan, state_pool
 from tamis.step.v4_planner import V4Planner
@@ -33,58 +38,44 @@ class V4Server(Server):
         self.specs = [shape.spec(number) for number in range(shape.layers)]
         requests = make_requests(shape.vocab, workload)
         longest = max(r.cache_length for r in requests)
-        # Pages of windows and state are given back as tokens leave them, so a request needs few, whatever its length.
-        sizes, kept = {WINDOW_POOL: WINDOW_PAGE}, {WINDOW_POOL: shape.window}
-        for spec in self.specs:
-            if spec.kind != "window":
-                name = state_pool(spec.compress)
-                sizes[name] = STATE_PAGE_SIZES[spec.kind]
-                kept[name] = spec.compress * (2 if spec.kind == "overlapping" else 1)
-        pools = {}
-        for name, size in sizes.items():
-            each = ceil_div(kept[name] + workload.token_budget, size) + 1
-            pools[name] = PagePool(workload.requests * each + 1, size, seed=workload.seed)
-        windows = {name: (pool, kept[name]) for name, pool in pools.items()}
+        windows = _make_windows(shape, self.specs, workload)
         super().__init__(requests, make_pool([r.cache_length for r in requests], workload), workload, windows)
         self.latent = named(workload.cache, latent=shape.latent, rope=shape.rope)
         exact = workload.cache == "v4-fp32"
         # Exact rows deserve exact keys: a rounded key can flip which of two close entries is selected.
         index = rows(torch.float32, latent=shape.index_dim, rope=0) if exact else index_fp8(dim=shape.index_dim)
-        self.sizes = [
-            RowSize.of(f"entry of {shape.overlapping} tokens", self.latent, shape.overlapping),
-            RowSize.of("index key of the same", index, shape.overlapping),
-            RowSize.of(f"entry of {shape.plain} tokens", self.latent, shape.plain),
-            RowSize.of(f"raw row, for the last {shape.window} tokens", self.latent),
-        ]
+        self.sizes = _row_sizes(shape, self.latent, index)
         limits = Limits(
             max_tokens=workload.token_budget,
             max_requests=workload.requests,
             max_length=longest,
             page_size=workload.page_size,
-            other_page_sizes=sizes,
+            other_page_sizes={name: pool.page_size for name, (pool, _) in windows.items()},
         )
         mode = "mixed" if workload.mode == "auto" else workload.mode
         self.planner = V4Planner(self.specs, limits, self.device, layout=self.latent, mode=mode)
-        self.caches = [
-            V4Caches.allocate(
-                spec,
-                pages=self.pool.pages,
-                window_pages=pools[WINDOW_POOL].pages,
-                state_pages=pools[state_pool(spec.compress)].pages if spec.kind != "window" else 1,
-                page_size=workload.page_size,
-                window_page_size=WINDOW_PAGE,
-                layout=self.latent,
-                index_layout=index,
-                device=self.device,
-            )
-            for spec in self.specs
-        ]
+        self.caches = [self._allocate(spec, windows, index) for spec in self.specs]
         dtype = torch.bfloat16 if self.device.type == "cuda" and not exact else torch.float32
         self.model = V4Model(shape, max_length=longest, device=self.device, dtype=dtype, seed=workload.seed)
         self.probe = None
         if workload.check:
             layers = self.model.attention
             self.probe = V4Probe(self.specs, [a.weights for a in layers], [a.cos_sin for a in layers])
+
+    def _allocate(self, spec: LayerSpec, windows: Windows, index: Layout) -> V4Caches:
+        state = None if spec.kind == "window" else windows[state_pool(spec.compress)][0]
+        return V4Caches.allocate(
+            spec,
+            pages=self.pool.pages,
+            window_pages=windows[WINDOW_POOL][0].pages,
+            state_pages=1 if state is None else state.pages,
+            page_size=self.workload.page_size,
+            window_page_size=WINDOW_PAGE,
+            state_page_size=None if state is None else state.page_size,
+            layout=self.latent,
+            index_layout=index,
+            device=self.device,
+        )
 
     def logits(self, pieces: list[Piece], tokens: Tensor, plan: V4Plan, last: Tensor) -> Tensor:
         """Logits after the tokens `last` of the step."""
@@ -103,4 +94,27 @@ class V4Server(Server):
         self, pieces: list[Piece], layer: int, given: Tensor, select: Callable[[], Tensor | None], out: Tensor
     ) -> None:
         assert self.probe is not None
-        self.probe.compare(layer, pieces, given, select, out)
+        self.probe.compare(layer, [piece.span for piece in pieces], given, select, out)
+
+
+def _make_windows(shape: V4Shape, specs: list[LayerSpec], workload: Workload) -> Windows:
+    """Pools of window and state pages, each with how many of a request's last tokens it must hold."""
+    kept = {WINDOW_POOL: (WINDOW_PAGE, shape.window)}
+    for spec in specs:
+        if spec.kind != "window":
+            tokens = spec.compress * (2 if spec.kind == "overlapping" else 1)
+            kept[state_pool(spec.compress)] = (STATE_PAGE_SIZES[spec.kind], tokens)
+    found = {}
+    for name, (page_size, tokens) in kept.items():
+        each = ceil_div(tokens + workload.token_budget, page_size) + 1
+        found[name] = (PagePool(workload.requests * each + 1, page_size, seed=workload.seed), tokens)
+    return found
+
+
+def _row_sizes(shape: V4Shape, latent: Layout, index: Layout) -> list[RowSize]:
+    return [
+        RowSize.of(f"entry of {shape.overlapping} tokens", latent, shape.overlapping),
+        RowSize.of("index key of the same", index, shape.overlapping),
+        RowSize.of(f"entry of {shape.plain} tokens", latent, shape.plain),
+        RowSize.of(f"raw row, for the last {shape.window} tokens", latent),
+    ]

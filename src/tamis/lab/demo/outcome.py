@@ -1,10 +1,69 @@
-"""What a run says: the checks it failed, and everything as plain data."""
+"""The outcome of a run: what was served, which checks failed, and everything as plain data for JSON."""
 
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
-from tamis.lab.demo.serve import Served
+import torch
+
+from tamis.cache.layout import Layout
 from tamis.lab.demo.shape import ERROR_BOUNDS, ModelShape, V4Shape, Workload
+from tamis.lab.testing.probe import LayerErrors
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """Bytes that one token takes in one layer."""
+
+    what: str
+    layout: str
+    stored: float
+    bf16: float
+    """The same numbers in bf16."""
+
+    @classmethod
+    def of(cls, what: str, layout: Layout, tokens: int = 1) -> Self:
+        """A row that stands for some tokens."""
+        stored, bf16 = layout.row_bytes, layout.width * torch.bfloat16.itemsize
+        return cls(what, layout.name, stored / tokens if tokens > 1 else stored, bf16 / tokens if tokens > 1 else bf16)
+
+    @property
+    def ratio(self) -> float:
+        """Stored bytes against bf16."""
+        return self.stored / self.bf16
+
+
+@dataclass(frozen=True)
+class Served:
+    """What happened in a run."""
+
+    mode: str
+    steps: dict[str, int]
+    """How many steps had only prefills, both kinds, and only decodes."""
+    prefill_tokens: int
+    decode_tokens: int
+    seconds: float
+    """Of serving, without the comparison."""
+    check_seconds: float
+    generated: list[list[int]]
+    """Per request, in order of arrival."""
+    tokens_attended: int
+    tokens_in_context: int
+    """Summed over all tokens that ran, per layer."""
+    pages: int
+    """Pages that requests could use."""
+    peak_pages: int
+    free_pages: int
+    """At the end."""
+    latent: Layout
+    sizes: list[RowSize]
+    """Of what is kept of a token."""
+    errors: list[LayerErrors] | None
+    """Per layer; None if nothing was compared."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that ran."""
+        return self.prefill_tokens + self.decode_tokens
 
 
 def failed_checks(served: Served, workload: Workload) -> list[str]:

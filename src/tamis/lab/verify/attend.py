@@ -1,9 +1,8 @@
-"""Checks of attend and combine, against float64."""
+"""Checks of stage `attend`, against float64."""
 
 import math
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,17 +13,16 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.lab.testing import cases, compare, oracle
 from tamis.lab.testing.attend_cases import AttendCase, attend_cases
-from tamis.lab.testing.cases import CombineCase, Draw
-from tamis.lab.verify.check import Check, Target, Trial
+from tamis.lab.testing.cases import Draw
+from tamis.lab.verify.check import Check, Target, Trial, named_calls
 from tamis.lab.verify.repeat import count_differing_bits, graph_check, repeat_check
-from tamis.ops import Partials, attend, combine_parts
+from tamis.ops import attend
 
 SIXTEEN_BITS = 2.5e-3
 """bf16 outputs: rounding the output alone costs 1.7e-3, and FlashMLA has 2.2e-3 on random FP8 data."""
 HALF = 1e-3
 SINGLE = 2e-5
 """float32 queries: sums in float32, no operand rounded to 16 bits or to tf32."""
-MERGED = 1e-5
 TOKEN_SLACK = 4
 """No single token may be off by more than this many times the bound."""
 FAR_BYTES = 2**31 + 2**28
@@ -32,30 +30,25 @@ FAR_BYTES = 2**31 + 2**28
 
 
 def attend_checks(target: Target) -> Iterator[Check]:
-    """Values by query dtype, hostile inputs, tile maxima, repeated runs, neighbours in the batch, graphs."""
+    """Values by query dtype, adversarial inputs, tile maxima, repeated runs, neighbours in the batch, graphs."""
     found = [case for case in attend_cases(quick=target.quick) if _takes(target, case)]
-    bounds = {torch.float32: SINGLE, torch.float16: HALF}
 
-    def trials(some: list[AttendCase]) -> list[tuple[str, "partial[Trial]"]]:
-        return [(case.name, partial(_attend, target, case)) for case in some]
+    def of(kind: str, *dtypes: torch.dtype) -> list[AttendCase]:
+        return [case for case in found if case.kind == kind and (not dtypes or case.q.dtype in dtypes)]
 
-    for label, dtypes in (
-        ("values, bf16 queries", (torch.bfloat16, torch.float8_e4m3fn)),
-        ("values, fp16 queries", (torch.float16,)),
-        ("values, fp32 queries", (torch.float32,)),
+    for label, bound, some in (
+        ("values, bf16 queries", SIXTEEN_BITS, of("values", torch.bfloat16, torch.float8_e4m3fn)),
+        ("values, fp16 queries", HALF, of("values", torch.float16)),
+        ("values, fp32 queries", SINGLE, of("values", torch.float32)),
+        ("adversarial slots, lengths, NaN, sinks", SIXTEEN_BITS, of("adversarial")),
+        ("tile maxima 1e-5 to 1e4", SIXTEEN_BITS, of("tile maxima")),
     ):
-        some = [case for case in found if case.kind == "values" and case.q.dtype in dtypes]
-        yield Check("attend", label, bounds.get(dtypes[0], SIXTEEN_BITS), trials(some))
-    hostile = [case for case in found if case.kind == "hostile"]
-    yield Check("attend", "hostile slots, lengths, NaN, sinks", SIXTEEN_BITS, trials(hostile))
-    maxima = [case for case in found if case.kind == "tile maxima"]
-    yield Check("attend", "tile maxima 1e-5 to 1e4", SIXTEEN_BITS, trials(maxima))
+        yield Check("attend", label, bound, named_calls(_attend, target, some))
     yield _far_check(target)
-    some = list(islice(found, 0, None, 6))
-    yield repeat_check("attend", [(case.name, partial(_attended, target, case)) for case in some])
+    some = found[::6]
+    yield repeat_check("attend", named_calls(_attended, target, some))
     yield _alone_check(target, [case for case in some if case.splits is None and len(case.q) > 1])
-    replays = [(case.name, partial(_attend_again, target, case)) for case in some]
-    yield graph_check(target, "attend", ["attend", "combine"], replays)
+    yield graph_check(target, "attend", ["attend", "combine"], named_calls(_attend_again, target, some))
 
 
 def _takes(target: Target, case: AttendCase) -> bool:
@@ -172,7 +165,7 @@ def _alone_check(target: Target, some: list[AttendCase]) -> Check:
     reason = target.not_batch_invariant("attend")
     if reason:
         return Check("attend", name, 0.0, reason=reason)
-    return Check("attend", name, 0.0, [(case.name, partial(_alone, target, case)) for case in some])
+    return Check("attend", name, 0.0, named_calls(_alone, target, some))
 
 
 def _alone(target: Target, case: AttendCase) -> Trial:
@@ -216,41 +209,3 @@ def _attend_again(target: Target, case: AttendCase) -> tuple[list[Tensor], list[
         if s.lengths is not None:
             second.append((s.lengths.flip(0) - 3).clamp_min(0))
     return first, second, partial(_attend_call, target, moved)
-
-
-def combine_checks(target: Target) -> Iterator[Check]:
-    """Merging by lse, against float64."""
-    if target.runs("combine") is None:
-        yield Check("combine", "values", MERGED, reason=f"{target.backend} does not have this stage")
-        return
-    found = list(cases.combine_cases(quick=target.quick))
-    for dtype, bound in ((torch.float32, MERGED), (torch.bfloat16, SIXTEEN_BITS)):
-        some = [case for case in found if case.dtype == dtype]
-        label = f"values, to {str(dtype).removeprefix('torch.')}"
-        yield Check("combine", label, bound, [(case.name, partial(_combine, target, case)) for case in some])
-    yield repeat_check("combine", [(case.name, partial(_combined, target, case)) for case in found])
-    replays = [(case.name, partial(_combine_again, target, case)) for case in found]
-    yield graph_check(target, "combine", ["combine"], replays)
-
-
-def _combine_call(target: Target, case: CombineCase, out: Tensor, lse: Tensor) -> list[Tensor]:
-    room = torch.full(out.shape[1:], torch.nan, dtype=case.dtype, device=out.device)
-    found = combine_parts(Partials(out, lse), sink=case.sink, out=room, backend=target.backend)
-    return [room, found.lse]
-
-
-def _combined(target: Target, case: CombineCase) -> list[Tensor]:
-    moved = target.here(case)
-    return _combine_call(target, moved, moved.out, moved.lse)
-
-
-def _combine(target: Target, case: CombineCase) -> Trial:
-    found, lse = _combined(target, case)
-    expected, true_lse = oracle.combine(case.out, case.lse, case.sink)
-    return attention_error(found, lse, expected, true_lse)
-
-
-def _combine_again(target: Target, case: CombineCase) -> tuple[list[Tensor], list[Tensor], "partial[list[Tensor]]"]:
-    moved = target.here(case)
-    first, second = [moved.out, moved.lse], [moved.out.flip(1), moved.lse.flip(1)]
-    return first, second, partial(_combine_call, target, moved)

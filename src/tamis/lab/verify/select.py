@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tamis.lab.testing.select_cases import SelectCase, expected_rows, select_cases
-from tamis.lab.verify.check import Check, Target, Trial
+from tamis.lab.verify.check import Check, Target, Trial, named_calls
 from tamis.lab.verify.repeat import count_differences, graph_check, repeat_check
 from tamis.ops import select_chosen, select_entries, select_gathered, select_window
 
@@ -19,9 +19,9 @@ def select_checks(target: Target) -> Iterator[Check]:
         yield Check(stage, "rows", 0.0, reason=f"{target.backend} does not have this stage")
         return
     found = list(select_cases(quick=target.quick))
-    yield Check(stage, "rows", 0.0, [(case.name, partial(_compare, target, case)) for case in found])
-    yield repeat_check(stage, [(case.name, partial(_selected, target, case)) for case in found[:2]])
-    yield graph_check(target, stage, [stage], [(case.name, partial(_again, target, case)) for case in found[:2]])
+    yield Check(stage, "rows", 0.0, named_calls(_compare, target, found))
+    yield repeat_check(stage, named_calls(_selected, target, found[:2]))
+    yield graph_check(target, stage, [stage], named_calls(_again, target, found[:2]))
 
 
 def _compare(target: Target, case: SelectCase) -> Trial:

@@ -1,9 +1,8 @@
-"""Checks of the indexer: keys and queries as prepared, scores, selections from scores, and both in one call."""
+"""Checks of stage `index`: keys and queries as prepared, scores, selections from scores, and both in one call."""
 
 import math
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 
 import numpy as np
 import torch
@@ -12,17 +11,17 @@ from torch import Tensor
 from tamis.backends import compute_capability
 from tamis.lab.testing import index_cases, oracle
 from tamis.lab.testing.index_cases import IndexCase, KeysCase, TopkCase
-from tamis.lab.verify.check import Check, Target, Trial
+from tamis.lab.verify.check import Check, Target, Trial, named_calls
 from tamis.lab.verify.repeat import count_differences, graph_check, repeat_check
 from tamis.ops import index_scores, index_topk, quantise_index_query, ragged_scores, topk_positions, write_index_keys
 
 SCORE_BOUND = 1e-5
-"""Error of a score, and by how much an unselected one may exceed a selected one, relative to the largest score that the
-token's heads could have without cancelling: float32 sums."""
+"""Largest error of a score, and largest excess of an unselected score over a selected one, for sums in float32. Both
+are relative to the largest score that the token would have if no two heads cancelled."""
 FP8_BOUND = 4 * 2.0**-13
-"""The same where matrix units multiply e4m3, relative to the score of all products at their absolute value: Hopper's
-align the 32 products of a step, and what was summed before, to the largest of them, and keep 13 bits below it. A key of
-128 numbers takes four steps. Every kernel that multiplies FP8 there has this error."""
+"""The same bound where tensor cores multiply e4m3, relative to the sum of the products' absolute values. Hopper's
+tensor cores align the 32 products of a step and the accumulator to the largest of them and keep 13 bits below it; a key
+of 128 numbers takes four steps. Every kernel that multiplies FP8 there has this error."""
 KEY_BOUND = 1e-5
 """Relative error of a key's norm and rotations in float32."""
 QUERY_BOUND = 2**-4 + KEY_BOUND
@@ -35,35 +34,30 @@ def index_checks(target: Target) -> Iterator[Check]:
     if target.runs(stage) is None:
         yield Check(stage, "best scores", SCORE_BOUND, reason=f"{target.backend} does not have this stage")
         return
-    found = [
-        case
-        for case in index_cases.index_cases(quick=target.quick)
-        if target.takes(stage, case.cache.layout, page_size=case.cache.page_size)
-        and target.covers(case.cache.layout, case.q.dtype)
-    ]
     keys = [case for case in index_cases.keys_cases(quick=target.quick) if target.covers(case.cache.layout)]
-    selected = list(index_cases.topk_cases(quick=target.quick))
-    yield Check(stage, "keys", KEY_BOUND, [(case.name, partial(_keys, target, case)) for case in keys])
-    yield Check(stage, "queries", QUERY_BOUND, [(case.name, partial(_queries, target, case)) for case in keys])
-    coarse = [case for case in found if _multiplies_fp8(target, case)]
-    for suffix, bound, some in (
-        ("", SCORE_BOUND, [case for case in found if case not in coarse]),
-        (", FP8 products", FP8_BOUND, coarse),
-    ):
-        if not some and suffix:
-            continue
-        drawn = [case for case in some if not case.exact]
-        yield Check(stage, f"scores{suffix}", bound, [(c.name, partial(_scores, target, c)) for c in some])
-        yield Check(
-            stage, f"gathered scores{suffix}", bound, [(c.name, partial(_ragged, target, c)) for c in some[::2]]
-        )
-        yield Check(stage, f"best scores{suffix}", bound, [(c.name, partial(_index, target, c)) for c in drawn])
-    yield Check(stage, "top-k", 0.0, [(case.name, partial(_topk, target, case)) for case in selected])
-    yield Check(stage, "ties", 0.0, [(case.name, partial(_index, target, case)) for case in found if case.exact])
-    yield Check(stage, "fused like unfused", 0.0, [(case.name, partial(_fused, target, case)) for case in found])
-    some = list(islice(found, 0, None, 4))
-    yield repeat_check(stage, [(case.name, partial(_indexed, target, case)) for case in some])
-    yield graph_check(target, stage, [stage], [(case.name, partial(_index_again, target, case)) for case in some])
+    yield Check(stage, "keys", KEY_BOUND, named_calls(_keys, target, keys))
+    yield Check(stage, "queries", QUERY_BOUND, named_calls(_queries, target, keys))
+    found = [case for case in index_cases.index_cases(quick=target.quick) if _takes(target, case)]
+    yield from _score_checks(target, "", SCORE_BOUND, [case for case in found if not _multiplies_fp8(target, case)])
+    if fp8 := [case for case in found if _multiplies_fp8(target, case)]:
+        yield from _score_checks(target, ", FP8 products", FP8_BOUND, fp8)
+    yield Check(stage, "top-k", 0.0, named_calls(_topk, target, index_cases.topk_cases(quick=target.quick)))
+    yield Check(stage, "ties", 0.0, named_calls(_index, target, [case for case in found if case.exact]))
+    yield Check(stage, "fused like unfused", 0.0, named_calls(_fused, target, found))
+    yield repeat_check(stage, named_calls(_indexed, target, found[::4]))
+    yield graph_check(target, stage, [stage], named_calls(_index_again, target, found[::4]))
+
+
+def _takes(target: Target, case: IndexCase) -> bool:
+    layout = case.cache.layout
+    return target.takes("index", layout, page_size=case.cache.page_size) and target.covers(layout, case.q.dtype)
+
+
+def _score_checks(target: Target, suffix: str, bound: float, some: list[IndexCase]) -> Iterator[Check]:
+    drawn = [case for case in some if not case.exact]
+    yield Check("index", f"scores{suffix}", bound, named_calls(_scores, target, some))
+    yield Check("index", f"gathered scores{suffix}", bound, named_calls(_ragged, target, some[::2]))
+    yield Check("index", f"best scores{suffix}", bound, named_calls(_index, target, drawn))
 
 
 def _keys(target: Target, case: KeysCase) -> Trial:
@@ -89,13 +83,13 @@ def _keys(target: Target, case: KeysCase) -> Trial:
 
 
 def _multiplies_fp8(target: Target, case: IndexCase) -> bool:
-    """Whether a device's matrix units take the case's numbers as they are."""
+    """Whether the device multiplies the case's e4m3 values on its tensor cores without converting them."""
     capability = compute_capability(target.device)
     return case.q.dtype == torch.float8_e4m3fn and case.cache.layout.quantised and (capability or (0, 0)) >= (8, 9)
 
 
 def _queries(target: Target, case: KeysCase) -> Trial:
-    """The rows as two heads of half as many tokens, from tiny to huge; the scales are those in the folded weights."""
+    """Quantised queries, from tiny to huge: their values, and their scales, which are folded into the weights."""
     recipe, tokens = case.cache.recipe, len(case.keys) // 2
     assert recipe is not None
     rows = case.keys * torch.logspace(-2, 3, 2 * tokens, dtype=torch.float32, device="cpu").unsqueeze(1)
@@ -110,7 +104,7 @@ def _queries(target: Target, case: KeysCase) -> Trial:
     if not torch.equal(folded.cpu().double() / (weights * 0.25), scale.view(tokens, 2)):
         return Trial(math.inf, "other scales")
     found = values.cpu().double().view(exact.shape) * scale
-    # Below 2**-6 steps no longer shrink with the number.
+    # Below 2**-6 e4m3 is subnormal: its steps no longer shrink with the number.
     return Trial(float(((found - exact).abs() / torch.maximum(exact.abs(), scale * 2**-6)).max()))
 
 
@@ -122,7 +116,7 @@ def _scores(target: Target, case: IndexCase) -> Trial:
 
 
 def _ragged(target: Target, case: IndexCase) -> Trial:
-    """The keys of the longest context, gathered; every token sees a piece of them."""
+    """Scores of the longest context's gathered keys, of which every token sees a range."""
     total = int(case.lengths.max())
     table = case.block_table[1].tolist()
     slots = torch.tensor(
@@ -158,7 +152,7 @@ def _ragged(target: Target, case: IndexCase) -> Trial:
 
 def _topk(target: Target, case: TopkCase) -> Trial:
     moved = target.here(case)
-    # Moving a tensor may close the gaps between its rows.
+    # Copy into a wider block: moving a tensor to a device may make it contiguous, and rows with gaps are the case.
     block = torch.full(
         (len(case.scores), case.scores.shape[1] + 5), torch.inf, dtype=torch.float32, device=target.device
     )
@@ -195,7 +189,7 @@ def _exact(case: IndexCase) -> Tensor:
 
 
 def _size(target: Target, case: IndexCase) -> Tensor:
-    """Per token, the largest score if no two heads cancelled, nor two products where FP8 is multiplied."""
+    """Per token, the largest score if no two heads cancelled, nor, where FP8 is multiplied, any two products."""
     paged = case.request_ids, case.block_table, case.lengths
     fp8 = _multiplies_fp8(target, case)
     largest = oracle.index_scores(case.q, case.weights.abs(), case.cache, *paged, absolute=fp8)
@@ -280,7 +274,7 @@ def _row_error(row: list[int], scores: Tensor, size: float, case: IndexCase) -> 
 def _index_again(target: Target, case: IndexCase) -> tuple[list[Tensor], list[Tensor], "partial[list[Tensor]]"]:
     moved = target.here(case)
     first = [moved.q, moved.weights, moved.lengths]
-    # Bytes of FP8 can be turned round on every device.
+    # Flipped as bytes: not every device can flip FP8.
     turned = moved.q.view(torch.uint8).flip(0).view(moved.q.dtype) if moved.q.element_size() == 1 else moved.q.flip(0)
     second = [turned, moved.weights.flip(0), (moved.lengths - 7).clamp_min(0)]
     return first, second, partial(_index_call, target, moved)

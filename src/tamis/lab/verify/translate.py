@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from tamis.lab.testing import cases, oracle
 from tamis.lab.testing.cases import TranslateCase
-from tamis.lab.verify.check import Check, Target, Trial
+from tamis.lab.verify.check import Check, Target, Trial, named_calls
 from tamis.lab.verify.repeat import count_differences, graph_check, repeat_check
 from tamis.ops import translate_positions
 
@@ -25,10 +24,10 @@ def translate_checks(target: Target) -> Iterator[Check]:
         for case in cases.translate_cases(quick=target.quick)
         if target.device.type != "cpu" or not case.device_only
     ]
-    yield Check(stage, "slots", 0.0, [(case.name, partial(_translate, target, case)) for case in found])
-    some = list(islice(found, 0, None, 3))
-    yield repeat_check(stage, [(case.name, partial(_translated, target, case)) for case in some])
-    yield graph_check(target, stage, [stage], [(case.name, partial(_translate_again, target, case)) for case in some])
+    yield Check(stage, "slots", 0.0, named_calls(_translate, target, found))
+    some = found[::3]
+    yield repeat_check(stage, named_calls(_translated, target, some))
+    yield graph_check(target, stage, [stage], named_calls(_translate_again, target, some))
 
 
 def _translated(target: Target, case: TranslateCase) -> list[Tensor]:

@@ -1,0 +1,211 @@
+"""The operations of stage `index`; see `tamis.ops.library`."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tamis.cache.layout import Layout
+from tamis.cache.paged import PagedCache
+from tamis.model.recipe import IndexRecipe
+from tamis.ops.library import Operation, Written
+
+
+class IndexScores(NamedTuple):
+    """Scores of the cached keys of each token's request."""
+
+    q: Tensor
+    """[T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights."""
+    weights: Tensor
+    """[T, H]"""
+    cache: PagedCache
+    request_ids: Tensor
+    """int32 [T], the block-table row of each token."""
+    block_table: Tensor
+    """int32 [B, W], negative where a page is absent."""
+    lengths: Tensor
+    """int32 [T], how many leading positions a token sees."""
+    out: Written[Tensor]
+    """float32 [T, width], rows contiguous. Every element is written, -inf where there is nothing to see."""
+    backend: str
+
+    @property
+    def no_gradient(self) -> tuple[str, ...]:
+        """Arguments that may not require a gradient."""
+        return ("q", "weights")
+
+    def fake(self) -> None:
+        """The scores go to `out`."""
+
+
+class RaggedScores(NamedTuple):
+    """Scores of gathered keys."""
+
+    q: Tensor
+    """[T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights."""
+    weights: Tensor
+    """[T, H]"""
+    keys: Tensor
+    """[N, D], or e2m1 pairs, uint8 [N, D / 2]."""
+    key_scales: Tensor | None
+    """float32 [N], of e2m1 pairs uint8 [N, D / 32]; None: all 1."""
+    starts: Tensor
+    """int32 [T], the first key that a token sees."""
+    ends: Tensor
+    """int32 [T], one past the last."""
+    out: Written[Tensor]
+    """float32 [T, N], rows contiguous. Every element is written, -inf where there is nothing to see."""
+    backend: str
+
+    @property
+    def no_gradient(self) -> tuple[str, ...]:
+        """Arguments that may not require a gradient."""
+        return ("q", "weights", "keys", "key_scales")
+
+    def fake(self) -> None:
+        """The scores go to `out`."""
+
+
+class TopkPositions(NamedTuple):
+    """The k best positions of each row of scores, or their slots."""
+
+    scores: Tensor
+    """float32 [T, S]"""
+    lengths: Tensor
+    """int32 [T], how many leading columns of a row count."""
+    k: int
+    request_ids: Tensor | None
+    """int32 [T]; given with the block table and the page size, or not at all."""
+    block_table: Tensor | None
+    """int32 [B, W]"""
+    page_size: int | None
+    backend: str
+
+    @property
+    def no_gradient(self) -> tuple[str, ...]:
+        """Arguments that may not require a gradient."""
+        return ("scores",)
+
+    def fake(self) -> Tensor:
+        """Positions or slots, int32 [T, k]."""
+        return self.scores.new_empty((self.scores.shape[0], self.k), dtype=torch.int32)
+
+
+class IndexTopk(NamedTuple):
+    """The k best positions of each token, without scores of the whole batch in memory at once."""
+
+    q: Tensor
+    """[T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights."""
+    weights: Tensor
+    """[T, H]"""
+    cache: PagedCache
+    request_ids: Tensor
+    """int32 [T], the block-table row of each token."""
+    block_table: Tensor
+    """int32 [B, W], negative where a page is absent."""
+    lengths: Tensor
+    """int32 [T], how many leading positions a token sees."""
+    k: int
+    workspace_bytes: int
+    """What scores and other intermediate results may take, unless one token needs more."""
+    backend: str
+
+    @property
+    def no_gradient(self) -> tuple[str, ...]:
+        """Arguments that may not require a gradient."""
+        return ("q", "weights")
+
+    def fake(self) -> Tensor:
+        """Positions, int32 [T, k]."""
+        return self.q.new_empty((self.q.shape[0], self.k), dtype=torch.int32)
+
+    def scoring(self, out: Tensor) -> IndexScores:
+        """The call that writes these tokens' scores to `out`."""
+        paged = (self.cache, self.request_ids, self.block_table, self.lengths)
+        return IndexScores(self.q, self.weights, *paged, out, self.backend)
+
+    def chunks(self, tokens: int) -> Iterator[tuple[slice, "IndexTopk"]]:
+        """This call as calls of at most `tokens` tokens each (at least one), and which tokens these are."""
+        total, step = self.q.shape[0], max(1, tokens)
+        if 0 < total <= step:
+            # Four slices would take about as much host time as a launch.
+            yield slice(0, total), self
+            return
+        for start in range(0, total, step):
+            some = slice(start, min(start + step, total))
+            yield (
+                some,
+                self._replace(
+                    q=self.q[some],
+                    weights=self.weights[some],
+                    request_ids=self.request_ids[some],
+                    lengths=self.lengths[some],
+                ),
+            )
+
+
+class QuantiseIndexQuery(NamedTuple):
+    """Index queries rotated and quantised to e4m3, their scales folded into the weights."""
+
+    q: Tensor
+    """[T, H, D] in bf16, fp16 or fp32."""
+    weights: Tensor
+    """[T, H]"""
+    positions: Tensor | None
+    """int32 or int64 [T]; None: q has been rotated by the rope already."""
+    cos_sin: Tensor | None
+    """float32 [max_positions, rope_dim], given with the positions."""
+    recipe: IndexRecipe
+    layout: Layout
+    """The layout of rows that queries are encoded like; one scale per row."""
+    scale: float
+    """The constant factor of all weights."""
+    backend: str
+
+    @property
+    def no_gradient(self) -> tuple[str, ...]:
+        """Arguments that may not require a gradient."""
+        return ("q", "weights", "cos_sin")
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        """Queries e4m3 [T, H, D] and weights float32 [T, H]."""
+        values = self.q.new_empty(self.q.shape, dtype=torch.float8_e4m3fn)
+        return values, self.q.new_empty(self.weights.shape, dtype=torch.float32)
+
+
+class WriteIndexKeys(NamedTuple):
+    """Index keys normed, rotated, encoded and inserted at their slots."""
+
+    keys: Tensor
+    """[T, D] in bf16, fp16 or fp32."""
+    cache: Written[PagedCache]
+    slots: Tensor
+    """int32 or int64 [T'] with T' <= T; keys past T' and those with a negative slot are skipped."""
+    norm_weight: Tensor | None
+    """[D] of the LayerNorm; None: keys have been normalised already."""
+    norm_bias: Tensor | None
+    """[D], with the weight only."""
+    norm_eps: float
+    positions: Tensor | None
+    """int32 or int64 [T]; None: keys have been rotated by the rope already."""
+    cos_sin: Tensor | None
+    """float32 [max_positions, rope_dim], given with the positions."""
+    recipe: IndexRecipe
+    backend: str
+
+    @property
+    def no_gradient(self) -> tuple[str, ...]:
+        """Arguments that may not require a gradient."""
+        return ("keys", "norm_weight", "norm_bias", "cos_sin")
+
+    def fake(self) -> None:
+        """The keys go to the cache."""
+
+
+index_scores = Operation("index", IndexScores, IndexScores.fake)
+ragged_scores = Operation("index", RaggedScores, RaggedScores.fake)
+topk_positions = Operation("index", TopkPositions, TopkPositions.fake)
+index_topk = Operation("index", IndexTopk, IndexTopk.fake)
+quantise_index_query = Operation("index", QuantiseIndexQuery, QuantiseIndexQuery.fake)
+write_index_keys = Operation("index", WriteIndexKeys, WriteIndexKeys.fake)

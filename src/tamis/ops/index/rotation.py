@@ -1,0 +1,30 @@
+"""Rope and Hadamard rotation of index queries and keys, in plain torch."""
+
+import torch
+from torch import Tensor
+
+from tamis.cache.layout import Rounding
+from tamis.model.recipe import IndexRecipe
+from tamis.model.rope import hadamard, rotate
+
+
+def rotate_rows(
+    x: Tensor, positions: Tensor | None, cos_sin: Tensor | None, recipe: IndexRecipe, rounding: Rounding
+) -> Tensor:
+    """Rows [T, D] or heads [T, H, D] after the recipe's rotations, computed in float32.
+
+    Without positions, or with a recipe without rope columns, only the Hadamard rotation is left. Rows whose position
+    is not in the table are not rotated by the rope.
+    """
+    if positions is not None and cos_sin is not None and recipe.rope_dim:
+        rope, width = recipe.rope_dim, x.shape[-1]
+        start = 0 if recipe.rope_first else width - rope
+        before, columns, after = x.float().split([start, rope, width - start - rope], dim=-1)
+        position = positions.long().view(-1, *[1] * (x.dim() - 2))
+        angles = cos_sin[position.clamp(0, len(cos_sin) - 1)]
+        known = ((position >= 0) & (position < len(cos_sin))).unsqueeze(-1)
+        rotated = torch.where(known, rotate(columns, angles, interleaved=recipe.interleaved), columns)
+        x = torch.cat((before, rotated, after), dim=-1)
+    if not recipe.hadamard:
+        return x
+    return hadamard(x.bfloat16() if rounding == "bf16" else x)
