@@ -9,8 +9,9 @@ from typing import NamedTuple, get_type_hints
 import pytest
 
 from tamis.cuda.params import Float, Int, Long, Pointer, params_bytes, params_format
+from tamis.ops.attention.hopper import many_heads, splits
 from tamis.ops.attention.hopper import params as attention
-from tamis.ops.attention.hopper import splits
+from tamis.ops.index.hopper import topk
 
 ATTENTION = "tamis.ops.attention.hopper"
 STRUCTS = [
@@ -18,7 +19,9 @@ STRUCTS = [
     (attention.OutputParams, ATTENTION, "params.cuh"),
     (attention.SelectionParams, ATTENTION, "params.cuh"),
     (attention.AttendParams, ATTENTION, "params.cuh"),
+    (many_heads.ManyHeadsParams, ATTENTION, "items.cuh"),
     (splits.MergeParams, ATTENTION, "merge_splits.cu"),
+    (topk.TopkParams, "tamis.ops.index.hopper", "topk.cu"),
 ]
 TYPES = {"int": "i", "long long": "q", "float": "f"}
 

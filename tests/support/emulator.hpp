@@ -1,6 +1,7 @@
-// Runs a CUDA kernel on the host, exactly as written: each thread is a coroutine, and whenever one has to wait, another
-// one is picked at random. Orders that a missing barrier would allow therefore happen, and repeat with the same seed.
-// Memory that a kernel must not rely on is filled with garbage.
+// Runs a CUDA kernel on the host, exactly as written. Each thread is a coroutine; whenever one has to wait, another one is
+// picked at random. So the orders that a missing barrier would allow do happen, and the same seed repeats them. Shared
+// memory starts as garbage, and writes beyond its end are found. This file defines the functions of `instructions.cuh`
+// that kernels without matrices need, and its guard.
 #undef _FORTIFY_SOURCE  // its longjmp refuses to leave a stack for another
 #include <cmath>
 #include <cstdint>
@@ -52,11 +53,11 @@ struct Block {
     bool finished = false;
 };
 
-// What runs beside the threads, such as a copy: it may happen at any time, in any order.
+// Asynchronous operations, such as bulk copies: they may happen at any time, in any order.
 inline std::vector<std::function<void()>> in_flight;
 
-// Where a thread begins, and where it goes on. Jumps are used after the first time: they leave signals alone, which
-// costs a context two calls of the system.
+// A thread's stack, and where it continues. After the first time it is resumed by longjmp, because setcontext makes two
+// system calls to restore signals.
 struct Place {
     std::vector<char> stack = std::vector<char>(STACK);
     ucontext_t beginning;
@@ -64,7 +65,7 @@ struct Place {
     bool begun;
 };
 
-// Small, since the scheduler looks at many of them.
+// This struct is small because the scheduler looks at many of them.
 struct Thread {
     Index thread_index;
     Block* block;
@@ -74,7 +75,7 @@ struct Thread {
     u32 until = 0, cluster_turn = 0;
 };
 
-// splitmix64. The standard's generators take longer to compile than most kernels.
+// splitmix64; the standard's generators take longer to compile than most kernels.
 struct Random {
     uint64_t state = 0;
 
@@ -111,7 +112,7 @@ __attribute__((noinline)) inline void pause() {
     if (_setjmp(current->place->paused) == 0) _longjmp(scheduler, 1);
 }
 
-// Lets a thread run until it pauses or ends.
+// Runs a thread until it pauses or ends.
 __attribute__((noinline)) inline void resume(Thread& thread) {
     current = &thread;
     if (_setjmp(scheduler) != 0) return;
@@ -120,7 +121,7 @@ __attribute__((noinline)) inline void resume(Thread& thread) {
     setcontext(&thread.place->beginning);
 }
 
-// Gives others a turn now and then, where threads touch memory that they share.
+// Called where threads touch shared memory: now and then it lets others run.
 inline void maybe_pause() {
     if (random_order() % 8 == 0) pause();
 }
@@ -141,7 +142,7 @@ inline void wait(Barrier& barrier, u32 generation) {
     current->waiting = nullptr;
 }
 
-// Every lane's value, once every lane has given one.
+// The values of all lanes; returns when every lane has given its own.
 inline const u32* exchange(u32 value) {
     Warp& warp = current->block->warps[current->thread_index.x / 32];
     u32* values = warp.values[warp.barrier.generation % 2];
@@ -205,7 +206,7 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 
-// What `instructions.cuh` has in assembly.
+// ---- The functions of `instructions.cuh`
 
 #define TAMIS_INSTRUCTIONS
 
@@ -229,7 +230,7 @@ inline void cluster_arrive_relaxed() { cluster_arrive(); }
 
 inline void cluster_wait() { emulator::wait(emulator::cluster, emulator::current->cluster_turn); }
 
-// Addresses: the offset in a block's shared memory, and above it the block's rank.
+// An address is the offset in a CTA's shared memory plus the CTA's rank times this.
 constexpr u32 RANK_UNIT = 1u << 24;
 
 inline u32 shared_address(const void* pointer) {
@@ -240,7 +241,7 @@ inline u32 shared_address(const void* pointer) {
 
 inline u32* shared_word(u32 address) {
     emulator::Block& block = emulator::blocks[address / RANK_UNIT];
-    if (block.finished) emulator::fail("touched the shared memory of a block that has left");
+    if (block.finished) emulator::fail("touched the shared memory of a CTA that has exited");
     return reinterpret_cast<u32*>(reinterpret_cast<char*>(block.memory) + address % RANK_UNIT);
 }
 
@@ -301,7 +302,7 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
         makecontext(&beginning, static_cast<void (*)()>(whole), 0);
         alive.push_back(i);
     }
-    // One block is ahead of the others most of the time, and one warp of each behind; others after a while.
+    // Most of the time one CTA runs ahead of the others and one warp of each CTA lags behind; both change at random.
     u32 favourite = 0, slow = random_order() % (BLOCK_SIZE / 32);
     while (!alive.empty()) {
         if (!in_flight.empty() && random_order() % 64 == 0) finish_one_in_flight();
@@ -311,7 +312,7 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
             at = random_order() % alive.size();
         }
         if (random_order() % 16384 == 0) slow = random_order() % (BLOCK_SIZE / 32);
-        // The slow warp's turn comes when nobody else can go on.
+        // The slow warp runs when nobody else can.
         const auto can_run = [&](bool slow_as_well) {
             const Thread& thread = threads[alive[at]];
             if (thread.thread_index.x / 32 == slow && !slow_as_well) return false;
@@ -333,7 +334,7 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
         alive[at] = alive.back();
         alive.pop_back();
     }
-    if (!in_flight.empty()) fail("copies into a block that has left");
+    if (!in_flight.empty()) fail("copies into a CTA that has exited");
     for (const Block& block : blocks) {
         const unsigned char* end = block.storage.data() + block.storage.size();
         for (const unsigned char* byte = end - GUARD; byte < end; ++byte) {

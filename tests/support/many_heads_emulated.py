@@ -1,7 +1,5 @@
 """The kernels for many heads on the host, for tests: warps in random order; rows, queries, and what must come out."""
 
-import ctypes
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,25 +16,15 @@ from tamis.cache.selection import Selection
 from tamis.ops import write_kv
 from tamis.ops.attention import reference
 from tamis.ops.attention.hopper import many_heads as many
-from tamis.ops.attention.hopper.many_heads import SIGNATURE
 from tamis.ops.attention.hopper.splits import Outputs
 from tamis.ops.combine import reference as combine
 
 ENTRY = """
-#include <utility>
-template <class... Arguments, size_t... I>
-void call(void (*kernel)(Arguments...), const void* const* values, std::index_sequence<I...>) {
-  kernel(*static_cast<const Arguments*>(values[I])...);
-}
-template <class... Arguments>
-void call(void (*kernel)(Arguments...), const void* const* values) {
-  call(kernel, values, std::index_sequence_for<Arguments...>());
-}
-extern "C" __attribute__((visibility("default"))) void run(int blocks, int seed, const void* const* values) {
+extern "C" __attribute__((visibility("default"))) void run(int ctas, int seed, const ManyHeadsParams* params) {
   emulator::random_order.seed(seed);
-  for (int block = 0; block < blocks; ++block) {
-    emulator::start_block_of_products(blocks);
-    emulator::run_cluster(block, 1, USED, [&] { call(attend_many_heads, values); });
+  for (int cta = 0; cta < ctas; ++cta) {
+    emulator::start_block_of_products(ctas);
+    emulator::run_cluster(cta, 1, USED, [&] { attend_many_heads(*params); });
     emulator::check_finished();
   }
 }
@@ -46,12 +34,10 @@ extern "C" __attribute__((visibility("default"))) void run(int blocks, int seed,
 class Emulated:
     """The kernel of a layout, compiled for the host."""
 
-    def __init__(self, folder: Path, kind: many.Rows, selections: int) -> None:
-        program = many.program(kind, selections)
-        source = program.source.replace('#include "instructions.cuh"', "")
-        source = source.replace('#include "warpgroups.cuh"', '#include "warpgroup_emulator.hpp"')
-        options = [*program.options, "-I", str(Path(many.__file__).parent)]
-        self.run = on_host.load(folder, source + ENTRY, options).run
+    def __init__(self, folder: Path, row_kernel: many.RowKernel, selections: int) -> None:
+        program = many.program(row_kernel, selections)
+        source = f'#include "warpgroup_emulator.hpp"\n{program.source}{ENTRY}'
+        self.run = on_host.load(folder, source, [*program.options, "-I", str(Path(many.__file__).parent)]).run
 
     def __call__(
         self,
@@ -59,22 +45,21 @@ class Emulated:
         selections: Sequence[Selection],
         *,
         scale: float | Tensor,
-        parts: int = 1,
+        splits: int = 1,
         whole: int = 0,
         sink: Tensor | None = None,
         seed: int = 0,
-        blocks: int | None = None,
+        ctas: int | None = None,
     ) -> tuple[Outputs, Outputs]:
-        """The results of whole tokens, in the first rows, and of the others' parts; by so many blocks if they stay."""
+        """The results of whole tokens, in the first rows, and the splits of the others, by `ctas` persistent CTAs."""
         tokens, heads, _ = q.shape
         out, lse = torch.full((tokens, heads, 512), -7.0, dtype=torch.bfloat16), torch.full((tokens, heads), -7.0)
         direct = Outputs(out, lse, lse.clone())
-        found = Outputs.empty(parts, tokens - whole, heads, device=q.device)
-        values, _copies = many.launch_values(q, selections, scale, sink, direct, found)
-        held = [ctypes.create_string_buffer(struct.pack(f"@{s}", v)) for s, v in zip(SIGNATURE, values, strict=True)]
-        addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
-        items = (whole + (tokens - whole) * parts) * ceil_div(heads, 64)
-        self.run(items if blocks is None else blocks, seed, addresses)
+        found = Outputs.empty(splits, tokens - whole, heads, device=q.device)
+        held: list[Tensor] = []
+        params = many.many_heads_params(q, selections, scale, sink, direct, found, held)
+        items = (whole + (tokens - whole) * splits) * ceil_div(heads, 64)
+        self.run(items if ctas is None else ctas, seed, on_host.packed(params))
         return direct, found
 
 

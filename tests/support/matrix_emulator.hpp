@@ -1,5 +1,5 @@
-// What kernels with matrix instructions need besides: matrices shared by a warp, copies that barriers in shared memory
-// count, and named barriers. Copies land late and in any order, so that whoever does not wait reads old bytes.
+// The rest of `instructions.cuh` on the host: matrix fragments of a warp, mbarriers and the copies that they count, named
+// barriers. Copies land late and in any order, so that whoever does not wait for them reads old bytes.
 #pragma once
 #include "emulator.hpp"
 
@@ -17,7 +17,7 @@ struct Shuffled {
     T values[2][32];
 };
 
-// As `exchange`, of anything.
+// As `exchange`, for values of any type.
 template <class T>
 const T* exchange_all(const T& value) {
     static std::map<const Warp*, Shuffled<T>> all;
@@ -31,7 +31,7 @@ const T* exchange_all(const T& value) {
 struct CopyBarrier {
     Barrier phase;
     u32 count, arrived = 0;
-    long long bytes = 0;  // announced and not there yet
+    long long bytes = 0;  // announced but not copied yet
 
     void look() {
         if (arrived < count || bytes != 0) return;
@@ -40,13 +40,13 @@ struct CopyBarrier {
     }
 };
 
-// By address. A block's are forgotten when it ends.
+// Barriers by their address or number; those of a CTA are forgotten when the next one starts.
 inline std::map<u32, CopyBarrier> copy_barriers;
 inline std::map<u32, Barrier> named_barriers;
 
 inline CopyBarrier& copy_barrier(u32 address) {
     const auto found = copy_barriers.find(address);
-    if (found == copy_barriers.end()) fail("a barrier that nobody set up");
+    if (found == copy_barriers.end()) fail("a barrier that was not initialised");
     return found->second;
 }
 
@@ -58,7 +58,7 @@ inline void count_arrival(u32 address, u32 bytes) {
     one.look();
 }
 
-// Copies that a thread waits for itself: each happens at once, or not before somebody waits for it.
+// cp.async: each copy happens at once, or not before its thread waits for it.
 struct OwnCopies {
     std::vector<std::function<void()>> open;
     std::vector<std::vector<std::function<void()>>> groups;
@@ -115,9 +115,9 @@ struct Operands {
     u32 a[4], b[2];
 };
 
-// Row by column of m16n8k16: every lane finds what it needs in the registers of the others.
-template <class Widen>
-void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1, const Widen& widen) {
+// m16n8k16: every lane takes its row and column from the registers of the others.
+template <class Value>
+void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1, const Value& value) {
     const Operands* lanes = exchange_all(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
     const int lane = current->thread_index.x % 32;
     for (int i = 0; i < 4; ++i) {
@@ -126,7 +126,7 @@ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1, const Widen& w
         for (int k = 0; k < 16; ++k) {
             const u32 left = lanes[4 * (row % 8) + k / 2 % 4].a[row / 8 + 2 * (k / 8)];
             const u32 right = lanes[4 * column + k / 2 % 4].b[k / 8];
-            total += static_cast<double>(widen(left >> 16 * (k % 2) & 0xFFFF)) * widen(right >> 16 * (k % 2) & 0xFFFF);
+            total += static_cast<double>(value(left >> 16 * (k % 2) & 0xFFFF)) * value(right >> 16 * (k % 2) & 0xFFFF);
         }
         sum[i] = static_cast<float>(total);
     }
@@ -153,7 +153,7 @@ inline void ldmatrix_x4(u32 (&m)[4], u32 address, bool transposed) {
             m[i] |= element << 16 * e;
         }
     }
-    exchange_all(0u);  // nobody writes before everybody has read
+    exchange_all(0u);  // no lane goes on and writes before all have read
 }
 
 }  // namespace emulator
@@ -183,7 +183,7 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     return result;
 }
 
-// What `instructions.cuh` has in assembly.
+// ---- The functions of `instructions.cuh`
 
 inline void mbarrier_init(u32 barrier, u32 count) {
     if (barrier % 8) emulator::fail("a barrier that is not aligned");
@@ -244,7 +244,7 @@ void cp_async_wait() {
     }
 }
 
-// The copies that have not happened yet do so on their way to the barrier.
+// Copies that have not happened yet do so before the arrival.
 inline void cp_async_mbarrier_arrive(u32 barrier) {
     auto& own = emulator::own_copies[threadIdx.x];
     emulator::in_flight.push_back([barrier, copies = std::move(own.open)] {
@@ -278,7 +278,7 @@ inline void ldmatrix_x4(u32 (&m)[4], u32 address) { emulator::ldmatrix_x4(m, add
 inline void ldmatrix_x4_trans(u32 (&m)[4], u32 address) { emulator::ldmatrix_x4(m, address, true); }
 
 inline void stmatrix_x4(u32 address, const u32 (&fragment)[4]) {
-    if (address % 16) emulator::fail("a matrix row out of line");
+    if (address % 16) emulator::fail("a matrix row that is not aligned");
     const int lane = threadIdx.x % 32;
     u32 rows[32];
     std::memcpy(rows, emulator::exchange(address), sizeof rows);
@@ -286,7 +286,7 @@ inline void stmatrix_x4(u32 address, const u32 (&fragment)[4]) {
 }
 
 inline void stmatrix_x4_trans(u32 address, const u32 (&fragment)[4]) {
-    if (address % 16) emulator::fail("a matrix row out of line");
+    if (address % 16) emulator::fail("a matrix row that is not aligned");
     const int lane = threadIdx.x % 32;
     u32 rows[32];
     std::memcpy(rows, emulator::exchange(address), sizeof rows);
@@ -301,7 +301,7 @@ inline void stmatrix_x4_trans(u32 address, const u32 (&fragment)[4]) {
 inline u32 warp_uniform(u32 same) {
     const u32* all = emulator::exchange(same);
     for (int lane = 0; lane < 32; ++lane) {
-        if (all[lane] != same) emulator::fail("lanes that differ in what should be the same");
+        if (all[lane] != same) emulator::fail("lanes differ in a value that should be uniform");
     }
     return same;
 }

@@ -1,5 +1,5 @@
-// What `warpgroups.cuh` has in assembly, on the host. Products run when they are issued, or not before somebody waits for
-// them: what was freed, overwritten or read too early gives wrong results in one of the two.
+// `warpgroups.cuh` on the host. In a CTA, products run either when they are issued or not before somebody waits for them:
+// operands that are overwritten, or accumulators that are read, too early give wrong results in one of the two.
 #pragma once
 #include "matrix_emulator.hpp"
 
@@ -27,7 +27,7 @@ inline std::vector<std::vector<Product>> committed[BLOCK_SIZE];
 inline bool eager;
 
 inline u32 element(u32 address) {
-    // The exchange of 16-byte units depends on the address alone.
+    // The swizzle depends on the address alone.
     unsigned short bits;
     std::memcpy(&bits, shared_byte(address ^ (address >> 7 & 7) << 4), 2);
     return bits;
@@ -37,7 +37,7 @@ struct TileOperand {
     u32 start, leading, stride;
 
     explicit TileOperand(unsigned long long descriptor) {
-        if (descriptor >> 62 != 1 || descriptor >> 46 & 0xFFFF) fail("not a descriptor of tiles of 128-byte rows");
+        if (descriptor >> 62 != 1 || descriptor >> 46 & 0xFFFF) fail("not a descriptor of tiles in the 128-byte swizzle");
         start = (descriptor & 0x3FFF) << 4;
         leading = (descriptor >> 16 & 0x3FFF) << 4;
         stride = (descriptor >> 32 & 0x3FFF) << 4;
@@ -96,7 +96,7 @@ inline void start_block_of_products(u32 grid) {
 
 inline void check_finished() {
     for (int i = 0; i < BLOCK_SIZE; ++i) {
-        if (!open[i].empty() || !committed[i].empty()) fail("a product is still under way");
+        if (!open[i].empty() || !committed[i].empty()) fail("a wgmma is still in flight");
     }
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -217,19 +217,3 @@ class Launch:
                 status = self._launch(buffers.reference, self.kernel.function, buffers.pointers, None)
         if status:
             raise self.kernel.driver.error("cuLaunchKernelEx", status)
-
-
-class ListLaunch(Launch):
-    """A launch of a kernel that still takes a list of parameters; to be deleted with the last such kernel."""
-
-    def __init__(self, kernel: Kernel, letters: str, **options: Any) -> None:
-        """As `Launch`, with a letter of the module `struct` for each parameter."""
-        fields: list[tuple[str, Any]] = [(f"p{i}", Annotated[float, letter]) for i, letter in enumerate(letters)]
-        super().__init__(kernel, NamedTuple("Parameters", fields), **options)  # type: ignore[arg-type]
-        self._offsets = [struct.calcsize(f"@{letters[: i + 1]}") - struct.calcsize(s) for i, s in enumerate(letters)]
-
-    def __call__(self, grid: tuple[int, int, int], *values: Any) -> None:
-        """As `Launch`, with the parameters one by one."""
-        start = ctypes.addressof(self._buffers.params)
-        self._buffers.pointers = (ctypes.c_void_p * len(self._offsets))(*(start + offset for offset in self._offsets))
-        super().__call__(grid, values)

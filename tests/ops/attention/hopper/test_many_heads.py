@@ -67,11 +67,11 @@ def test_window_and_entries_under_one_softmax_with_sinks(emulated) -> None:
     direct, _ = emulated(many.V4_FP8, 2)(q, selections, scale=scale, whole=4, sink=sink)
     close(direct, wanted, error=4e-3)
     for parts in (2, 3, 7):
-        _, found = emulated(many.V4_FP8, 2)(q, selections, scale=scale, parts=parts, seed=parts)
+        _, found = emulated(many.V4_FP8, 2)(q, selections, scale=scale, splits=parts, seed=parts)
         close(
             merged(*found), expected(q, [selections[0], Selection(entries, slots[1], lengths[1].clamp_max(150))], 0.06)
         )
-    direct, rest = emulated(many.V4_FP8, 2)(q, selections, scale=scale, whole=3, parts=3, sink=sink)
+    direct, rest = emulated(many.V4_FP8, 2)(q, selections, scale=scale, whole=3, splits=3, sink=sink)
     close(Outputs(*(t[:3] for t in direct)), tuple(t[:3] for t in wanted), error=4e-3)
     assert (direct.out[3] == -7).all()
     close(merged(*rest, sink=sink), tuple(t[3:] for t in wanted))
@@ -100,7 +100,7 @@ def test_rows_without_anything_selected_give_zeros(emulated, layout: str) -> Non
     q = queries(2, 64, cache.layout.width)
     for parts in (1, 2):
         kernel = emulated(KINDS[layout])
-        direct, found = kernel(q, selections, scale=0.1, whole=1, parts=parts, sink=torch.zeros(64))
+        direct, found = kernel(q, selections, scale=0.1, whole=1, splits=parts, sink=torch.zeros(64))
         for out, lse, top in (Outputs(*(t[0] for t in direct)), found):
             assert (out == 0).all()
             assert (lse == -torch.inf).all()

@@ -54,7 +54,7 @@ def test_a_block_takes_one_item_after_the_other(emulated, blocks: int) -> None:
     q, sink = queries(6, 70, 576), torch.randn(70)
     wanted = expected(q, selections, 0.05, sink)
     direct, rest = emulated()(
-        q, selections, scale=torch.tensor([0.05]), whole=3, parts=2, sink=sink, blocks=blocks, seed=blocks
+        q, selections, scale=torch.tensor([0.05]), whole=3, splits=2, sink=sink, ctas=blocks, seed=blocks
     )
     close(Outputs(*(t[:3] for t in direct)), tuple(t[:3] for t in wanted), error=6e-3, lse_error=1e-4)
     assert (direct.out[3:] == -7).all()
@@ -69,7 +69,7 @@ def test_two_selections_in_parts(emulated, parts: int) -> None:
     slots = choose(3, 80, caches[0]), choose(3, 150, caches[1], invalid=0.3)
     selections = [Selection(*given) for given in zip(caches, slots, lengths, strict=True)]
     q = queries(3, 64, 576)
-    _, found = emulated(2)(q, selections, scale=0.05, parts=parts, blocks=4, seed=parts)
+    _, found = emulated(2)(q, selections, scale=0.05, splits=parts, ctas=4, seed=parts)
     close(merged(*found), expected(q, selections, 0.05), **ERRORS)
 
 
@@ -93,7 +93,7 @@ def test_rows_without_anything_selected_give_zeros(emulated) -> None:
     selections = [Selection(cache, slots, torch.tensor([130, 0], dtype=torch.int32))]
     q = queries(2, 64, 576)
     for parts in (1, 2):
-        direct, found = emulated()(q, selections, scale=0.1, whole=1, parts=parts, sink=torch.zeros(64))
+        direct, found = emulated()(q, selections, scale=0.1, whole=1, splits=parts, sink=torch.zeros(64))
         for out, lse, top in (Outputs(*(t[0] for t in direct)), found):
             assert (out == 0).all()
             assert (lse == -torch.inf).all()
@@ -107,7 +107,7 @@ def test_nan_shows_and_stays_in_its_token(emulated) -> None:
     slots[slots == 53] = 0
     slots[1, 77] = 53
     q, selections = queries(3, 64, 576), [Selection(cache, slots)]
-    _, (out, lse, top) = emulated()(q, selections, scale=0.05, blocks=1)
+    _, (out, lse, top) = emulated()(q, selections, scale=0.05, ctas=1)
     for found in (out, lse, top):
         assert found[0, 1].isnan().all()
     kept = [0, 2]
@@ -170,5 +170,5 @@ def test_groups_share_the_registers_of_a_launch() -> None:
     assert 2 * registers["ATTEND_REGISTERS"] + registers["GATHER_REGISTERS"] <= 3 * 168
     for kind in (many.V32_FP8, many.V4_FP8):
         registers = dict(kind.constants)
-        widening = 2 * registers["WIDEN_REGISTERS"]
-        assert registers["SCORE_REGISTERS"] + registers["WEIGH_REGISTERS"] + widening <= 4 * 128
+        dequantising = 2 * registers["DEQUANTISE_REGISTERS"]
+        assert registers["SCORE_REGISTERS"] + registers["WEIGH_REGISTERS"] + dequantising <= 4 * 128

@@ -18,13 +18,9 @@ from tamis.ops.index.hopper.topk import SHARED_PER_SM, Variant, memory_of, topk_
 
 ENTRY = """
 extern "C" __attribute__((visibility("default"))) void run(
-    int rows, int cluster, long long shared, int seed, const float* scores, long long row_stride, int width,
-    const int* lengths, int k, const int* ids, const int* table, long long table_stride, int requests,
-    int table_width, int page_size, int* out, int resident, int words) {
+    int rows, int cluster, long long shared, int seed, const TopkParams* params) {
   emulator::random_order.seed(seed);
-  for (int row = 0; row < rows; ++row) emulator::run_cluster(row, cluster, shared, [&] {
-    topk_positions(scores, row_stride, width, lengths, k, ids, table, table_stride, requests, table_width, page_size,
-                   out, resident, words); });
+  for (int row = 0; row < rows; ++row) emulator::run_cluster(row, cluster, shared, [&] { topk_positions(*params); });
 }
 """
 
@@ -86,8 +82,8 @@ class Emulated:
 
     def __init__(self, folder: Path, threads: int) -> None:
         program = topk.program(threads)
-        source = program.source.replace('#include "instructions.cuh"', '#include "emulator.hpp"')
-        self.threads, self.run = threads, on_host.load(folder, source + ENTRY, program.options).run
+        source = f'#include "emulator.hpp"\n{program.source}{ENTRY}'
+        self.threads, self.run = threads, on_host.load(folder, source, program.options).run
 
     def __call__(
         self,
@@ -100,18 +96,17 @@ class Emulated:
         pages: tuple[Tensor, Tensor, int] | None = None,
         seed: int = 0,
     ) -> Tensor:
-        memory = memory_of(Variant(cluster, self.threads, 1), scores.shape[1], k)
-        keys = memory.resident if resident is None else min(resident, memory.resident)
+        fitting, words = memory_of(Variant(cluster, self.threads, 1), scores.shape[1], k)
+        keys = fitting if resident is None else min(resident, fitting)
         # No more than it should use, so that the emulator sees it use more.
-        shared = topk._fixed_bytes(self.threads) + 4 * (2 * memory.bitmap_words + keys)
+        shared = topk.FIXED_BYTES + 4 * (2 * words + keys)
         out = torch.full((scores.shape[0], k), -7, dtype=torch.int32)
         ids, table, page_size = pages or (torch.empty(0), torch.empty(0, 0), 0)
-        pointer, long = ctypes.c_void_p, ctypes.c_longlong
-        self.run(
-            *(scores.shape[0], cluster, long(shared), seed, pointer(scores.data_ptr()), long(scores.stride(0))),
-            *(scores.shape[1], pointer(lengths.data_ptr()), k, pointer(ids.data_ptr()), pointer(table.data_ptr())),
-            *(long(table.stride(0)), *table.shape, page_size, pointer(out.data_ptr()), keys, memory.bitmap_words),
+        params = topk.TopkParams(
+            *(scores.data_ptr(), scores.stride(0), scores.shape[1], lengths.data_ptr(), k, ids.data_ptr()),
+            *(table.data_ptr(), table.stride(0), *table.shape, page_size, out.data_ptr(), keys, words),
         )
+        self.run(scores.shape[0], cluster, ctypes.c_longlong(shared), seed, on_host.packed(params))
         return out
 
 
@@ -188,14 +183,14 @@ def test_slots_keep_the_columns_of_their_positions(emulated: Emulated) -> None:
 @pytest.mark.parametrize("tokens", [1, 32, 64, 128, 133, 1024, 4096])
 def test_every_launch_fits_the_device(tokens: int, width: int) -> None:
     variant = usual_variant(tokens, width, 132)
-    memory = memory_of(variant, width, 4096)
+    resident, bitmap_words = memory_of(variant, width, 4096)
     assert variant.cluster in (1, 2, 4, 8, 16)
     assert (variant.shared + 1024) * variant.per_sm <= SHARED_PER_SM
-    used = topk._fixed_bytes(variant.threads) + 4 * (2 * memory.bitmap_words + memory.resident)
+    used = topk.FIXED_BYTES + 4 * (2 * bitmap_words + resident)
     assert used <= variant.shared
-    assert memory.resident % 128 == 0
+    assert resident % 128 == 0
     slice_size = ceil_div(width + 3, variant.cluster)
-    assert memory.bitmap_words * 32 >= max(slice_size, min(4096, width) + 3)
+    assert bitmap_words * 32 >= max(slice_size, min(4096, width) + 3)
     if tokens == 1 and width >= 65536:
         assert variant.cluster == (8 if width == 65536 else 16)
 

@@ -1,228 +1,254 @@
-// What an item of work reads and where its results go. An item is a query token and HEADS heads, or a part of the rows of
-// one: the first tokens of a launch are whole and go straight into the output, the others are cut into parts that another
-// kernel merges. Comes after `instructions.cuh`; the kernel says how many HEADS an item has, of how many VALUES, how many
-// SELECTIONS there are (1 or 2), how many rows are a block of them (STEP_ROWS), how many blocks are not cut apart
-// (TOGETHER), and how long rows are (ROW_BYTES).
+// Work items of the kernels for many heads: which rows a work item attends to, and where its results go.
+//
+// A work item is a query token and 64 of its heads. The first tokens of a launch are whole: their results go straight into
+// the output. The other tokens are split (split-KV): a work item is one of several runs of their rows, its results go into
+// split_out, split_lse and split_max_logits, and `merge_splits.cu` merges them.
+//
+// The selected rows of a token are worked on in blocks of 64, those of the first selection before those of the second. A
+// split has whole blocks.
+#pragma once
+#include "instructions.cuh"
+#include "params.cuh"
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr int HEADS = 64;       // of a work item: the rows of a wgmma
+constexpr int BLOCK_ROWS = 64;  // selected rows of a block
+constexpr int VALUE_DIM = 512;  // columns of a row that are values
 
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
-
-// ---- What to attend to
-
-struct Selection {
-    const unsigned char* start;
-    long long page_stride;
-    int page_size, page_shift, pages;  // a page's size as a power of two; negative: it is none
-    const int* slots;  // of the first query token
-    long long token_stride, column_stride;
-    int length;
-    const int* table;  // of the token's request; null: slots are no positions
-    int table_width;
+// One launch of `many_heads.cu` or `many_heads_bf16.cu`.
+struct ManyHeadsParams {
+    QueryParams query;
+    OutputParams output;
+    SelectionParams first;
+    SelectionParams second;  // read by programs for two selections
 };
 
-#define SELECTION(n)                                                                                                   \
-    const unsigned char *start##n, long long page_stride##n, int page_size##n, int pages##n, const int *slots##n,      \
-        long long token_stride##n, long long column_stride##n, int columns##n, const int *lengths##n,                  \
-        const int *request_ids##n, const int *table##n, long long table_stride##n, int table_width##n, int requests##n
+static_assert(sizeof(ManyHeadsParams) == PARAMS_BYTES, "ManyHeadsParams differs from its twin in many_heads.py");
 
-#define SELECTION_VALUES(n)                                                                                            \
-    start##n, page_stride##n, page_size##n, pages##n, slots##n, token_stride##n, column_stride##n, columns##n,         \
-        lengths##n, request_ids##n, table##n, table_stride##n, table_width##n, requests##n
+// ---- Rows
 
-// Of one query token. A token of an unknown request selects nothing.
-__device__ __forceinline__ Selection selection_of(long long token, SELECTION()) {
-    const int shift = page_size & page_size - 1 ? -1 : __ffs(page_size) - 1;
-    Selection made = {start, page_stride, page_size, shift, pages, slots, token_stride, column_stride, columns, nullptr,
-                      table_width};
-    if (columns > 0 && lengths != nullptr) made.length = min(max(lengths[token], 0), columns);
-    if (columns > 0 && table != nullptr) {
-        const int request = request_ids[token];
-        const bool known = request >= 0 && request < requests;
-        made.table = table + (known ? request : 0) * table_stride;
+// A selection, for one query token.
+struct TokenSelection {
+    SelectionParams params;
+    int page_shift;    // log2 of the page size; -1 if it is no power of two
+    int length;        // columns that count
+    const int* table;  // the request's row of the block table; null: the columns are slots, not positions
+};
+
+// A token of an unknown request selects nothing.
+__device__ __forceinline__ TokenSelection selection_of(const SelectionParams& of, long long token) {
+    const int page_shift = of.page_size & of.page_size - 1 ? -1 : __ffs(of.page_size) - 1;
+    TokenSelection made = {of, page_shift, of.columns, nullptr};
+    if (of.columns > 0 && of.lengths != nullptr) made.length = min(max(of.lengths[token], 0), of.columns);
+    if (of.columns > 0 && of.block_table != nullptr) {
+        const int request = of.request_ids[token];
+        const bool known = request >= 0 && request < of.requests;
+        made.table = of.block_table + (known ? request : 0) * of.table_stride;
         if (!known) made.length = 0;
     }
     return made;
 }
 
-// Blocks of STEP_ROWS columns of one selection, then of the other.
+// The rows of a work item, from N selections (1 or 2).
+template <int N>
 struct Work {
     int token;
-    Selection first, second;
-    int first_blocks;
-    int begin, end;  // blocks of this item
+    TokenSelection first, second;
+    int first_blocks;  // of the first selection
+    int begin, end;    // blocks of this work item
 
     __device__ __forceinline__ int blocks() const {
-        return first_blocks + (SELECTIONS > 1 ? (second.length + STEP_ROWS - 1) / STEP_ROWS : 0);
+        return first_blocks + (N > 1 ? (second.length + BLOCK_ROWS - 1) / BLOCK_ROWS : 0);
     }
+
+    __device__ __forceinline__ bool is_second(int block) const { return N > 1 && block >= first_blocks; }
 };
 
-// Follows one column of every block: the slot two blocks ahead, its page one block ahead. Which selection a block is of
-// is the same for all lanes; everything is chosen by it first and loaded once, as a load into a register that another
-// one is still on the way to would wait for that.
-struct Follower {
-    const Work& work;
+// Walks over one column of every block of a work item and returns its rows. It fetches the slot two blocks ahead and the
+// page one block ahead, as each waits for the one before.
+//
+// Which selection a block belongs to is the same in all lanes. `pick` chooses operands by it before a single load: with a
+// load in each branch, the second one would wait for the first one's register.
+template <int N, int ROW_BYTES>
+struct RowWalker {
+    const Work<N>& work;
     int column;  // within a block
-    int block;   // whose slot is `slot`
-    int slot, page = -1, within = 0;
+    int block;   // the block of `slot`
+    int slot, page = -1, row_in_page = 0;
     bool page_in_second = false;
 
-    // Two slots are on their way at once: at the beginning everybody waits for them.
-    __device__ __forceinline__ Follower(const Work& work, int column)
+    // Loads the first two slots together: at the beginning everybody waits for them.
+    __device__ __forceinline__ RowWalker(const Work<N>& work, int column)
         : work(work), column(column), block(work.begin + 1) {
         const int first = load_slot(work.begin);
         slot = load_slot(block);
         find_page(first, work.begin);
     }
 
-    // Whether a block is of the second selection.
-    __device__ __forceinline__ bool is_later(int block) const { return SELECTIONS > 1 && block >= work.first_blocks; }
+    template <class T>
+    __device__ __forceinline__ T pick(bool second, T SelectionParams::*field) const {
+        return second ? work.second.params.*field : work.first.params.*field;
+    }
+
+    template <class T>
+    __device__ __forceinline__ T pick(bool second, T TokenSelection::*field) const {
+        return second ? work.second.*field : work.first.*field;
+    }
 
     __device__ __forceinline__ int load_slot(int block) const {
-        const bool later = is_later(block);
-        const int at = (block - (later ? work.first_blocks : 0)) * STEP_ROWS + column;
-        const int length = block < work.end ? (later ? work.second.length : work.first.length) : 0;
-        const int* const slots = later ? work.second.slots : work.first.slots;
-        const long long stride = later ? work.second.column_stride : work.first.column_stride;
-        const long long token_stride = later ? work.second.token_stride : work.first.token_stride;
+        const bool second = work.is_second(block);
+        const int at = (block - (second ? work.first_blocks : 0)) * BLOCK_ROWS + column;
+        const int length = block < work.end ? pick(second, &TokenSelection::length) : 0;
+        const int* const slots = pick(second, &SelectionParams::slots);
+        const long long stride = pick(second, &SelectionParams::column_stride);
+        const long long token_stride = pick(second, &SelectionParams::token_stride);
         return at < length ? slots[work.token * token_stride + at * stride] : -1;
     }
 
-    // Of a block's slot.
+    // Finds the page of a block's slot, or position.
     __device__ __forceinline__ void find_page(int slot, int block) {
-        const bool later = page_in_second = is_later(block);
-        const int size = later ? work.second.page_size : work.first.page_size;
-        const int shift = later ? work.second.page_shift : work.first.page_shift;
-        const int width = later ? work.second.table_width : work.first.table_width;
-        const int* const table = later ? work.second.table : work.first.table;
-        const int number = shift >= 0 ? slot >> shift : slot / size;  // negative where the slot is, or zero
-        within = slot - number * size;
+        const bool second = page_in_second = work.is_second(block);
+        const int size = pick(second, &SelectionParams::page_size);
+        const int shift = pick(second, &TokenSelection::page_shift);
+        const int width = pick(second, &SelectionParams::table_width);
+        const int* const table = pick(second, &TokenSelection::table);
+        const int number = shift >= 0 ? slot >> shift : slot / size;  // negative or zero where the slot is negative
+        row_in_page = slot - number * size;
         page = slot < 0 ? -1 : number;
         if (table != nullptr && slot >= 0) page = number < width ? table[number] : -1;
     }
 
-    // Of the next block; null where there is no row. `after`: eight bytes for each row of a page, beyond all of them.
-    __device__ __forceinline__ const unsigned char* next(const unsigned char*& after) {
-        const bool later = page_in_second;
-        const long long stride = later ? work.second.page_stride : work.first.page_stride;
-        const unsigned char* const start = (later ? work.second.start : work.first.start) + page * stride;
-        const bool there = static_cast<u32>(page) < static_cast<u32>(later ? work.second.pages : work.first.pages);
-        const long long size = later ? work.second.page_size : work.first.page_size;
-        const unsigned char* const row = there ? start + within * static_cast<long long>(ROW_BYTES) : nullptr;
-        after = start + size * ROW_BYTES + within * 8ll;
+    // The row in the next block; null if there is none. `exponents` is where V4 keeps the row's eight scale bytes, in a
+    // plane after all rows of the page.
+    __device__ __forceinline__ const unsigned char* next(const unsigned char*& exponents) {
+        const bool second = page_in_second;
+        const long long stride = pick(second, &SelectionParams::page_stride);
+        const unsigned char* const start = pick(second, &SelectionParams::rows) + page * stride;
+        const bool exists = static_cast<u32>(page) < static_cast<u32>(pick(second, &SelectionParams::pages));
+        const long long size = pick(second, &SelectionParams::page_size);
+        const unsigned char* const row = exists ? start + row_in_page * static_cast<long long>(ROW_BYTES) : nullptr;
+        exponents = start + size * ROW_BYTES + row_in_page * 8ll;
         find_page(slot, block);
         slot = load_slot(++block);
         return row;
     }
 
     __device__ __forceinline__ const unsigned char* next() {
-        const unsigned char* after;
-        return next(after);
+        const unsigned char* exponents;
+        return next(exponents);
     }
 };
 
-// ---- Where results go
+// ---- Results
 
-struct Output {
-    void* start;  // of the part, token and first head
+// The destination of a work item's results, starting at its first head.
+struct ItemOutput {
+    void* out;  // [heads, 512] of `kind`
     long long head_stride;
-    int heads;   // of this item
-    int kind;    // of numbers: 0 float32, 1 bf16, 2 fp16
-    const float* sink;
-    float *lse, *tops;
+    int heads;  // of this work item
+    int kind;   // 0 float32, 1 bf16, 2 fp16
+    const float* sink;         // [heads], or null
+    float *lse, *max_logits;   // [heads]
 
-    // A fragment of 128 columns of the 64 heads of four warps, each head times a factor.
-    __device__ __forceinline__ void store(const float (&values)[64], int column, float upper, float lower) const {
-        if (kind == 0) store_wide(values, column, upper, lower);
-        else if (kind == 1) store_narrow<true>(values, column, upper, lower);
-        else store_narrow<false>(values, column, upper, lower);
+    // Stores a warpgroup's accumulators of 64 heads and 128 columns from `column` on. A thread has two heads, lane / 4 of
+    // its warp's 16 (`upper`) and the one 8 further (`lower`), each with its own factor.
+    __device__ __forceinline__ void store(const float (&accumulators)[64], int column, float upper, float lower) const {
+        if (kind == 0) store_float(accumulators, column, upper, lower);
+        else if (kind == 1) store_16_bit<BF16>(accumulators, column, upper, lower);
+        else store_16_bit<FP16>(accumulators, column, upper, lower);
     }
 
-    __device__ __forceinline__ void store_wide(const float (&values)[64], int column, float upper, float lower) const {
+    __device__ __forceinline__ void store_float(const float (&accumulators)[64], int column, float upper, float lower) const {
         const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
         for (int below = 0; below < 2; ++below) {
             if (head + 8 * below >= heads) continue;
             const float factor = below ? lower : upper;
-            float* const at = static_cast<float*>(start) + (head + 8 * below) * head_stride + column + lane % 4 * 2;
+            float* const at = static_cast<float*>(out) + (head + 8 * below) * head_stride + column + lane % 4 * 2;
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 *reinterpret_cast<float2*>(at + 8 * i) =
-                    make_float2(values[4 * i + 2 * below] * factor, values[4 * i + 2 * below + 1] * factor);
+                    make_float2(accumulators[4 * i + 2 * below] * factor, accumulators[4 * i + 2 * below + 1] * factor);
             }
         }
     }
 
-    // A lane has two neighbours in each of two groups of eight columns. It swaps with the next lane, for four in one of
-    // them: memory is written in whole sectors then.
-    template <bool AS_BF16>
-    __device__ __forceinline__ void store_narrow(const float (&values)[64], int column, float upper, float lower) const {
+    // A lane has two neighbouring columns in each of two groups of eight. It swaps one pair with the next lane, so that
+    // it has four neighbours in one group and memory is written in whole sectors.
+    template <Operand TYPE>
+    __device__ __forceinline__ void store_16_bit(const float (&accumulators)[64], int column, float upper, float lower) const {
         const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % 4 * 16 + lane / 4, odd = lane % 2;
 #pragma unroll
         for (int below = 0; below < 2; ++below) {
             const float factor = below ? lower : upper;
-            const long long at = (head + 8 * below) * head_stride + column + odd * 8 + lane % 4 / 2 * 4;
+            uint2 columns[8];
 #pragma unroll
-            for (int i = 0; i < 16; i += 2) {
+            for (int i = 0; i < 8; ++i) {
                 u32 words[2];
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const float a = values[4 * (i + j) + 2 * below] * factor, b = values[4 * (i + j) + 2 * below + 1] * factor;
-                    words[j] = AS_BF16 ? pack_bf16(a, b) : pack_fp16(a, b);
+                    const float a = accumulators[4 * (2 * i + j) + 2 * below] * factor;
+                    const float b = accumulators[4 * (2 * i + j) + 2 * below + 1] * factor;
+                    words[j] = TYPE == BF16 ? pack_bf16(a, b) : pack_fp16(a, b);
                 }
                 const u32 other = __shfl_xor_sync(FULL_MASK, odd ? words[0] : words[1], 1);
-                if (head + 8 * below < heads) {
-                    *reinterpret_cast<uint2*>(static_cast<unsigned short*>(start) + at + 8 * i) =
-                        odd ? make_uint2(other, words[1]) : make_uint2(words[0], other);
-                }
+                columns[i] = odd ? make_uint2(other, words[1]) : make_uint2(words[0], other);
             }
+            if (head + 8 * below >= heads) continue;
+            const long long first = (head + 8 * below) * head_stride + column + odd * 8 + lane % 4 / 2 * 4;
+            unsigned short* const at = static_cast<unsigned short*>(out) + first;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) *reinterpret_cast<uint2*>(at + 16 * i) = columns[i];
         }
     }
 };
 
-// ---- Items of a launch
+// ---- The work items of a launch
 
-// Whole tokens fill out [T, H, 512], lse and tops [T, H]; the others parts_out [parts, T - whole, H, 512] and so on.
-struct Results {
-    void* out;
-    int kind;
-    long long token_stride, head_stride;
-    float *lse, *tops, *parts_out, *parts_lse, *parts_tops;
-    const float* sink;
-};
-
+// Heads vary fastest, then the splits of a token, then tokens.
 struct Items {
-    int tokens, heads, whole, parts;
+    const ManyHeadsParams& params;
 
-    __device__ __forceinline__ int groups() const { return (heads + HEADS - 1) / HEADS; }
-    __device__ __forceinline__ int count() const { return (whole + (tokens - whole) * parts) * groups(); }
-    __device__ __forceinline__ int first_head(int item) const { return item % groups() * HEADS; }
+    __device__ __forceinline__ int head_groups() const { return (params.query.heads + HEADS - 1) / HEADS; }
 
-    // Counts parts of tokens that are cut; negative: its token is whole.
-    __device__ __forceinline__ int cut(int item) const { return item / groups() - whole; }
-
-    __device__ __forceinline__ long long token(int item) const {
-        const int part = cut(item);
-        return whole + (part < 0 ? part : part / parts);
+    __device__ __forceinline__ int count() const {
+        return (params.output.whole + params.output.split_tokens * params.output.splits) * head_groups();
     }
 
-    __device__ __forceinline__ Work work(int item, const Selection& first, const Selection& second) const {
-        Work work = {static_cast<int>(token(item)), first, second, (first.length + STEP_ROWS - 1) / STEP_ROWS};
-        const int part = cut(item), blocks = work.blocks();
+    __device__ __forceinline__ int first_head(int item) const { return item % head_groups() * HEADS; }
+
+    // The number of the split among those of all split tokens; negative if the token is whole.
+    __device__ __forceinline__ int split(int item) const { return item / head_groups() - params.output.whole; }
+
+    __device__ __forceinline__ long long token(int item) const {
+        const int number = split(item);
+        return params.output.whole + (number < 0 ? number : number / params.output.splits);
+    }
+
+    // Splits are cut at multiples of TOGETHER blocks.
+    template <int N, int TOGETHER>
+    __device__ __forceinline__ Work<N> work(int item) const {
+        const long long token = this->token(item);
+        const TokenSelection first = selection_of(params.first, token);
+        const TokenSelection second = N > 1 ? selection_of(params.second, token) : TokenSelection();
+        Work<N> work = {static_cast<int>(token), first, second, (first.length + BLOCK_ROWS - 1) / BLOCK_ROWS};
+        const int number = split(item), splits = params.output.splits;
+        const int blocks = work.blocks();
         const long long units = (blocks + TOGETHER - 1) / TOGETHER;
-        work.begin = part < 0 ? 0 : static_cast<int>(units * (part % parts) / parts * TOGETHER);
-        work.end = part < 0 ? blocks : min(static_cast<int>(units * (part % parts + 1) / parts * TOGETHER), blocks);
+        work.begin = number < 0 ? 0 : static_cast<int>(units * (number % splits) / splits * TOGETHER);
+        work.end = number < 0 ? blocks : min(static_cast<int>(units * (number % splits + 1) / splits * TOGETHER), blocks);
         return work;
     }
 
-    __device__ __forceinline__ Output place(int item, const Results& to) const {
-        const int part = cut(item), first = first_head(item), here = min(heads - first, HEADS);
-        if (part < 0) {
+    __device__ __forceinline__ ItemOutput output(int item) const {
+        const OutputParams& to = params.output;
+        const int number = split(item), first = first_head(item), heads = params.query.heads, here = min(heads - first, HEADS);
+        if (number < 0) {
             const long long at = token(item) * to.token_stride + first * to.head_stride, row = token(item) * heads + first;
-            void* const start = static_cast<char*>(to.out) + at * (to.kind == 0 ? 4 : 2);
-            return {start, to.head_stride, here, to.kind, to.sink == nullptr ? nullptr : to.sink + first, to.lse + row, to.tops + row};
+            void* const start = static_cast<char*>(to.out) + at * (to.out_kind == 0 ? 4 : 2);
+            const float* const sink = to.sink == nullptr ? nullptr : to.sink + first;
+            return {start, to.head_stride, here, to.out_kind, sink, to.lse + row, to.max_logits + row};
         }
-        const long long row = (static_cast<long long>(part % parts) * (tokens - whole) + part / parts) * heads + first;
-        return {to.parts_out + row * VALUES, VALUES, here, 0, nullptr, to.parts_lse + row, to.parts_tops + row};
+        const long long row = (static_cast<long long>(number % to.splits) * to.split_tokens + number / to.splits) * heads + first;
+        return {to.split_out + row * VALUE_DIM, VALUE_DIM, here, 0, nullptr, to.split_lse + row, to.split_max_logits + row};
     }
 };

@@ -1,109 +1,394 @@
-// Sparse attention of 64 heads at a time over FP8 rows, on Hopper: one block of threads per item, a query token and 64
-// heads, or a part of the rows of one (see `items.cuh`).
+// Sparse attention of 64 heads at a time over FP8 rows, on Hopper: one CTA per work item (see `items.cuh`).
 //
-// Four groups of four warps. Two `widen`: each of their warps copies eight of a block's 64 rows into shared memory, makes
-// them fp16 and hands them over in halves: first the columns from 256 on, whose bytes lie beside the scales, then those
-// before; the bytes of the next block are on their way meanwhile. `score` multiplies queries with both halves, does the
-// softmax, publishes the weights and multiplies them, from its registers, with the first quarter of the values. `weigh`
-// multiplies them with the other three. Of three buffers for halves, one gets the next block's first half while this
-// block is worked on; the second follows when the first half of this block has been multiplied.
+// Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
+// Rows are V3.2's (512 e4m3, four float32 scales, 64 bf16; the first 512 columns are values) or V4's (448 e4m3 and 64
+// bf16, scale exponents in a plane of their own; all 512 columns are values).
 //
-// Numbers. A row is held as fp16 times 2**E, E from the largest of its scales and, where they are values, of its 16-bit
-// columns, so that its largest values lie just below fp16's largest; every e4m3 value times a power of two is exact down to
-// 2**-30 of that. 16-bit columns that are no values stay bf16, times 2**-E, which is at most 2**66. The products with
-// queries (fp16 or bf16 times a power of two per head) are exact in float32, times 2**E they are logits.
+// Roles of the four warpgroups, for every block of 64 rows:
+//   2, 3  dequantise  Producers. Each warp copies eight rows to shared memory with cp.async, a block ahead, converts them
+//                     to fp16 tiles and hands them over in halves: first columns 256 and up, whose bytes lie beside the
+//                     scales, then columns 0 to 255.
+//   0     score       Consumer. Multiplies queries with both halves, does the online softmax, publishes the weights, and
+//                     multiplies them, from registers, with values 256 to 383.
+//   1     weigh       Consumer. Multiplies the published weights with the other three quarters of the values.
 //
-// Weights carry 2**(E - reference) into the product with values, the reference being the largest E so far: the product
-// weight * 2**E is what decides how much a row matters to the output, and fp16 holds it down to 2**-34 of the largest.
+// Shared memory (227 KB) holds the queries, three half-block buffers, the raw rows of a block and two buffers of weights.
+// The third half-block buffer takes the next block's first half while this block is multiplied.
 //
-// Constants: V4 (rows of 448 e4m3 + 64 bf16 with exponent bytes in a plane of their own, all values; otherwise 512 e4m3,
-// four float32 scales, 64 bf16, the first 512 values), SELECTIONS (1 or 2), THREADS, SHARED_BYTES, and registers per
-// thread of the groups.
+// Budget for a block of 64 rows (V3.2): 1152 cycles of wgmma with keys and 1024 with values. It takes about 5000 cycles
+// (benchmarks/NOTES.md): shared memory is the bottleneck, with about 4300 accesses, and the producers are never idle.
+//
+// Numbers. A row is stored as fp16 times 2**E. E follows from the largest of its scales and, in V4, of its bf16 values, so
+// that the row's largest values lie just below fp16's largest; an e4m3 value times a power of two is exact down to 2**-30
+// of that. V3.2's bf16 columns, which are only keys, stay bf16 and are multiplied with 2**-E, which is at most 2**66.
+// Products with queries (fp16 or bf16 times a power of two per head) are exact in float32; times 2**E they are logits.
+//
+// Softmax weights carry 2**(E - reference) into the product with values, the reference being the largest E so far: weight
+// * 2**E decides how much a row contributes, and fp16 holds it down to 2**-34 of the largest.
+//
+// Constants: V4 (0 or 1), SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the
+// roles: SCORE_REGISTERS, WEIGH_REGISTERS, DEQUANTISE_REGISTERS.
 #include "instructions.cuh"
+#include "items.cuh"
+#include "softmax.cuh"
 #include "warpgroups.cuh"
 
 // ---- Shapes
 
-constexpr int HEADS = 64;      // of a block
-constexpr int STEP_ROWS = 64;  // selected rows that are worked on at a time
-constexpr int TOGETHER = 1;
-constexpr int WIDENERS = 8;  // warps
-constexpr int OWN = STEP_ROWS / WIDENERS;  // rows of one of them
-constexpr int WARPS = 4;    // of a group
-
-constexpr int WIDTH = V4 ? 512 : 576, VALUES = 512, TILES = WIDTH / 64;
-constexpr int LATENT = V4 ? 448 : 512;
-constexpr int ROW_BYTES = V4 ? 576 : 656;  // of a row without exponent bytes
-constexpr int SECOND_BYTES = 256;  // of a row: what the second half of the columns needs alone
-constexpr int SCALES_AT = V4 ? 576 : 512, ROPE_AT = V4 ? 448 : 528;
-// Whether the rows of the next block are looked up before those of this one are there, which is faster for short rows.
+constexpr int WARPS = 4, PRODUCER_WARPS = 8;            // of a warpgroup; of both that dequantise
+constexpr int WARP_ROWS = BLOCK_ROWS / PRODUCER_WARPS;  // rows of a block that one producer warp brings
+constexpr int WIDTH = V4 ? 512 : 576, TILES = WIDTH / 64;  // columns of a row, and tiles of 64 columns
+constexpr int LATENT = V4 ? 448 : 512;                     // columns in e4m3
+constexpr int ROW_BYTES = V4 ? 576 : 656;                  // without V4's exponent bytes
+constexpr int SECOND_HALF_BYTES = 256;                     // columns 0 to 255, which are handed over second
+constexpr int SCALES_AT = V4 ? 576 : 512, ROPE_AT = V4 ? 448 : 528;  // in a raw row
+// Raw rows are padded in V4: four rows are then 64 bytes modulo 128, which spreads them over the banks.
+constexpr int RAW_BYTES = V4 ? 592 : 656;
+// Whether the next block's rows are looked up before this block's have arrived: faster for V4's short rows.
 constexpr bool LOOKS_AHEAD = V4;
-constexpr int RAW_BYTES = V4 ? 592 : 656;  // of a row as it came: four rows are 64 mod 128 bytes, which spreads banks
-
-#include "items.cuh"
-
 constexpr u32 TILE_BYTES = 64 * 128, HALF_BYTES = 4 * TILE_BYTES;
-constexpr int HALVES = 3;     // buffers for half the columns of a block: those from 256 on, then those before
-constexpr int LEFTOVERS = 2;  // buffers for the columns beyond 512, on which the weights are then written
+constexpr int HALVES = 3, BUFFERS = 2;  // buffers of half a block's columns; of its softmax weights and scales
 
 // ---- Shared memory
 
-constexpr u32 QUERIES = 0;
-constexpr u32 HALF = QUERIES + TILES * TILE_BYTES;
-constexpr u32 LEFTOVER = HALF + HALVES * HALF_BYTES;
-constexpr u32 RAW = LEFTOVER + LEFTOVERS * TILE_BYTES;
-constexpr u32 FACTOR = RAW + STEP_ROWS * RAW_BYTES;           // [LEFTOVERS][STEP_ROWS] 2**E, and 0 or, for no row, -inf
-constexpr u32 RESCALE = FACTOR + LEFTOVERS * STEP_ROWS * 8;   // [LEFTOVERS][HEADS] of the output so far
-constexpr u32 PER_HEAD = RESCALE + LEFTOVERS * HEADS * 4;     // [HEADS] scales of queries, at the end of the output
-constexpr u32 READY = PER_HEAD + HEADS * 4;                   // [HALVES] barriers
-constexpr u32 FREE = READY + HALVES * 8;                      // [HALVES]
-constexpr u32 WEIGHTS_READY = FREE + HALVES * 8;              // [LEFTOVERS]
-constexpr u32 FINISHED = WEIGHTS_READY + LEFTOVERS * 8;
+constexpr u32 QUERIES = 0;                                     // [TILES][64 heads][64 columns] fp16
+constexpr u32 HALF = QUERIES + TILES * TILE_BYTES;             // [HALVES][4][64 rows][64 columns] fp16
+// [BUFFERS][64 heads][64 rows] fp16; in V3.2, before that, the block's RoPE columns [64 rows][64 columns] bf16.
+constexpr u32 WEIGHTS = HALF + HALVES * HALF_BYTES;
+constexpr u32 RAW = WEIGHTS + BUFFERS * TILE_BYTES;            // [BLOCK_ROWS][RAW_BYTES] rows as they are in the cache
+constexpr u32 ROW_SCALE = RAW + BLOCK_ROWS * RAW_BYTES;        // [BUFFERS][BLOCK_ROWS][2] 2**E; 0, or -inf for no row
+constexpr u32 CORRECTION = ROW_SCALE + BUFFERS * BLOCK_ROWS * 8;  // [BUFFERS][HEADS] factors of the accumulators
+constexpr u32 HEAD_SCALE = CORRECTION + BUFFERS * HEADS * 4;   // [HEADS] scales of the queries; in the end of the output
+constexpr u32 FULL = HEAD_SCALE + HEADS * 4;                   // [HALVES] mbarriers, as all that follow
+constexpr u32 EMPTY = FULL + HALVES * 8;                       // [HALVES]
+constexpr u32 WEIGHTS_FULL = EMPTY + HALVES * 8;               // [BUFFERS]
+constexpr u32 FINISHED = WEIGHTS_FULL + BUFFERS * 8;           // the output's scales are in HEAD_SCALE
 constexpr u32 USED = FINISHED + 8;
-static_assert(USED <= SHARED_BYTES && RAW % 128 == 0 && READY % 8 == 0, "shared memory");
+static_assert(USED <= SHARED_BYTES && RAW % 128 == 0 && FULL % 8 == 0, "shared memory is too small or not aligned");
 
-// Named barriers.
-constexpr u32 SCORING = 1, CONSUMERS = 2;
+// Named barriers: of the warps that score, and of all consumers.
+constexpr u32 SCORE_BARRIER = 1, CONSUMER_BARRIER = 2;
 
-// ---- Arithmetic
+// A half-block buffer, and the parity of its mbarriers' current phase.
+struct Half {
+    int index = 0;
+    u32 parity = 0;
 
-// fp16 ends at 2**16. Rows: e4m3 ends at 448, so a scale below 2**7 fits; a bf16 below 2**16 does as it is.
+    __device__ __forceinline__ Half after(int steps) const {
+        const int next = index + steps;
+        return next < HALVES ? Half{next, parity} : Half{next - HALVES, parity ^ 1};
+    }
+
+    __device__ __forceinline__ u32 tiles(u32 memory) const { return memory + HALF + index * HALF_BYTES; }
+    __device__ __forceinline__ u32 full(u32 memory) const { return memory + FULL + index * 8; }
+    __device__ __forceinline__ u32 empty(u32 memory) const { return memory + EMPTY + index * 8; }
+};
+
+// ---- Numbers
+
+// fp16 ends at 2**16. An e4m3 value is at most 448, so it fits with a scale below 2**7; a bf16 value fits below 2**16.
 constexpr int SCALE_EXPONENT = 6, VALUE_EXPONENT = 15, QUERY_EXPONENT = 14;
 constexpr int LOWEST_EXPONENT = 127 - 60;  // of a row, with float32's bias: below 2**-44 all is zero
-// Weights: a maximum is raised only when logits exceed it by more than LEEWAY; 2**(LEEWAY + HEADROOM) stays in fp16.
+// The running max rises only for logits more than LEEWAY above it: weights, up to 2**LEEWAY, times HEADROOM fit fp16.
 constexpr float LEEWAY = 4.0f, HEADROOM = 1024.0f;
-constexpr float SPARE = 4.0f;  // by how much a raised reference exceeds the rows that raised it
+constexpr float SPARE = 4.0f;  // a raised reference exceeds the row that raised it by this factor
 
 __device__ __forceinline__ float power_of_two(int biased) { return __uint_as_float(static_cast<u32>(biased) << 23); }
 __device__ __forceinline__ int biased_exponent(float x) { return __float_as_uint(x) >> 23 & 0xFF; }
 __device__ __forceinline__ float load_float(u32 address) { return __uint_as_float(shared_load(address)); }
 __device__ __forceinline__ void store_float(u32 address, float x) { shared_store(address, __float_as_uint(x)); }
-__device__ __forceinline__ float low_bfloat(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_bfloat(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
-// Where a 16-byte unit of a row lies in a tile.
-__device__ __forceinline__ u32 in_tile(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
+__device__ __forceinline__ uint4 mul_fp16x8(uint4 v, u32 factor) {
+    return make_uint4(mul_fp16x2(v.x, factor), mul_fp16x2(v.y, factor), mul_fp16x2(v.z, factor), mul_fp16x2(v.w, factor));
+}
 
-// A place in the sequence of halves, and the parity of its buffer's barriers.
-struct Half {
-    int number = 0;
-    u32 parity = 0;
+// Eight e4m3 codes as fp16, times a scale.
+__device__ __forceinline__ uint4 dequantise(uint2 codes, u32 scale) {
+    uint4 v;
+    e4m3x4_to_fp16(codes.x, v.x, v.y);
+    e4m3x4_to_fp16(codes.y, v.z, v.w);
+    return mul_fp16x8(v, scale);
+}
 
-    __device__ __forceinline__ Half after(int steps) const {
-        const int next = number + steps;
-        return next < HALVES ? Half{next, parity} : Half{next - HALVES, parity ^ 1};
+__device__ __forceinline__ u32 bf16_to_fp16(u32 pair, float factor) {
+    return pack_fp16(low_bf16(pair) * factor, high_bf16(pair) * factor);
+}
+
+// Eight bf16 times a power of two, as fp16, and as bf16.
+__device__ __forceinline__ uint4 bf16_to_fp16(uint4 v, float factor) {
+    return make_uint4(bf16_to_fp16(v.x, factor), bf16_to_fp16(v.y, factor), bf16_to_fp16(v.z, factor), bf16_to_fp16(v.w, factor));
+}
+
+__device__ __forceinline__ uint4 scale_bf16(uint4 v, float factor) {
+    const u32 pair = __byte_perm(__float_as_uint(factor), 0, 0x3232);
+    return make_uint4(mul_bf16x2(v.x, pair), mul_bf16x2(v.y, pair), mul_bf16x2(v.z, pair), mul_bf16x2(v.w, pair));
+}
+
+// The largest magnitude of eight bf16, as 15 bits, whose order is that of magnitudes; NaN is above all.
+__device__ __forceinline__ u32 max_abs(uint4 v) {
+    constexpr u32 MAGNITUDES = 0x7FFF7FFF;
+    const u32 pairs = __vmaxu2(__vmaxu2(v.x & MAGNITUDES, v.y & MAGNITUDES), __vmaxu2(v.z & MAGNITUDES, v.w & MAGNITUDES));
+    return max(pairs & 0xFFFF, pairs >> 16);
+}
+
+// ---- Producers: rows to fp16 tiles
+
+// Copies a warp's eight rows to shared memory, in two cp.async groups: what the first half needs, then the rest.
+struct RowCopier {
+    u32 raw;  // the warp's raw rows
+    int lane;
+    RowWalker<SELECTIONS, ROW_BYTES> walker;     // of row lane % 8
+    const unsigned char *row, *exponents;        // of the block whose copies come next
+    const unsigned char* from[2];                // rows lane / 8 and lane / 8 + 4: eight lanes copy 128 bytes
+    u32 present;                                 // a bit for each row that exists
+
+    template <int START, int UNITS>
+    __device__ __forceinline__ void copy() const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            // All units share one address and differ by constants.
+            const u32 target = raw + (lane / 8 + 4 * i) * RAW_BYTES + lane % 8 * 16;
+            const unsigned char* const source = from[i] + lane % 8 * 16;
+            const bool exists = from[i] != nullptr;
+#pragma unroll
+            for (int unit = 0; unit < UNITS; unit += 8) {
+                const int at = START + unit * 16;
+                if (unit + 8 <= UNITS || unit + lane % 8 < UNITS) cp_async_zfill<16>(target + at, source + at, exists);
+            }
+        }
     }
 
-    __device__ __forceinline__ u32 tiles(u32 memory) const { return memory + HALF + number * HALF_BYTES; }
-    __device__ __forceinline__ u32 ready(u32 memory) const { return memory + READY + number * 8; }
-    __device__ __forceinline__ u32 free(u32 memory) const { return memory + FREE + number * 8; }
+    __device__ __forceinline__ void look_up() { row = walker.next(exponents); }
+
+    __device__ __forceinline__ void copy_first_half() {
+        if (!LOOKS_AHEAD) look_up();
+        present = __ballot_sync(FULL_MASK, row != nullptr);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const auto address = reinterpret_cast<unsigned long long>(row);
+            const u32 low = __shfl_sync(FULL_MASK, static_cast<u32>(address), lane / 8 + 4 * i);
+            const u32 high = __shfl_sync(FULL_MASK, static_cast<u32>(address >> 32), lane / 8 + 4 * i);
+            from[i] = reinterpret_cast<const unsigned char*>(static_cast<unsigned long long>(high) << 32 | low);
+        }
+        copy<SECOND_HALF_BYTES, (ROW_BYTES - SECOND_HALF_BYTES) / 16>();
+        if (V4 && lane < WARP_ROWS) cp_async_zfill<8>(raw + lane * RAW_BYTES + SCALES_AT, exponents, row != nullptr);
+        cp_async_commit();
+    }
+
+    __device__ __forceinline__ void copy_second_half() {
+        copy<0, SECOND_HALF_BYTES / 16>();
+        cp_async_commit();
+    }
 };
 
-#include "many_heads_rows.cuh"
+// The scales of a row, relative to its power of two, as fp16 (V3.2) or as exponent bytes (V4). A scale below fp16's range
+// is stored as -scale * 2**14 (V3.2); `finish_small` multiplies its columns with -2**-14.
+struct Scales {
+    uint2 words;    // V3.2: four scales; V4: seven exponents
+    int exponent;   // biased: E + SCALE_EXPONENT
+
+    // The scale of a tile, twice. Without SMALL, fp16 holds all scales in full: V4's exponents are converted in pairs.
+    template <bool SMALL>
+    __device__ __forceinline__ u32 of_tile(int tile) const {
+        const u32 word = tile < 4 ? words.x : words.y;
+        if (!V4) return __byte_perm(word, 0, tile % 4 < 2 ? 0x1010 : 0x3232);
+        if (SMALL) {
+            const int byte = word >> 8 * (tile % 4) & 0xFF;
+            const float scale = power_of_two(max(127 + SCALE_EXPONENT + byte - exponent, 0));
+            return pack_fp16(scale, scale);
+        }
+        const u32 two = __byte_perm(word, 0, tile % 4 < 2 ? 0x4140 : 0x4342) - (exponent - SCALE_EXPONENT - 15) * 0x10001;
+        return __byte_perm(two << 10, 0, tile % 2 ? 0x3232 : 0x1010);
+    }
+
+    __device__ __forceinline__ bool any_negative() const { return ((words.x | words.y) & 0x80008000u) != 0; }
+    __device__ __forceinline__ float row_scale() const { return power_of_two(exponent - SCALE_EXPONENT); }
+    __device__ __forceinline__ float inverse() const { return power_of_two(254 + SCALE_EXPONENT - exponent); }
+};
+
+// The scales of a row as they are in the cache: four float32 or seven exponent bytes.
+struct RawScales {
+    uint4 bits;
+    int largest, smallest;  // exponents, with float32's bias
+
+    __device__ __forceinline__ explicit RawScales(u32 row) {
+        if (V4) {
+            const uint2 bytes = shared_load2(row + SCALES_AT);
+            const u32 a = __byte_perm(bytes.x, 0, 0x4140), b = __byte_perm(bytes.x, 0, 0x4342);
+            const u32 c = __byte_perm(bytes.y, 0, 0x4140), last = bytes.y >> 16 & 0xFF;
+            const u32 above = __vmaxu2(__vmaxu2(a, b), __vmaxu2(c, last));
+            const u32 below = __vminu2(__vminu2(a, b), __vminu2(c, last * 0x10001));
+            bits = make_uint4(bytes.x, bytes.y, 0, 0);
+            largest = max(above & 0xFFFF, above >> 16);
+            smallest = min(below & 0xFFFF, below >> 16);
+        } else {
+            bits = shared_load4(row + SCALES_AT);
+            largest = max(max(bits.x, bits.y), max(bits.z, bits.w)) >> 23;
+            smallest = min(min(bits.x, bits.y), min(bits.z, bits.w)) >> 23;
+        }
+        largest = max(largest, LOWEST_EXPONENT);
+    }
+
+    // Whether fp16 holds all scales in full, relative to the row's power of two.
+    __device__ __forceinline__ bool fits(int exponent) const { return smallest >= exponent - SCALE_EXPONENT - 14; }
+
+    template <bool SMALL>
+    __device__ __forceinline__ Scales relative_to(int exponent) const {
+        Scales scales = {make_uint2(bits.x, bits.y), exponent};
+        if (V4) return scales;
+        const float inverse = scales.inverse();
+        const auto kept = [&](u32 word) {
+            const float scale = __uint_as_float(word) * inverse;
+            return SMALL && scale > 0.0f && scale < power_of_two(127 - 14) ? scale * -power_of_two(127 + 14) : scale;
+        };
+        scales.words = make_uint2(pack_fp16(kept(bits.x), kept(bits.y)), pack_fp16(kept(bits.z), kept(bits.w)));
+        return scales;
+    }
+};
+
+// The e4m3 codes of a lane's two rows: its unit of 8 columns in each of TILES tiles.
+template <int TILES>
+struct Codes {
+    uint2 bytes[TILES][2];
+
+    __device__ __forceinline__ void load(const u32 (&source)[2], int first) {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) bytes[tile][i] = shared_load2(source[i] + (first + tile) * 64);
+        }
+    }
+
+    template <bool SMALL>
+    __device__ __forceinline__ void store(u32 to, const u32 (&target)[2], const Scales (&scales)[2], int first) const {
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                shared_store4(to + tile * TILE_BYTES + target[i],
+                              dequantise(bytes[tile][i], scales[i].template of_tile<SMALL>(first + tile)));
+            }
+        }
+    }
+};
+
+// Multiplies a lane's units of a half with -2**-14 where their scales are negative.
+__device__ __forceinline__ void finish_small(u32 to, const u32 (&target)[2], const Scales (&scales)[2], int first) {
+    if (!scales[0].any_negative() && !scales[1].any_negative()) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int tile = 0; tile < 4; tile += 2) {
+            if (static_cast<int>(scales[i].template of_tile<true>(first + tile)) >= 0) continue;
+            constexpr u32 STEP = 0x84008400;  // -2**-14
+            const u32 end = to + (tile + 2) * TILE_BYTES;
+#pragma unroll 1
+            for (u32 at = to + tile * TILE_BYTES + target[i]; at < end; at += TILE_BYTES) {
+                shared_store4(at, mul_fp16x8(shared_load4(at), STEP));
+            }
+        }
+    }
+}
+
+template <int TILES>
+__device__ __forceinline__ void store_half(
+    const Codes<TILES>& codes, u32 to, const u32 (&target)[2], const Scales (&scales)[2], int first, bool small) {
+    if (V4 && small) codes.template store<true>(to, target, scales, first);
+    else codes.template store<false>(to, target, scales, first);
+    if (!V4 && small) finish_small(to, target, scales, first);
+}
+
+__device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTIONS>& work) {
+    const int warp = threadIdx.x / 32 % PRODUCER_WARPS, lane = threadIdx.x % 32, blocks = work.end - work.begin;
+    const u32 raw = memory + RAW + warp * WARP_ROWS * RAW_BYTES;
+    RowCopier copier = {raw, lane, RowWalker<SELECTIONS, ROW_BYTES>(work, warp * WARP_ROWS + lane % WARP_ROWS)};
+    if (LOOKS_AHEAD) copier.look_up();
+    copier.copy_first_half();
+    copier.copy_second_half();
+    // A lane converts two rows, its own unit of 8 columns in every tile. Rows 4 apart share a wavefront of loads.
+    const int unit = lane % 8, row = 4 * (lane / 8 % 2) + lane / 16;
+    u32 source[2], target[2];  // its unit in the raw rows and in a tile
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        source[i] = raw + (row + 2 * i) * RAW_BYTES + unit * 8;
+        target[i] = swizzled(warp * WARP_ROWS + row + 2 * i, unit);
+    }
+    Half half;
+    const auto acquire = [&] { mbarrier_wait(half.empty(memory), half.parity ^ 1); };
+    const auto hand_over = [&] {
+        fence_async_proxy();
+        __syncwarp();
+        if (unit == 0) mbarrier_arrive(half.full(memory));  // the lanes that write row scales
+        half = half.after(1);
+    };
+    for (int block = 0; block < blocks; ++block) {
+        const u32 buffer = block % BUFFERS, present = copier.present;
+        if (LOOKS_AHEAD) copier.look_up();
+        cp_async_wait<1>();
+        __syncwarp();
+        const RawScales raw_scales[2] = {RawScales(source[0] - unit * 8), RawScales(source[1] - unit * 8)};
+        int exponents[2] = {raw_scales[0].largest, raw_scales[1].largest};
+        if (V4) {
+            u32 largest = max_abs(shared_load4(source[0] + ROPE_AT + 8 * unit));
+            largest |= max_abs(shared_load4(source[1] + ROPE_AT + 8 * unit)) << 16;
+#pragma unroll
+            for (int step = 1; step < 8; step *= 2) largest = __vmaxu2(largest, __shfl_xor_sync(FULL_MASK, largest, step));
+            exponents[0] = max(exponents[0], static_cast<int>(largest >> 7 & 0x1FF) - (VALUE_EXPONENT - SCALE_EXPONENT));
+            exponents[1] = max(exponents[1], static_cast<int>(largest >> 23) - (VALUE_EXPONENT - SCALE_EXPONENT));
+        }
+        const bool small = __any_sync(FULL_MASK, !raw_scales[0].fits(exponents[0]) || !raw_scales[1].fits(exponents[1]));
+        Scales scales[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) scales[i] = raw_scales[i].relative_to<false>(exponents[i]);
+        if (!V4 && small) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) scales[i] = raw_scales[i].relative_to<true>(exponents[i]);
+        }
+
+        // The RoPE columns go where the weights of two blocks ago are; these are released together with this half.
+        Codes<LATENT / 64 - 4> upper;
+        if (!V4) upper.load(source, 4);
+        acquire();
+        if (unit == 0) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int own = row + 2 * i;
+                const u32 at = memory + ROW_SCALE + (buffer * BLOCK_ROWS + warp * WARP_ROWS + own) * 8;
+                // An exponent of 255 is no number, so the row's logits are NaN.
+                store_float(at, scales[i].exponent == 255 ? __uint_as_float(0x7FC00000u) : scales[i].row_scale());
+                store_float(at + 4, present >> own & 1 ? 0.0f : minus_infinity());
+            }
+        }
+        const u32 rope_to = V4 ? half.tiles(memory) + 3 * TILE_BYTES : memory + WEIGHTS + buffer * TILE_BYTES;
+        if (V4) upper.load(source, 4);
+        store_half(upper, half.tiles(memory), target, scales, 4, small);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint4 x = shared_load4(source[i] + ROPE_AT + 8 * unit);  // V4 loads it a second time to save registers
+            shared_store4(rope_to + target[i], V4 ? bf16_to_fp16(x, scales[i].inverse()) : scale_bf16(x, scales[i].inverse()));
+        }
+        hand_over();
+
+        if (block + 1 < blocks) copier.copy_first_half();
+        else cp_async_commit();
+        cp_async_wait<1>();
+        __syncwarp();
+        Codes<4> lower;
+        lower.load(source, 0);
+        acquire();
+        store_half(lower, half.tiles(memory), target, scales, 0, small);
+        hand_over();
+        if (block + 1 < blocks) copier.copy_second_half();
+        else cp_async_commit();
+    }
+    cp_async_wait<0>();
+}
 
 // ---- Queries
 
-// bf16 to fp16 tiles, each head times a power of two that goes to PER_HEAD; by the eight warps that multiply.
+// The consumers' eight warps convert the queries to fp16 tiles, each head times a power of two that goes to HEAD_SCALE.
 __device__ __forceinline__ void load_queries(u32 memory, const unsigned short* queries, long long head_stride, int heads) {
     constexpr int UNITS = WIDTH / 8, ROUNDS = (UNITS + 31) / 32, READERS = 2 * WARPS, AT_ONCE = 4;
     const int warp = threadIdx.x / 32 % READERS, lane = threadIdx.x % 32;
@@ -124,67 +409,55 @@ __device__ __forceinline__ void load_queries(u32 memory, const unsigned short* q
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const int head = first + i * READERS;
-            u32 top = 0;
+            u32 largest = 0;
 #pragma unroll
-            for (int round = 0; round < ROUNDS; ++round) top = max(top, largest(words[i][round]));
-            top = __reduce_max_sync(FULL_MASK, top);
-            // Neither infinity nor NaN changes what the factor can be.
-            const int exponent = max(min(static_cast<int>(top >> 7), 254), LOWEST_EXPONENT) - QUERY_EXPONENT;
+            for (int round = 0; round < ROUNDS; ++round) largest = max(largest, max_abs(words[i][round]));
+            largest = __reduce_max_sync(FULL_MASK, largest);
+            // The bounds keep the scale a number whatever the query holds: infinity and NaN stay in the products.
+            const int exponent = max(min(static_cast<int>(largest >> 7), 254), LOWEST_EXPONENT) - QUERY_EXPONENT;
             const float inverse = power_of_two(254 - exponent);
-            if (lane == 0) store_float(memory + PER_HEAD + head * 4, power_of_two(exponent));
+            if (lane == 0) store_float(memory + HEAD_SCALE + head * 4, power_of_two(exponent));
 #pragma unroll
             for (int round = 0; round < ROUNDS; ++round) {
                 const int unit = lane + 32 * round;
-                const bool values = V4 || 32 * round * 8 < VALUES;
+                const bool as_fp16 = V4 || 32 * round * 8 < VALUE_DIM;
                 if (unit < UNITS) {
-                    shared_store4(memory + QUERIES + unit / 8 * TILE_BYTES + in_tile(head, unit % 8),
-                                  values ? narrow(words[i][round], inverse) : times(words[i][round], inverse));
+                    shared_store4(memory + QUERIES + unit / 8 * TILE_BYTES + swizzled(head, unit % 8),
+                                  as_fp16 ? bf16_to_fp16(words[i][round], inverse) : scale_bf16(words[i][round], inverse));
                 }
             }
         }
     }
     fence_async_proxy();
-    named_barrier_sync(CONSUMERS, 2 * WARPS * 32);
+    named_barrier_sync(CONSUMER_BARRIER, 2 * WARPS * 32);
 }
 
-// ---- Softmax and products
+// ---- Online softmax
 
-// Two heads of a lane: `upper` is lane / 4 of the warp's 16, `lower` eight further.
+// One head of a lane. A lane has two: `upper` is row lane / 4 of its warp's 16, `lower` is 8 further.
 struct Softmax {
-    float unit;              // of a logit with base 2, in products of rows and queries
-    float top = minus_infinity();   // largest logit
-    float base = -1e30f;     // what weights are relative to
-    float sum = 0.0f;        // of this lane's columns
+    float scale;                          // from products of queries and rows to logits in base 2
+    float max_logit = minus_infinity();   // the largest logit, in base 2
+    float running_max = -1e30f;           // what weights are relative to; follows max_logit with LEEWAY
+    float sum = 0.0f;                     // of the weights in this lane's columns
 
-    // The factor of everything so far.
-    __device__ __forceinline__ float raise(float block_top) {
-        const float logit = block_top * unit;
-        top = fmaxf(top, logit);
-        if (!(logit > base + LEEWAY)) return 1.0f;
-        const float factor = fast_exp2(base - logit);
-        base = logit;
-        sum *= factor;
-        return factor;
+    // Takes in a block's largest product; returns the correction of the accumulators.
+    __device__ __forceinline__ float raise(float product) {
+        const float logit = product * scale;
+        max_logit = fmaxf(max_logit, logit);
+        if (!(logit > running_max + LEEWAY)) return 1.0f;
+        const float correction = fast_exp2(running_max - logit);
+        running_max = logit;
+        sum *= correction;
+        return correction;
     }
 };
 
-__device__ __forceinline__ float over_lanes_of_head(float x) {
-    x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 1));
-    return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 2));
-}
-
-template <int N>
-__device__ __forceinline__ void rescale(float (&values)[N][64], float upper, float lower) {
-    if (__ballot_sync(FULL_MASK, upper != 1.0f || lower != 1.0f) == 0) return;
-#pragma unroll
-    for (int i = 0; i < N * 64; ++i) values[i / 64][i % 64] *= i & 2 ? lower : upper;
-}
-
-// Logits of a block to weights, as fragments; returns the factors of the output so far.
-__device__ __forceinline__ float2 soften(float (&s)[32], u32 factors, Softmax& upper, Softmax& lower, float& reference,
-                                         u32 (&weights)[4][4]) {
-    const u32 own = factors + threadIdx.x % 4 * 16;  // of this lane's columns; read twice, as registers are few
-    float highest = 0.0f, tops[2] = {minus_infinity(), minus_infinity()};
+// Products of a block to softmax weights, as fragments; returns the corrections of the accumulators for both heads.
+__device__ __forceinline__ float2 online_softmax(
+    float (&s)[32], u32 row_scales, Softmax& upper, Softmax& lower, float& reference, u32 (&weights)[4][4]) {
+    const u32 own = row_scales + threadIdx.x % 4 * 16;  // of this lane's columns; read twice to save registers
+    float highest = 0.0f, largest[2] = {minus_infinity(), minus_infinity()};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const uint4 pair = shared_load4(own + i * 64);
@@ -194,90 +467,91 @@ __device__ __forceinline__ float2 soften(float (&s)[32], u32 factors, Softmax& u
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             s[4 * i + j] = fmaf(s[4 * i + j], factor[j % 2], added[j % 2]);
-            tops[j / 2] = fmaxf(tops[j / 2], s[4 * i + j]);
+            largest[j / 2] = fmaxf(largest[j / 2], s[4 * i + j]);
         }
     }
-    highest = over_lanes_of_head(highest);
-    float2 scale = make_float2(upper.raise(over_lanes_of_head(tops[0])), lower.raise(over_lanes_of_head(tops[1])));
+    highest = max_over_lanes<1, 4>(highest);
+    float2 correction = make_float2(upper.raise(max_over_lanes<1, 4>(largest[0])), lower.raise(max_over_lanes<1, 4>(largest[1])));
     if (highest > reference) {  // in all lanes of all warps alike
         const float raised = highest * SPARE;
         const float factor = reference * power_of_two(254 - biased_exponent(raised));
-        scale.x *= factor;
-        scale.y *= factor;
+        correction.x *= factor;
+        correction.y *= factor;
         reference = raised;
     }
     const float inverse = HEADROOM * power_of_two(254 - biased_exponent(reference));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const float2 factor = {load_float(own + i * 64), load_float(own + i * 64 + 8)};
-        const float a = fast_exp2(s[4 * i] * upper.unit - upper.base), b = fast_exp2(s[4 * i + 1] * upper.unit - upper.base);
-        const float c = fast_exp2(s[4 * i + 2] * lower.unit - lower.base), d = fast_exp2(s[4 * i + 3] * lower.unit - lower.base);
+        const float a = fast_exp2(s[4 * i] * upper.scale - upper.running_max);
+        const float b = fast_exp2(s[4 * i + 1] * upper.scale - upper.running_max);
+        const float c = fast_exp2(s[4 * i + 2] * lower.scale - lower.running_max);
+        const float d = fast_exp2(s[4 * i + 3] * lower.scale - lower.running_max);
         upper.sum += a + b;
         lower.sum += c + d;
         const float even = factor.x * inverse, odd = factor.y * inverse;
         weights[i / 2][i % 2 * 2] = pack_fp16(a * even, b * odd);
         weights[i / 2][i % 2 * 2 + 1] = pack_fp16(c * even, d * odd);
     }
-    return scale;
+    return correction;
 }
 
-// What is left to do to a head's output; its lse and largest logit are written on the way.
-__device__ __forceinline__ float finish(Softmax& head, float reference, int number, const Output& out) {
-    head.sum += __shfl_xor_sync(FULL_MASK, head.sum, 1);
-    head.sum += __shfl_xor_sync(FULL_MASK, head.sum, 2);
+// Writes the lse and largest logit of a head; returns the factor that makes its accumulators the output.
+__device__ __forceinline__ float finish(Softmax& head, float reference, int number, const ItemOutput& out) {
+    head.sum = sum_over_lanes<1, 4>(head.sum);
     const bool empty = head.sum == 0.0f;
-    const float whole = empty ? minus_infinity() : (head.base + fast_log2(head.sum)) * LN_2;
+    const float lse = empty ? minus_infinity() : (head.running_max + fast_log2(head.sum)) * LN_2;
     float factor = empty ? 0.0f : reference / HEADROOM / head.sum;
     if (number < out.heads) {
-        if (out.sink != nullptr) factor *= 1.0f / (1.0f + fast_exp2((out.sink[number] - whole) * LOG2_E));
+        if (out.sink != nullptr) factor *= 1.0f / (1.0f + fast_exp2((out.sink[number] - lse) * LOG2_E));
         if (threadIdx.x % 4 == 0) {
-            out.lse[number] = whole;
-            out.tops[number] = head.sum == head.sum ? head.top * LN_2 : head.sum;  // NaN has no place in an order
+            out.lse[number] = lse;
+            out.max_logits[number] = head.sum == head.sum ? head.max_logit * LN_2 : head.sum;  // fmaxf has dropped NaN
         }
     }
     return empty ? 0.0f : factor;
 }
 
-// `place` tells where results go, at the end, when registers are free.
-template <class Place>
-__device__ __forceinline__ void score(u32 memory, int blocks, float scale, const Place& place) {
+// ---- Consumers
+
+// Warpgroup 0. `output_of` computes where results go, at the end, when registers are free.
+template <class OutputOf>
+__device__ __forceinline__ void score(u32 memory, int blocks, float scale, const OutputOf& output_of) {
     const int lane = threadIdx.x % 32, head = threadIdx.x / 32 * 16 + lane / 4;
-    Softmax upper = {load_float(memory + PER_HEAD + head * 4) * scale * LOG2_E};
-    Softmax lower = {load_float(memory + PER_HEAD + head * 4 + 32) * scale * LOG2_E};
+    Softmax upper = {load_float(memory + HEAD_SCALE + head * 4) * scale * LOG2_E};
+    Softmax lower = {load_float(memory + HEAD_SCALE + head * 4 + 32) * scale * LOG2_E};
     float reference = power_of_two(LOWEST_EXPONENT - SCALE_EXPONENT);  // no row has less
-    float s[32], values[1][64];
+    float s[32], values[1][64];  // accumulators: products with a block's keys, and the output of columns 256 to 383
 #pragma unroll
-    for (int i = 0; i < 64; ++i) values[0][i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) s[i] = 0.0f;
-    // Rows of the matrices that this lane addresses when it stores weights.
-    const u32 target = in_tile(threadIdx.x / 32 * 16 + lane % 16, lane / 16);
-    Half here;
+    for (int i = 0; i < 64; ++i) values[0][i] = s[i % 32] = 0.0f;
+    // The matrix row that this lane addresses when it stores weights.
+    const u32 target = swizzled(threadIdx.x / 32 * 16 + lane % 16, lane / 16);
+    Half half;
     const auto at = [](int step) { return step / 4 * TILE_BYTES + step % 4 * 32; };
-    // In two pieces: issuing products takes as long as they do, and others wait for what came before them.
-    const auto multiply_first_keys = [&] {
-        mbarrier_wait(here.ready(memory), here.parity);
-        const auto queries = k_major(memory + QUERIES + HALF_BYTES), keys = k_major(here.tiles(memory));
+    // The first tile by itself: issuing takes as long as running, and others wait for the products issued before.
+    const auto multiply_first_tile = [&] {
+        mbarrier_wait(half.full(memory), half.parity);
+        const auto queries = k_major(memory + QUERIES + HALF_BYTES), keys = k_major(half.tiles(memory));
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) wgmma_ss<FP16>(s, advance(queries, at(step)), advance(keys, at(step)), step > 0);
         wgmma_commit();
     };
-    const auto multiply_more_keys = [&](u32 slot) {
-        const auto queries = k_major(memory + QUERIES + HALF_BYTES), keys = k_major(here.tiles(memory));
-        const auto rest = k_major(memory + LEFTOVER + slot * TILE_BYTES);
+    const auto multiply_first_half = [&](u32 buffer) {
+        const auto queries = k_major(memory + QUERIES + HALF_BYTES), keys = k_major(half.tiles(memory));
+        const auto rope = k_major(memory + WEIGHTS + buffer * TILE_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int step = 4; step < 16; ++step) wgmma_ss<FP16>(s, advance(queries, at(step)), advance(keys, at(step)), 1);
 #pragma unroll
         for (int step = 16; step < TILES * 4 - 16; ++step) {
-            wgmma_ss<BF16>(s, advance(queries, at(step)), advance(rest, at(step - 16)), 1);
+            wgmma_ss<BF16>(s, advance(queries, at(step)), advance(rope, at(step - 16)), 1);
         }
         wgmma_commit();
     };
-    const auto multiply_second_keys = [&] {
-        const Half second = here.after(1);
-        mbarrier_wait(second.ready(memory), second.parity);
+    const auto multiply_second_half = [&] {
+        const Half second = half.after(1);
+        mbarrier_wait(second.full(memory), second.parity);
         const auto queries = k_major(memory + QUERIES), keys = k_major(second.tiles(memory));
         wgmma_fence();
 #pragma unroll
@@ -285,84 +559,83 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         wgmma_commit();
         wgmma_wait<0>(s);
     };
-    // Softmax of a block's logits, and the product with the first quarter of the values under way.
-    const auto weigh_first = [&](u32 slot) {
-        const u32 leftover = memory + LEFTOVER + slot * TILE_BYTES;
+    // Softmax of a block, then issues the product with its first quarter of the values.
+    const auto weigh_first_quarter = [&](u32 buffer) {
+        const u32 tile = memory + WEIGHTS + buffer * TILE_BYTES, row_scales = memory + ROW_SCALE + buffer * BLOCK_ROWS * 8;
         u32 weights[4][4];
-        const float2 factor = soften(s, memory + FACTOR + slot * STEP_ROWS * 8, upper, lower, reference, weights);
-        if (!V4) named_barrier_sync(SCORING, WARPS * 32);  // all four warps have read what the weights take the place of
+        const float2 correction = online_softmax(s, row_scales, upper, lower, reference, weights);
+        if (!V4) named_barrier_sync(SCORE_BARRIER, WARPS * 32);  // all four warps have read the RoPE columns there
 #pragma unroll
-        for (int step = 0; step < 4; ++step) stmatrix_x4(leftover + (target ^ step * 32), weights[step]);
+        for (int step = 0; step < 4; ++step) stmatrix_x4(tile + (target ^ step * 32), weights[step]);
         if (lane % 4 == 0) {
-            store_float(memory + RESCALE + (slot * HEADS + head) * 4, factor.x);
-            store_float(memory + RESCALE + (slot * HEADS + head) * 4 + 32, factor.y);
+            store_float(memory + CORRECTION + (buffer * HEADS + head) * 4, correction.x);
+            store_float(memory + CORRECTION + (buffer * HEADS + head) * 4 + 32, correction.y);
         }
         fence_async_proxy();
         __syncwarp();
-        if (lane % 4 == 0) mbarrier_arrive(memory + WEIGHTS_READY + slot * 8);
-        rescale(values, factor.x, factor.y);
-        const auto rows = mn_major(here.tiles(memory), TILE_BYTES);
+        if (lane % 4 == 0) mbarrier_arrive(memory + WEIGHTS_FULL + buffer * 8);
+        rescale(values, correction.x, correction.y);
+        const auto rows = mn_major(half.tiles(memory), TILE_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) wgmma_rs<FP16>(values[0], weights[step], advance(rows, step * 2048));
         wgmma_commit();
     };
     if (blocks > 0) {
-        multiply_first_keys();
-        multiply_more_keys(0);
-        multiply_second_keys();
-        u32 slot = 0;
-        // The compiler gives up overlapping products where a branch leaves while one of them is under way, hence the
-        // last block by itself.
+        multiply_first_tile();
+        multiply_first_half(0);
+        multiply_second_half();
+        u32 buffer = 0;
+        // The last block is not in the loop: the compiler serialises wgmma where a branch leaves while one is in flight.
         for (int block = 1; block < blocks; ++block) {
-            weigh_first(slot);
-            const u32 used = here.free(memory);
-            slot = block % LEFTOVERS;
-            here = here.after(2);
-            multiply_first_keys();
+            weigh_first_quarter(buffer);
+            const u32 used = half.empty(memory);
+            buffer = block % BUFFERS;
+            half = half.after(2);
+            multiply_first_tile();
             wgmma_wait<1>(values[0]);
             if (lane == 0) mbarrier_arrive(used);
-            multiply_more_keys(slot);
-            multiply_second_keys();
+            multiply_first_half(buffer);
+            multiply_second_half();
         }
-        weigh_first(slot);
+        weigh_first_quarter(buffer);
         wgmma_wait<0>(values[0]);
     }
     let_next_kernel_start();
-    const Output out = place();
+    const ItemOutput out = output_of();
     const float above = finish(upper, reference, head, out), below = finish(lower, reference, head + 8, out);
-    __syncwarp();  // every lane has read the queries' scales that lie there
+    __syncwarp();  // every lane has read its queries' scales, which are overwritten now
     if (lane % 4 == 0) {
-        store_float(memory + PER_HEAD + head * 4, above);
-        store_float(memory + PER_HEAD + head * 4 + 32, below);
+        store_float(memory + HEAD_SCALE + head * 4, above);
+        store_float(memory + HEAD_SCALE + head * 4 + 32, below);
+        mbarrier_arrive(memory + FINISHED);
     }
-    if (lane % 4 == 0) mbarrier_arrive(memory + FINISHED);
-    out.store(values[0], VALUES / 2, above, below);
+    out.store(values[0], VALUE_DIM / 2, above, below);
 }
 
-template <class Place>
-__device__ __forceinline__ void weigh(u32 memory, int blocks, const Place& place) {
+// Warpgroup 1.
+template <class OutputOf>
+__device__ __forceinline__ void weigh(u32 memory, int blocks, const OutputOf& output_of) {
     const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % WARPS * 16 + lane / 4;
-    float values[3][64];
+    float values[3][64];  // accumulators: the output of columns 384 to 511, 0 to 127 and 128 to 255
 #pragma unroll
     for (int i = 0; i < 192; ++i) values[i / 64][i % 64] = 0.0f;
-    Half here;
-    int leftover = 0;
-    u32 parity = 0;
+    Half half;
+    u32 buffer = 0, parity = 0;
     for (int block = 0; block < blocks; ++block) {
-        mbarrier_wait(memory + WEIGHTS_READY + leftover * 8, parity);
-        const u32 factors = memory + RESCALE + (leftover * HEADS + head) * 4;
-        rescale(values, load_float(factors), load_float(factors + 32));
-        const auto weights = k_major(memory + LEFTOVER + leftover * TILE_BYTES);
-        const auto upper = mn_major(here.tiles(memory) + 2 * TILE_BYTES, TILE_BYTES);
-        const auto lower = mn_major(here.after(1).tiles(memory), TILE_BYTES);
+        mbarrier_wait(memory + WEIGHTS_FULL + buffer * 8, parity);
+        const u32 corrections = memory + CORRECTION + (buffer * HEADS + head) * 4;
+        rescale(values, load_float(corrections), load_float(corrections + 32));
+        const auto weights = k_major(memory + WEIGHTS + buffer * TILE_BYTES);
+        const auto upper = mn_major(half.tiles(memory) + 2 * TILE_BYTES, TILE_BYTES);
+        const auto lower = mn_major(half.after(1).tiles(memory), TILE_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) wgmma_ss<FP16>(values[0], advance(weights, step * 32), advance(upper, step * 2048));
         wgmma_commit();
-        // `widen` waits for this half: it is freed before more products are issued, which takes as long as they do.
+        // The half that producers wait for is released before more is issued: issuing takes as long as running.
         wgmma_wait<0>(values[0]);
-        if (lane == 0) mbarrier_arrive(here.free(memory));
+        if (lane == 0) mbarrier_arrive(half.empty(memory));
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -372,60 +645,55 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const Place& place
         wgmma_commit();
         wgmma_wait<0>(values[1]);
         wgmma_wait<0>(values[2]);
-        if (lane < 2) mbarrier_arrive(here.after(1).free(memory));  // the second time for `score`
-        here = here.after(2);
-        if (++leftover == LEFTOVERS) leftover = 0, parity ^= 1;
+        if (lane < 2) mbarrier_arrive(half.after(1).empty(memory));  // also on behalf of `score`, which is done with it
+        half = half.after(2);
+        if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
     }
     mbarrier_wait(memory + FINISHED, 0);
-    const Output out = place();
-    const float above = load_float(memory + PER_HEAD + head * 4), below = load_float(memory + PER_HEAD + head * 4 + 32);
+    const ItemOutput out = output_of();
+    const float above = load_float(memory + HEAD_SCALE + head * 4), below = load_float(memory + HEAD_SCALE + head * 4 + 32);
 #pragma unroll
-    for (int i = 0; i < 3; ++i) out.store(values[i], (VALUES * 3 / 4 + i * VALUES / 4) % VALUES, above, below);
+    for (int i = 0; i < 3; ++i) out.store(values[i], (VALUE_DIM * 3 / 4 + i * VALUE_DIM / 4) % VALUE_DIM, above, below);
 }
 
 // ---- Kernel
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(
-    const unsigned short* queries, long long query_token_stride, long long query_head_stride, int tokens, int heads,
-    float scale, const float* scale_factor, const float* sink, void* out, int out_kind, long long out_token_stride,
-    long long out_head_stride, float* lse, float* tops, float* parts_out, float* parts_lse, float* parts_tops, int whole,
-    int parts, SELECTION(0), SELECTION(1)) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(const __grid_constant__ ManyHeadsParams given) {
+    const ManyHeadsParams params = given;  // from the parameter itself, the compiler would load again after every barrier
     const u32 memory = tile_memory();
-    const Items items = {tokens, heads, whole, parts};
+    const Items items = {params};
+    const QueryParams& query = params.query;
     if (threadIdx.x == 0) {
         for (int i = 0; i < HALVES; ++i) {
-            mbarrier_init(memory + READY + i * 8, WIDENERS * 4);
-            mbarrier_init(memory + FREE + i * 8, 2 * WARPS);
+            mbarrier_init(memory + FULL + i * 8, PRODUCER_WARPS * 4);
+            mbarrier_init(memory + EMPTY + i * 8, 2 * WARPS);
         }
-        for (int i = 0; i < LEFTOVERS; ++i) mbarrier_init(memory + WEIGHTS_READY + i * 8, WARPS * 8);
+        for (int i = 0; i < BUFFERS; ++i) mbarrier_init(memory + WEIGHTS_FULL + i * 8, WARPS * 8);
         mbarrier_init(memory + FINISHED, WARPS * 8);
         fence_mbarrier_init();
     }
     wait_for_previous_kernel();
     const int first_head = items.first_head(blockIdx.x);
     const long long token = items.token(blockIdx.x);
-    const Work work = items.work(blockIdx.x, selection_of(token, SELECTION_VALUES(0)),
-                                 SELECTIONS > 1 ? selection_of(token, SELECTION_VALUES(1)) : Selection());
+    const Work<SELECTIONS> work = items.work<SELECTIONS, 1>(blockIdx.x);
     __syncthreads();
 
-    const auto place = [&] {
-        return items.place(opaque(blockIdx.x), {out, out_kind, out_token_stride, out_head_stride, lse, tops,
-                                                         parts_out, parts_lse, parts_tops, sink});
-    };
-    const int group = threadIdx.x / (WARPS * 32);
-    if (group >= 2) {
-        warpgroup_reg_dealloc<WIDEN_REGISTERS>();
-        widen_rows(memory, work);
+    const auto output_of = [&] { return items.output(opaque(blockIdx.x)); };
+    const int warpgroup = threadIdx.x / (WARPS * 32);
+    if (warpgroup >= 2) {
+        warpgroup_reg_dealloc<DEQUANTISE_REGISTERS>();
+        dequantise_rows(memory, work);
         return;
     }
-    load_queries(memory, queries + token * query_token_stride + first_head * query_head_stride, query_head_stride,
-                 min(heads - first_head, HEADS));
-    if (group == 0) {
+    load_queries(memory, query.q + token * query.token_stride + first_head * query.head_stride, query.head_stride,
+                 min(query.heads - first_head, HEADS));
+    if (warpgroup == 0) {
         warpgroup_reg_alloc<SCORE_REGISTERS>();
-        if (scale_factor != nullptr) scale *= *scale_factor;
-        score(memory, work.end - work.begin, scale, place);
+        float scale = query.scale;
+        if (query.scale_factor != nullptr) scale *= *query.scale_factor;
+        score(memory, work.end - work.begin, scale, output_of);
     } else {
         warpgroup_reg_alloc<WEIGH_REGISTERS>();
-        weigh(memory, work.end - work.begin, place);
+        weigh(memory, work.end - work.begin, output_of);
     }
 }

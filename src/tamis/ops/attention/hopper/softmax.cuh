@@ -20,3 +20,16 @@ __device__ __forceinline__ float sum_over_lanes(float x) {
     for (int step = FIRST; step < END; step *= 2) x += __shfl_xor_sync(FULL_MASK, x, step);
     return x;
 }
+
+// ---- Accumulators of warpgroup matrix products: four lanes in a row share two heads
+//
+// Lane i of a warp has columns of head i / 4 of the warp's 16, the `upper` one, and of the head 8 further, the `lower` one.
+// Of every four accumulators the first two are the upper head's. A head is reduced with max_over_lanes<1, 4>.
+
+// Multiplies accumulators with the corrections of both heads, unless the whole warp's are 1.
+template <int N>
+__device__ __forceinline__ void rescale(float (&accumulators)[N][64], float upper, float lower) {
+    if (__ballot_sync(FULL_MASK, upper != 1.0f || lower != 1.0f) == 0) return;
+#pragma unroll
+    for (int i = 0; i < N * 64; ++i) accumulators[i / 64][i % 64] *= i & 2 ? lower : upper;
+}

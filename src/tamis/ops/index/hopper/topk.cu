@@ -1,34 +1,59 @@
-// The k highest scores of each row, exactly, and the same on every run: one cluster of blocks per row.
+// Exact top-k of each row of scores, the same on every run: one cluster of CTAs per row.
 //
-// Scores become unsigned keys in the same order. Each block owns one slice of the row and keeps as many of its keys as
-// fit in shared memory. The k-th highest key of the row is found digit by digit, from the top: the blocks count how
-// often each value of a digit occurs, add up their counts, and all reach the same decision. Then each block marks its
-// winners in a bitmap, and keys equal to the k-th in another one. The counts also say how many winners lie in the
-// slices before, so each block knows where its part of the output starts. A bitmap is read in the order of positions,
-// so the lowest positions win among equal keys, whatever order threads ran in.
+// Scores become unsigned keys in the same order. Each CTA owns one slice of the row. The k-th highest key is found by a
+// radix select over three digits, from the top:
+//   1. Read the slice, keep as many keys in shared memory as fit, and count the first digit (12 bits).
+//   2. Agree on it: the CTAs add up their counts through distributed shared memory and reach the same decision.
+//   3. Mark keys with a higher digit as winners, list those with this digit, and count their second digit (10 bits); agree.
+//   4. The same with the third digit (10 bits), only if the second one did not decide.
+//   5. Mark winners in one bitmap and keys equal to the k-th in another, read the bitmaps in the order of positions and
+//      write the result. The counts say how many winners lie in the slices before, so each CTA knows where its part of
+//      the output starts. Among equal keys the lowest positions win, in whatever order threads ran.
+// All warps do the same work; a row of up to k positions needs no search and is left to one CTA.
 //
-// Defined by the caller: THREADS per block, and SHARED_BYTES, the memory it reckons with besides bitmaps and keys.
+// Shared memory is `SharedMemory`, then the two bitmaps, a bit for each place of the slice, then the keys that are kept.
+// Budget: scores are read once from memory if the slice fits (46 000 keys with a whole SM), otherwise twice or, with more
+// candidates than the list holds, up to four times.
+//
+// Constants: THREADS per CTA; FIXED_BYTES, which the host sets aside for `SharedMemory`; PARAMS_BYTES.
 
 #include "instructions.cuh"
 
+// One launch. T is the number of rows, B of requests.
+struct TopkParams {
+    const float* scores;      // [T, width]
+    long long row_stride;     // of scores, in elements
+    int width;                // scores of a row
+    const int* lengths;       // [T], positions of a row that count
+    int k;                    // results of a row, at most 4096
+    const int* request_ids;   // [T], or null without a block table
+    const int* block_table;   // [B, table_width], or null: the results are positions
+    long long table_stride;   // in elements
+    int requests;             // B
+    int table_width;          // pages of a request
+    int page_size;            // positions of a page; 0 without a block table
+    int* out;                 // [T, k], contiguous
+    int resident;             // keys of a slice that stay in shared memory; the others are read again
+    int bitmap_words;         // of each of the two bitmaps
+};
+
+static_assert(sizeof(TopkParams) == PARAMS_BYTES, "TopkParams differs from its twin in topk.py");
+
 constexpr int WARPS = THREADS / 32;
-// The key of -inf, which NaN and places outside the row get as well: no candidate.
+// The key of -inf. NaN and places outside the row get it as well: they are no candidates.
 constexpr u32 LOWEST = 0x007FFFFFu;
-// Digits of 12, 10 and 10 bits. The first one is wide because everything after it works on what shares its value.
+// The first digit is wide because all later passes work only on keys that share its value.
 constexpr int FIRST_BINS = 4096, LATER_BINS = 1024;
 constexpr int FIRST_SHIFT = 20, SECOND_SHIFT = 10;
-// Counts are searched in two steps: first among this many groups of bins, one for each lane of a warp.
-constexpr int GROUPS = 32;
-// Candidates that a block lists; with more of them it looks through its slice again.
-constexpr int LISTED = 2048;
+constexpr int GROUPS = 32;       // counts are searched in two steps, first among groups of bins, one per lane
+constexpr int LISTED = 2048;     // candidates that a CTA lists; with more, it looks through its slice again
 constexpr int LARGEST_K = 4096;
-// Loads in flight per thread.
-constexpr int LOADS = 4;
+constexpr int LOADS = 4;         // loads in flight per thread
 constexpr int STEP = 4 * THREADS;
 
 // ---- Keys
 
-// Unsigned integers in the order of floats. Adding zero makes -0 and 0 one value; the maximum turns NaN into -inf.
+// Unsigned integers in the order of floats. Adding zero makes -0 and 0 equal; fmaxf turns NaN into -inf.
 __device__ __forceinline__ u32 key_of(float score) {
     const u32 bits = __float_as_uint(fmaxf(score + 0.0f, __uint_as_float(0xFF800000u)));
     return bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
@@ -38,12 +63,12 @@ __device__ __forceinline__ uint4 keys_of(float4 s) {
     return make_uint4(key_of(s.x), key_of(s.y), key_of(s.z), key_of(s.w));
 }
 
-// Counts of one digit over the whole row, and over the slices before this one.
+// The counts of one digit. `_before` are those of the slices before this one, the others of the whole row.
 template <int BINS>
 struct Digit {
     u32 counts[BINS];  // of this slice only
     u32 groups[GROUPS], groups_before[GROUPS];
-    u32 bins[BINS / GROUPS], bins_before[BINS / GROUPS];  // of the group in which the search goes on
+    u32 bins[BINS / GROUPS], bins_before[BINS / GROUPS];  // of the group that holds the k-th key
 };
 
 struct Digits {
@@ -56,26 +81,26 @@ struct Entry {
     int place;
 };
 
-struct alignas(16) Shared {
+struct alignas(16) SharedMemory {
     Digits digits;
     union {
-        Entry list[LISTED];  // candidates, in any order
-        int chosen[LARGEST_K];  // after the marking: places of this slice that are part of the result, ascending
+        Entry list[LISTED];     // candidates, in any order
+        int chosen[LARGEST_K];  // once all are marked: the places of this slice that are part of the result, ascending
     };
     u32 warp_winners[WARPS], warp_ties[WARPS];
-    u32 listed;  // candidates met so far; the list is not complete if they are more than it holds
+    u32 listed;  // candidates so far; with more than LISTED, the list is not complete
 };
 
-static_assert(sizeof(Shared) == SHARED_BYTES, "the caller has another layout in mind");
-static_assert(sizeof(Digits) % sizeof(uint4) == 0, "they are cleared in units of this");
+static_assert(sizeof(SharedMemory) <= FIXED_BYTES && FIXED_BYTES % 16 == 0, "FIXED_BYTES of topk.py is too small");
+static_assert(sizeof(Digits) % sizeof(uint4) == 0, "digits are cleared 16 bytes at a time");
 
-// One block's part of a row. Places count from an address that is a multiple of 16 bytes, at or before the row's start.
+// One CTA's part of a row. A place counts from an address that is a multiple of 16 bytes, at or before the slice's start.
 struct Slice {
     const float* scores;  // at place 0
-    u32 keys;  // address of the keys in shared memory, of the places below `resident`
+    u32 keys;             // address in shared memory of the keys of places below `resident`
     int resident;
-    int begin, end;  // places that belong to the row
-    int position;  // of place 0 in the row
+    int begin, end;       // places that belong to the row
+    int position;         // of place 0 in the row
 
     __device__ __forceinline__ float score(int place) const {
         return place >= begin && place < end ? scores[place] : __uint_as_float(0xFF800000u);
@@ -86,7 +111,7 @@ struct Slice {
         return make_float4(score(place), score(place + 1), score(place + 2), score(place + 3));
     }
 
-    // Keys that lie `step` places apart. All loads from the row come first, so that they run at the same time.
+    // LOADS keys that lie `step` places apart. All loads from global memory come first, so that they overlap.
     __device__ __forceinline__ void keys_apart(int place, int step, u32 (&found)[LOADS]) const {
         float loaded[LOADS];
 #pragma unroll
@@ -105,21 +130,27 @@ struct Slice {
 // ---- Search
 
 struct Found {
-    int digit;  // of the k-th key; -1 if there are fewer than k
-    u32 above, above_before;  // keys whose digit is higher: in the row, and in the slices before this one
+    int digit;                // of the k-th key; -1 if there are fewer than k
+    u32 above, above_before;  // keys with a higher digit, in the row and in the slices before this one
     u32 equal, equal_before;  // keys with this digit
 };
 
-// The first lane at which the counts of the lanes so far reach `wanted`, 32 if none does; what lies before it is added
-// to `above` and `above_before`.
-__device__ __forceinline__ int reach(u32 count, u32 before, u32 wanted, u32& above, u32& above_before) {
+// The sum over the lanes up to this one.
+__device__ __forceinline__ u32 inclusive_sum(u32 value) {
     const int lane = threadIdx.x % 32;
-    u32 so_far = count;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL_MASK, so_far, step);
-        if (lane >= step) so_far += other;
+        const u32 other = __shfl_up_sync(FULL_MASK, value, step);
+        if (lane >= step) value += other;
     }
+    return value;
+}
+
+// The first lane at which the sum of `count` over the lanes so far reaches `wanted`; 32 if none does. The counts of the
+// lanes before it are added to `above` and `above_before`.
+__device__ __forceinline__ int first_reaching(u32 count, u32 before, u32 wanted, u32& above, u32& above_before) {
+    const int lane = threadIdx.x % 32;
+    const u32 so_far = inclusive_sum(count);
     const u32 reached = __ballot_sync(FULL_MASK, above + so_far >= wanted);
     const int first = reached ? __ffs(reached) - 1 : 32;
     above += __reduce_add_sync(FULL_MASK, lane < first ? count : 0);
@@ -127,10 +158,10 @@ __device__ __forceinline__ int reach(u32 count, u32 before, u32 wanted, u32& abo
     return first;
 }
 
-// Once this block has counted a digit: where the `wanted`-th highest key of the row is, the same in every thread. Bins
-// below `ignored` hold no candidates. Every warp searches for itself, lanes going from high digits to low ones.
+// Called when this CTA has counted a digit: finds the digit of the row's `wanted`-th highest key, the same in every thread
+// of the cluster. Bins below `ignored` hold no candidates. Every warp searches by itself; lanes go from high to low bins.
 template <int BINS>
-__device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 wanted, u32 rank, u32 blocks) {
+__device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 wanted, u32 rank, u32 ctas) {
     constexpr int GROUP = BINS / GROUPS, PER_LANE = GROUP / 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __syncthreads();  // every thread has counted
@@ -143,23 +174,23 @@ __device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 want
             sum += bin < ignored ? 0 : digit.counts[bin];
         }
         sum = __reduce_add_sync(FULL_MASK, sum);
-        // One lane for each block of the cluster.
-        if (lane < blocks) {
+        // One lane for each CTA of the cluster.
+        if (lane < ctas) {
             const u32 theirs = peer_address(groups + 4 * group, lane);
             peer_add(theirs, sum);
             if (lane > rank) peer_add(theirs + 4 * GROUPS, sum);
         }
     }
     cluster_arrive();
-    cluster_wait();  // the counts of every block are complete, and so are the sums of groups in this one
+    cluster_wait();  // the counts of every CTA are complete, and so are the groups' sums in this one
     Found found = {-1, 0, 0, 0, 0};
     const int mine = GROUPS - 1 - lane;
-    const int from_top = reach(digit.groups[mine], digit.groups_before[mine], wanted, found.above, found.above_before);
+    const int from_top = first_reaching(digit.groups[mine], digit.groups_before[mine], wanted, found.above, found.above_before);
     if (from_top == 32) return found;
     const int group = GROUPS - 1 - from_top;
     const u32 counts = shared_address(digit.counts + group * GROUP + lane);
 #pragma unroll 1
-    for (int peer = warp; peer < blocks; peer += WARPS) {
+    for (int peer = warp; peer < ctas; peer += WARPS) {
         u32 loaded[PER_LANE];
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) loaded[i] = peer_load(peer_address(counts + 128 * i, peer));
@@ -176,8 +207,8 @@ __device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 want
         sum += count[i] = digit.bins[GROUP - 1 - lane * PER_LANE - i];
         sum_before += before[i] = digit.bins_before[GROUP - 1 - lane * PER_LANE - i];
     }
-    const int at = reach(sum, sum_before, wanted, found.above, found.above_before);
-    bool passed = true;  // the bins so far, as all lanes before, do not reach `wanted`
+    const int at = first_reaching(sum, sum_before, wanted, found.above, found.above_before);
+    bool passed = true;  // the bins so far do not reach `wanted`
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
         const u32 equal = __shfl_sync(FULL_MASK, count[i], at), equal_before = __shfl_sync(FULL_MASK, before[i], at);
@@ -198,7 +229,7 @@ __device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 want
 // ---- Passes over a slice
 
 // Reads the slice, keeps what fits, and counts the first digit.
-__device__ __forceinline__ void count_first_digit(const Slice& slice, Shared& shared) {
+__device__ __forceinline__ void count_first_digit(const Slice& slice, SharedMemory& shared) {
     const u32 counts = shared_address(shared.digits.first.counts);
     for (int place = 4 * threadIdx.x; place < slice.end; place += STEP * LOADS) {
         float4 scores[LOADS];
@@ -225,9 +256,9 @@ __device__ __forceinline__ void count_first_digit(const Slice& slice, Shared& sh
     }
 }
 
-// Marks keys whose first digit is higher than `first`; lists those that have it, and counts their second digit.
-__device__ __forceinline__ void consider(
-    uint4 four, int place, u32 first, u32 second_counts, Shared& shared, u32* winners) {
+// Marks keys whose first digit is higher than `first`, lists those with this digit, and counts their second digit.
+__device__ __forceinline__ void mark_and_list(
+    uint4 four, int place, u32 first, u32 second_counts, SharedMemory& shared, u32* winners) {
     const u32 keys[4] = {four.x, four.y, four.z, four.w};
     if (max(max(keys[0], keys[1]), max(keys[2], keys[3])) < first << FIRST_SHIFT) return;
     u32 higher = 0;
@@ -236,7 +267,7 @@ __device__ __forceinline__ void consider(
         if (keys[i] >> FIRST_SHIFT > first) higher |= 1u << i;
         if (keys[i] >> FIRST_SHIFT != first) continue;
         shared_increment(second_counts + 4 * (keys[i] >> SECOND_SHIFT & (LATER_BINS - 1)));
-        // On a plateau everybody would wait for one counter, whose value has become useless.
+        // Once the list is full its length does not matter, and on a plateau all threads would queue for the atomic.
         if (*const_cast<volatile u32*>(&shared.listed) > LISTED) continue;
         const u32 at = atomicAdd(&shared.listed, 1u);
         if (at < LISTED) shared.list[at] = {keys[i], place + i};
@@ -244,24 +275,24 @@ __device__ __forceinline__ void consider(
     if (higher) atomicOr(&winners[place / 32], higher << place % 32);
 }
 
-__device__ __forceinline__ void count_second_digit(const Slice& slice, Shared& shared, u32 first, u32* winners) {
+__device__ __forceinline__ void count_second_digit(const Slice& slice, SharedMemory& shared, u32 first, u32* winners) {
     const u32 counts = shared_address(shared.digits.second.counts);
     int place = 4 * threadIdx.x;
     for (; place < min(slice.resident, slice.end); place += STEP) {
-        consider(shared_load4(slice.keys + 4 * place), place, first, counts, shared, winners);
+        mark_and_list(shared_load4(slice.keys + 4 * place), place, first, counts, shared, winners);
     }
-    // What was not kept is read again, two loads ahead.
+    // Keys that are not kept are read again, two loads ahead.
     float4 next = slice.scores4(place), after = slice.scores4(place + STEP);
     for (; place < slice.end; place += STEP) {
         const float4 scores = next;
         next = after;
         after = slice.scores4(place + 2 * STEP);
-        consider(keys_of(scores), place, first, counts, shared, winners);
+        mark_and_list(keys_of(scores), place, first, counts, shared, winners);
     }
 }
 
 // Counts the third digit of the keys that start with `prefix`.
-__device__ __forceinline__ void count_third_digit(const Slice& slice, Shared& shared, u32 prefix, bool listing) {
+__device__ __forceinline__ void count_third_digit(const Slice& slice, SharedMemory& shared, u32 prefix, bool listing) {
     const u32 counts = shared_address(shared.digits.third.counts);
     if (listing) {
         for (int i = threadIdx.x; i < shared.listed; i += THREADS) {
@@ -280,10 +311,10 @@ __device__ __forceinline__ void count_third_digit(const Slice& slice, Shared& sh
     }
 }
 
-// Marks keys that start with more than `prefix` in one bitmap and those that start with it in the other. Where there is
-// a list, what is not on it has been marked before.
+// Marks keys above `prefix` in one bitmap and those that start with it in the other. With a complete list, keys that are
+// not on it have been marked already.
 __device__ __forceinline__ void mark(
-    const Slice& slice, const Shared& shared, u32 prefix, int shift, bool listing, u32* winners, u32* ties) {
+    const Slice& slice, const SharedMemory& shared, u32 prefix, int shift, bool listing, u32* winners, u32* ties) {
     if (listing) {
         for (int i = threadIdx.x; i < shared.listed; i += THREADS) {
             const Entry entry = shared.list[i];
@@ -309,18 +340,7 @@ __device__ __forceinline__ void mark(
     }
 }
 
-// The sum over the lanes up to this one.
-__device__ __forceinline__ u32 sum_in_warp(u32 value) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(FULL_MASK, value, step);
-        if (lane >= step) value += other;
-    }
-    return value;
-}
-
-// The sum of the first `count` warps, whose own sums are in `warps`.
+// The sum over the first `count` warps, whose sums are in `warps`.
 __device__ __forceinline__ u32 sum_of_warps(const u32* warps, int count) {
     const int lane = threadIdx.x % 32;
     return __reduce_add_sync(FULL_MASK, lane < count ? warps[lane] : 0);
@@ -328,7 +348,7 @@ __device__ __forceinline__ u32 sum_of_warps(const u32* warps, int count) {
 
 // Writes the places of the winners and of the first `quota` ties to `shared.chosen`, ascending; returns how many.
 __device__ __forceinline__ u32 collect(
-    const Slice& slice, Shared& shared, u32 quota, const u32* winners, const u32* ties) {
+    const Slice& slice, SharedMemory& shared, u32 quota, const u32* winners, const u32* ties) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int words = (slice.end + 31) / 32;
     const int run = (words + THREADS - 1) / THREADS;
@@ -338,12 +358,12 @@ __device__ __forceinline__ u32 collect(
         own_winners += __popc(winners[word]);
         own_ties += __popc(ties[word]);
     }
-    const u32 winners_so_far = sum_in_warp(own_winners), ties_so_far = sum_in_warp(own_ties);
+    const u32 winners_so_far = inclusive_sum(own_winners), ties_so_far = inclusive_sum(own_ties);
     if (lane == 31) {
         shared.warp_winners[warp] = winners_so_far;
         shared.warp_ties[warp] = ties_so_far;
     }
-    __syncthreads();  // the sums of all warps are there, and nobody reads the list any more: `chosen` takes its place
+    __syncthreads();  // all warps' sums are written, and nobody reads the list any more: `chosen` overwrites it
     const u32 ties_before = sum_of_warps(shared.warp_ties, warp) + ties_so_far - own_ties;
     u32 column = sum_of_warps(shared.warp_winners, warp) + winners_so_far - own_winners + min(ties_before, quota);
     u32 left = quota - min(ties_before, quota);
@@ -366,9 +386,9 @@ __device__ __forceinline__ u32 collect(
 // ---- Kernel
 
 struct Pages {
-    const int* table;  // of the row's request; null: positions are the result
+    const int* table;  // the request's row of the block table, or null
     int width;
-    int page_size;
+    int page_size;     // 0: the results are positions
 
     __device__ __forceinline__ int slot(int position) const {
         if (page_size == 0) return position;
@@ -379,61 +399,58 @@ struct Pages {
     }
 };
 
-// out[row, :] = the positions j < lengths[row] of the k highest scores above -inf, ascending, then -1. With a block
-// table (page_size > 0) the slots of these positions instead, -1 in the columns of positions that have none.
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_positions(
-    const float* scores, long long row_stride, int width, const int* lengths, int k, const int* request_ids,
-    const int* block_table, long long table_stride, int requests, int table_width, int page_size, int* out,
-    int resident, int bitmap_words) {
+// out[row, :] = the positions j < lengths[row] of the k highest scores above -inf, ascending, then -1. With a block table
+// it is the slots of these positions, -1 for positions without a page.
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_positions(const __grid_constant__ TopkParams params) {
     uint4* const memory = shared_memory();
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
-    u32* winners = reinterpret_cast<u32*>(memory) + sizeof(Shared) / sizeof(u32);
-    u32* ties = winners + bitmap_words;
-    const u32 rank = cluster_rank(), blocks = cluster_size();
-    const int row = blockIdx.x / blocks;
+    SharedMemory& shared = *reinterpret_cast<SharedMemory*>(memory);
+    u32* winners = reinterpret_cast<u32*>(memory) + FIXED_BYTES / sizeof(u32);
+    u32* ties = winners + params.bitmap_words;
+    const u32 rank = cluster_rank(), ctas = cluster_size();
+    const int row = blockIdx.x / ctas, k = params.k;
 
     wait_for_previous_kernel();
-    const int length = min(max(lengths[row], 0), width);
+    const int length = min(max(params.lengths[row], 0), params.width);
     for (int i = threadIdx.x; i < sizeof(Digits) / sizeof(uint4); i += THREADS) memory[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) shared.listed = 0;
-    cluster_arrive();  // this block runs, and its counts are zero; meanwhile the length arrives
-    const bool everything = length <= k;  // in the whole cluster: then one block does it, and reads the row once
+    cluster_arrive();  // this CTA runs, and its counts are zero; the load of the length overlaps
+    const bool everything = length <= k;  // the same in the whole cluster: one CTA does it, and reads the row once
     if (everything && rank > 0) {
         cluster_wait();
         return;
     }
-    const float* start = scores + row * row_stride;
+    const float* start = params.scores + row * params.row_stride;
     const int skipped = static_cast<int>(reinterpret_cast<unsigned long long>(start) / sizeof(float) % 4);
-    const int parts = everything ? 1 : blocks;
-    const int size = ((skipped + length + parts - 1) / parts + 127) / 128 * 128;
+    const int slices = everything ? 1 : ctas;
+    const int size = ((skipped + length + slices - 1) / slices + 127) / 128 * 128;
     Slice slice;
     slice.position = static_cast<int>(rank) * size - skipped;
     slice.scores = start + slice.position;
-    slice.keys = shared_address(ties + bitmap_words);
-    slice.resident = everything ? 0 : resident;
+    slice.keys = shared_address(ties + params.bitmap_words);
+    slice.resident = everything ? 0 : params.resident;
     slice.begin = rank == 0 ? skipped : 0;
     slice.end = max(min(length - slice.position, size), 0);
 
-    // What is known of the k-th highest key: it starts with `prefix`. All keys that start with more are winners; of
-    // those that start with the same, the first `wanted` of the row, of which the first `quota` of this slice.
+    // The k-th highest key starts with `prefix`. All keys above it are winners; of those that start with it, the first
+    // `wanted` of the row are, which is the first `quota` of this slice.
     u32 prefix = LOWEST, wanted = 0, quota = 0;
-    u32 column = 0, total = 0;  // of the output: where this block's part starts, and where everything ends
+    u32 column = 0, total = 0;  // of the output: where this CTA's part starts, and where the padding starts
     int shift = 0;
     bool listing = false;
     if (!everything) {
         for (int word = threadIdx.x; word * 32 < slice.end; word += THREADS) winners[word] = ties[word] = 0;
         __syncthreads();  // counts are zero
         count_first_digit(slice, shared);
-        cluster_wait();  // the other blocks are ready as well
-        Found found = agree(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, rank, blocks);
+        cluster_wait();  // the other CTAs have cleared their counts as well
+        Found found = agree(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, rank, ctas);
         column = found.above_before;
-        total = found.above;  // all of them, if they are fewer than k
+        total = found.above;  // all candidates, if they are fewer than k
         if (found.digit >= 0) {
             total = k;
             prefix = found.digit;
             wanted = k - found.above;
             count_second_digit(slice, shared, prefix, winners);
-            found = agree(shared.digits.second, 0, wanted, rank, blocks);
+            found = agree(shared.digits.second, 0, wanted, rank, ctas);
             listing = shared.listed <= LISTED;
             column += found.above_before;
             wanted -= found.above;
@@ -441,7 +458,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
             shift = SECOND_SHIFT;
             if (wanted < found.equal) {
                 count_third_digit(slice, shared, prefix, listing);
-                found = agree(shared.digits.third, 0, wanted, rank, blocks);
+                found = agree(shared.digits.third, 0, wanted, rank, ctas);
                 column += found.above_before;
                 wanted -= found.above;
                 prefix = prefix << SECOND_SHIFT | found.digit;
@@ -450,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
             quota = wanted - min(wanted, found.equal_before);
             column += min(wanted, found.equal_before);
         }
-        cluster_arrive_relaxed();  // this block has read the counts of the others for the last time
+        cluster_arrive_relaxed();  // this CTA has read the others' counts for the last time
     }
     let_next_kernel_start();
 
@@ -459,16 +476,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     const u32 count = collect(slice, shared, quota, winners, ties);
     __syncthreads();  // `chosen` is complete
 
-    Pages pages = {nullptr, table_width, page_size};
-    if (page_size > 0) {
-        const int request = request_ids[row];
-        if (request >= 0 && request < requests) pages.table = block_table + request * table_stride;
+    Pages pages = {nullptr, params.table_width, params.page_size};
+    if (params.page_size > 0) {
+        const int request = params.request_ids[row];
+        if (request >= 0 && request < params.requests) pages.table = params.block_table + request * params.table_stride;
     }
-    int* result = out + static_cast<long long>(row) * k;
+    int* result = params.out + static_cast<long long>(row) * k;
     for (u32 i = threadIdx.x; i < count; i += THREADS) {
         result[column + i] = pages.slot(shared.chosen[i] + slice.position);
     }
     if (everything) total = count;
-    for (u32 i = total + rank * THREADS + threadIdx.x; i < k; i += parts * THREADS) result[i] = -1;
-    cluster_wait();  // nobody leaves while others may read its counts
+    for (u32 i = total + rank * THREADS + threadIdx.x; i < k; i += slices * THREADS) result[i] = -1;
+    cluster_wait();  // no CTA leaves while others may read its counts
 }

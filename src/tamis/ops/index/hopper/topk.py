@@ -10,42 +10,60 @@ from tamis import checks
 from tamis.arithmetic import ceil_div, round_up
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import sm_count
-from tamis.cuda.launch import ListLaunch, kernel
+from tamis.cuda.launch import Launch, kernel
+from tamis.cuda.params import Int, Long, Pointer, params_bytes
 
 MAX_K = 4096
-SIGNATURE = "PqiPiPPqiiiPii"
 SLICE_UNIT = 128
-"""Slices are a multiple of this: whole bitmap words, and 16 bytes of bitmap."""
+"""Places of a slice are a multiple of this: 16 bytes of bitmap."""
 SHARED_PER_SM = 228 * 1024
 SYSTEM_SHARED = 1024
-"""Of each block's shared memory."""
+"""Bytes of shared memory that the system keeps in every CTA."""
+FIXED_BYTES = 43_536
+"""Bytes set aside for the source's `SharedMemory`: what it needs with 1024 threads. The source checks them."""
+
+
+class TopkParams(NamedTuple):
+    """The parameters of `topk.cu`: T rows, B requests."""
+
+    scores: Pointer
+    """float32 [T, width]."""
+    row_stride: Long
+    width: Int
+    lengths: Pointer
+    """int32 [T], positions of a row that count."""
+    k: Int
+    request_ids: Pointer
+    """int32 [T]; 0 without a block table."""
+    block_table: Pointer
+    """int32 [B, table_width]; 0 for none."""
+    table_stride: Long
+    requests: Int
+    table_width: Int
+    page_size: Int
+    """Positions of a page; 0 without a block table."""
+    out: Pointer
+    """int32 [T, k], contiguous."""
+    resident: Int
+    """Keys of a slice that stay in shared memory; the others are read again."""
+    bitmap_words: Int
+    """Words of each of the two bitmaps."""
 
 
 class Variant(NamedTuple):
-    """How a launch is cut."""
+    """The shape of a launch."""
 
     cluster: int
-    """Blocks per row: 1, 2, 4, 8 or 16."""
+    """CTAs per row: 1, 2, 4, 8 or 16."""
     threads: int
-    """Per block: 512 or 1024."""
+    """Threads per CTA: 512 or 1024."""
     per_sm: int
-    """Blocks that share one multiprocessor's memory."""
-    overlap: bool = False
-    """Whether a launch may start while the kernel before it ends."""
+    """CTAs that share one SM's memory."""
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory per block: its part of a multiprocessor's, whatever the rows need of it."""
+        """Bytes of shared memory per CTA: its share of an SM's, whatever the rows need of it."""
         return SHARED_PER_SM // self.per_sm - SYSTEM_SHARED
-
-
-class Memory(NamedTuple):
-    """What a block keeps in shared memory."""
-
-    resident: int
-    """Keys of the slice that stay there; the others are read again."""
-    bitmap_words: int
-    """Of each of the two bitmaps."""
 
 
 def topk_positions(
@@ -73,7 +91,7 @@ def topk_positions(
         block_table: int32 [B, W].
         page_size: positions per page; 0 without a block table.
         out: int32 [T, k], contiguous, to write into.
-        variant: how to cut the launch, if not as usual.
+        variant: the shape of the launch; None for the usual one.
     """
     checks.integer("k", k, low=1, high=MAX_K)
     tokens, width = scores.shape
@@ -85,27 +103,38 @@ def topk_positions(
         scores = scores.contiguous()
     if variant is None:
         variant = usual_variant(tokens, width, sm_count(scores.device))
-    memory = memory_of(variant, width, k)
-    pages, table = (0, 0), (0, 0, 0)
+    resident, bitmap_words = memory_of(variant, width, k)
+    ids = table = table_stride = requests = table_width = 0
     if block_table is not None and request_ids is not None:
-        # Held by name until the launch, so that nobody else gets their memory.
+        # These names and `lengths` keep the copies alive until the launch.
         block_table, request_ids = block_table.contiguous(), request_ids.contiguous()
-        pages = request_ids.data_ptr(), block_table.data_ptr()
-        table = block_table.stride(0), block_table.shape[0], block_table.shape[1]
+        ids, table, table_stride = request_ids.data_ptr(), block_table.data_ptr(), block_table.stride(0)
+        requests, table_width = block_table.shape
     lengths = lengths.contiguous()
-    launch = _launch(scores.device.index, variant)
-    launch(
-        (tokens * variant.cluster, 1, 1),
-        *(scores.data_ptr(), scores.stride(0), width, lengths.data_ptr(), k, *pages, *table, page_size),
-        *(out.data_ptr(), memory.resident, memory.bitmap_words),
+    params = TopkParams(
+        scores.data_ptr(),
+        scores.stride(0),
+        width,
+        lengths.data_ptr(),
+        k,
+        ids,
+        table,
+        table_stride,
+        requests,
+        table_width,
+        page_size,
+        out.data_ptr(),
+        resident,
+        bitmap_words,
     )
+    _launch(scores.device.index, variant)((tokens * variant.cluster, 1, 1), params)
     return out
 
 
 @lru_cache(maxsize=1024)
 def usual_variant(tokens: int, width: int, sms: int) -> Variant:
-    """One block per multiprocessor, of slices worth a block each: what blocks of a row tell each other costs more than
-    a second one on the same multiprocessor gains. Long slices get a multiprocessor's whole memory."""
+    """One CTA per SM, if slices are long enough: what the CTAs of a row exchange costs more than a second CTA on the
+    same SM gains. Long slices get an SM's whole memory."""
     cluster = 1
     while cluster < 16 and tokens * cluster * 2 <= sms and width >= cluster * 16384:
         cluster *= 2
@@ -115,39 +144,29 @@ def usual_variant(tokens: int, width: int, sms: int) -> Variant:
 
 
 @lru_cache(maxsize=1024)
-def memory_of(variant: Variant, width: int, k: int) -> Memory:
-    """How a block's shared memory is divided for rows of a width."""
+def memory_of(variant: Variant, width: int, k: int) -> tuple[int, int]:
+    """How a CTA's shared memory is divided for rows of a width: keys that stay there, and words of each bitmap."""
     longest, room = _room_for_keys(variant, width, k)
     if room < 0:
         raise checks.refuse("scores", "narrower", f"rows of {width}", "split them; about 11 million fit")
-    return Memory(min(longest, room // 4 // SLICE_UNIT * SLICE_UNIT), longest // 32)
+    return min(longest, room // 4 // SLICE_UNIT * SLICE_UNIT), longest // 32
 
 
 def _room_for_keys(variant: Variant, width: int, k: int) -> tuple[int, int]:
-    """How many places a block may have to look at, and the bytes that its two bitmaps of them leave for keys."""
-    # Up to three places before a row's start make its loads aligned. Rows of up to k go to one block as a whole.
-    longest = max(_whole_units(ceil_div(width + 3, variant.cluster)), _whole_units(min(k, width) + 3))
-    return longest, variant.shared - _fixed_bytes(variant.threads) - 2 * longest // 8
-
-
-def _whole_units(places: int) -> int:
-    return round_up(places, SLICE_UNIT)
-
-
-def _fixed_bytes(threads: int) -> int:
-    """Size of the source's `Shared`: counts of three digits and their sums, the list, and sums of each warp."""
-    digits = sum(4 * (bins + 2 * 32 + 2 * bins // 32) for bins in (4096, 1024, 1024))
-    return round_up(digits + 4 * MAX_K + 2 * 4 * (threads // 32) + 4, 16)
+    """The places of the longest slice, and the bytes that its two bitmaps leave for keys."""
+    # Up to three places before a row's start make its loads aligned. A row of up to k positions is one slice.
+    longest = round_up(max(ceil_div(width + 3, variant.cluster), min(k, width) + 3), SLICE_UNIT)
+    return longest, variant.shared - FIXED_BYTES - 2 * longest // 8
 
 
 @cache
 def program(threads: int) -> Program:
     """`topk.cu` for CTAs of so many threads."""
-    return Program.packaged(__package__, "topk.cu", THREADS=threads, SHARED_BYTES=_fixed_bytes(threads))
+    constants = {"THREADS": threads, "FIXED_BYTES": FIXED_BYTES, "PARAMS_BYTES": params_bytes(TopkParams)}
+    return Program.packaged(__package__, "topk.cu", **constants)
 
 
 @cache
-def _launch(device: int, variant: Variant) -> ListLaunch:
+def _launch(device: int, variant: Variant) -> Launch:
     loaded = kernel(program(variant.threads), "topk_positions", device)
-    cluster, threads, _, overlap = variant
-    return ListLaunch(loaded, SIGNATURE, threads=threads, shared=variant.shared, cluster=cluster, overlap=overlap)
+    return Launch(loaded, TopkParams, threads=variant.threads, shared=variant.shared, cluster=variant.cluster)
