@@ -31,9 +31,9 @@ class Program:
     """File name, for messages."""
     source: str
     options: tuple[str, ...] = ()
-    """What NVRTC is told besides the architecture, such as `-DTHREADS=512`."""
+    """Options for NVRTC besides the architecture, such as `-DTHREADS=512`."""
     headers: tuple[tuple[str, str], ...] = ()
-    """Names and texts of what the source includes."""
+    """Names and texts of the headers that the source includes."""
 
     @classmethod
     def packaged(cls, package: str, name: str, **defines: int) -> "Program":
@@ -61,7 +61,7 @@ def _included(text: str) -> list[str]:
 
 
 def options(program: Program, arch: str) -> list[str]:
-    """Everything that NVRTC is told about a program."""
+    """All options that a program is compiled with."""
     return ["-std=c++17", f"-arch={arch}", *program.options]
 
 
@@ -117,7 +117,7 @@ def nvrtc() -> Nvrtc:
                 ctypes.CDLL(builtins)
             return Nvrtc(ctypes.CDLL(library))
         except (OSError, AttributeError, RuntimeError):
-            continue  # not there, not NVRTC, or one that does not work
+            continue  # the library is missing, is not NVRTC, or does not work
     raise ImportError(f"CUDA C++ kernels need NVRTC, NVIDIA's runtime compiler, which was not found; {INSTALL}")
 
 
@@ -150,8 +150,8 @@ def compiled(program: Program, arch: str, *, folder: Path | None = None, compile
     """The cubin of a program, from disk if it has been compiled before.
 
     The file's name holds everything the result depends on, and the file starts with a digest of that and of the rest,
-    so that neither an old nor a damaged file is ever used, nor one that was moved here from another name. Where nothing
-    can be kept (see `tamis.cuda.cubins`), this costs time and nothing else.
+    so that an old file, a damaged one, or one that was moved here from another name is never used. If nothing can be
+    kept (see `tamis.cuda.cubins`), the program is compiled again in every process.
     """
     compiler = compiler or nvrtc()
     key = hashlib.sha256(repr((program, options(program, arch), arch, compiler.version)).encode())

@@ -1,8 +1,8 @@
 """Cubins on disk: one folder that belongs to this user, read and written as if others could reach it.
 
-A cubin is code that the GPU runs, so a file is used only if this user wrote it for exactly these inputs. Whatever is in
-the way (no home, a full disk, a folder that others can write to, a FIFO under the file's name) costs the time to
-compile again, and nothing else. Reading and writing may raise OSError, which means that nothing was read or kept.
+A cubin is code that the GPU runs, so a file is used only if this user wrote it for exactly these inputs. If reading or
+writing fails (no home, a full disk, a folder that others can write to, a FIFO under the file's name), the program is
+compiled again and nothing else happens: both functions may raise OSError, which means that nothing was read or kept.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LARGEST = 64 << 20
-"""Bytes of a file that is read at all; cubins are thousands of times smaller."""
+"""Bytes of the largest file that is read; cubins are thousands of times smaller."""
 _DIGEST_SIZE = hashlib.sha256().digest_size
 _UNFINISHED = re.compile(r".+\.cubin.+")
 """Names of files that are being written, or that a process was writing when it was killed."""
@@ -103,7 +103,7 @@ def _make(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """A handle of the folder, if it is this user's own: what is done through it stays in what was checked."""
+    """A descriptor of the folder, if it belongs to this user; what is opened through it lies in the checked folder."""
     place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _check(os.fstat(place), str(folder))
@@ -123,13 +123,13 @@ def _check(about: os.stat_result, name: str) -> None:
 
 def _lock(file: int) -> None:
     """Take the lock of a file now, or raise OSError."""
-    import fcntl  # which Windows does not have
+    import fcntl  # Windows does not have it
 
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _remove_unfinished(place: int) -> None:
-    """Remove what killed processes left behind. One that still writes holds a lock."""
+    """Remove files that killed processes left behind. A process that still writes holds a lock on its file."""
     for name in os.listdir(place):
         if not _UNFINISHED.fullmatch(name):
             continue

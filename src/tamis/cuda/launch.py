@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ CAPTURE_RELAXED = 2
 PORTABLE_CLUSTER = 8
 """The largest cluster that every GPU with clusters can run."""
 PLAIN_SHARED = 48 * 1024
-"""Shared memory that a block may use without being asked about it."""
+"""Bytes of shared memory that a CTA gets without opting in to more."""
 
 
 class _Attribute(ctypes.Structure):
@@ -75,10 +74,10 @@ class Driver:
 
     @contextmanager
     def within(self, context: ctypes.c_void_p) -> Iterator[None]:
-        """Within it, this context is current in this thread, and a capture elsewhere allows everything."""
+        """Make a context current in this thread, and allow every driver call during captures in other threads."""
         mode = ctypes.c_int(CAPTURE_RELAXED)
         self.call("cuCtxPushCurrent_v2", context)
-        # Whatever fails, the thread's own context comes back: torch would otherwise go on in this one.
+        # The thread's own context is restored whatever fails: torch would otherwise go on in this one.
         try:
             self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
             try:
@@ -105,7 +104,7 @@ class Kernel:
     """A function of a cubin, loaded on one device; the module stays loaded as long as the process."""
 
     def __init__(self, api: Driver, cubin: bytes, function: str, device: int) -> None:
-        """Load it, and allow it all the shared memory that a block on this device may have."""
+        """Load it, and allow it all the shared memory that a CTA on this device may have."""
         self.driver, self.device = api, device
         self.context, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         module, handle = ctypes.c_void_p(), ctypes.c_int()
@@ -138,7 +137,7 @@ def kernel(program: Program, function: str, device: int, folder: Path | None = N
 
 
 class _Buffers(threading.local):
-    """What a launch hands to the driver. One set per thread: other threads run while the driver reads it."""
+    """What a launch hands to the driver: one set per thread, since other threads run while the driver reads it."""
 
     def __init__(self, size: int, config: dict[str, Any], attributes: list[_Attribute]) -> None:
         self.params = ctypes.create_string_buffer(size)
@@ -198,8 +197,13 @@ class Launch:
     def __call__(self, grid: tuple[int, int, int], params: tuple[Any, ...]) -> None:
         """Launch on the current stream of the kernel's device."""
         buffers = self._buffers
-        values = chain(params[: self._plain], *params[self._plain :]) if self._nested else params
-        self._pack_into(buffers.params, 0, *values)
+        if self._nested:
+            values = [*params[: self._plain]]
+            for nested in params[self._plain :]:
+                values += nested
+            self._pack_into(buffers.params, 0, *values)
+        else:
+            self._pack_into(buffers.params, 0, *params)
         config = buffers.config
         config.grid[:] = grid
         # This is the number behind torch.cuda.current_stream, without making an object; Triton asks for it in this way.

@@ -1,7 +1,7 @@
 """Attention of few heads in CUDA C++: its source runs on the host, in random orders of threads, against float64."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import on_host
@@ -71,7 +71,7 @@ Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @pytest.fixture
-def emulated(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+def emulated(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], None]]:
     """Makes the module launch a shape on the host, on a device of a number of SMs."""
 
     def install(name: str, sms: int = 2) -> None:
@@ -83,8 +83,10 @@ def emulated(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
         monkeypatch.setattr(few_heads, "_launch", launch)
         monkeypatch.setattr(few_heads, "sm_count", lambda device: sms)
         monkeypatch.setattr(few_heads, "choose_shape", lambda *given: (BF16_SHAPES if given[3] else FP8_SHAPES)[name])
+        few_heads.plan_launch.cache_clear()
 
-    return install
+    yield install
+    few_heads.plan_launch.cache_clear()
 
 
 BUILT: dict[tuple[CtaShape, torch.dtype], Emulated] = {}

@@ -5,7 +5,8 @@ of wgmma. Both take the same parameters. More heads are more CTAs, which read th
 """
 
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from tamis.ops.attention.hopper.params import (
     query_params,
     selection_params,
 )
-from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, SplitPlan, can_store, choose_splits, merge_splits
+from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, can_store, choose_splits, merge_splits
 from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.combine.triton_kernels import combine_splits
 
@@ -40,8 +41,12 @@ COPY_ALIGNMENT = 16
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
 
 
-class CtaShape(NamedTuple):
-    """How a kernel is compiled and launched, and what its splits cost."""
+@dataclass(frozen=True, eq=False)
+class CtaShape:
+    """How a kernel is compiled and launched, and what its splits cost.
+
+    Shapes are compared by identity, since they are keys of caches that every call looks into.
+    """
 
     source: str
     """The file without its suffix; the kernel is `attend_<source>`."""
@@ -99,10 +104,11 @@ FP8_ROWS = Shapes(
     more_heads=wgmma_shape(32, 7, shared=231_792),
     few_pairs=32,
 )
+_TWO_PER_SM = mma_shape(1, 2, per_sm=2, shared=91_184, bf16_rows=True)
 BF16_ROWS = Shapes(
     few_tokens=mma_shape(2, 2, per_sm=1, shared=219_232, bf16_rows=True),
-    many_tokens=mma_shape(1, 2, per_sm=2, shared=91_184, bf16_rows=True),
-    more_heads=mma_shape(1, 2, per_sm=2, shared=91_184, bf16_rows=True),
+    many_tokens=_TWO_PER_SM,
+    more_heads=_TWO_PER_SM,
     few_pairs=16,
 )
 
@@ -171,30 +177,32 @@ class Plan(NamedTuple):
     """How one selection of a call is launched."""
 
     shape: CtaShape
-    split: SplitPlan
+    whole: int
+    """Tokens that are not split."""
+    splits: int
+    """Splits of each of the other tokens."""
     capacity: int
     """Work items that the device works on at a time."""
     sharing: int
     """CTAs that share the heads of a work item."""
 
 
-def _plan(q: Tensor, selection: Selection, splits: int | None, *, direct: bool) -> Plan:
+@lru_cache(1024)
+def plan_launch(
+    tokens: int, heads: int, columns: int, splits: int | None, sms: int, bf16_rows: bool, direct: bool
+) -> Plan:
     """Choose shape and splits. `direct`: whether whole tokens can be written to the output.
 
     Both help to fix a row's bits, so with given splits they do not depend on the number of tokens.
     """
-    tokens, heads, _ = q.shape
-    columns, sms = selection.slots.shape[1], sm_count(q.device)
-    bf16_rows = bool(_rows_are_bf16(selection.cache.layout.key))
     shape = choose_shape(tokens if splits is None else None, heads, sms, bf16_rows)
     sharing = ceil_div(heads, shape.heads)
     capacity = max(1, shape.per_sm * sms // sharing)
     if splits is None:
-        steps = max(1, ceil_div(columns, shape.columns))
-        split = choose_splits(
+        whole, splits = choose_splits(
             tokens,
             max(heads, MMA_HEADS),
-            steps,
+            max(1, ceil_div(columns, shape.columns)),
             capacity,
             direct=direct,
             rows_per_step=shape.rows_per_step,
@@ -202,20 +210,26 @@ def _plan(q: Tensor, selection: Selection, splits: int | None, *, direct: bool) 
         )
     else:
         splits = min(splits, max(1, columns))
-        split = SplitPlan(tokens, 1) if splits == 1 and direct else SplitPlan(0, splits)
-    return Plan(shape, split, capacity, sharing)
+        whole = tokens if splits == 1 and direct else 0
+    return Plan(shape, whole, splits, capacity, sharing)
+
+
+def _plan(q: Tensor, selection: Selection, splits: int | None, direct: bool) -> Plan:
+    tokens, heads, _ = q.shape
+    bf16_rows = bool(_rows_are_bf16(selection.cache.layout.key))
+    return plan_launch(tokens, heads, selection.slots.shape[1], splits, sm_count(q.device), bf16_rows, direct)
 
 
 def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`, one launch per selection; each selection has splits of its own."""
     q, scale = call.q, call.factor
-    plans = [_plan(q, selection, call.splits, direct=False) for selection in call.selections]
-    found = Outputs.empty(sum(plan.split.splits for plan in plans), *q.shape[:2], device=q.device)
+    plans = [_plan(q, selection, call.splits, False) for selection in call.selections]
+    found = Outputs.empty(sum(plan.splits for plan in plans), *q.shape[:2], device=q.device)
     first = 0
     for selection, plan in zip(call.selections, plans, strict=True):
-        part = Outputs(*(tensor[first : first + plan.split.splits] for tensor in found))
+        part = Outputs(*(tensor[first : first + plan.splits] for tensor in found))
         _launch_plan(plan, q, selection, scale, output_params(part, part, None))
-        first += plan.split.splits
+        first += plan.splits
     return found
 
 
@@ -225,13 +239,13 @@ def attend(call: Attend) -> tuple[Tensor, Tensor]:
     if len(call.selections) > 1 or not can_store(out):
         return combine_splits(*attend_slots(call.in_splits()), sink, out)
     selection = call.selections[0]
-    plan = _plan(q, selection, call.splits, direct=True)
+    plan = _plan(q, selection, call.splits, True)
     tokens, heads, _ = q.shape
     whole = Outputs.into(out)
-    if plan.split.whole == tokens:
+    if plan.whole == tokens:
         _launch_plan(plan, q, selection, call.factor, output_params(whole, None, sink))
     else:
-        splits = Outputs.empty(plan.split.splits, tokens - plan.split.whole, heads, device=q.device)
+        splits = Outputs.empty(plan.splits, tokens - plan.whole, heads, device=q.device)
         _launch_plan(plan, q, selection, call.factor, output_params(whole, splits, sink))
         merge_splits(splits, sink, whole)
     return whole.lse, whole.max_logits

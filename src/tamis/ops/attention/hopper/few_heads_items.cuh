@@ -63,9 +63,6 @@ struct OutputRow {
 
 // ---- Numbers
 
-__device__ __forceinline__ float load_float(u32 at) { return __uint_as_float(shared_load(at)); }
-__device__ __forceinline__ void store_float(u32 at, float number) { shared_store(at, __float_as_uint(number)); }
-
 // Two 16-bit query elements in float32.
 template <Operand TYPE>
 __device__ __forceinline__ float2 unpack(u32 packed) {

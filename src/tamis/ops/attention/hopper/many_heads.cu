@@ -95,8 +95,6 @@ constexpr float SPARE = 4.0f;  // a raised reference exceeds the row that raised
 
 __device__ __forceinline__ float power_of_two(int biased) { return __uint_as_float(static_cast<u32>(biased) << 23); }
 __device__ __forceinline__ int biased_exponent(float x) { return __float_as_uint(x) >> 23 & 0xFF; }
-__device__ __forceinline__ float load_float(u32 address) { return __uint_as_float(shared_load(address)); }
-__device__ __forceinline__ void store_float(u32 address, float x) { shared_store(address, __float_as_uint(x)); }
 __device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 

@@ -6,6 +6,9 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF800000u); }
 
+__device__ __forceinline__ float load_float(u32 address) { return __uint_as_float(shared_load(address)); }
+__device__ __forceinline__ void store_float(u32 address, float x) { shared_store(address, __float_as_uint(x)); }
+
 // Reductions over lanes whose numbers differ in the bits FIRST, 2 * FIRST, ... below END.
 template <int FIRST, int END>
 __device__ __forceinline__ float max_over_lanes(float x) {

@@ -92,8 +92,9 @@ class Outputs(NamedTuple):
 
 def can_store(out: Tensor) -> bool:
     """Whether the kernels can write to an output, four neighbouring values at a time."""
-    strides = out.stride(2) == 1 and out.stride(0) % 4 == 0 and out.stride(1) % 4 == 0
-    return out.dtype in OUT_KINDS and strides and out.data_ptr() % (4 * out.element_size()) == 0
+    token_stride, head_stride, column_stride = out.stride()
+    aligned = token_stride % 4 == head_stride % 4 == out.data_ptr() % (4 * out.element_size()) == 0
+    return out.dtype in OUT_KINDS and column_stride == 1 and aligned
 
 
 class MergeParams(NamedTuple):
