@@ -388,10 +388,10 @@ __device__ __forceinline__ u32 collect(
 struct Pages {
     const int* table;  // the request's row of the block table, or null
     int width;
-    int page_size;     // 0: the results are positions
+    int page_size;
 
+    // -1 for a position without a page.
     __device__ __forceinline__ int slot(int position) const {
-        if (page_size == 0) return position;
         const int column = position / page_size;
         const int page = table != nullptr && column < width ? table[column] : -1;
         const long long slot = static_cast<long long>(page) * page_size + position % page_size;
@@ -482,8 +482,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
         if (request >= 0 && request < params.requests) pages.table = params.block_table + request * params.table_stride;
     }
     int* result = params.out + static_cast<long long>(row) * k;
-    for (u32 i = threadIdx.x; i < count; i += THREADS) {
-        result[column + i] = pages.slot(shared.chosen[i] + slice.position);
+    if (params.page_size == 0) {
+#pragma unroll 4
+        for (u32 i = threadIdx.x; i < count; i += THREADS) result[column + i] = shared.chosen[i] + slice.position;
+    } else {
+        for (u32 i = threadIdx.x; i < count; i += THREADS) result[column + i] = pages.slot(shared.chosen[i] + slice.position);
     }
     if (everything) total = count;
     for (u32 i = total + rank * THREADS + threadIdx.x; i < k; i += slices * THREADS) result[i] = -1;
