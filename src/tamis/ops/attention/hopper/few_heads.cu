@@ -94,18 +94,18 @@ static_assert(CONSUMER_REGISTERS > LAUNCH_REGISTERS && CONSUMER_REGISTERS <= 240
 // ---- Shared memory
 
 struct SharedMemoryPlan {
+    // Bytes of a buffer or, for MERGE, its fragments.
     static constexpr int PRODUCTS_BUFFER = WARPS * KEY_TILES * FRAGMENT;
     static constexpr int MERGE_FRAGMENTS = 2 * K_STEPS + 2;  // accumulators; references and sums; running max
     static constexpr int QUERY_MAX_BUFFER = BF16_ROWS ? 0 : 4 * WARPS * HEADS;
 
-    static constexpr int ROWS = 0;                                                            // [stream][stage][row]
-    // [stream][2] partial products of each warp
-    static constexpr int PRODUCTS = ROWS + Ring::ALL_STAGES * Ring::STAGE_BYTES;
-    static constexpr int MERGE = PRODUCTS + STREAMS * 2 * PRODUCTS_BUFFER;                        // [warp], second stream's
+    static constexpr int ROWS = 0;                                                   // [stream][stage][row]
+    static constexpr int PRODUCTS = ROWS + Ring::ALL_STAGES * Ring::STAGE_BYTES;     // [stream][2][warp] partial products
+    static constexpr int MERGE = PRODUCTS + STREAMS * 2 * PRODUCTS_BUFFER;           // [warp] of the second stream
     // [stream][2][warp][head] largest magnitudes of the queries
     static constexpr int QUERY_MAX = MERGE + (STREAMS > 1) * WARPS * MERGE_FRAGMENTS * FRAGMENT;
-    static constexpr int BARRIERS = QUERY_MAX + STREAMS * 2 * QUERY_MAX_BUFFER;               // [stream][stage] full, empty
-    static constexpr int INFOS = BARRIERS + Ring::ALL_STAGES * Ring::BARRIER_BYTES;           // [stream][stage] stage info
+    static constexpr int BARRIERS = QUERY_MAX + STREAMS * 2 * QUERY_MAX_BUFFER;      // [stream][stage] full, empty
+    static constexpr int INFOS = BARRIERS + Ring::ALL_STAGES * Ring::BARRIER_BYTES;  // [stream][stage] stage info
     static constexpr int BYTES = INFOS + Ring::ALL_STAGES * Ring::INFO_BYTES;
 };
 using Plan = SharedMemoryPlan;

@@ -87,12 +87,12 @@ struct SharedMemoryPlan {
     static constexpr int PER_WARPGROUP = KINDS * PER_HEAD;
     static constexpr int WARPGROUP_WEIGHTS = TILES * HEAD_TILE;
 
-    static constexpr int QUERY = 0;                                                // [8 + 2] tiles: latent, rope terms
-    static constexpr int WEIGHTS = QUERY + (Queries::LATENT_TILES + 2) * HEAD_TILE;  // [warpgroup][tile], times scales
+    static constexpr int QUERY = 0;                                                // [8 + 2] tiles: latent columns, rope terms
+    static constexpr int WEIGHTS = QUERY + (Queries::LATENT_TILES + 2) * HEAD_TILE;  // [warpgroup][tile] weights times scales
     static constexpr int ROWS = WEIGHTS + WARPGROUPS * WARPGROUP_WEIGHTS;          // [stage][row]
-    static constexpr int LOGIT_SCALES = ROWS + Ring::ALL_STAGES * Ring::STAGE_BYTES;  // [head]
+    static constexpr int LOGIT_SCALES = ROWS + Ring::ALL_STAGES * Ring::STAGE_BYTES;  // [head] from products to logits
     static constexpr int REFERENCES = LOGIT_SCALES + PER_HEAD;                     // [warpgroup][kind][head]
-    static constexpr int FACTORS = REFERENCES + WARPGROUPS * PER_WARPGROUP;        // [warpgroup][kind][head] factors of weights
+    static constexpr int FACTORS = REFERENCES + WARPGROUPS * PER_WARPGROUP;        // [warpgroup][tile][head] factors of weights
     // The running max of each thread's products. It is here because registers have no room for it.
     static constexpr int RUNNING_MAX = FACTORS + WARPGROUPS * PER_WARPGROUP;       // [octets / 2][thread][4]
     static constexpr int BARRIERS = RUNNING_MAX + CONSUMERS * 2 * 4 * OCTETS;      // [stage] full, empty
@@ -104,7 +104,7 @@ struct SharedMemoryPlan {
     static constexpr int BYTES = VOTES + WARPGROUPS * WARPS * 4;
 
     // Offsets in a warpgroup's WEIGHTS, which hold numbers of each head while no weights are there.
-    static constexpr int PARTIALS = 0;                                 // [warp][kind][head] maxima or sums of a warp's rows
+    static constexpr int PARTIALS = 0;                                 // [warp][kind][head] of the rows of a warp
     static constexpr int RESCALES = PARTIALS + WARPS * PER_WARPGROUP;  // [kind][head] of a tile's accumulators; of the sums
     // At the end of a work item QUERY and WEIGHTS hold accumulators for the other warpgroup.
     static constexpr int EXCHANGE = QUERY;

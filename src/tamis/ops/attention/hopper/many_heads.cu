@@ -59,7 +59,7 @@ constexpr u32 WEIGHTS = RING + STAGES * STAGE_BYTES;
 constexpr u32 RAW = WEIGHTS + BUFFERS * TILE_BYTES;            // [BLOCK_ROWS][RAW_BYTES] rows as they are in the cache
 constexpr u32 ROW_SCALE = RAW + BLOCK_ROWS * RAW_BYTES;        // [BUFFERS][BLOCK_ROWS][2] 2**E; 0, or -inf for no row
 constexpr u32 RESCALE = ROW_SCALE + BUFFERS * BLOCK_ROWS * 8;  // [BUFFERS][HEADS] rescale factors of the accumulators
-constexpr u32 HEAD_SCALE = RESCALE + BUFFERS * HEADS * 4;      // [HEADS] scales of the queries, at the end of the output
+constexpr u32 HEAD_SCALE = RESCALE + BUFFERS * HEADS * 4;      // [HEADS] scales of the queries; at the end, of the output
 constexpr u32 FULL = HEAD_SCALE + HEADS * 4;                   // [STAGES] mbarriers, as all that follow
 constexpr u32 EMPTY = FULL + STAGES * 8;                       // [STAGES]
 constexpr u32 WEIGHTS_FULL = EMPTY + STAGES * 8;               // [BUFFERS]
@@ -89,7 +89,7 @@ struct Stage {
 
 // fp16 ends at 2**16. An e4m3 value is at most 448, so it fits with a scale below 2**7; a bf16 value fits below 2**16.
 constexpr int SCALE_EXPONENT = 6, VALUE_EXPONENT = 15, QUERY_EXPONENT = 14;
-constexpr int LOWEST_EXPONENT = 127 - 60;  // of a row's scales, with float32's bias; numbers below 2**-44 become zero
+constexpr int LOWEST_EXPONENT = 127 - 60;  // least exponent of scales and queries, with float32's bias: 2**-E stays finite
 // The running max rises only for logits more than LEEWAY above it: weights, up to 2**LEEWAY, times HEADROOM fit fp16.
 constexpr float LEEWAY = 4.0f, HEADROOM = 1024.0f;
 constexpr float SPARE = 4.0f;  // a raised reference exceeds the row that raised it by this factor
@@ -321,7 +321,7 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
     const auto arrive_full = [&] {
         fence_async_proxy();
         __syncwarp();
-        if (unit == 0) mbarrier_arrive(stage.full(memory));  // the lanes that write row scales
+        if (unit == 0) mbarrier_arrive(stage.full(memory));  // the four lanes that write row scales
         stage = stage.after(1);
     };
     for (int block = 0; block < blocks; ++block) {
@@ -442,7 +442,7 @@ struct Softmax {
     float running_max = -1e30f;          // weights are exp2(logit - running_max); follows max_logit with LEEWAY
     float sum = 0.0f;                    // of the weights in this lane's columns
 
-    // Takes in a block's largest product; returns the rescale factor of the accumulators.
+    // Raises the running max if a block's largest logit exceeds it by LEEWAY; returns the rescale factor of the accumulators.
     __device__ __forceinline__ float raise(float product) {
         const float logit = product * scale;
         max_logit = fmaxf(max_logit, logit);
@@ -521,7 +521,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     const int lane = threadIdx.x % 32, head = threadIdx.x / 32 * 16 + lane / 4;
     Softmax upper = {load_float(memory + HEAD_SCALE + head * 4) * scale * LOG2_E};
     Softmax lower = {load_float(memory + HEAD_SCALE + head * 4 + 32) * scale * LOG2_E};
-    float reference = power_of_two(LOWEST_EXPONENT - SCALE_EXPONENT);  // no row has less
+    float reference = power_of_two(LOWEST_EXPONENT - SCALE_EXPONENT);  // the least 2**E of a row
     float s[32], values[1][64];  // accumulators: products with a block's keys, and the output of columns 256 to 383
 #pragma unroll
     for (int i = 0; i < 64; ++i) values[0][i] = s[i % 32] = 0.0f;
@@ -529,7 +529,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     const u32 target = swizzled(threadIdx.x / 32 * 16 + lane % 16, lane / 16);
     Stage stage;
     const auto at = [](int step) { return step / 4 * TILE_BYTES + step % 4 * 32; };
-    // The first tile is issued alone: issuing wgmma takes as long as running it, and the last stage must be released early.
+    // The first tile is issued alone: issuing wgmma takes as long as running it, and the stage before must be released.
     const auto multiply_first_tile = [&] {
         mbarrier_wait(stage.full(memory), stage.parity);
         const auto queries = k_major(memory + QUERIES + STAGE_BYTES), keys = k_major(stage.tiles(memory));

@@ -18,7 +18,7 @@
 // columns 512 and up, which are only keys, after the product with queries; a quarter of the values after the warpgroup that
 // holds these columns of the output has added it.
 //
-// Budget for a pair of blocks: 4,352 cycles of wgmma, 2,304 with keys and 2,048 with values, and 144 KiB of rows.
+// Budget for a pair of blocks (H200): 4,352 cycles of wgmma, 2,304 with keys and 2,048 with values, and 144 KiB of rows.
 //
 // Weights are relative to the exact running max, which the warpgroups pass to one another with the weights: the largest
 // weight is one, which rounding to bf16 leaves as it is. The output is divided by the sum of the rounded weights; the lse
@@ -36,7 +36,7 @@
 constexpr int WARPS = 4;  // warps of a warpgroup
 constexpr int WIDTH = 576, TILES = WIDTH / 64, ROW_BYTES = WIDTH * 2;
 constexpr int STAGES = 2;  // of the ring; a stage holds a block of 64 rows
-constexpr int CHUNKS = 5;   // of the columns of a stage
+constexpr int CHUNKS = 5;  // of the columns of a stage
 constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;  // rows of a block that one producer warp copies
 
 // The chunks of a stage in the order in which they are released: columns 512 and up; the two quarters of the values that the
@@ -69,7 +69,7 @@ constexpr u32 WEIGHTS_FULL = QUERIES_EMPTY + 8;          // [2][WARPS] one for e
 constexpr u32 USED = WEIGHTS_FULL + 2 * WARPS * 8;
 static_assert(USED <= SHARED_BYTES && PRESENT % 16 == 0 && FULL % 8 == 0, "shared memory is too small or not aligned");
 
-// The named barrier of the consumers.
+// The named barrier of all consumers.
 constexpr u32 CONSUMER_BARRIER = 1;
 
 __device__ __forceinline__ u32 full(u32 memory, int stage, int load) { return memory + FULL + (stage * LOADS + load) * 8; }
@@ -183,7 +183,7 @@ struct Softmax {
         rounded_sum *= factor;
     }
 
-    // Takes in a block's largest logit; returns the rescale factor of the accumulators.
+    // Raises the running max to a block's largest logit, if that is higher; returns the rescale factor of the accumulators.
     __device__ __forceinline__ float raise(float logit) {
         max_logit = fmaxf(max_logit, logit);
         if (!(logit > running_max)) return 1.0f;

@@ -68,7 +68,7 @@ struct RowRing {
         }
     };
 
-    // Initialises the mbarriers of one stage; each stage is initialised by another thread.
+    // Initialises the mbarriers of one stage.
     __device__ __forceinline__ static void init_barriers(u32 barriers, int stage, int consumer_warps) {
         mbarrier_init(barriers + BARRIER_BYTES * stage, FULL_ARRIVALS);
         mbarrier_init(barriers + BARRIER_BYTES * stage + 8, consumer_warps);
@@ -113,7 +113,8 @@ struct RowRing {
         const int stream;
         int item;          // current work item
         int column;        // first column of the current stage
-        int end, stop;     // first column that is not selected; that behind the item's last stage
+        int end;           // first column after the selected ones
+        int stop;          // first column after the item's last stage
         int request;       // the token's row of the block table
         const int* slots;  // the token's slots
 
@@ -217,8 +218,8 @@ struct RowRing {
     }
 
     // The loop of a producer warp. Slots are loaded two stages ahead and pages one stage ahead, since the address of a row
-    // depends on its page and the page on the slot. A warp starts the copies of a stage row by row. At the
-    // beginning, when all consumers wait, the warps of a stream share stages; after that each has stages of its own.
+    // depends on its page and the page on the slot. A warp starts the copies of a stage row by row. At the beginning, when
+    // all consumers wait, the warps of a stream share stages; after that each has stages of its own.
     __device__ __forceinline__ static void produce(
         const WorkItems& work, const SelectionParams& s, int stream, int warp, Cursor cursor) {
         const auto stages_after = [&](int number) {

@@ -5,8 +5,8 @@
 //   1. Read the slice, keep as many keys in shared memory as fit, and count the first digit (12 bits).
 //   2. Find the first digit of the k-th key: the CTAs add up their counts through distributed shared memory, and each CTA
 //      searches the sums for itself.
-//   3. Mark keys with a higher first digit as winners, list the candidates, which have this digit, and count their second
-//      digit (10 bits). Find the second digit of the k-th key as in step 2.
+//   3. Mark keys with a higher first digit as winners, list the candidates that are left, which have this digit, and count
+//      their second digit (10 bits). Find the second digit of the k-th key as in step 2.
 //   4. Do the same with the third digit (10 bits), unless the second one decides.
 //   5. Mark winners in one bitmap and ties, the keys equal to the k-th, in another. Read the bitmaps in the order of
 //      positions and write the result. The counts say how many winners and ties lie in the slices before, so each CTA knows
@@ -26,7 +26,7 @@ struct TopkParams {
     const float* scores;      // [T, width]
     long long row_stride;     // of scores, in elements
     int width;                // scores of a row
-    const int* lengths;       // [T], positions of a row that are candidates
+    const int* lengths;       // [T], lengths of the rows; positions beyond do not count
     int k;                    // results of a row, at most 4096
     const int* request_ids;   // [T], or null without a block table
     const int* block_table;   // [B, table_width], or null: the results are positions
