@@ -1,9 +1,9 @@
 """The walk through the library's functions in one call of a layer stays short."""
 
 import pytest
-from tools.walk import BOUNDS, Walk, walk, walks
 
 from tamis.arithmetic import ceil_div, round_up
+from tools.walk import BOUNDS, Walk, walk, walks
 
 
 def test_a_walk_counts_calls_files_and_returns() -> None:
