@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from tamis import Batch, LayerSpec, Limits, PagedCache, PagePool, Planner, Spars
 from tamis.cuda import compiler
 from tamis.cuda.compiler import CompileError, Nvrtc, Program, compiled
 from tamis.cuda.launch import Driver, Kernel, Launch
+from tamis.cuda.params import Pointer
 
 PROGRAM = Program("add.cu", 'extern "C" __global__ void add(int* x) { *x += 1; }')
 CONTEXT, OTHER = 0x1000, 0x3000
@@ -88,6 +89,12 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x700, raising=False)
 
 
+class Address(NamedTuple):
+    """The parameters of a kernel that takes one."""
+
+    at: Pointer
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_kernel_that_cannot_be_loaded_leaves_nothing_behind(name: str) -> None:
     cuda = Cuda()
@@ -96,7 +103,7 @@ def test_a_kernel_that_cannot_be_loaded_leaves_nothing_behind(name: str) -> None
         Kernel(Driver(cuda), b"cubin", "add", 0)
     assert cuda.contexts == [OTHER]
     assert cuda.modules == 0
-    Launch(Kernel(Driver(cuda), b"cubin", "add", 0), "P", threads=32)((1, 1, 1), 1)
+    Launch(Kernel(Driver(cuda), b"cubin", "add", 0), Address, threads=32)((1, 1, 1), Address(1))
     assert (cuda.contexts, cuda.modules, cuda.launches) == ([OTHER], 1, 1)
 
 
@@ -112,15 +119,15 @@ def test_a_capture_mode_that_cannot_be_given_back_still_gives_back_the_context()
 @pytest.mark.parametrize("name", ["cuLaunchKernelEx", "cuThreadExchangeStreamCaptureMode", "cuCtxPushCurrent_v2"])
 def test_a_launch_that_fails_can_be_tried_again(name: str, current: int) -> None:
     cuda = Cuda()
-    launch = Launch(Kernel(Driver(cuda), b"cubin", "add", 0), "P", threads=32, shared=100_000)
+    launch = Launch(Kernel(Driver(cuda), b"cubin", "add", 0), Address, threads=32, shared=100_000)
     cuda.contexts = [current]
     cuda.failing = {name: 0}
     if name == "cuLaunchKernelEx" or current == OTHER:
         with pytest.raises(RuntimeError, match=f"{name} failed with CUDA status 999"):
-            launch((1, 1, 1), 1)
+            launch((1, 1, 1), Address(1))
     assert cuda.contexts == [current]
     cuda.failing = {}
-    launch((1, 1, 1), 1)
+    launch((1, 1, 1), Address(1))
     assert cuda.contexts == [current]
     assert cuda.launches >= 1
 

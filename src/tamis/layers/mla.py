@@ -229,12 +229,13 @@ class SparseMLA:
 
     def _prepare(self, given: Arguments) -> Call:
         """The operations of a call, checked."""
-        known = self._checks.seen_before(given)
+        seen = self._checks.signature(given)
+        known = self._checks.seen_before(given, seen)
         if not known:
             self._checks.arguments(given)
         call = self._build(given)
         if not known:
-            self._checks.operations(given, call)
+            self._checks.operations(given, call, seen)
         return call
 
     def _build(self, given: Arguments) -> Call:

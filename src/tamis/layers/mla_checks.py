@@ -104,13 +104,11 @@ class MlaChecks:
         self.spec, self.backend = spec, backend
         self._gathered = {d: plain_rows(d, latent=spec.latent_dim, rope=spec.rope_dim) for d in checks.FLOATS}
         self._columns = f"rows {spec.topk or 'K'}"
-        self._seen: tuple[object, ...] | None = None
         self._passed: tuple[object, ...] | None = None
 
-    def seen_before(self, given: Arguments) -> bool:
-        """Whether such a call passed last. Otherwise `arguments` and `operations` must look at it."""
-        self._seen = self._signature(given)
-        if self._seen is None or self._seen != self._passed:
+    def seen_before(self, given: Arguments, seen: tuple[object, ...] | None) -> bool:
+        """Whether a call of this signature passed last. Otherwise `arguments` and `operations` must look at it."""
+        if seen is None or seen != self._passed:
             return False
         if torch.is_grad_enabled():
             checks.no_gradient(**given.inputs, out=given.out)
@@ -141,8 +139,8 @@ class MlaChecks:
             width = caches.latent.layout.width
             checks.tensor("plan.workspace", plan.workspace, "N D", tuple(self._gathered), D=width, device=q.device)
 
-    def operations(self, given: Arguments, call: Call) -> None:
-        """Refuse what the operations of a call refuse, and remember a call that passed."""
+    def operations(self, given: Arguments, call: Call, seen: tuple[object, ...] | None) -> None:
+        """Refuse what the operations of a call refuse, and remember the signature of a call that passed."""
         self.writes(call.writes, given.caches)
         if call.index_topk is not None and call.plan is not None:
             self.index_topk(call.index_topk, call.plan)
@@ -151,7 +149,7 @@ class MlaChecks:
             checks.no_gradient(**given.inputs)
         else:
             self._check_attention(given, call)
-        self._passed = self._seen
+        self._passed = seen
 
     def caches(self, caches: Caches, plan: Plan) -> None:
         """Refuse caches that do not fit the layer and the plan."""
@@ -224,7 +222,7 @@ class MlaChecks:
         """Gathered rows [N, width] as a cache with pages of one row."""
         return PagedCache.rebuilt(rows.unsqueeze(1), self._gathered[rows.dtype], 1.0)
 
-    def _signature(self, given: Arguments) -> tuple[object, ...] | None:
+    def signature(self, given: Arguments) -> tuple[object, ...] | None:
         """All that the checks of a call on a device depend on; None if they must run in every call."""
         q, kv, caches, plan, table, positions, index, sink, q_scale, out = given
         if torch.compiler.is_compiling() or not isinstance(q, Tensor) or checks.visible(q):

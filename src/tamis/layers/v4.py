@@ -72,14 +72,15 @@ class SparseV4:
         """
         if not isinstance(plan, V4Plan):
             checks.instance("plan", plan, V4Plan)
-        known = self._checks.seen_before(hidden, caches, plan)
+        seen = self._checks.signature(hidden, caches, plan)
+        known = self._checks.seen_before(hidden, seen)
         if not known:
             self._checks.arguments(hidden, caches, plan)
         if plan.step.requests == 0:
             return torch.zeros_like(hidden)
         call = self._build(self._project(hidden), caches, plan)
         if not known:
-            call = self._checks.operations(call)
+            call = self._checks.operations(call, seen)
         queries = self._write(call.writes)
         chosen = None if call.index_topk is None else self._select(call, queries)
         return self._output(self._attend(call, queries.q, chosen), call.output)

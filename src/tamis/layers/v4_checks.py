@@ -83,13 +83,11 @@ class V4Checks:
         checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), R=spec.rope_dim, device=weights.kv.device)
         checks.positive_number("eps", eps)
         self.spec, self.weights, self.cos_sin, self.eps, self.backend = spec, weights, cos_sin, eps, backend
-        self._seen: tuple[object, ...] | None = None
         self._passed: tuple[object, ...] | None = None
 
-    def seen_before(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> bool:
-        """Whether such a call passed last. Otherwise `arguments` and `operations` must look at it."""
-        self._seen = self._signature(hidden, caches, plan)
-        if self._seen is None or self._seen != self._passed:
+    def seen_before(self, hidden: Tensor, seen: tuple[object, ...] | None) -> bool:
+        """Whether a call of this signature passed last. Otherwise `arguments` and `operations` must look at it."""
+        if seen is None or seen != self._passed:
             return False
         if torch.is_grad_enabled():
             self._no_gradient(hidden)
@@ -111,8 +109,8 @@ class V4Checks:
         if torch.is_grad_enabled():
             self._no_gradient(hidden)
 
-    def operations(self, call: V4Call) -> V4Call:
-        """Refuse what the operations of a call refuse, and remember a call that passed.
+    def operations(self, call: V4Call, seen: tuple[object, ...] | None) -> V4Call:
+        """Refuse what the operations of a call refuse, and remember the signature of a call that passed.
 
         Returns the call; if prefills are gathered, with the operations of their groups.
         """
@@ -124,7 +122,7 @@ class V4Checks:
         else:
             self._check_attend(call, call.attend)
         self.output(call.output)
-        self._passed = self._seen
+        self._passed = seen
         return call
 
     def writes(self, writes: V4Writes) -> None:
@@ -158,7 +156,7 @@ class V4Checks:
     def _no_gradient(self, hidden: Tensor) -> None:
         checks.no_gradient(hidden=hidden, cos_sin=self.cos_sin, **self.weights.named())
 
-    def _signature(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> tuple[object, ...] | None:
+    def signature(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> tuple[object, ...] | None:
         """All that the checks of a call on a device depend on; None if they must run in every call."""
         if torch.compiler.is_compiling() or not isinstance(hidden, Tensor) or checks.visible(hidden) or plan.gathers:
             return None

@@ -87,6 +87,7 @@ def attend(
     checks.option("lse_base", lse_base, ("e", "2"))
     check_query(q, selections, value_dim)
     check_scales(scale, q_scale, q.device)
+    check_sink(sink, q.shape[1], q.device)
     if out is None:
         out = new_output(q, value_dim, dtype)
     else:
@@ -126,9 +127,8 @@ def check_query(q: Tensor, selections: list[Selection], value_dim: int) -> None:
 
 
 def check_attend(call: Attend) -> None:
-    """Refuse what `attend` refuses once `check_query`, `check_scales` and, of a given output, `check_output` passed."""
+    """Refuse what `attend` refuses once query, scales, sink and, if given, the output have been checked."""
     check_splits(call.splits)
-    check_sink(call.sink, call.q.shape[1], call.q.device)
     operations.attend.check(call)
 
 

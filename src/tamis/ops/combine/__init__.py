@@ -61,12 +61,13 @@ def combine_parts(
     check_partials(partials)
     checks.option("lse_base", lse_base, ("e", "2"))
     checks.option("dtype", dtype, OUTPUT_DTYPES)
+    check_sink(sink, partials.out.shape[2], partials.out.device)
     if out is None:
         out = torch.empty(partials.out.shape[1:], dtype=dtype, device=partials.out.device)
     else:
         check_output(out, partials.out.shape[1:], partials.out.device, *partials, sink)
     call = CombineParts(partials.out, partials.lse, contiguous_sink(sink), out, backend)
-    check_combine_parts(call)
+    operations.combine_parts.check(call, parts="partials.out", lses="partials.lse")
     lse = operations.combine_parts(call)
     max_logits = None if partials.max_logits is None else partials.max_logits.amax(0)
     return Attended(out, in_base(lse, lse_base), max_logits)
@@ -85,12 +86,6 @@ def check_partials(partials: Partials) -> None:
         checks.tensor("partials.max_logits", partials.max_logits, "S T H", floats, **given)
         if not torch.compiler.is_compiling():
             checks.no_gradient(**{"partials.max_logits": partials.max_logits})
-
-
-def check_combine_parts(call: CombineParts) -> None:
-    """Refuse what `combine_parts` refuses once `check_partials` and, of a given output, `check_output` passed."""
-    check_sink(call.sink, call.parts.shape[2], call.parts.device)
-    operations.combine_parts.check(call, parts="partials.out", lses="partials.lse")
 
 
 def check_sink(sink: Tensor | None, heads: int, device: torch.device) -> None:
