@@ -92,7 +92,7 @@ class PagedCache:
 
     @classmethod
     def rebuilt(cls, storage: Tensor, layout: Layout, scale: float | Tensor) -> Self:
-        """The cache that another one described by these, without checking them again: what an op's body needs."""
+        """A cache from the parts of one that was checked already. Op bodies use it to avoid a second check."""
         cache = cls.__new__(cls)
         cache._keep(layout, storage, scale)
         cache.recipe = None
@@ -148,7 +148,7 @@ class PagedCache:
 
     @property
     def rows_per_page(self) -> int:
-        """The distance of two pages in rows, for consumers that index one flat list of rows.
+        """The distance between two pages in rows, for consumers that index one flat list of rows.
 
         It is `page_size` unless pages lie apart. A distance that is not a whole number of rows is refused.
         """
@@ -168,7 +168,7 @@ class PagedCache:
         start, strides = field.start(self.page_size), (self.page_stride, field.stride, 1)
         shape = (self.pages, self.page_size, field.count * field.dtype.itemsize)
         if torch.compiler.is_compiling():
-            # A trace does not know where a tensor starts; a slice does.
+            # The storage offset is unknown while torch.compile traces, so a slice moves the view to the field's start.
             used = self.layout.row_bytes * self.page_size
             page = torch.as_strided(raw, (self.pages, used), (self.page_stride, 1))
             return torch.as_strided(page[:, start:], shape, strides).view(field.dtype)
@@ -184,7 +184,7 @@ class PagedCache:
         return read_rows(self, slots, dtype)
 
     def __repr__(self) -> str:
-        """Name, size and place."""
+        """The layout, the size and the device."""
         return f"PagedCache({self.layout.name!r}, pages={self.pages}, page_size={self.page_size}, {self.device})"
 
 

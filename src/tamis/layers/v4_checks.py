@@ -1,6 +1,6 @@
-"""Everything that a call of `SparseV4` can be refused for, checked once and before its first write.
+"""The checks of a `SparseV4` call, all of which run before its first write, and the operations of a call (`V4Call`).
 
-The projections of a call write nothing, so they come first: the check of each operation then sees its own arguments.
+The projections of a call write nothing, so they run before the checks, which then see the arguments of each operation.
 """
 
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ class V4Writes(NamedTuple):
     rotation: RotateAndWrite
     """Rotates the queries and writes the raw rows."""
     compressions: list[CompressKv]
-    """Of entries and of index keys, as far as the layer has them."""
+    """The compressions of entries and of index keys, if the layer has them."""
 
 
 class V4Call(NamedTuple):
@@ -71,7 +71,7 @@ class V4Call(NamedTuple):
 
 
 class V4Checks:
-    """The checks of one layer; on a device, a call like the last one passes as in `MlaChecks`."""
+    """The checks of one layer. As in `MlaChecks`, few of them run again for a call on a device like the last one."""
 
     def __init__(self, spec: LayerSpec, weights: V4Weights, cos_sin: Tensor, eps: float, backend: str) -> None:
         """Remember the layer, and refuse parts of it that do not fit each other."""
@@ -87,7 +87,7 @@ class V4Checks:
         self._passed: tuple[object, ...] | None = None
 
     def seen_before(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> bool:
-        """Whether such a call passed last. Otherwise `arguments` and `operations` must look at it."""
+        """Whether the last call that passed looked the same. If not, `arguments` and `operations` check this one."""
         self._seen = self._signature(hidden, caches, plan)
         if self._seen is None or self._seen != self._passed:
             return False
@@ -128,7 +128,7 @@ class V4Checks:
         return call
 
     def writes(self, writes: V4Writes) -> None:
-        """Refuse what the operations refuse that write."""
+        """Refuse what the writing operations refuse."""
         check_rotate_and_write(writes.rotation, "caches.window")
         for call, names in zip(writes.compressions, _COMPRESSED, strict=False):
             check_compress_kv(call, names)
@@ -151,15 +151,15 @@ class V4Checks:
         else:
             check_rotate_to_fp8(call)
 
-    def stand_in(self, plan: V4Plan) -> Tensor:
-        """Entries int32 [rows, topk] of no value, for checks of those that the indexer is going to choose."""
+    def placeholder(self, plan: V4Plan) -> Tensor:
+        """Empty entries int32 [rows, topk], which are checked in place of those that the indexer will choose."""
         return torch.empty((plan.step.rows, self.spec.topk or 0), dtype=torch.int32, device=self.cos_sin.device)
 
     def _no_gradient(self, hidden: Tensor) -> None:
         checks.no_gradient(hidden=hidden, cos_sin=self.cos_sin, **self.weights.named())
 
     def _signature(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> tuple[object, ...] | None:
-        """All that the checks of a call on a device depend on; None if they must run in every call."""
+        """Everything that the checks of a call on a device depend on; None if they must run in every call."""
         if torch.compiler.is_compiling() or not isinstance(hidden, Tensor) or checks.visible(hidden) or plan.gathers:
             return None
         if not isinstance(caches, V4Caches):
@@ -221,13 +221,13 @@ class V4Checks:
         selections = attention.selections
         if call.index_topk is not None and call.caches.entries is not None:
             entries = entry_plan(self.spec, call.plan)
-            selections = [*selections, entries.selection(call.caches.entries, self.stand_in(call.plan))]
+            selections = [*selections, entries.selection(call.caches.entries, self.placeholder(call.plan))]
         check_query(attention.q, selections, self.spec.value_dim)
         check_attend(attention._replace(selections=selections))
 
 
 def entry_plan(spec: LayerSpec, plan: V4Plan) -> EntryPlan:
-    """What a plan says about entries of a layer's ratio."""
+    """The part of a plan about entries of the layer's ratio."""
     entries = plan.entries.get(spec.compress)
     if entries is None or entries.state is None:
         expected = f"with entries and a state pool for ratio {spec.compress}"

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 attention in the manner of engines whose prefill kernels read 16-bit rows only: `attend_gathered`.
+"""`attend_gathered`: DeepSeek-V4 attention as in engines whose prefill kernels read only 16-bit rows.
 
 Decode tokens read the pages. Prefills are handled in groups: the entries of a group and the raw tokens of its windows
 are gathered into a workspace, and its tokens attend to one list of workspace rows. `SparseV4` runs it for plans that a
@@ -31,7 +31,7 @@ class Group(NamedTuple):
 
     tokens: slice
     gathers: list[GatherKv]
-    """Of the window's raw tokens and, where the layer has them, of entries."""
+    """The gathers of the window's raw tokens and, if the layer has them, of entries."""
     rows: SelectGathered
     """Finds each token's rows in the workspace."""
 
@@ -54,7 +54,7 @@ class Gathered(NamedTuple):
 
     @property
     def selections(self) -> list[Selection]:
-        """What tokens attend to that read the pages."""
+        """The selections of tokens that read the pages."""
         found = [self.plan.window.selection(self.window)]
         if self.entries is not None:
             found.append(self.plan.entries[self.ratio].selection(self.entries, self.chosen))
@@ -153,7 +153,9 @@ def _check_arguments(call: Gathered) -> None:
         raise checks.refuse("plan", "one with a workspace", None, "make the V4Planner with mode='separate'")
     checks.integer("ratio", ratio, low=1)
     if (ratio == 1) != (entries is None):
-        raise checks.refuse("entries", f"{'None' if ratio == 1 else 'given'} for ratio {ratio}", entries, "pass both")
+        raise checks.refuse(
+            "entries", f"{'None' if ratio == 1 else 'given'} for ratio {ratio}", entries, "they go together"
+        )
     if window.page_size != plan.window.page_size:
         raise checks.refuse("window", f"of the plan's page size {plan.window.page_size}", window.page_size, "match it")
     if entries is None:

@@ -22,7 +22,7 @@ def joined(pair: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def check_pair(name: str, value: tuple[Tensor, Tensor]) -> None:
-    """Refuse parts that do not fit each other."""
+    """Refuse a latent part and a rope part that do not fit each other."""
     if len(value) != 2:
         raise checks.refuse(name, "one tensor or a pair (latent, rope)", f"{len(value)} parts", "pass two tensors")
     first, second = value

@@ -1,4 +1,4 @@
-"""What a planner looks at before it plans a batch. Each refusal names the field of the `Batch`."""
+"""The checks that a planner makes before it plans a batch. Each error names the field of the `Batch`."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,7 +17,7 @@ _HOST = torch.device("cpu")
 
 
 class HostLengths(NamedTuple):
-    """What the host knows of a batch that was checked."""
+    """The lengths of a checked batch, as far as the host knows them."""
 
     starts: INT
     """[requests + 1]: running sum of the new tokens."""
@@ -28,7 +28,7 @@ class HostLengths(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What the pages of every pool must fit."""
+    """The sizes that the pages of every pool must fit."""
 
     requests: int
     tokens: int

@@ -51,10 +51,10 @@ def combine_parts(
     with an lse of -inf is the identity of the merge, even if its output holds NaN.
 
     Args:
-        partials: what `attend_slots` returned, or outputs and natural-log lses stacked by hand.
+        partials: the result of `attend_slots`, or outputs and natural-log lses that the caller has stacked.
         sink: float32 [H]; scales the output by 1 / (1 + exp(sink - lse)). -inf has no effect, +inf gives zeros.
         out: [T, H, V] to write into; otherwise a new tensor of `dtype`.
-        dtype: of a new output.
+        dtype: the dtype of a new output.
         lse_base: "e" or "2", for the returned lse only.
         backend: a name from `tamis backends`, or "auto".
     """
@@ -88,7 +88,7 @@ def check_partials(partials: Partials) -> None:
 
 
 def check_combine_parts(call: CombineParts) -> None:
-    """Refuse what `combine_parts` refuses once `check_partials` and, of a given output, `check_output` passed."""
+    """Refuse what `combine_parts` refuses, after `check_partials` and, for a given output, `check_output`."""
     check_sink(call.sink, call.parts.shape[2], call.parts.device)
     operations.combine_parts.check(call, parts="partials.out", lses="partials.lse")
 
@@ -110,5 +110,5 @@ def check_output(out: Tensor, shape: Sequence[int], device: torch.device, *input
 
 
 def in_base(lse: Tensor, base: Literal["e", "2"]) -> Tensor:
-    """A natural-log lse in the asked base."""
+    """A natural-log lse converted to the given base."""
     return lse / math.log(2) if base == "2" else lse

@@ -53,6 +53,6 @@ def pool_rows(state: PagedCache, slots: Tensor, width: int) -> Tensor:
         values, scores = (
             torch.cat((part[:, :half, :width], part[:, half:, width:]), dim=1) for part in (values, scores)
         )
-    # Rows that take no part may hold anything, and 0 * NaN would survive.
+    # Absent rows may hold NaN, and 0 * NaN would make the whole sum NaN.
     weights = scores.masked_fill(absent, -torch.inf).softmax(1).masked_fill(absent, 0.0)
     return (weights * values.masked_fill(absent, 0.0)).sum(1)

@@ -1,4 +1,4 @@
-"""Index queries and index keys prepared for scoring: LayerNorm, rope, Hadamard rotation, FP8."""
+"""Prepares index queries and index keys for scoring: LayerNorm, rope, Hadamard rotation, FP8."""
 
 from dataclasses import replace
 from typing import Literal
@@ -80,7 +80,7 @@ def quantise_index_query(
 
 
 def check_quantise_index_query(call: QuantiseIndexQuery) -> None:
-    """Refuse what `quantise_index_query` refuses, but for q, which the call's layout was made from."""
+    """Refuse what `quantise_index_query` refuses, except for q, whose width has been checked with the layout."""
     tokens, heads, dim = call.q.shape
     device = call.q.device
     checks.tensor("weights", call.weights, "T H", checks.FLOATS, T=tokens, H=heads, device=device)
@@ -127,7 +127,7 @@ def write_index_keys(
 
 
 def check_write_index_keys(call: WriteIndexKeys) -> None:
-    """Refuse what `write_index_keys` refuses, but for the cache's layout, which `check_layout` checks."""
+    """Refuse what `write_index_keys` refuses, except for the cache's layout, which `check_layout` checks."""
     keys, cache, weight, bias = call.keys, call.cache, call.norm_weight, call.norm_bias
     dim, device = cache.layout.width, cache.device
     total = checks.tensor(

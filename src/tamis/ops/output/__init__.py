@@ -1,4 +1,4 @@
-"""Stage `output`: attention's output in FP8, from heads to the first half of the grouped output projection."""
+"""Stage `output`: quantises attention's output to FP8 and runs the first half of the grouped output projection."""
 
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ def lower_groups(
         scales: uint8 [T, G, K / tile], exponents.
         weight: e4m3 [G, O, K].
         weight_scales: float32 [G, O / tile (rounded up), K / tile], of square blocks.
-        dtype: of the result.
+        dtype: the dtype of the result.
         backend: a name from `tamis backends`, or "auto".
     """
     call = LowerGroups(x, scales, weight, weight_scales, dtype, backend)

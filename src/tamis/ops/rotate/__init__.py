@@ -98,7 +98,7 @@ def rotate_and_write(
         positions: integer [T], absolute; negative for padding.
         cos_sin: float32 [max_positions, R].
         norm_weight: [D], the weight of the rows' norm.
-        eps: of both norms.
+        eps: epsilon of both norms.
         index_q: [T, index heads, index dim], the indexer's queries, which are rotated without a norm.
         index_hadamard: after rotating and rounding the index queries, multiply them by the Hadamard matrix and round
             again. Set it if the cache of index keys was written so (`PagedCache.recipe`).
@@ -118,7 +118,7 @@ def run_rotate_and_write(call: RotateAndWrite) -> Rotated:
 
 
 def check_rotate_and_write(call: RotateAndWrite, name: str = "cache") -> None:
-    """Refuse what `rotate_and_write` refuses; errors call the cache `name`."""
+    """Refuse what `rotate_and_write` refuses. Errors use `name` for the cache."""
     cache = call.cache
     checks.instance(name, cache, PagedCache)
     width, device = cache.layout.width, cache.device

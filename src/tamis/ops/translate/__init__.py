@@ -1,4 +1,4 @@
-"""Stage `translate`: request-local positions to physical slots."""
+"""Stage `translate`: translates request-local positions to physical slots."""
 
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ def translate_positions(
             gathered workspace instead of a cache slot.
         ranks: how many ranks share each request's rows (context parallelism).
         rank: which of them this is; positions of other ranks give -1.
-        interleave: how many consecutive positions one rank holds before the next rank's turn.
+        interleave: how many consecutive positions each rank holds; the next ones belong to the next rank.
         compact: move the valid slots of a row to its front.
         backend: a name from `tamis backends`, or "auto".
     """
@@ -100,7 +100,7 @@ def check_translate_positions(call: TranslatePositions) -> None:
 
 
 def check_shard(ranks: int, rank: int, interleave: int) -> None:
-    """Refuse a share of rows that no rank has."""
+    """Refuse a rank or an interleave that is out of range."""
     checks.integer("ranks", ranks, low=1)
     checks.integer("rank", rank, low=0, high=ranks - 1)
     checks.integer("interleave", interleave, low=1)
