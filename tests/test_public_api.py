@@ -1,4 +1,4 @@
-"""What `import tamis` promises."""
+"""The public names of `tamis`, and what importing it loads."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 
 def test_importing_costs_little_on_top_of_torch() -> None:
-    """Nobody's modules but numpy's, and few of our own: modules are counted, as seconds depend on the machine."""
+    """Importing tamis loads only numpy and few modules of its own. Modules are counted, since times vary by machine."""
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"

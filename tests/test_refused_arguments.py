@@ -1,5 +1,5 @@
-"""One case for each class of wrong arguments that fuzzed calls once ended badly with; the fuzz itself is
-tests/reliability/test_contract.py."""
+"""One case for each class of wrong arguments for which fuzzing found a wrong result or error; the fuzzing itself is
+in tests/reliability/test_contract.py."""
 
 import math
 from collections.abc import Callable

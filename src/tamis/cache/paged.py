@@ -84,7 +84,9 @@ class PagedCache:
         remedy = f"a {layout.name} cache has rows of {layout.row_elements}"
         found = checks.tensor("storage", storage, "pages page_size C", allowed, C=layout.row_elements, remedy=remedy)
         if page_size is not None and checks.integer("page_size", page_size, low=1) != found["page_size"]:
-            raise checks.refuse("page_size", f"{found['page_size']}, the storage's second axis", page_size, "pass that")
+            raise checks.refuse(
+                "page_size", f"{found['page_size']}, the storage's second axis", page_size, "leave it out"
+            )
         cache = cls.__new__(cls)
         cache._hold(layout, storage, found["page_size"], scale)
         cache.recipe = recipe

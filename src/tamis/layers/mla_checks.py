@@ -159,7 +159,9 @@ class MlaChecks:
         if caches.index is not None:
             checks.instance("caches.index", caches.index, PagedCache)
         if cache.page_size != plan.page_size:
-            raise checks.refuse("caches", f"of the plan's page size {plan.page_size}", cache.page_size, "plan with it")
+            raise checks.refuse(
+                "caches", f"of the plan's page size {plan.page_size}", cache.page_size, "use one page size for both"
+            )
         if cache.layout.width != spec.head_dim:
             raise checks.refuse("caches", f"{spec.head_dim} wide like the layer's rows", repr(cache), "match the spec")
         if cache.device != plan.slots.device:

@@ -104,7 +104,9 @@ class V4Checks:
                 checks.instance(f"caches.{name}", getattr(caches, name), PagedCache)
         self._check_hidden(hidden, plan)
         if plan.window.size != spec.window:
-            raise checks.refuse("plan.window.size", f"the layer's {spec.window}", plan.window.size, "plan with it")
+            raise checks.refuse(
+                "plan.window.size", f"the layer's {spec.window}", plan.window.size, "plan with the layer's spec"
+            )
         _check_cache("window", caches.window, plan.window.page_size, spec.head_dim, device)
         if spec.kind != "window":
             self._check_compressed(caches, entry_plan(spec, plan))
@@ -239,7 +241,9 @@ def _check_cache(name: str, cache: PagedCache | None, page_size: int, width: int
     checks.instance(f"caches.{name}", cache, PagedCache)
     assert cache is not None
     if cache.page_size != page_size:
-        raise checks.refuse(f"caches.{name}", f"of the plan's page size {page_size}", cache.page_size, "plan with it")
+        raise checks.refuse(
+            f"caches.{name}", f"of the plan's page size {page_size}", cache.page_size, "use one page size for both"
+        )
     if cache.layout.width != width:
         raise checks.refuse(f"caches.{name}", f"of rows {width} wide", repr(cache), "match the layer's spec")
     if cache.device != device:

@@ -157,7 +157,9 @@ def _check_arguments(call: Gathered) -> None:
             "entries", f"{'None' if ratio == 1 else 'given'} for ratio {ratio}", entries, "they go together"
         )
     if window.page_size != plan.window.page_size:
-        raise checks.refuse("window", f"of the plan's page size {plan.window.page_size}", window.page_size, "match it")
+        raise checks.refuse(
+            "window", f"of the plan's page size {plan.window.page_size}", window.page_size, "use one page size for both"
+        )
     if entries is None:
         if chosen is not None:
             raise checks.refuse("chosen", "None without entries", checks.describe(chosen), "pass the entries too")
@@ -167,7 +169,9 @@ def _check_arguments(call: Gathered) -> None:
         raise checks.refuse("ratio", f"among the plan's ({sorted(plan.entries)})", ratio, "plan for it")
     part = plan.entries[ratio]
     if entries.page_size != part.page_size:
-        raise checks.refuse("entries", f"of the plan's page size {part.page_size}", entries.page_size, "match it")
+        raise checks.refuse(
+            "entries", f"of the plan's page size {part.page_size}", entries.page_size, "use one page size for both"
+        )
     if chosen is not None:
         expected = {"T": total, "K": part.columns}
         checks.tensor("chosen", chosen, "T K", (torch.int32,), device=call.q.device, **expected)  # type: ignore[arg-type]

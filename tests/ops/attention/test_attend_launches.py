@@ -65,7 +65,7 @@ def test_rows_are_not_copied_ahead_where_they_would_be_kept_three_times() -> Non
 
 
 def test_the_bound_of_shared_memory_is_kept_at_every_width() -> None:
-    """What the bound promises is compared with what compilers need by offline compilation."""
+    """The bound holds for these cases; offline compilation compares it with the compilers' own numbers."""
     for latent, rope, query, heads, room in product(
         (1, 64, 448, 512),
         (0, 1, 64, 128, 256),

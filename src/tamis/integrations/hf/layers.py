@@ -207,7 +207,7 @@ def _v32_attend(
         index=None if indexer is None else _index_inputs(indexer, hidden, residual, rotation, step.family),
     )
     if indexer is not None:
-        # All of the call is checked by now, so that a refused one leaves the index cache as it was.
+        # The whole call has been checked by now, so a refused call does not change the index cache.
         _write_index_keys(indexer, hidden, rotation, caches, step)
     result = layer.run(call)
     out = module.o_proj(weights.project_value(result.out).flatten(1))

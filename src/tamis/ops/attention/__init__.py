@@ -189,7 +189,7 @@ def _check_selection(name: str, selection: Selection, tokens: int, width: int, d
         raise checks.refuse(f"{name}.cache", f"{width} wide", cache.layout.width, "all caches share q's width")
     if cache.device != device:
         raise checks.refuse(f"{name}.cache", f"on {device} like q", cache.device, "keep both on one device")
-    remedy = "one row of slots per query token"
+    remedy = "pass one row of slots per query token"
     columns = checks.tensor(
         f"{name}.slots", selection.slots, "T K", (torch.int32,), T=tokens, device=device, remedy=remedy
     )["K"]

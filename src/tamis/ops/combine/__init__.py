@@ -97,7 +97,7 @@ def check_sink(sink: Tensor | None, heads: int, device: torch.device) -> None:
     """Refuse a sink that does not fit the heads, or holds NaN."""
     if sink is None:
         return
-    checks.tensor("sink", sink, "H", (torch.float32,), H=heads, device=device, remedy="one per query head")
+    checks.tensor("sink", sink, "H", (torch.float32,), H=heads, device=device, remedy="pass one per query head")
     if checks.visible(sink) and bool(sink.isnan().any()):
         raise checks.refuse("sink", "free of NaN", "NaN", "use -inf for a head without a sink")
 

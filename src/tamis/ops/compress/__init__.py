@@ -127,8 +127,12 @@ def _check_places(call: CompressKv, total: int, names: tuple[str, str]) -> None:
     """Refuse slots and a block table that do not fit the tokens and the two caches."""
     state, cache, device, lowest = call.state, call.cache, call.state.device, -(2**62)
     checks.tensor("positions", call.positions, "T", checks.INTS, T=total, device=device)
-    checks.tensor("slots", call.slots, "T", checks.INTS, T=total, device=device, remedy="one per token, -1 for none")
-    checks.tensor("pages.slots", call.state_slots, "T", checks.INTS, T=total, device=device, remedy="one per token")
+    checks.tensor(
+        "slots", call.slots, "T", checks.INTS, T=total, device=device, remedy="pass one per token, -1 for none"
+    )
+    checks.tensor(
+        "pages.slots", call.state_slots, "T", checks.INTS, T=total, device=device, remedy="pass one per token"
+    )
     checks.tensor("pages.request_ids", call.request_ids, "T", (torch.int32,), T=total, device=device)
     table = checks.tensor("pages.block_table", call.block_table, "B W", (torch.int32,), device=device)
     if table["W"] == 0:

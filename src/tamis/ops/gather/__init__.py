@@ -112,7 +112,9 @@ def check_requests(
     checks.instance("cache", cache, PagedCache)
     device = cache.device
     count = checks.tensor("block_table", block_table, "B W", (torch.int32,), device=device)["B"]
-    checks.tensor("lengths", lengths, "B", (torch.int32,), B=count, device=device, remedy="one length per table row")
+    checks.tensor(
+        "lengths", lengths, "B", (torch.int32,), B=count, device=device, remedy="pass one length per table row"
+    )
     for name, value in (("first", first), ("starts", starts)):
         if value is not None:
             checks.tensor(name, value, "B", (torch.int32,), B=count, device=device)

@@ -136,17 +136,17 @@ def check_ragged_scores(call: RaggedScores) -> None:
     total = checks.tensor("keys", keys, "N D", (*QUERY_DTYPES, torch.uint8))
     packed = keys.dtype == torch.uint8
     width = 2 * total["D"] if packed else total["D"]
-    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=width, remedy="as wide as the keys")
+    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=width, remedy="it is as wide as the keys")
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
     if packed:
         groups = index_mxfp4(dim=width).scales
         assert groups is not None
-        remedy = "one byte per 32 values, as gather_index gives them"
+        remedy = "pass one byte per 32 values, as gather_index gives them"
         checks.tensor("key_scales", key_scales, "N G", (torch.uint8,), N=total["N"], G=groups.count, remedy=remedy)
     elif key_scales is not None:
-        checks.tensor("key_scales", key_scales, "N", (torch.float32,), N=total["N"], remedy="one per key")
+        checks.tensor("key_scales", key_scales, "N", (torch.float32,), N=total["N"], remedy="pass one per key")
     for name, bound in (("starts", starts), ("ends", ends)):
-        checks.tensor(name, bound, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
+        checks.tensor(name, bound, "T", (torch.int32,), T=sizes["T"], remedy="pass one per query token")
     _check_out(out, sizes["T"], total["N"], device, q, weights, keys, key_scales, starts, ends)
     operations.ragged_scores.check(call)
 
@@ -186,7 +186,7 @@ def check_topk_positions(call: TopkPositions) -> None:
     scores, lengths, k, request_ids, block_table, page_size, _ = call
     checks.same_device(scores=scores, lengths=lengths, request_ids=request_ids, block_table=block_table)
     total = checks.tensor("scores", scores, "T S", (torch.float32,))
-    checks.tensor("lengths", lengths, "T", (torch.int32,), T=total["T"], remedy="one per row of scores")
+    checks.tensor("lengths", lengths, "T", (torch.int32,), T=total["T"], remedy="pass one per row of scores")
     checks.integer("k", k, low=1, high=MAX_K)
     _check_lengths(lengths, total["S"], "there are no more scores")
     given = [value is not None for value in (request_ids, block_table, page_size)]
@@ -269,7 +269,7 @@ def _check_paged(call: IndexScores | IndexTopk, known: Mapping[str, int] | None 
     expected = {**(known or {}), "D": cache.layout.width}
     sizes = checks.tensor(q_name, q, "T H D", QUERY_DTYPES, remedy=lambda: f"keys are in {cache!r}", **expected)  # type: ignore[arg-type]
     checks.tensor(weights_name, weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
-    checks.tensor("lengths", lengths, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
+    checks.tensor("lengths", lengths, "T", (torch.int32,), T=sizes["T"], remedy="pass one per query token")
     _check_requests(call.request_ids, call.block_table, sizes["T"], "one per query token")
     return sizes["T"]
 

@@ -71,7 +71,9 @@ def quantise_index_query(
     checks.option("scale_mode", scale_mode, ("pow2", "exact"))
     heads, dim = sizes["H"], sizes["D"]
     if heads == 0 or dim == 0 or dim % 4:
-        raise checks.refuse("q", "of at least one head, a multiple of 4 wide", list(q.shape), "as index keys are")
+        raise checks.refuse(
+            "q", "of at least one head, a multiple of 4 wide", list(q.shape), "index keys have such a width"
+        )
     layout = replace(index_fp8(dim=dim, rounding=rounding), scale_mode=scale_mode)
     constant = (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
     call = QuantiseIndexQuery(q, weights, positions, cos_sin, recipe, layout, constant, backend)
@@ -131,7 +133,7 @@ def check_write_index_keys(call: WriteIndexKeys) -> None:
     keys, cache, weight, bias = call.keys, call.cache, call.norm_weight, call.norm_bias
     dim, device = cache.layout.width, cache.device
     total = checks.tensor(
-        "keys", keys, "T D", checks.FLOATS, D=dim, device=device, remedy=lambda: f"keys of {cache!r}"
+        "keys", keys, "T D", checks.FLOATS, D=dim, device=device, remedy=lambda: f"the keys go to {cache!r}"
     )["T"]
     check_slots(call.slots, cache, "keys", total)
     _check_rotations(call.recipe, call.positions, call.cos_sin, total, dim, device)

@@ -124,7 +124,7 @@ def check_rotate_and_write(call: RotateAndWrite, name: str = "cache") -> None:
     width, device = cache.layout.width, cache.device
 
     def remedy() -> str:
-        return f"rows of {cache!r}"
+        return f"the rows go to {cache!r}"
 
     total = checks.tensor("q", call.q, "T H D", checks.FLOATS, D=width, device=device, remedy=remedy)["T"]
     checks.tensor("kv", call.kv, "T D", checks.FLOATS, T=total, D=width, device=device, remedy=remedy)
@@ -144,7 +144,7 @@ def check_rotate_and_write(call: RotateAndWrite, name: str = "cache") -> None:
 
 def check_positions(positions: Tensor, cos_sin: Tensor, total: int, width: int, device: torch.device) -> None:
     """Refuse positions and a table of angles that do not fit `total` rows of this width."""
-    checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device, remedy="one per token")
+    checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device, remedy="pass one per token")
     table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), device=device)
     check_rotary(table["R"], width)
     lowest = torch.iinfo(positions.dtype).min

@@ -39,9 +39,11 @@ def check_rows(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, *, name: s
         widths = [layout.latent, layout.rope]
         if [part.shape[-1] for part in kv] != widths:
             received = [list(part.shape) for part in kv]
-            raise checks.refuse(name, f"a pair of widths {widths}", received, f"rows of {cache!r}")
+            raise checks.refuse(name, f"a pair of widths {widths}", received, f"the rows go to {cache!r}")
         kv, width = kv[0], layout.latent
-    checks.tensor(name, kv, "T D", checks.FLOATS, D=width, device=cache.device, remedy=lambda: f"rows of {cache!r}")
+    checks.tensor(
+        name, kv, "T D", checks.FLOATS, D=width, device=cache.device, remedy=lambda: f"the rows go to {cache!r}"
+    )
 
 
 def write_call(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tensor, backend: str) -> WriteKv:
