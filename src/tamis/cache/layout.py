@@ -50,7 +50,7 @@ Rounding = Literal["bf16", "none"]
 
 @dataclass(frozen=True)
 class Field:
-    """Where one kind of value lies in a page; see the module's formula. FP8 and exponent bytes are `uint8` here."""
+    """The location of one field in a page; see the module's formula. FP8 and exponent bytes are `uint8` here."""
 
     dtype: torch.dtype
     count: int
@@ -315,7 +315,7 @@ def index_mxfp4(*, dim: int = 128, rounding: Rounding = "bf16", page_align: int 
 def compressor_state(*, dim: int = 512, overlapping: bool = True, page_align: int = 1) -> Layout:
     """The state that a KV compressor carries from token to token: float32 rows, first values, then pooling scores.
 
-    Both are `dim` numbers wide, or twice that where spans overlap: then a token takes part in two entries of `dim`
+    Both are `dim` numbers wide, or twice that where spans overlap: a token then contributes to two entries of `dim`
     numbers. Pass `page_align` for an engine that lays state pages over those of another format (576 for `v4-fp8`).
     """
     checks.integer("dim", dim, low=1, high=checks.INT32_MAX // 16)

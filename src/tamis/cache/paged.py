@@ -68,7 +68,7 @@ class PagedCache:
         """Describe an engine's tensor: [pages, page_size, C], or the same with a head axis of size 1.
 
         C is the number of elements of a row: 656 for `v32-fp8`, 576 for `v32-bf16`, 584 for `v4-fp8`. The bytes of a
-        page must be contiguous, but pages may lie apart, with pages of other layers in between.
+        page must be contiguous, but there may be gaps between pages, for example with pages of other layers.
         """
         layout = named(layout)
         if not isinstance(storage, Tensor):
@@ -145,14 +145,14 @@ class PagedCache:
 
     @property
     def device(self) -> torch.device:
-        """Where the storage lives."""
+        """The device of the storage."""
         return self.storage.device
 
     @property
     def rows_per_page(self) -> int:
         """The distance between two pages in rows, for consumers that index one flat list of rows.
 
-        It is `page_size` unless pages lie apart. A distance that is not a whole number of rows is refused.
+        It is `page_size` unless there are gaps between pages. A distance that is not a whole number of rows is refused.
         """
         span, rest = divmod(self.page_stride, self.layout.row_bytes)
         if rest:

@@ -30,7 +30,7 @@ from tamis.step.plan import Plan
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of each request's rows this rank holds, for context-parallel decode."""
+    """The share of each request's rows that this rank holds, for context-parallel decode."""
 
     ranks: int = 1
     rank: int = 0
@@ -42,7 +42,7 @@ class Shard:
 
 
 class LayerOutput(NamedTuple):
-    """What a layer call returns: the result of attention, and the positions that it attended to."""
+    """The result of a layer call: attention's output, and the positions that it attended to."""
 
     out: Tensor
     """[rows, H, V]; zeros where nothing was selected."""

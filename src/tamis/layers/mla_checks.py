@@ -32,20 +32,26 @@ _INDEX_NAMES = {"q": "index.q", "weights": "index.weights", "cache": "caches.ind
 
 
 class Arguments(NamedTuple):
-    """The arguments of one layer call, with the query as one tensor."""
+    """The arguments of one layer call, as `SparseMLA.__call__` documents them, with the query as one tensor."""
 
     q: Tensor
+    """[rows, H, width] in bf16, fp16, fp32, fp64 or e4m3."""
     kv: Tensor | tuple[Tensor, Tensor] | None
+    """[rows, width] or the pair (latent part, rope part) in bf16, fp16 or fp32; None if already written."""
     caches: Caches
     plan: Plan | None
     """None for `attend_positions`."""
     table: tuple[Tensor, Tensor]
     """Request ids int32 [rows] and block table int32 [requests, pages], those of the plan if there is one."""
     positions: Tensor | None
+    """int32 [rows, topk]; None if the layer selects them."""
     index_inputs: IndexInputs | None
+    """The indexer's inputs; None if positions are given."""
     sink: Tensor | None
+    """float32 [H]"""
     q_scale: float | Tensor
     out: Tensor | None
+    """[rows, H, value_dim] in bf16, fp16, fp32 or fp64; None for a new tensor."""
 
     @property
     def inputs(self) -> dict[str, Tensor | None]:

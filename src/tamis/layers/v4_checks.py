@@ -63,11 +63,11 @@ class V4Call(NamedTuple):
     caches: V4Caches
     writes: V4Writes
     index_topk: IndexTopk | None
-    """The indexer; its queries are replaced by the rotated ones."""
+    """The indexer's selection. Its queries are replaced by the rotated ones when the call runs."""
     attend: Attend | Gathered
-    """Its query is replaced by the rotated one. Entries that the indexer chooses are added."""
+    """The attention. Its query is replaced by the rotated one, and the entries that the indexer chooses are added."""
     output: RotateHeads | RotateToFp8
-    """Its input is replaced by attention's output."""
+    """The rotation of the output. Its input is replaced by attention's output."""
 
 
 class V4Checks:

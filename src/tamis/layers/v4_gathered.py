@@ -30,10 +30,11 @@ class Group(NamedTuple):
     """Prefills that are gathered together."""
 
     tokens: slice
+    """The rows of the group's tokens in the query."""
     gathers: list[GatherKv]
     """The gathers of the window's raw tokens and, if the layer has them, of entries."""
     rows: SelectGathered
-    """Finds each token's rows in the workspace."""
+    """The operation that finds each token's rows in the workspace."""
 
 
 class Gathered(NamedTuple):
@@ -50,7 +51,7 @@ class Gathered(NamedTuple):
     sink: Tensor | None
     backend: str
     groups: tuple[Group, ...] = ()
-    """Set by `prepare_gathered`."""
+    """The operations of each group of prefills, which `prepare_gathered` adds."""
 
     @property
     def selections(self) -> list[Selection]:

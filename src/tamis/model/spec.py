@@ -9,7 +9,7 @@ from tamis.model import hf_config
 from tamis.model.rope import Rope
 
 LayerKind = Literal["tokens", "window", "overlapping", "plain"]
-"""What a layer attends to. "tokens": tokens that an indexer selects (V3.2). The other kinds are V4's and have a window
+"""The rows that a layer attends to. "tokens": tokens that an indexer selects (V3.2). The others are V4's, with a window
 of the last raw tokens: "window" has nothing else, "overlapping" adds entries of overlapping spans that an indexer
 selects (C4A), and "plain" adds all entries of plain spans (C128A)."""
 _V4_KINDS: dict[str, LayerKind] = {

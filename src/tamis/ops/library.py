@@ -57,7 +57,9 @@ class Flat(NamedTuple):
     schema: str
     """The arguments in the schema. `@` stands for the argument's name, and `!` follows the type of a written tensor."""
     take_apart: Callable[[Any], Sequence[Any]]
+    """From the argument to the values of the schema's arguments."""
     put_together: Callable[..., Any]
+    """The inverse of `take_apart`."""
 
 
 def _cache_parts(held: PagedCache) -> tuple[Tensor, str, float, Tensor | None]:
@@ -142,7 +144,7 @@ class Operation(Generic[C, T]):
             self._flat.append(flat)
             fields.append(flat.schema.replace("@", name).replace("!", f"({next(letters)}!)" if written else ""))
         returned = _RETURNS[get_type_hints(fake)["return"]]
-        # A compiler must not change strides: pages may lie apart.
+        # A compiler must not change strides, since there may be gaps between pages.
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
         _LIBRARY.define(f"{self.name}({', '.join(fields)}) -> {returned}", tags=tags)
         self._overload = getattr(torch.ops.tamis, self.name).default

@@ -117,7 +117,7 @@ class PrefillPart:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What all layers need to know about a step. Tensors are views of the planner's buffers."""
+    """The metadata of one step, which all layers share. Tensors are views of the planner's buffers."""
 
     requests: int
     tokens: int

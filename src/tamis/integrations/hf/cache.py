@@ -50,7 +50,7 @@ class Held:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Which caches a model has."""
+    """The caches of a model."""
 
     pools: Mapping[str, Pool]
     layers: Sequence[Mapping[str, Held]]

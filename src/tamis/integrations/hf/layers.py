@@ -1,4 +1,4 @@
-"""How the attention modules of Hugging Face transformers run on tamis: one class per family of models.
+"""The attention modules of Hugging Face transformers on tamis: one class per family of models.
 
 The forward pass of a model (`forward`) plans a step once. Each attention module then gets that `Step` in place of a
 mask.
@@ -41,7 +41,7 @@ PAGE, V4_PAGE, WINDOW_PAGE = 64, 256, 64
 
 
 class Family(Protocol):
-    """What differs between families of models: which caches their layers keep, and how a step is planned."""
+    """The differences between families of models: the caches that their layers keep, and the planning of a step."""
 
     shape: CacheShape
     specs: list[LayerSpec]

@@ -39,7 +39,7 @@ class SparseImpl:
     dcp_rank: int = 0
     cp_kv_cache_interleave_size: int = 1
     tamis_backend: str = "auto"
-    """Which kernels run; a name from `tamis backends`."""
+    """The backend whose kernels run: a name from `tamis backends`, or "auto"."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class SparseImpl:
             raise checks.refuse("output", "given", None, "allocate it; this call writes into it")
         if output_scale is not None or output_block_scale is not None:
             raise checks.refuse(
-                "output_scale and output_block_scale", "None", "a scale", "quantise the output in a step of its own"
+                "output_scale and output_block_scale", "None", "a scale", "quantise the output in a separate step"
             )
         if attn_metadata is None:
             return output.fill_(0)

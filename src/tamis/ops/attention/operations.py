@@ -12,20 +12,20 @@ from tamis.ops.translate.operations import TranslatePositions, translate_positio
 
 
 class AttendSlots(NamedTuple):
-    """Attention in splits, each normalised by itself."""
+    """Attention in splits, each normalised separately."""
 
     q: Tensor
     """[T, H, width] in bf16, fp16, fp32, fp64 or e4m3."""
     selections: list[Selection]
     """The rows that each token attends to; every cache has rows of q's width."""
     scale: float
-    """Softmax scale, with a query scale that was given as a number."""
+    """Softmax scale, times the query scale if that is a number."""
     q_scale: Tensor | None
-    """float32 [], a query scale that was given as a tensor."""
+    """float32 [], the query scale if it is a tensor."""
     value_dim: int
     """How many leading columns of a row are its value."""
     splits: int | None
-    """How many splits the columns are cut into; None lets the backend choose."""
+    """How many splits the columns are divided into; None lets the backend choose."""
     backend: str
     """A name from `tamis backends`, or "auto"."""
 
@@ -36,7 +36,7 @@ class AttendSlots(NamedTuple):
 
     @property
     def factor(self) -> float | Tensor:
-        """What logits are multiplied with: a number, or a tensor [] in the accumulator's dtype."""
+        """The factor of all logits: a number, or a tensor [] in the accumulator's dtype."""
         return _factor(self.q, self.scale, self.q_scale)
 
     def fake(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,11 +75,11 @@ class Attend(NamedTuple):
     selections: list[Selection]
     """The rows that each token attends to; every cache has rows of q's width."""
     scale: float
-    """Softmax scale, with a query scale that was given as a number."""
+    """Softmax scale, times the query scale if that is a number."""
     q_scale: Tensor | None
-    """float32 [], a query scale that was given as a tensor."""
+    """float32 [], the query scale if it is a tensor."""
     splits: int | None
-    """How many splits the columns are cut into; None lets the backend choose."""
+    """How many splits the columns are divided into; None lets the backend choose."""
     sink: Tensor | None
     """float32 [H], contiguous."""
     out: Written[Tensor]
@@ -101,7 +101,7 @@ class Attend(NamedTuple):
 
     @property
     def factor(self) -> float | Tensor:
-        """What logits are multiplied with: a number, or a tensor [] in the accumulator's dtype."""
+        """The factor of all logits: a number, or a tensor [] in the accumulator's dtype."""
         return _factor(self.q, self.scale, self.q_scale)
 
     def in_splits(self) -> AttendSlots:

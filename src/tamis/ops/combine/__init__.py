@@ -1,4 +1,4 @@
-"""Stage `combine`: partial outputs (splits of one rank, or whole ranks) and a sink to the final output."""
+"""Stage `combine`: merges partial outputs (of splits, or of context-parallel ranks) and applies the sink."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ OUTPUT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Partials(NamedTuple):
-    """Attention over S splits of the selected rows, each normalised by itself."""
+    """Attention over S splits of the selected rows, each normalised separately."""
 
     out: Tensor
     """float32 [S, T, H, V]"""

@@ -1,4 +1,4 @@
-"""Merging partial attention outputs by their lse, in Triton: one program per token, head and block of columns."""
+"""Merges partial attention outputs by their lse, in Triton: one program per token, head and block of columns."""
 
 from typing import Any
 
@@ -108,7 +108,7 @@ def launch_arguments(
     split_max_logits: Tensor | None,
     max_logits: Tensor,
 ) -> dict[str, Any]:
-    """What `combine_kernel` is launched with."""
+    """The arguments of `combine_kernel`."""
     count, tokens, heads, width = parts.shape
     block = triton.next_power_of_2(width)
     return {

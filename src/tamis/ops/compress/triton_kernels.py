@@ -1,4 +1,4 @@
-"""Pooling spans of tokens into entries in Triton: one launch, one program per token.
+"""Pools spans of tokens into entries in Triton: one launch, one program per token.
 
 A program writes its token's state row. If the token completes a span, it also pools the span with an online softmax
 over blocks of ROWS tokens: tokens of the same step are read from the step's own values and scores, since other programs

@@ -30,7 +30,7 @@ class GatherKv(NamedTuple):
     """Dequantise whole requests into a workspace. Workspace rows that belong to no request keep their content."""
 
     block_table: Tensor
-    """int32 [B, W]"""
+    """int32 [B, W], page ids; negative for absent pages."""
     lengths: Tensor
     """int32 [B], rows of each request."""
     starts: Tensor
@@ -52,7 +52,7 @@ class GatherIndex(NamedTuple):
     """Copy the index keys of whole requests as they are stored. Rows that belong to no request are zeros."""
 
     block_table: Tensor
-    """int32 [B, W]"""
+    """int32 [B, W], page ids; negative for absent pages."""
     lengths: Tensor
     """int32 [B], rows of each request."""
     starts: Tensor

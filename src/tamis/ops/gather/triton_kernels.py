@@ -1,4 +1,4 @@
-"""Reading rows back in Triton, by slot or for whole requests: each row is read once, dequantised, and written once.
+"""Reads rows back in Triton, by slot or for whole requests: each row is read once, dequantised, and written once.
 
 A value is e4m3 x scale in float32, rounded once to the output's dtype; rope values keep their bits. Workspace rows find
 their request by a binary search in `starts`, so nothing about the lengths has to reach the host.
@@ -287,7 +287,7 @@ def no_request_arguments(cache: PagedCache) -> dict[str, Any]:
 
 
 def read_arguments(cache: PagedCache, out: Tensor, rows_from: dict[str, Any]) -> dict[str, Any]:
-    """What `read_rows` is launched with."""
+    """The arguments of `read_rows`."""
     rows = row_arguments(cache)
     return (
         rows_from
@@ -305,7 +305,7 @@ def read_arguments(cache: PagedCache, out: Tensor, rows_from: dict[str, Any]) ->
 
 
 def index_arguments(cache: PagedCache, values: Tensor, scales: Tensor, rows_from: dict[str, Any]) -> dict[str, Any]:
-    """What `copy_index_rows` is launched with."""
+    """The arguments of `copy_index_rows`."""
     used = ("cache", "page_stride", "PAGE_SIZE", "VALUES_START", "VALUES_STRIDE", "SCALES_START", "SCALES_STRIDE")
     rows, layout = row_arguments(cache), cache.layout
     assert layout.scales is not None

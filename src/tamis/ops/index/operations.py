@@ -17,7 +17,7 @@ class IndexScores(NamedTuple):
     q: Tensor
     """[T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights."""
     weights: Tensor
-    """[T, H]"""
+    """bf16, fp16 or fp32 [T, H]."""
     cache: PagedCache
     """Index keys in `index-fp8`, `index-mxfp4` or unquantised rows, D wide."""
     request_ids: Tensor
@@ -46,7 +46,7 @@ class RaggedScores(NamedTuple):
     q: Tensor
     """[T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights."""
     weights: Tensor
-    """[T, H]"""
+    """bf16, fp16 or fp32 [T, H]."""
     keys: Tensor
     """[N, D] in e4m3, bf16, fp16 or fp32, or e2m1 pairs, uint8 [N, D / 2]."""
     key_scales: Tensor | None
@@ -81,7 +81,7 @@ class TopkPositions(NamedTuple):
     request_ids: Tensor | None
     """int32 [T]; given with the block table and the page size, or not at all."""
     block_table: Tensor | None
-    """int32 [B, W]"""
+    """int32 [B, W], page ids; negative for absent pages."""
     page_size: int | None
     """Positions per page."""
     backend: str
@@ -103,7 +103,7 @@ class IndexTopk(NamedTuple):
     q: Tensor
     """[T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights."""
     weights: Tensor
-    """[T, H]"""
+    """bf16, fp16 or fp32 [T, H]."""
     cache: PagedCache
     """Index keys in `index-fp8`, `index-mxfp4` or unquantised rows, D wide."""
     request_ids: Tensor
@@ -153,7 +153,7 @@ class QuantiseIndexQuery(NamedTuple):
     q: Tensor
     """[T, H, D] in bf16, fp16 or fp32."""
     weights: Tensor
-    """[T, H]"""
+    """bf16, fp16 or fp32 [T, H]."""
     positions: Tensor | None
     """int32 or int64 [T]; None if the rope has been applied to q already."""
     cos_sin: Tensor | None

@@ -50,6 +50,7 @@ class Chunk(NamedTuple):
     """Some tokens of a call with their scores."""
 
     tokens: slice
+    """The tokens' numbers in the call."""
     scores: Tensor
     """float32 [t, width], undefined past each token's length. The next chunk overwrites it."""
     lengths: Tensor

@@ -145,7 +145,7 @@ def _candidates(row, end, found, ends, rank, count, split_size, SPLITS: tl.const
     """The positions with these ranks among the `count` that a row has collected, and their ordinals, which are below
     that of -inf for ranks past the count.
 
-    Each strip has its positions in memory of its own; `ends` says how many there are up to the end of each strip.
+    Each strip has stored its positions in a separate region; `ends` is the running sum of their counts over strips.
     """
     valid = rank < count
     strip = tl.zeros_like(rank)

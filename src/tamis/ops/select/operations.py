@@ -47,7 +47,7 @@ class SelectWindow(NamedTuple):
 
 
 class SelectEntries(NamedTuple):
-    """Which compressed entry each token completes, how many entries it sees, and the slots of all of them."""
+    """The compressed entry that each token completes, the number of entries that it sees, and their slots."""
 
     positions: Tensor
     """int32 [T], as in `SelectWindow`."""

@@ -45,7 +45,7 @@ def translate_positions(
         block_table: int32 [B, W].
         page_size: positions per page.
         rows_per_page: distance of two pages in the slot numbering, `page_size` unless the consumer indexes a flat
-            list of rows whose pages lie apart (`PagedCache.rows_per_page`).
+            list of rows with gaps between pages (`PagedCache.rows_per_page`).
         workspace: (ids int32 [T], starts int32 [P]). A token with ids[t] >= 0 gets row `starts[ids[t]] + p` of a
             gathered workspace instead of a cache slot.
         ranks: how many ranks share each request's rows (context parallelism).

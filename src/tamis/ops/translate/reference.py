@@ -1,4 +1,4 @@
-"""Request-local positions to physical slots, in plain torch."""
+"""Translates request-local positions to physical slots, in plain torch."""
 
 import torch
 from torch import Tensor

@@ -93,7 +93,7 @@ def launch_options(block: int) -> dict[str, int]:
 
 
 def launch_arguments(call: TranslatePositions, slots: Tensor, counts: Tensor) -> dict[str, Any]:
-    """What `translate_rows` is launched with."""
+    """The arguments of `translate_rows`."""
     positions, block_table, page_size = call.positions, call.block_table, call.page_size
     ids, starts = call.workspace_ids, call.workspace_starts
     ranks, rank, interleave = call.shard if call.shard[0] > 1 else (1, 0, 1)

@@ -180,7 +180,7 @@ def write_kv(call: WriteKv) -> None:
 
 
 def launch_arguments(call: WriteKv) -> dict[str, Any]:
-    """What `write_rows` is launched with."""
+    """The arguments of `write_rows`."""
     kv, rope, slots, cache, _ = call
     if kv.stride(1) != 1:
         kv = kv.contiguous()
