@@ -155,7 +155,7 @@ def _check_arguments(call: Gathered) -> None:
     checks.integer("ratio", ratio, low=1)
     if (ratio == 1) != (entries is None):
         raise checks.refuse(
-            "entries", f"{'None' if ratio == 1 else 'given'} for ratio {ratio}", entries, "they go together"
+            "entries", f"{'None' if ratio == 1 else 'given'} for ratio {ratio}", entries, "only ratio 1 has no entries"
         )
     if window.page_size != plan.window.page_size:
         raise checks.refuse(

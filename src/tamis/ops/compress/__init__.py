@@ -96,7 +96,7 @@ def check_compress_kv(call: CompressKv, names: tuple[str, str] = ("state", "cach
         raise checks.refuse(names[0], expected, repr(state), "make its layout with tamis.cache.layout.compressor_state")
     if cache.device != device:
         raise checks.refuse(names[1], f"on {device} like {names[0]}", cache.device, "keep both on one device")
-    _check_places(call, total, names)
+    _check_slots(call, total, names)
     ratio = checks.tensor("bias", call.bias, "r C", checks.FLOATS, C=channels, device=device)["r"]
     if ratio == 0:
         raise checks.refuse("bias", "at least one row", list(call.bias.shape), "one row for each token of a span")
@@ -123,7 +123,7 @@ def has_hadamard(cache: PagedCache | None) -> bool:
     return cache is not None and cache.recipe is not None and cache.recipe.hadamard
 
 
-def _check_places(call: CompressKv, total: int, names: tuple[str, str]) -> None:
+def _check_slots(call: CompressKv, total: int, names: tuple[str, str]) -> None:
     """Refuse slots and a block table that do not fit the tokens and the two caches."""
     state, cache, device, lowest = call.state, call.cache, call.state.device, -(2**62)
     checks.tensor("positions", call.positions, "T", checks.INTS, T=total, device=device)

@@ -89,6 +89,7 @@ class Keys(NamedTuple):
     dtype: torch.dtype
     """The dtype that holds a key without its scale, or with its scales if it is packed."""
     arguments: dict[str, Any]
+    """The kernel's arguments that describe the keys."""
 
 
 def paged_keys(call: IndexScores | IndexTopk, width: int) -> Keys:
