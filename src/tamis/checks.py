@@ -144,7 +144,7 @@ def apart(name: str, value: Tensor, *inputs: Tensor | None) -> None:
     begin = value.data_ptr()
     end = begin + _reach(value)
     for other in inputs:
-        if other is None:
+        if not isinstance(other, Tensor):  # None, or an argument that its own check refuses later
             continue
         start = other.data_ptr()
         if start < end and start + _reach(other) > begin and begin < end and not _in_other_columns(value, other):
