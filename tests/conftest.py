@@ -1,5 +1,5 @@
-"""Shared by all tests: uninitialised memory is NaN, random numbers repeat, and both their seed and the number of
-threads can be chosen."""
+"""Settings of all tests: uninitialised memory is NaN, random numbers repeat, and options choose their seed and the
+number of threads."""
 
 import shutil
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Seeds are chosen before test modules are imported: some draw inputs as they are. Hypothesis draws alike."""
+    """Set the seeds before test modules are imported, since some draw inputs at import; Hypothesis gets a seed too."""
     choose_run(config.getoption("--seed"))
     if getattr(config.option, "hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(config.getoption("--seed"))
     if find_spec("hypothesis"):  # the environment with vLLM has none
         from hypothesis import HealthCheck, settings
 
-        # Neither an example nor drawing one may fail for being slow: a busy machine is.
+        # Examples may be slow, because the machine may be busy.
         settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("unhurried")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """What it takes to repeat a run."""
+    """The options that repeat this run."""
     capability = torch.backends.cpu.get_cpu_capability()
     return f"seed {config.getoption('--seed')}, {config.getoption('--threads')} threads, torch's code for {capability}"
 
@@ -41,7 +41,7 @@ pytest_plugins = ("settings",)  # --under
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Fill `torch.empty` with NaN, so that a value that nobody wrote cannot pass a test by luck."""
+    """Fill `torch.empty` with NaN, so that an unwritten value cannot pass a test by luck."""
     reseed(0)
     torch.set_num_threads(pytestconfig.getoption("--threads"))  # one: tests run in parallel processes already
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -50,13 +50,13 @@ def poisoned_memory(pytestconfig: pytest.Config) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes a minute comes first, so that it is not what one process does at the end while others have nothing."""
+    """Run the longest tests first, so that no process is left with one at the end while the others are idle."""
     items.sort(key=lambda item: item.path.name != "test_offline.py")
 
 
 @pytest.fixture(scope="session")
 def host_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernels for the host are compiled: a folder that all processes of a run share."""
+    """The folder in which kernels for the host are compiled; all processes of a run share it."""
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     base = tmp_path_factory.getbasetemp()

@@ -191,6 +191,6 @@ def test_rows_of_angles_that_are_used_are_finite() -> None:
     with pytest.raises(ValueError, match=r"^cos_sin must be at least one row long, got \[0, 2\]"):
         checks.finite_rows("cos_sin", table[:0], torch.tensor([-1, -5]))
     for bad in (2, 3):
-        with pytest.raises(ValueError, match=f"^cos_sin must be finite, got a row {bad} that is not"):
+        with pytest.raises(ValueError, match=f"^cos_sin must be finite, got NaN or infinity in row {bad}"):
             checks.finite_rows("cos_sin", table, torch.tensor([0, bad, -1]))
     checks.finite_rows("cos_sin", table.to("meta"), torch.tensor([0]))

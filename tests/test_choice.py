@@ -76,7 +76,7 @@ def test_layout_must_match_the_spec() -> None:
 
 
 def explained(heads: int, layout: str, dtype: torch.dtype = torch.bfloat16, value_dim: int = 512) -> dict[str, str]:
-    """What an explanation says for each stage of a layer on Hopper."""
+    """The explanation of each stage of a layer on Hopper."""
     made = named(layout)
     spec = LayerSpec(heads, made.latent, made.rope, value_dim, topk=2048)
     text = choose(spec, "cuda", layout=made, dtype=dtype, capability=(9, 0)).explain()

@@ -1,4 +1,4 @@
-"""What `import tamis` promises."""
+"""The public names of `tamis`, and what importing it loads."""
 
 import subprocess
 import sys

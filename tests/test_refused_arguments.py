@@ -1,5 +1,5 @@
-"""One case for each class of wrong arguments that fuzzed calls once ended badly with; the fuzz itself is
-tests/reliability/test_contract.py."""
+"""One case for each class of wrong arguments for which fuzzing found a wrong result or error; the fuzzing itself is
+in tests/reliability/test_contract.py."""
 
 import math
 from collections.abc import Callable
@@ -89,12 +89,12 @@ CASES: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     "a flag of a recipe": (TypeError, "hadamard must be True or False", lambda: IndexRecipe(hadamard=1)),
     "angles, write": (
         ValueError,
-        "cos_sin must be finite, got a row 1",
+        "cos_sin must be finite, got NaN or infinity in row 1",
         lambda: ops.write_normed_kv(**pairs(cos_sin=NAN_AT_1)),
     ),
     "angles, heads": (
         ValueError,
-        "cos_sin must be finite, got a row 1",
+        "cos_sin must be finite, got NaN or infinity in row 1",
         lambda: ops.rotate_heads(HEADS, AT_1, NAN_AT_1),
     ),
     "angles, FP8": (
@@ -102,10 +102,14 @@ CASES: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         "cos_sin must be finite",
         lambda: ops.rotate_to_fp8(HEADS.repeat(1, 1, 2), AT_1, NAN_AT_1, tile=32),
     ),
-    "angles, entries": (ValueError, "cos_sin must be finite, got a row 1", lambda: compress(cos_sin=NAN_AT_1)),
+    "angles, entries": (
+        ValueError,
+        "cos_sin must be finite, got NaN or infinity in row 1",
+        lambda: compress(cos_sin=NAN_AT_1),
+    ),
     "angles, index": (
         ValueError,
-        "cos_sin must be finite, got a row 1",
+        "cos_sin must be finite, got NaN or infinity in row 1",
         lambda: ops.rotate_index(ROWS, IndexRecipe(8), positions=AT_1, cos_sin=NAN_AT_1),
     ),
     "eps, NaN": (ValueError, "eps must be finite and > 0, got nan", lambda: ops.write_normed_kv(**pairs(eps=math.nan))),

@@ -1,4 +1,4 @@
-"""What `make wheel` leaves in dist/: complete, and enough by itself. Run by `make check-wheel`."""
+"""The packages that `make wheel` leaves in dist/ are complete and self-contained. Run by `make check-wheel`."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""What a program has set around a call changes no result: layers, caches and drop-ins under every setting.
+"""Torch's global settings around a call change no result: layers, caches and drop-ins under every setting.
 
 `pytest --under SETTING` runs the other tests the same way; here the same work is compared bit by bit, and crosses the
 border of a setting between two calls.
@@ -139,7 +139,7 @@ def test_a_layer_gives_the_same_under_every_setting(kind: type[Any], name: str) 
 @pytest.mark.parametrize("inside", [0, 1, 2])
 @pytest.mark.parametrize("name", ["inference", "bf16", "meta"])
 def test_a_setting_may_begin_or_end_between_two_calls(kind: type[Any], inside: int, name: str) -> None:
-    """What was made inside `inference_mode` is written to outside, and the reverse."""
+    """Buffers made inside `inference_mode` are written to outside, and the reverse."""
     expected = served(kind, *[nullcontext] * 3)
     for here, elsewhere in ((SETTINGS[name], nullcontext), (nullcontext, SETTINGS[name])):
         found = served(kind, *(here if place == inside else elsewhere for place in range(3)))

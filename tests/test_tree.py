@@ -1,4 +1,4 @@
-"""What may import what: every module imports only from folders before its own in `ORDER`.
+"""The order of imports: every module imports only from folders before its own in `ORDER`.
 
 Imports inside functions and under `TYPE_CHECKING` count as well, and so does `import_module` with a name that begins
 with "tamis.". Names that a table holds as data (`Backend.stage_module`) are not seen; `ops/library.py` and `choice.py`

@@ -1,3 +1,3 @@
-"""The one place that holds the version."""
+"""The package's version, which is written nowhere else."""
 
 __version__ = "0.1.0"

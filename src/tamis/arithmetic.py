@@ -27,10 +27,9 @@ def output_dtype(query: torch.dtype) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A block in which torch multiplies and joins tensors in their own dtypes.
+    """A context manager that disables autocast, so that torch multiplies and joins tensors in their own dtypes.
 
-    An autocast around the call would round the factors of a product, and it refuses to join tensors of a 16-bit dtype
-    other than its own.
+    Autocast would round the factors of a product, and it refuses to join tensors of a 16-bit dtype other than its own.
     """
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)

@@ -1,4 +1,4 @@
-"""The table of backends in order of preference, with what each can run. `tamis.choose` and every stage look into it."""
+"""The backends in order of preference, with the devices, formats and sizes that each supports."""
 
 from dataclasses import dataclass
 
@@ -18,19 +18,19 @@ class Backend:
 
     name: str
     module: str
-    """Its module's name in each stage's package."""
+    """The name of the backend's module in the package of each stage."""
     summary: str
     stages: tuple[str, ...] = STAGES
-    """The stages for which it has kernels of its own."""
+    """The stages for which the backend has its own kernels."""
     base: str | None = None
-    """The backend that runs the other stages for it."""
+    """The backend that runs the other stages."""
     devices: tuple[str, ...] | None = None
     compute_capabilities: tuple[int, ...] | None = None
     """Major versions of CUDA compute capability."""
     compiled_at_first_use: bool = False
     """Whether it has kernels in CUDA C++, which NVRTC compiles when they are first used."""
     direct_prefills: bool = False
-    """Whether it has kernels of its own for FP8 rows at every head count, so that prefills need no 16-bit workspace."""
+    """Whether the backend's own kernels read FP8 rows at every head count: prefills then need no 16-bit workspace."""
     query_dtypes: tuple[torch.dtype, ...] = checks.FLOATS
     heads: tuple[int, int] = (1, 128)
     """Fewest and most heads."""
@@ -137,7 +137,7 @@ BACKENDS = (
         batch_invariant=False,
     ),
 )
-"""In order of preference."""
+"""All backends, in order of preference."""
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
@@ -148,9 +148,9 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def backend_for_stage(stage: str, backend: str, device: torch.device | str) -> Backend:
-    """The backend that runs one stage on a device: the named one, or its base if that one does not have the stage.
+    """The backend that runs one stage on a device: the named one, or its base if it has no kernels for the stage.
 
-    "auto" takes the first of the table that has the stage and runs on the device.
+    "auto" takes the first backend that has kernels for the stage and runs on the device.
     """
     device = torch.device(device)
     capability = compute_capability(device)

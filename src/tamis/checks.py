@@ -1,9 +1,9 @@
-"""Argument checks. Every refusal names the argument, what was expected and what came, and a remedy if there is one.
+"""Argument checks. Every error names the argument, the expectation, the received value and, where it helps, a remedy.
 
-Shapes, dtypes and devices are always checked. *Values* inside a tensor are checked only when the tensor lives on the
-host: looking at device values would wait for the device. Kernels skip what a host check would have refused, so a
-device tensor can give a wrong row but never touch memory it should not. While torch.compile traces there are no values
-at all, so compiled code behaves on the host as it does on a device.
+Shapes, dtypes and devices are always checked. *Values* inside a tensor are checked only when the tensor is on the host,
+because reading device values would wait for the device. Kernels skip values that a host check would have refused, so
+wrong values on a device can give a wrong row but no access outside the tensors. While torch.compile traces there are no
+values at all, so compiled code behaves on the host as it does on a device.
 """
 
 import math
@@ -26,12 +26,12 @@ _LONGEST_LIST = 16
 
 
 def refuse(name: str, expected: str, received: object, remedy: str = "") -> ValueError:
-    """The one wording for a wrong value. A remedy is given where it says more than the expectation does."""
+    """The error for a wrong value, in the wording that all errors share. A remedy should add to the expectation."""
     return ValueError(_refusal(name, expected, received, remedy))
 
 
 def refuse_type(name: str, expected: str, received: object, remedy: str = "") -> TypeError:
-    """The one wording for a wrong type or dtype."""
+    """The error for a wrong type or dtype, in the same wording."""
     return TypeError(_refusal(name, expected, received, remedy))
 
 
@@ -50,7 +50,7 @@ def _short(value: object) -> str:
         return f"{_short(list(value[:_LONGEST_LIST]))} and {len(value) - _LONGEST_LIST} more"
     try:
         text = str(value)
-    except Exception:  # whatever an object's own method raises must not take the refusal's place
+    except Exception:  # an error in the object's own method must not hide this one
         return describe(value)
     return _cut(text)
 
@@ -77,7 +77,7 @@ def visible(value: Tensor) -> bool:
 
 
 def signature(*tensors: Tensor | None) -> tuple[object, ...]:
-    """All that checks can see of tensors on a device: what passed once passes again as long as this is the same."""
+    """Everything that checks can see of tensors on a device. Tensors with the signature of checked ones pass too."""
     seen: list[object] = []
     for value in tensors:
         seen += (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else (type(value),)
@@ -85,7 +85,7 @@ def signature(*tensors: Tensor | None) -> tuple[object, ...]:
 
 
 def no_gradient(**tensors: Tensor | None) -> None:
-    """Refuse tensors that would need a gradient: the ops have none, and a silent zero would be worse than an error."""
+    """Refuse tensors that require a gradient. The ops compute none, and dropping it silently would be worse."""
     if not torch.is_grad_enabled():
         return
     for name, value in tensors.items():
@@ -95,7 +95,7 @@ def no_gradient(**tensors: Tensor | None) -> None:
 
 
 def dense(name: str, value: object, dtypes: Collection[torch.dtype], shape: str | None = None) -> Tensor:
-    """Check a tensor of one of these dtypes, of whatever shape (which is only told), in plain strided memory."""
+    """Check that a value is a strided tensor of one of these dtypes. `shape` is only quoted in the error."""
     if not isinstance(value, Tensor):
         axes = "" if shape is None else f" [{shape.replace(' ', ', ')}]"
         raise refuse_type(name, f"a tensor{axes}", describe(value), "pass a torch.Tensor")
@@ -109,12 +109,12 @@ def dense(name: str, value: object, dtypes: Collection[torch.dtype], shape: str 
 
 
 def changeable(name: str, value: Tensor) -> None:
-    """Refuse a tensor that torch itself would not let anybody write to, which it says only after other writes."""
+    """Refuse a tensor that torch does not allow to be written. Torch itself raises only after other writes."""
     if torch.compiler.is_compiling():
         return
     no_gradient(**{name: value})
     if frozen(value):
-        remedy = "make the call, too, under torch.inference_mode(), or the tensor outside of it"
+        remedy = "make this call under torch.inference_mode() too, or create the tensor outside of it"
         raise refuse(name, "a tensor that may be written here", "one made under torch.inference_mode()", remedy)
 
 
@@ -126,30 +126,30 @@ def frozen(value: Tensor) -> bool:
 def writable(name: str, value: Tensor, *inputs: Tensor | None) -> None:
     """Refuse a tensor to write into whose elements share memory with each other, or with an input of the same call.
 
-    Addresses are unknown to a trace, which sees strides only.
+    While torch.compile traces there are no addresses, so only strides are checked.
     """
     changeable(name, value)
     if not value.is_contiguous():
         reach = 1
         for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
             if size > 1 and stride < reach:
-                raise refuse(name, "of elements that lie apart", f"strides {value.stride()}", "do not expand it")
+                raise refuse(name, "free of overlapping elements", f"strides {value.stride()}", "do not expand it")
             reach += stride * (size - 1)
     if not torch.compiler.is_compiling():
         apart(name, value, *inputs)
 
 
 def apart(name: str, value: Tensor, *inputs: Tensor | None) -> None:
-    """Refuse a tensor to write into that shares memory with an input. Shapes do not show it: it is for every call."""
+    """Refuse an output that shares memory with an input. Shapes do not show this, so every call checks it."""
     begin = value.data_ptr()
     end = begin + _reach(value)
     for other in inputs:
-        if other is None:
+        if not isinstance(other, Tensor):  # None, or an argument that its own check refuses later
             continue
         start = other.data_ptr()
         if start < end and start + _reach(other) > begin and begin < end and not _in_other_columns(value, other):
-            remedy = "write to memory of its own"
-            raise refuse(name, "apart from all inputs and caches", f"memory of one that is {describe(other)}", remedy)
+            received = f"memory shared with one that is {describe(other)}"
+            raise refuse(name, "separate from all inputs and caches", received, "allocate a separate tensor")
 
 
 def _reach(value: Tensor) -> int:
@@ -185,8 +185,8 @@ def tensor(
 ) -> dict[str, int]:
     """Check a tensor against a shape such as `"T H D"` and return the sizes of its axes by letter.
 
-    Sizes given as keywords must match; the others are bound by this tensor. A remedy that takes work to word is given
-    as a function, so that calls that pass do not pay for it.
+    Sizes given as keywords must match; the others are bound by this tensor. A remedy that is expensive to format is
+    given as a function, which only a failing check calls.
     """
     value = dense(name, value, dtypes, shape)
     axes = shape.split()
@@ -214,30 +214,30 @@ def instance(name: str, value: object, kind: type[T], remedy: str = "") -> T:
 
 
 def sequence(name: str, value: object) -> Sequence[Any]:
-    """Check a list or tuple; texts are sequences too, but of letters."""
+    """Check a list or tuple. Strings are refused, although they are sequences too."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise refuse_type(name, "a list", describe(value), "pass one member per request")
     return value
 
 
 def hashable(name: str, value: object) -> None:
-    """Check what is looked up by its hash."""
+    """Check a name that serves as a dictionary key."""
     try:
         hash(value)
     except TypeError:
-        raise refuse_type(name, "hashable", describe(value), "name requests by texts or numbers") from None
+        raise refuse_type(name, "hashable", describe(value), "name requests by strings or numbers") from None
 
 
 def flag(name: str, value: object) -> bool:
-    """Check a switch: other objects have a truth value too, which is seldom what was meant."""
+    """Check a bool. Other objects have a truth value too, but passing one is mostly a mistake."""
     if not isinstance(value, bool):
         raise refuse_type(name, "True or False", describe(value))
     return value
 
 
 def integer(name: str, value: object, *, low: int | None = None, high: int = INT32_MAX) -> int:
-    """Check a plain integer against inclusive bounds; the upper one is that of the 32-bit numbers that kernels take,
-    unless the caller knows better."""
+    """Check an int against inclusive bounds. The upper bound is that of int32 by default, which is what kernels
+    take."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise refuse_type(name, "an int", describe(value))
     least = -high - 1 if low is None else low
@@ -248,12 +248,12 @@ def integer(name: str, value: object, *, low: int | None = None, high: int = INT
 
 
 def number(name: str, value: object, *, low: float | None = None) -> float:
-    """Check a finite number that float32 holds, from `low` on where that is given."""
+    """Check a finite number in the range of float32, at least `low` if that is given."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise refuse_type(name, "a number", describe(value))
     # Comparisons with integers of any size are exact, where a conversion would overflow.
     if not (-_FLOAT32_LARGEST if low is None else low) <= value <= _FLOAT32_LARGEST:
-        raise refuse(name, "finite" if low is None else f"finite and >= {low:g}", value, "pass what the model defines")
+        raise refuse(name, "finite" if low is None else f"finite and >= {low:g}", value, "pass the model's value")
     return float(value)
 
 
@@ -264,7 +264,7 @@ def positive_number(name: str, value: object) -> float:
     if not _FLOAT32_SMALLEST <= value <= _FLOAT32_LARGEST:
         positive = isinstance(value, int) or math.isfinite(value)
         expected = "a normal number in float32" if positive and value > 0 else "finite and > 0"
-        raise refuse(name, expected, value, "pass the factor the model defines")
+        raise refuse(name, expected, value, "pass the model's factor")
     return float(value)
 
 
@@ -281,7 +281,7 @@ def scale_factor(name: str, value: object) -> float | Tensor:
 
 def option(name: str, value: T, allowed: Sequence[T]) -> T:
     """Check a choice from a short list, whose members are of one type."""
-    # The type comes first: comparing an array or a tensor with a text gives no truth value.
+    # The type is compared first, because comparing an array or a tensor with a string gives no truth value.
     alike = isinstance(value, type(allowed[0]))
     if not alike or value not in allowed:
         names = ", ".join(repr(a) for a in allowed)
@@ -294,11 +294,11 @@ def option(name: str, value: T, allowed: Sequence[T]) -> T:
 def device(name: str, value: object, *, usable: bool = False) -> torch.device:
     """Check a device or its name; with `usable` also that tensors can be made there, which starts the device."""
     if not isinstance(value, str | torch.device):
-        raise refuse_type(name, "a torch.device or its name", describe(value), "pass 'cpu' or 'cuda', say")
+        raise refuse_type(name, "a torch.device or its name", describe(value), "pass for example 'cpu' or 'cuda'")
     try:
         found = torch.device(value)
     except RuntimeError:
-        raise refuse(name, "a torch.device or its name", repr(value), "pass 'cpu' or 'cuda', say") from None
+        raise refuse(name, "a torch.device or its name", repr(value), "pass for example 'cpu' or 'cuda'") from None
     if usable and found.type != "cpu":
         try:
             torch.empty(0, dtype=torch.uint8, device=found)
@@ -309,8 +309,8 @@ def device(name: str, value: object, *, usable: bool = False) -> torch.device:
 
 
 def finite_rows(name: str, table: Tensor, rows: Tensor) -> None:
-    """Check that a table has rows if any is asked for, and that those of a host table that will be used (not negative
-    ones) are finite; device tensors pass unseen."""
+    """Check that a table is not empty if any row is used, and that all used rows are finite. Negative rows are not
+    used. Values on a device are not checked."""
     if table.shape[0] == 0 and rows.numel():
         raise refuse(name, "at least one row long", list(table.shape), "pass Rope.cos_sin_table")
     if not visible(table) or not visible(rows) or rows.numel() == 0:
@@ -318,11 +318,11 @@ def finite_rows(name: str, table: Tensor, rows: Tensor) -> None:
     used = rows.long().clamp(0, table.shape[0] - 1)
     wrong = ~table[used].isfinite().all(-1) & (rows >= 0)
     if bool(wrong.any()):
-        raise refuse(name, "finite", f"a row {int(used[wrong][0])} that is not", "pass Rope.cos_sin_table")
+        raise refuse(name, "finite", f"NaN or infinity in row {int(used[wrong][0])}", "pass Rope.cos_sin_table")
 
 
 def values_between(name: str, value: Tensor, low: int, high: int, remedy: str) -> None:
-    """Check the values of a host tensor against inclusive bounds; device tensors pass unseen."""
+    """Check the values of a host tensor against inclusive bounds. Values on a device are not checked."""
     if not visible(value) or value.numel() == 0:
         return
     smallest, largest = (int(v) for v in torch.aminmax(value))

@@ -14,16 +14,16 @@ from tamis.model.spec import LayerSpec
 
 @dataclass(frozen=True)
 class StageKernels:
-    """What runs one stage of a layer."""
+    """The kernels that run one stage of a layer."""
 
     stage: str
     runs: str
     """A CUDA source file, or the backend whose kernels run the stage."""
     because: tuple[str, ...] = ()
-    """If the base's kernels run the stage: why the backend's own kernels do not."""
+    """The reasons why the backend's own kernels do not run the stage, if those of its base do."""
 
     def __str__(self) -> str:
-        """One line."""
+        """The stage and its kernels in one line."""
         return f"{self.stage}: {self.runs}" + (f", because {'; '.join(self.because)}" if self.because else "")
 
 
@@ -45,7 +45,7 @@ class Choice:
 
     @property
     def kernels(self) -> list[StageKernels]:
-        """What runs each stage of the layer."""
+        """The kernels that run each stage of the layer."""
         return stage_kernels(self.backend, self.need)
 
     def explain(self) -> str:
@@ -115,9 +115,9 @@ def _refuse(device: torch.device, rejected: dict[str, list[str]], prefer: str, p
 
 
 def stage_kernels(backend: Backend, need: Need) -> list[StageKernels]:
-    """What runs each stage of a layer that this backend accepts: its own kernels or its base's.
+    """The kernels that run each stage of a layer that this backend accepts: its own or those of its base.
 
-    A stage whose module decides for each call has a function `explain_kernels`, which is asked.
+    A stage module that chooses its kernel for each call has a function `explain_kernels`, which tells the choice.
     """
     found = []
     for stage in STAGES:

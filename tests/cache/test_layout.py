@@ -239,7 +239,7 @@ def test_unknown_name_lists_the_known_ones(wrong: object) -> None:
     [
         ("v32-fp8", {"dim": 128}, TypeError, "options must be among latent, rope, .* for 'v32-fp8', got dim; drop"),
         ("v32-bf16", {"scale_mode": "pow2"}, TypeError, "options must be among latent, rope .*got scale_mode; "),
-        (named("v32-fp8"), {"latent": 128}, TypeError, "options must be absent beside a Layout .*got latent; build"),
+        (named("v32-fp8"), {"latent": 128}, TypeError, "options must be absent if .*got latent; build"),
         ("v32-fp8", {"latent": 500}, ValueError, "latent must be a multiple of 128 .*got 500; "),
         ("v4-fp8", {"latent": 500}, ValueError, "latent must be a multiple of 64 .*got 500; "),
         ("v32-fp8", {"latent": 0}, ValueError, "latent must be >= 1, got 0$"),

@@ -1,4 +1,4 @@
-"""Shared by the tests of integrations: a model that is given back untouched."""
+"""A fixture for the tests of integrations: a tiny model, which is restored after each test."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -99,7 +99,7 @@ def test_mixed_indices_are_checked_before_padded_heads_are_zeroed(fault: str) ->
 def test_an_attached_model_checks_before_it_writes_index_keys(
     model: Any, kind: Any, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Part of the first layer gives numbers that attention refuses."""
+    """Make a part of the first layer give numbers that attention refuses."""
     attach(model, cache=kind)
     cache, ids = new_cache(model), tokens(2, 9)
     with torch.no_grad():

@@ -60,7 +60,7 @@ def test_one_call_for_a_mixed_batch_and_two_rebased_ones(layout: str, ratio: int
 
 
 def test_window_columns_that_seq_lens_rules_out_are_never_read() -> None:
-    """The kernel goes by seq_lens: what stands in window columns beyond is not looked at."""
+    """The kernel goes by seq_lens: window columns beyond them are not read."""
     step = V4Step("v4-bf16", [1, 2], [40, 3])
     indices, _ = combined(step, 1)
     for row, (_, p) in enumerate(step.tokens):

@@ -180,7 +180,7 @@ def test_wrong_selections_are_refused_and_nothing_is_written() -> None:
     sharer = SparseMLA(replace(spec, reuse_topk=True))
     wide = SparseMLA(replace(spec, index_heads=8, index_dim=16))
     cases = [
-        (SparseMLA(spec), {"positions": ahead}, "positions must be at most each token's own, got 5 for token 4 at 4"),
+        (SparseMLA(spec), {"positions": ahead}, r"positions\[4\] must be at most 4, the position of token 4, got 5"),
         (SparseMLA(spec), {"positions": ahead[:, :20].contiguous()}, r"positions must be of shape \[rows=30, 24\]"),
         (sharer, {"index": fitting}, "index must be None for a layer that shares an earlier layer's selection"),
         (sharer, {}, "positions and index must be given one at a time, got neither"),

@@ -145,7 +145,7 @@ class Served:
                 held.storage.view(torch.uint8).fill_(0xFF)  # NaN in every format
 
     def plan(self, *pieces: tuple[int, int, int], padding: int = 0) -> V4Plan:
-        """Of a step with tokens start..end of some requests."""
+        """The plan of a step with tokens start..end of some requests."""
         new, ends = [end - start for _, start, end in pieces], [end for _, _, end in pieces]
         names = [request for request, _, _ in pieces]
         batch = Batch.build(new, ends, self.pool, requests=names, other_pools=self.others)
@@ -172,7 +172,7 @@ class Served:
 
 
 def layouts(widths: str, name: str) -> tuple[Layout, Layout]:
-    """Of rows, and of exact index keys."""
+    """The formats of rows and of exact index keys."""
     width, rope = WIDTHS[widths]["head_dim"], 8 if widths == "tiny" else 64
     build = {"plain-fp8": plain_fp8}.get(name, partial(named, name))
     keys = rows(torch.float32, latent=WIDTHS[widths]["index_head_dim"], rope=0)

@@ -1,1 +1,1 @@
-"""Bytes and pages: byte formats of rows, paged storage, what is selected from it, and a page allocator."""
+"""Paged caches: the byte formats of rows, their storage, selections of rows, and a page allocator."""

@@ -1,7 +1,7 @@
-"""The bytes of rows in plain torch: numbers to the fields of a layout, and back.
+"""Encodes and decodes cache rows in plain torch.
 
-This is the definition of every byte format, which kernels are tested against. `PagedCache.read` and the stages'
-references use it.
+This is the definition of every byte format, which kernels are tested against. `PagedCache.read` and the reference
+backend use it.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ def to_e4m3(x: Tensor) -> Tensor:
 
 def to_e2m1(x: Tensor) -> Tensor:
     """Saturating round-to-nearest-even conversion to e2m1, two codes to a byte, the even column in the low four bits.
-    e2m1 has no NaN, which becomes 6."""
+    NaN becomes 6, since e2m1 has no NaN."""
     x = x.nan_to_num(E2M1_MAX)
     size = x.abs().clamp_max(E2M1_MAX)
     # Codes are 0.5 apart below 2, 1 apart below 4 and 2 apart above. torch.round breaks ties towards the even number,
@@ -56,8 +56,8 @@ def divide(x: Tensor, divisor: float | Tensor) -> Tensor:
 
 
 def tile_scales(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Scales of tiles [N, tiles, tile]: the float32 factor of each tile, and what the row stores for it."""
-    # NaN is left out of the maximum, so that it does not take the scale away from the other values of its tile.
+    """Scales of tiles [N, tiles, tile]: the float32 factor of each tile, and the same in the form that rows store."""
+    # NaN is left out of the maximum, so that the other values of its tile keep their scale.
     amax = values.abs().nan_to_num_(0.0, posinf=torch.finfo(torch.float32).max).amax(-1)
     smallest = divide(amax, layout.largest).clamp_min(layout.scale_floor)
     if layout.scale_mode == "exact":
@@ -114,7 +114,7 @@ def fetch_field(cache: "PagedCache", field: Field, slots: Tensor) -> Tensor:
     span, rest = divmod(cache.page_stride, field.stride)
     if rest:
         return view[slots // cache.page_size, slots % cache.page_size]
-    # Pages a whole number of rows apart are one strided list of rows, and one index is faster than two.
+    # If pages are a whole number of rows apart, they form one strided list of rows, and one index is faster than two.
     if span != cache.page_size:
         slots = slots // cache.page_size * span + slots % cache.page_size
     shape = ((cache.pages - 1) * span + cache.page_size, field.count)
@@ -155,7 +155,7 @@ def read_rows(cache: "PagedCache", slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_read(cache: "PagedCache", slots: Tensor, dtype: torch.dtype) -> None:
-    """Refuse slots and a dtype that rows cannot be read by."""
+    """Refuse slots and dtypes with which rows cannot be read."""
     if not isinstance(slots, Tensor) or slots.dtype not in checks.INTS or slots.layout is not torch.strided:
         raise checks.refuse_type("slots", "an int32 or int64 tensor", checks.describe(slots), "convert it with .int()")
     if slots.device != cache.device:

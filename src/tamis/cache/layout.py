@@ -36,10 +36,10 @@ from tamis.arithmetic import round_up
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 SMALLEST_NORMAL = 1.1754943508222875e-38
-"""Smallest normal float32: the floor of an exact scale, so that an all-zero tile divides by something."""
+"""Smallest normal float32: the floor of an exact scale, so that an all-zero tile is not divided by zero."""
 
 OUTPUT_SCALE_FLOOR = 1e-10 / E4M3_MAX
-"""Smallest scale of attention's output in FP8, which is in no cache: magnitudes below 1e-10 count as that much."""
+"""Smallest scale of attention's output in FP8: the largest magnitude of a tile counts as at least 1e-10."""
 
 ScaleMode = Literal["none", "tensor", "pow2", "exact", "exponent"]
 """How values are scaled: not at all; by one factor of the whole cache; per tile by a float32 that is a power of two or
@@ -50,7 +50,7 @@ Rounding = Literal["bf16", "none"]
 
 @dataclass(frozen=True)
 class Field:
-    """Where one kind of value lies in a page; see the module's formula. FP8 and exponent bytes are `uint8` here."""
+    """The location of one field in a page; see the module's formula. FP8 and exponent bytes are `uint8` here."""
 
     dtype: torch.dtype
     count: int
@@ -86,18 +86,18 @@ class Layout:
     scale_mode: ScaleMode = "none"
     scale_floor: float = SMALLEST_NORMAL
     rounding: Rounding = "none"
-    """What a writer does to its input before it looks for the tile maximum."""
+    """How a writer rounds its input before it computes the maximum of a tile."""
     page_align: int = 1
     """Pages that this library allocates are padded to a multiple of this many bytes."""
     key: str = field(init=False, repr=False, compare=False)
     """The whole layout as text, for torch ops, whose arguments are tensors, numbers and strings; see `from_key`."""
 
     def __post_init__(self) -> None:
-        """Write the key once: calls need it every time."""
+        """Compute the key once, since every call needs it."""
         fields = "/".join("" if f is None else f.key for f in (self.values, self.scales, self.tail))
         numbers = f"{self.latent}+{self.rope}/{checks.dtype_name(self.element)}/{self.row_bytes}/{fields}"
         scaling = f"{self.tile}/{self.scale_mode}/{self.scale_floor!r}/{self.rounding}/{self.page_align}"
-        # The name comes last: it may hold anything.
+        # The name comes last, since it may contain any character.
         object.__setattr__(self, "key", f"{numbers}/{scaling}/{self.name}")
 
     @property
@@ -114,8 +114,7 @@ class Layout:
     def packed(self) -> bool:
         """Whether values are e2m1, two to a byte: value 2i in the low four bits of byte i, 2i + 1 in the high ones.
 
-        Exponent bytes then stand for every power of two but one: 255 makes a NaN of its whole tile, since e2m1 has
-        none.
+        The exponent byte 255 then makes its whole tile NaN, since e2m1 itself has no NaN.
         """
         return self.quantised and 2 * self.values.count == self.latent
 
@@ -314,9 +313,9 @@ def index_mxfp4(*, dim: int = 128, rounding: Rounding = "bf16", page_align: int 
 
 
 def compressor_state(*, dim: int = 512, overlapping: bool = True, page_align: int = 1) -> Layout:
-    """What a KV compressor carries from token to token: float32 rows, the values first, then their pooling scores.
+    """The state that a KV compressor carries from token to token: float32 rows, first values, then pooling scores.
 
-    Both are `dim` numbers wide, or twice that where spans overlap: then a token takes part in two entries of `dim`
+    Both are `dim` numbers wide, or twice that where spans overlap: a token then contributes to two entries of `dim`
     numbers. Pass `page_align` for an engine that lays state pages over those of another format (576 for `v4-fp8`).
     """
     checks.integer("dim", dim, low=1, high=checks.INT32_MAX // 16)
@@ -355,7 +354,9 @@ def named(layout: str | Layout, **options: Any) -> Layout:
     if isinstance(layout, Layout):
         if options:
             given = ", ".join(options)
-            raise checks.refuse_type("options", "absent beside a Layout object", given, "build the layout with them")
+            raise checks.refuse_type(
+                "options", "absent if the layout is a Layout object", given, "build the layout with them"
+            )
         return layout
     if not isinstance(layout, str) or layout not in _BUILDERS:
         received = repr(layout) if isinstance(layout, str) else checks.describe(layout)

@@ -68,7 +68,7 @@ class PagedCache:
         """Describe an engine's tensor: [pages, page_size, C], or the same with a head axis of size 1.
 
         C is the number of elements of a row: 656 for `v32-fp8`, 576 for `v32-bf16`, 584 for `v4-fp8`. The bytes of a
-        page must be contiguous, but pages may lie apart, with pages of other layers in between.
+        page must be contiguous, but there may be gaps between pages, for example with pages of other layers.
         """
         layout = named(layout)
         if not isinstance(storage, Tensor):
@@ -84,7 +84,9 @@ class PagedCache:
         remedy = f"a {layout.name} cache has rows of {layout.row_elements}"
         found = checks.tensor("storage", storage, "pages page_size C", allowed, C=layout.row_elements, remedy=remedy)
         if page_size is not None and checks.integer("page_size", page_size, low=1) != found["page_size"]:
-            raise checks.refuse("page_size", f"{found['page_size']}, the storage's second axis", page_size, "pass that")
+            raise checks.refuse(
+                "page_size", f"{found['page_size']}, the storage's second axis", page_size, "leave it out"
+            )
         cache = cls.__new__(cls)
         cache._hold(layout, storage, found["page_size"], scale)
         cache.recipe = recipe
@@ -92,7 +94,7 @@ class PagedCache:
 
     @classmethod
     def rebuilt(cls, storage: Tensor, layout: Layout, scale: float | Tensor) -> Self:
-        """The cache that another one described by these, without checking them again: what an op's body needs."""
+        """A cache from the parts of one that was checked already. Op bodies use it to avoid a second check."""
         cache = cls.__new__(cls)
         cache._keep(layout, storage, scale)
         cache.recipe = None
@@ -143,14 +145,14 @@ class PagedCache:
 
     @property
     def device(self) -> torch.device:
-        """Where the storage lives."""
+        """The device of the storage."""
         return self.storage.device
 
     @property
     def rows_per_page(self) -> int:
-        """The distance of two pages in rows, for consumers that index one flat list of rows.
+        """The distance between two pages in rows, for consumers that index one flat list of rows.
 
-        It is `page_size` unless pages lie apart. A distance that is not a whole number of rows is refused.
+        It is `page_size` unless there are gaps between pages. A distance that is not a whole number of rows is refused.
         """
         span, rest = divmod(self.page_stride, self.layout.row_bytes)
         if rest:
@@ -168,7 +170,7 @@ class PagedCache:
         start, strides = field.start(self.page_size), (self.page_stride, field.stride, 1)
         shape = (self.pages, self.page_size, field.count * field.dtype.itemsize)
         if torch.compiler.is_compiling():
-            # A trace does not know where a tensor starts; a slice does.
+            # The storage offset is unknown while torch.compile traces, so a slice moves the view to the field's start.
             used = self.layout.row_bytes * self.page_size
             page = torch.as_strided(raw, (self.pages, used), (self.page_stride, 1))
             return torch.as_strided(page[:, start:], shape, strides).view(field.dtype)
@@ -184,7 +186,7 @@ class PagedCache:
         return read_rows(self, slots, dtype)
 
     def __repr__(self) -> str:
-        """Name, size and place."""
+        """The layout, the size and the device."""
         return f"PagedCache({self.layout.name!r}, pages={self.pages}, page_size={self.page_size}, {self.device})"
 
 

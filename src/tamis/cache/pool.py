@@ -58,7 +58,7 @@ class PagePool:
         held = [self._held.get(r, []) for r in requests]
         most = max((len(h) for h in held), default=1)
         if width is not None and checks.integer("width", width) < most:
-            raise checks.refuse("width", f"at least {most} pages, which one request holds", width, "widen the table")
+            raise checks.refuse("width", f"at least {most} pages, which one request holds", width, "raise the width")
         shape = len(requests), max(most if width is None else width, 1)
         table = torch.full(shape, -1, dtype=torch.int32, device="cpu")
         for row, ids in zip(table, held, strict=True):
@@ -81,4 +81,4 @@ class PagePool:
         """Refuse a position whose page was freed by `forget`."""
         number, held = start // self.page_size, self._held.get(request, ())
         if number < len(held) and held[number] < 0:
-            raise checks.refuse("start", "of a page that was not forgotten", start, "ask for later positions")
+            raise checks.refuse("start", "in a page that was not freed by forget", start, "ask for later positions")

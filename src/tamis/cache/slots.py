@@ -1,4 +1,5 @@
-"""From a request's positions to slots, in plain torch. The rule for kernels is in `tamis.ops.rows.triton_rows`."""
+"""Translates a request's positions to slots in plain torch. `slot_of` in `tamis.ops.rows.triton_rows` is the same rule
+for kernels."""
 
 import torch
 from torch import Tensor
@@ -7,8 +8,8 @@ from torch import Tensor
 def look_up(positions: Tensor, request_ids: Tensor, block_table: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     """Page ids int64 [T, K] of request-local positions, and where the block table has an entry for them.
 
-    On a device nobody has looked at values, so that negative positions, positions past the table and unknown requests
-    must read nothing outside the table.
+    Values on a device are not checked, so negative positions, positions past the table and unknown requests must not
+    read outside the table.
 
     Args:
         positions: integer [T, K].
@@ -27,13 +28,13 @@ def slots_of(
 ) -> Tensor:
     """Slots int64 [T, K] of request-local positions: `block_table[r, p // page_size] * page_size + p % page_size`.
 
-    Where there is none, the slot is -1; with `pages`, also where the page is not one of so many.
+    The slot is -1 where there is no page and, if `pages` is given, where the page id is not below it.
     """
     if block_table.numel() == 0:
         return torch.full_like(positions, -1, dtype=torch.int64)
     page_id, known = look_up(positions, request_ids, block_table, page_size)
     slots = page_id * page_size + positions.long() % page_size
     known &= page_id >= 0
-    # A page id so large that its slot leaves 32 bits would come back as some other, valid slot.
+    # The slot of a garbage page id may exceed 32 bits, and must not wrap around into a valid slot.
     known &= slots < 2**31 if pages is None else page_id < pages
     return torch.where(known, slots, -1)

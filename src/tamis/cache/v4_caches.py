@@ -18,7 +18,7 @@ STATE_PAGE_SIZES: Mapping[LayerKind, int] = {"overlapping": 4, "plain": 8}
 
 @dataclass(frozen=True, eq=False)
 class V4Caches:
-    """The caches of one layer. Every layer has a window; compressed layers also have entries and state, and those of
+    """The caches of one layer. Every layer has a window; compressed layers also have entries and state, and layers with
     overlapping spans have index keys."""
 
     window: PagedCache

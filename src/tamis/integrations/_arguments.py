@@ -35,7 +35,7 @@ def sink(name: str, value: Tensor | None, heads: int, device: torch.device) -> N
     """Check an optional sink, one float32 per head."""
     if value is None:
         return
-    checks.tensor(name, value, "h", (torch.float32,), device=device, remedy="one per query head", h=heads)
+    checks.tensor(name, value, "h", (torch.float32,), device=device, remedy="pass one per query head", h=heads)
     checks.no_gradient(**{name: value})
     if value.device.type == "cpu" and bool(value.isnan().any()):
         raise checks.refuse(name, "free of NaN", "NaN", "use -inf for a head without a sink")

@@ -1,4 +1,4 @@
-"""What the two FlashInfer drop-ins share: the arrangement of queries, the factors of the matrix products, outputs."""
+"""Checks that the two FlashInfer drop-ins share: query shapes, factors of the matrix products, sinks and outputs."""
 
 import math
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ def arrange(query: Tensor, width: int, starts: Tensor | None, longest: int | Non
 def _token_requests(starts: Tensor, longest: int | None, tokens: int, device: torch.device) -> tuple[int, Tensor]:
     """The number of requests of a flattened query, and the request of each token."""
     length = checks.tensor("cum_seq_lens_q", starts, "B+1", (torch.int32,), device=device)["B+1"]
-    remedy = f"begin with 0, never fall, end with the {tokens} query tokens"
+    remedy = f"it must begin with 0, never decrease, and end with the {tokens} query tokens"
     if length < 2:
         raise checks.refuse("cum_seq_lens_q", "at least two long", length, remedy)
     if longest is not None:
@@ -115,9 +115,11 @@ def output(out: Tensor | None, query: Tensor, queries: Queries, value_dim: int, 
         return torch.empty(*queries.lead, queries.heads, value_dim, dtype=dtype, device=query.device)
     shape = (*queries.lead, queries.heads, value_dim)
     if not isinstance(out, Tensor) or out.dtype not in checks.FLOATS:
-        raise checks.refuse_type("out", "bfloat16, float16 or float32", checks.describe(out), "or leave it out")
+        raise checks.refuse_type(
+            "out", "bfloat16, float16 or float32", checks.describe(out), "leave it out for a new tensor"
+        )
     if tuple(out.shape) != shape or out.device != query.device:
         expected = f"of shape {list(shape)} on {query.device}"
-        raise checks.refuse("out", expected, checks.describe(out), "or leave it out")
+        raise checks.refuse("out", expected, checks.describe(out), "leave it out for a new tensor")
     checks.writable("out", out, query, *inputs)
     return out

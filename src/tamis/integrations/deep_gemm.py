@@ -124,7 +124,9 @@ def fp8_paged_mqa_logits(
 
 def _two_axes(context_lens: Tensor) -> Tensor:
     if not isinstance(context_lens, Tensor) or context_lens.dtype != torch.int32 or context_lens.dim() not in (1, 2):
-        raise checks.refuse_type("context_lens", "an int32 tensor [B] or [B, n]", checks.describe(context_lens), "cast")
+        raise checks.refuse_type(
+            "context_lens", "an int32 tensor [B] or [B, n]", checks.describe(context_lens), "convert it with .int()"
+        )
     return context_lens if context_lens.dim() == 2 else context_lens.unsqueeze(1)
 
 
@@ -132,6 +134,6 @@ def _lengths_per_token(context_lens: Tensor, requests: int, tokens: int, device:
     lengths = _two_axes(context_lens)
     if lengths.shape[1] == 1 and tokens > 1:
         lengths = lengths + torch.arange(1 - tokens, 1, dtype=torch.int32, device=lengths.device)
-    remedy = "one per request, or one per token"
+    remedy = "pass one per request, or one per token"
     checks.tensor("context_lens", lengths, "B n", (torch.int32,), B=requests, n=tokens, device=device, remedy=remedy)
     return lengths.reshape(-1)

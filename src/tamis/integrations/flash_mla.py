@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass
 class FlashMLASchedMeta:
-    """What `get_mla_metadata` returns for `flash_mla_with_kvcache`. Unlike FlashMLA's, no call changes it."""
+    """The result of `get_mla_metadata` for `flash_mla_with_kvcache`. Unlike in FlashMLA, no call changes it."""
 
     tile_scheduler_metadata: Tensor | None = None
     """int32 [parts, 8]; see `flash_mla_schedule.SplitSchedule.parts`."""
@@ -61,7 +61,7 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, Tens
     except TypeError as error:
         known = ", ".join(signature(_spread_step).parameters)
         raise TypeError(
-            f"get_mla_metadata takes no arguments or ({known}): {error}; calling it without arguments is always right"
+            f"get_mla_metadata takes no arguments or ({known}): {error}; call it without arguments"
         ) from error
     holder = _spread_step(*given.args, **given.kwargs)
     return holder, holder.num_splits
@@ -95,7 +95,7 @@ def flash_mla_with_kvcache(
         cache_seqlens: int32 [b] rows of each request; dense mode only, ignored with `indices`.
         head_dim_v: how many leading columns of a row are its value (512).
         tile_scheduler_metadata: from `get_mla_metadata`; not needed, None is fine.
-        num_splits: likewise.
+        num_splits: from `get_mla_metadata`; not needed either.
         softmax_scale: d**-0.5 if not given.
         causal: dense mode: the last query token sees the whole request, each earlier one a row less. Must be False
             with `indices`, which already determine what each token sees.
@@ -104,7 +104,7 @@ def flash_mla_with_kvcache(
             count twice.
         attn_sink: float32 [h]; scales the output by 1 / (1 + exp(sink - lse)) and leaves the lse alone.
         extra_k_cache: a second cache of any page size, joined in the same softmax.
-        extra_indices_in_kvcache: int32 [b, s_q, extra_topk] into the second cache; given exactly if it is.
+        extra_indices_in_kvcache: int32 [b, s_q, extra_topk] into the second cache; required with it, else None.
         topk_length: int32 [b], how many leading columns of `indices` count; the others are never read.
         extra_topk_length: int32 [b], likewise for the second cache.
 
@@ -127,7 +127,7 @@ def flash_mla_with_kvcache(
         selections = [_whole_requests(cache, block_table, cache_seqlens, tokens, causal)]
     else:
         if causal:
-            raise checks.refuse("causal", "False with indices", causal, "causality is in the indices")
+            raise checks.refuse("causal", "False with indices", causal, "leave future rows out of indices")
         selections = [_selection(cache, "indices", indices, "topk_length", topk_length, tokens)]
         selections += _extra_selection(*extra, q, tokens, packed=is_fp8_kvcache)
     attended = attend(q.flatten(0, 1), selections, scale=scale, value_dim=head_dim_v, sink=attn_sink)
@@ -204,7 +204,7 @@ def _spread_step(
     topk: int | None = None,
 ) -> FlashMLASchedMeta:
     requests = checks.tensor("cache_seqlens", cache_seqlens, "b", (torch.int32,))["b"]
-    checks.values_between("cache_seqlens", cache_seqlens, 0, 2**31 - 1, "a request has no fewer than 0 rows")
+    checks.values_between("cache_seqlens", cache_seqlens, 0, 2**31 - 1, "a request cannot have fewer than 0 rows")
     query_rows = checks.integer("num_q_tokens_per_head_k", num_q_tokens_per_head_k, low=1)
     checks.integer("num_heads_k", num_heads_k, low=1, high=1)
     _check_flags(is_fp8_kvcache=is_fp8_kvcache)
@@ -261,7 +261,7 @@ def _wrap(name: str, storage: Tensor, q: Tensor, *, packed: bool) -> PagedCache:
         layout = v32_fp8() if width == 576 else v4_fp8()
     else:
         layout = _row_layout(storage.dtype if isinstance(storage, Tensor) else torch.bfloat16, width)
-    remedy = f"rows of {layout.row_elements} belong to queries {width} wide"
+    remedy = f"queries of width {width} need rows of {layout.row_elements}"
     checks.tensor(name, storage, "NB BS 1 C", allowed, device=q.device, remedy=remedy, C=layout.row_elements)
     return _arguments.wrap_pages(name, storage.squeeze(2), layout)
 
@@ -342,7 +342,9 @@ def _attend_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     sizes = checks.tensor("q", q, "s_q h d", checks.FLOATS)
     _arguments.head_count("q", sizes["h"])
-    checks.tensor(names.kv, kv, "s_kv 1 d", checks.FLOATS, device=q.device, remedy="rows as wide as q", d=sizes["d"])
+    checks.tensor(
+        names.kv, kv, "s_kv 1 d", checks.FLOATS, device=q.device, remedy="its rows are as wide as q", d=sizes["d"]
+    )
     columns = checks.tensor("indices", indices, "s_q 1 topk", (torch.int32,), device=q.device, s_q=sizes["s_q"])["topk"]
     scale = checks.positive_number(names.scale, scale)
     checks.integer("d_v", d_v, low=1, high=sizes["d"])

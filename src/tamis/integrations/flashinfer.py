@@ -108,7 +108,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     read = (cache.storage, sink, slots, counts)
     out = output(out, query, queries, kv_lora_rank, *read)
     lse = _lse_buffer(lse, queries, out, query, *read)
-    # Multiplied with bmm2_scale in float32, so that the result is rounded once.
+    # The output is multiplied with bmm2_scale in float32, so that the result is rounded once.
     exact = torch.empty(queries.tokens, *out.shape[-2:], dtype=torch.float32, device=query.device)
     attended = attend(
         query.reshape(queries.tokens, *query.shape[-2:]),
@@ -148,7 +148,9 @@ def _wrap(storage: Tensor, latent: int, rope: int, device: torch.device) -> Page
     shape = "NB BS C"
     if isinstance(storage, Tensor) and storage.dim() == 4:
         shape = "NB 1 BS C"
-    found = checks.tensor("kv_cache", storage, shape, allowed, device=device, remedy="one latent head, no axis for it")
+    found = checks.tensor(
+        "kv_cache", storage, shape, allowed, device=device, remedy="it has one latent head and no axis for it"
+    )
     layout = _layout(storage.dtype, found["C"], latent, rope)
     return _arguments.wrap_pages("kv_cache", storage.squeeze(1) if storage.dim() == 4 else storage, layout)
 
@@ -167,7 +169,7 @@ def _layout(dtype: torch.dtype, row: int, latent: int, rope: int) -> Layout:
 
 
 def _slots(block_tables: Tensor, columns: int, queries: Queries) -> Tensor:
-    shape, remedy = f"{queries.axes} K", "one row of sparse_mla_top_k slots per query token"
+    shape, remedy = f"{queries.axes} K", "pass one row of sparse_mla_top_k slots per query token"
     checks.tensor(
         "block_tables",
         block_tables,
@@ -191,7 +193,7 @@ def _counts(seq_lens: Tensor | None, per_token: Tensor | None, queries: Queries,
     if isinstance(seq_lens, Tensor) and tuple(seq_lens.shape) == queries.lead:
         seq_lens = seq_lens.flatten()
     expected = tokens if isinstance(seq_lens, Tensor) and seq_lens.shape == (tokens,) else queries.requests
-    remedy = "one count per request or per query token"
+    remedy = "pass one count per request or per query token"
     checks.tensor("seq_lens", seq_lens, "B", (torch.int32,), device=device, remedy=remedy, B=expected)
     if per_token is not None:
         return per_token

@@ -69,7 +69,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         kv_layout: "HND" or "NHD"; only says where the axis of size 1 is.
         cum_seq_lens_q: int32 [B + 1], where each request begins in the flattened query, from 0.
         max_q_len: checked and otherwise not used.
-        enable_pdl: without effect.
+        enable_pdl: no effect.
         swa_topk_lens: int32 [T], how many window columns count; if given, the form is the separate one.
         extra_sparse_indices: int32 [T, K2] slots of the compressed pool.
         extra_sparse_topk_lens: int32 [T].
@@ -97,7 +97,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         selections = _combined(window, entries, slots, sparse_topk_lens, seen, window_columns)
     given = out.unsqueeze(1) if single and isinstance(out, Tensor) else out
     result = output(given, shaped, queries, _WIDTH, sink, *read_by(selections))
-    # Multiplied with bmm2_scale in float32, so that the result is rounded once.
+    # The output is multiplied with bmm2_scale in float32, so that the result is rounded once.
     exact = torch.empty(queries.tokens, queries.heads, _WIDTH, dtype=torch.float32, device=query.device)
     attend(
         query.reshape(queries.tokens, queries.heads, _WIDTH),
@@ -116,7 +116,7 @@ def _wrap(name: str, pool: Tensor, kv_layout: str, device: torch.device) -> Page
     shape = "NB BS C"
     if isinstance(pool, Tensor) and pool.dim() == 4:
         shape = "NB 1 BS C" if kv_layout == "HND" else "NB BS 1 C"
-    remedy = f"one latent head, on the axis where kv_layout={kv_layout!r} has it"
+    remedy = f"it has one latent head, on the axis where kv_layout={kv_layout!r} has it"
     width = checks.tensor(name, pool, shape, (*checks.FLOATS, *_arguments.ONE_BYTE), device=device, remedy=remedy)["C"]
     if pool.dim() == 4:
         pool = pool.squeeze(1 if kv_layout == "HND" else 2)
@@ -135,7 +135,13 @@ def _rows_of(name: str, indices: Tensor, queries: Queries) -> Tensor:
     if isinstance(indices, Tensor) and indices.dim() == len(queries.lead) + 1:
         axes, sizes = f"{queries.axes} K", queries.sizes
     checks.tensor(
-        name, indices, axes, (torch.int32,), device=queries.device, remedy="one row of slots per query token", **sizes
+        name,
+        indices,
+        axes,
+        (torch.int32,),
+        device=queries.device,
+        remedy="pass one row of slots per query token",
+        **sizes,
     )
     return indices.reshape(queries.tokens, indices.shape[-1])
 
@@ -154,7 +160,7 @@ def _only_combined(entries: PagedCache | None, extra: Tensor | None, extra_lengt
 def _window_lengths(seq_lens: Tensor | None, starts: Tensor | None, queries: Queries, columns: int) -> Tensor:
     """How many window columns each token fills, which follows from its position in the request."""
     device = queries.device
-    remedy = "tokens of each request, its query's included"
+    remedy = "pass the tokens of each request, including those of the query"
     checks.tensor("seq_lens", seq_lens, "B", (torch.int32,), device=device, remedy=remedy, B=queries.requests)
     assert seq_lens is not None
     if starts is None:

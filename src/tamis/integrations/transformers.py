@@ -75,9 +75,9 @@ def attach(
     if any("forward" in vars(module) for module in (base, *modules)):
         remedy = "load it without device_map or other hooks"
         raise checks.refuse("model", "one with its own forward methods", "replaced forward methods", remedy)
-    places = {str(parameter.device) for parameter in model.parameters()}
-    if len(places) != 1:
-        raise checks.refuse("model", "on one device", sorted(places), "move it with .to(device)")
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise checks.refuse("model", "on one device", sorted(devices), "move it with .to(device)")
     family = make_family(base, cache, backend, wrap_layer)
     base._tamis = Attachment(family, chunk_tokens, base.embed_tokens.weight.dtype)
     base.forward = MethodType(model_forward, base)

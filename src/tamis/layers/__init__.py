@@ -1,1 +1,1 @@
-"""The attention of one layer, stage by stage, for DeepSeek-V3.2 (`mla`) and DeepSeek-V4 (`v4`)."""
+"""The attention of one layer: `mla` for DeepSeek-V3.2 and GLM-5, `v4` for DeepSeek-V4."""

@@ -1,4 +1,4 @@
-"""How layers split attention in batch-invariant mode."""
+"""The fixed number of splits that layers use in batch-invariant mode."""
 
 from tamis.arithmetic import ceil_div
 
@@ -7,5 +7,5 @@ FIXED_COLUMNS = 512
 
 
 def fixed_splits(columns: int) -> int:
-    """The number of splits of a row, which depends on nothing else in the batch."""
+    """The number of splits of a row, which does not depend on the rest of the batch."""
     return ceil_div(columns, FIXED_COLUMNS)

@@ -1,4 +1,4 @@
-"""`SparseMLA`: one layer's attention, stage by stage."""
+"""`SparseMLA`: the attention of one DeepSeek-V3.2 or GLM-5 layer, from the cache writes to the output."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,19 +30,19 @@ from tamis.step.plan import Plan
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of each request's rows this rank holds, for context-parallel decode."""
+    """The share of each request's rows that this rank holds, for context-parallel decode."""
 
     ranks: int = 1
     rank: int = 0
     interleave: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a part that no rank has."""
+        """Refuse a rank that is not below the number of ranks."""
         check_shard(self.ranks, self.rank, self.interleave)
 
 
 class LayerOutput(NamedTuple):
-    """What a layer call returns: the result of attention, and the positions that it attended to."""
+    """The result of a layer call: attention's output, and the positions that it attended to."""
 
     out: Tensor
     """[rows, H, V]; zeros where nothing was selected."""
@@ -170,7 +170,7 @@ class SparseMLA:
             positions: int32 [rows, topk], as in a layer call. That tokens can see them is not checked.
             request_ids: int32 [rows], the block-table row of each token.
             block_table: int32 [requests, pages].
-            sink: as in a layer call, like the others.
+            sink: float32 [H].
             q_scale: the factor of an e4m3 query.
             out: [rows, H, value_dim] to write into.
         """
@@ -239,7 +239,7 @@ class SparseMLA:
         return call
 
     def _build(self, given: Arguments) -> Call:
-        """The operations of a call, from arguments that fit each other."""
+        """Build the operations of a call from checked arguments."""
         q, cache, plan, positions = given.q, given.caches.latent, given.plan, given.positions
         out = new_output(q, self.spec.value_dim) if given.out is None else given.out
         selections, splits = [], None
@@ -282,7 +282,7 @@ class SparseMLA:
         )
 
     def _gathers(self, cache: PagedCache, plan: Plan) -> list[GatherKv]:
-        """One for each chunk of prefills that is gathered before it is attended."""
+        """The gathers of prefills, one per chunk."""
         assert plan.prefill is not None
         calls = []
         for chunk in plan.prefill.chunks:
@@ -292,10 +292,11 @@ class SparseMLA:
         return calls
 
     def _translation(self, given: Arguments, cache: PagedCache) -> TranslatePositions:
-        """Of gathered prefills' and sharded positions, with a stand-in for those that the layer's indexer selects."""
+        """The translation of positions for shards and gathered prefills. If the indexer selects the positions, a
+        placeholder is checked in their place."""
         positions, prefill = given.positions, None if given.plan is None else given.plan.prefill
         if positions is None:
-            positions = self._checks.stand_in(given.q)
+            positions = self._checks.placeholder(given.q)
         ids, starts = (prefill.ids, prefill.starts) if prefill is not None and prefill.chunks else (None, None)
         size, backend = cache.page_size, self.backend
         return TranslatePositions(positions, *given.table, size, size, ids, starts, self._shard, False, backend)
@@ -322,13 +323,13 @@ class SparseMLA:
         return index_topk(call)
 
     def _attend_gathered(self, call: Call, positions: Tensor, slots: Tensor) -> LayerOutput:
-        """Decodes read the cache; prefills, chunk by chunk, rows that are gathered into the plan's workspace."""
+        """Attend decodes over the cache, and prefills chunk by chunk over rows gathered into the plan's workspace."""
         plan, attention = call.plan, call.attend
         assert plan is not None
         prefill = plan.prefill
         assert prefill is not None
         q, out = attention.q, attention.out
-        out[plan.tokens :].zero_()  # padding is in no chunk
+        out[plan.tokens :].zero_()  # no chunk covers the padding
         lse = torch.full((plan.rows, self.spec.heads), -torch.inf, dtype=torch.float32, device=q.device)
         max_logits = torch.full_like(lse, -torch.inf)
 

@@ -1,4 +1,4 @@
-"""Everything that a call of `SparseMLA` can be refused for, checked once and before its first write."""
+"""The checks of a `SparseMLA` call, all of which run before its first write, and the operations of a call (`Call`)."""
 
 from typing import Any, NamedTuple
 
@@ -32,20 +32,26 @@ _INDEX_NAMES = {"q": "index.q", "weights": "index.weights", "cache": "caches.ind
 
 
 class Arguments(NamedTuple):
-    """The arguments of one layer call, with the query as one tensor."""
+    """The arguments of one layer call, as `SparseMLA.__call__` documents them, with the query as one tensor."""
 
     q: Tensor
+    """[rows, H, width] in bf16, fp16, fp32, fp64 or e4m3."""
     kv: Tensor | tuple[Tensor, Tensor] | None
+    """[rows, width] or the pair (latent part, rope part) in bf16, fp16 or fp32; None if already written."""
     caches: Caches
     plan: Plan | None
     """None for `attend_positions`."""
     table: tuple[Tensor, Tensor]
     """Request ids int32 [rows] and block table int32 [requests, pages], those of the plan if there is one."""
     positions: Tensor | None
+    """int32 [rows, topk]; None if the layer selects them."""
     index_inputs: IndexInputs | None
+    """The indexer's inputs; None if positions are given."""
     sink: Tensor | None
+    """float32 [H]"""
     q_scale: float | Tensor
     out: Tensor | None
+    """[rows, H, value_dim] in bf16, fp16, fp32 or fp64; None for a new tensor."""
 
     @property
     def inputs(self) -> dict[str, Tensor | None]:
@@ -60,7 +66,7 @@ class Arguments(NamedTuple):
 
     @property
     def read(self) -> list[Tensor | None]:
-        """All memory that `out` must not share."""
+        """All tensors with which `out` must not share memory."""
         plan, caches = self.plan, self.caches
         found = [*self.inputs.values(), *self.table, caches.latent.storage]
         if caches.index is not None:
@@ -78,25 +84,24 @@ class Call(NamedTuple):
     table: tuple[Tensor, Tensor]
     """Request ids int32 [rows] and block table int32 [requests, pages]."""
     writes: list[WriteKv]
-    """Of the new tokens' rows, and of their index keys."""
+    """The writes of the new tokens' rows and of their index keys."""
     index_topk: IndexTopk | None
     """The layer's own indexer; None if positions are given."""
     positions: Tensor | None
     """int32 [rows, topk]; None if the layer selects them."""
     translate: TranslatePositions | None
-    """Of positions that a pass of its own translates: sharded ones, and those of gathered prefills."""
+    """The translation of positions to slots for shards and gathered prefills; otherwise attention translates them."""
     gathers: list[GatherKv]
-    """One for each chunk of prefills that is gathered into the plan's workspace."""
+    """The gathers of prefills into the plan's workspace, one per chunk."""
     attend: Attend
-    """Without selections if the layer selects positions: they are filled in once the indexer has run."""
+    """The attention. If the layer selects positions, its selections are added once the indexer has run."""
 
 
 class MlaChecks:
     """The checks of one layer.
 
-    On the host they see values and run in every call. On a device they see none, so that what passed last passes again
-    as long as shapes, dtypes and devices are the same: a step's call then takes one comparison, and the checks of what
-    shapes do not show.
+    On the host they see values, so they run in every call. On a device they see only shapes, dtypes and devices: if
+    these are the same as in the last call that passed, only gradients and shared memory are checked again.
     """
 
     def __init__(self, spec: LayerSpec, backend: str) -> None:
@@ -158,7 +163,9 @@ class MlaChecks:
         if caches.index is not None:
             checks.instance("caches.index", caches.index, PagedCache)
         if cache.page_size != plan.page_size:
-            raise checks.refuse("caches", f"of the plan's page size {plan.page_size}", cache.page_size, "plan with it")
+            raise checks.refuse(
+                "caches", f"of the plan's page size {plan.page_size}", cache.page_size, "use one page size for both"
+            )
         if cache.layout.width != spec.head_dim:
             raise checks.refuse("caches", f"{spec.head_dim} wide like the layer's rows", repr(cache), "match the spec")
         if cache.device != plan.slots.device:
@@ -258,7 +265,7 @@ class MlaChecks:
 
     def _check_query(self, q: Tensor, cache: PagedCache, plan: Plan | None) -> None:
         spec, sizes = self.spec, {} if plan is None else {"rows": plan.rows}
-        remedy = "the plan's rows, the spec's heads and widths"
+        remedy = "it has the plan's rows and the spec's heads and width"
         sizes |= {"H": spec.heads, "D": spec.head_dim}
         checks.tensor("q", q, "rows H D", DTYPES, device=cache.device, remedy=remedy, **sizes)
         if self.backend != "auto":
@@ -267,8 +274,8 @@ class MlaChecks:
             choose(spec, q.device, layout=cache.layout, dtype=q.dtype, page_size=cache.page_size, prefer=self.backend)
 
     def _check_positions(self, positions: Tensor, q: Tensor, plan: Plan | None) -> None:
-        # A selection of another width comes from another layer or another setting: it would attend to too little.
-        remedy = "one row per token of the plan, the spec's topk wide, -1 padded"
+        # A selection of another width comes from another layer or setting, and would silently attend to fewer rows.
+        remedy = "it has one row per token of the plan, as wide as the spec's topk and padded with -1"
         sizes: dict[str, Any] = {"rows": q.shape[0], "device": q.device}
         checks.tensor("positions", positions, self._columns, (torch.int32,), remedy=remedy, **sizes)
         if plan is None or not checks.visible(positions) or not checks.visible(plan.positions):
@@ -278,14 +285,15 @@ class MlaChecks:
         ahead = ((positions > own) & (own >= 0)).any(1).nonzero().flatten()
         if len(ahead):
             token = int(ahead[0])
-            received = f"{int(positions[token].max())} for token {token} at {int(plan.positions[token])}"
-            raise checks.refuse("positions", "at most each token's own", received, "they belong to another step")
+            expected = f"at most {int(plan.positions[token])}, the position of token {token}"
+            remedy = "future tokens are not allowed; are these positions from another step?"
+            raise checks.refuse(f"positions[{token}]", expected, int(positions[token].max()), remedy)
 
     def _check_attention(self, given: Arguments, call: Call) -> None:
         """Refuse what attention over the call's positions refuses, and what translates and gathers for it."""
         attention, positions = call.attend, call.positions
         if positions is None:
-            positions = self.stand_in(attention.q)
+            positions = self.placeholder(attention.q)
         selections = [Selection(call.cache, positions, None, *call.table)]
         if call.translate is not None:
             check_translate_positions(call.translate)
@@ -301,8 +309,8 @@ class MlaChecks:
         if given.out is not None:
             check_output(given.out, (*given.q.shape[:2], self.spec.value_dim), given.q.device, *given.read)
 
-    def stand_in(self, q: Tensor) -> Tensor:
-        """Positions int32 [rows, topk] of no value, for checks of those that an indexer is going to select."""
+    def placeholder(self, q: Tensor) -> Tensor:
+        """Empty positions int32 [rows, topk], which are checked in place of those that an indexer will select."""
         return torch.empty((q.shape[0], self.spec.topk or 0), dtype=torch.int32, device=q.device)
 
 

@@ -87,7 +87,7 @@ class Recording:
             at = int(own[wrong][0])
             expected = f"{int(wanted[wrong][0])} different positions up to {at} for token {at} of {request!r}"
             raise checks.refuse(
-                "positions", expected, rows[wrong][0].tolist()[:8], "this is no selection of that token"
+                "positions", expected, rows[wrong][0].tolist()[:8], "pass what a layer selected in this step"
             )
 
 

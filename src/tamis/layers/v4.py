@@ -106,7 +106,7 @@ class SparseV4:
         checks.instance("plan", plan, V4Plan)
         indexer = self.weights.indexer
         if indexer is None:
-            raise checks.refuse("select", "called on a layer with an indexer", self.spec.kind, "it attends to all")
+            raise checks.refuse("select", "called on a layer with an indexer", self.spec.kind, "others attend to all")
         self._checks.arguments(hidden, caches, plan)
         if plan.step.requests == 0:
             return torch.full((len(hidden), self.spec.topk or 0), -1, dtype=torch.int32, device=hidden.device)
@@ -123,7 +123,7 @@ class SparseV4:
         return self._output(attended, call)
 
     def _project(self, hidden: Tensor) -> Projected:
-        """The layer's products with hidden states. They write nothing, so the operations that take them can be checked
+        """The projections of the hidden states. They write nothing, so the operations that take them can be checked
         afterwards."""
         weights, spec, wide = self.weights, self.spec, _product_dtype(hidden)
         indexer, compressor = weights.indexer, weights.compressor
@@ -143,8 +143,8 @@ class SparseV4:
         return Projected(q, kv, entry, index_q, index_weights, index_entry)
 
     def _build(self, made: Projected, caches: V4Caches, plan: V4Plan) -> V4Call:
-        """The operations of a call. Queries that are yet to be rotated, and attention's output, have stand-ins of the
-        same shape, which the results take the place of."""
+        """Build the operations of a call. The rotated queries and attention's output do not exist yet, so tensors of
+        the same shape are checked in their place."""
         index = None
         if made.index_q is not None and made.index_weights is not None:
             index = self._index(made.index_q, made.index_weights, caches, plan)
@@ -208,11 +208,11 @@ class SparseV4:
         return IndexTopk(index_q, index_weights, caches.index, *where, *numbers)
 
     def _attention(self, q: Tensor, caches: V4Caches, plan: V4Plan) -> Attend | Gathered:
-        """Attention over the window and, where a layer has them, entries; those that an indexer chooses are added once
-        it has run."""
+        """Attention over the window and, if the layer has them, entries. The entries that an indexer chooses are added
+        once it has run."""
         spec, sink = self.spec, contiguous_sink(self.weights.sink)
         if plan.workspace is not None:
-            chosen = self._checks.stand_in(plan) if spec.kind == "overlapping" else None
+            chosen = self._checks.placeholder(plan) if spec.kind == "overlapping" else None
             numbers = (spec.compress, spec.scale, spec.value_dim, sink, self.backend)
             return Gathered(q, plan, caches.window, caches.entries, chosen, *numbers)
         selections, splits = [plan.window.selection(caches.window)], None

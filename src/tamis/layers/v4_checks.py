@@ -1,6 +1,6 @@
-"""Everything that a call of `SparseV4` can be refused for, checked once and before its first write.
+"""The checks of a `SparseV4` call, all of which run before its first write, and the operations of a call (`V4Call`).
 
-The projections of a call write nothing, so they come first: the check of each operation then sees its own arguments.
+The projections of a call write nothing, so they run before the checks, which then see the arguments of each operation.
 """
 
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ class V4Writes(NamedTuple):
     rotation: RotateAndWrite
     """Rotates the queries and writes the raw rows."""
     compressions: list[CompressKv]
-    """Of entries and of index keys, as far as the layer has them."""
+    """The compressions of entries and of index keys, if the layer has them."""
 
 
 class V4Call(NamedTuple):
@@ -63,15 +63,15 @@ class V4Call(NamedTuple):
     caches: V4Caches
     writes: V4Writes
     index_topk: IndexTopk | None
-    """The indexer; its queries are replaced by the rotated ones."""
+    """The indexer's selection. Its queries are replaced by the rotated ones when the call runs."""
     attend: Attend | Gathered
-    """Its query is replaced by the rotated one. Entries that the indexer chooses are added."""
+    """The attention. Its query is replaced by the rotated one, and the entries that the indexer chooses are added."""
     output: RotateHeads | RotateToFp8
-    """Its input is replaced by attention's output."""
+    """The rotation of the output. Its input is replaced by attention's output."""
 
 
 class V4Checks:
-    """The checks of one layer; on a device, a call like the last one passes as in `MlaChecks`."""
+    """The checks of one layer. As in `MlaChecks`, few of them run again for a call on a device like the last one."""
 
     def __init__(self, spec: LayerSpec, weights: V4Weights, cos_sin: Tensor, eps: float, backend: str) -> None:
         """Remember the layer, and refuse parts of it that do not fit each other."""
@@ -102,7 +102,9 @@ class V4Checks:
                 checks.instance(f"caches.{name}", getattr(caches, name), PagedCache)
         self._check_hidden(hidden, plan)
         if plan.window.size != spec.window:
-            raise checks.refuse("plan.window.size", f"the layer's {spec.window}", plan.window.size, "plan with it")
+            raise checks.refuse(
+                "plan.window.size", f"the layer's {spec.window}", plan.window.size, "plan with the layer's spec"
+            )
         _check_cache("window", caches.window, plan.window.page_size, spec.head_dim, device)
         if spec.kind != "window":
             self._check_compressed(caches, entry_plan(spec, plan))
@@ -126,7 +128,7 @@ class V4Checks:
         return call
 
     def writes(self, writes: V4Writes) -> None:
-        """Refuse what the operations refuse that write."""
+        """Refuse what the writing operations refuse."""
         check_rotate_and_write(writes.rotation, "caches.window")
         for call, names in zip(writes.compressions, _COMPRESSED, strict=False):
             check_compress_kv(call, names)
@@ -149,8 +151,8 @@ class V4Checks:
         else:
             check_rotate_to_fp8(call)
 
-    def stand_in(self, plan: V4Plan) -> Tensor:
-        """Entries int32 [rows, topk] of no value, for checks of those that the indexer is going to choose."""
+    def placeholder(self, plan: V4Plan) -> Tensor:
+        """Empty entries int32 [rows, topk], which are checked in place of those that the indexer will choose."""
         return torch.empty((plan.step.rows, self.spec.topk or 0), dtype=torch.int32, device=self.cos_sin.device)
 
     def _no_gradient(self, hidden: Tensor) -> None:
@@ -219,13 +221,13 @@ class V4Checks:
         selections = attention.selections
         if call.index_topk is not None and call.caches.entries is not None:
             entries = entry_plan(self.spec, call.plan)
-            selections = [*selections, entries.selection(call.caches.entries, self.stand_in(call.plan))]
+            selections = [*selections, entries.selection(call.caches.entries, self.placeholder(call.plan))]
         check_query(attention.q, selections, self.spec.value_dim)
         check_attend(attention._replace(selections=selections))
 
 
 def entry_plan(spec: LayerSpec, plan: V4Plan) -> EntryPlan:
-    """What a plan says about entries of a layer's ratio."""
+    """The part of a plan about entries of the layer's ratio."""
     entries = plan.entries.get(spec.compress)
     if entries is None or entries.state is None:
         expected = f"with entries and a state pool for ratio {spec.compress}"
@@ -237,7 +239,9 @@ def _check_cache(name: str, cache: PagedCache | None, page_size: int, width: int
     checks.instance(f"caches.{name}", cache, PagedCache)
     assert cache is not None
     if cache.page_size != page_size:
-        raise checks.refuse(f"caches.{name}", f"of the plan's page size {page_size}", cache.page_size, "plan with it")
+        raise checks.refuse(
+            f"caches.{name}", f"of the plan's page size {page_size}", cache.page_size, "use one page size for both"
+        )
     if cache.layout.width != width:
         raise checks.refuse(f"caches.{name}", f"of rows {width} wide", repr(cache), "match the layer's spec")
     if cache.device != device:

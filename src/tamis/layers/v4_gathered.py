@@ -1,4 +1,4 @@
-"""DeepSeek-V4 attention in the manner of engines whose prefill kernels read 16-bit rows only: `attend_gathered`.
+"""`attend_gathered`: DeepSeek-V4 attention as in engines whose prefill kernels read only 16-bit rows.
 
 Decode tokens read the pages. Prefills are handled in groups: the entries of a group and the raw tokens of its windows
 are gathered into a workspace, and its tokens attend to one list of workspace rows. `SparseV4` runs it for plans that a
@@ -30,10 +30,11 @@ class Group(NamedTuple):
     """Prefills that are gathered together."""
 
     tokens: slice
+    """The rows of the group's tokens in the query."""
     gathers: list[GatherKv]
-    """Of the window's raw tokens and, where the layer has them, of entries."""
+    """The gathers of the window's raw tokens and, if the layer has them, of entries."""
     rows: SelectGathered
-    """Finds each token's rows in the workspace."""
+    """The operation that finds each token's rows in the workspace."""
 
 
 class Gathered(NamedTuple):
@@ -50,11 +51,11 @@ class Gathered(NamedTuple):
     sink: Tensor | None
     backend: str
     groups: tuple[Group, ...] = ()
-    """Set by `prepare_gathered`."""
+    """The operations of each group of prefills, which `prepare_gathered` adds."""
 
     @property
     def selections(self) -> list[Selection]:
-        """What tokens attend to that read the pages."""
+        """The selections of tokens that read the pages."""
         found = [self.plan.window.selection(self.window)]
         if self.entries is not None:
             found.append(self.plan.entries[self.ratio].selection(self.entries, self.chosen))
@@ -153,9 +154,13 @@ def _check_arguments(call: Gathered) -> None:
         raise checks.refuse("plan", "one with a workspace", None, "make the V4Planner with mode='separate'")
     checks.integer("ratio", ratio, low=1)
     if (ratio == 1) != (entries is None):
-        raise checks.refuse("entries", f"{'None' if ratio == 1 else 'given'} for ratio {ratio}", entries, "pass both")
+        raise checks.refuse(
+            "entries", f"{'None' if ratio == 1 else 'given'} for ratio {ratio}", entries, "only ratio 1 has no entries"
+        )
     if window.page_size != plan.window.page_size:
-        raise checks.refuse("window", f"of the plan's page size {plan.window.page_size}", window.page_size, "match it")
+        raise checks.refuse(
+            "window", f"of the plan's page size {plan.window.page_size}", window.page_size, "use one page size for both"
+        )
     if entries is None:
         if chosen is not None:
             raise checks.refuse("chosen", "None without entries", checks.describe(chosen), "pass the entries too")
@@ -165,7 +170,9 @@ def _check_arguments(call: Gathered) -> None:
         raise checks.refuse("ratio", f"among the plan's ({sorted(plan.entries)})", ratio, "plan for it")
     part = plan.entries[ratio]
     if entries.page_size != part.page_size:
-        raise checks.refuse("entries", f"of the plan's page size {part.page_size}", entries.page_size, "match it")
+        raise checks.refuse(
+            "entries", f"of the plan's page size {part.page_size}", entries.page_size, "use one page size for both"
+        )
     if chosen is not None:
         expected = {"T": total, "K": part.columns}
         checks.tensor("chosen", chosen, "T K", (torch.int32,), device=call.q.device, **expected)  # type: ignore[arg-type]

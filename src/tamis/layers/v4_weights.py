@@ -41,7 +41,7 @@ class CompressorWeights:
     scores: Tensor
     """[C, hidden]"""
     bias: Tensor
-    """[ratio, C], added to the scores by the token's place in its span."""
+    """[ratio, C]; row i is added to the scores of the i-th token of a span."""
     norm: Tensor
     """[width of an entry]"""
 
@@ -104,7 +104,7 @@ class V4Weights:
         stored = checks.FLOATS if self.o_a_scales is None else (torch.float8_e4m3fn,)
         groups = checks.tensor("o_a", self.o_a, "G O N", stored)
         if groups["G"] * groups["N"] != heads * width:
-            raise checks.refuse("o_a", f"[groups, rank, {heads * width} / groups]", list(self.o_a.shape), "view it so")
+            raise checks.refuse("o_a", f"[groups, rank, {heads * width} / groups]", list(self.o_a.shape), "reshape it")
         checks.tensor("o_b", self.o_b, "X N", checks.FLOATS, X=hidden, N=groups["G"] * groups["O"])
         if self.o_a_scales is not None:
             tiles = checks.tensor("o_a_scales", self.o_a_scales, "G M N", (torch.float32,), G=groups["G"])["N"]
@@ -195,7 +195,7 @@ class V4Weights:
         """Read an attention module's tensors, named as in Hugging Face transformers or as in the original checkpoint.
 
         Args:
-            tensors: unquantised tensors by name; a whole model's are fine.
+            tensors: unquantised tensors by name. The state dict of a whole model is accepted.
             groups: the number of groups of the output projection (`o_groups`).
             prefix: the prefix of the attention's names, such as `model.layers.0.self_attn.`.
         """

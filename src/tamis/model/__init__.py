@@ -1,1 +1,1 @@
-"""A layer's numbers, as a model's configuration gives them: sizes, rope, the indexer's recipe, absorbed weights."""
+"""The parameters of a layer, as a model's configuration gives them: sizes, rope, index recipe, absorbed weights."""

@@ -1,4 +1,4 @@
-"""Reading settings from Hugging Face configs. Anybody may have written the JSON, so each setting is checked."""
+"""Reads settings from Hugging Face configs. A config may come from anywhere, so each setting is checked."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def whole(fields: Mapping[str, Any], name: str, *, low: int = 1, default: int | 
 
 
 def real(fields: Mapping[str, Any], name: str, default: float, *, low: float | None = None) -> float:
-    """A number: positive, or at least `low` if that is given."""
+    """A numeric setting, which must be positive, or at least `low` if that is given."""
     value = fields.get(name)
     if value is None:
         return default

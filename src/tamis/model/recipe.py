@@ -1,4 +1,4 @@
-"""How index queries and keys are prepared before they are compared."""
+"""`IndexRecipe`: how index queries and keys are rotated before they are compared."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -38,7 +38,7 @@ class IndexRecipe:
         return cls(rope_dim, interleaved=True, rope_first=False, hadamard=hadamard)
 
     def check_width(self, width: int, name: str = "width") -> None:
-        """Refuse a row width that is not a power of two if there is a Hadamard matrix. `name` is the width's name."""
+        """Refuse a row width that is not a power of two if the recipe has a Hadamard rotation."""
         if self.hadamard:
             check_hadamard(width, name)
 
@@ -62,6 +62,6 @@ class IndexRecipe:
 
 
 def check_hadamard(width: int, name: str) -> None:
-    """Refuse a width that has no Hadamard matrix; `name` is what the caller calls it."""
+    """Refuse a width for which there is no Hadamard matrix; `name` is the width's name in the error."""
     if width < 1 or width & (width - 1):
         raise checks.refuse(name, "a power of two for a Hadamard rotation", width, "use a recipe without it")

@@ -1,4 +1,4 @@
-"""What one attention layer computes, as plain numbers."""
+"""`LayerSpec`: the sizes and options of one attention layer, as plain numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tamis.model import hf_config
 from tamis.model.rope import Rope
 
 LayerKind = Literal["tokens", "window", "overlapping", "plain"]
-"""What a layer attends to. "tokens": tokens that an indexer selects (V3.2). The other kinds are V4's and have a window
+"""The rows that a layer attends to. "tokens": tokens that an indexer selects (V3.2). The others are V4's, with a window
 of the last raw tokens: "window" has nothing else, "overlapping" adds entries of overlapping spans that an indexer
 selects (C4A), and "plain" adds all entries of plain spans (C128A)."""
 _V4_KINDS: dict[str, LayerKind] = {
@@ -21,7 +21,7 @@ _V4_KINDS: dict[str, LayerKind] = {
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The numbers of one attention layer on this rank: heads, widths of a cached row, and what it selects."""
+    """One attention layer on this rank: its heads, the widths of a cached row, and how many rows it selects."""
 
     heads: int
     latent_dim: int = 512
@@ -43,7 +43,7 @@ class LayerSpec:
     kind: LayerKind = "tokens"
 
     def __post_init__(self) -> None:
-        """Refuse numbers that describe no layer."""
+        """Refuse numbers that do not describe a layer."""
         checks.integer("heads", self.heads, low=1, high=128)
         checks.integer("latent_dim", self.latent_dim, low=1)
         checks.integer("rope_dim", self.rope_dim, low=0)

@@ -15,12 +15,12 @@ An operation is declared by a named tuple of its arguments, beside the stage tha
 `triton_kernels`, `hopper`) with the tuple. So every implementation has the same one argument. While torch.compile
 traces, the call becomes one of `torch.ops.tamis.combine_parts` instead, whose schema follows from the annotations.
 
-The first argument is a tensor, whose device decides, and the last is `backend`. The tuple's method `fake` makes empty
-results for a trace. A static method `run(stage, call)`, if there is one, replaces the call of the stage's function
-where there is more to do, and `no_gradient` names the arguments that may not require one.
+The first argument is a tensor, whose device selects the backend, and the last is `backend`. The tuple's method `fake`
+makes empty results for a trace. A static method `run(stage, call)`, if there is one, is called in place of the stage's
+function, and `no_gradient` names the arguments that may not require a gradient.
 
-Operations trust their arguments, which `check_*` functions of the stages have looked at. They write only to what is
-`Written`, and return new tensors.
+Operations do not check their arguments: the `check_*` functions of the stages have done so. They write only to
+arguments marked `Written`, and return new tensors.
 """
 
 import re
@@ -52,12 +52,14 @@ _LIBRARY = torch.library.Library("tamis", "FRAGMENT")
 
 
 class Flat(NamedTuple):
-    """How arguments of one type travel through a schema, which knows tensors, numbers, strings and lists of these."""
+    """How an argument of one type is passed through a schema, which has only tensors, numbers, strings and lists."""
 
     schema: str
-    """Its arguments, with `@` for the argument's name and `!` behind what is written to."""
+    """The arguments in the schema. `@` stands for the argument's name, and `!` follows the type of a written tensor."""
     take_apart: Callable[[Any], Sequence[Any]]
+    """From the argument to the values of the schema's arguments."""
     put_together: Callable[..., Any]
+    """The inverse of `take_apart`."""
 
 
 def _cache_parts(held: PagedCache) -> tuple[Tensor, str, float, Tensor | None]:
@@ -142,7 +144,7 @@ class Operation(Generic[C, T]):
             self._flat.append(flat)
             fields.append(flat.schema.replace("@", name).replace("!", f"({next(letters)}!)" if written else ""))
         returned = _RETURNS[get_type_hints(fake)["return"]]
-        # A compiler must not change strides: pages may lie apart.
+        # A compiler must not change strides, since there may be gaps between pages.
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
         _LIBRARY.define(f"{self.name}({', '.join(fields)}) -> {returned}", tags=tags)
         self._overload = getattr(torch.ops.tamis, self.name).default
@@ -150,7 +152,7 @@ class Operation(Generic[C, T]):
         torch.library.register_fake(self._overload, lambda *flat: self._traced(self._whole(flat)), lib=_LIBRARY)
 
     def __call__(self, call: C) -> T:
-        """Run it, or leave a call of the op in a trace."""
+        """Run the operation. While torch.compile traces, call its torch op instead, which is recorded in the trace."""
         if torch.compiler.is_compiling():
             flat = [part for how, value in zip(self._flat, call, strict=True) for part in how.take_apart(value)]
             found: T = self._overload(*flat)
@@ -158,10 +160,10 @@ class Operation(Generic[C, T]):
         return self._run(call)
 
     def check(self, call: C, **names: str) -> None:
-        """Refuse gradients, a backend that does not run here, and what its kernels do not take.
+        """Refuse gradients, a backend that does not run here, and arguments that its kernels do not support.
 
-        A module whose kernels take less than their stage has a function `check_<operation>` that refuses the rest. In a
-        trace all this is left to the fake. `names` are what the caller calls arguments, where that differs.
+        A module whose kernels support less than their stage has a function `check_<operation>` that refuses the rest.
+        While torch.compile traces, the fake does all this. `names` are the caller's names for arguments, for errors.
         """
         if not torch.compiler.is_compiling():
             self._refuse(call, names)
@@ -209,7 +211,7 @@ def implementation(stage: str, backend: str, device: torch.device) -> Any:
     try:
         return _module(stage, backend, device)
     except TypeError:
-        # What cannot be hashed cannot be looked up.
+        # The cache of `_module` cannot hash such a value; this error names the argument.
         checks.instance("backend", backend, str, "pass 'auto' or a name from `tamis backends`")
         raise
 

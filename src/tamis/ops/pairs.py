@@ -22,7 +22,7 @@ def joined(pair: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def check_pair(name: str, value: tuple[Tensor, Tensor]) -> None:
-    """Refuse parts that do not fit each other."""
+    """Refuse a latent part and a rope part that do not fit each other."""
     if len(value) != 2:
         raise checks.refuse(name, "one tensor or a pair (latent, rope)", f"{len(value)} parts", "pass two tensors")
     first, second = value
@@ -35,5 +35,10 @@ def check_pair(name: str, value: tuple[Tensor, Tensor]) -> None:
     alike = first.dim() > 0 and first.shape[:-1] == second.shape[:-1] and first.device == second.device
     floats = first.dtype in checks.FLOATS and second.dtype in checks.FLOATS
     if not alike or (first.dtype != second.dtype and not floats):
-        expected = "a pair alike in all but the last axis"
-        raise checks.refuse(name, expected, f"{checks.describe(first)} and {checks.describe(second)}", "match them")
+        expected = "a pair of tensors alike except for the last axis"
+        raise checks.refuse(
+            name,
+            expected,
+            f"{checks.describe(first)} and {checks.describe(second)}",
+            "match their shapes, dtypes and devices",
+        )

@@ -1,4 +1,4 @@
-"""`Batch`: what a caller knows about one step. `Batch.parse` builds one from a short notation of its shape."""
+"""`Batch`: the requests of one step, as the caller describes them. `Batch.parse` reads a short notation of a shape."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _GROUP = re.compile(r"(?P<count>\d+)?q(?P<query>\d+)(?P<query_k>k)?(?:s(?P<lengt
 
 @dataclass(frozen=True, eq=False)
 class PageMap:
-    """Where the requests of a step lie in one pool of pages."""
+    """The pages and slots of a step's requests in one pool."""
 
     block_table: Tensor
     """int32 [B, W] page ids, on the planner's device or on the host; negative for absent pages."""

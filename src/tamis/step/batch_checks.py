@@ -1,4 +1,4 @@
-"""What a planner looks at before it plans a batch. Each refusal names the field of the `Batch`."""
+"""The checks that a planner makes before it plans a batch. Each error names the field of the `Batch`."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,7 +17,7 @@ _HOST = torch.device("cpu")
 
 
 class HostLengths(NamedTuple):
-    """What the host knows of a batch that was checked."""
+    """The lengths of a checked batch, as far as the host knows them."""
 
     starts: INT
     """[requests + 1]: running sum of the new tokens."""
@@ -28,7 +28,7 @@ class HostLengths(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What the pages of every pool must fit."""
+    """The sizes that the pages of every pool must fit."""
 
     requests: int
     tokens: int
@@ -42,7 +42,9 @@ class _Step(NamedTuple):
 def check_batch(batch: Batch, limits: Limits, buffers: Mapping[str, PageBuffers], device: torch.device) -> HostLengths:
     """Refuse a batch that is malformed or larger than a planner's buffers (by pool; "" is the main one)."""
     checks.instance("batch", batch, Batch)
-    checks.tensor("query_starts", batch.query_starts, "N", (torch.int32,), device=_HOST, remedy="a running sum")
+    checks.tensor(
+        "query_starts", batch.query_starts, "N", (torch.int32,), device=_HOST, remedy="pass a running sum of new tokens"
+    )
     starts = batch.query_starts.numpy()
     queries = starts[1:] - starts[:-1]
     check_starts(starts, queries, limits)
@@ -79,12 +81,12 @@ def check_starts(starts: INT, queries: INT, limits: Limits) -> None:
 
 def _check_lengths(batch: Batch, queries: INT, limits: Limits, device: torch.device) -> INT:
     requests = len(queries)
-    checks.tensor("lengths", batch.lengths, "B", (torch.int32,), B=requests, remedy="one per request")
+    checks.tensor("lengths", batch.lengths, "B", (torch.int32,), B=requests, remedy="pass one per request")
     lengths = batch.lengths if batch.host_lengths is None else batch.host_lengths
     if not isinstance(lengths, Tensor) or lengths.device != _HOST:
         raise checks.refuse("host_lengths", "given when lengths are on a device", None, "pass a host copy or bound")
     _check_device("lengths", batch.lengths, device)
-    checks.tensor("host_lengths", lengths, "B", (torch.int32,), B=requests, remedy="one per request")
+    checks.tensor("host_lengths", lengths, "B", (torch.int32,), B=requests, remedy="pass one per request")
     checks.values_between("lengths", lengths, 0, limits.max_length, "raise Limits.max_length")
     found = lengths.numpy()
     short = queries > found
@@ -127,4 +129,4 @@ def _check_pages(name: str, pages: PageMap, held: PageBuffers, step: _Step) -> N
 
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device not in (_HOST, device):
-        raise checks.refuse(name, f"on {device} or the host", tensor.device, "move it")
+        raise checks.refuse(name, f"on {device} or the host", tensor.device, "move it there")

@@ -62,14 +62,14 @@ class PageBuffers:
         self._block_table = torch.full((limits.max_requests, self.width), -1, dtype=torch.int32, device=device)
         self._slots = torch.full((limits.max_tokens,), -1, dtype=torch.int64, device=device)
         self._filled = (0, 0, 0)
-        """Requests, pages and slots that the step before has written."""
+        """The numbers of requests, pages and slots that the previous step wrote."""
 
     def fill(self, pages: PageMap, requests: int, rows: int) -> PageMap:
-        """Copy the pages of a step into the buffers, and return views of so many requests and token rows."""
+        """Copy the pages of a step into the buffers, and return views of its requests and token rows."""
         count, width = len(pages.slots), pages.block_table.shape[1]
         self._block_table[:requests, :width].copy_(staged(pages.block_table, self._device), non_blocking=True)
         self._slots[:count].copy_(staged(pages.slots, self._device), non_blocking=True)
-        # Clear what the step before has left outside. A step of the same shape has nothing to clear.
+        # Clear what the previous step wrote and this one does not. Between steps of the same shape there is nothing.
         last_requests, last_width, last_count = self._filled
         if requests < last_requests:
             self._block_table[requests:last_requests, :last_width].fill_(-1)
@@ -85,6 +85,6 @@ def staged(value: Tensor, device: torch.device) -> Tensor:
     """A tensor in memory from which a copy to the device is asynchronous; tensors on a device are returned as they are.
 
     Host values go into a fresh pinned block. The caching host allocator keeps the block until the copy is done, while
-    writing into one fixed block could overtake the copy of the step before.
+    writing into one fixed block could overtake the copy of the previous step.
     """
     return value.pin_memory() if device.type == "cuda" and value.device.type == "cpu" else value

@@ -117,7 +117,7 @@ class PrefillPart:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What all layers need to know about a step. Tensors are views of the planner's buffers."""
+    """The metadata of one step, which all layers share. Tensors are views of the planner's buffers."""
 
     requests: int
     tokens: int
@@ -157,7 +157,7 @@ class Plan:
         """The block in which a layer runs on this plan. Blocks may be nested.
 
         Entering it is refused if the planner has made another plan since, and inside of it the planner refuses to plan.
-        Only what the host does is seen: work that is queued on a device must stay on one stream per planner. Compiled
+        The lease sees only the host: work that is queued on a device must stay on one stream per planner. Compiled
         code checks nothing, since torch.compile would make a new graph for each new number of a plan.
         """
         return nullcontext() if is_compiling() else self.use

@@ -76,7 +76,7 @@ class Planner:
         self._token_numbers = torch.arange(tokens, dtype=torch.int32, device=self.device)
         self._positions = torch.full((tokens,), -1, dtype=torch.int32, device=self.device)
         self._tokens_before = 0
-        """Positions that the step before has written; those beyond are -1."""
+        """How many positions the previous step wrote; those beyond are -1."""
         page_sizes = {"": limits.page_size, **limits.other_page_sizes}
         self._pages = {name: PageBuffers(limits, size, self.device) for name, size in page_sizes.items()}
         self._workspace_rows = limits.workspace_rows or _LENGTHS_IN_WORKSPACE * limits.max_length
@@ -195,7 +195,7 @@ class Prepared:
 
     batch: Batch
     host: INT
-    """What the arena will hold."""
+    """The content of the arena, before it is sent to the device."""
     rows: int
     """Token rows, with padding."""
     split: BatchSplit

@@ -134,7 +134,7 @@ class GatherPlan:
 
 @dataclass(frozen=True, eq=False)
 class V4Plan:
-    """What all layers need to know about a V4 step. Tensors are views of the planner's buffers."""
+    """The metadata of one V4 step, which all layers share. Tensors are views of the planner's buffers."""
 
     step: Plan
     """The part that V4 shares with V3.2: requests, tokens, positions, request ids, the decode/prefill split, and the

@@ -108,7 +108,7 @@ class V4Planner:
             return V4Plan(step, window, entries, gathers, self._workspace)
 
     def _clear(self, written: int) -> None:
-        """Clear the rows that the step before has written and this one will not write."""
+        """Clear the rows that the previous step wrote and this one will not write."""
         old = slice(written, self._rows_before)
         self._rows_before = written
         if old.start >= old.stop:
@@ -195,7 +195,7 @@ class V4Planner:
 
     def _plan_gather(self, ratio: int, step: Plan, groups: tuple[PrefillGroup, ...]) -> GatherPlan:
         held, first, count = self._gathers[ratio], step.split.decodes, step.split.prefills
-        # The numbers from which `_group` made the groups, but from tensors on the device: they need no further copy.
+        # `_group` computed the same numbers on the host. Computing them on the device again saves a copy.
         context = step.lengths[first:] - (step.query_starts[first + 1 :] - step.query_starts[first:-1])
         begin = (context - (self._window - 1)).clamp_min_(0)
         buffers = held.requests[:, :count]
@@ -296,4 +296,4 @@ def _check_pools(limits: Limits, ratios: list[int]) -> None:
         )
     for ratio in ratios:
         if limits.page_size % ratio:
-            raise checks.refuse("page_size", f"a multiple of the ratio {ratio}", limits.page_size, "use 256, say")
+            raise checks.refuse("page_size", f"a multiple of the ratio {ratio}", limits.page_size, "use 256")

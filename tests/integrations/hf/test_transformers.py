@@ -1,4 +1,4 @@
-"""Attached models give what the same models give untouched, on contexts several times top-k."""
+"""Attached models compared with the same models before attaching, on contexts several times longer than top-k."""
 
 from typing import Any
 

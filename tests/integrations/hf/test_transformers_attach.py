@@ -1,4 +1,4 @@
-"""What `attach` does to a model, what `detach` takes back, and what both refuse."""
+"""The changes that `attach` makes to a model and `detach` undoes, and the arguments that both refuse."""
 
 import copy
 from typing import Any

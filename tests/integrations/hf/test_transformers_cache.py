@@ -1,4 +1,4 @@
-"""`TamisCache`: copies, repeats, what is taken back, formats and sizes."""
+"""`TamisCache`: copies, repeats, cropping, formats and sizes."""
 
 import copy
 import subprocess

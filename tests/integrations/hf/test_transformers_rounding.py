@@ -1,4 +1,4 @@
-"""What formats of few bits cost attached models is the rounding of rows, index keys and queries, and nothing else.
+"""FP8 and bf16 caches change the results of attached models only by the rounding of rows, index keys and queries.
 
 The oracle is the untouched model over a cache that rounds (`hf_rounding`). Both then differ by the noise of float32,
 2e-7 in these models, and by values which that noise carries over the edge of a rounding step, of which there are a few.
@@ -40,7 +40,7 @@ def test_rounding_is_the_only_difference(model: Any, kind: Any) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fp8_selections_are_not_those_of_exact_keys(name: str) -> None:
-    """So that the test above, with its allowance for an edge, could tell one from the other."""
+    """Check that the test above, with its allowance for values at an edge, can tell the two apart."""
     model, ids = build(name), tokens(2, 200)
     attach(model, cache="fp8")
     with recorded_selections() as selections:

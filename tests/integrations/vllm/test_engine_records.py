@@ -1,4 +1,4 @@
-"""Records of a step as vLLM's own have them: made by hand, of FP8 caches, of steps without a token, used too late."""
+"""Step records with vLLM's fields: made without a builder, for FP8 caches, for steps without tokens, used too late."""
 
 from dataclasses import fields
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The plugin's entry point under vLLMs of many kinds: it registers, or says why not, and never raises."""
+"""The plugin's entry point under many versions of vLLM: it registers tamis or logs the reason, and never raises."""
 
 import logging
 import re
@@ -104,7 +104,11 @@ BROKEN = {
         "vLLM 0.32.0 has no vllm.v1.attention.backends.registry.register_backend",
         False,
     ),
-    "a registry without CUSTOM": ({REGISTRY_FILE: REGISTRY.replace("CUSTOM =", "OWN =")}, "registry is not as", False),
+    "a registry without CUSTOM": (
+        {REGISTRY_FILE: REGISTRY.replace("CUSTOM =", "OWN =")},
+        "registry differs from",
+        False,
+    ),
     "a registry that takes other arguments": (
         {REGISTRY_FILE: REGISTRY.replace("backend, class_path=None, is_mamba=False", "*, spec")},
         "TypeError: register_backend",
@@ -114,12 +118,12 @@ BROKEN = {
     "a renamed registry of models": ({MODELS_FILE: "Models = 1"}, "has no .*models.registry.ModelRegistry", True),
     "models of another kind": (
         {MODELS_FILE: MODELS.replace("models = {", "architectures = {")},
-        "vLLM's registry of models does not take DeepSeek-V4's: AttributeError",
+        "vLLM's registry does not accept DeepSeek-V4's models: AttributeError",
         True,
     ),
     "models that cannot be registered": (
         {MODELS_FILE: MODELS.replace("cls.named.append((name, path))", "raise RuntimeError('frozen')")},
-        "vLLM's registry of models does not take DeepSeek-V4's: RuntimeError: frozen",
+        "vLLM's registry does not accept DeepSeek-V4's models: RuntimeError: frozen",
         True,
     ),
     "a package that fails": ({"__init__.py": "raise RuntimeError('no device')"}, "RuntimeError: no device", False),

@@ -225,13 +225,13 @@ def test_supported_combinations() -> None:
         for block_size in (None, 32, 64, 61):
             assert combination(kv_cache_dtype=kv_cache_dtype, block_size=block_size) is None
     assert combination(dtype=torch.float16, has_sink=True, device_capability=None, use_mm_prefix=False, new=1) is None
-    # By place, as vLLM calls it: without and with `use_mm_prefix` before the capability.
+    # By position, as vLLM calls it: without and with `use_mm_prefix` before the capability.
     places = (576, torch.bfloat16, "fp8_ds_mla", 64, True, False, True)
     assert TamisSparseBackend.supports_combination(*places, Capability(9, 0)) is None
     assert TamisSparseBackend.supports_combination(*places, False, Capability(9, 0)) is None
     refused = TamisSparseBackend.supports_combination(*places, True, Capability(9, 0))
     assert refused == "bidirectional multimodal prefixes are not supported"
-    # The query's width before absorption is nobody's business here; an index is.
+    # The query's width before absorption does not matter here, but an indexer is required.
     for nope in (64, 128, 192):
         model = SimpleNamespace(hf_text_config=SimpleNamespace(qk_nope_head_dim=nope, index_topk=2048))
         assert combination(model_config=model) is None

@@ -1,5 +1,5 @@
-"""What a replaced V4 layer of an engine runs: decode and prefill over pages, and the classic way through FlashMLA's
-functions with a workspace, both from the same records and against fp64."""
+"""Attention of a replaced V4 layer against fp64, from the same records in two ways: decode and prefill over pages, and
+FlashMLA's functions with a workspace."""
 
 from typing import Any
 

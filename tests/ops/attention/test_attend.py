@@ -1,4 +1,4 @@
-"""Attention over selections against fp64, with hostile inputs."""
+"""Attention over selections against fp64, including adversarial edge cases."""
 
 import math
 

@@ -162,8 +162,8 @@ def test_hostile_slots_write_nothing(kind) -> None:
 
 
 def test_pages_that_a_table_lacks_take_no_part() -> None:
-    """Of a span of two pages, the one that is absent, or unknown to the cache, counts as not there; without any the
-    entry is zeros."""
+    """In a span of two pages, a page that is absent or unknown to the cache is left out. Without any page the entry is
+    zeros."""
     compressor = Compressor(**C16, entry_page=1)
     compressor.step(("a", 0, 16))
     whole = compressor.state_pool.block_table(["a"])
@@ -218,7 +218,7 @@ def test_every_format_of_entries(layout: Layout, rope: int, scale: float, bound:
     "layout", [index_fp8(), index_mxfp4(), named("v4-bf16", latent=64, rope=64)], ids=lambda x: x.name
 )
 def test_entries_turned_by_hadamard_are_those_of_index_keys(layout: Layout) -> None:
-    """To the byte: the same entries, exact and not turned, written as keys under the cache's recipe."""
+    """The bytes equal those of the same entries, exact and not rotated, written as keys under the cache's recipe."""
     reseed(3)
     exact = Compressor(**C4, layout=rows(torch.float32, latent=128, rope=0), rope=64, length=44)
     reseed(3)

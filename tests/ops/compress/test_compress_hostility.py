@@ -30,7 +30,7 @@ def test_compression_of_spans_of_any_kind(guards: Guards, seed: int, monkeypatch
     positions[: tokens // 2] = torch.arange(tokens // 2)
     ids, table = hostile(tokens, 2, seed + 1), hostile(2 * 6, 6, seed + 2).view(2, 6)
     ids[: tokens // 2] = 0
-    # Slots of the state are what the table says, or nothing: two answers for one row would be a caller's error.
+    # State slots agree with the block table or are -1: two different slots for one row would be a caller's error.
     told = [
         oracle.slot_of(p, table[i].tolist(), 4) if 0 <= i < 2 and p < 24 else -1
         for p, i in zip(positions.tolist(), ids.tolist(), strict=True)

@@ -368,7 +368,7 @@ REQUESTS = [
     ({"block_table": [[0]]}, TypeError, r"block_table must be a tensor \[B, W\], got list; "),
     ({"block_table": TABLE.to("meta")}, ValueError, "block_table must be on cpu, got a tensor on meta; "),
     ({"lengths": TWO.long()}, TypeError, "lengths must be int32, got int64; "),
-    ({"lengths": int32([1, 2, 3])}, ValueError, r"lengths must be of shape \[B=2\], got \[3\]; one length per table"),
+    ({"lengths": int32([1, 2, 3])}, ValueError, r"lengths must be of shape \[B=2\], got \[3\]; pass one length"),
     ({"lengths": int32([1, -2])}, ValueError, "lengths must be between 0 and 12, got a value of -2; "),
     ({"lengths": int32([1, 13])}, ValueError, "lengths must be between 0 and 12, got a value of 13; the block table"),
     ({"first": TWO.float()}, TypeError, "first must be int32, got float32; "),

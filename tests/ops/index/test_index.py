@@ -155,7 +155,7 @@ def test_gathered_keys_score_like_paged_ones() -> None:
 
 
 def test_what_a_device_may_hold_does_no_harm() -> None:
-    """Values that are refused on the host, where they can be looked at; on a device nobody looks."""
+    """Values are checked on the host only; on a device they are skipped."""
     cache, table, _ = make(FP32, [60], 16)
     q, weights, many = torch.randn(6, 3, 16), torch.randn(6, 3), 2**31 - 1
     ids, lengths = ints([0, -1, 1, many, 0, 0]), ints([60, 60, 60, 60, many, -many])

@@ -51,7 +51,7 @@ def test_heads(dtype: torch.dtype, tokens: int, heads: int, width: int, rotary: 
 
 
 def test_positions_past_the_table_are_not_rotated(device: torch.device) -> None:
-    """On a device nobody has looked at them; they must not be read past."""
+    """Positions on a device are not checked, so kernels must not read past the table."""
     x = torch.randn(3, 1, 16, device=device)
     far = torch.tensor([40, 10**9, -(2**62)], device=device)
     assert torch.equal(rotate_heads(heads_call(x, far, Rope(8).cos_sin_table(40).to(device))), x)

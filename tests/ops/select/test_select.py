@@ -196,13 +196,13 @@ def test_refusals_name_what_is_wrong() -> None:
     rows, lengths = int32([[0, 0]]), int32([0])
     wide, completed = torch.zeros(1, 4, dtype=torch.int32)[:, ::2], torch.zeros(4, dtype=torch.int64)[::2]
     options: dict[str, Any] = {"page_size": 4, "slots": rows, "lengths": lengths}
-    with pytest.raises(ValueError, match=r"slots must be at least window=3 columns wide, got 2; widen"):
+    with pytest.raises(ValueError, match=r"slots must be at least window=3 columns wide, got 2; allocate a wider one"):
         select_window(positions, ids, table, window=3, **options)
     with pytest.raises(TypeError, match=r"positions must be int32, got int64"):
         select_window(positions.long(), ids, table, window=2, **options)
     with pytest.raises(ValueError, match=r"block_table must be at least one page"):
         select_window(positions, ids, table[:, :0], window=2, **options)
-    with pytest.raises(ValueError, match=r"slots must be with neighbouring columns side by side"):
+    with pytest.raises(ValueError, match=r"slots must be contiguous along its rows"):
         select_window(positions, ids, table, window=2, page_size=4, slots=wide, lengths=lengths)
     with pytest.raises(ValueError, match=r"completed must be contiguous"):
         select_entries(int32([3, 4]), int32([0, 0]), table, ratio=4, page_size=4, completed=completed)

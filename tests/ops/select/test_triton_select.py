@@ -101,7 +101,7 @@ def test_chosen_entries(device: torch.device, step: RandomStep, owned: bool) -> 
 @given(random_step(prefill=True), st.integers(1, 5), st.booleans(), st.integers(0, 1))
 @settings(max_examples=40, deadline=None)
 def test_gathered_rows(device: torch.device, step: RandomStep, ratio: int, indexed: bool, skipped: int) -> None:
-    """With `skipped`, tokens of a request before the group come along: they belong to nobody."""
+    """With `skipped`, the call includes tokens of a request before the group, which select nothing."""
     columns = step.chosen.shape[1]
     first = int32([max(0, n - q - 3) for n, q in zip(step.lengths, step.queries, strict=True)])
     sizes = (skipped, ratio, step.window, 4, 4 + max(step.lengths), columns)
@@ -124,7 +124,7 @@ def test_hostile_tables_and_requests(device: torch.device) -> None:
 
 @pytest.mark.parametrize("case", list(select_cases()), ids=lambda case: case.name)
 def test_the_cases_of_the_installed_checks(device: torch.device, case: SelectCase) -> None:
-    """Against plain Python, where the others have the reference beside them."""
+    """This compares with plain Python; the other tests compare with the reference."""
     here = to_device(case, device)
     tokens = (here.positions, here.request_ids, here.block_table, here.own)
     expected = expected_rows(case)

@@ -168,7 +168,7 @@ def test_values_that_are_not_numbers(layout: Layout, dtype: torch.dtype, device:
     latent[6] = -0.0
     kv = kv.to(dtype)
     if layout.scale_mode == "none" and layout.element != dtype:
-        kv = kv.nan_to_num(0.0)  # which NaN a conversion makes is nobody's promise
+        kv = kv.nan_to_num(0.0)  # conversions may make different NaNs
     check_write(layout, kv, torch.tensor([5, 4, 3, 2, 1, 0, 8]), device, scale=torch.tensor(0.5))
 
 

@@ -119,7 +119,12 @@ ROWS, SLOTS = torch.ones(4, 576), torch.arange(4)
 @pytest.mark.parametrize(
     ("kv", "slots", "kind", "message"),
     [
-        (torch.ones(576), SLOTS, ValueError, r"kv must be of shape \[T, D=576\], got \[576\]; rows of PagedCache"),
+        (
+            torch.ones(576),
+            SLOTS,
+            ValueError,
+            r"kv must be of shape \[T, D=576\], got \[576\]; the rows go to PagedCache",
+        ),
         (torch.ones(4, 1, 576), SLOTS, ValueError, r"kv must be of shape \[T, D=576\], got \[4, 1, 576\]; "),
         (torch.ones(4, 512), SLOTS, ValueError, r"kv must be of shape \[T, D=576\], got \[4, 512\]; "),
         (ROWS.int(), SLOTS, TypeError, "kv must be bfloat16 or float16 or float32, got int32; "),
@@ -142,14 +147,19 @@ ROWS, SLOTS = torch.ones(4, 576), torch.arange(4)
             (ROWS[:, :512], ROWS[:3, 512:]),
             SLOTS,
             ValueError,
-            r"kv must be a pair alike .*, got .*\[4, 512\] .*\[3, 64\].*; ",
+            r"kv must be a pair of tensors alike .*, got .*\[4, 512\] .*\[3, 64\].*; ",
         ),
-        ((ROWS[:, :512], ROWS[:, 512:].int()), SLOTS, ValueError, "kv must be a pair alike .*, got .*int32.*; "),
+        (
+            (ROWS[:, :512], ROWS[:, 512:].int()),
+            SLOTS,
+            ValueError,
+            "kv must be a pair of tensors alike .*, got .*int32.*; ",
+        ),
         (
             (ROWS[:, :512], ROWS[:, 512:].to("meta")),
             SLOTS,
             ValueError,
-            "kv must be a pair alike .*, got .* on meta; ",
+            "kv must be a pair of tensors alike .*, got .* on meta; ",
         ),
         (
             (ROWS[:, :448], ROWS[:, 448:]),

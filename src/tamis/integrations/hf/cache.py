@@ -36,7 +36,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Held:
-    """One cache of a layer."""
+    """The description of one cache of a layer."""
 
     pool: str
     layout: Layout
@@ -50,7 +50,7 @@ class Held:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Which caches a model has."""
+    """The caches of a model."""
 
     pools: Mapping[str, Pool]
     layers: Sequence[Mapping[str, Held]]
@@ -171,11 +171,11 @@ class TamisCache(Cache):
             return torch.ones(rows, columns, dtype=torch.bool, device="cpu")
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != (rows, seen + columns):
             expected = f"of shape [{rows}, {seen + columns}] (cached and new columns)"
-            remedy = "pass a padding mask; causality needs none"
+            remedy = "pass a padding mask; a causal mask is not needed"
             raise checks.refuse("attention_mask", expected, checks.describe(attention_mask), remedy)
         mask = attention_mask.detach().cpu() != 0
         if self.kept is not None and not torch.equal(mask[:, :seen], self.kept):
-            remedy = "cached tokens cannot be hidden or uncovered later"
+            remedy = "cached tokens cannot be masked or unmasked later"
             raise checks.refuse("attention_mask", "unchanged for cached columns", "another one", remedy)
         return mask[:, seen:]
 

@@ -16,7 +16,7 @@ _RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits"
 
 @dataclass(frozen=True, eq=False)
 class Attachment:
-    """What an attached model holds."""
+    """The data that `attach` stores with a model."""
 
     family: Family
     chunk: int
@@ -87,7 +87,7 @@ def _prepare(
     if position_ids is None:
         seen = cache.get_seq_length()
         position_ids = torch.arange(seen, seen + columns, dtype=torch.int64, device=given.device).unsqueeze(0)
-    # What transformers records of each layer cannot be joined over chunks.
+    # The per-layer outputs that transformers records cannot be joined over chunks.
     recorded = any(options.get(name) or getattr(base.config, name, False) for name in _RECORDED)
     size = columns if recorded else max(1, attachment.chunk // requests)
     return _Prepared(input_ids, inputs_embeds, position_ids, new, cache, given.device, size)

@@ -1,4 +1,4 @@
-"""How the attention modules of Hugging Face transformers run on tamis: one class per family of models.
+"""The attention modules of Hugging Face transformers on tamis: one class per family of models.
 
 The forward pass of a model (`forward`) plans a step once. Each attention module then gets that `Step` in place of a
 mask.
@@ -41,7 +41,7 @@ PAGE, V4_PAGE, WINDOW_PAGE = 64, 256, 64
 
 
 class Family(Protocol):
-    """What differs between families of models: which caches their layers keep, and how a step is planned."""
+    """The differences between families of models: the caches that their layers keep, and the planning of a step."""
 
     shape: CacheShape
     specs: list[LayerSpec]
@@ -207,7 +207,7 @@ def _v32_attend(
         index=None if indexer is None else _index_inputs(indexer, hidden, residual, rotation, step.family),
     )
     if indexer is not None:
-        # All of the call is checked by now, so that a refused one leaves the index cache as it was.
+        # The whole call has been checked by now, so a refused call does not change the index cache.
         _write_index_keys(indexer, hidden, rotation, caches, step)
     result = layer.run(call)
     out = module.o_proj(weights.project_value(result.out).flatten(1))

@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def _register() -> str | None:
-    """Why tamis is not registered, or None."""
+    """Register tamis; return the reason if that is not possible, else None."""
     from tamis.integrations.vllm.versions import REGISTRY, plugin_refusal
 
     refusal = plugin_refusal()
@@ -49,7 +49,7 @@ def _register() -> str | None:
         custom, store = registry.AttentionBackendEnum.CUSTOM, registry.register_backend
     except Exception:
         # Then this vLLM has no CUSTOM backend at all.
-        return refusal or f"{REGISTRY} is not as in the versions that tamis supports"
+        return refusal or f"{REGISTRY} differs from the versions that tamis supports"
     other = _other_plugin(custom)
     if other is not None:
         return f"another plugin has registered {other}; to use tamis, load it alone with VLLM_PLUGINS=tamis"
@@ -57,7 +57,7 @@ def _register() -> str | None:
         try:
             _register_v4_models()
         except Exception as error:
-            refusal = f"vLLM's registry of models does not take DeepSeek-V4's: {type(error).__name__}: {error}"
+            refusal = f"vLLM's registry does not accept DeepSeek-V4's models: {type(error).__name__}: {error}"
     store(custom, BACKEND if refusal is None else REFUSED)
     return refusal
 

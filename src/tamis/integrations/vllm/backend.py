@@ -1,4 +1,4 @@
-"""`TamisSparseBackend`: the answers to what vLLM asks a backend before and during setup."""
+"""`TamisSparseBackend`: the properties that vLLM asks of a backend before and during setup."""
 
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ _ROPE = 64
 
 
 class TamisSparseBackend:
-    """Sparse MLA through tamis."""
+    """tamis as a vLLM backend for sparse MLA."""
 
     accept_output_buffer: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]

@@ -1,4 +1,4 @@
-"""The attention of one layer under vLLM's names: `SparseImpl`."""
+"""`SparseImpl`: the attention of one sparse MLA layer, under vLLM's names."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ class SparseImpl:
     dcp_rank: int = 0
     cp_kv_cache_interleave_size: int = 1
     tamis_backend: str = "auto"
-    """Which kernels run; a name from `tamis backends`."""
+    """The backend whose kernels run: a name from `tamis backends`, or "auto"."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class SparseImpl:
         cache = self._wrap(kv_cache, self.kv_cache_dtype, getattr(layer, "_k_scale_float", 1.0))
         if cache.page_size != metadata.block_size:
             expected = f"of the plan's page size {metadata.block_size}"
-            raise checks.refuse("caches", expected, cache.page_size, "plan with it")
+            raise checks.refuse("caches", expected, cache.page_size, "use one page size for both")
         positions, sink = self._positions(rows), self.sinks
         # A 16-bit query was never divided by the scale, so the engine's number does not apply to it.
         q_scale = getattr(layer, "_q_scale_float", 1.0) if q.dtype == torch.float8_e4m3fn else 1.0
@@ -235,20 +235,20 @@ class SparseImpl:
 
         Args:
             layer: as in `forward_mqa`.
-            q: [T, H, nope + rope], not absorbed. Of this and the next two, rows past the step's tokens are dropped.
+            q: [T, H, nope + rope], not absorbed. In q, k_c_normed and k_pe, rows past the step's tokens are dropped.
             k_c_normed: [T, kv_lora_rank].
             k_pe: [T, (1,) rope].
             kv_cache: empty while the engine profiles memory; nothing is then written or attended to.
             attn_metadata: the step's metadata; None while the engine profiles, which gives an output of zeros.
             output: [T, H, v_head_dim], or with the last two axes joined. Its padded rows keep their content.
             output_scale: None; fused quantisation of the output is not supported.
-            output_block_scale: likewise.
+            output_block_scale: None, for the same reason.
         """
         if output is None:
             raise checks.refuse("output", "given", None, "allocate it; this call writes into it")
         if output_scale is not None or output_block_scale is not None:
             raise checks.refuse(
-                "output_scale and output_block_scale", "None", "a scale", "quantise the output in a step of its own"
+                "output_scale and output_block_scale", "None", "a scale", "quantise the output in a separate step"
             )
         if attn_metadata is None:
             return output.fill_(0)
@@ -334,7 +334,7 @@ def _width_refusals(head_size: int, latent: int | None, rope: int | None, cache_
 
 
 def _rows_of(name: str, value: Tensor, rows: int, heads: int) -> Tensor:
-    """The first rows of [T, H, D] or [T, H * D], with the head axis apart, as a view."""
+    """The first rows of [T, H, D] or [T, H * D], as a view [rows, H, D]."""
     if value.dim() not in (2, 3) or len(value) < rows or (value.shape[1] % heads if value.dim() == 2 else False):
         expected = f"of shape [{rows} or more, {heads}, D] or [{rows} or more, {heads} * D]"
         raise checks.refuse(name, expected, list(value.shape), "check its shape")

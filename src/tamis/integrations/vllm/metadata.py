@@ -1,4 +1,4 @@
-"""vLLM's per-step metadata of sparse MLA layers: `SparseMetadata` and its builder."""
+"""`SparseMetadata`: the per-step metadata of sparse MLA layers under vLLM's names, and its builder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,9 +67,9 @@ class SparseMetadata:
     """One step under vLLM's names.
 
     In a record that a builder made, `req_id_per_token` is a view of the builder's buffer and the other tensors are
-    views of the engine's. None of them moves, so captured graphs may keep them. What only some steps or readers need is
-    computed when it is read. Attention also takes records that were constructed from vLLM's fields without a builder;
-    these have no plan.
+    views of the engine's. None of them moves, so captured graphs may keep them. Fields that only some steps or readers
+    need are computed when they are read. Attention also takes records that were constructed from vLLM's fields without
+    a builder; these have no plan.
     """
 
     num_reqs: int
@@ -94,7 +94,7 @@ class SparseMetadata:
     fp8_use_mixed_batch: bool = False
     """Whether all tokens go through one call that reads the cache directly."""
     step: "EngineStep | None" = None
-    """What the builder knows about the step; None if no builder made the record."""
+    """The builder's data about the step; None if no builder made the record."""
 
     prefill: ClassVar[None] = None
     """None: vLLM keeps its dense prefill here, and tamis runs every token through sparse attention."""
@@ -202,7 +202,7 @@ class HeldRequests:
 
 @dataclass(frozen=True, eq=False)
 class EngineStep:
-    """What the host knows about a step, and the device buffer with its request numbers."""
+    """The host's data about a step, and the device buffer with its request numbers."""
 
     common: Any
     """The engine's record."""

@@ -1,6 +1,6 @@
-"""What vLLM loads when `--attention-backend CUSTOM` is chosen: tamis' classes, derived from vLLM's base classes too.
+"""The classes that vLLM loads for `--attention-backend CUSTOM`: tamis' classes, derived from vLLM's base classes too.
 
-Importing this module imports vLLM. What the classes do is in the modules beside it, which do not import vLLM.
+Importing this module imports vLLM. The code of the classes is in the modules beside it, which do not import vLLM.
 """
 
 from typing import Any, ClassVar
@@ -76,7 +76,7 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
 
 
 class Backend(TamisSparseBackend, AttentionBackend):
-    """Sparse MLA through tamis."""
+    """tamis as a vLLM backend for sparse MLA."""
 
     @staticmethod
     def get_impl_cls() -> type[Impl]:

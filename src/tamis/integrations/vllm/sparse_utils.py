@@ -1,4 +1,4 @@
-"""vLLM's translation of positions to slots, by its name and arguments, on top of stage `translate`."""
+"""vLLM's function that translates positions to slots, under its own name and arguments, on top of stage `translate`."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 inside vLLM on tamis.
+"""DeepSeek-V4's model classes for vLLM, whose layers run on tamis if CUSTOM is chosen.
 
 vLLM does not choose V4 layers through its registry of backends: a function picks one of several fixed classes, and
 silently takes its default for a choice that it does not know. So the plugin registers V4's model classes again, as

@@ -62,7 +62,8 @@ def sparse_impl_base() -> type[Any]:
 
 
 class _Refusing(type):
-    """Answers any attribute access with the reason, since versions of vLLM differ in what they ask a backend first."""
+    """Raises an error with the reason on any attribute access, since versions of vLLM differ in what they read
+    first."""
 
     def __getattr__(cls, name: str) -> Any:
         raise AttributeError(UnsupportedVersion.reason())

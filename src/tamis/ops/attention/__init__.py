@@ -1,4 +1,4 @@
-"""Stage `attend`: queries and one or more selections to partial outputs, and the one-call form `attend`."""
+"""Stage `attend`: attention of queries over selected cache rows, in splits (`attend_slots`) or merged (`attend`)."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -19,7 +19,7 @@ from tamis.ops.pairs import join_pair
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
 MAX_HEADS = 128
 MAX_SPLITS = 2**16 - 1
-"""A launch has at most as many CTAs along its y and z axes."""
+"""The limit of a CUDA grid along its y and z axes."""
 
 
 def attend_slots(
@@ -34,9 +34,9 @@ def attend_slots(
 ) -> Partials:
     """Attention of each query token over its selected rows, in `splits` that `combine_parts` merges.
 
-    The columns of all selections, one after the other, are cut into `splits` equal ranges; each has its own softmax.
-    Arguments as in `attend`. Under torch.compile `splits` is 1 if not given: the shape of the result must be known
-    before a backend is asked.
+    The columns of all selections, one after the other, are divided into `splits` equal ranges; each has its own
+    softmax. The arguments are those of `attend`. Under torch.compile `splits` is 1 if not given, because the shape of
+    the result must be known before a backend chooses.
     """
     q, selections = join_pair("q", q), as_list(selections)
     check_query(q, selections, value_dim)
@@ -65,8 +65,8 @@ def attend(
     """Attention of each query token over the rows selected for it, all selections under one softmax.
 
     Invalid slots (negative, past the cache, beyond the row's length) are skipped and never read; duplicates count
-    twice; there is no causal mask, causality is in the selection. A row with nothing selected gives zeros and an lse
-    of -inf.
+    twice. There is no causal mask: a selection must not contain future rows. A row with nothing selected gives zeros
+    and an lse of -inf.
 
     Args:
         q: [T, H, width] in bf16, fp16, fp32 or e4m3, or the pair (latent part, rope part); fp64 for exact checks.
@@ -75,9 +75,9 @@ def attend(
         value_dim: how many leading columns of a row are its value (512 in V3.2 and V4).
         sink: float32 [H], one extra logit per head with a zero value: scales the output, never the lse.
         q_scale: the factor of an e4m3 query; multiplied into `scale`.
-        splits: how many splits the columns are cut into and merged again; the result differs only by rounding. If not
-            given, the backend chooses by the size of the batch; a fixed number makes a row's bits independent of what
-            else is in the batch.
+        splits: how many splits the columns are divided into and merged again; the result differs only by rounding. If
+            not given, the backend chooses by the size of the batch; a fixed number makes a row's bits independent of
+            the rest of the batch.
         lse_base: "e" for natural logarithms, "2" for base 2.
         out: [T, H, value_dim] to write into; otherwise a new tensor of q's dtype (bf16 for e4m3).
         backend: a name from `tamis backends`, or "auto".
@@ -141,7 +141,7 @@ def check_splits(splits: int | None) -> None:
 
 
 def check_scales(scale: float, q_scale: float | Tensor, device: torch.device) -> None:
-    """Refuse scales that are no positive numbers, and a query scale on another device."""
+    """Refuse scales that are not positive numbers, and a query scale on another device."""
     checks.positive_number("scale", scale)
     factor = checks.scale_factor("q_scale", q_scale)
     if isinstance(factor, Tensor):
@@ -151,12 +151,12 @@ def check_scales(scale: float, q_scale: float | Tensor, device: torch.device) ->
 
 
 def folded_scale(scale: float, q_scale: float | Tensor) -> tuple[float, Tensor | None]:
-    """The softmax scale, with a query scale that is a number folded in, and a query scale that is a tensor."""
+    """The softmax scale times the query scale if that is a number, and the query scale if it is a tensor."""
     return (scale, q_scale.reshape(())) if isinstance(q_scale, Tensor) else (scale * q_scale, None)
 
 
 def read_by(selections: list[Selection]) -> list[Tensor | None]:
-    """All tensors that attention reads because of its selections."""
+    """All tensors that attention over these selections reads."""
     found: list[Tensor | None] = []
     for selection in selections:
         found += (selection.cache.storage, selection.slots, selection.lengths)
@@ -189,7 +189,7 @@ def _check_selection(name: str, selection: Selection, tokens: int, width: int, d
         raise checks.refuse(f"{name}.cache", f"{width} wide", cache.layout.width, "all caches share q's width")
     if cache.device != device:
         raise checks.refuse(f"{name}.cache", f"on {device} like q", cache.device, "keep both on one device")
-    remedy = "one row of slots per query token"
+    remedy = "pass one row of slots per query token"
     columns = checks.tensor(
         f"{name}.slots", selection.slots, "T K", (torch.int32,), T=tokens, device=device, remedy=remedy
     )["K"]

@@ -12,20 +12,22 @@ from tamis.ops.translate.operations import TranslatePositions, translate_positio
 
 
 class AttendSlots(NamedTuple):
-    """Attention in splits, each normalised by itself."""
+    """Attention in splits, each normalised separately."""
 
     q: Tensor
     """[T, H, width] in bf16, fp16, fp32, fp64 or e4m3."""
     selections: list[Selection]
     """The rows that each token attends to; every cache has rows of q's width."""
     scale: float
-    """Softmax scale, with a query scale that was given as a number."""
+    """Softmax scale, times the query scale if that is a number."""
     q_scale: Tensor | None
-    """float32 [], a query scale that was given as a tensor."""
+    """float32 [], the query scale if it is a tensor."""
     value_dim: int
+    """How many leading columns of a row are its value."""
     splits: int | None
-    """How many splits the columns are cut into; None lets the backend choose."""
+    """How many splits the columns are divided into; None lets the backend choose."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:
@@ -34,12 +36,12 @@ class AttendSlots(NamedTuple):
 
     @property
     def factor(self) -> float | Tensor:
-        """What logits are multiplied with: a number, or a tensor [] in the accumulator's dtype."""
+        """The factor of all logits: a number, or a tensor [] in the accumulator's dtype."""
         return _factor(self.q, self.scale, self.q_scale)
 
     def fake(self) -> tuple[Tensor, Tensor, Tensor]:
         """Partial outputs [S, T, H, V], lse and max_logits [S, T, H], in the accumulator's dtype."""
-        # A backend's own choice of S is not known to a trace. `attend` merges the splits and does not show it.
+        # The number of splits S that a backend chooses is not known while torch.compile traces.
         splits = torch.library.get_ctx().new_dynamic_size(min=1) if self.splits is None else self.splits
         lse = self.q.new_empty((splits, *self.q.shape[:2]), dtype=accumulator(self.q))
         return lse.new_empty((*lse.shape, self.value_dim), dtype=lse.dtype), lse, torch.empty_like(lse)
@@ -48,7 +50,7 @@ class AttendSlots(NamedTuple):
     def run(stage: Any, call: "AttendSlots") -> tuple[Tensor, Tensor, Tensor]:
         """Run a backend's kernels and return exactly as many splits as were asked for.
 
-        A backend may cut in another way, for example each selection by itself. Too many splits are merged into one;
+        A backend may split in another way, for example each selection separately. Too many splits are merged into one;
         too few are filled up with empty ones.
         """
         parts, lses, max_logits = stage.attend_slots(call)
@@ -66,25 +68,26 @@ class AttendSlots(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """Attention with its splits merged; how many there were does not show."""
+    """Attention with its splits merged."""
 
     q: Tensor
     """[T, H, width] in bf16, fp16, fp32, fp64 or e4m3."""
     selections: list[Selection]
     """The rows that each token attends to; every cache has rows of q's width."""
     scale: float
-    """Softmax scale, with a query scale that was given as a number."""
+    """Softmax scale, times the query scale if that is a number."""
     q_scale: Tensor | None
-    """float32 [], a query scale that was given as a tensor."""
+    """float32 [], the query scale if it is a tensor."""
     splits: int | None
-    """How many splits the columns are cut into; None lets the backend choose."""
+    """How many splits the columns are divided into; None lets the backend choose."""
     sink: Tensor | None
     """float32 [H], contiguous."""
     out: Written[Tensor]
-    """[T, H, value_dim]"""
+    """[T, H, value_dim] in bf16, fp16, fp32 or fp64."""
     translate_first: bool
-    """Whether a pass of its own translates positions where a kernel's look-up costs more; False: kernels look up."""
+    """Whether a separate pass may translate positions where that is faster; if False, kernels look positions up."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:
@@ -98,11 +101,11 @@ class Attend(NamedTuple):
 
     @property
     def factor(self) -> float | Tensor:
-        """What logits are multiplied with: a number, or a tensor [] in the accumulator's dtype."""
+        """The factor of all logits: a number, or a tensor [] in the accumulator's dtype."""
         return _factor(self.q, self.scale, self.q_scale)
 
     def in_splits(self) -> AttendSlots:
-        """The same attention with its splits left apart, without sink and output."""
+        """The same attention without merging its splits, so without sink and output."""
         q, selections, scale, q_scale, splits, _, out, _, backend = self
         return AttendSlots(q, selections, scale, q_scale, out.shape[2], splits, backend)
 

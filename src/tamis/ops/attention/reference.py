@@ -83,5 +83,5 @@ def selected_rows(
         slots, valid = slots[:, :last], valid[:, :last]
     rows = decode_rows(cache, torch.where(valid, slots, 0).long().reshape(-1)).to(dtype)
     rows = rows.view(*slots.shape, cache.layout.width)
-    # Masked columns read row 0, which may hold anything: 0 * NaN would survive the sum over values.
+    # Masked columns read row 0, which may hold NaN, and 0 * NaN would make the whole sum NaN.
     return rows.masked_fill_(~valid.unsqueeze(-1), 0.0), valid

@@ -21,7 +21,7 @@ def load_columns(slots, column_stride, column, end):
 
 @triton.jit
 def to_slots(found, block_table, table_row, table_width, rows, PAGE_SIZE: tl.constexpr):
-    """The slots of selected columns, -1 where one does not count. With a block table, `found` are positions."""
+    """The slots of selected columns, -1 for columns that do not count. With a block table, `found` are positions."""
     slot = found
     if block_table is not None:
         page = found // PAGE_SIZE
@@ -115,13 +115,13 @@ def online_softmax(logits, valid, running_max, total):
 
 
 @triton.jit
-def finish_heads(running_max, total, sink, head, here, lse, max_logits, place):
+def finish_heads(running_max, total, sink, head, here, lse, max_logits, offset):
     """Store natural-log lse and largest logit of each head; return the factor that turns its sums into an output."""
     empty = total == 0
     inverse = 1.0 / tl.where(empty, 1.0, total)
     log_total = (running_max + tl.log2(tl.where(empty, 1.0, total))) * _LN_2
-    tl.store(lse + place, tl.where(empty, float("-inf"), log_total), mask=here)
-    tl.store(max_logits + place, tl.where(empty, float("-inf"), running_max * _LN_2), mask=here)
+    tl.store(lse + offset, tl.where(empty, float("-inf"), log_total), mask=here)
+    tl.store(max_logits + offset, tl.where(empty, float("-inf"), running_max * _LN_2), mask=here)
     if sink is not None:
         logit = tl.load(sink + head, mask=here, other=0.0)
         inverse *= 1.0 / (1.0 + tl.exp(logit - tl.where(empty, 0.0, log_total)))

@@ -2,13 +2,13 @@
 
 The four warps of a program split a row by its columns: warp g multiplies tile g of the queries with tile g of the keys,
 and later accumulates tile g of the values. So a warp holds a quarter of the queries. A tile's scale, which all columns
-of a warp share, is applied to logits and weights instead of to every value: rows stay the e4m3 numbers that they are,
-and scales of any size and precision cost no accuracy.
+of a warp share, is applied to logits and weights instead of to every value. Rows therefore stay in e4m3, and scales of
+any size and precision cost no accuracy.
 
-Rows are read as 32-bit words of four bytes. As keys they are converted to fp16, which the hardware makes of e4m3
-directly; a power of two per head brings queries into fp16's range. As values they are converted to bf16, whose range
-covers weights times scales, by shifts: if the compiler saw 8-bit types here, it would choose the layout of the product
-with the values for them and load them byte by byte.
+Rows are read as 32-bit words of four bytes. As keys they are converted to fp16, for which the hardware has an
+instruction; a power of two per head brings queries into fp16's range. As values they are converted to bf16, whose range
+covers weights times scales. This conversion is made of shifts: if the compiler saw 8-bit types here, it would choose
+the layout of the product with the values to suit them, and load them byte by byte.
 """
 
 import triton
@@ -26,13 +26,13 @@ from tamis.ops.attention.triton_device import (
     round_in_two,
     to_slots,
 )
-from tamis.ops.rows.triton_rows import decode_e4m3, row_start, store_rounded, widen_bf16
+from tamis.ops.rows.triton_rows import decode_bf16, decode_e4m3, row_start, store_rounded
 
 GROUPS = tl.constexpr(4)
 """Tiles of a row, and warps of a program."""
 
 _UNBIAS = tl.constexpr(2.0**120)
-"""e4m3 bits shifted to the place of bf16's are the number times 2**-120: the exponents' biases differ by 120."""
+"""e4m3 bits shifted to the position of bf16's bits are the number times 2**-120: the exponent biases differ by 120."""
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _unpack_values(words, BLOCK_N: tl.constexpr, TILE: tl.constexpr, INTERPRETED
     second = tl.join((even >> 16).to(tl.uint16), (odd >> 16).to(tl.uint16))
     bits = _bytes_in_order(first, second, BLOCK_N, TILE)
     if INTERPRETED:
-        numbers = widen_bf16(bits)
+        numbers = decode_bf16(bits)
     else:
         numbers = bits.to(tl.bfloat16, bitcast=True)
     return numbers * _UNBIAS
@@ -116,8 +116,8 @@ def attend_groups_kernel(
 
     query = q + token * q_token_stride + head[None, :, None] * q_head_stride
     q_wide = load_query(query + tile_column, here[None, :, None], NATIVE, INTERPRETED)
-    # The largest number of each head is brought to between 2**14 and 2**15. What fp16 then flushes to zero is too
-    # small beside it to count.
+    # The largest number of each head is scaled to between 2**14 and 2**15. Numbers that fp16 then flushes to zero are
+    # too small beside it to matter.
     size = _power_below(tl.max(tl.max(tl.abs(q_wide), 2), 0)) * 0.00006103515625
     q_tiles = (q_wide * (1.0 / size)[None, :, None]).to(tl.float16)
     if TAIL > 0:
@@ -176,8 +176,8 @@ def attend_groups_kernel(
             values_wide = _unpack_values(words, BLOCK_N, TILE, INTERPRETED)
         acc = dot_wide(scaled, values_wide, acc * rescale[None, :, None], TERMS, COMPUTE)
 
-    place = (split.to(tl.int64) * tokens + token) * heads + head
-    inverse = finish_heads(running_max, total, sink, head, here, lse, max_logits, place)
+    offset = (split.to(tl.int64) * tokens + token) * heads + head
+    inverse = finish_heads(running_max, total, sink, head, here, lse, max_logits, offset)
     target = out + split.to(tl.int64) * out_split_stride + token * out_token_stride
     target += head[None, :, None] * out_head_stride + tile_column
     mask = here[None, :, None] & (tile_column < VALUE_DIM)

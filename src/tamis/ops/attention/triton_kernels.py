@@ -1,4 +1,4 @@
-"""Portable sparse attention in Triton: the choice of a kernel, of its block sizes and of splits, and its launch."""
+"""Portable sparse attention in Triton: chooses a kernel, its block sizes and its number of splits, and launches it."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,10 +22,10 @@ from tamis.ops.combine.triton_kernels import combine_splits
 from tamis.ops.rows.triton_rows import has_native_e4m3, interpreted, launching_on, strided_field
 
 MAX_LATENT, MAX_ROPE = 512, 256
-"""A wider accumulator would not fit the registers, and wider rows would not fit the smallest shared memory."""
+"""The widest rows. A wider accumulator would not fit the registers, nor wider rows the smallest shared memory."""
 LEAST_SHARED = 99 * 1024
-"""Bytes of shared memory that a CTA may have on every NVIDIA GPU from compute capability 8.0 on. AMD's GPUs may have
-less, but there operands stay in registers, and the small launches take half of what these have."""
+"""Bytes of shared memory that a CTA may have on every NVIDIA GPU from compute capability 8.0 on. AMD GPUs may have
+less, but there operands stay in registers, and the small launches take half of the shared memory."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class LaunchConfig:
 
 
 OVERHEAD_BLOCKS = 2
-"""What a program costs outside its loop, in iterations of it: loading queries, storing the output, merging splits."""
+"""The cost of a program outside its loop (loading queries, storing the output, merging splits), in iterations."""
 GROUPED = LaunchConfig(16, 32, 4, 1, grouped=True, per_sm=2)
 SMALL, SMALLEST = LaunchConfig(16, 32, 4, 1, per_sm=2), LaunchConfig(16, 16, 4, 1)
 LARGE = LaunchConfig(64, 64, 8, 2)
-NOT_AHEAD = LaunchConfig(64, 64, 8, 1)
+NOT_PIPELINED = LaunchConfig(64, 64, 8, 1)
 """For unquantised rows on GPUs whose matrix instruction reads both operands from shared memory (`both_in_shared`):
-there Triton 3.6 keeps pipelined rows three times."""
+Triton 3.6 would keep pipelined rows three times there."""
 
 
 @lru_cache(1024)
@@ -71,7 +71,7 @@ def choose_launch(
     if layout.scale_mode == "exact":
         return GROUPED
     if heads > 16 and shared_memory >= 200 * 1024 and query_terms(query, compute) == 1:
-        launch = NOT_AHEAD if both_in_shared and not layout.quantised else LARGE
+        launch = NOT_PIPELINED if both_in_shared and not layout.quantised else LARGE
         if shared_bytes(launch, layout, query) <= shared_memory:
             return launch
     if grouped:
@@ -99,7 +99,7 @@ def shared_bytes(launch: LaunchConfig, layout: Layout, query: torch.dtype) -> in
 def choose_splits(programs: int, columns: int, block_n: int, resident: int) -> int:
     """The number of splits that finishes soonest: waves of programs, times the blocks of columns of each program.
 
-    A split costs `OVERHEAD_BLOCKS` more for what comes before and after its loop. Among equals the fewest splits win.
+    Each split costs `OVERHEAD_BLOCKS` more for the work outside its loop. Among equal durations the fewest splits win.
     """
     blocks = max(1, ceil_div(columns, block_n))
 
@@ -110,7 +110,7 @@ def choose_splits(programs: int, columns: int, block_n: int, resident: int) -> i
 
 
 def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attend_slots`, except that each selection is cut by itself and launched by itself."""
+    """As `reference.attend_slots`, except that each selection has its own splits and its own launch."""
     q = _plain_query(call.q)
     launches = _plan_launches(q, call)
     shape = (sum(splits for _, splits in launches), *q.shape[:2], call.value_dim)
@@ -121,7 +121,7 @@ def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
 def attend(call: Attend) -> tuple[Tensor, Tensor]:
     """As `reference.attend`; the output of a single split is stored directly."""
     if call.translate_first:
-        # A look-up before each load of rows costs more than a pass of its own (benchmarks/NOTES.md).
+        # A look-up before each load of rows costs more than a separate pass (benchmarks/NOTES.md).
         call = call.translated()
     q, out = _plain_query(call.q), call.out
     launches = _plan_launches(q, call)
@@ -204,7 +204,7 @@ def _plan_launch(q: Tensor, selection: Selection, value_dim: int, splits: int | 
 
 
 def can_group(layout: Layout, value_dim: int) -> bool:
-    """Whether rows are four tiles with float32 scales and a 16-bit tail that is no value."""
+    """Whether rows consist of four tiles with float32 scales and a 16-bit tail that is not part of the value."""
     scaled = layout.scale_mode in ("pow2", "exact") and layout.latent == GROUPS.value * layout.tile
     return scaled and layout.tile >= 16 and value_dim <= layout.latent
 
@@ -213,7 +213,7 @@ def compute_dtype(query: torch.dtype, layout: Layout, *, grouped: bool) -> torch
     """The dtype of products: bf16 unless it would lose bits.
 
     Products run in float32, which is slower, for float32 queries and rows, for fp16 rows, and for rows dequantised with
-    scales that are no powers of two.
+    scales that are not powers of two.
     """
     exact = query == torch.float32 or layout.element in (torch.float32, torch.float16)
     exact = exact or (layout.scale_mode == "exact" and not grouped)
@@ -248,7 +248,7 @@ def launch_arguments(
     on_host = interpreted(attend_rows_kernel)
     compute = torch.float32 if on_host else compute_dtype(q.dtype, layout, grouped=launch.grouped)
     heads, columns = q.shape[1], selection.slots.shape[1]
-    # Kernels have strides for slots and for the table's rows, but none for these.
+    # Kernels take strides for slots and for the table's rows, but not for lengths and request ids.
     lengths, ids = (
         None if value is None else value.contiguous() for value in (selection.lengths, selection.request_ids)
     )
@@ -325,7 +325,7 @@ def _row_arguments(cache: PagedCache, launch: LaunchConfig) -> dict[str, Any]:
 
 
 def row_widths(layout: Layout) -> dict[str, Any]:
-    """The latent part and the tail into which `triton_rowwise` cuts a row."""
+    """The widths of the two parts into which `triton_rowwise` divides a row: the latent part and the tail."""
     mode = {"none": "plain", "tensor": "tensor", "exponent": "exponent"}.get(layout.scale_mode, "tile")
     # Unquantised rows have no tiles: their latent part is the largest power of two that fits.
     latent = layout.latent if mode in ("tile", "exponent") else min(512, triton.next_power_of_2(layout.width + 1) // 2)

@@ -142,8 +142,8 @@ def attend_rows_kernel(
         if TAIL_VALUES:
             tail_acc = dot_wide(weights, tail_keys, tail_acc * rescale[:, None], TERMS, COMPUTE)
 
-    place = (split.to(tl.int64) * tokens + token) * heads + head
-    inverse = finish_heads(running_max, total, sink, head, here, lse, max_logits, place)
+    offset = (split.to(tl.int64) * tokens + token) * heads + head
+    inverse = finish_heads(running_max, total, sink, head, here, lse, max_logits, offset)
     if MODE == "tensor":
         inverse *= value_scale
     target = out + split.to(tl.int64) * out_split_stride + token * out_token_stride + head[:, None] * out_head_stride

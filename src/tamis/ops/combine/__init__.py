@@ -1,4 +1,4 @@
-"""Stage `combine`: partial outputs (splits of one rank, or whole ranks) and a sink to the final output."""
+"""Stage `combine`: merges partial outputs (of splits, or of context-parallel ranks) and applies the sink."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ OUTPUT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Partials(NamedTuple):
-    """Attention over S splits of the selected rows, each normalised by itself."""
+    """Attention over S splits of the selected rows, each normalised separately."""
 
     out: Tensor
     """float32 [S, T, H, V]"""
@@ -51,10 +51,10 @@ def combine_parts(
     with an lse of -inf is the identity of the merge, even if its output holds NaN.
 
     Args:
-        partials: what `attend_slots` returned, or outputs and natural-log lses stacked by hand.
+        partials: the result of `attend_slots`, or outputs and natural-log lses that the caller has stacked.
         sink: float32 [H]; scales the output by 1 / (1 + exp(sink - lse)). -inf has no effect, +inf gives zeros.
         out: [T, H, V] to write into; otherwise a new tensor of `dtype`.
-        dtype: of a new output.
+        dtype: the dtype of a new output.
         lse_base: "e" or "2", for the returned lse only.
         backend: a name from `tamis backends`, or "auto".
     """
@@ -92,7 +92,7 @@ def check_sink(sink: Tensor | None, heads: int, device: torch.device) -> None:
     """Refuse a sink that does not fit the heads, or holds NaN."""
     if sink is None:
         return
-    checks.tensor("sink", sink, "H", (torch.float32,), H=heads, device=device, remedy="one per query head")
+    checks.tensor("sink", sink, "H", (torch.float32,), H=heads, device=device, remedy="pass one per query head")
     if checks.visible(sink) and bool(sink.isnan().any()):
         raise checks.refuse("sink", "free of NaN", "NaN", "use -inf for a head without a sink")
 
@@ -105,5 +105,5 @@ def check_output(out: Tensor, shape: Sequence[int], device: torch.device, *input
 
 
 def in_base(lse: Tensor, base: Literal["e", "2"]) -> Tensor:
-    """A natural-log lse in the asked base."""
+    """A natural-log lse converted to the given base."""
     return lse / math.log(2) if base == "2" else lse

@@ -17,8 +17,9 @@ class CombineParts(NamedTuple):
     sink: Tensor | None
     """float32 [H], contiguous."""
     out: Written[Tensor]
-    """[T, H, V]"""
+    """[T, H, V] in bf16, fp16, fp32 or fp64."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:

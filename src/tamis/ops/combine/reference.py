@@ -1,4 +1,4 @@
-"""Merging partial attention outputs by their lse, in plain torch."""
+"""Merges partial attention outputs by their lse, in plain torch."""
 
 import torch
 from torch import Tensor

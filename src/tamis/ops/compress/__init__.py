@@ -1,4 +1,4 @@
-"""Stage `compress`: spans of tokens pooled into single entries of a paged cache. The pooling state is paged, too."""
+"""Stage `compress`: pools spans of tokens into single entries of a paged cache. The pooling state is paged, too."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,14 @@ from tamis.ops.write import called
 
 @dataclass(frozen=True, eq=False)
 class StatePages:
-    """Where each token's state row is, and where to look for those of the tokens before it."""
+    """The state rows of a step's tokens, and the pages with the state of the tokens before them."""
 
     slots: Tensor
-    """int32 or int64 [T], the slot of each token's own row; negative: padding, nothing is written."""
+    """int32 or int64 [T], the slot of each token's own row; negative for padding, which is not written."""
     request_ids: Tensor
     """int32 [T], the block-table row of each token."""
     block_table: Tensor
-    """int32 [B, W] pages of the state cache; negative: absent."""
+    """int32 [B, W] pages of the state cache; negative for absent pages."""
 
 
 def compress_kv(
@@ -43,12 +43,12 @@ def compress_kv(
 ) -> None:
     """Store the new tokens' state, and write an entry for each span of tokens that one of them ends.
 
-    A span has r tokens, and entry j of a request is that of tokens r*j .. r*j + r - 1: per channel, the mean of their
-    values weighted by a softmax over their scores, to which `bias` is added by place in the span. Where spans overlap,
-    every token has two sets of D channels: the second goes into its own span's entry, the first into the next one's, so
-    that 2r tokens are pooled. The result is RMS-normalised, rotated in its last channels at the position of the span's
-    first token, rounded once (to bf16 before FP8), and written. If the cache records a recipe with a Hadamard rotation
-    (index keys), the rounded entry is multiplied by the Hadamard matrix and rounded again.
+    A span has r tokens, and entry j of a request stands for tokens r*j .. r*j + r - 1: per channel, the mean of their
+    values weighted by a softmax over their scores, where row i of `bias` is added to the scores of a span's i-th token.
+    If spans overlap, every token has two sets of D channels: the second goes into its own span's entry, the first into
+    the next one's, so that 2r tokens are pooled. The result is RMS-normalised, rotated in its last channels at the
+    position of the span's first token, rounded once (to bf16 before FP8), and written. If the cache records a recipe
+    with a Hadamard rotation (index keys), the rounded entry is multiplied by the Hadamard matrix and rounded again.
 
     An entry depends on positions alone, not on how tokens were divided into steps: what earlier steps computed is read
     from the state pages, of which the last r (2r) tokens of each request must be kept. Running a token again overwrites
@@ -59,15 +59,15 @@ def compress_kv(
         scores: [T, C], without the bias.
         state: a cache of `tamis.cache.layout.compressor_state`, 2C wide.
         cache: the entries, D wide, in any layout; a recipe that it records must be V4's, with or without Hadamard.
-        positions: integer [T], absolute; negative for padding. Tokens of one request stand in rising order.
+        positions: integer [T], absolute; negative for padding. Tokens of one request are in ascending order.
         pages: where the state is.
         slots: int32 or int64 [T], the slot of the entry that each token completes. Only tokens with
-            (position + 1) % r == 0 write one; negative: do not.
+            (position + 1) % r == 0 and a slot that is not negative write one.
         bias: [r, C].
         norm_weight: [D].
         cos_sin: float32 [max_positions, R] from `tamis.model.rope.Rope.cos_sin_table`; the last R channels are rotated,
             in pairs (2i, 2i+1).
-        eps: of the norm.
+        eps: epsilon of the norm.
         backend: a name from `tamis backends`, or "auto".
     """
     checks.instance("state", state, PagedCache)
@@ -82,7 +82,7 @@ def compress_kv(
 
 
 def check_compress_kv(call: CompressKv, names: tuple[str, str] = ("state", "cache")) -> None:
-    """Refuse what `compress_kv` refuses, but for the cache's recipe; errors call the two caches by `names`."""
+    """Refuse what `compress_kv` refuses, except for the cache's recipe. Errors use `names` for the two caches."""
     state, cache, device = call.state, call.cache, call.state.device
     width = cache.layout.width
     sizes = checks.tensor("values", call.values, "T C", checks.FLOATS, device=device)
@@ -96,7 +96,7 @@ def check_compress_kv(call: CompressKv, names: tuple[str, str] = ("state", "cach
         raise checks.refuse(names[0], expected, repr(state), "make its layout with tamis.cache.layout.compressor_state")
     if cache.device != device:
         raise checks.refuse(names[1], f"on {device} like {names[0]}", cache.device, "keep both on one device")
-    _check_places(call, total, names)
+    _check_slots(call, total, names)
     ratio = checks.tensor("bias", call.bias, "r C", checks.FLOATS, C=channels, device=device)["r"]
     if ratio == 0:
         raise checks.refuse("bias", "at least one row", list(call.bias.shape), "one row for each token of a span")
@@ -109,7 +109,7 @@ def check_compress_kv(call: CompressKv, names: tuple[str, str] = ("state", "cach
 
 
 def check_recipe(cache: PagedCache, rotary: int, name: str) -> None:
-    """Refuse a cache, called `name`, that records another recipe than the one that entries are made by."""
+    """Refuse a cache that records another recipe than that of entries. Errors use `name` for the cache."""
     if cache.recipe is None:
         return
     made = IndexRecipe.of_v4(rotary, hadamard=cache.recipe.hadamard)
@@ -123,12 +123,16 @@ def has_hadamard(cache: PagedCache | None) -> bool:
     return cache is not None and cache.recipe is not None and cache.recipe.hadamard
 
 
-def _check_places(call: CompressKv, total: int, names: tuple[str, str]) -> None:
+def _check_slots(call: CompressKv, total: int, names: tuple[str, str]) -> None:
     """Refuse slots and a block table that do not fit the tokens and the two caches."""
     state, cache, device, lowest = call.state, call.cache, call.state.device, -(2**62)
     checks.tensor("positions", call.positions, "T", checks.INTS, T=total, device=device)
-    checks.tensor("slots", call.slots, "T", checks.INTS, T=total, device=device, remedy="one per token, -1 for none")
-    checks.tensor("pages.slots", call.state_slots, "T", checks.INTS, T=total, device=device, remedy="one per token")
+    checks.tensor(
+        "slots", call.slots, "T", checks.INTS, T=total, device=device, remedy="pass one per token, -1 for none"
+    )
+    checks.tensor(
+        "pages.slots", call.state_slots, "T", checks.INTS, T=total, device=device, remedy="pass one per token"
+    )
     checks.tensor("pages.request_ids", call.request_ids, "T", (torch.int32,), T=total, device=device)
     table = checks.tensor("pages.block_table", call.block_table, "B W", (torch.int32,), device=device)
     if table["W"] == 0:

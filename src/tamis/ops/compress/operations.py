@@ -21,27 +21,29 @@ class CompressKv(NamedTuple):
     state: Written[PagedCache]
     """float32 rows of 2C: a token's values, then its scores with the bias."""
     cache: Written[PagedCache]
-    """The entries, rows of D."""
+    """The entries: rows of D numbers, in any layout."""
     positions: Tensor
-    """int32 or int64 [T]; negative: padding, nothing is written."""
+    """int32 or int64 [T]; negative for padding, which is not written."""
     state_slots: Tensor
-    """int32 or int64 [T], where each token's state goes; negative: nowhere."""
+    """int32 or int64 [T], the slot of each token's state; negative slots are not written."""
     request_ids: Tensor
-    """int32 [T], the row of the block table."""
+    """int32 [T], the block-table row of each token."""
     block_table: Tensor
-    """int32 [B, W], pages of the state; negative: absent."""
+    """int32 [B, W], pages of the state; negative for absent pages."""
     slots: Tensor
-    """int32 or int64 [T], where the entry goes if the token ends a span; negative: nowhere."""
+    """int32 or int64 [T], the slot of the entry if the token ends a span; negative slots are not written."""
     bias: Tensor
-    """bf16, fp16 or fp32 [r, C], added to the scores by place in the span."""
+    """bf16, fp16 or fp32 [r, C]; row i is added to the scores of the i-th token of a span."""
     norm_weight: Tensor
     """bf16, fp16 or fp32 [D]."""
     cos_sin: Tensor
     """float32 [P, R]; the last R channels are rotated, R/2 cosines before R/2 sines."""
     eps: float
+    """Epsilon of the norm."""
     hadamard: bool
-    """Multiply rounded entries by the Hadamard matrix and round again."""
+    """Whether rounded entries are multiplied by the Hadamard matrix and rounded again."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Pooling spans of tokens into entries, in plain torch: the definition that kernels are tested against."""
+"""Pools spans of tokens into entries, in plain torch: the definition that kernels are tested against."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ _WORKING_BYTES = 32 * 2**20
 
 
 def compress_kv(call: CompressKv) -> None:
-    """State rows of all tokens, then the entries that some of them complete; see `tamis.ops.compress_kv`."""
+    """Write the state rows of all tokens, then the entries that some complete; see `tamis.ops.compress_kv`."""
     state, cache, slots, ratio = call.state, call.cache, call.slots, call.bias.shape[0]
     position = call.positions.long()
     position = torch.where(position < 2**31, position, -1)  # no request is that long
@@ -53,6 +53,6 @@ def pool_rows(state: PagedCache, slots: Tensor, width: int) -> Tensor:
         values, scores = (
             torch.cat((part[:, :half, :width], part[:, half:, width:]), dim=1) for part in (values, scores)
         )
-    # Rows that take no part may hold anything, and 0 * NaN would survive.
+    # Absent rows may hold NaN, and 0 * NaN would make the whole sum NaN.
     weights = scores.masked_fill(absent, -torch.inf).softmax(1).masked_fill(absent, 0.0)
     return (weights * values.masked_fill(absent, 0.0)).sum(1)

@@ -1,9 +1,9 @@
-"""Pooling spans of tokens into entries in Triton: one launch, one program per token.
+"""Pools spans of tokens into entries in Triton: one launch, one program per token.
 
 A program writes its token's state row. If the token completes a span, it also pools the span with an online softmax
 over blocks of ROWS tokens: tokens of the same step are read from the step's own values and scores, since other programs
 may not have written their state yet; tokens of earlier steps are read from the state pages. Both hold the same numbers
-if `state_slots` say what the block table says.
+if `state_slots` and the block table agree.
 """
 
 from typing import Any
@@ -71,8 +71,8 @@ def _pool(
         stored = stored & (fresh == 0) & (page_id >= 0) & (page_id < state_pages)
         # SERIES is 2 where spans overlap: rows of the span before are pooled from the first set of channels.
         channel = column[None, :] + (row // RATIO * WIDTH)[:, None]
-        place = page_id.to(tl.int64) * state_page_stride + (at - page * STATE_PAGE).to(tl.int64) * (2 * CHANNELS)
-        from_pages = state + place[:, None] + channel
+        offset = page_id.to(tl.int64) * state_page_stride + (at - page * STATE_PAGE).to(tl.int64) * (2 * CHANNELS)
+        from_pages = state + offset[:, None] + channel
         in_pages = stored[:, None] & inside
         other = (token - (SPAN - 1) + row).to(tl.int64)[:, None]
         in_step = fresh[:, None] & inside
@@ -142,7 +142,7 @@ def compress_kv_kernel(
 
 
 def check_compress_kv(call: CompressKv) -> None:
-    """Refuse a cache whose rows the kernel cannot make."""
+    """Refuse a cache whose rows the kernel cannot write."""
     check_rows(call.cache)
 
 

@@ -1,4 +1,4 @@
-"""Stage `gather`: cache rows back into plain tensors, by slot or for whole requests."""
+"""Stage `gather`: reads cache rows back into plain tensors, by slot or for whole requests."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def gather_kv(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Gather and upconvert whole requests into one flat workspace.
+    """Dequantise whole requests into one flat workspace.
 
     Row `starts[r] + i` of the workspace receives position `first[r] + i` of request r, for i < lengths[r]. Rows that
     belong to no request keep their content. Rope values are copied bit for bit; the rest is value x scale, rounded
@@ -41,15 +41,15 @@ def gather_kv(
         lengths: int32 [B]; 0 is allowed.
         starts: int32 [B], ascending; the running sum of the lengths if not given.
         first: int32 [B], the first position to take; 0 if not given.
-        out: [N, width] bf16, fp16 or fp32. If not given, bf16 of exactly the rows needed, which takes the lengths to
-            the host (and is refused under torch.compile).
+        out: [N, width] bf16, fp16 or fp32. If not given, bf16 with exactly the needed rows; this copies the lengths to
+            the host, so it is refused under torch.compile.
         backend: a name from `tamis backends`, or "auto".
     """
     check_requests(cache, block_table, lengths, starts, first)
     starts = _running_sum(lengths) if starts is None else starts
     if out is None:
         if torch.compiler.is_compiling():
-            raise checks.refuse("out", "given under torch.compile", None, "its rows are a value, which a trace lacks")
+            raise checks.refuse("out", "given under torch.compile", None, "a trace cannot know how many rows it needs")
         rows = int((starts.long() + lengths).max()) if len(lengths) else 0
         out = torch.zeros(rows, cache.layout.width, dtype=torch.bfloat16, device=cache.device)
     first = torch.zeros_like(lengths) if first is None else first
@@ -66,7 +66,7 @@ def check_gather_kv(call: GatherKv) -> None:
 
 
 def check_workspace(call: GatherKv) -> None:
-    """Refuse a workspace that does not fit requests which `check_requests` has passed."""
+    """Refuse a workspace that does not fit requests that `check_requests` has accepted."""
     block_table, lengths, starts, first, cache, out, _ = call
     checks.tensor("out", out, "N D", checks.FLOATS, D=cache.layout.width, device=cache.device)
     checks.writable("out", out, cache.storage, block_table, lengths, starts, first)
@@ -108,11 +108,13 @@ def gather_index(
 def check_requests(
     cache: PagedCache, block_table: Tensor, lengths: Tensor, starts: Tensor | None, first: Tensor | None
 ) -> None:
-    """Refuse requests whose rows are not in a cache, or whose places in a workspace overlap."""
+    """Refuse requests whose rows are not in a cache, or would overlap in a workspace."""
     checks.instance("cache", cache, PagedCache)
     device = cache.device
     count = checks.tensor("block_table", block_table, "B W", (torch.int32,), device=device)["B"]
-    checks.tensor("lengths", lengths, "B", (torch.int32,), B=count, device=device, remedy="one length per table row")
+    checks.tensor(
+        "lengths", lengths, "B", (torch.int32,), B=count, device=device, remedy="pass one length per table row"
+    )
     for name, value in (("first", first), ("starts", starts)):
         if value is not None:
             checks.tensor(name, value, "B", (torch.int32,), B=count, device=device)
@@ -136,7 +138,7 @@ def check_requests(
 
 
 def _running_sum(lengths: Tensor) -> Tensor:
-    """Where each request's rows begin if they lie one after the other."""
+    """The first row of each request if requests follow one another."""
     return (torch.cumsum(lengths, 0) - lengths).int()
 
 

@@ -1,4 +1,4 @@
-"""Reading rows back, in plain torch: by slot, and whole requests by block table."""
+"""Reads rows back in plain torch: by slot, and whole requests by block table."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Reading rows back in Triton, by slot or for whole requests: each row is read once, dequantised, and written once.
+"""Reads rows back in Triton, by slot or for whole requests: each row is read once, dequantised, and written once.
 
 A value is e4m3 x scale in float32, rounded once to the output's dtype; rope values keep their bits. Workspace rows find
 their request by a binary search in `starts`, so nothing about the lengths has to reach the host.
@@ -54,8 +54,8 @@ def _request_slots(
     rows, starts, lengths, first, block_table, table_stride, page_id_stride, requests, table_width, pages,
     PAGE_SIZE: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The slot behind each of the program's workspace rows; -1 where no request has one, or its page is not one of the
-    cache.
+    """The slot behind each of the program's workspace rows; -1 for rows of no request, and for pages that the cache
+    does not have.
 
     Rows are looked up one by one, as scalars: a tensor of them would be looked up again for every register layout that
     the compiler wants the result in.
@@ -72,7 +72,7 @@ def _request_slots(
         if first_begun != last_begun:
             begun = _requests_begun(row, starts, requests, STEPS)
         request = tl.maximum(begun - 1, 0)
-        # Nobody has looked at starts and first on a device, and their sums may leave 32 bits.
+        # Values on a device are not checked, so the sum of a start and a first position may exceed 32 bits.
         offset = row.to(tl.int64) - tl.load(starts + request)
         position = offset + tl.load(first + request)
         page = position // PAGE_SIZE
@@ -287,7 +287,7 @@ def no_request_arguments(cache: PagedCache) -> dict[str, Any]:
 
 
 def read_arguments(cache: PagedCache, out: Tensor, rows_from: dict[str, Any]) -> dict[str, Any]:
-    """What `read_rows` is launched with."""
+    """The arguments of `read_rows`."""
     rows = row_arguments(cache)
     return (
         rows_from
@@ -305,7 +305,7 @@ def read_arguments(cache: PagedCache, out: Tensor, rows_from: dict[str, Any]) ->
 
 
 def index_arguments(cache: PagedCache, values: Tensor, scales: Tensor, rows_from: dict[str, Any]) -> dict[str, Any]:
-    """What `copy_index_rows` is launched with."""
+    """The arguments of `copy_index_rows`."""
     used = ("cache", "page_stride", "PAGE_SIZE", "VALUES_START", "VALUES_STRIDE", "SCALES_START", "SCALES_STRIDE")
     rows, layout = row_arguments(cache), cache.layout
     assert layout.scales is not None

@@ -1,12 +1,12 @@
-"""Stage `index`: score cached index keys for each query token and select the best positions.
+"""Stage `index`: scores cached index keys for each query token and selects the best positions.
 
 The score of position j for token t is `key_scale[j] * sum over heads of weights[t, h] * relu(q[t, h] . key[j])`. Keys
-of `index-mxfp4` have one scale per 32 values, inside the product. Weights may be negative, and so may scores: what a
-token cannot see scores -inf, never 0.
+of `index-mxfp4` have one scale per 32 values, inside the product. Weights may be negative, and so may scores: positions
+that a token cannot see score -inf, never 0.
 
-A selection is exact and deterministic: of the positions with a score above -inf the k with the highest scores, among
-equal scores the lowest positions. It is a set, so it is written in ascending order, then -1, and does not depend on the
-backend's algorithm. A NaN score counts as -inf, and -0.0 equals 0.0.
+Top-k is exact and deterministic: it selects the k highest scores above -inf, and among equal scores the lowest
+positions. Positions are returned in ascending order and padded with -1, so the result does not depend on the backend's
+algorithm. A NaN score counts as -inf, and -0.0 equals 0.0.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ WORKSPACE_BYTES = 256 << 20
 
 @dataclass(frozen=True, eq=False)
 class IndexInputs:
-    """What a layer's indexer computed for the tokens of a step."""
+    """The queries, weights and keys that a layer's indexer computed for the tokens of a step."""
 
     q: Tensor
     """[T, index_heads, index_dim], rotated; in e4m3 its scale is in the weights (`quantise_index_query`)."""
@@ -84,7 +84,7 @@ def index_scores(
 
 
 def check_index_scores(call: IndexScores, width: int | None) -> None:
-    """Refuse what `index_scores` refuses; the result may be missing."""
+    """Refuse what `index_scores` refuses; `out` may be None."""
     tokens = _check_paged(call)
     longest = call.block_table.shape[1] * call.cache.page_size
     width = longest if width is None else checks.integer("width", width, low=0)
@@ -112,7 +112,7 @@ def ragged_scores(
         weights: [T, H].
         keys: [N, D], the keys of all requests one after another, as `gather_index` gives them: e4m3 or unquantised, or
             e2m1 pairs, uint8 [N, D / 2].
-        key_scales: float32 [N], or None: all 1; of e2m1 pairs the exponents, uint8 [N, D / 32].
+        key_scales: float32 [N], or for e2m1 pairs the exponents, uint8 [N, D / 32]. None if all are 1.
         starts: int32 [T], the first key each token sees.
         ends: int32 [T], one past its last. Bounds are clamped to the keys; a token with end <= start sees none.
         out: float32 [T, N] to write into, its rows contiguous.
@@ -128,7 +128,7 @@ def ragged_scores(
 
 
 def check_ragged_scores(call: RaggedScores) -> None:
-    """Refuse what `ragged_scores` refuses; the result may be missing."""
+    """Refuse what `ragged_scores` refuses; `out` may be None."""
     q, weights, keys, key_scales, starts, ends, out, _ = call
     device = checks.same_device(
         q=q, weights=weights, keys=keys, key_scales=key_scales, starts=starts, ends=ends, out=out
@@ -136,17 +136,17 @@ def check_ragged_scores(call: RaggedScores) -> None:
     total = checks.tensor("keys", keys, "N D", (*QUERY_DTYPES, torch.uint8))
     packed = keys.dtype == torch.uint8
     width = 2 * total["D"] if packed else total["D"]
-    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=width, remedy="as wide as the keys")
+    sizes = checks.tensor("q", q, "T H D", QUERY_DTYPES, D=width, remedy="it is as wide as the keys")
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
     if packed:
         groups = index_mxfp4(dim=width).scales
         assert groups is not None
-        remedy = "one byte per 32 values, as gather_index gives them"
+        remedy = "pass one byte per 32 values, as gather_index gives them"
         checks.tensor("key_scales", key_scales, "N G", (torch.uint8,), N=total["N"], G=groups.count, remedy=remedy)
     elif key_scales is not None:
-        checks.tensor("key_scales", key_scales, "N", (torch.float32,), N=total["N"], remedy="one per key")
+        checks.tensor("key_scales", key_scales, "N", (torch.float32,), N=total["N"], remedy="pass one per key")
     for name, bound in (("starts", starts), ("ends", ends)):
-        checks.tensor(name, bound, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
+        checks.tensor(name, bound, "T", (torch.int32,), T=sizes["T"], remedy="pass one per query token")
     _check_out(out, sizes["T"], total["N"], device, q, weights, keys, key_scales, starts, ends)
     operations.ragged_scores.check(call)
 
@@ -164,7 +164,7 @@ def topk_positions(
     """The k best positions of each row: int32 [T, k] in ascending order, then -1.
 
     With `request_ids`, `block_table` and `page_size` each position becomes its slot, in the same column, by the rules
-    of `translate_positions`: a position whose page is absent gives -1 in its place.
+    of `translate_positions`: a position whose page is absent becomes -1.
 
     Args:
         scores: float32 [T, S].
@@ -186,7 +186,7 @@ def check_topk_positions(call: TopkPositions) -> None:
     scores, lengths, k, request_ids, block_table, page_size, _ = call
     checks.same_device(scores=scores, lengths=lengths, request_ids=request_ids, block_table=block_table)
     total = checks.tensor("scores", scores, "T S", (torch.float32,))
-    checks.tensor("lengths", lengths, "T", (torch.int32,), T=total["T"], remedy="one per row of scores")
+    checks.tensor("lengths", lengths, "T", (torch.int32,), T=total["T"], remedy="pass one per row of scores")
     checks.integer("k", k, low=1, high=MAX_K)
     _check_lengths(lengths, total["S"], "there are no more scores")
     given = [value is not None for value in (request_ids, block_table, page_size)]
@@ -215,7 +215,7 @@ def index_topk(
     """The k best request-local positions of each token: int32 [T, k] in ascending order, then -1.
 
     The selection is bit for bit that of `topk_positions(index_scores(...), ...)` of the same backend, but the scores of
-    all tokens are never in memory at once. A token's row depends on nothing else in the batch.
+    all tokens are never in memory at once. A token's row does not depend on the rest of the batch.
 
     Args:
         q: [T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights.
@@ -240,7 +240,7 @@ def check_index_topk(call: IndexTopk, sizes: Mapping[str, int] | None = None, **
     Args:
         call: the arguments.
         sizes: sizes that the query must have (T, H), where a layer knows them.
-        **names: what a layer calls `q`, `weights` and `cache` in its messages.
+        **names: the layer's names for `q`, `weights` and `cache`, for errors.
     """
     _check_paged(call, sizes, **names)
     checks.integer("k", call.k, low=1, high=MAX_K)
@@ -269,7 +269,7 @@ def _check_paged(call: IndexScores | IndexTopk, known: Mapping[str, int] | None 
     expected = {**(known or {}), "D": cache.layout.width}
     sizes = checks.tensor(q_name, q, "T H D", QUERY_DTYPES, remedy=lambda: f"keys are in {cache!r}", **expected)  # type: ignore[arg-type]
     checks.tensor(weights_name, weights, "T H", checks.FLOATS, T=sizes["T"], H=sizes["H"])
-    checks.tensor("lengths", lengths, "T", (torch.int32,), T=sizes["T"], remedy="one per query token")
+    checks.tensor("lengths", lengths, "T", (torch.int32,), T=sizes["T"], remedy="pass one per query token")
     _check_requests(call.request_ids, call.block_table, sizes["T"], "one per query token")
     return sizes["T"]
 

@@ -51,7 +51,9 @@ def pack_index_query(
     total, heads, dim = sizes["T"], sizes["H"], sizes["D"]
     checks.tensor("weights", weights, "T H", checks.FLOATS, T=total, H=heads, device=q.device)
     if heads == 0 or dim == 0 or dim % _TILE:
-        raise checks.refuse("q", f"of at least one head, a multiple of {_TILE} wide", list(q.shape), "as its keys are")
+        raise checks.refuse(
+            "q", f"of at least one head, a multiple of {_TILE} wide", list(q.shape), "index keys have such a width"
+        )
     layout = index_mxfp4(dim=dim, rounding=rounding)
     constant = (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
     rotated = rotate_index(q, recipe, positions=positions, cos_sin=cos_sin)

@@ -17,8 +17,9 @@ class IndexScores(NamedTuple):
     q: Tensor
     """[T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights."""
     weights: Tensor
-    """[T, H]"""
+    """bf16, fp16 or fp32 [T, H]."""
     cache: PagedCache
+    """Index keys in `index-fp8`, `index-mxfp4` or unquantised rows, D wide."""
     request_ids: Tensor
     """int32 [T], the block-table row of each token."""
     block_table: Tensor
@@ -28,6 +29,7 @@ class IndexScores(NamedTuple):
     out: Written[Tensor]
     """float32 [T, width], rows contiguous. Every element is written, -inf where there is nothing to see."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:
@@ -44,11 +46,11 @@ class RaggedScores(NamedTuple):
     q: Tensor
     """[T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights."""
     weights: Tensor
-    """[T, H]"""
+    """bf16, fp16 or fp32 [T, H]."""
     keys: Tensor
-    """[N, D], or e2m1 pairs, uint8 [N, D / 2]."""
+    """[N, D] in e4m3, bf16, fp16 or fp32, or e2m1 pairs, uint8 [N, D / 2]."""
     key_scales: Tensor | None
-    """float32 [N], of e2m1 pairs uint8 [N, D / 32]; None: all 1."""
+    """float32 [N], or for e2m1 pairs exponents uint8 [N, D / 32]; None if all are 1."""
     starts: Tensor
     """int32 [T], the first key that a token sees."""
     ends: Tensor
@@ -56,6 +58,7 @@ class RaggedScores(NamedTuple):
     out: Written[Tensor]
     """float32 [T, N], rows contiguous. Every element is written, -inf where there is nothing to see."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:
@@ -74,12 +77,15 @@ class TopkPositions(NamedTuple):
     lengths: Tensor
     """int32 [T], how many leading columns of a row count."""
     k: int
+    """How many positions to select, 1 to 4096."""
     request_ids: Tensor | None
     """int32 [T]; given with the block table and the page size, or not at all."""
     block_table: Tensor | None
-    """int32 [B, W]"""
+    """int32 [B, W], page ids; negative for absent pages."""
     page_size: int | None
+    """Positions per page."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:
@@ -97,8 +103,9 @@ class IndexTopk(NamedTuple):
     q: Tensor
     """[T, H, D] in bf16, fp16, fp32, or e4m3 with its scale folded into the weights."""
     weights: Tensor
-    """[T, H]"""
+    """bf16, fp16 or fp32 [T, H]."""
     cache: PagedCache
+    """Index keys in `index-fp8`, `index-mxfp4` or unquantised rows, D wide."""
     request_ids: Tensor
     """int32 [T], the block-table row of each token."""
     block_table: Tensor
@@ -106,9 +113,11 @@ class IndexTopk(NamedTuple):
     lengths: Tensor
     """int32 [T], how many leading positions a token sees."""
     k: int
+    """How many positions to select, 1 to 4096."""
     workspace_bytes: int
-    """What scores and other intermediate results may take, unless one token needs more."""
+    """The memory that scores and other intermediate results may take, unless one token needs more."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:
@@ -125,14 +134,15 @@ class IndexTopk(NamedTuple):
         return IndexScores(self.q, self.weights, *paged, out, self.backend)
 
     def chunks(self, tokens: int) -> list[tuple[slice, "IndexTopk"]]:
-        """This call as calls of at most `tokens` tokens each (at least one), and which tokens these are."""
+        """This call divided into calls of at most `tokens` tokens each (at least one), with the tokens of each."""
         total, step = self.q.shape[0], max(1, tokens)
         if 0 < total <= step:
-            # Four slices would take about as much host time as a launch.
+            # No slices are made here, because four of them take about as much host time as a launch.
             return [(slice(0, total), self)]
-        return [(some, self._part(some)) for some in (slice(at, min(at + step, total)) for at in range(0, total, step))]
+        slices = [slice(at, min(at + step, total)) for at in range(0, total, step)]
+        return [(some, self._chunk(some)) for some in slices]
 
-    def _part(self, some: slice) -> "IndexTopk":
+    def _chunk(self, some: slice) -> "IndexTopk":
         q, weights = self.q[some], self.weights[some]
         return self._replace(q=q, weights=weights, request_ids=self.request_ids[some], lengths=self.lengths[some])
 
@@ -143,17 +153,19 @@ class QuantiseIndexQuery(NamedTuple):
     q: Tensor
     """[T, H, D] in bf16, fp16 or fp32."""
     weights: Tensor
-    """[T, H]"""
+    """bf16, fp16 or fp32 [T, H]."""
     positions: Tensor | None
-    """int32 or int64 [T]; None: q has been rotated by the rope already."""
+    """int32 or int64 [T]; None if the rope has been applied to q already."""
     cos_sin: Tensor | None
     """float32 [max_positions, rope_dim], given with the positions."""
     recipe: IndexRecipe
+    """The rotations to apply to q."""
     layout: Layout
-    """The layout of rows that queries are encoded like; one scale per row."""
+    """The row format in which queries are encoded, with one scale per row."""
     scale: float
     """The constant factor of all weights."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:
@@ -172,19 +184,23 @@ class WriteIndexKeys(NamedTuple):
     keys: Tensor
     """[T, D] in bf16, fp16 or fp32."""
     cache: Written[PagedCache]
+    """Index keys in `index-fp8`, `index-mxfp4` or unquantised rows, D wide."""
     slots: Tensor
     """int32 or int64 [T'] with T' <= T; keys past T' and those with a negative slot are skipped."""
     norm_weight: Tensor | None
-    """[D] of the LayerNorm; None: keys have been normalised already."""
+    """bf16, fp16 or fp32 [D], the weight of the LayerNorm; None if keys have been normalised already."""
     norm_bias: Tensor | None
-    """[D], with the weight only."""
+    """bf16, fp16 or fp32 [D], only with a weight."""
     norm_eps: float
+    """Epsilon of the LayerNorm."""
     positions: Tensor | None
-    """int32 or int64 [T]; None: keys have been rotated by the rope already."""
+    """int32 or int64 [T]; None if the rope has been applied to the keys already."""
     cos_sin: Tensor | None
     """float32 [max_positions, rope_dim], given with the positions."""
     recipe: IndexRecipe
+    """The rotations to apply to the keys."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:

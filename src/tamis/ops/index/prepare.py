@@ -1,4 +1,4 @@
-"""Index queries and index keys prepared for scoring: LayerNorm, rope, Hadamard rotation, FP8."""
+"""Prepares index queries and index keys for scoring: LayerNorm, rope, Hadamard rotation, FP8."""
 
 from dataclasses import replace
 from typing import Literal
@@ -71,7 +71,9 @@ def quantise_index_query(
     checks.option("scale_mode", scale_mode, ("pow2", "exact"))
     heads, dim = sizes["H"], sizes["D"]
     if heads == 0 or dim == 0 or dim % 4:
-        raise checks.refuse("q", "of at least one head, a multiple of 4 wide", list(q.shape), "as index keys are")
+        raise checks.refuse(
+            "q", "of at least one head, a multiple of 4 wide", list(q.shape), "index keys have such a width"
+        )
     layout = replace(index_fp8(dim=dim, rounding=rounding), scale_mode=scale_mode)
     constant = (heads * dim) ** -0.5 if scale is None else checks.positive_number("scale", scale)
     call = QuantiseIndexQuery(q, weights, positions, cos_sin, recipe, layout, constant, backend)
@@ -80,7 +82,7 @@ def quantise_index_query(
 
 
 def check_quantise_index_query(call: QuantiseIndexQuery) -> None:
-    """Refuse what `quantise_index_query` refuses, but for q, which the call's layout was made from."""
+    """Refuse what `quantise_index_query` refuses, except for q, whose width has been checked with the layout."""
     tokens, heads, dim = call.q.shape
     device = call.q.device
     checks.tensor("weights", call.weights, "T H", checks.FLOATS, T=tokens, H=heads, device=device)
@@ -127,11 +129,11 @@ def write_index_keys(
 
 
 def check_write_index_keys(call: WriteIndexKeys) -> None:
-    """Refuse what `write_index_keys` refuses, but for the cache's layout, which `check_layout` checks."""
+    """Refuse what `write_index_keys` refuses, except for the cache's layout, which `check_layout` checks."""
     keys, cache, weight, bias = call.keys, call.cache, call.norm_weight, call.norm_bias
     dim, device = cache.layout.width, cache.device
     total = checks.tensor(
-        "keys", keys, "T D", checks.FLOATS, D=dim, device=device, remedy=lambda: f"keys of {cache!r}"
+        "keys", keys, "T D", checks.FLOATS, D=dim, device=device, remedy=lambda: f"the keys go to {cache!r}"
     )["T"]
     check_slots(call.slots, cache, "keys", total)
     _check_rotations(call.recipe, call.positions, call.cos_sin, total, dim, device)

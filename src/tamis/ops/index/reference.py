@@ -29,9 +29,9 @@ from tamis.ops.index.rotation import rotate_rows
 KEY_BLOCK = 1024
 """Keys per product."""
 LOGIT_BYTES = 4 << 20
-"""Bytes of logits that a few tokens may have with one block of keys, before the sum over heads."""
+"""Memory for the logits of some tokens and one block of keys, before the sum over heads."""
 BYTES_PER_SCORE = 40
-"""What selecting from one score takes at worst: the score, a cleaned copy, and a stable sort with its 64-bit order."""
+"""Memory for selecting from one score, at worst: the score, a cleaned copy, and a stable sort with 64-bit indices."""
 
 
 def quantise_index_query(call: QuantiseIndexQuery) -> tuple[Tensor, Tensor]:
@@ -131,9 +131,9 @@ class _KeyBlock(NamedTuple):
     keys: Tensor
     """[KEY_BLOCK, D]"""
     scales: Tensor | None
-    """float32 [KEY_BLOCK]; None: all 1, or multiplied into the keys."""
+    """float32 [KEY_BLOCK]; None if all are 1, or multiplied into the keys."""
     present: Tensor
-    """bool [KEY_BLOCK]; the other keys are not to be scored."""
+    """bool [KEY_BLOCK]; keys that are not present are not scored."""
 
 
 def _score_tokens(

@@ -50,6 +50,7 @@ class Chunk(NamedTuple):
     """Some tokens of a call with their scores."""
 
     tokens: slice
+    """The tokens' numbers in the call."""
     scores: Tensor
     """float32 [t, width], undefined past each token's length. The next chunk overwrites it."""
     lengths: Tensor
@@ -57,7 +58,7 @@ class Chunk(NamedTuple):
 
 
 def scored_chunks(call: IndexTopk, width: int, tokens: int) -> Iterator[Chunk]:
-    """Scores in `width` columns, of `tokens` tokens at a time or of one if that is less."""
+    """Scores in `width` columns, of at most `tokens` tokens (at least one) at a time."""
     total = call.q.shape[0]
     rows = max(1, min(tokens, total))
     scores = torch.empty(rows, width, dtype=torch.float32, device=call.q.device)
@@ -76,18 +77,19 @@ def _score_pages(call: IndexScores | IndexTopk, out: Tensor, *, batch: int, fill
     if call.block_table.numel() == 0:
         out.fill_(-torch.inf)
         return
-    # More tokens than requests are a prefill, where neighbours mostly belong to one request. This decides a score's
-    # order of summation, so it must follow from the whole batch and not from the chunk.
+    # More tokens than requests mean a prefill, where neighbours mostly belong to one request. This determines the order
+    # of summation, so it must depend on the whole batch and not on the chunk.
     shared = batch > call.block_table.shape[0]
     _launch(call, paged_keys(call, out.shape[1]), out, shared=shared, fill=fill)
 
 
 class Keys(NamedTuple):
-    """Where `score_keys` finds its keys."""
+    """The keys of a launch of `score_keys`."""
 
     dtype: torch.dtype
-    """What holds a key without its scale, or with its scales if it is packed."""
+    """The dtype that holds a key without its scale, or with its scales if it is packed."""
     arguments: dict[str, Any]
+    """The kernel's arguments that describe the keys."""
 
 
 def paged_keys(call: IndexScores | IndexTopk, width: int) -> Keys:
@@ -130,7 +132,7 @@ def _key_format(key: str) -> tuple[torch.dtype, int]:
 
 
 def ragged_keys(call: RaggedScores) -> Keys:
-    """The keys of a list."""
+    """The keys of a contiguous list."""
     keys = call.keys if call.keys.stride(1) == 1 else call.keys.contiguous()
     scales = None if call.key_scales is None else call.key_scales.contiguous()
     packed = keys.dtype == torch.uint8
@@ -180,7 +182,7 @@ def score_launch(
 
     Args:
         call: queries and weights.
-        keys: where the keys are.
+        keys: the keys, from `paged_keys` or `ragged_keys`.
         out: float32 [T, width], rows contiguous.
         shared: whether neighbouring tokens mostly see the same keys.
         fill: whether elements past a token's keys are written.

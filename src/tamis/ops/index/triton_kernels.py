@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 SCRATCH_BYTES = 64 << 20
-"""What a selection may take beside scores and result, unless one row needs more."""
+"""The memory that a selection may take beside scores and result, unless one row needs more."""
 
 
 def topk_positions(call: TopkPositions) -> Tensor:

@@ -1,4 +1,4 @@
-"""Index queries and keys prepared in Triton: LayerNorm, rope, Hadamard rotation and quantisation in one launch each.
+"""Prepares index queries and keys in Triton: LayerNorm, rope, Hadamard rotation and quantisation in one launch each.
 
 Every step is the reference's in the same order, without fused multiply-adds, so bytes and folded weights are equal to
 the reference's. Only the LayerNorm sums in another order, so that a value near a rounding boundary may round the other
@@ -17,6 +17,7 @@ from tamis.cache.layout import Layout
 from tamis.ops.index.operations import QuantiseIndexQuery, WriteIndexKeys
 from tamis.ops.rows.triton_norm import hadamard_rows, hadamard_steps, rotate_pairs
 from tamis.ops.rows.triton_rows import (
+    decode_bf16,
     interpreted,
     launching_on,
     load_wide,
@@ -24,7 +25,6 @@ from tamis.ops.rows.triton_rows import (
     row_arguments,
     row_start,
     store_rounded,
-    widen_bf16,
 )
 from tamis.ops.write.triton_kernels import encode_tiles, quantise_tiles
 
@@ -35,7 +35,7 @@ ROW_ARGUMENTS = (
     *("cache", "page_stride", "PAGE_SIZE", "VALUES_START", "VALUES_STRIDE", "SCALES_START", "SCALES_STRIDE"),
     *("MODE", "TILE"),
 )
-"""What `insert_keys` takes of `row_arguments`."""
+"""The `row_arguments` that `insert_keys` takes."""
 
 
 @triton.jit
@@ -86,8 +86,8 @@ def prepare_rows(
     HADAMARD_STEPS: tl.constexpr, ROUND: tl.constexpr, NATIVE_BF16: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """float32 rows [ROWS, BLOCK] ready to be quantised. `rows` points to their first values, and `token` says which of
-    the positions is theirs."""
+    """float32 rows [ROWS, BLOCK], ready to be quantised. `rows` points to their first values, and `token` is the index
+    of each row's position."""
     column = tl.arange(0, BLOCK)
     known = column < WIDTH
     inside = valid[:, None] & known[None, :]
@@ -107,10 +107,10 @@ def prepare_rows(
             )
     if HADAMARD_STEPS:
         if ROUND:
-            x = widen_bf16(round_to_bf16(x, NATIVE_BF16))
+            x = decode_bf16(round_to_bf16(x, NATIVE_BF16))
         x = hadamard_rows(x, HADAMARD_STEPS, ROWS, BLOCK)
     if ROUND:
-        x = widen_bf16(round_to_bf16(x, NATIVE_BF16))
+        x = decode_bf16(round_to_bf16(x, NATIVE_BF16))
     return x
 
 

@@ -260,6 +260,7 @@ class ScoreLaunch(NamedTuple):
     constants: dict[str, Any]
     """Arguments of the kernel that are the same for every launch of this shape."""
     options: dict[str, int]
+    """Warps, pipeline stages and register limit of the launch."""
 
 
 MAX_QUERY_BYTES = 16 * 1024

@@ -70,7 +70,7 @@ def _halve(low, high, middle, count, k, slack):
 
 @triton.jit
 def _bisect(ordinals, low, k, slack):
-    """An ordinal above which k to k + slack of these lie, or else the k-th highest of them, but at least `low`."""
+    """An ordinal that k to k + slack of these exceed, or else the k-th highest of them, but at least `low`."""
     high = tl.maximum(tl.max(ordinals, 0), low) + 1
     while low + 1 < high:
         middle = _middle(low, high)
@@ -145,7 +145,7 @@ def _candidates(row, end, found, ends, rank, count, split_size, SPLITS: tl.const
     """The positions with these ranks among the `count` that a row has collected, and their ordinals, which are below
     that of -inf for ranks past the count.
 
-    Each strip has its positions in memory of its own; `ends` says how many there are up to the end of each strip.
+    Each strip has stored its positions in a separate region; `ends` is the running sum of their counts over strips.
     """
     valid = rank < count
     strip = tl.zeros_like(rank)
@@ -215,7 +215,8 @@ def _finish(
             position, ordinals, least, ties_left, taken, result, table, table_width, page_id_stride, PAGE_SIZE
         )
     else:
-        # More candidates than registers hold, as in an order of scores that defeats the groups: the same from memory.
+        # There are more candidates than registers hold, for example if the order of the scores defeats the groups. The
+        # same selection then reads them from memory.
         low = tl.full([], _LOWEST, tl.int32)
         high = tl.full([], _HIGHEST + 1, tl.int32)
         while low + 1 < high:

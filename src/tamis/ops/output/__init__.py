@@ -1,4 +1,4 @@
-"""Stage `output`: attention's output in FP8, from heads to the first half of the grouped output projection."""
+"""Stage `output`: quantises attention's output to FP8 and runs the first half of the grouped output projection."""
 
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ def lower_groups(
         scales: uint8 [T, G, K / tile], exponents.
         weight: e4m3 [G, O, K].
         weight_scales: float32 [G, O / tile (rounded up), K / tile], of square blocks.
-        dtype: of the result.
+        dtype: the dtype of the result.
         backend: a name from `tamis backends`, or "auto".
     """
     call = LowerGroups(x, scales, weight, weight_scales, dtype, backend)
@@ -88,7 +88,9 @@ def check_lower_groups(call: LowerGroups) -> None:
     checks.same_device(x=call.x, scales=call.scales, weight=call.weight, weight_scales=call.weight_scales)
     sizes = checks.tensor("weight", call.weight, "G O K", e4m3)
     groups, width = sizes["G"], sizes["K"]
-    total = checks.tensor("x", call.x, "T G K", e4m3, G=groups, K=width, remedy="as the weight has groups")["T"]
+    total = checks.tensor(
+        "x", call.x, "T G K", e4m3, G=groups, K=width, remedy="it has the groups and the width of the weight"
+    )["T"]
     tiles = checks.tensor("scales", call.scales, "T G N", (torch.uint8,), T=total, G=groups)["N"]
     check_block_scales(call.weight_scales, sizes["O"], groups, width, tiles)
     checks.option("dtype", call.dtype, checks.FLOATS)

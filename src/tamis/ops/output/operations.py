@@ -9,7 +9,7 @@ from tamis.ops.library import Operation
 
 
 class RotateToFp8(NamedTuple):
-    """Heads rotated as by `RotateHeads`, without a norm, and quantised."""
+    """Rotate heads as `RotateHeads` does, without a norm, and quantise them."""
 
     x: Tensor
     """bf16, fp16 or fp32 [T, H, D]."""
@@ -20,8 +20,9 @@ class RotateToFp8(NamedTuple):
     tile: int
     """Columns that share a scale, a power of two from 32 on that divides D."""
     inverse: bool
-    """Rotate by the negative angle."""
+    """Whether to rotate by the negative angle."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:
@@ -47,8 +48,9 @@ class LowerGroups(NamedTuple):
     weight_scales: Tensor
     """float32 [G, ceil(O / tile), K / tile], of square blocks."""
     dtype: torch.dtype
-    """Of the result."""
+    """The dtype of the result: bf16, fp16 or fp32."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:

@@ -48,11 +48,11 @@ def rotate_to_fp8_kernel(
     row = rotate_row(row, cos_sin, tl.load(positions + token), table_rows, WIDTH, ROTARY, INVERSE, BLOCK)
     tiles = tl.reshape(row, [1, BLOCK // TILE, TILE])
     codes, scale = quantise_tiles(tiles, "exponent", FLOOR)
-    place = token.to(tl.int64) * heads + head
-    tl.store(values + place * WIDTH + column, tl.reshape(codes, [BLOCK]), mask=column < WIDTH)
+    offset = token.to(tl.int64) * heads + head
+    tl.store(values + offset * WIDTH + column, tl.reshape(codes, [BLOCK]), mask=column < WIDTH)
     tile = tl.arange(0, BLOCK // TILE)
     exponent = tl.reshape(scale, [BLOCK // TILE]).to(tl.int32, bitcast=True) >> 23
-    tl.store(scales + place * (WIDTH // TILE) + tile, exponent.to(tl.uint8), mask=tile < WIDTH // TILE)
+    tl.store(scales + offset * (WIDTH // TILE) + tile, exponent.to(tl.uint8), mask=tile < WIDTH // TILE)
 
 
 @triton.jit

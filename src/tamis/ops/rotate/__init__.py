@@ -98,7 +98,7 @@ def rotate_and_write(
         positions: integer [T], absolute; negative for padding.
         cos_sin: float32 [max_positions, R].
         norm_weight: [D], the weight of the rows' norm.
-        eps: of both norms.
+        eps: epsilon of both norms.
         index_q: [T, index heads, index dim], the indexer's queries, which are rotated without a norm.
         index_hadamard: after rotating and rounding the index queries, multiply them by the Hadamard matrix and round
             again. Set it if the cache of index keys was written so (`PagedCache.recipe`).
@@ -118,13 +118,13 @@ def run_rotate_and_write(call: RotateAndWrite) -> Rotated:
 
 
 def check_rotate_and_write(call: RotateAndWrite, name: str = "cache") -> None:
-    """Refuse what `rotate_and_write` refuses; errors call the cache `name`."""
+    """Refuse what `rotate_and_write` refuses. Errors use `name` for the cache."""
     cache = call.cache
     checks.instance(name, cache, PagedCache)
     width, device = cache.layout.width, cache.device
 
     def remedy() -> str:
-        return f"rows of {cache!r}"
+        return f"the rows go to {cache!r}"
 
     total = checks.tensor("q", call.q, "T H D", checks.FLOATS, D=width, device=device, remedy=remedy)["T"]
     checks.tensor("kv", call.kv, "T D", checks.FLOATS, T=total, D=width, device=device, remedy=remedy)
@@ -144,7 +144,7 @@ def check_rotate_and_write(call: RotateAndWrite, name: str = "cache") -> None:
 
 def check_positions(positions: Tensor, cos_sin: Tensor, total: int, width: int, device: torch.device) -> None:
     """Refuse positions and a table of angles that do not fit `total` rows of this width."""
-    checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device, remedy="one per token")
+    checks.tensor("positions", positions, "T", checks.INTS, T=total, device=device, remedy="pass one per token")
     table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), device=device)
     check_rotary(table["R"], width)
     lowest = torch.iinfo(positions.dtype).min

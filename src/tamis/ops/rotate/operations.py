@@ -16,7 +16,9 @@ class NormRows(NamedTuple):
     weight: Tensor
     """bf16, fp16 or fp32 [N]."""
     eps: float
+    """Epsilon of the norm."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:
@@ -38,10 +40,11 @@ class RotateHeads(NamedTuple):
     cos_sin: Tensor
     """float32 [P, R]; the last R columns are rotated, R/2 cosines before R/2 sines."""
     eps: float | None
-    """Given, each head is RMS-normalised first, without a weight."""
+    """Epsilon of an RMSNorm without weight that each head goes through first; None for no norm."""
     inverse: bool
-    """Rotate by the negative angle."""
+    """Whether to rotate by the negative angle."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:
@@ -54,29 +57,30 @@ class RotateHeads(NamedTuple):
 
 
 class RotateAndWrite(NamedTuple):
-    """Queries normalised and rotated, raw rows normalised, rotated and written, index queries rotated."""
+    """Normalise and rotate queries; normalise, rotate and write raw rows; rotate index queries."""
 
     q: Tensor
     """bf16, fp16 or fp32 [T, H, D]."""
     kv: Tensor
     """bf16, fp16 or fp32 [T, D]."""
     cache: Written[PagedCache]
-    """The pool of raw tokens, rows of D."""
+    """The pool of raw tokens: rows of D numbers, in any layout."""
     slots: Tensor
-    """int32 or int64 [T'], T' <= T; negative: the row is not written."""
+    """int32 or int64 [T'], T' <= T; rows with a negative slot, or past T', are not written."""
     positions: Tensor
     """int32 or int64 [T]; rows of a token with a negative position are not rotated."""
     cos_sin: Tensor
     """float32 [P, R], as in `RotateHeads`."""
     norm_weight: Tensor
-    """bf16, fp16 or fp32 [D], of the rows' norm."""
+    """bf16, fp16 or fp32 [D], the weight of the rows' norm."""
     eps: float
-    """Of both norms."""
+    """Epsilon of both norms."""
     index_q: Tensor | None
     """bf16, fp16 or fp32 [T, index heads, index dim]."""
     index_hadamard: bool
-    """Multiply the rotated index queries by the Hadamard matrix."""
+    """Whether the rotated index queries are multiplied by the Hadamard matrix."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ def rotate_heads(call: RotateHeads) -> Tensor:
 
 
 def rotate_and_write(call: RotateAndWrite) -> tuple[Tensor, Tensor]:
-    """Rows into the cache; the queries [T, H, D] and the index queries. See `tamis.ops.rotate_and_write`."""
+    """Write rows to the cache; return queries [T, H, D] and index queries. See `tamis.ops.rotate_and_write`."""
     count, positions, cos_sin = len(call.slots), call.positions, call.cos_sin
     rows = rms_norm(call.kv[:count].float(), call.norm_weight.float(), call.eps)
     insert(rotate_tail(rows, positions[:count], cos_sin), call.cache, call.slots)
@@ -33,7 +33,7 @@ def rotate_and_write(call: RotateAndWrite) -> tuple[Tensor, Tensor]:
 
 
 def rotate_tail(x: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:
-    """Float32 rows with their last columns rotated; negative positions leave them as they are."""
+    """float32 rows with their last columns rotated; rows with a negative position are unchanged."""
     rotary = cos_sin.shape[1]
     front, tail = x.split([x.shape[-1] - rotary, rotary], dim=-1)
     known = positions.long().clamp(-1, len(cos_sin) - 1)

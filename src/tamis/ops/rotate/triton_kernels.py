@@ -80,7 +80,7 @@ def rotate_and_write_kernel(
     SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
     SCALE_IN_MEMORY: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of one token: program 0 to heads - 1 a query head, program `heads` the raw row, the rest index heads."""
+    """Programs 0 to heads - 1 of a token run its query heads, program `heads` its raw row, the rest its index heads."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     if head < heads:
@@ -131,7 +131,7 @@ def rotate_heads(call: RotateHeads) -> Tensor:
 
 
 def check_rotate_and_write(call: RotateAndWrite) -> None:
-    """Refuse a cache whose rows the kernel cannot make."""
+    """Refuse a cache whose rows the kernel cannot write."""
     check_rows(call.cache)
 
 
@@ -206,7 +206,7 @@ def head_and_row_arguments(call: RotateAndWrite, out: Tensor, index_out: Tensor)
 
 
 def rotation_arguments(x: Tensor, positions: Tensor, cos_sin: Tensor) -> dict[str, Any]:
-    """Heads and their rotation, as every kernel takes them that rotates heads [T, H, D]."""
+    """The arguments about heads and rotation of every kernel that rotates heads [T, H, D]."""
     if x.stride(2) != 1:
         x = x.contiguous()
     return {
@@ -223,7 +223,7 @@ def rotation_arguments(x: Tensor, positions: Tensor, cos_sin: Tensor) -> dict[st
 
 
 def _index_arguments(index_q: Tensor | None, index_out: Tensor, with_hadamard: bool) -> dict[str, Any]:
-    """The index queries' part; without any, the kernel's pointers are None."""
+    """The arguments about index queries; the pointers are None if there are none."""
     if index_q is not None and index_q.stride(2) != 1:
         index_q = index_q.contiguous()
     heads, width = (0, 0) if index_q is None else index_q.shape[1:]

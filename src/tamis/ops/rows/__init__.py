@@ -1,1 +1,1 @@
-"""Rows of a cache as the stages' Triton kernels read and write them."""
+"""Triton device functions and launch helpers that the kernels of several stages share."""

@@ -8,13 +8,13 @@ import triton.language as tl
 from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.ops.rows.triton_rows import (
+    decode_bf16,
     encode_e4m3,
     load_wide,
     round_to_bf16,
     row_arguments,
     row_start,
     store_rounded,
-    widen_bf16,
 )
 from tamis.ops.write.triton_kernels import encode_tiles
 
@@ -56,7 +56,7 @@ def rotate_pairs(
     if INVERSE:
         sin = -sin
     even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
-    # Other columns are not multiplied by 1 and 0: an infinity would make its neighbour NaN, and zeros lose their sign.
+    # Other columns are not multiplied by 1 and 0: an infinity would make its neighbour NaN, and -0.0 would become 0.0.
     first = tl.where(turning, even * cos - odd * sin, even)
     second = tl.where(turning, odd * cos + even * sin, odd)
     return tl.reshape(tl.join(first, second), [ROWS, BLOCK])
@@ -66,8 +66,8 @@ def rotate_pairs(
 def hadamard_rows(x, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Rows [ROWS, BLOCK] times the orthonormal Hadamard matrix, with STEPS = log2(BLOCK).
 
-    Each step adds and subtracts neighbours and puts all sums before all differences; after the last step every column
-    is in its place again.
+    Each step adds and subtracts neighbours and puts all sums before all differences; after the last step the columns
+    are in their original order again.
     """
     for _ in tl.static_range(STEPS):
         first, second = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
@@ -94,7 +94,7 @@ def round_like(x, pointers, NATIVE_BF16: tl.constexpr):
     elif pointers.dtype.element_ty == tl.float16:
         rounded = x.to(tl.float16).to(tl.float32)
     else:
-        rounded = widen_bf16(round_to_bf16(x, NATIVE_BF16))
+        rounded = decode_bf16(round_to_bf16(x, NATIVE_BF16))
     return rounded
 
 
@@ -113,7 +113,7 @@ def insert_row(
     if MODE == "none":
         store_rounded(cache + values_at + column, x, inside, NATIVE_BF16)
     else:
-        rounded = widen_bf16(round_to_bf16(x, NATIVE_BF16))
+        rounded = decode_bf16(round_to_bf16(x, NATIVE_BF16))
         if MODE == "tensor":
             if SCALE_IN_MEMORY:
                 factor = tl.load(scale)
@@ -143,7 +143,7 @@ def hadamard_steps(width: int) -> int:
 def check_rows(cache: PagedCache) -> None:
     """Refuse a cache whose rows `insert_row` cannot write."""
     tile = cache.layout.tile
-    # Registers hold blocks of powers of two, so that another tile must be the whole latent part.
+    # Triton's blocks are powers of two, so a tile of another size must be the whole latent part.
     if tile & (tile - 1) and tile != cache.layout.latent:
         raise checks.refuse("cache", "in tiles of a power of two", f"tiles of {tile}", "choose another layout")
 

@@ -1,4 +1,4 @@
-"""What the portable Triton kernels share: e4m3, e2m1 and bf16 as bits, slots and row addresses, launch settings.
+"""Device functions for e4m3, e2m1 and bf16 bits, slots and row addresses, and launch settings of the Triton kernels.
 
 Nothing here or in the kernels needs an architecture-specific instruction. bf16 numbers are converted to fp32 right
 after a load and back right before a store, since the interpreter, in which these kernels are tested on a CPU, does
@@ -36,7 +36,7 @@ def encode_e4m3(x):
 
     Adding a power of two that is 2**20 times larger rounds a number to the three mantissa bits of e4m3. For numbers
     below 2**-6, which are subnormal in e4m3, the power is that of 2**-6. Triton's own conversion is not used even where
-    the hardware has it: on an H200, Triton 3.6 spoiled every second byte of rows that do not start on a 16-byte
+    the hardware has it: on an H200, Triton 3.6 corrupted every second byte of rows that do not start on a 16-byte
     boundary, and writes are bound by memory either way.
     """
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
@@ -81,8 +81,8 @@ def power_of_two(exponent, PACKED: tl.constexpr):
 
 
 @triton.jit
-def widen_bf16(bits):
-    """fp32 numbers from the bits of bf16 ones. (The interpreter's own conversion spoils subnormals.)"""
+def decode_bf16(bits):
+    """fp32 values of bf16 bits. (The interpreter's own conversion gets subnormals wrong.)"""
     return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
@@ -114,7 +114,7 @@ def load_wide(pointers, mask):
     """fp32 values of fp32, fp16 or bf16 numbers; zeros where masked."""
     found = tl.load(raw_pointers(pointers), mask=mask, other=0)
     if pointers.dtype.element_ty == tl.bfloat16:
-        wide = widen_bf16(found)
+        wide = decode_bf16(found)
     else:
         wide = found.to(tl.float32)
     return wide

@@ -63,7 +63,7 @@ def check_select_window(call: SelectWindow) -> None:
     checks.integer("window", call.window, low=1)
     width = _check_rows("slots", call.slots, total, device)
     if width < call.window:
-        raise checks.refuse("slots", f"at least window={call.window} columns wide", width, "widen the buffer")
+        raise checks.refuse("slots", f"at least window={call.window} columns wide", width, "allocate a wider one")
     _check_vector("lengths", call.lengths, torch.int32, total, device)
     if call.contexts is not None or call.ends is not None:
         for name, value in (("blocks[0]", call.contexts), ("blocks[1]", call.ends)):
@@ -210,8 +210,8 @@ def select_gathered(
         chosen: int32 [T, columns], left-packed numbers of entries that an indexer chose; None for all entries.
         ratio: tokens per entry.
         window: raw tokens that a token sees, its own included.
-        entries: workspace rows reserved for entries, per request (N).
-        rows: workspace rows per request (M).
+        entries: workspace rows reserved for entries, per request.
+        rows: workspace rows per request.
         columns: the largest number of entries per token; 0 without entries.
         slots: int32 [T, columns + window or more] to write.
         lengths: int32 [T] to write.
@@ -239,7 +239,7 @@ def check_select_gathered(call: SelectGathered) -> None:
         checks.tensor("chosen", call.chosen, "T K", (torch.int32,), T=total, K=call.columns, device=device)
     width, needed = _check_rows("slots", call.slots, total, device), call.columns + call.window
     if width < needed:
-        raise checks.refuse("slots", f"at least columns + window = {needed} wide", width, "widen the buffer")
+        raise checks.refuse("slots", f"at least columns + window = {needed} wide", width, "allocate a wider one")
     _check_vector("lengths", call.lengths, torch.int32, total, device)
     read = (call.positions, call.request_ids, call.first, call.chosen)
     _check_written({"slots": call.slots, "lengths": call.lengths}, *read)
@@ -273,12 +273,12 @@ def _check_vector(name: str, value: Tensor, dtype: torch.dtype, tokens: int, dev
     """Refuse an output that is not one contiguous number per token."""
     checks.tensor(name, value, "T", (dtype,), T=tokens, device=device)
     if tokens > 1 and value.stride(0) != 1:
-        raise checks.refuse(name, "contiguous", value.stride(), "kernels write it as it lies")
+        raise checks.refuse(name, "contiguous", f"a stride of {value.stride(0)}", "allocate a separate tensor")
 
 
 def _check_rows(name: str, value: Tensor, tokens: int, device: torch.device) -> int:
     """Refuse an output that is not one row per token; return its width."""
     width = checks.tensor(name, value, "T C", (torch.int32,), T=tokens, device=device)["C"]
     if width > 1 and value.stride(1) != 1:
-        raise checks.refuse(name, "with neighbouring columns side by side", value.stride(), "do not transpose it")
+        raise checks.refuse(name, "contiguous along its rows", f"strides {value.stride()}", "do not transpose it")
     return width

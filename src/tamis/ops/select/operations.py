@@ -19,7 +19,7 @@ class SelectWindow(NamedTuple):
     """Slots of the raw tokens in each token's window, oldest first."""
 
     positions: Tensor
-    """int32 [T], of each token in its request; negative: padding, which selects nothing."""
+    """int32 [T], the position of each token in its request; negative for padding, which selects nothing."""
     request_ids: Tensor
     """int32 [T], the block-table row of each token; one outside 0..B-1 selects nothing."""
     block_table: Tensor
@@ -30,7 +30,7 @@ class SelectWindow(NamedTuple):
     """int32 [B], given with `ends` for draft blocks: every token of request b sees `window` tokens before
     `contexts[b]` and all tokens from there up to `ends[b]`."""
     ends: Tensor | None
-    """int32 [B], exclusive."""
+    """int32 [B], one past the last token that request b sees; see `contexts`."""
     page_size: int
     """Raw tokens per page."""
     window: int
@@ -40,13 +40,14 @@ class SelectWindow(NamedTuple):
     lengths: Written[Tensor]
     """int32 [T], how many slots each row has."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     def fake(self) -> None:
         """Nothing is returned."""
 
 
 class SelectEntries(NamedTuple):
-    """Which compressed entry each token completes, how many entries it sees, and the slots of all of them."""
+    """The compressed entry that each token completes, the number of entries that it sees, and their slots."""
 
     positions: Tensor
     """int32 [T], as in `SelectWindow`."""
@@ -61,9 +62,9 @@ class SelectEntries(NamedTuple):
     page_size: int
     """Entries per page."""
     columns: int | None
-    """Upper limit of `lengths`; None: the width of `every`, or no limit."""
+    """Upper limit of `lengths`; None for the width of `every`, or no limit without `every`."""
     local_from: int | None
-    """Tokens from this one on get entry numbers instead of slots in `every`; None: no token does."""
+    """Tokens from this one on get entry numbers instead of slots in `every`; None if no token does."""
     completed: Written[Tensor | None]
     """int64 [T], the slot of the entry that the token completes, -1 if it completes none."""
     visible: Written[Tensor | None]
@@ -73,6 +74,7 @@ class SelectEntries(NamedTuple):
     every: Written[Tensor | None]
     """int32 [T, C], slots of entries 0, 1, 2..., -1 beyond the visible ones."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def limit(self) -> int:
@@ -94,7 +96,7 @@ class SelectChosen(NamedTuple):
     """Slots of the entries that an indexer chose."""
 
     chosen: Tensor
-    """int32 [T, K], entry numbers within the request; negative: none."""
+    """int32 [T, K], entry numbers within the request; negative ones are skipped."""
     request_ids: Tensor
     """int32 [T], as in `SelectWindow`."""
     block_table: Tensor
@@ -108,6 +110,7 @@ class SelectChosen(NamedTuple):
     lengths: Written[Tensor]
     """int32 [T], how many slots are valid."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     def fake(self) -> None:
         """Nothing is returned."""
@@ -127,7 +130,7 @@ class SelectGathered(NamedTuple):
     first: Tensor
     """int32 [G], position of the first raw token that was gathered."""
     chosen: Tensor | None
-    """int32 [T, columns], left-packed entry numbers; None: all entries."""
+    """int32 [T, columns], left-packed entry numbers; None selects all entries."""
     first_request: int
     """Number of the group's first request."""
     ratio: int
@@ -139,12 +142,13 @@ class SelectGathered(NamedTuple):
     rows: int
     """Workspace rows per request."""
     columns: int
-    """Entries that a token sees at most."""
+    """The most entries that a token sees."""
     slots: Written[Tensor]
     """int32 [T, C], C >= columns + window: rows of the entries, then rows of the window, -1 beyond."""
     lengths: Written[Tensor]
     """int32 [T], how many rows each token has."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     def fake(self) -> None:
         """Nothing is returned."""

@@ -1,4 +1,4 @@
-"""Which rows each token attends to and writes, in plain torch."""
+"""Selects the rows that each token attends to and writes, in plain torch."""
 
 import torch
 from torch import Tensor

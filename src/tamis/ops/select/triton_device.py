@@ -16,7 +16,7 @@ def request_of(request_ids, token, first_request, requests):
 
 @triton.jit
 def is_written(own, token):
-    """Whether a token's own row is written; without a list of its slots, every token's is."""
+    """Whether a token's own row is written, which is the case for every token if `own` is None."""
     if own is not None:
         written = tl.load(own + token) >= 0
     else:
@@ -34,7 +34,7 @@ def window_rows(
 ):  # fmt: skip
     """Write the slots of one token's window."""
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + token).to(tl.int64)  # unchecked numbers: their sums may leave 32 bits
+    position = tl.load(positions + token).to(tl.int64)  # values are not checked: sums may exceed 32 bits
     request, known = request_of(request_ids, token, 0, requests)
     real = known & (position >= 0) & is_written(own, token)
     if contexts is not None:
@@ -113,8 +113,8 @@ def chosen_rows(
         entry = tl.load(source, mask=(column < columns) & real, other=-1)
         slot = slot_of(entry, entry >= 0, table, block_table_column_stride, table_width, PAGE_SIZE)
         valid = slot >= 0
-        place = count + tl.cumsum(valid.to(tl.int32), 0) - 1
-        tl.store(slots + token * slots_stride + place, slot.to(tl.int32), mask=valid)
+        target = count + tl.cumsum(valid.to(tl.int32), 0) - 1
+        tl.store(slots + token * slots_stride + target, slot.to(tl.int32), mask=valid)
         count += tl.sum(valid.to(tl.int32), 0)
     for block in range(BLOCKS):
         column = block * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Rows to attend to and to write, in Triton: one launch per operation, one program per token."""
+"""Selects the rows that each token attends to and writes, in Triton: one launch per operation, a program per token."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ class RowKernel:
 
     @property
     def constants(self) -> dict[str, int]:
-        """How a row is divided into blocks."""
+        """The block size, and the number of blocks of a row."""
         block = min(LARGEST_BLOCK, triton.next_power_of_2(max(16, self.columns)))
         return {"BLOCK": block, "BLOCKS": triton.cdiv(self.columns, block)}
 

@@ -1,4 +1,4 @@
-"""Stage `translate`: request-local positions to physical slots."""
+"""Stage `translate`: translates request-local positions to physical slots."""
 
 from typing import NamedTuple
 
@@ -45,12 +45,12 @@ def translate_positions(
         block_table: int32 [B, W].
         page_size: positions per page.
         rows_per_page: distance of two pages in the slot numbering, `page_size` unless the consumer indexes a flat
-            list of rows whose pages lie apart (`PagedCache.rows_per_page`).
+            list of rows with gaps between pages (`PagedCache.rows_per_page`).
         workspace: (ids int32 [T], starts int32 [P]). A token with ids[t] >= 0 gets row `starts[ids[t]] + p` of a
             gathered workspace instead of a cache slot.
         ranks: how many ranks share each request's rows (context parallelism).
         rank: which of them this is; positions of other ranks give -1.
-        interleave: how many consecutive positions one rank holds before the next rank's turn.
+        interleave: how many consecutive positions each rank holds; the next ones belong to the next rank.
         compact: move the valid slots of a row to its front.
         backend: a name from `tamis backends`, or "auto".
     """
@@ -100,7 +100,7 @@ def check_translate_positions(call: TranslatePositions) -> None:
 
 
 def check_shard(ranks: int, rank: int, interleave: int) -> None:
-    """Refuse a share of rows that no rank has."""
+    """Refuse a rank or an interleave that is out of range."""
     checks.integer("ranks", ranks, low=1)
     checks.integer("rank", rank, low=0, high=ranks - 1)
     checks.integer("interleave", interleave, low=1)

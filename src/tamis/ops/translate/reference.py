@@ -1,4 +1,4 @@
-"""Request-local positions to physical slots, in plain torch."""
+"""Translates request-local positions to physical slots, in plain torch."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def translate_positions(call: TranslatePositions) -> tuple[Tensor, Tensor]:
             base = starts.long()[ids.long().clamp(0, len(starts) - 1)]
             slots = torch.where(prefill, base.unsqueeze(1) + position, slots)
         valid &= prefill | (page_id >= 0)
-    # A page id so large that its slot leaves 32 bits would come back as some other, valid slot.
+    # The slot of a garbage page id may exceed 32 bits, and must not wrap around into a valid slot.
     valid &= slots < 2**31
     slots = torch.where(valid, slots, -1).int()
     if call.compact:

@@ -1,4 +1,4 @@
-"""Positions to slots in Triton: one launch, one program per token, which walks its columns and counts on the way."""
+"""Translates positions to slots in Triton: one launch, with a program per token that also counts its valid slots."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ LARGEST_BLOCK = 2048
 COLUMNS_PER_THREAD = 8
 
 
-# Batches of any size share one kernel: where alignment does not matter, sizes are not looked at.
+# do_not_specialize: otherwise Triton recompiles when one of these is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["table_stride", "requests", "table_width", "rows_per_page", "workspaces"])
 def translate_rows(
     positions, positions_stride, column_stride, request_ids, block_table, table_stride, page_id_stride, requests,
@@ -52,7 +52,7 @@ def translate_rows(
         page = position // PAGE_SIZE
         valid = valid & (page < table_width)
         page_id = tl.load(table + page.to(tl.int64) * page_id_stride, mask=valid, other=-1)
-        # 64 bits: a page id that nobody has looked at must not come back as some other, valid slot.
+        # The slot is computed in 64 bits, so that a garbage page id cannot wrap around into a valid slot.
         slot = page_id.to(tl.int64) * rows_per_page + (position - page * PAGE_SIZE)
         if workspace_ids is not None:
             valid = valid & (in_workspace | (page_id >= 0))
@@ -62,8 +62,8 @@ def translate_rows(
         valid = valid & (slot < 2147483648)
         result = tl.where(valid, slot, -1).to(tl.int32)
         if COMPACT:
-            place = count + tl.cumsum(valid.to(tl.int32), 0) - 1
-            tl.store(found + place, result, mask=valid)
+            target = count + tl.cumsum(valid.to(tl.int32), 0) - 1
+            tl.store(found + target, result, mask=valid)
         else:
             tl.store(found + column, result, mask=here)
         count += tl.sum(valid.to(tl.int32), 0)
@@ -93,7 +93,7 @@ def launch_options(block: int) -> dict[str, int]:
 
 
 def launch_arguments(call: TranslatePositions, slots: Tensor, counts: Tensor) -> dict[str, Any]:
-    """What `translate_rows` is launched with."""
+    """The arguments of `translate_rows`."""
     positions, block_table, page_size = call.positions, call.block_table, call.page_size
     ids, starts = call.workspace_ids, call.workspace_starts
     ranks, rank, interleave = call.shard if call.shard[0] > 1 else (1, 0, 1)
@@ -120,7 +120,7 @@ def launch_arguments(call: TranslatePositions, slots: Tensor, counts: Tensor) ->
         "RANK": rank,
         "INTERLEAVE": interleave,
         "COMPACT": call.compact,
-        # Divisors that may leave 32 bits take the positions with them.
+        # If a divisor exceeds 32 bits, positions are divided in 64 bits.
         "WIDE": ranks * interleave >= 2**31 or page_size >= 2**31,
         "BLOCK": block,
         "BLOCKS": triton.cdiv(positions.shape[1], block),

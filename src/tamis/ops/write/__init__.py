@@ -1,4 +1,4 @@
-"""Stage `write`: latent rows or index keys into a paged cache."""
+"""Stage `write`: quantises latent rows or index keys and inserts them into a paged cache."""
 
 import torch
 from torch import Tensor
@@ -32,20 +32,22 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
 
 
 def check_rows(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, *, name: str = "kv") -> None:
-    """Refuse rows that do not fit a cache; `name` is what the caller calls them."""
+    """Refuse rows that do not fit a cache. Errors use `name` for the rows."""
     layout, width = cache.layout, cache.layout.width
     if isinstance(kv, tuple):
         check_pair(name, kv)
         widths = [layout.latent, layout.rope]
         if [part.shape[-1] for part in kv] != widths:
             received = [list(part.shape) for part in kv]
-            raise checks.refuse(name, f"a pair of widths {widths}", received, f"rows of {cache!r}")
+            raise checks.refuse(name, f"a pair of widths {widths}", received, f"the rows go to {cache!r}")
         kv, width = kv[0], layout.latent
-    checks.tensor(name, kv, "T D", checks.FLOATS, D=width, device=cache.device, remedy=lambda: f"rows of {cache!r}")
+    checks.tensor(
+        name, kv, "T D", checks.FLOATS, D=width, device=cache.device, remedy=lambda: f"the rows go to {cache!r}"
+    )
 
 
 def write_call(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tensor, backend: str) -> WriteKv:
-    """The call that writes rows which `check_rows` has passed. Parts of one dtype are read where they are."""
+    """The call that writes rows accepted by `check_rows`. A latent and a rope part of one dtype are not joined."""
     rope = None
     if isinstance(kv, tuple):
         apart = kv[0].dtype == kv[1].dtype and cache.layout.rope
@@ -54,8 +56,7 @@ def write_call(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Ten
 
 
 def check_write_kv(call: WriteKv, *, name: str = "kv", where: str = "cache") -> None:
-    """Refuse what `write_kv` refuses once `check_rows` has passed; `name` and `where` are what the caller's rows and
-    cache are called."""
+    """Refuse what `write_kv` refuses, after `check_rows`. Errors use `name` for the rows and `where` for the cache."""
     check_slots(call.slots, call.cache, name, call.kv.shape[0], where)
     checks.changeable(where, call.cache.storage)
     operations.write_kv.check(call, kv=name, rope=f"{name} (rope part)")
@@ -85,7 +86,7 @@ def write_normed_kv(
         norm_weight: [L].
         positions: integer [T], absolute.
         cos_sin: float32 [max_positions, R] from `tamis.model.rope.Rope.cos_sin_table`.
-        eps: of the norm.
+        eps: epsilon of the norm.
         interleaved: pairs (2i, 2i+1), as the main attention uses; False: (i, i + R/2).
         backend: a name from `tamis backends`, or "auto".
     """
@@ -132,7 +133,7 @@ def quantise_per_tensor(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
 
     The largest magnitude, floored at 1e-10, becomes the largest number of `dtype`, which is 448 for e4m3. The inverse
     scale is a one-element float32 tensor, which `PagedCache(..., scale=)` and `attend(q_scale=)` take as it is; these
-    read e4m3 only. On the host, numbers that are not finite are refused: one of them would leave no other its value.
+    read e4m3 only. On the host, numbers that are not finite are refused, since no scale would fit the others.
     """
     checks.option("dtype", dtype, _FP8)
     if not isinstance(x, Tensor) or x.dtype not in checks.FLOATS or x.layout is not torch.strided:
@@ -150,8 +151,8 @@ def quantise_per_tensor(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
 
 
 def check_slots(slots: Tensor, cache: PagedCache, name: str, total: int, where: str = "cache") -> None:
-    """Refuse slots that the cache does not have, or more of them than the `total` rows of the argument called `name`;
-    `where` is what the caller's cache is called."""
+    """Refuse slots that the cache does not have, or more of them than the `total` rows of the argument `name`. Errors
+    use `where` for the cache."""
     count = checks.tensor("slots", slots, "S", checks.INTS, device=cache.device)["S"]
     if count > total:
         raise checks.refuse("slots", f"at most {total} long, one per row of {name}", count, "slice it")
@@ -160,5 +161,5 @@ def check_slots(slots: Tensor, cache: PagedCache, name: str, total: int, where: 
 
 
 def called(name: str) -> str:
-    """How a message names a cache in the middle of a sentence: "the cache", but "caches.latent"."""
+    """A cache's name inside a sentence of an error: "the cache", but "caches.latent"."""
     return name if "." in name else f"the {name}"

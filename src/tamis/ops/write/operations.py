@@ -14,11 +14,13 @@ class WriteKv(NamedTuple):
     kv: Tensor
     """[T, width] in bf16, fp16 or fp32; [T, latent] with a rope part."""
     rope: Tensor | None
-    """[T, rope] in kv's dtype, the last columns of rows that lie apart."""
+    """[T, rope] in kv's dtype, the last columns of rows whose two parts are separate tensors."""
     slots: Tensor
-    """int32 or int64 [T'], T' <= T; negative ones are skipped, and so are rows past T'."""
+    """int32 or int64 [T'], T' <= T; rows with a negative slot, or past T', are not written."""
     cache: Written[PagedCache]
+    """A cache of any layout with rows of this width."""
     backend: str
+    """A name from `tamis backends`, or "auto"."""
 
     @property
     def no_gradient(self) -> tuple[str, ...]:

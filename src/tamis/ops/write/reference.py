@@ -1,4 +1,4 @@
-"""Quantise and insert, in plain torch."""
+"""Quantises rows and inserts them into a cache, in plain torch."""
 
 import torch
 

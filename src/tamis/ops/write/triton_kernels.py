@@ -1,4 +1,4 @@
-"""Quantise and insert in Triton: one program per few rows, each row read once and written once.
+"""Quantises and inserts rows in Triton: each program handles a few rows, which it reads once and writes once.
 
 The bytes are those of the reference on every device: maxima, scales and codes are computed in exact or correctly
 rounded arithmetic, and NaN and infinities end up where the reference puts them. There is one difference: rows of one
@@ -15,6 +15,7 @@ import triton.language as tl
 from tamis.cache.layout import from_key
 from tamis.ops.rows.triton_rows import (
     copy_rounded,
+    decode_bf16,
     encode_e2m1,
     encode_e4m3,
     interpreted,
@@ -25,7 +26,6 @@ from tamis.ops.rows.triton_rows import (
     row_arguments,
     row_block,
     row_start,
-    widen_bf16,
 )
 from tamis.ops.write.operations import WriteKv
 
@@ -47,7 +47,7 @@ def _load_tiles(
     inside = wanted[:, None, None] & (tile < LATENT // TILE)[None, :, None] & (lane < TILE)[None, None, :]
     x = load_wide(kv + row[:, None, None] + column, inside)
     if ROUND_INPUT and kv.dtype.element_ty != tl.bfloat16:
-        x = widen_bf16(round_to_bf16(x, NATIVE_BF16))
+        x = decode_bf16(round_to_bf16(x, NATIVE_BF16))
     return x
 
 
@@ -55,14 +55,14 @@ def _load_tiles(
 def quantise_tiles(x, MODE: tl.constexpr, SCALE_FLOOR: tl.constexpr):
     """Codes of tiles [rows, tiles, values of a tile], in pairs if "packed", and their scales [rows, tiles]: powers of
     two but for "exact"."""
-    # A maximum passes over NaN, unless there is nothing else; an infinity counts as the largest number.
+    # The maximum ignores NaN; a tile of NaN alone counts as 0. An infinity counts as the largest finite number.
     amax = tl.max(tl.abs(x), axis=2)
     amax = tl.where(amax == amax, tl.minimum(amax, 3.4028234663852886e38), 0.0)
     scale = tl.maximum(tl.div_rn(amax, 6.0 if MODE == "packed" else 448.0), SCALE_FLOOR)
     if MODE == "exact":
         codes = encode_e4m3(tl.div_rn(x, scale[:, :, None]))
     else:
-        # The next power of two from the bits; to multiply by its inverse is to divide by it, exactly.
+        # The scale's bits give the next power of two. Multiplying by its inverse equals dividing by it exactly.
         exponent = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         scaled = x * inverse[:, :, None]
@@ -180,7 +180,7 @@ def write_kv(call: WriteKv) -> None:
 
 
 def launch_arguments(call: WriteKv) -> dict[str, Any]:
-    """What `write_rows` is launched with."""
+    """The arguments of `write_rows`."""
     kv, rope, slots, cache, _ = call
     if kv.stride(1) != 1:
         kv = kv.contiguous()
@@ -202,7 +202,7 @@ def launch_arguments(call: WriteKv) -> dict[str, Any]:
 
 @remember
 def _constants(key: str, page_size: int) -> dict[str, Any]:
-    """What a layout adds to its `layout_constants`."""
+    """The kernel's constants of a layout, beyond `layout_constants`."""
     layout = from_key(key)
     return {
         "SCALES": layout.scales.count if layout.scales is not None else 0,

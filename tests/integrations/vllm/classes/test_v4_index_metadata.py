@@ -171,7 +171,7 @@ def test_chunks_of_prefills(queries: list[int], lengths: list[int], score_bytes:
         assert chunk.skip_kv_gather == (requests == last)
         last = requests
         seen += tokens
-    # Whoever is in no chunk has nothing to see.
+    # Tokens in no chunk see no entry.
     for token in range(record.num_decode_tokens, len(step.tokens)):
         assert token in seen or step.tokens[token][1] + 1 < RATIO
     assert builder.cu_seqlen_ke_buffer[len(step.tokens) :].eq(0).all()

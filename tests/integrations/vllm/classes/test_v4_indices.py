@@ -1,4 +1,4 @@
-"""vLLM's index builders for V4 by their own names: the published scenarios, and what upstream leaves behind."""
+"""vLLM's index functions for V4 under their own names: the published scenarios, and cases that vLLM gets wrong."""
 
 from typing import Any
 
@@ -90,7 +90,7 @@ def test_c128a_rows_go_by_the_width_of_the_buffer() -> None:
 
 
 def test_c128a_rows_of_absent_pages() -> None:
-    """A page that the request does not hold is skipped: page 0 belongs to somebody."""
+    """A page that the request does not hold is skipped and not read as page 0, which belongs to another request."""
     table = int32([[3, -1], [-2, 5]])
     rows, lengths = torch.full((3, 4), 77, dtype=torch.int32), torch.full((3,), 77, dtype=torch.int32)
     positions = torch.tensor([511, 511, 511])

@@ -33,7 +33,7 @@ def scaled_layer(step: V4Step, ratio: int, **more: Any) -> Any:
 @pytest.mark.parametrize("held", [E4M3, torch.uint8])
 @pytest.mark.parametrize("attend", [attend_mixed, attend_pages])
 def test_real_scales_of_fp8_queries_and_caches(attend: Any, held: torch.dtype, ratio: int) -> None:
-    """Engines may hold an e4m3 cache as bytes: what the numbers mean, the layer says and not the tensor."""
+    """Engines may hold an e4m3 cache as bytes, so the layer and not the tensor determines the format."""
     step = scaled_step(held)
     layer = scaled_layer(step, ratio)
     assert layer._flashinfer_fp8_bmm1_scale == SCALE * Q_SCALE * KV_SCALE
@@ -52,7 +52,7 @@ def test_queries_that_were_never_scaled_have_no_scale(ratio: int) -> None:
 
 @pytest.mark.parametrize("layout", ["v4-bf16", "v4-fp8"])
 def test_queries_and_caches_of_two_kinds_are_refused(layout: str) -> None:
-    """In the mixed-index style one factor serves both, and there is none for these."""
+    """In the mixed-index style one factor serves query and cache, so these combinations have none."""
     step = V4Step(layout, [1], [200])
     layer, records = layer_of(step, 4, _q_scale_float=Q_SCALE), Records(step, 4)
     kind = "bfloat16" if layout == "v4-bf16" else "uint8"

@@ -45,7 +45,7 @@ def run(attend: Any, step: V4Step, ratio: int, padding: int = 0, **more: Any) ->
 @STYLES
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_token_without_a_slot_sees_nothing(attend: Any, ratio: int) -> None:
-    """Inside a step, a draft past the longest request has none; nobody wrote its row, which may hold anything."""
+    """A draft past the longest request has no slot. Its row was never written, so it may hold anything."""
     step = V4Step("v4-bf16", unwritten=UNWRITTEN)
     output = run(attend, step, ratio)
     assert output[list(UNWRITTEN)].eq(0).all()
@@ -99,7 +99,7 @@ def test_records_of_other_windows(window: int) -> None:
 
 @STYLES
 def test_pages_that_are_absent_are_skipped(attend: Any) -> None:
-    """An engine marks pages that a request does not hold with a negative number; page 0 is somebody's all the same.
+    """An engine marks pages that a request does not hold with a negative number; page 0 belongs to another request.
 
     (In the mixed-index style an indexer's choices come first in their rows. It makes none in a page that is absent,
     since the keys that it scores lie in the same pages.)
@@ -144,7 +144,7 @@ def index_builder(kind: type[V4IndexMetadataBuilder] = V4IndexMetadataBuilder, *
 
 
 def test_slots_that_an_earlier_step_left_behind() -> None:
-    """Engines hand over their whole buffer; what lies behind the step's tokens belongs to nobody."""
+    """Engines pass their whole buffer; its rows past the step's tokens must not be used."""
     for shape in SHAPES.values():
         step = V4Step("v4-bf16", *shape)
         total = len(step.tokens)
@@ -163,7 +163,7 @@ def test_slots_that_an_earlier_step_left_behind() -> None:
 @STYLES
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_padding_after_prefills(attend: Any, ratio: int) -> None:
-    """Under a graph of prefills the padding counts as prefill, at positions that nobody set."""
+    """Under a graph of prefills the padding counts as prefill, at positions that were never set."""
     step = V4Step("v4-bf16", *SHAPES["prefills"])
     step.agrees(run(attend, step, ratio, padding=5), ratio)
 
@@ -258,7 +258,7 @@ def test_every_entry_at_a_ratio_that_vllm_does_not_have() -> None:
 
 @pytest.mark.parametrize("kind", [V4MetadataBuilder, V4WindowMetadataBuilder, V4IndexMetadataBuilder])
 def test_context_parallel_decode_is_refused(kind: type[Any]) -> None:
-    """The rows of a request would be spread over ranks, which none of the tables here knows."""
+    """The rows of a request would be spread over ranks, which the tables here do not support."""
     config, spec = engine_config(), SimpleNamespace(block_size=WINDOW_PAGE, compress_ratio=4)
     for alone in ({}, {"decode_context_parallel_size": 1}):
         config.parallel_config = SimpleNamespace(**alone)

@@ -1,6 +1,6 @@
 """DeepSeek-V4's attention as backend, metadata-builder and impl classes, for engines that construct attention by class.
 
-These classes implement vLLM's interfaces for V4: `v4_backend` (what a backend answers before it is set up),
+These classes implement vLLM's interfaces for V4: `v4_backend` (the properties of a backend, read during setup),
 `v4_metadata` and `v4_index_metadata` (the per-step records of caches, window and indexer, and their builders),
 `v4_indices` (vLLM's index functions under their own names) and `v4_impl` (attention over one mixed list of indices).
 

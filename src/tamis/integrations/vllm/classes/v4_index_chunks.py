@@ -1,4 +1,4 @@
-"""How the indexer's prefills are divided into chunks, so that gathered keys and scores fit into vLLM's buffers."""
+"""Divides the indexer's prefills into chunks, so that gathered keys and scores fit into vLLM's buffers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -30,14 +30,14 @@ def get_compressed_slot_mapping(
     out.fill_(-1)
     found = out[:num_tokens]
     if num_tokens and len(seq_lens):
-        requests, positions = token_places(query_start_loc, seq_lens, num_tokens)
+        requests, positions = locate_tokens(query_start_loc, seq_lens, num_tokens)
         table = block_table[: len(seq_lens)].clamp_min(0)
         ratio, size = max(compress_ratio, 1), storage_block_size
         select_entries(positions, requests, table, ratio=ratio, page_size=size, completed=found)
     return found
 
 
-def token_places(query_start_loc: Tensor, seq_lens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def locate_tokens(query_start_loc: Tensor, seq_lens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """int32 [tokens]: the request of each token, and its position in the request, -1 past the last request."""
     number = torch.arange(tokens, dtype=torch.int32, device=seq_lens.device)
     request = torch.searchsorted(query_start_loc, number, right=True, out_int32=True) - 1
@@ -141,7 +141,7 @@ def combine_topk_swa_indices(
     width = ceil_div(columns + window_size, 128) * 128
     slots = torch.empty(tokens, width, dtype=torch.int32, device=topk_indices.device)
     lengths = torch.empty(tokens, dtype=torch.int32, device=topk_indices.device)
-    requests, positions = token_places(query_start_loc - query_start_loc[0], seq_lens, tokens)
+    requests, positions = locate_tokens(query_start_loc - query_start_loc[0], seq_lens, tokens)
     select_gathered(
         positions,
         requests,
@@ -247,7 +247,7 @@ def _buffers(
     slots, lengths = (buffer[:tokens] for buffer in out)
     if slots.shape[1] < window + entries:
         expected = f"at least {window + entries} columns wide"
-        raise checks.refuse("out[0]", expected, slots.shape[1], "widen the buffer")
+        raise checks.refuse("out[0]", expected, slots.shape[1], "allocate a wider one")
     return slots, lengths
 
 

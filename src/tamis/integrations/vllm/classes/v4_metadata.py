@@ -84,7 +84,7 @@ class V4WindowMetadata:
 
 
 class _Builder:
-    """What all builders share: the numbers read from vLLM's configs, and a planner."""
+    """The common base of all builders: the numbers read from vLLM's configs, and a planner."""
 
     _cudagraph_support: ClassVar[Any] = "UNIFORM_BATCH"
     reorder_batch_threshold: int | None = 1
@@ -141,7 +141,7 @@ class _Builder:
 
 
 class CompressedBuilder(_Builder):
-    """What builders of caches with one row per entry share: the ratio, and the slots of completed entries."""
+    """The common base of builders for caches with one row per entry: the ratio, and the slots of completed entries."""
 
     @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
