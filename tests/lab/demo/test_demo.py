@@ -161,14 +161,14 @@ def test_scheduler_puts_decodes_first_within_the_budget() -> None:
     scheduler = Scheduler(requests, PagePool(50, 4), token_budget=8)
     kinds = []
     while not scheduler.finished:
-        pieces = scheduler.next_pieces()
-        assert 0 < sum(len(p.tokens) for p in pieces) <= 8
-        prefilling = [p.request.prefilling for p in pieces]
+        chunks = scheduler.next_chunks()
+        assert 0 < sum(len(p.tokens) for p in chunks) <= 8
+        prefilling = [p.request.prefilling for p in chunks]
         assert prefilling == sorted(prefilling)
-        kinds.append([(p.request.name, len(p.tokens)) for p in pieces])
-        batch = scheduler.batch(pieces)
-        assert batch.lengths.tolist() == [p.end for p in pieces]
-        scheduler.complete(pieces, [7] * sum(p.predicts for p in pieces))
+        kinds.append([(p.request.name, len(p.tokens)) for p in chunks])
+        batch = scheduler.batch(chunks)
+        assert batch.lengths.tolist() == [p.end for p in chunks]
+        scheduler.complete(chunks, [7] * sum(p.predicts for p in chunks))
     assert kinds[:3] == [[(0, 5)], [(0, 1), (1, 7)], [(0, 1), (1, 7)]]
     assert all(r.generated == [7] * 6 for r in requests)
     assert scheduler.pool.free_pages == 49
@@ -179,9 +179,9 @@ def test_scheduler_waits_for_pages() -> None:
     scheduler = Scheduler(requests, PagePool(4, 4), token_budget=100)  # three pages: one request at a time
     order = []
     while not scheduler.finished:
-        pieces = scheduler.next_pieces()
-        order.append([p.request.name for p in pieces])
-        scheduler.complete(pieces, [0] * len(pieces))
+        chunks = scheduler.next_chunks()
+        order.append([p.request.name for p in chunks])
+        scheduler.complete(chunks, [0] * len(chunks))
     assert order == [[0], [1], [2]]
 
 

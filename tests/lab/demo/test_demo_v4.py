@@ -112,10 +112,10 @@ def test_scheduler_gives_pages_back_while_a_request_runs() -> None:
     pool = PagePool(20, 4)
     scheduler = Scheduler([Request(0, [1] * 30, arrival=0, new_tokens=2)], PagePool(20, 4), 8, {"window": (pool, 6)})
     while not scheduler.finished:
-        pieces = scheduler.next_pieces()
-        batch = scheduler.batch(pieces)
+        chunks = scheduler.next_chunks()
+        batch = scheduler.batch(chunks)
         assert batch.other_pages["window"].slots.min() >= 0
-        scheduler.complete(pieces, [0] * sum(p.predicts for p in pieces))
+        scheduler.complete(chunks, [0] * sum(p.predicts for p in chunks))
         if scheduler.running:
             kept = scheduler.running[0].cached - 5
             held = pool.block_table([0])[0]
