@@ -348,7 +348,7 @@ def test_progress_says_what_is_under_way_while_nothing_is_reported(
 ) -> None:
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.02)
     with Progress("tokens", "loading", stream=stream, every=0.02) as shown:
-        _wait_for(stream, "loading, 0 s")
+        _wait_for(stream, "loading... 0 s")
         shown.update(1, 10)
         _wait_for(stream, " 10% 1/10 tokens")
     ended = stream.getvalue()
