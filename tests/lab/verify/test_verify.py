@@ -222,7 +222,7 @@ def test_nan_is_no_error_within_any_bound() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--backend", "flash"], "backend must be one of 'auto', "),
+        (["--backend", "flash"], "--backend must be one of auto, "),
         (["--stage", "sieve"], "invalid choice: 'sieve'"),
         (["--device", "tpu"], "--device"),
     ],
@@ -260,7 +260,7 @@ def test_a_named_backend_is_checked_on_what_it_claims(
     assert main(["verify", "--device", "cpu", "--backend", "picky", "--stage", "write"]) == 1
     assert "no check applies" in capsys.readouterr().out
     assert main(["verify", "--device", "cpu", "--backend", "away"]) == 2
-    assert "device must be cuda for away, got cpu" in capsys.readouterr().err
+    assert "backend 'away' needs a CUDA device" in capsys.readouterr().err
 
 
 def test_only_backends_that_claim_it_are_captured() -> None:
