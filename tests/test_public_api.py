@@ -20,7 +20,8 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 
 def test_importing_costs_little_on_top_of_torch() -> None:
-    """Nobody's modules but numpy's, and few of our own: modules are counted, as seconds depend on the machine."""
+    """No other package but numpy, and no more lines of our own than before modules were sorted into folders (9,375):
+    seconds depend on the machine, and the number of modules on how finely they are cut."""
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"
@@ -29,7 +30,8 @@ def test_importing_costs_little_on_top_of_torch() -> None:
         "ours = {name for name in new if name.split('.')[0] == 'tamis'}\n"
         "others = {name.split('.')[0] for name in new - ours} - sys.stdlib_module_names\n"
         "assert others <= {'numpy'}, others\n"
-        "assert len(ours) <= 60, sorted(ours)\n"
+        "lines = sum(len(open(sys.modules[name].__file__).readlines()) for name in ours)\n"
+        "assert lines <= 9375, (lines, sorted(ours))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

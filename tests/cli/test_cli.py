@@ -358,7 +358,7 @@ def test_progress_says_what_is_under_way_while_nothing_is_reported(
 
 
 def _wait_for(stream: io.StringIO, words: str) -> None:
-    end = time.monotonic() + 600  # for a test that hangs, not for a slow machine
+    end = time.monotonic() + 60  # for a test that hangs, not for a slow machine
     while words not in stream.getvalue():
         assert time.monotonic() < end, stream.getvalue()
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Sources become cubins once; what is on disk is used only if it is whole and belongs to the same inputs."""
+"""A source is compiled once; a file on disk is used only if it is complete and was written for the same inputs."""
 
 import ctypes
 import subprocess
@@ -43,7 +43,7 @@ def test_a_program_is_compiled_once(tmp_path: Path) -> None:
     assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".cubin"]
 
 
-def test_whatever_changes_the_result_is_compiled_again(tmp_path: Path) -> None:
+def test_every_input_that_changes_the_result_is_part_of_the_key(tmp_path: Path) -> None:
     made = Counting()
     compiled(ADD, "sm_90a", folder=tmp_path, compiler=made)
     compiled(ADD, "sm_100a", folder=tmp_path, compiler=made)

@@ -1,4 +1,4 @@
-"""Kept cubins: only what this user wrote for the same inputs is used, and whatever is in the way costs time alone."""
+"""Cubins on disk: only files that this user wrote for the same inputs are used; a failure only costs a compilation."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ class Counting:
 
 
 def cubin(folder: Path | None, program: Program = ADD) -> tuple[bytes, int]:
-    """What a call returns, and how often it compiled."""
+    """The result of a call, and how often it compiled."""
     made = Counting()
     return compiled(program, "sm_90a", folder=folder, compiler=made), made.calls
 
@@ -42,7 +42,7 @@ RESULT = f"{ADD.source} for sm_90a".encode()
 
 
 def kept(folder: Path) -> Path:
-    """The file of a program that was compiled now."""
+    """Compile a program and return its file."""
     assert cubin(folder) == (RESULT, 1)
     assert cubin(folder) == (RESULT, 0)
     (path,) = folder.iterdir()
@@ -82,7 +82,7 @@ def test_a_file_that_others_can_write_to_is_replaced(tmp_path: Path, mode: int) 
     assert cubin(tmp_path) == (RESULT, 0)
 
 
-def test_what_belongs_to_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_users_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = kept(tmp_path)
     about = os.stat_result
     real = os.fstat
@@ -123,25 +123,25 @@ def test_a_truncated_file_is_replaced(tmp_path: Path, cut: int) -> None:
     assert path.read_bytes() == whole
 
 
-def test_a_file_beyond_any_cubin_is_not_read(tmp_path: Path) -> None:
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     path = kept(tmp_path)
     with path.open("r+b") as file:
-        file.truncate(1 << 40)  # without blocks: it takes no room on the disk
+        file.truncate(1 << 40)  # a sparse file, which takes no space on the disk
     assert cubin(tmp_path) == (RESULT, 1)
     assert path.stat().st_size < 1000
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "link", "loop", "folder"])
-def test_what_is_not_a_plain_file_is_never_read_or_waited_for(tmp_path: Path, kind: str) -> None:
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "folder"
     path = kept(folder)
-    path.rename(tmp_path / "elsewhere")  # a link would lead to a file that is right in every other way
+    path.rename(tmp_path / "elsewhere")  # a link will lead to this file, which is valid except for its place
     with socket.socket(socket.AF_UNIX) as place:
         if kind == "fifo":
             os.mkfifo(path, 0o600)
         elif kind == "socket":
             before = Path.cwd()
-            os.chdir(folder)  # the names of sockets are short
+            os.chdir(folder)  # the path of a socket must be short
             place.bind(path.name)
             os.chdir(before)
             path.chmod(0o600)
@@ -187,7 +187,7 @@ def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("home", ["relative", "."])
-def test_a_home_that_is_no_place_is_not_used(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_home_is_not_used(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", home)
     monkeypatch.chdir(tmp_path)
     assert cubin(None) == (RESULT, 1)
@@ -215,7 +215,7 @@ cubins.write(Path(sys.argv[1]), "add-sm_90a-0.cubin", b"key", b"cubin" * 1000)
 """
 
 
-def test_what_killed_processes_left_is_removed_and_what_others_still_write_is_not(tmp_path: Path) -> None:
+def test_only_abandoned_files_are_removed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"written\n"
@@ -261,7 +261,7 @@ for number in range(60):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("call", ["mkdir", "open", "replace", "flush"])
-def test_a_disk_that_is_full_or_read_only_costs_time_alone(
+def test_a_full_or_read_only_disk_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     def refused(*arguments: object, **keywords: object) -> None:

@@ -1,4 +1,4 @@
-"""What reaches the driver: packed arguments, launch options, and the context of the right device."""
+"""Launches pass packed parameters and options to the driver, in the context of the right device."""
 
 import ctypes
 import struct
@@ -45,7 +45,7 @@ class Nested(NamedTuple):
 
 
 class FakeCuda:
-    """The driver's functions, without a device."""
+    """The functions of the driver, without a device."""
 
     def __init__(self, params: type = One, status: int = 0) -> None:
         self.params, self.status = params, status
@@ -186,7 +186,7 @@ def test_another_context_is_left_as_it_was() -> None:
         assert fake.current == [current]
 
 
-def test_threads_do_not_share_what_the_driver_reads() -> None:
+def test_threads_do_not_share_launch_buffers() -> None:
     fake = FakeCuda(Two)
     launch = Launch(loaded(fake), Two, threads=32, cluster=2)
     inside, done = threading.Event(), threading.Event()
@@ -225,7 +225,7 @@ def test_a_kernel_runs_on_the_current_stream_and_in_a_graph(monkeypatch: pytest.
     program = Program("add.cu", source)
     x = torch.zeros(64, dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    # The first use of all is inside the capture.
+    # The kernel is loaded inside the capture.
     with torch.cuda.graph(graph):
         made = kernel(program, "add", x.device.index, tmp_path)
         Launch(made, Add, threads=64, shared=100_000)((1, 1, 1), Add(x.data_ptr(), 5))

@@ -1,4 +1,4 @@
-"""The structs that kernels take are declared twice, in C++ and in Python: both must have the same fields."""
+"""The parameter structs of kernels are declared in C++ and in Python; both declarations must have the same fields."""
 
 import re
 import struct
@@ -33,7 +33,7 @@ class Field(NamedTuple):
 
 
 def cpp_fields(text: str, name: str) -> Iterator[Field]:
-    """The fields of a C++ struct of this name, one to a line."""
+    """The fields of a C++ struct, which has one field per line."""
     found = re.search(rf"^struct {name} \{{\n(.*?)^\}};", text, re.MULTILINE | re.DOTALL)
     assert found, f"no struct {name}"
     for line in found[1].splitlines():

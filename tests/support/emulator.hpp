@@ -1,8 +1,8 @@
-// Runs a CUDA kernel on the host, exactly as written. Each thread is a coroutine; whenever one has to wait, another one is
-// picked at random. So the orders that a missing barrier would allow do happen, and the same seed repeats them. Shared
-// memory starts as garbage, and writes beyond its end are found. This file defines the functions of `instructions.cuh`
-// that kernels without matrices need, and its guard.
-#undef _FORTIFY_SOURCE  // its longjmp refuses to leave a stack for another
+// Runs a CUDA kernel on the host, exactly as written. Each thread is a coroutine; whenever one has to wait, the scheduler
+// resumes another one at random. Orders that only a missing barrier allows therefore occur, and the same seed repeats them.
+// Shared memory starts as random bytes, and writes beyond its end are detected. This file defines the include guard of
+// `instructions.cuh` and the functions of it that kernels without matrix products need.
+#undef _FORTIFY_SOURCE  // its longjmp refuses to switch to another stack
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -28,7 +28,7 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
 namespace emulator {
 
-constexpr int BLOCK_SIZE = THREADS;
+constexpr int CTA_THREADS = THREADS;
 constexpr size_t STACK = 64 * 1024, GUARD = 4096;
 
 struct Index {
@@ -36,46 +36,48 @@ struct Index {
 };
 
 struct Barrier {
-    u32 generation = 0, arrived = 0;
+    u32 generation = 0;  // phases that have ended
+    u32 arrived = 0;     // in the current phase
 };
 
 struct Warp {
     Barrier barrier;
-    u32 values[2][32];
+    u32 values[2][32];  // of all lanes, in exchanges of even and odd generations
 };
 
-struct Block {
+struct Cta {
     std::vector<unsigned char> storage;
-    uint4* memory;
-    u32 index, rank;
-    Barrier barrier;
-    Warp warps[BLOCK_SIZE / 32];
+    uint4* memory;    // shared memory, in `storage`
+    u32 index, rank;  // blockIdx.x, and the rank in the cluster
+    Barrier barrier;  // of __syncthreads
+    Warp warps[CTA_THREADS / 32];
     bool finished = false;
 };
 
-// Asynchronous operations, such as bulk copies: they may happen at any time, in any order.
+// Asynchronous operations, such as bulk copies. They may complete at any time, in any order.
 inline std::vector<std::function<void()>> in_flight;
 
-// A thread's stack, and where it continues. After the first time it is resumed by longjmp, because setcontext makes two
+// A thread's stack and saved state. It is started by setcontext and later resumed by longjmp, since setcontext makes two
 // system calls to restore signals.
-struct Place {
+struct Coroutine {
     std::vector<char> stack = std::vector<char>(STACK);
     ucontext_t beginning;
     jmp_buf paused;
     bool begun;
 };
 
-// This struct is small because the scheduler looks at many of them.
+// A CUDA thread. This struct is small because the scheduler looks at many of them.
 struct Thread {
     Index thread_index;
-    Block* block;
-    Place* place;
+    Cta* cta;
+    Coroutine* coroutine;
     bool done = false;
-    const Barrier* waiting = nullptr;
-    u32 until = 0, cluster_turn = 0;
+    const Barrier* waiting = nullptr;  // the barrier that it waits at
+    u32 until = 0;                     // the generation of that barrier that it waits for
+    u32 cluster_generation = 0;        // of the cluster barrier, at this thread's last arrival
 };
 
-// splitmix64; the standard's generators take longer to compile than most kernels.
+// splitmix64; the generators of the standard library take longer to compile than most kernels.
 struct Random {
     uint64_t state = 0;
 
@@ -91,10 +93,10 @@ struct Random {
 
 inline Thread* current;
 inline jmp_buf scheduler;
-inline std::vector<Block> blocks;
+inline std::vector<Cta> ctas;
 inline Barrier cluster;
 inline Random random_order;
-inline u32 grid_size = 1, block_y = 0;
+inline u32 grid_size = 1, cta_y = 0;
 
 inline void finish_one_in_flight() {
     std::swap(in_flight[random_order() % in_flight.size()], in_flight.back());
@@ -109,23 +111,24 @@ inline void fail(const char* what) {
 }
 
 __attribute__((noinline)) inline void pause() {
-    if (_setjmp(current->place->paused) == 0) _longjmp(scheduler, 1);
+    if (_setjmp(current->coroutine->paused) == 0) _longjmp(scheduler, 1);
 }
 
 // Runs a thread until it pauses or ends.
 __attribute__((noinline)) inline void resume(Thread& thread) {
     current = &thread;
     if (_setjmp(scheduler) != 0) return;
-    if (thread.place->begun) _longjmp(thread.place->paused, 1);
-    thread.place->begun = true;
-    setcontext(&thread.place->beginning);
+    if (thread.coroutine->begun) _longjmp(thread.coroutine->paused, 1);
+    thread.coroutine->begun = true;
+    setcontext(&thread.coroutine->beginning);
 }
 
-// Called where threads touch shared memory: now and then it lets others run.
+// Called where threads access shared memory: one time in eight it lets others run.
 inline void maybe_pause() {
     if (random_order() % 8 == 0) pause();
 }
 
+// Arrives at a barrier of `expected` threads; returns the generation to wait for the end of.
 inline u32 arrive(Barrier& barrier, u32 expected) {
     const u32 generation = barrier.generation;
     if (++barrier.arrived == expected) {
@@ -142,9 +145,9 @@ inline void wait(Barrier& barrier, u32 generation) {
     current->waiting = nullptr;
 }
 
-// The values of all lanes; returns when every lane has given its own.
+// Exchanges a value among the lanes of a warp; returns the values of all lanes when every lane has called it.
 inline const u32* exchange(u32 value) {
-    Warp& warp = current->block->warps[current->thread_index.x / 32];
+    Warp& warp = current->cta->warps[current->thread_index.x / 32];
     u32* values = warp.values[warp.barrier.generation % 2];
     values[current->thread_index.x % 32] = value;
     wait(warp.barrier, arrive(warp.barrier, 32));
@@ -154,12 +157,12 @@ inline const u32* exchange(u32 value) {
 }  // namespace emulator
 
 #define threadIdx (emulator::current->thread_index)
-#define blockIdx (emulator::Index{emulator::current->block->index, emulator::block_y})
+#define blockIdx (emulator::Index{emulator::current->cta->index, emulator::cta_y})
 #define gridDim (emulator::Index{emulator::grid_size})
 
 inline void __syncthreads() {
-    emulator::Barrier& barrier = emulator::current->block->barrier;
-    emulator::wait(barrier, emulator::arrive(barrier, emulator::BLOCK_SIZE));
+    emulator::Barrier& barrier = emulator::current->cta->barrier;
+    emulator::wait(barrier, emulator::arrive(barrier, emulator::CTA_THREADS));
 }
 
 inline u32 __ballot_sync(u32, bool predicate) {
@@ -185,16 +188,16 @@ inline u32 __shfl_up_sync(u32, u32 value, int step) {
 }
 
 template <class T>
-T atomicAdd(T* place, T value) {
+T atomicAdd(T* address, T value) {
     emulator::maybe_pause();
-    const T old = *place;
-    *place = old + value;
+    const T old = *address;
+    *address = old + value;
     return old;
 }
 
-inline void atomicOr(u32* place, u32 value) {
+inline void atomicOr(u32* address, u32 value) {
     emulator::maybe_pause();
-    *place |= value;
+    *address |= value;
 }
 
 inline int __popc(u32 value) { return __builtin_popcount(value); }
@@ -213,36 +216,36 @@ inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 constexpr u32 FULL_MASK = 0xFFFFFFFFu;
 enum Operand { FP16, BF16 };
 
-inline uint4* shared_memory() { return emulator::current->block->memory; }
+inline uint4* shared_memory() { return emulator::current->cta->memory; }
 
 inline u32 opaque(u32 number) { return number; }
 
-inline u32 cluster_rank() { return emulator::current->block->rank; }
-inline u32 cluster_size() { return emulator::blocks.size(); }
+inline u32 cluster_rank() { return emulator::current->cta->rank; }
+inline u32 cluster_size() { return emulator::ctas.size(); }
 
 inline void cluster_arrive() {
     emulator::maybe_pause();
-    emulator::current->cluster_turn =
-        emulator::arrive(emulator::cluster, emulator::blocks.size() * emulator::BLOCK_SIZE);
+    emulator::current->cluster_generation =
+        emulator::arrive(emulator::cluster, emulator::ctas.size() * emulator::CTA_THREADS);
 }
 
 inline void cluster_arrive_relaxed() { cluster_arrive(); }
 
-inline void cluster_wait() { emulator::wait(emulator::cluster, emulator::current->cluster_turn); }
+inline void cluster_wait() { emulator::wait(emulator::cluster, emulator::current->cluster_generation); }
 
-// An address is the offset in a CTA's shared memory plus the CTA's rank times this.
+// A shared-memory address is the offset in a CTA's shared memory plus the CTA's rank times this.
 constexpr u32 RANK_UNIT = 1u << 24;
 
 inline u32 shared_address(const void* pointer) {
-    emulator::Block* block = emulator::current->block;
-    const auto offset = static_cast<const char*>(pointer) - reinterpret_cast<char*>(block->memory);
-    return offset + block->rank * RANK_UNIT;
+    emulator::Cta* cta = emulator::current->cta;
+    const auto offset = static_cast<const char*>(pointer) - reinterpret_cast<char*>(cta->memory);
+    return offset + cta->rank * RANK_UNIT;
 }
 
 inline u32* shared_word(u32 address) {
-    emulator::Block& block = emulator::blocks[address / RANK_UNIT];
-    if (block.finished) emulator::fail("touched the shared memory of a CTA that has exited");
-    return reinterpret_cast<u32*>(reinterpret_cast<char*>(block.memory) + address % RANK_UNIT);
+    emulator::Cta& cta = emulator::ctas[address / RANK_UNIT];
+    if (cta.finished) emulator::fail("accessed the shared memory of a CTA that has exited");
+    return reinterpret_cast<u32*>(reinterpret_cast<char*>(cta.memory) + address % RANK_UNIT);
 }
 
 inline void shared_increment(u32 address) { atomicAdd(shared_word(address), 1u); }
@@ -263,36 +266,36 @@ inline void let_next_kernel_start() {}
 
 namespace emulator {
 
-// Runs one cluster to its end.
+// Runs one cluster of `size` CTAs to its end, with `shared` bytes of dynamic shared memory each.
 template <class Kernel>
 void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
     static const Kernel* running;
     running = &kernel;
     cluster = Barrier{};
-    blocks.assign(size, Block{});
-    std::vector<Thread> threads(size * BLOCK_SIZE);
-    static std::vector<Place> places;
-    if (places.size() < threads.size()) places.resize(threads.size());
+    ctas.assign(size, Cta{});
+    std::vector<Thread> threads(size * CTA_THREADS);
+    static std::vector<Coroutine> coroutines;
+    if (coroutines.size() < threads.size()) coroutines.resize(threads.size());
     for (u32 rank = 0; rank < size; ++rank) {
-        Block& block = blocks[rank];
-        block.storage.resize(shared + GUARD + 16);
-        for (auto& byte : block.storage) byte = random_order();
-        std::memset(block.storage.data() + block.storage.size() - GUARD, 0xA5, GUARD);
-        const auto address = reinterpret_cast<uintptr_t>(block.storage.data());
-        block.memory = reinterpret_cast<uint4*>((address + 15) / 16 * 16);
-        block.index = index * size + rank;
-        block.rank = rank;
+        Cta& cta = ctas[rank];
+        cta.storage.resize(shared + GUARD + 16);
+        for (auto& byte : cta.storage) byte = random_order();
+        std::memset(cta.storage.data() + cta.storage.size() - GUARD, 0xA5, GUARD);
+        const auto address = reinterpret_cast<uintptr_t>(cta.storage.data());
+        cta.memory = reinterpret_cast<uint4*>((address + 15) / 16 * 16);
+        cta.index = index * size + rank;
+        cta.rank = rank;
     }
-    std::vector<u32> left(size, BLOCK_SIZE), alive;
+    std::vector<u32> left(size, CTA_THREADS), alive;
     for (u32 i = 0; i < threads.size(); ++i) {
         Thread& thread = threads[i];
-        thread.block = &blocks[i / BLOCK_SIZE];
-        thread.thread_index.x = i % BLOCK_SIZE;
-        thread.place = &places[i];
-        thread.place->begun = false;
-        ucontext_t& beginning = thread.place->beginning;
+        thread.cta = &ctas[i / CTA_THREADS];
+        thread.thread_index.x = i % CTA_THREADS;
+        thread.coroutine = &coroutines[i];
+        thread.coroutine->begun = false;
+        ucontext_t& beginning = thread.coroutine->beginning;
         getcontext(&beginning);
-        beginning.uc_stack.ss_sp = thread.place->stack.data();
+        beginning.uc_stack.ss_sp = thread.coroutine->stack.data();
         beginning.uc_stack.ss_size = STACK;
         const auto whole = [] {
             (*running)();
@@ -302,17 +305,18 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
         makecontext(&beginning, static_cast<void (*)()>(whole), 0);
         alive.push_back(i);
     }
-    // Most of the time one CTA runs ahead of the others and one warp of each CTA lags behind; both change at random.
-    u32 favourite = 0, slow = random_order() % (BLOCK_SIZE / 32);
+    // Most of the time one CTA (`favourite`) runs ahead of the others and one warp of each CTA (`slow`) lags behind. Both
+    // change at random.
+    u32 favourite = 0, slow = random_order() % (CTA_THREADS / 32);
     while (!alive.empty()) {
         if (!in_flight.empty() && random_order() % 64 == 0) finish_one_in_flight();
         if (random_order() % 4096 == 0) favourite = random_order() % size;
         u32 tried, at = random_order() % alive.size();
-        for (u32 again = 0; again < 2 * size && threads[alive[at]].block->rank != favourite; ++again) {
+        for (u32 again = 0; again < 2 * size && threads[alive[at]].cta->rank != favourite; ++again) {
             at = random_order() % alive.size();
         }
-        if (random_order() % 16384 == 0) slow = random_order() % (BLOCK_SIZE / 32);
-        // The slow warp runs when nobody else can.
+        if (random_order() % 16384 == 0) slow = random_order() % (CTA_THREADS / 32);
+        // The slow warp runs when no other thread can.
         const auto can_run = [&](bool slow_as_well) {
             const Thread& thread = threads[alive[at]];
             if (thread.thread_index.x / 32 == slow && !slow_as_well) return false;
@@ -330,15 +334,15 @@ void run_cluster(u32 index, u32 size, size_t shared, const Kernel& kernel) {
         }
         resume(threads[alive[at]]);
         if (!current->done) continue;
-        if (--left[current->block->rank] == 0) current->block->finished = true;
+        if (--left[current->cta->rank] == 0) current->cta->finished = true;
         alive[at] = alive.back();
         alive.pop_back();
     }
-    if (!in_flight.empty()) fail("copies into a CTA that has exited");
-    for (const Block& block : blocks) {
-        const unsigned char* end = block.storage.data() + block.storage.size();
+    if (!in_flight.empty()) fail("a CTA has exited before copies into it have completed");
+    for (const Cta& cta : ctas) {
+        const unsigned char* end = cta.storage.data() + cta.storage.size();
         for (const unsigned char* byte = end - GUARD; byte < end; ++byte) {
-            if (*byte != 0xA5) fail("wrote past the shared memory");
+            if (*byte != 0xA5) fail("wrote beyond the end of shared memory");
         }
     }
 }

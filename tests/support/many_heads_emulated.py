@@ -23,7 +23,7 @@ ENTRY = """
 extern "C" __attribute__((visibility("default"))) void run(int ctas, int seed, const ManyHeadsParams* params) {
   emulator::random_order.seed(seed);
   for (int cta = 0; cta < ctas; ++cta) {
-    emulator::start_block_of_products(ctas);
+    emulator::start_wgmma_cta(ctas);
     emulator::run_cluster(cta, 1, USED, [&] { attend_many_heads(*params); });
     emulator::check_finished();
   }

@@ -1,5 +1,5 @@
-// The rest of `instructions.cuh` on the host: matrix fragments of a warp, mbarriers and the copies that they count, named
-// barriers. Copies land late and in any order, so that whoever does not wait for them reads old bytes.
+// The other functions of `instructions.cuh` on the host: matrix fragments of a warp, mbarriers, asynchronous copies, named
+// barriers. Copies complete late and in any order, so that a thread that does not wait for them reads old bytes.
 #pragma once
 #include "emulator.hpp"
 
@@ -21,75 +21,77 @@ struct Shuffled {
 template <class T>
 const T* exchange_all(const T& value) {
     static std::map<const Warp*, Shuffled<T>> all;
-    Warp& warp = current->block->warps[current->thread_index.x / 32];
+    Warp& warp = current->cta->warps[current->thread_index.x / 32];
     T* values = all[&warp].values[warp.barrier.generation % 2];
     values[current->thread_index.x % 32] = value;
     wait(warp.barrier, arrive(warp.barrier, 32));
     return values;
 }
 
-struct CopyBarrier {
+struct Mbarrier {
     Barrier phase;
-    u32 count, arrived = 0;
-    long long bytes = 0;  // announced but not copied yet
+    u32 count, arrived = 0;  // arrivals that end a phase, and arrivals in the current one
+    long long bytes = 0;     // expected but not copied yet
 
-    void look() {
+    void end_phase_if_complete() {
         if (arrived < count || bytes != 0) return;
         arrived = 0;
         ++phase.generation;
     }
 };
 
-// Barriers by their address or number; those of a CTA are forgotten when the next one starts.
-inline std::map<u32, CopyBarrier> copy_barriers;
+// The mbarriers of a CTA by address, and its named barriers by number. They are cleared when the next CTA starts.
+inline std::map<u32, Mbarrier> mbarriers;
 inline std::map<u32, Barrier> named_barriers;
 
-inline CopyBarrier& copy_barrier(u32 address) {
-    const auto found = copy_barriers.find(address);
-    if (found == copy_barriers.end()) fail("a barrier that was not initialised");
+inline Mbarrier& mbarrier_at(u32 address) {
+    const auto found = mbarriers.find(address);
+    if (found == mbarriers.end()) fail("an mbarrier was not initialised");
     return found->second;
 }
 
 inline void count_arrival(u32 address, u32 bytes) {
-    CopyBarrier& one = copy_barrier(address);
-    if (one.arrived == one.count) fail("more threads arrived than were expected");
+    Mbarrier& one = mbarrier_at(address);
+    if (one.arrived == one.count) fail("more arrivals at an mbarrier than its count");
     ++one.arrived;
     one.bytes += bytes;
-    one.look();
+    one.end_phase_if_complete();
 }
 
-// cp.async: each copy happens at once, or not before its thread waits for it.
-struct OwnCopies {
-    std::vector<std::function<void()>> open;
-    std::vector<std::vector<std::function<void()>>> groups;
+// The cp.async copies of a thread. A copy is done either at once or not before the thread waits for it.
+struct ThreadCopies {
+    std::vector<std::function<void()>> open;                 // not committed yet
+    std::vector<std::vector<std::function<void()>>> groups;  // committed
 };
 
-inline OwnCopies own_copies[BLOCK_SIZE];
+inline ThreadCopies thread_copies[CTA_THREADS];
 
-inline void later(u32 destination, const void* source, u32 bytes) {
+// Copies, or without a source writes zeros.
+inline void start_copy(u32 destination, const void* source, u32 bytes) {
     const auto copy = [=] {
         if (source) std::memcpy(shared_word(destination), source, bytes);
         else std::memset(shared_word(destination), 0, bytes);
     };
     if (random_order() % 2) copy();
-    else own_copies[current->thread_index.x].open.push_back(copy);
+    else thread_copies[current->thread_index.x].open.push_back(copy);
 }
 
-inline void start_block(u32 grid) {
+// Forgets the state of the CTA before; `grid` is gridDim.x.
+inline void start_cta(u32 grid) {
     grid_size = grid;
-    for (auto& own : own_copies) own = {};
-    copy_barriers.clear();
+    for (auto& own : thread_copies) own = {};
+    mbarriers.clear();
     named_barriers.clear();
 }
 
-inline float half_value(u32 bits) {
+inline float fp16_value(u32 bits) {
     _Float16 value;
     const auto narrow = static_cast<uint16_t>(bits);
     std::memcpy(&value, &narrow, 2);
     return static_cast<float>(value);
 }
 
-inline u32 half_bits(float value) {
+inline u32 fp16_bits(float value) {
     const auto narrow = static_cast<_Float16>(value);
     uint16_t bits;
     std::memcpy(&bits, &narrow, 2);
@@ -103,19 +105,19 @@ inline u32 bf16_bits(float value) {
     return value != value ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
 }
 
-inline u32 e4m3_as_half(u32 code) {
+inline u32 e4m3_to_fp16(u32 code) {
     const u32 exponent = code >> 3 & 15, digits = code & 7;
     float value = exponent == 0 ? std::ldexp(digits / 8.0f, -6)
                                 : std::ldexp(1.0f + digits / 8.0f, static_cast<int>(exponent) - 7);
     if ((code & 0x7F) == 0x7F) value = NAN;
-    return half_bits(code & 0x80 ? -value : value);
+    return fp16_bits(code & 0x80 ? -value : value);
 }
 
 struct Operands {
     u32 a[4], b[2];
 };
 
-// m16n8k16: every lane takes its row and column from the registers of the others.
+// m16n8k16: every lane computes its four elements from the registers of all lanes.
 template <class Value>
 void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1, const Value& value) {
     const Operands* lanes = exchange_all(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
@@ -136,7 +138,7 @@ inline char* shared_byte(u32 address) { return reinterpret_cast<char*>(shared_wo
 
 inline uint16_t matrix_element(const u32* rows, int matrix, int row, int column) {
     const u32 address = rows[8 * matrix + row];
-    if (address % 16) fail("a matrix row that is not aligned");
+    if (address % 16) fail("a matrix row is not aligned");
     uint16_t element;
     std::memcpy(&element, reinterpret_cast<const char*>(shared_word(address)) + 2 * column, 2);
     return element;
@@ -153,7 +155,7 @@ inline void ldmatrix_x4(u32 (&m)[4], u32 address, bool transposed) {
             m[i] |= element << 16 * e;
         }
     }
-    exchange_all(0u);  // no lane goes on and writes before all have read
+    exchange_all(0u);  // no lane returns, and possibly writes, before all have read
 }
 
 }  // namespace emulator
@@ -168,9 +170,9 @@ inline void __syncwarp() { emulator::exchange(0); }
 
 inline u32 __reduce_max_sync(u32, u32 value) {
     const u32* values = emulator::exchange_all(value);
-    u32 top = 0;
-    for (int lane = 0; lane < 32; ++lane) top = max(top, values[lane]);
-    return top;
+    u32 largest = 0;
+    for (int lane = 0; lane < 32; ++lane) largest = max(largest, values[lane]);
+    return largest;
 }
 
 inline u32 __vminu2(u32 a, u32 b) { return min(a & 0xFFFF, b & 0xFFFF) | min(a >> 16, b >> 16) << 16; }
@@ -186,8 +188,8 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
 // ---- The functions of `instructions.cuh`
 
 inline void mbarrier_init(u32 barrier, u32 count) {
-    if (barrier % 8) emulator::fail("a barrier that is not aligned");
-    emulator::copy_barriers[barrier] = {{}, count};
+    if (barrier % 8) emulator::fail("an mbarrier is not aligned");
+    emulator::mbarriers[barrier] = {{}, count};
 }
 
 inline void fence_mbarrier_init() {}
@@ -201,7 +203,7 @@ inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect_tx(barrier, 0)
 
 inline void mbarrier_wait(u32 barrier, u32 parity) {
     emulator::maybe_pause();
-    emulator::CopyBarrier& one = emulator::copy_barrier(barrier);
+    emulator::Mbarrier& one = emulator::mbarrier_at(barrier);
     while (one.phase.generation % 2 == parity) emulator::wait(one.phase, one.phase.generation);
 }
 
@@ -209,27 +211,27 @@ inline void fence_async_proxy() {}
 inline void prefetch_l2(const void*) {}
 
 inline void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
-    if ((destination | reinterpret_cast<uintptr_t>(source) | bytes) % 16) emulator::fail("a copy that is not aligned");
+    if ((destination | reinterpret_cast<uintptr_t>(source) | bytes) % 16) emulator::fail("a copy is not aligned");
     emulator::in_flight.push_back([=] {
         std::memcpy(shared_word(destination), source, bytes);
-        emulator::CopyBarrier& one = emulator::copy_barrier(barrier);
+        emulator::Mbarrier& one = emulator::mbarrier_at(barrier);
         one.bytes -= bytes;
-        one.look();
+        one.end_phase_if_complete();
     });
     emulator::maybe_pause();
 }
 
 template <int BYTES>
-void cp_async_zfill(u32 destination, const void* source, bool there) {
-    if (destination % BYTES || (there && reinterpret_cast<uintptr_t>(source) % BYTES)) {
-        emulator::fail("a copy that is not aligned");
+void cp_async_zfill(u32 destination, const void* source, bool valid) {
+    if (destination % BYTES || (valid && reinterpret_cast<uintptr_t>(source) % BYTES)) {
+        emulator::fail("a copy is not aligned");
     }
     emulator::maybe_pause();
-    emulator::later(destination, there ? source : nullptr, BYTES);
+    emulator::start_copy(destination, valid ? source : nullptr, BYTES);
 }
 
 inline void cp_async_commit() {
-    auto& own = emulator::own_copies[threadIdx.x];
+    auto& own = emulator::thread_copies[threadIdx.x];
     own.groups.push_back(std::move(own.open));
     own.open.clear();
 }
@@ -237,16 +239,16 @@ inline void cp_async_commit() {
 template <int PENDING>
 void cp_async_wait() {
     emulator::maybe_pause();
-    auto& own = emulator::own_copies[threadIdx.x];
+    auto& own = emulator::thread_copies[threadIdx.x];
     while (own.groups.size() > PENDING) {
         for (const auto& copy : own.groups.front()) copy();
         own.groups.erase(own.groups.begin());
     }
 }
 
-// Copies that have not happened yet do so before the arrival.
+// The thread's pending copies are done before the arrival.
 inline void cp_async_mbarrier_arrive(u32 barrier) {
-    auto& own = emulator::own_copies[threadIdx.x];
+    auto& own = emulator::thread_copies[threadIdx.x];
     emulator::in_flight.push_back([barrier, copies = std::move(own.open)] {
         for (const auto& copy : copies) copy();
         emulator::count_arrival(barrier, 0);
@@ -278,7 +280,7 @@ inline void ldmatrix_x4(u32 (&m)[4], u32 address) { emulator::ldmatrix_x4(m, add
 inline void ldmatrix_x4_trans(u32 (&m)[4], u32 address) { emulator::ldmatrix_x4(m, address, true); }
 
 inline void stmatrix_x4(u32 address, const u32 (&fragment)[4]) {
-    if (address % 16) emulator::fail("a matrix row that is not aligned");
+    if (address % 16) emulator::fail("a matrix row is not aligned");
     const int lane = threadIdx.x % 32;
     u32 rows[32];
     std::memcpy(rows, emulator::exchange(address), sizeof rows);
@@ -286,7 +288,7 @@ inline void stmatrix_x4(u32 address, const u32 (&fragment)[4]) {
 }
 
 inline void stmatrix_x4_trans(u32 address, const u32 (&fragment)[4]) {
-    if (address % 16) emulator::fail("a matrix row that is not aligned");
+    if (address % 16) emulator::fail("a matrix row is not aligned");
     const int lane = threadIdx.x % 32;
     u32 rows[32];
     std::memcpy(rows, emulator::exchange(address), sizeof rows);
@@ -308,18 +310,18 @@ inline u32 warp_uniform(u32 same) {
 
 template <Operand TYPE>
 void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    emulator::multiply(d, a, b0, b1, TYPE == BF16 ? emulator::bf16_value : emulator::half_value);
+    emulator::multiply(d, a, b0, b1, TYPE == BF16 ? emulator::bf16_value : emulator::fp16_value);
 }
 
 inline void e4m3x4_to_fp16(u32 codes, u32& first, u32& second) {
     u32 half[4];
-    for (int i = 0; i < 4; ++i) half[i] = emulator::e4m3_as_half(codes >> 8 * i & 0xFF);
+    for (int i = 0; i < 4; ++i) half[i] = emulator::e4m3_to_fp16(codes >> 8 * i & 0xFF);
     first = half[0] | half[1] << 16;
     second = half[2] | half[3] << 16;
 }
 
 inline u32 mul_fp16x2(u32 a, u32 b) {
-    const auto product = [](u32 x, u32 y) { return emulator::half_bits(emulator::half_value(x) * emulator::half_value(y)); };
+    const auto product = [](u32 x, u32 y) { return emulator::fp16_bits(emulator::fp16_value(x) * emulator::fp16_value(y)); };
     return product(a & 0xFFFF, b & 0xFFFF) | product(a >> 16, b >> 16) << 16;
 }
 
@@ -330,13 +332,13 @@ inline u32 mul_bf16x2(u32 a, u32 b) {
 
 inline u32 max_abs_fp16x2(u32 a, u32 b) {
     const auto larger = [](u32 x, u32 y) {
-        return emulator::half_bits(std::fmax(std::fabs(emulator::half_value(x)), std::fabs(emulator::half_value(y))));
+        return emulator::fp16_bits(std::fmax(std::fabs(emulator::fp16_value(x)), std::fabs(emulator::fp16_value(y))));
     };
     return larger(a & 0xFFFF, b & 0xFFFF) | larger(a >> 16, b >> 16) << 16;
 }
 
 inline u32 pack_fp16(float first, float second) {
-    return emulator::half_bits(first) | emulator::half_bits(second) << 16;
+    return emulator::fp16_bits(first) | emulator::fp16_bits(second) << 16;
 }
 
 inline u32 pack_bf16(float first, float second) {
@@ -344,7 +346,7 @@ inline u32 pack_bf16(float first, float second) {
 }
 
 inline float2 unpack_fp16(u32 packed) {
-    return {emulator::half_value(packed & 0xFFFF), emulator::half_value(packed >> 16)};
+    return {emulator::fp16_value(packed & 0xFFFF), emulator::fp16_value(packed >> 16)};
 }
 
 inline float fast_exp2(float x) { return std::exp2(x); }

@@ -1,5 +1,5 @@
-// `warpgroups.cuh` on the host. In a CTA, products run either when they are issued or not before somebody waits for them:
-// operands that are overwritten, or accumulators that are read, too early give wrong results in one of the two.
+// `warpgroups.cuh` on the host. The products of a CTA run either all when they are issued, or all not before their thread
+// waits for them. If operands are overwritten or accumulators read too early, one of the two gives wrong results.
 #pragma once
 #include "matrix_emulator.hpp"
 
@@ -10,34 +10,39 @@ namespace emulator {
 
 template <Operand TYPE>
 float operand_value(u32 bits) {
-    return TYPE == BF16 ? bf16_value(bits) : half_value(bits);
+    return TYPE == BF16 ? bf16_value(bits) : fp16_value(bits);
 }
 
+// One thread's share of a wgmma.
 struct Product {
-    float* result;
-    int columns;
-    bool add, from_registers;
-    unsigned long long a, b;
-    float (*value)(u32);  // of an element of an operand
-    float rows[2][16];    // of a in registers
+    float* result;            // the thread's accumulators
+    int columns;              // N
+    bool add;                 // to the accumulators, or overwrite them
+    bool from_registers;      // whether a is a fragment in registers
+    unsigned long long a, b;  // descriptors
+    float (*value)(u32);      // converts an element of an operand
+    float rows[2][16];        // the thread's two rows of a, if it is in registers
 };
 
-inline std::vector<Product> open[BLOCK_SIZE];
-inline std::vector<std::vector<Product>> committed[BLOCK_SIZE];
+// The products of each thread that are not committed yet, and the committed groups. `eager`: products run when issued.
+
+inline std::vector<Product> uncommitted[CTA_THREADS];
+inline std::vector<std::vector<Product>> committed[CTA_THREADS];
 inline bool eager;
 
+// The element at an address before swizzling. The swizzle depends on the address alone.
 inline u32 element(u32 address) {
-    // The swizzle depends on the address alone.
     unsigned short bits;
     std::memcpy(&bits, shared_byte(address ^ (address >> 7 & 7) << 4), 2);
     return bits;
 }
 
+// An operand in shared memory, as its descriptor says.
 struct TileOperand {
     u32 start, leading, stride;
 
     explicit TileOperand(unsigned long long descriptor) {
-        if (descriptor >> 62 != 1 || descriptor >> 46 & 0xFFFF) fail("not a descriptor of tiles in the 128-byte swizzle");
+        if (descriptor >> 62 != 1 || descriptor >> 46 & 0xFFFF) fail("the descriptor is not one of tiles in the 128-byte swizzle");
         start = (descriptor & 0x3FFF) << 4;
         leading = (descriptor >> 16 & 0x3FFF) << 4;
         stride = (descriptor >> 32 & 0x3FFF) << 4;
@@ -60,13 +65,13 @@ inline void run(const Product& product) {
         }
     }
     const TileOperand from(product.b);
-    const bool down = product.columns == 128;
+    const bool b_is_mn_major = product.columns == 128;  // as in the only instruction of this width
     for (int i = 0; i < product.columns / 4; ++i) {
         const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
         float* const upper = product.result + i / 2 * 4 + i % 2;
         float sums[2] = {0.0f, 0.0f};
         for (int k = 0; k < 16; ++k) {
-            const float b = product.value(down ? from.mn_major(k, column) : from.k_major(column, k));
+            const float b = product.value(b_is_mn_major ? from.mn_major(k, column) : from.k_major(column, k));
             sums[0] += a[0][k] * b;
             sums[1] += a[1][k] * b;
         }
@@ -77,7 +82,7 @@ inline void run(const Product& product) {
 
 inline void issue(const Product& product) {
     if (eager) run(product);
-    else open[current->thread_index.x].push_back(product);
+    else uncommitted[current->thread_index.x].push_back(product);
 }
 
 inline void wait_for_products(size_t pending) {
@@ -88,15 +93,16 @@ inline void wait_for_products(size_t pending) {
     }
 }
 
-inline void start_block_of_products(u32 grid) {
-    start_block(grid);
-    for (int i = 0; i < BLOCK_SIZE; ++i) open[i].clear(), committed[i].clear();
+// As `start_cta`, for kernels with wgmma.
+inline void start_wgmma_cta(u32 grid) {
+    start_cta(grid);
+    for (int i = 0; i < CTA_THREADS; ++i) uncommitted[i].clear(), committed[i].clear();
     eager = random_order() % 2;
 }
 
 inline void check_finished() {
-    for (int i = 0; i < BLOCK_SIZE; ++i) {
-        if (!open[i].empty() || !committed[i].empty()) fail("a wgmma is still in flight");
+    for (int i = 0; i < CTA_THREADS; ++i) {
+        if (!uncommitted[i].empty() || !committed[i].empty()) fail("a wgmma is still in flight");
     }
 }
 
@@ -107,7 +113,7 @@ inline u32 tile_memory() { return 0; }
 inline void wgmma_fence() { emulator::maybe_pause(); }
 
 inline void wgmma_commit() {
-    auto& products = emulator::open[threadIdx.x];
+    auto& products = emulator::uncommitted[threadIdx.x];
     emulator::committed[threadIdx.x].push_back(std::move(products));
     products.clear();
 }
@@ -116,7 +122,7 @@ template <int PENDING, class Results>
 void wgmma_wait(Results&) {
     emulator::maybe_pause();
     emulator::wait_for_products(PENDING);
-    emulator::exchange(0);  // a warp waits as a whole
+    emulator::exchange(0);  // all lanes of a warp wait together
 }
 
 template <int PENDING>

@@ -20,12 +20,12 @@ INSTALL = "install the NVRTC of PyTorch's CUDA version: pip install nvidia-cuda-
 
 
 class CompileError(RuntimeError):
-    """A source that the compiler refused; the message has its log."""
+    """A source does not compile; the message contains the compiler's log."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A source and how to compile it."""
+    """A source, its headers and the options to compile it with."""
 
     name: str
     """File name, for messages."""
@@ -69,7 +69,7 @@ class Nvrtc:
     """The compiler library."""
 
     def __init__(self, library: Any) -> None:
-        """Wrap a loaded library."""
+        """Wrap the loaded library `libnvrtc`."""
         self._library = library
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
@@ -77,15 +77,15 @@ class Nvrtc:
 
     def compile(self, program: Program, arch: str) -> bytes:
         """The cubin of a program for an architecture such as `sm_90a`."""
-        told = options(program, arch)
+        flags = options(program, arch)
         handle = ctypes.c_void_p()
         names, texts = (_strings([header[part] for header in program.headers]) for part in (0, 1))
         source = program.source.encode(), program.name.encode()
         self._call("nvrtcCreateProgram", ctypes.byref(handle), *source, len(program.headers), texts, names)
         try:
-            if self._library.nvrtcCompileProgram(handle, len(told), _strings(told)):
+            if self._library.nvrtcCompileProgram(handle, len(flags), _strings(flags)):
                 log = self._text("nvrtcGetProgramLog", handle).rstrip(b"\0").decode(errors="replace").strip()
-                raise CompileError(f"{program.name} does not compile for {arch} ({' '.join(told)}):\n{log}")
+                raise CompileError(f"{program.name} does not compile for {arch} ({' '.join(flags)}):\n{log}")
             return self._text("nvrtcGetCUBIN", handle)
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(handle))
@@ -109,10 +109,10 @@ def _strings(texts: Sequence[str]) -> Any:
 
 @cache
 def nvrtc() -> Nvrtc:
-    """The NVRTC of this installation: that of PyTorch's CUDA version before others, wheels before system libraries."""
+    """The NVRTC of this installation. PyTorch's CUDA version is preferred to others, and wheels to system libraries."""
     for library, builtins in _candidates():
         try:
-            # NVRTC opens its builtins by name alone, and wheels are on no search path.
+            # NVRTC opens its builtins by their bare name, which fails in a wheel, as no search path leads there.
             if builtins is not None:
                 ctypes.CDLL(builtins)
             return Nvrtc(ctypes.CDLL(library))
@@ -123,7 +123,7 @@ def nvrtc() -> Nvrtc:
 
 @cache
 def has_nvrtc() -> bool:
-    """Whether this installation has a compiler at all."""
+    """Whether NVRTC is installed."""
     try:
         nvrtc()
     except ImportError:
@@ -132,7 +132,7 @@ def has_nvrtc() -> bool:
 
 
 def _candidates() -> Iterator[tuple[str, str | None]]:
-    """Libraries to try, and the builtins that each needs to have loaded before."""
+    """The libraries to try, each with the builtins library that must be loaded before it."""
     wanted = [f".so.{major}" for major in ((torch.version.cuda or "13").split(".")[0], "13", "12")]
     spec = importlib.util.find_spec("nvidia")
     roots = spec.submodule_search_locations if spec is not None else None
@@ -149,9 +149,9 @@ def _candidates() -> Iterator[tuple[str, str | None]]:
 def compiled(program: Program, arch: str, *, folder: Path | None = None, compiler: Nvrtc | None = None) -> bytes:
     """The cubin of a program, from disk if it has been compiled before.
 
-    The file's name holds everything the result depends on, and the file starts with a digest of that and of the rest,
-    so that an old file, a damaged one, or one that was moved here from another name is never used. If nothing can be
-    kept (see `tamis.cuda.cubins`), the program is compiled again in every process.
+    The file's name contains a hash of everything the result depends on. The file starts with a digest of these inputs
+    and of the cubin, so that an outdated, damaged or renamed file is never used. If no file can be kept (see
+    `tamis.cuda.cubins`), the program is compiled again in every process.
     """
     compiler = compiler or nvrtc()
     key = hashlib.sha256(repr((program, options(program, arch), arch, compiler.version)).encode())
@@ -170,5 +170,5 @@ def compiled(program: Program, arch: str, *, folder: Path | None = None, compile
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """NVRTC's name of a compute capability; from 9.0 on with the instructions that only this architecture has."""
+    """NVRTC's name of a compute capability; from 9.0 on with the suffix for architecture-specific instructions."""
     return f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"

@@ -1,8 +1,8 @@
-"""Cubins on disk: one folder that belongs to this user, read and written as if others could reach it.
+"""Cubins on disk, in one folder that belongs to this user.
 
-A cubin is code that the GPU runs, so a file is used only if this user wrote it for exactly these inputs. If reading or
-writing fails (no home, a full disk, a folder that others can write to, a FIFO under the file's name), the program is
-compiled again and nothing else happens: both functions may raise OSError, which means that nothing was read or kept.
+A cubin is code that the GPU runs, so a file is used only if this user wrote it for exactly these inputs. `read` and
+`write` raise OSError if they fail (a full disk, a folder that others can write to, a FIFO under the file's name); the
+caller then compiles the program again.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LARGEST = 64 << 20
-"""Bytes of the largest file that is read; cubins are thousands of times smaller."""
+"""Size in bytes of the largest file that is read; cubins are much smaller."""
 _DIGEST_SIZE = hashlib.sha256().digest_size
 _UNFINISHED = re.compile(r".+\.cubin.+")
-"""Names of files that are being written, or that a process was writing when it was killed."""
+"""The names of files that a process is writing, or was writing when it was killed."""
 _ABANDONED_SECONDS = 60
-"""A younger file may be one whose writer has not locked it yet."""
+"""Age after which an unlocked unfinished file is removed; the writer of a younger one may not have locked it yet."""
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def default_folder() -> Path | None:
-    """Where cubins are kept unless the caller says otherwise; None for a user without a home, and on Windows."""
+    """The folder for cubins unless the caller names another; None for a user without a home, and on Windows."""
     if os.name != "posix":
         return None
     try:
@@ -38,14 +38,14 @@ def default_folder() -> Path | None:
 
 
 def read(folder: Path, name: str, key: bytes) -> bytes | None:
-    """The cubin that was kept for a key; None if the file holds anything else."""
-    with _opened(folder) as place:
-        # O_NONBLOCK: a FIFO that nobody writes to would otherwise be waited for.
-        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+    """The cubin that was written for a key; None if the file contains anything else."""
+    with _opened(folder) as directory:
+        # O_NONBLOCK: opening a FIFO that nobody writes to would otherwise wait for ever.
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     with os.fdopen(file, "rb") as opened:
-        about = os.fstat(file)
-        _check(about, name)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > LARGEST:
+        status = os.fstat(file)
+        _check(status, name)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
             return None
         stored = opened.read(LARGEST)
     cubin = stored[_DIGEST_SIZE:]
@@ -53,30 +53,30 @@ def read(folder: Path, name: str, key: bytes) -> bytes | None:
 
 
 def write(folder: Path, name: str, key: bytes, cubin: bytes) -> None:
-    """Keep a cubin: other processes see the file complete or not at all."""
+    """Write a cubin under its name; other processes see the complete file or none."""
     _make(folder)
-    with _opened(folder) as place:
-        _remove_unfinished(place)
+    with _opened(folder) as directory:
+        _remove_unfinished(directory)
         temporary = f"{name}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.open(temporary, flags, 0o600, dir_fd=place)
+        file = os.open(temporary, flags, 0o600, dir_fd=directory)
         try:
             with os.fdopen(file, "wb") as opened:
-                # The lock ends with the process, and so tells others that somebody still writes. Where a file system
-                # has no locks, nobody else gets one either, and nothing is removed.
+                # The lock ends with the process, so it tells other processes whether this one still writes. On a file
+                # system without locks they cannot lock the file either, and do not remove it.
                 with contextlib.suppress(OSError):
                     _lock(file)
                 opened.write(_digest(key, cubin) + cubin)
                 opened.flush()
-                os.replace(temporary, name, src_dir_fd=place, dst_dir_fd=place)
+                os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=place)
+                os.unlink(temporary, dir_fd=directory)
             raise
 
 
 def refusal(folder: Path | None) -> str | None:
-    """Why nothing can be kept in a folder, or None; nothing is made or changed."""
+    """The reason why cubins cannot be kept in a folder, or None. The folder is neither made nor changed."""
     if folder is None:
         return "this user has no home folder"
     try:
@@ -94,7 +94,7 @@ def _digest(key: bytes, cubin: bytes) -> bytes:
 
 
 def _make(folder: Path) -> None:
-    """Make a folder and those above it that are missing, for this user alone whatever the umask."""
+    """Make a folder and its missing parents, accessible to this user alone whatever the umask."""
     if not folder.is_dir():
         if not folder.parent.is_dir():
             _make(folder.parent)
@@ -103,41 +103,44 @@ def _make(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """A descriptor of the folder, if it belongs to this user; what is opened through it lies in the checked folder."""
-    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    """Open a folder after checking that it belongs to this user.
+
+    Files are opened relative to the descriptor, so that nobody can exchange the folder after the check.
+    """
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        _check(os.fstat(place), str(folder))
-        yield place
+        _check(os.fstat(directory), str(folder))
+        yield directory
     finally:
-        os.close(place)
+        os.close(directory)
 
 
-def _check(about: os.stat_result, name: str) -> None:
-    """Refuse what belongs to somebody else, or what somebody else could have written."""
-    if about.st_uid != os.geteuid():
-        raise PermissionError(errno.EACCES, f"it belongs to user {about.st_uid}", name)
-    if about.st_mode & _OTHERS_MAY_WRITE:
-        mode = stat.S_IMODE(about.st_mode)
+def _check(status: os.stat_result, name: str) -> None:
+    """Refuse a file or folder that belongs to another user, or that another user can write to."""
+    if status.st_uid != os.geteuid():
+        raise PermissionError(errno.EACCES, f"it belongs to user {status.st_uid}", name)
+    if status.st_mode & _OTHERS_MAY_WRITE:
+        mode = stat.S_IMODE(status.st_mode)
         raise PermissionError(errno.EACCES, f"other users can write to it (its mode is {mode:o})", name)
 
 
 def _lock(file: int) -> None:
-    """Take the lock of a file now, or raise OSError."""
+    """Lock a file without waiting; raise OSError if another process holds the lock."""
     import fcntl  # Windows does not have it
 
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _remove_unfinished(place: int) -> None:
+def _remove_unfinished(directory: int) -> None:
     """Remove files that killed processes left behind. A process that still writes holds a lock on its file."""
-    for name in os.listdir(place):
+    for name in os.listdir(directory):
         if not _UNFINISHED.fullmatch(name):
             continue
         with contextlib.suppress(OSError):
-            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
             try:
                 if time.time() - os.fstat(file).st_mtime > _ABANDONED_SECONDS:
                     _lock(file)
-                    os.unlink(name, dir_fd=place)
+                    os.unlink(name, dir_fd=directory)
             finally:
                 os.close(file)

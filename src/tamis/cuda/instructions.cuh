@@ -1,7 +1,7 @@
-// PTX that CUDA C++ has no function for, one wrapper per instruction, named after it.
+// Wrappers of PTX instructions that CUDA C++ has no function for, most of them named after the instruction.
 //
-// Kernels take their assembly from here and from `warpgroups.cuh`. The emulator of the tests (tests/support) defines the
-// guards and the functions of both files, so that a kernel runs on the host as it is written.
+// Kernels contain no other inline assembly than that of this file and of `warpgroups.cuh`. The emulator of the tests
+// (tests/support) defines the include guards and the functions of both files, so that it runs kernels unchanged on the host.
 #ifndef TAMIS_INSTRUCTIONS
 #define TAMIS_INSTRUCTIONS
 
@@ -19,8 +19,8 @@ __device__ __forceinline__ u32 opaque(u32 number) {
     return number;
 }
 
-// A value that is equal in all lanes. A reduction over the warp makes the compiler keep it, and what is computed from it,
-// in uniform registers instead of one register per lane.
+// Returns a value that is equal in all lanes. The reduction over the warp makes the compiler keep the value, and everything
+// computed from it, in uniform registers instead of one register per lane.
 __device__ __forceinline__ u32 warp_uniform(u32 same) {
     asm volatile("redux.sync.or.b32 %0, %0, 0xFFFFFFFF;" : "+r"(same));
     return same;
@@ -40,10 +40,10 @@ __device__ __forceinline__ u32 cluster_size() {
     return size;
 }
 
-// Writes before the arrival are visible to every thread of the cluster after its wait.
+// Writes before the arrival are visible to every thread of the cluster after that thread's cluster_wait.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 
-// Does not order memory: enough for a thread that only announces that its reads are done.
+// This arrival does not order memory, which is enough for a thread that only announces that its reads are done.
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
@@ -56,15 +56,15 @@ __device__ __forceinline__ uint4* shared_memory() {
     return memory;
 }
 
-// Shared memory is addressed by 32-bit numbers: from a pointer, the compiler would recompute the window's base at every
-// use.
+// Kernels address shared memory by 32-bit numbers. With a generic pointer the compiler would recompute the base of the
+// shared-memory window at every use.
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     u32 address = static_cast<u32>(__cvta_generic_to_shared(pointer));
     asm volatile("" : "+r"(address));
     return address;
 }
 
-// The hardware combines the increments of all lanes that hit one address, as they do for a plateau of equal scores.
+// Adds one. The hardware combines the increments of all lanes that hit one address, as happens with many equal scores.
 __device__ __forceinline__ void shared_increment(u32 address) {
     asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address) : "memory");
 }
@@ -116,17 +116,17 @@ __device__ __forceinline__ void peer_add(u32 theirs, u32 value) {
 
 // ---- Programmatic dependent launch (PDL); without it both instructions do nothing
 
-// The kernel before this one in the stream may still be running until here.
+// Waits until the previous kernel of the stream has ended and its writes are visible.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Once every CTA has called it, the CTAs of the next kernel may be scheduled.
+// Once every CTA has called this or has exited, CTAs of the next kernel may be scheduled.
 __device__ __forceinline__ void let_next_kernel_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // ---- mbarriers in shared memory
 
-// A phase of the barrier ends after `count` arrivals, once all bytes that these announced have been copied.
+// Initialises an mbarrier. A phase ends after `count` arrivals, once all bytes that these expect have been copied.
 __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -140,6 +140,7 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives, and makes the phase wait for `bytes` more bytes of bulk copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -155,21 +156,21 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
 
 // ---- Copies from global to shared memory
 
-// A bulk copy of a multiple of 16 bytes, both ends aligned to 16; the mbarrier counts its bytes as they arrive.
+// Starts a bulk copy of a multiple of 16 bytes. Both addresses are multiples of 16. The mbarrier counts bytes as they arrive.
 __device__ __forceinline__ void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Orders this thread's accesses to shared memory with those of the async proxy: bulk copies and wgmma.
+// Orders this thread's accesses to shared memory with those of the async proxy, that is of bulk copies and wgmma.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Brings the line of an address into L2.
+// Prefetches the cache line of an address into L2.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Copies 16 or 8 bytes, aligned to their size. Without `valid` it writes zeros and does not touch the source.
+// Starts a copy of 16 or 8 bytes, aligned to their size. Without `valid` it writes zeros and does not read the source.
 template <int BYTES>
 __device__ __forceinline__ void cp_async_zfill(u32 destination, const void* source, bool valid) {
     const int bytes = valid ? BYTES : 0;
@@ -181,21 +182,22 @@ __device__ __forceinline__ void cp_async_zfill(u32 destination, const void* sour
     }
 }
 
-// Ends a group of this thread's copies, which may be empty.
+// Makes this thread's copies since its last commit a group, which may be empty.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most PENDING of this thread's groups are in flight.
+// Waits until at most PENDING of this thread's latest groups are in flight.
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Arrives at the mbarrier, which counts this thread, when all copies that the thread has started are done.
+// Arrives at the mbarrier when all cp.async copies that this thread has started are done. The mbarrier's count includes this
+// arrival (noinc).
 __device__ __forceinline__ void cp_async_mbarrier_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// ---- Named barriers among some of a CTA's warps; number 0 is that of __syncthreads
+// ---- Named barriers among some of a CTA's warps; __syncthreads uses number 0
 
 __device__ __forceinline__ void named_barrier_sync(u32 name, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
@@ -206,7 +208,7 @@ __device__ __forceinline__ void named_barrier_arrive(u32 name, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-// ---- Registers per thread of a warpgroup: producers give up what consumers need
+// ---- Registers per thread of a warpgroup: producers release registers, which consumers take
 
 template <int REGISTERS>
 __device__ __forceinline__ void warpgroup_reg_dealloc() {
@@ -220,7 +222,7 @@ __device__ __forceinline__ void warpgroup_reg_alloc() {
 
 // ---- Matrix fragments of one warp, in the layout of mma.m16n8k16
 
-// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+// Loads four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void ldmatrix_x4(u32 (&m)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address));
@@ -231,7 +233,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&m)[4], u32 address) {
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address));
 }
 
-// The same the other way, from fragments to shared memory.
+// Stores four 8x8 matrices; addresses are as for ldmatrix_x4.
 __device__ __forceinline__ void stmatrix_x4(u32 address, const u32 (&m)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
@@ -255,9 +257,9 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u
 #undef MMA
 }
 
-// ---- Numbers; of a pair that shares a word, the first one is in the lower half
+// ---- Number formats; the first number of a packed pair is in the lower half of the word
 
-// Four e4m3 codes as fp16, which holds them exactly.
+// Converts four e4m3 codes to fp16, which holds them exactly.
 __device__ __forceinline__ void e4m3x4_to_fp16(u32 codes, u32& first, u32& second) {
     asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
         : "=r"(first), "=r"(second) : "r"(codes));
@@ -301,7 +303,7 @@ __device__ __forceinline__ float2 unpack_fp16(u32 packed) {
     return wide;
 }
 
-// 2**x to about 22 bits; subnormal numbers count as zero.
+// 2**x, accurate to about 22 bits; subnormal numbers are flushed to zero.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -18,7 +18,7 @@ import torch
 from tamis.cuda.compiler import Program, architecture, compiled
 from tamis.cuda.params import params_format
 
-# Numbers of cuda.h.
+# Constants of cuda.h.
 SHARED_PER_BLOCK_OPTIN = 97
 FUNCTION_STATIC_SHARED = 1
 FUNCTION_MAX_DYNAMIC_SHARED = 8
@@ -54,10 +54,10 @@ class _Config(ctypes.Structure):
 
 
 class Driver:
-    """The CUDA driver's C interface; a status other than success becomes an error that says what it means."""
+    """The CUDA driver's C interface; a status other than success is raised as an error."""
 
     def __init__(self, library: Any) -> None:
-        """Wrap a loaded library."""
+        """Wrap the loaded library `libcuda`."""
         self.library = library
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -67,7 +67,7 @@ class Driver:
             raise self.error(name, status)
 
     def error(self, name: str, status: int) -> RuntimeError:
-        """What a status other than success means."""
+        """The error for a status other than success."""
         text = ctypes.c_char_p()
         self.library.cuGetErrorString(status, ctypes.byref(text))
         return RuntimeError(f"{name} failed with CUDA status {status}: {(text.value or b'unknown').decode()}")
@@ -77,7 +77,7 @@ class Driver:
         """Make a context current in this thread, and allow every driver call during captures in other threads."""
         mode = ctypes.c_int(CAPTURE_RELAXED)
         self.call("cuCtxPushCurrent_v2", context)
-        # The thread's own context is restored whatever fails: torch would otherwise go on in this one.
+        # The thread's own context is restored whatever fails, or torch would continue in this one.
         try:
             self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
             try:
@@ -101,10 +101,10 @@ def driver() -> Driver:
 
 
 class Kernel:
-    """A function of a cubin, loaded on one device; the module stays loaded as long as the process."""
+    """A function of a cubin, loaded on one device. The module stays loaded until the process ends."""
 
     def __init__(self, api: Driver, cubin: bytes, function: str, device: int) -> None:
-        """Load it, and allow it all the shared memory that a CTA on this device may have."""
+        """Load the function, and allow it all the shared memory that a CTA on this device may have."""
         self.driver, self.device = api, device
         self.context, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         module, handle = ctypes.c_void_p(), ctypes.c_int()
@@ -137,7 +137,7 @@ def kernel(program: Program, function: str, device: int, folder: Path | None = N
 
 
 class _Buffers(threading.local):
-    """What a launch hands to the driver: one set per thread, since other threads run while the driver reads it."""
+    """The memory that a launch passes to the driver. Each thread has its own, since several may launch at once."""
 
     def __init__(self, size: int, config: dict[str, Any], attributes: list[_Attribute]) -> None:
         self.params = ctypes.create_string_buffer(size)
@@ -150,7 +150,7 @@ class _Buffers(threading.local):
 
 
 class Launch:
-    """A kernel with everything but its grid and its parameters: call it with these."""
+    """A kernel that is ready to launch: call it with a grid and parameters."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Launch:
             shared: bytes of dynamic shared memory per CTA.
             cluster: CTAs per cluster, along the grid's first axis.
             overlap: programmatic dependent launch (PDL): start while the kernel before it in the stream still runs;
-                the kernel must wait by itself, with `griddepcontrol.wait`, before it reads what that one writes.
+                the kernel itself must execute `griddepcontrol.wait` before it reads what the previous one writes.
         """
         if shared > kernel.shared_limit:
             raise ValueError(f"shared must be at most {kernel.shared_limit} on this device, got {shared}")
@@ -206,13 +206,13 @@ class Launch:
             self._pack_into(buffers.params, 0, *params)
         config = buffers.config
         config.grid[:] = grid
-        # This is the number behind torch.cuda.current_stream, without making an object; Triton asks for it in this way.
+        # The handle of torch.cuda.current_stream(), without making a Stream object; Triton uses the same function.
         config.stream = torch._C._cuda_getCurrentRawStream(self.kernel.device)
         self._get_current(buffers.current_reference)
         if buffers.current.value == self.kernel.context.value:
             status = self._launch(buffers.reference, self.kernel.function, buffers.pointers, None)
         else:
-            # This thread has not used the device yet, or uses another one.
+            # This thread has not used the device yet, or another device is current.
             with self.kernel.driver.within(self.kernel.context):
                 status = self._launch(buffers.reference, self.kernel.function, buffers.pointers, None)
         if status:

@@ -1,4 +1,4 @@
-"""Kernel parameters: one NamedTuple on the host, one C++ struct of the same fields in the kernel.
+"""Kernel parameters: a NamedTuple on the host and a C++ struct with the same fields in the kernel.
 
 A kernel takes a single `const __grid_constant__` struct. Its twin here is a NamedTuple whose fields have the same names
 in the same order, each annotated with one of the types below, or with the NamedTuple of a nested struct. Nested structs
@@ -21,14 +21,14 @@ Float = Annotated[float, "f"]
 
 
 class Format(NamedTuple):
-    """How a NamedTuple of parameters becomes bytes."""
+    """The byte format of a NamedTuple of parameters."""
 
     letters: str
     """The format of the module `struct`, padded like the C++ struct."""
     plain: int
-    """How many fields come before the nested structs."""
+    """Number of fields before the nested structs."""
     nested: bool
-    """Whether there are nested structs at all."""
+    """Whether there are nested structs."""
 
 
 @cache
@@ -47,7 +47,7 @@ def params_format(params: type) -> Format:
 
 
 def _letter(hint: Any) -> str:
-    """The format of a field: a letter, or that of a nested struct."""
+    """The format of a field: one letter, or the format of a nested struct."""
     metadata = getattr(hint, "__metadata__", None)
     if metadata is not None:
         return str(metadata[0])
@@ -58,7 +58,7 @@ def _letter(hint: Any) -> str:
 
 
 def params_bytes(params: type) -> int:
-    """The size of the C++ struct: what the source is compiled with as `PARAMS_BYTES`."""
+    """The size of the C++ struct, with which the source is compiled as `PARAMS_BYTES`."""
     return struct.calcsize(f"@{params_format(params).letters}")
 
 

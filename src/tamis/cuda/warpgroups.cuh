@@ -1,10 +1,11 @@
-// Warpgroup matrix instructions (wgmma): four warps multiply tiles in shared memory (see `tiles.cuh`), asynchronously.
+// Warpgroup matrix instructions (wgmma): the four warps of a warpgroup multiply tiles in shared memory (see `tiles.cuh`),
+// asynchronously.
 #ifndef TAMIS_WARPGROUPS
 #define TAMIS_WARPGROUPS
 #include "instructions.cuh"
 #include "tiles.cuh"
 
-// The address of dynamic shared memory: a multiple of 1024, as tiles need it.
+// The address of dynamic shared memory, a multiple of 1024 bytes, which tiles need.
 __device__ __forceinline__ u32 tile_memory() {
     extern __shared__ __align__(1024) unsigned char tiles[];
     return static_cast<u32>(__cvta_generic_to_shared(tiles));
@@ -12,18 +13,19 @@ __device__ __forceinline__ u32 tile_memory() {
 
 // ---- Order
 
-// Needed before the first wgmma, and after other instructions have touched its accumulators.
+// A fence is needed before the first wgmma, and after other instructions have accessed the registers of a wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
+// Makes the wgmma since the last commit a group.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most PENDING committed groups are in flight; the operands of the others may be overwritten then.
+// Waits until at most PENDING of the latest groups are in flight. The operands of the others may then be overwritten.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The same for accumulators, which the compiler must not read before.
+// Waits as well, and keeps the compiler from reading these accumulators before.
 template <int PENDING, int N>
 __device__ __forceinline__ void wgmma_wait(float (&accumulators)[N]) {
     wgmma_wait<PENDING>();
@@ -31,10 +33,10 @@ __device__ __forceinline__ void wgmma_wait(float (&accumulators)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(accumulators[i])::"memory");
 }
 
-// ---- Products of 64 rows and N columns, 16 of the inner axis at a time
+// ---- Products of M = 64 rows and N columns, K = 16
 //
 // `ss` has both operands in shared memory, `rs` has a in registers, as a fragment. a is K-major. A thread has N / 2
-// accumulators d; their number selects the instruction. With `accumulate` 0, d is overwritten.
+// accumulators d, whose number selects the instruction. If `accumulate` is 0, d is overwritten.
 
 #define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define D16(i) D8(i), D8(i + 8)
@@ -47,7 +49,7 @@ __device__ __forceinline__ void wgmma_wait(float (&accumulators)[N]) {
     NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                       \
             "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define FRAGMENT "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-// The instruction for fp16 and the one for bf16 operands; FIRST sets the predicate p where there is one.
+// The instruction for fp16 or bf16 operands. FIRST sets the predicate p, if the instruction has one.
 #define WGMMA(FIRST, SHAPE, OPERANDS, D, ...)                                                                          \
     if constexpr (TYPE == FP16) {                                                                                      \
         asm volatile(FIRST "wgmma.mma_async.sync.aligned." SHAPE ".f32.f16.f16 {" OPERANDS : D : __VA_ARGS__);         \

@@ -1,4 +1,4 @@
-"""Attention of few heads in CUDA C++: its source runs on the host, in random orders of threads, against float64."""
+"""Attention of few heads in CUDA C++: the source runs on the host, with threads in random order, against float64."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from tamis.ops.attention.hopper.params import AttendParams
 from tamis.ops.attention.hopper.splits import Outputs, choose_splits
 from tamis.ops.combine import reference as combine_reference
 
-# As on a device, with rings as short as they can be.
+# The shapes of a device, with rings as short as they can be.
 BF16_SHAPES = {
     "two streams": mma_shape(2, 2, per_sm=1, shared=219_232, bf16_rows=True),
     "one stream": mma_shape(1, 2, per_sm=2, shared=91_184, bf16_rows=True),
@@ -31,7 +31,7 @@ FP8_SHAPES = {
     "32 columns": wgmma_shape(32, 4, shared=168_752),
     "16 columns": wgmma_shape(16, 5, shared=147_456),
 }
-MODES = ["pow2", "exact", "bf16"]  # of scales, or rows without any
+MODES = ["pow2", "exact", "bf16"]  # modes of the scales of FP8 rows; bf16 rows
 EXACT = [("one stream", "exact"), ("32 columns", "exact")]
 BOTH_ROWS = [(name, mode) for name in FP8_SHAPES for mode in ("pow2", "bf16") if name in BF16_SHAPES or mode == "pow2"]
 
@@ -40,10 +40,10 @@ ENTRY = """
 extern "C" __attribute__((visibility("default")))
 void run(int width, int height, long long shared, int seed, const AttendParams* params) {
   emulator::random_order.seed(seed);
-  for (int block = 0; block < width * height; ++block) {
-    emulator::start_block_of_products(width);
-    emulator::block_y = block / width;
-    emulator::run_cluster(block % width, 1, shared, [&] { attend_SOURCE(*params); });
+  for (int cta = 0; cta < width * height; ++cta) {
+    emulator::start_wgmma_cta(width);
+    emulator::cta_y = cta / width;
+    emulator::run_cluster(cta % width, 1, shared, [&] { attend_SOURCE(*params); });
     emulator::check_finished();
   }
 }
@@ -52,7 +52,7 @@ void run(int width, int height, long long shared, int seed, const AttendParams* 
 
 
 class Emulated:
-    """Launches of one shape, on the host."""
+    """The launches of a shape, emulated on the host."""
 
     def __init__(self, folder: Path, shape: CtaShape, dtype: torch.dtype) -> None:
         program = few_heads.program(shape, dtype)
@@ -72,7 +72,7 @@ Attend = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 @pytest.fixture
 def emulated(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], None]]:
-    """Makes the module launch a shape on the host, on a device of a number of SMs."""
+    """A function that makes the module launch a shape on the host, as if on a device with a number of SMs."""
 
     def install(name: str, sms: int = 2) -> None:
         def launch(device: torch.device, shape: CtaShape, dtype: torch.dtype) -> Emulated:
@@ -100,13 +100,13 @@ def check(
     sink: Tensor | None = None,
     scale: float = SCALE,
 ) -> None:
-    """Each tile of each head by itself."""
+    """Compare with the oracle, each tile of each head by itself."""
     wanted, wanted_lse = oracle.attend(q, [selection], scale=scale, value_dim=512, sink=sink)
-    parts, lses, maxima = few_heads.attend_slots(
+    split_out, split_lse, max_logits = few_heads.attend_slots(
         attend_slots_call(q, [selection], scale=scale, value_dim=512, splits=splits)
     )
     merged = torch.empty(wanted.shape)
-    lse = combine_reference.combine_parts(combine_call(parts, lses, sink, merged))
+    lse = combine_reference.combine_parts(combine_call(split_out, split_lse, sink, merged))
     empty = wanted_lse == -torch.inf
     assert torch.equal(lse == -torch.inf, empty)
     assert (merged[empty] == 0).all()
@@ -116,8 +116,8 @@ def check(
     assert (error <= 1e-3 * norm + 1e-30).all(), float((error / norm.clamp_min(1e-30)).max())
     for token, head in (~empty).nonzero().tolist():
         rows = oracle.rows_of(selection.cache, torch.tensor(oracle.selected_slots(selection, token)))
-        top = (rows @ q[token, head].double()).max() * scale
-        assert abs(maxima[:, token, head].max() - top) < 2e-3 + 1e-4 * abs(top)
+        max_logit = (rows @ q[token, head].double()).max() * scale
+        assert abs(max_logits[:, token, head].max() - max_logit) < 2e-3 + 1e-4 * abs(max_logit)
 
 
 @pytest.mark.parametrize(("name", "mode"), BOTH_ROWS)
@@ -132,7 +132,7 @@ def test_the_source_computes_attention(emulated, name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", FP8_SHAPES)
 @pytest.mark.parametrize(("mode", "dtype"), KINDS)
-def test_hostile_slots_lengths_parts_and_sinks(emulated, name: str, mode: str, dtype: torch.dtype) -> None:
+def test_invalid_slots_lengths_splits_and_sinks(emulated, name: str, mode: str, dtype: torch.dtype) -> None:
     if mode == "bf16" and name not in BF16_SHAPES:
         pytest.skip("heads are columns over FP8 rows only")
     reseed(1)
@@ -155,8 +155,8 @@ def test_hostile_slots_lengths_parts_and_sinks(emulated, name: str, mode: str, d
 @pytest.mark.parametrize(
     ("name", "heads"), [("two streams", 39), ("one stream", 17), ("16 columns", 21), ("32 columns", 40)]
 )
-def test_more_heads_than_a_block_has(emulated, name: str, heads: int) -> None:
-    """Whole tokens and parts, several items in a block, and a last block with fewer heads."""
+def test_more_heads_than_a_cta_has(emulated, name: str, heads: int) -> None:
+    """Whole tokens and splits, several work items in a CTA, and a last CTA with fewer heads."""
     reseed(14)
     emulated(name, 4)
     cache = filled(100)
@@ -171,7 +171,7 @@ def test_more_heads_than_a_block_has(emulated, name: str, heads: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "mode"), BOTH_ROWS)
-def test_positions_are_looked_up_on_the_way(emulated, name: str, mode: str) -> None:
+def test_positions_are_translated_in_the_kernel(emulated, name: str, mode: str) -> None:
     reseed(2)
     emulated(name, 1)
     cache = filled(40 * 5, 5, gap=32, mode=mode)
@@ -188,31 +188,32 @@ def test_requests_that_the_table_does_not_have_attend_to_nothing(emulated) -> No
     table = torch.arange(8, dtype=torch.int32).expand(3, 8)
     selection = Selection(cache, torch.arange(40, dtype=torch.int32).expand(3, 40), None, ids, table)
     q = torch.randn(3, 4, 576).bfloat16()
-    parts, lse, maxima = few_heads.attend_slots(attend_slots_call(q, [selection], scale=SCALE, value_dim=512, splits=1))
+    call = attend_slots_call(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    out, lse, max_logits = few_heads.attend_slots(call)
     assert (lse[0, 0] > -torch.inf).all()
-    assert (parts[0, 1:] == 0).all()
+    assert (out[0, 1:] == 0).all()
     assert (lse[0, 1:] == -torch.inf).all()
-    assert (maxima[0, 1:] == -torch.inf).all()
+    assert (max_logits[0, 1:] == -torch.inf).all()
 
 
 @pytest.mark.parametrize(("name", "mode"), [("one stream", "pow2"), ("one stream", "bf16"), *EXACT])
 @pytest.mark.parametrize("largest", [1e-5, 1e4, None])
-def test_tile_maxima(emulated, name: str, mode: str, largest: float | None) -> None:
+def test_tiles_of_different_magnitude(emulated, name: str, mode: str, largest: float | None) -> None:
     """Every tile of the output is right by itself, though others are larger by nine orders of magnitude."""
     reseed(3)
     emulated(name, 1)
     cache = filled(64, mode=mode)
-    maxima = torch.logspace(-5, 4, 4) if largest is None else torch.full((4,), largest)
+    magnitudes = torch.logspace(-5, 4, 4) if largest is None else torch.full((4,), largest)
     kv = torch.randn(cache.rows, 576)
-    kv[:, :512] *= maxima.repeat_interleave(128) / 4
+    kv[:, :512] *= magnitudes.repeat_interleave(128) / 4
     oracle.write(kv, cache, torch.arange(cache.rows))
     slots = torch.randint(0, cache.rows, (2, 96), dtype=torch.int32)
-    check(torch.randn(2, 16, 576).bfloat16(), Selection(cache, slots), scale=1 / (24 * float(maxima.max())))
+    check(torch.randn(2, 16, 576).bfloat16(), Selection(cache, slots), scale=1 / (24 * float(magnitudes.max())))
 
 
 @pytest.mark.parametrize("name", FP8_SHAPES)
 def test_rows_of_one_selection_whose_tiles_differ(emulated, name: str) -> None:
-    """Where a row with tiny values has the largest logit, and one with huge values a small one, both count."""
+    """If a row with tiny values has the largest logit, and one with huge values a small logit, both contribute."""
     reseed(4)
     emulated(name, 1)
     cache = filled(96, mode="exact", spread=14.0)
@@ -225,7 +226,7 @@ def test_rows_of_one_selection_whose_tiles_differ(emulated, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "mode"), [("one stream", "bf16"), *EXACT])
 def test_rows_in_the_order_of_growing_tiles(emulated, name: str, mode: str) -> None:
-    """References move at almost every stage, and by far."""
+    """The softmax references move at almost every stage, and by a large amount."""
     reseed(5)
     emulated(name, 1)
     cache = filled(256, mode=mode)
@@ -237,8 +238,8 @@ def test_rows_in_the_order_of_growing_tiles(emulated, name: str, mode: str) -> N
 
 
 @pytest.mark.parametrize("name", FP8_SHAPES)
-def test_a_weight_that_does_not_fit_is_seen_by_whichever_warp_has_its_row(emulated, name: str) -> None:
-    """The references of a whole warpgroup move for one row of one warp, in its second pass."""
+def test_a_weight_out_of_range_is_noticed_in_every_warp(emulated, name: str) -> None:
+    """The references of a whole warpgroup move because of one row of one warp, in its second 64 rows."""
     reseed(17)
     emulated(name, 1)
     cache = filled(128)
@@ -252,8 +253,8 @@ def test_a_weight_that_does_not_fit_is_seen_by_whichever_warp_has_its_row(emulat
 
 
 @pytest.mark.parametrize("shape", [FP8_ROWS.more_heads, FP8_ROWS.many_tokens], ids=["32", "16"])
-def test_warpgroups_that_take_turns_at_a_ring(emulated, monkeypatch: pytest.MonkeyPatch, shape: CtaShape) -> None:
-    """As many stages as on a device, several passes over them in every item, and each warpgroup slow at some time."""
+def test_warpgroups_that_share_a_ring(emulated, monkeypatch: pytest.MonkeyPatch, shape: CtaShape) -> None:
+    """The ring has as many stages as on a device, and every work item goes over it several times."""
     reseed(13)
     monkeypatch.setitem(FP8_SHAPES, "device", shape)
     emulated("device", 1)
@@ -310,7 +311,7 @@ def test_a_nan_in_a_selected_row_shows(emulated, name: str, mode: str, code: int
     cache.storage.view(torch.uint8)[1, 3, size * column : size * (column + 1)] = code  # row 19
     slots = torch.randint(20, 64, (3, 70), dtype=torch.int32)
     slots[1, 50] = 19
-    slots[2, 0] = 19  # beyond what counts
+    slots[2, 0] = 19  # beyond the length
     lengths = torch.tensor([70, 70, 0], dtype=torch.int32)
     q = torch.randn(3, 16, 576).bfloat16()
     out, lse, _ = few_heads.attend_slots(
@@ -324,7 +325,7 @@ def test_a_nan_in_a_selected_row_shows(emulated, name: str, mode: str, code: int
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("name", "mode"), [("two streams", "pow2"), ("one stream", "bf16"), ("32 columns", "pow2")])
-def test_one_part_goes_straight_into_the_output(emulated, name: str, mode: str, dtype: torch.dtype) -> None:
+def test_a_single_split_goes_straight_into_the_output(emulated, name: str, mode: str, dtype: torch.dtype) -> None:
     reseed(9)
     emulated(name, 1)
     cache = filled(50, mode=mode)
@@ -332,25 +333,25 @@ def test_one_part_goes_straight_into_the_output(emulated, name: str, mode: str, 
     q, sink = torch.randn(3, 20, 576).bfloat16(), torch.randn(20)
     room = torch.full((3, 24, 520), 7.0, dtype=dtype)
     out = room[:, :20, 4:516]
-    lse, maxima = few_heads.attend(attend_call(q, [selection], scale=SCALE, splits=1, sink=sink, out=out))
+    lse, max_logits = few_heads.attend(attend_call(q, [selection], scale=SCALE, splits=1, sink=sink, out=out))
     wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
     assert torch.allclose(out.double(), wanted, atol=1e-3, rtol=4e-3 if dtype == torch.bfloat16 else 1e-5)
     assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
-    assert maxima.shape == (3, 20)
+    assert max_logits.shape == (3, 20)
     assert (room[:, 20:] == 7).all()
     assert (room[..., :4] == 7).all()
     assert (room[..., 516:] == 7).all()
 
 
-def test_tokens_that_are_left_over_are_cut(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole tokens and parts in one launch; the merge sees only the latter."""
+def test_tokens_beyond_whole_waves_are_split(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tokens and splits are in one launch; the merge gets only the splits."""
     reseed(12)
     emulated("one stream", 2)
 
-    def merge(parts: Outputs, sink: Tensor, whole: Outputs) -> None:
-        last = slice(len(whole.lse) - parts.lse.shape[1], None)
-        whole.lse[last] = combine_reference.combine_parts(combine_call(parts.out, parts.lse, sink, whole.out[last]))
-        whole.max_logits[last] = parts.max_logits.amax(0)
+    def merge(splits: Outputs, sink: Tensor, whole: Outputs) -> None:
+        last = slice(len(whole.lse) - splits.lse.shape[1], None)
+        whole.lse[last] = combine_reference.combine_parts(combine_call(splits.out, splits.lse, sink, whole.out[last]))
+        whole.max_logits[last] = splits.max_logits.amax(0)
 
     monkeypatch.setattr(few_heads, "merge_splits", merge)
     cache = filled(100)
@@ -358,18 +359,19 @@ def test_tokens_that_are_left_over_are_cut(emulated, monkeypatch: pytest.MonkeyP
     q, sink = torch.randn(5, 7, 576).bfloat16(), torch.randn(7)
     assert choose_splits(5, 7, 10, 4) == (4, 4)
     out = torch.empty(5, 7, 512)
-    lse, top = few_heads.attend(attend_call(q, [selection], scale=SCALE, splits=None, sink=sink, out=out))
+    lse, max_logits = few_heads.attend(attend_call(q, [selection], scale=SCALE, splits=None, sink=sink, out=out))
     wanted, wanted_lse = oracle.attend(q, [selection], scale=SCALE, value_dim=512, sink=sink)
     assert torch.allclose(out.double(), wanted, atol=1e-3)
     assert torch.allclose(lse.double(), wanted_lse, atol=1e-3)
-    again, _, tops = few_heads.attend_slots(attend_slots_call(q, [selection], scale=SCALE, value_dim=512, splits=1))
+    call = attend_slots_call(q, [selection], scale=SCALE, value_dim=512, splits=1)
+    again, _, max_logits_again = few_heads.attend_slots(call)
     assert again.shape == (1, 5, 7, 512)
-    assert torch.equal(top, tops[0])
+    assert torch.equal(max_logits, max_logits_again[0])
 
 
 @pytest.mark.parametrize("mode", ["pow2", "bf16"])
 def test_rows_far_into_a_page(emulated, mode: str) -> None:
-    """More than 2 GiB, of which only the last rows are ever touched."""
+    """The page has more than 2 GiB, of which only the last rows are ever accessed."""
     reseed(14)
     emulated("one stream", 1)
     near = filled(32, 32, mode=mode)
@@ -386,8 +388,8 @@ def test_selections_of_different_rows(emulated) -> None:
     selections = [Selection(filled(50, mode=m), torch.randint(0, 50, (2, 40), dtype=torch.int32)) for m in MODES]
     q, out = torch.randn(2, 5, 576).bfloat16(), torch.empty(2, 5, 512)
     wanted, _ = oracle.attend(q, selections, scale=SCALE, value_dim=512)
-    parts, lses, _ = few_heads.attend_slots(attend_slots_call(q, selections, scale=SCALE, value_dim=512, splits=1))
-    combine_reference.combine_parts(combine_call(parts, lses, None, out))
+    split_out, lse, _ = few_heads.attend_slots(attend_slots_call(q, selections, scale=SCALE, value_dim=512, splits=1))
+    combine_reference.combine_parts(combine_call(split_out, lse, None, out))
     assert torch.allclose(out.double(), wanted, atol=2e-3)
 
 
@@ -419,7 +421,7 @@ def test_no_columns_and_no_tokens(emulated, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["two streams", "16 columns"])
 def test_a_row_does_not_depend_on_the_others(emulated, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the shape, where the number of splits is given."""
+    """Neither its result nor the shape depends on the other rows, if the number of splits is given."""
     reseed(11)
     usual = few_heads.choose_shape
     emulated(name, 3)

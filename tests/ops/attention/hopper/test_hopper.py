@@ -1,4 +1,4 @@
-"""Which of the kernels for Hopper take which calls, and what they leave to the portable ones."""
+"""Which calls the kernels for Hopper take, and which they leave to the portable kernels."""
 
 import pytest
 import torch
@@ -60,9 +60,9 @@ def test_which_kernels_take_a_number_of_heads(splits: int | None) -> None:
     }
     for (heads, tokens), kernels in expected.items():
         q, slots = torch.zeros(tokens, heads, 576).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int32)
-        wanted = many_heads if heads > 32 and splits is not None else kernels  # whatever the number of tokens
+        wanted = many_heads if heads > 32 and splits is not None else kernels  # for any number of tokens
         assert hopper.kernels_for(q, [Selection(cache, slots)], 512, splits) is wanted
-        # Nobody else takes queries of this kind.
+        # No other kernels take fp16 queries.
         assert hopper.kernels_for(q.half(), [Selection(cache, slots)], 512, splits) is few_heads
 
 
@@ -83,7 +83,7 @@ def test_which_kernels_take_bf16_rows(splits: int | None) -> None:
 
 
 @pytest.mark.parametrize("translate_first", [False, True])
-def test_positions_need_no_pass_where_kernels_fetch_pages_ahead(
+def test_only_kernels_for_few_heads_translate_positions_themselves(
     translate_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, seen = PagedCache("v32-bf16", 1, 4), []

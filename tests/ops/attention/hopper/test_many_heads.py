@@ -1,4 +1,4 @@
-"""Attention of many heads in CUDA C++: its source runs on the host, warps in random order, against the reference."""
+"""Attention of many heads in CUDA C++: the source runs on the host, warps in random order, against the reference."""
 
 import functools
 import subprocess
@@ -40,17 +40,17 @@ def test_the_source_attends_as_the_reference(emulated, layout: str) -> None:
     q = queries(2, 64, width)
     selections = [Selection(cache, choose(2, 330, cache))]
     for seed in range(3):
-        _, parts = kernel(q, selections, scale=scale, seed=seed)
-        close(merged(*parts), expected(q, selections, scale))
+        _, splits = kernel(q, selections, scale=scale, seed=seed)
+        close(merged(*splits), expected(q, selections, scale))
 
 
 @pytest.mark.parametrize("heads", [33, 96, 128])
-def test_heads_that_do_not_fill_a_block(emulated, heads: int) -> None:
+def test_heads_that_do_not_fill_a_cta(emulated, heads: int) -> None:
     reseed(heads)
     cache = filled("v32-fp8", 200)
     q, selections = queries(1, heads, 576), [Selection(cache, choose(1, 100, cache))]
-    _, parts = emulated(many.V32_FP8)(q, selections, scale=0.05)
-    close(merged(*parts), expected(q, selections, 0.05))
+    _, splits = emulated(many.V32_FP8)(q, selections, scale=0.05)
+    close(merged(*splits), expected(q, selections, 0.05))
 
 
 def test_window_and_entries_under_one_softmax_with_sinks(emulated) -> None:
@@ -63,11 +63,11 @@ def test_window_and_entries_under_one_softmax_with_sinks(emulated) -> None:
     sink[3], sink[4] = -torch.inf, torch.inf
     scale = torch.tensor([0.06], dtype=torch.float64)  # kernels read float32
     wanted = expected(q, selections, 0.06, sink)
-    selections[1] = Selection(entries, slots[1], lengths[1])  # on a device nobody has looked at lengths
+    selections[1] = Selection(entries, slots[1], lengths[1])  # lengths on a device are not checked
     direct, _ = emulated(many.V4_FP8, 2)(q, selections, scale=scale, whole=4, sink=sink)
     close(direct, wanted, error=4e-3)
-    for parts in (2, 3, 7):
-        _, found = emulated(many.V4_FP8, 2)(q, selections, scale=scale, splits=parts, seed=parts)
+    for splits in (2, 3, 7):
+        _, found = emulated(many.V4_FP8, 2)(q, selections, scale=scale, splits=splits, seed=splits)
         close(
             merged(*found), expected(q, [selections[0], Selection(entries, slots[1], lengths[1].clamp_max(150))], 0.06)
         )
@@ -77,7 +77,7 @@ def test_window_and_entries_under_one_softmax_with_sinks(emulated) -> None:
     close(merged(*rest, sink=sink), tuple(t[3:] for t in wanted))
 
 
-def test_positions_are_translated_on_the_way(emulated) -> None:
+def test_positions_are_translated_in_the_kernel(emulated) -> None:
     reseed(4)
     cache = filled("v32-fp8", 640, page_size=8)
     table = torch.randint(-1, cache.pages, (3, 40), dtype=torch.int32)
@@ -87,24 +87,24 @@ def test_positions_are_translated_on_the_way(emulated) -> None:
     for given in (ids, torch.tensor([0, -1, 3, 1], dtype=torch.int32)):
         selections = [Selection(cache, positions[:, ::2], None, given, table)]
         q = queries(4, 64, 576)
-        _, parts = emulated(many.V32_FP8)(q, selections, scale=0.05)
-        close(merged(*parts), expected(q, selections, 0.05))
+        _, splits = emulated(many.V32_FP8)(q, selections, scale=0.05)
+        close(merged(*splits), expected(q, selections, 0.05))
 
 
 @pytest.mark.parametrize("layout", ["v32-fp8", "v4-fp8"])
 def test_rows_without_anything_selected_give_zeros(emulated, layout: str) -> None:
     cache = filled(layout, 64)
-    cache.storage.view(torch.uint8).fill_(0x7F)  # NaN everywhere: nothing of it may be read
+    cache.storage.view(torch.uint8).fill_(0x7F)  # NaN everywhere: no byte of it may be used
     slots = torch.full((2, 130), -1, dtype=torch.int32)
     selections = [Selection(cache, slots, torch.tensor([130, 0], dtype=torch.int32))]
     q = queries(2, 64, cache.layout.width)
-    for parts in (1, 2):
+    for splits in (1, 2):
         kernel = emulated(KINDS[layout])
-        direct, found = kernel(q, selections, scale=0.1, whole=1, splits=parts, sink=torch.zeros(64))
-        for out, lse, top in (Outputs(*(t[0] for t in direct)), found):
+        direct, found = kernel(q, selections, scale=0.1, whole=1, splits=splits, sink=torch.zeros(64))
+        for out, lse, max_logits in (Outputs(*(t[0] for t in direct)), found):
             assert (out == 0).all()
             assert (lse == -torch.inf).all()
-            assert (top == -torch.inf).all()
+            assert (max_logits == -torch.inf).all()
 
 
 @pytest.mark.parametrize("tail", [False, True])
@@ -119,12 +119,12 @@ def test_nan_shows_and_stays_in_its_token(emulated, layout: str, tail: bool) -> 
     slots[slots == 3 * 16 + 5] = 0
     slots[1, 77] = 3 * 16 + 5
     q, selections = queries(2, 64, cache.layout.width), [Selection(cache, slots)]
-    _, (out, lse, top) = emulated(KINDS[layout])(q, selections, scale=0.05)
+    _, (out, lse, max_logits) = emulated(KINDS[layout])(q, selections, scale=0.05)
     assert out[0, 1].isnan().all()
     assert lse[0, 1].isnan().all()
-    assert top[0, 1].isnan().all()
+    assert max_logits[0, 1].isnan().all()
     wanted = expected(q[:1], [Selection(cache, slots[:1])], 0.05)
-    close((out[0, :1], lse[0, :1], top[0, :1]), wanted)
+    close((out[0, :1], lse[0, :1], max_logits[0, :1]), wanted)
 
 
 @pytest.mark.parametrize("size", [1e-4, 1e4])
@@ -135,10 +135,10 @@ def test_columns_of_16_bits_and_values_of_different_size(emulated, layout: str, 
     cache.field(cache.layout.tail)[:] *= size
     q, selections = queries(2, 64, cache.layout.width), [Selection(cache, choose(2, 130, cache))]
     q[:, :, cache.layout.latent :] /= size
-    _, parts = emulated(KINDS[layout])(q, selections, scale=0.05)
-    out, lse, _ = merged(*parts)
+    _, splits = emulated(KINDS[layout])(q, selections, scale=0.05)
+    out, lse, _ = merged(*splits)
     true_out, true_lse, _ = expected(q, selections, 0.05)
-    if layout == "v4-fp8":  # these columns are values, too, and not to hide the others
+    if layout == "v4-fp8":  # these columns are values too; their errors would hide those of the others
         out, true_out = out[..., : cache.layout.latent], true_out[..., : cache.layout.latent]
     assert (out - true_out).norm() < 1e-3 * true_out.norm()
     assert torch.allclose(lse.double(), true_lse.double(), atol=2e-3)
@@ -151,14 +151,14 @@ def test_rows_of_any_size(emulated, layout: str, options: dict[str, str], size: 
     cache = filled(layout, 200, size=size, **options)
     width = cache.layout.width
     q, selections = queries(1, 64, width, 1.0 / size), [Selection(cache, choose(1, 130, cache))]
-    _, parts = emulated(KINDS[layout])(q, selections, scale=0.05)
+    _, splits = emulated(KINDS[layout])(q, selections, scale=0.05)
     # Scales that are no powers of two are rounded to fp16, and so are their products with values; logits go up to 50.
-    close(merged(*parts), expected(q, selections, 0.05), error=5e-3 if options else 1e-3)
+    close(merged(*splits), expected(q, selections, 0.05), error=5e-3 if options else 1e-3)
 
 
 @pytest.mark.parametrize("layout", ["v32-fp8", "v4-fp8"])
 def test_small_rows_among_large_ones_are_right_where_they_count(emulated, layout: str) -> None:
-    """Every second row is 2**28 times larger, but has no weight: the output is that of the small rows."""
+    """Every second row is 2**28 times larger, but has no weight, so the output is that of the small rows."""
     reseed(7)
     cache = filled(layout, 128, page_size=64)
     width = cache.layout.width
@@ -168,13 +168,13 @@ def test_small_rows_among_large_ones_are_right_where_they_count(emulated, layout
     write_kv(rows.bfloat16(), cache, torch.arange(128), backend="reference")
     q = (direction * 0.1 + 0.01 * torch.randn(1, 64, width)).bfloat16()
     selections = [Selection(cache, torch.arange(128, dtype=torch.int32).unsqueeze(0))]
-    _, parts = emulated(KINDS[layout])(q, selections, scale=1.0)
-    close(merged(*parts), expected(q, selections, 1.0), error=8e-3)
+    _, splits = emulated(KINDS[layout])(q, selections, scale=1.0)
+    close(merged(*splits), expected(q, selections, 1.0), error=8e-3)
 
 
 @pytest.mark.parametrize("layout", [v32_fp8(scale_mode="exact"), v4_fp8()], ids=lambda layout: layout.name)
 def test_small_tiles_of_rows_with_large_ones_are_right(emulated, layout: Layout) -> None:
-    """fp16 does not hold a scale that is 2**-30 of the row's largest; the values it does."""
+    """fp16 does not hold a scale that is 2**-30 of the row's largest one, but it holds the values."""
     reseed(8)
     cache, width = PagedCache(layout, 2, 64), layout.width
     sizes = torch.logspace(-5, 4, layout.latent // layout.tile).repeat_interleave(layout.tile // 64)
@@ -184,14 +184,14 @@ def test_small_tiles_of_rows_with_large_ones_are_right(emulated, layout: Layout)
     write_kv(rows.bfloat16(), cache, torch.arange(128), backend="reference")
     q = torch.randn(2, 64, width).bfloat16()
     selections = [Selection(cache, torch.arange(128, dtype=torch.int32).repeat(2, 1))]
-    _, parts = emulated(KINDS[layout.name])(q, selections, scale=1e-5)
-    found, wanted = merged(*parts)[0].double(), expected(q, selections, 1e-5)[0].double()
+    _, splits = emulated(KINDS[layout.name])(q, selections, scale=1e-5)
+    found, wanted = merged(*splits)[0].double(), expected(q, selections, 1e-5)[0].double()
     for first in range(0, layout.latent, layout.tile):
         part = slice(first, first + layout.tile)
         assert (found[..., part] - wanted[..., part]).norm() < 4e-3 * wanted[..., part].norm()
 
 
-def test_what_the_kernel_does_not_read_is_refused() -> None:
+def test_calls_that_the_kernel_does_not_take_are_refused() -> None:
     cache = PagedCache("v32-fp8", 2, 16)
     q, slots = torch.zeros(1, 64, 576, dtype=torch.bfloat16), torch.zeros(1, 4, dtype=torch.int32)
     good = Selection(cache, slots)
@@ -222,8 +222,9 @@ def test_the_device_attends_as_the_reference(layout: str, heads: int) -> None:
     placed = [on_gpu(s) for s in selections]
     for splits in (None, 1, 5):
         out = torch.empty(9, heads, 512, dtype=torch.bfloat16, device="cuda")
-        lse, top = many.attend(attend_call(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out))
-        close((out.cpu(), lse.cpu(), top.cpu()), wanted, error=4e-3)
+        call = attend_call(q.cuda(), placed, scale=0.05, splits=splits, sink=sink.cuda(), out=out)
+        lse, max_logits = many.attend(call)
+        close((out.cpu(), lse.cpu(), max_logits.cpu()), wanted, error=4e-3)
 
 
 @pytest.mark.gpu
@@ -236,7 +237,7 @@ def test_a_captured_launch_sees_new_queries_slots_and_lengths() -> None:
     many.attend(attend_call(q, [selection], scale=0.05, splits=2, sink=None, out=out))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lse, top = many.attend(attend_call(q, [selection], scale=0.05, splits=2, sink=None, out=out))
+        lse, max_logits = many.attend(attend_call(q, [selection], scale=0.05, splits=2, sink=None, out=out))
     host = PagedCache.wrap(selection.cache.storage.cpu(), "v32-fp8")
     for seed in range(3):
         reseed(seed)
@@ -245,7 +246,7 @@ def test_a_captured_launch_sees_new_queries_slots_and_lengths() -> None:
         lengths.random_(0, 513)
         graph.replay()
         wanted = expected(q.cpu(), [Selection(host, selection.slots.cpu(), lengths.cpu())], 0.05)
-        close((out.cpu(), lse.cpu(), top.cpu()), wanted, error=4e-3)
+        close((out.cpu(), lse.cpu(), max_logits.cpu()), wanted, error=4e-3)
 
 
 @pytest.mark.parametrize("case", list(many_heads_cases()), ids=lambda case: case.label)
@@ -262,7 +263,7 @@ def test_it_compiles_without_spills_and_products_overlap(case: CudaCase) -> None
         file.write(compiled(case.program, "sm_90a"))
         file.flush()
         code = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    # Where the compiler gives up overlapping, it waits after each product, more often than the source.
+    # If the compiler serialises wgmma, it waits after each one, more often than the source does.
     products, waits = {"v4-fp8": (84, 7), "v32-fp8": (92, 7), "v32-bf16": (104, 10)}[case.label.split(", ")[2]]
     assert code.count("HGMMA") == products
     assert code.count("WARPGROUP.DEPBAR") == waits

@@ -1,4 +1,4 @@
-"""How the Hopper kernels cut a batch, and how parts are merged: its source runs on the host against the definition."""
+"""How the Hopper kernels split a batch, and the merge of splits: its source runs on the host against the definition."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +16,10 @@ from tamis.ops.attention.hopper.splits import Outputs
 from tamis.ops.combine import reference as combine
 
 ENTRY = """
-extern "C" __attribute__((visibility("default"))) void run(int blocks, const MergeParams* params) {
-  for (int block = 0; block < blocks; ++block) {
-    emulator::start_block(blocks);
-    emulator::run_cluster(block, 1, 0, [&] { merge_splits(*params); });
+extern "C" __attribute__((visibility("default"))) void run(int ctas, const MergeParams* params) {
+  for (int cta = 0; cta < ctas; ++cta) {
+    emulator::start_cta(ctas);
+    emulator::run_cluster(cta, 1, 0, [&] { merge_splits(*params); });
   }
 }
 """
@@ -27,7 +27,7 @@ extern "C" __attribute__((visibility("default"))) void run(int blocks, const Mer
 
 @pytest.fixture
 def merge(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the module launch the merge on the host, for a number of parts that are read at once."""
+    """Makes the module launch the merge on the host."""
 
     def launch(device: torch.device, batch: int) -> Callable[..., None]:
         program = splits.merge_program(batch)
@@ -39,7 +39,7 @@ def merge(host_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splits, "_merge_launch", launch)
 
 
-def some_parts(count: int, tokens: int, heads: int) -> Outputs:
+def some_splits(count: int, tokens: int, heads: int) -> Outputs:
     reseed(count)
     found = Outputs(torch.randn(count, tokens, heads, 512), torch.randn(count, tokens, heads) * 9, Tensor())
     found.lse[torch.rand(count, tokens, heads) < 0.3] = -torch.inf
@@ -50,29 +50,29 @@ def some_parts(count: int, tokens: int, heads: int) -> Outputs:
 
 @pytest.mark.parametrize("dtype", splits.OUT_KINDS)
 @pytest.mark.parametrize("count", [1, 4, 5, 16, 37])
-def test_parts_are_merged_by_their_weights(merge, count: int, dtype: torch.dtype) -> None:
+def test_splits_are_merged_by_their_weights(merge, count: int, dtype: torch.dtype) -> None:
     tokens, heads = 2, 3
-    parts, sink = some_parts(count, tokens, heads), torch.tensor([0.5, -torch.inf, torch.inf])
+    given_splits, sink = some_splits(count, tokens, heads), torch.tensor([0.5, -torch.inf, torch.inf])
     room = torch.full((tokens, heads, 516), 7.0, dtype=dtype)
-    for given in (None, sink):
+    for given_sink in (None, sink):
         whole = Outputs(room[..., 4:], torch.empty(tokens, heads), torch.empty(tokens, heads))
-        splits.merge_splits(parts, given, whole)
+        splits.merge_splits(given_splits, given_sink, whole)
         wanted = torch.empty(tokens, heads, 512)
-        lse = combine.combine_parts(combine_call(parts.out, parts.lse, given, wanted))
+        lse = combine.combine_parts(combine_call(given_splits.out, given_splits.lse, given_sink, wanted))
         assert torch.equal(whole.lse == -torch.inf, lse == -torch.inf)
         found = lse.isfinite()
         assert torch.allclose(whole.lse[found], lse[found], atol=1e-5)
         assert torch.allclose(whole.out.float(), wanted, atol=1e-6 if dtype == torch.float32 else 2e-2)
         assert (whole.out[0, 0] == 0).all()
-        assert torch.equal(whole.max_logits, parts.max_logits.amax(0))
+        assert torch.equal(whole.max_logits, given_splits.max_logits.amax(0))
         assert (room[..., :4] == 7).all()
 
 
-def test_nan_in_a_part_shows(merge) -> None:
-    parts = some_parts(6, 2, 2)
-    parts.lse[3, 1, 0] = parts.max_logits[3, 1, 0] = torch.nan
+def test_nan_in_a_split_shows(merge) -> None:
+    given_splits = some_splits(6, 2, 2)
+    given_splits.lse[3, 1, 0] = given_splits.max_logits[3, 1, 0] = torch.nan
     whole = Outputs(torch.empty(2, 2, 512), torch.empty(2, 2), torch.empty(2, 2))
-    splits.merge_splits(parts, None, whole)
+    splits.merge_splits(given_splits, None, whole)
     assert whole.out[1, 0].isnan().all()
     assert whole.lse[1, 0].isnan()
     assert whole.max_logits[1, 0].isnan()
@@ -82,7 +82,7 @@ def test_nan_in_a_part_shows(merge) -> None:
 @pytest.mark.parametrize("heads", [1, 8, 16, 17, 32, 64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 8, 32, 64, 128, 132, 133, 264, 265, 512, 4096])
 @pytest.mark.parametrize("bf16_rows", [False, True])
-def test_no_batch_falls_off_a_cliff(tokens: int, heads: int, bf16_rows: bool) -> None:
+def test_one_more_token_never_costs_one_more_wave(tokens: int, heads: int, bf16_rows: bool) -> None:
     shape = few_heads.choose_shape(tokens, heads, 132, bf16_rows)
     if few_heads.suits(tokens, heads, bf16_rows):
         if shape.source == "heads_as_columns":
@@ -97,16 +97,17 @@ def test_no_batch_falls_off_a_cliff(tokens: int, heads: int, bf16_rows: bool) ->
         row, room, costs = 32, 132 // ceil_div(heads, 64), {}
 
     def steps(count: int) -> float:
-        whole, parts = splits.choose_splits(count, heads, row, room, **costs)
-        cut = row / parts + splits.OVERHEAD_STEPS
-        return ceil_div(whole, room) * (row + splits.OVERHEAD_STEPS) + ceil_div((count - whole) * parts, room) * cut
+        plan = splits.choose_splits(count, heads, row, room, **costs)
+        waves = ceil_div(plan.whole, room) * (row + splits.OVERHEAD_STEPS)
+        split_waves = ceil_div((count - plan.whole) * plan.splits, room)
+        return waves + split_waves * (row / plan.splits + splits.OVERHEAD_STEPS)
 
     assert steps(tokens + 1) <= steps(tokens) + 4
-    parts = splits.choose_splits(tokens, heads, row, room, **costs).splits
-    assert parts == 1 or row // parts >= costs.get("steps_per_split", 1)
+    chosen = splits.choose_splits(tokens, heads, row, room, **costs).splits
+    assert chosen == 1 or row // chosen >= costs.get("steps_per_split", 1)
 
 
-def test_what_the_kernels_write_to() -> None:
+def test_outputs_that_the_kernels_can_write() -> None:
     good = torch.empty(3, 4, 512, dtype=torch.bfloat16)
     assert splits.can_store(good)
     assert splits.can_store(good.float())

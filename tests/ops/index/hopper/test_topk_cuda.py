@@ -1,4 +1,4 @@
-"""Top-k in CUDA C++: its source runs on the host, in random orders of threads, against a stable sort."""
+"""Top-k in CUDA C++: the source runs on the host, with threads in random order, against a stable sort."""
 
 import ctypes
 from pathlib import Path
@@ -49,13 +49,13 @@ def slots_of(positions: Tensor, ids: Tensor, table: Tensor, page_size: int) -> T
     return result
 
 
-def hostile(kind: str, rows: int, width: int) -> Tensor:
-    """Scores on which a selection by digits can go wrong."""
+def difficult(kind: str, rows: int, width: int) -> Tensor:
+    """Scores of a kind that is difficult for a radix select."""
     scores = torch.randn(rows, width)
     if kind == "plateau":
         scores.relu_()
         scores[scores < 1.5] = 0.0
-        scores[:, ::3] *= -1.0  # -0.0 among the zeros
+        scores[:, ::3] *= -1.0  # some zeros become -0.0
     elif kind == "equal":
         scores.fill_(-3.25)
     elif kind == "invalid":
@@ -98,7 +98,7 @@ class Emulated:
     ) -> Tensor:
         fitting, words = memory_of(Variant(cluster, self.threads, 1), scores.shape[1], k)
         keys = fitting if resident is None else min(resident, fitting)
-        # No more than it should use, so that the emulator sees it use more.
+        # The smallest memory that suffices, so that the emulator notices if the kernel uses more.
         shared = topk.FIXED_BYTES + 4 * (2 * words + keys)
         out = torch.full((scores.shape[0], k), -7, dtype=torch.int32)
         ids, table, page_size = pages or (torch.empty(0), torch.empty(0, 0), 0)
@@ -116,7 +116,7 @@ def emulated(host_folder: Path) -> Emulated:
 
 
 def unaligned(scores: Tensor, offset: int, gap: int) -> Tensor:
-    """The same scores in rows that start anywhere, between values that would win if they were read."""
+    """The same scores in unaligned rows, surrounded by infinity, which would win if it were read."""
     rows, width = scores.shape
     storage = torch.full((offset + rows * (width + gap) + 16,), torch.inf)
     placed = storage.as_strided((rows, width), (width + gap, 1), offset)
@@ -128,7 +128,7 @@ def unaligned(scores: Tensor, offset: int, gap: int) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_source_selects_what_a_stable_sort_selects(emulated: Emulated, kind: str, cluster: int) -> None:
     width, k = 3001, 250
-    scores = unaligned(hostile(kind, 7, width), offset=3, gap=2)
+    scores = unaligned(difficult(kind, 7, width), offset=3, gap=2)
     lengths = torch.tensor([width, 2003, k + 1, k, 1, 0, 2**31 - 1], dtype=torch.int32)
     for resident in (0, 128, 10**6):
         found = emulated(scores, lengths, k, cluster=cluster, resident=resident, seed=resident)
@@ -136,14 +136,14 @@ def test_the_source_selects_what_a_stable_sort_selects(emulated: Emulated, kind:
 
 
 def test_the_largest_cluster(emulated: Emulated) -> None:
-    scores = unaligned(hostile("coarse", 2, 5000), offset=1, gap=0)
+    scores = unaligned(difficult("coarse", 2, 5000), offset=1, gap=0)
     lengths = torch.tensor([5000, 700], dtype=torch.int32)
     assert torch.equal(emulated(scores, lengths, 600, cluster=16, resident=128), expected(scores, lengths, 600))
 
 
 @pytest.mark.parametrize("kind", ["normal", "plateau", "equal", "close"])
-def test_more_candidates_than_a_block_lists(emulated: Emulated, kind: str) -> None:
-    scores = hostile(kind, 1, 12_000)
+def test_more_candidates_than_a_cta_lists(emulated: Emulated, kind: str) -> None:
+    scores = difficult(kind, 1, 12_000)
     lengths = torch.tensor([12_000], dtype=torch.int32)
     for k, cluster in ((4096, 1), (4096, 2), (4095, 1), (1, 1)):
         assert torch.equal(emulated(scores, lengths, k, cluster=cluster), expected(scores, lengths, k))
@@ -161,14 +161,14 @@ def test_more_candidates_than_a_block_lists(emulated: Emulated, kind: str) -> No
 )
 def test_any_shape(emulated: Emulated, width, k, cluster, kind, resident, offset, seed) -> None:
     reseed(seed)
-    scores = unaligned(hostile(kind, 2, width), offset, gap=seed % 5)
+    scores = unaligned(difficult(kind, 2, width), offset, gap=seed % 5)
     lengths = torch.randint(-1, width + 2, (2,), dtype=torch.int32)
     found = emulated(scores, lengths, k, cluster=cluster, resident=resident, seed=seed)
     assert torch.equal(found, expected(scores, lengths, k))
 
 
 def test_slots_keep_the_columns_of_their_positions(emulated: Emulated) -> None:
-    scores = hostile("normal", 6, 1000)
+    scores = difficult("normal", 6, 1000)
     lengths = torch.tensor([1000, 1000, 50, 1000, 1000, 0], dtype=torch.int32)
     table = torch.randint(-1, 9, (3, 50), dtype=torch.int32)
     table[1, 7] = 2**31 - 1  # a slot that no int32 holds
@@ -212,7 +212,7 @@ def test_rows_that_no_launch_can_hold_are_refused() -> None:
     ("rows", "width", "k"), [(1, 65536, 2048), (33, 20_001, 2048), (5, 2**20 + 5, 4096), (300, 999, 1)]
 )
 def test_the_device_selects_what_a_stable_sort_selects(kind: str, rows: int, width: int, k: int) -> None:
-    scores = unaligned(hostile(kind, rows, width), offset=1, gap=3)
+    scores = unaligned(difficult(kind, rows, width), offset=1, gap=3)
     lengths = torch.randint(0, width + 1, (rows,), dtype=torch.int32)
     lengths[0] = width
     whole = scores.as_strided((scores.untyped_storage().nbytes() // 4,), (1,), 0)
@@ -220,7 +220,7 @@ def test_the_device_selects_what_a_stable_sort_selects(kind: str, rows: int, wid
     wanted = expected(scores, lengths, k)
     for variant in (None, Variant(1, 512, 2), Variant(2, 1024, 1), Variant(8, 512, 2), Variant(16, 1024, 1)):
         if variant is not None and topk._room_for_keys(variant, scores.shape[1], k)[1] < 0:
-            continue  # its bitmaps of so wide a slice do not fit a block
+            continue  # the bitmaps of so wide a slice do not fit in shared memory
         found = topk_positions(placed, lengths.cuda(), k, variant=variant)
         assert torch.equal(found.cpu(), wanted), variant
 

@@ -1,4 +1,4 @@
-"""Sparse attention on Hopper: rows in FP8 and bf16 by kernels in CUDA C++, the rest by the portable ones."""
+"""Sparse attention on Hopper: CUDA C++ kernels for FP8 and bf16 rows, the portable kernels for everything else."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tamis.backends import Need
 
 H200_SMS = 132
-"""Explanations assume an H200, since they may be asked for on a machine without a device."""
+"""SMs of an H200, which explanations assume, since the machine that asks may have no device."""
 
 
 def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,15 +32,15 @@ def attend(call: Attend) -> tuple[Tensor, Tensor]:
     """As `reference.attend`."""
     kernels = kernels_for(call.q, call.selections, call.value_dim, call.splits)
     if call.translate_first and kernels is not few_heads:
-        # Only the kernels for few heads look positions up at no cost: they do it while they wait for rows.
+        # Only the kernels for few heads translate positions at no cost: they do it while they wait for rows.
         call = call.translated()
     found: tuple[Tensor, Tensor] = kernels.attend(call)
     return found
 
 
 def check_attend(call: Attend | AttendSlots) -> None:
-    """Refuse what neither the portable kernels nor those here can do. The former take the most, so they are asked
-    first."""
+    """Refuse calls that neither the portable kernels nor those here take. The portable ones take the most calls, so
+    their check runs first."""
     try:
         triton_kernels.check_attend(call)
     except (TypeError, ValueError):
@@ -78,8 +78,8 @@ def kernels_for(
 
 
 def explain_kernels(need: "Need") -> tuple[str, list[str]]:
-    """Say which source attends for a layer, by the number of tokens where that matters, and why the portable kernels do
-    where they do. `kernels_for` is asked with tensors on the meta device, so that explanation and decision agree."""
+    """Say which source attends for a layer, by the number of tokens if that matters, and why the portable kernels do if
+    they do. The answer comes from `kernels_for`, with tensors on the meta device, so that it agrees with the choice."""
     against: dict[str, str] = {}
     begins = [(1, _source(need, 1, against))]
     for power in range(1, 13):

@@ -1,33 +1,39 @@
-// Sparse attention of 16 heads per CTA with mma.sync (m16n8k16) over FP8 rows of 656 bytes or bf16 rows of 1152. More heads
-// are more CTAs along the grid's y axis, which read the same rows.
+// Sparse attention of 16 heads per CTA with mma.sync (m16n8k16), on Hopper, over FP8 rows of 656 bytes or bf16 rows of 1152.
+// With more heads the grid has more CTAs along its y axis, which read the same rows.
 //
-// Roles. A CTA works through work items (see `few_heads_items.cuh`). Each stream has a ring of rows (see `row_ring.cuh`),
-// two producer warps and one consumer warpgroup. Two streams share a token's columns and are merged at the end of each work
-// item; the first stream's warpgroup writes the result.
+// Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
+// The first 512 columns of a row are values; all 576 are keys.
+//
+// Roles. CTAs are persistent and take one work item after the other (see `few_heads_items.cuh`). A CTA has one or two
+// streams. A stream is a ring of rows in shared memory (see `row_ring.cuh`) with two producer warps, which copy rows, and
+// one consumer warpgroup. Two streams share the selected rows of a work item. At its end the second stream's warpgroup
+// hands its accumulators to the first one's, which merges them with its own and writes the result.
 //
 // The 16 heads are the M dimension, so nothing is padded. Warp w of a warpgroup owns tile w of a row, 128 columns, as keys
-// and as values: rows are read from shared memory as they came and are never written back. For a stage of 32 rows a warp
+// and as values: rows are read from shared memory as they came and are never written back. For a ring stage of 32 rows a
+// consumer warp
 //   1. multiplies queries with its 128 columns and with a quarter of the rope columns,
-//   2. exchanges partial logits with the other three warps through shared memory (one named barrier),
+//   2. adds the partial products of the other three warps, through shared memory and one named barrier,
 //   3. computes the softmax weights of all 32 rows, already in the layout of the A operand,
 //   4. multiplies them with its 128 columns of the values.
 //
 // FP8 rows. e4m3 values are exact in fp16, so codes are converted in registers and multiplied without their scale; the
-// scale of a tile is applied to its partial logits and to its weights. Queries are multiplied with a power of two per head
-// that brings them into fp16's range. The weight times the scale must be an fp16 number too: each warp therefore has its
-// own softmax reference r, which follows the largest weight times scale of its tile rather than the largest logit. The sum
-// of exp2(logit - r) is float32 and has room for that.
+// scale of a tile is applied to its partial products and to its weights. Queries are multiplied with a power of two per
+// head that brings them into fp16's range. A weight times its scale must be an fp16 number too. Weights are therefore
+// exp2(logit - reference), where the reference of a warp and head plays the part of the running max but follows the largest
+// weight times scale of the warp's tile. The sum of weights is float32 and has room for that.
 //
 // bf16 rows are multiplied with bf16 queries. A weight is the sum of two bf16 numbers, since one would lose more than the
-// rounding of the output does. The range is that of float32, so the reference follows the largest logit.
+// rounding of the output does. bf16 has the range of float32, so the reference follows the largest logit.
 //
-// Shared memory is `SharedMemoryPlan` below: 197 KB with two streams of three stages of FP8 rows.
+// Shared memory is laid out in `SharedMemoryPlan` below: 192 KiB with two streams of three stages of FP8 rows.
 //
-// Budget for 64 FP8 rows (H200): bulk copies take 23 cycles per row from L2, 1,470 cycles. The consumers issue about 700
-// instructions per warp and stage, two warps per scheduler: 1,400 issue slots. From 64 tokens on the latter decide.
+// Budget for 64 FP8 rows (H200), a stage of each of two streams: bulk copies from L2 take 23 cycles per row, 1,470 cycles.
+// A consumer warp issues about 700 instructions per stage, and a scheduler has two of these warps: 1,400 issue slots. From
+// 64 tokens on the issue slots are the bound.
 //
-// Defined by the host: BF16_ROWS (1: bf16, 0: FP8), RING_STREAMS, RING_STAGES, PER_SM (CTAs on an SM), QUERY_FP16 (1:
-// queries are fp16, for FP8 rows only; 0: bf16), THREADS, SHARED_BYTES, PARAMS_BYTES.
+// Defined by the host: BF16_ROWS (1: bf16, 0: FP8), RING_STREAMS, RING_STAGES, PER_SM (CTAs per SM), QUERY_FP16 (1: queries
+// are fp16, for FP8 rows only; 0: bf16), THREADS, SHARED_BYTES, PARAMS_BYTES.
 
 #include "instructions.cuh"
 #include "row_ring.cuh"
@@ -43,11 +49,11 @@ constexpr int TILE_BYTES = BF16_ROWS ? 2 * TILE : TILE, ROPE_AT = BF16_ROWS ? 10
 
 struct RingShape {
     static constexpr int ROW_BYTES = BF16_ROWS ? 1152 : 656;
-    // An odd multiple of 16 bytes, so that ldmatrix reads the rows of a matrix from different banks.
+    // The pitch is an odd multiple of 16 bytes, so that ldmatrix reads the rows of a matrix from different banks.
     static constexpr int PITCH = ROW_BYTES / 16 % 2 ? ROW_BYTES : ROW_BYTES + 16;
-    // One warp issues the copies of its lanes one by one, slower than the memory delivers rows: hence two.
+    // A warp issues the copies of its lanes one by one, slower than memory delivers rows, so a stream has two warps for it.
     static constexpr int PRODUCERS = 2;
-    // The producers share every stage of bf16 rows, which are long.
+    // bf16 rows are long, so the producer warps share every stage of them.
     static constexpr int SHARED_STAGES = BF16_ROWS ? 1 << 30 : 2;
     static constexpr int STAGES = RING_STAGES, STREAMS = RING_STREAMS, ROUND = 1;
 };
@@ -56,10 +62,11 @@ constexpr int PITCH = RingShape::PITCH, STREAMS = RingShape::STREAMS;
 
 constexpr int HEADS = 16;
 constexpr int WARPS = TILES, WARPGROUP = 32 * WARPS;
-constexpr int KEY_TILES = STAGE_ROWS / 8;  // products with the keys of a stage, n = 8 rows each
-constexpr int K_STEPS = TILE / 16;         // products along the columns of a tile, k = 16 each
-constexpr int FRAGMENT = 32 * 16;          // bytes of one accumulator tile of a warp
-// Of the 16 columns of a step, a lane has two pairs. Codes: four neighbours, one word. bf16: two matrices of eight columns.
+constexpr int KEY_TILES = STAGE_ROWS / 8;  // MMAs that cover the keys of a stage, n = 8 rows each
+constexpr int K_STEPS = TILE / 16;         // MMAs that cover the columns of a tile, k = 16 each
+constexpr int FRAGMENT = 32 * 16;          // bytes of a warp's accumulator fragment, four float32 per lane
+// A lane has two pairs of the 16 columns of a step. FP8 codes: four neighbours, one word. bf16: a pair from each of two
+// matrices of eight columns.
 constexpr int PAIR_STRIDE = BF16_ROWS ? 2 : 4, SECOND_PAIR = BF16_ROWS ? 8 : 2;
 constexpr Operand QUERY_TYPE = QUERY_FP16 ? FP16 : BF16;
 // Rope columns are multiplied in bf16, which has fewer bits than fp16: an fp16 query becomes the sum of two bf16 terms.
@@ -71,14 +78,14 @@ static_assert(!(BF16_ROWS && QUERY_FP16), "bf16 rows are multiplied with bf16 qu
 
 // ---- Range of weights, as exponents of two
 
-// fp16: the largest weight starts at 2^10 and may grow to 2^15 before the reference moves; fp16 has full precision down to
-// 2^-14. bf16: it starts at one, which is exact where a single row counts.
+// With fp16 weights the largest one starts at 2^10 and may grow to 2^15 before the reference moves; fp16 has full precision
+// down to 2^-14. With bf16 weights it starts at one, which makes the result exact if a single row is selected.
 constexpr float START_BITS = BF16_ROWS ? 0.0f : 10.0f, LARGEST_BITS = BF16_ROWS ? 8.0f : 15.0f;
-// A tile whose scale is zero has weights of zero whatever the reference, which must not let the sum overflow.
+// A tile whose scale is zero has zero weight times scale whatever the reference is; these bounds keep its sum finite.
 constexpr float LEAST_SCALE_BITS = -85.0f, LARGEST_SUM_BITS = 100.0f;
-constexpr float NO_REFERENCE = -1e30f;
+constexpr float NO_REFERENCE = -1e30f;  // before the first row; finite, so that differences are no NaN
 
-// ---- Registers per thread: producers leave theirs to the consumers
+// ---- Registers per thread: producers release theirs to the consumers (setmaxnreg)
 
 constexpr int LAUNCH_REGISTERS = 65536 / (PER_SM * THREADS) / 8 * 8, PRODUCER_REGISTERS = 40;
 constexpr int CONSUMER_REGISTERS = ((STREAMS + 1) * LAUNCH_REGISTERS - PRODUCER_REGISTERS) / STREAMS / 8 * 8;
@@ -87,16 +94,18 @@ static_assert(CONSUMER_REGISTERS > LAUNCH_REGISTERS && CONSUMER_REGISTERS <= 240
 // ---- Shared memory
 
 struct SharedMemoryPlan {
-    static constexpr int LOGITS_BUFFER = WARPS * KEY_TILES * FRAGMENT;
-    static constexpr int MERGE_FRAGMENTS = 2 * K_STEPS + 2;  // accumulators; references and sums; running maxima
+    // Bytes of a buffer or, for MERGE, its fragments.
+    static constexpr int PRODUCTS_BUFFER = WARPS * KEY_TILES * FRAGMENT;
+    static constexpr int MERGE_FRAGMENTS = 2 * K_STEPS + 2;  // accumulators; references and sums; running max
     static constexpr int QUERY_MAX_BUFFER = BF16_ROWS ? 0 : 4 * WARPS * HEADS;
 
-    static constexpr int ROWS = 0;                                                            // [stream][stage][row]
-    static constexpr int LOGITS = ROWS + Ring::ALL_STAGES * Ring::STAGE_BYTES;                // [stream][2] partial logits
-    static constexpr int MERGE = LOGITS + STREAMS * 2 * LOGITS_BUFFER;                        // [warp] of the second stream
-    static constexpr int QUERY_MAX = MERGE + (STREAMS > 1) * WARPS * MERGE_FRAGMENTS * FRAGMENT;  // [stream][2][warp][head]
-    static constexpr int BARRIERS = QUERY_MAX + STREAMS * 2 * QUERY_MAX_BUFFER;               // [stream][stage] full, empty
-    static constexpr int INFOS = BARRIERS + Ring::ALL_STAGES * Ring::BARRIER_BYTES;           // [stream][stage]
+    static constexpr int ROWS = 0;                                                   // [stream][stage][row]
+    static constexpr int PRODUCTS = ROWS + Ring::ALL_STAGES * Ring::STAGE_BYTES;     // [stream][2][warp] partial products
+    static constexpr int MERGE = PRODUCTS + STREAMS * 2 * PRODUCTS_BUFFER;           // [warp] of the second stream
+    // [stream][2][warp][head] largest magnitudes of the queries
+    static constexpr int QUERY_MAX = MERGE + (STREAMS > 1) * WARPS * MERGE_FRAGMENTS * FRAGMENT;
+    static constexpr int BARRIERS = QUERY_MAX + STREAMS * 2 * QUERY_MAX_BUFFER;      // [stream][stage] full, empty
+    static constexpr int INFOS = BARRIERS + Ring::ALL_STAGES * Ring::BARRIER_BYTES;  // [stream][stage] stage info
     static constexpr int BYTES = INFOS + Ring::ALL_STAGES * Ring::INFO_BYTES;
 };
 using Plan = SharedMemoryPlan;
@@ -106,15 +115,18 @@ __device__ __forceinline__ Ring::Cursor ring_of(u32 memory, int stream) {
     return Ring::Cursor(memory + Plan::ROWS, memory + Plan::BARRIERS, memory + Plan::INFOS, stream);
 }
 
-// Named barriers: one per warpgroup, then two for merging the streams.
+// Named barriers: one per warpgroup (1 and 2), then full and empty of the MERGE buffer.
 constexpr u32 WARPGROUP_BARRIER = 1, MERGE_FULL = 3, MERGE_EMPTY = 4;
 
 // ---- Consumers
 
-// A thread of a consumer warpgroup. As m16n8k16 lays out its result, a lane has heads `row` and `row + 8` of the CTA's, and
-// of every eight columns the two from 2 * pair on.
+// A thread of a consumer warpgroup. In the accumulator layout of m16n8k16 a lane has heads `row` and `row + 8` of the CTA,
+// and columns 2 * pair and 2 * pair + 1 of every eight.
 struct Consumer {
-    int warp, lane, stream, row, pair;
+    int warp;       // of the warpgroup, and the tile that it owns
+    int lane;
+    int stream;
+    int row, pair;  // of the lane, 0 to 7 and 0 to 3
 
     __device__ __forceinline__ Consumer() {
         lane = threadIdx.x % 32;
@@ -127,7 +139,7 @@ struct Consumer {
     __device__ __forceinline__ void sync_warpgroup() const { named_barrier_sync(WARPGROUP_BARRIER + stream, WARPGROUP); }
 };
 
-// Reductions over the four lanes that share a head.
+// Reductions over the four lanes that have the same heads.
 __device__ __forceinline__ float max_of_head(float x) { return max_over_lanes<1, 4>(x); }
 __device__ __forceinline__ float sum_of_head(float x) { return sum_over_lanes<1, 4>(x); }
 
@@ -140,13 +152,13 @@ __device__ __forceinline__ uint4 bits_of(float a, float b, float c, float d) {
     return make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
 }
 
-// The A operands of a warp: the queries of its tile and of its quarter of the rope columns.
+// The A operands of a warp: the queries in the columns of its tile and in its quarter of the rope columns.
 struct Query {
-    u32 latent[K_STEPS][4];
-    u32 rope[ROPE_TERMS][4];
-    float inverse_scale[2];  // of the power of two that the queries of each head were multiplied with
+    u32 latent[K_STEPS][4];   // fp16 for FP8 rows, bf16 for bf16 rows
+    u32 rope[ROPE_TERMS][4];  // bf16
+    float inverse_scale[2];   // inverse of the power of two that each head's query was multiplied with
 
-    // `max_buffer`: [warp][head] in shared memory, for FP8 rows.
+    // `max_buffer` is [warp][head] in shared memory; only FP8 rows need it.
     __device__ __forceinline__ void load(
         const u16* q, long long head_stride, int heads, const Consumer& me, u32 max_buffer) {
         u32 rope_in[4];
@@ -181,7 +193,7 @@ struct Query {
         return *reinterpret_cast<const uint2*>(at);
     }
 
-    // To fp16, and the rope columns to bf16 terms, times a power of two per head.
+    // Multiplies the queries with a power of two per head and converts them to fp16, the rope columns to bf16 terms.
     __device__ __forceinline__ void bring_into_range(const u32 (&rope_in)[4], const Consumer& me, u32 max_buffer) {
         float largest[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -225,13 +237,15 @@ struct Query {
     }
 };
 
-// The accumulators of a warp, 16 heads times 128 columns of the values, and its online softmax. Both halves of the heads,
-// `row` and `row + 8`, have a reference, a sum of weights and a running maximum of the products of query and key.
+// The accumulators of a warp, 16 heads times 128 columns of the values, and the state of its online softmax. Index `half`
+// is 0 for head `row` and 1 for head `row + 8`.
 struct Accumulators {
-    // For each 16 columns of the tile: FP8 rows [even or odd column][2 * half of heads + first or second pair], bf16 rows
-    // [first or second pair][2 * half of heads + even or odd column].
+    // For each 16 columns of the tile: FP8 rows [even or odd column][2 * half + first or second pair], bf16 rows
+    // [first or second pair][2 * half + even or odd column].
     float values[K_STEPS][2][4];
-    float reference[2], sum[2], running_max[2];
+    float reference[2];    // weights are exp2(logit - reference)
+    float sum[2];          // of the weights of this lane's rows
+    float running_max[2];  // of the products of query and key, without the softmax scale
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -247,7 +261,7 @@ struct Accumulators {
         }
     }
 
-    // Moves the reference of half of the heads, and rescales.
+    // Moves the reference of one half of the heads and rescales the sum and the accumulators to it.
     __device__ __forceinline__ void move_reference(int half, float moved) {
         const float factor = fast_exp2(reference[half] - moved);
         sum[half] *= factor;
@@ -260,7 +274,7 @@ struct Accumulators {
     }
 };
 
-// ---- 1. Queries times keys: partial products of a warp, [KEY_TILES][2 * half of heads + first or second row]
+// ---- 1. Queries times keys: partial products of a warp, [KEY_TILES][2 * half + first or second row]
 
 __device__ __forceinline__ void multiply_rope(
     const Query& query, const Consumer& me, u32 rows, float (&products)[KEY_TILES][4]) {
@@ -291,7 +305,7 @@ __device__ __forceinline__ void multiply_bf16_keys(const Query& query, u32 colum
     }
 }
 
-// Without the tile's scale.
+// Multiplies the codes; the caller applies the tile's scale.
 __device__ __forceinline__ void multiply_fp8_keys(const Query& query, u32 columns, float (&products)[KEY_TILES][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -335,7 +349,7 @@ __device__ __forceinline__ void multiply_keys(
     }
 }
 
-// ---- 2. The sum of the four warps' partial products; every warp gets all of it
+// ---- 2. Every warp adds up the partial products of all four warps
 
 __device__ __forceinline__ void reduce_products(const Consumer& me, u32 buffer, float (&products)[KEY_TILES][4]) {
 #pragma unroll
@@ -360,7 +374,7 @@ __device__ __forceinline__ void reduce_products(const Consumer& me, u32 buffer, 
 
 // ---- 3. Online softmax. A logit in base 2 is a product times its head's logit_scale
 
-// Moves the references so that the largest weight times scale of a stage is 2^START_BITS; they never move down.
+// Raises the references so that the largest weight times scale of a stage is 2^START_BITS. References never move down.
 __device__ __forceinline__ void raise_references(
     Accumulators& accumulators, const float (&products)[KEY_TILES][4], const float (&scales)[KEY_TILES][2],
     const float (&logit_scale)[2]) {
@@ -380,13 +394,13 @@ __device__ __forceinline__ void raise_references(
     }
 }
 
-// Weights times scales, as A operands.
+// Computes the weights of a stage, adds them to the sums, and packs weights times scales as A operands.
 __device__ __forceinline__ void softmax(
     Accumulators& accumulators, const float (&products)[KEY_TILES][4], const float (&scales)[KEY_TILES][2],
     const float (&logit_scale)[2], u32 (&weights)[KEY_TILES / 2][WEIGHT_TERMS][4]) {
-    // Whether weights fit is decided before the exponentials, from a bound: a lane's largest logit with its largest scale.
-    // A branch after them would keep the compiler from loading values under them. If the two belong to different rows, the
-    // references may turn out to stay.
+    // Whether weights fit is decided before the exponentials, from an upper bound: a lane's largest logit with its largest
+    // scale. A branch after the exponentials would keep the compiler from overlapping them with the loads of values. If the
+    // two belong to different rows, the bound is too high and `raise_references` may leave the references where they are.
     float largest[2] = {minus_infinity(), minus_infinity()}, largest_scale = 0.0f;
 #pragma unroll
     for (int tile = 0; tile < KEY_TILES; ++tile) {
@@ -431,8 +445,8 @@ __device__ __forceinline__ void softmax(
 
 // ---- 4. Weights times values
 
-// ldmatrix.trans moves 16-bit units: a word has two neighbouring codes of one row, then those of the next row. Reordered,
-// it has two rows of the even column and two of the odd one.
+// ldmatrix.trans moves 16-bit units, so a word has two neighbouring codes of one row, then those of the next row. __byte_perm
+// reorders it to the two rows of the even column, then the two rows of the odd one.
 __device__ __forceinline__ void multiply_fp8_values(Accumulators& accumulators, u32 columns, const u32 (&weights)[4]) {
 #pragma unroll
     for (int step = 0; step < K_STEPS; step += 2) {
@@ -479,10 +493,11 @@ __device__ __forceinline__ void multiply_values(
     }
 }
 
+// One stage of the ring: steps 1 to 4. `buffer` is for the exchange of partial products.
 __device__ __forceinline__ void process_stage(
     Accumulators& accumulators, const Query& query, const Consumer& me, u32 rows, u32 valid_rows, u32 buffer,
     const float (&logit_scale)[2]) {
-    float scales[KEY_TILES][2], products[KEY_TILES][4];  // the scales of bf16 rows are one, which the compiler folds
+    float scales[KEY_TILES][2], products[KEY_TILES][4];  // bf16 rows have scales of one, which the compiler folds
 #pragma unroll
     for (int tile = 0; tile < KEY_TILES; ++tile) {
         const u32 at = rows + (8 * tile + 2 * me.pair) * PITCH + SCALES_AT + 4 * me.warp;
@@ -507,7 +522,7 @@ __device__ __forceinline__ void process_stage(
 
 // ---- The end of a work item
 
-// The second stream stores its accumulators in shared memory ...
+// The second stream's warpgroup stores its accumulators in the MERGE buffer.
 __device__ __forceinline__ void store_accumulators(const Accumulators& accumulators, u32 at) {
 #pragma unroll
     for (int i = 0; i < 2 * K_STEPS; ++i) {
@@ -519,15 +534,15 @@ __device__ __forceinline__ void store_accumulators(const Accumulators& accumulat
     shared_store4(at + (2 * K_STEPS + 1) * FRAGMENT, bits_of(m[0], m[1], 0.0f, 0.0f));
 }
 
-// ... and the first one adds them to its own.
+// The first stream's warpgroup adds them to its own, both relative to the larger reference.
 __device__ __forceinline__ void merge_accumulators(Accumulators& accumulators, u32 at) {
     const uint4 scalars = shared_load4(at + 2 * K_STEPS * FRAGMENT);
-    const uint4 maxima = shared_load4(at + (2 * K_STEPS + 1) * FRAGMENT);
+    const uint4 max_bits = shared_load4(at + (2 * K_STEPS + 1) * FRAGMENT);
     const float reference[2] = {__uint_as_float(scalars.x), __uint_as_float(scalars.y)};
     const float sum[2] = {__uint_as_float(scalars.z), __uint_as_float(scalars.w)};
     float factor[2];
-    accumulators.running_max[0] = fmaxf(accumulators.running_max[0], __uint_as_float(maxima.x));
-    accumulators.running_max[1] = fmaxf(accumulators.running_max[1], __uint_as_float(maxima.y));
+    accumulators.running_max[0] = fmaxf(accumulators.running_max[0], __uint_as_float(max_bits.x));
+    accumulators.running_max[1] = fmaxf(accumulators.running_max[1], __uint_as_float(max_bits.y));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float moved = fmaxf(accumulators.reference[half], reference[half]);
@@ -546,7 +561,7 @@ __device__ __forceinline__ void merge_accumulators(Accumulators& accumulators, u
     }
 }
 
-// A lane's four columns of a step, in float32 or packed.
+// Store a lane's four columns of a step, in float32 or as packed 16-bit numbers.
 __device__ __forceinline__ void store_four(float* target, float a, float b, float c, float d) {
     if (BF16_ROWS) {
         *reinterpret_cast<float2*>(target) = make_float2(a, b);
@@ -565,6 +580,7 @@ __device__ __forceinline__ void store_four(u16* target, uint2 packed) {
     }
 }
 
+// Normalises by the sums, applies the sink, and writes output, lse and max_logits.
 __device__ __forceinline__ void store_output(
     const Accumulators& accumulators, const OutputRow& output, const Consumer& me, int heads,
     const float (&logit_scale)[2]) {
@@ -626,14 +642,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(c
     }
     warpgroup_reg_alloc<CONSUMER_REGISTERS>();
     const Consumer me;
-    const u32 logits = memory + Plan::LOGITS + me.stream * 2 * Plan::LOGITS_BUFFER;
+    const u32 products = memory + Plan::PRODUCTS + me.stream * 2 * Plan::PRODUCTS_BUFFER;
     const u32 query_max = memory + Plan::QUERY_MAX + me.stream * 2 * Plan::QUERY_MAX_BUFFER;
     const u32 merge = memory + Plan::MERGE + me.warp * Plan::MERGE_FRAGMENTS * FRAGMENT + 16 * me.lane;
     const float scale = softmax_scale_log2(p);
     const int heads = p.query.heads, first_head = HEADS * blockIdx.y;
     Ring::Cursor ring = ring_of(memory, me.stream);
-    // Both exchanges through shared memory have two buffers: one barrier per exchange is then enough.
-    u32 logits_buffer = 0, query_buffer = 0;
+    // Each exchange through shared memory alternates between two buffers, so that one barrier per exchange is enough.
+    u32 products_buffer = 0, query_buffer = 0;
     for (int item = blockIdx.x; item < work.count; item += gridDim.x) {
         const int token = work.token(item);
         Query query;
@@ -650,9 +666,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) attend_few_heads(c
             const u32 valid_rows = ring.valid_rows();
             last = ring.is_last();
             if (valid_rows) {
-                const u32 buffer = logits + logits_buffer * Plan::LOGITS_BUFFER;
+                const u32 buffer = products + products_buffer * Plan::PRODUCTS_BUFFER;
                 process_stage(accumulators, query, me, ring.rows(), valid_rows, buffer, logit_scale);
-                logits_buffer ^= 1;
+                products_buffer ^= 1;
             }
             __syncwarp();
             if (me.lane == 0) mbarrier_arrive(ring.empty());

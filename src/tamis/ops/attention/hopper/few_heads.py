@@ -1,7 +1,7 @@
 """Sparse attention of few heads over FP8 or bf16 rows in CUDA C++, for Hopper: two kernels and their launches.
 
 `few_heads.cu` has 16 heads in a CTA, the M dimension of mma.sync. `heads_as_columns.cu` has 16 or 32, the N dimension
-of wgmma. Both take the same parameters. More heads are more CTAs, which read the same rows.
+of wgmma. Both take the same parameters. With more heads there are more CTAs, which read the same rows.
 """
 
 from collections.abc import Sequence
@@ -35,15 +35,15 @@ NAME = "few heads"
 MMA_HEADS = 16
 """Heads of a CTA of `few_heads.cu`."""
 STAGE_ROWS = 32
-"""Rows of one stage of a ring in shared memory."""
+"""Rows of one ring stage in shared memory."""
 COPY_ALIGNMENT = 16
-"""Bytes that a row's address must be a multiple of, for bulk copies."""
+"""Alignment in bytes that bulk copies require of a row's address."""
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
 class CtaShape:
-    """How a kernel is compiled and launched, and what its splits cost.
+    """The shape of a CTA: how a kernel is compiled and launched, and what its splits cost.
 
     Shapes are compared by identity, since they are keys of caches that every call looks into.
     """
@@ -56,8 +56,8 @@ class CtaShape:
     per_sm: int
     """CTAs that share an SM."""
     shared: int
-    """Bytes of shared memory per CTA. The SharedMemoryPlan of the source is the only sum: the source does not compile
-    with another number, and the error says the right one."""
+    """Bytes of shared memory per CTA. The source computes the number in its SharedMemoryPlan and does not compile with
+    another one; the error shows the right one."""
     columns: int
     """Columns of a token that a CTA works on at a time: a step of `choose_splits`."""
     rows_per_step: int
@@ -69,7 +69,7 @@ class CtaShape:
 
 
 def mma_shape(streams: int, stages: int, *, per_sm: int, shared: int, bf16_rows: bool = False) -> CtaShape:
-    """A shape of `few_heads.cu`: streams of rows, each with a ring of so many stages and a consumer warpgroup."""
+    """A shape of `few_heads.cu` with a number of streams, each a ring of `stages` stages and a consumer warpgroup."""
     defines = (
         ("BF16_ROWS", int(bf16_rows)),
         ("RING_STREAMS", streams),
@@ -81,9 +81,9 @@ def mma_shape(streams: int, stages: int, *, per_sm: int, shared: int, bf16_rows:
 
 
 def wgmma_shape(heads: int, stages: int, *, shared: int) -> CtaShape:
-    """A shape of `heads_as_columns.cu`, for FP8 rows: 16 or 32 heads and a ring of so many stages."""
+    """A shape of `heads_as_columns.cu`, for FP8 rows, with 16 or 32 heads and a ring of `stages` stages."""
     defines = (("HEADS", heads), ("RING_STAGES", stages))
-    # Two consumer warpgroups of 64 rows each, one warpgroup of producers.
+    # Two consumer warpgroups, which take 64 rows each at a time, and one warpgroup of producers.
     return CtaShape("heads_as_columns", heads, 384, 1, shared, 4 * STAGE_ROWS, 2500, 1, defines)
 
 
@@ -114,7 +114,7 @@ BF16_ROWS = Shapes(
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
-    """Why these kernels cannot do a call, or None if they can."""
+    """The reason why these kernels do not take a call, or None if they do."""
     if q.dtype not in QUERY_DTYPES:
         return f"queries are {checks.dtype_name(q.dtype)}, not bfloat16 or float16"
     if value_dim != VALUE_DIM:
@@ -132,7 +132,7 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
 
 
 def source(q: Tensor, selections: Sequence[Selection], sms: int) -> str:
-    """The files that run a call which these kernels take."""
+    """The names of the source files that run a call which these kernels take."""
     tokens, heads, _ = q.shape
     names = [choose_shape(tokens, heads, sms, bool(_rows_are_bf16(s.cache.layout.key))).source for s in selections]
     return " and ".join(f"{name}.cu" for name in dict.fromkeys(names))
@@ -146,14 +146,14 @@ def _rows_are_bf16(key: str) -> bool | None:
     """
     layout = from_key(key)
     for bf16_rows, usual, modes in ((True, rows(), ("none",)), (False, v32_fp8(), ("pow2", "exact"))):
-        parts = ("latent", "rope", "tile", "values", "scales", "tail")
-        if layout.scale_mode in modes and all(getattr(layout, part) == getattr(usual, part) for part in parts):
+        fields = ("latent", "rope", "tile", "values", "scales", "tail")
+        if layout.scale_mode in modes and all(getattr(layout, field) == getattr(usual, field) for field in fields):
             return bf16_rows
     return None
 
 
 def suits(tokens: int | None, heads: int, bf16_rows: bool) -> bool:
-    """Whether these kernels are faster than those for many heads, where both can do it (see benchmarks/NOTES.md)."""
+    """Whether these kernels are faster than those for many heads, if both take a call (see benchmarks/NOTES.md)."""
     return heads <= (MMA_HEADS if bf16_rows else 2 * MMA_HEADS) or _few_pairs(tokens, heads, bf16_rows)
 
 
@@ -163,9 +163,9 @@ def _few_pairs(tokens: int | None, heads: int, bf16_rows: bool) -> bool:
 
 
 def choose_shape(tokens: int | None, heads: int, sms: int, bf16_rows: bool) -> CtaShape:
-    """The fastest shape; without a number of tokens, one for all of them.
+    """The fastest shape; without a number of tokens, one shape for any number of tokens.
 
-    Two streams in a CTA need fewer splits of a token, and are best where there are few tokens.
+    CTAs with two streams need fewer splits of a token, so they are fastest if there are few tokens.
     """
     shapes = BF16_ROWS if bf16_rows else FP8_ROWS
     if heads > MMA_HEADS and not _few_pairs(tokens, heads, bf16_rows):
@@ -182,7 +182,7 @@ class Plan(NamedTuple):
     splits: int
     """Splits of each of the other tokens."""
     capacity: int
-    """Work items that the device works on at a time."""
+    """Work items that the device runs at a time."""
     sharing: int
     """CTAs that share the heads of a work item."""
 
@@ -193,7 +193,7 @@ def plan_launch(
 ) -> Plan:
     """Choose shape and splits. `direct`: whether whole tokens can be written to the output.
 
-    Both help to fix a row's bits, so with given splits they do not depend on the number of tokens.
+    Both decide how a row is rounded, so with given splits they do not depend on the number of tokens.
     """
     shape = choose_shape(tokens if splits is None else None, heads, sms, bf16_rows)
     sharing = ceil_div(heads, shape.heads)
@@ -227,8 +227,8 @@ def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     found = Outputs.empty(sum(plan.splits for plan in plans), *q.shape[:2], device=q.device)
     first = 0
     for selection, plan in zip(call.selections, plans, strict=True):
-        part = Outputs(*(tensor[first : first + plan.splits] for tensor in found))
-        _launch_plan(plan, q, selection, scale, output_params(part, part, None))
+        own = Outputs(*(tensor[first : first + plan.splits] for tensor in found))
+        _launch_plan(plan, q, selection, scale, output_params(own, own, None))
         first += plan.splits
     return found
 
@@ -252,16 +252,16 @@ def attend(call: Attend) -> tuple[Tensor, Tensor]:
 
 
 def _launch_plan(plan: Plan, q: Tensor, selection: Selection, scale: float | Tensor, output: OutputParams) -> None:
-    """Fill the outputs of whole tokens, and the splits of the others, each normalised by its own sum.
+    """Write the outputs of whole tokens and the splits of the others. Each split is normalised by its own sum.
 
-    The sink counts only in whole tokens.
+    The sink is applied to whole tokens only.
     """
     if q.shape[0] == 0:
         return
     # The kernels load four neighbouring elements at a time.
     if q.stride(2) != 1 or q.stride(0) % 4 or q.stride(1) % 4 or q.data_ptr() % 8:
         q = q.contiguous()
-    held = [q]  # copies must live until the launch, or their memory may be given to somebody else
+    held = [q]  # copies must live until the launch, or their memory may be allocated again
     items = output.whole + output.split_tokens * output.splits
     params = AttendParams(
         items,
@@ -276,7 +276,7 @@ def _launch_plan(plan: Plan, q: Tensor, selection: Selection, scale: float | Ten
 
 @cache
 def program(shape: CtaShape, dtype: torch.dtype) -> Program:
-    """The source for a shape and a dtype of queries."""
+    """The program for a shape and a dtype of queries."""
     defines = dict(shape.defines) | {
         "QUERY_FP16": int(dtype == torch.float16),
         "THREADS": shape.threads,

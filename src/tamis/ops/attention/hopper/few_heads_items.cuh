@@ -1,6 +1,7 @@
-// Work items of `few_heads.cu` and `heads_as_columns.cu`: a query token, or a split of its columns (split-KV).
+// Work items of `few_heads.cu` and `heads_as_columns.cu`: where their rows begin and where their results go.
 //
-// Items 0 .. whole - 1 are whole tokens. The others are splits: `splits` of one token after the other.
+// A work item is a query token, or one split of its selected columns (split-KV). Items 0 to whole - 1 are whole tokens.
+// Every other token has `splits` items in a row; `merge_splits.cu` merges their results.
 #pragma once
 #include "instructions.cuh"
 #include "params.cuh"
@@ -8,18 +9,21 @@
 
 static_assert(sizeof(AttendParams) == PARAMS_BYTES, "AttendParams differs from its Python twin");
 
-// A compile error of this shows both numbers: what the kernel's SharedMemoryPlan needs, and what the host launches with.
+// A failed assertion shows both numbers: the bytes that the kernel's SharedMemoryPlan needs and those of the launch.
 template <int NEEDED, int GIVEN>
 struct CheckSharedBytes {
-    static_assert(NEEDED == GIVEN, "the plan of shared memory needs another number of bytes than the CTA shape gives");
+    static_assert(NEEDED == GIVEN, "SharedMemoryPlan needs another number of bytes than the CTA shape gives");
 };
 
 constexpr int VALUES = 512;  // columns of an output
 
-// A copy of the numbers, so that the compiler keeps them in registers: fields of the kernel's parameter are loaded again
-// after every instruction that touches memory.
+// The numbers of a launch's work items. They are copied so that the compiler keeps them in registers: it loads fields of the
+// kernel's parameter again after every instruction that may write memory.
 struct WorkItems {
-    int count, whole, splits, split_columns;
+    int count;          // work items of the launch
+    int whole;          // tokens that are one item each
+    int splits;         // items of every other token
+    int split_columns;  // selected columns of a split
 
     __device__ __forceinline__ explicit WorkItems(const AttendParams& p)
         : count(p.items), whole(p.output.whole), splits(p.output.splits), split_columns(p.split_columns) {}
@@ -31,20 +35,21 @@ struct WorkItems {
     __device__ __forceinline__ int split(int item) const { return item < whole ? 0 : (item - whole) % splits; }
 };
 
-// The factor from products of queries and keys to logits in base 2.
+// The factor that turns products of queries and keys into logits in base 2.
 __device__ __forceinline__ float softmax_scale_log2(const AttendParams& p) {
     const float scale = p.query.scale;
     return (p.query.scale_factor == nullptr ? scale : scale * *p.query.scale_factor) * LOG2_E;
 }
 
-// Where an item's results go: a token's row of the output, or a row of the splits, which are float32 and get no sink.
+// The destination of a work item's results: a token's row of the output, or a row of the splits, which are float32 and get
+// no sink.
 struct OutputRow {
-    void* out;
-    int kind;  // 0 float32, 1 bf16, 2 fp16
-    long long token_stride, head_stride;
-    float *lse, *max_logits;
-    const float* sink;
-    long long row;
+    void* out;                            // [rows, H, 512] of `kind`
+    int kind;                             // 0 float32, 1 bf16, 2 fp16
+    long long token_stride, head_stride;  // of out, in elements
+    float *lse, *max_logits;              // [rows, H]
+    const float* sink;                    // [H], or null
+    long long row;                        // of this work item in out, lse and max_logits
 
     __device__ __forceinline__ OutputRow(const AttendParams& p, const WorkItems& work, int item, int token) {
         const OutputParams& o = p.output;
@@ -63,14 +68,14 @@ struct OutputRow {
 
 // ---- Numbers
 
-// Two 16-bit query elements in float32.
+// Two packed 16-bit query elements as float32.
 template <Operand TYPE>
 __device__ __forceinline__ float2 unpack(u32 packed) {
     if (TYPE == FP16) return unpack_fp16(packed);
     return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000u)};
 }
 
-// Two numbers as sums of bf16 terms, of which each has what the ones before leave out.
+// Splits two numbers into sums of bf16 terms. Each term is the rounded remainder of those before it.
 template <int TERMS>
 __device__ __forceinline__ void bf16_terms(float2 rest, u32 (&terms)[TERMS]) {
 #pragma unroll
@@ -81,12 +86,13 @@ __device__ __forceinline__ void bf16_terms(float2 rest, u32 (&terms)[TERMS]) {
     }
 }
 
-// A power of two that brings a head's queries, of this largest magnitude, into fp16's range, and its inverse.
+// The power of two that brings a head's query into fp16's range, and its inverse.
 struct QueryScale {
     float factor, inverse;
 
-    // The largest element gets between 2^14 and 2^15, so that fp16 loses nothing that counts. Positive floats are in the
-    // order of their bits, NaN above all.
+    // `largest` is the bits of the largest magnitude of the query. That element is scaled to between 2^14 and 2^15, so that
+    // fp16 loses nothing that counts. Bits of positive floats compare like the floats, with NaN above all; the bounds keep
+    // both factors finite.
     __device__ __forceinline__ explicit QueryScale(u32 largest) {
         const u32 exponent = min(max(largest >> 23, 27u), 254u);
         factor = __uint_as_float((268 - exponent) << 23);

@@ -1,27 +1,31 @@
-// Sparse attention of 16 or 32 heads per CTA with wgmma over FP8 rows of 656 bytes. More heads are more CTAs along the
-// grid's y axis, which read the same rows.
+// Sparse attention of 16 or 32 heads per CTA with wgmma, on Hopper, over FP8 rows of 656 bytes. With more heads the grid has
+// more CTAs along its y axis, which read the same rows.
 //
+// Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
 // The products of a warpgroup have M = 64, so rows of the cache and columns of the values are M, and heads are N:
-//   logits [64 rows, heads]     = keys [64 rows, 576] x queries [576, heads]
+//   logits [64 rows, heads]      = keys [64 rows, 576] x queries [576, heads]
 //   outputs [512 columns, heads] = values [512 columns, 64 rows] x weights [64 rows, heads]
 // The A operands come from registers: ldmatrix loads codes (transposed for values), which are converted to fp16 on the way,
 // once for all heads, and are never written back. Queries and weights are the B operands, swizzled tiles in shared memory.
 //
-// Roles. A CTA works through work items (see `few_heads_items.cuh`). Four producer warps fill one ring of rows (see
-// `row_ring.cuh`). Two consumer warpgroups take 64 rows, two stages, in turn, each with its own softmax references and
-// accumulators, so that one multiplies while the other computes weights. Their order at keys and at values is fixed by two
-// pairs of mbarriers: stages are then filled and freed in order, as their mbarriers, with two phases, require. At the end
-// of a work item each warpgroup gets the other's accumulators of two of the four tiles, and writes these.
+// Roles. CTAs are persistent and take one work item after the other (see `few_heads_items.cuh`). Four producer warps fill
+// one ring of rows (see `row_ring.cuh`). Two consumer warpgroups alternate at taking 64 rows, two ring stages, each with its
+// own softmax references and accumulators, so that one multiplies while the other computes weights. Two pairs of mbarriers
+// fix the order in which they wait for keys and multiply values. Stages are then filled and freed in the order of the ring,
+// which their mbarriers require, as a parity tells only two phases apart. At the end of a work item each warpgroup gets the
+// other's accumulators of two of the four tiles, adds them to its own, and writes these tiles.
 //
-// Numbers. e4m3 values are exact in fp16; a tile's scale is applied to logits and weights. Queries are multiplied with a
-// power of two per head that brings them into fp16's range. A head has one softmax reference for its logits, with
-// exp2(logit - reference) as weights in float32, and one factor for each tile, which makes the largest weight times scale a
-// number that fp16 holds in full. If something does not fit, the warpgroup moves its references and factors.
+// Numbers. e4m3 values are exact in fp16; a tile's scale is applied to products and weights. Queries are multiplied with a
+// power of two per head that brings them into fp16's range. Weights are exp2(logit - reference) in float32, where the
+// reference of a warpgroup and head plays the part of the running max. A factor for each head and tile makes the largest
+// weight times scale a number that fp16 holds in full. If something does not fit, the warpgroup raises its references,
+// chooses new factors, and rescales its accumulators.
 //
-// Shared memory is `SharedMemoryPlan` below: 226 KB.
+// Shared memory is laid out in `SharedMemoryPlan` below: 226 KiB.
 //
-// Budget (H200): with 32 heads, 128 tokens of 2,048 rows take 71 us, about 4,000 cycles per 64 rows of a warpgroup; bulk
-// copies of 64 rows take 1,470 of them. The begin and end of a work item take 13,000 cycles, so splits are long.
+// Budget for 64 rows with 32 heads (H200), an estimate: 41,984 bytes of rows take 2,360 cycles at 17.8 bytes per cycle and
+// SM, the products 1,090 cycles of the tensor cores. Measured: 4,150 cycles per 64 rows and SM (70.4 us for 128 tokens of
+// 2,048 rows on 132 SMs at 1.83 GHz). The begin and end of a work item take 13,000 cycles, so splits are long.
 //
 // Defined by the host: HEADS (16 or 32), RING_STAGES, QUERY_FP16 (1: queries are fp16, 0: bf16), THREADS, SHARED_BYTES,
 // PARAMS_BYTES.
@@ -39,10 +43,10 @@ typedef unsigned short u16;
 // A row has four tiles of 128 e4m3 codes, a float32 scale per tile and 64 bf16 rope columns.
 constexpr int TILES = 4, TILE = 128, SCALES_AT = 512, ROPE_AT = 528;
 constexpr int WARPGROUPS = 2, WARPS = 4, WARPGROUP = 32 * WARPS, CONSUMERS = WARPGROUPS * WARPGROUP;
-constexpr int PASS_STAGES = 2;  // stages that a warpgroup takes at a time: 64 rows
+constexpr int PASS_STAGES = 2;  // ring stages that a warpgroup takes at a time: 64 rows
 
 struct RingShape {
-    // An odd multiple of 16 bytes, so that ldmatrix reads the rows of a matrix from different banks.
+    // The pitch is an odd multiple of 16 bytes, so that ldmatrix reads the rows of a matrix from different banks.
     static constexpr int ROW_BYTES = 656, PITCH = ROW_BYTES;
     static constexpr int PRODUCERS = 4, SHARED_STAGES = 8;
     static constexpr int STAGES = RING_STAGES, STREAMS = 1, ROUND = PASS_STAGES * WARPGROUPS;
@@ -50,72 +54,77 @@ struct RingShape {
 using Ring = RowRing<RingShape>;
 constexpr int PITCH = RingShape::PITCH;
 
-// Of a product with M = 64, a lane has rows `row` and `row + 8` of its warp's 16, and of every octet of heads the two from
-// 2 * pair on: accumulators are at [4 * octet + 2 * (row or row + 8) + first or second head].
+// In the accumulator layout of wgmma a lane has rows `row` and `row + 8` of its warp's 16, and heads 2 * pair and
+// 2 * pair + 1 of every octet: index 4 * octet + 2 * (0 for `row`, 1 for `row + 8`) + (0 or 1 for the head).
 constexpr int OCTETS = HEADS / 8, FRAGMENT = 4 * OCTETS;
-constexpr int VALUE_BLOCKS = 2 * TILES;  // products with 64 columns of the values each
+constexpr int VALUE_BLOCKS = 2 * TILES;  // accumulators of 64 columns of the values each
 using Queries = QueryTiles<HEADS, CONSUMERS, QUERY_FP16 ? FP16 : BF16>;
 constexpr int ROPE_TERMS = Queries::ROPE_TERMS;
-constexpr int HEAD_TILE = Queries::TILE_BYTES;  // of a B operand: 64 elements for each head
-// Codes are loaded this many steps before they are converted: ldmatrix takes long while products read shared memory.
+constexpr int HEAD_TILE = Queries::TILE_BYTES;  // bytes of a tile of a B operand: 64 elements for each head
+// Codes are loaded this many steps before they are converted, since ldmatrix has a long latency while wgmma reads shared
+// memory.
 constexpr int KEYS_AHEAD = 2, VALUES_AHEAD = 2;
 
 static_assert(THREADS == CONSUMERS + 32 * RingShape::PRODUCERS && (HEADS == 16 || HEADS == 32), "no such shape");
 
 // ---- Range of weights, as exponents of two
 
-// The largest weight times scale starts at 2^10, and moves if it is more than fp16 holds; fp16 has full precision down to
-// 2^-14. Weights themselves may grow more before their reference moves.
+// The largest weight times scale starts at 2^10, and the factors move when it is more than fp16 holds; fp16 has full
+// precision down to 2^-14. Weights themselves, in float32, may grow to 2^20 before their reference moves.
 constexpr float START_BITS = 10.0f, WEIGHT_BITS = 20.0f;
-// A tile whose scale is zero has weights of zero whatever its factor, which must be finite.
+// A tile whose scale is zero has zero weight times scale whatever its factor is; this bound keeps the factor finite.
 constexpr float LEAST_SCALE_BITS = -85.0f;
-constexpr float NO_REFERENCE = -1e30f;
+constexpr float NO_REFERENCE = -1e30f;  // before the first row; finite, so that differences are no NaN
 
-// Registers per thread: producers leave theirs to the consumers.
+// Registers per thread: producers release theirs to the consumers (setmaxnreg).
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 // ---- Shared memory
 
 struct SharedMemoryPlan {
     static constexpr int PER_HEAD = 4 * HEADS;                // one float32 per head
-    static constexpr int KINDS = TILES + 1;                   // one for each tile, then one that all tiles share
+    static constexpr int KINDS = TILES + 1;                   // one for each tile, then, at index TILES, one for all tiles
     static constexpr int PER_WARPGROUP = KINDS * PER_HEAD;
     static constexpr int WARPGROUP_WEIGHTS = TILES * HEAD_TILE;
 
-    static constexpr int QUERY = 0;                                                // [8 + 2] tiles: latent, rope terms
-    static constexpr int WEIGHTS = QUERY + (Queries::LATENT_TILES + 2) * HEAD_TILE;  // [warpgroup][tile], times scales
+    static constexpr int QUERY = 0;                                                // [8 + 2] tiles: latent columns, rope terms
+    static constexpr int WEIGHTS = QUERY + (Queries::LATENT_TILES + 2) * HEAD_TILE;  // [warpgroup][tile] weights times scales
     static constexpr int ROWS = WEIGHTS + WARPGROUPS * WARPGROUP_WEIGHTS;          // [stage][row]
-    static constexpr int LOGIT_SCALES = ROWS + Ring::ALL_STAGES * Ring::STAGE_BYTES;  // [head]
+    static constexpr int LOGIT_SCALES = ROWS + Ring::ALL_STAGES * Ring::STAGE_BYTES;  // [head] from products to logits
     static constexpr int REFERENCES = LOGIT_SCALES + PER_HEAD;                     // [warpgroup][kind][head]
-    static constexpr int FACTORS = REFERENCES + WARPGROUPS * PER_WARPGROUP;        // [warpgroup][kind][head], of weights
-    // Running maxima of products, of each thread: registers have no room for them.
+    static constexpr int FACTORS = REFERENCES + WARPGROUPS * PER_WARPGROUP;        // [warpgroup][tile][head] factors of weights
+    // The running max of each thread's products. It is here because registers have no room for it.
     static constexpr int RUNNING_MAX = FACTORS + WARPGROUPS * PER_WARPGROUP;       // [octets / 2][thread][4]
     static constexpr int BARRIERS = RUNNING_MAX + CONSUMERS * 2 * 4 * OCTETS;      // [stage] full, empty
-    static constexpr int INFOS = BARRIERS + Ring::ALL_STAGES * Ring::BARRIER_BYTES;  // [stage]
+    static constexpr int INFOS = BARRIERS + Ring::ALL_STAGES * Ring::BARRIER_BYTES;  // [stage] stage info
     static constexpr int KEYS_ORDER = INFOS + Ring::ALL_STAGES * Ring::INFO_BYTES;  // [warpgroup] mbarriers
     static constexpr int VALUES_ORDER = KEYS_ORDER + WARPGROUPS * 8;               // [warpgroup] mbarriers
-    static constexpr int MEETING = VALUES_ORDER + WARPGROUPS * 8;                  // mbarrier of all consumers
-    static constexpr int VOTES = (MEETING + 8 + 15) / 16 * 16;                     // [warpgroup][warp]
+    static constexpr int CONSUMERS_MET = VALUES_ORDER + WARPGROUPS * 8;            // mbarrier of all consumer threads
+    static constexpr int VOTES = (CONSUMERS_MET + 8 + 15) / 16 * 16;               // [warpgroup][warp]
     static constexpr int BYTES = VOTES + WARPGROUPS * WARPS * 4;
 
-    // While a warpgroup's weights are not in use, they hold numbers of each head.
-    static constexpr int PARTIALS = 0;                                 // [warp][kind][head]: of the warp's rows
-    static constexpr int RESCALES = PARTIALS + WARPS * PER_WARPGROUP;  // [kind][head]: of accumulators, of sums
-    // At the end of a work item, queries and weights are replaced by accumulators for the other warpgroup.
+    // Offsets in a warpgroup's WEIGHTS, which hold numbers of each head while no weights are there.
+    static constexpr int PARTIALS = 0;                                 // [warp][kind][head] of the rows of a warp
+    static constexpr int RESCALES = PARTIALS + WARPS * PER_WARPGROUP;  // [kind][head] of a tile's accumulators; of the sums
+    // At the end of a work item QUERY and WEIGHTS hold accumulators for the other warpgroup.
     static constexpr int EXCHANGE = QUERY;
     static_assert(EXCHANGE + CONSUMERS * TILES / WARPGROUPS * 2 * 4 * FRAGMENT <= ROWS, "accumulators do not fit");
 };
 using Plan = SharedMemoryPlan;
 template struct CheckSharedBytes<Plan::BYTES, SHARED_BYTES>;
 
-// Named barriers; the last is one per warpgroup.
-constexpr u32 ALL_CONSUMERS = 1, ONE_WARPGROUP = 2;
+// Named barriers: one for all consumers, then one per warpgroup (2 and 3).
+constexpr u32 CONSUMER_BARRIER = 1, WARPGROUP_BARRIER = 2;
 
 // ---- Consumers
 
+// A thread of a consumer warpgroup.
 struct Consumer {
-    int warp, lane, warpgroup, row, pair;
-    u32 memory;
+    int warp;        // of the warpgroup
+    int lane;
+    int warpgroup;   // 0 or 1
+    int row, pair;   // of the lane, 0 to 7 and 0 to 3
+    u32 memory;      // address of shared memory
 
     __device__ __forceinline__ explicit Consumer(u32 memory) : memory(memory) {
         lane = threadIdx.x % 32;
@@ -126,14 +135,14 @@ struct Consumer {
     }
 
     __device__ __forceinline__ static int first_head() { return blockIdx.y * HEADS; }
-    __device__ __forceinline__ void sync() const { named_barrier_sync(ALL_CONSUMERS, CONSUMERS); }
-    __device__ __forceinline__ void sync_warpgroup() const { named_barrier_sync(ONE_WARPGROUP + warpgroup, WARPGROUP); }
+    __device__ __forceinline__ void sync() const { named_barrier_sync(CONSUMER_BARRIER, CONSUMERS); }
+    __device__ __forceinline__ void sync_warpgroup() const { named_barrier_sync(WARPGROUP_BARRIER + warpgroup, WARPGROUP); }
 
-    // As `sync`, twice per work item, with parity 0 and then 1, where the warpgroups exchange data: racecheck follows an
-    // mbarrier at which every thread arrives, but not a named barrier.
-    __device__ __forceinline__ void meet(u32 parity) const {
-        mbarrier_arrive(memory + Plan::MEETING);
-        mbarrier_wait(memory + Plan::MEETING, parity);
+    // As `sync`, with an mbarrier instead of a named barrier, where the warpgroups exchange data: racecheck follows an
+    // mbarrier at which every thread arrives, but not a named barrier. Used twice per work item, with parity 0, then 1.
+    __device__ __forceinline__ void sync_by_mbarrier(u32 parity) const {
+        mbarrier_arrive(memory + Plan::CONSUMERS_MET);
+        mbarrier_wait(memory + Plan::CONSUMERS_MET, parity);
     }
 
     // Whether any thread of the warpgroup votes yes. The warpgroup synchronises once more before it may vote again.
@@ -146,16 +155,17 @@ struct Consumer {
         return (all.x | all.y | all.z | all.w) != 0;
     }
 
-    // The warpgroups alternate at KEYS_ORDER and at VALUES_ORDER: each waits for the other to pass the order on.
-    __device__ __forceinline__ void await(u32 order, u32 parity) const {
+    // The warpgroups alternate at KEYS_ORDER and at VALUES_ORDER (the ordered sequence barriers of CUTLASS): a warpgroup
+    // waits at its own mbarrier until the other one has arrived there.
+    __device__ __forceinline__ void order_wait(u32 order, u32 parity) const {
         mbarrier_wait(memory + order + warpgroup * 8, parity);
     }
-    __device__ __forceinline__ void pass(u32 order) const {
+    __device__ __forceinline__ void order_arrive(u32 order) const {
         __syncwarp();
         if (lane == 0) mbarrier_arrive(memory + order + (1 - warpgroup) * 8);
     }
 
-    // Addresses of this warpgroup's numbers.
+    // Addresses of this warpgroup's weights, and of its numbers of each head.
     __device__ __forceinline__ u32 weights() const { return memory + Plan::WEIGHTS + warpgroup * Plan::WARPGROUP_WEIGHTS; }
     __device__ __forceinline__ u32 references(int kind) const {
         return memory + Plan::REFERENCES + warpgroup * Plan::PER_WARPGROUP + kind * Plan::PER_HEAD;
@@ -168,29 +178,29 @@ struct Consumer {
         return weights() + Plan::PARTIALS + warp * Plan::PER_WARPGROUP + kind * Plan::PER_HEAD;
     }
 
-    // Numbers of this lane's two heads of an octet.
+    // The numbers of this lane's two heads of an octet.
     __device__ __forceinline__ float2 own(u32 numbers, int octet) const {
         const uint2 two = shared_load2(numbers + 32 * octet + 8 * pair);
         return {__uint_as_float(two.x), __uint_as_float(two.y)};
     }
 
-    // This thread's running maxima of four heads, those of two octets.
+    // The address of this thread's running max of four heads, its heads of two octets.
     __device__ __forceinline__ u32 running_max(int octets) const {
         return memory + Plan::RUNNING_MAX + 16 * (octets * CONSUMERS + threadIdx.x);
     }
 };
 
-// Reductions over the eight lanes that share a head.
+// Reductions over the eight lanes that have the same heads.
 __device__ __forceinline__ float max_of_head(float x) { return max_over_lanes<4, 32>(x); }
 __device__ __forceinline__ float sum_of_head(float x) { return sum_over_lanes<4, 32>(x); }
 
-// Makes a token's queries B operands, times a power of two per head, and resets what is kept for each head.
+// Writes a token's queries, times a power of two per head, as B operands, and resets references and factors.
 __device__ __forceinline__ void load_query(
     const u16* q, long long head_stride, int heads, float softmax_scale, const Consumer& me) {
     Queries query(opaque(threadIdx.x));
     const u16* from = q + (me.first_head() + query.head) * head_stride;
     const QueryScale scale(__float_as_uint(query.load(from, query.head < heads - me.first_head())));
-    me.sync();  // nobody reads the last work item's queries and numbers any more
+    me.sync();  // all consumers have read the queries and numbers of the work item before
     if (query.share == 0) {
         const u32 numbers = me.memory + 4 * query.head;
         store_float(numbers + Plan::LOGIT_SCALES, scale.inverse * softmax_scale);
@@ -208,10 +218,10 @@ __device__ __forceinline__ void load_query(
 // ---- Accumulators
 
 struct Accumulators {
-    // In blocks of 64 columns of the values: of a tile, a warp has those from 32 * warp on, 16 in each of two blocks, where
-    // a lane's `row` stands for column 2 * row, and `row + 8` for the one after.
+    // A warp has 32 columns of every tile, from 32 * warp on: 16 in each of two accumulators. In these a lane's `row` is
+    // column 2 * row, and `row + 8` is column 2 * row + 1.
     float values[VALUE_BLOCKS][FRAGMENT];
-    float sum[OCTETS][2];  // of the weights of this lane's rows
+    float sum[OCTETS][2];  // of the weights of this lane's rows, for its two heads of each octet
 
     __device__ __forceinline__ void clear(const Consumer& me) {
 #pragma unroll
@@ -230,7 +240,7 @@ struct Accumulators {
         }
     }
 
-    // Online-softmax correction: multiplies the accumulators by the rescale of their head and tile.
+    // Multiplies the accumulators with the rescale factors of their head and tile.
     __device__ __forceinline__ void rescale(const Consumer& me) {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
@@ -247,14 +257,16 @@ struct Accumulators {
     }
 };
 
-// The scale of a tile, in this lane's two rows.
+// The scales of a tile in this lane's two rows.
 __device__ __forceinline__ float2 scales_of(const Consumer& me, u32 keys, int tile) {
     const u32 at = keys + me.row * PITCH + SCALES_AT + 4 * tile;
     return {load_float(at), load_float(at + 8 * PITCH)};
 }
 
-// ---- Keys times queries: a warp's 16 rows
+// ---- Keys times queries
 
+// Multiplies the 16 rows of a warp, which start at `keys`, with the queries of all heads. The codes of the next steps are
+// loaded and converted while the tensor cores work on this one.
 __device__ __forceinline__ void multiply_keys(const Consumer& me, u32 keys, float (&products)[FRAGMENT]) {
     constexpr int STEPS = 4 * TILES;  // 32 columns each
     const int lane = opaque(me.lane);
@@ -299,7 +311,7 @@ __device__ __forceinline__ void multiply_keys(const Consumer& me, u32 keys, floa
         }
         wgmma_commit();
         if (here + 1 < STEPS) {
-            wgmma_wait<1>();  // for the products that read the fragments that are written next
+            wgmma_wait<1>();  // the wgmma before this one has read the fragments that `dequantise` writes next
             dequantise(here + 1);
         }
         if (here % 4 < 3) continue;
@@ -315,21 +327,22 @@ __device__ __forceinline__ void multiply_keys(const Consumer& me, u32 keys, floa
 
 // ---- Online softmax. A logit in base 2 is a product times its head's logit scale
 
+// Takes this thread's products into its running max, which is in shared memory.
 __device__ __forceinline__ void update_running_max(const Consumer& me, const float (&products)[FRAGMENT]) {
 #pragma unroll
     for (int octets = 0; octets < OCTETS / 2; ++octets) {
         const uint4 before = shared_load4(me.running_max(octets));
-        u32 maxima[4] = {before.x, before.y, before.z, before.w};
+        u32 max_bits[4] = {before.x, before.y, before.z, before.w};
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            u32& one = maxima[2 * (i / 4) + i % 2];
+            u32& one = max_bits[2 * (i / 4) + i % 2];
             one = __float_as_uint(fmaxf(__uint_as_float(one), products[8 * octets + i]));
         }
-        shared_store4(me.running_max(octets), make_uint4(maxima[0], maxima[1], maxima[2], maxima[3]));
+        shared_store4(me.running_max(octets), make_uint4(max_bits[0], max_bits[1], max_bits[2], max_bits[3]));
     }
 }
 
-// Computes the weights, and writes the weights times scales as B operands. Returns whether all of them are in range.
+// Computes the weights, and writes weights times factors and scales as B operands. Returns whether all are in range.
 __device__ __forceinline__ bool write_weights(
     const Consumer& me, u32 keys, const float (&products)[FRAGMENT], float (&weights)[FRAGMENT]) {
     float largest = NO_REFERENCE;
@@ -345,7 +358,7 @@ __device__ __forceinline__ bool write_weights(
         }
     }
     u32 magnitudes = 0;
-    // A lane gives the address of a row of one of four matrices: eight heads times eight of the warp's 16 rows.
+    // For stmatrix a lane gives the address of a row of one of four matrices: a head, eight of the warp's 16 rows.
     const int head = me.lane % 8 + me.lane / 16 * 8, unit = 2 * me.warp + me.lane / 8 % 2;
     const u32 to = me.weights() + 128 * head + 16 * (unit ^ head % 8);
 #pragma unroll
@@ -369,7 +382,7 @@ __device__ __forceinline__ bool write_weights(
     return largest <= WEIGHT_BITS && (magnitudes & 0x7C00) != 0x7C00 && (magnitudes >> 16 & 0x7C00) != 0x7C00;
 }
 
-// For each head, the largest logit of the warp's rows, plus the exponents of this lane's two scales.
+// Writes, for each head, the largest of logit + scale_bits over the warp's rows; `scale_bits` are of this lane's two rows.
 __device__ __forceinline__ void store_largest(
     const Consumer& me, const float (&products)[FRAGMENT], float2 scale_bits, int kind) {
     const u32 to = me.partials(me.warp, kind) + 8 * me.pair;
@@ -386,8 +399,8 @@ __device__ __forceinline__ void store_largest(
     }
 }
 
-// Moves the references to the largest logit of these rows, and the factors so that the largest weight times scale is
-// 2^START_BITS. References never move down.
+// Raises the references to the largest logit of these rows, chooses factors that make the largest weight times scale
+// 2^START_BITS, and rescales sums and accumulators. References never move down.
 __device__ __forceinline__ void raise_references(
     const Consumer& me, u32 keys, const float (&products)[FRAGMENT], Accumulators& accumulators) {
 #pragma unroll
@@ -402,7 +415,7 @@ __device__ __forceinline__ void raise_references(
     const float reference = me.lane < HEADS ? load_float(me.references(TILES) + head) : 0.0f;
     me.sync_warpgroup();
     if (me.lane < HEADS) {
-        const int tile = me.warp;  // each warp has one
+        const int tile = me.warp;  // each warp moves the references of one tile
         const float tile_reference = load_float(me.references(tile) + head);
         float moved = reference, tile_moved = tile_reference;
 #pragma unroll
@@ -426,13 +439,14 @@ __device__ __forceinline__ void raise_references(
         accumulators.sum[octet][0] *= factor.x;
         accumulators.sum[octet][1] *= factor.y;
     }
-    me.sync_warpgroup();  // nobody reads the rescales any more: weights are written there
+    me.sync_warpgroup();  // all warps have read the rescale factors, which weights overwrite
 }
 
 // ---- Values times weights
 
-// ldmatrix.trans moves 16-bit units: a word has two neighbouring codes of one row, then those of the next row. Reordered,
-// it has two rows of the even column and two of the odd one.
+// ldmatrix.trans moves 16-bit units, so a word has two neighbouring codes of one row, then those of the next row. __byte_perm
+// reorders it to the two rows of the even column, then the two rows of the odd one. A stage is released when its last codes
+// are in registers.
 __device__ __forceinline__ void multiply_values(
     Accumulators& accumulators, const Consumer& me, const Ring::Cursor (&stages)[PASS_STAGES]) {
     constexpr int STEPS = 2 * TILES;  // per stage: 16 rows of a tile each
@@ -470,21 +484,22 @@ __device__ __forceinline__ void multiply_values(
         wgmma_commit();
         wgmma_wait<2>();
     }
-    me.pass(Plan::VALUES_ORDER);
+    me.order_arrive(Plan::VALUES_ORDER);
 #pragma unroll
     for (int i = 0; i < VALUE_BLOCKS; ++i) wgmma_wait<0>(accumulators.values[i]);
 }
 
-// One pass of a warpgroup over 64 rows. Returns whether the work item ends here; `ring` and the parity move on.
+// Processes the warpgroup's next 64 rows. Returns whether they are its last ones of the work item. Advances `ring` to the
+// next 64 and flips the parity of the ordering mbarriers.
 __device__ __forceinline__ bool process_rows(
     Accumulators& accumulators, const Consumer& me, Ring::Cursor& ring, u32& parity) {
     Ring::Cursor stages[PASS_STAGES] = {ring, ring};
     stages[1].advance();
     ring.advance(RingShape::ROUND);
-    me.await(Plan::KEYS_ORDER, parity);
+    me.order_wait(Plan::KEYS_ORDER, parity);
 #pragma unroll
     for (int i = 0; i < PASS_STAGES; ++i) mbarrier_wait(stages[i].full(), stages[i].parity);
-    me.pass(Plan::KEYS_ORDER);
+    me.order_arrive(Plan::KEYS_ORDER);
     const Ring::Cursor mine = me.warp < WARPS / 2 ? stages[0] : stages[1];
     const u32 keys = mine.rows() + me.warp % 2 * 16 * PITCH;
     const u32 valid_rows = mine.valid_rows() >> (16 * (me.warp % 2) + me.row);
@@ -496,17 +511,18 @@ __device__ __forceinline__ bool process_rows(
         if (!(valid_rows >> 8 * (i / 2 % 2) & 1)) products[i] = minus_infinity();
     }
     update_running_max(me, products);
-    me.sync_warpgroup();  // the products with the last weights are done
+    me.sync_warpgroup();  // all warps have finished the products with the weights before these
 #pragma unroll 1
     for (bool moved = false;; moved = true) {
-        const bool fits = write_weights(me, keys, products, weights) || moved;  // NaN and infinity never fit
+        // NaN and infinity never fit, so the references move at most once.
+        const bool fits = write_weights(me, keys, products, weights) || moved;
         fence_async_proxy();
         if (!me.any_of_warpgroup(!fits)) break;
         raise_references(me, keys, products, accumulators);
     }
 #pragma unroll
     for (int i = 0; i < FRAGMENT; ++i) accumulators.sum[i / 4][i % 2] += weights[i];
-    me.await(Plan::VALUES_ORDER, parity);
+    me.order_wait(Plan::VALUES_ORDER, parity);
     parity ^= 1;
     multiply_values(accumulators, me, stages);
     return last;
@@ -514,16 +530,16 @@ __device__ __forceinline__ bool process_rows(
 
 // ---- The end of a work item
 
-// Each warp's sums of weights and running maxima, for both warpgroups.
+// Writes each warp's sums of weights (kind 0) and running max (kind 1) of every head, for both warpgroups.
 __device__ __forceinline__ void store_sums(const Accumulators& accumulators, const Consumer& me) {
     const u32 to = me.partials(me.warp, 0) + 8 * me.pair;
 #pragma unroll
     for (int octet = 0; octet < OCTETS; ++octet) {
-        const uint2 maxima = shared_load2(me.running_max(octet / 2) + octet % 2 * 8);
+        const uint2 max_bits = shared_load2(me.running_max(octet / 2) + octet % 2 * 8);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float sum = sum_of_head(accumulators.sum[octet][i]);
-            const float running_max = max_of_head(__uint_as_float(i ? maxima.y : maxima.x));
+            const float running_max = max_of_head(__uint_as_float(i ? max_bits.y : max_bits.x));
             if (me.row == 0) {
                 store_float(to + 32 * octet + 4 * i, sum);
                 store_float(to + Plan::PER_HEAD + 32 * octet + 4 * i, running_max);
@@ -532,8 +548,8 @@ __device__ __forceinline__ void store_sums(const Accumulators& accumulators, con
     }
 }
 
-// Merges the warps' sums. A lane has one head: it writes lse and max_logits, and stores what this warpgroup's accumulators
-// of the tile with this warp's number are to be multiplied with.
+// Merges the sums of all warps. A lane has one head, a warp one tile: the lane stores the rescale factor that normalises
+// this warpgroup's accumulators of that head and tile. The first warp writes lse and max_logits.
 __device__ __forceinline__ void normalise(const Consumer& me, const OutputRow& output, int heads) {
     if (me.lane >= HEADS) return;
     const int head = me.first_head() + me.lane;
@@ -570,11 +586,11 @@ __device__ __forceinline__ void normalise(const Consumer& me, const OutputRow& o
 
 constexpr int KEPT_TILES = TILES / WARPGROUPS, KEPT_BLOCKS = 2 * KEPT_TILES;
 
-// Each warpgroup keeps two tiles, the second one the last two, and adds the other's accumulators of them. The tiles that it
-// keeps are in the first blocks afterwards.
+// Each warpgroup keeps two of the four tiles, the first warpgroup the first two, and adds the other's accumulators of them.
+// Afterwards the tiles that it keeps are in values[0] to values[KEPT_BLOCKS - 1].
 __device__ __forceinline__ void exchange_accumulators(Accumulators& accumulators, const Consumer& me) {
     const u32 at = me.memory + Plan::EXCHANGE;
-    const auto place = [&](int block, int i, u32 thread) {
+    const auto address = [&](int block, int i, u32 thread) {
         return at + 16 * ((block * FRAGMENT + i) / 4 * CONSUMERS + thread);
     };
 #pragma unroll
@@ -589,15 +605,15 @@ __device__ __forceinline__ void exchange_accumulators(Accumulators& accumulators
                 given[j] = __float_as_uint(me.warpgroup == 0 ? high[i + j] : low[i + j]);
                 low[i + j] = me.warpgroup == 0 ? low[i + j] : high[i + j];
             }
-            shared_store4(place(block, i, threadIdx.x), make_uint4(given[0], given[1], given[2], given[3]));
+            shared_store4(address(block, i, threadIdx.x), make_uint4(given[0], given[1], given[2], given[3]));
         }
     }
-    me.meet(1);
+    me.sync_by_mbarrier(1);
 #pragma unroll
     for (int block = 0; block < KEPT_BLOCKS; ++block) {
 #pragma unroll
         for (int i = 0; i < FRAGMENT; i += 4) {
-            const uint4 theirs = shared_load4(place(block, i, threadIdx.x ^ WARPGROUP));
+            const uint4 theirs = shared_load4(address(block, i, threadIdx.x ^ WARPGROUP));
             float* const ours = &accumulators.values[block][i];
             ours[0] += __uint_as_float(theirs.x);
             ours[1] += __uint_as_float(theirs.y);
@@ -607,6 +623,7 @@ __device__ __forceinline__ void exchange_accumulators(Accumulators& accumulators
     }
 }
 
+// Writes the tiles that this warpgroup keeps, which are normalised already.
 __device__ __forceinline__ void store_output(
     const Accumulators& accumulators, const Consumer& me, const OutputRow& output, int heads) {
     const int first_column = TILE * KEPT_TILES * me.warpgroup + 32 * me.warp + 2 * me.row;
@@ -639,7 +656,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
     if (threadIdx.x < Ring::STAGES) {
         Ring::init_barriers(memory + Plan::BARRIERS, threadIdx.x, WARPS);
         if (threadIdx.x < 2 * WARPGROUPS) mbarrier_init(memory + Plan::KEYS_ORDER + 8 * threadIdx.x, WARPS);
-        if (threadIdx.x == 0) mbarrier_init(memory + Plan::MEETING, CONSUMERS);
+        if (threadIdx.x == 0) mbarrier_init(memory + Plan::CONSUMERS_MET, CONSUMERS);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -655,9 +672,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
     warpgroup_reg_alloc<CONSUMER_REGISTERS>();
     const Consumer me(memory);
     ring.advance(PASS_STAGES * me.warpgroup);
-    if (me.warpgroup == 1) {
-        me.pass(Plan::KEYS_ORDER);
-        me.pass(Plan::VALUES_ORDER);
+    if (me.warpgroup == 1) {  // lets warpgroup 0 go first
+        me.order_arrive(Plan::KEYS_ORDER);
+        me.order_arrive(Plan::VALUES_ORDER);
     }
     const float scale = softmax_scale_log2(p);
     const int heads = p.query.heads;
@@ -669,9 +686,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_heads_as_columns
         while (!process_rows(accumulators, me, ring, parity)) {}
         const OutputRow output(p, work, item, work.token(opaque(item)));
         if (item + gridDim.x >= work.count) let_next_kernel_start();
-        me.sync_warpgroup();  // nobody reads the weights any more
+        me.sync_warpgroup();  // all warps have finished the products with the weights, which sums overwrite
         store_sums(accumulators, me);
-        me.meet(0);
+        me.sync_by_mbarrier(0);
         normalise(me, output, heads);
         me.sync();
         accumulators.rescale(me);

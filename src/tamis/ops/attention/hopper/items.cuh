@@ -1,16 +1,16 @@
-// Work items of the kernels for many heads: which rows a work item attends to, and where its results go.
+// Work items of `many_heads.cu` and `many_heads_bf16.cu`: which rows they attend to, and where their results go.
 //
-// A work item is a query token and 64 of its heads. The first tokens of a launch are whole: their results go straight into
-// the output. The other tokens are split (split-KV): a work item is one of several runs of their rows, its results go into
+// A work item is 64 heads of a query token, or of one split of its selected columns (split-KV). The first tokens of a launch
+// are whole: their results go straight into the output. The other tokens are split: the results of a split go into
 // split_out, split_lse and split_max_logits, and `merge_splits.cu` merges them.
 //
-// The selected rows of a token are worked on in blocks of 64, those of the first selection before those of the second. A
-// split has whole blocks.
+// The selected rows of a token are processed in blocks of 64 rows, those of the first selection before those of the second.
+// A split consists of whole blocks.
 #pragma once
 #include "instructions.cuh"
 #include "params.cuh"
 
-constexpr int HEADS = 64;       // of a work item: the rows of a wgmma
+constexpr int HEADS = 64;       // heads of a work item: the M dimension of wgmma
 constexpr int BLOCK_ROWS = 64;  // selected rows of a block
 constexpr int VALUE_DIM = 512;  // columns of a row that are values
 
@@ -19,22 +19,22 @@ struct ManyHeadsParams {
     QueryParams query;
     OutputParams output;
     SelectionParams first;
-    SelectionParams second;  // read by programs for two selections
+    SelectionParams second;  // read only if SELECTIONS is 2
 };
 
 static_assert(sizeof(ManyHeadsParams) == PARAMS_BYTES, "ManyHeadsParams differs from its twin in many_heads.py");
 
 // ---- Rows
 
-// A selection, for one query token.
+// A selection of one query token.
 struct TokenSelection {
     SelectionParams params;
     int page_shift;    // log2 of the page size; -1 if it is no power of two
-    int length;        // columns that count
-    const int* table;  // the request's row of the block table; null: the columns are slots, not positions
+    int length;        // selected columns
+    const int* table;  // the request's row of the block table; null if the columns are slots, not positions
 };
 
-// A token of an unknown request selects nothing.
+// The selection of a token. A token whose request the block table does not have selects nothing.
 __device__ __forceinline__ TokenSelection selection_of(const SelectionParams& of, long long token) {
     const int page_shift = of.page_size & of.page_size - 1 ? -1 : __ffs(of.page_size) - 1;
     TokenSelection made = {of, page_shift, of.columns, nullptr};
@@ -53,9 +53,10 @@ template <int N>
 struct Work {
     int token;
     TokenSelection first, second;
-    int first_blocks;  // of the first selection
-    int begin, end;    // blocks of this work item
+    int first_blocks;  // blocks of the first selection
+    int begin, end;    // range of blocks of this work item
 
+    // Blocks of the token.
     __device__ __forceinline__ int blocks() const {
         return first_blocks + (N > 1 ? (second.length + BLOCK_ROWS - 1) / BLOCK_ROWS : 0);
     }
@@ -63,20 +64,21 @@ struct Work {
     __device__ __forceinline__ bool is_second(int block) const { return N > 1 && block >= first_blocks; }
 };
 
-// Walks over one column of every block of a work item and returns its rows. It fetches the slot two blocks ahead and the
-// page one block ahead, as each waits for the one before.
+// Walks over one column of every block of a work item and returns its rows. It loads the slot two blocks ahead and the page
+// one block ahead, since the address of a row depends on its page and the page on the slot.
 //
-// Which selection a block belongs to is the same in all lanes. `pick` chooses operands by it before a single load: with a
-// load in each branch, the second one would wait for the first one's register.
+// A block belongs to the same selection in all lanes. `pick` chooses the operands of a load by it, so that there is a single
+// load: with one in each branch, the second would wait for the first, which has the same destination register.
 template <int N, int ROW_BYTES>
 struct RowWalker {
     const Work<N>& work;
-    int column;  // within a block
-    int block;   // the block of `slot`
-    int slot, page = -1, row_in_page = 0;
-    bool page_in_second = false;
+    int column;                      // within a block
+    int block;                       // the block of `slot`
+    int slot;                        // a slot, or with a block table a position; -1: none
+    int page = -1, row_in_page = 0;  // of the block before `block`, which `next` returns; page -1: none
+    bool page_in_second = false;     // whether that block belongs to the second selection
 
-    // Loads the first two slots together: at the beginning everybody waits for them.
+    // Loads the first two slots together, since all warps wait for them at the beginning.
     __device__ __forceinline__ RowWalker(const Work<N>& work, int column)
         : work(work), column(column), block(work.begin + 1) {
         const int first = load_slot(work.begin);
@@ -104,7 +106,7 @@ struct RowWalker {
         return at < length ? slots[work.token * token_stride + at * stride] : -1;
     }
 
-    // Finds the page of a block's slot, or position.
+    // Finds the page of a block's slot or position.
     __device__ __forceinline__ void find_page(int slot, int block) {
         const bool second = page_in_second = work.is_second(block);
         const int size = pick(second, &SelectionParams::page_size);
@@ -117,8 +119,8 @@ struct RowWalker {
         if (table != nullptr && slot >= 0) page = number < width ? table[number] : -1;
     }
 
-    // The row in the next block; null if there is none. `exponents` is where V4 keeps the row's eight scale bytes, in a
-    // plane after all rows of the page.
+    // Returns the row in the next block, or null if there is none. `exponents` becomes the address of the row's eight scale
+    // bytes, which V4 keeps in a plane behind all rows of the page.
     __device__ __forceinline__ const unsigned char* next(const unsigned char*& exponents) {
         const bool second = page_in_second;
         const long long stride = pick(second, &SelectionParams::page_stride);
@@ -142,15 +144,15 @@ struct RowWalker {
 
 // The destination of a work item's results, starting at its first head.
 struct ItemOutput {
-    void* out;  // [heads, 512] of `kind`
-    long long head_stride;
-    int heads;  // of this work item
-    int kind;   // 0 float32, 1 bf16, 2 fp16
-    const float* sink;         // [heads], or null
-    float *lse, *max_logits;   // [heads]
+    void* out;                // [heads, 512] of `kind`
+    long long head_stride;    // of out, in elements
+    int heads;                // of this work item, at most 64
+    int kind;                 // 0 float32, 1 bf16, 2 fp16
+    const float* sink;        // [heads], or null
+    float *lse, *max_logits;  // [heads]
 
-    // Stores a warpgroup's accumulators of 64 heads and 128 columns from `column` on. A thread has two heads, lane / 4 of
-    // its warp's 16 (`upper`) and the one 8 further (`lower`), each with its own factor.
+    // Stores a warpgroup's accumulators of 64 heads and of 128 columns from `column` on, times a factor for each of the
+    // thread's heads, `upper` and `lower` (see `softmax.cuh`).
     __device__ __forceinline__ void store(const float (&accumulators)[64], int column, float upper, float lower) const {
         if (kind == 0) store_float(accumulators, column, upper, lower);
         else if (kind == 1) store_16_bit<BF16>(accumulators, column, upper, lower);
@@ -172,8 +174,8 @@ struct ItemOutput {
         }
     }
 
-    // A lane has two neighbouring columns in each of two groups of eight. It swaps one pair with the next lane, so that
-    // it has four neighbours in one group and memory is written in whole sectors.
+    // A lane has two neighbouring columns in each of two groups of eight. It swaps one pair with its neighbour lane, so that
+    // it has four neighbouring columns of one group and memory is written in whole sectors.
     template <Operand TYPE>
     __device__ __forceinline__ void store_16_bit(const float (&accumulators)[64], int column, float upper, float lower) const {
         const int lane = threadIdx.x % 32, head = threadIdx.x / 32 % 4 * 16 + lane / 4, odd = lane % 2;
@@ -204,7 +206,7 @@ struct ItemOutput {
 
 // ---- The work items of a launch
 
-// Heads vary fastest, then the splits of a token, then tokens.
+// The numbering of work items: groups of 64 heads vary fastest, then the splits of a token, then tokens.
 struct Items {
     const ManyHeadsParams& params;
 
@@ -216,7 +218,7 @@ struct Items {
 
     __device__ __forceinline__ int first_head(int item) const { return item % head_groups() * HEADS; }
 
-    // The number of the split among those of all split tokens; negative if the token is whole.
+    // The number of the item's split among all splits of the launch; negative if the item is a whole token.
     __device__ __forceinline__ int split(int item) const { return item / head_groups() - params.output.whole; }
 
     __device__ __forceinline__ long long token(int item) const {
@@ -224,8 +226,8 @@ struct Items {
         return params.output.whole + (number < 0 ? number : number / params.output.splits);
     }
 
-    // Splits are cut at multiples of TOGETHER blocks.
-    template <int N, int TOGETHER>
+    // The rows of an item. Splits begin and end at multiples of UNIT_BLOCKS blocks, which a CTA processes together.
+    template <int N, int UNIT_BLOCKS>
     __device__ __forceinline__ Work<N> work(int item) const {
         const long long token = this->token(item);
         const TokenSelection first = selection_of(params.first, token);
@@ -233,9 +235,9 @@ struct Items {
         Work<N> work = {static_cast<int>(token), first, second, (first.length + BLOCK_ROWS - 1) / BLOCK_ROWS};
         const int number = split(item), splits = params.output.splits;
         const int blocks = work.blocks();
-        const long long units = (blocks + TOGETHER - 1) / TOGETHER;
-        work.begin = number < 0 ? 0 : static_cast<int>(units * (number % splits) / splits * TOGETHER);
-        work.end = number < 0 ? blocks : min(static_cast<int>(units * (number % splits + 1) / splits * TOGETHER), blocks);
+        const long long units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
+        work.begin = number < 0 ? 0 : static_cast<int>(units * (number % splits) / splits * UNIT_BLOCKS);
+        work.end = number < 0 ? blocks : min(static_cast<int>(units * (number % splits + 1) / splits * UNIT_BLOCKS), blocks);
         return work;
     }
 

@@ -1,4 +1,4 @@
-// Sparse attention of 64 heads at a time over FP8 rows, on Hopper: one CTA per work item (see `items.cuh`).
+// Sparse attention of 64 heads per CTA with wgmma, on Hopper, over FP8 rows: one CTA per work item (see `items.cuh`).
 //
 // Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
 // Rows are V3.2's (512 e4m3, four float32 scales, 64 bf16; the first 512 columns are values) or V4's (448 e4m3 and 64
@@ -6,28 +6,29 @@
 //
 // Roles of the four warpgroups, for every block of 64 rows:
 //   2, 3  dequantise  Producers. Each warp copies eight rows to shared memory with cp.async, a block ahead, converts them
-//                     to fp16 tiles and hands them over in halves: first columns 256 and up, whose bytes lie beside the
-//                     scales, then columns 0 to 255.
+//                     to fp16 tiles, and fills two ring stages, each with half of the columns: first columns 256 and up,
+//                     whose bytes lie beside the scales, then columns 0 to 255.
 //   0     score       Consumer. Multiplies queries with both halves, does the online softmax, publishes the weights, and
 //                     multiplies them, from registers, with values 256 to 383.
 //   1     weigh       Consumer. Multiplies the published weights with the other three quarters of the values.
 //
-// Shared memory (227 KB) holds the queries, three half-block buffers, the raw rows of a block and two buffers of weights.
-// The third half-block buffer takes the next block's first half while this block is multiplied.
+// Shared memory (227 KiB) holds the queries, a ring of three stages, the raw rows of a block and two buffers of weights. The
+// third stage takes the first half of the next block while this block is multiplied.
 //
-// Budget for a block of 64 rows (V3.2): 1152 cycles of wgmma with keys and 1024 with values. It takes about 5000 cycles
-// (benchmarks/NOTES.md): shared memory is the bottleneck, with about 4300 accesses, and the producers are never idle.
+// Budget for a block of 64 rows (V3.2, H200): 1,152 cycles of wgmma with keys and 1,024 with values. Measured: about 5,000
+// cycles (benchmarks/NOTES.md); shared memory is the bottleneck, with about 4,300 accesses, and producers are never idle.
 //
-// Numbers. A row is stored as fp16 times 2**E. E follows from the largest of its scales and, in V4, of its bf16 values, so
-// that the row's largest values lie just below fp16's largest; an e4m3 value times a power of two is exact down to 2**-30
-// of that. V3.2's bf16 columns, which are only keys, stay bf16 and are multiplied with 2**-E, which is at most 2**66.
-// Products with queries (fp16 or bf16 times a power of two per head) are exact in float32; times 2**E they are logits.
+// Numbers. A row is stored as fp16 numbers that are multiplied with 2**E. E follows from the largest of the row's scales
+// and, in V4, of its bf16 values, so that its largest values lie just below fp16's largest; an e4m3 value times a power of
+// two is exact down to 2**-30 of that. V3.2's bf16 columns, which are only keys, stay bf16 and are multiplied with 2**-E,
+// which is at most 2**66. Products of rows with queries (fp16 or bf16, times a power of two
+// per head) are exact in float32; times 2**E they are logits.
 //
-// Softmax weights carry 2**(E - reference) into the product with values, the reference being the largest E so far: weight
-// * 2**E decides how much a row contributes, and fp16 holds it down to 2**-34 of the largest.
+// In the product with values, weights carry the factor 2**(E - reference), where the reference is the largest E so far:
+// weight * 2**E decides how much a row contributes, and fp16 holds it down to 2**-34 of the largest.
 //
-// Constants: V4 (0 or 1), SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the
-// roles: SCORE_REGISTERS, WEIGH_REGISTERS, DEQUANTISE_REGISTERS.
+// Defined by the host: V4 (0 or 1), SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread
+// of the roles: SCORE_REGISTERS, WEIGH_REGISTERS, DEQUANTISE_REGISTERS.
 #include "instructions.cuh"
 #include "items.cuh"
 #include "softmax.cuh"
@@ -35,51 +36,51 @@
 
 // ---- Shapes
 
-constexpr int WARPS = 4, PRODUCER_WARPS = 8;            // of a warpgroup; of both that dequantise
-constexpr int WARP_ROWS = BLOCK_ROWS / PRODUCER_WARPS;  // rows of a block that one producer warp brings
+constexpr int WARPS = 4, PRODUCER_WARPS = 8;            // warps of a warpgroup; of the two that dequantise
+constexpr int WARP_ROWS = BLOCK_ROWS / PRODUCER_WARPS;  // rows of a block that one producer warp copies
 constexpr int WIDTH = V4 ? 512 : 576, TILES = WIDTH / 64;  // columns of a row, and tiles of 64 columns
 constexpr int LATENT = V4 ? 448 : 512;                     // columns in e4m3
 constexpr int ROW_BYTES = V4 ? 576 : 656;                  // without V4's exponent bytes
-constexpr int SECOND_HALF_BYTES = 256;                     // columns 0 to 255, which are handed over second
-constexpr int SCALES_AT = V4 ? 576 : 512, ROPE_AT = V4 ? 448 : 528;  // in a raw row
-// Raw rows are padded in V4: four rows are then 64 bytes modulo 128, which spreads them over the banks.
+constexpr int SECOND_HALF_BYTES = 256;                     // columns 0 to 255, the half that is filled second
+constexpr int SCALES_AT = V4 ? 576 : 512, ROPE_AT = V4 ? 448 : 528;  // offsets in a raw row
+// V4's raw rows are padded, so that four of them are 64 bytes modulo 128 and lie in different banks.
 constexpr int RAW_BYTES = V4 ? 592 : 656;
 // Whether the next block's rows are looked up before this block's have arrived: faster for V4's short rows.
 constexpr bool LOOKS_AHEAD = V4;
-constexpr u32 TILE_BYTES = 64 * 128, HALF_BYTES = 4 * TILE_BYTES;
-constexpr int HALVES = 3, BUFFERS = 2;  // buffers of half a block's columns; of its softmax weights and scales
+constexpr u32 TILE_BYTES = 64 * 128, STAGE_BYTES = 4 * TILE_BYTES;
+constexpr int STAGES = 3, BUFFERS = 2;  // ring stages of half a block's columns; buffers of weights and row scales
 
 // ---- Shared memory
 
 constexpr u32 QUERIES = 0;                                     // [TILES][64 heads][64 columns] fp16
-constexpr u32 HALF = QUERIES + TILES * TILE_BYTES;             // [HALVES][4][64 rows][64 columns] fp16
-// [BUFFERS][64 heads][64 rows] fp16; in V3.2, before that, the block's RoPE columns [64 rows][64 columns] bf16.
-constexpr u32 WEIGHTS = HALF + HALVES * HALF_BYTES;
+constexpr u32 RING = QUERIES + TILES * TILE_BYTES;             // [STAGES][4][64 rows][64 columns] fp16
+// [BUFFERS][64 heads][64 rows] fp16. In V3.2 a buffer first holds the block's rope columns [64 rows][64 columns] bf16.
+constexpr u32 WEIGHTS = RING + STAGES * STAGE_BYTES;
 constexpr u32 RAW = WEIGHTS + BUFFERS * TILE_BYTES;            // [BLOCK_ROWS][RAW_BYTES] rows as they are in the cache
 constexpr u32 ROW_SCALE = RAW + BLOCK_ROWS * RAW_BYTES;        // [BUFFERS][BLOCK_ROWS][2] 2**E; 0, or -inf for no row
-constexpr u32 CORRECTION = ROW_SCALE + BUFFERS * BLOCK_ROWS * 8;  // [BUFFERS][HEADS] factors of the accumulators
-constexpr u32 HEAD_SCALE = CORRECTION + BUFFERS * HEADS * 4;   // [HEADS] scales of the queries; in the end of the output
-constexpr u32 FULL = HEAD_SCALE + HEADS * 4;                   // [HALVES] mbarriers, as all that follow
-constexpr u32 EMPTY = FULL + HALVES * 8;                       // [HALVES]
-constexpr u32 WEIGHTS_FULL = EMPTY + HALVES * 8;               // [BUFFERS]
-constexpr u32 FINISHED = WEIGHTS_FULL + BUFFERS * 8;           // the output's scales are in HEAD_SCALE
+constexpr u32 RESCALE = ROW_SCALE + BUFFERS * BLOCK_ROWS * 8;  // [BUFFERS][HEADS] rescale factors of the accumulators
+constexpr u32 HEAD_SCALE = RESCALE + BUFFERS * HEADS * 4;      // [HEADS] scales of the queries; at the end, of the output
+constexpr u32 FULL = HEAD_SCALE + HEADS * 4;                   // [STAGES] mbarriers, as all that follow
+constexpr u32 EMPTY = FULL + STAGES * 8;                       // [STAGES]
+constexpr u32 WEIGHTS_FULL = EMPTY + STAGES * 8;               // [BUFFERS]
+constexpr u32 FINISHED = WEIGHTS_FULL + BUFFERS * 8;           // the scales of the output are in HEAD_SCALE
 constexpr u32 USED = FINISHED + 8;
 static_assert(USED <= SHARED_BYTES && RAW % 128 == 0 && FULL % 8 == 0, "shared memory is too small or not aligned");
 
-// Named barriers: of the warps that score, and of all consumers.
+// Named barriers: one for the four warps that score, one for all consumers.
 constexpr u32 SCORE_BARRIER = 1, CONSUMER_BARRIER = 2;
 
-// A half-block buffer, and the parity of its mbarriers' current phase.
-struct Half {
+// A stage of the ring, and the parity of the current pass over it.
+struct Stage {
     int index = 0;
     u32 parity = 0;
 
-    __device__ __forceinline__ Half after(int steps) const {
+    __device__ __forceinline__ Stage after(int steps) const {
         const int next = index + steps;
-        return next < HALVES ? Half{next, parity} : Half{next - HALVES, parity ^ 1};
+        return next < STAGES ? Stage{next, parity} : Stage{next - STAGES, parity ^ 1};
     }
 
-    __device__ __forceinline__ u32 tiles(u32 memory) const { return memory + HALF + index * HALF_BYTES; }
+    __device__ __forceinline__ u32 tiles(u32 memory) const { return memory + RING + index * STAGE_BYTES; }
     __device__ __forceinline__ u32 full(u32 memory) const { return memory + FULL + index * 8; }
     __device__ __forceinline__ u32 empty(u32 memory) const { return memory + EMPTY + index * 8; }
 };
@@ -88,7 +89,7 @@ struct Half {
 
 // fp16 ends at 2**16. An e4m3 value is at most 448, so it fits with a scale below 2**7; a bf16 value fits below 2**16.
 constexpr int SCALE_EXPONENT = 6, VALUE_EXPONENT = 15, QUERY_EXPONENT = 14;
-constexpr int LOWEST_EXPONENT = 127 - 60;  // of a row, with float32's bias: below 2**-44 all is zero
+constexpr int LOWEST_EXPONENT = 127 - 60;  // least exponent of scales and queries, with float32's bias: 2**-E stays finite
 // The running max rises only for logits more than LEEWAY above it: weights, up to 2**LEEWAY, times HEADROOM fit fp16.
 constexpr float LEEWAY = 4.0f, HEADROOM = 1024.0f;
 constexpr float SPARE = 4.0f;  // a raised reference exceeds the row that raised it by this factor
@@ -102,7 +103,7 @@ __device__ __forceinline__ uint4 mul_fp16x8(uint4 v, u32 factor) {
     return make_uint4(mul_fp16x2(v.x, factor), mul_fp16x2(v.y, factor), mul_fp16x2(v.z, factor), mul_fp16x2(v.w, factor));
 }
 
-// Eight e4m3 codes as fp16, times a scale.
+// Converts eight e4m3 codes to fp16 and multiplies them with a scale.
 __device__ __forceinline__ uint4 dequantise(uint2 codes, u32 scale) {
     uint4 v;
     e4m3x4_to_fp16(codes.x, v.x, v.y);
@@ -114,7 +115,7 @@ __device__ __forceinline__ u32 bf16_to_fp16(u32 pair, float factor) {
     return pack_fp16(low_bf16(pair) * factor, high_bf16(pair) * factor);
 }
 
-// Eight bf16 times a power of two, as fp16, and as bf16.
+// Multiply eight bf16 numbers with a power of two and convert them to fp16, or leave them bf16.
 __device__ __forceinline__ uint4 bf16_to_fp16(uint4 v, float factor) {
     return make_uint4(bf16_to_fp16(v.x, factor), bf16_to_fp16(v.y, factor), bf16_to_fp16(v.z, factor), bf16_to_fp16(v.w, factor));
 }
@@ -124,7 +125,7 @@ __device__ __forceinline__ uint4 scale_bf16(uint4 v, float factor) {
     return make_uint4(mul_bf16x2(v.x, pair), mul_bf16x2(v.y, pair), mul_bf16x2(v.z, pair), mul_bf16x2(v.w, pair));
 }
 
-// The largest magnitude of eight bf16, as 15 bits, whose order is that of magnitudes; NaN is above all.
+// The largest magnitude of eight bf16 numbers, as 15 bits. Bits compare like the magnitudes, with NaN above all.
 __device__ __forceinline__ u32 max_abs(uint4 v) {
     constexpr u32 MAGNITUDES = 0x7FFF7FFF;
     const u32 pairs = __vmaxu2(__vmaxu2(v.x & MAGNITUDES, v.y & MAGNITUDES), __vmaxu2(v.z & MAGNITUDES, v.w & MAGNITUDES));
@@ -133,20 +134,20 @@ __device__ __forceinline__ u32 max_abs(uint4 v) {
 
 // ---- Producers: rows to fp16 tiles
 
-// Copies a warp's eight rows to shared memory, in two cp.async groups: what the first half needs, then the rest.
+// Copies a warp's eight rows to shared memory, in two cp.async groups: the bytes of the first half, then the others.
 struct RowCopier {
-    u32 raw;  // the warp's raw rows
+    u32 raw;                                  // address of the warp's raw rows
     int lane;
-    RowWalker<SELECTIONS, ROW_BYTES> walker;     // of row lane % 8
-    const unsigned char *row, *exponents;        // of the block whose copies come next
-    const unsigned char* from[2];                // rows lane / 8 and lane / 8 + 4: eight lanes copy 128 bytes
-    u32 present;                                 // a bit for each row that exists
+    RowWalker<SELECTIONS, ROW_BYTES> walker;  // of row lane % 8
+    const unsigned char *row, *exponents;     // of row lane % 8, in the block that is copied next
+    const unsigned char* from[2];             // rows lane / 8 and lane / 8 + 4; eight lanes copy 128 bytes at a time
+    u32 present;                              // a bit for each row that exists
 
     template <int START, int UNITS>
     __device__ __forceinline__ void copy() const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            // All units share one address and differ by constants.
+            // The addresses of all units differ from one another by constants.
             const u32 target = raw + (lane / 8 + 4 * i) * RAW_BYTES + lane % 8 * 16;
             const unsigned char* const source = from[i] + lane % 8 * 16;
             const bool exists = from[i] != nullptr;
@@ -181,13 +182,13 @@ struct RowCopier {
     }
 };
 
-// The scales of a row, relative to its power of two, as fp16 (V3.2) or as exponent bytes (V4). A scale below fp16's range
-// is stored as -scale * 2**14 (V3.2); `finish_small` multiplies its columns with -2**-14.
+// The scales of a row, relative to its power of two, as fp16 (V3.2) or as exponent bytes (V4). V3.2 stores a scale below
+// fp16's range as -scale * 2**14; `finish_small` then multiplies its columns with -2**-14.
 struct Scales {
-    uint2 words;    // V3.2: four scales; V4: seven exponents
-    int exponent;   // biased: E + SCALE_EXPONENT
+    uint2 words;   // V3.2: four scales; V4: seven exponents
+    int exponent;  // E + SCALE_EXPONENT, with float32's bias
 
-    // The scale of a tile, twice. Without SMALL, fp16 holds all scales in full: V4's exponents are converted in pairs.
+    // The scale of a tile, in both halves of a word. Without SMALL, V4's exponents are converted in pairs.
     template <bool SMALL>
     __device__ __forceinline__ u32 of_tile(int tile) const {
         const u32 word = tile < 4 ? words.x : words.y;
@@ -209,7 +210,7 @@ struct Scales {
 // The scales of a row as they are in the cache: four float32 or seven exponent bytes.
 struct RawScales {
     uint4 bits;
-    int largest, smallest;  // exponents, with float32's bias
+    int largest, smallest;  // exponents of the largest and the smallest scale, with float32's bias
 
     __device__ __forceinline__ explicit RawScales(u32 row) {
         if (V4) {
@@ -246,7 +247,7 @@ struct RawScales {
     }
 };
 
-// The e4m3 codes of a lane's two rows: its unit of 8 columns in each of TILES tiles.
+// The e4m3 codes of a lane's two rows, its unit of 8 columns in each of TILES tiles. `first` is the number of the first tile.
 template <int TILES>
 struct Codes {
     uint2 bytes[TILES][2];
@@ -272,7 +273,7 @@ struct Codes {
     }
 };
 
-// Multiplies a lane's units of a half with -2**-14 where their scales are negative.
+// Multiplies a lane's units of a stage with -2**-14 where their scales are negative (see `Scales`).
 __device__ __forceinline__ void finish_small(u32 to, const u32 (&target)[2], const Scales (&scales)[2], int first) {
     if (!scales[0].any_negative() && !scales[1].any_negative()) return;
 #pragma unroll
@@ -290,6 +291,7 @@ __device__ __forceinline__ void finish_small(u32 to, const u32 (&target)[2], con
     }
 }
 
+// Dequantises a lane's codes and stores them in a stage. `small`: whether fp16 does not hold all scales in full.
 template <int TILES>
 __device__ __forceinline__ void store_half(
     const Codes<TILES>& codes, u32 to, const u32 (&target)[2], const Scales (&scales)[2], int first, bool small) {
@@ -298,6 +300,7 @@ __device__ __forceinline__ void store_half(
     if (!V4 && small) finish_small(to, target, scales, first);
 }
 
+// Warpgroups 2 and 3.
 __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTIONS>& work) {
     const int warp = threadIdx.x / 32 % PRODUCER_WARPS, lane = threadIdx.x % 32, blocks = work.end - work.begin;
     const u32 raw = memory + RAW + warp * WARP_ROWS * RAW_BYTES;
@@ -305,21 +308,21 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
     if (LOOKS_AHEAD) copier.look_up();
     copier.copy_first_half();
     copier.copy_second_half();
-    // A lane converts two rows, its own unit of 8 columns in every tile. Rows 4 apart share a wavefront of loads.
+    // A lane converts its unit of 8 columns in every tile of two rows. Lanes whose rows are 4 apart load in one wavefront.
     const int unit = lane % 8, row = 4 * (lane / 8 % 2) + lane / 16;
-    u32 source[2], target[2];  // its unit in the raw rows and in a tile
+    u32 source[2], target[2];  // of this unit, in the raw rows and in a tile
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         source[i] = raw + (row + 2 * i) * RAW_BYTES + unit * 8;
         target[i] = swizzled(warp * WARP_ROWS + row + 2 * i, unit);
     }
-    Half half;
-    const auto acquire = [&] { mbarrier_wait(half.empty(memory), half.parity ^ 1); };
-    const auto hand_over = [&] {
+    Stage stage;
+    const auto wait_for_empty = [&] { mbarrier_wait(stage.empty(memory), stage.parity ^ 1); };
+    const auto arrive_full = [&] {
         fence_async_proxy();
         __syncwarp();
-        if (unit == 0) mbarrier_arrive(half.full(memory));  // the lanes that write row scales
-        half = half.after(1);
+        if (unit == 0) mbarrier_arrive(stage.full(memory));  // the four lanes that write row scales
+        stage = stage.after(1);
     };
     for (int block = 0; block < blocks; ++block) {
         const u32 buffer = block % BUFFERS, present = copier.present;
@@ -345,29 +348,29 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
             for (int i = 0; i < 2; ++i) scales[i] = raw_scales[i].relative_to<true>(exponents[i]);
         }
 
-        // The RoPE columns go where the weights of two blocks ago are; these are released together with this half.
+        // V3.2's rope columns overwrite the weights of two blocks ago, which consumers release together with this stage.
         Codes<LATENT / 64 - 4> upper;
         if (!V4) upper.load(source, 4);
-        acquire();
+        wait_for_empty();
         if (unit == 0) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int own = row + 2 * i;
                 const u32 at = memory + ROW_SCALE + (buffer * BLOCK_ROWS + warp * WARP_ROWS + own) * 8;
-                // An exponent of 255 is no number, so the row's logits are NaN.
+                // An exponent of 255 means infinity or NaN: it makes the row's logits NaN.
                 store_float(at, scales[i].exponent == 255 ? __uint_as_float(0x7FC00000u) : scales[i].row_scale());
                 store_float(at + 4, present >> own & 1 ? 0.0f : minus_infinity());
             }
         }
-        const u32 rope_to = V4 ? half.tiles(memory) + 3 * TILE_BYTES : memory + WEIGHTS + buffer * TILE_BYTES;
+        const u32 rope_to = V4 ? stage.tiles(memory) + 3 * TILE_BYTES : memory + WEIGHTS + buffer * TILE_BYTES;
         if (V4) upper.load(source, 4);
-        store_half(upper, half.tiles(memory), target, scales, 4, small);
+        store_half(upper, stage.tiles(memory), target, scales, 4, small);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const uint4 x = shared_load4(source[i] + ROPE_AT + 8 * unit);  // V4 loads it a second time to save registers
+            const uint4 x = shared_load4(source[i] + ROPE_AT + 8 * unit);  // V4's second load of it: saves registers
             shared_store4(rope_to + target[i], V4 ? bf16_to_fp16(x, scales[i].inverse()) : scale_bf16(x, scales[i].inverse()));
         }
-        hand_over();
+        arrive_full();
 
         if (block + 1 < blocks) copier.copy_first_half();
         else cp_async_commit();
@@ -375,9 +378,9 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
         __syncwarp();
         Codes<4> lower;
         lower.load(source, 0);
-        acquire();
-        store_half(lower, half.tiles(memory), target, scales, 0, small);
-        hand_over();
+        wait_for_empty();
+        store_half(lower, stage.tiles(memory), target, scales, 0, small);
+        arrive_full();
         if (block + 1 < blocks) copier.copy_second_half();
         else cp_async_commit();
     }
@@ -386,7 +389,7 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
 
 // ---- Queries
 
-// The consumers' eight warps convert the queries to fp16 tiles, each head times a power of two that goes to HEAD_SCALE.
+// The eight consumer warps convert the queries to fp16 tiles, times a power of two per head, whose inverse is HEAD_SCALE.
 __device__ __forceinline__ void load_queries(u32 memory, const unsigned short* queries, long long head_stride, int heads) {
     constexpr int UNITS = WIDTH / 8, ROUNDS = (UNITS + 31) / 32, READERS = 2 * WARPS, AT_ONCE = 4;
     const int warp = threadIdx.x / 32 % READERS, lane = threadIdx.x % 32;
@@ -411,7 +414,7 @@ __device__ __forceinline__ void load_queries(u32 memory, const unsigned short* q
 #pragma unroll
             for (int round = 0; round < ROUNDS; ++round) largest = max(largest, max_abs(words[i][round]));
             largest = __reduce_max_sync(FULL_MASK, largest);
-            // The bounds keep the scale a number whatever the query holds: infinity and NaN stay in the products.
+            // The bounds keep the scale finite whatever the query holds, so that infinity and NaN show in the products.
             const int exponent = max(min(static_cast<int>(largest >> 7), 254), LOWEST_EXPONENT) - QUERY_EXPONENT;
             const float inverse = power_of_two(254 - exponent);
             if (lane == 0) store_float(memory + HEAD_SCALE + head * 4, power_of_two(exponent));
@@ -432,29 +435,29 @@ __device__ __forceinline__ void load_queries(u32 memory, const unsigned short* q
 
 // ---- Online softmax
 
-// One head of a lane. A lane has two: `upper` is row lane / 4 of its warp's 16, `lower` is 8 further.
+// The state of one head of a lane, `upper` or `lower` (see `softmax.cuh`).
 struct Softmax {
-    float scale;                          // from products of queries and rows to logits in base 2
-    float max_logit = minus_infinity();   // the largest logit, in base 2
-    float running_max = -1e30f;           // what weights are relative to; follows max_logit with LEEWAY
-    float sum = 0.0f;                     // of the weights in this lane's columns
+    float scale;                         // turns products of queries and rows into logits in base 2
+    float max_logit = minus_infinity();  // the largest logit, in base 2
+    float running_max = -1e30f;          // weights are exp2(logit - running_max); follows max_logit with LEEWAY
+    float sum = 0.0f;                    // of the weights in this lane's columns
 
-    // Takes in a block's largest product; returns the correction of the accumulators.
+    // Raises the running max if a block's largest logit exceeds it by LEEWAY; returns the rescale factor of the accumulators.
     __device__ __forceinline__ float raise(float product) {
         const float logit = product * scale;
         max_logit = fmaxf(max_logit, logit);
         if (!(logit > running_max + LEEWAY)) return 1.0f;
-        const float correction = fast_exp2(running_max - logit);
+        const float factor = fast_exp2(running_max - logit);
         running_max = logit;
-        sum *= correction;
-        return correction;
+        sum *= factor;
+        return factor;
     }
 };
 
-// Products of a block to softmax weights, as fragments; returns the corrections of the accumulators for both heads.
+// Turns the products of a block into weights, as fragments; returns the rescale factors of both heads.
 __device__ __forceinline__ float2 online_softmax(
     float (&s)[32], u32 row_scales, Softmax& upper, Softmax& lower, float& reference, u32 (&weights)[4][4]) {
-    const u32 own = row_scales + threadIdx.x % 4 * 16;  // of this lane's columns; read twice to save registers
+    const u32 own = row_scales + threadIdx.x % 4 * 16;  // row scales of this lane's columns, read twice to save registers
     float highest = 0.0f, largest[2] = {minus_infinity(), minus_infinity()};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -469,12 +472,12 @@ __device__ __forceinline__ float2 online_softmax(
         }
     }
     highest = max_over_lanes<1, 4>(highest);
-    float2 correction = make_float2(upper.raise(max_over_lanes<1, 4>(largest[0])), lower.raise(max_over_lanes<1, 4>(largest[1])));
-    if (highest > reference) {  // in all lanes of all warps alike
+    float2 rescales = make_float2(upper.raise(max_over_lanes<1, 4>(largest[0])), lower.raise(max_over_lanes<1, 4>(largest[1])));
+    if (highest > reference) {  // the same in all lanes of all warps
         const float raised = highest * SPARE;
         const float factor = reference * power_of_two(254 - biased_exponent(raised));
-        correction.x *= factor;
-        correction.y *= factor;
+        rescales.x *= factor;
+        rescales.y *= factor;
         reference = raised;
     }
     const float inverse = HEADROOM * power_of_two(254 - biased_exponent(reference));
@@ -491,10 +494,10 @@ __device__ __forceinline__ float2 online_softmax(
         weights[i / 2][i % 2 * 2] = pack_fp16(a * even, b * odd);
         weights[i / 2][i % 2 * 2 + 1] = pack_fp16(c * even, d * odd);
     }
-    return correction;
+    return rescales;
 }
 
-// Writes the lse and largest logit of a head; returns the factor that makes its accumulators the output.
+// Writes the lse and max_logits of a head; returns the factor that normalises its accumulators.
 __device__ __forceinline__ float finish(Softmax& head, float reference, int number, const ItemOutput& out) {
     head.sum = sum_over_lanes<1, 4>(head.sum);
     const bool empty = head.sum == 0.0f;
@@ -504,7 +507,7 @@ __device__ __forceinline__ float finish(Softmax& head, float reference, int numb
         if (out.sink != nullptr) factor *= 1.0f / (1.0f + fast_exp2((out.sink[number] - lse) * LOG2_E));
         if (threadIdx.x % 4 == 0) {
             out.lse[number] = lse;
-            out.max_logits[number] = head.sum == head.sum ? head.max_logit * LN_2 : head.sum;  // fmaxf has dropped NaN
+            out.max_logits[number] = head.sum == head.sum ? head.max_logit * LN_2 : head.sum;  // fmaxf drops NaN
         }
     }
     return empty ? 0.0f : factor;
@@ -512,31 +515,31 @@ __device__ __forceinline__ float finish(Softmax& head, float reference, int numb
 
 // ---- Consumers
 
-// Warpgroup 0. `output_of` computes where results go, at the end, when registers are free.
+// Warpgroup 0. `output_of` computes the destination of the results, at the end, when registers are free.
 template <class OutputOf>
 __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const OutputOf& output_of) {
     const int lane = threadIdx.x % 32, head = threadIdx.x / 32 * 16 + lane / 4;
     Softmax upper = {load_float(memory + HEAD_SCALE + head * 4) * scale * LOG2_E};
     Softmax lower = {load_float(memory + HEAD_SCALE + head * 4 + 32) * scale * LOG2_E};
-    float reference = power_of_two(LOWEST_EXPONENT - SCALE_EXPONENT);  // no row has less
+    float reference = power_of_two(LOWEST_EXPONENT - SCALE_EXPONENT);  // the least 2**E of a row
     float s[32], values[1][64];  // accumulators: products with a block's keys, and the output of columns 256 to 383
 #pragma unroll
     for (int i = 0; i < 64; ++i) values[0][i] = s[i % 32] = 0.0f;
-    // The matrix row that this lane addresses when it stores weights.
+    // The matrix row that this lane addresses in stmatrix.
     const u32 target = swizzled(threadIdx.x / 32 * 16 + lane % 16, lane / 16);
-    Half half;
+    Stage stage;
     const auto at = [](int step) { return step / 4 * TILE_BYTES + step % 4 * 32; };
-    // The first tile by itself: issuing takes as long as running, and others wait for the products issued before.
+    // The first tile is issued alone: issuing wgmma takes as long as running it, and the stage before must be released.
     const auto multiply_first_tile = [&] {
-        mbarrier_wait(half.full(memory), half.parity);
-        const auto queries = k_major(memory + QUERIES + HALF_BYTES), keys = k_major(half.tiles(memory));
+        mbarrier_wait(stage.full(memory), stage.parity);
+        const auto queries = k_major(memory + QUERIES + STAGE_BYTES), keys = k_major(stage.tiles(memory));
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) wgmma_ss<FP16>(s, advance(queries, at(step)), advance(keys, at(step)), step > 0);
         wgmma_commit();
     };
     const auto multiply_first_half = [&](u32 buffer) {
-        const auto queries = k_major(memory + QUERIES + HALF_BYTES), keys = k_major(half.tiles(memory));
+        const auto queries = k_major(memory + QUERIES + STAGE_BYTES), keys = k_major(stage.tiles(memory));
         const auto rope = k_major(memory + WEIGHTS + buffer * TILE_BYTES);
         wgmma_fence();
 #pragma unroll
@@ -548,7 +551,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         wgmma_commit();
     };
     const auto multiply_second_half = [&] {
-        const Half second = half.after(1);
+        const Stage second = stage.after(1);
         mbarrier_wait(second.full(memory), second.parity);
         const auto queries = k_major(memory + QUERIES), keys = k_major(second.tiles(memory));
         wgmma_fence();
@@ -557,23 +560,23 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         wgmma_commit();
         wgmma_wait<0>(s);
     };
-    // Softmax of a block, then issues the product with its first quarter of the values.
+    // Does the softmax of a block, publishes its weights, and issues the product with the first quarter of its values.
     const auto weigh_first_quarter = [&](u32 buffer) {
         const u32 tile = memory + WEIGHTS + buffer * TILE_BYTES, row_scales = memory + ROW_SCALE + buffer * BLOCK_ROWS * 8;
         u32 weights[4][4];
-        const float2 correction = online_softmax(s, row_scales, upper, lower, reference, weights);
-        if (!V4) named_barrier_sync(SCORE_BARRIER, WARPS * 32);  // all four warps have read the RoPE columns there
+        const float2 rescales = online_softmax(s, row_scales, upper, lower, reference, weights);
+        if (!V4) named_barrier_sync(SCORE_BARRIER, WARPS * 32);  // all four warps have read the rope columns there
 #pragma unroll
         for (int step = 0; step < 4; ++step) stmatrix_x4(tile + (target ^ step * 32), weights[step]);
         if (lane % 4 == 0) {
-            store_float(memory + CORRECTION + (buffer * HEADS + head) * 4, correction.x);
-            store_float(memory + CORRECTION + (buffer * HEADS + head) * 4 + 32, correction.y);
+            store_float(memory + RESCALE + (buffer * HEADS + head) * 4, rescales.x);
+            store_float(memory + RESCALE + (buffer * HEADS + head) * 4 + 32, rescales.y);
         }
         fence_async_proxy();
         __syncwarp();
         if (lane % 4 == 0) mbarrier_arrive(memory + WEIGHTS_FULL + buffer * 8);
-        rescale(values, correction.x, correction.y);
-        const auto rows = mn_major(half.tiles(memory), TILE_BYTES);
+        rescale(values, rescales.x, rescales.y);
+        const auto rows = mn_major(stage.tiles(memory), TILE_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) wgmma_rs<FP16>(values[0], weights[step], advance(rows, step * 2048));
@@ -584,15 +587,15 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         multiply_first_half(0);
         multiply_second_half();
         u32 buffer = 0;
-        // The last block is not in the loop: the compiler serialises wgmma where a branch leaves while one is in flight.
+        // The last block is not in the loop: the compiler serialises wgmma if a branch leaves the loop while one is in flight.
         for (int block = 1; block < blocks; ++block) {
             weigh_first_quarter(buffer);
-            const u32 used = half.empty(memory);
+            const u32 multiplied = stage.empty(memory);
             buffer = block % BUFFERS;
-            half = half.after(2);
+            stage = stage.after(2);
             multiply_first_tile();
             wgmma_wait<1>(values[0]);
-            if (lane == 0) mbarrier_arrive(used);
+            if (lane == 0) mbarrier_arrive(multiplied);
             multiply_first_half(buffer);
             multiply_second_half();
         }
@@ -602,7 +605,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
     let_next_kernel_start();
     const ItemOutput out = output_of();
     const float above = finish(upper, reference, head, out), below = finish(lower, reference, head + 8, out);
-    __syncwarp();  // every lane has read its queries' scales, which are overwritten now
+    __syncwarp();  // every lane has read the scales of its queries, which the scales of the output overwrite
     if (lane % 4 == 0) {
         store_float(memory + HEAD_SCALE + head * 4, above);
         store_float(memory + HEAD_SCALE + head * 4 + 32, below);
@@ -618,22 +621,22 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const OutputOf& ou
     float values[3][64];  // accumulators: the output of columns 384 to 511, 0 to 127 and 128 to 255
 #pragma unroll
     for (int i = 0; i < 192; ++i) values[i / 64][i % 64] = 0.0f;
-    Half half;
+    Stage stage;
     u32 buffer = 0, parity = 0;
     for (int block = 0; block < blocks; ++block) {
         mbarrier_wait(memory + WEIGHTS_FULL + buffer * 8, parity);
-        const u32 corrections = memory + CORRECTION + (buffer * HEADS + head) * 4;
-        rescale(values, load_float(corrections), load_float(corrections + 32));
+        const u32 rescales = memory + RESCALE + (buffer * HEADS + head) * 4;
+        rescale(values, load_float(rescales), load_float(rescales + 32));
         const auto weights = k_major(memory + WEIGHTS + buffer * TILE_BYTES);
-        const auto upper = mn_major(half.tiles(memory) + 2 * TILE_BYTES, TILE_BYTES);
-        const auto lower = mn_major(half.after(1).tiles(memory), TILE_BYTES);
+        const auto upper = mn_major(stage.tiles(memory) + 2 * TILE_BYTES, TILE_BYTES);
+        const auto lower = mn_major(stage.after(1).tiles(memory), TILE_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) wgmma_ss<FP16>(values[0], advance(weights, step * 32), advance(upper, step * 2048));
         wgmma_commit();
-        // The half that producers wait for is released before more is issued: issuing takes as long as running.
+        // The stage that producers wait for is released before more is issued: issuing wgmma takes as long as running it.
         wgmma_wait<0>(values[0]);
-        if (lane == 0) mbarrier_arrive(half.empty(memory));
+        if (lane == 0) mbarrier_arrive(stage.empty(memory));
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -643,8 +646,8 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const OutputOf& ou
         wgmma_commit();
         wgmma_wait<0>(values[1]);
         wgmma_wait<0>(values[2]);
-        if (lane < 2) mbarrier_arrive(half.after(1).empty(memory));  // also on behalf of `score`, which is done with it
-        half = half.after(2);
+        if (lane < 2) mbarrier_arrive(stage.after(1).empty(memory));  // also for `score`, which has read it
+        stage = stage.after(2);
         if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
     }
     mbarrier_wait(memory + FINISHED, 0);
@@ -657,12 +660,12 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const OutputOf& ou
 // ---- Kernel
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(const __grid_constant__ ManyHeadsParams given) {
-    const ManyHeadsParams params = given;  // from the parameter itself, the compiler would load again after every barrier
+    const ManyHeadsParams params = given;  // the compiler would load fields of the parameter again after every barrier
     const u32 memory = tile_memory();
     const Items items = {params};
     const QueryParams& query = params.query;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < HALVES; ++i) {
+        for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(memory + FULL + i * 8, PRODUCER_WARPS * 4);
             mbarrier_init(memory + EMPTY + i * 8, 2 * WARPS);
         }

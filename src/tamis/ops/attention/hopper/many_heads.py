@@ -40,7 +40,7 @@ HEADS = 64
 SELECTIONS = 2
 """The most selections that one launch takes."""
 SHARED_BYTES = 227 * 1024
-"""All the shared memory that a CTA may have; the sources divide it."""
+"""The most shared memory that a CTA may have; the sources lay it out."""
 
 
 class ManyHeadsParams(NamedTuple):
@@ -59,16 +59,16 @@ class RowKernel(NamedTuple):
     layout: str
     source: str
     constants: tuple[tuple[str, int], ...]
-    """Preprocessor constants of the source: the kind of rows, and registers per thread of each warpgroup's role."""
+    """Preprocessor constants of the source: the kind of rows, and the registers per thread of each role."""
     threads: int
     step: int
-    """Rows that a CTA works on at a time; splits are cut between steps."""
+    """Rows that a CTA processes at a time; a split consists of whole steps."""
     persistent: bool
-    """Whether CTAs take one work item after the other, so that there are no more of them than SMs."""
+    """Whether CTAs take one work item after the other; there is then at most one CTA per SM."""
 
 
-# The registers of all roles' warpgroups must add up to at most 4 x 128 or 3 x 168, what a launch of 512 or 384 threads
-# gets: a warpgroup that asks for more waits for ever.
+# The registers of all warpgroups must add up to at most 4 x 128 or 3 x 168, which a launch of 512 or 384 threads gets;
+# otherwise a warpgroup waits for registers for ever. Two warpgroups dequantise, and two attend.
 _FP8 = (("SCORE_REGISTERS", 160), ("WEIGH_REGISTERS", 224), ("DEQUANTISE_REGISTERS", 64))
 _BF16 = (("ATTEND_REGISTERS", 216), ("GATHER_REGISTERS", 72))
 V32_FP8 = RowKernel("v32-fp8", "many_heads.cu", (("V4", 0), *_FP8), 512, 64, False)
@@ -77,7 +77,7 @@ V32_BF16 = RowKernel("v32-bf16", "many_heads_bf16.cu", _BF16, 384, 128, True)
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
-    """Why these kernels cannot do a call, or None if they can."""
+    """The reason why these kernels do not take a call, or None if they do."""
     if q.dtype != torch.bfloat16:
         return f"queries are {checks.dtype_name(q.dtype)}, not bfloat16"
     if value_dim != VALUE_DIM:
@@ -95,7 +95,7 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
 
 
 def source(q: Tensor, selections: Sequence[Selection], sms: int) -> str:
-    """The file that runs a call which `refusal` does not refuse."""
+    """The name of the source file that runs a call which these kernels take."""
     return _kernel(selections).source
 
 
@@ -105,7 +105,7 @@ def kernel_of(layout: Layout) -> RowKernel | None:
 
 
 def _bytes_of(layout: Layout) -> tuple[Any, ...]:
-    """What decides the bytes of a row."""
+    """The fields of a layout that decide the bytes of a row."""
     return layout.latent, layout.rope, layout.values, layout.scales, layout.tail, layout.tile
 
 
@@ -113,7 +113,7 @@ _KERNELS = {_bytes_of(v32_fp8()): V32_FP8, _bytes_of(v4_fp8()): V4_FP8, _bytes_o
 
 
 def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.attend_slots`, in one launch; splits are cut between the kernel's steps."""
+    """As `reference.attend_slots`, in one launch; a split consists of whole steps of the kernel."""
     q = call.q
     plan = _plan(q, call.selections, call.splits, direct=False)
     split = Outputs.empty(plan.splits, *q.shape[:2], device=q.device)
@@ -143,11 +143,11 @@ def _kernel(selections: Sequence[Selection]) -> RowKernel:
 
 
 def _plan(q: Tensor, selections: Sequence[Selection], splits: int | None, *, direct: bool) -> SplitPlan:
-    """How to split the batch; `direct` if whole tokens can be stored to the output."""
+    """Choose how to split the batch. `direct`: whether whole tokens can be written to the output."""
     tokens, heads, _ = q.shape
     if splits is None:
         step = _kernel(selections).step
-        # The lengths are on the device, so every column counts here.
+        # The lengths are on the device, so the choice assumes that every column is selected.
         steps = max(1, sum(ceil_div(s.slots.shape[1], step) for s in selections))
         return choose_splits(tokens, heads, steps, max(1, sm_count(q.device) // ceil_div(heads, HEADS)), direct=direct)
     return SplitPlan(tokens, 1) if splits == 1 and direct else SplitPlan(0, splits)
@@ -161,9 +161,9 @@ def _run(
     whole: Outputs,
     split: Outputs,
 ) -> None:
-    """Fill the first tokens of `whole` [T, ...], and `split` [S, t, ...], contiguous, for the other t.
+    """Write the first tokens of `whole` [T, ...], and the contiguous splits `split` [S, t, ...] of the last t tokens.
 
-    Each split is normalised by its own sum; the sink counts only in whole tokens.
+    Each split is normalised by its own sum. The sink is applied to whole tokens only.
     """
     tokens, heads, _ = q.shape
     if not tokens:
@@ -198,7 +198,7 @@ def many_heads_params(
 
 @cache
 def program(row_kernel: RowKernel, selections: int) -> Program:
-    """The source of a kernel for one selection or two."""
+    """The program of a kernel for one or two selections."""
     return Program.packaged(
         __package__,
         row_kernel.source,

@@ -1,28 +1,30 @@
-// Sparse attention of 64 heads at a time over bf16 rows, on Hopper: persistent CTAs, one per SM, that take one work item
-// after the other (see `items.cuh`).
+// Sparse attention of 64 heads per CTA with wgmma, on Hopper, over bf16 rows. CTAs are persistent, one per SM, and take one
+// work item after the other (see `items.cuh`).
 //
 // Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
 // Rows are V3.2's: 576 bf16 columns, of which the first 512 are values.
 //
-// Roles of the three warpgroups, for every pair of slabs of 64 rows:
-//   2     gather  Producer. Copies rows with cp.async straight into swizzled tiles, and the queries of the next item.
-//   0, 1  attend  Consumers. Each scores the slab of its number, does the online softmax, publishes the weights, and holds
-//                 half of the output's columns, to which it adds both slabs: its own with weights from registers, the
-//                 other's with the published ones.
+// Roles of the three warpgroups, for every pair of blocks of 64 rows, which fill the two stages of a ring:
+//   2     gather  Producer. Copies rows with cp.async straight into swizzled tiles, and the queries of the next work item.
+//   0, 1  attend  Consumers. Warpgroup g multiplies queries with the keys of stage g, does the online softmax, and publishes
+//                 the weights. It holds half g of the output's columns as accumulators and adds both stages to them: stage
+//                 g with weights from registers, the other one with the published weights.
 //
-// So one warpgroup's softmax overlaps with the other's wgmma, and the output, half of all registers, is held once.
+// The softmax of one warpgroup thus overlaps with wgmma of the other, and the accumulators of the output, which are half of
+// all registers, are not held twice.
 //
-// Shared memory holds the queries, two slabs (72 KB each) and the published weights, 227 KB in all. A slab has five pieces
-// with an mbarrier each. A piece is gathered anew as soon as nobody needs it: columns 512 and up, which are only keys,
-// when they have been scored; a quarter of the values when the warpgroup that holds these output columns has added it.
+// Shared memory (227 KiB) holds the queries, the ring of two stages (72 KiB each) and the published weights. The columns of a
+// stage are five chunks with an empty mbarrier each. A chunk is refilled as soon as it has been read for the last time:
+// columns 512 and up, which are only keys, after the product with queries; a quarter of the values after the warpgroup that
+// holds these columns of the output has added it.
 //
-// Budget for a pair of slabs: 4352 cycles of wgmma, 2304 of them with keys and 2048 with values, and 144 KB of rows.
+// Budget for a pair of blocks (H200): 4,352 cycles of wgmma, 2,304 with keys and 2,048 with values, and 144 KiB of rows.
 //
-// Weights are relative to the exact running max, which the warpgroups hand to one another with the weights: the largest
-// weight is one, which rounding to bf16 leaves as it is. The output is divided by the sum of the rounded weights, the lse
-// is that of the weights before rounding.
+// Weights are relative to the exact running max, which the warpgroups pass to one another with the weights: the largest
+// weight is one, which rounding to bf16 leaves as it is. The output is divided by the sum of the rounded weights; the lse
+// is computed from the weights before rounding.
 //
-// Constants: SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles:
+// Defined by the host: SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles:
 // ATTEND_REGISTERS, GATHER_REGISTERS.
 #include "instructions.cuh"
 #include "items.cuh"
@@ -31,54 +33,55 @@
 
 // ---- Shapes
 
-constexpr int WARPS = 4;  // of a warpgroup
+constexpr int WARPS = 4;  // warps of a warpgroup
 constexpr int WIDTH = 576, TILES = WIDTH / 64, ROW_BYTES = WIDTH * 2;
-constexpr int SLABS = 2, PIECES = 5;
-constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;  // rows of a slab that one producer warp copies
+constexpr int STAGES = 2;  // of the ring; a stage holds a block of 64 rows
+constexpr int CHUNKS = 5;  // of the columns of a stage
+constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;  // rows of a block that one producer warp copies
 
-// The pieces of a slab in the order in which they are released: columns 512 and up; two quarters of the values that belong
-// to the output columns of the other warpgroup, which adds them first; two of the warpgroup that scored the slab. They are
-// handed over in three loads, the first three pieces together.
-__device__ constexpr int piece_of(int slab, int half, int quarter) { return (half == slab ? 3 : 1) + quarter; }
-__device__ constexpr int first_tile(int slab, int piece) {
-    return piece == 0 ? 8 : (piece < 3 ? 1 - slab : slab) * 4 + (piece - 1) % 2 * 2;
+// The chunks of a stage in the order in which they are released: columns 512 and up; the two quarters of the values that the
+// other warpgroup adds, which it does first; the two that the stage's own warpgroup adds. They are filled in three loads
+// with a full mbarrier each, the first three chunks together.
+__device__ constexpr int chunk_of(int stage, int half, int quarter) { return (half == stage ? 3 : 1) + quarter; }
+__device__ constexpr int first_tile(int stage, int chunk) {
+    return chunk == 0 ? 8 : (chunk < 3 ? 1 - stage : stage) * 4 + (chunk - 1) % 2 * 2;
 }
-__device__ constexpr int tiles_of(int piece) { return piece == 0 ? 1 : 2; }
+__device__ constexpr int tiles_of(int chunk) { return chunk == 0 ? 1 : 2; }
 constexpr int LOADS = 3;
-__device__ constexpr int first_piece(int load) { return load == 0 ? 0 : load + 2; }
-__device__ constexpr int last_piece(int load) { return load + 2; }
+__device__ constexpr int first_chunk(int load) { return load == 0 ? 0 : load + 2; }
+__device__ constexpr int last_chunk(int load) { return load + 2; }
 
 // ---- Shared memory
 
-constexpr u32 TILE_BYTES = 64 * 128, SLAB_BYTES = TILES * TILE_BYTES;
+constexpr u32 TILE_BYTES = 64 * 128, STAGE_BYTES = TILES * TILE_BYTES;
 constexpr u32 QUERIES = 0;                               // [TILES][64 heads][64 columns] bf16
-constexpr u32 ROWS = QUERIES + SLAB_BYTES;               // [SLABS][TILES][64 rows][64 columns] bf16
-constexpr u32 WEIGHTS = ROWS + SLABS * SLAB_BYTES;       // [WARPS][4][32] fragments; the warpgroups take turns to write
-constexpr u32 CORRECTION = WEIGHTS + WARPS * 4 * 32 * 16;  // [WARPS][8][4] corrections and running maxima of two heads
-constexpr u32 TOTALS = CORRECTION + WARPS * 8 * 16;      // [2][HEADS][4] sums and largest logits: see `total`
-constexpr u32 PRESENT = TOTALS + 2 * HEADS * 16;         // [SLABS][WARPS] a bit for each row that exists
-constexpr u32 PAIRS = PRESENT + SLABS * WARPS * 4;       // pairs of slabs of the work item whose queries are there
-constexpr u32 FULL = PAIRS + 8;                          // [SLABS][LOADS] mbarriers, as all that follow
-constexpr u32 EMPTY = FULL + SLABS * LOADS * 8;          // [SLABS][PIECES]
-constexpr u32 QUERIES_FULL = EMPTY + SLABS * PIECES * 8;
+constexpr u32 RING = QUERIES + STAGE_BYTES;              // [STAGES][TILES][64 rows][64 columns] bf16
+constexpr u32 WEIGHTS = RING + STAGES * STAGE_BYTES;     // [WARPS][4][32] fragments, written by the warpgroups in turn
+constexpr u32 RESCALE = WEIGHTS + WARPS * 4 * 32 * 16;   // [WARPS][8][4] rescale factors and running max of two heads
+constexpr u32 TOTALS = RESCALE + WARPS * 8 * 16;         // [2][HEADS][4] sums and largest logits: see `total`
+constexpr u32 PRESENT = TOTALS + 2 * HEADS * 16;         // [STAGES][WARPS] a bit for each row that exists
+constexpr u32 PAIRS = PRESENT + STAGES * WARPS * 4;      // pairs of blocks of the work item whose queries are in QUERIES
+constexpr u32 FULL = PAIRS + 8;                          // [STAGES][LOADS] mbarriers, as all that follow
+constexpr u32 EMPTY = FULL + STAGES * LOADS * 8;         // [STAGES][CHUNKS]
+constexpr u32 QUERIES_FULL = EMPTY + STAGES * CHUNKS * 8;
 constexpr u32 QUERIES_EMPTY = QUERIES_FULL + 8;
-constexpr u32 PUBLISHED = QUERIES_EMPTY + 8;             // [2][WARPS] from a warp to the one of the same heads
-constexpr u32 USED = PUBLISHED + 2 * WARPS * 8;
+constexpr u32 WEIGHTS_FULL = QUERIES_EMPTY + 8;          // [2][WARPS] one for each warp that publishes weights
+constexpr u32 USED = WEIGHTS_FULL + 2 * WARPS * 8;
 static_assert(USED <= SHARED_BYTES && PRESENT % 16 == 0 && FULL % 8 == 0, "shared memory is too small or not aligned");
 
-// The named barrier of the consumers.
+// The named barrier of all consumers.
 constexpr u32 CONSUMER_BARRIER = 1;
 
-__device__ __forceinline__ u32 full(u32 memory, int slab, int load) { return memory + FULL + (slab * LOADS + load) * 8; }
-__device__ __forceinline__ u32 empty(u32 memory, int slab, int piece) { return memory + EMPTY + (slab * PIECES + piece) * 8; }
+__device__ __forceinline__ u32 full(u32 memory, int stage, int load) { return memory + FULL + (stage * LOADS + load) * 8; }
+__device__ __forceinline__ u32 empty(u32 memory, int stage, int chunk) { return memory + EMPTY + (stage * CHUNKS + chunk) * 8; }
 
 // ---- Producer
 
-// Copies 16 rows of 1152 bytes, or queries, into tiles. Eight lanes copy 128 bytes at a time: a lane copies its 16-byte
-// unit of rows lane / 8 + 4 i.
+// Copies a warp's 16 rows of 1152 bytes, or the queries of 16 heads, into tiles. Eight lanes copy 128 bytes of a row at a
+// time; a lane copies one 16-byte unit of the rows lane / 8 + 4 * i.
 struct TileCopier {
-    u32 target[2];  // in a tile, of a row and of the one four further; eight rows are 1024 bytes
-    const unsigned char* from[4];  // null: the row does not exist, and zeros are written
+    u32 target[2];                 // offsets in a tile for i = 0 and 1; those for i = 2 and 3 are eight rows, 1024 bytes, on
+    const unsigned char* from[4];  // null if the row does not exist: zeros are written
 
     __device__ __forceinline__ TileCopier() {
         const int row = threadIdx.x / 32 % WARPS * WARP_ROWS + threadIdx.x % 32 / 8, unit = threadIdx.x % 8;
@@ -86,7 +89,7 @@ struct TileCopier {
         target[1] = swizzled(row + 4, unit);
     }
 
-    // Lane i < 16 gives the address of row i.
+    // Sets the rows to copy: lane i < 16 gives the address of row i.
     __device__ __forceinline__ void take(const unsigned char* row) {
         const auto address = reinterpret_cast<unsigned long long>(row);
         const int unit = threadIdx.x % 8, first = threadIdx.x % 32 / 8;
@@ -111,12 +114,12 @@ struct TileCopier {
     }
 };
 
-// Brings the rows and queries of all work items of this CTA. `query_of` returns the address of a head's query, or null.
+// Copies the rows and queries of all work items of this CTA. `query_of` returns the address of a head's query, or null.
 template <class WorkOf, class QueryOf>
 __device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work_of, const QueryOf& query_of) {
     const int warp = threadIdx.x / 32 % WARPS, lane = threadIdx.x % 32, own = warp * WARP_ROWS + lane % WARP_ROWS;
     TileCopier rows;
-    u32 parity = 1, item_parity = 1;  // of the phases that must have ended
+    u32 parity = 1, item_parity = 1;  // of the empty mbarriers' phases that must have ended
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const unsigned char* const query = query_of(item, own);
         const Work<SELECTIONS> work = work_of(item);
@@ -136,28 +139,28 @@ __device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work
         }
         for (int pair = 0; pair < pairs; ++pair) {
 #pragma unroll
-            for (int slab = 0; slab < SLABS; ++slab) {
+            for (int stage = 0; stage < STAGES; ++stage) {
                 const u32 present = __ballot_sync(FULL_MASK, next != nullptr) & (1u << WARP_ROWS) - 1;
                 rows.take(next);
                 next = walker.next();
 #pragma unroll
-                for (int piece = 0; piece < PIECES; ++piece) {
-                    // The last item's queries are needed until its last slab has been scored. Until then the first
-                    // pieces of this item's first slab can be gathered already.
-                    if (slab == 0 && piece == first_piece(1) && pair == 0) {
+                for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                    // The queries of the work item before are in use until its last keys have been multiplied. The first
+                    // load of this item's first stage does not have to wait for that.
+                    if (stage == 0 && chunk == first_chunk(1) && pair == 0) {
                         TileCopier heads;
                         heads.take(query);
                         announce();
                         heads.copy(memory + QUERIES, 0, TILES);
                         cp_async_mbarrier_arrive(memory + QUERIES_FULL);
                     }
-                    mbarrier_wait(empty(memory, slab, piece), parity);
-                    if (piece == 0 && lane == 0) {
-                        shared_store(memory + PRESENT + (slab * WARPS + warp) * 4, present);
-                        mbarrier_arrive(full(memory, slab, 0));
+                    mbarrier_wait(empty(memory, stage, chunk), parity);
+                    if (chunk == 0 && lane == 0) {
+                        shared_store(memory + PRESENT + (stage * WARPS + warp) * 4, present);
+                        mbarrier_arrive(full(memory, stage, 0));
                     }
-                    rows.copy(memory + ROWS + slab * SLAB_BYTES, first_tile(slab, piece), tiles_of(piece));
-                    if (piece >= last_piece(0)) cp_async_mbarrier_arrive(full(memory, slab, piece - last_piece(0)));
+                    rows.copy(memory + RING + stage * STAGE_BYTES, first_tile(stage, chunk), tiles_of(chunk));
+                    if (chunk >= last_chunk(0)) cp_async_mbarrier_arrive(full(memory, stage, chunk - last_chunk(0)));
                 }
             }
             parity ^= 1;
@@ -168,29 +171,30 @@ __device__ __forceinline__ void gather(u32 memory, int items, const WorkOf& work
 
 // ---- Online softmax
 
-// One head of a lane, `upper` or `lower`.
+// The state of one head of a lane, `upper` or `lower` (see `softmax.cuh`).
 struct Softmax {
-    float max_logit = minus_infinity();  // the largest logit that this warpgroup saw, in base 2
-    float running_max = -1e30f;          // what weights are relative to
-    float sum = 0.0f, rounded_sum = 0.0f;  // of the weights in this lane's columns, and of these weights as bf16
+    float max_logit = minus_infinity();  // the largest logit of this warpgroup's stages, in base 2
+    float running_max = -1e30f;          // of both warpgroups' stages; weights are exp2(logit - running_max)
+    float sum = 0.0f;                    // of the weights in this lane's columns
+    float rounded_sum = 0.0f;            // of the same weights, rounded to bf16
 
-    __device__ __forceinline__ void rescale_sums(float correction) {
-        sum *= correction;
-        rounded_sum *= correction;
+    __device__ __forceinline__ void rescale_sums(float factor) {
+        sum *= factor;
+        rounded_sum *= factor;
     }
 
-    // Takes in a slab's largest logit; returns the correction of the accumulators.
+    // Raises the running max to a block's largest logit, if that is higher; returns the rescale factor of the accumulators.
     __device__ __forceinline__ float raise(float logit) {
         max_logit = fmaxf(max_logit, logit);
         if (!(logit > running_max)) return 1.0f;
-        const float correction = fast_exp2(running_max - logit);
+        const float factor = fast_exp2(running_max - logit);
         running_max = logit;
-        rescale_sums(correction);
-        return correction;
+        rescale_sums(factor);
+        return factor;
     }
 };
 
-// Rows that do not exist get no weight.
+// Sets the products of rows that do not exist to -inf.
 __device__ __forceinline__ void mask(float (&s)[32], uint4 present) {
     if ((present.x & present.y & present.z & present.w) == (1u << WARP_ROWS) - 1) return;
     const u32 words[2] = {present.x | present.y << 16, present.z | present.w << 16};
@@ -201,15 +205,15 @@ __device__ __forceinline__ void mask(float (&s)[32], uint4 present) {
     }
 }
 
-// Products of a slab to softmax weights, as fragments; returns the corrections of the accumulators for both heads. `scale`
-// leads from products of queries and rows to logits in base 2.
+// Turns the products of a block into weights, as fragments; returns the rescale factors of both heads. `scale` turns products
+// of queries and rows into logits in base 2.
 __device__ __forceinline__ float2 online_softmax(float (&s)[32], float scale, Softmax& upper, Softmax& lower, u32 (&weights)[4][4]) {
-    float largest[8];  // short chains: nothing hides their latency
+    float largest[8];  // several short chains of fmaxf, since nothing hides the latency of a long one
 #pragma unroll
     for (int i = 0; i < 8; ++i) largest[i] = fmaxf(fmaxf(s[i], s[8 + i]), fmaxf(s[16 + i], s[24 + i]));
     const float above = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[4], largest[5]));
     const float below = fmaxf(fmaxf(largest[2], largest[3]), fmaxf(largest[6], largest[7]));
-    const float2 correction = {upper.raise(max_over_lanes<1, 4>(above) * scale), lower.raise(max_over_lanes<1, 4>(below) * scale)};
+    const float2 rescales = {upper.raise(max_over_lanes<1, 4>(above) * scale), lower.raise(max_over_lanes<1, 4>(below) * scale)};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         Softmax& head = i % 2 ? lower : upper;
@@ -218,20 +222,20 @@ __device__ __forceinline__ float2 online_softmax(float (&s)[32], float scale, So
         head.sum += a + b;
         head.rounded_sum += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000u);
     }
-    return correction;
+    return rescales;
 }
 
 // ---- Consumers
 
-// Warpgroup GROUP scores slab GROUP and holds half GROUP of the output's columns.
+// A thread of consumer warpgroup GROUP, which multiplies the keys of stage GROUP and holds half GROUP of the output's columns.
 template <int GROUP>
 struct Consumer {
-    u32 memory;
-    float scale;  // from products of queries and rows to logits in base 2
-    int lane, warp, head;
-    u32 parity = 0;
+    u32 memory;            // address of shared memory
+    float scale;           // turns products of queries and rows into logits in base 2
+    int lane, warp, head;  // warp of the warpgroup; head `upper` of the lane
+    u32 parity = 0;        // of the current pass over the ring
     Softmax upper, lower;
-    float values[2][64];  // accumulators of the output
+    float values[2][64];   // accumulators of the output: two quarters of its columns
 
     __device__ __forceinline__ Consumer(u32 memory, float scale) : memory(memory), scale(scale) {
         warp = threadIdx.x / 32 % WARPS;
@@ -245,19 +249,19 @@ struct Consumer {
         for (int i = 0; i < 128; ++i) values[i / 64][i % 64] = 0.0f;
     }
 
-    // Issues the products of queries with its slab as it arrives.
+    // Issues the products of queries with the keys of the warpgroup's stage, load by load as they arrive.
     __device__ __forceinline__ void score(float (&s)[32]) const {
 #pragma unroll
         for (int load = 0; load < LOADS; ++load) {
             mbarrier_wait(full(memory, GROUP, load), parity);  // cp.async, unlike stores, needs no fence before wgmma
-            const auto queries = k_major(memory + QUERIES), keys = k_major(memory + ROWS + GROUP * SLAB_BYTES);
+            const auto queries = k_major(memory + QUERIES), keys = k_major(memory + RING + GROUP * STAGE_BYTES);
             wgmma_fence();
 #pragma unroll
-            for (int piece = first_piece(load); piece <= last_piece(load); ++piece) {
+            for (int chunk = first_chunk(load); chunk <= last_chunk(load); ++chunk) {
 #pragma unroll
-                for (int step = 0; step < 4 * tiles_of(piece); ++step) {
-                    const u32 at = (first_tile(GROUP, piece) + step / 4) * TILE_BYTES + step % 4 * 32;
-                    wgmma_ss<BF16>(s, advance(queries, at), advance(keys, at), piece + step > 0);
+                for (int step = 0; step < 4 * tiles_of(chunk); ++step) {
+                    const u32 at = (first_tile(GROUP, chunk) + step / 4) * TILE_BYTES + step % 4 * 32;
+                    wgmma_ss<BF16>(s, advance(queries, at), advance(keys, at), chunk + step > 0);
                 }
             }
             wgmma_commit();
@@ -273,59 +277,61 @@ struct Consumer {
         return present;
     }
 
-    // Weights pass between the two warps of the same heads, as the fragments that both need.
+    // Weights pass between the two warps of the same heads, one of each warpgroup, as fragments of the A operand.
     __device__ __forceinline__ u32 fragment(int step) const { return memory + WEIGHTS + ((warp * 4 + step) * 32 + lane) * 16; }
-    __device__ __forceinline__ u32 correction_of_head() const { return memory + CORRECTION + (warp * 8 + lane / 4) * 16; }
-    __device__ __forceinline__ u32 published(int group) const { return memory + PUBLISHED + (group * WARPS + warp) * 8; }
+    __device__ __forceinline__ u32 rescale_of_head() const { return memory + RESCALE + (warp * 8 + lane / 4) * 16; }
+    __device__ __forceinline__ u32 weights_full(int group) const { return memory + WEIGHTS_FULL + (group * WARPS + warp) * 8; }
 
-    // Softmax and values of its own slab. If the other warpgroup has a next slab (`more`), the products wait until that
-    // has been scored, so that they fill the tensor cores during the other's softmax.
+    // Does the softmax of the warpgroup's own stage, publishes the weights, and adds its values. If the other warpgroup has
+    // another block in this work item (`more`), the products wait until its keys have been multiplied, so that they run
+    // during the other warpgroup's softmax.
     __device__ __forceinline__ void add_own(float (&s)[32], uint4 present, bool more) {
         u32 weights[4][4];
         mask(s, present);
-        const float2 correction = online_softmax(s, scale, upper, lower, weights);
+        const float2 rescales = online_softmax(s, scale, upper, lower, weights);
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             shared_store4(fragment(step), make_uint4(weights[step][0], weights[step][1], weights[step][2], weights[step][3]));
         }
         if (lane % 4 == 0) {
-            shared_store4(correction_of_head(), make_uint4(__float_as_uint(correction.x), __float_as_uint(correction.y),
-                                                           __float_as_uint(upper.running_max), __float_as_uint(lower.running_max)));
+            shared_store4(rescale_of_head(), make_uint4(__float_as_uint(rescales.x), __float_as_uint(rescales.y),
+                                                        __float_as_uint(upper.running_max), __float_as_uint(lower.running_max)));
         }
-        mbarrier_arrive(published(GROUP));
-        rescale(values, correction.x, correction.y);
+        mbarrier_arrive(weights_full(GROUP));
+        rescale(values, rescales.x, rescales.y);
         if (more) mbarrier_wait(empty(memory, 1 - GROUP, 0), parity ^ GROUP);
         add_values(weights, GROUP);
     }
 
+    // Adds the values of the other warpgroup's stage, with the weights and the running max that it published.
     __device__ __forceinline__ void add_other() {
         u32 weights[4][4];
-        mbarrier_wait(published(1 - GROUP), parity);
-        const uint4 correction = shared_load4(correction_of_head());
+        mbarrier_wait(weights_full(1 - GROUP), parity);
+        const uint4 published = shared_load4(rescale_of_head());
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             const uint4 words = shared_load4(fragment(step));
             weights[step][0] = words.x, weights[step][1] = words.y, weights[step][2] = words.z, weights[step][3] = words.w;
         }
-        const float above = __uint_as_float(correction.x), below = __uint_as_float(correction.y);
-        upper.running_max = __uint_as_float(correction.z);
-        lower.running_max = __uint_as_float(correction.w);
+        const float above = __uint_as_float(published.x), below = __uint_as_float(published.y);
+        upper.running_max = __uint_as_float(published.z);
+        lower.running_max = __uint_as_float(published.w);
         upper.rescale_sums(above);
         lower.rescale_sums(below);
         rescale(values, above, below);
         add_values(weights, 1 - GROUP);
     }
 
-    // Adds a slab's values in this warpgroup's columns, and releases them.
-    __device__ __forceinline__ void add_values(const u32 (&weights)[4][4], int slab) {
-        issue_quarter(weights, slab, 0);
-        issue_quarter(weights, slab, 1);
-        finish_quarter<1>(slab, 0);
-        finish_quarter<0>(slab, 1);
+    // Adds a stage's values in this warpgroup's columns, and releases their chunks.
+    __device__ __forceinline__ void add_values(const u32 (&weights)[4][4], int stage) {
+        issue_quarter(weights, stage, 0);
+        issue_quarter(weights, stage, 1);
+        finish_quarter<1>(stage, 0);
+        finish_quarter<0>(stage, 1);
     }
 
-    __device__ __forceinline__ void issue_quarter(const u32 (&weights)[4][4], int slab, int quarter) {
-        const u32 tiles = memory + ROWS + slab * SLAB_BYTES + first_tile(slab, piece_of(slab, GROUP, quarter)) * TILE_BYTES;
+    __device__ __forceinline__ void issue_quarter(const u32 (&weights)[4][4], int stage, int quarter) {
+        const u32 tiles = memory + RING + stage * STAGE_BYTES + first_tile(stage, chunk_of(stage, GROUP, quarter)) * TILE_BYTES;
         const auto rows = mn_major(tiles, TILE_BYTES);
         wgmma_fence();
 #pragma unroll
@@ -333,11 +339,11 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // Waits for a quarter, while PENDING others are in flight, and releases its piece.
+    // Waits for the product with a quarter, while PENDING later ones are in flight, and releases its chunk.
     template <int PENDING>
-    __device__ __forceinline__ void finish_quarter(int slab, int quarter) {
+    __device__ __forceinline__ void finish_quarter(int stage, int quarter) {
         wgmma_wait<PENDING>(values[quarter]);
-        if (lane == 0) mbarrier_arrive(empty(memory, slab, piece_of(slab, GROUP, quarter)));
+        if (lane == 0) mbarrier_arrive(empty(memory, stage, chunk_of(stage, GROUP, quarter)));
     }
 
     __device__ __forceinline__ void release_queries() const {
@@ -345,7 +351,7 @@ struct Consumer {
         if (lane == 0) mbarrier_arrive(memory + QUERIES_EMPTY);
     }
 
-    // Adds up a head's sums over its lanes and shares them with the other warpgroup.
+    // Adds up a head's sums over its lanes, and writes them and its largest logit for the other warpgroup.
     __device__ __forceinline__ void total(Softmax& own, int number) const {
         own.sum = sum_over_lanes<1, 4>(own.sum);
         own.rounded_sum = sum_over_lanes<1, 4>(own.rounded_sum);
@@ -355,6 +361,7 @@ struct Consumer {
         }
     }
 
+    // Adds the other warpgroup's sums of a head, once it has written them.
     __device__ __forceinline__ void add_total(Softmax& own, int number) const {
         const uint4 other = shared_load4(memory + TOTALS + ((1 - GROUP) * HEADS + number) * 16);
         own.sum += __uint_as_float(other.x);
@@ -362,7 +369,7 @@ struct Consumer {
         own.max_logit = fmaxf(own.max_logit, __uint_as_float(other.z));
     }
 
-    // Writes the lse and largest logit of a head; returns the factor that makes its accumulators the output.
+    // Writes the lse and max_logits of a head; returns the factor that normalises its accumulators.
     __device__ __forceinline__ float finish(const Softmax& all, int number, const ItemOutput& out) const {
         const bool empty = all.sum == 0.0f;
         const float lse = empty ? minus_infinity() : (all.running_max + fast_log2(all.sum)) * LN_2;
@@ -371,15 +378,16 @@ struct Consumer {
             if (out.sink != nullptr && !empty) factor *= 1.0f / (1.0f + fast_exp2((out.sink[number] - lse) * LOG2_E));
             if (GROUP == 0 && lane % 4 == 0) {
                 out.lse[number] = lse;
-                out.max_logits[number] = all.sum == all.sum ? all.max_logit * LN_2 : all.sum;  // fmaxf has dropped NaN
+                out.max_logits[number] = all.sum == all.sum ? all.max_logit * LN_2 : all.sum;  // fmaxf drops NaN
             }
         }
         return factor;
     }
 
-    __device__ __forceinline__ void store(bool nothing, const ItemOutput& out) {
-        // Totals may be overwritten: the other warpgroup read the last ones before it published weights since.
-        if (!nothing) {
+    // Merges the sums of both warpgroups and writes the results. `no_rows`: nothing was selected, so all sums are zero.
+    __device__ __forceinline__ void store(bool no_rows, const ItemOutput& out) {
+        // TOTALS may be overwritten: since the other warpgroup read them, it has published weights, which this one received.
+        if (!no_rows) {
             total(upper, head);
             total(lower, head + 8);
             named_barrier_sync(CONSUMER_BARRIER, 2 * WARPS * 32);
@@ -394,7 +402,7 @@ struct Consumer {
     }
 };
 
-// `output_of` computes where an item's results go, at its end, when registers are free.
+// Warpgroups 0 and 1. `output_of` computes the destination of an item's results, at its end, when registers are free.
 template <int GROUP, class OutputOf>
 __device__ __forceinline__ void attend(u32 memory, int items, float scale, const OutputOf& output_of) {
     Consumer<GROUP> consumer(memory, scale);
@@ -423,24 +431,24 @@ __device__ __forceinline__ void attend(u32 memory, int items, float scale, const
 // ---- Kernel
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(const __grid_constant__ ManyHeadsParams given) {
-    const ManyHeadsParams params = given;  // from the parameter itself, the compiler would load again after every barrier
+    const ManyHeadsParams params = given;  // the compiler would load fields of the parameter again after every barrier
     const u32 memory = tile_memory();
     const Items items = {params};
     const QueryParams& query = params.query;
     if (threadIdx.x == 0) {
-        for (int slab = 0; slab < SLABS; ++slab) {
-            for (int load = 0; load < LOADS; ++load) mbarrier_init(full(memory, slab, load), WARPS * 32 + (load == 0 ? WARPS : 0));
-            for (int piece = 0; piece < PIECES; ++piece) mbarrier_init(empty(memory, slab, piece), WARPS);
+        for (int stage = 0; stage < STAGES; ++stage) {
+            for (int load = 0; load < LOADS; ++load) mbarrier_init(full(memory, stage, load), WARPS * 32 + (load == 0 ? WARPS : 0));
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) mbarrier_init(empty(memory, stage, chunk), WARPS);
         }
         mbarrier_init(memory + QUERIES_FULL, WARPS * 32 + 1);
         mbarrier_init(memory + QUERIES_EMPTY, 2 * WARPS);
-        for (int i = 0; i < 2 * WARPS; ++i) mbarrier_init(memory + PUBLISHED + i * 8, 32);
+        for (int i = 0; i < 2 * WARPS; ++i) mbarrier_init(memory + WEIGHTS_FULL + i * 8, 32);
         fence_mbarrier_init();
     }
     wait_for_previous_kernel();
     __syncthreads();
 
-    const auto work_of = [&](int item) { return items.work<SELECTIONS, SLABS>(item); };
+    const auto work_of = [&](int item) { return items.work<SELECTIONS, STAGES>(item); };
     const auto query_of = [&](int item, int head) -> const unsigned char* {
         const int number = items.first_head(item) + head;
         if (number >= query.heads) return nullptr;

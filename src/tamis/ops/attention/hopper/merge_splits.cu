@@ -1,15 +1,16 @@
-// Merges the splits of query tokens (split-KV): out = sum of 2^(lse_s - lse) * out_s, in base 2.
+// Merges the splits of query tokens (split-KV): out = sum over splits s of exp(lse_s - lse) * out_s.
 //
 // One CTA of 128 threads per token and head; a thread has four of the 512 columns. Every warp reduces the lse of all splits
-// redundantly, which needs no shared memory. The kernel is bound by reading the splits: BATCH of them are loaded before any
-// is added.
+// redundantly, so no shared memory is needed. The kernel is bound by reading the splits, 2 KiB each, so BATCH of them are
+// loaded before any is added.
 //
 // Defined by the host: BATCH, PARAMS_BYTES.
 #include "instructions.cuh"
 #include "softmax.cuh"
 
 constexpr int VALUES = 512;
-// PDL: up to this many splits of heads the next kernel may launch early; with more, its CTAs would compete for SMs.
+// With PDL the next kernel may start early if there are at most this many rows of splits (splits times tokens times heads);
+// with more, its CTAs would compete for the SMs.
 constexpr int EARLY_LAUNCH_SPLITS = 4096;
 
 // S splits of T tokens and H heads.
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_splits(const __gr
     const int head = row % p.heads;
     if (rows * splits <= EARLY_LAUNCH_SPLITS) let_next_kernel_start();
     wait_for_previous_kernel();
-    // Lane i takes splits i, i + 32, ... fmaxf drops NaN, so NaN travels separately in `nan`.
+    // Lane i takes splits i, i + 32, and so on. fmaxf drops NaN, so `nan` is NaN if any lse or max_logit is, and else 0.
     const int lane = threadIdx.x % 32;
     float max_lse = minus_infinity(), max_logit = minus_infinity(), nan = 0.0f;
     for (int split = lane; split < splits; split += 32) {

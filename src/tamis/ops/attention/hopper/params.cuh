@@ -1,18 +1,18 @@
-// The parameters that attention kernels share, as structs. Their Python twins, with the same fields in the same order, are
-// in params.py; T is the number of query tokens, H of heads, K of selected columns, S of splits.
+// The parameter structs that attention kernels share. Their Python twins in params.py have the same fields in the same order.
+// T is the number of query tokens, H of heads, K of selected columns, S of splits.
 #pragma once
 
-// The queries and what their products with keys are multiplied with.
+// The queries and the softmax scale.
 struct QueryParams {
     const unsigned short* q;      // [T, H, 576], bf16 or fp16
     long long token_stride;       // in elements
     long long head_stride;        // in elements
     int heads;                    // H
     float scale;                  // softmax scale
-    const float* scale_factor;    // [1], or null: another factor of the scale
+    const float* scale_factor;    // [1], or null; a second factor of the softmax scale, in device memory
 };
 
-// Where results go. The first `whole` tokens are written to `out`, `lse` and `max_logits`, the others as splits.
+// The destination of the results. The first `whole` tokens are written to `out`, `lse` and `max_logits`, the others as splits.
 struct OutputParams {
     void* out;                    // [T, H, 512]
     int out_kind;                 // 0 float32, 1 bf16, 2 fp16

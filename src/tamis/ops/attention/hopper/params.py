@@ -13,7 +13,7 @@ from tamis.ops.attention.hopper.splits import OUT_KINDS, Outputs
 
 
 class QueryParams(NamedTuple):
-    """The queries and what their products with keys are multiplied with."""
+    """The queries and the softmax scale."""
 
     q: Pointer
     """bfloat16 or float16 [T, H, 576]."""
@@ -23,11 +23,11 @@ class QueryParams(NamedTuple):
     scale: Float
     """The softmax scale."""
     scale_factor: Pointer
-    """float32 [1], another factor of the scale; 0 for none."""
+    """float32 [1], a second factor of the softmax scale; 0 for none."""
 
 
 class OutputParams(NamedTuple):
-    """Where results go: the first `whole` tokens to `out`, `lse` and `max_logits`, the others as splits."""
+    """The destination of the results: the first `whole` tokens to `out`, `lse`, `max_logits`, the others to splits."""
 
     out: Pointer
     """float32, bfloat16 or float16 [T, H, 512]."""

@@ -1,8 +1,8 @@
 // Queries as B operands of wgmma, swizzled tiles in shared memory, for `heads_as_columns.cu`.
 //
-// A tile has 64 elements of 16 bits for each head, 128 bytes. Tiles 0 to 7 are the 512 latent columns in fp16; of 16
-// columns, those whose codes are in the lower half of a word come first, as in the fragments of the keys. The others are
-// the 64 rope columns in bf16: once for bf16 queries, as two terms for fp16 queries, which have more bits.
+// A tile has 64 elements of 16 bits, 128 bytes, for each head. Tiles 0 to 7 are the 512 latent columns in fp16. Within 16
+// columns, those whose codes are in the lower half of a word come first, as in the fragments of the keys. The next tile is
+// the 64 rope columns in bf16. An fp16 query has more bits than bf16 holds, so its rope columns are the sum of two tiles.
 #pragma once
 #include "few_heads_items.cuh"
 
@@ -10,10 +10,12 @@ template <int N_HEADS, int N_THREADS, Operand TYPE>
 struct QueryTiles {
     static constexpr int ROPE_TERMS = TYPE == FP16 ? 2 : 1;
     static constexpr int TILE_BYTES = N_HEADS * 128, LATENT_TILES = 8;
-    static constexpr int HEAD_THREADS = N_THREADS / N_HEADS;  // neighbours, which share a head
-    static constexpr int GROUPS = 32 / HEAD_THREADS, ROPE_GROUPS = 16 / HEAD_THREADS;  // of 16 latent and of 4 rope columns
+    static constexpr int HEAD_THREADS = N_THREADS / N_HEADS;  // neighbouring threads that load one head
+    static constexpr int GROUPS = 32 / HEAD_THREADS;          // groups of 16 latent columns that a thread loads
+    static constexpr int ROPE_GROUPS = 16 / HEAD_THREADS;     // groups of 4 rope columns that a thread loads
 
-    const int head, share;  // this thread's
+    const int head;   // that this thread loads
+    const int share;  // number of this thread among those of the head
     uint2 latent[GROUPS][4], rope[ROPE_GROUPS];
 
     __device__ __forceinline__ explicit QueryTiles(int thread)
@@ -41,7 +43,7 @@ struct QueryTiles {
         return max_over_lanes<1, HEAD_THREADS>(largest);
     }
 
-    // Writes it to the tiles, times a factor.
+    // Multiplies this thread's share with a factor and writes it to the tiles.
     __device__ __forceinline__ void store(u32 tiles, float factor) const {
         const u32 row = tiles + 128 * head;
 #pragma unroll

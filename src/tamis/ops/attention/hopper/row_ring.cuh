@@ -1,12 +1,18 @@
 // Rings of cache rows in shared memory, and the producer warps that fill them.
 //
 // A stream is one ring of STAGES stages, 32 rows each. Its producer warps look up slots and pages and start one bulk copy
-// per row; its consumers wait for a stage's `full` mbarrier, read the rows, and arrive at its `empty` mbarrier. The columns
-// of a work item are dealt out to the streams stage by stage.
+// per row; its consumers wait for a stage's `full` mbarrier, read the rows, and arrive at its `empty` mbarrier. Consecutive
+// groups of 32 selected columns of a work item go to the streams in turn.
 //
-// `Shape` has the constants ROW_BYTES; PITCH, the distance of rows in shared memory; STAGES; STREAMS; PRODUCERS, warps per
-// stream, which share the first SHARED_STAGES and take turns at the others; and ROUND, the stages that a stream's
-// consumers take at a time: every work item has a multiple of them.
+// `Shape` has these constants:
+//   ROW_BYTES      bytes of a row in the cache
+//   PITCH          bytes from one row to the next in shared memory
+//   STAGES         stages of a ring
+//   STREAMS        rings of a CTA
+//   PRODUCERS      producer warps of a stream
+//   SHARED_STAGES  stages, from the first of the launch on, that all producer warps of a stream fill together; of the
+//                  later ones each warp fills every PRODUCERS-th
+//   ROUND          stages that a stream's consumers take at a time: every work item has a multiple of them
 #pragma once
 #include "few_heads_items.cuh"
 #include "instructions.cuh"
@@ -19,19 +25,20 @@ struct RowRing {
     static constexpr int ROUND = Shape::ROUND, ROW_BYTES = Shape::ROW_BYTES, PITCH = Shape::PITCH;
     static constexpr int SHARED_STAGES = Shape::SHARED_STAGES;
     static constexpr int COLUMN_STEP = STAGE_ROWS * STREAMS;  // columns from one stage of a stream to its next
-    // The mbarriers have two phases, so no warp may be further ahead of the consumers than one pass over the ring.
+    // A step along the ring is at most one pass over it, since a cursor flips its parity once per step.
     static_assert(STAGES >= PRODUCERS && STAGES >= ROUND, "the ring is shorter than a step along it");
 
-    // Shared memory of all streams: rows, mbarriers (full, empty) and StageInfo of each stage.
+    // Shared memory of a stage: rows, mbarriers (full, empty) and stage info (valid rows, whether it is the last).
     static constexpr int STAGE_BYTES = STAGE_ROWS * PITCH, BARRIER_BYTES = 16, INFO_BYTES = 8;
     static constexpr int ALL_STAGES = STREAMS * STAGES;
 
-    // Arrivals that fill a stage: one per producer warp, or one per row.
+    // Arrivals at a stage's full mbarrier: one per producer warp, all made by the same warp in stages that are not shared, or
+    // one per row.
     static constexpr int FULL_ARRIVALS = ROUND == 1 ? PRODUCERS : STAGE_ROWS;
 
     // A stage of a stream's ring, and the parity of the current pass over it.
     struct Cursor {
-        u32 rows_start, barriers, infos;
+        u32 rows_start, barriers, infos;  // shared-memory addresses of this stream's first stage
         int stage = 0;
         u32 parity = 0;
 
@@ -44,7 +51,7 @@ struct RowRing {
         __device__ __forceinline__ u32 empty() const { return barriers + BARRIER_BYTES * stage + 8; }
         __device__ __forceinline__ u32 rows() const { return rows_start + stage * STAGE_BYTES; }
 
-        // Written by the producer: a bit per row that counts, and whether this is the work item's last stage.
+        // Stage info, written by a producer: a bit per valid row, and whether the stage is the last of its work item.
         __device__ __forceinline__ u32 valid_rows() const { return shared_load(infos + INFO_BYTES * stage); }
         __device__ __forceinline__ bool is_last() const { return shared_load(infos + INFO_BYTES * stage + 4); }
         __device__ __forceinline__ void describe(u32 valid_rows, u32 last) const {
@@ -61,14 +68,14 @@ struct RowRing {
         }
     };
 
-    // Called by one thread per stage.
+    // Initialises the mbarriers of one stage.
     __device__ __forceinline__ static void init_barriers(u32 barriers, int stage, int consumer_warps) {
         mbarrier_init(barriers + BARRIER_BYTES * stage, FULL_ARRIVALS);
         mbarrier_init(barriers + BARRIER_BYTES * stage + 8, consumer_warps);
     }
 
-    // Before griddepcontrol.wait: asks L2 for the first slots, length and request id of this CTA, which the kernel before
-    // may still change. They are read only after the wait.
+    // Prefetches the first slots, the length and the request id of this CTA into L2. It runs before griddepcontrol.wait,
+    // while the previous kernel may still write them; they are read only after the wait.
     __device__ __forceinline__ static void prefetch_first(const WorkItems& work, const SelectionParams& s, int thread) {
         const int item = opaque(blockIdx.x), token = work.token(item);
         const int column = work.split(item) * work.split_columns + thread;
@@ -80,35 +87,43 @@ struct RowRing {
 
     // ---- Producer warps
 
-    // Flags of a stage, in one register: whether there is such a stage, and whether it is the last of its item here.
+    // Flags of a stage, in one register: EXISTS unless all work items are done, LAST_STAGE in the last stage (or the last
+    // round of stages) that this stream has of a work item.
     static constexpr u32 EXISTS = 1, LAST_STAGE = 2;
 
-    // What one lane fetches for a stage: a slot, or a position in a request.
+    // A lane's selected column in a stage.
     struct Slot {
         u32 flags;
-        int slot;  // -1: none
-        int request;
+        int slot;     // a slot, or with a block table a position of the request; -1: none
+        int request;  // the row of the block table
     };
 
+    // A lane's row of the cache in a stage.
     struct Row {
         u32 flags;
-        int page, row;  // of the cache; page -1: none
+        int page;  // -1: none
+        int row;   // in the page
     };
 
-    // The stages of a stream, work item after work item. An item has at least one round, even if nothing is selected.
+    // Walks over the stages of a stream, work item after work item. An item has at least one round of stages, even if
+    // nothing is selected.
     struct StageIterator {
         const WorkItems& work;
         const SelectionParams& s;
         const int stream;
-        int item, column, end, stop;
-        int request;
-        const int* slots;
+        int item;          // current work item
+        int column;        // first column of the current stage
+        int end;           // first column after the selected ones
+        int stop;          // first column after the item's last stage
+        int request;       // the token's row of the block table
+        const int* slots;  // the token's slots
 
         __device__ __forceinline__ StageIterator(const WorkItems& work, const SelectionParams& s, int stream)
             : work(work), s(s), stream(stream), item(blockIdx.x) {
             enter();
         }
 
+        // Starts at the first stage of `item`.
         __device__ __forceinline__ void enter() {
             if (item >= work.count) return;
             const int token = work.token(item), begin = work.split(item) * work.split_columns;
@@ -135,7 +150,7 @@ struct RowRing {
             }
         }
 
-        // This lane's slot of the current stage; moves on by this many stages.
+        // Loads this lane's slot of the current stage, and moves on by `stages`.
         __device__ __forceinline__ Slot next(int stages) {
             const bool exists = item < work.count;
             const u32 last = column + ROUND * COLUMN_STEP >= stop ? LAST_STAGE : 0;
@@ -147,6 +162,7 @@ struct RowRing {
         }
     };
 
+    // Loads the page of a slot or position.
     __device__ __forceinline__ static Row find_row(const SelectionParams& s, const Slot& wanted) {
         Row found = {wanted.flags, -1, 0};
         if (wanted.slot < 0) return found;
@@ -160,12 +176,12 @@ struct RowRing {
         return found;
     }
 
-    // Copies a stage, or with `shared` this warp's part of it.
+    // Copies a stage, or with `shared` only this warp's rows of it: STAGE_ROWS / PRODUCERS each.
     __device__ __forceinline__ static void copy_stage(
         const SelectionParams& s, Row mine, int warp, bool shared, const Cursor& cursor) {
         const int lane = threadIdx.x % 32;
         const u32 valid = __ballot_sync(FULL_MASK, mine.page >= 0 && mine.page < s.pages);
-        // Rows that do not count are replaced by one that does: their weights are zero, so they must be finite numbers.
+        // Invalid rows are replaced by a valid one: their weights are zero, and zero times NaN would show in the result.
         const int substitute = valid ? __ffs(valid) - 1 : 0;
         const int page = __shfl_sync(FULL_MASK, mine.page, substitute);
         const int row = __shfl_sync(FULL_MASK, mine.row, substitute);
@@ -174,7 +190,7 @@ struct RowRing {
             mine.row = row;
         }
         mbarrier_wait(cursor.empty(), cursor.parity ^ 1);
-        __syncwarp();  // a stage without rows is freed at once: a lane that still waited would miss its phase
+        __syncwarp();  // consumers free a stage without valid rows at once; a lane that still waited would miss the phase
         if (lane == 0 && !(shared && warp > 0)) cursor.describe(valid, mine.flags & LAST_STAGE);
         if (ROUND == 1 && lane < (shared ? 1 : PRODUCERS)) {
             if (valid && lane == 0) {
@@ -188,7 +204,7 @@ struct RowRing {
         if (shared && lane / (STAGE_ROWS / PRODUCERS) != warp) return;
         if (ROUND > 1 && valid) mbarrier_arrive_expect_tx(cursor.full(), ROW_BYTES);
         if (ROUND > 1 && !valid) {
-            // The round's other stages may have valid rows, so these are multiplied by weights of zero and must be finite.
+            // Consumers process whole rounds: they multiply these rows with weights of zero, so the rows must be finite.
             for (int at = 0; at < PITCH; at += 16) {
                 shared_store4(cursor.rows() + lane * PITCH + at, make_uint4(0, 0, 0, 0));
             }
@@ -201,16 +217,16 @@ struct RowRing {
         }
     }
 
-    // One producer warp. Slots are fetched two stages ahead and pages one, since each depends on the one before. A warp
-    // starts a stage's copies row by row: at the beginning, when all consumers wait, the warps of a stream share stages;
-    // after that each has stages of its own.
+    // The loop of a producer warp. Slots are loaded two stages ahead and pages one stage ahead, since the address of a row
+    // depends on its page and the page on the slot. A warp starts the copies of a stage row by row. At the beginning, when
+    // all consumers wait, the warps of a stream share stages; after that each has stages of its own.
     __device__ __forceinline__ static void produce(
         const WorkItems& work, const SelectionParams& s, int stream, int warp, Cursor cursor) {
         const auto stages_after = [&](int number) {
             return number + 1 < SHARED_STAGES ? 1 : number + 1 == SHARED_STAGES ? 1 + warp : PRODUCERS;
         };
         StageIterator stages(work, s, stream);
-        // Three loads of slots, then two of pages, are in flight together.
+        // At the beginning three loads of slots, then two of pages, are in flight together.
         const Slot first = stages.next(stages_after(0)), second = stages.next(stages_after(1));
         Slot upcoming = stages.next(stages_after(2));
         Row now = find_row(s, first), next = find_row(s, second);

@@ -1,4 +1,4 @@
-// What the online softmax of every attention kernel shares. Logits are kept in base 2, so that exp2 gives the weights.
+// Helpers of the online softmax that all attention kernels share. Logits are in base 2, so that exp2 gives the weights.
 #pragma once
 #include "instructions.cuh"
 
@@ -9,7 +9,7 @@ __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xFF8
 __device__ __forceinline__ float load_float(u32 address) { return __uint_as_float(shared_load(address)); }
 __device__ __forceinline__ void store_float(u32 address, float x) { shared_store(address, __float_as_uint(x)); }
 
-// Reductions over lanes whose numbers differ in the bits FIRST, 2 * FIRST, ... below END.
+// Butterfly reductions over the lanes whose numbers differ in the bits FIRST, 2 * FIRST, ... below END.
 template <int FIRST, int END>
 __device__ __forceinline__ float max_over_lanes(float x) {
 #pragma unroll
@@ -24,12 +24,12 @@ __device__ __forceinline__ float sum_over_lanes(float x) {
     return x;
 }
 
-// ---- Accumulators of warpgroup matrix products: four lanes in a row share two heads
+// ---- Accumulators of wgmma with heads as rows: four neighbouring lanes have the same two heads
 //
-// Lane i of a warp has columns of head i / 4 of the warp's 16, the `upper` one, and of the head 8 further, the `lower` one.
-// Of every four accumulators the first two are the upper head's. A head is reduced with max_over_lanes<1, 4>.
+// Lane i of a warp has columns of head i / 4 of the warp's 16, called `upper`, and of the head 8 further, called `lower`. Of
+// every four accumulators the first two belong to the upper head. max_over_lanes<1, 4> reduces over the lanes of a head.
 
-// Multiplies accumulators with the corrections of both heads, unless the whole warp's are 1.
+// Multiplies accumulators with the rescale factors of both heads, unless these are 1 in the whole warp.
 template <int N>
 __device__ __forceinline__ void rescale(float (&accumulators)[N][64], float upper, float lower) {
     if (__ballot_sync(FULL_MASK, upper != 1.0f || lower != 1.0f) == 0) return;

@@ -1,4 +1,4 @@
-"""Split-KV: how the Hopper kernels split a batch over the device, where they write, and the kernel that merges splits.
+"""Split-KV: how the Hopper kernels split a batch over the device, their outputs, and the kernel that merges splits.
 
 A work item is a query token, or a split of its columns. The first tokens of a launch are whole and are written straight
 to the output. The others are split; their splits are written in float32 and merged by a second kernel.
@@ -18,20 +18,20 @@ from tamis.cuda.params import Int, Long, Pointer, params_bytes, pointer
 
 VALUE_DIM = 512
 OUT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""How kernels number the dtypes of an output."""
+"""The numbers of output dtypes in the kernels."""
 MERGE_BATCHES = (4, 16)
-"""Splits that the merge loads before it adds any: many hide latency, few leave room for more CTAs on an SM."""
+"""Splits that the merge loads before it adds any: many hide latency, few leave registers for more CTAs per SM."""
 OVERHEAD_STEPS, MERGE_STEPS = 2, 2
-"""What a work item costs beside its steps, and what the merge costs, both in steps."""
+"""The fixed cost of a work item, and that of the merge, in steps."""
 
 
 class SplitPlan(NamedTuple):
     """How a batch is split into work items."""
 
     whole: int
-    """Tokens, from the first on, that are one work item each."""
+    """The number of first tokens that are not split: one work item each."""
     splits: int
-    """Work items that each of the other tokens is split into."""
+    """The number of splits, and of work items, of each other token."""
 
 
 @lru_cache(1024)
@@ -45,14 +45,15 @@ def choose_splits(
     rows_per_step: int = 2200,
     steps_per_split: int = 1,
 ) -> SplitPlan:
-    """The plan that finishes soonest by this estimate, in steps of a CTA.
+    """Choose the plan with the shortest estimated duration, in steps of a CTA.
 
-    Work items run in waves of `capacity`, each as long as its number of steps. Splits cost the time to write and read
-    them, one step for `rows_per_step` outputs of a head. A split has at least `steps_per_split` steps if the token has
-    so many.
+    Work items run in waves of `capacity`. A wave takes as long as a work item has steps, plus a fixed cost. Splits also
+    cost the time to write and read them: one step for `rows_per_step` outputs of a head. A split has at least
+    `steps_per_split` steps if the token has so many.
 
-    Whole tokens fill whole waves; the rest, fewer than `capacity`, are split, so that one more token never costs one
-    more wave. Among equal estimates the fewest splits win. If tokens cannot be stored directly, all are split alike.
+    Whole tokens fill whole waves. The other tokens, fewer than `capacity`, are split, so that one more token never
+    costs one more wave. Among plans of equal duration the one with the fewest splits is chosen. Unless `direct`, whole
+    tokens cannot be written to the output, and all tokens are split alike.
     """
 
     def duration(plan: SplitPlan) -> float:
@@ -68,7 +69,7 @@ def choose_splits(
 
 
 class Outputs(NamedTuple):
-    """Tensors that a kernel fills."""
+    """The tensors that a kernel writes."""
 
     out: Tensor
     """[..., T, H, V]"""
@@ -91,7 +92,7 @@ class Outputs(NamedTuple):
 
 
 def can_store(out: Tensor) -> bool:
-    """Whether the kernels can write to an output, four neighbouring values at a time."""
+    """Whether the kernels can write to an output. They write four neighbouring values at a time."""
     token_stride, head_stride, column_stride = out.stride()
     aligned = token_stride % 4 == head_stride % 4 == out.data_ptr() % (4 * out.element_size()) == 0
     return out.dtype in OUT_KINDS and column_stride == 1 and aligned
@@ -151,7 +152,7 @@ def merge_splits(splits: Outputs, sink: Tensor | None, whole: Outputs) -> None:
 
 @cache
 def merge_program(batch: int) -> Program:
-    """The source of the merge, for a number of splits that are loaded at once."""
+    """The program of the merge, for a number of splits that are loaded at once."""
     return Program.packaged(__package__, "merge_splits.cu", BATCH=batch, PARAMS_BYTES=params_bytes(MergeParams))
 
 

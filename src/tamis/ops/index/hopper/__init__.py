@@ -1,4 +1,4 @@
-"""Stage `index` on Hopper: scores, queries and keys by the Triton kernels, selections by a kernel in CUDA C++."""
+"""Stage `index` on Hopper: a CUDA C++ kernel selects, Triton kernels prepare queries and keys and compute scores."""
 
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ def topk_positions(call: TopkPositions) -> Tensor:
 
 
 def index_topk(call: IndexTopk) -> Tensor:
-    """Positions int32 [T, k], as many tokens at a time as the workspace holds scores of; selection takes no memory."""
+    """Positions int32 [T, k]. The workspace holds the scores of some tokens at a time; selection needs no memory."""
     width = score_width(call)
     result = torch.empty(call.q.shape[0], call.k, dtype=torch.int32, device=call.q.device)
     for chunk in scored_chunks(call, width, call.workspace_bytes // (4 * max(1, width))):
@@ -57,5 +57,5 @@ def index_topk(call: IndexTopk) -> Tensor:
 
 
 def explain_kernels(need: "Need") -> tuple[str, list[str]]:
-    """Which source runs the stage for a layer: only the selection is in CUDA C++."""
+    """Say which source runs the stage for a layer: only the selection is in CUDA C++."""
     return "topk.cu selects, triton scores", []

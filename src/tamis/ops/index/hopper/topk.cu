@@ -1,30 +1,32 @@
-// Exact top-k of each row of scores, the same on every run: one cluster of CTAs per row.
+// Exact top-k of each row of scores, on GPUs with clusters: one cluster of CTAs per row. The result is deterministic.
 //
-// Scores become unsigned keys in the same order. Each CTA owns one slice of the row. The k-th highest key is found by a
-// radix select over three digits, from the top:
+// Scores become unsigned keys that compare like the scores. Each CTA of the cluster owns one slice of the row. The k-th
+// highest key is found by a radix select over three digits, from the top:
 //   1. Read the slice, keep as many keys in shared memory as fit, and count the first digit (12 bits).
-//   2. Agree on it: the CTAs add up their counts through distributed shared memory and reach the same decision.
-//   3. Mark keys with a higher digit as winners, list those with this digit, and count their second digit (10 bits); agree.
-//   4. The same with the third digit (10 bits), only if the second one did not decide.
-//   5. Mark winners in one bitmap and keys equal to the k-th in another, read the bitmaps in the order of positions and
-//      write the result. The counts say how many winners lie in the slices before, so each CTA knows where its part of
-//      the output starts. Among equal keys the lowest positions win, in whatever order threads ran.
-// All warps do the same work; a row of up to k positions needs no search and is left to one CTA.
+//   2. Find the first digit of the k-th key: the CTAs add up their counts through distributed shared memory, and each CTA
+//      searches the sums for itself.
+//   3. Mark keys with a higher first digit as winners, list the candidates that are left, which have this digit, and count
+//      their second digit (10 bits). Find the second digit of the k-th key as in step 2.
+//   4. Do the same with the third digit (10 bits), unless the second one decides.
+//   5. Mark winners in one bitmap and ties, the keys equal to the k-th, in another. Read the bitmaps in the order of
+//      positions and write the result. The counts say how many winners and ties lie in the slices before, so each CTA knows
+//      where its results start in the output. Among ties the lowest positions win, in whatever order threads ran.
+// All warps do the same work. A row of up to k positions needs no search and is left to one CTA.
 //
-// Shared memory is `SharedMemory`, then the two bitmaps, a bit for each place of the slice, then the keys that are kept.
-// Budget: scores are read once from memory if the slice fits (46 000 keys with a whole SM), otherwise twice or, with more
-// candidates than the list holds, up to four times.
+// Shared memory is `SharedMemory`, then the two bitmaps, a bit for each place of the slice, then the resident keys. Budget:
+// scores are read once from global memory if the keys of the slice fit (46,000 with a whole SM), otherwise twice, or up to
+// four times if there are more candidates than the list holds.
 //
-// Constants: THREADS per CTA; FIXED_BYTES, which the host sets aside for `SharedMemory`; PARAMS_BYTES.
+// Defined by the host: THREADS (per CTA); FIXED_BYTES, the bytes set aside for `SharedMemory`; PARAMS_BYTES.
 
 #include "instructions.cuh"
 
-// One launch. T is the number of rows, B of requests.
+// The parameters of a launch. T is the number of rows, B of requests.
 struct TopkParams {
     const float* scores;      // [T, width]
     long long row_stride;     // of scores, in elements
     int width;                // scores of a row
-    const int* lengths;       // [T], positions of a row that count
+    const int* lengths;       // [T], lengths of the rows; positions beyond do not count
     int k;                    // results of a row, at most 4096
     const int* request_ids;   // [T], or null without a block table
     const int* block_table;   // [B, table_width], or null: the results are positions
@@ -33,8 +35,8 @@ struct TopkParams {
     int table_width;          // pages of a request
     int page_size;            // positions of a page; 0 without a block table
     int* out;                 // [T, k], contiguous
-    int resident;             // keys of a slice that stay in shared memory; the others are read again
-    int bitmap_words;         // of each of the two bitmaps
+    int resident;             // keys of a slice that are kept in shared memory; the others are read again
+    int bitmap_words;         // words of each of the two bitmaps
 };
 
 static_assert(sizeof(TopkParams) == PARAMS_BYTES, "TopkParams differs from its twin in topk.py");
@@ -46,14 +48,14 @@ constexpr u32 LOWEST = 0x007FFFFFu;
 constexpr int FIRST_BINS = 4096, LATER_BINS = 1024;
 constexpr int FIRST_SHIFT = 20, SECOND_SHIFT = 10;
 constexpr int GROUPS = 32;       // counts are searched in two steps, first among groups of bins, one per lane
-constexpr int LISTED = 2048;     // candidates that a CTA lists; with more, it looks through its slice again
+constexpr int LISTED = 2048;     // candidates that a CTA can list; if it has more, it goes through its slice again
 constexpr int LARGEST_K = 4096;
 constexpr int LOADS = 4;         // loads in flight per thread
 constexpr int STEP = 4 * THREADS;
 
 // ---- Keys
 
-// Unsigned integers in the order of floats. Adding zero makes -0 and 0 equal; fmaxf turns NaN into -inf.
+// The key of a score: unsigned integers compare like the floats. Adding zero makes -0 and 0 equal; fmaxf turns NaN to -inf.
 __device__ __forceinline__ u32 key_of(float score) {
     const u32 bits = __float_as_uint(fmaxf(score + 0.0f, __uint_as_float(0xFF800000u)));
     return bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
@@ -63,12 +65,12 @@ __device__ __forceinline__ uint4 keys_of(float4 s) {
     return make_uint4(key_of(s.x), key_of(s.y), key_of(s.z), key_of(s.w));
 }
 
-// The counts of one digit. `_before` are those of the slices before this one, the others of the whole row.
+// The counts of one digit. `_before` arrays count the slices before this one, the others the whole row.
 template <int BINS>
 struct Digit {
     u32 counts[BINS];  // of this slice only
-    u32 groups[GROUPS], groups_before[GROUPS];
-    u32 bins[BINS / GROUPS], bins_before[BINS / GROUPS];  // of the group that holds the k-th key
+    u32 groups[GROUPS], groups_before[GROUPS];            // of each group of bins
+    u32 bins[BINS / GROUPS], bins_before[BINS / GROUPS];  // of each bin of the group that contains the k-th key
 };
 
 struct Digits {
@@ -76,6 +78,7 @@ struct Digits {
     Digit<LATER_BINS> second, third;
 };
 
+// A listed candidate.
 struct Entry {
     u32 key;
     int place;
@@ -85,22 +88,23 @@ struct alignas(16) SharedMemory {
     Digits digits;
     union {
         Entry list[LISTED];     // candidates, in any order
-        int chosen[LARGEST_K];  // once all are marked: the places of this slice that are part of the result, ascending
+        int chosen[LARGEST_K];  // after the bitmaps are complete: the places of this slice's results, ascending
     };
-    u32 warp_winners[WARPS], warp_ties[WARPS];
-    u32 listed;  // candidates so far; with more than LISTED, the list is not complete
+    u32 warp_winners[WARPS], warp_ties[WARPS];  // set bits of each warp's words of the bitmaps
+    u32 listed;                                 // candidates so far; if above LISTED, the list is not complete
 };
 
 static_assert(sizeof(SharedMemory) <= FIXED_BYTES && FIXED_BYTES % 16 == 0, "FIXED_BYTES of topk.py is too small");
 static_assert(sizeof(Digits) % sizeof(uint4) == 0, "digits are cleared 16 bytes at a time");
 
-// One CTA's part of a row. A place counts from an address that is a multiple of 16 bytes, at or before the slice's start.
+// One CTA's slice of a row. Places number its scores from an address that is a multiple of 16 bytes, at or up to three
+// scores before the start of the slice.
 struct Slice {
-    const float* scores;  // at place 0
-    u32 keys;             // address in shared memory of the keys of places below `resident`
-    int resident;
+    const float* scores;  // address of place 0
+    u32 keys;             // address of the resident keys in shared memory
+    int resident;         // places below this have their keys in shared memory
     int begin, end;       // places that belong to the row
-    int position;         // of place 0 in the row
+    int position;         // of place 0 in the row; negative if place 0 lies before the row
 
     __device__ __forceinline__ float score(int place) const {
         return place >= begin && place < end ? scores[place] : __uint_as_float(0xFF800000u);
@@ -111,7 +115,7 @@ struct Slice {
         return make_float4(score(place), score(place + 1), score(place + 2), score(place + 3));
     }
 
-    // LOADS keys that lie `step` places apart. All loads from global memory come first, so that they overlap.
+    // Reads LOADS keys that lie `step` places apart. All loads from global memory come first, so that they overlap.
     __device__ __forceinline__ void keys_apart(int place, int step, u32 (&found)[LOADS]) const {
         float loaded[LOADS];
 #pragma unroll
@@ -129,13 +133,14 @@ struct Slice {
 
 // ---- Search
 
+// The result of the search for a digit.
 struct Found {
-    int digit;                // of the k-th key; -1 if there are fewer than k
+    int digit;                // of the wanted key; -1 if there are fewer keys
     u32 above, above_before;  // keys with a higher digit, in the row and in the slices before this one
-    u32 equal, equal_before;  // keys with this digit
+    u32 equal, equal_before;  // keys with this digit, likewise
 };
 
-// The sum over the lanes up to this one.
+// The sum of the values of lanes 0 to this one.
 __device__ __forceinline__ u32 inclusive_sum(u32 value) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -146,7 +151,7 @@ __device__ __forceinline__ u32 inclusive_sum(u32 value) {
     return value;
 }
 
-// The first lane at which the sum of `count` over the lanes so far reaches `wanted`; 32 if none does. The counts of the
+// The first lane at which `above` plus the counts of lanes 0 to that one reach `wanted`; 32 if none does. The counts of the
 // lanes before it are added to `above` and `above_before`.
 __device__ __forceinline__ int first_reaching(u32 count, u32 before, u32 wanted, u32& above, u32& above_before) {
     const int lane = threadIdx.x % 32;
@@ -158,13 +163,13 @@ __device__ __forceinline__ int first_reaching(u32 count, u32 before, u32 wanted,
     return first;
 }
 
-// Called when this CTA has counted a digit: finds the digit of the row's `wanted`-th highest key, the same in every thread
-// of the cluster. Bins below `ignored` hold no candidates. Every warp searches by itself; lanes go from high to low bins.
+// Finds the digit of the row's `wanted`-th highest key, after each CTA has counted its slice. Every thread of the cluster gets
+// the same result. Bins below `ignored` have no candidates. Every warp searches for itself; lanes go from high to low bins.
 template <int BINS>
-__device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 wanted, u32 rank, u32 ctas) {
+__device__ __forceinline__ Found find_digit(Digit<BINS>& digit, int ignored, u32 wanted, u32 rank, u32 ctas) {
     constexpr int GROUP = BINS / GROUPS, PER_LANE = GROUP / 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    __syncthreads();  // every thread has counted
+    __syncthreads();  // all threads have counted
     const u32 groups = shared_address(digit.groups);
     for (int group = warp; group < GROUPS; group += WARPS) {
         u32 sum = 0;
@@ -174,7 +179,7 @@ __device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 want
             sum += bin < ignored ? 0 : digit.counts[bin];
         }
         sum = __reduce_add_sync(FULL_MASK, sum);
-        // One lane for each CTA of the cluster.
+        // Each lane adds to the sums of one CTA of the cluster.
         if (lane < ctas) {
             const u32 theirs = peer_address(groups + 4 * group, lane);
             peer_add(theirs, sum);
@@ -182,7 +187,7 @@ __device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 want
         }
     }
     cluster_arrive();
-    cluster_wait();  // the counts of every CTA are complete, and so are the groups' sums in this one
+    cluster_wait();  // the counts of all CTAs are complete, and so are the sums of groups in this one
     Found found = {-1, 0, 0, 0, 0};
     const int mine = GROUPS - 1 - lane;
     const int from_top = first_reaching(digit.groups[mine], digit.groups_before[mine], wanted, found.above, found.above_before);
@@ -228,7 +233,7 @@ __device__ __forceinline__ Found agree(Digit<BINS>& digit, int ignored, u32 want
 
 // ---- Passes over a slice
 
-// Reads the slice, keeps what fits, and counts the first digit.
+// Reads the slice, keeps as many keys in shared memory as fit, and counts the first digit.
 __device__ __forceinline__ void count_first_digit(const Slice& slice, SharedMemory& shared) {
     const u32 counts = shared_address(shared.digits.first.counts);
     for (int place = 4 * threadIdx.x; place < slice.end; place += STEP * LOADS) {
@@ -267,7 +272,7 @@ __device__ __forceinline__ void mark_and_list(
         if (keys[i] >> FIRST_SHIFT > first) higher |= 1u << i;
         if (keys[i] >> FIRST_SHIFT != first) continue;
         shared_increment(second_counts + 4 * (keys[i] >> SECOND_SHIFT & (LATER_BINS - 1)));
-        // Once the list is full its length does not matter, and on a plateau all threads would queue for the atomic.
+        // Once the list is full its length does not matter, and with many equal scores all threads would queue for the atomic.
         if (*const_cast<volatile u32*>(&shared.listed) > LISTED) continue;
         const u32 at = atomicAdd(&shared.listed, 1u);
         if (at < LISTED) shared.list[at] = {keys[i], place + i};
@@ -281,7 +286,7 @@ __device__ __forceinline__ void count_second_digit(const Slice& slice, SharedMem
     for (; place < min(slice.resident, slice.end); place += STEP) {
         mark_and_list(shared_load4(slice.keys + 4 * place), place, first, counts, shared, winners);
     }
-    // Keys that are not kept are read again, two loads ahead.
+    // Scores whose keys are not resident are read again, two loads ahead.
     float4 next = slice.scores4(place), after = slice.scores4(place + STEP);
     for (; place < slice.end; place += STEP) {
         const float4 scores = next;
@@ -291,7 +296,7 @@ __device__ __forceinline__ void count_second_digit(const Slice& slice, SharedMem
     }
 }
 
-// Counts the third digit of the keys that start with `prefix`.
+// Counts the third digit of the keys that start with `prefix`. `listing`: whether the list has all candidates.
 __device__ __forceinline__ void count_third_digit(const Slice& slice, SharedMemory& shared, u32 prefix, bool listing) {
     const u32 counts = shared_address(shared.digits.third.counts);
     if (listing) {
@@ -311,8 +316,8 @@ __device__ __forceinline__ void count_third_digit(const Slice& slice, SharedMemo
     }
 }
 
-// Marks keys above `prefix` in one bitmap and those that start with it in the other. With a complete list, keys that are
-// not on it have been marked already.
+// Marks keys above `prefix` in `winners` and keys that start with it in `ties`. If the list is complete (`listing`), winners
+// that are not on it have been marked already.
 __device__ __forceinline__ void mark(
     const Slice& slice, const SharedMemory& shared, u32 prefix, int shift, bool listing, u32* winners, u32* ties) {
     if (listing) {
@@ -340,7 +345,7 @@ __device__ __forceinline__ void mark(
     }
 }
 
-// The sum over the first `count` warps, whose sums are in `warps`.
+// The sum of the first `count` elements of `warps`, which has one for each warp.
 __device__ __forceinline__ u32 sum_of_warps(const u32* warps, int count) {
     const int lane = threadIdx.x % 32;
     return __reduce_add_sync(FULL_MASK, lane < count ? warps[lane] : 0);
@@ -363,7 +368,7 @@ __device__ __forceinline__ u32 collect(
         shared.warp_winners[warp] = winners_so_far;
         shared.warp_ties[warp] = ties_so_far;
     }
-    __syncthreads();  // all warps' sums are written, and nobody reads the list any more: `chosen` overwrites it
+    __syncthreads();  // all warps have written their sums and read the list, which `chosen` overwrites
     const u32 ties_before = sum_of_warps(shared.warp_ties, warp) + ties_so_far - own_ties;
     u32 column = sum_of_warps(shared.warp_winners, warp) + winners_so_far - own_winners + min(ties_before, quota);
     u32 left = quota - min(ties_before, quota);
@@ -385,12 +390,13 @@ __device__ __forceinline__ u32 collect(
 
 // ---- Kernel
 
+// The pages of a row's request.
 struct Pages {
     const int* table;  // the request's row of the block table, or null
-    int width;
-    int page_size;
+    int width;         // pages in that row
+    int page_size;     // positions of a page
 
-    // -1 for a position without a page.
+    // The slot of a position; -1 if it has no page.
     __device__ __forceinline__ int slot(int position) const {
         const int column = position / page_size;
         const int page = table != nullptr && column < width ? table[column] : -1;
@@ -399,8 +405,8 @@ struct Pages {
     }
 };
 
-// out[row, :] = the positions j < lengths[row] of the k highest scores above -inf, ascending, then -1. With a block table
-// it is the slots of these positions, -1 for positions without a page.
+// Writes to out[row, :] the positions j < lengths[row] of the k highest scores above -inf, ascending, then -1. With a block
+// table it writes the slots of these positions, -1 for positions without a page.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_positions(const __grid_constant__ TopkParams params) {
     uint4* const memory = shared_memory();
     SharedMemory& shared = *reinterpret_cast<SharedMemory*>(memory);
@@ -413,8 +419,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     const int length = min(max(params.lengths[row], 0), params.width);
     for (int i = threadIdx.x; i < sizeof(Digits) / sizeof(uint4); i += THREADS) memory[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) shared.listed = 0;
-    cluster_arrive();  // this CTA runs, and its counts are zero; the load of the length overlaps
-    const bool everything = length <= k;  // the same in the whole cluster: one CTA does it, and reads the row once
+    cluster_arrive();  // this CTA runs and has cleared its counts; the load of the length overlaps
+    const bool everything = length <= k;  // the same in the whole cluster; CTA 0 does the row alone and reads it once
     if (everything && rank > 0) {
         cluster_wait();
         return;
@@ -431,18 +437,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     slice.begin = rank == 0 ? skipped : 0;
     slice.end = max(min(length - slice.position, size), 0);
 
-    // The k-th highest key starts with `prefix`. All keys above it are winners; of those that start with it, the first
-    // `wanted` of the row are, which is the first `quota` of this slice.
+    // The k-th highest key starts with `prefix`. Keys above it are winners. Of the ties, which start with it, the first
+    // `wanted` of the row belong to the result: these are the first `quota` of this slice.
     u32 prefix = LOWEST, wanted = 0, quota = 0;
-    u32 column = 0, total = 0;  // of the output: where this CTA's part starts, and where the padding starts
+    u32 column = 0, total = 0;  // columns of the output at which this CTA's results and the padding start
     int shift = 0;
     bool listing = false;
     if (!everything) {
         for (int word = threadIdx.x; word * 32 < slice.end; word += THREADS) winners[word] = ties[word] = 0;
-        __syncthreads();  // counts are zero
+        __syncthreads();  // the counts are cleared
         count_first_digit(slice, shared);
         cluster_wait();  // the other CTAs have cleared their counts as well
-        Found found = agree(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, rank, ctas);
+        Found found = find_digit(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, rank, ctas);
         column = found.above_before;
         total = found.above;  // all candidates, if they are fewer than k
         if (found.digit >= 0) {
@@ -450,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
             prefix = found.digit;
             wanted = k - found.above;
             count_second_digit(slice, shared, prefix, winners);
-            found = agree(shared.digits.second, 0, wanted, rank, ctas);
+            found = find_digit(shared.digits.second, 0, wanted, rank, ctas);
             listing = shared.listed <= LISTED;
             column += found.above_before;
             wanted -= found.above;
@@ -458,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
             shift = SECOND_SHIFT;
             if (wanted < found.equal) {
                 count_third_digit(slice, shared, prefix, listing);
-                found = agree(shared.digits.third, 0, wanted, rank, ctas);
+                found = find_digit(shared.digits.third, 0, wanted, rank, ctas);
                 column += found.above_before;
                 wanted -= found.above;
                 prefix = prefix << SECOND_SHIFT | found.digit;
@@ -467,7 +473,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
             quota = wanted - min(wanted, found.equal_before);
             column += min(wanted, found.equal_before);
         }
-        cluster_arrive_relaxed();  // this CTA has read the others' counts for the last time
+        cluster_arrive_relaxed();  // this CTA does not read the counts of other CTAs any more
     }
     let_next_kernel_start();
 
@@ -490,5 +496,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     }
     if (everything) total = count;
     for (u32 i = total + rank * THREADS + threadIdx.x; i < k; i += slices * THREADS) result[i] = -1;
-    cluster_wait();  // no CTA leaves while others may read its counts
+    cluster_wait();  // no CTA exits while others may read its counts
 }

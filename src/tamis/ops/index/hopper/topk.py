@@ -15,12 +15,12 @@ from tamis.cuda.params import Int, Long, Pointer, params_bytes
 
 MAX_K = 4096
 SLICE_UNIT = 128
-"""Places of a slice are a multiple of this: 16 bytes of bitmap."""
+"""The number of places of a slice is a multiple of this, 16 bytes of a bitmap."""
 SHARED_PER_SM = 228 * 1024
 SYSTEM_SHARED = 1024
-"""Bytes of shared memory that the system keeps in every CTA."""
+"""Bytes of shared memory that the system reserves in every CTA."""
 FIXED_BYTES = 43_536
-"""Bytes set aside for the source's `SharedMemory`: what it needs with 1024 threads. The source checks them."""
+"""Bytes set aside for the source's `SharedMemory`, enough for 1024 threads. The source checks the number."""
 
 
 class TopkParams(NamedTuple):
@@ -31,7 +31,7 @@ class TopkParams(NamedTuple):
     row_stride: Long
     width: Int
     lengths: Pointer
-    """int32 [T], positions of a row that count."""
+    """int32 [T], the lengths of the rows; positions beyond do not count."""
     k: Int
     request_ids: Pointer
     """int32 [T]; 0 without a block table."""
@@ -45,7 +45,7 @@ class TopkParams(NamedTuple):
     out: Pointer
     """int32 [T, k], contiguous."""
     resident: Int
-    """Keys of a slice that stay in shared memory; the others are read again."""
+    """Keys of a slice that are kept in shared memory; the others are read again."""
     bitmap_words: Int
     """Words of each of the two bitmaps."""
 
@@ -58,11 +58,11 @@ class Variant(NamedTuple):
     threads: int
     """Threads per CTA: 512 or 1024."""
     per_sm: int
-    """CTAs that share one SM's memory."""
+    """CTAs that share an SM."""
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory per CTA: its share of an SM's, whatever the rows need of it."""
+        """Bytes of shared memory per CTA: its share of the SM, even if rows need less."""
         return SHARED_PER_SM // self.per_sm - SYSTEM_SHARED
 
 
@@ -133,8 +133,8 @@ def topk_positions(
 
 @lru_cache(maxsize=1024)
 def usual_variant(tokens: int, width: int, sms: int) -> Variant:
-    """One CTA per SM, if slices are long enough: what the CTAs of a row exchange costs more than a second CTA on the
-    same SM gains. Long slices get an SM's whole memory."""
+    """The fastest variant: at most one CTA per SM if slices are long enough, since the exchange between the CTAs of a
+    row costs more than a second CTA on the same SM gains. Long slices get the whole shared memory of an SM."""
     cluster = 1
     while cluster < 16 and tokens * cluster * 2 <= sms and width >= cluster * 16384:
         cluster *= 2
@@ -145,7 +145,7 @@ def usual_variant(tokens: int, width: int, sms: int) -> Variant:
 
 @lru_cache(maxsize=1024)
 def memory_of(variant: Variant, width: int, k: int) -> tuple[int, int]:
-    """How a CTA's shared memory is divided for rows of a width: keys that stay there, and words of each bitmap."""
+    """How a CTA's shared memory is divided for rows of a width: resident keys, and words of each bitmap."""
     longest, room = _room_for_keys(variant, width, k)
     if room < 0:
         raise checks.refuse("scores", "narrower", f"rows of {width}", "split them; about 11 million fit")
@@ -153,15 +153,15 @@ def memory_of(variant: Variant, width: int, k: int) -> tuple[int, int]:
 
 
 def _room_for_keys(variant: Variant, width: int, k: int) -> tuple[int, int]:
-    """The places of the longest slice, and the bytes that its two bitmaps leave for keys."""
-    # Up to three places before a row's start make its loads aligned. A row of up to k positions is one slice.
+    """The number of places of the longest slice, and the bytes that its two bitmaps leave for keys."""
+    # A row's places begin up to three scores before it, for aligned loads. A row of up to k positions is one slice.
     longest = round_up(max(ceil_div(width + 3, variant.cluster), min(k, width) + 3), SLICE_UNIT)
     return longest, variant.shared - FIXED_BYTES - 2 * longest // 8
 
 
 @cache
 def program(threads: int) -> Program:
-    """`topk.cu` for CTAs of so many threads."""
+    """The program `topk.cu` for CTAs of a number of threads."""
     constants = {"THREADS": threads, "FIXED_BYTES": FIXED_BYTES, "PARAMS_BYTES": params_bytes(TopkParams)}
     return Program.packaged(__package__, "topk.cu", **constants)
 
