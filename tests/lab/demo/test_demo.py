@@ -19,7 +19,7 @@ from tamis.ops.gather.operations import GatherKv, gather_kv
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors here are too small to share between threads, which only spin while other tests use the cores."""
+    """Use one thread: tensors here are small, and waiting threads would spin while other tests run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -70,7 +70,7 @@ def test_indexer_finds_what_attention_looks_at(heads: int, yarn_factor: float) -
 
 
 def test_probe_counts_a_wrong_output_and_a_wrong_selection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measurement must be able to fail: disturb what it is given."""
+    """Disturbed inputs must raise the measured errors."""
 
     class Disturbed(MLAProbe):
         def compare(self, layer: int, spans: Any, q: Any, rows: Any, positions: Any, out: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ def test_seed_decides_the_tokens() -> None:
 
 
 def test_generated_tokens_vary() -> None:
-    """A model whose greedy output were constant would make the equalities above hollow."""
+    """If greedy output were constant, the equalities above would prove nothing."""
     tokens = [token for tokens in run(check=False).generated for token in tokens]
     assert len(set(tokens)) > len(tokens) // 2
 
