@@ -1,15 +1,15 @@
-"""The real vLLM engine on a tiny random DeepSeek-V3.2 model: tamis' plugin against vLLM's own FlashMLA backend.
+"""Runs the vLLM engine on a tiny random DeepSeek-V3.2 model: the plugin of tamis against vLLM's FlashMLA backend.
 
     python benchmarks/vllm_engine.py --model tinyv32 --out results
 
-`tinyv32` holds a config.json (dense layers only) and a tokenizer; `vllm_model.py` makes the weights, random ones meant
-to leave few tokens to rounding. They replace Gaussian weights, whose tokens rounding decided: with those, vLLM's
-backend agreed with itself, eager and with graphs, on half of them. How far each agrees with itself is therefore shown.
+`tinyv32` holds a config.json (dense layers only) and a tokenizer; `vllm_model.py` makes random weights for which
+rounding seldom decides a token. With Gaussian weights it often does: vLLM's backend, eager and with graphs, agreed with
+itself on only half of the tokens. The output therefore also shows how far each backend agrees with itself.
 
-Every engine runs in a process of its own; all start at once and then take turns generating, so that nothing else uses
-the GPU while one is timed. Tokens, logprobs and times become `h200_vllm.csv` and one PASS or FAIL line per condition;
-where an engine did not get through, the end of its log is printed. tamis need not be installed: its entry point is put
-on the engines' path.
+Every engine runs in a separate process. All start at once and then generate one after the other, so that nothing else
+uses the GPU while one is timed. Tokens, logprobs and times are written to `h200_vllm.csv`, with one PASS or FAIL line
+per condition; if an engine fails, the end of its log is printed. tamis need not be installed: its entry point is put on
+the engines' path.
 """
 
 import argparse
@@ -56,7 +56,7 @@ ENGINES = {engine.name: engine for engine in (*PEERS.values(), *OWN.values())}
 
 @dataclass(frozen=True)
 class Condition:
-    """Something that must hold, and what was found."""
+    """A condition that must hold, and the measured value."""
 
     name: str
     found: float | None
@@ -76,7 +76,7 @@ class Condition:
 
 
 def write_entry_point(folder: Path) -> None:
-    """What an installer would write, so that vLLM finds the plugin of a checkout."""
+    """Write the package metadata of an installation, so that vLLM finds the plugin of a checkout."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     info = folder / "tamis-0.dist-info"
     info.mkdir(parents=True)
@@ -93,7 +93,7 @@ def prompts(vocabulary: int) -> list[dict[str, list[int]]]:
 
 
 def serve(engine: Engine, model: Path, folder: Path, rounds: int) -> None:
-    """One engine: start, say so, and generate whenever the turn comes. Runs in a process of its own."""
+    """Start one engine, report that it is ready, and generate when told to. Runs in a separate process."""
     import torch
     from vllm import LLM, SamplingParams
 
@@ -156,13 +156,13 @@ def serve(engine: Engine, model: Path, folder: Path, rounds: int) -> None:
 
 
 def margin(step: dict[int, Any]) -> float:
-    """How far the best token was ahead of the second best."""
+    """Difference of the logprobs of the best and the second best token."""
     best, second = sorted((float(entry.logprob) for entry in step.values()), reverse=True)[:2]
     return best - second
 
 
 def attention_in_use(config: Any) -> list[str]:
-    """The backends that the engine's layers really have."""
+    """The attention backends that the engine's layers use."""
     found = set()
     for layer in config.compilation_config.static_forward_context.values():
         backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
@@ -175,7 +175,7 @@ def child_environment(number: int, folder: Path) -> dict[str, str]:
     cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     settings = {
         "VLLM_PLUGINS": "tamis",
-        # The engine core stays in the process that is timed.
+        # The engine core runs in the process that is timed.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_HOST_IP": "127.0.0.1",
         "MASTER_ADDR": "127.0.0.1",
@@ -198,7 +198,7 @@ def child_environment(number: int, folder: Path) -> dict[str, str]:
 
 
 class Race:
-    """All engines' processes: started together, then given their turns."""
+    """The processes of all engines, which start together and then generate one after the other."""
 
     def __init__(self, engines: list[Engine], model: Path, folder: Path, rounds: int, limit: float) -> None:
         self.engines, self.folder, self.rounds = engines, folder, rounds
@@ -213,7 +213,7 @@ class Race:
                 )
 
     def wait(self, engine: Engine, mark: str) -> bool:
-        """Until the engine has left this mark; False if it died or time is up."""
+        """Wait until the engine has written this mark; False if it died or timed out."""
         path = self.folder / f"{engine.name}.{mark}"
         while not path.exists():
             if self.processes[engine].poll() is not None or time.monotonic() > self.deadline:
@@ -222,7 +222,7 @@ class Race:
         return True
 
     def run(self) -> dict[str, dict[str, Any]]:
-        """Results by the engines' names, of those that got through."""
+        """The results of the engines that succeeded, by name."""
         began = time.monotonic()
         alive = [engine for engine in self.engines if self.wait(engine, "ready")]
         print(f"{len(alive)} of {len(self.engines)} engines ready after {time.monotonic() - began:.0f} s", flush=True)
@@ -246,7 +246,7 @@ class Race:
 
 
 def equal_share(left: dict[str, Any] | None, right: dict[str, Any] | None) -> float | None:
-    """The part of all positions at which two runs chose the same token."""
+    """The share of positions at which two runs chose the same token."""
     if left is None or right is None:
         return None
     pairs = [pair for a, b in zip(left["tokens"], right["tokens"], strict=True) for pair in zip(a, b, strict=True)]
@@ -265,7 +265,7 @@ def logprob_difference(left: dict[str, Any] | None, right: dict[str, Any] | None
 
 
 def first_differences(left: dict[str, Any], right: dict[str, Any]) -> str:
-    """Per prompt where two runs part, and by how much the left one preferred its token: a small margin is rounding."""
+    """Per prompt the first position where two runs differ, and the left run's margin: a small one means rounding."""
     found = []
     for a, b, margins in zip(left["tokens"], right["tokens"], left["margins"], strict=True):
         first = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
@@ -278,7 +278,7 @@ def throughput(result: dict[str, Any] | None) -> float | None:
 
 
 def conditions(results: dict[str, dict[str, Any]]) -> list[Condition]:
-    """What the plugin must achieve."""
+    """The conditions that the plugin must meet."""
     found = []
     for mode in MODES:
         peer = results.get(PEERS[mode].name)
@@ -295,7 +295,7 @@ def conditions(results: dict[str, dict[str, Any]]) -> list[Condition]:
 
 
 def own_modes_agree(results: dict[str, dict[str, Any]], engine: Engine) -> float | None:
-    """The part of the tokens that do not change between eager and graphs: what a comparison with others can reach."""
+    """The share of tokens that are the same in eager mode and with graphs, the most that a comparison can reach."""
     return equal_share(*(results.get(replace(engine, mode=mode).name) for mode in MODES))
 
 

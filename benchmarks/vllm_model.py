@@ -1,20 +1,20 @@
-"""A random DeepSeek-V3.2 checkpoint whose tokens attention decides, and rounding seldom.
+"""Makes a random DeepSeek-V3.2 checkpoint whose tokens are decided by attention and seldom by rounding.
 
-Gaussian weights do not do this. The indexer then knows nothing of attention, so that the last keys of a selection carry
-as much weight as the first, and hundreds of logits lie within a few steps of a 16-bit number: under such weights vLLM's
-FLASHMLA_SPARSE agreed with itself, eager and with graphs, on half of the tokens. Trained models are not like that. Here
-every matrix is random too, but its few large directions fit together:
+With Gaussian weights rounding decides many tokens: the indexer is unrelated to attention, so that the last keys of a
+selection have as much weight as the first, and hundreds of logits differ by a few units in the last place of 16 bits.
+vLLM's FLASHMLA_SPARSE, eager and with graphs, then agreed with itself on half of the tokens. Here every matrix is
+random as well, but its few large directions fit together, as in a trained model:
 
-- An embedding has a constant part, one of `CANDIDATES` classes, a code near its class's, and filler. One token in
-  `SALIENT_ONE_IN` is salient: index and attention both look for these, so that what they share the weight among is well
-  inside the selection, and what is at its border has none.
-- The first layer finds salient tokens at distances that differ between heads. The next ones look for salient tokens by
-  their code and by what earlier layers found there, and ask with what these found at the current token. The last one
-  counts, weighted by attention, the classes of the tokens that it finds: these are the logits, of one candidate per
-  class.
+- An embedding is the sum of a constant, one of `CANDIDATES` classes, a code near that of its class, and noise. One
+  token in `SALIENT_ONE_IN` is salient. Both the indexer and attention look for salient tokens, so that all attention
+  weight is well inside the selection and none at its border.
+- The first layer finds salient tokens at distances that differ between heads. The next layers look for salient tokens
+  by their code and by the earlier layers' results for them; their queries are the earlier layers' results for the
+  current token. The last layer sums the classes of the tokens that it finds, weighted by attention. The sums are the
+  logits of one candidate per class.
 
-A token's own embedding asks only for distances, so that one changed token does not change all that follow. Scores
-depend on few directions of the wide vectors that carry them, over which independent rounding errors average out.
+A token's own embedding only affects distances, so that one changed token does not change all tokens after it. Scores
+depend on few directions of wide vectors, over which independent rounding errors average out.
 """
 
 import json
@@ -28,9 +28,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 CANDIDATES, CODE, SALIENT_ONE_IN = 12, 8, 16
-# Lengths of the parts of an embedding, and of what a layer adds to it.
+# Lengths of the terms of an embedding, and of what a layer adds to it.
 CONSTANT, SALIENCE, KEY, CLASS, FILLER, FOUND = 10.0, 16.0, 20.0, 8.0, 14.0, 10.0
-# Parts of a score in nats, in the first and later layers: salience, one frequency, the standard deviation of content.
+# Terms of a score in nats, in the first and later layers: salience, one frequency, the standard deviation of content.
 SALIENCE_NATS, ROTATION_NATS, CONTENT_NATS = (10.0, 8.0), (1.3, 0.2), (0.0, 1.2, 2.4)
 # The fastest frequencies, which YaRN leaves as they are.
 FREQUENCIES = 10
@@ -39,7 +39,7 @@ NOISE = 0.02
 
 
 def write_checkpoint(source: Path, folder: Path, seed: int = 20) -> None:
-    """A bf16 checkpoint for the config in `source`, which is copied along."""
+    """Write a bf16 checkpoint for the config in `source`, and copy the config."""
     shutil.copytree(source, folder)
     folder.chmod(0o755)
     config = json.loads((folder / "config.json").read_text())
@@ -66,7 +66,7 @@ class Weights:
         return values
 
     def orthonormal(self, rows: int, columns: int) -> Tensor:
-        """Columns of length one, at right angles, in random directions."""
+        """A matrix with orthonormal columns in random directions."""
         columns_of: Tensor = torch.linalg.qr(self.normal(rows, columns))[0]
         return columns_of
 
@@ -108,7 +108,7 @@ class Weights:
         return embeddings
 
     def length(self, number: int) -> float:
-        """About how long the hidden state of an ordinary token is before a layer."""
+        """Approximate norm of an ordinary token's hidden state before a layer."""
         return math.hypot(CONSTANT, KEY, CLASS, FILLER, FOUND * number**0.5)
 
     def mlp(self) -> dict[str, Tensor]:
@@ -122,10 +122,10 @@ class Weights:
         }
 
     def attention(self, number: int) -> dict[str, Tensor]:
-        """Attention and its index.
+        """The weights of attention and its indexer.
 
-        The latent row holds salience, code, class and what earlier layers found, and the compressed query the constant
-        and what earlier layers found, each in random directions. All else is written in terms of these.
+        The latent row holds salience, code, class and the earlier layers' results; the compressed query holds the
+        constant and the earlier layers' results, each in random directions. All weights are defined by these.
         """
         config, last = self.config, number == self.layers - 1
         q_rank, latent, heads = config["q_lora_rank"], config["kv_lora_rank"], config["num_attention_heads"]
@@ -144,7 +144,7 @@ class Weights:
 
         code, count = slice(1, 1 + CODE), slice(1 + CODE, 1 + CODE + CANDIDATES)
         content = torch.cat([torch.arange(1, 1 + CODE), torch.arange(1 + CODE + CANDIDATES, row.shape[1])])
-        # At right angles, so that no code is asked for more often than others.
+        # Orthogonal, so that no code is looked for more often than others.
         wanted = self.orthonormal(len(content), CODE * number).T * len(content) ** 0.5
         q_b, kv_b = torch.zeros(heads, nope + rope, q_rank), torch.zeros(heads, nope + value, latent)
         out = torch.zeros(self.hidden, heads, value)
@@ -154,7 +154,7 @@ class Weights:
             if number:
                 strength = nats * CONTENT_NATS[min(number, 2)] / (asked * row_unit)
                 scores[1:, content] = self.varied(wanted) * strength
-                # Mostly by its own code: what was found carries the errors of earlier layers.
+                # Mostly by the token's own code, since results of earlier layers carry their errors.
                 scores[1:, code] *= 0.9 / KEY
                 scores[1:, count.stop :] *= 0.44 / (FOUND * number**0.5)
             frame = self.orthonormal(nope, row.shape[1])
@@ -185,7 +185,7 @@ class Weights:
         }
 
     def index(self, heads: int, width: int, in_query: Tensor, wanted: Tensor, ratio: float) -> dict[str, Tensor]:
-        """Looks for salient tokens, and among these for the codes that attention wants."""
+        """The weights of the indexer, which looks for salient tokens with the codes that attention looks for."""
         half = width // 2
         keys = torch.cat([self.constant, self.salience, self.key], 1) * torch.tensor([1.5, 2.0] + [0.4] * CODE)
         in_key = self.orthonormal(half, keys.shape[1])
@@ -206,11 +206,11 @@ class Weights:
         }
 
     def varied(self, shared: Tensor) -> Tensor:
-        """What heads have in common, and something of their own."""
+        """A copy of `shared` per head, with a random difference."""
         return 0.9 * shared + 0.44 * self.normal(*shared.shape)
 
     def distance(self, head: int, number: int, width: int) -> Tensor:
-        """The rotated part of a query that looks for keys at a random distance: near in every fourth head."""
+        """The rotary dimensions of a query that looks for keys at a random distance, small in every fourth head."""
         low, high = (1, 16) if head % 4 == 0 else (33, 2500)
         distance = torch.randint(low, high, (), generator=self.generator)
         angles = -distance * self.config["rope_theta"] ** (-torch.arange(FREQUENCIES) * 2 / width)

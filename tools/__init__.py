@@ -1,1 +1,1 @@
-"""What maintains the repository and is no part of the package."""
+"""Tools that maintain the repository; they are not part of the package."""

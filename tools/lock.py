@@ -1,8 +1,8 @@
 """`python -m tools.lock`: write requirements-lock.txt, the development environment with hashes.
 
-Versions are those of the environment that runs this, as `make setup` made it from constraints.txt; hashes are what the
-package index says of the files for each platform. torch is left out: development takes its build for CPUs, which comes
-from another place than the other packages, and pins it in constraints.txt.
+Versions are those of the running environment, which `make setup` made from constraints.txt; hashes come from the
+package index, for each platform. torch is left out: development uses its CPU build, which comes from another index and
+is pinned in constraints.txt.
 """
 
 import json
@@ -26,13 +26,13 @@ HEAD = """\
 
 
 def installed() -> dict[str, str]:
-    """Names and versions of what is here, in alphabetical order."""
+    """Names and versions of the installed packages, in alphabetical order."""
     found = {str(one.metadata["Name"]).lower().replace("_", "-"): one.version for one in metadata.distributions()}
     return {name: found[name] for name in sorted(found) if name not in LEFT_OUT}
 
 
 def hashes(wanted: dict[str, str], platform: str) -> dict[str, str]:
-    """What a platform's files must hash to, by package, as the index says; nothing is installed."""
+    """The hash of each package's file for a platform, from the index; nothing is installed."""
     machine = platform.removeprefix("manylinux_2_28_")
     tags = [platform, *(f"{older}_{machine}" for older in OLDER)]
     version = ".".join(str(number) for number in sys.version_info[:3])

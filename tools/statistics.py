@@ -27,9 +27,9 @@ class Measured:
     place: str
     lines: int
     signature: int
-    """Lines from `def` to the colon."""
+    """Number of lines from `def` to the colon."""
     parameters: int
-    """Without self and cls."""
+    """Number of parameters without self and cls."""
     complexity: int
     kernel: bool
 
@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.statistics", description="Count files, functions and sizes.")
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "src" / "tamis", help="a package's folder")
     folder: Path = parser.parse_args().folder
-    # `src` holds one package, whose folders are what is compared.
+    # `src` holds one package; the folders inside it are counted.
     packages = [path.parent for path in folder.glob("*/__init__.py")]
     print("\n".join(report(packages[0] if len(packages) == 1 and not (folder / "__init__.py").exists() else folder)))
 

@@ -1,10 +1,9 @@
-"""Count what Python does in one warm call of a layer: `python -m tools.walk [--list]`.
+"""Counts the Python functions that one warm call of a layer runs: `python -m tools.walk [--list]`.
 
-A reader, and the interpreter, walk through the library's functions one after the other. Three numbers say how long the
-walk is: how many functions of the library are called, how many files they are in, and how often the walk returns to a
-file that it had left. The calls are those of an H200 (the Hopper kernels for `index` and `attend`, Triton elsewhere)
-on tensors of the host: launches are stubs, and checks see no values, as on a device. The first call fills caches; the
-second is counted.
+Three numbers are counted: the functions of the library that are called, the files that they are in, and how often
+execution returns to a file that it had left. The calls are those on an H200 (the Hopper kernels for `index` and
+`attend`, Triton elsewhere), but with tensors on the host: launches are stubs, and checks do not read values, as on a
+device. The first call fills caches; the second is counted.
 """
 
 import argparse
@@ -47,7 +46,7 @@ ROOT = Path(tamis.__file__).parent
 SHARED_BYTES = 232448
 SMS = 132
 BOUNDS = {"V3.2 decode": (110, 60), "V4 prefill": (220, 115)}
-"""The most calls, and returns to files already left, that a walk may have."""
+"""The most calls, and the most returns to a file, that a walk may have."""
 
 
 @dataclass(frozen=True)
@@ -59,22 +58,22 @@ class Walk:
 
     @property
     def files(self) -> int:
-        """In how many files they are."""
+        """The number of files that the functions are in."""
         return len({file for file, _ in self.steps})
 
     @property
     def switches(self) -> int:
-        """How often a function is in another file than the one before it."""
+        """The number of functions that are in another file than the one before."""
         return sum(one[0] != other[0] for one, other in zip(self.steps, self.steps[1:], strict=False))
 
     @property
     def returns(self) -> int:
-        """How often that file had been entered before."""
+        """The number of switches to a file that had been entered before."""
         return self.switches - (self.files - 1)
 
 
 def walk(run: Callable[[], object]) -> Walk:
-    """The walk of a call."""
+    """Run a call and return its walk."""
     steps: list[tuple[str, str]] = []
     depth = deepest = 0
 
@@ -98,7 +97,7 @@ def walk(run: Callable[[], object]) -> Walk:
 
 
 class _Driver:
-    """A CUDA driver that does nothing and says that it worked."""
+    """A CUDA driver whose functions do nothing and return success."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return self.set_limit if name == "cuDeviceGetAttribute" else lambda *arguments: 0
@@ -111,7 +110,7 @@ class _Driver:
 
 @contextmanager
 def like_an_h200() -> Iterator[None]:
-    """Within it stages run the kernels that an H200 would get, up to their launches."""
+    """Within it, stages choose the kernels of an H200, and launches do nothing."""
     hopper, triton = (next(b for b in BACKENDS if b.name == name) for name in ("hopper", "triton"))
 
     @cache
@@ -120,7 +119,7 @@ def like_an_h200() -> Iterator[None]:
 
     from triton.runtime.jit import JITFunction
 
-    # A function that counts as one of its file.
+    # The stub of `visible` is compiled with the path of checks.py, so that it is counted as a function of that file.
     unseen: dict[str, Any] = {}
     exec(compile("def visible(value): return False", checks.__file__, "exec"), unseen)
     properties = SimpleNamespace(multi_processor_count=SMS, shared_memory_per_block_optin=SHARED_BYTES, major=9)

@@ -1,4 +1,4 @@
-"""Checkpoints from strangers: nothing they bring is run; what is wrong with them is one line and exit code 2."""
+"""Untrusted checkpoints: none of their code is run, and each error is one line and exit code 2."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(saved: Path, tmp_path: Path) -> Path:
-    """A copy to be damaged."""
+    """A copy of the checkpoint that the test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
 
 
@@ -56,7 +56,7 @@ def change(file: Path, **values: Any) -> None:
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...] = GENERATE) -> str:
-    """The one line that a command says."""
+    """The error line of a command, which must be its only output."""
     assert main([*command, str(folder)]) == 2
     found = capsys.readouterr()
     (line,) = (line for line in found.err.splitlines() if not line.endswith(" s"))
@@ -92,7 +92,7 @@ def test_python_files_of_a_checkpoint_are_never_run(
     assert "\x1b" not in found.stdout + found.stderr
     if where == "config":
         assert found.returncode == 0, found.stderr
-        # The model's classes are transformers' own, whatever the config names.
+        # The model's classes are those of transformers, whatever the config names.
     else:
         assert found.returncode == 2
         assert "a tokenizer that is a Python file; tamis never runs it" in found.stderr.splitlines()[-1]
@@ -130,7 +130,7 @@ def test_a_checkpoint_names_no_code_to_fetch(
 
 
 def test_every_loading_call_says_what_is_trusted() -> None:
-    """Wherever the package or its documents load a checkpoint or a tokenizer."""
+    """Every call in the package or its documents that loads a checkpoint or a tokenizer is explicit about trust."""
     root = Path(__file__).parents[2]
     places = [path for folder in ("src", "benchmarks", "docs") for path in (root / folder).rglob("*.[pm][yd]")]
     loading = [path for path in places if ".from_pretrained(" in path.read_text()]
@@ -181,7 +181,7 @@ def test_tokenizers_of_garbage(name: str, text: str, checkpoint: Path, capsys: p
     (checkpoint / name).write_text(text)
     code = main([*GENERATE, str(checkpoint)])
     found = capsys.readouterr()
-    # Some of these are still configurations: then the tokenizer's other file is enough.
+    # Some of these are still valid configurations; then the tokenizer's other file is enough.
     assert code == 0 or (code == 2 and found.err.count("tamis: error: --checkpoint") == 1)
     assert "Traceback" not in found.err
 

@@ -41,7 +41,7 @@ GPU_ONLY = Backend(
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors here are too small to share between threads, which only spin while other tests use the cores."""
+    """Use one thread: tensors here are small, and waiting threads would spin while other tests run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -196,11 +196,11 @@ def test_interrupting_a_command_gives_one_line() -> None:
     code = "import sys; from tamis.cli import main, progress; progress.LOG_SECONDS = 0.5; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "demo", "--requests", "64", "--token-budget", "64"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # Whoever runs the tests in the background may have told its children to ignore the signal.
+    # A parent that runs the tests in the background may have made its children ignore the signal.
     listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, preexec_fn=listening, **pipes) as process:
         assert process.stderr is not None
-        first = next(line for line in process.stderr if "model" in line or "tokens" in line)  # it is at work
+        first = next(line for line in process.stderr if "model" in line or "tokens" in line)  # it has started
         process.send_signal(signal.SIGINT)
         out, rest = process.communicate(timeout=600)
     assert process.returncode == 130, first + rest
@@ -365,7 +365,7 @@ def _wait_for(stream: io.StringIO, words: str) -> None:
 
 
 def test_quick_work_leaves_no_trace_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less than the pause between lines, however long the machine takes for it."""
+    """Work shorter than the pause between lines prints nothing, on a machine of any speed."""
     monkeypatch.setattr(progress, "LOG_SECONDS", 3600.0)
     stream = io.StringIO()
     with Progress("tokens", stream=stream) as shown:

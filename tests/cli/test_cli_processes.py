@@ -25,18 +25,18 @@ class Interrupts:
 
 sys.meta_path.insert(0, Interrupts())
 """
-"""A `sitecustomize`, which Python runs before anything else."""
+"""The source of a `sitecustomize` module, which Python runs before anything else."""
 
 
 def run(arguments: list[str], **settings: Any) -> "subprocess.CompletedProcess[str]":
-    # Whoever runs the tests in the background may have told its children to ignore the signal.
+    # A parent that runs the tests in the background may have made its children ignore the signal.
     listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 120} | settings
     return subprocess.run([*TAMIS, *arguments], check=False, preexec_fn=listening, **pipes)
 
 
 def lines(text: str) -> list[str]:
-    """Without those of the progress on a slow machine."""
+    """The lines without those of the progress, which appear on a slow machine."""
     return [line for line in text.splitlines() if not line.endswith(" s")]
 
 
@@ -105,7 +105,7 @@ def test_everything_closed_is_an_exit_code() -> None:
 
 
 def _closed(arguments: list[str], *numbers: int) -> "subprocess.CompletedProcess[str]":
-    """As a shell does with `>&-`."""
+    """Run with these file descriptors closed, as a shell does with `>&-`."""
     closing = " ".join(f"{number}{'<' if number == 0 else '>'}&-" for number in numbers)
     command = ["sh", "-c", f'exec "$@" {closing}', "sh", *TAMIS, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,4 @@
-"""`tamis doctor`: what it finds here, and what it would say elsewhere."""
+"""`tamis doctor`: its findings on this machine, and on others that are simulated."""
 
 import json
 import os
@@ -133,7 +133,7 @@ def test_the_lowest_versions_are_those_of_the_package() -> None:
 
 
 def _vllm(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of this name on the path of this process and of those that it starts."""
+    """A package named vllm on the path of this process and of its child processes."""
     (folder / "vllm").mkdir()
     (folder / "vllm" / "__init__.py").write_text(
         "import sys\nprint('a line of its own')\nassert sys.stdin.read() == ''\n"

@@ -1,4 +1,4 @@
-"""Messages of the library name the option that the user typed."""
+"""The library's messages on the command line name the option that the user typed."""
 
 from argparse import Namespace
 

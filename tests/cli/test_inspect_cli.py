@@ -44,7 +44,7 @@ def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: p
     assert found["model"]["model"].endswith("ForCausalLM")
     assert found["html"] is None
     html = page.read_text(encoding="utf-8")
-    # Nothing is loaded: no addresses but the names of XML's vocabulary.
+    # The page loads nothing: its only addresses are XML namespaces.
     assert set(re.findall(r"https?://[\w./]+", html)) <= {"http://www.w3.org/2000/svg"}
     assert not re.search(r"""<(?:script|img|link)[^>]+(?:src|href)=["'](?!data:)""", html)
 
@@ -101,7 +101,7 @@ def test_tokens_are_shown_on_one_line() -> None:
 
 
 def made_up(tokens: int, topk: int, layers: int, ratio: int = 1) -> Inspection:
-    """Selections with a known pattern: the newest places, and every 16th of the others as far as they go."""
+    """Selections with a known pattern: the newest candidates, and every 16th of the others as far as top-k allows."""
     kind: dict[str, Any] = {"index_heads": 1, "index_dim": 128}
     if ratio > 1:
         kind |= {"window": 128, "kind": "overlapping", "compress": ratio}
@@ -119,7 +119,7 @@ def made_up(tokens: int, topk: int, layers: int, ratio: int = 1) -> Inspection:
         logits = torch.zeros(len(at), 1, notes.candidates)
         logits.masked_fill_((torch.arange(notes.candidates) >= visible[at, None])[:, None], -torch.inf)
         notes.add_shares(own[at], dense_shares(logits, torch.ones_like(logits[:, 0], dtype=torch.bool)), None)
-    # A score is the place itself, over the prompt's length.
+    # A score is the position over the length of the prompt.
     notes.scores = np.maximum(notes.rows, 0).astype(np.float32) / tokens
     notes.best = np.where(notes.counts > 0, np.arange(notes.counts.shape[1]) / tokens, -np.inf).astype(np.float32)
     copies = [copy.copy(notes) for _ in specs]
@@ -149,7 +149,7 @@ def canvas_box(window: browser.Browser) -> tuple[float, float, float, float]:
 
 
 def spot(window: browser.Browser, query: int, token: int, tokens: int) -> tuple[float, float]:
-    """Where a pair lies on the screen while everything is shown."""
+    """The screen coordinates of a pair while the whole prompt is shown."""
     left, top, width, height = canvas_box(window)
     scale = min(width - 74, height - 46) / tokens
     return left + 68 + (token + 0.5) * scale, top + 40 + (query + 0.5) * scale
@@ -213,7 +213,7 @@ PIXELS = """(() => {
   for (const c of document.getElementById('heat').toDataURL()) sum = (sum * 31 + c.charCodeAt(0)) % 2147483647;
   return sum;
 })()"""
-"""A number that stands for what the canvas shows."""
+"""A hash of the canvas's pixels."""
 
 
 def pixels(window: browser.Browser) -> int:
@@ -245,7 +245,7 @@ def test_sixteen_thousand_tokens_stay_usable(topk: int, layers: int, ratio: int,
         window.wait("document.body.dataset.shown === '0'")
         window.point(*spot(window, 12000, 11990, 16384))
         window.wait("document.getElementById('tip').innerText.includes('score')")
-        # A frame, at every magnification from all to a few.
+        # The time of a frame at every magnification.
         times = window.run(
             """
             const canvas = document.getElementById('heat'), times = [], zoom = document.getElementById('in');

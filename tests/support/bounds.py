@@ -60,7 +60,7 @@ def product(left: Tensor, right: Tensor, *, u: float = FLOAT32, roundings: float
 
 
 class Attention(NamedTuple):
-    """What one token's heads should give in float64, and how far float32 may be from it."""
+    """The exact results of one token's heads in float64, and the largest errors of float32."""
 
     out: Tensor
     lse: Tensor
@@ -86,10 +86,10 @@ def attention(
     Args:
         q: queries.
         rows: keys and values; N may be 0.
-        scale: of logits.
+        scale: factor of the logits.
         value_dim: all of D unless given.
         sink: [H], one more logit whose value is zero.
-        parts: into how many the rows may be cut, or in how many blocks an online softmax sees them.
+        parts: the most splits of the rows, or blocks of an online softmax.
         u: rounding unit of products, sums and softmax.
         row_unit: rounding unit of a copy of the rows, such as a bf16 workspace.
 
@@ -140,7 +140,7 @@ def selected_attention(q: Tensor, selections: Sequence[Selection], **options) ->
 
 
 def stacked(tokens: list[Attention]) -> Attention:
-    """The same of all tokens, [T, H, ...]."""
+    """The results of all tokens as one, [T, H, ...]."""
     return Attention(*(torch.stack(part) for part in zip(*tokens, strict=True)))
 
 

@@ -27,7 +27,7 @@ START_SECONDS = 600
 
 
 def missing() -> str:
-    """Why there is no browser; empty if there is one."""
+    """The reason why no browser can be used; empty if one can."""
     absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"{' and '.join(absent)} not found: run `make browser`" if absent else ""
 
@@ -50,7 +50,7 @@ def open_browser(profile: Path, width: int = 1360, height: int = 1000) -> Iterat
 
 
 class Browser:
-    """One window."""
+    """One browser window."""
 
     def __init__(self, address: str) -> None:
         self._base = address
@@ -82,11 +82,11 @@ class Browser:
         self._call("POST", f"{self._session}/url", {"url": page.resolve().as_uri()})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What JavaScript returns."""
+        """The result of JavaScript code."""
         return self._call("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
 
     def wait(self, condition: str, seconds: float = 600) -> None:
-        """Until a JavaScript expression is true."""
+        """Wait until a JavaScript expression is true."""
         deadline = time.monotonic() + seconds
         while not self.run(f"return Boolean({condition})"):
             assert time.monotonic() < deadline, f"never true: {condition}\n{self.console()}"
@@ -124,12 +124,12 @@ class Browser:
         return self._call("POST", f"{self._session}/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def console(self) -> list[str]:
-        """What the page has written there, or the browser about it, since the last call: level and text."""
+        """The console messages since the last call: level and text."""
         found = self._call("POST", f"{self._session}/se/log", {"type": "browser"})
         return [f"{line['level']}: {line['message']}" for line in found]
 
     def screenshot(self, file: Path, *, whole: bool = True) -> None:
-        """The whole page as PNG, or what is visible of it, where the pointer stays over what it is over."""
+        """Save the whole page as PNG, or its visible part, for which the pointer keeps its place."""
         more: dict[str, Any] = {}
         if whole:
             size = self.devtools("Page.getLayoutMetrics")["cssContentSize"]

@@ -1,4 +1,4 @@
-"""The byte formats once more, in plain Python, sharing nothing with the library."""
+"""A second implementation of the byte formats in plain Python, which shares no code with the library."""
 
 import math
 import struct
@@ -31,7 +31,7 @@ MAGNITUDES = [_e4m3_magnitude(byte) for byte in range(127)]
 
 
 def e4m3(x: float) -> int:
-    """Nearest, ties to the even mantissa, saturating at 448."""
+    """Round to the nearest code, ties to the even mantissa, saturating at 448."""
     sign = 0x80 if math.copysign(1.0, x) < 0 else 0
     if math.isnan(x):
         return sign | 0x7F
@@ -129,7 +129,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def e2m1(x: float) -> int:
-    """Nearest, ties to the even code, saturating at 6."""
+    """Round to the nearest code, ties to even, saturating at 6."""
     size = min(abs(x), 6.0)
     code = min(range(8), key=lambda c: (abs(E2M1[c] - size), c % 2))
     return code | (8 if math.copysign(1.0, x) < 0 else 0)

@@ -1,4 +1,4 @@
-"""A compressor with random weights over paged caches, and its entries written out in fp64."""
+"""A compressor with random weights over paged caches, and its entries computed in float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,24 +55,24 @@ class Compressor:
         self.cos_sin = self.rotary.cos_sin_table(self.length)
 
     def tokens(self, request: object, count: int) -> tuple[Tensor, Tensor]:
-        """The request's values and scores, the same whenever asked."""
+        """The request's values and scores, the same in every call."""
         if request not in self.given:
             self.given[request] = torch.randn(self.length, self.channels), 2 * torch.randn(self.length, self.channels)
         return tuple(part[:count] for part in self.given[request])
 
-    def step(self, *pieces: tuple[object, int, int]) -> None:
+    def step(self, *chunks: tuple[object, int, int]) -> None:
         """Run tokens start..end of some requests; a request named PADDING has no position and no slots."""
-        real = [request for request, _, _ in pieces if request is not PADDING]
-        for request, _, end in pieces:
+        real = [request for request, _, _ in chunks if request is not PADDING]
+        for request, _, end in chunks:
             if request is not PADDING:
                 self.state_pool.extend(request, end)
                 self.entry_pool.extend(request, end // self.ratio)
-        parts = [self._piece(request, real, start, end) for request, start, end in pieces]
+        parts = [self._chunk(request, real, start, end) for request, start, end in chunks]
         values, scores, positions, ids, slots, entries = (torch.cat(column) for column in zip(*parts, strict=True))
         pages = StatePages(slots, ids.int(), self.state_pool.block_table(real))
         self.call(values, scores, positions, pages, entries)
 
-    def _piece(self, request: object, real: list[object], start: int, end: int) -> tuple[Tensor, ...]:
+    def _chunk(self, request: object, real: list[object], start: int, end: int) -> tuple[Tensor, ...]:
         values, scores = (part[start:end] for part in self.tokens(request, end))
         count = end - start
         none = torch.full((count,), -1)
@@ -130,7 +130,7 @@ class Compressor:
             mean, error = bounds.softmax_mean(weights, pooled)
             size = (mean.square().mean() + 1e-6).sqrt()
             normed = mean / size * self.norm
-            # The error of the mean goes through the norm, and the norm divides by a size that has one, too.
+            # The norm passes on the error of the mean, and divides by a size that has an error as well.
             error = error / size * self.norm + normed.abs() * error.square().mean().sqrt() / size
             error += bounds.rms_norm(normed)
             angle = own.start * self.rotary.frequencies().double()
@@ -149,7 +149,7 @@ class Compressor:
         return entries @ hadamard_matrix(self.dim), (before + bounds.hadamard(size, self.dim)).expand_as(entries)
 
     def check(self, request: object, count: int, bound: float | None = None, first: int = 0) -> None:
-        """Each value within what its arithmetic allows, or all of them within the relative error of a format."""
+        """Assert that each value is within its arithmetic's error, or all within the relative error of a format."""
         found, (expected, error) = self.entries(request, count, first), self.exact(request, count)
         if bound is None:
             bounds.agree(found, expected[first:], error[first:])

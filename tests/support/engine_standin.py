@@ -1,4 +1,4 @@
-"""Stand-ins for what a serving engine hands to its attention backend, and the same attention in dense fp64."""
+"""Stand-ins for the objects that an engine passes to its attention backend, and dense attention in float64."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ BATCHES = {
     "large_q_prefill": ([1024, 1024], [256, 256]),
     "large_q_pure_prefill": ([256, 256], [256, 256]),
 }
-"""Total lengths and new tokens per request, as vLLM's own tests of its sparse backends have them."""
+"""Total lengths and new tokens per request, from vLLM's tests of its sparse backends."""
 
 
 def config(
@@ -46,7 +46,7 @@ def config(
     dtype: torch.dtype = torch.bfloat16,
     rope: int = ROPE,
 ) -> SimpleNamespace:
-    """What an adapter reads of a `VllmConfig`."""
+    """The fields of a `VllmConfig` that an adapter reads."""
     widths = {"kv_lora_rank": LATENT, "qk_rope_head_dim": rope, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE}
     model = SimpleNamespace(
         hf_config=SimpleNamespace(index_topk=topk),
@@ -105,7 +105,7 @@ def common(
     padded_tokens: int | None = None,
     padded_requests: int | None = None,
 ) -> SimpleNamespace:
-    """What an adapter reads of a `CommonAttentionMetadata`; padding as a captured graph has it."""
+    """The fields of a `CommonAttentionMetadata` that an adapter reads, padded as for a captured graph."""
     empty = (padded_requests or len(lengths)) - len(lengths)
     starts = torch.tensor([0, *queries] + [0] * empty, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     tokens = sum(queries)
@@ -142,7 +142,7 @@ class Step:
         return torch.cat([r[n - q :] for r, n, q in zip(self.rows, self.lengths, self.queries, strict=True)])
 
     def place(self, block_size: int) -> tuple[Tensor, tuple[Tensor, ...], int]:
-        """Shuffled pages: the block table, the slots of all rows per request, and how many pages there are."""
+        """Shuffled pages: the block table, the slots of all rows per request, and the number of pages."""
         needed = [ceil_div(n, block_size) for n in self.lengths]
         ids = 1 + torch.randperm(sum(needed), generator=seeded(3))
         table = torch.zeros(len(needed), max(needed), dtype=torch.int32)
@@ -231,7 +231,7 @@ class Served:
         self.indexer = SimpleNamespace(topk_indices_buffer=of.positions.clone())
         self.impl = impl(heads, cache_dtype, **({"indexer": self.indexer} | more))
         shape = TamisSparseBackend.get_kv_cache_shape(self.pages, block_size, 1, LATENT + ROPE, cache_dtype)
-        # Rows that nobody writes are NaN in every format.
+        # Unwritten rows are NaN in every format.
         if cache_dtype.startswith("fp8"):
             self.storage = torch.full(shape, 0xFF, dtype=torch.uint8)
         else:
@@ -251,7 +251,7 @@ class Served:
 
 
 def close(out: Tensor, expected: Tensor, tolerance: dict[str, float]) -> None:
-    """As `torch.testing.assert_close`, which takes longer than the attention it checks."""
+    """A fast `torch.testing.assert_close`, which takes longer than the attention it checks."""
     assert out.shape == expected.shape
     excess = (out - expected).abs_() - expected.abs() * tolerance["rtol"]
     worst = float(excess.max())

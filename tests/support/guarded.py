@@ -12,15 +12,15 @@ from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, named
 
 ZONE = 4096
-"""Bytes on either side, a multiple of every alignment that kernels ask for."""
+"""Bytes on either side, a multiple of every alignment that kernels need."""
 PATTERN = 0xA5
 
 
 class Guards:
-    """Buffers of one call: what was promised to stay is compared by `check`."""
+    """The buffers of one call; `check` compares the bytes that must not change."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        """Nothing is guarded yet."""
+        """Start without buffers."""
         self.device = torch.device(device)
         self._zones: list[tuple[str, Tensor]] = []
         self._inputs: list[tuple[str, Tensor, Tensor]] = []
@@ -65,7 +65,7 @@ class Guards:
         return cache
 
     def check(self) -> None:
-        """Every zone and every input is what it was."""
+        """Assert that every zone and every input is unchanged."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for name, zone in self._zones:

@@ -1,4 +1,4 @@
-"""Run as a program: by how much a prefill of a tiny DeepSeek-V3.2 raises this process's memory, in bytes.
+"""A program that prints by how many bytes a prefill of a tiny DeepSeek-V3.2 raises this process's memory.
 
 `python hf_memory.py attached|untouched TOKENS ...`, one line for each number of tokens.
 """

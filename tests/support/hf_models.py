@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the models that `attach` knows, and what tests ask of them."""
+"""Tiny random checkpoints of the models that `attach` supports, and helpers of their tests."""
 
 from functools import cache
 from typing import Any

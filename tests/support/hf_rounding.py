@@ -1,9 +1,9 @@
-"""Untouched Hugging Face models whose caches round: what an attached model must compute when its pages are of few bits.
+"""Unattached Hugging Face models whose caches round: the expected results of an attached model with a quantised cache.
 
-Rounding is the only thing that a format adds, so it is done here to what the model itself hands to its cache, with
-torch's own e4m3 and none of the library's code. Positions are the attached model's: two that score almost equally may
-change places with the last bit of a float32, and everything after would differ by what is in them. That they are the
-ones with the highest scores, after the rounding of index keys and queries, is returned as a number of its own.
+A format only adds rounding, so the rows that the model itself writes to its cache are rounded here with torch's e4m3
+and none of the library's code. Positions are taken from the attached model, since two positions with almost equal
+scores may be swapped by the last bit of a float32. How far these positions are from the highest scores, after the
+rounding of index keys and queries, is returned as a separate number.
 """
 
 import sys
@@ -26,14 +26,14 @@ def bf16(x: Tensor) -> Tensor:
 
 
 def e4m3(x: Tensor, tile: int) -> Tensor:
-    """Rounded with one power of two per tile, the smallest for which 448 is large enough."""
+    """Round x to e4m3 with the smallest power-of-two scale per tile that avoids overflow beyond 448."""
     tiles = x.float().unflatten(-1, (-1, tile))
     scale = torch.exp2((tiles.abs().amax(-1, keepdim=True).double() / 448).clamp_min(1e-30).log2().ceil()).float()
     return ((tiles / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Times the orthonormal matrix of Sylvester's construction, which is its own inverse."""
+    """Multiply by the orthonormal Hadamard matrix of Sylvester's construction, which is its own inverse."""
     matrix = torch.ones(1, 1)
     while len(matrix) < x.shape[-1]:
         matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
@@ -41,7 +41,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 class RoundedCache(transformers.DynamicCache):
-    """Rows, compressed entries and V4's index keys lose what a format of `attach` would lose of them."""
+    """A cache that rounds rows, compressed entries and V4's index keys as a format of `attach` does."""
 
     def __init__(self, config: Any, kind: str) -> None:
         super().__init__(config=config)
@@ -78,7 +78,7 @@ class RoundedCache(transformers.DynamicCache):
 
 @contextmanager
 def recorded_selections() -> Iterator[list[Tensor]]:
-    """What attached models select while it is open, layer by layer."""
+    """Collects the selections of attached models, layer by layer."""
     found: list[Tensor] = []
 
     def recording(select: Any) -> Any:
@@ -130,7 +130,7 @@ def _judge_entries(chosen: Tensor, ratio: int, lacks: list[float]) -> Any:
 
 
 def _lack(scores: Tensor, ratio: int, chosen: Tensor) -> float:
-    """By how much the best row left out beats the worst one chosen, of the rows that each token sees."""
+    """By how much the best visible row left out exceeds the worst one chosen."""
     seen = torch.arange(scores.shape[-1]) < (torch.arange(scores.shape[1]).unsqueeze(1) + 1) // ratio
     taken = torch.zeros(*scores.shape[:2], scores.shape[-1] + 1, dtype=torch.bool)
     taken = taken.scatter(-1, chosen.long() % taken.shape[-1], True)[..., :-1]  # -1 is the column that is cut off

@@ -1,4 +1,4 @@
-"""Values that checks on the host would refuse, and caches to use them on; see `guarded`."""
+"""Invalid slots and positions, which checks on the host would refuse, and guarded caches to use them on."""
 
 import random
 
@@ -13,7 +13,7 @@ LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
 def hostile(count: int, limit: int, seed: int, *, wide: bool = False) -> Tensor:
-    """Integers of which every second is below `limit`, the others anything but."""
+    """Integers of which about half are valid (0 to limit - 1) and the others out of range."""
     rng = random.Random(seed)
     bad = [LOWEST, LOWEST + 1, -limit, -2, -1, limit, limit + 1, 2 * limit, 2**30, HIGHEST - 1, HIGHEST]
     bad += [2**32 + 1, 2**32 + 3, -(2**40), 2**62, 2**63 - 1, -(2**63)] if wide else []
@@ -22,7 +22,7 @@ def hostile(count: int, limit: int, seed: int, *, wide: bool = False) -> Tensor:
 
 
 def distinct(count: int, limit: int, seed: int) -> Tensor:
-    """Slots of which no two of those inside are equal: two rows for one slot are a caller's error."""
+    """As `hostile`, but no valid slot occurs twice, since two rows for one slot are a caller's error."""
     found, taken = hostile(count, limit, seed, wide=True), set()
     for place, slot in enumerate(found.tolist()):
         if 0 <= slot < limit:
@@ -32,7 +32,7 @@ def distinct(count: int, limit: int, seed: int) -> Tensor:
 
 
 def filled(guards: Guards, layout: str, pages: int, page_size: int, kept: Tensor | None = None) -> PagedCache:
-    """A cache of random rows; those that are not kept stay bytes of 0xFF, scales included: NaN."""
+    """A cache with random rows at the slots `kept`; all other bytes are 0xFF, which is NaN, also in scales."""
     cache = guards.cache(layout, pages, page_size)
     slots = torch.arange(cache.rows) if kept is None else kept
     host = PagedCache(cache.layout, pages, page_size)
@@ -47,12 +47,12 @@ def filled(guards: Guards, layout: str, pages: int, page_size: int, kept: Tensor
 
 
 def same_bytes(found: PagedCache, wanted: PagedCache) -> bool:
-    """Whether two caches hold the same, NaN included."""
+    """Whether two caches hold the same bytes."""
     return torch.equal(
         found.storage.contiguous().view(torch.uint8).cpu(), wanted.storage.contiguous().view(torch.uint8)
     )
 
 
 def on_host(cache: PagedCache) -> PagedCache:
-    """The same cache for the definition."""
+    """A copy of the cache on the host, for the oracle."""
     return PagedCache.wrap(cache.storage.cpu().contiguous(), cache.layout, scale=cache.scale)

@@ -18,14 +18,14 @@ HEADERS = Path(cuda.__file__).parent
 
 
 def load(folder: Path, source: str, options: Sequence[str]) -> ctypes.CDLL:
-    """The library of a source that has one function `run`, from the folder if it is there already."""
-    # Several of them are loaded at once, each with variables of its own.
+    """Load the library of a source with one function `run`, compiling it if the folder does not have it."""
+    # Several libraries are loaded at once; each must have separate variables.
     flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique"]
     flags += ["-fvisibility=hidden", "-I", str(HERE), "-I", str(HEADERS), *options]
     name = hashlib.sha256(repr((source, flags)).encode()).hexdigest()[:16]
     file, library = folder / f"{name}.cpp", folder / f"{name}.so"
     with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling it
         if not library.exists():
             file.write_text(source)
             subprocess.run(["g++", *flags, "-o", library, file], check=True)

@@ -1,4 +1,4 @@
-"""The rules of stage `select` written out token by token in plain Python, and random steps to hold them against."""
+"""The rules of stage `select`, token by token in plain Python, and random steps to compare with."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,7 +142,7 @@ def entry_rows(step: RandomStep, ratio: int) -> Expected:
 def chosen_rows(step: RandomStep) -> Expected:
     expected = Expected()
     for token in range(step.tokens):
-        # Whether a token is padding, its own slot says here; there is no position.
+        # There is no position here: a token is padding if it has no slot.
         request = int(step.ids[token])
         real = 0 <= request < len(step.lengths) and int(step.own[token]) >= 0
         slots = [step.slot(request, n) for n in step.chosen[token].tolist()] if real else []

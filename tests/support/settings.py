@@ -1,7 +1,7 @@
-"""`pytest --under SETTING`: every test runs with something changed that a program may have changed before it calls us.
+"""`pytest --under SETTING`: every test runs under a torch setting that a user's program may have changed.
 
-A setting holds for the library alone. What a test file itself asks of torch runs as if nothing had been set, so that
-its inputs and its own arithmetic stay what they were written to be: `Undisturbed` sees who calls. A test for which a
+A setting applies to the library only. Calls of torch from a test file run as without the setting, so that its inputs
+and expected results do not change: `Undisturbed` looks at the caller's file. A test for which a
 setting means nothing, or which is about settings, is marked `@pytest.mark.own_settings("why")` and runs without;
 `own_settings("why", without=("meta",))` leaves out the named ones alone.
 """
@@ -23,7 +23,7 @@ TESTS, TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What factories make, and what integers become in arithmetic."""
+    """The dtype that factories make, and that integers become in arithmetic."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -34,7 +34,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Operations without a deterministic form raise, and memory that nobody wrote is NaN."""
+    """Operations without a deterministic form raise, and uninitialised memory is NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     filled, torch.utils.deterministic.fill_uninitialized_memory = (
@@ -50,7 +50,7 @@ def deterministic() -> Iterator[None]:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """In what float32 products may be computed: "medium" allows TF32 on a GPU and bf16 on a CPU."""
+    """The precision of float32 products: "medium" allows TF32 on a GPU and bf16 on a CPU."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -60,7 +60,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def autocast(enabled: bool) -> AbstractContextManager[Any]:
-    """On the host and, where there is one, on the device."""
+    """Autocast on the host and, if there is one, on the device."""
     stack = ExitStack()
     stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled))
     if torch.cuda.is_available():
@@ -103,13 +103,13 @@ class Undisturbed(TorchFunctionMode):
     """Within it, calls of torch that come from a test file run as if these settings had not been made."""
 
     def __init__(self, names: list[str]) -> None:
-        """For these settings."""
+        """Undo the settings with these names."""
         super().__init__()
         self.undo = [FRESH[name] for name in names if name in FRESH]
         self.factories = _device_constructors() if {"meta", "cuda"} & set(names) else set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one call, as the file of its caller deserves."""
+        """Run one call, without the settings if a test file called it."""
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)  # a trace knows no caller
@@ -128,7 +128,7 @@ class Undisturbed(TorchFunctionMode):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option, several times or with commas."""
+    """Add the option, which may be repeated or have commas."""
     parser.addoption("--under", action="append", default=[], metavar="SETTING", help=f"one of {', '.join(SETTINGS)}")
 
 

@@ -81,7 +81,7 @@ class V4Step:
             self.chosen[row, :count] = torch.randperm((p + 1) // 4)[:count].int()
 
     def spoil(self) -> None:
-        """NaN in every row, so that one that nobody wrote shows."""
+        """Fill every row with NaN, so that reading an unwritten row shows."""
         for cache in (self.window, *self.entries.values()):
             storage = cache.storage
             storage.view(torch.uint8).fill_(0xFF) if storage.dtype.itemsize == 1 else storage.fill_(torch.nan)
@@ -138,7 +138,7 @@ class V4Step:
         return found
 
     def common(self, pool: str, padding: int = 0, empty: int = 0) -> SimpleNamespace:
-        """What an engine tells a builder about one of its pools; padding as a captured graph has it."""
+        """The metadata that an engine passes to a builder for one pool, padded as for a captured graph."""
         pages = self.batch.pages if pool == "main" else self.batch.other_pages["window"]
         starts = torch.cat([self.batch.query_starts, self.batch.query_starts[-1:].expand(empty)])
         slots = pages.slots.clone()
@@ -158,7 +158,7 @@ class V4Step:
 
 
 def engine_config(**model: Any) -> SimpleNamespace:
-    """What the builders read of a `VllmConfig`."""
+    """The fields of a `VllmConfig` that the builders read."""
     fields = {"index_topk": TOPK, "sliding_window": WINDOW} | model
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -210,7 +210,7 @@ class Records:
 
 
 def padded_query(step: V4Step, q: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-    """A query with rows to spare, and room for its output with heads to spare."""
+    """A query with additional rows, and an output buffer with additional heads."""
     dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
     output = torch.full((len(step.tokens) + padding, 64, 512), 3.0, dtype=dtype)
     return torch.cat((q, torch.ones(padding, *q.shape[1:]).to(q.dtype))), output
@@ -225,7 +225,7 @@ def attend_mixed(step: V4Step, q: Tensor, layer: Any, records: Records, *, calls
 
 
 def attend_pages(step: V4Step, q: Tensor, layer: Any, records: Records, *, padding: int = 0) -> Tensor:
-    """The same by way of the two methods of a replaced layer, called as vLLM's own `forward_mqa` calls them."""
+    """The same through the two methods of a replaced layer, called as in vLLM's `forward_mqa`."""
     query, output = padded_query(step, q, padding)
     positions = torch.tensor([p for _, p in step.tokens] + [0] * padding)
     window, main, first = records.window, records.main, records.decodes

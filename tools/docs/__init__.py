@@ -1,1 +1,1 @@
-"""What the documents take from code and results: pictures, tables, the list of commands."""
+"""Generates the figures, tables and command list of the documents from code and results."""

@@ -1,6 +1,6 @@
-"""`python -m tools.docs` writes again what the documents take from code and results; `make generate` calls it.
+"""`python -m tools.docs` regenerates the parts of the documents that come from code and results (`make generate`).
 
-Pictures are whole files. In Markdown it is what stands between `<!-- generated: name -->` and `<!-- end -->`.
+Pictures are whole files. In Markdown, the text between `<!-- generated: name -->` and `<!-- end -->` is replaced.
 """
 
 import re
@@ -30,7 +30,7 @@ PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def outputs() -> dict[Path, str]:
-    """Every file that is generated, wholly or in part, with the text it should have."""
+    """Every file that is generated, wholly or partly, with its new text."""
     pictures = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in PICTURES.items()}
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return pictures | {page: _filled(page.read_text()) for page in pages}
@@ -41,7 +41,7 @@ def _filled(text: str) -> str:
 
 
 def main() -> None:
-    """Write what has changed, and say which files."""
+    """Write the files that have changed and print their names."""
     for path, text in outputs().items():
         if not path.exists() or path.read_text() != text:
             path.write_text(text)

@@ -1,4 +1,4 @@
-"""What `tamis verify` holds every stage to, from its checks."""
+"""The table of error bounds, from the checks of `tamis verify`."""
 
 import torch
 
@@ -7,7 +7,7 @@ from tamis.lab.verify.run import STAGES, stage_checks
 
 
 def bounds() -> str:
-    """Per stage: what must hold exactly, and how far the rest may be off."""
+    """The table: per stage the checks that must be exact, and the bounds of the others."""
     lines = ["| stage | must hold exactly | largest relative error |", "|---|---|---|"]
     for stage in STAGES:
         found = list(stage_checks(stage, Target(torch.device("cpu"), "auto", quick=True)))

@@ -1,4 +1,4 @@
-"""The page of commands, from the parsers that read them."""
+"""The page of commands, from their argument parsers."""
 
 import argparse
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from tamis.cli.parser import MEANINGS
 
 
 def commands() -> str:
-    """Every command: what it does, its examples, its options."""
+    """Every command with its description, examples and options."""
     parsers = _subparsers()
     parts = []
     for module in COMMANDS:

@@ -1,4 +1,4 @@
-"""Pictures of how data flows: through a layer, from positions to slots, and from tokens to entries."""
+"""Pictures of the flow of data: through a layer, from positions to slots, and from tokens to entries."""
 
 import torch
 
@@ -7,7 +7,7 @@ from tools.docs.svg import Picture
 
 
 def draw_layer() -> str:
-    """The stages of a layer, and what a step's plan gives each of them."""
+    """The stages of a layer, and what each takes from the step's plan."""
     p = Picture(880, 372, "How data flows through a layer")
     p.labelled(24, 28, 84, 44, "Batch")
     p.line((108, 50), (146, 50), arrow=True)
@@ -91,7 +91,7 @@ def draw_pages() -> str:
 
 
 def draw_entries() -> str:
-    """What a V4 token attends to: a window of raw tokens, and entries that each stand for several."""
+    """The rows that a V4 token attends to: a window of raw tokens, and entries of several tokens each."""
     tokens, window, ratio, cell = 24, 6, 4, 33
     chosen = {0, 3, 4}
     p = Picture(2 * 24 + 872, 236, "What a DeepSeek-V4 token attends to")

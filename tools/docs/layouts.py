@@ -25,13 +25,13 @@ class Piece:
 
 
 def pieces(layout: Layout) -> list[Piece]:
-    """What a row is made of, in the order of its bytes."""
+    """The fields of a row, in the order of its bytes."""
     values = layout.values
     size = values.count * values.dtype.itemsize
     what = "e2m1 values, two to a byte" if layout.packed else f"{_element(layout)} values"
     found = []
     if layout.tail is None and layout.rope:
-        # One field holds both parts.
+        # One field holds latent and rope.
         latent = layout.latent * values.dtype.itemsize
         found.append(_piece(values, "blue", f"{layout.latent} {what}: the latent part", 0, latent))
         found.append(_piece(values, "green", f"{layout.rope} {what}: the rope part", latent, size - latent))
@@ -52,7 +52,7 @@ def pieces(layout: Layout) -> list[Piece]:
 
 
 def draw(name: str) -> str:
-    """The picture of one format: a page where values and scales lie apart, and one row."""
+    """The picture of one format: one row, and a page if values and scales are in separate planes."""
     layout = named(name)
     found = pieces(layout)
     planes = sorted({piece.plane for piece in found})
@@ -71,7 +71,7 @@ def draw(name: str) -> str:
     longest = max(piece.stride for piece in found)
     for plane in planes:
         row = [piece for piece in found if piece.plane == plane]
-        # A row of exponents is far shorter than one of values: each is drawn as wide as it can be read.
+        # A row of exponents is far shorter than one of values, so each is drawn at its own scale.
         wide = WIDTH if row[0].stride == longest else max(WIDTH * row[0].stride / longest, 88)
         _row(picture, y, row, wide, "" if len(planes) == 1 else f"row i of plane {planes.index(plane)}")
         y += 64
@@ -117,7 +117,7 @@ def _page(picture: Picture, y: float, layout: Layout, found: list[Piece], total:
 
 
 def _row(picture: Picture, y: float, row: list[Piece], wide: float, note: str) -> None:
-    """One row to scale, with the offsets at which its pieces begin."""
+    """One row to scale, with the offsets of its fields."""
     stride = row[0].stride
     scale = wide / stride
     if note:

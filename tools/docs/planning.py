@@ -1,4 +1,4 @@
-"""The picture of a step: what the planner makes of a batch, taken from the planner itself."""
+"""The picture of a step: the plan of a small batch, computed by the planner."""
 
 from tamis import Batch, LayerSpec, Limits, PagePool, Plan, Planner
 from tools.docs.svg import Picture

@@ -33,18 +33,18 @@ HIGHLIGHTS: dict[str, tuple[str, str, str, str, str, str]] = {
     "scores and top-k in one call, 128 x 64K": ("h200_index", "index", "128q1s64k", "64", "2048", "index-fp8"),
     "write 64K tokens, FP8": ("h200_write", "write", "8q8k", "", "", "v32-fp8"),
 }
-"""What README shows: file, stage, shape, heads, top-k and rows, wins and losses alike. Where there are several rows,
-that of the backend which runs by itself, of those the newest, and of its peers the fastest."""
+"""The rows in README: file, stage, shape, heads, top-k and layout, wins and losses alike. Of several matching rows, the
+default backend's is shown; of these the newest; and of its peers the fastest."""
 
 
 def everything() -> str:
-    """Every file that `tamis bench` has written, each under a heading; other files have columns of their own."""
+    """The results of every file written by `tamis bench`, each under a heading; other files have other columns."""
     names = sorted(path.stem for path in RESULTS.glob("*.csv") if path.stem.startswith("h200_"))
     return "\n\n".join(f"### `tamis bench {name.removeprefix('h200_')}` on an H200\n\n{suite(name)}" for name in names)
 
 
 def read(name: str) -> list[Row]:
-    """The rows of a file, of each measurement the newest."""
+    """The newest row of each measurement in a file."""
     newest: dict[tuple[str, ...], Row] = {}
     with (RESULTS / f"{name}.csv").open(newline="") as file:
         for row in csv.DictReader(file):
@@ -70,7 +70,7 @@ def highlights() -> str:
 
 
 def cpu_step() -> str:
-    """What `benchmarks/cpu_step.py` has measured."""
+    """The results of `benchmarks/cpu_step.py`."""
     with (RESULTS / "cpu_step.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     lines = [
@@ -82,7 +82,7 @@ def cpu_step() -> str:
 
 
 def suite(name: str) -> str:
-    """All rows of a file, with what they were measured on."""
+    """All rows of a file, and the machine and versions of the measurement."""
     rows = read(name)
     columns: list[tuple[str, str, Callable[[Row], str]]] = [
         ("stage", "l", lambda r: f"`{r['stage']}`"),
@@ -104,7 +104,7 @@ def suite(name: str) -> str:
         ("peer", "l", lambda r: f"{PEERS[r['peer']]}, {_us(r['peer_us'])}" if r["peer_us"] else "-"),
         ("speedup vs. baseline", "r", lambda r: f"{float(r['ratio']):.2f}" if r["ratio"] else "-"),
     ]
-    # What is the same in every row is said once, above the table.
+    # Values that are the same in every row are stated once, above the table.
     values = {name: {cell(row) for row in rows} for name, _, cell in columns}
     same = [name for name, found in values.items() if len(found) == 1 and name in SAID_ONCE]
     said = [f"{name} {found}" for name in same for found in values[name] if found != "-"]

@@ -1,4 +1,4 @@
-"""A few shapes, written as SVG by hand: light and dark, with a background of their own."""
+"""Writes simple shapes as SVG, for light and dark schemes, with a background."""
 
 from html import escape
 
@@ -20,7 +20,7 @@ class Picture:
     """Shapes in the order in which they are drawn. Coordinates are pixels from the top left corner."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
-        """An empty picture; the title is what a screen reader says."""
+        """Start an empty picture; screen readers read the title."""
         self._size, self._title = (width, height), title
         self._shapes: list[str] = []
 
@@ -46,7 +46,7 @@ class Picture:
             self.text(x + width / 2, top + 16 * number, line, f"middle {under}".strip())
 
     def line(self, *points: tuple[float, float], kind: str = "line", arrow: bool = False) -> None:
-        """A line through points, with an arrow's tip at its end if asked for."""
+        """A line through points, with an arrowhead at its end if `arrow`."""
         path = "M" + " L".join(f"{_n(x)} {_n(y)}" for x, y in points)
         self._shapes.append(f'<path class="{kind}" d="{path}"/>')
         if arrow:

@@ -1,7 +1,7 @@
 """The command line: `tamis <command>`. One module per command, each with a `register` function.
 
-This module imports almost nothing, so that Ctrl-C is answered from the first moment on, and nothing here imports torch
-before a command runs, so that `--help` and `--version` answer at once.
+This module imports almost nothing, so that Ctrl-C is handled from the start, and nothing here imports torch before a
+command runs, so that `--help` and `--version` answer at once.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def make_parser() -> "Parser":
 
 
 def was_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: packages that are interrupted while they are imported may raise another."""
+    """Whether Ctrl-C caused an error: a package interrupted during its import may raise a different one."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def judge(need: "Need") -> list[Verdict]:
-    """Every backend of the table, in order of preference. Unlike `choose`, this answers when none fits as well."""
+    """A verdict on every backend, in order of preference. Unlike `choose`, this does not raise if none fits."""
     from tamis.backends import BACKENDS
     from tamis.choice import stage_kernels
 
@@ -105,7 +105,7 @@ def _need(options: argparse.Namespace) -> "Need":
     checks.option("layout", options.layout, [name for name in NAMES if not name.startswith("index")])
     checks.integer("page_size", options.page_size, low=1)
     layout = named(options.layout)
-    # V4 rows are all value; in V3.2 the rope part is key only.
+    # A V4 row is key and value as a whole; in V3.2 the rope dimensions are key only.
     v4 = options.layout.startswith("v4")
     value_dim = layout.width if v4 else layout.latent
     spec = LayerSpec(options.heads, layout.latent, layout.rope, value_dim, topk=options.topk, sink=v4)

@@ -1,4 +1,4 @@
-"""`tamis bench`: times of the stages, against the machine's limits and against peers."""
+"""`tamis bench`: times of the stages, compared with the machine's limits and with peers."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tamis.lab.verify import CheckResult
 
 SUITES = ("smoke", "decode", "prefill", "write", "v4", "index")
-"""As in `tamis.lab.bench.jobs`, which is too heavy to import for a help text; a test compares the two."""
+"""The suites of `tamis.lab.bench.jobs`, which is too heavy to import for a help text; a test compares the two."""
 REPEATS = {"cuda": 25, "cpu": 5}
 
 DETAILS = """\
@@ -122,7 +122,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verify, measure, and print the table or the JSON object; or draw what was measured before."""
+    """Verify, measure, and print the table or the JSON object; with --from, draw earlier measurements instead."""
     let_waiting_threads_sleep()
     from tamis import checks
 
@@ -151,7 +151,7 @@ def _measure(options: argparse.Namespace) -> int:
     from tamis.lab.bench.peers import find_peers
     from tamis.lab.bench.record import CsvFile
 
-    # Wrong options are refused before the first check runs.
+    # Options are checked before the first trial runs.
     with waiting("looking for peers"):
         peers, absent = find_peers(options.against, device)
     file = CsvFile(options.csv) if options.csv is not None else None
@@ -170,7 +170,7 @@ def _measure(options: argparse.Namespace) -> int:
         data = {"machine": machine, "limits": asdict(bench.ceiling), "absent": absent, "unsuited": unsuited}
         print(json.dumps(data | {"wrong": wrong, "report": drawn, "rows": [row.as_data() for row in rows]}))
     else:
-        # A user who named a peer is told where it does not apply; for peers that were merely found this is no news.
+        # Only a user who named peers is told for which stages they do not apply.
         _print_report(machine, bench, rows, absent, [] if options.against is None else unsuited, wrong)
         for name in drawn:
             print(printable(name))
@@ -191,7 +191,7 @@ def _jobs(options: argparse.Namespace) -> "list[Job]":
 
 
 def _written(rows: "list[Row]", folder: Path) -> list[str]:
-    """The report's files."""
+    """Write the report and return the names of its files."""
     from tamis.lab.bench.report import write_report
 
     with Progress("figures", "drawing") as progress:
@@ -199,7 +199,7 @@ def _written(rows: "list[Row]", folder: Path) -> list[str]:
 
 
 def _verified(jobs: "list[Job]", device: "torch.device", backend: str) -> "list[CheckResult]":
-    """Quick checks of every stage to be timed. A stage without any check counts as failed."""
+    """The results of quick checks of every stage to be timed. A stage without any check counts as failed."""
     from dataclasses import replace
 
     from tamis.lab.verify import Scope, run_checks
@@ -214,7 +214,7 @@ def _verified(jobs: "list[Job]", device: "torch.device", backend: str) -> "list[
         results = run_checks(device, backend, stages, True, progress.update, scopes)
         unchecked = _unchecked(stages, results)
         if unchecked:
-            # No quick case has the format, so check the stage in other formats.
+            # No quick case has the formats to be timed, so the stage is checked in all formats.
             results = [r for r in results if r.stage not in unchecked]
             results += run_checks(device, backend, unchecked, True, progress.update)
     unchecked = _unchecked(stages, results)
@@ -222,7 +222,7 @@ def _verified(jobs: "list[Job]", device: "torch.device", backend: str) -> "list[
 
 
 def _unchecked(stages: list[str], results: "list[CheckResult]") -> list[str]:
-    """Stages of which no case compared numbers; checks of registers and memory do not count."""
+    """The stages without a numeric check; checks of registers and shared memory do not count."""
     return [stage for stage in stages if all(r.cases == 0 or r.kernels for r in results if r.stage == stage)]
 
 
@@ -245,7 +245,7 @@ def _bench(device: "torch.device", backend: str, repeats: int, peers: Any) -> "B
 
 
 def _measured(bench: "Bench", jobs: "list[Job]", file: "CsvFile | None") -> "tuple[list[Row], list[str], list[str]]":
-    """All rows, a line for each wrong result, and a line for each peer and kind of job that it does not do."""
+    """All rows, a line for each wrong result, and a line for each stage and layout that a peer lacks."""
     from tamis.lab.bench.run import WrongResult
 
     rows: list[Row] = []
@@ -290,7 +290,7 @@ def _print_report(
 
 
 def times_table(rows: "list[Row]") -> str:
-    """One line per row; columns that a job's lines share are shown once."""
+    """One line per row. Columns that are the same for all peers of a job are printed once."""
     header = ["stage", "backend", "shape", "heads", "top-k", "layout", "time us", "p10..p90", "MB"]
     header += ["TB/s", "TFLOP/s", "roofline us", "of\nroofline", "peer", "peer us", "peer/\nours"]
     lines: list[tuple[str, ...]] = []

@@ -1,4 +1,4 @@
-"""All commands, and what happens to their errors: one line on stderr, and an exit code."""
+"""Runs all commands, and turns their errors into one line on stderr and an exit code."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from tamis.cli.parser import EXIT_CODES, OK, USAGE, Parser, example_text
 from tamis.cli.text import one_line
 
 COMMANDS = (demo, generate, inspect, doctor, backends, verify, bench)
-"""In the order in which the help lists them."""
+"""The commands in the order of the help."""
 
 EXAMPLES = """\
 tamis demo
@@ -38,18 +38,18 @@ def make_parser() -> Parser:
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """Parse, run, and turn what can go wrong into a line and an exit code. Other errors are bugs, and are raised."""
-    if sys.stderr is None:  # closed by whoever started this; its number must not become that of some other file
+    """Parse, run, and turn expected errors into a line and an exit code. Other errors are bugs and are raised."""
+    if sys.stderr is None:  # closed by the parent; file descriptor 2 must not be reused for another file
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
         return _refuse("stdout is closed, so there is nowhere to print to; use >/dev/null to see nothing")
     if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a token that the terminal has no letter for is no error
+        sys.stdout.reconfigure(errors="backslashreplace")  # a token may contain letters that the terminal lacks
     try:
         code = _run(argv)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has stopped reading
         return OK
     except Exception as error:
         if was_interrupted(error):
@@ -87,7 +87,7 @@ def _refuse(message: str) -> int:
 
 
 def _settle_output() -> None:
-    """What cannot be printed must not fail once more when the process ends."""
+    """Flush stdout; if that fails, discard the rest, so that Python does not report the failure again at exit."""
     try:
         sys.stdout.flush()
     except OSError:

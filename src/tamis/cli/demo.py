@@ -1,4 +1,4 @@
-"""`tamis demo`: serve a tiny model with continuous batching over paged caches and show what that costs and saves."""
+"""`tamis demo`: serve a tiny model with continuous batching over paged caches; report memory, rows read and errors."""
 
 import argparse
 import json
@@ -192,7 +192,7 @@ def _conclusion(workload: "Workload", served: "Served", bound: float) -> str:
     if served.errors is None:
         return f"{start}. Accuracy was not checked (--no-check)."
     share = served.tokens_attended / served.tokens_in_context
-    # Rounded down, for "at least", but not below a whole that float32 sums just missed.
+    # Rounded down for "at least"; 1e-3 makes up for float32 sums that fall just short of a whole percent.
     covered = floor(100 * min(e.mass_covered for e in served.errors) + 1e-3)
     worst = max(e.quantisation_error for e in served.errors)
     read = f"Attention read {share:.0%} of the context, which holds at least {covered}% of dense attention's weight"

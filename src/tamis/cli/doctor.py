@@ -1,4 +1,4 @@
-"""`tamis doctor`: what is installed here, which backend runs, and what to install for the rest."""
+"""`tamis doctor`: shows what is installed, which backend runs, and what to install for the others."""
 
 import argparse
 import ctypes
@@ -38,12 +38,12 @@ PURPOSES = {
     "vllm": ("optional", "serving with vLLM"),
     "matplotlib": ("optional", "`tamis bench --report`"),
 }
-"""Packages, whether they must be there, and for what."""
+"""Packages, whether they are required, and their purpose."""
 
 EXTRAS = {"transformers": "tamis[transformers]", "vllm": "tamis[vllm]", "matplotlib": "tamis[report]"}
 VLLM_SECONDS = 120
 LAYERS = {"DeepSeek-V3.2": (128, "v32-fp8", 2048), "DeepSeek-V4": (64, "v4-fp8", 512)}
-"""Heads, format and top-k of the layers a choice is shown for."""
+"""Heads, cache format and top-k of the layers whose backend is shown."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +52,24 @@ class Finding:
 
     name: str
     found: str
-    """A version or a description; "-" if it is not there."""
+    """A version or a description; "-" if nothing was found."""
     state: str
-    """ok; missing, too old, refused, broken or not kept (optional); or WRONG (required, or there and unusable)."""
+    """ok; missing, too old, refused, broken or not kept for optional things; WRONG for required things,
+    and for those that are present but unusable."""
     advice: str = ""
-    """What it is for and what to do, where something is to be done."""
+    """Its purpose and what to do, if something should be done."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What torch and the driver say about GPUs."""
+    """What torch and the driver report about GPUs."""
 
     built_for: str | None
-    """CUDA version of torch's build, "HIP x.y" for AMD's, None for a build without GPUs."""
+    """CUDA version of torch's build, "HIP x.y" for AMD, None for a CPU build."""
     usable: str | None
-    """Name of the device that torch can use."""
+    """Name of the GPU that torch can use."""
     driver: str | None
-    """The driver's own version."""
+    """Version of the driver."""
     driver_cuda: tuple[int, int] | None
     """The newest CUDA that the driver can run."""
 
@@ -86,7 +87,7 @@ def register(subcommands: Subcommands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look, and print the tables or the JSON object."""
+    """Examine the machine, and print the tables or the JSON object."""
     with waiting("checking environment"):
         findings = [_python(), Finding("tamis", __version__, "ok"), *_packages()]
         choices: dict[str, list[dict[str, Any]]] = {}
@@ -156,7 +157,7 @@ def _packages() -> list[Finding]:
 def judge_version(
     name: str, version: str | None, minimum: str | None, need: str, purpose: str, install: str
 ) -> Finding:
-    """What to make of a version, or of its absence."""
+    """The finding for a package's version, or its absence."""
     if version is None:
         state = "WRONG" if need == "required" else "missing"
         return Finding(name, "-", state, f"{need}, for {purpose}: {install}")
@@ -167,10 +168,10 @@ def judge_version(
 
 
 def _import_vllm() -> tuple[str | None, str]:
-    """The version that vLLM itself tells when it is imported, or None; and what went wrong.
+    """The version that vLLM reports when it is imported, or None, and the error.
 
-    Its metadata may be of another installation, or of one that cannot be imported. It is imported in a process of its
-    own, since it loads libraries that may crash, and changes what is imported after it.
+    Package metadata may belong to another installation, or to one that cannot be imported. vLLM is imported in a
+    separate process, since it loads libraries that may crash and affects later imports.
     """
     command = [sys.executable, "-c", "from vllm.version import __version__; print('vLLM is', __version__)"]
     try:
@@ -186,7 +187,7 @@ def _import_vllm() -> tuple[str | None, str]:
 
 
 def judge_vllm(version: str | None, error: str) -> Finding:
-    """What the plugin makes of a vLLM that is installed: it is refused when `--attention-backend CUSTOM` is chosen."""
+    """Whether the plugin supports the installed vLLM; if not, it refuses to run under `--attention-backend CUSTOM`."""
     from tamis.integrations.vllm.versions import version_refusal
 
     if version is None:
@@ -198,7 +199,7 @@ def judge_vllm(version: str | None, error: str) -> Finding:
 
 
 def _minimums() -> dict[str, str]:
-    """The lowest versions that tamis says it needs, by package; empty for a checkout that was never installed."""
+    """The lowest versions in the metadata of tamis, by package; empty for a checkout that was never installed."""
     try:
         own = metadata.metadata("tamis")
     except metadata.PackageNotFoundError:
@@ -214,10 +215,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _imports(name: str, findings: list[Finding]) -> bool:
-    """Whether a package can be imported; if one that is installed cannot, that is a finding."""
+    """Whether a package can be imported; adds a finding if it is installed but cannot."""
     try:
         __import__(name)
-    except Exception as error:  # broken installations raise whatever they like
+    except Exception as error:  # a broken installation may raise any error
         installed = any(f.name == name and f.found != "-" for f in findings)
         if installed:
             findings.append(Finding(f"import {name}", type(error).__name__, "WRONG", " ".join(str(error).split())))
@@ -226,20 +227,20 @@ def _imports(name: str, findings: list[Finding]) -> bool:
 
 
 def look_at_gpu() -> Gpu:
-    """Ask torch, the driver's library and its command."""
+    """Ask torch, the driver's library and nvidia-smi."""
     import torch
 
     built_for = torch.version.cuda or (f"HIP {torch.version.hip}" if torch.version.hip else None)
     usable = None
     if torch.cuda.is_available():
         usable = torch.cuda.get_device_name()
-        if torch.version.hip is None:  # AMD's GPUs have numbers of their own under the same name
+        if torch.version.hip is None:  # on AMD this is not a CUDA compute capability
             usable += ", compute capability {}.{}".format(*torch.cuda.get_device_capability())
     return Gpu(built_for, usable, _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"), _cuda())
 
 
 def _cuda() -> tuple[int, int] | None:
-    """The newest CUDA version that the installed driver can run; asking does not start CUDA."""
+    """The newest CUDA version that the installed driver can run. This does not initialise CUDA."""
     version = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
@@ -259,7 +260,7 @@ def _output(*command: str) -> str | None:
 
 
 def judge_gpu(gpu: Gpu) -> Finding:
-    """What to make of the GPU: usable, absent, or there and out of reach, with what to do."""
+    """The finding for the GPU: usable, absent, or present but unusable, with advice."""
     present = gpu.driver is not None
     driver = f"driver {gpu.driver}" if present else "no driver"
     if gpu.usable is not None:
@@ -281,7 +282,7 @@ def judge_gpu(gpu: Gpu) -> Finding:
 
 
 def _needed_by(gpu: Gpu, finding: Finding) -> Finding:
-    """Triton is optional until there is a GPU."""
+    """The finding for Triton, which is required only if there is a GPU."""
     needed = finding.name == "triton" and finding.state == "missing" and gpu.usable is not None
     return replace(finding, state="WRONG") if needed else finding
 

@@ -1,12 +1,12 @@
-"""The library's error messages in the words of the command line: they name the option that the user typed."""
+"""Rewrites the library's error messages so that they name the option that the user typed."""
 
 import argparse
 import re
 
 _PARAMETERS = {"prefer": "backend", "topks": "topk"}
-"""Parameters of the library that have another name than their option."""
+"""Parameters of the library whose option has another name."""
 _REPEATED = re.compile(r"; choose (a value .*|one of these)$")
-"""Remedies that say what the message says already."""
+"""Remedies that only repeat the message."""
 
 
 def name_option(message: str, options: argparse.Namespace) -> str:

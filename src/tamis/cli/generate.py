@@ -1,4 +1,4 @@
-"""`tamis generate`: a checkpoint of Hugging Face transformers, or a tiny random one, generates text or tokens."""
+"""`tamis generate`: generate text or tokens with a Hugging Face checkpoint or a tiny random model."""
 
 import argparse
 import json
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     with Progress("tokens", "reading the prompt") as progress:
 
         def report(piece: str, count: int) -> None:
-            # On a terminal the tokens themselves show how far things are, and a line between them would spoil the text.
+            # On a terminal the tokens themselves show the progress, and a progress line would break up the text.
             if options.json or not sys.stdout.isatty():
                 progress.update(count, options.max_new_tokens)
             else:

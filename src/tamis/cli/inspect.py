@@ -1,4 +1,4 @@
-"""`tamis inspect`: which tokens a model's layers select for a prompt, and how much of dense attention they cover."""
+"""`tamis inspect`: show which tokens a model's layers select, and how much of dense attention these cover."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TOKENS = 512
 SHOWN = 6
-"""Selected tokens per layer in the table of a query."""
+"""Number of selected tokens per layer that the table of a query shows."""
 
 DETAILS = """\
 Runs a prompt once through a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 model whose attention runs through tamis, and
@@ -136,7 +136,7 @@ def recurring_prompt(vocab: int, count: int, seed: int) -> list[int]:
 
 
 def token_text(tokenizer: Any) -> Callable[[int], str]:
-    """What is shown for a token: its text, or its number where there is no tokenizer."""
+    """A function that gives the text of a token, or its id without a tokenizer."""
     if tokenizer is None:
         return str
 
@@ -177,7 +177,7 @@ def _queries(text: str, tokens: int) -> list[int]:
 
 
 def _parameters(model: Any, options: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
-    """What the model is: its class, its size and the plain values of its config."""
+    """The model's class, its size and the plain values of its config."""
     count = sum(parameter.numel() for parameter in model.parameters())
     source = "tiny, random weights" if options.checkpoint is None else str(options.checkpoint)
     found = {"model": type(model).__name__, "weights": source, "parameters": f"{count:,}", "pages": options.cache}

@@ -1,4 +1,4 @@
-"""The devices of this machine, as commands name and show them."""
+"""Choosing and describing the device that a command runs on."""
 
 import os
 import platform
@@ -13,16 +13,16 @@ DEVICES = ("cpu", "cuda")
 
 
 def let_waiting_threads_sleep() -> None:
-    """Ask OpenMP, unless the user has chosen otherwise, not to spin at barriers; to be called before torch is imported.
+    """Tell OpenMP not to spin at barriers, unless the user has chosen a policy. Call this before torch is imported.
 
-    Spinning wins microseconds on an idle machine. On one whose cores are busy with other processes, many small
-    operations then run several times slower (measured with the demo, at a load of 5 on 2 cores: 4 to 6 times).
+    Spinning saves microseconds on an idle machine, but makes small operations several times slower while other
+    processes are running (the demo: 4 to 6 times slower at a load of 5 on 2 cores).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pick_device(name: str | None) -> "torch.device":
-    """The named device, refused if it is not there; without a name the GPU if there is one."""
+    """The named device, or the GPU if there is one and no name is given. Refuses an absent device."""
     with waiting("loading torch"):
         import numpy  # noqa: F401  (before torch, whose C++ code would import it and swallow a Ctrl-C)
         import torch
@@ -37,7 +37,7 @@ def pick_device(name: str | None) -> "torch.device":
 
 
 def check_backend(name: str, device: "torch.device") -> None:
-    """Refuse a backend that does not exist, or that has no kernels for the kind of device."""
+    """Refuse a backend that does not exist, or that does not run on this type of device."""
     from tamis.backends import BACKENDS
 
     known = {backend.name: backend for backend in BACKENDS}

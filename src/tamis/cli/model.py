@@ -1,4 +1,4 @@
-"""Shared by the commands that run a model of Hugging Face transformers: its options, and how it is loaded."""
+"""Options and loading of a Hugging Face model, for the commands that run one."""
 
 import argparse
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Which model, and how it runs."""
+    """Add the options that choose a model, its cache and its backend."""
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="local checkpoint to load (default: a tiny random model)"
     )
@@ -47,7 +47,7 @@ def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any
             return generation.load_model(options.checkpoint, device)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # files of others raise whatever they like; a panic in Rust is no Exception
+        except BaseException as error:  # a broken file may cause any error; a panic in Rust code is not an Exception
             if str(error).startswith("--checkpoint") or out_of_memory(error):
                 raise
             said = str(error) or type(error).__name__

@@ -24,10 +24,10 @@ EXIT_CODES = "exit codes: " + ", ".join(f"{code} {meaning}" for code, meaning in
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps the layout of descriptions and reports wrong usage in one line, like every other error."""
+    """A parser that keeps the line breaks of descriptions and reports wrong usage in one line."""
 
     def __init__(self, **settings: Any) -> None:
-        """As argparse's own; abbreviated options are off, so that adding an option never changes what others mean."""
+        """Take the arguments of argparse. Abbreviated options are off: a new option could make one ambiguous."""
         standard = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         super().__init__(**{**standard, **settings})
 
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"tamis: error: {one_line(message)} (see '{self.prog} --help')\n")
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
-        """As argparse's own, which hides that a disk is full or that nobody reads."""
+        """Write a message. Unlike argparse, this raises the error of a full disk or a closed pipe."""
         if message:
             (sys.stderr if file is None else file).write(message)
 
@@ -53,9 +53,9 @@ def add_command(
     details: str,
     example: str,
 ) -> Parser:
-    """Add a command and return its parser for the options; `run` gets them parsed and returns the exit code.
+    """Add a command with the option `--json`, and return its parser.
 
-    `--json` is there for every command. `example` may be several, one to a line.
+    `run` gets the parsed options and returns the exit code. `example` has one command per line.
     """
     parser = subcommands.add_parser(
         name,
@@ -69,6 +69,6 @@ def add_command(
 
 
 def example_text(example: str) -> str:
-    """One or more command lines, as a help text shows them."""
+    """The examples as a help text shows them."""
     lines = [line.strip() for line in example.splitlines()]
     return "\n  ".join(["example:" if len(lines) == 1 else "examples:", *lines])

@@ -9,16 +9,16 @@ from typing import Self, TextIO
 
 REDRAW_SECONDS = 0.1
 QUIET_SECONDS = 1.0
-"""On a terminal a line appears after so long at the latest, even if nothing was reported."""
+"""On a terminal a line appears after this many seconds even if nothing was reported."""
 LOG_SECONDS = 5.0
 BAR_WIDTH = 20
 
 
 class Progress:
-    """Shows share, count, rate and time left: a bar redrawn on a terminal, a plain line now and then in a log.
+    """Shows share, count, rate and time left: a bar redrawn on a terminal, a plain line every 5 seconds in a log.
 
-    Before the first report, and between two that lie far apart, the line shows what is under way and for how long.
-    Work that ends within a few seconds leaves no trace in a log. To be used in a `with` statement.
+    Before the first report the line shows what is being done and for how long. Work that ends within a few seconds
+    leaves no line in a log. Use it in a `with` statement.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Progress:
 
         Args:
             unit: what is counted, in the plural.
-            doing: what is under way until the first report.
+            doing: what is done until the first report, such as "drawing".
             stream: stderr if not given.
             clock: seconds, from any origin.
             every: seconds between two lines; 0.1 on a terminal and 5 elsewhere if not given.
@@ -50,12 +50,12 @@ class Progress:
         self._closed = threading.Event()
 
     def __enter__(self) -> Self:
-        """Watch over silences."""
+        """Start a thread that keeps the line current between reports."""
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave a clean line behind."""
+        """Clear the line."""
         self.close()
 
     def update(self, done: int, total: int) -> None:
@@ -65,7 +65,7 @@ class Progress:
             self._show(self._every)
 
     def close(self) -> None:
-        """Take the line off a terminal, so that what follows starts on a clean one."""
+        """Clear the line on a terminal, so that the next output starts at its beginning."""
         with self._lock:
             self._closed.set()
             if self._terminal and self._width:
@@ -98,26 +98,26 @@ class Progress:
         self._width = len(line)
 
     def _write(self, text: str) -> None:
-        """Show it. Where nobody can read it, the work goes on all the same."""
+        """Write to the stream; a closed or full stream does not stop the work."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
             self._stream.flush()
 
 
 def waiting(doing: str) -> Progress:
-    """For work that cannot be counted."""
+    """Progress of work that cannot be counted."""
     return Progress("", doing)
 
 
 def progress_bar(done: int, total: int) -> str:
-    """Such as `[========            ]`."""
+    """A bar such as `[========            ]`."""
     filled = BAR_WIDTH * done // total if total else BAR_WIDTH
     return f"[{'=' * filled:<{BAR_WIDTH}}]"
 
 
 def progress_line(done: int, total: int, seconds: float, unit: str) -> str:
-    """Such as ` 42% 420/1000 tokens, 210 tokens/s, eta 3 s`."""
-    percent = 100 * done // total if total else 100  # rounded down: 100 % means finished
+    """A line such as ` 42% 420/1000 tokens, 210 tokens/s, eta 3 s`."""
+    percent = 100 * done // total if total else 100  # rounded down, so that 100 % means finished
     rate = done / seconds if seconds > 0 else 0.0
     left = f"{(total - done) / rate:.0f} s" if rate > 0 else "?"
     return f"{percent:3d}% {done}/{total} {unit}, {rate:.0f} {unit}/s, eta {left}"

@@ -13,8 +13,8 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[object]], align:
 
     Args:
         header: names of the columns.
-        rows: cells, converted with `str`, their control characters shown instead of sent; a line break inside a cell
-            starts a new line of the same row.
+        rows: cells, converted with `str`. Control characters are escaped, except that a line break starts a new line
+            in the same row.
         align: one letter per column, "l" (the default where letters are missing) or "r".
     """
     columns = len(header)

@@ -1,19 +1,19 @@
-"""Texts from outside (tokens, file names, models' names, errors of other packages) as a terminal may show them."""
+"""Makes untrusted texts (tokens, file names, model names, errors of other packages) safe to print."""
 
 import re
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, with which a text could move the cursor, change the title or type for the user; characters that
-turn the direction of writing; and bytes of file names that are no text."""
+"""Control characters, which could move the cursor, change the title or type for the user; characters that change the
+direction of writing; and surrogates, which stand for undecodable bytes of file names."""
 
 
 def printable(text: object, keep: str = "") -> str:
-    """A text whose control characters, but for those to keep, are shown instead of sent, such as `\\x1b` for escape."""
+    """The text with control characters, except those in `keep`, escaped: `\\x1b` for escape."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else _shown(found[0]), str(text))
 
 
 def one_line(text: object) -> str:
-    """The same, without line breaks."""
+    """The text as one line, with control characters escaped."""
     return printable(" ".join(str(text).split()))
 
 

@@ -26,7 +26,7 @@ STAGES = (
     *("rotate", "compress", "write", "gather", "select", "translate", "index", "attend", "combine"),
     *("output", "planner", "layer", "v4-layer"),
 )
-"""As in `tamis.lab.verify`, which is too heavy to import for a help text; a test compares the two."""
+"""The stages of `tamis.lab.verify`, which is too heavy to import for a help text; a test compares the two."""
 
 DETAILS = """\
 Runs each stage on adversarial edge cases (page sizes from 1, empty rows, slots out of range, NaN around the selected
@@ -102,7 +102,7 @@ def verdict(results: "list[CheckResult]") -> bool:
 
 
 def as_data(result: "CheckResult") -> dict[str, Any]:
-    """A result ready for JSON, which has no infinity; its kernels are listed apart."""
+    """A result as plain data: infinity as text, since JSON has none, and without kernels, which are listed apart."""
     error = result.error
     data = asdict(result) | {"error": error if error is None or isfinite(error) else str(error)}
     del data["kernels"]
@@ -110,7 +110,7 @@ def as_data(result: "CheckResult") -> dict[str, Any]:
 
 
 def results_table(results: "list[CheckResult]") -> str:
-    """One line per check; notes are wrapped below each other."""
+    """One line per check; long notes are wrapped."""
     rows = []
     for r in results:
         worst = "-" if r.error is None else "0" if r.error == 0 else f"{r.error:.1e}"

@@ -1,1 +1,1 @@
-"""Programs that look at the library: checks, benchmarks, inspection, demonstrations. It never imports them."""
+"""Programs around the library: checks, benchmarks, inspection, demonstrations. The library never imports them."""

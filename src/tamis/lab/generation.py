@@ -1,4 +1,4 @@
-"""What `tamis generate` runs: load or make a model, and generate from a prompt token by token."""
+"""Loads or makes a Hugging Face model and generates from a prompt token by token, for `tamis generate`."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from tamis.integrations.transformers import attach, detach
 
 ModelName = Literal["v32", "glm", "v4"]
 _TYPES = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa", "deepseek_v4": "DeepseekV4"}
-"""Config types that can be attached, and what the classes of transformers begin with."""
+"""Model types that can be attached, and the prefixes of their classes in transformers."""
 _NAMES = dict(zip(("v32", "glm", "v4"), _TYPES, strict=True))
 _DEFAULT_PROMPT = 256
 
@@ -80,9 +80,9 @@ def make_model(name: ModelName, device: torch.device, seed: int) -> Any:
 def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
     """A local checkpoint's model, and its tokenizer if it has one.
 
-    Nothing is fetched from anywhere, and nothing that the checkpoint brings is run: weights are safetensors and not
-    pickles, Python files beside them stay unread, and attention and experts are transformers' own whatever its config
-    names (it could name kernels that are then fetched).
+    Nothing is downloaded and no code of the checkpoint is run: weights are safetensors and not pickles, Python files
+    are ignored, and attention and experts are those of transformers whatever the config names, since it could name
+    kernels that transformers would download.
     """
     if not checkpoint.exists() and not checkpoint.is_absolute() and len(checkpoint.parts) == 2:
         command = f"hf download {checkpoint} --local-dir ./model"
@@ -97,7 +97,7 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
             raise checks.refuse("--checkpoint", expected, repr(kind), "tamis is for sparse latent attention")
         model, loaded = getattr(transformers, f"{_TYPES[kind]}ForCausalLM").from_pretrained(
             checkpoint,
-            # 16-bit matrix products are not usable on every CPU.
+            # Not every CPU supports 16-bit matrix products.
             dtype=torch.float32 if device.type == "cpu" else "auto",
             use_safetensors=True,
             attn_implementation="eager",
@@ -107,7 +107,7 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
             **local,
         )
         if missing := sorted(loaded["missing_keys"]):
-            # transformers would go on with random numbers in their place.
+            # transformers would replace missing weights with random numbers.
             found = f"one without {len(missing)} of them, such as {missing[0]}"
             raise checks.refuse("--checkpoint", "a checkpoint with all weights", found, "copy the whole checkpoint")
         tokenizer = None
@@ -125,7 +125,7 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within it, transformers says nothing but errors: its warnings quote the checkpoint's own texts."""
+    """Within it, transformers logs only errors, since its warnings quote untrusted texts of the checkpoint."""
     logging: Any = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -141,7 +141,7 @@ def _quiet() -> Iterator[None]:
 def prompt_ids(
     model: Any, tokenizer: Any, *, text: str | None, ids: list[int] | None, count: int | None, seed: int
 ) -> list[int]:
-    """Token numbers from a text, from numbers, or at random."""
+    """Token ids from a text, from given ids, or at random."""
     vocab: int = model.config.vocab_size
     if text is not None:
         if tokenizer is None:
@@ -164,26 +164,26 @@ def prompt_ids(
 
 @dataclass
 class Generated:
-    """What came out, and how long it took."""
+    """The generated tokens and their times."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     text: str | None = None
-    """None without a tokenizer."""
+    """The generated text; None without a tokenizer."""
     prefill_seconds: float = 0.0
-    """To the first token."""
+    """Time to the first token."""
     decode_seconds: float = 0.0
-    """For all others."""
+    """Time from the first to the last token."""
 
     @property
     def tokens_per_second(self) -> float | None:
-        """While decoding; None if the first token was the only one."""
+        """The rate of decoding; None if there is only one token."""
         later = len(self.tokens) - 1
         return later / self.decode_seconds if later > 0 and self.decode_seconds > 0 else None
 
 
 class _Streamer:
-    """Takes tokens as `generate` makes them, the prompt first."""
+    """Receives tokens from `generate` one step at a time, the prompt first."""
 
     def __init__(self, result: Generated, tokenizer: Any, report: Callable[[str, int], None]) -> None:
         self.result, self.tokenizer, self.report = result, tokenizer, report
@@ -199,18 +199,18 @@ class _Streamer:
         if len(result.tokens) == 1:
             self.first, result.prefill_seconds = now, now - self.began
         result.decode_seconds = now - self.first
-        self.report(self._piece(), len(result.tokens))
+        self.report(self._new_text(), len(result.tokens))
 
     def end(self) -> None:
-        """Nothing is held back, except what is no complete text."""
+        """Nothing is left to report: only an incomplete character may be pending."""
 
-    def _piece(self) -> str:
-        """What the newest token adds to the text."""
+    def _new_text(self) -> str:
+        """The text that the newest token adds; empty for the first bytes of a character."""
         result = self.result
         if self.tokenizer is None:
             return f"{result.tokens[-1]} "
         before, text = result.text or "", self.tokenizer.decode(result.tokens)
-        if text.endswith("\ufffd"):  # a character of which more tokens will come
+        if text.endswith("\ufffd"):  # the next tokens complete the character
             return ""
         result.text = text
         return str(text[len(before) :])
@@ -226,8 +226,10 @@ def generate(
     max_new_tokens: int,
     report: Callable[[str, int], None],
 ) -> Generated:
-    """Continue a prompt greedily with the model attached; `report` gets each new piece of text, and how many tokens
-    there are."""
+    """Continue a prompt greedily with the model attached.
+
+    `report` is called after each token with the new text and the number of tokens so far.
+    """
     result = Generated(prompt)
     ids = torch.tensor([prompt], dtype=torch.int64, device=model.device)
     attach(model, cache=cache, backend=backend)

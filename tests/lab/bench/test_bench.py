@@ -1,4 +1,4 @@
-"""`tamis bench`: what it measures against, what it writes down, and when it refuses to give a time."""
+"""`tamis bench`: jobs, rooflines, the CSV file, and when it refuses to give a time."""
 
 import csv
 import json
@@ -152,7 +152,7 @@ def test_wrong_results_on_the_timed_inputs_give_no_time(
     assert "custom" not in text
 
 
-def test_roofline_of_decode_by_hand() -> None:
+def test_roofline_of_decode() -> None:
     # 128 tokens x 2048 rows x 656 bytes = 172 MB, which take 40.0 us at 4.3 TB/s; indices, queries and outputs add 3%.
     cost = attend_cost([(1, 16384)] * 128, heads=16, picks=[2048], layout=FP8, value_dim=512)
     rows = 128 * 2048 * 656
@@ -161,7 +161,7 @@ def test_roofline_of_decode_by_hand() -> None:
     assert cost.bytes == rows + 128 * 2048 * 4 + 128 * 16 * (576 + 512) * 2
     assert cost.flops == 128 * 2048 * 16 * 2 * (576 + 512)
     assert H200.seconds(cost) == pytest.approx(41.3e-6, rel=2e-3)
-    # With 128 heads arithmetic rules: 73 GFLOP at 790 TFLOP/s.
+    # With 128 heads arithmetic is the limit: 73 GFLOP at 790 TFLOP/s.
     heavy = attend_cost([(1, 16384)] * 128, heads=128, picks=[2048], layout=FP8, value_dim=512)
     assert H200.seconds(heavy) == pytest.approx(92.4e-6, rel=1e-3)
     assert Ceiling(4.3e12, None, "").seconds(heavy) == pytest.approx(48.5e-6, rel=1e-3)
@@ -313,7 +313,7 @@ def test_small_launches_of_a_v4_layer(shape: str) -> None:
     assert worst_error(item, (low, q * 1.5, *others)) == pytest.approx(0.5, rel=1e-2)
     item.compressors[1].cache.storage.zero_()
     assert worst_error(item, (low, q, *others)) == pytest.approx(1.0)
-    with pytest.raises(NotImplementedError, match="not written by hand"):
+    with pytest.raises(NotImplementedError, match="no torch baseline"):
         torch_baseline.call_for(item)
 
 

@@ -1,4 +1,4 @@
-"""`tamis bench index`: rooflines, what counts as a wrong selection, and how DeepGEMM and vLLM are called."""
+"""`tamis bench index`: rooflines, the error of a selection, and the calls of DeepGEMM and vLLM."""
 
 import math
 import sys
@@ -50,7 +50,7 @@ def test_the_suite_has_the_shapes_that_peers_are_known_for() -> None:
     assert {(job.heads, job.topk) for job in changed} == {(32, None), (None, 512), (32, 512)}
 
 
-def test_rooflines_by_hand() -> None:
+def test_rooflines() -> None:
     decode = [(1, 65536)] * 128
     scores = scores_cost(decode, heads=64, layout=KEYS, page_size=64)
     keys = 128 * 65536 * 132
@@ -102,7 +102,7 @@ def test_results_are_checked_on_the_inputs_to_be_timed(job: Job, kind: type) -> 
     changed = result.clone()
     if isinstance(item, ScoreSet):
         changed[-1, : int(item.lengths[-1])] *= 1.1
-        # What lies behind a token's length is nobody's business.
+        # Columns past a token's length do not count.
         result[-1, int(item.lengths[-1]) :] = 7.0
         assert worst_error(item, result) <= item.bound / 10
     else:
@@ -134,7 +134,7 @@ def test_torch_by_hand_says_what_it_cannot_do() -> None:
 
 
 def stand_in_for_deep_gemm(names: list[str], *, newer: bool) -> peers.DeepGEMM:
-    """The drop-in has DeepGEMM's signatures; the newer ones take queries as pairs. `names` notes what is called."""
+    """The drop-in with DeepGEMM's signatures; the newer ones take queries as pairs. `names` records the calls."""
 
     def noted(name: str):
         function = getattr(deep_gemm, f"fp8_{name}")

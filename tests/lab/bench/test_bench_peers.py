@@ -1,4 +1,4 @@
-"""Peers of `tamis bench`: each is called as it is defined, on the inputs that we are timed on, or says why not."""
+"""Peers of `tamis bench`: each is called with its own signature on the inputs of tamis, or gives a reason."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="--against: flashmla: cannot import"):
         peers.find_peers(["flashmla"], torch.device("cuda"))
     assert peers.find_peers(["none"], torch.device("cuda")) == ([], {})
-    # Code moved over by the drop-in would otherwise be compared with itself.
+    # With the drop-in installed as flash_mla, tamis would otherwise be compared with itself.
     monkeypatch.setitem(sys.modules, "flash_mla", flash_mla)
     assert "tamis's own drop-in" in peers.find_peers(None, torch.device("cuda"))[1]["flashmla"]
 
@@ -112,7 +112,7 @@ def test_vllm_is_called_as_it_is_defined(stage: str, with_lengths: bool) -> None
     for item, call in zip(sets, stand_in_for_vllm(with_lengths=with_lengths).calls(job, sets), strict=True):
         assert worst_error(item, call()) <= item.bound
         if isinstance(item, WriteSet):
-            # The peer wrote into a cache of its own.
+            # The peer wrote into a separate cache.
             assert not item.cache.storage.any()
 
 
@@ -149,7 +149,7 @@ def test_gathering_and_flash_mla_in_one_call(shape: str, heads: int, with_length
     operators = stand_in_for_vllm(with_lengths=with_lengths).operators
     peer = peers.GatheredFlashMLA(operators, peers.FlashMLA(SimpleNamespace(flash_mla_sparse_fwd=sparse_fwd)))
     calls = peer.calls(job, sets)
-    # One workspace for all of them: a call that found another's rows there would be wrong.
+    # All calls share one workspace: a call that used another's rows would be wrong.
     for item, call in [*zip(sets, calls, strict=True), (sets[0], calls[0])]:
         assert worst_error(item, call()) < 5e-3
     assert {one[:2] for one in seen} == {(64 if heads <= 64 else 128, 200 if shape == "1q40s200" else 456)}
@@ -185,7 +185,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     fa_version: int = 2,
 ) -> Tensor:
-    """What FlashAttention 3 does with latent queries, request by request, for the arguments that the peer has."""
+    """FlashAttention 3 with latent queries, one request at a time, for the arguments that the peer passes."""
     assert fa_version == 3
     assert cu_seqlens_k is None
     assert k.shape[1:] == (1, 1, 64)
@@ -271,7 +271,7 @@ def test_named_peers_that_are_not_for_a_job_are_explained(
     found = json.loads(capsys.readouterr().out)
     assert found["unsuited"] == [line]
     assert {row["peer"] for row in found["rows"]} == {"torch"}
-    # Alone, it is the reason why there is no peer at all.
+    # If it is the only peer, its reason is the note of the row without a peer.
     assert main([*arguments, "--against", "fa3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["unsuited"] == []

@@ -1,4 +1,4 @@
-"""`tamis bench --report`: limits found in rows, figures, the page; from files and from a fresh run."""
+"""`tamis bench --report`: limits implied by rows, figures, the page; from files and from a run."""
 
 import csv
 import json
@@ -48,7 +48,7 @@ def test_limits_without_rows_that_compute() -> None:
     assert find_limits([row(gpu="Some GPU")]).flops_per_second is None
     known = find_limits([row(gpu="NVIDIA H200")])
     assert (known.bytes_per_second, known.flops_per_second) == (1e9, 790e12)
-    # FP8 products count twice, and a row limited by memory says nothing about arithmetic.
+    # FP8 products count twice, and a row limited by memory does not imply an arithmetic limit.
     rows = [row(gpu="x"), row(gpu="x", stage="scores", flops=8000, roofline_us=2.0), row(gpu="x", flops=10**6)]
     assert find_limits(rows).flops_per_second == 2e9
 
@@ -65,7 +65,7 @@ def test_the_newest_of_repeated_measurements_counts() -> None:
     other = row(peer="torch")
     assert latest([new, old, other]) == [new, other]
     assert once([new, other]) == [new]
-    # Whatever else differs is another measurement.
+    # A difference in any other column makes another measurement.
     several = [new, *(replace(new, **{name: "other"}) for name in MEASUREMENT)]
     assert latest(several) == once(several) == several
     assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
@@ -80,7 +80,7 @@ def test_a_step_on_a_cpu_is_a_row_without_limits() -> None:
 
 @pytest.fixture(scope="module")
 def landed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of all results that are in the repository."""
+    """The report of all results in the repository."""
     folder = tmp_path_factory.mktemp("bench") / "report"
     assert main(["bench", "--report", str(folder), "--from", *map(str, RESULTS)]) == 0
     return folder
@@ -102,7 +102,7 @@ def test_report_of_the_landed_results(landed: Path) -> None:
     assert html.count("<tr><td") == len(rows)
     assert f"Rows: {len(read_rows(RESULTS))} read, {len(rows)} shown" in html
     assert latest(read_rows(LANDED)) == read_rows(LANDED)
-    # Every row against a peer counts, whichever backend it is of.
+    # Rows of all backends against a peer count.
     against = [row.ratio for row in rows if row.peer == "flashmla" and row.ratio is not None]
     ahead = sum(ratio >= 1 for ratio in against)
     assert len({row.backend for row in rows if row.peer == "flashmla"}) > 1
@@ -113,7 +113,7 @@ def test_report_of_the_landed_results(landed: Path) -> None:
     assert "790 TFLOP/s" in html
     names = re.findall(r'id="([^"]+)"', html)
     assert len(names) == len(set(names))
-    # Colours are the page's, and every point says what it is.
+    # Colours are the page's variables, and every point has a tip.
     assert not re.search(r"#0000|#0001", html)
     assert html.count("<title>") > 2 * len(rows)
     addresses = set(re.findall(r"https?://[\w./-]+", re.sub(r"<metadata>.*?</metadata>", "", html, flags=re.S)))

@@ -1,4 +1,4 @@
-"""Times of `tamis bench`: how many input sets make calls cold, and how replays become a spread."""
+"""Timing of `tamis bench`: the number of input sets for cold calls, and the spread of replays."""
 
 from contextlib import nullcontext
 

@@ -19,7 +19,7 @@ from tamis.ops.gather.operations import GatherKv, gather_kv
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors here are too small to share between threads, which only spin while other tests use the cores."""
+    """Use one thread: tensors here are small, and waiting threads would spin while other tests run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -70,7 +70,7 @@ def test_indexer_finds_what_attention_looks_at(heads: int, yarn_factor: float) -
 
 
 def test_probe_counts_a_wrong_output_and_a_wrong_selection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measurement must be able to fail: disturb what it is given."""
+    """Disturbed inputs must raise the measured errors."""
 
     class Disturbed(MLAProbe):
         def compare(self, layer: int, spans: Any, q: Any, rows: Any, positions: Any, out: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ def test_seed_decides_the_tokens() -> None:
 
 
 def test_generated_tokens_vary() -> None:
-    """A model whose greedy output were constant would make the equalities above hollow."""
+    """If greedy output were constant, the equalities above would prove nothing."""
     tokens = [token for tokens in run(check=False).generated for token in tokens]
     assert len(set(tokens)) > len(tokens) // 2
 
@@ -161,14 +161,14 @@ def test_scheduler_puts_decodes_first_within_the_budget() -> None:
     scheduler = Scheduler(requests, PagePool(50, 4), token_budget=8)
     kinds = []
     while not scheduler.finished:
-        pieces = scheduler.next_pieces()
-        assert 0 < sum(len(p.tokens) for p in pieces) <= 8
-        prefilling = [p.request.prefilling for p in pieces]
+        chunks = scheduler.next_chunks()
+        assert 0 < sum(len(p.tokens) for p in chunks) <= 8
+        prefilling = [p.request.prefilling for p in chunks]
         assert prefilling == sorted(prefilling)
-        kinds.append([(p.request.name, len(p.tokens)) for p in pieces])
-        batch = scheduler.batch(pieces)
-        assert batch.lengths.tolist() == [p.end for p in pieces]
-        scheduler.complete(pieces, [7] * sum(p.predicts for p in pieces))
+        kinds.append([(p.request.name, len(p.tokens)) for p in chunks])
+        batch = scheduler.batch(chunks)
+        assert batch.lengths.tolist() == [p.end for p in chunks]
+        scheduler.complete(chunks, [7] * sum(p.predicts for p in chunks))
     assert kinds[:3] == [[(0, 5)], [(0, 1), (1, 7)], [(0, 1), (1, 7)]]
     assert all(r.generated == [7] * 6 for r in requests)
     assert scheduler.pool.free_pages == 49
@@ -179,9 +179,9 @@ def test_scheduler_waits_for_pages() -> None:
     scheduler = Scheduler(requests, PagePool(4, 4), token_budget=100)  # three pages: one request at a time
     order = []
     while not scheduler.finished:
-        pieces = scheduler.next_pieces()
-        order.append([p.request.name for p in pieces])
-        scheduler.complete(pieces, [0] * len(pieces))
+        chunks = scheduler.next_chunks()
+        order.append([p.request.name for p in chunks])
+        scheduler.complete(chunks, [0] * len(chunks))
     assert order == [[0], [1], [2]]
 
 

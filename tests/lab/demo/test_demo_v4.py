@@ -1,4 +1,4 @@
-"""The V4 demonstration: windows and state in few pages, and errors that are those of the format."""
+"""The V4 demonstration: windows and state use few pages, and errors are those of the format."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ SMALL = {"hidden": 64, "heads": 4, "q_lora": 32, "o_lora": 16, "window": 16, "pl
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors here are too small to share between threads, which only spin while other tests use the cores."""
+    """Use one thread: tensors here are small, and waiting threads would spin while other tests run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -99,7 +99,7 @@ def test_windows_and_state_stay_small_and_all_pages_come_back() -> None:
     server = V4Server(V4Shape(**SMALL), workload(token_budget=8, max_prompt=250, check=False))
     pools = {name: pool for name, (pool, _) in server.scheduler.windows.items()}
     assert sorted(pools) == ["state32", "state4", "window"]
-    # Far fewer than the tokens of all requests would need.
+    # Far fewer pages than for all tokens of all requests.
     lengths = sum(r.cache_length for r in server.requests)
     assert all(pool.pages * pool.page_size < lengths or name == "window" for name, pool in pools.items())
     served = run_server(server, None)
@@ -112,10 +112,10 @@ def test_scheduler_gives_pages_back_while_a_request_runs() -> None:
     pool = PagePool(20, 4)
     scheduler = Scheduler([Request(0, [1] * 30, arrival=0, new_tokens=2)], PagePool(20, 4), 8, {"window": (pool, 6)})
     while not scheduler.finished:
-        pieces = scheduler.next_pieces()
-        batch = scheduler.batch(pieces)
+        chunks = scheduler.next_chunks()
+        batch = scheduler.batch(chunks)
         assert batch.other_pages["window"].slots.min() >= 0
-        scheduler.complete(pieces, [0] * sum(p.predicts for p in pieces))
+        scheduler.complete(chunks, [0] * sum(p.predicts for p in chunks))
         if scheduler.running:
             kept = scheduler.running[0].cached - 5
             held = pool.block_table([0])[0]

@@ -1,4 +1,4 @@
-"""Reports as files: what a browser may run in them, texts from outside in them, and writes that fail."""
+"""HTML reports: the content security policy, escaping of untrusted texts, and writes that fail."""
 
 import base64
 import errno
@@ -94,7 +94,7 @@ def test_the_policy_names_what_is_in_the_page() -> None:
     assert json.loads(page.data[0]) == [HOSTILE]
 
 
-def test_hostile_texts_stay_texts_in_a_bench_report(tmp_path: Path) -> None:
+def test_untrusted_texts_stay_texts_in_a_bench_report(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from tamis.lab.bench.report import write_report
 

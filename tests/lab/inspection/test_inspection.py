@@ -1,4 +1,4 @@
-"""`inspect_model` against Hugging Face's own dense attention and indexers, and what is made of it."""
+"""`inspect_model` against Hugging Face's dense attention and indexers, and the summary, packing and page."""
 
 import base64
 import copy
@@ -39,7 +39,7 @@ def inspected(name: str) -> Inspection:
 
 
 def dense_weights(name: str, layer: int) -> torch.Tensor:
-    """[H, T, S] of transformers' own attention when its indexer may select everything."""
+    """Weights [H, T, S] of transformers' attention when its indexer may select everything."""
     other = copy.deepcopy(model(name))
     other.set_attn_implementation("eager")
     attention = other.model.layers[layer].self_attn
@@ -50,7 +50,7 @@ def dense_weights(name: str, layer: int) -> torch.Tensor:
 
 
 def chosen_by_transformers(name: str, layer: int) -> torch.Tensor:
-    """What the untouched model's indexer selects."""
+    """The selection of the unattached model's indexer."""
     attention = model(name).model.layers[layer].self_attn
     indexer = attention.indexer if hasattr(attention, "indexer") else attention.compressor.indexer
     found = []
@@ -72,7 +72,7 @@ def test_selections_and_recall_are_those_of_transformers(name: str, layer: int, 
     for query in range(TOKENS):
         visible = (query + 1) // ratio
         chosen = {place for place in notes.rows[query].tolist() if place >= 0}
-        # Their float32 sums may order two nearly equal scores at the cut the other way round.
+        # float32 sums may order two nearly equal scores at the cutoff differently.
         for place in chosen - set(theirs[query]):
             score = notes.scores[query, notes.rows[query].tolist().index(place)]
             assert score - notes.cut[query] <= 1e-5 * np.abs(notes.scores[query]).max()
@@ -131,7 +131,7 @@ def test_maps_and_summaries_agree_with_the_rows() -> None:
     for notes, layer in zip(found.layers, layers, strict=True):
         rows = [{place for place in row if place >= 0} for row in found.source(notes).rows.tolist()]
         assert np.array_equal(notes.rows, found.source(notes).rows)
-        # A map as fine as the prompt is the selection itself.
+        # A map with one cell per pair is the selection itself.
         assert [set(np.flatnonzero(row)) for row in notes.counts] == rows
         assert np.allclose(notes.mass.sum(1), 1, atol=1e-5)
         later = notes.recall[64:]
@@ -202,7 +202,7 @@ def test_attached_models_are_refused_and_stay_attached() -> None:
 def unpacked(
     about: dict[str, Any], text: str, kept: int
 ) -> tuple[list[np.ndarray], list[list[int]], list[list[float]]]:
-    """What the page's script reads, in plain Python."""
+    """The decoding of the page's script in plain Python."""
     stream = zlib.decompress(base64.b64decode(text))
     area = about["grid"] * about["columns"]
     kinds = [("u1", area)] * 3 + [("<u2", kept), ("<f4", kept), ("<f4", kept)]
@@ -265,7 +265,7 @@ def test_a_page_of_many_layers_stays_small() -> None:
     extent = Extent.plan([spec] * 61, 16384, 2048, [])
     notes = LayerNotes(0, spec, extent)
     chance = numpy_seeded(0)
-    # Nothing compresses worse than chance.
+    # Random selections compress worst.
     notes.rows = np.sort(chance.permuted(np.tile(np.arange(16384, dtype=np.int32), (256, 1)), axis=1)[:, :2048], axis=1)
     notes.scores = chance.random(notes.rows.shape, np.float32)
     lower = np.tri(256, dtype=bool)

@@ -1,4 +1,4 @@
-"""What selections are worth: the pure functions, each against a slow version of its definition."""
+"""The measures of a selection, each against a slow version of its definition."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every GPU named here and fits its shared memory, without that GPU."""
+"""Every Triton kernel compiles without a GPU for every target, and fits its shared memory."""
 
 import os
 import subprocess
@@ -11,9 +11,8 @@ from tamis.backends import STAGES
 from tamis.lab.offline.triton import NATIVE_E4M3, TARGETS
 
 WHOLE = ("sm_90", "gfx942")
-"""Where every launch is compiled: one target of each compiler, AMD's with the least shared memory. Others differ from
-these in instructions and limits, which each kernel's largest launch meets, and not in what they make of a format or a
-shape."""
+"""The targets for which every launch is compiled: one of each compiler, for AMD that with the least shared memory.
+Other targets differ in instructions and limits, so that the largest launch of each kernel is enough for them."""
 PRODUCT = """
 import triton
 import triton.language as tl
@@ -40,7 +39,7 @@ for target, size in (("sm_90", 32), ("gfx942", 32), ("sm_90", 256), ("gfx942", 2
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A Python process in which Triton compiles: the interpreter, once chosen, stays for the whole process."""
+    """Run a Python process in which Triton compiles; this process may have chosen Triton's interpreter for good."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
 

@@ -1,4 +1,4 @@
-"""`tamis verify`: passes where the stages are right, fails where one is not, and says what does not apply."""
+"""`tamis verify`: passes if the stages are right, fails if one is not, and says which checks do not apply."""
 
 import json
 import math
@@ -116,7 +116,7 @@ def break_query(result: tuple[Tensor, Tensor], *args: object) -> None:
 
 
 def break_topk(result: Tensor, *args: object) -> None:
-    # The last of the selected positions becomes its neighbour: one wrong choice in one row.
+    # The last selected position is replaced by its neighbour: one wrong choice in one row.
     if result.shape[0] == 7 and result.shape[1] > 1:
         count = int((result[0] >= 0).sum())
         result[0, count - 1] += 1
@@ -191,7 +191,7 @@ def test_results_that_change_from_run_to_run_fail(monkeypatch: pytest.MonkeyPatc
     found = by_check(run_checks("cpu", stages=["combine"], quick=True))
     assert found["combine", "same bits on ten runs"].state == "FAILED"
     assert "run 2: output 0: " in found["combine", "same bits on ten runs"].note
-    # The values themselves are within their bound, but for the rows that must be exactly zero.
+    # The values are within their bound, except for rows that must be exactly zero.
     assert "must be zero" in found["combine", "values, to float32"].note
 
 
@@ -222,7 +222,7 @@ def test_nan_is_no_error_within_any_bound() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--backend", "flash"], "backend must be one of 'auto', "),
+        (["--backend", "flash"], "--backend must be one of auto, "),
         (["--stage", "sieve"], "invalid choice: 'sieve'"),
         (["--device", "tpu"], "--device"),
     ],
@@ -247,7 +247,7 @@ def test_a_named_backend_is_checked_on_what_it_claims(
     away = Backend("away", "reference", "", devices=("cuda",))
     monkeypatch.setattr(tamis.backends, "BACKENDS", (picky, away, *BACKENDS))
     found = run_checks("cpu", "picky", quick=True)
-    # Under another name the reference is taken for a kernel that promises more than it does.
+    # Under another name the reference stands for a kernel that claims more than it can do.
     assert {r.check for r in found if not r.ok} <= {"same bits alone and in a batch"}
     assert {r.cases for r in found if (r.stage, r.check) == ("write", "bytes")} == {0}
     everything = run_checks("cpu", "reference", ["attend"], quick=True)
@@ -260,7 +260,7 @@ def test_a_named_backend_is_checked_on_what_it_claims(
     assert main(["verify", "--device", "cpu", "--backend", "picky", "--stage", "write"]) == 1
     assert "no check applies" in capsys.readouterr().out
     assert main(["verify", "--device", "cpu", "--backend", "away"]) == 2
-    assert "device must be cuda for away, got cpu" in capsys.readouterr().err
+    assert "backend 'away' needs a CUDA device" in capsys.readouterr().err
 
 
 def test_only_backends_that_claim_it_are_captured() -> None:
@@ -298,7 +298,7 @@ def test_replays_are_compared_with_eager_calls(stale: bool, monkeypatch: pytest.
         outputs = double(values)
         if FakeGraph.capturing is not None:
             made = FakeGraph.capturing
-            # A stale graph has kept a copy of its inputs instead of their place.
+            # A stale graph has kept a copy of its inputs instead of their address.
             made.call, made.inputs, made.outputs = double, [values.clone() if stale else values], outputs
         return outputs
 

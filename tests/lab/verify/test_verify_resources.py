@@ -1,4 +1,4 @@
-"""`tamis verify` lists what CUDA C++ kernels need, and fails where one spills or asks for too much shared memory."""
+"""`tamis verify` lists the resources of CUDA C++ kernels, and fails if one spills or needs too much shared memory."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ needs_compiler = pytest.mark.skipif(not has_nvrtc() or cuobjdump() is None, reas
 
 @pytest.fixture
 def cases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[CudaCase]:
-    """What stage `index` has instead of its kernels, and nothing else to check; cubins stay in a folder of the test."""
+    """Replaces the kernels of stage `index`, and leaves no other check; cubins stay in a folder of the test."""
     found: list[CudaCase] = []
     monkeypatch.setattr(resources, "stage_cases", lambda stage: iter(found))
     monkeypatch.setattr(compiler.cubins, "default_folder", lambda: tmp_path)
@@ -45,7 +45,7 @@ def cases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[CudaCase]:
 
 
 def found_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    """A GPU that is not there."""
+    """Simulate a GPU."""
     monkeypatch.setattr(tamis.backends, "compute_capability", lambda device: capability)
     monkeypatch.setattr(resources, "compute_capability", lambda device: capability)
 
@@ -114,7 +114,7 @@ def test_on_a_gpu_the_programs_for_it_are_looked_at(cases: list[CudaCase], monke
         result = judged(Target(GPU, "auto", quick))
         assert (result.state, result.cases, result.error) == ("FAILED", 2, 256)
         assert [(k.program, k.target) for k in result.kernels] == [("fits", "sm_90a"), ("spills", "sm_90a")]
-    # What is about to be timed is checked for its numbers alone.
+    # Before a timing only numbers are checked.
     assert not list(resource_checks("index", Target(GPU, scope=Scope(frozenset(), frozenset()))))
 
 

@@ -1,4 +1,4 @@
-"""Input sets of the indexer: queries over cached keys, and scores to select from."""
+"""Input sets for the indexer's stages: scores of cached keys, top-k of given scores, and both in one call."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, eq=False)
 class ScoreSet:
-    """FP8 queries over cached keys, to be scored."""
+    """One scoring call: FP8 queries over cached keys."""
 
     q: Tensor
     weights: Tensor
@@ -31,32 +31,32 @@ class ScoreSet:
     request_ids: Tensor
     block_table: Tensor
     lengths: Tensor
-    """Per token: the whole of its request."""
+    """int32 [T]: the length of each token's request, all of which the token sees."""
     width: int
-    """The longest of them."""
+    """The largest of the lengths."""
     queries: int | None
-    """New tokens per request, where all have the same number."""
+    """New tokens per request; None if requests differ."""
 
     bound = 5e-3
 
     def run(self, backend: str) -> Tensor:
-        """Our scores."""
+        """The scores from tamis."""
         paged = self.q, self.weights, self.cache, self.request_ids, self.block_table, self.lengths
         return index_scores(*paged, width=self.width, backend=backend)
 
     def error(self, result: Tensor) -> float:
-        """Relative error of a few tokens' scores, as far as they see, against float64."""
+        """Relative error of a few tokens' scores against float64, over the keys that those tokens see."""
         found = [result[token, : len(scores)].cpu() for token, scores in self.true_scores.items()]
         return compare.relative_error(torch.cat(found), torch.cat(list(self.true_scores.values())))
 
     @cached_property
     def true_scores(self) -> dict[int, Tensor]:
-        """float64 scores of what a few tokens see, on the host."""
+        """float64 scores of a few tokens on the host, over the keys that those tokens see."""
         return {token: self._true_scores_of(token) for token in sample(len(self.q))}
 
     @cached_property
-    def places(self) -> list[tuple[slice, Tensor]]:
-        """For each request its tokens and the slots of its keys, looked up once."""
+    def request_keys(self) -> list[tuple[slice, Tensor]]:
+        """The tokens and the key slots of each request; computed once, since several calls need them."""
         found, size = [], self.cache.page_size
         ids, lengths = self.request_ids.tolist(), self.lengths.tolist()
         for request, table in enumerate(self.block_table.long()):
@@ -68,14 +68,14 @@ class ScoreSet:
     def _true_scores_of(self, token: int) -> Tensor:
         one = slice(token, token + 1)
         q, weights = self.q[one].float().cpu(), self.weights[one].cpu()
-        places = self.request_ids[one].cpu(), self.block_table.cpu(), self.lengths[one].cpu()
-        scores = oracle.index_scores(q, weights, self.cache, *places)
+        keys = self.request_ids[one].cpu(), self.block_table.cpu(), self.lengths[one].cpu()
+        scores = oracle.index_scores(q, weights, self.cache, *keys)
         return scores[0, : int(self.lengths[token])]
 
 
 @dataclass(frozen=True, eq=False)
 class IndexSet:
-    """FP8 queries over cached keys, of which the best are to be selected."""
+    """One call that scores cached keys for FP8 queries and selects the top k."""
 
     scored: ScoreSet
     k: int
@@ -83,19 +83,19 @@ class IndexSet:
     bound = 5e-3
 
     def run(self, backend: str) -> Tensor:
-        """Our positions."""
+        """The positions from tamis."""
         s = self.scored
         return index_topk(s.q, s.weights, s.cache, s.request_ids, s.block_table, s.lengths, self.k, backend=backend)
 
     def error(self, result: Tensor) -> float:
-        """The worst of a few tokens' selections by float64 scores: see `selection_error`."""
+        """The largest `selection_error` of a few tokens, by float64 scores."""
         true = self.scored.true_scores
         return max(selection_error(result[token], scores, self.k) for token, scores in true.items())
 
 
 @dataclass(frozen=True, eq=False)
 class TopkSet:
-    """Scores to select from."""
+    """One top-k call on given scores."""
 
     scores: Tensor
     lengths: Tensor
@@ -106,27 +106,28 @@ class TopkSet:
     bound = 1e-6
 
     def run(self, backend: str) -> Tensor:
-        """Our positions."""
+        """The positions from tamis."""
         return topk_positions(self.scores, self.lengths, self.k, backend=backend)
 
     def error(self, result: Tensor) -> float:
-        """The worst of a few rows' selections: see `selection_error`."""
+        """The largest `selection_error` of a few rows."""
         rows = sample(len(self.scores))
         seen = {row: self.scores[row, : int(self.lengths[row])].double().cpu() for row in rows}
         return max(selection_error(result[row], scores, self.k) for row, scores in seen.items())
 
 
 def sample(count: int) -> list[int]:
-    """The first, the middle and the last of so many."""
+    """The first, the middle and the last index below `count`."""
     return sorted({0, count // 2, count - 1})
 
 
 def selection_error(row: Tensor, scores: Tensor, k: int) -> float:
-    """By how much a score left out exceeds one selected, relative to the largest: which of equals are selected, and in
-    which order, does not count. Infinite if the row is no set of positions of the right size.
+    """By how much the highest score left out exceeds the lowest one selected, relative to the largest score.
+
+    The choice among equal scores and the order do not count. Infinite if the row is not k different positions.
 
     Args:
-        row: [k] positions in any order, negative ones absent.
+        row: [k] positions in any order; negative ones stand for nothing.
         scores: float64 [n] on the host, finite.
         k: how many to select.
     """
@@ -143,7 +144,7 @@ def selection_error(row: Tensor, scores: Tensor, k: int) -> float:
 
 
 def score_sets(job: Job, drawn: RandomInputs) -> tuple[list[ScoreSet], Cost]:
-    """Sets for scoring, each with keys of its own."""
+    """Sets for scoring, each with its own keys."""
     assert job.heads is not None
     requests = _requests(job)
     cost = scores_cost(requests, heads=job.heads, layout=named(job.layout), page_size=job.page_size)
@@ -151,7 +152,7 @@ def score_sets(job: Job, drawn: RandomInputs) -> tuple[list[ScoreSet], Cost]:
 
 
 def index_sets(job: Job, drawn: RandomInputs) -> tuple[list[IndexSet], Cost]:
-    """Sets for scoring and selecting in one."""
+    """Sets for scoring and top-k in one call."""
     assert job.heads is not None
     assert job.topk is not None
     requests, layout = _requests(job), named(job.layout)
@@ -161,7 +162,7 @@ def index_sets(job: Job, drawn: RandomInputs) -> tuple[list[IndexSet], Cost]:
 
 
 def topk_sets(job: Job, drawn: RandomInputs) -> tuple[list[TopkSet], Cost]:
-    """Sets for selecting: normal scores, or ones of which all but a few in a hundred are 0."""
+    """Sets for top-k: normally distributed scores, or for topk-ties scores of which all but a few percent are 0."""
     assert job.topk is not None
     requests = _requests(job)
     cost = topk_cost(requests, topk=job.topk)
@@ -169,18 +170,18 @@ def topk_sets(job: Job, drawn: RandomInputs) -> tuple[list[TopkSet], Cost]:
     decode = all(new == 1 for new, _ in requests)
     width = max(length for _, length in requests)
     sets = []
-    # A row of scores is small: it takes many to fill a cache.
+    # Rows of scores are small, so that it takes many sets to exceed the cache.
     for _ in range(set_count(cost.bytes, drawn.device, most=1024)):
         scores = drawn.normal(len(lengths), width, dtype=torch.float32)
         if job.stage == "topk-ties":
-            # Fewer positive scores than there are to select, so that the cut goes through the equal ones.
+            # Fewer scores are positive than are selected, so that the k-th score is one of the equal ones.
             scores = torch.where(scores > _above(job.topk / 2 / width), scores, 0.0)
         sets.append(TopkSet(scores, lengths, job.topk, decode))
     return sets, cost
 
 
 def _above(share: float) -> float:
-    """What a share of normal numbers exceeds."""
+    """The number that this share of standard normal numbers exceeds."""
     return math.sqrt(2) * float(torch.erfinv(torch.tensor(1 - 2 * min(share, 0.5), dtype=torch.float64, device="cpu")))
 
 

@@ -1,6 +1,7 @@
 """Input sets for a job: filled caches, queries, selections. Built on the device, from a seed.
 
-Each kind of set runs our stage on itself, says how wrong a result is, and carries what peers need to do the same.
+Each kind of set runs the stage of tamis on its tensors, measures the error of a result, and holds the tensors that
+peers need for the same call.
 """
 
 import math
@@ -32,14 +33,14 @@ V4_PAGE = 256
 
 @dataclass(frozen=True, eq=False)
 class AttendSet:
-    """One attention call. Its selections hold slots, so that every peer works on the same ones."""
+    """One attention call. Its selections hold slots, so that every peer reads the same rows."""
 
     q: Tensor
     selections: tuple[Selection, ...]
     scale: float
     value_dim: int
     queries: int | None
-    """New tokens per request, where all have the same number."""
+    """New tokens per request; None if requests differ."""
     block_table: Tensor
     """int32 [B, W], the pages of each request; -1: absent."""
     lengths: Tensor
@@ -48,7 +49,7 @@ class AttendSet:
     bound = 1e-2
 
     def run(self, backend: str) -> Tensor:
-        """Our output."""
+        """The output of tamis."""
         selections = list(self.selections)
         return attend(self.q, selections, scale=self.scale, value_dim=self.value_dim, backend=backend).out
 
@@ -72,12 +73,12 @@ class WriteSet:
     bound = 5e-2
 
     def run(self, backend: str) -> PagedCache:
-        """The cache with our rows in it."""
+        """The cache after the write by tamis."""
         write_kv(self.kv, self.cache, self.slots, backend=backend)
         return self.cache
 
     def error(self, result: PagedCache) -> float:
-        """Relative error of some rows as stored, which contains the error of the format."""
+        """Relative error of some stored rows, which includes the rounding of the format."""
         some = torch.linspace(0, len(self.kv) - 1, 64, dtype=torch.float32, device="cpu").long().to(self.kv.device)
         return compare.relative_error(oracle.rows_of(result, self.slots[some].cpu()), self.kv[some])
 
@@ -95,7 +96,7 @@ class GatherSet:
     bound = 1e-2
 
     def run(self, backend: str) -> Tensor:
-        """The workspace with our rows in it."""
+        """The workspace after the gather by tamis."""
         return gather_kv(self.cache, self.block_table, self.lengths, starts=self.starts, out=self.out, backend=backend)
 
     def error(self, result: Tensor) -> float:
@@ -123,7 +124,7 @@ class TranslateSet:
     bound = 0.0
 
     def run(self, backend: str) -> Tensor:
-        """Our slots."""
+        """The slots from tamis."""
         return translate_positions(
             self.positions, self.request_ids, self.block_table, page_size=self.page_size, backend=backend
         ).slots
@@ -140,14 +141,14 @@ class TranslateSet:
 
 @dataclass(frozen=True, eq=False)
 class SelectSet:
-    """The rows of one V4 step: windows, entries of two ratios, and every entry of the larger ratio."""
+    """One V4 step's row selection: windows, completed entries of both ratios, and all entries of the larger ratio."""
 
     positions: Tensor
     request_ids: Tensor
     window_table: Tensor
     entry_table: Tensor
     page_size: int
-    """Of the window."""
+    """Tokens per page of the window cache."""
     windows: Tensor
     every: Tensor
     completed: tuple[Tensor, Tensor]
@@ -156,7 +157,7 @@ class SelectSet:
     bound = 0.0
 
     def run(self, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Windows, every entry, and the entries completed, by ratio. Three launches."""
+        """Slots of windows, of all entries, and of the entries completed at each ratio, in three launches."""
         tokens = (self.positions, self.request_ids)
         select_window(
             *tokens,
@@ -208,7 +209,7 @@ InputSet = AttendSet | WriteSet | GatherSet | TranslateSet | SelectSet | Compres
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """The input sets of a job and what one call on them costs at least."""
+    """The input sets of a job and the lowest possible cost of one call."""
 
     job: Job
     sets: list[InputSet]
@@ -216,7 +217,7 @@ class Prepared:
 
 
 def prepare(job: Job, device: torch.device, seed: int = 0) -> Prepared:
-    """Build as many sets as make every call a cold one."""
+    """Build so many sets that no call finds its inputs in the GPU's cache."""
     builders: dict[str, Callable[[Job, RandomInputs], Prepared]] = {
         "attend": _attend,
         "write": _write,
@@ -241,7 +242,7 @@ def _attend(job: Job, drawn: RandomInputs) -> Prepared:
     assert job.heads is not None
     assert job.topk is not None
     layout = named(job.layout)
-    # V4 rows are all value; in V3.2 the rope part is key only.
+    # A V4 row is key and value as a whole; in V3.2 the rope dimensions are key only.
     value_dim = layout.width if job.layout.startswith("v4") else layout.latent
     queries, lengths = parse_shape(job.shape)
     picks = [job.topk, job.window] if job.window else [job.topk]
@@ -274,20 +275,20 @@ def _selections(
     cache = drawn.cache(layout, pages, job.page_size)
     second = drawn.cache(layout, pages, job.page_size) if job.window else None
     decode = max(queries) == 1
-    pieces = max(1, min(most, min(lengths) // job.topk if decode else 1))
-    # One shuffle of each context, cut into pieces: no piece finds the rows of another in the cache.
-    columns = pieces * job.topk
+    count = max(1, min(most, min(lengths) // job.topk if decode else 1))
+    # Each context is shuffled once and divided between the sets, so that no set reads the rows of another.
+    columns = count * job.topk
     shuffled = [drawn.picks(new, min(columns, length), length) for new, length in zip(queries, lengths, strict=True)]
     ids = drawn.request_ids(queries)
-    for piece in range(pieces):
-        span = slice(piece * job.topk, (piece + 1) * job.topk)
+    for number in range(count):
+        span = slice(number * job.topk, (number + 1) * job.topk)
         positions = torch.cat([_padded(part[:, span], job.topk) for part in shuffled])
         chosen = Selection(cache, _slots(positions, table, ids, job.page_size))
         if second is None:
             yield (chosen,)
             continue
         window = torch.arange(job.window, dtype=torch.int64, device=drawn.device).repeat(len(ids), 1)
-        starts = [piece * job.window % max(1, length - job.window + 1) for length in lengths]
+        starts = [number * job.window % max(1, length - job.window + 1) for length in lengths]
         window += torch.tensor(starts, dtype=torch.int64, device=drawn.device)[ids].unsqueeze(1)
         window[window >= torch.tensor(lengths, dtype=torch.int64, device=drawn.device)[ids].unsqueeze(1)] = -1
         yield (Selection(second, _slots(window, table, ids, job.page_size)), chosen)
@@ -377,6 +378,6 @@ def _compress(job: Job, drawn: RandomInputs) -> Prepared:
 
 
 def worst_error(item: InputSet, result: object) -> float:
-    """The set's own measure of a result, infinite where the result is not even of the right kind."""
+    """The set's `error` of a result, infinite where that is NaN."""
     error = item.error(result)  # type: ignore[arg-type]
     return math.inf if math.isnan(error) else error

@@ -19,16 +19,16 @@ LATENT = tuple(name for name in NAMES if not name.startswith("index"))
 
 @dataclass(frozen=True)
 class Job:
-    """One thing to measure."""
+    """One stage at one shape, to be timed."""
 
     suite: str
     stage: str
-    """attend, write, gather, select, translate, or compress: all of a C4A layer's small launches; of the indexer
-    scores, topk, topk-ties (from scores that are mostly equal) or index (scores and top-k in one call)."""
+    """attend, write, gather, select, translate; compress: all small launches of a C4A layer; for the indexer scores,
+    topk, topk-ties (top-k of mostly equal scores) or index (scores and top-k in one call)."""
     shape: str
-    """In the batch notation: `128q1s16k`. In the indexer every token sees its whole request."""
+    """The batch, such as `128q1s16k`. In indexer stages every token sees its whole request."""
     layout: str = "v32-fp8"
-    """Of the rows that are read or written."""
+    """Byte format of the rows that are read or written."""
     heads: int | None = None
     topk: int | None = None
     window: int = 0
@@ -37,14 +37,14 @@ class Job:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """What must be verified before a time is shown."""
+        """The stages that must be verified before a time is shown."""
         if self.stage in INDEXER:
             return ("index",)
         return {"attend": ("attend", "combine"), "compress": ("rotate", "compress")}.get(self.stage, (self.stage,))
 
     @property
     def query_dtype(self) -> torch.dtype:
-        """Of the queries, where the stage has some."""
+        """The dtype of the queries, where the stage has any."""
         return torch.float8_e4m3fn if self.stage in INDEXER else torch.bfloat16
 
 
@@ -61,11 +61,23 @@ class Grid:
 
     @property
     def latent(self) -> bool:
-        """Whether it is about latent rows, whose format can be another one."""
+        """Whether the stage reads or writes latent rows, so that `--layout` applies to it."""
         return self.layouts[0] in LATENT
 
+    def replaced(
+        self, shapes: Sequence[str], layouts: Sequence[str], heads: Sequence[int], topks: Sequence[int]
+    ) -> "Grid":
+        """This grid with the given values in place of its own, where it has values of that kind."""
+        return replace(
+            self,
+            shapes=tuple(shapes) or self.shapes,
+            layouts=tuple(layouts) if layouts and self.latent else self.layouts,
+            heads=tuple(heads) if heads and self.heads else self.heads,
+            topks=tuple(topks) if topks and self.topks else self.topks,
+        )
+
     def jobs(self, suite: str) -> list[Job]:
-        """Expanded, shapes first."""
+        """One job per combination, in the order layouts, shapes, heads, top-k."""
         none = (None,)
         return [
             Job(suite, self.stage, shape, layout, heads, topk, self.window)
@@ -110,7 +122,7 @@ SUITES: dict[str, tuple[Grid, ...]] = {
     ),
 }
 CUSTOM = (Grid("attend", ("128q1s16k",), ("v32-fp8",), (16,), (2048,)),)
-"""What `--shape` without a suite varies."""
+"""The grid whose shapes `--shape` replaces when no suite is named."""
 
 
 def make_jobs(
@@ -121,10 +133,24 @@ def make_jobs(
     heads: Sequence[int] = (),
     topks: Sequence[int] = (),
 ) -> list[Job]:
-    """The jobs of a suite, with some of its numbers replaced; without a suite and without a shape, the smallest one."""
-    name = suite or ("custom" if shapes else "smoke")
+    """The jobs of a suite, with the given values in place of its own.
+
+    Without a suite, shapes are measured as decode-like attention (`CUSTOM`); without shapes either, the suite is smoke.
+    """
     if suite is not None:
         checks.option("suite", suite, tuple(SUITES))
+    _check_values(shapes, layouts, heads, topks)
+    name = suite or ("custom" if shapes else "smoke")
+    grids = SUITES.get(name, CUSTOM)
+    _check_used(name, "heads", heads, any(grid.heads for grid in grids))
+    _check_used(name, "topk", topks, any(grid.topks for grid in grids))
+    _check_used(name, "layout", layouts, any(grid.latent for grid in grids))
+    changed = [grid.replaced(shapes, layouts, heads, topks) for grid in grids]
+    # Grids that differed only in a replaced value now give equal jobs.
+    return list(dict.fromkeys(job for grid in changed for job in grid.jobs(name)))
+
+
+def _check_values(shapes: Sequence[str], layouts: Sequence[str], heads: Sequence[int], topks: Sequence[int]) -> None:
     for shape in shapes:
         if 0 in parse_shape(shape)[0]:
             raise checks.refuse("shape", "requests with new tokens", repr(shape), "write q1 for a decode")
@@ -134,24 +160,9 @@ def make_jobs(
         checks.integer("heads", count, low=1, high=128)
     for count in topks:
         checks.integer("topk", count, low=1)
-    grids = CUSTOM if name == "custom" else SUITES[name]
-    varied = {
-        "heads": (heads, [bool(grid.heads) for grid in grids]),
-        "topk": (topks, [bool(grid.topks) for grid in grids]),
-        "layout": (layouts, [grid.latent for grid in grids]),
-    }
-    for option, (given, used) in varied.items():
-        if given and not any(used):
-            raise checks.refuse(option, f"left out for the suite {name!r}", list(given), "nothing there depends on it")
-    changed = [
-        replace(
-            grid,
-            shapes=tuple(shapes) or grid.shapes,
-            layouts=tuple(layouts) if layouts and grid.latent else grid.layouts,
-            heads=tuple(heads) if heads and grid.heads else grid.heads,
-            topks=tuple(topks) if topks and grid.topks else grid.topks,
-        )
-        for grid in grids
-    ]
-    # Two grids of a suite may differ in nothing but what was replaced.
-    return list(dict.fromkeys(job for grid in changed for job in grid.jobs(name)))
+
+
+def _check_used(suite: str, option: str, given: Sequence[object], used: bool) -> None:
+    """Refuse an option that no grid of the suite depends on."""
+    if given and not used:
+        raise checks.refuse(option, f"left out for the suite {suite!r}", list(given), "nothing there depends on it")

@@ -16,7 +16,7 @@ class RandomInputs:
     """Random tensors and filled caches on one device."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        """Everything that follows depends on the seed and on what was asked for before."""
+        """Seed the generator; every result depends on the seed and on the calls before it."""
         self.device = device
         self._generator = torch.Generator(device).manual_seed(seed)
 
@@ -25,8 +25,8 @@ class RandomInputs:
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=torch.float32).to(dtype)
 
     def picks(self, rows: int, k: int, below: int) -> Tensor:
-        """int64 [rows, k]: in each row different numbers below `below`, in random order."""
-        # A part at a time: a prefill over a long context would need gigabytes of random numbers at once.
+        """int64 [rows, k]: each row has k different numbers below `below` in random order."""
+        # Some rows at a time: a prefill over a long context would need gigabytes of random numbers at once.
         step = max(1, 2**26 // below)
         parts = []
         for begin in range(0, rows, step):
@@ -49,7 +49,7 @@ class RandomInputs:
         return torch.repeat_interleave(counts, output_size=sum(queries))
 
     def block_table(self, lengths: list[int], page_size: int) -> tuple[Tensor, int]:
-        """Shuffled pages for each request, -1 past its end, and how many pages there are."""
+        """int32 [B, W], the shuffled pages of each request, -1 padded; and the number of pages."""
         counts = [ceil_div(length, page_size) for length in lengths]
         order = torch.randperm(sum(counts), generator=self._generator, dtype=torch.int64, device=self.device).int()
         table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32, device=self.device)

@@ -1,4 +1,4 @@
-"""Rows of results: what was measured, on what, from which sources; as CSV and as plain data."""
+"""Result rows: the measurement, its machine and the commit, written as CSV and as plain data."""
 
 import csv
 import io
@@ -19,21 +19,21 @@ from tamis.lab.html import write_whole
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a measurement was made, and with what."""
+    """The device and the versions of a measurement."""
 
     gpu: str
-    """Name of the device; of the CPU's kind where there is no GPU."""
+    """Name of the GPU, or of the CPU's architecture."""
     driver: str
     torch: str
     triton: str
     tamis: str
     commit: str
-    """Of the checkout that tamis is imported from, with +changes if files differ; empty elsewhere."""
+    """Commit of the checkout that tamis is imported from, with +changes if files differ; empty without a checkout."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement, with one peer or none. Empty where there is nothing to say."""
+    """One measurement, compared with at most one peer. Fields without a value are empty."""
 
     time: str
     gpu: str
@@ -63,25 +63,25 @@ class Row:
     flops: int
     roofline_us: float
     error: float
-    """Of our result on these inputs: relative, against float64; wrong slots for translate; for selections by how much a
-    score left out exceeds a selected one, relative to the largest."""
+    """Error of tamis on these inputs: the number of wrong slots for translate and select, `selection_error` for top-k,
+    and the relative error against float64 for all other stages."""
     peer: str = ""
     peer_us: float | None = None
     peer_p10: float | None = None
     peer_p90: float | None = None
     peer_error: float | None = None
     ratio: float | None = None
-    """The peer's time over ours: above 1 we are faster."""
+    """The peer's time divided by that of tamis: above 1, tamis is faster."""
     note: str = ""
-    """Why a peer has no time."""
+    """The reason why a peer has no time."""
 
     @property
     def of_roofline(self) -> float:
-        """The roofline's time over ours: 1 is all that the machine can do."""
+        """The roofline's time divided by the measured one: 1 means that the limit is reached."""
         return self.roofline_us / self.median_us
 
     def as_data(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """The row as plain data for JSON."""
         return asdict(self) | {"of_roofline": self.of_roofline}
 
 
@@ -89,12 +89,12 @@ COLUMNS = [field.name for field in fields(Row)]
 
 
 def timestamp() -> str:
-    """Now, in UTC."""
+    """The current time in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def describe(device: torch.device, name: str) -> Machine:
-    """Versions, driver and commit; `name` stands for a device without one of its own."""
+    """The machine of a device; `name` is used if the device is not a GPU."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else name
     driver = _driver() if device.type == "cuda" else ""
     return Machine(gpu, driver, str(torch.__version__), _installed("triton"), tamis.__version__, _commit())
@@ -116,7 +116,7 @@ def _commit() -> str:
     package = Path(tamis.__file__).resolve().parent
     git = ["git", "-C", str(package)]
     root = _output([*git, "rev-parse", "--show-toplevel"])
-    # A package installed into some other project's checkout is not of that project's commit.
+    # A package installed inside another project's checkout must not report that project's commit.
     if not root or package != Path(root).resolve() / "src" / "tamis":
         return ""
     changes = _output([*git, "status", "--porcelain", "--untracked-files=no"])
@@ -124,7 +124,7 @@ def _commit() -> str:
 
 
 def _output(command: list[str]) -> str:
-    """What a program prints; empty if it is not there or fails."""
+    """The output of a program; empty if the program is absent or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -133,10 +133,10 @@ def _output(command: list[str]) -> str:
 
 
 class CsvFile:
-    """Appends rows to a file as they come, so that an interrupted run keeps what it has measured."""
+    """Appends rows to a file after each job, so that an interrupted run keeps its measurements."""
 
     def __init__(self, path: Path) -> None:
-        """Refuse a file with other columns, or one that cannot be there; nothing is written yet."""
+        """Refuse a file with other columns, or one in a missing folder. Nothing is written yet."""
         self._path = path
         if path.is_dir() or not path.parent.is_dir():
             raise checks.refuse("csv", "a file in an existing folder", str(path), "choose another place")
@@ -148,7 +148,7 @@ class CsvFile:
                 raise checks.refuse("csv", "a new file, or one with the same columns", str(path), "choose another name")
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Write rows now: all of them, or none if there is no room."""
+        """Write the rows now: all of them, or none if the disk is full."""
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, COLUMNS)
         if self._new:

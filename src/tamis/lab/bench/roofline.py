@@ -1,4 +1,4 @@
-"""What a call must move and compute at least, and how long the machine needs for that at best."""
+"""The bytes that each stage must move, its arithmetic, and the shortest time that a machine needs for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,33 +18,33 @@ class Cost:
     bytes: int
     flops: int = 0
     speed: int = 1
-    """How many operations take the time of one in bf16: 2 for products of FP8 numbers."""
+    """Peak rate of the products relative to bf16: 2 for FP8."""
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What a machine can do at best."""
+    """The highest rates of a machine."""
 
     bytes_per_second: float
-    """Copying, read and written bytes together."""
+    """Rate of a large copy, counting the bytes read and the bytes written."""
     flops_per_second: float | None
-    """A large bf16 matrix product; None where no arithmetic limit is assumed."""
+    """Rate of a large bf16 matrix product; None where no arithmetic limit is assumed."""
     source: str
-    """Where the numbers come from."""
+    """The origin of the numbers, shown to the user."""
 
     def seconds(self, cost: Cost) -> float:
-        """The time below which no version runs: the larger of moving and computing."""
+        """The roofline time: the larger of bytes over bandwidth and operations over peak."""
         moving = cost.bytes / self.bytes_per_second
         computing = cost.flops / (self.flops_per_second * cost.speed) if self.flops_per_second else 0.0
         return max(moving, computing)
 
 
 MEASURED = {"H200": (4.3e12, 790e12)}
-"""By a part of the GPU's name: copy bandwidth and bf16 matrix product, measured on such a machine."""
+"""Copy bandwidth and bf16 matrix product rate measured on a GPU whose name contains the key."""
 
 
 def distinct_rows(length: int, picked: int, tokens: int) -> float:
-    """How many different rows `tokens` tokens touch on average that each pick `picked` of `length` at random."""
+    """Expected number of different rows read by `tokens` tokens that each pick `picked` of `length` at random."""
     picked = min(picked, length)
     return length * (1 - (1 - picked / length) ** tokens) if length else 0.0
 
@@ -52,13 +52,13 @@ def distinct_rows(length: int, picked: int, tokens: int) -> float:
 def attend_cost(
     requests: Sequence[tuple[int, int]], *, heads: int, picks: Sequence[int], layout: Layout, value_dim: int
 ) -> Cost:
-    """Of attention: selected rows, their indices, 16-bit queries and outputs; two products per selected row.
+    """Cost of attention: selected rows, their indices, 16-bit queries and outputs; two products per selected row.
 
     Args:
-        requests: new tokens and length of each.
+        requests: new tokens and length of each request.
         heads: query heads.
         picks: rows that a token picks from each of its selections.
-        layout: of the rows.
+        layout: byte format of the rows.
         value_dim: width of the output.
     """
     rows = sum(distinct_rows(length, picked, tokens) for tokens, length in requests for picked in picks)
@@ -69,26 +69,26 @@ def attend_cost(
 
 
 def write_cost(tokens: int, layout: Layout) -> Cost:
-    """Of a write: 16-bit rows and their 64-bit slots in, packed rows out."""
+    """Cost of a write: 16-bit rows and their 64-bit slots in, packed rows out."""
     return Cost(tokens * (2 * layout.width + 8 + layout.row_bytes))
 
 
 def gather_cost(tokens: int, layout: Layout, page_size: int) -> Cost:
-    """Of a gather: packed rows and their pages' ids in, 16-bit rows out."""
+    """Cost of a gather: packed rows and their pages' ids in, 16-bit rows out."""
     return Cost(tokens * (layout.row_bytes + 2 * layout.width) + 4 * ceil_div(tokens, page_size))
 
 
 def translate_cost(tokens: int, topk: int, pages: int) -> Cost:
-    """Of a translation: positions, request ids and the block table in, slots and counts out."""
+    """Cost of a translation: positions, request ids and the block table in, slots and counts out."""
     return Cost(tokens * (8 * topk + 8) + 4 * pages)
 
 
 def compress_cost(
     tokens: int, entries: int, heads: int, layout: Layout, index: Layout, index_heads: int, q_rank: int, span: int = 8
 ) -> Cost:
-    """Of a C4A layer's small launches: rows and heads in and out in bf16 (compressed query, queries, index queries,
-    outputs), raw rows, values and scores of two compressors in float32 to their state, and the spans and entries of
-    those tokens that end one."""
+    """Cost of a C4A layer's small launches: the compressed query, queries, index queries and outputs in and out in
+    bf16, raw rows, float32 values and scores of two compressors into their state, and the spans and entries of the
+    tokens that complete an entry."""
     total = tokens * q_rank * 2 * 2
     for width, count, passes in ((layout.width, heads, 2), (index.width, index_heads, 1)):
         total += tokens * count * width * 2 * 2 * passes
@@ -100,25 +100,26 @@ def compress_cost(
 
 
 def select_cost(tokens: int, window: int, entries: int, columns: int) -> Cost:
-    """Of a V4 step's rows: positions, requests and pages in, windows, rows of every entry and nine numbers out."""
+    """Cost of a V4 step's row selection: positions, request ids and pages in; per token a window, all entries and nine
+    numbers out."""
     return Cost(tokens * (8 + 4 * window + 4 * columns + 36) + 4 * (tokens * (window // 64 + 3) + entries // 2))
 
 
 def scores_cost(requests: Sequence[tuple[int, int]], *, heads: int, layout: Layout, page_size: int) -> Cost:
-    """Of index scores: keys with their scales and page ids, FP8 queries, their weights and lengths in, scores out."""
+    """Cost of index scores: keys, scales, page ids, FP8 queries, weights and lengths in, scores out."""
     pairs = sum(tokens * length for tokens, length in requests)
     read = _index_cost(requests, heads=heads, layout=layout, page_size=page_size)
     return replace(read, bytes=read.bytes + 4 * pairs)
 
 
 def topk_cost(requests: Sequence[tuple[int, int]], *, topk: int) -> Cost:
-    """Of a selection: scores and lengths in, positions out."""
+    """Cost of top-k: scores and lengths in, positions out."""
     tokens = sum(new for new, _ in requests)
     return Cost(4 * sum(new * length for new, length in requests) + 4 * tokens * (1 + topk))
 
 
 def index_cost(requests: Sequence[tuple[int, int]], *, heads: int, topk: int, layout: Layout, page_size: int) -> Cost:
-    """Of scores and selection in one: what scores read, positions out, and no score in memory."""
+    """Cost of scores and top-k in one call: the inputs of scores in, positions out, no score in memory."""
     read = _index_cost(requests, heads=heads, layout=layout, page_size=page_size)
     return replace(read, bytes=read.bytes + 4 * topk * sum(tokens for tokens, _ in requests))
 
@@ -132,7 +133,7 @@ def _index_cost(requests: Sequence[tuple[int, int]], *, heads: int, layout: Layo
 
 
 def find_ceiling(device: torch.device) -> Ceiling:
-    """The measured numbers of a known GPU; otherwise measured here. A CPU has a copy bandwidth only."""
+    """The limits of a device: from `MEASURED` for a known GPU, otherwise measured here; on a CPU copies only."""
     if device.type != "cuda":
         return Ceiling(_copy_rate(device, 2**26), None, "copy measured here")
     name = torch.cuda.get_device_name(device)

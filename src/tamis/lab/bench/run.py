@@ -1,4 +1,4 @@
-"""Measuring a job: ours and its peers, in turn, on the same inputs."""
+"""Measures a job: tamis and its peers interleaved, on the same inputs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,21 +19,21 @@ from tamis.lab.verify.check import Target
 
 
 class WrongResult(Exception):
-    """Our result on the inputs to be timed is wrong, so there is no time."""
+    """The result of tamis on the inputs to be timed is wrong, so that no time is measured."""
 
 
 class Measured(NamedTuple):
-    """What came out for one job."""
+    """The results of one job."""
 
     rows: list[Row]
-    """One per peer that has something to say about it; one without a peer if none has."""
+    """One row per peer that was timed or failed; a single row without a peer if there is none."""
     unsuited: dict[str, str]
-    """Peers without such a stage or format beside others that have it, and why."""
+    """Reasons by the name of each peer that lacks the stage or format; empty if all peers lack it."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all measurements of a run share."""
+    """The settings that all measurements of a run share."""
 
     device: torch.device
     backend: str
@@ -43,7 +43,7 @@ class Bench:
     peers: Sequence[Peer]
 
     def measure(self, job: Job) -> Measured:
-        """Time a job, ours and its peers."""
+        """Time a job in tamis and in its peers."""
         prepared = prepare(job, self.device)
         first = prepared.sets[0]
         error = worst_error(first, first.run(self.backend))
@@ -53,9 +53,8 @@ class Bench:
         runners = [_ready(peer, job, prepared.sets) for peer in self.peers]
         spread, runners, theirs = self._timed(prepared, runners)
         row = partial(self._row, prepared, backend.name, spread, error)
-        # A peer without such a stage is not worth a row; one that failed is.
-        told = [(r, t) for r, t in zip(runners, theirs, strict=True) if t is not None or not r.foreign]
-        rows = [row(runner, spread_of) for runner, spread_of in told]
+        # A peer that lacks the stage gets no row; a peer that failed does.
+        rows = [row(r, t) for r, t in zip(runners, theirs, strict=True) if t is not None or not r.foreign]
         unsuited = {runner.peer.name: runner.note for runner in runners if runner.foreign}
         if rows:
             return Measured(rows, unsuited)
@@ -64,7 +63,7 @@ class Bench:
     def _timed(
         self, prepared: Prepared, runners: "list[_Runner]"
     ) -> "tuple[Spread, list[_Runner], list[Spread | None]]":
-        """Our spread, and the peers with theirs. A peer that cannot be captured must not take our own time away."""
+        """The spread of tamis, the peers, and their spreads. If a peer fails in the capture, tamis is timed alone."""
         capturable = not Target(self.device, self.backend).not_capturable(prepared.job.stages)
         ours = ([partial(item.run, self.backend) for item in prepared.sets], capturable)
         able = [runner for runner in runners if runner.calls]
@@ -123,7 +122,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class _Runner:
-    """A peer's calls, checked; none if it cannot do the job or does it wrongly."""
+    """A peer's checked calls; no calls if the peer cannot do the job or its result is wrong."""
 
     peer: Peer
     calls: list[Callable[[], Any]]
@@ -140,7 +139,7 @@ def _ready(peer: Peer, job: Job, sets: Sequence[InputSet]) -> _Runner:
     except Unsupported as reason:
         return _Runner(peer, [], note=str(reason), foreign=True)
     except Exception as failure:
-        # Whatever goes wrong inside another library must not end our own measurements.
+        # An error inside another library must not end the measurements.
         return _Runner(peer, [], note=_short(failure))
     if not error <= sets[0].bound:
         shown = None if math.isinf(error) else error

@@ -1,4 +1,4 @@
-"""Timing with cold caches: calls on rotated inputs, several versions in turn, medians and spread.
+"""Timing with cold caches: calls on rotated inputs, versions interleaved, medians and percentiles.
 
 On a GPU the calls on all input sets are captured in one CUDA graph and its replays are timed by events, which leaves
 out the host. The input sets together exceed the last-level cache several times over, so that no call finds its rows
@@ -17,13 +17,13 @@ from tamis.arithmetic import ceil_div
 Calls: TypeAlias = Sequence[Callable[[], object]]
 WARM_UPS = 3
 COLD_FACTOR = 4
-"""By how much the input sets together exceed the cache."""
+"""How many times the size of the cache all input sets have together."""
 FALLBACK_CACHE = 50 * 2**20
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Microseconds per call."""
+    """Microseconds per call: median, 10th and 90th percentile."""
 
     median_us: float
     p10: float
@@ -33,7 +33,7 @@ class Spread:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The size of the GPU's last-level cache. On a CPU 1: a few sets are enough, since nobody expects cold times."""
+    """The size of the GPU's last-level cache; 1 on a CPU, where two sets are enough since times need not be cold."""
     if device.type != "cuda":
         return 1
     properties = torch.cuda.get_device_properties(device)
@@ -41,7 +41,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def set_count(touched: int, device: torch.device, *, most: int = 256) -> int:
-    """How many input sets of `touched` bytes make every call a cold one; at least two."""
+    """The number of input sets of `touched` bytes with which every call finds a cold cache; at least two."""
     return min(most, max(2, ceil_div(COLD_FACTOR * cache_bytes(device), max(1, touched))))
 
 
@@ -49,7 +49,7 @@ def time_in_turn(versions: Sequence[tuple[Calls, bool]], device: torch.device, r
     """The spread of each version, from `repeats` rounds in which all versions run one after the other.
 
     Args:
-        versions: the calls of each, one per input set, and whether they can be captured in a CUDA graph.
+        versions: the calls of each version, one per input set, and whether they can be captured in a CUDA graph.
         device: where they run.
         repeats: timed rounds, after a few untimed ones.
     """

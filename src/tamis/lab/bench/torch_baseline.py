@@ -1,4 +1,4 @@
-"""The stages as one would write them in torch for exactly these shapes: few masks, no checks, no generality."""
+"""The stages in plain torch operations for exactly the shapes of the benchmarks, with few masks and no checks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,33 +16,33 @@ from tamis.lab.bench.inputs import V4_PAGE, V4_RATIOS, AttendSet, GatherSet, Inp
 from tamis.lab.bench.v4_inputs import CompressSet
 
 WORKING_BYTES = {"cuda": 2**31, "cpu": 2**26}
-"""Dequantised rows held at once; a prefill's would not fit."""
+"""Most bytes of dequantised rows held at once, since those of a whole prefill would not fit."""
 
 
 def call_for(item: InputSet) -> Callable[[], Any]:
-    """A call that does what the set's `run` does; NotImplementedError for formats that nobody has written by hand."""
+    """A call that does the same as the set's `run`; NotImplementedError for formats that have no baseline."""
     if isinstance(item, AttendSet):
         for selection in item.selections:
             _known(selection.cache.layout)
         return partial(attend, item)
     if isinstance(item, WriteSet):
         if item.cache.layout.scale_mode not in ("pow2", "none") or item.cache.layout.rounding != "none":
-            raise NotImplementedError(f"not written by hand for {item.cache.layout.name}")
+            raise NotImplementedError(f"no torch baseline for {item.cache.layout.name}")
         return partial(write, item, own_cache(item.cache))
     if isinstance(item, GatherSet):
         _known(item.cache.layout)
         if len(set(item.lengths.tolist())) > 1:
-            raise NotImplementedError("not written by hand for requests of different lengths")
+            raise NotImplementedError("no torch baseline for requests of different lengths")
         return partial(gather, item, torch.zeros_like(item.out))
     if isinstance(item, SelectSet):
         return partial(select_rows, item)
     if isinstance(item, CompressSet):
-        raise NotImplementedError("not written by hand for the small launches of a V4 layer")
+        raise NotImplementedError("no torch baseline for the small launches of a V4 layer")
     if isinstance(item, ScoreSet):
         return partial(score, item)
     if isinstance(item, TopkSet):
         if bool((item.lengths < item.scores.shape[1]).any()):
-            raise NotImplementedError("not written by hand for rows of different lengths")
+            raise NotImplementedError("no torch baseline for rows of different lengths")
         return partial(select, item.scores, item.k)
     if isinstance(item, IndexSet):
         return lambda: select(score(item.scored), item.k)
@@ -50,13 +50,13 @@ def call_for(item: InputSet) -> Callable[[], Any]:
 
 
 def own_cache(cache: PagedCache) -> PagedCache:
-    """Another cache of the same kind: a peer must not overwrite what we are measured on."""
+    """Another cache of the same kind, so that a peer does not overwrite the inputs of tamis."""
     return PagedCache(cache.layout, cache.pages, cache.page_size, cache.device, scale=cache.scale)
 
 
 def _known(layout: Layout) -> None:
     if layout.scale_mode == "tensor" or layout.packed:
-        raise NotImplementedError(f"not written by hand for {layout.name}")
+        raise NotImplementedError(f"no torch baseline for {layout.name}")
 
 
 def rows(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,7 +77,7 @@ def rows(cache: PagedCache, slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend(item: AttendSet) -> Tensor:
-    """Gather, dequantise, two matrix products and a softmax, some tokens at a time."""
+    """Gather and dequantise rows, then two matrix products and a softmax, some tokens at a time."""
     # 16-bit matrix products are slow or missing on many CPUs.
     dtype = torch.bfloat16 if item.q.device.type == "cuda" else torch.float32
     tokens, _, width = item.q.shape
@@ -101,7 +101,7 @@ def _selected(selection: Selection, span: slice, dtype: torch.dtype) -> Tensor:
 
 
 def write(item: WriteSet, cache: PagedCache) -> PagedCache:
-    """Tile maxima, powers of two, conversion, one indexed store per field."""
+    """Quantise by the power-of-two scale of each tile, then one indexed store per field."""
     layout = cache.layout
     page, row = item.slots // cache.page_size, item.slots % cache.page_size
     if layout.scales is None or layout.tail is None:
@@ -118,7 +118,7 @@ def write(item: WriteSet, cache: PagedCache) -> PagedCache:
 
 
 def gather(item: GatherSet, out: Tensor) -> Tensor:
-    """Slots of all positions of all requests, then rows. For requests of one length."""
+    """Compute the slots of all positions and read their rows. All requests must have the same length."""
     length = out.shape[0] // len(item.lengths)
     position = torch.arange(length, dtype=torch.int64, device=out.device)
     page = item.block_table.long()[:, : ceil_div(length, item.cache.page_size)].repeat_interleave(
@@ -129,14 +129,14 @@ def gather(item: GatherSet, out: Tensor) -> Tensor:
 
 
 def translate(item: TranslateSet) -> Tensor:
-    """One gather from the block table."""
+    """Look up each position's page with one gather from the block table."""
     positions = item.positions.long()
     page = item.block_table[item.request_ids.long()].gather(1, positions.clamp_min(0) // item.page_size)
     return torch.where(positions >= 0, page * item.page_size + positions % item.page_size, -1).int()
 
 
 def select_rows(item: SelectSet) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Columns of positions, a gather from each block table, and masks."""
+    """Compute positions, look up their pages with a gather from each block table, and mask the rest."""
     position, request = item.positions.long().unsqueeze(1), item.request_ids.long()
     raw, pages = item.window_table[request], item.entry_table[request]
     column = torch.arange(item.windows.shape[1], dtype=torch.int64, device=position.device)
@@ -158,10 +158,10 @@ def _slots(positions: Tensor, table: Tensor, page_size: int) -> Tensor:
 
 
 def score(item: ScoreSet) -> Tensor:
-    """Keys of a request, a product per request and head, and a weighted sum, some tokens at a time."""
+    """Read a request's keys once, then one product and a weighted sum over heads, some tokens at a time."""
     dtype = torch.bfloat16 if item.q.device.type == "cuda" else torch.float32
     scores = torch.full((len(item.q), item.width), -torch.inf, dtype=torch.float32, device=item.q.device)
-    for tokens, slots in item.places:
+    for tokens, slots in item.request_keys:
         keys = rows(item.cache, slots, dtype)
         step = max(1, WORKING_BYTES[item.q.device.type] // (len(keys) * item.q.shape[1] * 8))
         for begin in range(tokens.start, tokens.stop, step):
@@ -172,5 +172,5 @@ def score(item: ScoreSet) -> Tensor:
 
 
 def select(scores: Tensor, k: int) -> Tensor:
-    """`torch.topk`, as positions."""
+    """The positions from `torch.topk`."""
     return scores.topk(min(k, scores.shape[1]), dim=1, sorted=False).indices.int()

@@ -1,4 +1,4 @@
-"""Input sets for what a V4 layer does beside its matrix products, scores and attention."""
+"""Input sets for the small launches of a V4 layer: norms, rotations and compressors."""
 
 from dataclasses import dataclass, replace
 
@@ -31,8 +31,8 @@ class Compressor:
 
 @dataclass(frozen=True, eq=False)
 class CompressSet:
-    """The five small launches of a C4A layer: the norm of the compressed query, queries with raw rows, both
-    compressors, outputs."""
+    """The five small launches of a C4A layer: the norm of the compressed query, the rotation of queries with the write
+    of raw rows, both compressors, and the inverse rotation of outputs."""
 
     low_q: Tensor
     low_weight: Tensor
@@ -50,7 +50,7 @@ class CompressSet:
     bound = 1e-2
 
     def run(self, backend: str) -> tuple[Tensor, ...]:
-        """The compressed query, queries, index queries, and the queries rotated back, which stand for outputs."""
+        """The compressed query, queries, index queries, and the queries rotated back, in place of real outputs."""
         table, positions = self.cos_sin, self.positions
         low = norm_rows(self.low_q, self.low_weight, backend=backend)
         q, index_q = rotate_and_write(
@@ -97,15 +97,15 @@ class CompressSet:
 def compress_sets(
     queries: list[int], lengths: list[int], heads: int, layout: Layout, device: torch.device, *, seed: int
 ) -> tuple[CompressSet, Cost]:
-    """A set for a batch: decodes at all places of their spans, prompts as they are."""
+    """A set for a batch. Decodes are at different offsets within their compression spans."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
-    # A batch of decodes has requests at every place of a span, not all at its end.
-    places = enumerate(zip(queries, lengths, strict=True))
-    ends = [length - number % RATIO if new == 1 else length for number, (new, length) in places]
+    # Real decodes are spread over the offsets of a span; suites have lengths that all end one.
+    requests = enumerate(zip(queries, lengths, strict=True))
+    ends = [length - number % RATIO if new == 1 else length for number, (new, length) in requests]
     positions = torch.cat(
         [torch.arange(end - new, end, dtype=torch.int64, device="cpu") for new, end in zip(queries, ends, strict=True)]
     )

@@ -1,4 +1,4 @@
-"""The V3.2 model served: one pool of pages for latent rows and index keys."""
+"""Serves the V3.2 model: one pool of pages for latent rows and index keys."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches
 from tamis.lab.demo.model import AttentionInputs, Model
 from tamis.lab.demo.outcome import RowSize
-from tamis.lab.demo.requests import Piece, make_requests
+from tamis.lab.demo.requests import Chunk, make_requests
 from tamis.lab.demo.server import Server, make_pool
 from tamis.lab.demo.shape import ModelShape, Workload
 from tamis.lab.testing.mla_probe import MLAProbe
@@ -20,7 +20,7 @@ from tamis.step.planner import Planner
 
 
 class MLAServer(Server):
-    """Layers that attend to tokens selected by an indexer."""
+    """Serves layers that attend to tokens selected by an indexer."""
 
     probe: MLAProbe | None
 
@@ -32,7 +32,7 @@ class MLAServer(Server):
         self.shape = shape
         self.latent = named(workload.cache, latent=shape.latent, rope=shape.rope)
         exact = workload.cache == "v32-fp32"
-        # Exact rows deserve exact keys: a rounded key can flip which of two close positions is selected.
+        # Exact rows get exact keys, since a rounded key can change which of two close positions is selected.
         index = rows(latent=shape.index_dim, rope=0, dtype=torch.float32) if exact else index_fp8(dim=shape.index_dim)
         key, row = RowSize.of("index key", index), RowSize.of("latent row", self.latent)
         self.sizes = [row, key, RowSize("both", "", row.stored + key.stored, row.bf16 + key.bf16)]
@@ -54,16 +54,16 @@ class MLAServer(Server):
         self.model = Model(shape, max_length=longest, device=self.device, dtype=dtype, seed=workload.seed)
         self.probe = MLAProbe(shape.spec, shape.layers) if workload.check else None
 
-    def logits(self, pieces: list[Piece], tokens: Tensor, plan: Plan, last: Tensor) -> Tensor:
+    def logits(self, chunks: list[Chunk], tokens: Tensor, plan: Plan, last: Tensor) -> Tensor:
         """Logits after the tokens `last` of the step."""
-        observe = partial(self._observe, pieces) if self.probe else None
+        observe = partial(self._observe, chunks) if self.probe else None
         return self.model.forward(tokens, plan, self.caches, last, observe)
 
     def attends(self, visible: int) -> int:
-        """Tokens attended to."""
+        """The number of tokens attended to, at most top-k."""
         return min(self.shape.topk, visible)
 
-    def _observe(self, pieces: list[Piece], layer: int, inputs: AttentionInputs, attended: LayerOutput) -> None:
+    def _observe(self, chunks: list[Chunk], layer: int, inputs: AttentionInputs, attended: LayerOutput) -> None:
         assert self.probe is not None
-        spans = [piece.span for piece in pieces]
+        spans = [chunk.span for chunk in chunks]
         self.probe.compare(layer, spans, inputs.q, inputs.rows, attended.positions, attended.out)

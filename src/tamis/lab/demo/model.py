@@ -18,7 +18,7 @@ from tamis.step.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """What a layer hands to `SparseMLA` for the tokens of a step."""
+    """The tensors that a layer passes to `SparseMLA` for the tokens of a step."""
 
     q: Tensor
     """[T, H, 576], absorbed and rotated."""
@@ -32,17 +32,17 @@ Observer = Callable[[int, AttentionInputs, LayerOutput], None]
 
 
 class Model:
-    """Random weights of one shape. Holds nothing of a step: caches and plan are arguments."""
+    """A model with random weights. It is stateless: caches and plan are arguments."""
 
     def __init__(self, shape: ModelShape, *, max_length: int, device: torch.device, dtype: torch.dtype, seed: int):
         """Make weights and rotary tables.
 
         Args:
-            shape: of the model.
+            shape: the sizes of the model.
             max_length: tokens of the longest request.
             device: where to compute.
-            dtype: of what attention and indexer are given; everything else is float32.
-            seed: of the weights.
+            dtype: dtype of the inputs of attention and indexer; everything else is float32.
+            seed: seed of the weights.
         """
         self.shape, self.dtype = shape, dtype
         self.weights = make_weights(shape, device, seed)
@@ -61,9 +61,9 @@ class Model:
 
         Args:
             tokens: int64 [T], in the order of the plan.
-            plan: of this step.
+            plan: the plan of this step.
             caches: one pair per layer; the new tokens' rows and keys are written into them.
-            logit_rows: int64, the tokens whose successors are wanted.
+            logit_rows: int64, the rows of the tokens whose logits are returned.
             observe: called after each layer's attention.
         """
         x = self.weights.embedding[tokens]

@@ -1,4 +1,4 @@
-"""The outcome of a run: what was served, which checks failed, and everything as plain data for JSON."""
+"""The outcome of a run: counts, failed checks, and both as plain data for JSON."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -18,56 +18,56 @@ class RowSize:
     layout: str
     stored: float
     bf16: float
-    """The same numbers in bf16."""
+    """Bytes of the same values in bf16."""
 
     @classmethod
     def of(cls, what: str, layout: Layout, tokens: int = 1) -> Self:
-        """A row that stands for some tokens."""
+        """The size per token of a row that holds `tokens` tokens."""
         stored, bf16 = layout.row_bytes, layout.width * torch.bfloat16.itemsize
         return cls(what, layout.name, stored / tokens if tokens > 1 else stored, bf16 / tokens if tokens > 1 else bf16)
 
     @property
     def ratio(self) -> float:
-        """Stored bytes against bf16."""
+        """Stored bytes divided by those of bf16."""
         return self.stored / self.bf16
 
 
 @dataclass(frozen=True)
 class Served:
-    """What happened in a run."""
+    """Counts and results of a run."""
 
     mode: str
     steps: dict[str, int]
-    """How many steps had only prefills, both kinds, and only decodes."""
+    """The number of steps with only prefills, with both kinds, and with only decodes."""
     prefill_tokens: int
     decode_tokens: int
     seconds: float
-    """Of serving, without the comparison."""
+    """Time of serving, without the comparison."""
     check_seconds: float
     generated: list[list[int]]
-    """Per request, in order of arrival."""
+    """Generated tokens per request, in order of arrival."""
     tokens_attended: int
     tokens_in_context: int
-    """Summed over all tokens that ran, per layer."""
+    """Visible tokens in one layer, summed over all tokens that ran."""
     pages: int
-    """Pages that requests could use."""
+    """The number of pages that requests could use."""
     peak_pages: int
     free_pages: int
-    """At the end."""
+    """The number of free pages at the end."""
     latent: Layout
     sizes: list[RowSize]
-    """Of what is kept of a token."""
+    """The sizes of the rows that are stored per token."""
     errors: list[LayerErrors] | None
-    """Per layer; None if nothing was compared."""
+    """Errors per layer; None if nothing was compared."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that ran."""
+        """The number of tokens that ran."""
         return self.prefill_tokens + self.decode_tokens
 
 
 def failed_checks(served: Served, workload: Workload) -> list[str]:
-    """One line for each thing that is not as it must be."""
+    """One line for each failed check."""
     failures = []
     bound = ERROR_BOUNDS[workload.cache]
     for layer, errors in enumerate(served.errors or []):
@@ -86,7 +86,7 @@ def failed_checks(served: Served, workload: Workload) -> list[str]:
 
 
 def as_data(shape: ModelShape | V4Shape, workload: Workload, served: Served) -> dict[str, Any]:
-    """Everything that the tables show and the generated tokens, ready for JSON."""
+    """The contents of the tables and the generated tokens as plain data for JSON."""
     failures = failed_checks(served, workload)
     return {
         "model": asdict(shape),

@@ -1,4 +1,4 @@
-"""Continuous batching: which requests run in a step, and how many of their tokens."""
+"""Continuous batching: a scheduler chooses the requests of a step, and how many tokens of each run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +14,12 @@ from tamis.step.batch import Batch
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and what has been generated for it."""
+    """One prompt and the tokens generated for it."""
 
     name: int
     prompt: list[int]
     arrival: int
-    """The step from which on it may run."""
+    """The first step in which the request may run."""
     new_tokens: int
     cached: int = 0
     """How many of its tokens are in the caches."""
@@ -32,12 +32,12 @@ class Request:
 
     @property
     def cache_length(self) -> int:
-        """Tokens in the caches when it is done: all but the last generated one, which never runs."""
+        """Tokens in the caches at the end: all but the last generated token, which never runs."""
         return len(self.prompt) + self.new_tokens - 1
 
 
 def make_requests(vocab: int, workload: Workload) -> list[Request]:
-    """Random prompts of all lengths, in random order of arrival; the same for the same seed."""
+    """Requests with random prompts of the workload's lengths, arriving in random order; determined by the seed."""
     generator = torch.Generator("cpu").manual_seed(workload.seed)
     lengths = workload.prompt_lengths
     order = torch.randperm(len(lengths), generator=generator, dtype=torch.int64, device="cpu").tolist()
@@ -53,32 +53,32 @@ def make_requests(vocab: int, workload: Workload) -> list[Request]:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Chunk:
     """The tokens of one request that run in one step."""
 
     request: Request
     start: int
-    """Position of the first one in the request."""
+    """Position of the first token in the request."""
     tokens: list[int]
 
     @property
     def end(self) -> int:
-        """Position after the last one."""
+        """Position after the last token."""
         return self.start + len(self.tokens)
 
     @property
     def span(self) -> RequestSpan:
-        """As a probe takes it."""
+        """The tokens as a probe takes them."""
         return RequestSpan(self.request.name, self.start, self.end, self.request.cache_length)
 
     @property
     def predicts(self) -> bool:
-        """Whether the last token's successor is wanted; inside a prompt it is known."""
+        """Whether the token after the last one must be predicted; inside a prompt it is known."""
         return self.end >= len(self.request.prompt)
 
 
 class Scheduler:
-    """Decodes first, then as much prefill as the token budget allows, in order of arrival.
+    """Runs decodes first, then as much prefill as the token budget allows, in order of arrival.
 
     A request is admitted when the pool has pages for its whole life, so that it never has to be preempted.
     """
@@ -90,8 +90,11 @@ class Scheduler:
         token_budget: int,
         windows: Mapping[str, tuple[PagePool, int]] | None = None,
     ) -> None:
-        """Queue all requests; none runs before its arrival step. `windows` are further pools with how many of a
-        request's last tokens they must hold; older pages are given back while it runs."""
+        """Queue all requests; none runs before its arrival step.
+
+        `windows` are further pools, each with the number of a request's last tokens that it must hold; pages of older
+        tokens are freed while the request runs.
+        """
         self.pool, self.token_budget, self.windows = pool, token_budget, windows or {}
         self.waiting = sorted(requests, key=lambda r: r.arrival)
         self.running: list[Request] = []
@@ -102,44 +105,44 @@ class Scheduler:
         """Whether every request is done."""
         return not self.waiting and not self.running
 
-    def next_pieces(self) -> list[Piece]:
-        """What to run now, decodes first; empty while nothing has arrived."""
+    def next_chunks(self) -> list[Chunk]:
+        """The tokens of the next step, decodes first; empty while no request has arrived."""
         self._admit()
         self.step += 1
-        pieces = [Piece(r, r.cached, r.generated[-1:]) for r in self.running if not r.prefilling]
-        room = self.token_budget - len(pieces)
+        chunks = [Chunk(r, r.cached, r.generated[-1:]) for r in self.running if not r.prefilling]
+        room = self.token_budget - len(chunks)
         for request in self.running:
             if request.prefilling and room > 0:
                 tokens = request.prompt[request.cached : request.cached + room]
-                pieces.append(Piece(request, request.cached, tokens))
+                chunks.append(Chunk(request, request.cached, tokens))
                 room -= len(tokens)
-        return pieces
+        return chunks
 
-    def batch(self, pieces: Sequence[Piece]) -> Batch:
-        """The step as the planner takes it."""
+    def batch(self, chunks: Sequence[Chunk]) -> Batch:
+        """The step as the planner's input."""
         batch = Batch.build(
-            [len(p.tokens) for p in pieces],
-            [p.end for p in pieces],
+            [len(chunk.tokens) for chunk in chunks],
+            [chunk.end for chunk in chunks],
             self.pool,
-            requests=[p.request.name for p in pieces],
+            requests=[chunk.request.name for chunk in chunks],
             other_pools={name: pool for name, (pool, _) in self.windows.items()},
         )
-        # A one-token rest of a prompt must not be taken for a decode.
-        return replace(batch, prefilling=[p.request.prefilling for p in pieces])
+        # The last token of a prompt, run alone, must not be taken for a decode.
+        return replace(batch, prefilling=[chunk.request.prefilling for chunk in chunks])
 
-    def complete(self, pieces: Sequence[Piece], predicted: Sequence[int]) -> None:
-        """Record a step that has run; `predicted` has a token for each piece that predicts. Frees finished requests."""
+    def complete(self, chunks: Sequence[Chunk], predicted: Sequence[int]) -> None:
+        """Record a step that has run and free finished requests; `predicted` has a token per chunk that predicts."""
         following = iter(predicted)
-        for piece in pieces:
-            request = piece.request
-            request.cached = piece.end
-            if piece.predicts:
+        for chunk in chunks:
+            request = chunk.request
+            request.cached = chunk.end
+            if chunk.predicts:
                 request.generated.append(next(following))
             if len(request.generated) == request.new_tokens:
                 self.running.remove(request)
                 self.pool.release(request.name)
             for pool, kept in self.windows.values():
-                # The next token sees itself and so many less one before it.
+                # The next token sees itself and the kept - 1 tokens before it.
                 pool.forget(request.name, request.cached + 1 - kept)
                 if request not in self.running:
                     pool.release(request.name)

@@ -8,6 +8,6 @@ from tamis.lab.demo.v4_server import V4Server
 
 
 def serve(shape: ModelShape | V4Shape, workload: Workload, report: ReportProgress | None = None) -> Served:
-    """Serve a workload with continuous batching and return what happened. Deterministic but for the times."""
+    """Serve a workload with continuous batching and return the outcome. Only the times are not deterministic."""
     server: Server = V4Server(shape, workload) if isinstance(shape, V4Shape) else MLAServer(shape, workload)
     return run_server(server, report)

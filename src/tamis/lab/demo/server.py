@@ -1,4 +1,4 @@
-"""The serving loop, whatever the model: requests arrive, steps run, pages are allocated and given back."""
+"""The serving loop of both models: requests arrive, steps run, pages are allocated and freed."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout
 from tamis.cache.pool import PagePool
 from tamis.lab.demo.outcome import RowSize, Served
-from tamis.lab.demo.requests import Piece, Request, Scheduler
+from tamis.lab.demo.requests import Chunk, Request, Scheduler
 from tamis.lab.demo.shape import Workload
 from tamis.lab.testing.probe import Probe
 from tamis.step.plan import Plan
@@ -23,7 +23,7 @@ ReportProgress = Callable[[int, int], None]
 
 
 class Server:
-    """The state of one run. What a model adds: its plan, its forward pass, and how much it attends to."""
+    """The state of one run. A subclass adds the planner, the forward pass, and the number of rows attended to."""
 
     planner: Any
     probe: Probe[Any] | None
@@ -48,54 +48,54 @@ class Server:
         """Tokens that have run."""
         return self.prefill_tokens + self.decode_tokens
 
-    def logits(self, pieces: list[Piece], tokens: Tensor, plan: Any, last: Tensor) -> Tensor:
+    def logits(self, chunks: list[Chunk], tokens: Tensor, plan: Any, last: Tensor) -> Tensor:
         """Logits after the tokens `last` of the step."""
         raise NotImplementedError
 
     def attends(self, visible: int) -> float:
-        """How many rows a token with so many tokens in its context attends to, on average over layers."""
+        """The number of rows that a token with `visible` tokens in its context attends to, mean over layers."""
         raise NotImplementedError
 
     @torch.inference_mode()
     def run_step(self) -> None:
-        """Run whatever can run now."""
-        pieces = self.scheduler.next_pieces()
-        if not pieces:
+        """Run one step, if any request can run."""
+        chunks = self.scheduler.next_chunks()
+        if not chunks:
             return
         checked = self.probe.seconds if self.probe else 0.0
         began = time.perf_counter()
-        plan = self.planner.plan(self.scheduler.batch(pieces))
-        predicted = self._forward(pieces, plan)
+        plan = self.planner.plan(self.scheduler.batch(chunks))
+        predicted = self._forward(chunks, plan)
         self.seconds += time.perf_counter() - began
         self.seconds -= self.probe.seconds - checked if self.probe else 0.0
-        self._count(pieces, plan.step if isinstance(plan, V4Plan) else plan)
-        self.scheduler.complete(pieces, predicted)
+        self._count(chunks, plan.step if isinstance(plan, V4Plan) else plan)
+        self.scheduler.complete(chunks, predicted)
         if self.probe:
-            for piece in pieces:
-                if piece.request not in self.scheduler.running:
-                    self.probe.forget(piece.request.name)
+            for chunk in chunks:
+                if chunk.request not in self.scheduler.running:
+                    self.probe.forget(chunk.request.name)
 
-    def _forward(self, pieces: list[Piece], plan: Any) -> list[int]:
-        tokens = torch.tensor([t for p in pieces for t in p.tokens], dtype=torch.int64, device=self.device)
-        ends = torch.tensor([len(p.tokens) for p in pieces], dtype=torch.int64, device="cpu").cumsum(0) - 1
-        last = ends[torch.tensor([p.predicts for p in pieces], dtype=torch.bool, device="cpu")].to(self.device)
-        predicted: list[int] = self.logits(pieces, tokens, plan, last).argmax(-1).tolist()
+    def _forward(self, chunks: list[Chunk], plan: Any) -> list[int]:
+        tokens = torch.tensor([t for chunk in chunks for t in chunk.tokens], dtype=torch.int64, device=self.device)
+        ends = torch.tensor([len(chunk.tokens) for chunk in chunks], dtype=torch.int64, device="cpu").cumsum(0) - 1
+        last = ends[torch.tensor([chunk.predicts for chunk in chunks], dtype=torch.bool, device="cpu")].to(self.device)
+        predicted: list[int] = self.logits(chunks, tokens, plan, last).argmax(-1).tolist()
         return predicted
 
-    def _count(self, pieces: list[Piece], plan: Plan) -> None:
+    def _count(self, chunks: list[Chunk], plan: Plan) -> None:
         split = plan.split
         kind = "mixed" if split.decodes and split.prefills else "prefill" if split.prefills else "decode"
         self.steps[kind] += 1
         self.prefill_tokens += split.prefill_tokens
         self.decode_tokens += split.decode_tokens
-        for piece in pieces:
-            visible = range(piece.start + 1, piece.end + 1)
+        for chunk in chunks:
+            visible = range(chunk.start + 1, chunk.end + 1)
             self.in_context += sum(visible)
             self.attended += sum(self.attends(n) for n in visible)
         self.peak_pages = max(self.peak_pages, self.pool.pages - 1 - self.pool.free_pages)
 
     def result(self) -> Served:
-        """What happened so far."""
+        """The outcome so far."""
         return Served(
             mode=self.planner.mode,
             steps=self.steps,
@@ -126,7 +126,7 @@ def run_server(server: Server, report: ReportProgress | None) -> Served:
 
 
 def make_pool(lengths: list[int], workload: Workload) -> PagePool:
-    """Pages for two thirds of all requests at once, so that late ones wait and pages are used again."""
+    """A pool with pages for two thirds of all requests, so that late requests wait and pages are reused."""
     needed = [ceil_div(length, workload.page_size) for length in lengths]
     pages = max(max(needed), ceil_div(2 * sum(needed), 3))
     return PagePool(pages + 1, workload.page_size, seed=workload.seed)

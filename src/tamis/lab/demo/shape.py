@@ -1,4 +1,4 @@
-"""What the demonstration runs, as plain numbers: the model's shape and the work it is given."""
+"""The sizes of the demonstration's models and its workload, as plain numbers."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,9 +14,9 @@ CacheName = Literal["v32-fp8", "v32-bf16", "v32-fp32", "v4-fp8", "v4-bf16", "v4-
 
 ERROR_BOUNDS = {name: {"fp8": 6e-2, "bf16": 1e-2, "fp32": 1e-4}[name.split("-")[1]] for name in CACHES}
 """Largest relative error of attention outputs that storing rows in a format may cause. e4m3 keeps three mantissa bits:
-2.4 % error per value, which reaches the output twice, through the values and (times 2.4, the spread of the latent part
-of the logits) through the attention weights: 0.024 * sqrt(1 + 2.4**2) = 0.062 at worst. Since weights are normalised,
-less of it remains."""
+2.4 % error per value. It reaches the output through the values, and through the attention weights times 2.4, the
+standard deviation of the latent share of the logits: 0.024 * sqrt(1 + 2.4**2) = 0.062 at most. Normalising the weights
+removes some of it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ModelShape:
 
     @property
     def recipe(self) -> IndexRecipe:
-        """The indexer has its rotary columns first, in half-split pairs: both unlike the attention."""
+        """The indexer's recipe: unlike in attention, rotary columns come first and are in half-split pairs."""
         return IndexRecipe(self.rope)
 
     @property
@@ -76,7 +76,8 @@ class V4Shape:
     """A V4 model made small where size does not matter, and kept at full size where bytes do (448 + 64 rows)."""
 
     layers: int = 3
-    """The first has a window only; the others in turn overlapping spans with an indexer, and plain ones."""
+    """The first layer has a window only; the others alternate between overlapping spans with an indexer and plain
+    spans."""
     hidden: int = 256
     heads: int = 8
     latent: int = 448
@@ -108,7 +109,7 @@ class V4Shape:
 
     @property
     def width(self) -> int:
-        """Of a row, and of a query head."""
+        """Width of a row and of a query head."""
         return self.latent + self.rope
 
     def spec(self, layer: int) -> LayerSpec:
@@ -131,7 +132,7 @@ class V4Shape:
         )
 
     def rotary(self, layer: int) -> Rope:
-        """Rotary settings of one layer: those without compression have their own theta and no YaRN."""
+        """Rotary settings of one layer. Layers without compression have their own theta and no YaRN."""
         if self.spec(layer).kind == "window":
             return Rope(self.rope)
         return Rope(self.rope, theta=160000.0, factor=self.yarn_factor)
@@ -139,7 +140,7 @@ class V4Shape:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is served, and how."""
+    """The requests to serve, and how to serve them."""
 
     requests: int = 8
     max_prompt: int = 1600
@@ -156,7 +157,7 @@ class Workload:
     device: str = "cpu"
     seed: int = 0
     check: bool = True
-    """Also compute dense and exact attention for comparison."""
+    """Whether to compute dense and exact attention for comparison."""
 
     def __post_init__(self) -> None:
         """Refuse work that cannot be done."""
@@ -174,7 +175,7 @@ class Workload:
 
     @property
     def prompt_lengths(self) -> list[int]:
-        """Lengths in rising order."""
+        """The lengths of the prompts in ascending order."""
         shortest = max(1, self.max_prompt // 9)
         span, steps = self.max_prompt - shortest, max(1, self.requests - 1)
         return [shortest + span * number // steps for number in range(self.requests)]

@@ -1,8 +1,8 @@
 """A V4 layer stack in plain torch around `tamis.layers.v4.SparseV4`: random weights, norms, MLP.
 
 The weights behave like trained ones where selection needs it, as in `tamis.lab.demo.weights`: heads share most of
-their queries, and the last channels of a key hold most of it. The indexer sees just those: its keys are pooled from
-them with the same scores, and its queries are those channels of the heads' queries.
+their queries, and the last channels of a key are the largest. The indexer sees only these channels: its keys are pooled
+from them with the same scores, and its queries are the same channels of the heads' queries.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +22,13 @@ from tamis.model.rope import rms_norm
 from tamis.step.v4_plan import V4Plan
 
 SHARPNESS = 3.0
-"""Of the attention logits: their standard deviation, which the norms' gains set."""
+"""Standard deviation of the attention logits, set by the gains of the norms."""
 LOUD = 3.0
-"""By how much the last channels of rows exceed the others."""
+"""Factor by which the last channels of rows are larger than the others."""
 
 Observer = Callable[[int, Tensor, Callable[[], Tensor | None], Tensor], None]
-"""Called after each layer's attention with its number, its input, what selects entries again, and its output."""
+"""Called after each layer's attention with its number, its input, a function that repeats its selection, and its
+output."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ class V4LayerWeights:
 
 
 class V4Model:
-    """Random weights of one shape. Holds nothing of a step: caches and plan are arguments."""
+    """A model with random weights. It is stateless: caches and plan are arguments."""
 
     def __init__(self, shape: V4Shape, *, max_length: int, device: torch.device, dtype: torch.dtype, seed: int) -> None:
         """Make weights and rotary tables; `dtype` is that of the attention layers, everything else is float32."""
@@ -67,9 +68,9 @@ class V4Model:
 
         Args:
             tokens: int64 [T], in the order of the plan.
-            plan: of this step.
-            caches: those of each layer, which are written to.
-            logit_rows: int64, the tokens whose successors are wanted.
+            plan: the plan of this step.
+            caches: the caches of each layer, which are written to.
+            logit_rows: int64, the rows of the tokens whose logits are returned.
             observe: called after each layer's attention.
         """
         x = self.embedding[tokens]
@@ -84,11 +85,11 @@ class V4Model:
         return linear(rms_norm(x[logit_rows], None), self.head)
 
     def _select(self, number: int, given: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor | None:
-        """Which entries a layer attends to; None if to all."""
+        """The entries that a layer attends to; None if it attends to all."""
         layer = self.attention[number]
         if layer.spec.kind != "overlapping":
             return None
-        # To write again what is written changes nothing, and gives the indexer's queries.
+        # Writing the same rows again changes nothing and returns the indexer's queries.
         index_q = layer.write(given, caches, plan).index_q
         assert index_q is not None
         return layer.select(given, index_q, caches, plan)

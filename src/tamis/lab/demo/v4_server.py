@@ -1,6 +1,6 @@
-"""The V4 model served: pools for entries, windows and compressor state.
+"""Serves the V4 model: pools for entries, windows and compressor state.
 
-Pages of windows and state are given back as tokens leave them, so a request needs few of them, whatever its length.
+Pages of windows and state are freed as tokens leave the window, so that a request of any length needs few of them.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tamis.cache.layout import Layout, index_fp8, named, rows
 from tamis.cache.pool import PagePool
 from tamis.cache.v4_caches import STATE_PAGE_SIZES, V4Caches
 from tamis.lab.demo.outcome import RowSize
-from tamis.lab.demo.requests import Piece, make_requests
+from tamis.lab.demo.requests import Chunk, make_requests
 from tamis.lab.demo.server import Server, Windows, make_pool
 from tamis.lab.demo.shape import V4Shape, Workload
 from tamis.lab.demo.v4_model import V4Model
@@ -28,7 +28,7 @@ WINDOW_PAGE = 64
 
 
 class V4Server(Server):
-    """Layers that attend to a window of raw tokens and to compressed entries."""
+    """Serves layers that attend to a window of raw tokens and to compressed entries."""
 
     probe: V4Probe | None
 
@@ -42,7 +42,7 @@ class V4Server(Server):
         super().__init__(requests, make_pool([r.cache_length for r in requests], workload), workload, windows)
         self.latent = named(workload.cache, latent=shape.latent, rope=shape.rope)
         exact = workload.cache == "v4-fp32"
-        # Exact rows deserve exact keys: a rounded key can flip which of two close entries is selected.
+        # Exact rows get exact keys, since a rounded key can change which of two close entries is selected.
         index = rows(torch.float32, latent=shape.index_dim, rope=0) if exact else index_fp8(dim=shape.index_dim)
         self.sizes = _row_sizes(shape, self.latent, index)
         limits = Limits(
@@ -77,13 +77,13 @@ class V4Server(Server):
             device=self.device,
         )
 
-    def logits(self, pieces: list[Piece], tokens: Tensor, plan: V4Plan, last: Tensor) -> Tensor:
+    def logits(self, chunks: list[Chunk], tokens: Tensor, plan: V4Plan, last: Tensor) -> Tensor:
         """Logits after the tokens `last` of the step."""
-        observe = partial(self._observe, pieces) if self.probe else None
+        observe = partial(self._observe, chunks) if self.probe else None
         return self.model.forward(tokens, plan, self.caches, last, observe)
 
     def attends(self, visible: int) -> float:
-        """Rows attended to, raw and compressed, on average over layers."""
+        """The number of rows attended to, raw and compressed, mean over layers."""
         total = 0
         for spec in self.specs:
             entries = visible // spec.compress if spec.kind != "window" else 0
@@ -91,14 +91,14 @@ class V4Server(Server):
         return total / len(self.specs)
 
     def _observe(
-        self, pieces: list[Piece], layer: int, given: Tensor, select: Callable[[], Tensor | None], out: Tensor
+        self, chunks: list[Chunk], layer: int, given: Tensor, select: Callable[[], Tensor | None], out: Tensor
     ) -> None:
         assert self.probe is not None
-        self.probe.compare(layer, [piece.span for piece in pieces], given, select, out)
+        self.probe.compare(layer, [chunk.span for chunk in chunks], given, select, out)
 
 
 def _make_windows(shape: V4Shape, specs: list[LayerSpec], workload: Workload) -> Windows:
-    """Pools of window and state pages, each with how many of a request's last tokens it must hold."""
+    """Pools of window and state pages, each with the number of a request's last tokens that it must hold."""
     kept = {WINDOW_POOL: (WINDOW_PAGE, shape.window)}
     for spec in specs:
         if spec.kind != "window":

@@ -1,16 +1,16 @@
 """Random weights that behave like trained ones where sparse attention needs it.
 
-With independent random weights there would be nothing to show: attention would be nearly uniform, so that no choice of
-a few positions could stand for all of them, and the indexer's scores would have nothing to do with attention. Training
-gives a model both properties (the indexer is distilled from the attention it serves). Here they are built in:
+With independent random weights attention would be nearly uniform, so that no few positions could replace all of them,
+and the indexer's scores would be unrelated to attention. Training makes attention peaked and distils the indexer from
+it. Here both properties are built in:
 
 * Queries are scaled by `SHARPNESS`, the standard deviation of the attention logits, so that attention is peaked.
-* Heads share most of their query and key projections (`HEAD_SPREAD` is each one's own part). All heads of a layer
-  attend to one common selection, which can only work if they largely agree on what matters.
+* Heads share most of their query and key projections (`HEAD_SPREAD` is the share that differs). All heads of a layer
+  attend to one selection, which covers their attention only if they largely agree.
 * Keys use a small subspace of the latent vector, apart from `LEAK`. The indexer's keys are that subspace and the rotary
-  part, both linear in the layer's input, and its queries are the attention's queries projected onto the same. So its
-  scores follow the logits without equalling them: it sees another norm (LayerNorm over all its dimensions instead of
-  RMSNorm over the latent), no leak, a sum over heads after a ReLU, and FP8 keys.
+  columns, both linear in the layer's input, and its queries are the attention's queries projected onto the same. Its
+  scores therefore follow the logits without equalling them: it sees another norm (LayerNorm over all its dimensions
+  instead of RMSNorm over the latent), no leak, a sum over heads after a ReLU, and FP8 keys.
 * Channel 0 of the residual stream is constant. Only the indexer's head weights read it, which keeps them positive.
 """
 
@@ -29,7 +29,7 @@ LEAK = 0.1
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer, float32, under names close to the checkpoint's; matrices are [out, in]. Norm gains are one."""
+    """The float32 weights of one layer, named as in checkpoints; matrices are [out, in]. Norm gains are one."""
 
     q_a: Tensor
     q_b: Tensor
@@ -55,10 +55,10 @@ class ModelWeights:
 
 
 class RandomWeights:
-    """Normal matrices from one generator, always drawn on the host, so that a seed means the same on any device."""
+    """Normal matrices from one generator on the host, so that a seed gives the same weights for every device."""
 
     def __init__(self, hidden: int, device: torch.device, seed: int) -> None:
-        """Weights of a residual stream of `hidden` channels."""
+        """Seed the generator; the residual stream has `hidden` channels."""
         self.hidden, self.device = hidden, device
         self.generator = torch.Generator("cpu").manual_seed(seed)
 
@@ -67,19 +67,19 @@ class RandomWeights:
         return torch.randn(*size, generator=self.generator, dtype=torch.float32, device="cpu")
 
     def reader(self, out: int) -> Tensor:
-        """From the residual stream, without its constant channel."""
+        """A matrix that reads the residual stream, except its constant channel."""
         weight: Tensor = self.normal(out, self.hidden) / self.hidden**0.5
         weight[:, 0] = 0.0
         return weight
 
     def writer(self, width: int, gain: float) -> Tensor:
-        """Into the residual stream, without its constant channel."""
+        """A matrix that writes to the residual stream, except to its constant channel."""
         weight: Tensor = self.normal(self.hidden, width) * (gain / width**0.5)
         weight[0] = 0.0
         return weight
 
     def related(self, count: int, rows: int, columns: int, spread: float) -> Tensor:
-        """[count, rows, columns] with unit variance, of which `spread` is each matrix's own."""
+        """[count, rows, columns] with unit variance; the share `spread` of it differs between matrices."""
         common, own = self.normal(1, rows, columns), self.normal(count, rows, columns)
         mixed: Tensor = (1 - spread) ** 0.5 * common + spread**0.5 * own
         return mixed
@@ -99,10 +99,10 @@ def _layer(random: RandomWeights, shape: ModelShape) -> LayerWeights:
     narrow = shape.index_dim - shape.rope
     q_a, kv_a = random.reader(shape.q_lora), random.reader(shape.latent + shape.rope)
     q_b = random.related(shape.heads, shape.nope + shape.rope, shape.q_lora, HEAD_SPREAD)
-    # A dot product of unit-variance parts has a spread of the root of its length, times the softmax scale.
+    # The standard deviation of a logit is the root of its number of terms, times the softmax scale.
     spread = shape.spec.scale * (shape.nope + shape.rope) ** 0.5
     q_b *= SHARPNESS / spread / shape.q_lora**0.5
-    # Orthonormal rows: the part of the latent vector that keys use.
+    # Orthonormal rows span the subspace of the latent vector that keys use.
     used = torch.linalg.qr(random.normal(shape.latent, narrow)).Q.T
     up = random.related(shape.heads, shape.nope, narrow, HEAD_SPREAD) / narrow**0.5
     leak = random.normal(shape.heads, shape.nope, shape.latent) / shape.latent**0.5

@@ -1,4 +1,4 @@
-"""What the HTML pages share: one file that needs nothing else, in light and in dark, and is written whole."""
+"""Helpers for HTML reports: a single file that loads nothing, with a light and a dark scheme, written atomically."""
 
 from tamis.lab.html.document import document, escape
 from tamis.lab.html.files import write_whole

@@ -12,16 +12,16 @@ _POLICY = (
     "default-src 'none'; script-src {scripts}; style-src {styles}; style-src-attr {attributes}; img-src data:; "
     "base-uri 'none'; form-action 'none'"
 )
-"""The browser itself refuses what would come from elsewhere, and every script and style that is not one of ours."""
+"""The content security policy: the browser refuses everything from elsewhere, and unknown scripts and styles."""
 
 
 def escape(text: object) -> str:
-    """Text for HTML, attributes included."""
+    """Escape a text for HTML, also inside attributes."""
     return html.escape(str(text))
 
 
 def _hashed(text: str) -> str:
-    """How a policy names an inline script or style."""
+    """The hash by which the policy allows an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"
 
 
@@ -35,19 +35,19 @@ def document(
     blobs: Mapping[str, str] | None = None,
     styled: bool = False,
 ) -> str:
-    """A page.
+    """An HTML page.
 
     Args:
         title: plain text.
         body: HTML.
-        style: CSS after what all reports share.
-        script: JavaScript, run when the page is there.
-        data: for the script, as JSON in the element `data`.
+        style: CSS that follows the style sheet of all reports.
+        script: JavaScript, run once the page is loaded.
+        data: data for the script, as JSON in the element `data`.
         blobs: base64 texts for the script, each in an element of its name.
-        styled: whether elements of the body have styles of their own, as those of drawings do.
+        styled: whether elements of the body have style attributes, as those of figures do.
     """
     shared = files("tamis.lab.html").joinpath("style.css").read_text(encoding="utf-8")
-    # No tag may begin in data, "</script>" least of all, and JSON allows this way of writing the same text.
+    # Data must not contain a tag such as "</script>"; JSON allows "<" to be escaped.
     embedded = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     style, script = f"\n{shared}\n{style}", f"\n{script}" if script else ""
     policy = _POLICY.format(

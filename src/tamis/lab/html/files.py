@@ -1,4 +1,4 @@
-"""`write_whole`: a file that is there as it was, or complete."""
+"""`write_whole`: replace a file completely or not at all."""
 
 import contextlib
 import os
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file beside its place and move it there, so that a failure leaves what was there before.
+    """Write a temporary file and rename it to `path`, so that a failure leaves the old file unchanged.
 
-    What is not a plain file, such as `/dev/stdout`, is written to as it is. A link leads to the file that it names.
+    A path that is not a regular file, such as `/dev/stdout`, is written to directly. Links are followed.
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     if path.exists() and not path.is_file():

@@ -1,4 +1,4 @@
-"""Looking at selections: which tokens a model's layers select for a prompt, and what that leaves of dense attention.
+"""Inspection: which tokens a model's layers select for a prompt, and how much of dense attention these cover.
 
     inspection = inspect_model(model, tokens)
     describe_layers(inspection)  # numbers

@@ -1,7 +1,7 @@
-"""Running a prompt through an attached model whose layers take notes of what they select.
+"""Runs a prompt through an attached model and records the selections of its layers.
 
-Layers select exactly as they do otherwise (`index_topk` is `index_scores`, then `topk_positions`), a few queries at a
-time, so that scores are seen once and never kept. Dense attention is computed beside them, from the same cached rows.
+Layers select exactly as without inspection (`index_topk` equals `index_scores`, then `topk_positions`), but a few
+queries at a time, so that not all scores are held at once. Dense attention is computed from the same cached rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,32 +27,32 @@ from tamis.ops import Rotated, gather_kv, index_scores, read_kv, topk_positions
 from tamis.ops.index.operations import IndexTopk
 
 SCORE_ELEMENTS = 4 << 20
-"""Scores held at once."""
+"""The most scores held at once."""
 LOGIT_ELEMENTS = 8 << 20
-"""Logits of dense attention held at once, over all heads."""
+"""The most logits of dense attention held at once, over all heads."""
 COMPARED_QUERIES = 2048
 Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """What a model selected for a prompt."""
+    """The selections of a model for a prompt."""
 
     tokens: list[int]
     """The prompt."""
     specs: list[LayerSpec]
-    """Of all layers."""
+    """The specs of all layers."""
     layers: list[LayerNotes]
-    """Of those that select, in order; those that share a selection included."""
+    """Records of the layers with a selection, in order; also of layers that share that of another."""
     extent: Extent
     cache: str
 
     def layer(self, number: int) -> LayerNotes:
-        """The notes of a layer by its number in the model."""
+        """The record of a layer by its number in the model."""
         return next(notes for notes in self.layers if notes.number == number)
 
     def source(self, notes: LayerNotes) -> LayerNotes:
-        """The layer whose indexer selected: the layer itself, or the one it shares with."""
+        """The layer whose indexer selected: the layer itself, or the one whose selection it shares."""
         return notes if notes.source is None else self.layer(notes.source)
 
 
@@ -66,16 +66,17 @@ def inspect_model(
     queries: Sequence[int] = (-1,),
     report: Report = lambda done, total: None,
 ) -> Inspection:
-    """Run a prompt through a model once and note what its layers select.
+    """Run a prompt through a model once and record the selections of its layers.
 
     Args:
-        model: as for `tamis.integrations.transformers.attach`; it is attached for the time of the call.
+        model: as for `tamis.integrations.transformers.attach`; it is attached during the call.
         tokens: the prompt.
-        cache: of what the pages are made, as for `attach`. Dense attention reads the same pages.
+        cache: cache format, as for `attach`. Dense attention reads the same cache.
         backend: a name from `tamis backends`, or "auto".
-        compared_queries: for how many queries, evenly spaced, dense attention is computed.
-        queries: those whose selections must be kept; of a short prompt all are. Negative ones count from the end.
-        report: gets how many queries of how many are done, over all layers.
+        compared_queries: number of evenly spaced queries for which dense attention is computed.
+        queries: positions whose selections must be kept; for a short prompt all are kept. Negative positions count from
+            the end.
+        report: called with the number of queries done and of all queries, summed over layers.
     """
     prompt = list(tokens)
     if not prompt:
@@ -98,7 +99,7 @@ def inspect_model(
             notes[number] = LayerNotes(number, spec, extent, source if spec.reuse_topk else None, factor)
         watch.total = len(prompt) * len(notes)
         with torch.no_grad():
-            # The part below the head: logits of every token over the vocabulary are of no use here.
+            # The model without its head: the logits are not needed.
             model.model(input_ids=torch.tensor([prompt], dtype=torch.int64, device=model.device), use_cache=False)
     finally:
         detach(model)
@@ -116,7 +117,7 @@ def _specs(model: Any) -> list[LayerSpec]:
 
 
 class _Watch:
-    """Replaces the layers that select by ones that also take notes."""
+    """Wraps the layers with a selection so that they also record it."""
 
     def __init__(self, notes: dict[int, LayerNotes], report: Report) -> None:
         self.notes, self.report = notes, report
@@ -170,7 +171,7 @@ class _WatchedV4(SparseV4):
         assert caches.entries is not None
 
         def window(part: Tensor, queries: Tensor, lse: Tensor) -> Tensor:
-            """The window's share of all attention, its sink included, mean over heads."""
+            """The window's share of the attention weights (with the sink in the denominator), mean over heads."""
             slots, lengths = plan.window.slots[part], plan.window.lengths[part]
             rows = read_kv(caches.window, slots, backend=self.backend)
             wide = float32_products(q.device)
@@ -190,7 +191,7 @@ class _WatchedV4(SparseV4):
 
 
 def _select(watch: _Watch, number: int, call: IndexTopk, own: Tensor) -> Tensor:
-    """Select as `index_topk` does, and note the scores; `own` are the queries' positions."""
+    """Select as `index_topk` does, and record the scores; `own` are the positions of the queries."""
     notes = watch.notes[number]
     width = max(1, int(call.lengths.max()))
     found = []
@@ -205,7 +206,7 @@ def _select(watch: _Watch, number: int, call: IndexTopk, own: Tensor) -> Tensor:
 
 
 def _all_rows(cache: PagedCache, block_table: Tensor, count: int, backend: str) -> Tensor:
-    """float32 [count, width]: the rows of the one request there is."""
+    """float32 [count, width]: the rows of the only request."""
     out = torch.zeros(count, cache.layout.width, dtype=torch.float32, device=cache.device)
     lengths = torch.tensor([count], dtype=torch.int32, device=cache.device)
     return gather_kv(cache, block_table[:1], lengths, out=out, backend=backend)
@@ -220,7 +221,7 @@ def _compare(
     positions: Tensor,
     window: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> None:
-    """Dense attention of the queries to be compared, a few at a time: all heads of all queries would not fit."""
+    """Compute dense attention of the compared queries, a few at a time: the logits of all would not fit."""
     column = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
     step = max(1, LOGIT_ELEMENTS // (q.shape[1] * len(rows)))
     for part in notes.compared_among(own).split(step):

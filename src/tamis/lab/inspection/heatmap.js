@@ -1,6 +1,6 @@
 "use strict";
 
-/* A layer's arrays, as packing.py lays them out. */
+/* A layer's arrays, in the format of packing.py. */
 class LayerArrays {
   static async unpack(about, kept) {
     const text = document.getElementById(`layer-${about.layer}`).textContent;
@@ -43,7 +43,7 @@ class LayerArrays {
     }
   }
 
-  /* Where the first candidate >= `candidate` of a row is stored. */
+  /* The index of the first candidate >= `candidate` in a row. */
   seek(row, candidate) {
     let low = this.starts[row], high = this.starts[row + 1];
     while (low < high) {
@@ -71,7 +71,7 @@ class HeatMap {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
   }
 
-  /* The layer whose maps are shown, and the one that has its rows: another if it shares a selection. */
+  /* Show a layer's maps; `rows` is the layer that holds the selections, another one if they are shared. */
   show(layer, rows) {
     this.layer = layer;
     this.rows = rows;
@@ -91,7 +91,7 @@ class HeatMap {
     return { left, top, width, height, scale };
   }
 
-  /* Where a pixel of the canvas lies, in tokens; null outside of the plot. */
+  /* The position of a canvas pixel in tokens; null outside the plot. */
   locate(px, py) {
     const { left, top, width, height, scale } = this.plot;
     if (px < left || py < top || px >= left + width || py >= top + height) return null;
@@ -108,7 +108,7 @@ class HeatMap {
     this.moveTo(fixed.x - at.x / scale, fixed.y - at.y / scale);
   }
 
-  /* Move the corner, but never to where there is nothing. */
+  /* Move the corner of the view, but not beyond the prompt. */
   moveTo(x, y) {
     const { width, height, scale } = this.plot;
     this.view.x = Math.max(0, Math.min(x, this.tokens - width / scale));
@@ -163,7 +163,7 @@ class HeatMap {
     this.drawAxes(context, plot);
   }
 
-  /* Fill pixels: what can be seen, then the map, then rows where they are known one by one. */
+  /* Fill pixels: visible pairs, then the map, then the kept queries. */
   paint(pixels, wide, high, scale) {
     const { about } = this.layer, colours = ramp(), { x, y } = this.view;
     const values = new Float32Array(wide * high).fill(-1);
@@ -176,7 +176,7 @@ class HeatMap {
       const seen = Math.floor((Math.floor(query) + 1) / about.ratio) * about.ratio;
       const end = Math.min(wide, Math.ceil((seen - x) * scale));
       if (end > 0) values.fill(0, py * wide, py * wide + end);
-      // Around rows that are known one by one, the map stays in the background.
+      // Around kept queries the map stays in the background.
       if (!exact || this.kept) this.paintMap(values, py, query, end, wide, scale, exact ? 0.4 : 1);
     }
     if (exact) this.paintRows(values, rows, first, last, wide, high, scale);
@@ -197,7 +197,7 @@ class HeatMap {
 
   paintRows(values, rows, first, last, wide, high, scale) {
     const { ratio } = this.layer.about, { x, y } = this.view, share = this.mode === "share";
-    // Where several pairs fall on a pixel, it shows their share, or the mean score of the selected ones.
+    // A pixel of several pairs shows the selected share, or the mean score of the selected pairs.
     const counts = scale < 1 ? new Uint16Array(values.length) : null, gap = scale >= 9 ? 1 : 0;
     for (let row = first; row < Math.min(last, this.rowCount); row++) {
       const query = this.queryOf(row);
@@ -213,7 +213,7 @@ class HeatMap {
         if (from >= wide) break;
         const left = Math.max(0, Math.floor(from));
         const right = Math.min(wide, Math.max(left + 1, Math.floor(from + ratio * scale) - gap));
-        // Selected at all shows: the lowest score still has a colour.
+        // The lowest selected score still has a visible colour.
         const value = share ? 1 : 0.25 + (0.75 * rows.levels[i]) / 65535;
         for (let py = top; py < bottom; py++) for (let px = left; px < right; px++) {
           const at = py * wide + px;

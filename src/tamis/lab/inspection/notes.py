@@ -1,4 +1,4 @@
-"""`LayerNotes`: what is kept of one layer's selections, in memory that does not grow with top-k times the prompt."""
+"""`LayerNotes`: a summary of one layer's selections whose size does not grow with top-k times the prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,43 +18,43 @@ from tamis.lab.inspection.statistics import (
 from tamis.model.spec import LayerSpec
 
 PAGE_BYTES = 13 << 20
-"""What the arrays of a page may take, before base64 adds a third."""
-PLACE_BYTES = 3
+"""The most bytes of arrays in a page, before base64 adds a third."""
+CANDIDATE_BYTES = 3
 """Approximate bytes that a selected candidate takes in a page, with its score."""
 KEPT_QUERIES = 256
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is looked at. What is counted (how many, how far, how often tied) is counted for every query."""
+    """The queries that are recorded in detail. Counts, distances and ties are recorded for every query."""
 
     tokens: int
     """Length of the prompt."""
     compared: Tensor
-    """Queries, ascending, for which dense attention is computed as well."""
+    """Queries, ascending, for which dense attention is computed."""
     kept: Tensor
-    """Queries, ascending, whose selections are kept one by one."""
+    """Queries, ascending, whose full selections are kept."""
     shown: Tensor
-    """Indices into the kept queries of those that a page has room for."""
+    """Indices into `kept` of the queries that a page has room for."""
     grid: int
-    """Rows and columns of the maps of everything."""
+    """Rows and columns of the maps of the whole prompt."""
 
     @classmethod
     def plan(cls, specs: Sequence[LayerSpec], tokens: int, compared: int, asked: Sequence[int]) -> "Extent":
-        """For a model's layers and a prompt.
+        """Choose the queries for a model's layers and a prompt.
 
         Args:
-            specs: of all layers.
-            tokens: in the prompt.
-            compared: for how many queries to compute dense attention.
+            specs: the specs of all layers.
+            tokens: length of the prompt.
+            compared: number of queries for which to compute dense attention.
             asked: queries whose selections must be kept.
         """
         selecting = [spec for spec in specs if spec.topk is not None]
-        # Maps of many layers are made smaller, so that the page of a large model stays one.
+        # Models with many layers get smaller maps, so that the page stays small enough for a browser.
         grid = min(tokens, 512 if len(selecting) <= 12 else 256)
         maps = 3 * len(selecting) * grid * grid // 2
         each = sum(min(s.topk or 0, max(1, tokens // s.compress)) for s in selecting if not s.reuse_topk)
-        room = max(8, (PAGE_BYTES - maps) // (PLACE_BYTES * max(each, 1)))
+        room = max(8, (PAGE_BYTES - maps) // (CANDIDATE_BYTES * max(each, 1)))
         wanted = torch.tensor(asked, dtype=torch.int64, device="cpu")
         kept = torch.cat((evenly_spaced(tokens, max(room, KEPT_QUERIES)), wanted)).unique()
         shown = torch.cat((evenly_spaced(len(kept), room), torch.searchsorted(kept, wanted[:room]))).unique()
@@ -62,49 +62,52 @@ class Extent:
 
 
 class LayerNotes:
-    """One selecting layer. Arrays of queries are on the host; NaN where nothing was computed."""
+    """The record of one layer with a selection. Arrays are on the host; NaN where nothing was computed."""
 
     def __init__(
         self, number: int, spec: LayerSpec, extent: Extent, source: int | None = None, score_factor: float = 1.0
     ) -> None:
-        """Start empty. A layer that shares the selection of another has that one's number as `source`. Scores are noted
-        times a factor that the model has and its layer, for which it changes no order, leaves out."""
+        """Start empty.
+
+        `source` is the number of the layer whose selection this one shares. Scores are recorded times `score_factor`,
+        a factor of the model that the layer leaves out because it does not change the order.
+        """
         assert spec.topk is not None
         self.number, self.spec, self.extent, self.source = number, spec, extent, source
         self.topk, self.ratio, self.score_factor = spec.topk, spec.compress, score_factor
         self.candidates = max(1, extent.tokens // self.ratio)
-        """What can be selected: tokens, or entries."""
+        """The number of candidates: tokens, or compressed entries."""
         tokens, grid = extent.tokens, extent.grid
         self.selected = np.zeros(tokens, np.int32)
         self.visible = np.zeros(tokens, np.int32)
         self.tied = np.zeros(tokens, np.int32)
-        """Places at the score of the cut; see `tied_at_cut`. Of a layer that selects for itself."""
+        """Candidates tied at the cutoff score, see `tied_at_cut`; only for a layer with its own indexer."""
         self.cut = np.full(tokens, np.nan, np.float32)
         """The lowest selected score."""
         self.recall, self.top1, self.effective, self.window = np.full((4, tokens), np.nan, np.float32)
-        """As in `Shares`, and for V4 the window's share of all attention; of the compared queries."""
+        """For the compared queries: as in `Shares`, and for V4 the window's share of all attention."""
         self.distances = np.zeros(DISTANCE_BINS, np.int64)
         self.possible = np.zeros(DISTANCE_BINS, np.int64)
         columns = min(grid, self.candidates)
         self.counts = np.zeros((grid, columns), np.int64)
         """Selected candidates by blocks of queries and candidates."""
         self.best = np.full((grid, columns), -np.inf, np.float32)
-        """Highest selected score in a block."""
+        """The highest selected score in each block."""
         self.mass = np.zeros((grid, columns), np.float64)
-        """Dense attention's weights in a block, summed over the compared queries."""
+        """The weights of dense attention in each block, summed over the compared queries."""
         self.mass_rows = np.zeros(grid, np.int64)
-        """How many queries were compared in a row of blocks."""
+        """The number of compared queries in each row of blocks."""
         self.rows = np.full((len(extent.kept), self.topk), -1, np.int32)
-        """What the kept queries select, ascending, then -1."""
+        """The selections of the kept queries, ascending, -1 padded."""
         self.scores = np.zeros((len(extent.kept), self.topk), np.float32)
 
     def add_selection(self, own: Tensor, visible: Tensor, positions: Tensor, scores: Tensor | None) -> None:
-        """Add what some queries selected.
+        """Add the selections of some queries.
 
         Args:
-            own: int [n], their positions.
-            visible: int [n], how many candidates they saw.
-            positions: int32 [n, topk], ascending, then -1.
+            own: int [n], the positions of the queries.
+            visible: int [n], the number of candidates that each query sees.
+            positions: int32 [n, topk], ascending, -1 padded.
             scores: float32 [n, S] of all candidates; None if another layer selected.
         """
         self.distances += distance_counts(positions, own, self.ratio).cpu().numpy()
@@ -135,12 +138,11 @@ class LayerNotes:
         np.maximum.at(self.best.reshape(-1), block, scores[there])
 
     def compared_among(self, own: Tensor) -> Tensor:
-        """int64: which of the queries at these positions are to be compared with dense attention."""
+        """int64: indices of the queries in `own` for which dense attention is computed."""
         return torch.isin(own.cpu(), self.extent.compared).nonzero().flatten().to(own.device)
 
     def add_shares(self, own: Tensor, shares: Shares, window: Tensor | None) -> None:
-        """Add how much of dense attention the selections of some queries cover, and, for V4, the window's share of all
-        attention."""
+        """Add the share of dense attention that the selections of some queries cover, and for V4 that of the window."""
         at = own.cpu().numpy()
         self.recall[at], self.top1[at], self.effective[at] = (part.cpu().numpy() for part in shares[:3])
         if window is not None:
@@ -157,5 +159,5 @@ class LayerNotes:
 
     @property
     def choosing(self) -> np.ndarray:
-        """bool [tokens]: queries that see more than they can select, where the indexer has a choice to make."""
+        """bool [tokens]: queries that see more candidates than top-k, so that the indexer has a choice to make."""
         return self.visible > self.topk

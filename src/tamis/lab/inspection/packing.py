@@ -1,4 +1,4 @@
-"""The arrays of a report, small enough for one HTML file: maps in bytes, rows as gaps and 16-bit scores, compressed."""
+"""Packs the arrays of a report into one HTML file: maps as bytes, selections as gaps and 16-bit scores, compressed."""
 
 import base64
 import zlib
@@ -10,8 +10,8 @@ from tamis.lab.inspection.notes import LayerNotes
 
 
 def pack_layer(notes: LayerNotes, source: LayerNotes) -> tuple[dict[str, int | float], str]:
-    """What describes a layer's arrays, and the arrays: base64 of one zlib stream. A layer that shares the selection of
-    its `source` has no rows of its own.
+    """A description of a layer's arrays, and the arrays as base64 of one zlib stream. Rows of a layer that shares the
+    selection of its `source` are left out.
 
     The stream holds, one after another and little-endian: the map of selected shares, the map of highest scores and the
     map of dense attention's mass (uint8 [grid, columns] each, see `_maps`); then for each shown query the number of
@@ -44,10 +44,10 @@ def pack_layer(notes: LayerNotes, source: LayerNotes) -> tuple[dict[str, int | f
 
 
 def _maps(notes: LayerNotes, source: LayerNotes) -> tuple[np.ndarray, np.ndarray, np.ndarray, float, float]:
-    """Bytes for three maps, and the scores that 1 and 255 stand for in the second.
+    """Three maps as bytes, and the scores that 1 and 255 mean in the second map.
 
-    Shares of the pairs that a block holds are stored as square roots, since most blocks are thinly selected from; 0
-    means none, and what is selected at all is at least 1. Mass is the mean over a row's compared queries, as a square
+    The selected share of the pairs in a block is stored as its square root, since most shares are small; 0 means that
+    nothing is selected, and any selection gives at least 1. Mass is the mean over a row's compared queries, as a square
     root relative to the highest mass of the row.
     """
     share = np.sqrt(notes.counts / np.maximum(_pairs(notes), 1))
@@ -62,7 +62,7 @@ def _maps(notes: LayerNotes, source: LayerNotes) -> tuple[np.ndarray, np.ndarray
 
 
 def _pairs(notes: LayerNotes) -> np.ndarray:
-    """How many pairs of a query and a candidate that it sees there are in each block."""
+    """The number of pairs of a query and a visible candidate in each block."""
     grid, columns = notes.counts.shape
     edges = ceil_div(np.arange(columns + 1, dtype=np.int32) * notes.candidates, columns)
     seen = np.minimum(notes.visible[:, None], edges)
@@ -73,8 +73,11 @@ def _pairs(notes: LayerNotes) -> np.ndarray:
 
 
 def encode_gaps(candidates: np.ndarray, counts: np.ndarray) -> bytes:
-    """Ascending candidates of several queries, one query after another, each as its distance from the one before (the
-    first: from -1) less one, in groups of seven bits, lowest first, with the eighth bit set in all but the last."""
+    """The ascending candidates of several queries as variable-length gaps.
+
+    Each candidate is stored as its distance from the one before (the first: from -1) minus one, in groups of seven
+    bits, lowest first, with the eighth bit set in all but the last group.
+    """
     if not len(candidates):
         return b""
     before = np.concatenate(([-1], candidates[:-1].astype(np.int64)))

@@ -23,10 +23,10 @@ def render_page(
     """The page's HTML.
 
     Args:
-        inspection: what to show.
+        inspection: the selections to show.
         title: such as the model's name.
-        text: from a token number to what is shown for it.
-        parameters: of the model, by name.
+        text: gives the text of a token id.
+        parameters: the model's parameters by name.
     """
     layers = describe_layers(inspection)
     overlap = layer_overlap(inspection)
@@ -150,7 +150,7 @@ def _row(layer: dict[str, Any]) -> str:
 
 
 def _by_position(notes: LayerNotes) -> dict[str, list[float | None]]:
-    """Means over stretches of the prompt, None where no query of a stretch was compared."""
+    """Means over consecutive ranges of the prompt; None where no query of a range was compared."""
     tokens = notes.extent.tokens
     count = min(POSITION_BINS, tokens)
     where = np.arange(tokens) * count // tokens

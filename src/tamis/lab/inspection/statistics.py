@@ -1,7 +1,7 @@
 """Measures of a selection, as pure functions of scores, logits and positions.
 
-n queries, H heads, S candidates that a query can select from: the tokens of a prompt, or V4's compressed entries. A
-candidate stands for `ratio` tokens and is as far from a query as the last of them.
+Shapes: n queries, H heads, S candidates (the tokens of a prompt, or V4's compressed entries). A candidate stands for
+`ratio` tokens, and its distance from a query is that of its last token.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 DISTANCE_BINS = 24
-"""Distance 0, then 1, 2 to 3, 4 to 7 and so on: enough for eight million tokens."""
+"""Bins of distance 0, 1, 2 to 3, 4 to 7 and so on: enough for eight million tokens."""
 
 
 class Shares(NamedTuple):
@@ -21,13 +21,13 @@ class Shares(NamedTuple):
     top1: Tensor
     """The share of heads whose highest weight is on a selected candidate."""
     effective: Tensor
-    """Perplexity (exp of entropy) of the weights over the selected candidates, which are the heads' mean."""
+    """Perplexity (exp of entropy) of the heads' mean weights over the selected candidates."""
     weights: Tensor
     """float32 [n, S]: dense attention's weights, mean over heads; zeros where a query sees nothing."""
 
 
 def selected_mask(positions: Tensor, width: int) -> Tensor:
-    """bool [n, width] from positions int [n, k], of which negative ones are padding."""
+    """bool [n, width] from positions int [n, k]; negative positions are padding."""
     mask = torch.zeros(len(positions), width + 1, dtype=torch.bool, device=positions.device)
     mask.scatter_(1, torch.where(positions >= 0, positions, width).long(), True)
     return mask[:, :width]
@@ -37,7 +37,7 @@ def dense_shares(logits: Tensor, chosen: Tensor) -> Shares:
     """Compare dense attention with a selection.
 
     Args:
-        logits: float32 [n, H, S], scaled; -inf for what a query does not see.
+        logits: float32 [n, H, S], scaled; -inf for candidates that a query does not see.
         chosen: bool [n, S].
     """
     weights = logits.softmax(-1)
@@ -58,8 +58,8 @@ def tied_at_cut(scores: Tensor, positions: Tensor) -> Tensor:
     are not, so that position broke the tie; 0 where the cutoff falls between two different scores.
 
     Args:
-        scores: float32 [n, S]; -inf for what a query does not see.
-        positions: int [n, k], selected by them.
+        scores: float32 [n, S]; -inf for candidates that a query does not see.
+        positions: int [n, k], the positions selected by these scores.
     """
     chosen = selected_mask(positions, scores.shape[1])
     cut = scores.masked_fill(~chosen, torch.inf).amin(1, keepdim=True)
@@ -68,11 +68,11 @@ def tied_at_cut(scores: Tensor, positions: Tensor) -> Tensor:
 
 
 def distance_counts(positions: Tensor, own: Tensor, ratio: int = 1) -> Tensor:
-    """int64 [DISTANCE_BINS]: how many selected candidates lie how far behind their queries.
+    """int64 [DISTANCE_BINS]: the number of selected candidates by their distance from the query.
 
     Args:
         positions: int [n, k], negative ones are padding.
-        own: int [n], the queries' own positions.
+        own: int [n], the positions of the queries.
         ratio: tokens per candidate.
     """
     distance = (own.unsqueeze(1) - (positions * ratio + ratio - 1))[positions >= 0].double()
@@ -81,15 +81,15 @@ def distance_counts(positions: Tensor, own: Tensor, ratio: int = 1) -> Tensor:
 
 
 def visible_counts(own: Tensor, ratio: int = 1) -> Tensor:
-    """int64 [DISTANCE_BINS]: how many candidates the queries at `own` could have selected, by the same distances."""
+    """int64 [DISTANCE_BINS]: the number of candidates visible to the queries at `own`, by distance."""
     edges = torch.tensor([0, *(2**n for n in range(DISTANCE_BINS))], dtype=torch.int64, device=own.device)
-    # Places whose distance is at least an edge; the last edge is beyond any prompt.
+    # The number of candidates at or beyond each edge; the last edge is beyond any prompt.
     at_least = (own.long().unsqueeze(1) + 1 - edges).clamp_min(0) // ratio
     return (at_least[:, :-1] - at_least[:, 1:]).sum(0)
 
 
 def mean_overlap(chosen: Tensor) -> Tensor:
-    """float64 [L, L]: intersection over union of what layers select, mean over queries.
+    """float64 [L, L]: intersection over union of two layers' selections, mean over queries.
 
     Args:
         chosen: bool [L, n, S]; a query for which two layers select nothing counts as 1.
@@ -97,7 +97,7 @@ def mean_overlap(chosen: Tensor) -> Tensor:
     layers, queries, _ = chosen.shape
     total = torch.zeros(layers, layers, dtype=torch.float64, device=chosen.device)
     for query in range(queries):
-        rows = chosen[:, query].double()  # which no setting rounds, so that counts stay whole
+        rows = chosen[:, query].double()  # no precision setting rounds float64 products
         both = rows @ rows.T
         count = both.diagonal()
         either = count.unsqueeze(1) + count - both
@@ -106,7 +106,7 @@ def mean_overlap(chosen: Tensor) -> Tensor:
 
 
 def evenly_spaced(total: int, count: int) -> Tensor:
-    """int64: at most `count` of the numbers below `total`, evenly spaced, the last always among them."""
+    """int64: at most `count` evenly spaced numbers below `total`, including the last."""
     if count >= total:
         return torch.arange(total, dtype=torch.int64, device="cpu")
     return (torch.arange(1, count + 1, dtype=torch.float64, device="cpu") * total / count).ceil().long() - 1

@@ -12,7 +12,7 @@ from tamis.lab.inspection.statistics import DISTANCE_BINS, evenly_spaced, mean_o
 from tamis.model.spec import LayerSpec
 
 OVERLAP_QUERIES = 256
-"""How many queries the overlap of layers is a mean over."""
+"""The most queries over which the overlap of layers is averaged."""
 MASK_ELEMENTS = 16 << 20
 
 _WITHOUT_SELECTION = {
@@ -24,8 +24,8 @@ _WITHOUT_SELECTION = {
 def describe_layers(inspection: Inspection) -> list[dict[str, Any]]:
     """One record per layer of the model; measures are None where there is nothing to measure.
 
-    Means are over queries that see more than they can select, where there are any: for the others a selection is
-    everything. `recall`, `top1` and `effective` come from the compared queries alone.
+    Means are over the queries that see more candidates than top-k, if there are any, since the others select
+    everything. `recall`, `top1` and `effective` are over the compared queries only.
     """
     noted = {notes.number: notes for notes in inspection.layers}
     return [_describe(number, spec, noted.get(number), inspection) for number, spec in enumerate(inspection.specs)]
@@ -59,12 +59,12 @@ def _describe(number: int, spec: LayerSpec, notes: LayerNotes | None, inspection
 
 
 def bin_name(number: int) -> str:
-    """Which distances a bin of `distance_counts` holds, such as `8 to 15`."""
+    """The distances in a bin of `distance_counts`, such as `8 to 15`."""
     return str(number) if number < 2 else f"{2 ** (number - 1)} to {2**number - 1}"
 
 
 def median_bin(counts: np.ndarray) -> str | None:
-    """The distances of the bin with the median; None if there is nothing."""
+    """The distances of the bin with the median; None if all counts are 0."""
     total = counts.sum()
     if not total:
         return None
@@ -72,15 +72,15 @@ def median_bin(counts: np.ndarray) -> str | None:
 
 
 def used_bins(layers: Sequence[LayerNotes]) -> int:
-    """How many of the bins are needed for all layers."""
+    """The number of bins needed for all layers."""
     some = np.any([notes.possible > 0 for notes in layers], axis=0)
     return int(DISTANCE_BINS - np.argmax(some[::-1])) if len(layers) and some.any() else 1
 
 
 def layer_overlap(inspection: Inspection) -> dict[str, Any]:
-    """How alike layers select: intersection over union, mean over queries with a choice among those that were kept.
+    """Overlap of the layers' selections: intersection over union, mean over the kept queries with a choice to make.
 
-    None for layers that select different things (tokens here, entries there), and where no query has a choice.
+    None for two layers of which one selects tokens and the other entries, and where no query has a choice.
     """
     layers = inspection.layers
     table: list[list[float | None]] = [[None] * len(layers) for _ in layers]
@@ -107,12 +107,12 @@ def layer_overlap(inspection: Inspection) -> dict[str, Any]:
 
 
 def describe_query(inspection: Inspection, query: int, text: Callable[[int], str]) -> dict[str, Any]:
-    """What each layer selects for one of the kept queries, highest scores first.
+    """The selection of each layer for one of the kept queries, highest scores first.
 
     Args:
-        inspection: of a run that was asked to keep the query.
-        query: its position, from 0.
-        text: from a token number to what is shown.
+        inspection: the result of a run that kept the query.
+        query: position of the query, from 0.
+        text: gives the text of a token id.
     """
     row = int(np.searchsorted(inspection.extent.kept.numpy(), query))
     assert int(inspection.extent.kept[row]) == query

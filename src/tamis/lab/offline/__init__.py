@@ -1,4 +1,4 @@
-"""Compile the kernels for GPUs that are not there.
+"""Compiles the kernels without a GPU.
 
-`triton` and `cuda` compile; each of the other modules names the launches of one stage.
+`triton` and `cuda` compile; each of the other modules lists the launches of one stage.
 """

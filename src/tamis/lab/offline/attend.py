@@ -26,12 +26,12 @@ from tamis.ops.attention.triton_rowwise import attend_rows_kernel
 
 QUERIES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 HEADS = (16, 64)
-"""The last number of heads before and after blocks of heads grow; others change how often a program runs."""
+"""One number of heads for each size of head blocks; other numbers only change the grid."""
 WIDEST, TINY = (MAX_LATENT, MAX_ROPE), (1, 1)
 
 
 def layouts() -> Iterator[Layout]:
-    """Every byte format at its own widths, at the widest, and at some that its kernels cut in other ways."""
+    """Every byte format at its usual widths, at the widest, and at widths that its kernels divide differently."""
     for latent, rope in ((512, 64), WIDEST, (512, 128), (448, 64), (256, 64), (128, 32), (64, 0), TINY):
         yield named("v32-bf16", latent=latent, rope=rope)
     for latent, rope in ((512, 64), WIDEST, TINY):
@@ -46,13 +46,13 @@ def layouts() -> Iterator[Layout]:
 
 
 def every_case(target: Target) -> Iterator[tuple[OfflineCase, tuple[object, ...]]]:
-    """Cases for a target, each with what decides its blocks; equal programs come once."""
+    """The cases for a target, each with the values that determine its blocks; equal programs come once."""
     seen = set()
     for layout, query, heads in product(layouts(), QUERIES, HEADS):
-        # Rows of V4 are values as a whole, which is another accumulator where they have a tail.
+        # A V4 row is a value as a whole, which needs a second accumulator for its tail.
         for value_dim in dict.fromkeys((min(layout.latent, 512), layout.width)):
             case, branch = _case(target, layout, query, heads, value_dim, translate=False)
-            # How many blocks the heads make is a constant of a program, but changes only where a block begins.
+            # HEAD_BLOCKS is a constant of the program, but only changes where a block begins.
             constants = {name: value for name, value in case.constexprs.items() if name != "HEAD_BLOCKS"}
             program = (case.kernel, tuple(case.signature.items()), str(constants), str(case.options))
             if program not in seen:
@@ -61,17 +61,17 @@ def every_case(target: Target) -> Iterator[tuple[OfflineCase, tuple[object, ...]
 
 
 def triton_cases() -> Iterator[OfflineCase]:
-    """Launches of portable attention that cover the branches of its choice."""
+    """Launches of portable attention that cover the branches of `choose_launch`."""
     yield from _cases()
 
 
 def every_triton_case() -> Iterator[OfflineCase]:
-    """Launches of every program of portable attention that dtypes, formats and widths can ask for."""
+    """Launches of every program of portable attention, over dtypes, formats and widths."""
     yield from _cases(every=True)
 
 
 def _cases(*, every: bool = False) -> Iterator[OfflineCase]:
-    """For each target one case of each branch of the choice, that with the most shared memory; or every one."""
+    """For each target the case with the most shared memory of each branch; with `every`, all cases."""
     for target in TARGETS.values():
         if every:
             yield from (case for case, _ in every_case(target))
@@ -82,7 +82,7 @@ def _cases(*, every: bool = False) -> Iterator[OfflineCase]:
                 if branch not in largest or case.most_shared > largest[branch].most_shared:
                     largest[branch] = case
             yield from largest.values()
-        # Positions that are looked up on the way are another program in every branch; they need registers.
+        # A kernel that translates positions itself is another program, which needs more registers.
         yield _case(target, named("v32-fp8"), torch.bfloat16, 16, 512, translate=True)[0]
 
 
@@ -110,7 +110,7 @@ def _case(
     label += f"{heads} heads, {value_dim} values, {launch.block_h}x{launch.block_n}x{launch.stages}"
     label += ", grouped" * launch.grouped + ", translating" * translate
     kernel = attend_groups_kernel if launch.grouped else attend_rows_kernel
-    # The bound is that of NVIDIA's compiler; AMD's has little in shared memory.
+    # The bound holds for NVIDIA's compiler; AMD's uses little shared memory.
     bound = 0 if launch.grouped or target.backend != "cuda" else shared_bytes(launch, layout, q.dtype)
     case = OfflineCase.of_launch(kernel, arguments, options, label, (target.name,), most_shared=bound)
     mode = layout.scale_mode if launch.block_h > 16 else ""

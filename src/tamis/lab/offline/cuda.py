@@ -1,4 +1,4 @@
-"""Compile the CUDA C++ kernels for GPUs that are not there: `python -m tamis.lab.offline.cuda sm_90a`.
+"""Compiles the CUDA C++ kernels without a GPU: `python -m tamis.lab.offline.cuda sm_90a`.
 
 A stage with CUDA C++ kernels has `cuda_cases()` in its module here, `tamis.lab.offline.<stage>`, which yields its
 programs as the library compiles them. A kernel that spills registers, or that needs more shared memory than a CTA may
@@ -20,15 +20,15 @@ from tamis.backends import BACKENDS, STAGES
 from tamis.cuda.compiler import Program, compiled
 
 SHARED_LIMITS = {"sm_90a": 228 * 1024, "sm_100a": 228 * 1024}
-"""Bytes of shared memory that one block may use, with those that the system keeps in each block."""
+"""Bytes of shared memory per CTA, including those reserved by the system."""
 SYSTEM_SHARED = 1024
-"""What the system keeps; the tool counts it only in kernels that use shared memory by themselves."""
+"""Bytes reserved by the system; cuobjdump counts them only for kernels with static shared memory."""
 HOPPER = BACKENDS[0]
 
 
 @dataclass(frozen=True)
 class CudaCase:
-    """A program as it is compiled and launched."""
+    """A program with its compile options and its largest launch."""
 
     label: str
     program: Program
@@ -39,19 +39,19 @@ class CudaCase:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel of a cubin needs."""
+    """The resources of one kernel in a cubin."""
 
     function: str
     registers: int
     stack: int
     """Bytes per thread; spilled registers go there."""
     shared: int
-    """Bytes of static shared memory, the system's included."""
+    """Bytes of static shared memory, including those of the system."""
 
 
 @dataclass(frozen=True)
 class KernelUse:
-    """What one kernel needs, compiled for an architecture and launched as its case says."""
+    """The resources of one kernel, compiled for an architecture and launched as in its case."""
 
     program: str
     """The case's label."""
@@ -59,24 +59,24 @@ class KernelUse:
     target: str
     """The architecture."""
     registers: int
-    """Per thread."""
+    """Registers per thread."""
     stack: int
-    """Bytes per thread."""
+    """Bytes of stack per thread."""
     static_shared: int
-    """Bytes per block, the system's included."""
+    """Bytes per CTA, including those of the system."""
     dynamic_shared: int
-    """Bytes per block, of the largest launch."""
+    """Bytes per CTA in the largest launch."""
     shared_limit: int
-    """Bytes that a block may have of both together."""
+    """The most bytes of both per CTA."""
 
     @property
     def excess(self) -> int:
-        """Bytes of stack, and of shared memory beyond the limit; 0 is as it must be."""
+        """Bytes of stack plus bytes of shared memory beyond the limit; must be 0."""
         return self.stack + max(0, self.static_shared + self.dynamic_shared - self.shared_limit)
 
     @property
     def refusal(self) -> str:
-        """What is wrong with it; empty if nothing is."""
+        """The reason why the kernel is refused; empty if it is not."""
         if self.stack:
             return f"{self.function} has {self.stack} bytes of stack; use fewer registers"
         if self.excess:
@@ -88,14 +88,14 @@ class KernelUse:
 
 
 def cuobjdump() -> Path | None:
-    """The tool that reads resources off a cubin, which comes with Triton; None where it is not installed."""
+    """The tool that prints the resources of a cubin, part of Triton; None where it is not installed."""
     triton = find_spec("triton")
     tool = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump" if triton and triton.origin else None
     return tool if tool is not None and tool.exists() else None
 
 
 def usage(cubin: bytes) -> list[Usage]:
-    """What the kernels of a cubin need; empty where the tool that says so is not installed."""
+    """The resources of the kernels in a cubin; empty without cuobjdump."""
     tool = cuobjdump()
     if tool is None:
         return []
@@ -108,7 +108,7 @@ def usage(cubin: bytes) -> list[Usage]:
 
 
 def kernel_uses(case: CudaCase, arch: str, cubin: bytes) -> list[KernelUse]:
-    """What the kernels of a case need, from its cubin."""
+    """The resources of the kernels of a case, from its cubin."""
     checks.option("arch", arch, tuple(SHARED_LIMITS))
     return [
         KernelUse(
@@ -119,7 +119,7 @@ def kernel_uses(case: CudaCase, arch: str, cubin: bytes) -> list[KernelUse]:
 
 
 def compile_case(case: CudaCase, arch: str) -> list[KernelUse]:
-    """Compile a case and return what its kernels need; refuse stack memory and too much shared memory."""
+    """Compile a case and return its kernels' resources; refuse stack memory and too much shared memory."""
     checks.option("arch", arch, tuple(SHARED_LIMITS))
     found = kernel_uses(case, arch, compiled(case.program, arch))
     for one in found:

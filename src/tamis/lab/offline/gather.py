@@ -40,7 +40,7 @@ def triton_cases() -> Iterator[OfflineCase]:
             yield OfflineCase.of_launch(
                 read_rows, arguments, launch_options(arguments), f"{label}, native", targets=NATIVE_E4M3
             )
-    # Triton makes constants of arguments that are 1, which is another program.
+    # Triton turns arguments that are 1 into constants, which gives another program.
     cache = PagedCache("plain-fp8", 1, 1, scale=torch.ones((), dtype=torch.float32, device="cpu"))
     out = torch.empty(1, 576, dtype=torch.float32, device="cpu")
     call = GatherKv(table[:1, :1], ones[:1], ones[:1], ones[:1], cache, out, "triton")

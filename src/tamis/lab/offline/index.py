@@ -29,7 +29,7 @@ QUERIES = (torch.bfloat16, torch.float16, torch.float32, E4M3)
 HEADS = (1, 16, 17, 32, 64, 128)
 DIMS = (32, 128, MAX_DIM)
 SMS = 132
-"""Of an H200, for which launches are chosen."""
+"""SMs of an H200, for which launches are chosen."""
 HOST = torch.device("cpu")
 
 
@@ -70,7 +70,7 @@ def triton_cases() -> Iterator[OfflineCase]:
 
 
 def _score_case(layout: Layout, query: torch.dtype, heads: int, shared: bool, targets: tuple[str, ...]) -> OfflineCase:
-    """Scores of cached keys; without `shared` they are not filled up, as in a selection."""
+    """Scores of cached keys; without `shared`, columns past a length are not filled, as in `index_topk`."""
     four = torch.zeros(4, dtype=torch.int32, device=HOST)
     table = torch.zeros(4, 32, dtype=torch.int32, device=HOST)
     q, weights, out = _scored(heads, layout.width, query)
@@ -84,7 +84,7 @@ def _score_case(layout: Layout, query: torch.dtype, heads: int, shared: bool, ta
 
 
 def _ragged_case(layout: Layout, query: torch.dtype, heads: int, shared: bool, targets: tuple[str, ...]) -> OfflineCase:
-    """Scores of gathered keys of the layout's element."""
+    """Scores of gathered keys in the layout's dtype."""
     four = torch.zeros(4, dtype=torch.int32, device=HOST)
     q, weights, out = _scored(heads, layout.width, query)
     keys = torch.empty(4, layout.width, dtype=query, device=HOST)
@@ -96,14 +96,14 @@ def _ragged_case(layout: Layout, query: torch.dtype, heads: int, shared: bool, t
 
 
 def _scored(heads: int, width: int, query: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, weights and room for scores of four tokens."""
+    """Queries, weights and an output buffer for the scores of four tokens."""
     q = torch.empty(4, heads, width, dtype=query, device=HOST)
     weights = torch.empty(4, heads, dtype=torch.float32, device=HOST)
     return q, weights, torch.empty(4, 2048, dtype=torch.float32, device=HOST)
 
 
 def _prepare_cases() -> Iterator[OfflineCase]:
-    """Queries and keys of every format on their way into the indexer."""
+    """Preparation of queries and keys in every format."""
     positions = torch.zeros(2, dtype=torch.int32, device=HOST)
     table = torch.empty(9, 64, dtype=torch.float32, device=HOST)
     slots = torch.arange(2, dtype=torch.int64, device=HOST)
@@ -138,7 +138,7 @@ def cuda_cases() -> Iterator[CudaCase]:
 
 
 def layouts() -> Iterator[Layout]:
-    """Every format that index keys may have."""
+    """Every format of index keys."""
     for dim in DIMS:
         yield index_fp8(dim=dim)
         yield index_mxfp4(dim=dim)
@@ -147,12 +147,12 @@ def layouts() -> Iterator[Layout]:
 
 
 def every_triton_case() -> Iterator[OfflineCase]:
-    """Those, and every program of a layout, a query dtype, a number of heads, and tokens that share keys or do not."""
+    """The cases of `triton_cases`, and every program over layouts, query dtypes, heads, and shared keys or not."""
     yield from triton_cases()
     seen = set()
     for layout, query, heads, shared, target in product(layouts(), QUERIES, HEADS, (False, True), TARGETS):
         case = _score_case(layout, query, heads, shared, (target,))
-        # The number of heads is a constant; those of one block differ in a mask alone.
+        # The number of heads is a constant of the program; within one block it only changes a mask.
         constants = {n: v for n, v in case.constexprs.items() if n not in ("HEADS", "FILL")} | {
             "blocks": ceil_div(heads, case.constexprs["BLOCK_H"])
         }

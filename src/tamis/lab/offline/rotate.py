@@ -21,7 +21,7 @@ from tamis.ops.rotate.triton_kernels import (
 
 
 def triton_cases() -> Iterator[OfflineCase]:
-    """Heads, rows and norms as V4 has them, in the dtypes and layouts that differ."""
+    """Heads, rows and norms as in V4, in the dtypes and layouts that give different programs."""
     options = {"num_warps": NUM_WARPS}
     positions = torch.zeros(2, dtype=torch.int32, device="cpu")
     table = torch.empty(9, 64, dtype=torch.float32, device="cpu")

@@ -11,7 +11,7 @@ from tamis.ops.select.triton_kernels import RowKernel, chosen_kernel, entry_kern
 
 
 def triton_cases() -> Iterator[OfflineCase]:
-    """Every function of the stage at usual sizes, and with one of everything."""
+    """Every function of the stage at usual sizes, and with all sizes 1."""
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device="cpu")
@@ -41,5 +41,5 @@ def triton_cases() -> Iterator[OfflineCase]:
             yield case(f"select gathered, {what}{label}", gathered_kernel(gathered))
 
     yield from cases("", 64, 64, 128, 512)
-    # Triton makes constants of arguments that are 1, which is another program.
+    # Triton turns arguments that are 1 into constants, which gives another program.
     yield from cases(", one of everything", 1, 1, 1, 1)

@@ -11,7 +11,7 @@ from tamis.ops.translate.triton_kernels import launch_arguments, launch_options,
 
 
 def triton_cases() -> Iterator[OfflineCase]:
-    """Plain, with a workspace, sharded and compact, and with one of everything."""
+    """Plain, with a workspace, sharded and compact, and with all sizes 1."""
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device="cpu")
@@ -28,5 +28,5 @@ def triton_cases() -> Iterator[OfflineCase]:
     yield case("translate", 128, 2048, 0, (1, 0, 1), False)
     yield case("translate, workspace", 128, 2048, 16, (1, 0, 1), False)
     yield case("translate, sharded and compact", 128, 5000, 0, (8, 3, 16), True)
-    # Triton makes constants of arguments that are 1, which is another program.
+    # Triton turns arguments that are 1 into constants, which gives another program.
     yield case("translate, one of everything", 1, 1, 1, (1, 0, 1), True)

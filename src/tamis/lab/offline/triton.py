@@ -1,4 +1,4 @@
-"""Compile the Triton kernels without their GPUs: `python -m tamis.lab.offline.triton [--few] sm_90 [gfx942 ...]`.
+"""Compiles the Triton kernels without a GPU: `python -m tamis.lab.offline.triton [--few] sm_90 [gfx942 ...]`.
 
 Each stage's module here, `tamis.lab.offline.<stage>`, may have `triton_cases()`, which yields launches as the library
 makes them. Each launch is compiled for a target, and its shared memory is checked against what a CTA may have there:
@@ -33,7 +33,7 @@ class Target:
     arch: int | str
     warp_size: int
     shared_limit: int
-    """Bytes of shared memory that one block may use, opt-in included."""
+    """Bytes of shared memory that one CTA may use, opt-in included."""
 
 
 def _targets(*targets: Target) -> dict[str, Target]:
@@ -56,7 +56,7 @@ NATIVE_E4M3 = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 @dataclass(frozen=True)
 class OfflineCase:
-    """One launch: what `triton.compile` must know about it."""
+    """One launch, with everything that `triton.compile` needs."""
 
     kernel: Any
     signature: Mapping[str, str]
@@ -68,9 +68,9 @@ class OfflineCase:
     aligned: tuple[str, ...] | None = None
     """Arguments that are multiples of 16 (pointers: bytes); every pointer if not given."""
     targets: tuple[str, ...] = tuple(TARGETS)
-    """Where this launch occurs."""
+    """The targets on which this launch occurs."""
     most_shared: int = 0
-    """Bytes of shared memory that the library counts on when it chooses blocks; 0 if it does not count."""
+    """The library's estimate of shared memory when it chooses blocks; 0 if it makes none."""
 
     @classmethod
     def of_launch(
@@ -91,7 +91,7 @@ class OfflineCase:
         for parameter in kernel.params:
             name, value = parameter.name, arguments[parameter.name]
             number = type(value) is int and not parameter.do_not_specialize
-            # Like the launcher: absent arguments and the integer 1 become constants.
+            # As in the launcher, absent arguments and the integer 1 become constants.
             if parameter.is_constexpr or value is None or (number and value == 1):
                 signature[name], constexprs[name] = "constexpr", value
                 continue
@@ -117,19 +117,19 @@ def _type_name(name: str, value: object) -> str:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a case."""
+    """A compiled case and its resources."""
 
     label: str
     target: str
     shared: int
-    """Bytes of shared memory per block."""
+    """Bytes of shared memory per CTA."""
     registers: int | None
-    """Per thread, where the tools say so."""
+    """Registers per thread; None where they are unknown."""
     spills: int | None
     """Bytes of stack per thread on NVIDIA, registers spilled on AMD."""
     seconds: float
     kernel: Any
-    """Triton's compiled kernel; `kernel.asm` has every stage of it."""
+    """Triton's compiled kernel; `kernel.asm` has the code of every stage."""
 
 
 def compile_case(case: OfflineCase, target: str) -> Compiled:
@@ -175,7 +175,7 @@ def compile_case(case: OfflineCase, target: str) -> Compiled:
 
 
 def _usage(compiled: Any, target: Target) -> tuple[int | None, int | None]:
-    """Registers and spills of a compiled kernel; None where they cannot be had."""
+    """Registers and spills of a compiled kernel; None where they are unknown."""
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
         found = [re.search(rf"\.vgpr_{what}:\s+(\d+)", text) for what in ("count", "spill_count")]
@@ -194,7 +194,7 @@ def _usage(compiled: Any, target: Target) -> tuple[int | None, int | None]:
 
 
 def all_cases(*, every: bool = False) -> Iterator[OfflineCase]:
-    """The cases of every stage; with `every`, one of each program that a stage may run, where it lists them."""
+    """The cases of every stage; with `every`, one case per program, for stages with `every_triton_case`."""
     for stage in STAGES:
         module = importlib.import_module(f"tamis.lab.offline.{stage}")
         if every and hasattr(module, "every_triton_case"):
@@ -204,10 +204,9 @@ def all_cases(*, every: bool = False) -> Iterator[OfflineCase]:
 
 
 def few_cases(cases: Iterable[OfflineCase]) -> list[OfflineCase]:
-    """Of each kernel, for each set of targets that it has launches for, the one that counts on the most shared memory,
-    or has the most stages and warps.
+    """The largest case of each kernel and set of targets, since it is the most likely not to fit.
 
-    What does not fit a target is likely to be that.
+    The largest case has the highest estimate of shared memory, then the most stages and warps.
     """
 
     def size(case: OfflineCase) -> tuple[int, int, int]:

@@ -38,7 +38,7 @@ def triton_cases() -> Iterator[OfflineCase]:
         slots = torch.arange(2, dtype=torch.int64, device="cpu")
         arguments = launch_arguments(WriteKv(latent, rope, slots, PagedCache(layout, 2, 64), "triton"))
         yield OfflineCase.of_launch(write_rows, arguments, options, f"write {layout.name} from two tensors")
-    # Triton makes constants of arguments that are 1, which is another program.
+    # Triton turns arguments that are 1 into constants, which gives another program.
     single = PagedCache("plain-fp8", 1, 1, scale=torch.ones((), dtype=torch.float32, device="cpu"))
     kv, slot = torch.empty(1, 576, dtype=torch.float32, device="cpu"), torch.zeros(1, dtype=torch.int32, device="cpu")
     arguments = launch_arguments(WriteKv(kv, None, slot, single, "triton"))

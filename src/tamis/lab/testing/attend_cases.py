@@ -33,9 +33,9 @@ class AttendCase:
     q_scale: float = 1.0
     splits: int | None = None
     block: int | None = None
-    """Columns that share a tile maximum: each such block must be right by itself."""
+    """Width of the blocks of columns with one tile maximum; the error of each block is bounded separately."""
     strided: bool = False
-    """The call gets a query whose rows lie apart in memory."""
+    """Whether the query passed to the call has gaps between its rows."""
 
     @property
     def heads(self) -> int:
@@ -76,7 +76,7 @@ def _case(
 
 
 def _value_dim(layout: Layout) -> int:
-    # V4 rows are all value; in V3.2 the rope part is key only.
+    # A V4 row is key and value as a whole; in V3.2 the rope dimensions are key only.
     return layout.width if layout.name.startswith("v4") else layout.latent
 
 
@@ -117,7 +117,7 @@ def _shapes(quick: bool) -> Iterator[AttendCase]:
 
 def _adversarial(quick: bool) -> Iterator[AttendCase]:
     for name in ("v32-fp8", "v4-fp8", "v32-bf16") if not quick else ("v32-fp8", "v32-bf16"):
-        for heads in (16, 32, 64) if not quick else (16,):  # there are kernels for each of these
+        for heads in (16, 32, 64) if not quick else (16,):  # each of these has its own kernel
             yield from _adversarial_rows(name if heads == 16 else f"{name}, {heads} heads", named(name), heads)
     peaked = _case("one row takes all", named("v32-fp8"))
     yield replace(peaked, kind="adversarial", scale=3.0)
@@ -143,7 +143,7 @@ def _bad_slots(name: str, layout: Layout, heads: int) -> AttendCase:
     rows = case.caches[0].rows
     bad = torch.tensor([INT_MIN, -123456, -1, rows, rows + 1, INT_MAX], dtype=torch.int32, device="cpu")
     slots[:, ::3] = bad[draw.integers(0, 6, *slots[:, ::3].shape).long()]
-    slots[2, 1:] = -1  # one row is left
+    slots[2, 1:] = -1  # only one row is left
     slots[3, :64] = INT_MAX  # nothing in the first tile
     slots[4], slots[5] = -1, rows
     return replace(case, selections=(Selection(case.caches[0], slots),))
@@ -159,7 +159,7 @@ def _lengths(name: str, layout: Layout, heads: int) -> AttendCase:
 
 
 def _poisoned(name: str, layout: Layout, heads: int) -> AttendCase:
-    """Every row that no token selects is NaN in all its fields, row 0 among them; lengths and -1 hide the rest."""
+    """Every row that no token selects, row 0 included, is NaN in all its fields."""
     case = _case(name, layout, tokens=5, heads=heads, k=90)
     cache, draw = case.caches[0], Draw(f"poison {name}")
     wanted = draw.permutation(cache.rows - 1)[:40] + 1
@@ -178,7 +178,7 @@ def _poisoned(name: str, layout: Layout, heads: int) -> AttendCase:
 
 
 def _positions(name: str, layout: Layout, heads: int) -> AttendCase:
-    """Positions instead of slots: attention translates them by a table with absent pages."""
+    """Positions instead of slots, which attention translates by a block table with absent pages."""
     case = _case(name, layout, tokens=6, heads=heads, k=100, page_size=16)
     cache, draw = case.caches[0], Draw(f"positions {name}")
     table = draw.permutation(cache.pages)[:12].view(3, 4).int()
@@ -212,7 +212,7 @@ def _several_selections(quick: bool) -> Iterator[AttendCase]:
 
 
 def _tile_maxima(quick: bool) -> Iterator[AttendCase]:
-    """Rows whose tiles have a given maximum, with logits of ordinary size: nothing may overflow or vanish."""
+    """Rows whose tiles have a given maximum, with logits of ordinary size: nothing may overflow or underflow."""
     formats = [("v32-fp8", named("v32-fp8")), ("v32-fp8 exact", v32_fp8(scale_mode="exact"))]
     formats += [("v4-fp8", named("v4-fp8")), ("v32-bf16", named("v32-bf16"))]
     for label, layout in formats:

@@ -1,8 +1,8 @@
 """Seeded adversarial inputs for the stages that move rows; the others are in `attend_cases` and `index_cases`.
 
-Every case is built on the host from its own name, so that it is the same on every machine and in every selection of
-cases; `to_device` moves it. A case marked `device_only` holds values that are refused on the host, where they can be
-looked at, and must be skipped on a device.
+Every case is built on the host from its own name, so that it is the same on every machine and in every subset of cases;
+`to_device` moves it. A case marked `device_only` holds invalid values: on the host, where values can be read, the call
+refuses them; on a device it must skip them.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ class Draw:
 
 
 def to_device(value: T, device: torch.device) -> T:
-    """The same value on a device: tensors, caches with the bytes between their pages, and whatever holds them."""
+    """A copy on a device of tensors, caches (with the bytes between pages), and tuples or dataclasses of these."""
     moved: Any = value
     if isinstance(value, Tensor):
         moved = value.to(device)
@@ -71,7 +71,7 @@ def _strided_copy(storage: Tensor, device: torch.device) -> Tensor:
 
 
 def garbage_cache(draw: Draw, layout: Layout, pages: int, page_size: int, *, gap: int = 0) -> PagedCache:
-    """Pages full of random bytes, `gap` bytes apart, such as the pages of other layers in between."""
+    """Pages full of random bytes, `gap` bytes apart, as if pages of other layers lay in between."""
     stride = layout.page_bytes(page_size) + gap
     raw = draw.integers(0, 256, pages, stride, dtype=torch.uint8)
     used = raw[:, : layout.row_bytes * page_size].unflatten(1, (page_size, layout.row_bytes)).view(layout.element)
@@ -88,7 +88,7 @@ def filled_cache(draw: Draw, layout: Layout, count: int, page_size: int, *, gap:
 
 
 def latent_layouts(*, quick: bool = False) -> list[tuple[str, Layout]]:
-    """Byte formats of latent rows, and other widths of them."""
+    """Byte formats of latent rows, at their usual widths and at others."""
     names = ["v32-bf16", "v32-fp32", "v32-fp8", "v4-fp8", "plain-fp8"]
     found = [(name, named(name)) for name in names] + [("v32-fp8 exact", v32_fp8(scale_mode="exact"))]
     if quick:
@@ -111,7 +111,7 @@ class WriteCase:
 
 
 def write_cases(*, quick: bool = False) -> Iterator[WriteCase]:
-    """Every format and page size; magnitudes from 1e-6 to 1e4, zeros, NaN, infinities; negative and foreign slots."""
+    """Every format and page size; magnitudes from 1e-6 to 1e4, zeros, NaN, infinities; slots outside the cache."""
     formats = [*latent_layouts(quick=quick), ("index-fp8", index_fp8()), ("index-fp8 64", index_fp8(dim=64))]
     formats += [("index-mxfp4", index_mxfp4()), ("index-mxfp4 64", index_mxfp4(dim=64))]
     for label, layout in formats:
@@ -136,13 +136,13 @@ def _write_case(name: str, layout: Layout, page_size: int, gap: int) -> WriteCas
     slots = draw.permutation(cache.rows)[:100]
     slots[::7] = -1
     slots[14] = -123456
-    # More rows than slots: a padded batch.
+    # A padded batch has more rows than slots.
     return WriteCase(name, kv, cache, slots[:96])
 
 
 @dataclass(frozen=True, eq=False)
 class GatherCase:
-    """Whole requests to gather into a workspace that holds something already."""
+    """Whole requests to gather into a workspace with older contents."""
 
     name: str
     cache: PagedCache
@@ -154,7 +154,7 @@ class GatherCase:
 
 
 def gather_cases(*, quick: bool = False) -> Iterator[GatherCase]:
-    """Every format, page sizes, requests of no length, rows of the workspace that belong to nobody."""
+    """Every format, several page sizes, empty requests, and workspace rows that belong to no request."""
     for label, layout in latent_layouts(quick=quick):
         for page_size in (1, 61, 64) if not quick else (61,):
             for dtype in (torch.bfloat16, torch.float32) if not quick else (torch.bfloat16,):
@@ -174,7 +174,7 @@ def gather_cases(*, quick: bool = False) -> Iterator[GatherCase]:
 
 @dataclass(frozen=True, eq=False)
 class TranslateCase:
-    """Positions of several requests, with everything that must give -1."""
+    """Positions of several requests, including all kinds that must give -1."""
 
     name: str
     positions: Tensor
@@ -186,7 +186,7 @@ class TranslateCase:
 
 
 def translate_cases(*, quick: bool = False) -> Iterator[TranslateCase]:
-    """Page sizes, positions out of range, absent and huge pages, workspaces, shards, compaction, foreign requests."""
+    """Page sizes, positions out of range, absent and huge pages, workspaces, shards, compaction, invalid requests."""
     draw = Draw("translate options")
     ids = draw.integers(-1, 3, 9)
     options: dict[str, dict[str, Any]] = {
@@ -222,7 +222,7 @@ def _translate_case(name: str, page_size: int, k: int, options: dict[str, Any]) 
 
 @dataclass(frozen=True, eq=False)
 class CombineCase:
-    """Partial outputs to merge."""
+    """Outputs of splits to merge."""
 
     name: str
     out: Tensor
@@ -232,7 +232,7 @@ class CombineCase:
 
 
 def combine_cases(*, quick: bool = False) -> Iterator[CombineCase]:
-    """One to many parts, NaN in parts that count nothing, rows without any part, lses far apart, infinite sinks."""
+    """One to many splits, NaN in empty splits, rows with only empty splits, lses far apart, infinite sinks."""
     for parts, heads, width in (
         ((1, 3, 512), (2, 16, 512), (7, 128, 128), (33, 1, 512)) if not quick else ((7, 5, 128),)
     ):

@@ -1,4 +1,4 @@
-"""Comparing results with what they should be: relative errors, where the first difference is, equality of bits."""
+"""Compares results with expected ones: relative errors, the first difference, equality of bits."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Mismatch:
     expected: str
 
     def __str__(self) -> str:
-        """Such as `3 of 640 differ, first at [0, 2, 17]: found 0.5, expected 0.25`."""
+        """A line such as `3 of 640 differ, first at [0, 2, 17]: found 0.5, expected 0.25`."""
         return (
             f"{self.count} of {self.total} differ, first at {list(self.at)}: "
             f"found {self.found}, expected {self.expected}"
@@ -84,7 +84,7 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 
 
 def first_differing_bits(found: Tensor, expected: Tensor) -> Mismatch | None:
-    """The first element whose bytes differ, shown by value: unlike values, -0.0 and 0.0 are different bits."""
+    """The first element whose bytes differ, shown by value; -0.0 and 0.0 have different bits."""
     checks.option("dtype", found.dtype, (expected.dtype,))
     left, right = _pair(found, expected)
     if left.numel() == 0:
@@ -99,7 +99,7 @@ def first_differing_bits(found: Tensor, expected: Tensor) -> Mismatch | None:
 
 
 def raw_bytes(value: Tensor) -> Tensor:
-    """The bytes of a tensor on the host, uint8 [N]; what lies between its elements is left out."""
+    """The bytes of a tensor's elements on the host, uint8 [N], without gaps between them."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

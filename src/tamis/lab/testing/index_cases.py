@@ -1,4 +1,4 @@
-"""Seeded adversarial inputs for the indexer: keys to prepare, to score, and scores to select from."""
+"""Seeded adversarial inputs for the indexer: keys to prepare, keys to score, and scores for top-k."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class IndexCase:
     lengths: Tensor
     k: int
     exact: bool = False
-    """Scores are small integers in every precision, full of ties: the selected set is known exactly."""
+    """Whether scores are small integers with many ties, exact in every precision, so that the selection is known."""
 
 
 def index_cases(*, quick: bool = False) -> Iterator[IndexCase]:
@@ -77,7 +77,7 @@ def _index_case(
 
 @dataclass(frozen=True, eq=False)
 class TopkCase:
-    """Scores to select from, and a block table to translate by."""
+    """Scores for top-k, and a block table to translate positions."""
 
     name: str
     scores: Tensor
@@ -114,14 +114,15 @@ SCORES: dict[str, Callable[[Draw, int, int], Tensor]] = {
 
 
 def topk_cases(*, quick: bool = False) -> Iterator[TopkCase]:
-    """Distributions that break thresholds, widths around top-k, lengths from below 0, rows apart, garbage behind."""
+    """Distributions that are hard for thresholds, widths around top-k, lengths from below 0, gaps between rows, and
+    garbage past the lengths."""
     widths = (1, 33, 2048, 2049, 70001) if not quick else (33, 2049)
     for label, make in SCORES.items():
         for width in widths:
             for k in (1, 33, 2048, 4096) if not quick else (33,):
                 name = f"{label}, {width} wide, top {k}"
                 draw = Draw(f"topk {name}")
-                # Rows lie apart, with the largest scores in between.
+                # There are gaps between rows, filled with the largest scores.
                 block = torch.full((7, width + 5), torch.inf, dtype=torch.float32, device="cpu")
                 scores = block[:, :width]
                 scores.copy_(make(draw, 7, width))
@@ -149,7 +150,7 @@ class KeysCase:
 
 
 def keys_cases(*, quick: bool = False) -> Iterator[KeysCase]:
-    """Every recipe, into float32 rows, where nothing is rounded on the way."""
+    """Every recipe, written as float32 rows, so that nothing is rounded."""
     layout = rows(torch.float32, latent=128, rope=0)
     for interleaved in (False, True):
         for first in (False, True):

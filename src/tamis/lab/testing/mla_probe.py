@@ -1,4 +1,4 @@
-"""What sparse attention over quantised pages costs in accuracy, measured beside a running `SparseMLA` layer."""
+"""Measures the error of a running `SparseMLA` layer from selection and quantisation."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from tamis.lab.testing.probe import LayerSums, Probe, RequestSpan, picked_column
 from tamis.model.spec import LayerSpec
 
 _WORKING_ELEMENTS = 4 * 2**20
-"""Logits held at once."""
+"""The most logits held at once."""
 
 
 class MLAProbe(Probe[Tensor]):
@@ -26,12 +26,12 @@ class MLAProbe(Probe[Tensor]):
         """Add one layer's step.
 
         Args:
-            layer: its number.
+            layer: number of the layer.
             spans: the step's requests, in the order of the rows.
             q: queries [T, H, D] that the layer was given.
             rows: the tokens' cache rows [T, D] before quantisation.
-            positions: int32 [T, K] that it attended to.
-            out: its output [T, H, V].
+            positions: int32 [T, K], the positions that the layer attended to.
+            out: output [T, H, V] of the layer.
         """
         with self._timed(out.device):
             for span, at in row_slices(spans):

@@ -1,7 +1,7 @@
-"""Slow, obvious versions of the stages, on the host and in float64, written without any code of the stages themselves.
+"""Slow, simple versions of the stages in float64 on the host, which share no code with the stages.
 
-They share only `layout.py`, which owns the byte offsets. FP8 is converted by looking values up in a table, bytes are
-placed field by field, and attention is computed one token at a time.
+Only `layout.py`, which defines the byte offsets, is shared. FP8 is converted with a table, bytes are written field by
+field, and attention is computed one token at a time.
 """
 
 import math
@@ -62,7 +62,7 @@ def round_to_e2m1(x: Array) -> Bytes:
 
 
 def tile_factors(tiles: Array, layout: Layout) -> tuple[Array, Tensor]:
-    """The float32 divisor of each tile [N, tiles, tile] and what a row stores for it."""
+    """The float32 divisor of each tile of [N, tiles, tile], and the scale that a row stores for it."""
     largest = np.nan_to_num(np.abs(tiles), nan=0.0, posinf=float(np.finfo(np.float32).max)).max(-1)
     smallest = np.maximum(largest / np.float32(layout.largest), np.float32(layout.scale_floor))
     if layout.scale_mode == "exact":
@@ -79,7 +79,7 @@ def tile_factors(tiles: Array, layout: Layout) -> tuple[Array, Tensor]:
 
 
 def encode(kv: Tensor, layout: Layout, scale: float | Tensor = 1.0) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What rows [N, width] store in their values, scales and tail fields."""
+    """The contents of the fields values, scales and tail for rows [N, width]."""
     if layout.scale_mode == "none":
         return kv.to(layout.element), None, None
     if layout.scale_mode == "tensor":
@@ -106,7 +106,7 @@ def _quotients(x: Array, divisor: Array | np.float32) -> Tensor:
 
 
 def write(kv: Tensor, cache: PagedCache, slots: Tensor) -> None:
-    """Insert rows into a cache on the host; slots outside it are skipped, and the last row of a slot stays."""
+    """Write rows into a cache on the host; slots outside it are skipped, and the last row for a slot wins."""
     row_of = {slot: row for row, slot in enumerate(slots.tolist()) if 0 <= slot < cache.rows}
     slot = torch.tensor(list(row_of), dtype=torch.int64, device="cpu")
     row = torch.tensor(list(row_of.values()), dtype=torch.int64, device="cpu")
@@ -148,7 +148,7 @@ def _e2m1_pairs(raw: Tensor) -> Tensor:
 
 
 def slot_of(position: int, table: Sequence[int], page_size: int, rows_per_page: int | None = None) -> int:
-    """The slot of one position of a request, -1 where it has none."""
+    """The slot of one position of a request; -1 if it has none."""
     if position < 0 or position // page_size >= len(table) or table[position // page_size] < 0:
         return -1
     slot = table[position // page_size] * (rows_per_page or page_size) + position % page_size
@@ -192,7 +192,7 @@ def attend(
 
 
 def combine(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merged output [T, H, V] and lse [T, H] of parts [S, T, H, ...], one head at a time."""
+    """Merged output [T, H, V] and lse [T, H] of splits [S, T, H, ...], one head at a time."""
     parts, tokens, heads, width = out.shape
     merged = torch.zeros(tokens, heads, width, dtype=torch.float64, device="cpu")
     total = torch.full((tokens, heads), -torch.inf, dtype=torch.float64, device="cpu")
@@ -219,8 +219,10 @@ def index_scores(
     *,
     absolute: bool = False,
 ) -> Tensor:
-    """float64 scores [T, longest context] of each position, -inf where a token sees none; `absolute` for those of
-    absolute queries and keys."""
+    """float64 scores [T, longest context], -inf at positions that a token does not see.
+
+    With `absolute`, queries and keys are replaced by their absolute values.
+    """
     longest = block_table.shape[1] * cache.page_size
     scores = torch.full((len(q), longest), -torch.inf, dtype=torch.float64, device="cpu")
     for t in range(len(q)):

@@ -1,6 +1,6 @@
-"""Measures a running layer's error: the output beside exact attention over rows that the probe keeps in float32.
+"""Measures a running layer's error against exact attention over rows that the probe keeps in float32.
 
-A probe shares no code with the library. `MLAProbe` is for layers that select tokens, `V4Probe` for those of V4.
+A probe shares no code with the library. `MLAProbe` is for layers that select tokens, `V4Probe` for V4 layers.
 """
 
 import time
@@ -25,7 +25,7 @@ class RequestSpan:
     end: int
     """Position after the last token."""
     length: int
-    """Tokens that the request will have in the end."""
+    """The number of tokens that the request will have at its end."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class LayerSums:
         """The sums of some tokens.
 
         Args:
-            out: what the layer returned, [T, ...].
+            out: output [T, ...] of the layer.
             dense: attention over every visible row.
             exact: attention over the selected rows.
             covered: [T, H], the share of dense attention's weights that the selected rows have.
@@ -64,7 +64,7 @@ class LayerSums:
         )
 
     def add(self, other: "LayerSums") -> None:
-        """Add another's sums to these."""
+        """Add other sums to these."""
         for f in fields(self):
             setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
 
@@ -89,7 +89,7 @@ class Probe(Generic[H]):
     def __init__(self, layers: int) -> None:
         """Start without requests."""
         self.seconds = 0.0
-        """Time spent here, which is not the library's."""
+        """Time spent in the probe, which callers subtract."""
         self._sums = [LayerSums() for _ in range(layers)]
         self._history: dict[tuple[int, int], H] = {}
 
@@ -99,7 +99,7 @@ class Probe(Generic[H]):
             self._history.pop((layer, request), None)
 
     def errors(self) -> list[LayerErrors]:
-        """Per layer, over everything compared so far."""
+        """Errors per layer over all steps so far."""
         return [
             LayerErrors(
                 (s.dense_error / s.dense_norm) ** 0.5,
@@ -112,7 +112,7 @@ class Probe(Generic[H]):
 
     @contextmanager
     def _timed(self, device: torch.device) -> Iterator[None]:
-        """Count the time inside as the probe's, not that of work the device still has to do."""
+        """Add the time of the block to the probe's, without that of work already queued on the device."""
         _wait(device)
         began = time.perf_counter()
         yield
@@ -121,7 +121,7 @@ class Probe(Generic[H]):
 
 
 def row_slices(spans: Sequence[RequestSpan]) -> Iterator[tuple[RequestSpan, slice]]:
-    """Each span with the rows that its tokens have in the step."""
+    """Each span with the slice of the step's rows that are its tokens."""
     first = 0
     for span in spans:
         yield span, slice(first, first + span.end - span.start)
@@ -129,8 +129,8 @@ def row_slices(spans: Sequence[RequestSpan]) -> Iterator[tuple[RequestSpan, slic
 
 
 def picked_columns(selected: Tensor, columns: int) -> Tensor:
-    """Bool [T, columns]: which columns an int [T, K] selection names; -1 names none."""
-    # One more column takes the padding of the selection.
+    """bool [T, columns]: the columns in an int [T, K] selection, -1 padded."""
+    # An additional column receives the padding.
     wanted = torch.zeros(len(selected), columns + 1, dtype=torch.bool, device=selected.device)
     wanted.scatter_(1, torch.where(selected >= 0, selected, columns).long(), True)
     return wanted[:, :columns]

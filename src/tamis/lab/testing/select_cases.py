@@ -1,4 +1,4 @@
-"""Seeded adversarial steps for stage `select`, and the rows they must give, token by token in plain Python."""
+"""Seeded adversarial steps for stage `select`, and their expected rows, computed token by token in plain Python."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tamis.lab.testing.cases import INT_MAX, INT_MIN, Draw
 
 @dataclass(frozen=True, eq=False)
 class SelectCase:
-    """Tokens of a few requests in an order of no meaning: padding, foreign requests, tokens without a slot."""
+    """Tokens of a few requests in random order, with padding, invalid requests, and tokens without a slot."""
 
     name: str
     positions: Tensor
@@ -25,11 +25,11 @@ class SelectCase:
     ratio: int
     window: int
     columns: int
-    """Of rows that hold every entry."""
+    """Width of the rows that hold every entry."""
 
     @property
     def requests(self) -> int:
-        """How many requests there are."""
+        """The number of requests."""
         return len(self.block_table)
 
     def slot(self, token: int, position: int) -> int:
@@ -37,13 +37,13 @@ class SelectCase:
         return oracle.slot_of(position, self.block_table[int(self.request_ids[token])].tolist(), self.page_size)
 
     def real(self, token: int, *, placed: bool = True) -> bool:
-        """Whether a token selects anything; `placed`: it must have a position."""
+        """Whether a token selects anything; with `placed` it must also have a slot."""
         known = 0 <= int(self.request_ids[token]) < self.requests and int(self.own[token]) >= 0
         return known and (not placed or int(self.positions[token]) >= 0)
 
 
 def select_cases(*, quick: bool = False) -> Iterator[SelectCase]:
-    """Page sizes, ratios and widths from 1 to beyond what a program takes at once; absent and huge pages."""
+    """Page sizes, ratios and widths from 1 to more than one program's block; absent and huge pages."""
     shapes = [(64, 4, 128, 512, 9), (2, 128, 128, 128, 9), (1, 1, 1, 1, 5)]
     shapes += [] if quick else [(256, 4, 1500, 3000, 12), (61, 3, 17, 65, 33), (2, 128, 8, 1025, 7), (16, 1, 64, 64, 1)]
     for page_size, ratio, window, columns, tokens in shapes:
@@ -64,8 +64,12 @@ def select_cases(*, quick: bool = False) -> Iterator[SelectCase]:
 
 
 def expected_rows(case: SelectCase) -> list[Tensor]:
-    """Window and lengths; completed, visible, lengths and every entry; chosen slots and lengths; gathered rows and
-    lengths, for a workspace of 50 rows per request of which 20 are entries and whose raw tokens begin at position 3."""
+    """The expected results of all functions of the stage, in this order.
+
+    Windows and their lengths; completed entries, visible entries, lengths and slots of all entries; chosen slots and
+    lengths; gathered rows and lengths, for a workspace of 50 rows per request: 20 entries, then raw tokens from
+    position 3.
+    """
     found: list[list[list[int]]] = [[] for _ in range(10)]
     for token in range(len(case.positions)):
         position, real = int(case.positions[token]), case.real(token)

@@ -1,6 +1,6 @@
-"""What compressed, selected and quantised pages cost in accuracy, measured beside running V4 layers.
+"""Measures the error of running V4 layers from compression, selection and quantisation.
 
-The probe keeps every row in float32, pools entries from them, and computes attention over all of them with masks.
+The probe keeps every row in float32, pools entries from the rows, and computes attention over both with masks.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +16,19 @@ from tamis.model.spec import LayerSpec
 
 @dataclass(eq=False)
 class _History:
-    """What one request's tokens are in one layer, in float32."""
+    """The float32 tensors of one request in one layer."""
 
     rows: Tensor
-    """[length, D]: raw, normed and rotated."""
+    """[length, D]: raw rows, normed and rotated."""
     values: Tensor
-    """[length, C], of the compressor."""
+    """[length, C]: values of the compressor."""
     scores: Tensor
     entries: Tensor
     """[length // ratio, D]"""
 
 
 class V4Probe(Probe[_History]):
-    """Keeps exact rows and entries of every request and compares each layer's output with what they give."""
+    """Keeps exact rows and entries of every request and compares each layer's output with attention over them."""
 
     def __init__(self, specs: Sequence[LayerSpec], weights: Sequence[V4Weights], cos_sin: Sequence[Tensor]) -> None:
         """Start with no rows."""
@@ -41,11 +41,11 @@ class V4Probe(Probe[_History]):
         """Add one layer's step.
 
         Args:
-            layer: its number.
+            layer: number of the layer.
             spans: the step's requests, in the order of the rows.
             given: the layer's input [T, hidden].
-            select: returns the entries int32 [T, K] it attended to, or None if those were all.
-            out: its output [T, hidden].
+            select: returns the entries int32 [T, K] that the layer attended to, or None for all entries.
+            out: output [T, hidden] of the layer.
         """
         with self._timed(out.device):
             chosen = select()
@@ -121,7 +121,7 @@ def _normed(x: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, angles: Tensor, *, inverse: bool = False) -> Tensor:
-    """x with its last columns multiplied, as complex numbers, by those of the table."""
+    """x with its last columns, as complex numbers, multiplied by those of the table."""
     cos, sin = angles.chunk(2, dim=-1)
     factor = torch.complex(cos, -sin if inverse else sin)
     tail = torch.view_as_complex(x[..., -angles.shape[-1] :].unflatten(-1, (-1, 2)).contiguous())
@@ -129,7 +129,8 @@ def _rotated(x: Tensor, angles: Tensor, *, inverse: bool = False) -> Tensor:
 
 
 def _pooled(history: _History, entry: int, ratio: int, width: int) -> Tensor:
-    """An entry before its norm: the second half of the channels of its own tokens, the first of those before."""
+    """An entry before its norm: pooled from the second half of the channels of its tokens, and the first half of those
+    before."""
     own = slice(entry * ratio, entry * ratio + ratio)
     values, scores = history.values[own, -width:], history.scores[own, -width:]
     if history.values.shape[1] > width and entry:

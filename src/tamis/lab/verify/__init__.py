@@ -1,6 +1,6 @@
 """Numeric checks of every stage on this machine, against slow float64 versions on the host.
 
-`run_checks` is what `tamis verify` prints and what `tamis bench` asks before it shows a time.
+`tamis verify` prints the results of `run_checks`; `tamis bench` calls it before it measures a time.
 """
 
 from tamis.lab.verify.check import CheckResult, Scope

@@ -19,18 +19,18 @@ from tamis.lab.verify.repeat import count_differing_bits, graph_check, repeat_ch
 from tamis.ops import attend
 
 SIXTEEN_BITS = 2.5e-3
-"""bf16 outputs: rounding the output alone costs 1.7e-3, and FlashMLA has 2.2e-3 on random FP8 data."""
+"""Bound for bf16 outputs: rounding the output alone gives 1.7e-3, and FlashMLA has 2.2e-3 on random FP8 data."""
 HALF = 1e-3
 SINGLE = 2e-5
-"""float32 queries: sums in float32, no operand rounded to 16 bits or to tf32."""
+"""Bound for float32 queries: sums are in float32, and no operand is rounded to 16 bits or to tf32."""
 TOKEN_SLACK = 4
-"""No single token may be off by more than this many times the bound."""
+"""The error of a single token may be at most this many times the bound."""
 FAR_BYTES = 2**31 + 2**28
 """A cache this large has rows that 32-bit byte offsets do not reach."""
 
 
 def attend_checks(target: Target) -> Iterator[Check]:
-    """Values by query dtype, adversarial inputs, tile maxima, repeated runs, neighbours in the batch, graphs."""
+    """Values by query dtype, adversarial inputs, tile maxima, repeated runs, batch invariance, graphs."""
     found = [case for case in attend_cases(quick=target.quick) if _takes(target, case)]
 
     def of(kind: str, *dtypes: torch.dtype) -> list[AttendCase]:
@@ -114,7 +114,7 @@ def _attend(target: Target, case: AttendCase) -> Trial:
 
 
 def attention_error(found: Tensor, lse: Tensor, expected: Tensor, true_lse: Tensor, block: int | None = None) -> Trial:
-    """The worst of: the output's relative error (of each block of columns, if given), a single token's, and the lse's.
+    """The largest of the relative errors of the output (per block of columns, if given), of a token, and of the lse.
 
     A row with nothing selected must be exactly zero, with an lse of -inf.
     """
@@ -146,7 +146,7 @@ def _far_check(target: Target) -> Check:
 
 
 def _far(target: Target) -> Trial:
-    """The same rows at the end of a large cache as in a small one."""
+    """Rows at the end of a large cache must give the same result as in a small cache."""
     draw, layout = Draw("far"), named("v32-fp8")
     near = cases.filled_cache(draw, layout, 256, 64)
     far = PagedCache(layout, FAR_BYTES // layout.page_bytes(64), 64, target.device)
@@ -169,7 +169,7 @@ def _alone_check(target: Target, some: list[AttendCase]) -> Check:
 
 
 def _alone(target: Target, case: AttendCase) -> Trial:
-    """Each token by itself, and the first half of the batch, against the whole batch, with a fixed number of splits."""
+    """Each token alone, and half of the batch, must give the bits of the whole batch with a fixed number of splits."""
     moved = target.here(case)
     tokens = len(case.q)
     worst = Trial(0.0)
@@ -200,7 +200,7 @@ def _alone(target: Target, case: AttendCase) -> Trial:
 def _attend_again(target: Target, case: AttendCase) -> tuple[list[Tensor], list[Tensor], "partial[list[Tensor]]"]:
     moved = target.here(case)
     first = [moved.q, *_selected(moved.selections)]
-    # Not every device can flip FP8, but every one can flip bytes.
+    # Some devices cannot flip FP8 tensors, so bytes are flipped.
     second = [moved.q.view(torch.uint8).flip(0).view(moved.q.dtype)]
     for s in moved.selections:
         changed = s.slots.flip(0)

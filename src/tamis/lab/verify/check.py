@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class Named(Protocol):
-    """A case that a report can name."""
+    """A case with a name for reports."""
 
     @property
     def name(self) -> str:
-        """For reports."""
+        """The name in reports."""
 
 
 C = TypeVar("C", bound=Named)
@@ -33,11 +33,11 @@ class Trial(NamedTuple):
     """The outcome of one case."""
 
     error: float
-    """A relative error, or how many elements differ; NaN and infinity never pass."""
+    """A relative error, or the number of elements that differ; NaN and infinity never pass."""
     note: str = ""
-    """Where the first difference is."""
+    """The first difference."""
     kernels: tuple[KernelUse, ...] = ()
-    """Registers and memory of the CUDA C++ kernels, where the trial is about them."""
+    """Registers and memory of the CUDA C++ kernels, if the trial checks them."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,23 @@ class CheckResult:
     backend: str
     cases: int
     error: float | None
-    """The worst of all cases; None if none ran."""
+    """The largest error of all cases; None if none ran."""
     bound: float
     state: State
     note: str = ""
     """Why the check does not apply, or the first case that failed and how."""
     kernels: tuple[KernelUse, ...] = ()
-    """Registers and memory of the CUDA C++ kernels, where the check is about them."""
+    """Registers and memory of the CUDA C++ kernels, if the check is about them."""
 
     @property
     def ok(self) -> bool:
-        """Whether the check did not fail; one that does not apply did not fail either."""
+        """Whether the check did not fail; a check that does not apply is ok."""
         return self.state != "FAILED"
 
 
 @dataclass(frozen=True)
 class Scope:
-    """The formats that a caller is about to run: cases of others are skipped, and their kernels are not compiled."""
+    """The formats that a caller will run. Cases in other formats are skipped and their kernels not compiled."""
 
     layouts: frozenset[str]
     """Layout names, without the widths that a name may have in brackets."""
@@ -75,7 +75,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Target:
-    """A device and a backend to check, in full or quickly, in every format or in those of a scope."""
+    """A device and a backend to check, fully or quickly, in every format or only in those of a scope."""
 
     device: torch.device
     backend: str = "auto"
@@ -83,7 +83,7 @@ class Target:
     scope: Scope | None = None
 
     def runs(self, stage: str) -> Backend | None:
-        """The backend that would run a stage here; None if the named one does not have the stage."""
+        """The backend that would run a stage here; None if the named backend lacks the stage."""
         try:
             return backend_for_stage(stage, self.backend, self.device)
         except ValueError:
@@ -103,7 +103,7 @@ class Target:
         dtype: torch.dtype | None = None,
         sink: bool = False,
     ) -> bool:
-        """Whether the backend claims such a case. What "auto" chooses must run everything, so there it is True."""
+        """Whether the backend supports such a case; always True for "auto", which must run everything."""
         backend = self.runs(stage)
         if backend is None or not self.covers(layout, dtype):
             return False
@@ -132,7 +132,7 @@ class Target:
         return ""
 
     def not_batch_invariant(self, stage: str) -> str:
-        """Why a request's bits may depend on its batch here, even with fixed splits; empty if they must not."""
+        """Why a request's bits may depend on its batch here, even with fixed splits; empty if they may not."""
         backend = self.runs(stage)
         if backend is None or backend.batch_invariant:
             return ""
@@ -147,15 +147,15 @@ class Check:
     name: str
     bound: float
     trials: Sequence[tuple[str, Callable[[], Trial]]] = ()
-    """The name of each case and what to run."""
+    """The name of each case and the function that runs it."""
     reason: str = ""
     """Why the check does not apply."""
     backend: str = ""
-    """The backend whose kernels it is about, if another backend runs the stage here."""
+    """The backend whose kernels are checked, if another backend runs the stage here."""
 
 
 def named_calls(run: Callable[[Target, C], T], target: Target, cases: Iterable[C]) -> list[tuple[str, "partial[T]"]]:
-    """The name of each case, and the call that runs it on the target."""
+    """The name of each case and the function that runs it on the target."""
     return [(case.name, partial(run, target, case)) for case in cases]
 
 

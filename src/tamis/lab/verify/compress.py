@@ -43,13 +43,13 @@ class CompressCase:
 
     @property
     def name(self) -> str:
-        """For reports."""
+        """The name in reports."""
         turned = ", by Hadamard" * (self.recipe is not None)
         return f"{self.layout.name}, {self.ratio} tokens{', overlapping' * self.overlapping}{turned}"
 
     @property
     def channels(self) -> int:
-        """Of a token's values."""
+        """Channels of a token's values."""
         return self.layout.width * (2 if self.overlapping else 1)
 
 
@@ -84,7 +84,7 @@ class _Compressor:
         scale = 0.05 if layout.scale_mode == "tensor" else 1.0
         self.cache = PagedCache(layout, 140, 3, target.device, scale=scale, recipe=case.recipe)
 
-    def places(self, start: int, end: int) -> tuple[Tensor, StatePages, Tensor]:
+    def metadata(self, start: int, end: int) -> tuple[Tensor, StatePages, Tensor]:
         """Positions, state pages and entry slots of tokens start..end."""
         positions = torch.arange(start, end, dtype=torch.int64, device="cpu")
         slots = torch.full((end - start,), -1, dtype=torch.int64, device="cpu")
@@ -117,7 +117,7 @@ def _compressed(target: Target, case: CompressCase) -> list[Tensor]:
         wrong = target.here(
             (torch.arange(start, end, dtype=torch.int64, device="cpu") >= end - drafts).float().unsqueeze(1)
         )
-        made.run(made.values[start:end] + wrong, made.scores[start:end] - wrong, *made.places(start, end))
+        made.run(made.values[start:end] + wrong, made.scores[start:end] - wrong, *made.metadata(start, end))
     return [made.cache.read(made.entries.slots("a", 0, LENGTH // case.ratio).to(target.device))]
 
 
@@ -125,11 +125,11 @@ def _compress_again(
     target: Target, case: CompressCase
 ) -> tuple[list[Tensor], list[Tensor], Callable[..., list[Tensor]]]:
     made = _Compressor(target, case)
-    places = made.places(0, 2 * case.ratio)
+    metadata = made.metadata(0, 2 * case.ratio)
     first = [made.values[: 2 * case.ratio], made.scores[: 2 * case.ratio]]
 
     def call(values: Tensor, scores: Tensor) -> list[Tensor]:
-        made.run(values, scores, *places)
+        made.run(values, scores, *metadata)
         return [made.state.storage.clone(), made.cache.storage.clone()]
 
     return first, [part.flip(0) for part in first], call

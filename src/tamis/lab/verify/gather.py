@@ -15,11 +15,11 @@ from tamis.lab.verify.repeat import count_differences, graph_check, repeat_check
 from tamis.ops import gather_index, gather_kv, read_kv
 
 ROUNDED = 1e-4
-"""Relative error of rows whose scale is no power of two: the product may round differently on its way to 16 bits."""
+"""Relative error of rows whose scale is not a power of two: products may be rounded differently to 16 bits."""
 
 
 def gather_checks(target: Target) -> Iterator[Check]:
-    """Whole requests, single rows and raw index keys, against a decoding by table."""
+    """Whole requests, single rows and raw index keys, against decoding with a table."""
     found = [
         case
         for case in cases.gather_cases(quick=target.quick)
@@ -70,7 +70,7 @@ def _gather(target: Target, case: GatherCase) -> Trial:
 
 
 def _read(target: Target, case: GatherCase) -> Trial:
-    """Rows by slot, with zeros where a slot is no row."""
+    """Rows by slot, with zeros for slots outside the cache."""
     draw, rows = Draw(f"read {case.name}"), case.cache.rows
     slots = draw.integers(0, rows, 4, 25)
     slots[:, ::5] = torch.tensor([cases.INT_MIN, -1, rows, cases.INT_MAX, -123456], dtype=torch.int32, device="cpu")
@@ -105,7 +105,7 @@ def _gather_again(target: Target, case: GatherCase) -> tuple[list[Tensor], list[
 
 
 class _GatherCall:
-    """Gathers into the same workspace, wiped first."""
+    """Gathers into one workspace, which is cleared before each call."""
 
     def __init__(self, target: Target, case: GatherCase) -> None:
         self._cache, self._out, self._backend = target.here(case.cache), target.here(case.out), target.backend

@@ -1,4 +1,4 @@
-"""Checks of stage `index`: keys and queries as prepared, scores, selections from scores, and both in one call."""
+"""Checks of stage `index`: prepared keys and queries, scores, top-k, and scores with top-k in one call."""
 
 import math
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ QUERY_BOUND = 2**-4 + KEY_BOUND
 
 
 def index_checks(target: Target) -> Iterator[Check]:
-    """Scores are close; a selection from given scores is exact, and so is the fused one from the same scores."""
+    """Scores are close to float64; top-k of given scores is exact, and the fused call selects the same."""
     stage = "index"
     if target.runs(stage) is None:
         yield Check(stage, "best scores", SCORE_BOUND, reason=f"{target.backend} does not have this stage")
@@ -116,7 +116,7 @@ def _scores(target: Target, case: IndexCase) -> Trial:
 
 
 def _ragged(target: Target, case: IndexCase) -> Trial:
-    """Scores of the longest context's gathered keys, of which every token sees a range."""
+    """Scores of the gathered keys of the longest context; every token sees a range of them."""
     total = int(case.lengths.max())
     table = case.block_table[1].tolist()
     slots = torch.tensor(
@@ -152,7 +152,7 @@ def _ragged(target: Target, case: IndexCase) -> Trial:
 
 def _topk(target: Target, case: TopkCase) -> Trial:
     moved = target.here(case)
-    # Copy into a wider block: moving a tensor to a device may make it contiguous, and rows with gaps are the case.
+    # Scores are copied into a wider buffer on the device, since moving a tensor may remove the gaps between its rows.
     block = torch.full(
         (len(case.scores), case.scores.shape[1] + 5), torch.inf, dtype=torch.float32, device=target.device
     )
@@ -176,7 +176,7 @@ def _topk(target: Target, case: TopkCase) -> Trial:
 
 
 def _best(scores: Tensor, length: int, k: int) -> list[int]:
-    """The definition, by a stable sort: highest scores, lowest positions among equals, ascending, -1 padded."""
+    """Top-k by a stable sort: highest scores, lowest positions among equals, ascending, -1 padded."""
     row = scores[: max(0, length)].double().numpy()
     row = np.where(np.isnan(row), -np.inf, row)
     order = np.argsort(-row, kind="stable")[:k]
@@ -189,7 +189,7 @@ def _exact(case: IndexCase) -> Tensor:
 
 
 def _size(target: Target, case: IndexCase) -> Tensor:
-    """Per token, the largest score if no two heads cancelled, nor, where FP8 is multiplied, any two products."""
+    """Per token, the largest score if heads (and with FP8 products, single products) could not cancel."""
     paged = case.request_ids, case.block_table, case.lengths
     fp8 = _multiplies_fp8(target, case)
     largest = oracle.index_scores(case.q, case.weights.abs(), case.cache, *paged, absolute=fp8)
@@ -221,7 +221,7 @@ def _indexed(target: Target, case: IndexCase) -> list[Tensor]:
 
 
 def _fused(target: Target, case: IndexCase) -> Trial:
-    """One call selects what two select, with any workspace, and for each token alone."""
+    """The fused call selects the same as scores and top-k, with any workspace, and for each token alone."""
     moved, backend = target.here(case), target.backend
     ids, table, lengths = moved.request_ids, moved.block_table, moved.lengths
     scores = index_scores(moved.q, moved.weights, moved.cache, ids, table, lengths, backend=backend)
@@ -274,7 +274,7 @@ def _row_error(row: list[int], scores: Tensor, size: float, case: IndexCase) -> 
 def _index_again(target: Target, case: IndexCase) -> tuple[list[Tensor], list[Tensor], "partial[list[Tensor]]"]:
     moved = target.here(case)
     first = [moved.q, moved.weights, moved.lengths]
-    # Flipped as bytes: not every device can flip FP8.
+    # Some devices cannot flip FP8 tensors, so bytes are flipped.
     turned = moved.q.view(torch.uint8).flip(0).view(moved.q.dtype) if moved.q.element_size() == 1 else moved.q.flip(0)
     second = [turned, moved.weights.flip(0), (moved.lengths - 7).clamp_min(0)]
     return first, second, partial(_index_call, target, moved)

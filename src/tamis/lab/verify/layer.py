@@ -38,7 +38,7 @@ class LayerCase:
     layout: str
     mode: Mode = "mixed"
     indexed: bool = False
-    """The layer selects its own positions."""
+    """Whether the layer selects positions with its own indexer."""
 
     @property
     def stages(self) -> list[str]:
@@ -66,7 +66,7 @@ def _takes(target: Target, case: LayerCase) -> bool:
 
 
 class Served:
-    """Requests served step by step on the target, beside a cache on the host that the oracle fills."""
+    """Requests served step by step on the target, and a cache on the host that the oracle fills."""
 
     def __init__(self, target: Target, case: LayerCase, *, batch_invariant: bool = False) -> None:
         """Start with an empty cache."""
@@ -79,12 +79,12 @@ class Served:
         self.planner = Planner(case.spec, LIMITS, target.device, layout=case.layout, mode=case.mode)
         self.layer = SparseMLA(case.spec, backend=target.backend, batch_invariant=batch_invariant)
         self.sink = self.draw.normal(case.spec.heads) if case.spec.sink else None
-        # Moved once: a copy from the host cannot be part of a captured graph.
+        # Weights are moved once, since a captured graph cannot copy from the host.
         self.sink_here = target.here(self.sink)
         self.lengths: list[int] = []
 
     def plan(self, new_tokens: Sequence[int], *, padded: int | None = None) -> tuple[Batch, Plan]:
-        """The next step, in which the requests have these many new tokens; requests past the known ones begin."""
+        """Plan the next step with these numbers of new tokens per request; additional numbers start new requests."""
         self.lengths += [0] * (len(new_tokens) - len(self.lengths))
         self.lengths = [length + new for length, new in zip(self.lengths, new_tokens, strict=True)]
         batch = replace(Batch.build(new_tokens, self.lengths, self.pool), padded_tokens=padded)
@@ -92,7 +92,7 @@ class Served:
         return batch, self.planner.plan(replace(batch, pages=pages))
 
     def inputs(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, rows and positions for the step, on the host; each token sees itself and what came before."""
+        """Queries, rows and positions for the step, on the host; each token sees itself and earlier tokens."""
         spec = self.case.spec
         q = self.draw.normal(plan.rows, spec.heads, spec.head_dim, dtype=torch.bfloat16)
         kv = self.draw.normal(plan.rows, spec.head_dim, dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ class Served:
         return [found.out, found.lse]
 
     def index_inputs(self, plan: Plan) -> IndexInputs:
-        """What the layer's own indexer gets."""
+        """The inputs of the layer's own indexer."""
         q, weights = self.draw.normal(plan.rows, 4, 128, dtype=torch.bfloat16), self.draw.normal(plan.rows, 4)
         keys = self.draw.normal(plan.rows, 128, dtype=torch.bfloat16)
         return self.target.here(IndexInputs(q, weights, keys))
@@ -151,7 +151,7 @@ def _serve(target: Target, case: LayerCase) -> Trial:
         if case.indexed:
             index = served.index_inputs(plan)
             result = served.layer(here[0], here[1], served.caches, plan, index=index, sink=served.sink_here)
-            # Which positions are best is the index stage's own check; here they must be the ones attended to.
+            # Stage `index` checks the selection; here attention must use the selected positions.
             out, lse, positions = result.out, result.lse, served.layer.select(index, served.caches, plan).cpu()
         else:
             out, lse = served.run(plan, *here)
@@ -176,7 +176,7 @@ def _decoded(target: Target, case: LayerCase) -> list[Tensor]:
 
 
 def _alone(target: Target, case: LayerCase) -> Trial:
-    """Each request's decode by itself, against the same in a batch, from rows that are there already."""
+    """Each request's decode alone must give the bits of the decode in a batch, from the same cached rows."""
     served = _prefilled(target, case, batch_invariant=True)
     batch, plan = served.plan(STEPS[1])
     q, kv, positions = target.here(served.inputs(plan))
@@ -194,7 +194,7 @@ def _alone(target: Target, case: LayerCase) -> Trial:
 
 
 def _again(target: Target, case: LayerCase) -> tuple[list[Tensor], list[Tensor], "_LayerCall"]:
-    """A decode step with padded rows, then one in which a request pauses and the others go on."""
+    """A decode step with padded rows, then a step without one of the requests."""
     served = _prefilled(target, case)
     _, plan = served.plan([1, 1, 1], padded=6)
     first = target.here([*served.inputs(plan), *_changing(plan)])
@@ -209,7 +209,7 @@ def _changing(plan: Plan) -> list[Tensor]:
 
 
 class _LayerCall:
-    """The layer over a cache that is the same before every call."""
+    """Calls the layer on a cache that is restored before every call."""
 
     def __init__(self, served: Served, plan: Plan) -> None:
         self._served, self._plan = served, plan

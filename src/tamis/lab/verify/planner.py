@@ -27,7 +27,7 @@ def _plans(target: Target, mode: Mode) -> Trial:
     case = LayerCase(f"plan {mode}", LayerSpec(64, scale=0.05, topk=32), "v32-fp8", mode)
     served = Served(target, case)
     total, note = 0.0, ""
-    # The third step is smaller than the second: nothing of that may be left. A paused request has no new token.
+    # The third step is smaller than the second, whose values must not remain. A paused request has no new token.
     for number, (new_tokens, padding) in enumerate([([50, 3], 0), ([1, 1, 60, 30], 8), ([1, 1, 0, 0], 3)]):
         batch, plan = served.plan(new_tokens, padded=sum(new_tokens) + padding)
         found = count_differences(_fields(plan), _recomputed(batch, plan.rows, served))
@@ -58,7 +58,7 @@ def _recomputed(batch: Batch, rows: int, served: Served) -> list[Tensor]:
 
 
 def _chunk_problem(plan: Plan) -> str:
-    """What is wrong with how prefills share the workspace; empty if nothing is."""
+    """The first error in how prefills share the workspace; empty if there is none."""
     if plan.mode == "mixed" or plan.prefill is None:
         return ""
     token = plan.tokens - plan.prefill.tokens

@@ -1,4 +1,4 @@
-"""Checks that hold for every stage: the same bits on every run, and from a captured graph the bits of an eager call."""
+"""Checks for every stage: the same bits on every run, and the bits of an eager call from a captured graph."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from tamis.lab.verify.check import Check, Target, Trial
 RUNS = 10
 Outputs: TypeAlias = Sequence[Tensor]
 Replay: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor], Callable[..., Outputs]]
-"""Inputs to capture with, inputs of the same shapes to replay with, and the call."""
+"""The inputs of the capture, inputs of the same shapes for the replay, and the call."""
 
 
 def count_differences(found: Outputs, expected: Outputs) -> Trial:
@@ -66,7 +66,7 @@ def graph_check(
 def _replay(prepare: Callable[[], Replay]) -> Trial:
     first, second, call = prepare()
     held = [value.clone() for value in first]
-    # Kernels are compiled and workspaces allocated outside the capture.
+    # This call compiles kernels and allocates workspaces before the capture.
     for _ in range(2):
         call(*held)
     torch.cuda.synchronize()
@@ -74,7 +74,7 @@ def _replay(prepare: Callable[[], Replay]) -> Trial:
     with torch.cuda.graph(graph):
         outputs = call(*held)
     trial = Trial(0.0)
-    # Back to the first inputs at the end: nothing of a replay may live on in the next.
+    # The first inputs come again at the end: a replay must not depend on the one before.
     for inputs in (second, first):
         for place, value in zip(held, inputs, strict=True):
             place.copy_(value)

@@ -1,4 +1,4 @@
-"""What the CUDA C++ kernels of a stage need: registers, stack, shared memory."""
+"""Checks the resources of a stage's CUDA C++ kernels: registers, stack, shared memory."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,11 +12,11 @@ NAME = "no register spills; shared memory within limits"
 
 
 def resource_checks(stage: str, target: Target) -> Iterator[Check]:
-    """No kernel of the stage spills registers or asks for more shared memory than a block may have.
+    """No kernel of the stage spills registers or needs more shared memory than a CTA may have.
 
-    On a GPU that runs them: every program that the library compiles for it, from the cubins that the launches use. On a
-    machine without a GPU: the same programs, compiled for the architectures they were written for. A caller with a
-    scope of its own is about to time some of them, and need not wait for the others.
+    On a GPU that runs the kernels, the cubins of the launches are checked; without a GPU, the same programs are
+    compiled for their architectures. The check is left out for a target with a scope, whose caller is about to time a
+    few kernels and need not wait for the others.
     """
     if not has_cases(stage) or target.scope is not None:
         return

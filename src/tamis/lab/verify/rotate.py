@@ -16,7 +16,7 @@ from tamis.ops import rotate_and_write, rotate_heads
 
 
 def rotate_checks(target: Target) -> Iterator[Check]:
-    """Heads and inserted rows against complex multiplication in float64."""
+    """Rotated heads and written rows against complex multiplication in float64."""
     if target.runs("rotate") is None:
         yield Check("rotate", "heads", 0.0, reason=f"{target.backend} does not have this stage")
         return
@@ -55,7 +55,7 @@ def _rotate_again(target: Target) -> tuple[list[Tensor], list[Tensor], Callable[
 
 
 def _inserted(target: Target, layout: Layout) -> list[Tensor]:
-    """Queries, and the rows of a cache that some of seven tokens are written to."""
+    """Queries, and all rows of a cache after some of seven tokens were written."""
     draw = Draw(f"insert {layout.name}")
     cache = PagedCache(layout, 3, 5, target.device, scale=0.05 if layout.scale_mode == "tensor" else 1.0)
     inputs = [draw.normal(7, 3, 512, dtype=torch.bfloat16), draw.normal(7, 512, dtype=torch.bfloat16)]

@@ -1,4 +1,4 @@
-"""Running the checks of all stages, or of some."""
+"""Runs the checks of all stages, or of some."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,10 +1,10 @@
-"""One small case of every check on a GPU, and of every kernel, for tools that slow a program down a hundredfold:
+"""Runs one small case of every check and every kernel on a GPU, for tools that slow a program down a hundredfold:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tamis.lab.verify.small_pass
     compute-sanitizer --tool racecheck python -m tamis.lab.verify.small_pass attend index
 
-Names of stages restrict it. Checks that compare runs with each other are left out, since the tools look at each launch,
-and so are captured graphs, which need the allocator that hides short overruns from memcheck.
+Arguments restrict it to the named stages. Checks that compare runs with each other are left out, since the tools
+examine each launch; so are captured graphs, which need the caching allocator that hides short overruns from memcheck.
 """
 
 import sys
@@ -27,7 +27,7 @@ def main(stages: list[str]) -> int:
         for check in stage_checks(stage, target):
             if not check.trials or "runs" in check.name or "graph" in check.name:
                 continue
-            # Other kernels take other numbers of heads and tokens.
+            # Kernels differ by the number of heads and tokens.
             others = [(name, trial) for name, trial in check.trials[1:] if "heads" in name or "130 tokens" in name]
             for name, trial in [*check.trials[:1], *others]:
                 found = trial()

@@ -1,4 +1,4 @@
-"""Checks of the stage that addresses rows: translate."""
+"""Checks of stage `translate`."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Shared by the checks of V4's stages: the rotation, the layouts, and float64 versions of small steps."""
+"""Helpers for the checks of V4's stages: rotations and norms in float64, layouts, bounds."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from tamis.model.rope import Rope
 ROTARY = Rope(64, theta=160000.0, factor=16.0, original_length=65536)
 LENGTH = 320
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
-"""Relative errors of single roundings."""
+"""Relative error of a single rounding, by dtype."""
 FP8_BOUND = 4e-2
 
 

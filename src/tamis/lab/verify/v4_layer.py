@@ -26,7 +26,7 @@ from tamis.step.v4_planner import V4Planner
 
 V4_LAYER_STAGES = ("rotate", "compress", "index", "attend", "combine")
 LAYER_BOUNDS = {"v4-bf16": 1.5e-2, "v4-fp8": 6e-2}
-"""Of a whole layer in bf16 against exact rows and the same selection."""
+"""Bounds of a whole bf16 layer against exact rows and the same selection, by layout."""
 
 
 def v4_layer_checks(target: Target) -> Iterator[Check]:
@@ -110,7 +110,7 @@ class V4Served:
         self.lengths: list[int] = []
 
     def plan(self, new_tokens: Sequence[int], *, padding: int = 0) -> V4Plan:
-        """The next step, in which the requests have these many new tokens; requests past the known ones begin."""
+        """Plan the next step with these numbers of new tokens per request; additional numbers start new requests."""
         self.lengths += [0] * (len(new_tokens) - len(self.lengths))
         self.lengths = [length + new for length, new in zip(self.lengths, new_tokens, strict=True)]
         batch = Batch.build(new_tokens, self.lengths, self.pool, other_pools=self.others)

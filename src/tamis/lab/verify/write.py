@@ -15,7 +15,7 @@ from tamis.ops import write_kv
 
 
 def write_checks(target: Target) -> Iterator[Check]:
-    """Every byte of the storage, also those that must not change."""
+    """Every byte of the storage, including those that must not change."""
     found = [
         case
         for case in cases.write_cases(quick=target.quick)
@@ -45,7 +45,7 @@ def _written(target: Target, case: WriteCase) -> list[Tensor]:
 
 
 def _all_bytes(cache: PagedCache) -> Tensor:
-    """Every byte of the pages and between them, with all NaNs of a field written alike."""
+    """Every byte of the pages and between them, with all NaNs replaced by one."""
     copy = cases.to_device(cache, torch.device("cpu"))
     for field in (copy.layout.values, copy.layout.tail):
         if field is None:
@@ -70,7 +70,7 @@ def _write(target: Target, case: WriteCase) -> Trial:
 
 
 def _same_slot_twice(target: Target, layout: Layout) -> Trial:
-    """Of rows with the same slot one stays, whole: not the values of one with the scales of another."""
+    """Of rows with the same slot one must be stored whole, not the values of one with the scales of another."""
     draw = Draw(f"twice {layout.name}")
     cache = cases.garbage_cache(draw, layout, 3, 16)
     kv = draw.normal(64, layout.width) * torch.logspace(-2, 2, 64, dtype=torch.float32, device="cpu").unsqueeze(1)
@@ -101,7 +101,7 @@ def _write_again(target: Target, layout: Layout) -> tuple[list[Tensor], list[Ten
 
 
 class _WriteCall:
-    """Writes into the same cache, wiped first, so that each call's bytes are its own."""
+    """Writes into one cache, which is cleared before each call."""
 
     def __init__(self, target: Target, cache: PagedCache) -> None:
         self._cache, self._backend = target.here(cache), target.backend

@@ -1,4 +1,4 @@
-"""Other implementations of the same stages, where they can be imported."""
+"""Other implementations of the same stages, used where they can be imported."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,10 +33,10 @@ NAMES = ("flashmla", "flashmla-gather", "fa3", "deepgemm", "vllm", "torch")
 
 
 def find_peers(wanted: Sequence[str] | None, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that can run here, and for each one that is absent the reason.
+    """The peers that can run here, and the reason for each peer that cannot.
 
     Args:
-        wanted: names; each must be there or a ValueError says why not. None: those that are there.
+        wanted: names of peers; a ValueError gives the reason if one cannot run. None: all peers that can run.
         device: where they would run.
     """
     for name in wanted or ():
@@ -60,14 +60,14 @@ def find_peers(wanted: Sequence[str] | None, device: torch.device) -> tuple[list
 
 @dataclass(frozen=True)
 class Torch:
-    """The same work written by hand in torch."""
+    """The same work in plain torch operations."""
 
     name: str = "torch"
     capturable: bool = True
 
     @classmethod
     def find(cls, device: torch.device) -> "Torch":
-        """Always there."""
+        """This peer can always run."""
         return cls()
 
     def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:

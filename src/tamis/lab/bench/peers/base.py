@@ -1,4 +1,4 @@
-"""What a peer is, and how its library is loaded."""
+"""The interface of a peer, and helpers that load its library."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -22,20 +22,20 @@ class Peer(Protocol):
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """The name on the command line."""
 
     @property
     def capturable(self) -> bool:
         """Whether its calls can be captured in a CUDA graph."""
 
     def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
-        """One call per set; padding and other preparation is done here and not timed. Raises `Unsupported`."""
+        """One call per set. Padding and other preparation is done here and not timed. May raise `Unsupported`."""
 
 
 def load(name: str) -> ModuleType:
-    """A module, or `Unsupported` with what went wrong: a broken extension raises more than ImportError."""
+    """Import a module; raise `Unsupported` for any error, since broken extensions raise more than ImportError."""
     try:
-        # Some libraries log to the standard output while they load, and go on doing so; it belongs to our result.
+        # Some libraries log to stdout from their import on, but stdout is for the result of the command.
         with redirect_stdout(sys.stderr):
             return import_module(name)
     except Exception as error:
@@ -62,6 +62,6 @@ def load_first(names: Sequence[str], function: str) -> ModuleType:
 
 
 def need_gpu(device: torch.device) -> None:
-    """Raise `Unsupported` elsewhere."""
+    """Raise `Unsupported` if the device is not a GPU."""
     if device.type != "cuda":
         raise Unsupported(f"its kernels do not run on {device.type}")

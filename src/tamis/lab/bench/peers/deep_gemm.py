@@ -14,14 +14,14 @@ from tamis.lab.bench.peers.base import Unsupported, load_first, need_gpu
 from tamis.ops import gather_index
 
 DEEP_GEMM_MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")
-"""In the order in which vLLM looks for it."""
+"""Where DeepGEMM may be found, in the order in which vLLM looks for it."""
 MOST_PAGED_QUERIES = 2
-"""New tokens per request that its paged kernel takes on Hopper."""
+"""The most new tokens per request that its paged kernel takes on Hopper."""
 
 
 @dataclass(frozen=True)
 class DeepGEMM:
-    """DeepGEMM's scores over paged FP8 keys, and for prompts over gathered ones."""
+    """DeepGEMM's index scores, over paged FP8 keys for decodes and over gathered keys for prompts."""
 
     module: Any
     name: str = "deepgemm"
@@ -29,7 +29,7 @@ class DeepGEMM:
 
     @classmethod
     def find(cls, device: torch.device) -> "DeepGEMM":
-        """The package itself, or the copy inside vLLM; launched as vLLM launches it."""
+        """The package itself, or the copy inside vLLM, with PDL on as in vLLM."""
         need_gpu(device)
         module = load_first(DEEP_GEMM_MODULES, "get_paged_mqa_logits_metadata")
         if hasattr(module, "set_pdl") and torch.cuda.get_device_capability(device)[0] >= 9:
@@ -37,13 +37,13 @@ class DeepGEMM:
         return cls(module)
 
     def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
-        """Schedules are made beforehand, as engines make one per step for all layers; keys of prompts are gathered."""
+        """One call per set. Schedules are made here, as engines make one per step, and the keys of prompts gathered."""
         if job.stage != "scores":
             raise Unsupported("it has index scores only")
         return [self.scores(item) for item in sets if isinstance(item, ScoreSet)]
 
     def scores(self, item: ScoreSet) -> Callable[[], Tensor]:
-        """A call that scores as ours does, except that what lies behind a token's length is left as it was."""
+        """A call that computes the same scores, but leaves columns past a token's length as they were."""
         if item.cache.layout.name != "index-fp8" or item.cache.page_size != 64:
             raise Unsupported("its keys are index-fp8 in pages of 64")
         if item.queries is not None and item.queries <= MOST_PAGED_QUERIES:
@@ -75,7 +75,7 @@ class DeepGEMM:
         return call
 
     def _function(self, name: str) -> Callable[..., Tensor]:
-        """By its newer name, under which queries come with optional scales, or by the older one."""
+        """The function by its newer name, whose queries come with optional scales, or by its older name."""
         newer = getattr(self.module, f"fp8_fp4_{name}", None)
         if newer is not None:
             return lambda q, *rest, **options: newer((q, None), *rest, **options)

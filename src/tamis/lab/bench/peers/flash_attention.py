@@ -35,7 +35,7 @@ class FlashAttention3:
         return cls(module)
 
     def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
-        """Queries are split into their rope and latent parts beforehand, and valid slots counted."""
+        """One call per set. Queries are split into rope and latent dimensions here, and valid slots counted."""
         if job.stage != "attend":
             raise Unsupported(f"it has no {job.stage}")
         if job.layout != "v32-bf16":
@@ -48,13 +48,13 @@ class FlashAttention3:
         (selection,) = item.selections
         latent, device = item.value_dim, item.q.device
         q_latent, q_rope = (part.contiguous() for part in item.q.tensor_split([latent], dim=2))
-        # A row is a page with one key of the rope's width and one value of the latent's. Logits are the sum of both
-        # products: rope query times key, latent query times value.
+        # A row is a page with one key (the rope dimensions) and one value (the latent dimensions). Logits are the sum
+        # of two products: rope query times key, latent query times value.
         pages = selection.cache.storage.flatten(0, 1)[:, None, None]
         values, keys = pages.tensor_split([latent], dim=3)
         counts = (selection.slots >= 0).sum(dim=1, dtype=torch.int32)
         table = selection.slots.clamp_min(0)
-        # Every token is a request of its own.
+        # Every token is a separate request.
         starts = torch.arange(len(item.q) + 1, dtype=torch.int32, device=device)
 
         def call() -> Any:

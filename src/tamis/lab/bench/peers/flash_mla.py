@@ -33,7 +33,7 @@ class FlashMLA:
         return cls(load_first(FLASH_MLA_MODULES, "flash_mla_with_kvcache"))
 
     def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
-        """Heads are padded to 64 or 128 beforehand, as engines do; the padded heads are computed, as they are there."""
+        """One call per set. Heads are padded here to 64 or 128, as in engines, and the padding is computed too."""
         if job.stage != "attend":
             raise Unsupported(f"it has no {job.stage}")
         if job.page_size != 64:
@@ -94,7 +94,7 @@ class FlashMLA:
 
 
 def _padded_heads(q: Tensor) -> Tensor:
-    """With 64 or 128 heads, which is what its kernels take."""
+    """The queries padded to 64 or 128 heads, the counts that its kernels take."""
     heads = 64 if q.shape[1] <= 64 else 128
     padded = torch.zeros(q.shape[0], heads, q.shape[2], dtype=q.dtype, device=q.device)
     padded[:, : q.shape[1]] = q

@@ -16,8 +16,8 @@ from tamis.lab.bench.peers.vllm import upconverting
 
 @dataclass(frozen=True)
 class GatheredFlashMLA:
-    """What vLLM does with prompts over FP8 rows from 32 heads on: its own kernel gathers whole requests into a bf16
-    workspace, and FlashMLA's sparse prefill attends to that. A call is both."""
+    """vLLM's path for prompts over FP8 rows from 32 heads on: a vLLM kernel gathers whole requests into a bf16
+    workspace, then FlashMLA's sparse prefill attends to the workspace. One call does both."""
 
     operators: Any
     flash_mla: FlashMLA
@@ -26,13 +26,13 @@ class GatheredFlashMLA:
 
     @classmethod
     def find(cls, device: torch.device) -> "GatheredFlashMLA":
-        """From an installed vLLM, and FlashMLA from where it is found for itself."""
+        """The gather from an installed vLLM, and FlashMLA as the peer `FlashMLA` finds it."""
         need_gpu(device)
         flash_mla = FlashMLA.find(device)
         return cls(load("vllm._custom_ops"), flash_mla)
 
     def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
-        """Slots become rows of the workspace and heads are padded beforehand; one workspace serves all calls."""
+        """One call per set. Slots become workspace rows and heads are padded here; all calls share one workspace."""
         if job.stage != "attend":
             raise Unsupported(f"it has no {job.stage}")
         if job.layout != "v32-fp8":
@@ -63,7 +63,7 @@ class GatheredFlashMLA:
 
 
 def _gathered_rows(item: AttendSet, starts: Tensor) -> Tensor:
-    """Where the selected rows lie once every request starts at its row of the workspace: int32 [T, K], -1 for none."""
+    """The workspace rows of the selected slots, where request b begins at starts[b]: int32 [T, K], -1 padded."""
     (selection,) = item.selections
     size, table = selection.cache.page_size, item.block_table.long()
     firsts = starts.unsqueeze(1) + size * torch.arange(table.shape[1], dtype=torch.int64, device=table.device)

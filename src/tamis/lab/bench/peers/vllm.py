@@ -16,7 +16,7 @@ from tamis.lab.bench.peers.base import Unsupported, load, need_gpu
 from tamis.lab.bench.peers.deep_gemm import DeepGEMM
 
 FAST_TOPKS = (512, 1024, 2048)
-"""What the kernels that vLLM prefers can select."""
+"""The k that vLLM's preferred top-k kernels support."""
 COOPERATIVE_ROWS = 32
 TOPK_WORKSPACE = 2**20
 
@@ -29,13 +29,13 @@ class VLLM:
     translation: Any
     topk: "TopK"
     deep_gemm: DeepGEMM | None
-    """Computes the scores for its top-k; None where it is absent."""
+    """Computes the scores for vLLM's whole indexer; None where it is absent."""
     name: str = "vllm"
     capturable: bool = True
 
     @classmethod
     def find(cls, device: torch.device) -> "VLLM":
-        """From an installed vLLM."""
+        """The kernels of an installed vLLM."""
         need_gpu(device)
         operators = load("vllm._custom_ops")
         translation = load("vllm.v1.attention.backends.mla.sparse_utils")
@@ -46,7 +46,7 @@ class VLLM:
         return cls(operators, translation, TopK.find(operators, device), deep_gemm)
 
     def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
-        """Writes go into caches of their own."""
+        """One call per set. Writes go into separate caches, so that those of tamis keep their contents."""
         return [self._call(job, item) for item in sets]
 
     def _call(self, job: Job, item: InputSet) -> Callable[[], Any]:
@@ -101,7 +101,7 @@ class VLLM:
         return call
 
     def _index(self, item: IndexSet) -> Callable[[], Any]:
-        """DeepGEMM's scores and vLLM's selection from them, one after the other."""
+        """A call of DeepGEMM's scores and then vLLM's top-k."""
         if self.deep_gemm is None:
             raise Unsupported("its scores are DeepGEMM's, which is absent")
         if item.scored.queries != 1:
@@ -112,9 +112,9 @@ class VLLM:
 
 
 def upconverting(operators: Any, item: GatherSet) -> Callable[[], Tensor]:
-    """A call of vLLM's gather, which turns FP8 rows into bf16 ones on the way."""
+    """A call of vLLM's gather, which converts FP8 rows to bf16."""
     gather = operators.cp_gather_and_upconvert_fp8_kv_cache
-    # Releases differ in whether the lengths are an argument.
+    # Only some releases take the lengths as an argument.
     lengths = [item.lengths] if "seq_lens" in signature(gather).parameters else []
 
     def call() -> Tensor:
@@ -126,25 +126,25 @@ def upconverting(operators: Any, item: GatherSet) -> Callable[[], Tensor]:
 
 @dataclass(frozen=True)
 class TopK:
-    """vLLM's selections from scores."""
+    """vLLM's top-k kernels."""
 
     operators: Any
     kernels: Any
-    """Where the operators without a wrapper are."""
+    """The namespace of the operators without a Python wrapper."""
     workspace: Tensor
-    """One for all calls, as vLLM has one for all layers."""
+    """One workspace for all calls, as vLLM has one for all layers."""
     clusters: bool
-    """Whether the GPU runs the kernel for few rows, which takes clusters of blocks."""
+    """Whether the GPU supports thread-block clusters, which the kernel for few rows needs."""
 
     @classmethod
     def find(cls, operators: Any, device: torch.device) -> "TopK":
-        """Those of a device."""
+        """The kernels for a device."""
         major = torch.cuda.get_device_capability(device)[0]
         workspace = torch.zeros(TOPK_WORKSPACE, dtype=torch.uint8, device=device)
         return cls(operators, torch.ops._C, workspace, clusters=major >= 9 and major != 12)
 
     def choose(self, like: Tensor, lengths: Tensor, k: int, *, decode: bool) -> Callable[[Tensor], Tensor]:
-        """The kernel that vLLM chooses for scores like these; what it does not write stays -1."""
+        """The kernel that vLLM chooses for such scores. Positions that it does not write stay -1."""
         rows = len(like)
         out = torch.full((rows, k), -1, dtype=torch.int32, device=like.device)
         starts = torch.zeros_like(lengths)

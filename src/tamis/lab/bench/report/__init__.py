@@ -1,4 +1,4 @@
-"""Results of `tamis bench` as pictures: one HTML file, and the same figures as PNG."""
+"""Figures of `tamis bench` results: one HTML file, and the same figures as PNG files."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ PAGE = "report.html"
 
 
 def check_place(folder: Path) -> None:
-    """Refuse, before anything is measured, a place that cannot hold a report, and a machine that cannot draw."""
+    """Refuse, before anything is measured, a folder that cannot be made, and a machine without matplotlib."""
     if find_spec("matplotlib") is None:
         raise ValueError("--report needs matplotlib to draw: pip install 'tamis[report]'")
     if (folder.exists() and not folder.is_dir()) or not folder.resolve().parent.is_dir():
@@ -24,13 +24,13 @@ def check_place(folder: Path) -> None:
 def write_report(
     rows: Sequence[Row], folder: Path, report: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Path]:
-    """Draw what rows show; the files that were written, the page first.
+    """Write the report and return the paths of its files, the page first.
 
     Args:
-        rows: of one run, or of several files; of a measurement that was repeated the newest is shown, and the page
-            says how many others there were.
-        folder: made if it is not there.
-        report: gets how many figures of how many are drawn.
+        rows: measurements of one run or of several files. Of repeated measurements only the newest is shown, and the
+            page says how many were left out.
+        folder: where the files go; created if it does not exist.
+        report: called with the number of figures drawn and the number of all figures.
     """
     from tamis.lab.bench.report.figures import FIGURES, LIGHT, THEMED, draw
     from tamis.lab.bench.report.page import render_page
@@ -45,12 +45,12 @@ def write_report(
             drawings[figure], pictures[folder / f"{figure.name}.png"] = drawing.decode("utf-8"), picture
         report(number + 1, len(FIGURES))
     page = render_page(newest, drawings, superseded=len(rows) - len(newest))
-    # Only now, when nothing is left that could be refused: each file is replaced as a whole, the page last.
+    # Files are written only after everything is drawn; each is replaced as a whole, the page last.
     folder.mkdir(exist_ok=True)
     for file, picture in pictures.items():
         write_whole(file, picture)
     write_whole(folder / PAGE, page)
     for figure in FIGURES:
         if figure not in drawings:
-            (folder / f"{figure.name}.png").unlink(missing_ok=True)  # of an earlier report, whose rows had more
+            (folder / f"{figure.name}.png").unlink(missing_ok=True)  # left by an earlier report
     return [folder / PAGE, *pictures]

@@ -1,4 +1,4 @@
-"""Rows of results as a report needs them: read from files, newest only, with the limits that they were measured by."""
+"""Result rows for a report: read from files, reduced to the newest, with the roofline limits that they imply."""
 
 import csv
 from collections import Counter
@@ -25,24 +25,24 @@ STEP_COLUMNS = (
     "by_hand_ms",
     "tamis_ms",
 )
-"""Of `benchmarks/cpu_step.py`, which measures a whole step on a CPU."""
+"""The columns of `benchmarks/cpu_step.py`, which measures a whole step on a CPU."""
 MEASUREMENT = (
     *("gpu", "backend", "suite", "stage", "shape", "heads", "topk", "window", "layout"),
     *("page_size", "method"),
 )
-"""Columns that say what was measured. Rows that differ in one of them, or in the peer, are different measurements; of
-rows that differ in none, only in time, versions and results, the newest is shown."""
+"""The columns that identify a measurement. Of rows that agree in all of them and in the peer, only the newest is
+shown."""
 COMPUTE_BOUND = 0.99
-"""A row whose bytes take less than this share of its limit's time is limited by arithmetic."""
+"""A row is limited by arithmetic if its bytes take less than this share of the roofline's time."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a machine can do at best; None where no row says so."""
+    """The highest rates of a machine; None where the rows do not imply one."""
 
     bytes_per_second: float | None
     flops_per_second: float | None
-    """In bf16; twice as much in FP8."""
+    """The bf16 rate; the FP8 rate is twice as high."""
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
@@ -81,7 +81,7 @@ def _row(cells: dict[str, str]) -> Row:
 
 
 def _value(field: Any, text: str | None) -> Any:
-    """A cell as its column's type; an empty one is what the column says for nothing."""
+    """A cell converted to the type of its column; None for an empty cell of an optional column."""
     if text is None:
         raise ValueError(f"the row ends before {field.name}")
     kind = field.type
@@ -93,7 +93,7 @@ def _value(field: Any, text: str | None) -> Any:
 
 
 def _step(cells: dict[str, str]) -> Row:
-    """A whole decode step, for which nobody has counted bytes."""
+    """A whole decode step. It has no roofline, since its bytes are not counted."""
     requests, context = int(cells["requests"]), int(cells["context"])
     ours, theirs = float(cells["tamis_ms"]) * 1e3, float(cells["by_hand_ms"]) * 1e3
     return Row(
@@ -130,7 +130,7 @@ def _step(cells: dict[str, str]) -> Row:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """The newest of each measurement, in the order in which they first came."""
+    """The newest row of each measurement and peer, in order of first appearance."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = tuple(getattr(row, column) for column in (*MEASUREMENT, "peer"))
@@ -140,13 +140,13 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def most_measured_first(rows: Sequence[Row]) -> list[Row]:
-    """By machine, the one with the most rows first; otherwise in order."""
+    """The rows grouped by machine, the machine with the most rows first; the order is kept within a machine."""
     count = Counter(row.gpu for row in rows)
     return sorted(rows, key=lambda row: (-count[row.gpu], row.gpu))
 
 
 def once(rows: Iterable[Row]) -> list[Row]:
-    """One row per measurement of ours, whatever the peers."""
+    """One row per measurement, where rows differ only in the peer."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         found.setdefault(tuple(getattr(row, column) for column in MEASUREMENT), row)
@@ -154,13 +154,16 @@ def once(rows: Iterable[Row]) -> list[Row]:
 
 
 def speed(row: Row) -> int:
-    """How many operations take the time of one in bf16."""
+    """The peak rate of the stage's products relative to bf16: 2 for FP8."""
     return 2 if row.stage in ("scores", "index") else 1
 
 
 def find_limits(rows: Sequence[Row]) -> Limits:
-    """The limits behind one machine's rows. A row's roofline is the larger of two times, so the highest rate that any
-    row's roofline stands for is the limit itself. Where no row is limited by arithmetic, a known GPU's name says it."""
+    """The limits that the rooflines of one machine's rows imply.
+
+    A roofline is the larger of two times, so the highest rate implied by any row is the limit itself. Where no row is
+    limited by arithmetic, the peak is looked up by the GPU's name.
+    """
     timed = [row for row in rows if row.roofline_us > 0]
     if not timed:
         return Limits(None, None)
@@ -175,7 +178,7 @@ def find_limits(rows: Sequence[Row]) -> Limits:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers."""
+    """The geometric mean of positive numbers."""
     product = 1.0
     for value in values:
         product *= value ** (1 / len(values))
@@ -184,7 +187,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch whose requests are all alike, as suites have them."""
+    """A batch whose requests all have the same length and number of new tokens, as in the suites."""
 
     requests: int
     new: int
@@ -200,7 +203,7 @@ def even_shape(row: Row) -> Shape | None:
 
 
 def describe(row: Row) -> str:
-    """One line that tells rows apart."""
+    """One line that identifies a measurement."""
     parts = [row.stage, row.shape]
     parts += [f"{row.heads} heads"] if row.heads else []
     parts += [f"top-k {row.topk}"] if row.topk else []
@@ -208,5 +211,5 @@ def describe(row: Row) -> str:
 
 
 def compact(tokens: int) -> str:
-    """Such as 16K."""
+    """A number such as 16K."""
     return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)

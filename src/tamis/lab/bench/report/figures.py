@@ -1,7 +1,7 @@
 """The figures of a report, drawn with matplotlib: roofline, peers, latency.
 
-Figures are drawn once for a file (PNG, in light) and once for the page (SVG), whose colours are then replaced by the
-page's variables, so that they follow its light and dark.
+Each figure is drawn twice: as a PNG file in light colours, and as SVG for the page. The SVG's colours are replaced by
+the page's CSS variables, so that the figure follows the page's light or dark scheme.
 """
 
 import io
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -21,12 +21,12 @@ from tamis.lab.bench.report.data import compact, describe, even_shape, find_limi
 from tamis.lab.html import escape
 
 WIDTH = 11.0
-"""Inches of every figure."""
+"""Width of every figure in inches."""
 
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours by what they are for."""
+    """Colours by purpose."""
 
     ink: str
     soft: str
@@ -37,7 +37,7 @@ class Palette:
 
 LIGHT = Palette("#1b2426", "#5c6b6f", "#dfe4e2", "#ffffff", ("#0d6e7c", "#c2571a", "#6d5aa8", "#4f7d2f", "#8a6d00"))
 THEMED = Palette("#00000a", "#00000b", "#00000c", "#00000d", ("#00010a", "#00010b", "#00010c", "#00010d", "#00010e"))
-"""Colours that stand for the page's variables."""
+"""Placeholder colours, each replaced by the CSS variable in `_VARIABLES`."""
 _VARIABLES = dict(
     zip(
         (THEMED.ink, THEMED.soft, THEMED.line, THEMED.card, *THEMED.series),
@@ -48,19 +48,19 @@ _VARIABLES = dict(
 
 
 class Tips:
-    """Texts that a browser shows over parts of a figure."""
+    """Texts that a browser shows when the pointer is over a mark of a figure."""
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without texts."""
         self._texts: list[str] = []
 
     def add(self, text: str) -> str:
-        """The name that the part must have."""
+        """Add a text and return the gid that its mark must be drawn with."""
         self._texts.append(text)
         return f"tip-{len(self._texts) - 1}"
 
     def insert(self, svg: str, name: str) -> str:
-        """Put the texts where the parts are; names become different in each figure of a page."""
+        """Put the texts into the marks' groups; the figure's name makes their ids unique on the page."""
         for number, text in enumerate(self._texts):
             svg = svg.replace(f'<g id="tip-{number}">', f'<g id="{name}-{number}"><title>{escape(text)}</title>')
         return svg
@@ -74,16 +74,16 @@ class FigureKind:
     title: str
     note: str
     make: Callable[[Sequence[Row], Palette, Tips], Figure | None]
-    """None where the rows have nothing for it."""
+    """Draws the figure; returns None where no row belongs in it."""
 
 
 def draw(kind: FigureKind, rows: Sequence[Row], palette: Palette, form: Literal["svg", "png"]) -> bytes | None:
-    """A figure as a file's content."""
+    """The figure as the bytes of an SVG or PNG file, or None where no row belongs in it."""
     settings: dict[str, Any] = {
         "font.family": "sans-serif",
         "font.size": 10,
         "svg.fonttype": "none",
-        "text.parse_math": False,  # a name with dollars in it is a name
+        "text.parse_math": False,  # dollars in a name do not mean a formula
         "svg.hashsalt": kind.name,
         "text.color": palette.ink,
         "axes.edgecolor": palette.line,
@@ -116,10 +116,10 @@ def draw(kind: FigureKind, rows: Sequence[Row], palette: Palette, form: Literal[
 
 def _for_page(svg: str, kind: FigureKind, tips: Tips) -> str:
     svg = svg[svg.index("<svg") :]
-    # The page has this one rule of matplotlib's: its policy allows no other style elements.
+    # The page's policy forbids further style elements; its own style sheet has matplotlib's one rule.
     svg = re.sub(r"<style type=.text/css.>.*?</style>", "", svg, flags=re.S)
     svg = tips.insert(svg, kind.name)
-    # Names of clip paths and markers must differ between the figures of one page.
+    # The ids of clip paths and markers must differ between the figures of one page.
     for name in set(re.findall(r'id="([^"]+)"', svg)):
         if not name.startswith(kind.name):
             svg = svg.replace(f'id="{name}"', f'id="{kind.name}-{name}"').replace(f"#{name})", f"#{kind.name}-{name})")
@@ -142,7 +142,7 @@ def _colours(names: Sequence[str], palette: Palette) -> dict[str, str]:
 
 
 def roofline(rows: Sequence[Row], palette: Palette, tips: Tips) -> Figure | None:
-    """Achieved rates under the limits of memory and arithmetic, and every row's share of its limit, by machine."""
+    """One row of panels per machine: achieved rates under the roofline, and each measurement's share of its limit."""
     machines = {name: once(r for r in own if r.roofline_us > 0) for name, own in _machines(rows).items()}
     machines = {name: own for name, own in machines.items() if own}
     if not machines:
@@ -165,37 +165,50 @@ def _roof(ax: Any, machine: str, rows: list[Row], palette: Palette, tips: Tips) 
         return
     intensity = [row.flops / row.bytes for row in computing]
     low, high = min(intensity) / 3, max(intensity) * 3
-    moving = limits.bytes_per_second
-    peaks: list[tuple[str, float | None]] = (
-        [("", None)] if limits.flops_per_second is None else [("bf16", limits.flops_per_second)]
-    )
-    if limits.flops_per_second and any(speed(row) > 1 for row in computing):
-        peaks.append(("FP8", 2 * limits.flops_per_second))
-    for number, (name, peak) in enumerate(peaks):
-        knee = high if peak is None else min(high, peak / moving)
-        style = {"color": palette.ink if number == 0 else palette.soft, "lw": 1.5 if number == 0 else 1, "zorder": 1}
-        ends = [low, knee, high]
-        ax.plot(ends, [min(x * moving, peak or x * moving) / 1e12 for x in ends], **style)
-        if peak is not None and peak / moving < high:
-            text = f"{peak / 1e12:,.0f} TFLOP/s {name}"
-            ax.annotate(text, (high, peak / 1e12), (0, 5), textcoords="offset points", ha="right", color=palette.soft)
-    label = f"{moving / 1e12:.3g} TB/s" if moving >= 1e11 else f"{moving / 1e9:.3g} GB/s"
-    ax.annotate(label, (low, low * moving / 1e12), (14, 2), textcoords="offset points", color=palette.soft)
-    colours = _colours([row.stage for row in computing], palette)
-    shown: set[str] = set()
-    for row, x in zip(computing, intensity, strict=True):
-        y = row.flops / row.median_us / 1e6
-        share = row.of_roofline
-        gid = tips.add(f"{describe(row)}: {row.median_us:.1f} us, {y:.3g} TFLOP/s, {share:.0%} of its limit")
-        name = "" if row.stage in shown else row.stage
-        shown.add(row.stage)
-        ax.scatter(
-            [x], [y], s=34, color=colours[row.stage], edgecolor=palette.card, lw=0.7, label=name, gid=gid, zorder=3
-        )
+    bandwidth, peak = limits.bytes_per_second, limits.flops_per_second
+    _limit_line(ax, (low, high), bandwidth, peak, "bf16", {"color": palette.ink, "lw": 1.5}, palette)
+    if peak and any(speed(row) > 1 for row in computing):
+        _limit_line(ax, (low, high), bandwidth, 2 * peak, "FP8", {"color": palette.soft, "lw": 1}, palette)
+    label = f"{bandwidth / 1e12:.3g} TB/s" if bandwidth >= 1e11 else f"{bandwidth / 1e9:.3g} GB/s"
+    ax.annotate(label, (low, low * bandwidth / 1e12), (14, 2), textcoords="offset points", color=palette.soft)
+    _points(ax, computing, palette, tips)
     ax.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
     ax.grid(lw=0.6)
     ax.set_axisbelow(True)
     ax.legend(loc="lower right", scatteryoffsets=[0.5])
+
+
+def _limit_line(
+    ax: Any,
+    span: tuple[float, float],
+    bandwidth: float,
+    peak: float | None,
+    dtype: str,
+    style: dict[str, Any],
+    palette: Palette,
+) -> None:
+    """Draw the line that rises with the bandwidth and is flat at the peak, where the peak is known."""
+    low, high = span
+    knee = high if peak is None else min(high, peak / bandwidth)
+    ends = [low, knee, high]
+    ax.plot(ends, [min(x * bandwidth, peak or x * bandwidth) / 1e12 for x in ends], zorder=1, **style)
+    if peak is not None and knee < high:
+        text = f"{peak / 1e12:,.0f} TFLOP/s {dtype}"
+        ax.annotate(text, (high, peak / 1e12), (0, 5), textcoords="offset points", ha="right", color=palette.soft)
+
+
+def _points(ax: Any, computing: list[Row], palette: Palette, tips: Tips) -> None:
+    """Draw each measurement at its operations per byte and the rate that it achieved."""
+    colours = _colours([row.stage for row in computing], palette)
+    shown: set[str] = set()
+    for row in computing:
+        x, y = row.flops / row.bytes, row.flops / row.median_us / 1e6
+        gid = tips.add(f"{describe(row)}: {row.median_us:.1f} us, {y:.3g} TFLOP/s, {row.of_roofline:.0%} of its limit")
+        name = "" if row.stage in shown else row.stage  # one entry per stage in the legend
+        shown.add(row.stage)
+        ax.scatter(
+            [x], [y], s=34, color=colours[row.stage], edgecolor=palette.card, lw=0.7, label=name, gid=gid, zorder=3
+        )
 
 
 def _shares(ax: Any, rows: list[Row], palette: Palette, tips: Tips) -> None:
@@ -204,7 +217,7 @@ def _shares(ax: Any, rows: list[Row], palette: Palette, tips: Tips) -> None:
         share = row.of_roofline
         where = stages.index(row.stage)
         same = [other for other in rows if other.stage == row.stage]
-        # Spread, so that none hides another.
+        # Points of one stage are spread vertically, so that none hides another.
         offset = (same.index(row) - (len(same) - 1) / 2) * min(0.09, 0.6 / max(1, len(same)))
         gid = tips.add(f"{describe(row)}: {row.median_us:.1f} us, limit {row.roofline_us:.1f} us, {share:.0%}")
         ax.scatter(
@@ -273,15 +286,17 @@ class _Panel:
     machine: str
     title: str
     axis: str
-    lines: dict[str, list[tuple[int, Row]]]
+    lines: "_Lines"
 
 
+_Lines: TypeAlias = dict[str, list[tuple[int, Row]]]
+"""The points of each line by its name: a number of requests or tokens, and the row measured there."""
 NEAREST_TICKS = 1.3
-"""How many times larger a labelled number of requests or tokens is than the one before it."""
+"""A tick is labelled only if its number is at least this many times the number of the tick before it."""
 
 
 def latency(rows: Sequence[Row], palette: Palette, tips: Tips) -> Figure | None:
-    """Times against the number of requests, and against the length of the context."""
+    """Latency over the number of requests, and over the length of the context."""
     panels = _panels(rows)
     if not panels:
         return None
@@ -294,25 +309,9 @@ def latency(rows: Sequence[Row], palette: Palette, tips: Tips) -> Figure | None:
         ax.set_axis_off()
     for ax, panel in zip(axes, panels, strict=False):
         for number, (name, points) in enumerate(panel.lines.items()):
-            colour = palette.series[number % len(palette.series)]
-            at, own = [x for x, _ in points], [row for _, row in points]
-            ax.plot(at, [row.median_us for row in own], color=colour, lw=1.7, label=name, zorder=3)
-            ax.fill_between(at, [row.p10 for row in own], [row.p90 for row in own], color=colour, alpha=0.2, lw=0)
-            for x, row in points:
-                gid = tips.add(f"{describe(row)}: {row.median_us:.1f} us ({row.p10:.1f} to {row.p90:.1f})")
-                ax.scatter([x], [row.median_us], s=22, color=colour, edgecolor=palette.card, lw=0.6, zorder=4, gid=gid)
-            theirs = [(x, row.peer_us) for x, row in points if row.peer_us is not None]
-            if theirs:
-                ax.plot(*zip(*theirs, strict=True), color=colour, lw=1.2, ls=(0, (3, 2)), zorder=2)
-        ticks = sorted({x for points in panel.lines.values() for x, _ in points})
+            _latency_line(ax, name, points, palette.series[number % len(palette.series)], palette, tips)
         ax.set(xscale="log", yscale="log", xlabel=panel.axis, ylabel="us")
-        # A label that would lie on the one before it is left out.
-        near = [x < NEAREST_TICKS * before for before, x in zip([0, *ticks], ticks, strict=False)]
-        ax.set_xticks(ticks, ["" if hidden else compact(x) for x, hidden in zip(ticks, near, strict=True)])
-        ax.xaxis.minorticks_off()
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-        ax.yaxis.minorticks_off()
+        _latency_ticks(ax, sorted({x for points in panel.lines.values() for x, _ in points}))
         ax.margins(y=0.25)
         ax.set_title(f"{panel.machine}\n{panel.title}" if several else panel.title, fontsize=9.5)
         ax.grid(lw=0.6)
@@ -320,10 +319,32 @@ def latency(rows: Sequence[Row], palette: Palette, tips: Tips) -> Figure | None:
     return figure
 
 
+def _latency_line(ax: Any, name: str, points: list[tuple[int, Row]], colour: str, palette: Palette, tips: Tips) -> None:
+    at, own = [x for x, _ in points], [row for _, row in points]
+    ax.plot(at, [row.median_us for row in own], color=colour, lw=1.7, label=name, zorder=3)
+    ax.fill_between(at, [row.p10 for row in own], [row.p90 for row in own], color=colour, alpha=0.2, lw=0)
+    for x, row in points:
+        gid = tips.add(f"{describe(row)}: {row.median_us:.1f} us ({row.p10:.1f} to {row.p90:.1f})")
+        ax.scatter([x], [row.median_us], s=22, color=colour, edgecolor=palette.card, lw=0.6, zorder=4, gid=gid)
+    theirs = [(x, row.peer_us) for x, row in points if row.peer_us is not None]
+    if theirs:
+        ax.plot(*zip(*theirs, strict=True), color=colour, lw=1.2, ls=(0, (3, 2)), zorder=2)
+
+
+def _latency_ticks(ax: Any, ticks: list[int]) -> None:
+    """Label the measured numbers on the x axis, except where a label would overlap the one before it."""
+    near = [x < NEAREST_TICKS * before for before, x in zip([0, *ticks], ticks, strict=False)]
+    ax.set_xticks(ticks, ["" if hidden else compact(x) for x, hidden in zip(ticks, near, strict=True)])
+    ax.xaxis.minorticks_off()
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    ax.yaxis.minorticks_off()
+
+
 def _panels(rows: Sequence[Row]) -> list[_Panel]:
-    """A panel for each stage that was measured at two batch sizes, or at two contexts, with all else equal."""
-    batches: dict[tuple[str, ...], dict[str, list[tuple[int, Row]]]] = {}
-    contexts: dict[tuple[str, ...], dict[str, list[tuple[int, Row]]]] = {}
+    """A panel for each stage measured at two or more batch sizes, or at two or more contexts, with all else equal."""
+    batches: dict[tuple[str, ...], _Lines] = {}
+    contexts: dict[tuple[str, ...], _Lines] = {}
     for row in once(rows):
         shape = even_shape(row)
         if shape is None:
@@ -331,22 +352,30 @@ def _panels(rows: Sequence[Row]) -> list[_Panel]:
         heads = f"{row.heads} heads" if row.heads else ""
         window = f"{row.window}+" if row.window else ""
         topk = f"top-k {window}{row.topk}" if row.topk else ""
-        place = (row.gpu, f"{row.stage}, {row.layout}, {row.backend}")
+        key = (row.gpu, f"{row.stage}, {row.layout}, {row.backend}")
         at = f"{compact(shape.length)} context"
         several = f"{compact(shape.new)} new tokens" if shape.new > 1 else ""
-        detail = ", ".join(part for part in (topk, at if heads else "", several) if part)
-        lines = batches.setdefault((*place, detail, str(shape.new)), {})
+        detail = _joined(topk, at if heads else "", several)
+        lines = batches.setdefault((*key, detail, str(shape.new)), {})
         lines.setdefault(heads or at, []).append((shape.requests, row))
-        line = ", ".join(part for part in (f"{shape.requests} x {compact(shape.new)} new", heads) if part)
-        contexts.setdefault((*place, topk, ""), {}).setdefault(line, []).append((shape.length, row))
-    panels = []
-    for axis, found in (("requests", batches), ("tokens of context", contexts)):
-        for (machine, stage, detail, _), lines in found.items():
-            kept = {name: sorted(points, key=lambda p: p[0]) for name, points in lines.items()}
-            kept = {name: points for name, points in kept.items() if len({x for x, _ in points}) > 1}
-            if kept:
-                panels.append(_Panel(machine, ", ".join(part for part in (stage, detail) if part), axis, kept))
-    return panels
+        line = _joined(f"{shape.requests} x {compact(shape.new)} new", heads)
+        contexts.setdefault((*key, topk, ""), {}).setdefault(line, []).append((shape.length, row))
+    panels = [
+        _Panel(machine, _joined(stage, detail), axis, _with_several_points(lines))
+        for axis, found in (("requests", batches), ("tokens of context", contexts))
+        for (machine, stage, detail, _), lines in found.items()
+    ]
+    return [panel for panel in panels if panel.lines]
+
+
+def _with_several_points(lines: _Lines) -> _Lines:
+    """The lines that have two or more different x, their points sorted by x."""
+    ordered = {name: sorted(points, key=lambda p: p[0]) for name, points in lines.items()}
+    return {name: points for name, points in ordered.items() if points[0][0] < points[-1][0]}
+
+
+def _joined(*words: str) -> str:
+    return ", ".join(word for word in words if word)
 
 
 FIGURES = (

@@ -1,6 +1,7 @@
 """The report's page: figures, and all rows as a table."""
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from tamis._version import __version__
 from tamis.lab.bench.record import Row
@@ -14,15 +15,17 @@ _STYLE = """\
 .figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
 .behind { color: var(--second); }
 """
+_Tile: TypeAlias = tuple[str, str, str]
+"""The value that a tile shows, its name, and a line below them."""
 
 
 def render_page(rows: Sequence[Row], drawings: Mapping[FigureKind, str], *, superseded: int) -> str:
-    """One HTML file from rows and the figures (SVG) that were drawn of them.
+    """The report as one HTML file.
 
     Args:
-        rows: what to show, all of it.
-        drawings: figures.
-        superseded: how many rows are not among them because newer ones measured the same.
+        rows: the measurements, all of which are shown.
+        drawings: the figures as SVG.
+        superseded: how many rows were left out because a newer row has the same measurement.
     """
     machines = list(dict.fromkeys(row.gpu for row in rows))
     figures = "".join(
@@ -50,7 +53,7 @@ to float64, on the inputs that were timed.</p>
 
 
 def _counts(rows: Sequence[Row], superseded: int) -> str:
-    """What became of every row that was read."""
+    """A line that says how many rows were read, shown and superseded, and in how many tamis is slower."""
     read = len(rows) + superseded
     told = f"Rows: {read} read, {len(rows)} shown"
     if superseded:
@@ -75,28 +78,42 @@ def _versions(rows: Sequence[Row]) -> str:
 
 
 def _tiles(rows: Sequence[Row]) -> str:
-    ours = once(rows)
+    tiles = [*_measurement_tiles(once(rows)), *_machine_tiles(rows), *_peer_tiles(rows)]
+    return "".join(
+        f'<div class="card tile"><span class="value">{escape(value)}</span><span class="name">{escape(name)}</span>'
+        f'<span class="why">{escape(why)}</span></div>'
+        for value, name, why in tiles
+    )
+
+
+def _measurement_tiles(ours: Sequence[Row]) -> list[_Tile]:
     tiles = [(f"{len(ours)}", "Measurements", f"of {len({row.stage for row in ours})} stages")]
     shares = [row.of_roofline for row in ours if row.roofline_us > 0]
     if shares:
         best = max(shares)
         tiles.append((f"{best:.0%}", "Best % of roofline", f"geometric mean {geometric_mean(shares):.0%}"))
+    return tiles
+
+
+def _machine_tiles(rows: Sequence[Row]) -> list[_Tile]:
+    tiles = []
     for machine in dict.fromkeys(row.gpu for row in rows):
         limits = find_limits([row for row in rows if row.gpu == machine])
         if limits.bytes_per_second is not None:
             peak = limits.flops_per_second
             rate = f"{limits.bytes_per_second / 1e12:.3g} TB/s"
             tiles.append((rate, "Peak memory bandwidth", f"{peak / 1e12:,.0f} TFLOP/s in bf16" if peak else machine))
+    return tiles
+
+
+def _peer_tiles(rows: Sequence[Row]) -> list[_Tile]:
+    tiles = []
     for peer in dict.fromkeys(row.peer for row in rows if row.ratio is not None):
         ratios = [row.ratio for row in rows if row.peer == peer and row.ratio is not None]
         ahead = sum(ratio >= 1 for ratio in ratios)
         why = f"its time over ours, geometric mean; tamis ahead in {ahead} of {len(ratios)}, all rows"
         tiles.append((f"{geometric_mean(ratios):.2f}", f"Against {peer}", why))
-    return "".join(
-        f'<div class="card tile"><span class="value">{escape(value)}</span><span class="name">{escape(name)}</span>'
-        f'<span class="why">{escape(why)}</span></div>'
-        for value, name, why in tiles
-    )
+    return tiles
 
 
 def _header() -> str:
