@@ -17,6 +17,7 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.ops.attention import check_attend, check_query, check_scales, new_output
 from tamis.ops.attention.operations import Attend, attend
+from tamis.ops.combine import check_sink
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import check_gather_kv
 from tamis.ops.gather.operations import GatherKv, gather_kv
@@ -105,6 +106,7 @@ def prepare_gathered(call: Gathered) -> Gathered:
     selections = call.selections
     check_query(q, selections, call.value_dim)
     check_scales(call.scale, 1.0, q.device)
+    check_sink(call.sink, q.shape[1], q.device)
     attention = _attend(call, q, selections, new_output(q, call.value_dim))
     check_attend(attention)
     if plan.step.prefill is None:
