@@ -15,7 +15,7 @@ PEERS = {
     "fa3": "FlashAttention 3",
     "deepgemm": "DeepGEMM",
     "vllm": "vLLM",
-    "torch": "torch by hand",
+    "torch": "torch",
     "": "-",
 }
 PREFERENCE = [backend.name for backend in BACKENDS]
@@ -77,7 +77,7 @@ def cpu_step() -> str:
         (r["torch"], r["threads"], r["heads"], r["topk"], f"{r['by_hand_ms']} ms", f"{r['tamis_ms']} ms", r["ratio"])
         for r in rows
     ]
-    header = ("torch", "threads", "heads", "top-k", "by hand", "tamis", "tamis / by hand")
+    header = ("torch", "threads", "heads", "top-k", "plain torch", "tamis", "tamis / torch")
     return _table(header, lines, "lrrrrrr")
 
 

@@ -134,6 +134,7 @@ class Operation(Generic[C, T]):
         """
         self.stage, self.arguments, self.fake = stage, arguments, fake
         self.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", arguments.__name__).lower()
+        self._check = f"check_{self.name}"
         hints = get_type_hints(arguments, include_extras=True)
         fields, letters = [], iter("abcdefgh")
         self._flat: list[Flat] = []
@@ -173,7 +174,7 @@ class Operation(Generic[C, T]):
         if refused and torch.is_grad_enabled():
             checks.no_gradient(**{names.get(name, name): getattr(call, name) for name in refused})
         stage = implementation(self.stage, call[-1], call[0].device)
-        own = getattr(stage, f"check_{self.name}", None)
+        own = getattr(stage, self._check, None)
         if own is not None:
             own(call)
 
