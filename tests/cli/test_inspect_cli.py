@@ -31,7 +31,17 @@ def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: p
     page = tmp_path / "page.html"
     assert main(["inspect", "--model", model, *SHORT, "--html", str(page), "--query", "80,-1"]) == 0
     text = capsys.readouterr().out
-    for words in ("recall", "top-1", "effective", "ties at", "cutoff", "median", "query 80, token", "query 129, token", str(page)):
+    for words in (
+        "recall",
+        "top-1",
+        "effective",
+        "ties at",
+        "cutoff",
+        "median",
+        "query 80, token",
+        "query 129, token",
+        str(page),
+    ):
         assert words in text
     assert ("IoU" in text) == (layers > 1)
     assert main(["inspect", "--model", model, *SHORT, "--query", "80,-1", "--json"]) == 0
