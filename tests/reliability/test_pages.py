@@ -70,7 +70,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[PagePool], Any], type[Exception], str]] =
     "forgotten": (
         lambda p: Batch.build([6], [9], p, requests=["old"]),
         ValueError,
-        r"^start must be of a page that was not forgotten, got 3",
+        r"^start must be in a page that was not freed by forget, got 3",
     ),
 }
 
@@ -98,7 +98,11 @@ BAD_POOL_CALLS: dict[str, tuple[Callable[[PagePool], Any], type[Exception], str]
     ),
     "fraction": (lambda p: p.slots("a", 0.0, 2), TypeError, r"^start must be an int, got float"),  # type: ignore[arg-type]
     "tensor": (lambda p: p.slots("a", 0, torch.tensor(2)), TypeError, r"^end must be an int"),  # type: ignore[arg-type]
-    "forgotten": (lambda p: p.slots("a", 3, 9), ValueError, r"^start must be of a page that was not forgotten, got 3"),
+    "forgotten": (
+        lambda p: p.slots("a", 3, 9),
+        ValueError,
+        r"^start must be in a page that was not freed by forget, got 3",
+    ),
     "narrow table": (lambda p: p.block_table(["a"], 2), ValueError, r"^width must be at least 3 pages, .*got 2"),
     "no width": (lambda p: p.block_table(["a"], "3"), TypeError, r"^width must be an int"),  # type: ignore[arg-type]
     "forget": (lambda p: p.forget("a", 1.5), TypeError, r"^before must be an int"),  # type: ignore[arg-type]

@@ -157,7 +157,7 @@ def test_one_call_form_while_profiling_and_refused() -> None:
     assert (output[:8] == 0).all()
     assert (output[8:] == 7).all()
     for name in ("output_scale", "output_block_scale"):
-        with pytest.raises(ValueError, match="quantise the output in a step of its own"):
+        with pytest.raises(ValueError, match="quantise the output in a separate step"):
             call(call.served.metadata, output, **{name: torch.ones(1)})
     with pytest.raises(ValueError, match="output must be given"):
         call.served.impl.forward(engine.layer(), call.q, call.q, call.q, call.storage, None)

@@ -132,7 +132,7 @@ def test_pool_forgets_pages() -> None:
     pool.forget("a", 11)
     assert pool.free_pages == 7
     assert pool.slots("a", 8, 14).min() > 0
-    with pytest.raises(ValueError, match="start must be of a page that was not forgotten, got 7"):
+    with pytest.raises(ValueError, match="start must be in a page that was not freed by forget, got 7"):
         pool.slots("a", 7, 9)
     pool.extend("a", 18)
     assert (pool.block_table(["a"])[0] >= 0).tolist() == [False, False, True, True, True]
