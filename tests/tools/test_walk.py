@@ -1,9 +1,14 @@
 """The walk through the library's functions in one call of a layer stays short."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 from tamis.arithmetic import ceil_div, round_up
+from tools.walk import BOUNDS, Walk, walk
 
 ROOT = Path(__file__).parents[2]
-from tools.walk import BOUNDS, Walk, walk
 
 
 def test_a_walk_counts_calls_files_and_returns() -> None:
@@ -15,7 +20,7 @@ def test_a_walk_counts_calls_files_and_returns() -> None:
 
 
 def test_layers_take_a_short_way() -> None:
-    """In a process of its own: kernels that are interpreted run line by line, and are not stubs."""
+    """In a process of its own, since interpreted kernels run line by line and cannot be replaced by stubs."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = [sys.executable, "-m", "tools.walk"]
     done = subprocess.run(run, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
