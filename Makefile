@@ -45,7 +45,8 @@ CAPABILITY ?= default
 THREADS ?= 1
 PRODUCTS = $(if $(filter default,$(CAPABILITY)),MKL_CBWR=COMPATIBLE)
 # The stages' tests come first: they switch Triton to its interpreter.
-STAGE_TESTS := $(filter-out $(wildcard tests/ops/*/test_triton_*.py) tests/ops/attention/test_attend_launches.py, \
+STAGE_TESTS := $(filter-out $(wildcard tests/ops/*/test_triton_*.py tests/ops/*/test_*_hostility.py) \
+  tests/ops/attention/test_attend_launches.py, \
   $(wildcard tests/ops/*/test_*.py))
 NUMERICS := $(STAGE_TESTS) tests/ops/compress/test_triton_compress.py tests/ops/rotate/test_triton_rotate.py \
   $(addprefix tests/ops/index/test_triton_,index.py index_prepare.py) \
@@ -62,7 +63,7 @@ test-numerics: setup
 # all settings: tf32 leads to products in float64, which autocast leaves alone, so they are apart.
 SETTINGS_TESTS := $(filter-out tests/ops/index/test_index_hf.py tests/ops/index/test_index_mxfp4.py \
   tests/ops/write/test_write_bytes.py, $(STAGE_TESTS)) tests/ops/translate/test_triton_translate.py \
-  tests/ops/attention/hopper/test_items.py tests/cache/test_paged.py \
+  tests/ops/attention/hopper/test_splits.py tests/cache/test_paged.py \
   $(addprefix tests/model/test_,absorb.py rope.py) $(addprefix tests/step/test_,planner.py v4_planner.py) \
   $(addprefix tests/layers/test_,mla.py v4.py v4_gathered.py) \
   $(addprefix tests/integrations/test_,flash_mla_contract.py flashinfer_v4.py deep_gemm.py) \
