@@ -12,8 +12,8 @@ from seeds import seeded
 from torch import Tensor
 
 import tamis.integrations.flash_mla
-from tamis.integrations import flash_mla, flash_mla_schedule
-from tamis.integrations.flash_mla import FlashMLASchedMeta, get_mla_metadata
+from tamis.integrations import flash_mla
+from tamis.integrations.flash_mla import FlashMLASchedMeta, get_mla_metadata, schedule
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
@@ -67,13 +67,20 @@ def exactly(indices: Tensor, attn_sink: Tensor | None = None) -> bounds.Attentio
 
 
 def test_signatures_are_those_of_flash_mla() -> None:
+    """The names of sgl-flash-mla 1.0.0 in its order, which begins with FlashMLA's own; last what vLLM's build has."""
     decode_names = (
         "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits softmax_scale causal "
-        "is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length"
+        "is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length "
+        "enable_batch_invariant use_legacy kv_format descale_q descale_k out"
     )
-    prefill_names = "q kv indices sm_scale d_v attn_sink topk_length"
-    assert list(inspect.signature(flash_mla.flash_mla_with_kvcache).parameters) == decode_names.split()
-    assert list(inspect.signature(flash_mla.flash_mla_sparse_fwd).parameters) == prefill_names.split()
+    prefill_names = "q kv indices sm_scale d_v attn_sink topk_length use_legacy return_log2_lse out"
+    metadata_names = "seqlens_k num_q_tokens_per_head_k h_k h_q is_fp8_kvcache topk use_legacy"
+    for function, names in (
+        (flash_mla.flash_mla_with_kvcache, decode_names),
+        (flash_mla.flash_mla_sparse_fwd, prefill_names),
+        (flash_mla.get_mla_decoding_metadata, metadata_names),
+    ):
+        assert list(inspect.signature(function).parameters) == names.split()
 
 
 def test_code_that_imports_flash_mla_runs_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +193,7 @@ def test_arguments_are_left_alone() -> None:
 
 def test_schedule_of_todays_interface_is_an_empty_holder() -> None:
     holder, num_splits = get_mla_metadata()
-    assert holder == FlashMLASchedMeta(None, None)
+    assert holder == FlashMLASchedMeta()
     assert num_splits is None
     assert get_mla_metadata()[0] is not holder
 
@@ -217,13 +224,13 @@ def test_classic_schedule_spreads_the_work(
     `cuts` are worked out by hand: 18 blocks a request, 16 parts of 5 blocks, 8 parts of 9, 8 parts of 8 (overhead 3).
     """
     shares = []
-    real = flash_mla_schedule.part_count
+    real = schedule.part_count
 
     def on_16_sms(sms: int, heads: int, tokens: int, *, capability_major: int) -> int:
         shares.append((sms, heads, tokens))
         return real(16, heads, tokens, capability_major=capability_major)
 
-    monkeypatch.setattr(flash_mla_schedule, "part_count", on_16_sms)
+    monkeypatch.setattr(schedule, "part_count", on_16_sms)
     b, topk = 3, 1100
     holder, num_splits = get_mla_metadata(
         torch.full((b,), topk, dtype=torch.int32), s_q * (heads or 64), 1, num_heads_q=heads, topk=topk
