@@ -113,10 +113,11 @@ def _latent(width: int) -> int:
 
 
 def _check_kv_format(kv_format: str, q: Tensor, packed: bool) -> None:
+    checks.option("kv_format", kv_format, (*PACKED, *V41))
     if kv_format in V41:
         reason = f"{kv_format} is a format of DeepSeek-V4.1, which FlashMLA's SM100 kernels alone read"
         raise checks.refuse("kv_format", f"one of {', '.join(PACKED)}", repr(kv_format), reason)
-    layout = PACKED[checks.option("kv_format", kv_format, (*PACKED, *V41))]
+    layout = PACKED[kv_format]
     if not packed or q.dtype == E4M3:
         remedy = "it tells packed rows apart, which have scales of their own and are attended to by 16-bit queries"
         raise checks.refuse("kv_format", "None unless the cache holds packed FP8 rows", repr(kv_format), remedy)
