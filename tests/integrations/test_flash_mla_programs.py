@@ -194,12 +194,9 @@ def wide_call(requests: int, columns: int, extra: int) -> dict[str, Any]:
     return call
 
 
-@pytest.mark.parametrize(
-    ("columns", "extra", "splits"), [(6, 0, 1), (2 * FIXED_COLUMNS, 0, 2), (FIXED_COLUMNS, 1, 2), (0, 0, 1)]
-)
-def test_a_batch_invariant_step_has_fixed_splits(
-    columns: int, extra: int, splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def splits_seen(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The number of splits of every call from now on."""
     seen = []
 
     def noted(*args: Any, **options: Any) -> Any:
@@ -207,16 +204,25 @@ def test_a_batch_invariant_step_has_fixed_splits(
         return attend(*args, **options)
 
     monkeypatch.setattr(decode, "attend", noted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("columns", "extra", "splits"), [(6, 0, 1), (2 * FIXED_COLUMNS, 0, 2), (FIXED_COLUMNS, 1, 2), (0, 0, 1)]
+)
+def test_a_batch_invariant_step_has_fixed_splits(
+    columns: int, extra: int, splits: int, splits_seen: list[int | None]
+) -> None:
     found = {}
     for requests in (1, 9):
         found[requests] = run(**wide_call(requests, columns, extra), enable_batch_invariant=True)
-    assert seen == [splits, splits]
+    assert splits_seen == [splits, splits]
     assert all(torch.equal(alone, many[:1]) for alone, many in zip(found[1], found[9], strict=True))
     run(**wide_call(1, columns, extra))
-    assert seen[-1] is None
+    assert splits_seen[-1] is None
 
 
-def test_a_batch_invariant_dense_step_does_not_follow_the_longest_request() -> None:
+def test_a_batch_invariant_dense_step_does_not_follow_the_longest_request(splits_seen: list[int | None]) -> None:
     """The lengths of other requests must change neither the number of splits nor the width of the sums."""
     g = seeded(5)
     q, k_cache = torch.randn(2, 1, 5, 576, generator=g), torch.randn(64, 64, 1, 576, generator=g)
@@ -231,6 +237,7 @@ def test_a_batch_invariant_dense_step_does_not_follow_the_longest_request() -> N
     for longest in (0, 5, 1000, 2048):
         found = step(2, longest)
         assert all(torch.equal(alone, many[:1]) for alone, many in zip(expected, found, strict=True))
+    assert set(splits_seen) == {1}
 
 
 def test_a_step_writes_into_the_output_that_it_is_given() -> None:

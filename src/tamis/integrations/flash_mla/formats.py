@@ -4,6 +4,7 @@ FlashMLA tells formats apart by the width of q and by the bytes of a row. Rows o
 `kv_format="V32_NO_ROPE"` says so, and otherwise DeepSeek-V4.1's.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -55,8 +56,7 @@ class RowFormat(NamedTuple):
         if not self.packed:
             return plain_rows(storage.dtype if isinstance(storage, Tensor) else torch.bfloat16, width)
         if q.dtype == E4M3:
-            latent = _latent(width)
-            return plain_fp8(latent=latent, rope=width - latent)
+            return plain_fp8_rows(width)
         if width not in _USUAL:
             expected = f"{' or '.join(str(w) for w in _USUAL)} wide with is_fp8_kvcache"
             raise checks.refuse("q", expected, width, "use an unquantised cache")
@@ -101,10 +101,18 @@ def row_format(
     return RowFormat(packed, None, *factors)
 
 
+@lru_cache(64)
 def plain_rows(dtype: torch.dtype, width: int) -> Layout:
-    """The layout of unquantised rows."""
+    """The layout of unquantised rows. Building one takes as long as some launches, so it is kept."""
     latent = _latent(width)
     return rows(dtype, latent=latent, rope=width - latent)
+
+
+@lru_cache(64)
+def plain_fp8_rows(width: int) -> Layout:
+    """The layout of e4m3 rows that share one factor."""
+    latent = _latent(width)
+    return plain_fp8(latent=latent, rope=width - latent)
 
 
 def _latent(width: int) -> int:
