@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tamis.integrations import flash_mla
 from tamis.integrations.flash_mla import decode, flash_mla_interface
+from tamis.integrations.flash_mla.attention import attend_checked
 from tamis.layers.batch_invariance import FIXED_COLUMNS
-from tamis.ops import attend
 
 ONE_LINE = """
 import sys
@@ -201,9 +201,9 @@ def splits_seen(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 
     def noted(*args: Any, **options: Any) -> Any:
         seen.append(options["splits"])
-        return attend(*args, **options)
+        return attend_checked(*args, **options)
 
-    monkeypatch.setattr(decode, "attend", noted)
+    monkeypatch.setattr(decode, "attend_checked", noted)
     return seen
 
 

@@ -5,9 +5,9 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.selection import Selection
 from tamis.integrations import _arguments
+from tamis.integrations.flash_mla.attention import attend_checked, decode_form, flat_output
 from tamis.integrations.flash_mla.formats import E4M3, row_format
 from tamis.integrations.flash_mla.metadata import FlashMLASchedMeta, check_flags, check_schedule
-from tamis.integrations.flash_mla.results import decode_lse, flat_output
 from tamis.integrations.flash_mla.selections import (
     Tokens,
     extra_selected,
@@ -16,7 +16,6 @@ from tamis.integrations.flash_mla.selections import (
     whole_requests,
 )
 from tamis.layers.batch_invariance import fixed_splits
-from tamis.ops import attend
 
 
 def flash_mla_with_kvcache(
@@ -100,9 +99,10 @@ def flash_mla_with_kvcache(
             raise checks.refuse("causal", "False with indices", causal, "leave future rows out of indices")
         selections = [selected(cache, "indices", indices, "topk_length", topk_length, tokens)]
         selections += extra_selected(extra_k_cache, extra_indices_in_kvcache, extra_topk_length, q, tokens, form)
-    attended = attend(
+    attended = attend_checked(
         q.flatten(0, 1),
         selections,
+        decode_form(tokens),
         scale=scale,
         value_dim=head_dim_v,
         sink=attn_sink,
@@ -110,7 +110,9 @@ def flash_mla_with_kvcache(
         splits=_invariant_splits(selections, sparse=indices is not None) if enable_batch_invariant else None,
         out=flat_output(out, tokens, q.shape[2], head_dim_v, q.device),
     )
-    return attended.out.unflatten(0, tokens) if out is None else out, decode_lse(attended.lse, tokens)
+    # Without query tokens there are no groups to arrange the lse in.
+    lse = attended.lse if tokens.per_request else attended.lse.view(tokens.requests, q.shape[2], 0)
+    return attended.out.unflatten(0, tokens) if out is None else out, lse
 
 
 def _check_query(q: Tensor, head_dim_v: int) -> Tokens:

@@ -8,11 +8,11 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.selection import Selection
 from tamis.integrations import _arguments
+from tamis.integrations.flash_mla.attention import attend_checked, in_base_2, prefill_form
 from tamis.integrations.flash_mla.formats import plain_rows
 from tamis.integrations.flash_mla.metadata import check_flags
-from tamis.integrations.flash_mla.results import empty_is_plus_inf, in_base_2
-from tamis.ops import attend
 from tamis.ops.combine import Attended
+from tamis.ops.lse import LseForm
 
 
 def flash_mla_sparse_fwd(
@@ -49,14 +49,13 @@ def flash_mla_sparse_fwd(
     check_flags(use_legacy=use_legacy)
     if return_log2_lse is not None:
         check_flags(return_log2_lse=return_log2_lse)
-    attended = _attend_rows(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out, _RowNames("kv", "sm_scale"))
+    form, names = prefill_form(base_2=return_log2_lse is True), _RowNames("kv", "sm_scale")
+    attended = _attend_rows(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out, form, names)
     if return_log2_lse is False:
         return attended.out, None, None
-    assert attended.max_logits is not None
-    lse, max_logits = empty_is_plus_inf(attended.lse), attended.max_logits
-    if return_log2_lse:
-        lse, max_logits = in_base_2(lse), in_base_2(max_logits)
-    return attended.out, max_logits, lse
+    max_logits = attended.max_logits
+    assert max_logits is not None
+    return attended.out, in_base_2(max_logits) if return_log2_lse else max_logits, attended.lse
 
 
 def flash_mla_sparse_prefill(
@@ -68,8 +67,8 @@ def flash_mla_sparse_prefill(
     """
     kv_rows = kv_rows.unsqueeze(1) if isinstance(kv_rows, Tensor) and kv_rows.dim() == 2 else kv_rows
     indices = indices.unsqueeze(1) if isinstance(indices, Tensor) and indices.dim() == 2 else indices
-    names = _RowNames("kv_rows", "softmax_scale")
-    return _attend_rows(q, kv_rows, indices, softmax_scale, d_v, None, None, None, names).out
+    form, names = prefill_form(base_2=False), _RowNames("kv_rows", "softmax_scale")
+    return _attend_rows(q, kv_rows, indices, softmax_scale, d_v, None, None, None, form, names).out
 
 
 class _RowNames(NamedTuple):
@@ -88,6 +87,7 @@ def _attend_rows(
     attn_sink: Tensor | None,
     topk_length: Tensor | None,
     out: Tensor | None,
+    form: LseForm,
     names: _RowNames,
 ) -> Attended:
     sizes = checks.tensor("q", q, "s_q h d", checks.FLOATS)
@@ -104,4 +104,4 @@ def _attend_rows(
     # Each row is a page, so that the page stride is the row stride and may be anything.
     cache = _arguments.wrap_pages(names.kv, kv, plain_rows(kv.dtype, sizes["d"]))
     selection = Selection(cache, indices.squeeze(1), topk_length)
-    return attend(q, selection, scale=scale, value_dim=d_v, sink=attn_sink, out=out)
+    return attend_checked(q, [selection], form, scale=scale, value_dim=d_v, sink=attn_sink, out=out)
