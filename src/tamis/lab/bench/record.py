@@ -135,22 +135,22 @@ def _output(command: list[str]) -> str:
 class CsvFile:
     """Appends rows to a file after each job, so that an interrupted run keeps its measurements."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
         """Refuse a file with other columns, or one in a missing folder. Nothing is written yet."""
-        self._path = path
+        self._path, self._columns = path, list(columns)
         if path.is_dir() or not path.parent.is_dir():
             raise checks.refuse("csv", "a file in an existing folder", str(path), "choose another place")
         self._new = not path.exists() or path.stat().st_size == 0
         if not self._new:
             with path.open(newline="", encoding="utf-8", errors="replace") as file:
                 header = file.readline().rstrip("\r\n").split(",")
-            if header != COLUMNS:
+            if header != self._columns:
                 raise checks.refuse("csv", "a new file, or one with the same columns", str(path), "choose another name")
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Write the rows now: all of them, or none if the disk is full."""
+    def add(self, rows: Sequence[Any]) -> None:
+        """Write the rows, dataclasses with these columns, now: all of them, or none if the disk is full."""
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, COLUMNS)
+        writer = csv.DictWriter(text, self._columns)
         if self._new:
             writer.writeheader()
         for row in rows:
