@@ -48,11 +48,13 @@ the peak for FP8 products); bytes count each selected row, key, score, index, qu
 
 {bench_door.DETAILS}
 
-Peers run in turn with ours, in the same process, on the same inputs. Before their time starts, heads are padded for
-FlashMLA and the keys of prompts are gathered for DeepGEMM. flashmla-gather, for prompts over FP8 rows, is vLLM's gather
-of whole requests as bf16 rows, then FlashMLA's prefill over them, both in its time. fa3 is FlashAttention 3 over bf16
-rows as pages of one row. vLLM's whole indexer is DeepGEMM's scores, then its own top-k. Selections may differ where
-scores are nearly equal.
+Peers run in turn with ours, in the same process, on the same inputs. flashmla stands for every build of FlashMLA that
+is found: flashmla-sgl (sgl-flash-mla, its kernels for Hopper), flashmla-vllm (the copy in vLLM's wheel) and
+flashmla-plain (a package flash_mla without use_legacy); the fastest of them has the ratio. Before their time starts,
+heads are padded for FlashMLA and the keys of prompts are gathered for DeepGEMM. flashmla-gather, for prompts over FP8
+rows, is vLLM's gather of whole requests as bf16 rows, then FlashMLA's prefill over them, both in its time. fa3 is
+FlashAttention 3 over bf16 rows as pages of one row. vLLM's whole indexer is DeepGEMM's scores, then its own top-k.
+Selections may differ where scores are nearly equal.
 
 --report draws what was measured, or what files of --csv hold: a roofline, ratios against peers, and latency against
 batch and context. It needs matplotlib: pip install 'tamis[report]'.
@@ -299,11 +301,15 @@ def _print_report(
 
 
 def times_table(rows: "list[Row]") -> str:
-    """One line per row. Columns that are the same for all peers of a job are printed once."""
+    """One line per row. Columns that are the same for all peers of a job are printed once. Of the builds of FlashMLA,
+    the fastest alone has a ratio."""
+    from tamis.lab.bench.record import slower_builds
+
     header = ["stage", "backend", "shape", "heads", "top-k", "layout", "time us", "p10..p90", "MB"]
     header += ["TB/s", "TFLOP/s", "roofline us", "of\nroofline", "peer", "peer us", "peer/\nours"]
     lines: list[tuple[str, ...]] = []
     last: tuple[str, ...] = ()
+    slower = slower_builds(rows)
     for row in rows:
         topk = "-" if row.topk is None else f"{row.window}+{row.topk}" if row.window else str(row.topk)
         seconds = row.median_us * 1e-6
@@ -323,9 +329,9 @@ def times_table(rows: "list[Row]") -> str:
             f"{row.of_roofline:.0%}",
         )
         theirs = (
-            row.peer or "-",
+            f"{row.peer} ({row.peer_build})" if row.peer_build else row.peer or "-",
             "-" if row.peer_us is None else f"{row.peer_us:.1f}",
-            "-" if row.ratio is None else f"{row.ratio:.2f}",
+            "-" if row.ratio is None or row in slower else f"{row.ratio:.2f}",
         )
         lines.append((*(ours if ours != last else ("",) * len(ours)), *theirs))
         last = ours

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch
 import tamis
 from tamis import checks
 from tamis.lab.html import write_whole
+
+FLASH_MLA = ("flashmla-sgl", "flashmla-vllm", "flashmla-plain")
+"""The peers that are builds of FlashMLA. A table shows all of their times, and the ratio against the fastest."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Row:
     """The peer's time divided by that of tamis: above 1, tamis is faster."""
     note: str = ""
     """The reason why a peer has no time."""
+    peer_build: str = ""
+    """The peer's distribution and version, where it is known."""
 
     @property
     def of_roofline(self) -> float:
@@ -83,6 +89,19 @@ class Row:
     def as_data(self) -> dict[str, Any]:
         """The row as plain data for JSON."""
         return asdict(self) | {"of_roofline": self.of_roofline}
+
+
+def slower_builds(rows: Sequence[Row]) -> list[Row]:
+    """The rows of builds of FlashMLA than which another build was faster in the same measurement."""
+    timed = [row for row in rows if row.peer in FLASH_MLA and row.peer_us is not None]
+
+    def same(row: Row) -> tuple[object, ...]:
+        return (row.backend, row.stage, row.shape, row.heads, row.topk, row.window, row.layout, row.page_size)
+
+    fastest: dict[tuple[object, ...], float] = {}
+    for row in timed:
+        fastest[same(row)] = min(row.peer_us or 0.0, fastest.get(same(row), inf))
+    return [row for row in timed if (row.peer_us or 0.0) > fastest[same(row)]]
 
 
 COLUMNS = [field.name for field in fields(Row)]
