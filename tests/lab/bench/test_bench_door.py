@@ -122,8 +122,8 @@ def test_shared_caches_are_filled_once_and_tables_share_no_pages() -> None:
 
 
 def test_the_largest_cell_has_pages() -> None:
-    drawn = pages_needed(make_cells())
-    assert drawn >= 2 * 133 * 256
+    assert pages_needed(make_cells()) == 133 * 256
+    assert pages_needed(make_cells()) * 64 * 656 < 2**31
 
 
 @pytest.mark.parametrize(("name", "build"), [("flashmla-sgl", "sgl-flash-mla 1.0.0"), ("flashmla-vllm", "vllm 0.25.0")])
@@ -165,6 +165,18 @@ def test_a_function_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPa
     found = bench(doors=("flash_mla_with_kvcache", "attend")).measure(SMALL)
     assert [row.door for row in found.rows] == ["flash_mla_with_kvcache"]
     assert found.wrong == ["attend (tamis) on 2q1s128, v32-fp8, 4 heads, top-k 64: RuntimeError: no kernel"]
+
+
+def test_inputs_that_cannot_be_made_do_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise MemoryError("too large")
+
+    monkeypatch.setitem(run.MAKERS, "index", fails)
+    found = bench().measure(cells.Cell("index", Job("door", "index", "2q1s128", "index-fp8", 8, 64)))
+    assert (found.rows, found.wrong) == (
+        [],
+        ["index_topk on 2q1s128, index-fp8, 8 heads, top-k 64: MemoryError: too large"],
+    )
 
 
 def test_versions_that_fail_together_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ Call = Callable[[], Any]
 
 def attention_versions(cell: Cell, doors: Sequence[str], drawn: SharedInputs, peers: Sequence[Peer]) -> Versions:
     """The versions of a cell whose work is attention over selected rows."""
-    prepared = prepare(cell.job, drawn.device, drawn=drawn)
+    # The prefill over 16-bit rows takes a list of the request's rows alone, and no pages of others.
+    prepared = prepare(cell.job, drawn.device, drawn=None if PREFILL in cell.doors else drawn)
     items = [item for item in prepared.sets if isinstance(item, AttendSet)]
     if cell.prefill and drawn.device.type == "cpu":
         items = [_visible(item) for item in items]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.lab.bench.jobs import Job
 from tamis.step.batch import parse_shape
 
@@ -145,6 +146,9 @@ def _tiny() -> list[Cell]:
 
 
 def pages_needed(cells: Sequence[Cell]) -> int:
-    """How many pages of 64 rows the largest cell reads, and room for a second set of it."""
-    most = max((sum(parse_shape(cell.job.shape)[1]) for cell in cells), default=1)
-    return max(2 * (most // 64) + 2 * 256, 64)
+    """The pages that the largest cell needs. All of its sets share them: each reads more than a cache holds.
+
+    There are no more, since offsets beyond 2**31 bytes would go further than what peers are known to take.
+    """
+    counts = [[ceil_div(length, cell.job.page_size) for length in parse_shape(cell.job.shape)[1]] for cell in cells]
+    return max((sum(pages) for pages in counts), default=1)

@@ -53,7 +53,10 @@ class DoorBench:
 
     def measure(self, cell: Cell) -> DoorMeasured:
         """Check and time all versions of a cell."""
-        versions = MAKERS[cell.kind](cell, self.doors, self.drawn, self.peers)
+        try:
+            versions = MAKERS[cell.kind](cell, self.doors, self.drawn, self.peers)
+        except Exception as failure:  # such as a lack of memory: the other cells are measured all the same
+            return DoorMeasured([], [f"{', '.join(cell.doors)} on {cell.title}: {short(failure)}"], {})
         wrong: list[str] = []
         rows: list[DoorRow] = []
         ready: list[tuple[Version, float]] = []
