@@ -1,6 +1,7 @@
 """Tables of `tamis bench door`, from `benchmarks/results/h200_door.csv`."""
 
 import csv
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
@@ -21,7 +22,7 @@ def headline() -> str:
         return NOTHING
     rows = read()
     parts = [f"Peers: {', '.join(sorted({row['build'] for row in rows if row['build']}))}. {origin(rows)}"]
-    parts += [found for found in (_decodes(rows), _prefills(rows)) if found]
+    parts += [found for found in (_decodes(rows), _others(rows)) if found]
     return "\n\n".join(parts)
 
 
@@ -63,8 +64,8 @@ def read() -> list[Row]:
 
 
 def _decodes(rows: Sequence[Row]) -> str:
-    """A line per format, top-k and head count; a column per number of requests."""
-    ours = [row for row in rows if row["door"] == DECODE and row["ratio"] and not _prompt(row)]
+    """A line per format, top-k and head count with several numbers of requests; a column per number."""
+    ours = [row for row in _compared(rows) if row in _in_series(rows)]
     batches = sorted({_requests(row) for row in ours})
     lines = []
     for kind in dict.fromkeys(_kind(row) for row in ours):
@@ -77,8 +78,9 @@ def _decodes(rows: Sequence[Row]) -> str:
     return table(header, lines, "l" + "r" * len(batches) + "r")
 
 
-def _prefills(rows: Sequence[Row]) -> str:
-    ours = [row for row in rows if row["ratio"] and _prompt(row) and row["door"] in (DECODE, PREFILL)]
+def _others(rows: Sequence[Row]) -> str:
+    """A line per prefill, and per decode that was measured with one number of requests."""
+    series = _in_series(rows)
     lines = [
         (
             f"{_words(row)}, {shape_words(row['shape'])}",
@@ -88,12 +90,25 @@ def _prefills(rows: Sequence[Row]) -> str:
             _speedup(row["ratio"]),
             _host([row], rows),
         )
-        for row in ours
+        for row in _compared(rows)
+        if row not in series
     ]
     if not lines:
         return ""
-    header = ("prefill", "function", "tamis, us", "FlashMLA, us", "speedup", "host, us: tamis / FlashMLA")
+    header = ("other shapes", "function", "tamis, us", "FlashMLA, us", "speedup", "host, us: tamis / FlashMLA")
     return table(header, lines, "llrrrr")
+
+
+def _compared(rows: Sequence[Row]) -> list[Row]:
+    """The drop-ins' rows that have a ratio."""
+    return [row for row in rows if row["ratio"] and row["door"] in (DECODE, PREFILL)]
+
+
+def _in_series(rows: Sequence[Row]) -> list[Row]:
+    """The decodes of a format, top-k and head count that were measured with several numbers of requests."""
+    decodes = [row for row in _compared(rows) if not _prompt(row)]
+    count = Counter(_kind(row) for row in decodes)
+    return [row for row in decodes if count[_kind(row)] > 1]
 
 
 def _host(ours: Sequence[Row], rows: Sequence[Row]) -> str:
