@@ -40,6 +40,8 @@ HEADS = 64
 """Heads of a work item."""
 SELECTIONS = 2
 """The most selections that one launch takes."""
+MAX_PAGE_SIZE = 2**22
+"""Rows of the largest page whose bytes 32 bits count."""
 SHARED_BYTES = 227 * 1024
 """The most shared memory that a CTA may have; the sources lay it out."""
 
@@ -67,6 +69,11 @@ class RowKernel(NamedTuple):
     persistent: bool
     """Whether CTAs take one work item after the other; there is then at most one CTA per SM."""
 
+    @property
+    def merges(self) -> bool:
+        """Whether the kernel can merge the splits of a token in a cluster."""
+        return not self.persistent
+
 
 # The registers of all warpgroups must add up to at most 4 x 128 or 3 x 168, which a launch of 512 or 384 threads gets;
 # otherwise a warpgroup waits for registers for ever. Two warpgroups dequantise, and two attend.
@@ -92,6 +99,8 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
     for held in (s.cache for s in selections):
         if held.page_stride % 16 or held.storage.data_ptr() % 16:
             return "rows do not start at multiples of 16 bytes"
+        if held.page_size > MAX_PAGE_SIZE:
+            return f"pages have {held.page_size} rows, more than {MAX_PAGE_SIZE}"
     return None
 
 
@@ -167,7 +176,7 @@ def _run(q: Tensor, selections: Sequence[Selection], scale: float | Tensor, outp
     ctas = (output.whole + output.split_tokens * output.splits) * ceil_div(q.shape[1], HEADS)
     if row_kernel.persistent:
         ctas = min(ctas, sm_count(q.device))
-    _launch(q.device, row_kernel, len(selections))((ctas, 1, 1), params)
+    _launch(q.device, row_kernel, len(selections), 1)((ctas, 1, 1), params)
 
 
 def many_heads_params(
@@ -183,13 +192,14 @@ def many_heads_params(
 
 
 @cache
-def program(row_kernel: RowKernel, selections: int) -> Program:
-    """The program of a kernel for one or two selections."""
+def program(row_kernel: RowKernel, selections: int, merges: bool) -> Program:
+    """The program of a kernel for one or two selections; `merges`: the splits of a token are merged in a cluster."""
     return Program.packaged(
         __package__,
         row_kernel.source,
         **dict(row_kernel.constants),
         SELECTIONS=selections,
+        MERGE_IN_CLUSTER=int(merges),
         THREADS=row_kernel.threads,
         SHARED_BYTES=SHARED_BYTES,
         PARAMS_BYTES=params_bytes(ManyHeadsParams),
@@ -197,6 +207,8 @@ def program(row_kernel: RowKernel, selections: int) -> Program:
 
 
 @cache
-def _launch(device: torch.device, row_kernel: RowKernel, selections: int) -> Launch:
-    loaded = kernel(program(row_kernel, selections), "attend_many_heads", device_index(device))
-    return Launch(loaded, ManyHeadsParams, threads=row_kernel.threads, shared=SHARED_BYTES, overlap=True)
+def _launch(device: torch.device, row_kernel: RowKernel, selections: int, cluster: int) -> Launch:
+    loaded = kernel(program(row_kernel, selections, cluster > 1), "attend_many_heads", device_index(device))
+    return Launch(
+        loaded, ManyHeadsParams, threads=row_kernel.threads, shared=SHARED_BYTES, cluster=cluster, overlap=True
+    )
