@@ -20,6 +20,7 @@ from tamis import checks
 from tamis.cache.layout import index_mxfp4
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
+from tamis.ops import signatures
 from tamis.ops.index import operations
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores, TopkPositions
 
@@ -230,8 +231,27 @@ def index_topk(
         backend: a name from `tamis backends`, or "auto".
     """
     call = IndexTopk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
+    signature = None
+    if not torch.compiler.is_compiling():
+        with torch._C.DisableTorchFunction():
+            signature = _signature(call)
+            known = operations.index_topk.known(signature)
+            if known is not None:
+                return known(call)
     check_index_topk(call)
-    return operations.index_topk(call)
+    return operations.index_topk(call, signature)
+
+
+def _signature(call: IndexTopk) -> signatures.Signature | None:
+    """The signature of a call of `index_topk`."""
+    q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend = call
+    try:
+        if not signatures.remembered_on(q) or signatures.has_gradient(q, weights):
+            return None
+        tensors = signatures.of_tensors(q, weights, request_ids, block_table, lengths)
+        return (backend, *signatures.of_options(k, workspace_bytes), *tensors, *signatures.of_cache(cache))
+    except signatures.NOT_ARGUMENTS:
+        return None
 
 
 def check_index_topk(call: IndexTopk, sizes: Mapping[str, int] | None = None, **names: str) -> None:

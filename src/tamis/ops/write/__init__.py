@@ -1,11 +1,14 @@
 """Stage `write`: quantises latent rows or index keys and inserts them into a paged cache."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.model.rope import rms_norm, rotate
+from tamis.ops import signatures
 from tamis.ops.pairs import check_pair, joined
 from tamis.ops.write import operations
 from tamis.ops.write.operations import WriteKv
@@ -24,11 +27,31 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
             rows for one slot the reference keeps the last, while kernels may mix them.
         backend: a name from `tamis backends`, or "auto".
     """
+    signature = None
+    if not torch.compiler.is_compiling():
+        # Without this, a default device would put a Python function around every attribute of a tensor.
+        with torch._C.DisableTorchFunction():
+            signature = _signature(kv, cache, slots, backend)
+            known = operations.write_kv.known(signature)
+            if known is not None:
+                return known(write_call(kv, cache, slots, backend))
     checks.instance("cache", cache, PagedCache)
     check_rows(kv, cache)
     call = write_call(kv, cache, slots, backend)
     check_write_kv(call)
-    operations.write_kv(call)
+    return operations.write_kv(call, signature)
+
+
+def _signature(kv: Any, cache: Any, slots: Any, backend: object) -> signatures.Signature | None:
+    """The signature of a call of `write_kv`."""
+    try:
+        storage = cache.storage
+        parts = kv if isinstance(kv, tuple) else (kv,)
+        if not signatures.remembered_on(storage) or signatures.has_gradient(storage, *parts) or checks.frozen(storage):
+            return None
+        return (isinstance(kv, tuple), backend, *signatures.of_tensors(slots, *parts), *signatures.of_cache(cache))
+    except signatures.NOT_ARGUMENTS:
+        return None
 
 
 def check_rows(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, *, name: str = "kv") -> None:
