@@ -17,7 +17,7 @@ import torch
 
 from tamis.cuda.compiler import Program, architecture, compiled
 from tamis.cuda.device import current_stream
-from tamis.cuda.params import Place, field_places, params_format
+from tamis.cuda.params import field_places, params_format
 
 # Constants of cuda.h.
 SHARED_PER_BLOCK_OPTIN = 97
@@ -199,11 +199,21 @@ class Launch:
             raise self.kernel.driver.error("cuLaunchKernelEx", status)
 
     def prepared(
-        self, grid: tuple[int, int, int], params: tuple[Any, ...], changing: Sequence[str]
+        self,
+        grid: tuple[int, int, int],
+        params: tuple[Any, ...],
+        addresses: Sequence[str],
+        factor: str | None = None,
     ) -> "PreparedLaunch":
-        """A launch with this grid and these parameters, except for the fields that `changing` names as `field_places`
-        does: their values are given later."""
-        return PreparedLaunch(self, grid, params, [field_places(self.params)[name] for name in changing])
+        """A launch with this grid and these parameters, except for some that each launch gives.
+
+        Args:
+            grid: the grid.
+            params: the parameters.
+            addresses: names of fields that are addresses, as in `field_places`.
+            factor: name of a field that is a float.
+        """
+        return PreparedLaunch(self, grid, params, addresses, factor)
 
     def _launch_within(self, memory: "_Memory") -> int:
         """Launch where this thread has not used the device yet, or another device is current."""
@@ -238,44 +248,54 @@ class _Memory:
             values += nested
         self._pack_into(self.params, 0, *values)
 
-    def view(self, place: Place) -> memoryview:
-        """The packed parameters as an array of the type of one of them."""
-        return memoryview(self.params).cast("B").cast(place.letter)  # type: ignore[call-overload, no-any-return]
-
 
 class PreparedLaunch:
-    """A launch whose grid and parameters are known, except for a few fields: call it with these fields.
+    """A launch whose grid and parameters are known, except for addresses and perhaps one factor: call it with these.
 
-    Each thread packs the parameters once; after that, a launch writes only the fields that change.
+    Each thread packs the parameters once; after that, a launch writes only what changes.
     """
 
     def __init__(
-        self, launch: Launch, grid: tuple[int, int, int], params: tuple[Any, ...], fields: list[Place]
+        self,
+        launch: Launch,
+        grid: tuple[int, int, int],
+        params: tuple[Any, ...],
+        addresses: Sequence[str],
+        factor: str | None,
     ) -> None:
-        """Remember a launch, and the places of the fields that change."""
-        self._launch, self._grid, self._params, self._fields = launch, grid, params, fields
+        """See `Launch.prepared`."""
+        places = field_places(launch.params)
+        self._launch, self._grid, self._params = launch, grid, params
         self._run, self._function = launch._launch, launch.kernel.function
-        self._numbers = [place.number for place in self._fields]
+        self._words = [places[name].number for name in addresses]
+        self._factor = None if factor is None else places[factor].number
+        wrong = [name for name in addresses if places[name].letter != "P"]
+        if wrong or (factor is not None and places[factor].letter != "f"):
+            raise TypeError(f"addresses must be pointers and factor a float, got {wrong or factor}")
         self._own = threading.local()
 
-    def __call__(self, stream: int, *values: float) -> None:
+    def __call__(self, stream: int, addresses: Sequence[int], factor: float = 0.0) -> None:
         """Launch on a stream, given by its handle, of the kernel's device, which must be the current one."""
         try:
-            memory, views = self._own.memory
+            memory, words, floats = self._own.memory
         except AttributeError:
-            memory, views = self._prepare()
-        for view, number, value in zip(views, self._numbers, values, strict=True):
-            view[number] = value
+            memory, words, floats = self._prepare()
+        for word, address in zip(self._words, addresses, strict=True):
+            words[word] = address
+        if self._factor is not None:
+            floats[self._factor] = factor
         memory.config.stream = stream
         status = self._run(memory.reference, self._function, memory.pointers, None)
         if status:
             self._try_again(status, memory)
 
-    def _prepare(self) -> tuple[_Memory, list[memoryview]]:
+    def _prepare(self) -> "tuple[_Memory, memoryview[int], memoryview[float]]":
         memory = _Memory(self._launch)
         memory.pack(self._params)
         memory.config.grid[:] = self._grid
-        self._own.memory = found = memory, [memory.view(place) for place in self._fields]
+        # A buffer that is an array of characters can be cast to other types only by way of bytes.
+        raw = memoryview(memory.params).cast("B")
+        self._own.memory = found = memory, raw.cast("P"), raw.cast("f")
         return found
 
     def _try_again(self, status: int, memory: _Memory) -> None:

@@ -20,12 +20,8 @@ makes empty results for a trace. A static method `run(stage, call)`, if there is
 function, and `no_gradient` names the arguments that may not require a gradient.
 
 Operations do not check their arguments: the `check_*` functions of the stages have done so. They write only to
-arguments marked `Written`, and return new tensors.
-
-An operation remembers calls on a device. What checks can see there (shapes, strides, dtypes, devices, options) is the
-call's signature; the function that a user calls builds it, and `known` finds what was prepared for it: a function of
-the call that fills addresses into launches which are otherwise complete. So neither checks nor choices are repeated.
-A module prepares a call in its function `prepare_<operation>`, which returns None if it cannot.
+arguments marked `Written`, and return new tensors. What `tamis.ops.memory` remembers of a call are operations that were
+prepared for others like it: launches that are complete except for addresses.
 """
 
 import re
@@ -44,7 +40,7 @@ from tamis.cache.layout import Layout, from_key
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.model.recipe import IndexRecipe
-from tamis.ops.signatures import Signature
+from tamis.ops.lse import LseForm
 
 T = TypeVar("T")
 C = TypeVar("C", bound=tuple[Any, ...])
@@ -55,9 +51,6 @@ Written: TypeAlias = Annotated[T, _WRITTEN]
 
 # Registrations last as long as this object.
 _LIBRARY = torch.library.Library("tamis", "FRAGMENT")
-
-MOST_KNOWN = 1024
-"""Calls that an operation remembers. A serving engine has one per batch size; others come and go."""
 
 
 class Flat(NamedTuple):
@@ -119,6 +112,7 @@ _FLAT: dict[Any, Flat] = {
         _selection_parts,
         _selections,
     ),
+    LseForm: Flat("int @_group, bool @_base_2, bool @_plus_inf", tuple, LseForm),
     Layout: Flat("str @", lambda layout: (layout.key,), from_key),
     IndexRecipe: Flat(
         "int @_rope_dim, bool @_interleaved, bool @_rope_first, bool @_hadamard",
@@ -144,7 +138,6 @@ class Operation(Generic[C, T]):
         self.stage, self.arguments, self.fake = stage, arguments, fake
         self.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", arguments.__name__).lower()
         self._check, self._prepare = f"check_{self.name}", f"prepare_{self.name}"
-        self._known: dict[Signature, Callable[[C], T]] = {}
         hints = get_type_hints(arguments, include_extras=True)
         fields, letters = [], iter("abcdefgh")
         self._flat: list[Flat] = []
@@ -162,40 +155,22 @@ class Operation(Generic[C, T]):
         _LIBRARY.impl(self.name, lambda *flat: _contiguous(self._run(self._whole(flat))), "CompositeExplicitAutograd")
         torch.library.register_fake(self._overload, lambda *flat: self._traced(self._whole(flat)), lib=_LIBRARY)
 
-    def __call__(self, call: C, signature: Signature | None = None) -> T:
-        """Run the operation, and remember a checked call by its signature if it has one.
-
-        While torch.compile traces, call the torch op instead, which is recorded in the trace.
-        """
+    def __call__(self, call: C) -> T:
+        """Run the operation. While torch.compile traces, call its torch op instead, which is recorded in the trace."""
         if torch.compiler.is_compiling():
             flat = [part for how, value in zip(self._flat, call, strict=True) for part in how.take_apart(value)]
             found: T = self._overload(*flat)
             return found
-        prepared = None if signature is None else self.prepared(call)
-        if signature is None or prepared is None:
-            return self._run(call)
-        if len(self._known) >= MOST_KNOWN:
-            self._known.clear()
-        self._known[signature] = prepared
-        return prepared(call)
+        return self._run(call)
 
-    def known(self, signature: Signature | None) -> Callable[[C], T] | None:
-        """What runs calls of this signature, if one was remembered."""
-        try:
-            return self._known.get(signature)  # type: ignore[arg-type]
-        except TypeError:
-            return None  # an option cannot be hashed, and the checks will refuse it
+    def prepared(self, call: C) -> Any:
+        """What runs a checked call, and all others that differ from it in addresses and factors only.
 
-    def prepared(self, call: C) -> Callable[[C], T] | None:
-        """What runs a checked call and all others that differ from it in addresses and factors only; None if nothing
-        can be prepared."""
+        A module prepares calls in a function `prepare_<operation>`, which also says how the result is called; None if
+        there is no such function, or if it cannot prepare this call.
+        """
         prepare = getattr(_module(self.stage, call[-1], call[0].device), self._prepare, None)
-        found: Callable[[C], T] | None = None if prepare is None else prepare(call)
-        return found
-
-    def forget(self) -> None:
-        """Forget all calls."""
-        self._known.clear()
+        return None if prepare is None else prepare(call)
 
     def check(self, call: C, **names: str) -> None:
         """Refuse gradients, a backend that does not run here, and arguments that its kernels do not support.

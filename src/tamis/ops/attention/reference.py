@@ -17,10 +17,10 @@ _WORKING_BYTES = 32 * 2**20
 
 
 def attend(call: Attend) -> tuple[Tensor, Tensor]:
-    """Write the merged output; return lse and max_logits [T, H]."""
+    """Write the merged output; return lse and max_logits in their form."""
     parts, lses, max_logits = attend_slots(call.in_splits())
     lse = combine.combine_parts(CombineParts(parts, lses, call.sink, call.out, call.backend))
-    return lse, max_logits.amax(0)
+    return call.lse_form.arrange(lse, max_logits.amax(0))
 
 
 def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:

@@ -196,7 +196,8 @@ def prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, in
         pages = call.cache.storage.data_ptr()
         addresses = [call.q.data_ptr(), call.weights.data_ptr(), call.request_ids.data_ptr()]
         addresses += (call.block_table.data_ptr(), call.lengths.data_ptr(), out)
-        launch(stream, *addresses, *[pages + start for start in starts])
+        addresses += [pages + start for start in starts]
+        launch(stream, addresses)
 
     return run
 

@@ -68,7 +68,7 @@ class TritonLaunch:
         self._values = [None if name in self._dtypes else arguments[name] for name in self._names]
         self._compiled: dict[tuple[bool, ...], Any] = {}
 
-    def __call__(self, stream: int, *addresses: int) -> None:
+    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch on the current stream, whose handle is given, of the current device."""
         together = 0
         for address in addresses:
@@ -83,7 +83,7 @@ class TritonLaunch:
         run, function, metadata = compiled
         run(*self._grid, stream, function, metadata, None, None, None, *values)
 
-    def _launch_by_triton(self, addresses: tuple[int, ...]) -> None:
+    def _launch_by_triton(self, addresses: Sequence[int]) -> None:
         values = self._values.copy()
         for (place, dtype), address in zip(self._changing, addresses, strict=True):
             values[place] = Address(dtype, address)

@@ -8,11 +8,12 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.model.rope import rms_norm, rotate
-from tamis.ops import signatures
+from tamis.ops import memory
 from tamis.ops.pairs import check_pair, joined
 from tamis.ops.write import operations
 from tamis.ops.write.operations import WriteKv
 
+_KNOWN: memory.Calls[WriteKv, None] = memory.Calls()
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -29,28 +30,29 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
     """
     signature = None
     if not torch.compiler.is_compiling():
-        # Without this, a default device would put a Python function around every attribute of a tensor.
+        # A default device is a mode, which would put a Python function around every attribute of a tensor.
         with torch._C.DisableTorchFunction():
-            signature = _signature(kv, cache, slots, backend)
-            known = operations.write_kv.known(signature)
+            signature = _sign(kv, cache, slots, backend)
+            known = _KNOWN.find(signature)
             if known is not None:
                 return known(write_call(kv, cache, slots, backend))
     checks.instance("cache", cache, PagedCache)
     check_rows(kv, cache)
     call = write_call(kv, cache, slots, backend)
     check_write_kv(call)
-    return operations.write_kv(call, signature)
+    return _KNOWN.run(operations.write_kv, call, signature)
 
 
-def _signature(kv: Any, cache: Any, slots: Any, backend: object) -> signatures.Signature | None:
+def _sign(kv: Any, cache: Any, slots: Any, backend: object) -> memory.Signature | None:
     """The signature of a call of `write_kv`."""
     try:
         storage = cache.storage
         parts = kv if isinstance(kv, tuple) else (kv,)
-        if not signatures.remembered_on(storage) or signatures.has_gradient(storage, *parts) or checks.frozen(storage):
+        if not memory.remembered_on(storage) or memory.has_gradient(storage, *parts) or checks.frozen(storage):
             return None
-        return (isinstance(kv, tuple), backend, *signatures.of_tensors(slots, *parts), *signatures.of_cache(cache))
-    except signatures.NOT_ARGUMENTS:
+        rows = memory.sign(kv) if parts is not kv else (*map(memory.sign, kv),)
+        return (backend, parts is kv, rows, memory.sign(slots), *memory.sign_cache(cache))
+    except memory.NOT_ARGUMENTS:
         return None
 
 

@@ -203,7 +203,7 @@ def prepare_write_kv(call: WriteKv) -> Callable[[WriteKv], None] | None:
             addresses.append(rope.data_ptr())
         if isinstance(cache.scale, Tensor):
             addresses.append(cache.scale.data_ptr())
-        launch(current_stream(device), *addresses)
+        launch(current_stream(device), addresses)
 
     return run
 

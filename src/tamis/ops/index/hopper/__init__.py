@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tamis.cuda.device import Room, current_stream, device_index
+from tamis.cuda.device import Rooms, current_stream, device_index
 from tamis.ops.index.hopper import topk
 from tamis.ops.index.operations import IndexTopk, TopkPositions
 from tamis.ops.index.scoring import (
@@ -65,16 +65,16 @@ def prepare_index_topk(call: IndexTopk) -> Callable[[IndexTopk], Tensor] | None:
     tokens, width, device = call.q.shape[0], score_width(call), call.q.device
     if not tokens or tokens > call.workspace_bytes // (4 * max(1, width)):
         return None
-    scores, found = Room((tokens, width), torch.float32, device), Room((tokens, call.k), torch.int32, device)
-    score = prepare_scores(call, scores())
+    rooms = Rooms(device, ((tokens, width), torch.float32), ((tokens, call.k), torch.int32))
+    score = prepare_scores(call, rooms()[0])
     if score is None:
         return None
     select, index = topk.prepare_topk(tokens, width, call.k, device), device_index(device)
 
     def run(call: IndexTopk) -> Tensor:
-        stream, scored, result = current_stream(index), scores(), found()
-        score(stream, call, scored.data_ptr())
-        select(stream, scored.data_ptr(), call.lengths.data_ptr(), result.data_ptr())
+        stream, (scores, result) = current_stream(index), rooms()
+        score(stream, call, scores.data_ptr())
+        select(stream, (scores.data_ptr(), call.lengths.data_ptr(), result.data_ptr()))
         return result
 
     return run
