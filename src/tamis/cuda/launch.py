@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tamis.arithmetic import round_up
 from tamis.cuda.compiler import Program, architecture, compiled
 from tamis.cuda.device import current_stream
 from tamis.cuda.params import field_places, params_format
@@ -229,7 +230,7 @@ class _Memory:
         letters, self._plain, self._nested = params_format(launch.params)
         packing = struct.Struct(f"@{letters}")
         self._pack_into = packing.pack_into
-        self.params = ctypes.create_string_buffer(packing.size)
+        self.params = ctypes.create_string_buffer(round_up(packing.size, 8))  # can be seen as words
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
         count = len(launch._attributes)
         self.attributes = (_Attribute * max(1, count))(*launch._attributes)

@@ -95,9 +95,8 @@ def has_gradient(*tensors: Tensor | None) -> bool:
 
 
 def sign(tensor: Tensor | None) -> Signature | None:
-    """What a call depends on of a tensor, apart from its address. The type of its device is that of the call's first
-    tensor, since no other device beside the host, which has no index, is in use at the same time."""
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+    """What a call depends on of a tensor, apart from its address."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def sign_cache(cache: PagedCache) -> Signature:
@@ -107,7 +106,7 @@ def sign_cache(cache: PagedCache) -> Signature:
         held.shape,
         held.stride(),
         held.dtype,
-        held.get_device(),
+        held.device,
         cache.layout.key,
         cache.page_size,
         cache.page_stride,
@@ -123,7 +122,7 @@ def sign_selection(selection: Selection) -> Signature:
         slots.shape,
         slots.stride(),
         slots.dtype,
-        slots.get_device(),
+        slots.device,
         None if lengths is None else sign(lengths),
         None if ids is None and table is None else (sign(ids), sign(table)),
     )
