@@ -231,7 +231,7 @@ def test_a_prepared_launch_writes_what_changes() -> None:
         with pytest.raises(ValueError, match="zip"):
             prepared(0x123, addresses, 0.5)
     for names, factor in ((("count",), None), (("start",), "count")):
-        with pytest.raises(TypeError, match="addresses must be pointers and factor a float, got .*count"):
+        with pytest.raises(TypeError, match=r"addresses must be pointers and factor a float, got .*count"):
             launch.prepared((1, 1, 1), Six(1, 2, 3, 4.0, 5, 6), names, factor)
 
 

@@ -1,8 +1,8 @@
 """Host tensors that count as those of an H200: calls are remembered, launches are recorded and run nothing.
 
-The real code runs up to the driver, `cuLaunchKernelEx`, and up to Triton's compiled kernels. `Pretended.launches` has an
-entry for each launch, with all parameters by name. Addresses are replaced by the names of the tensors that a test has
-named, or by "new" for memory that the call allocated.
+The real code runs up to the driver, `cuLaunchKernelEx`, and up to Triton's compiled kernels. `Pretended.launches` has
+an entry for each launch, with all parameters by name. Addresses are replaced by the names of the tensors that a test
+has named, or by "new" for memory that the call allocated.
 """
 
 import ctypes
@@ -21,7 +21,6 @@ from tamis.ops import library, memory
 from tamis.ops.attention.hopper import few_heads, many_heads, splits
 from tamis.ops.index import scoring
 from tamis.ops.index.hopper import topk
-from tamis.ops.rows import triton_launch
 from tamis.ops.translate import triton_kernels as translate_kernels
 from tamis.ops.write import triton_kernels as write_kernels
 
