@@ -5,16 +5,31 @@ or be refused with the same error, as in a process that has not seen the first.
 """
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pretended import Launched, Pretended
+from pretended import Pretended
+from remembered import (
+    Change,
+    Given,
+    added,
+    calls_of,
+    compare,
+    every_other,
+    in_place,
+    ints,
+    named_tensors,
+    outcome,
+    paged,
+    shifted,
+    unaligned_cache,
+    widened,
+    with_gaps,
+)
 from settings import autocast, default_dtype
 from torch import Tensor
 
@@ -23,48 +38,7 @@ from tamis.ops import attend, index_topk, memory, write_kv
 from tamis.ops.attention import triton_kernels as portable
 
 pytestmark = pytest.mark.own_settings("changes settings itself")
-Given = dict[str, Any]
-Change = Callable[[Given], Given]
 BF16 = torch.bfloat16
-SOURCES = str(Path(memory.__file__).parents[1])
-
-
-def ints(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
-
-
-def shifted(tensor: Tensor, by: int) -> Tensor:
-    """The same values at an address that is `by` elements past an aligned one."""
-    room = torch.zeros(tensor.numel() + by, dtype=tensor.dtype)[by:].view(tensor.shape)
-    return room.copy_(tensor)
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """The same values with gaps between rows."""
-    room = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 8, dtype=tensor.dtype)[..., : tensor.shape[-1]]
-    return room.copy_(tensor)
-
-
-def every_other(tensor: Tensor) -> Tensor:
-    """The same values with gaps between neighbours."""
-    return tensor.repeat_interleave(2, -1)[..., ::2]
-
-
-def paged(layout: str = "v32-fp8", pages: int = 6, page_size: int = 64, **options: Any) -> PagedCache:
-    return PagedCache(layout, pages, page_size, **options)
-
-
-def with_gaps(layout: str = "v32-fp8") -> PagedCache:
-    """A cache whose pages are apart."""
-    cache = paged(layout)
-    room = torch.zeros(6, 2 * 64, cache.layout.row_elements, dtype=cache.storage.dtype)
-    return PagedCache.wrap(room[:, 64:], cache.layout)
-
-
-def unaligned_cache() -> PagedCache:
-    cache = paged()
-    room = torch.zeros(cache.storage.numel() + 4, dtype=torch.uint8)[4:]
-    return PagedCache.wrap(room.view(cache.storage.shape), cache.layout)
 
 
 # --- attend ---------------------------------------------------------------------------------------------------------
@@ -81,14 +55,6 @@ def run_attend(given: Given) -> Any:
     selection = {name: given.pop(name) for name in names if name in given}
     selections = [Selection(**selection), *given.pop("others", [])]
     return attend(given.pop("q"), selections, **given)
-
-
-def in_place(name: str, change: Callable[[Any], Any]) -> Change:
-    return lambda given: given | {name: change(given[name])}
-
-
-def added(**more: Any) -> Change:
-    return lambda given: given | {name: value() if callable(value) else value for name, value in more.items()}
 
 
 def out_of(given: Given, dtype: torch.dtype = BF16) -> Tensor:
@@ -157,38 +123,6 @@ ATTEND: dict[str, Change] = {
     "output in the query": lambda given: given | {"out": given["q"][..., :512]},
     "output in the slots": lambda given: given | {"out": given["slots"].view(-1).view(BF16)[:0].view(0, 16, 512)},
 }
-
-
-def named_tensors(given: Given) -> dict[str, Tensor]:
-    found = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.device.type == "cpu"}
-    found = {name: value for name, value in found.items() if value.layout is torch.strided}
-    return found | ({"rows": given["cache"].storage} if isinstance(given.get("cache"), PagedCache) else {})
-
-
-def outcome(device: Pretended, run: Callable[[Given], Any], given: Given) -> tuple[list[Launched], object]:
-    """What a call launches, and what it returns or raises, without values and addresses."""
-    try:
-        found = run(given)
-    except (TypeError, ValueError) as error:
-        return device.launches(), repr(error)
-    tensors = [found] if isinstance(found, Tensor) else found or ()
-    told = [(t.shape, t.stride(), t.dtype, t.device, t.is_inference(), t.requires_grad) for t in tensors]
-    return device.launches(**named_tensors(given)), told
-
-
-def compare(device: Pretended, run: Callable[[Given], Any], base: Given, changed: Given) -> None:
-    """One call after two others, against the same in a process that remembers nothing."""
-    device.remembers = False
-    expected = outcome(device, run, changed)
-    device.remembers = True
-    for _ in range(2):
-        outcome(device, run, base)
-    for _ in range(3):
-        assert outcome(device, run, changed) == expected
-    before = outcome(device, run, base)
-    device.forget()
-    device.remembers = False
-    assert before == outcome(device, run, base)
 
 
 @pytest.mark.parametrize("name", ATTEND)
@@ -451,22 +385,3 @@ def test_a_remembered_call_does_little(pretended: Pretended) -> None:
     assert {name: count for name, count in found.items() if count > MOST_CALLS[name]} == {}
     with torch.device("meta"), torch.no_grad():
         assert {name: calls_of(*door) for name, door in doors.items()} == found, "a default device costs nothing"
-
-
-def calls_of(run: Callable[[Given], Any], given: Given) -> int:
-    """How many functions the library calls in the third call of a function."""
-    count = 0
-
-    def see(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        caller = frame.f_back if event == "call" else frame
-        count += event in ("call", "c_call") and caller is not None and SOURCES in caller.f_code.co_filename
-
-    for _ in range(2):
-        run(given)
-    sys.setprofile(see)
-    try:
-        run(given)
-    finally:
-        sys.setprofile(None)
-    return count

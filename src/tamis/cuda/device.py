@@ -1,5 +1,6 @@
 """Properties of CUDA devices, and memory on them."""
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -39,6 +40,13 @@ class Rooms:
         self._device = device
         self._wanted = [(tuple(shape), contiguous_strides(shape), dtype) for shape, dtype in wanted]
         self._fast = _fast_empty if device.type == "cuda" else None
+
+    def reshape(self, number: int, shape: tuple[int, ...]) -> None:
+        """Give a tensor another shape of as many elements."""
+        before, _, dtype = self._wanted[number]
+        if math.prod(before) != math.prod(shape):
+            raise ValueError(f"shape must have as many elements as {before}, got {shape}")
+        self._wanted[number] = shape, contiguous_strides(shape), dtype
 
     def __call__(self) -> list[Tensor]:
         """Allocate. The device must be the current one."""

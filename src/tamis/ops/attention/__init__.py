@@ -123,11 +123,19 @@ class Prepared:
         self._attend, self._apart = attend, apart
 
     @classmethod
-    def of(cls, call: Attend, out: Tensor | None) -> "Prepared | None":
-        """Prepare calls like this one, with a given output or without; None if the backend cannot."""
+    def of(cls, call: Attend, out: Tensor | None, shape: tuple[int, ...] | None = None) -> "Prepared | None":
+        """Prepare calls like this one; None if the backend cannot.
+
+        Args:
+            call: the call.
+            out: the output, if it was given. The others must then be given one too.
+            shape: the shape of new outputs, if it is not that of the call's output.
+        """
         attend = operations.attend.prepared(call)
         if attend is None:
             return None
+        if shape is not None:
+            attend.reshape_output(shape)
         inputs = (call.q, call.sink, *read_by(call.selections))
         return cls(attend, None if out is None else memory.Apart(out, *inputs))
 

@@ -16,6 +16,8 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from tamis.ops.rows.triton_rows import launching_on
+
 LAUNCHING = """kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,
     knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())"""
 """How Triton itself calls a compiled kernel, which is not a documented interface. Where its source says something else,
@@ -63,6 +65,7 @@ class TritonLaunch:
         self._dtypes = {name: value.dtype for name, value in arguments.items() if isinstance(value, Tensor)}
         if left := self._dtypes.keys() - set(changing):
             raise ValueError(f"changing must name all tensors, got none of {sorted(left)}")
+        self._device = arguments[changing[0]].device
         self._changing = [(self._names.index(name), self._dtypes[name]) for name in changing]
         self._places = [place for place, _ in self._changing]
         self._values = [None if name in self._dtypes else arguments[name] for name in self._names]
@@ -87,7 +90,8 @@ class TritonLaunch:
         values = self._values.copy()
         for (place, dtype), address in zip(self._changing, addresses, strict=True):
             values[place] = Address(dtype, address)
-        found = self._kernel[self._grid](*values, **self._options)
+        with launching_on(self._device):
+            found = self._kernel[self._grid](*values, **self._options)
         if found is not None and _launches_as_expected():
             aligned = tuple(address & 15 == 0 for address in addresses)
             self._compiled[() if all(aligned) else aligned] = found.run, found.function, found.packed_metadata

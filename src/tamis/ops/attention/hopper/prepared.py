@@ -85,6 +85,10 @@ class PreparedAttend:
             merge, grid, params = merge_launch(splits, call.sink, whole, call.lse_form)
             self._merge = merge.prepared(grid, params, [*OUTPUTS, *sinks, *SPLITS])
 
+    def reshape_output(self, shape: tuple[int, ...]) -> None:
+        """Give new outputs another shape of as many elements."""
+        self._anew.reshape(0, shape)
+
     def __call__(
         self, q: Tensor, read: Sequence[Tensor], scale: float, sink: Tensor | None, out: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
