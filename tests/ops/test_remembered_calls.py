@@ -34,6 +34,7 @@ from settings import autocast, default_dtype
 from torch import Tensor
 
 from tamis import PagedCache, Selection
+from tamis.cache.layout import v32_fp8
 from tamis.ops import attend, index_topk, memory, write_kv
 from tamis.ops.attention import triton_kernels as portable
 
@@ -172,6 +173,21 @@ def test_rows_that_are_not_aligned_are_left_to_other_kernels(
     assert run_attend(base).lse is not lse
 
 
+def test_an_output_is_separate_from_inputs_in_every_call(pretended: Pretended) -> None:
+    """Signatures have no addresses, so that these outputs have the same one."""
+    given = attention()
+    room, lists = torch.zeros_like(given["q"]), torch.zeros(3, 16, 512, dtype=BF16)
+    slots = torch.zeros(3, 16, 512, dtype=BF16).view(-1)[: 3 * 640 * 2].view(torch.int32).view(3, 640)
+    for _ in range(2):
+        run_attend(given | {"out": room[..., :512]})
+        run_attend(given | {"out": lists, "slots": slots})
+        with pytest.raises(ValueError, match="out must be separate from all inputs and caches"):
+            run_attend(given | {"out": given["q"][..., :512]})
+        inside = slots.view(-1).view(BF16).as_strided((3, 16, 512), (8192, 512, 1))
+        with pytest.raises(ValueError, match="out must be separate from all inputs and caches"):
+            run_attend(given | {"out": inside, "slots": slots})
+
+
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "default dtype": lambda: default_dtype(torch.float64),
     "default device": lambda: torch.device("meta"),
@@ -268,6 +284,7 @@ WRITE: dict[str, Change] = {
     "cache not aligned": added(cache=unaligned_cache),
     "bf16 rows": added(cache=lambda: paged("v32-bf16")),
     "planar rows": added(cache=lambda: paged("v4-fp8")),
+    "exact scales": added(cache=lambda: paged(v32_fp8(scale_mode="exact"))),
     "one scale": added(cache=lambda: paged("plain-fp8", scale=0.5)),
     "another scale": added(cache=lambda: paged("plain-fp8", scale=0.25)),
     "a scale in memory": added(cache=lambda: paged("plain-fp8", scale=torch.tensor(0.5))),

@@ -187,6 +187,20 @@ def test_prefill(pretended: Pretended, name: str) -> None:
     compare(pretended, run_prefill, base, PREFILL[name](dict(base)))
 
 
+@pytest.mark.parametrize("name", ["k_cache", "extra_k_cache"])
+def test_a_cache_that_needs_a_gradient_is_refused_where_that_matters(pretended: Pretended, name: str) -> None:
+    caches = {"k_cache": pages("v32-bf16"), "extra_k_cache": pages("v32-bf16")}
+    given = decoding(requests=40, heads=64) | caches | {"is_fp8_kvcache": False}
+    given["extra_indices_in_kvcache"] = ints(40, 1, 64)
+    run_decode(given)
+    given[name].requires_grad_()
+    for _ in range(2):
+        with torch.no_grad():
+            run_decode(given)
+        with pytest.raises(ValueError, match=f"{name} must be without gradient"):
+            run_decode(given)
+
+
 def test_a_default_device_changes_nothing(pretended: Pretended) -> None:
     for run, given in ((run_decode, decoding()), (run_decode, v4()), (run_prefill, prefilling())):
         expected = outcome(pretended, run, given)

@@ -158,14 +158,15 @@ def _sign(
     """The signature of a call with indices. Its scale is not part of it."""
     q, k_cache, _, _, sink, out = given
     try:
-        if not memory.remembered_on(q) or memory.has_gradient(q, sink, out) or not (scale is None or is_factor(scale)):
+        if not memory.remembered_on(q) or memory.has_gradient(q, k_cache, extra[0], sink, out):
             return None
-        if k_cache.requires_grad or (sink is not None and sink.stride() != (1,)) or (out is not None and frozen(out)):
-            return None  # what is refused in any case, or copied
+        if (sink is not None and sink.stride() != (1,)) or (out is not None and frozen(out)):
+            return None  # the sink will be copied, or the output refused
+        if scale is not None and not is_factor(scale):
+            return None
         seen = (*options, *map(memory.sign, given))
-        if extra[0] is None and extra[1] is None and extra[2] is None:
-            return seen
-        return None if extra[0].requires_grad else (*seen, *map(memory.sign, extra))
+        no_extra = extra[0] is None and extra[1] is None and extra[2] is None
+        return seen if no_extra else (*seen, *map(memory.sign, extra))
     except memory.NOT_ARGUMENTS:
         return None
 

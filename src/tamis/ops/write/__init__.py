@@ -51,7 +51,7 @@ def _sign(kv: Any, cache: Any, slots: Any, backend: object) -> memory.Signature 
         if not memory.remembered_on(storage) or memory.has_gradient(storage, *parts) or checks.frozen(storage):
             return None
         rows = memory.sign(kv) if parts is not kv else (*map(memory.sign, kv),)
-        return (backend, parts is kv, rows, memory.sign(slots), *memory.sign_cache(cache))
+        return (backend, rows, memory.sign(slots), *memory.sign_cache(cache))
     except memory.NOT_ARGUMENTS:
         return None
 
