@@ -27,7 +27,8 @@ from v4_standin import (
 
 from tamis.integrations.vllm.classes.v4_backend import TamisV4Backend, TamisV4WindowBackend
 from tamis.integrations.vllm.classes.v4_impl import V4Impl, get_padded_num_q_heads, init_layer_buffers
-from tamis.integrations.vllm.classes.v4_metadata import V4Metadata, V4MetadataBuilder, V4WindowMetadataBuilder
+from tamis.integrations.vllm.classes.v4_metadata import V4MetadataBuilder, V4WindowMetadataBuilder
+from tamis.integrations.vllm.classes.v4_records import V4Metadata
 from tamis.integrations.vllm.v4_forward import forward_decode
 
 
@@ -170,18 +171,23 @@ def test_both_builders_cut_batches_alike_and_keep_their_addresses() -> None:
     assert main.reorder_batch_threshold == window.reorder_batch_threshold == 2
     assert main._cudagraph_support == "UNIFORM_BATCH"
     assert main.c128a_max_compressed == 128
-    assert main.c128a_global_decode_buffer.shape == (MAX_TOKENS, 128)
+    assert main.c128a_buffer.shape == (MAX_TOKENS, 128)
     places = []
     for queries, lengths in SHAPES.values():
         step = V4Step("v4-bf16", queries, lengths)
-        one, other = main.build(0, step.common("main")), window.build(0, step.common("window"))
-        assert one.plan.split == other.plan.split
-        names = ("slot_mapping", "block_table", "req_id_per_token", "query_start_loc")
+        common = step.common("main")
+        one, other = main.build(0, common), window.build(0, step.common("window"))
+        assert one.split == other.split
+        names = ("slot_mapping", "req_id_per_token")
         places.append([getattr(one, n).data_ptr() for n in names] + [other.is_valid_token.data_ptr()])
+        # The engine keeps its own tensors in place.
+        assert one.block_table.data_ptr() == common.block_table_tensor.data_ptr()
+        assert one.query_start_loc.data_ptr() == common.query_start_loc.data_ptr()
+        first = other.num_decode_tokens
         for field, buffer in (
-            (one.c128a_global_decode_topk_indices, main.c128a_global_decode_buffer),
-            (one.c128a_decode_topk_lens, main.c128a_decode_lens_buffer),
-            (one.c128a_prefill_topk_indices, main.c128a_prefill_buffer),
+            (one.c128a_global_decode_topk_indices, main.c128a_buffer),
+            (one.c128a_decode_topk_lens, main.c128a_lens_buffer),
+            (one.c128a_prefill_topk_indices, main.c128a_buffer[first:]),
             (other.decode_swa_indices, window.swa_indices_buffer),
         ):
             assert field is None or len(field) == 0 or field.data_ptr() == buffer.data_ptr()

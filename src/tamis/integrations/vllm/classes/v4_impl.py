@@ -14,7 +14,7 @@ from tamis import checks
 from tamis.arithmetic import output_dtype
 from tamis.integrations.flashinfer_v4 import trtllm_batch_decode_sparse_mla_dsv4
 from tamis.integrations.vllm.classes.v4_indices import build_flashinfer_mixed_sparse_indices
-from tamis.integrations.vllm.classes.v4_metadata import V4Metadata, V4WindowMetadata
+from tamis.integrations.vllm.classes.v4_records import V4Metadata, V4WindowMetadata
 from tamis.integrations.vllm.v4_formats import E4M3, declared_dtype, layout_of, listed, sees_every_entry
 from tamis.integrations.vllm.v4_forward import in_use
 
