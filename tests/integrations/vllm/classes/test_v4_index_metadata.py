@@ -216,7 +216,7 @@ def test_selections_from_the_records(shape: str, score_bytes: int) -> None:
         assert keys is not None
         part = slice(chunk.token_start, chunk.token_end)
         buffer[part] = prefill_topk(q[part], weights[part], keys, chunk)
-    visible, ids = (builder.tokens["positions"][:rows] + 1) // RATIO, builder.tokens["request_ids"][:rows]
+    visible, ids = (builder.tokens.positions[:rows] + 1) // RATIO, builder.tokens.request_ids[:rows]
     assert torch.equal(buffer, index_topk(q, weights, held, ids, record.block_table, visible, TOPK))
     assert (buffer >= 0).any()
 

@@ -15,7 +15,6 @@ from tamis.integrations.vllm.classes.v4_metadata import CompressedBuilder
 from tamis.integrations.vllm.classes.v4_records import BuiltRecord
 from tamis.integrations.vllm.engine_tokens import TokenStep
 from tamis.ops.select.operations import select_entries
-from tamis.step.split import INT
 
 KEYS_PER_LENGTH = 40
 """The most keys that are gathered at once, in multiples of the greatest request length."""
@@ -107,7 +106,6 @@ class V4IndexMetadataBuilder(CompressedBuilder):
     lengths can run in any captured graph."""
 
     _cudagraph_support: ClassVar[Any] = "ALWAYS"
-    token_arrays: ClassVar[dict[str, int]] = {"decode_lens": 0}
 
     @torch.inference_mode(False)  # buffers outlive the call: see `Planner`
     def __init__(
@@ -126,14 +124,17 @@ class V4IndexMetadataBuilder(CompressedBuilder):
         rows = max(limits.max_tokens, limits.max_requests * limits.threshold)
         pages = ceil_div(limits.max_length, self.block_size)
         self.decode_seq_lens_buffer = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        self.decode_lens_buffer = self.tokens["decode_lens"]
+        self.decode_lens_buffer = self._each()
         self.expanded_block_table_buffer = None if self.uniform_decodes else self._rows(pages)
         self.compressed_seq_lens_buffer = torch.zeros(limits.max_requests, dtype=torch.int32, device=self.device)
         self.cu_seqlen_ks_buffer, self.cu_seqlen_ke_buffer = self._each(), self._each()
         # Each group of requests has one more start than it has requests.
         self.cu_seq_lens_buffer = torch.zeros(2 * limits.max_requests, dtype=torch.int32, device=self.device)
         self._columns = torch.arange(limits.threshold, dtype=torch.int32, device=self.device)
-        self._requests_before = 0
+        self._requests_before, self._decodes_before = 0, 0
+        # The kernel that finds slots of completed keys also counts the entries that each token sees.
+        visible = None if self.uniform_decodes else self.decode_seq_lens_buffer[: limits.max_tokens]
+        self._keep(visible=visible, decode_lens=self.decode_lens_buffer)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4IndexMetadata:
         """The metadata of one step, valid until the next call. The engine's tensors are not changed.
@@ -142,13 +143,11 @@ class V4IndexMetadataBuilder(CompressedBuilder):
         """
         common, step = common_attn_metadata, self.tokens.read(common_attn_metadata)
         decodes, split, requests = step.decode_rows, step.split, step.requests
-        selection, staging = self._selection(step, visible=self._seen_by_kernel()), self.tokens.stage(step)
-        if decodes and requests:
-            self._stage_decodes(step, self.tokens.staged(staging, "decode_lens"))
+        selection = self._selection(step)
         entries = self.compressed_seq_lens_buffer[:requests]
         with self.lease.renewed() as use:
-            self.tokens.fill(step, staging)
-            self._clear(step.rows, (self.compressed_slot_mapping_buffer, -1), (self.decode_seq_lens_buffer, 0))
+            self.tokens.fill(step)
+            self._clear(step.rows, completed=-1, visible=0)
             if requests < self._requests_before:
                 self.compressed_seq_lens_buffer[requests : self._requests_before].zero_()
             self._requests_before = requests
@@ -156,6 +155,8 @@ class V4IndexMetadataBuilder(CompressedBuilder):
             if selection is not None:
                 select_entries(selection)
             decode = self._decode(step, decodes) if decodes and requests else None
+            if decode is None:
+                self._decode_lens(0)
             prefill = self._prefill(step, entries) if split.prefills else None
         return V4IndexMetadata(
             split,
@@ -178,26 +179,26 @@ class V4IndexMetadataBuilder(CompressedBuilder):
             prefill=prefill,
         )
 
-    def _seen_by_kernel(self) -> Tensor | None:
-        """Where the kernel that finds slots of completed keys also writes how many entries each token sees."""
-        return self.decode_seq_lens_buffer
-
-    def _stage_decodes(self, step: TokenStep, lengths: INT) -> None:
-        lengths[: step.decode_rows] = 1
-
     def _decode(self, step: TokenStep, rows: int) -> V4IndexDecode:
         """One row per token. Padding gets the row of request 0 and a length of 0."""
         table, given = self.expanded_block_table_buffer, step.block_table
         assert table is not None
         pages = min(table.shape[1], given.shape[1])
-        ids = self.tokens["request_ids"][:rows]
-        if pages == table.shape[1]:
-            torch.index_select(given[:, :pages], 0, ids, out=table[:rows])
+        ids, found = self.tokens.part("request_ids", rows), table[:rows]
+        if pages < table.shape[1]:
+            found[:, pages:].fill_(-1)
+            found[:, :pages] = given.index_select(0, ids)
         else:
-            table[:rows, pages:].fill_(-1)
-            table[:rows, :pages] = given.index_select(0, ids)
-        seen = self.decode_seq_lens_buffer[:rows].unsqueeze(1)
-        return V4IndexDecode(table[:rows], seen, self.decode_lens_buffer[:rows], requires_padding=False)
+            torch.index_select(given if given.shape[1] == pages else given[:, :pages], 0, ids, out=found)
+        seen = self._parts("visible", rows).unsqueeze(1)
+        return V4IndexDecode(found, seen, self._decode_lens(rows).fill_(1), requires_padding=False)
+
+    def _decode_lens(self, rows: int) -> Tensor:
+        """Room for a number per row of the decodes. Rows that only the previous step had are cleared."""
+        before, self._decodes_before = self._decodes_before, rows
+        if rows < before:
+            self.decode_lens_buffer[rows:before].zero_()
+        return self._parts("decode_lens", rows)
 
     def _prefill(self, step: TokenStep, entries: Tensor) -> V4IndexPrefill:
         first, starts = step.split.decodes, step.starts
@@ -231,8 +232,8 @@ class V4IndexMetadataBuilder(CompressedBuilder):
         """Fill in where the keys of a group's requests begin, and which keys each of its tokens sees."""
         torch.cumsum(entries, 0, dtype=torch.int32, out=sums[1:])
         begin, end = self.cu_seqlen_ks_buffer[tokens], self.cu_seqlen_ke_buffer[tokens]
-        torch.index_select(sums, 0, self.tokens["request_ids"][tokens] - first, out=begin)
-        torch.add(begin, (self.tokens["positions"][tokens] + 1) // self.compress_ratio, out=end)
+        torch.index_select(sums, 0, self.tokens.request_ids[tokens] - first, out=begin)
+        torch.add(begin, (self.tokens.positions[tokens] + 1) // self.compress_ratio, out=end)
 
     def _chunk(
         self, step: TokenStep, chunk: IndexChunk, begin: int, end: int, tokens: slice, sums: Tensor, again: bool
@@ -257,12 +258,6 @@ class V4UniformIndexMetadataBuilder(V4IndexMetadataBuilder):
     _cudagraph_support: ClassVar[Any] = "UNIFORM_BATCH"
     uniform_decodes: ClassVar[bool] = True
 
-    def _seen_by_kernel(self) -> Tensor | None:
-        return None
-
-    def _stage_decodes(self, step: TokenStep, lengths: INT) -> None:
-        lengths[: step.split.decodes] = step.queries[: step.split.decodes]
-
     def _decode(self, step: TokenStep, rows: int) -> V4IndexDecode:
         """One row per request, with a column for each of its last n tokens."""
         decodes = step.split.decodes
@@ -272,7 +267,8 @@ class V4UniformIndexMetadataBuilder(V4IndexMetadataBuilder):
         seen = self.decode_seq_lens_buffer[: decodes * longest].view(decodes, longest)
         last = step.lengths[:decodes].unsqueeze(1) - (longest - 1) + self._columns[:longest]
         torch.div(last.clamp_min_(0), self.compress_ratio, rounding_mode="floor", out=seen)
-        own, ragged = self.decode_lens_buffer[:decodes], bool((lengths != longest).any())
+        own, ragged = self._decode_lens(decodes), bool((lengths != longest).any())
+        torch.sub(step.query_starts[1 : decodes + 1], step.query_starts[:decodes], out=own)
         return V4IndexDecode(step.block_table[:decodes], seen, own, ragged)
 
 

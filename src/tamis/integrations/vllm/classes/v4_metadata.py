@@ -15,6 +15,7 @@ from tamis.integrations.vllm.metadata import model_field
 from tamis.integrations.vllm.v4_formats import EVERY
 from tamis.ops.select import check_select_entries, check_select_window
 from tamis.ops.select.operations import SelectEntries, SelectWindow, select_entries, select_window
+from tamis.step.buffers import Views
 from tamis.step.lease import Lease
 from tamis.step.plan import Limits
 from tamis.step.v4_plan import ALIGN_COLUMNS, ALIGN_DRAFTS
@@ -29,8 +30,6 @@ class _Builder:
     uniform_decodes: ClassVar[bool] = False
     """False, since no reader shapes decodes as [requests, query length]. Builders of window and entries must agree on
     it, so that they divide a batch alike."""
-    token_arrays: ClassVar[dict[str, int]] = {}
-    """Further arrays of `EngineTokens`."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: torch.device | str
@@ -68,8 +67,11 @@ class _Builder:
             uniform_decodes=self.uniform_decodes,
         )
         self.reorder_batch_threshold = self.limits.threshold
-        self.tokens = EngineTokens(self.limits, self.device, self.token_arrays)
+        self.tokens = EngineTokens(self.limits, self.device)
         self.lease = Lease()
+        self._written: dict[str, Tensor] = {}
+        self._parts = Views({})
+        """The buffers that a step writes besides those of the tokens, and parts of them."""
         self._rows_before = 0
         self._passed: tuple[object, ...] | None = None
 
@@ -79,12 +81,13 @@ class _Builder:
     def _rows(self, columns: int) -> Tensor:
         return torch.full((self.limits.max_tokens, columns), -1, dtype=torch.int32, device=self.device)
 
-    def _clear(self, rows: int, *buffers: tuple[Tensor | None, int]) -> None:
-        """Give the rows that the previous step wrote and this one does not their value for padding."""
-        for buffer, fill in buffers:
-            if buffer is not None and rows < self._rows_before:
-                buffer[rows : self._rows_before].fill_(fill)
-        self._rows_before = rows
+    def _clear(self, rows: int, **fills: int) -> None:
+        """Give the rows that the previous step wrote and this one does not their value for padding, by buffer."""
+        before, self._rows_before = self._rows_before, rows
+        if rows < before:
+            for name, fill in fills.items():
+                if name in self._written:
+                    self._written[name][rows:before].fill_(fill)
 
     def _check(self, call: SelectWindow | SelectEntries) -> None:
         """Refuse what a selection refuses. It writes the builder's own buffers, so only the engine's tensors can be
@@ -117,23 +120,28 @@ class CompressedBuilder(_Builder):
             expected = f"a multiple of the ratio {self.compress_ratio}"
             raise checks.refuse("kv_cache_spec.block_size", expected, self.block_size, "use 256")
         self.compressed_slot_mapping_buffer = self._each(torch.int64, -1) if self.compress_ratio > 1 else None
+        self._keep()
 
-    def _selection(
-        self,
-        step: TokenStep,
-        *,
-        visible: Tensor | None = None,
-        lengths: Tensor | None = None,
-        every: Tensor | None = None,
-    ) -> SelectEntries | None:
+    def _keep(self, **written: Tensor | None) -> None:
+        """Name the buffers that a selection writes: `visible`, `lengths` or `every` besides the slots of completed
+        entries, and others of which records have views."""
+        found = {"completed": self.compressed_slot_mapping_buffer, **written}
+        self._written = {name: buffer for name, buffer in found.items() if buffer is not None}
+        self._parts = Views(self._written)
+
+    def _selection(self, step: TokenStep) -> SelectEntries | None:
         """The operation that finds the slots of completed entries and what else is asked for; None if there is nothing
         to find. A token without a slot completes no entry, and absent pages take none."""
-        rows, buffer = step.rows, self.compressed_slot_mapping_buffer
-        if not step.requests or not rows or (buffer is None and every is None and visible is None):
+        rows, parts = step.rows, self._parts
+        if not step.requests or not rows or not self._written:
             return None
+        completed, visible, lengths, every = (
+            parts(name, rows) if name in self._written else None
+            for name in ("completed", "visible", "lengths", "every")
+        )
         call = SelectEntries(
-            self.tokens["positions"][:rows],
-            self.tokens["request_ids"][:rows],
+            self.tokens.part("positions", rows),
+            self.tokens.part("request_ids", rows),
             step.block_table,
             first(step.slots, rows),
             self.compress_ratio,
@@ -141,10 +149,10 @@ class CompressedBuilder(_Builder):
             None,
             # Decodes get slots, and prefills the numbers of their entries, as in vLLM.
             None if every is None else min(step.decode_rows, rows),
-            None if buffer is None else buffer[:rows],
-            None if visible is None else visible[:rows],
-            None if lengths is None else lengths[:rows],
-            None if every is None else every[:rows],
+            completed,
+            visible,
+            lengths,
+            every,
             "auto",
         )
         self._check(call)
@@ -152,8 +160,8 @@ class CompressedBuilder(_Builder):
 
     def _slot_mapping(self, step: TokenStep) -> Tensor:
         """The slots of completed entries; with a ratio of 1 those of the tokens, which the engine has."""
-        buffer = self.compressed_slot_mapping_buffer
-        return first(step.slots, step.actual) if buffer is None else buffer[: step.actual]
+        own = self.compressed_slot_mapping_buffer is None
+        return first(step.slots, step.actual) if own else self._parts("completed", step.actual)
 
 
 class V4MetadataBuilder(CompressedBuilder):
@@ -181,6 +189,7 @@ class V4MetadataBuilder(CompressedBuilder):
             longest = ceil_div(self.limits.max_length, self.compress_ratio)
             self.c128a_max_compressed = round_up(longest, ALIGN_COLUMNS)
             self.c128a_buffer, self.c128a_lens_buffer = self._rows(self.c128a_max_compressed), self._each()
+            self._keep(every=self.c128a_buffer, lengths=self.c128a_lens_buffer)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4Metadata:
         """The metadata of one step, valid until the next call. The engine's tensors are not changed.
@@ -190,11 +199,10 @@ class V4MetadataBuilder(CompressedBuilder):
         `common_prefix_len` and `fast_build` are part of vLLM's signature and have no effect.
         """
         common, step = common_attn_metadata, self.tokens.read(common_attn_metadata)
-        actual, every, lengths = step.actual, self.c128a_buffer, self.c128a_lens_buffer
-        selection, staging = self._selection(step, lengths=lengths, every=every), self.tokens.stage(step)
+        selection = self._selection(step)
         with self.lease.renewed() as use:
-            self.tokens.fill(step, staging)
-            self._clear(step.rows, (self.compressed_slot_mapping_buffer, -1), (every, -1), (lengths, 0))
+            self.tokens.fill(step)
+            self._clear(step.rows, completed=-1, every=-1, lengths=0)
             if selection is not None:
                 select_entries(selection)
         return V4Metadata(
@@ -203,24 +211,24 @@ class V4MetadataBuilder(CompressedBuilder):
             num_reqs=step.requests,
             max_query_len=int(common.max_query_len),
             max_seq_len=int(common.max_seq_len),
-            num_actual_tokens=actual,
+            num_actual_tokens=step.actual,
             query_start_loc=step.query_starts,
             slot_mapping=self._slot_mapping(step),
             block_table=step.block_table,
-            req_id_per_token=self.tokens["request_ids"][:actual],
+            req_id_per_token=self.tokens.part("request_ids", step.actual),
             block_size=self.block_size,
             topk_tokens=self.topk_tokens,
             **self._every(step),
         )
 
     def _every(self, step: TokenStep) -> dict[str, Tensor | None]:
-        actual, decodes, buffer, lengths = step.actual, step.decode_rows, self.c128a_buffer, self.c128a_lens_buffer
-        if buffer is None or lengths is None or actual == 0 or step.requests == 0:
+        actual, decodes, parts = step.actual, step.decode_rows, self._parts
+        if not self.every_entry or actual == 0 or step.requests == 0:
             return {}
         return {
-            "c128a_global_decode_topk_indices": buffer[:decodes].unsqueeze(1) if decodes else None,
-            "c128a_decode_topk_lens": lengths[:decodes] if decodes else None,
-            "c128a_prefill_topk_indices": buffer[decodes:actual] if decodes < actual else None,
+            "c128a_global_decode_topk_indices": parts("every", decodes).unsqueeze(1) if decodes else None,
+            "c128a_decode_topk_lens": parts("lengths", decodes) if decodes else None,
+            "c128a_prefill_topk_indices": parts("every", actual, decodes) if decodes < actual else None,
         }
 
 
@@ -239,6 +247,11 @@ class V4WindowMetadataBuilder(_Builder):
         self.draft_indices_buffer = self._rows(wide) if drafts else None
         self.swa_lens_buffer, self.is_valid_token_buffer = self._each(), self._each(torch.bool)
         self.gather_lens_buffer = torch.zeros(self.limits.max_requests, dtype=torch.int32, device=self.device)
+        self._written = {"slots": self.swa_indices_buffer.unsqueeze(1), "lengths": self.swa_lens_buffer}
+        self._written["valid"] = self.is_valid_token_buffer
+        if self.draft_indices_buffer is not None:
+            self._written["wide slots"] = self.draft_indices_buffer.unsqueeze(1)
+        self._parts = Views(self._written)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4WindowMetadata:
         """The metadata of one step, valid until the next call. The engine's tensors are not changed.
@@ -249,15 +262,14 @@ class V4WindowMetadataBuilder(_Builder):
         common, step = common_attn_metadata, self.tokens.read(common_attn_metadata)
         actual, decodes, split = step.actual, step.decode_rows, step.split
         slots, context = self._columns(step, bool(getattr(common, "causal", True)))
-        lengths, valid = self.swa_lens_buffer, self.is_valid_token_buffer
-        selection, staging = self._selection(step, slots, context), self.tokens.stage(step)
+        selection, parts = self._selection(step, slots, context), self._parts
         with self.lease.renewed() as use:
-            self.tokens.fill(step, staging)
-            self._clear(step.rows, (self.swa_indices_buffer, -1), (self.draft_indices_buffer, -1), (lengths, 0))
+            self.tokens.fill(step)
+            self._clear(step.rows, **{"slots": -1, "wide slots": -1, "lengths": 0, "valid": 0})
             if selection is not None:
                 select_window(selection)
-            valid, prefill_lengths = valid[:actual], step.lengths[split.decodes :]
-            torch.gt(lengths[:actual], 0, out=valid)  # a token that is written sees itself
+            valid, prefill_lengths = parts("valid", actual), step.lengths[split.decodes :]
+            torch.gt(parts("lengths", actual), 0, out=valid)  # a token that is written sees itself
             gathered = self._gather_lengths(step, prefill_lengths)
         return V4WindowMetadata(
             split,
@@ -268,46 +280,46 @@ class V4WindowMetadataBuilder(_Builder):
             seq_lens=step.lengths,
             query_start_loc=step.query_starts,
             query_start_loc_cpu=torch.from_numpy(step.starts),
-            token_to_req_indices=self.tokens["request_ids"][:actual],
+            token_to_req_indices=self.tokens.part("request_ids", actual),
             is_valid_token=valid,
             num_decodes=split.decodes,
             num_prefills=split.prefills,
             num_decode_tokens=decodes,
             num_prefill_tokens=actual - decodes,
-            decode_swa_indices=slots[:decodes].unsqueeze(1),
-            decode_swa_lens=lengths[:decodes],
-            prefill_swa_indices=slots[decodes:actual].unsqueeze(1),
-            prefill_swa_lens=lengths[decodes:actual],
+            decode_swa_indices=parts(slots, decodes),
+            decode_swa_lens=parts("lengths", decodes),
+            prefill_swa_indices=parts(slots, actual, decodes),
+            prefill_swa_lens=parts("lengths", actual, decodes),
             prefill_seq_lens=prefill_lengths,
             prefill_gather_lens=gathered,
         )
 
-    def _columns(self, step: TokenStep, causal: bool) -> tuple[Tensor, Tensor | None]:
+    def _columns(self, step: TokenStep, causal: bool) -> tuple[str, Tensor | None]:
         """The buffer whose rows are wide enough for a step; for a step of draft blocks also their contexts."""
         if causal:
-            return self.swa_indices_buffer, None
+            return "slots", None
         wide = self.draft_indices_buffer
         room = 0 if wide is None else wide.shape[1] - self.window_size
         if wide is None or step.max_query > room:
             expected = f"True for blocks of more than {room} tokens"
             raise checks.refuse("causal", expected, f"blocks of {step.max_query}", "set num_speculative_tokens")
-        return wide, step.lengths - (step.query_starts[1:] - step.query_starts[:-1])
+        return "wide slots", step.lengths - (step.query_starts[1:] - step.query_starts[:-1])
 
-    def _selection(self, step: TokenStep, slots: Tensor, context: Tensor | None) -> SelectWindow | None:
+    def _selection(self, step: TokenStep, slots: str, context: Tensor | None) -> SelectWindow | None:
         rows = step.rows
         if not step.requests or not rows:
             return None
         call = SelectWindow(
-            self.tokens["positions"][:rows],
-            self.tokens["request_ids"][:rows],
+            self.tokens.part("positions", rows),
+            self.tokens.part("request_ids", rows),
             step.block_table,
             first(step.slots, rows),
             context,
             None if context is None else step.lengths,
             self.block_size,
             self.window_size,
-            slots[:rows],
-            self.swa_lens_buffer[:rows],
+            self._parts(slots, rows)[:, 0],
+            self._parts("lengths", rows),
             "auto",
         )
         self._check(call)
