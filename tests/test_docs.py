@@ -147,21 +147,23 @@ def test_highlights_show_the_newest_run_and_its_fastest_peer(monkeypatch: pytest
             "time": time,
             "median_us": ours,
             "peer": peer,
+            "peer_build": "vllm 0.25.0" if peer == "fa3" else "",
             "peer_us": theirs,
             "ratio": str(float(theirs) / float(ours)) if theirs else "",
         }
 
     rows = [
         row("hopper", "1a", "60", "deepgemm", "20"),
-        row("hopper", "2a", "50", "flashmla", "100"),
+        row("hopper", "2a", "50", "flashmla-sgl", "100"),
         row("hopper", "2a", "50", "fa3", "75"),
         row("hopper", "2b", "50", "vllm", ""),
-        row("hopper", "4a", "40", "flashmla", "80", topk="1024"),
+        row("hopper", "4a", "40", "flashmla-sgl", "80", topk="1024"),
         row("triton", "3a", "90", "torch", "10"),
     ]
     monkeypatch.setattr(results, "HIGHLIGHTS", {"decode": ("some", "attend", "1q1s1k", "16", "512", "v32-bf16")})
     monkeypatch.setattr(results, "read", lambda name: rows)
-    assert results.highlights().splitlines()[-1] == "| decode | hopper | 50.0 us | FlashAttention 3: 75.0 us | 1.50 |"
+    expected = "| decode | hopper | 50.0 us | FlashAttention 3 (vLLM 0.25.0): 75.0 us | 1.50 |"
+    assert results.highlights().splitlines()[-1] == expected
 
 
 def test_no_picture_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,8 @@ def v32_pages(pages: int, size: int, seed: int = 0) -> Tensor:
 
 
 def v32_rows(storage: Tensor) -> Tensor:
-    """fp64 [pages * size, 576] of 656-byte rows."""
-    row = storage.reshape(-1, 656)
+    """fp64 [pages * size, 576] of 656-byte rows, [pages * size, 512] of 528-byte rows, which end before the rope."""
+    row = storage.reshape(-1, storage.shape[-1])
     latent = row[:, :512].contiguous().view(E4M3).double()
     scales = row[:, 512:528].contiguous().view(torch.float32).double()
     rope = row[:, 528:].contiguous().view(torch.bfloat16).double()
@@ -145,6 +145,7 @@ def check_decode(
     packed: bool,
     sink: Tensor | None = None,
     scale: float | None = None,
+    kv_format: str | None = None,
 ) -> None:
     """One call against fp64; parts are (cache, its fp64 rows, indices, lengths), the second being the extra one."""
     b, s_q, h, d = q.shape
@@ -164,6 +165,7 @@ def check_decode(
         indices=parts[0][2],
         topk_length=parts[0][3],
         attn_sink=sink,
+        kv_format=kv_format,
         **extra,
     )
     keys = [torch.zeros(0, d, dtype=torch.float64)] * (b * s_q)
@@ -229,6 +231,20 @@ def test_decode_v32_with_an_extra_cache() -> None:
         spoil_unused(storage, indices)
         parts.append((storage, v32_rows(storage), indices, None))
     check_decode(torch.randn(2, 3, 16, 576), parts, packed=True, sink=mixed_sink(16))
+
+
+@pytest.mark.parametrize(("size", "h", "s_q"), [(64, 64, 1), (61, 3, 3), (1, 16, 2)])
+def test_decode_rows_without_rope(size: int, h: int, s_q: int) -> None:
+    parts = []
+    for columns, page, seed in ((64, size, 3), (33, 7, 4)):
+        storage = v32_pages(ceil_div(200, page), page, seed)[..., :528].contiguous()
+        indices = random_indices((3, s_q, columns), storage.shape[0] * page, seed)
+        spoil_unused(storage, indices)
+        lengths = torch.tensor([columns, 0, columns // 2], dtype=torch.int32)
+        parts.append((storage, v32_rows(storage), indices, lengths))
+    q = torch.randn(3, s_q, h, 512)
+    check_decode(q, parts[:1], packed=True, kv_format="V32_NO_ROPE")
+    check_decode(q.bfloat16(), parts, packed=True, sink=mixed_sink(h), kv_format="V32_NO_ROPE")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

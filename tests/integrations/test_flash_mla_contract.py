@@ -12,8 +12,8 @@ from seeds import seeded
 from torch import Tensor
 
 import tamis.integrations.flash_mla
-from tamis.integrations import flash_mla, flash_mla_schedule
-from tamis.integrations.flash_mla import FlashMLASchedMeta, get_mla_metadata
+from tamis.integrations import flash_mla
+from tamis.integrations.flash_mla import FlashMLASchedMeta, get_mla_metadata, schedule
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
@@ -67,11 +67,13 @@ def exactly(indices: Tensor, attn_sink: Tensor | None = None) -> bounds.Attentio
 
 
 def test_signatures_are_those_of_flash_mla() -> None:
+    """Those of sgl-flash-mla 1.0.0 in its order, which begins with FlashMLA's own; last what vLLM's build has."""
     decode_names = (
         "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits softmax_scale causal "
-        "is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length"
+        "is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length "
+        "enable_batch_invariant use_legacy kv_format descale_q descale_k out"
     )
-    prefill_names = "q kv indices sm_scale d_v attn_sink topk_length"
+    prefill_names = "q kv indices sm_scale d_v attn_sink topk_length use_legacy return_log2_lse out"
     assert list(inspect.signature(flash_mla.flash_mla_with_kvcache).parameters) == decode_names.split()
     assert list(inspect.signature(flash_mla.flash_mla_sparse_fwd).parameters) == prefill_names.split()
 
@@ -169,9 +171,9 @@ def test_block_table_and_lengths_are_ignored_in_sparse_mode() -> None:
 
 
 def test_a_step_without_requests_or_without_rows() -> None:
-    out, lse = decode(q=torch.zeros(0, 3, 5, 576), indices=torch.zeros(0, 3, 6, dtype=torch.int32))
-    assert out.shape == (0, 3, 5, 512)
-    assert lse.shape == (0, 5, 3)
+    for b, s_q in ((0, 3), (2, 0), (0, 0)):
+        out, lse = decode(q=torch.zeros(b, s_q, 5, 576), indices=torch.zeros(b, s_q, 6, dtype=torch.int32))
+        assert (out.shape, lse.shape) == ((b, s_q, 5, 512), (b, 5, s_q))
     out, lse = flash_mla.flash_mla_with_kvcache(**dense_call(cache_seqlens=torch.zeros(2, dtype=torch.int32)))
     assert (out == 0).all()
     assert (lse == math.inf).all()
@@ -186,7 +188,7 @@ def test_arguments_are_left_alone() -> None:
 
 def test_schedule_of_todays_interface_is_an_empty_holder() -> None:
     holder, num_splits = get_mla_metadata()
-    assert holder == FlashMLASchedMeta(None, None)
+    assert holder == FlashMLASchedMeta()
     assert num_splits is None
     assert get_mla_metadata()[0] is not holder
 
@@ -217,13 +219,13 @@ def test_classic_schedule_spreads_the_work(
     `cuts` are worked out by hand: 18 blocks a request, 16 parts of 5 blocks, 8 parts of 9, 8 parts of 8 (overhead 3).
     """
     shares = []
-    real = flash_mla_schedule.part_count
+    real = schedule.part_count
 
     def on_16_sms(sms: int, heads: int, tokens: int, *, capability_major: int) -> int:
         shares.append((sms, heads, tokens))
         return real(16, heads, tokens, capability_major=capability_major)
 
-    monkeypatch.setattr(flash_mla_schedule, "part_count", on_16_sms)
+    monkeypatch.setattr(schedule, "part_count", on_16_sms)
     b, topk = 3, 1100
     holder, num_splits = get_mla_metadata(
         torch.full((b,), topk, dtype=torch.int32), s_q * (heads or 64), 1, num_heads_q=heads, topk=topk

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tamis.arithmetic import ceil_div
-from tamis.integrations.flash_mla_schedule import part_count, schedule_splits
+from tamis.integrations.flash_mla.schedule import part_count, schedule_splits
 
 
 def slow_schedule(columns: list[int], parts: int, overhead: int) -> tuple[list[list[int]], list[int]]:

@@ -7,6 +7,7 @@ from torch import Tensor
 from tamis import Selection
 from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.combine.operations import CombineParts
+from tamis.ops.lse import LseForm
 
 
 def attend_call(
@@ -18,8 +19,9 @@ def attend_call(
     splits: int | None = None,
     sink: Tensor | None = None,
     translate_first: bool = False,
+    lse_form: LseForm = LseForm(),  # noqa: B008
 ) -> Attend:
-    return Attend(q, list(selections), *_scales(scale), splits, sink, out, translate_first, "auto")
+    return Attend(q, list(selections), *_scales(scale), splits, sink, out, translate_first, lse_form, "auto")
 
 
 def attend_slots_call(

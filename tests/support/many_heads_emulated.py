@@ -16,8 +16,10 @@ from tamis.cache.selection import Selection
 from tamis.ops import write_kv
 from tamis.ops.attention import reference
 from tamis.ops.attention.hopper import many_heads as many
+from tamis.ops.attention.hopper.params import output_params
 from tamis.ops.attention.hopper.splits import Outputs
 from tamis.ops.combine import reference as combine
+from tamis.ops.lse import LseForm
 
 ENTRY = """
 extern "C" __attribute__((visibility("default"))) void run(int ctas, int seed, const ManyHeadsParams* params) {
@@ -50,14 +52,18 @@ class Emulated:
         sink: Tensor | None = None,
         seed: int = 0,
         ctas: int | None = None,
+        form: LseForm = LseForm(),  # noqa: B008
     ) -> tuple[Outputs, Outputs]:
         """The results of whole tokens, in the first rows, and the splits of the others, by `ctas` persistent CTAs."""
         tokens, heads, _ = q.shape
-        out, lse = torch.full((tokens, heads, 512), -7.0, dtype=torch.bfloat16), torch.full((tokens, heads), -7.0)
+        out, lse = (
+            torch.full((tokens, heads, 512), -7.0, dtype=torch.bfloat16),
+            torch.full(form.shape(tokens, heads), -7.0),
+        )
         direct = Outputs(out, lse, lse.clone())
         found = Outputs.empty(splits, tokens - whole, heads, device=q.device)
         held: list[Tensor] = []
-        params = many.many_heads_params(q, selections, scale, sink, direct, found, held)
+        params = many.many_heads_params(q, selections, scale, output_params(direct, found, sink, form), held)
         items = (whole + (tokens - whole) * splits) * ceil_div(heads, 64)
         self.run(items if ctas is None else ctas, seed, on_host.packed(params))
         return direct, found

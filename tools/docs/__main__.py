@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tools.docs import bounds, commands, flow, layouts, planning, results
+from tools.docs import bounds, commands, doors, flow, layouts, planning, results
 
 ROOT = Path(__file__).parents[2]
 PICTURES: dict[str, Callable[[], str]] = {
@@ -24,7 +24,8 @@ TEXTS: dict[str, Callable[[], str]] = {
     "cpu step": results.cpu_step,
     "exit codes": commands.exit_codes,
     "highlights": results.highlights,
-    "results": results.everything,
+    "doors": doors.headline,
+    "results": lambda: "\n\n".join(text for text in (doors.everything(), results.everything()) if text),
 }
 PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 

@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tamis.backends import BACKENDS
+from tamis.lab.bench.record import FLASH_MLA
 from tamis.lab.bench.report.data import MEASUREMENT
 from tamis.step.batch import parse_shape
+from tools.docs.markdown import table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PEERS = {
-    "flashmla": "FlashMLA",
+    **dict.fromkeys(FLASH_MLA, "FlashMLA"),
     "flashmla-gather": "gather + FlashMLA",
     "fa3": "FlashAttention 3",
     "deepgemm": "DeepGEMM",
@@ -39,7 +41,7 @@ default backend's is shown; of these the newest; and of its peers the fastest.""
 
 def everything() -> str:
     """The results of every file written by `tamis bench`, each under a heading; other files have other columns."""
-    names = sorted(path.stem for path in RESULTS.glob("*.csv") if path.stem.startswith("h200_"))
+    names = sorted(path.stem for path in RESULTS.glob("h200_*.csv") if path.stem != "h200_door")
     return "\n\n".join(f"### `tamis bench {name.removeprefix('h200_')}` on an H200\n\n{suite(name)}" for name in names)
 
 
@@ -63,10 +65,10 @@ def highlights() -> str:
         newest = max(found, key=lambda row: (-PREFERENCE.index(row["backend"]), row["time"]))
         same = [row for row in found if all(row[c] == newest[c] for c in ("backend", "commit", "median_us"))]
         row = min(same, key=lambda row: float(row["peer_us"] or "inf"))
-        peer = "-" if not row["peer_us"] else f"{PEERS[row['peer']]}: {_us(row['peer_us'])}"
+        peer = "-" if not row["peer_us"] else f"{peer_words(row)}: {_us(row['peer_us'])}"
         ratio = "-" if not row["ratio"] else f"{float(row['ratio']):.2f}"
         lines.append((words, row["backend"], _us(row["median_us"]), peer, ratio))
-    return _table(("on one H200", "backend", "tamis", "baseline, same run", "speedup vs. baseline"), lines, "llrrr")
+    return table(("on one H200", "backend", "tamis", "baseline, same run", "speedup vs. baseline"), lines, "llrrr")
 
 
 def cpu_step() -> str:
@@ -78,15 +80,16 @@ def cpu_step() -> str:
         for r in rows
     ]
     header = ("torch", "threads", "heads", "top-k", "plain torch", "tamis", "tamis / torch")
-    return _table(header, lines, "lrrrrrr")
+    return table(header, lines, "lrrrrrr")
 
 
 def suite(name: str) -> str:
     """All rows of a file, and the machine and versions of the measurement."""
     rows = read(name)
+    slower = _slower_builds(rows)
     columns: list[tuple[str, str, Callable[[Row], str]]] = [
         ("stage", "l", lambda r: f"`{r['stage']}`"),
-        ("shape", "l", lambda r: _shape(r["shape"])),
+        ("shape", "l", lambda r: shape_words(r["shape"])),
         ("heads", "r", lambda r: r["heads"] or "-"),
         (
             "top-k",
@@ -98,11 +101,11 @@ def suite(name: str) -> str:
         ("rows", "l", lambda r: f"`{r['layout']}`"),
         ("backend", "l", lambda r: r["backend"]),
         ("time", "r", lambda r: _us(r["median_us"])),
-        ("p10 to p90", "r", lambda r: f"{_digits(r['p10'])} to {_digits(r['p90'])}"),
+        ("p10 to p90", "r", lambda r: f"{digits(r['p10'])} to {digits(r['p90'])}"),
         ("of roofline", "r", lambda r: f"{100 * float(r['roofline_us']) / float(r['median_us']):.0f}%"),
         ("error", "r", lambda r: "0" if float(r["error"]) == 0 else f"{float(r['error']):.1e}"),
-        ("peer", "l", lambda r: f"{PEERS[r['peer']]}, {_us(r['peer_us'])}" if r["peer_us"] else "-"),
-        ("speedup vs. baseline", "r", lambda r: f"{float(r['ratio']):.2f}" if r["ratio"] else "-"),
+        ("peer", "l", lambda r: f"{peer_words(r)}, {_us(r['peer_us'])}" if r["peer_us"] else "-"),
+        ("speedup vs. baseline", "r", lambda r: f"{float(r['ratio']):.2f}" if r["ratio"] and r not in slower else "-"),
     ]
     # Values that are the same in every row are stated once, above the table.
     values = {name: {cell(row) for row in rows} for name, _, cell in columns}
@@ -110,18 +113,34 @@ def suite(name: str) -> str:
     said = [f"{name} {found}" for name in same for found in values[name] if found != "-"]
     kept = [column for column in columns if column[0] not in same and values[column[0]] != {"-"}]
     lines = [tuple(cell(row) for _, _, cell in kept) for row in rows]
-    title = f"{_origin(rows)} All rows: {', '.join(said)}." if said else _origin(rows)
-    return f"{title}\n\n" + _table([c[0] for c in kept], lines, "".join(c[1] for c in kept))
+    title = f"{origin(rows)} All rows: {', '.join(said)}." if said else origin(rows)
+    return f"{title}\n\n" + table([c[0] for c in kept], lines, "".join(c[1] for c in kept))
 
 
-def _origin(rows: Sequence[Row]) -> str:
+def peer_words(row: Row) -> str:
+    """A peer's name, with its build where the row tells it."""
+    name, build = PEERS[row["peer"]], row["peer_build"].replace("vllm", "vLLM")
+    return f"{name} ({build})" if build else name
+
+
+def _slower_builds(rows: Sequence[Row]) -> list[Row]:
+    """The rows of builds of FlashMLA than which another was faster on the same measurement."""
+    fastest: dict[tuple[str, ...], float] = {}
+    timed = [(tuple(r[c] for c in MEASUREMENT), r) for r in rows if r["peer"] in FLASH_MLA and r["peer_us"]]
+    for key, row in timed:
+        fastest[key] = min(float(row["peer_us"]), fastest.get(key, float("inf")))
+    return [row for key, row in timed if float(row["peer_us"]) > fastest[key]]
+
+
+def origin(rows: Sequence[Row]) -> str:
+    """The machines, versions, commits and days of some rows."""
     machines = sorted({f"{r['gpu']}, driver {r['driver']}, torch {r['torch']}, Triton {r['triton']}" for r in rows})
     commits = sorted({r["commit"][:10] for r in rows})
     days = sorted({r["time"][:10] for r in rows})
     return f"{'; '.join(machines)}; commit {', '.join(commits)}; {', '.join(days)}."
 
 
-def _shape(shape: str) -> str:
+def shape_words(shape: str) -> str:
     """`32q1s16k` -> `32 x 1 of 16384`: requests, new tokens, tokens in all."""
     queries, lengths = parse_shape(shape)
     if queries == lengths:
@@ -129,15 +148,11 @@ def _shape(shape: str) -> str:
     return f"{len(queries)} x {queries[0]} of {lengths[0]}"
 
 
-def _digits(text: str) -> str:
+def digits(text: str) -> str:
+    """A time with as many digits as matter."""
     value = float(text)
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
 
 
 def _us(text: str) -> str:
-    return f"{_digits(text)} us"
-
-
-def _table(header: Sequence[str], lines: Sequence[Sequence[str]], align: str) -> str:
-    rule = ["--:" if side == "r" else "---" for side in align]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
+    return f"{digits(text)} us"

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tamis.cli import bench_door
 from tamis.cli.machine import (
     DEVICES,
     check_backend,
@@ -33,7 +34,7 @@ SUITES = ("smoke", "decode", "prefill", "write", "v4", "index")
 """The suites of `tamis.lab.bench.jobs`, which is too heavy to import for a help text; a test compares the two."""
 REPEATS = {"cuda": 25, "cpu": 5}
 
-DETAILS = """\
+DETAILS = f"""\
 Suites: smoke (tiny, any machine), decode (V3.2 FP8, top-k 2048, 1 to 128 requests of 16K, 8 to 128 heads), prefill
 (512 and 4096 tokens over 8K to 128K, bf16 and FP8 rows), write (write and gather of 64K tokens, translation of
 128 x 2048), v4 (a window of 128 and 512 compressed entries), index (scores over 64K and 128K FP8 keys, top-k 2048 of
@@ -45,11 +46,15 @@ medians over replays of a CUDA graph (on a CPU: of calls) on rotated inputs that
 with the 10th and 90th percentile. The roofline is the larger of bytes over bandwidth and operations over peak (twice
 the peak for FP8 products); bytes count each selected row, key, score, index, query and output once.
 
-Peers run in turn with ours, in the same process, on the same inputs. Before their time starts, heads are padded for
-FlashMLA and the keys of prompts are gathered for DeepGEMM. flashmla-gather, for prompts over FP8 rows, is vLLM's gather
-of whole requests as bf16 rows, then FlashMLA's prefill over them, both in its time. fa3 is FlashAttention 3 over bf16
-rows as pages of one row. vLLM's whole indexer is DeepGEMM's scores, then its own top-k. Selections may differ where
-scores are nearly equal.
+{bench_door.DETAILS}
+
+Peers run in turn with ours, in the same process, on the same inputs. flashmla stands for every build of FlashMLA that
+is found: flashmla-sgl (sgl-flash-mla, its kernels for Hopper), flashmla-vllm (the copy in vLLM's wheel) and
+flashmla-plain (a package flash_mla without use_legacy); the fastest of them has the ratio. Before their time starts,
+heads are padded for FlashMLA and the keys of prompts are gathered for DeepGEMM. flashmla-gather, for prompts over FP8
+rows, is vLLM's gather of whole requests as bf16 rows, then FlashMLA's prefill over them, both in its time. fa3 is
+FlashAttention 3 over bf16 rows as pages of one row. vLLM's whole indexer is DeepGEMM's scores, then its own top-k.
+Selections may differ where scores are nearly equal.
 
 --report draws what was measured, or what files of --csv hold: a roofline, ratios against peers, and latency against
 batch and context. It needs matplotlib: pip install 'tamis[report]'.
@@ -73,7 +78,8 @@ def register(subcommands: Subcommands) -> None:
         details=DETAILS,
         example=EXAMPLES,
     )
-    parser.add_argument("suite", nargs="?", choices=SUITES, metavar="suite", help="one of the above (default: smoke)")
+    names = (*SUITES, bench_door.SUITE)
+    parser.add_argument("suite", nargs="?", choices=names, metavar="suite", help="one of the above (default: smoke)")
     parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
     parser.add_argument(
         "--backend", default="auto", metavar="NAME", help="backend to use; see `tamis backends` (default: auto)"
@@ -92,7 +98,8 @@ def register(subcommands: Subcommands) -> None:
         "--against",
         type=_words,
         metavar="PEER,...",
-        help="flashmla, flashmla-gather, fa3, deepgemm, vllm, torch or none (default: those that can be imported)",
+        help="flashmla (all its builds), one build (flashmla-sgl, flashmla-vllm, flashmla-plain), flashmla-gather, "
+        "fa3, deepgemm, vllm, torch or none (default: those that can be imported)",
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds (default: 25 on a GPU, 5 on a CPU)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows to this file")
@@ -108,6 +115,7 @@ def register(subcommands: Subcommands) -> None:
         metavar="CSV",
         help="with --report: measure nothing, draw the rows of these files",
     )
+    bench_door.add_options(parser, _words, _numbers)
 
 
 def _words(text: str) -> list[str]:
@@ -126,6 +134,9 @@ def run(options: argparse.Namespace) -> int:
     let_waiting_threads_sleep()
     from tamis import checks
 
+    bench_door.check_options(options)
+    if options.suite == bench_door.SUITE:
+        return bench_door.run(options)
     if options.files and options.report is None:
         raise checks.refuse("--from", "given with --report", "alone", "name a folder for the report")
     if options.report is not None:
@@ -290,11 +301,15 @@ def _print_report(
 
 
 def times_table(rows: "list[Row]") -> str:
-    """One line per row. Columns that are the same for all peers of a job are printed once."""
+    """One line per row. Columns that are the same for all peers of a job are printed once. Of the builds of FlashMLA,
+    the fastest alone has a ratio."""
+    from tamis.lab.bench.record import slower_builds
+
     header = ["stage", "backend", "shape", "heads", "top-k", "layout", "time us", "p10..p90", "MB"]
     header += ["TB/s", "TFLOP/s", "roofline us", "of\nroofline", "peer", "peer us", "peer/\nours"]
     lines: list[tuple[str, ...]] = []
     last: tuple[str, ...] = ()
+    slower = slower_builds(rows)
     for row in rows:
         topk = "-" if row.topk is None else f"{row.window}+{row.topk}" if row.window else str(row.topk)
         seconds = row.median_us * 1e-6
@@ -314,9 +329,9 @@ def times_table(rows: "list[Row]") -> str:
             f"{row.of_roofline:.0%}",
         )
         theirs = (
-            row.peer or "-",
+            f"{row.peer} ({row.peer_build})" if row.peer_build else row.peer or "-",
             "-" if row.peer_us is None else f"{row.peer_us:.1f}",
-            "-" if row.ratio is None else f"{row.ratio:.2f}",
+            "-" if row.ratio is None or row in slower else f"{row.ratio:.2f}",
         )
         lines.append((*(ours if ours != last else ("",) * len(ours)), *theirs))
         last = ours

@@ -16,11 +16,11 @@ ONE_BYTE = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 """The dtypes under which engines hold packed or FP8 rows. Only the bytes matter."""
 
 
-def wrap_pages(name: str, pages: Tensor, layout: Layout) -> PagedCache:
+def wrap_pages(name: str, pages: Tensor, layout: Layout, scale: float | Tensor = 1.0) -> PagedCache:
     """`PagedCache.wrap` of [pages, page_size, C]; errors name the caller's argument."""
     checks.no_gradient(**{name: pages})
     try:
-        return PagedCache.wrap(pages, layout)
+        return PagedCache.wrap(pages, layout, scale=scale)
     except ValueError as error:
         raise ValueError(name + str(error).removeprefix("storage").removeprefix("pages")) from error
 

@@ -19,6 +19,7 @@ from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather.operations import GatherKv, gather_kv
 from tamis.ops.index import WORKSPACE_BYTES
 from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.lse import LseForm
 from tamis.ops.pairs import join_pair
 from tamis.ops.translate import check_shard
 from tamis.ops.translate.operations import TranslatePositions, translate_positions
@@ -248,7 +249,7 @@ class SparseMLA:
         if self.batch_invariant:
             splits = fixed_splits((self.spec.topk or 0) if positions is None else positions.shape[1])
         scales, sink = folded_scale(self.spec.scale, given.q_scale), contiguous_sink(given.sink)
-        attention = Attend(q, selections, *scales, splits, sink, out, True, self.backend)
+        attention = Attend(q, selections, *scales, splits, sink, out, True, LseForm(), self.backend)
         writes, index, gathers, translate = [], None, [], None
         if plan is not None and plan.requests:
             writes = self._writes(given.kv, given.index_inputs, given.caches, plan)

@@ -21,6 +21,7 @@ from tamis.ops.compress import has_hadamard
 from tamis.ops.compress.operations import CompressKv, compress_kv
 from tamis.ops.index import WORKSPACE_BYTES
 from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.lse import LseForm
 from tamis.ops.output.operations import LowerGroups, RotateToFp8, lower_groups, rotate_to_fp8
 from tamis.ops.rotate import run_rotate_and_write
 from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads, norm_rows, rotate_heads
@@ -222,7 +223,7 @@ class SparseV4:
             chosen_columns = (spec.topk or 0) if spec.kind == "overlapping" else 0
             splits = fixed_splits(sum(selection.slots.shape[1] for selection in selections) + chosen_columns)
         out = new_output(q, spec.value_dim)
-        return Attend(q, selections, spec.scale, None, splits, sink, out, False, self.backend)
+        return Attend(q, selections, spec.scale, None, splits, sink, out, False, LseForm(), self.backend)
 
     def _output_rotation(self, attended: Tensor, plan: V4Plan) -> RotateHeads | RotateToFp8:
         tile, positions = self.weights.output_tile, plan.step.positions

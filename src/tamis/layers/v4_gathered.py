@@ -21,6 +21,7 @@ from tamis.ops.combine import check_sink
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather import check_gather_kv
 from tamis.ops.gather.operations import GatherKv, gather_kv
+from tamis.ops.lse import LseForm
 from tamis.ops.select import check_select_gathered
 from tamis.ops.select.operations import SelectGathered, select_gathered
 from tamis.step.lease import needs_latest_plan
@@ -181,7 +182,7 @@ def _check_arguments(call: Gathered) -> None:
 
 
 def _attend(call: Gathered, q: Tensor, selections: list[Selection], out: Tensor) -> Attend:
-    return Attend(q, selections, call.scale, None, None, call.sink, out, False, call.backend)
+    return Attend(q, selections, call.scale, None, None, call.sink, out, False, LseForm(), call.backend)
 
 
 def _group(call: Gathered, gather: GatherPlan, group: PrefillGroup) -> Group:

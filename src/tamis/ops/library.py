@@ -39,6 +39,7 @@ from tamis.cache.layout import Layout, from_key
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.model.recipe import IndexRecipe
+from tamis.ops.lse import LseForm
 
 T = TypeVar("T")
 C = TypeVar("C", bound=tuple[Any, ...])
@@ -110,6 +111,7 @@ _FLAT: dict[Any, Flat] = {
         _selection_parts,
         _selections,
     ),
+    LseForm: Flat("int @_group, bool @_base_2, bool @_plus_inf", tuple, LseForm),
     Layout: Flat("str @", lambda layout: (layout.key,), from_key),
     IndexRecipe: Flat(
         "int @_rope_dim, bool @_interleaved, bool @_rope_first, bool @_hadamard",

@@ -45,7 +45,7 @@ def test_smoke_prints_rows_and_writes_them_down(tmp_path: Path, capsys: pytest.C
     text = capsys.readouterr().out
     for words in ("attend", "write", "gather", "translate", "32+64", "TB/s", "roofline", "copy measured here"):
         assert words in text
-    assert "peer flashmla is absent: its kernels do not run on cpu" in text
+    assert "peer flashmla-sgl is absent: its kernels do not run on cpu" in text
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert set(SPECIFIED.split(",")) <= set(rows[0])

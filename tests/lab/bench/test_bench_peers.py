@@ -16,7 +16,7 @@ from tamis.lab.bench.inputs import AttendSet, WriteSet, prepare, worst_error
 from tamis.lab.bench.jobs import Job
 from tamis.lab.bench.peers import flash_attention
 from tamis.lab.bench.peers.deep_gemm import DEEP_GEMM_MODULES
-from tamis.lab.bench.peers.flash_mla import FLASH_MLA_MODULES
+from tamis.lab.bench.peers.flash_mla import BUILDS, FLASH_MLA_MODULES
 from tamis.ops import gather_kv, translate_positions, write_kv
 
 CPU = torch.device("cpu")
@@ -27,9 +27,10 @@ def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setitem(sys.modules, name, None)
     found, absent = peers.find_peers(None, torch.device("cuda"))
     assert [peer.name for peer in found] == ["torch"]
-    assert set(absent) == {"flashmla", "flashmla-gather", "fa3", "deepgemm", "vllm"}
+    assert set(absent) == {*BUILDS, "flashmla-gather", "fa3", "deepgemm", "vllm"}
     assert "cannot import vllm.third_party.deep_gemm" in absent["deepgemm"]
-    assert "cannot import flash_mla" in absent["flashmla"]
+    assert all("cannot import flash_mla" in absent[build] for build in ("flashmla-sgl", "flashmla-plain"))
+    assert "cannot import vllm.third_party.flashmla" in absent["flashmla-vllm"]
     assert "cannot import flash_mla" in absent["flashmla-gather"]
     assert "cannot import vllm.vllm_flash_attn" in absent["fa3"]
     with pytest.raises(ValueError, match="--against: flashmla: cannot import"):
@@ -37,7 +38,7 @@ def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch)
     assert peers.find_peers(["none"], torch.device("cuda")) == ([], {})
     # With the drop-in installed as flash_mla, tamis would otherwise be compared with itself.
     monkeypatch.setitem(sys.modules, "flash_mla", flash_mla)
-    assert "tamis's own drop-in" in peers.find_peers(None, torch.device("cuda"))[1]["flashmla"]
+    assert "tamis's own drop-in" in peers.find_peers(None, torch.device("cuda"))[1]["flashmla-sgl"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_a_peer_that_fails_or_errs_gets_no_time_but_a_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Peer:
-        name, capturable = "torch", True
+        name, build, capturable = "torch", "", True
 
         def calls(self, job: Job, sets: list[AttendSet]) -> list:
             if job.heads == 3:

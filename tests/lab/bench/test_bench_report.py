@@ -103,10 +103,13 @@ def test_report_of_the_landed_results(landed: Path) -> None:
     assert f"Rows: {len(read_rows(RESULTS))} read, {len(rows)} shown" in html
     assert latest(read_rows(LANDED)) == read_rows(LANDED)
     # Rows of all backends against a peer count.
-    against = [row.ratio for row in rows if row.peer == "flashmla" and row.ratio is not None]
+    against = [row.ratio for row in rows if row.peer == "flashmla-vllm" and row.ratio is not None]
     ahead = sum(ratio >= 1 for ratio in against)
-    assert len({row.backend for row in rows if row.peer == "flashmla"}) > 1
-    assert f'<span class="value">{geometric_mean(against):.2f}</span><span class="name">Against flashmla</span>' in html
+    assert len({row.backend for row in rows if row.peer == "flashmla-vllm"}) > 1
+    assert (
+        f'<span class="value">{geometric_mean(against):.2f}</span><span class="name">Against flashmla-vllm</span>'
+        in html
+    )
     assert f"tamis ahead in {ahead} of {len(against)}, all rows" in html
     assert html.count('<td class="n behind">') == sum((row.ratio or 1) < 1 for row in rows) >= len(against) - ahead > 0
     assert "4.3 TB/s" in html

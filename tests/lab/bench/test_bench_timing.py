@@ -61,5 +61,5 @@ def test_gpu_times_are_of_replays_in_turn_per_call(monkeypatch: pytest.MonkeyPat
 
 
 def test_spread_is_of_the_samples() -> None:
-    spread = timing._spread([float(n) for n in range(100, -1, -1)], "clock")
+    spread = timing.spread([float(n) for n in range(100, -1, -1)], "clock")
     assert (spread.p10, spread.median_us, spread.p90) == (10, 50, 90)

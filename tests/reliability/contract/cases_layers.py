@@ -1,5 +1,6 @@
 """Layers and the drop-ins for other libraries' functions."""
 
+import math
 from typing import Any
 
 import torch
@@ -168,9 +169,11 @@ def flash_sparse_fwd(draw: Draw) -> Call:
         "d_v": draw.size(1, width),
         "attn_sink": draw.floats(heads) if draw.chance(0.4) else None,
         "topk_length": draw.ints(0, topk, tokens) if draw.chance(0.4) else None,
+        "use_legacy": draw.chance(0.5),
+        "return_log2_lse": draw.pick([None, False, True]),
     }
 
-    def check(found: tuple[Tensor, Tensor, Tensor], before: Arguments, _: Arguments) -> None:
+    def check(found: tuple[Tensor, Tensor | None, Tensor | None], before: Arguments, _: Arguments) -> None:
         out, top, lse = found
         keys, given = before["kv"].double()[:, 0], []
         for token in range(len(before["q"])):
@@ -180,11 +183,16 @@ def flash_sparse_fwd(draw: Draw) -> Call:
             given.append(keys[[c for c in columns if 0 <= c < len(keys)]])
         numbers = {"scale": before["sm_scale"], "value_dim": before["d_v"], "sink": before["attn_sink"]}
         wanted = attention(before["q"], given, **numbers, unit=unit_of(before["q"]))
+        if top is None or lse is None:
+            require(before["return_log2_lse"] is False, "statistics left out that were asked for")
+            top, lse = wanted.top, wanted.lse.masked_fill(wanted.lse == -torch.inf, torch.inf)
+        elif before["return_log2_lse"]:
+            top, lse = top * math.log(2), lse * math.log(2)
         empty = wanted.lse == -torch.inf
         require(bool((lse[empty] == torch.inf).all()), "an lse of a row with nothing that is not +inf")
         check_attended((out, lse.masked_fill(empty, -torch.inf), top), wanted)
 
-    optional = ("attn_sink", "topk_length")
+    optional = ("attn_sink", "topk_length", "return_log2_lse")
     return Call("flash_mla_sparse_fwd", flash_mla.flash_mla_sparse_fwd, arguments, check, optional=optional)
 
 
@@ -205,6 +213,11 @@ def flash_with_kvcache(draw: Draw) -> Call:
         "indices": hostile_slots(draw, cache.rows, requests, queries, topk),
         "attn_sink": None,
         "topk_length": draw.ints(0, topk, requests) if draw.chance(0.4) else None,
+        "enable_batch_invariant": draw.chance(0.3),
+        "use_legacy": draw.chance(0.5),
+        "kv_format": None,
+        "descale_q": None,
+        "descale_k": None,
     }
 
     def check(found: tuple[Tensor, Tensor], before: Arguments, _: Arguments) -> None:
@@ -221,7 +234,16 @@ def flash_with_kvcache(draw: Draw) -> Call:
         check_attended((found[0].flatten(0, 1), lse.masked_fill(lse == torch.inf, -torch.inf), None), wanted)
 
     lenient = ("block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits")
-    optional = (*lenient, "softmax_scale", "attn_sink", "topk_length")
+    optional = (
+        *lenient,
+        "softmax_scale",
+        "is_fp8_kvcache",
+        "attn_sink",
+        "topk_length",
+        "kv_format",
+        "descale_q",
+        "descale_k",
+    )
     function = flash_mla.flash_mla_with_kvcache
     return Call("flash_mla_with_kvcache", function, arguments, check, optional=optional, lenient=lenient, free=True)
 

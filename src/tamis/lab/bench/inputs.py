@@ -7,7 +7,7 @@ peers need for the same call.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -55,11 +55,16 @@ class AttendSet:
 
     def error(self, result: Tensor) -> float:
         """Relative error of a few tokens against float64."""
+        tokens, expected = self.expected
+        return compare.relative_error(result[tokens], expected)
+
+    @cached_property
+    def expected(self) -> tuple[list[int], Tensor]:
+        """A few tokens and their outputs in float64; computed once, since every version is compared with them."""
         tokens = sorted({0, len(self.q) // 2, len(self.q) - 1})
         q = self.q[tokens].double().cpu()
         selections = [replace(s, slots=s.slots[tokens].cpu()) for s in self.selections]
-        expected, _ = oracle.attend(q, selections, scale=self.scale, value_dim=self.value_dim)
-        return compare.relative_error(result[tokens], expected)
+        return tokens, oracle.attend(q, selections, scale=self.scale, value_dim=self.value_dim)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,8 +221,15 @@ class Prepared:
     cost: Cost
 
 
-def prepare(job: Job, device: torch.device, seed: int = 0) -> Prepared:
-    """Build so many sets that no call finds its inputs in the GPU's cache."""
+def prepare(job: Job, device: torch.device, seed: int = 0, drawn: RandomInputs | None = None) -> Prepared:
+    """Build so many sets that no call finds its inputs in the GPU's cache.
+
+    Args:
+        job: what is to be timed.
+        device: where the sets are.
+        seed: the seed of their numbers.
+        drawn: where tensors and caches come from, if not from that seed.
+    """
     builders: dict[str, Callable[[Job, RandomInputs], Prepared]] = {
         "attend": _attend,
         "write": _write,
@@ -232,10 +244,11 @@ def prepare(job: Job, device: torch.device, seed: int = 0) -> Prepared:
         "topk-ties": topk_sets,
         "index": index_sets,
     }
+    drawn = RandomInputs(device, seed) if drawn is None else drawn
     if job.stage in indexer:
-        sets, cost = indexer[job.stage](job, RandomInputs(device, seed))
+        sets, cost = indexer[job.stage](job, drawn)
         return Prepared(job, list(sets), cost)
-    return builders[job.stage](job, RandomInputs(device, seed))
+    return builders[job.stage](job, drawn)
 
 
 def _attend(job: Job, drawn: RandomInputs) -> Prepared:

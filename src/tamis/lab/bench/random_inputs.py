@@ -38,9 +38,13 @@ class RandomInputs:
     def cache(self, layout: Layout, pages: int, page_size: int, *, filled: bool = True) -> PagedCache:
         """A cache whose rows are all random numbers."""
         cache = PagedCache(layout, pages, page_size, self.device)
-        for begin in range(0, cache.rows if filled else 0, FILL_ROWS):
+        return self.fill(cache) if filled else cache
+
+    def fill(self, cache: PagedCache) -> PagedCache:
+        """Write random numbers into all rows of a cache."""
+        for begin in range(0, cache.rows, FILL_ROWS):
             slots = torch.arange(begin, min(begin + FILL_ROWS, cache.rows), dtype=torch.int64, device=self.device)
-            write_kv(self.normal(len(slots), layout.width), cache, slots)
+            write_kv(self.normal(len(slots), cache.layout.width), cache, slots)
         return cache
 
     def request_ids(self, queries: list[int]) -> Tensor:
@@ -58,3 +62,42 @@ class RandomInputs:
             row[:count] = order[begin : begin + count]
             begin += count
         return table, begin
+
+
+class SharedInputs(RandomInputs):
+    """Random tensors, and one filled cache per layout that all cells of a run share.
+
+    Filling a cache takes longer than timing a call on it. Block tables take their pages from a shuffled list of all
+    pages, each going on where the last one ended, so that sets with different tables share no rows until the list is
+    used up.
+    """
+
+    def __init__(self, device: torch.device, seed: int, pages: int) -> None:
+        """Remember how many pages each cache has."""
+        super().__init__(device, seed)
+        self.pages = pages
+        self._caches: dict[tuple[str, int], PagedCache] = {}
+        self._order = torch.randperm(pages, generator=self._generator, dtype=torch.int64, device=device).int()
+        self._next = 0
+
+    def cache(self, layout: Layout, pages: int, page_size: int, *, filled: bool = True) -> PagedCache:
+        """The shared cache of the layout; a new one if it is to be empty."""
+        if not filled:
+            return super().cache(layout, pages, page_size, filled=False)
+        key = (layout.name, page_size)
+        if key not in self._caches:
+            self._caches[key] = super().cache(layout, self.pages, page_size)
+        return self._caches[key]
+
+    def block_table(self, lengths: list[int], page_size: int) -> tuple[Tensor, int]:
+        """int32 [B, W], pages of the shared caches for each request, -1 padded; and the number of their pages."""
+        counts = [ceil_div(length, page_size) for length in lengths]
+        if sum(counts) > self.pages:
+            raise ValueError(f"lengths must be of at most {self.pages} pages together, got {sum(counts)}; share more")
+        if self._next + sum(counts) > self.pages:
+            self._next = 0
+        table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32, device=self.device)
+        for row, count in zip(table, counts, strict=True):
+            row[:count] = self._order[self._next : self._next + count]
+            self._next += count
+        return table, self.pages

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch
 import tamis
 from tamis import checks
 from tamis.lab.html import write_whole
+
+FLASH_MLA = ("flashmla-sgl", "flashmla-vllm", "flashmla-plain")
+"""The peers that are builds of FlashMLA. A table shows all of their times, and the ratio against the fastest."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Row:
     """The peer's time divided by that of tamis: above 1, tamis is faster."""
     note: str = ""
     """The reason why a peer has no time."""
+    peer_build: str = ""
+    """The peer's distribution and version, where it is known."""
 
     @property
     def of_roofline(self) -> float:
@@ -83,6 +89,19 @@ class Row:
     def as_data(self) -> dict[str, Any]:
         """The row as plain data for JSON."""
         return asdict(self) | {"of_roofline": self.of_roofline}
+
+
+def slower_builds(rows: Sequence[Row]) -> list[Row]:
+    """The rows of builds of FlashMLA than which another build was faster in the same measurement."""
+    timed = [row for row in rows if row.peer in FLASH_MLA and row.peer_us is not None]
+
+    def same(row: Row) -> tuple[object, ...]:
+        return (row.backend, row.stage, row.shape, row.heads, row.topk, row.window, row.layout, row.page_size)
+
+    fastest: dict[tuple[object, ...], float] = {}
+    for row in timed:
+        fastest[same(row)] = min(row.peer_us or 0.0, fastest.get(same(row), inf))
+    return [row for row in timed if (row.peer_us or 0.0) > fastest[same(row)]]
 
 
 COLUMNS = [field.name for field in fields(Row)]
@@ -135,22 +154,22 @@ def _output(command: list[str]) -> str:
 class CsvFile:
     """Appends rows to a file after each job, so that an interrupted run keeps its measurements."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, columns: Sequence[str] = COLUMNS) -> None:
         """Refuse a file with other columns, or one in a missing folder. Nothing is written yet."""
-        self._path = path
+        self._path, self._columns = path, list(columns)
         if path.is_dir() or not path.parent.is_dir():
             raise checks.refuse("csv", "a file in an existing folder", str(path), "choose another place")
         self._new = not path.exists() or path.stat().st_size == 0
         if not self._new:
             with path.open(newline="", encoding="utf-8", errors="replace") as file:
                 header = file.readline().rstrip("\r\n").split(",")
-            if header != COLUMNS:
+            if header != self._columns:
                 raise checks.refuse("csv", "a new file, or one with the same columns", str(path), "choose another name")
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Write the rows now: all of them, or none if the disk is full."""
+    def add(self, rows: Sequence[Any]) -> None:
+        """Write the rows, dataclasses with these columns, now: all of them, or none if the disk is full."""
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, COLUMNS)
+        writer = csv.DictWriter(text, self._columns)
         if self._new:
             writer.writeheader()
         for row in rows:

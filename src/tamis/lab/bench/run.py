@@ -117,6 +117,7 @@ class Bench:
             peer_error=runner.error if runner else None,
             ratio=theirs.median_us / spread.median_us if theirs else None,
             note=runner.note if runner else "",
+            peer_build=runner.peer.build if runner else "",
         )
 
 

@@ -55,11 +55,11 @@ def time_in_turn(versions: Sequence[tuple[Calls, bool]], device: torch.device, r
     """
     if device.type != "cuda":
         rounds = [[_clock(calls) for calls, _ in versions] for _ in range(1 + repeats)]
-        return [_spread([r[n] for r in rounds[1:]], "clock") for n in range(len(versions))]
+        return [spread([r[n] for r in rounds[1:]], "clock") for n in range(len(versions))]
     runs = [_captured(calls) if capturable else _eager(calls) for calls, capturable in versions]
     rounds = [[_events(run) for run in runs] for _ in range(WARM_UPS + repeats)]
     return [
-        _spread([r[n] / len(calls) for r in rounds[WARM_UPS:]], "graph" if capturable else "events")
+        spread([r[n] / len(calls) for r in rounds[WARM_UPS:]], "graph" if capturable else "events")
         for n, (calls, capturable) in enumerate(versions)
     ]
 
@@ -98,7 +98,8 @@ def _events(run: Callable[[], None]) -> float:
     return float(start.elapsed_time(end)) * 1e3
 
 
-def _spread(samples: Sequence[float], method: str) -> Spread:
+def spread(samples: Sequence[float], method: str) -> Spread:
+    """The median and the percentiles of samples in microseconds."""
     ordered = sorted(samples)
 
     def at(share: float) -> float:

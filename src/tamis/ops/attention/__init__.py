@@ -12,8 +12,9 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.ops.attention import operations
 from tamis.ops.attention.operations import Attend, AttendSlots
-from tamis.ops.combine import Attended, Partials, check_output, check_sink, in_base
+from tamis.ops.combine import Attended, Partials, check_output, check_sink
 from tamis.ops.combine.operations import contiguous_sink
+from tamis.ops.lse import LseForm
 from tamis.ops.pairs import join_pair
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
@@ -100,11 +101,11 @@ def attend(
         contiguous_sink(sink),
         out,
         False,
+        LseForm(base_2=lse_base == "2"),
         backend,
     )
     check_attend(call)
-    lse, max_logits = operations.attend(call)
-    return Attended(out, in_base(lse, lse_base), max_logits)
+    return Attended(out, *operations.attend(call))
 
 
 def check_query(q: Tensor, selections: list[Selection], value_dim: int) -> None:

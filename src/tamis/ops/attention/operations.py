@@ -8,6 +8,7 @@ from torch import Tensor
 from tamis.cache.selection import Selection
 from tamis.ops.combine.operations import CombineParts
 from tamis.ops.library import Operation, Written, implementation
+from tamis.ops.lse import LseForm
 from tamis.ops.translate.operations import TranslatePositions, translate_positions
 
 
@@ -86,6 +87,8 @@ class Attend(NamedTuple):
     """[T, H, value_dim] in bf16, fp16, fp32 or fp64."""
     translate_first: bool
     """Whether a separate pass may translate positions where that is faster; if False, kernels look positions up."""
+    lse_form: LseForm
+    """The layout and convention of the returned lse and max_logits."""
     backend: str
     """A name from `tamis backends`, or "auto"."""
 
@@ -106,7 +109,7 @@ class Attend(NamedTuple):
 
     def in_splits(self) -> AttendSlots:
         """The same attention without merging its splits, so without sink and output."""
-        q, selections, scale, q_scale, splits, _, out, _, backend = self
+        q, selections, scale, q_scale, splits, _, out, _, _, backend = self
         return AttendSlots(q, selections, scale, q_scale, out.shape[2], splits, backend)
 
     def translated(self) -> "Attend":
@@ -114,8 +117,8 @@ class Attend(NamedTuple):
         return self._replace(selections=[_translated(selection, self.backend) for selection in self.selections])
 
     def fake(self) -> tuple[Tensor, Tensor]:
-        """lse and max_logits [T, H], in the accumulator's dtype."""
-        lse = self.q.new_empty(self.q.shape[:2], dtype=accumulator(self.q))
+        """lse and max_logits in their form, in the accumulator's dtype."""
+        lse = self.q.new_empty(self.lse_form.shape(*self.q.shape[:2]), dtype=accumulator(self.q))
         return lse, torch.empty_like(lse)
 
 

@@ -17,10 +17,10 @@ _WORKING_BYTES = 32 * 2**20
 
 
 def attend(call: Attend) -> tuple[Tensor, Tensor]:
-    """Write the merged output; return lse and max_logits [T, H]."""
+    """Write the merged output; return lse and max_logits in their form."""
     parts, lses, max_logits = attend_slots(call.in_splits())
     lse = combine.combine_parts(CombineParts(parts, lses, call.sink, call.out, call.backend))
-    return lse, max_logits.amax(0)
+    return call.lse_form.arrange(lse, max_logits.amax(0))
 
 
 def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,8 +36,8 @@ def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     step = max(1, _WORKING_BYTES // max(1, columns * width * wide.itemsize))
     per_split = ceil_div(columns, splits)
     # Trimming saves time where short contexts leave most of a wide selection empty. On a device it would wait for the
-    # values, and with several splits it would move their bounds.
-    trim = splits == 1 and q.device.type == "cpu"
+    # values. With a given number of splits, a row's bits must not depend on the others' lengths.
+    trim = call.splits is None and q.device.type == "cpu"
     for start in range(0, tokens, step):
         end = min(start + step, tokens)
         pairs = [selected_rows(s, start, end, wide, trim=trim) for s in selections]

@@ -128,10 +128,10 @@ def attend(call: Attend) -> tuple[Tensor, Tensor]:
     splits = sum(count for _, count in launches)
     if splits == 1 and out.stride(2) == 1:
         lse, max_logits = _launch_all(q, call, launches, call.sink, out.unsqueeze(0))
-        return lse[0], max_logits[0]
+        return call.lse_form.arrange(lse[0], max_logits[0])
     parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
     lses, max_logits = _launch_all(q, call, launches, None, parts)
-    return combine_splits(parts, lses, max_logits, call.sink, out)
+    return call.lse_form.arrange(*combine_splits(parts, lses, max_logits, call.sink, out))
 
 
 def _launch_all(

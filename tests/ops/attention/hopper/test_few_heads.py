@@ -19,6 +19,7 @@ from tamis.ops.attention.hopper.few_heads import FP8_ROWS, CtaShape, mma_shape, 
 from tamis.ops.attention.hopper.params import AttendParams
 from tamis.ops.attention.hopper.splits import Outputs, choose_splits
 from tamis.ops.combine import reference as combine_reference
+from tamis.ops.lse import LseForm
 
 # The shapes of a device, with rings as short as they can be.
 BF16_SHAPES = {
@@ -348,7 +349,7 @@ def test_tokens_beyond_whole_waves_are_split(emulated, monkeypatch: pytest.Monke
     reseed(12)
     emulated("one stream", 2)
 
-    def merge(splits: Outputs, sink: Tensor, whole: Outputs) -> None:
+    def merge(splits: Outputs, sink: Tensor, whole: Outputs, form: LseForm) -> None:
         last = slice(len(whole.lse) - splits.lse.shape[1], None)
         whole.lse[last] = combine_reference.combine_parts(combine_call(splits.out, splits.lse, sink, whole.out[last]))
         whole.max_logits[last] = splits.max_logits.amax(0)
@@ -367,6 +368,24 @@ def test_tokens_beyond_whole_waves_are_split(emulated, monkeypatch: pytest.Monke
     again, _, max_logits_again = few_heads.attend_slots(call)
     assert again.shape == (1, 5, 7, 512)
     assert torch.equal(max_logits, max_logits_again[0])
+
+
+@pytest.mark.parametrize("name", ["one stream", "32 columns"])
+def test_the_lse_leaves_in_the_form_that_was_asked_for(emulated, name: str) -> None:
+    reseed(13)
+    emulated(name, 1)
+    cache = filled(50)
+    slots = torch.randint(0, cache.rows, (6, 40), dtype=torch.int32)
+    slots[4] = -1
+    q, form = torch.randn(6, 20, 576).bfloat16(), LseForm(3, base_2=True, plus_inf=True)
+    given = {"scale": SCALE, "splits": 1, "out": torch.empty(6, 20, 512)}
+    plain = few_heads.attend(attend_call(q, [Selection(cache, slots)], **given))
+    lse, max_logits = few_heads.attend(attend_call(q, [Selection(cache, slots)], **given, lse_form=form))
+    wanted = form.arrange(*plain)
+    assert lse.shape == (2, 20, 3)
+    assert (lse[1, :, 1] == torch.inf).all()
+    assert torch.allclose(lse, wanted[0], rtol=1e-6)
+    assert torch.equal(max_logits, wanted[1])
 
 
 @pytest.mark.parametrize("mode", ["pow2", "bf16"])

@@ -22,6 +22,7 @@ from tamis.lab.offline.cuda import CudaCase, compile_case
 from tamis.ops import write_kv
 from tamis.ops.attention.hopper import many_heads as many
 from tamis.ops.attention.hopper.splits import Outputs
+from tamis.ops.lse import LseForm
 
 KINDS = {kind.layout: kind for kind in (many.V32_FP8, many.V4_FP8)}
 
@@ -75,6 +76,20 @@ def test_window_and_entries_under_one_softmax_with_sinks(emulated) -> None:
     close(Outputs(*(t[:3] for t in direct)), tuple(t[:3] for t in wanted), error=4e-3)
     assert (direct.out[3] == -7).all()
     close(merged(*rest, sink=sink), tuple(t[3:] for t in wanted))
+
+
+def test_the_lse_leaves_in_the_form_that_was_asked_for(emulated) -> None:
+    reseed(6)
+    cache, form = filled("v4-fp8", 100), LseForm(2, base_2=True, plus_inf=True)
+    slots = choose(4, 70, cache)
+    slots[2] = -1
+    q, given = queries(4, 70, 512), {"scale": 0.05, "whole": 4}
+    plain, _ = emulated(many.V4_FP8)(q, [Selection(cache, slots)], **given)
+    found, _ = emulated(many.V4_FP8)(q, [Selection(cache, slots)], **given, form=form)
+    lse, max_logits = form.arrange(plain.lse, plain.max_logits)
+    assert (found.lse[1, :, 0] == torch.inf).all()
+    assert torch.allclose(found.lse, lse, rtol=1e-6)
+    assert torch.equal(found.max_logits, max_logits)
 
 
 def test_positions_are_translated_in_the_kernel(emulated) -> None:

@@ -14,6 +14,7 @@ from tamis.arithmetic import ceil_div
 from tamis.ops.attention.hopper import few_heads, splits
 from tamis.ops.attention.hopper.splits import Outputs
 from tamis.ops.combine import reference as combine
+from tamis.ops.lse import LseForm
 
 ENTRY = """
 extern "C" __attribute__((visibility("default"))) void run(int ctas, const MergeParams* params) {
@@ -56,7 +57,7 @@ def test_splits_are_merged_by_their_weights(merge, count: int, dtype: torch.dtyp
     room = torch.full((tokens, heads, 516), 7.0, dtype=dtype)
     for given_sink in (None, sink):
         whole = Outputs(room[..., 4:], torch.empty(tokens, heads), torch.empty(tokens, heads))
-        splits.merge_splits(given_splits, given_sink, whole)
+        splits.merge_splits(given_splits, given_sink, whole, LseForm())
         wanted = torch.empty(tokens, heads, 512)
         lse = combine.combine_parts(combine_call(given_splits.out, given_splits.lse, given_sink, wanted))
         assert torch.equal(whole.lse == -torch.inf, lse == -torch.inf)
@@ -68,11 +69,25 @@ def test_splits_are_merged_by_their_weights(merge, count: int, dtype: torch.dtyp
         assert (room[..., :4] == 7).all()
 
 
+def test_the_merged_lse_has_the_form_that_was_asked_for(merge) -> None:
+    given, form = some_splits(3, 4, 2), LseForm(3, base_2=True, plus_inf=True)
+    plain = Outputs(torch.empty(6, 2, 512), torch.zeros(6, 2), torch.zeros(6, 2))
+    splits.merge_splits(given, None, plain, LseForm())
+    assert (plain.lse[:2] == 0).all()
+    found = Outputs(torch.empty(6, 2, 512), torch.zeros(2, 2, 3), torch.zeros(2, 2, 3))
+    splits.merge_splits(given, None, found, form)
+    lse, max_logits = form.arrange(plain.lse, plain.max_logits)
+    assert found.lse[0, 0, 2] == torch.inf
+    assert torch.allclose(found.lse, lse, rtol=1e-6)
+    assert torch.equal(found.max_logits, max_logits)
+    assert torch.equal(found.out[2:], plain.out[2:])
+
+
 def test_nan_in_a_split_shows(merge) -> None:
     given_splits = some_splits(6, 2, 2)
     given_splits.lse[3, 1, 0] = given_splits.max_logits[3, 1, 0] = torch.nan
     whole = Outputs(torch.empty(2, 2, 512), torch.empty(2, 2), torch.empty(2, 2))
-    splits.merge_splits(given_splits, None, whole)
+    splits.merge_splits(given_splits, None, whole, LseForm())
     assert whole.out[1, 0].isnan().all()
     assert whole.lse[1, 0].isnan()
     assert whole.max_logits[1, 0].isnan()

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -23,6 +24,10 @@ class Peer(Protocol):
     @property
     def name(self) -> str:
         """The name on the command line."""
+
+    @property
+    def build(self) -> str:
+        """The distribution and version that runs, for the rows; empty where the name says it all."""
 
     @property
     def capturable(self) -> bool:
@@ -59,6 +64,14 @@ def load_first(names: Sequence[str], function: str) -> ModuleType:
         else:
             reasons.append(f"{name} has no {function}")
     raise Unsupported("; ".join(reasons))
+
+
+def build_of(distribution: str) -> str:
+    """The name of a distribution and its installed version; empty if it is not installed as a package."""
+    try:
+        return f"{distribution} {version(distribution)}"
+    except PackageNotFoundError:
+        return ""
 
 
 def need_gpu(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tamis.lab.bench.index_sets import ScoreSet
 from tamis.lab.bench.inputs import InputSet
 from tamis.lab.bench.jobs import Job
-from tamis.lab.bench.peers.base import Unsupported, load_first, need_gpu
+from tamis.lab.bench.peers.base import Unsupported, build_of, load_first, need_gpu
 from tamis.ops import gather_index
 
 DEEP_GEMM_MODULES = ("deep_gemm", "vllm.third_party.deep_gemm")
@@ -26,6 +26,11 @@ class DeepGEMM:
     module: Any
     name: str = "deepgemm"
     capturable: bool = True
+
+    @property
+    def build(self) -> str:
+        """The distribution that it comes from."""
+        return build_of("deep_gemm")
 
     @classmethod
     def find(cls, device: torch.device) -> "DeepGEMM":

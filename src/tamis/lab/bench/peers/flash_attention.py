@@ -8,7 +8,7 @@ import torch
 
 from tamis.lab.bench.inputs import AttendSet, InputSet
 from tamis.lab.bench.jobs import Job
-from tamis.lab.bench.peers.base import Unsupported, load, need_gpu
+from tamis.lab.bench.peers.base import Unsupported, build_of, load, need_gpu
 
 MODULE = "vllm.vllm_flash_attn.flash_attn_interface"
 
@@ -20,6 +20,11 @@ class FlashAttention3:
     module: Any
     name: str = "fa3"
     capturable: bool = True
+
+    @property
+    def build(self) -> str:
+        """The distribution that it comes from."""
+        return build_of("vllm")
 
     @classmethod
     def find(cls, device: torch.device) -> "FlashAttention3":

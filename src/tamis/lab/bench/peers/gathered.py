@@ -10,7 +10,7 @@ from torch import Tensor
 from tamis.lab.bench.inputs import AttendSet, GatherSet, InputSet
 from tamis.lab.bench.jobs import Job
 from tamis.lab.bench.peers.base import Unsupported, load, need_gpu
-from tamis.lab.bench.peers.flash_mla import FlashMLA
+from tamis.lab.bench.peers.flash_mla import FlashMLA, find_first
 from tamis.lab.bench.peers.vllm import upconverting
 
 
@@ -24,11 +24,16 @@ class GatheredFlashMLA:
     name: str = "flashmla-gather"
     capturable: bool = True
 
+    @property
+    def build(self) -> str:
+        """The build of FlashMLA that attends."""
+        return self.flash_mla.build
+
     @classmethod
     def find(cls, device: torch.device) -> "GatheredFlashMLA":
-        """The gather from an installed vLLM, and FlashMLA as the peer `FlashMLA` finds it."""
+        """The gather from an installed vLLM, and the first build of FlashMLA that is found."""
         need_gpu(device)
-        flash_mla = FlashMLA.find(device)
+        flash_mla = find_first(device)
         return cls(load("vllm._custom_ops"), flash_mla)
 
     def calls(self, job: Job, sets: Sequence[InputSet]) -> list[Callable[[], Any]]:
@@ -53,7 +58,7 @@ class GatheredFlashMLA:
         gather = upconverting(
             self.operators, GatherSet(selection.cache, item.block_table, item.lengths, starts, out=rows)
         )
-        attend = self.flash_mla.sparse_prefill(item.q, rows, _gathered_rows(item, starts), item.scale)
+        attend = self.flash_mla.sparse_prefill(item.q, rows, gathered_rows(item, starts), item.scale)
 
         def call() -> Any:
             gather()
@@ -62,7 +67,7 @@ class GatheredFlashMLA:
         return call
 
 
-def _gathered_rows(item: AttendSet, starts: Tensor) -> Tensor:
+def gathered_rows(item: AttendSet, starts: Tensor) -> Tensor:
     """The workspace rows of the selected slots, where request b begins at starts[b]: int32 [T, K], -1 padded."""
     (selection,) = item.selections
     size, table = selection.cache.page_size, item.block_table.long()

@@ -12,7 +12,7 @@ from tamis.lab.bench import torch_baseline
 from tamis.lab.bench.index_sets import IndexSet, ScoreSet, TopkSet
 from tamis.lab.bench.inputs import GatherSet, InputSet, TranslateSet, WriteSet
 from tamis.lab.bench.jobs import Job
-from tamis.lab.bench.peers.base import Unsupported, load, need_gpu
+from tamis.lab.bench.peers.base import Unsupported, build_of, load, need_gpu
 from tamis.lab.bench.peers.deep_gemm import DeepGEMM
 
 FAST_TOPKS = (512, 1024, 2048)
@@ -32,6 +32,11 @@ class VLLM:
     """Computes the scores for vLLM's whole indexer; None where it is absent."""
     name: str = "vllm"
     capturable: bool = True
+
+    @property
+    def build(self) -> str:
+        """The distribution that it comes from."""
+        return build_of("vllm")
 
     @classmethod
     def find(cls, device: torch.device) -> "VLLM":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tamis import checks
+from tamis.lab.bench.door.record import DOOR_COLUMNS
 from tamis.lab.bench.record import COLUMNS, Row
 from tamis.lab.bench.roofline import MEASURED
 from tamis.step.batch import parse_shape
@@ -46,13 +47,15 @@ class Limits:
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
-    """Rows of CSV files that `tamis bench --csv` or `benchmarks/cpu_step.py` wrote."""
+    """Rows of CSV files that `tamis bench --csv` or `benchmarks/cpu_step.py` wrote; none of `tamis bench door`."""
     rows: list[Row] = []
     for path in paths:
         try:
             with path.open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
                 header = reader.fieldnames or []
+                if set(DOOR_COLUMNS) <= set(header):
+                    continue  # rows of `tamis bench door` have other times, and no roofline to be drawn under
                 read = _step if set(STEP_COLUMNS) <= set(header) else _row if set(COLUMNS) <= set(header) else None
                 if read is None:
                     expected = "a file that tamis bench --csv wrote"

@@ -597,8 +597,7 @@ __device__ __forceinline__ void store_output(
         }
         if (me.warp == 0 && me.pair == 0) {
             const float max_logit = accumulators.running_max[half] * logit_scale[half] * LN_2;
-            output.lse[output.row * heads + head] = lse;
-            output.max_logits[output.row * heads + head] = empty ? minus_infinity() : max_logit;
+            output.logits.store(head, lse, max_logit);
         }
         const int column = TILE * me.warp + PAIR_STRIDE * me.pair;
         const long long offset = output.row * output.token_stride + head * output.head_stride + column;

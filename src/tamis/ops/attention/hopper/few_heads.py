@@ -30,6 +30,7 @@ from tamis.ops.attention.hopper.params import (
 from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, can_store, choose_splits, merge_splits
 from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.combine.triton_kernels import combine_splits
+from tamis.ops.lse import LseForm
 
 NAME = "few heads"
 MMA_HEADS = 16
@@ -228,7 +229,7 @@ def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     first = 0
     for selection, plan in zip(call.selections, plans, strict=True):
         own = Outputs(*(tensor[first : first + plan.splits] for tensor in found))
-        _launch_plan(plan, q, selection, scale, output_params(own, own, None))
+        _launch_plan(plan, q, selection, scale, output_params(own, own, None, LseForm()))
         first += plan.splits
     return found
 
@@ -237,17 +238,17 @@ def attend(call: Attend) -> tuple[Tensor, Tensor]:
     """As `reference.attend`; tokens that are not split go straight into `out`."""
     q, sink, out = call.q, call.sink, call.out
     if len(call.selections) > 1 or not can_store(out):
-        return combine_splits(*attend_slots(call.in_splits()), sink, out)
+        return call.lse_form.arrange(*combine_splits(*attend_slots(call.in_splits()), sink, out))
     selection = call.selections[0]
     plan = _plan(q, selection, call.splits, True)
     tokens, heads, _ = q.shape
-    whole = Outputs.into(out)
+    whole = Outputs.into(out, call.lse_form)
     if plan.whole == tokens:
-        _launch_plan(plan, q, selection, call.factor, output_params(whole, None, sink))
+        _launch_plan(plan, q, selection, call.factor, output_params(whole, None, sink, call.lse_form))
     else:
         splits = Outputs.empty(plan.splits, tokens - plan.whole, heads, device=q.device)
-        _launch_plan(plan, q, selection, call.factor, output_params(whole, splits, sink))
-        merge_splits(splits, sink, whole)
+        _launch_plan(plan, q, selection, call.factor, output_params(whole, splits, sink, call.lse_form))
+        merge_splits(splits, sink, whole, call.lse_form)
     return whole.lse, whole.max_logits
 
 

@@ -47,9 +47,9 @@ struct OutputRow {
     void* out;                            // [rows, H, 512] of `kind`
     int kind;                             // 0 float32, 1 bf16, 2 fp16
     long long token_stride, head_stride;  // of out, in elements
-    float *lse, *max_logits;              // [rows, H]
+    LogitRow logits;
     const float* sink;                    // [H], or null
-    long long row;                        // of this work item in out, lse and max_logits
+    long long row;                        // of this work item in out
 
     __device__ __forceinline__ OutputRow(const AttendParams& p, const WorkItems& work, int item, int token) {
         const OutputParams& o = p.output;
@@ -58,11 +58,10 @@ struct OutputRow {
         kind = whole ? o.out_kind : 0;
         token_stride = whole ? o.token_stride : static_cast<long long>(p.query.heads) * VALUES;
         head_stride = whole ? o.head_stride : VALUES;
-        lse = whole ? o.lse : o.split_lse;
-        max_logits = whole ? o.max_logits : o.split_max_logits;
         sink = whole ? o.sink : nullptr;
         const long long split_row = static_cast<long long>(work.split(item)) * o.split_tokens + token - work.whole;
         row = whole ? token : split_row;
+        logits = whole ? whole_logit_row(o, token, p.query.heads) : split_logit_row(o, split_row, p.query.heads);
     }
 };
 

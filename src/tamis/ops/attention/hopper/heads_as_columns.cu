@@ -579,8 +579,7 @@ __device__ __forceinline__ void normalise(const Consumer& me, const OutputRow& o
     store_float(me.rescales(me.warp) + 4 * me.lane, factor);
     if (exists && me.warpgroup == 0 && me.warp == 0) {
         const float max_logit = running_max * load_float(numbers + Plan::LOGIT_SCALES) * LN_2;
-        output.lse[output.row * heads + head] = lse;
-        output.max_logits[output.row * heads + head] = empty ? minus_infinity() : max_logit;
+        output.logits.store(head, lse, max_logit);
     }
 }
 

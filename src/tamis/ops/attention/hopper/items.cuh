@@ -149,7 +149,7 @@ struct ItemOutput {
     int heads;                // of this work item, at most 64
     int kind;                 // 0 float32, 1 bf16, 2 fp16
     const float* sink;        // [heads], or null
-    float *lse, *max_logits;  // [heads]
+    LogitRow logits;
 
     // Stores a warpgroup's accumulators of 64 heads and of 128 columns from `column` on, times a factor for each of the
     // thread's heads, `upper` and `lower` (see `softmax.cuh`).
@@ -245,12 +245,13 @@ struct Items {
         const OutputParams& to = params.output;
         const int number = split(item), first = first_head(item), heads = params.query.heads, here = min(heads - first, HEADS);
         if (number < 0) {
-            const long long at = token(item) * to.token_stride + first * to.head_stride, row = token(item) * heads + first;
+            const long long at = token(item) * to.token_stride + first * to.head_stride;
             void* const start = static_cast<char*>(to.out) + at * (to.out_kind == 0 ? 4 : 2);
             const float* const sink = to.sink == nullptr ? nullptr : to.sink + first;
-            return {start, to.head_stride, here, to.out_kind, sink, to.lse + row, to.max_logits + row};
+            return {start, to.head_stride, here, to.out_kind, sink, whole_logit_row(to, token(item), heads).from(first)};
         }
-        const long long row = (static_cast<long long>(number % to.splits) * to.split_tokens + number / to.splits) * heads + first;
-        return {to.split_out + row * VALUE_DIM, VALUE_DIM, here, 0, nullptr, to.split_lse + row, to.split_max_logits + row};
+        const long long row = static_cast<long long>(number % to.splits) * to.split_tokens + number / to.splits;
+        float* const start = to.split_out + (row * heads + first) * VALUE_DIM;
+        return {start, VALUE_DIM, here, 0, nullptr, split_logit_row(to, row, heads).from(first)};
     }
 };

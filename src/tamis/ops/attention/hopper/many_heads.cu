@@ -506,8 +506,7 @@ __device__ __forceinline__ float finish(Softmax& head, float reference, int numb
     if (number < out.heads) {
         if (out.sink != nullptr) factor *= 1.0f / (1.0f + fast_exp2((out.sink[number] - lse) * LOG2_E));
         if (threadIdx.x % 4 == 0) {
-            out.lse[number] = lse;
-            out.max_logits[number] = head.sum == head.sum ? head.max_logit * LN_2 : head.sum;  // fmaxf drops NaN
+            out.logits.store(number, lse, head.sum == head.sum ? head.max_logit * LN_2 : head.sum);  // fmaxf drops NaN
         }
     }
     return empty ? 0.0f : factor;

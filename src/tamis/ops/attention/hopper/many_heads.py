@@ -33,6 +33,7 @@ from tamis.ops.attention.hopper.splits import (
 )
 from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.combine.triton_kernels import combine_splits
+from tamis.ops.lse import LseForm
 
 NAME = "many heads"
 HEADS = 64
@@ -117,7 +118,7 @@ def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     q = call.q
     plan = _plan(q, call.selections, call.splits, direct=False)
     split = Outputs.empty(plan.splits, *q.shape[:2], device=q.device)
-    _run(q, call.selections, call.factor, None, split, split)
+    _run(q, call.selections, call.factor, output_params(split, split, None, LseForm()))
     return split
 
 
@@ -125,14 +126,14 @@ def attend(call: Attend) -> tuple[Tensor, Tensor]:
     """As `reference.attend`; the kernel writes tokens that are not split straight to `out`."""
     q, selections, sink, out = call.q, call.selections, call.sink, call.out
     if not can_store(out):
-        return combine_splits(*attend_slots(call.in_splits()), sink, out)
+        return call.lse_form.arrange(*combine_splits(*attend_slots(call.in_splits()), sink, out))
     tokens, heads, _ = q.shape
     plan = _plan(q, selections, call.splits, direct=True)
-    whole = Outputs.into(out)
+    whole = Outputs.into(out, call.lse_form)
     split = Outputs.empty(plan.splits, tokens - plan.whole, heads, device=q.device)
-    _run(q, selections, call.factor, sink, whole, split)
+    _run(q, selections, call.factor, output_params(whole, split, sink, call.lse_form))
     if plan.whole < tokens:
-        merge_splits(split, sink, whole)
+        merge_splits(split, sink, whole, call.lse_form)
     return whole.lse, whole.max_logits
 
 
@@ -153,39 +154,24 @@ def _plan(q: Tensor, selections: Sequence[Selection], splits: int | None, *, dir
     return SplitPlan(tokens, 1) if splits == 1 and direct else SplitPlan(0, splits)
 
 
-def _run(
-    q: Tensor,
-    selections: Sequence[Selection],
-    scale: float | Tensor,
-    sink: Tensor | None,
-    whole: Outputs,
-    split: Outputs,
-) -> None:
-    """Write the first tokens of `whole` [T, ...], and the contiguous splits `split` [S, t, ...] of the last t tokens.
+def _run(q: Tensor, selections: Sequence[Selection], scale: float | Tensor, output: OutputParams) -> None:
+    """Write the first tokens of the output, and the splits of the others.
 
     Each split is normalised by its own sum. The sink is applied to whole tokens only.
     """
-    tokens, heads, _ = q.shape
-    if not tokens:
+    if not q.shape[0]:
         return
-    count, split_tokens = split.lse.shape[:2]
     row_kernel = _kernel(selections)
     held: list[Tensor] = []  # copies of arguments, which must live until the launch
-    params = many_heads_params(q, selections, scale, sink, whole, split, held)
-    ctas = (tokens - split_tokens + split_tokens * count) * ceil_div(heads, HEADS)
+    params = many_heads_params(q, selections, scale, output, held)
+    ctas = (output.whole + output.split_tokens * output.splits) * ceil_div(q.shape[1], HEADS)
     if row_kernel.persistent:
         ctas = min(ctas, sm_count(q.device))
     _launch(q.device, row_kernel, len(selections))((ctas, 1, 1), params)
 
 
 def many_heads_params(
-    q: Tensor,
-    selections: Sequence[Selection],
-    scale: float | Tensor,
-    sink: Tensor | None,
-    whole: Outputs,
-    split: Outputs,
-    held: list[Tensor],
+    q: Tensor, selections: Sequence[Selection], scale: float | Tensor, output: OutputParams, held: list[Tensor]
 ) -> ManyHeadsParams:
     """The parameters of a launch; tensors that had to be copied go to `held`."""
     # The kernels load 16 bytes of a query at a time.
@@ -193,7 +179,7 @@ def many_heads_params(
         q = q.clone(memory_format=torch.contiguous_format)
         held.append(q)
     described = [selection_params(selection, held) for selection in selections]
-    return ManyHeadsParams(query_params(q, scale, held), output_params(whole, split, sink), described[0], described[-1])
+    return ManyHeadsParams(query_params(q, scale, held), output, described[0], described[-1])
 
 
 @cache

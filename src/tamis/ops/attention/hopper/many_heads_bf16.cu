@@ -377,8 +377,7 @@ struct Consumer {
         if (number < out.heads) {
             if (out.sink != nullptr && !empty) factor *= 1.0f / (1.0f + fast_exp2((out.sink[number] - lse) * LOG2_E));
             if (GROUP == 0 && lane % 4 == 0) {
-                out.lse[number] = lse;
-                out.max_logits[number] = all.sum == all.sum ? all.max_logit * LN_2 : all.sum;  // fmaxf drops NaN
+                out.logits.store(number, lse, all.sum == all.sum ? all.max_logit * LN_2 : all.sum);  // fmaxf drops NaN
             }
         }
         return factor;

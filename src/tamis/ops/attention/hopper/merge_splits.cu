@@ -22,12 +22,16 @@ struct MergeParams {
     int tokens;                     // T
     int heads;                      // H
     const float* sink;              // [H], or null
-    void* out;                      // [T, H, 512]
+    void* out;                      // [whole + T, H, 512]
     int out_kind;                   // 0 float32, 1 bf16, 2 fp16
     long long token_stride;         // of out, in elements
     long long head_stride;          // of out, in elements
-    float* lse;                     // [T, H]
-    float* max_logits;              // [T, H]
+    int whole;                      // tokens of out, lse and max_logits before the first split token
+    float* lse;                     // [(whole + T) / group, H, group], contiguous
+    float* max_logits;              // [(whole + T) / group, H, group], contiguous
+    int group;                      // query tokens that are neighbours in lse and max_logits
+    float lse_factor;               // 1 for natural logarithms, log2(e) for base 2
+    float empty_lse;                // the lse of a row that attends to nothing
 };
 static_assert(sizeof(MergeParams) == PARAMS_BYTES, "MergeParams differs from its Python twin");
 
@@ -79,7 +83,8 @@ extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_splits(const __gr
     const float lse = empty ? minus_infinity() : base + fast_log2(total) * LN_2;
     float factor = empty ? 0.0f : 1.0f / total;
     if (p.sink != nullptr && !empty) factor *= 1.0f / (1.0f + fast_exp2((p.sink[head] - lse) * LOG2_E));
-    const long long at = row / p.heads * p.token_stride + head * p.head_stride + threadIdx.x * 4;
+    const long long token = p.whole + row / p.heads;
+    const long long at = token * p.token_stride + head * p.head_stride + threadIdx.x * 4;
     const float a = sums[0] * factor, b = sums[1] * factor, c = sums[2] * factor, d = sums[3] * factor;
     if (p.out_kind == 0) {
         *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = make_float4(a, b, c, d);
@@ -89,7 +94,9 @@ extern "C" __global__ void __launch_bounds__(VALUES / 4) merge_splits(const __gr
         *reinterpret_cast<uint2*>(static_cast<unsigned short*>(p.out) + at) = packed;
     }
     if (threadIdx.x == 0) {
-        p.lse[row] = lse;
-        p.max_logits[row] = max_logit + nan;
+        const u32 number = static_cast<u32>(token), group = static_cast<u32>(p.group);
+        const long long to = (static_cast<long long>(number / group) * p.heads + head) * group + number % group;
+        p.lse[to] = empty ? p.empty_lse : lse * p.lse_factor;
+        p.max_logits[to] = max_logit + nan;
     }
 }

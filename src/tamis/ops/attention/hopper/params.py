@@ -10,6 +10,7 @@ from torch import Tensor
 from tamis.cache.selection import Selection
 from tamis.cuda.params import Float, Int, Long, Pointer, pointer
 from tamis.ops.attention.hopper.splits import OUT_KINDS, Outputs
+from tamis.ops.lse import LseForm
 
 
 class QueryParams(NamedTuple):
@@ -36,9 +37,15 @@ class OutputParams(NamedTuple):
     token_stride: Long
     head_stride: Long
     lse: Pointer
-    """float32 [T, H], contiguous."""
+    """float32 [T / group, H, group], contiguous."""
     max_logits: Pointer
-    """float32 [T, H], contiguous."""
+    """float32 [T / group, H, group], contiguous."""
+    group: Int
+    """Query tokens that are neighbours in lse and max_logits."""
+    lse_factor: Float
+    """1 for natural logarithms, log2(e) for base 2."""
+    empty_lse: Float
+    """The lse of a row that attends to nothing."""
     sink: Pointer
     """float32 [H], 0 for none; applied to whole tokens only."""
     split_out: Pointer
@@ -100,7 +107,7 @@ def query_params(q: Tensor, scale: float | Tensor, held: list[Tensor]) -> QueryP
     return QueryParams(q.data_ptr(), q.stride(0), q.stride(1), q.shape[1], scale, factor)
 
 
-def output_params(whole: Outputs, splits: Outputs | None, sink: Tensor | None) -> OutputParams:
+def output_params(whole: Outputs, splits: Outputs | None, sink: Tensor | None, form: LseForm) -> OutputParams:
     """Describe the outputs of T tokens, and the splits [S, T - whole, H, ...] of those that are split, if any are."""
     out = whole.out
     if splits is None:
@@ -115,6 +122,9 @@ def output_params(whole: Outputs, splits: Outputs | None, sink: Tensor | None) -
         out.stride(-2),
         whole.lse.data_ptr(),
         whole.max_logits.data_ptr(),
+        max(1, form.group),
+        form.factor,
+        form.empty,
         pointer(sink),
         *addresses,
         out.shape[-3] - split_tokens,

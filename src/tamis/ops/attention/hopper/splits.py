@@ -14,7 +14,8 @@ from tamis.arithmetic import ceil_div
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index
 from tamis.cuda.launch import Launch, kernel
-from tamis.cuda.params import Int, Long, Pointer, params_bytes, pointer
+from tamis.cuda.params import Float, Int, Long, Pointer, params_bytes, pointer
+from tamis.ops.lse import LseForm
 
 VALUE_DIM = 512
 OUT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -85,9 +86,9 @@ class Outputs(NamedTuple):
         return cls(torch.empty(*shape, VALUE_DIM, dtype=torch.float32, device=device), lse, torch.empty_like(lse))
 
     @classmethod
-    def into(cls, out: Tensor) -> "Outputs":
-        """An output [T, H, V] with new memory for lse and max_logits."""
-        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+    def into(cls, out: Tensor, form: LseForm) -> "Outputs":
+        """An output [T, H, V] with new memory for lse and max_logits in the given form."""
+        lse = torch.empty(form.shape(*out.shape[:2]), dtype=torch.float32, device=out.device)
         return cls(out, lse, torch.empty_like(lse))
 
 
@@ -113,25 +114,31 @@ class MergeParams(NamedTuple):
     sink: Pointer
     """float32 [H]; 0 for none."""
     out: Pointer
-    """float32, bfloat16 or float16 [T, H, 512]."""
+    """float32, bfloat16 or float16 [whole + T, H, 512]."""
     out_kind: Int
     """0 for float32, 1 for bfloat16, 2 for float16."""
     token_stride: Long
     head_stride: Long
+    whole: Int
+    """Tokens of out, lse and max_logits before the first split token."""
     lse: Pointer
-    """float32 [T, H], contiguous."""
+    """float32 [(whole + T) / group, H, group], contiguous."""
     max_logits: Pointer
-    """float32 [T, H], contiguous."""
+    """float32 [(whole + T) / group, H, group], contiguous."""
+    group: Int
+    """Query tokens that are neighbours in lse and max_logits."""
+    lse_factor: Float
+    """1 for natural logarithms, log2(e) for base 2."""
+    empty_lse: Float
+    """The lse of a row that attends to nothing."""
 
 
-def merge_splits(splits: Outputs, sink: Tensor | None, whole: Outputs) -> None:
+def merge_splits(splits: Outputs, sink: Tensor | None, whole: Outputs, form: LseForm) -> None:
     """Merge splits [S, t, H, ...] into the last t tokens of outputs [T, H, ...]; the output passes `can_store`."""
     count, tokens, heads = splits.lse.shape
     out = whole.out
-    first = out.shape[0] - tokens
     token_stride, head_stride, _ = out.stride()
     batch = MERGE_BATCHES[0 if count <= MERGE_BATCHES[0] else 1]
-    # The first tokens are skipped by address: three slices would take as much host time as the launch.
     params = MergeParams(
         splits.out.data_ptr(),
         splits.lse.data_ptr(),
@@ -140,12 +147,16 @@ def merge_splits(splits: Outputs, sink: Tensor | None, whole: Outputs) -> None:
         tokens,
         heads,
         pointer(sink),
-        out.data_ptr() + first * token_stride * out.element_size(),
+        out.data_ptr(),
         OUT_KINDS[out.dtype],
         token_stride,
         head_stride,
-        whole.lse.data_ptr() + first * heads * 4,
-        whole.max_logits.data_ptr() + first * heads * 4,
+        out.shape[0] - tokens,
+        whole.lse.data_ptr(),
+        whole.max_logits.data_ptr(),
+        max(1, form.group),
+        form.factor,
+        form.empty,
     )
     _merge_launch(out.device, batch)((tokens * heads, 1, 1), params)
 

@@ -1,7 +1,7 @@
 """FlashMLA's tile schedule: which SM part runs which blocks of which request.
 
-tamis' own kernels choose their splits themselves and never read it. `flash_mla.get_mla_metadata` returns it for callers
-of FlashMLA's interface.
+tamis' own kernels choose their splits themselves and never read it. `metadata` returns it to callers of FlashMLA's
+interface.
 """
 
 from collections.abc import Sequence
