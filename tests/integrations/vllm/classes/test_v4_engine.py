@@ -194,6 +194,21 @@ def test_both_builders_cut_batches_alike_and_keep_their_addresses() -> None:
     assert places[0] == places[1] == places[2]
 
 
+def test_a_refused_prefill_leaves_the_output_of_the_decodes_as_it_was() -> None:
+    """Output and query share memory, but the rows of the decodes, which run first, do not."""
+    step, records = V4Step("v4-bf16"), Records(V4Step("v4-bf16"), 4)
+    tokens, decodes = len(step.tokens), records.decodes
+    shared = torch.zeros(tokens + decodes, HEADS, 512)
+    q, output = shared[decodes:], shared[:tokens]
+    q.copy_(step.q)
+    before = shared.clone()
+    with pytest.raises(ValueError, match="out must be separate from all inputs"):
+        V4Impl().forward_mqa(
+            layer_of(step, 4), q, None, None, output, swa_metadata=records.window, attn_metadata=records.main
+        )
+    assert torch.equal(shared, before)
+
+
 def test_wide_rows_for_long_contexts_are_aligned() -> None:
     """2136 tokens are 17 entries of 128: a row that narrow breaks kernels with tiles of 64."""
     config = engine_config()
