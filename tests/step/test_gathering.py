@@ -1,5 +1,6 @@
 """Where gathering FP8 prefills first saves time, and that a planner does it there and only there."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ from step.test_planner import make_batch
 
 from tamis import LayerSpec, Limits, Planner
 from tamis.step import planner as planning
-from tamis.step.gathering import gathering_saves
+from tamis.step.gathering import explain_prefills, gathering_saves
 
 K = 1024
 MEASURED = {  # (heads, context): microseconds for 4096 queries of top-k 2048, read directly and gathered first
@@ -35,6 +36,16 @@ def test_few_heads_and_few_queries_over_a_long_context_stay_direct() -> None:
     assert gathering_saves([(16, 1 * K)], 128, 2 * K) < 0  # the launches cost more
     assert gathering_saves([(4 * K, 8 * K), *[(1, 128 * K)] * 8], 64, 2 * K) < 0  # all rows would be gathered
     assert gathering_saves([], 128, 2 * K) < 0
+
+
+def test_the_rule_in_words() -> None:
+    assert explain_prefills(True, 16, 2 * K, True) == "read the cache directly"
+    assert explain_prefills(False, 128, 2 * K, False) == "read the cache directly"
+    assert explain_prefills(True, 32, 2 * K, False) == "gathered into a 16-bit workspace"
+    told = explain_prefills(True, 64, 2 * K, True)
+    short, long = map(int, re.findall(r"from (\d+) ", told))
+    for new, length in ((short, 8 * K), (long, 128 * K)):
+        assert gathering_saves([(new - 1, length)], 64, 2 * K) <= 0 < gathering_saves([(new, length)], 64, 2 * K)
 
 
 @pytest.fixture

@@ -1,14 +1,19 @@
-"""Whether the FP8 prefills of a step take less time if their rows are first gathered into a 16-bit workspace.
+"""Whether FP8 prefills read the cache directly or are first gathered into a 16-bit workspace, by what takes less time.
 
 Where a device has kernels for both, attention over 16-bit rows is faster for many heads, and gathering reads every row
 of the requests once. The constants were measured on an H200: 4096 queries, top-k 2048, contexts of 8K and 128K tokens,
 64 and 128 heads (`benchmarks/NOTES.md`).
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from typing import Literal
 
+MIN_HEADS_FOR_WORKSPACE = 32
+"""From this many heads on a rank, FP8 prefills are gathered by default, unless the device's backend has kernels of its
+own for FP8 rows at every head count."""
 DIRECT_HEADS = 32
-"""Up to this many heads, reading FP8 rows directly is always faster."""
+"""Up to this many heads, such kernels are always faster than gathering."""
 
 _SAVED_PS = 0.68
 """Picoseconds saved per query token, selected row and head: (0.607 - 0.519) us / (2048 rows * 64 heads) at 8K."""
@@ -39,3 +44,33 @@ def gathering_saves(requests: Iterable[tuple[int, int]], heads: int, topk: int |
         saved += new * rows * heads * (_SAVED_PS + _SAVED_MORE_PS * min(1.0, length / _LONG_CONTEXT))
         cost += length * _GATHER_PS
     return (saved - cost) / 1e6
+
+
+def automatic_mode(quantised: bool, heads: int, direct: bool) -> Literal["auto", "mixed", "separate"]:
+    """How steps are divided if nothing was asked for: all alike, or ("auto") each as is faster for it.
+
+    Args:
+        quantised: whether the cache is of FP8 rows.
+        heads: query heads on this rank.
+        direct: whether the device's backend has kernels of its own for FP8 rows at every head count.
+    """
+    if not quantised or heads < MIN_HEADS_FOR_WORKSPACE or (direct and heads <= DIRECT_HEADS):
+        return "mixed"
+    return "auto" if direct else "separate"
+
+
+def explain_prefills(quantised: bool, heads: int, topk: int | None, direct: bool) -> str:
+    """What `automatic_mode` means for prefills, in words."""
+    mode = automatic_mode(quantised, heads, direct)
+    if mode != "auto":
+        return "read the cache directly" if mode == "mixed" else "gathered into a 16-bit workspace"
+    short, long = (_fewest(length, heads, topk) for length in (8 << 10, _LONG_CONTEXT))
+    return (
+        f"gathered into a 16-bit workspace from {short} new tokens on in a request of 8K tokens, "
+        f"and from {long} in one of 128K; fewer read the cache directly"
+    )
+
+
+def _fewest(length: int, heads: int, topk: int | None) -> int:
+    """The fewest new tokens for which a request of this length is gathered."""
+    return bisect_left(range(length), True, key=lambda new: gathering_saves([(new, length)], heads, topk) > 0)

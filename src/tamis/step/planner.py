@@ -14,14 +14,10 @@ from tamis.model.spec import LayerSpec
 from tamis.step.batch import Batch, PageMap
 from tamis.step.batch_checks import HostLengths, check_batch
 from tamis.step.buffers import Arena, Staging, TableBuffer, Views
-from tamis.step.gathering import DIRECT_HEADS, gathering_saves
+from tamis.step.gathering import automatic_mode, gathering_saves
 from tamis.step.lease import Lease, Use
 from tamis.step.plan import Chunk, DecodePart, Limits, Mode, Plan, PrefillPart
 from tamis.step.split import BatchSplit, chunk_starts, pack_chunks, split_batch
-
-MIN_HEADS_FOR_WORKSPACE = 32
-"""From this many heads on a rank, FP8 prefills are gathered into a 16-bit workspace by default, unless the device's
-backend has kernels of its own for FP8 rows at every head count."""
 
 _LENGTHS_IN_WORKSPACE = 5
 """By default the workspace holds this many of the longest requests, if all prefills are gathered."""
@@ -262,11 +258,8 @@ class Prepared:
 
 def _resolve_mode(mode: Mode, spec: LayerSpec, layout: Layout, device: torch.device) -> Mode:
     if mode == "auto":
-        if not layout.quantised or spec.heads < MIN_HEADS_FOR_WORKSPACE:
-            return "mixed"
-        if not backend_for_stage("attend", "auto", device).direct_prefills:
-            return "separate"
-        return "auto" if spec.heads > DIRECT_HEADS else "mixed"
+        direct = backend_for_stage("attend", "auto", device).direct_prefills
+        return automatic_mode(layout.quantised, spec.heads, direct)
     if mode == "separate" and not layout.quantised:
         remedy = "only the prefills of an FP8 cache are gathered"
         raise checks.refuse("mode", f"'auto' or 'mixed' for {layout.name} rows", repr(mode), remedy)
