@@ -1,5 +1,6 @@
 """Requests and positions of a step's tokens in an engine, and what a step costs on the host."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,14 +68,14 @@ def decodes(pool: str) -> SimpleNamespace:
     return V4Step("v4-bf16", [1, 1, 1], [300, 20, 5]).common(pool)
 
 
-def index_builder() -> V4IndexMetadataBuilder:
+def index_builder(device: str = "cpu") -> V4IndexMetadataBuilder:
     config = engine_config()
-    return V4IndexMetadataBuilder(SimpleNamespace(block_size=PAGE, compress_ratio=4), ["layer"], config, "cpu")
+    return V4IndexMetadataBuilder(SimpleNamespace(block_size=PAGE, compress_ratio=4), ["layer"], config, device)
 
 
 BUILDERS: dict[str, tuple[Any, str, list[str]]] = {
-    "C4A": (lambda: main_builder(4), "main", ["copy_", "sub"]),
-    "C128A": (lambda: main_builder(128), "main", ["copy_", "sub"]),
+    "C4A": (partial(main_builder, 4), "main", ["copy_", "sub"]),
+    "C128A": (partial(main_builder, 128), "main", ["copy_", "sub"]),
     "window": (window_builder, "window", ["copy_", "gt", "sub"]),
     "index": (index_builder, "main", ["copy_", "div", "fill_", "index_select", "sub"]),
 }
@@ -143,3 +144,29 @@ def test_tensors_of_another_device_are_refused_after_a_step_that_passed() -> Non
     step.block_table_tensor = step.block_table_tensor.to("meta")
     with pytest.raises(ValueError, match="block_table must be on cpu"):
         builder.build(0, step)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BUILDERS)
+def test_records_on_a_gpu_are_those_of_the_host(name: str) -> None:
+    """And building them waits for nothing."""
+    make, pool, _ = BUILDERS[name]
+    host, device = make(), make(device="cuda")
+    for queries, lengths in (([1, 1, 1], [300, 20, 5]), ([1, 2, 40], [300, 20, 256]), ([1, 1], [9, 70]), ([2], [9])):
+        step = V4Step("v4-bf16", queries, lengths).common(pool, padding=2)
+        there = SimpleNamespace(**vars(step))
+        for field in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+            setattr(there, field, getattr(step, field).cuda())
+        there.seq_lens_cpu = step.seq_lens
+        expected = host.build(0, step)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = device.build(0, there)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for field in expected.__dataclass_fields__:
+            one, other = getattr(expected, field), getattr(found, field)
+            if isinstance(one, torch.Tensor):
+                assert torch.equal(one, other.cpu()), field
+        for field in ("request_ids", "positions"):
+            assert torch.equal(getattr(host.tokens, field), getattr(device.tokens, field).cpu()), field
