@@ -11,7 +11,7 @@ from torch import Tensor
 from tamis import PagedCache, Selection
 from tamis.arithmetic import ceil_div
 from tamis.cache.layout import plain_fp8, rows
-from tamis.integrations._flashinfer import Call, prepare
+from tamis.integrations._flashinfer import Call, Queries, prepare
 from tamis.integrations.flashinfer import trtllm_batch_decode_with_kv_cache_mla as decode_mla
 
 E4M3 = torch.float8_e4m3fn
@@ -243,6 +243,15 @@ def test_attention_writes_into_the_callers_output(cache_dtype: torch.dtype, afte
     # Rows that cannot be joined into one axis are copied.
     apart = prepared(cache_dtype, after, torch.empty(2, 3, 4, 512).transpose(0, 1))
     assert apart.target is not None
+
+
+def test_the_requests_of_tokens_are_looked_up_only_where_counts_are_per_request(monkeypatch) -> None:
+    monkeypatch.setattr(Queries, "request", property(lambda self: pytest.fail("it was looked up")))
+    cache, query, slots = torch.randn(4, 16, 576), torch.randn(3, 1, 4, 576), random_slots((3, 1, 30), 64)
+    for counts in (None, torch.tensor([1, 2, 30], dtype=torch.int32)):
+        call(query, cache, slots, counts)
+        starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+        call(query[:, 0], cache, slots[:, 0], counts, cum_seq_lens_q=starts)
 
 
 def test_a_factor_that_no_cache_has_is_applied_before_the_only_rounding() -> None:

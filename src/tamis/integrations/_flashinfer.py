@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,19 @@ class Queries:
     """The leading sizes of the query: (B, q), or (T,) if it is flattened."""
     heads: int
     requests: int
-    request: Tensor
-    """int64 [tokens], the request of each token."""
+    device: torch.device
+    starts: Tensor | None
+    """int32 [requests + 1], where each request begins in a flattened query."""
+
+    @cached_property
+    def request(self) -> Tensor:
+        """int64 [tokens], the request of each token. It takes kernels, and few calls need it."""
+        if self.starts is None:
+            number = torch.arange(self.lead[0], dtype=torch.int64, device=self.device)
+            return number.repeat_interleave(self.lead[1])
+        number = torch.arange(self.tokens, dtype=torch.int32, device=self.device)
+        found = torch.searchsorted(self.starts, number, right=True) - 1
+        return found.clamp_(0, self.requests - 1)
 
     @property
     def tokens(self) -> int:
@@ -50,14 +62,9 @@ class Queries:
         """The size of each leading axis by name."""
         return dict(zip(self.axes.split(), self.lead, strict=True))
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the query."""
-        return self.request.device
-
 
 def arrange(query: Tensor, width: int, starts: Tensor | None, longest: int | None) -> Queries:
-    """Check a query [B, q, H, D], or with `starts` [T, H, D], and find each token's request."""
+    """Check a query [B, q, H, D], or with `starts` [T, H, D], and how its tokens are divided among requests."""
     axes = "B q H D" if starts is None else "T H D"
     remedy = "D is kv_lora_rank + qk_rope_head_dim; [T, H, D] needs cum_seq_lens_q"
     heads = checks.tensor("query", query, axes, QUERY_DTYPES, remedy=remedy, D=width)["H"]
@@ -65,15 +72,14 @@ def arrange(query: Tensor, width: int, starts: Tensor | None, longest: int | Non
     checks.no_gradient(query=query)
     lead = tuple(query.shape[:-2])
     if starts is not None:
-        return Queries(lead, heads, *_token_requests(starts, longest, lead[0], query.device))
+        return Queries(lead, heads, _count_requests(starts, longest, lead[0], query.device), query.device, starts)
     if longest is not None:
         raise checks.refuse("max_q_len", "None without cum_seq_lens_q", longest, "pass both or neither")
-    request = torch.arange(lead[0], dtype=torch.int64, device=query.device).repeat_interleave(lead[1])
-    return Queries(lead, heads, lead[0], request)
+    return Queries(lead, heads, lead[0], query.device, None)
 
 
-def _token_requests(starts: Tensor, longest: int | None, tokens: int, device: torch.device) -> tuple[int, Tensor]:
-    """The number of requests of a flattened query, and the request of each token."""
+def _count_requests(starts: Tensor, longest: int | None, tokens: int, device: torch.device) -> int:
+    """The number of requests of a flattened query."""
     length = checks.tensor("cum_seq_lens_q", starts, "B+1", (torch.int32,), device=device)["B+1"]
     remedy = f"it must begin with 0, never decrease, and end with the {tokens} query tokens"
     if length < 2:
@@ -86,8 +92,7 @@ def _token_requests(starts: Tensor, longest: int | None, tokens: int, device: to
             raise checks.refuse("cum_seq_lens_q", f"a running sum from 0 to {tokens}", starts.tolist(), remedy)
         if longest is not None and int(counts.max()) > longest:
             raise checks.refuse("max_q_len", f">= {int(counts.max())}, the longest query", longest, "raise it")
-    request = torch.searchsorted(starts, torch.arange(tokens, dtype=torch.int32, device=device), right=True) - 1
-    return length - 1, request.clamp_(0, length - 2)
+    return length - 1
 
 
 def factors(bmm1: float | Tensor, bmm2: float | Tensor, cache: PagedCache) -> tuple[float | Tensor, float | Tensor]:
