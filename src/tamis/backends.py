@@ -30,7 +30,8 @@ class Backend:
     compiled_at_first_use: bool = False
     """Whether it has kernels in CUDA C++, which NVRTC compiles when they are first used."""
     direct_prefills: bool = False
-    """Whether the backend's own kernels read FP8 rows at every head count: prefills then need no 16-bit workspace."""
+    """Whether the backend's own kernels read FP8 rows at every head count. Prefills then need no 16-bit workspace, and
+    are gathered into one only where that is faster (`tamis.step.gathering`)."""
     query_dtypes: tuple[torch.dtype, ...] = checks.FLOATS
     heads: tuple[int, int] = (1, 128)
     """Fewest and most heads."""

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tamis import PagedCache, Selection
 from tamis.arithmetic import ceil_div
+from tamis.cache.layout import plain_fp8, rows
+from tamis.integrations._flashinfer import Call, Queries, prepare
 from tamis.integrations.flashinfer import trtllm_batch_decode_with_kv_cache_mla as decode_mla
 
 E4M3 = torch.float8_e4m3fn
@@ -211,6 +214,51 @@ def test_buffers_of_the_caller_are_written_and_returned() -> None:
         assert same is lse
         assert torch.equal(out, expected)
         assert torch.equal(lse.view(6, 4), expected_lse)
+
+
+def prepared(cache_dtype: torch.dtype, after: float | Tensor, out: Tensor) -> Call:
+    cache = torch.randn(4, 16, 576).to(cache_dtype)
+    layout = plain_fp8() if cache_dtype == E4M3 else rows(cache_dtype)
+    selection = Selection(PagedCache.wrap(cache, layout), random_slots((6, 9), 64))
+    return prepare(torch.randn(3, 2, 4, 576), [selection], (0.1, after), None, out)
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "after", "direct"),
+    [
+        (torch.bfloat16, 1.0, True),
+        (E4M3, 1.0, True),
+        (E4M3, 0.3, True),
+        (E4M3, torch.tensor(0.3), True),
+        (E4M3, 2.0**126, False),  # 0.1 divided by it is no normal number
+        (torch.bfloat16, 0.3, False),
+        (torch.bfloat16, torch.tensor(1.0), False),
+    ],
+)
+def test_attention_writes_into_the_callers_output(cache_dtype: torch.dtype, after: Any, direct: bool) -> None:
+    for out in (torch.empty(3, 2, 4, 512, dtype=torch.bfloat16), torch.empty(3, 2, 4, 600)[..., :512]):
+        found = prepared(cache_dtype, after, out)
+        assert (found.attend.out.data_ptr() == out.data_ptr()) == (found.target is None) == direct
+        assert found.attend.out.dtype == (out.dtype if direct else torch.float32)
+    # Rows that cannot be joined into one axis are copied.
+    apart = prepared(cache_dtype, after, torch.empty(2, 3, 4, 512).transpose(0, 1))
+    assert apart.target is not None
+
+
+def test_the_requests_of_tokens_are_looked_up_only_where_counts_are_per_request(monkeypatch) -> None:
+    monkeypatch.setattr(Queries, "request", property(lambda self: pytest.fail("it was looked up")))
+    cache, query, slots = torch.randn(4, 16, 576), torch.randn(3, 1, 4, 576), random_slots((3, 1, 30), 64)
+    for counts in (None, torch.tensor([1, 2, 30], dtype=torch.int32)):
+        call(query, cache, slots, counts)
+        starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+        call(query[:, 0], cache, slots[:, 0], counts, cum_seq_lens_q=starts)
+
+
+def test_a_factor_that_no_cache_has_is_applied_before_the_only_rounding() -> None:
+    cache, query, slots = torch.randn(4, 16, 576), torch.randn(3, 2, 4, 576), random_slots((3, 2, 9), 64)
+    exact = call(query, cache, slots, None, out=torch.empty(3, 2, 4, 512))
+    found = call(query, cache, slots, None, bmm2_scale=0.3, out=torch.empty(3, 2, 4, 512, dtype=torch.bfloat16))
+    assert torch.equal(found, (exact * 0.3).bfloat16())
 
 
 def test_strided_pages_and_non_contiguous_inputs() -> None:

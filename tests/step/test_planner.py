@@ -1,13 +1,13 @@
 """The planner against a slow, obvious recomputation, and its promises about buffers."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeds import seed_of, seeded
+from torch_calls import Calls
 
 from tamis import Batch, LayerSpec, Limits, PageMap, PagePool, Planner
 from tamis.step import planner as planning
@@ -36,9 +36,16 @@ def batches(draw) -> tuple[list[int], list[int]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(batches(), min_size=1, max_size=3), st.sampled_from([16, 64]), st.integers(0, 2), st.booleans())
-def test_plans_match_a_recomputation_over_random_batches(steps, heads, speculative, uniform) -> None:
+@given(
+    st.lists(batches(), min_size=1, max_size=3),
+    st.sampled_from([16, 64]),
+    st.integers(0, 2),
+    st.booleans(),
+    st.booleans(),
+)
+def test_plans_match_a_recomputation_over_random_batches(steps, heads, speculative, uniform, whole) -> None:
     planner = make_planner(heads, speculative_tokens=speculative, uniform_decodes=uniform)
+    planner._arena._whole = whole
     for queries, lengths in steps:
         batch = make_batch(queries, lengths)
         plan = planner.plan(batch)
@@ -52,6 +59,7 @@ def test_plans_match_a_recomputation_over_random_batches(steps, heads, speculati
         assert plan.lengths.tolist() == lengths
         positions = [length - q + i for q, length in zip(queries, lengths, strict=True) for i in range(q)]
         assert plan.positions.tolist() == positions
+        assert plan.visible.tolist() == [position + 1 for position in positions]
         assert plan.slots.tolist() == batch.pages.slots.tolist()
         width = batch.pages.block_table.shape[1]
         assert torch.equal(plan.block_table[:, :width], batch.pages.block_table)
@@ -98,21 +106,39 @@ def check_parts(plan, queries, lengths, threshold, uniform) -> None:
     assert seen == list(range(len(rest)))
 
 
-def test_addresses_never_change_and_stale_values_are_gone() -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_addresses_never_change_and_stale_values_are_gone(whole: bool) -> None:
     planner = make_planner(64)
+    planner._arena._whole = whole
     big = planner.plan(make_batch([1, 1, 20, 30], [40, 50, 100, 120], padded_tokens=64))
-    fields = ["query_starts", "lengths", "request_ids", "positions", "slots", "block_table"]
+    fields = ["query_starts", "lengths", "request_ids", "positions", "visible", "slots", "block_table"]
     before = [getattr(big, f).data_ptr() for f in fields] + [big.prefill.ids.data_ptr(), big.workspace.data_ptr()]
     small = planner.plan(make_batch([1, 2], [7, 9], padded_tokens=64))
     after = [getattr(small, f).data_ptr() for f in fields] + [small.prefill.ids.data_ptr(), small.workspace.data_ptr()]
     assert before == after
     assert small.request_ids[3:].eq(0).all()
     assert small.positions[3:].eq(-1).all()
+    assert small.visible[3:].eq(0).all()
     assert small.slots[3:].eq(-1).all()
     assert small.prefill.ids.tolist() == [-1, 0, 0] + [-1] * 61
     assert big.query_starts.tolist() == [0, 1, 3, 3, 3]  # the old view shows the new step: one set of buffers
     assert big.lengths.tolist() == [7, 9, 0, 0]
     assert (big.block_table[2:] == -1).all()
+    one = planner.plan(make_batch([1], [3]))
+    assert big.query_starts.tolist() == [0, 1, 1, 1, 1]  # as a graph that was captured for four requests reads it
+    assert big.lengths.tolist() == [3, 0, 0, 0]
+    assert big.request_ids.eq(0).all()
+    assert big.slots[1:].eq(-1).all()
+    assert one.slots.data_ptr() == big.slots.data_ptr()
+
+
+def test_a_step_costs_two_copies_and_no_kernel() -> None:
+    """The time of a step is that of its torch calls. Lengths, slots and tables are on the host here."""
+    planner, batch = make_planner(), make_batch([1] * 8, [30] * 8)
+    planner.plan(batch)
+    with Calls() as calls:
+        planner.plan(batch)
+    assert sorted(calls.names) == ["aten.copy_", "aten.copy_", "aten.empty"]  # the arena and the block table
 
 
 def test_a_narrower_table_leaves_nothing_behind() -> None:
@@ -201,10 +227,28 @@ def test_a_prefill_longer_than_the_workspace_is_refused() -> None:
         make_planner(64, workspace_rows=100).plan(make_batch([20], [150]))
 
 
-def test_no_workspace_where_kernels_read_fp8_rows_at_every_head_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "backend_for_stage", lambda *args: SimpleNamespace(direct_prefills=True))
-    assert make_planner(128).mode == "mixed"
-    assert make_planner(128, mode="separate").mode == "separate"
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 0, 3], [2, 5], [1, 1, 20]])
+def test_positions_are_made_of_lengths_that_only_the_device_knows(new: list[int], monkeypatch) -> None:
+    bounds = [60] * len(new)
+    exact = torch.tensor([50 - number for number in range(len(new))], dtype=torch.int32)
+    batch = make_batch(new, bounds, lengths=exact, host_lengths=torch.tensor(bounds, dtype=torch.int32))
+    expected = make_planner(64).plan(batch)
+    check = planning.check_batch
+    monkeypatch.setattr(planning, "check_batch", lambda *args: check(*args)._replace(exact=None))
+    found = make_planner(64).plan(batch)
+    for name in ("positions", "visible", "lengths", "request_ids", "query_starts", "slots"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    negative = replace(batch, lengths=torch.full_like(exact, -9))
+    assert make_planner(64).plan(negative).positions.eq(-1).all()  # never below the position of padding
+    assert make_planner(64).plan(negative).visible.eq(0).all()
+
+
+def test_pools_may_have_any_name() -> None:
+    planner = make_planner(other_page_sizes={"positions": 8, "slots": 4})
+    pages = PageMap(torch.tensor([[3, 4]], dtype=torch.int32), torch.tensor([9], dtype=torch.int32))
+    plan = planner.plan(make_batch([1], [8], other_pages={"positions": pages, "slots": pages}))
+    assert plan.positions.tolist() == [7]
+    assert plan.other_pages["positions"].slots.tolist() == plan.other_pages["slots"].slots.tolist() == [9]
 
 
 def test_decodes_of_different_lengths_have_no_common_one() -> None:

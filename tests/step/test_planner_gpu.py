@@ -62,28 +62,54 @@ def test_translation_skips_unknown_requests_where_the_host_cannot_look() -> None
     assert found.slots.tolist() == [[0, 17, -1], [48, 65, -1], [-1, -1, -1], [-1, -1, -1]]
 
 
-@pytest.mark.parametrize("heads", [16, 64])
-def test_planning_waits_for_nothing(heads: int) -> None:
-    spec = LayerSpec(heads=heads, scale=0.1, topk=32)
-    planner = Planner(spec, Limits(128, 8, 256, page_size=PAGE), "cuda")
-    batches = []
-    for shape in ("3q1s100_1q50s70", "4q1s60", "2q30s40"):
-        made = Batch.parse(shape, PagePool(100, PAGE, seed=seed_of(1)))
-        host = made.lengths
-        batches.append((made, to_gpu(made, lengths=host.cuda(), host_lengths=host)))
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize(("heads", "max_tokens"), [(16, 128), (64, 128), (16, 8192)])
+def test_planning_waits_for_nothing(heads: int, max_tokens: int, where: str) -> None:
+    """With a small arena, which is copied whole, and with a large one; with lengths and pages on the host or not."""
+    spec, limits = LayerSpec(heads=heads, scale=0.1, topk=32), Limits(max_tokens, 8, 256, page_size=PAGE)
+    planner = Planner(spec, limits, "cuda")
     addresses = set()
-    for made, batch in batches:
-        expected = Planner(spec, Limits(128, 8, 256, page_size=PAGE)).plan(made)
+    for shape in ("3q1s100_1q50s70", "4q1s60", "2q30s40", "8q1s60", "2q1s60"):
+        made = Batch.parse(shape, PagePool(100, PAGE, seed=seed_of(1)))
+        batch = to_gpu(made, lengths=made.lengths.cuda(), host_lengths=made.lengths) if where == "device" else made
+        expected = Planner(spec, limits).plan(made)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             plan = planner.plan(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        for name in ("request_ids", "positions", "slots", "lengths", "query_starts"):
+        for name in ("request_ids", "positions", "visible", "slots", "lengths", "query_starts", "block_table"):
             assert torch.equal(getattr(plan, name).cpu(), getattr(expected, name)), name
+        whole = {name: view.cpu() for name, view in planner._arena.views.items()}
+        tokens = plan.tokens
+        assert whole["request_ids"][tokens:].eq(0).all()
+        assert whole["positions"][tokens:].eq(-1).all()
+        assert whole["visible"][tokens:].eq(0).all()
+        assert whole["slots "][tokens:].eq(-1).all()
         addresses.add((plan.request_ids.data_ptr(), plan.slots.data_ptr(), plan.block_table.data_ptr()))
     assert len(addresses) == 1
+
+
+def test_gathering_where_it_saves_time_gives_the_same_result() -> None:
+    """Mode "auto" on a device with kernels for both ways, on both sides of its rule."""
+    spec = LayerSpec(heads=64, scale=0.1, topk=2048)
+    limits = Limits(1200, 2, 4096, page_size=PAGE)
+    cache = PagedCache("v32-fp8", 300, PAGE, device="cuda")
+    write_kv(torch.randn(cache.rows, 576, device="cuda"), cache, torch.arange(cache.rows, device="cuda"))
+    automatic, mixed = Planner(spec, limits, "cuda"), Planner(spec, limits, "cuda", mode="mixed")
+    if automatic.mode != "auto":
+        pytest.skip("this device has no kernels that read FP8 rows at 64 heads")
+    for shape, mode in (("1q1s90_1q1100s4k", "separate"), ("1q1s90_1q40s4k", "mixed"), ("2q1s90", "mixed")):
+        batch = Batch.parse(shape, PagePool(300, PAGE, seed=seed_of(1)))
+        plan = automatic.plan(batch)
+        assert plan.mode == mode
+        q = torch.randn(plan.rows, 64, 576, device="cuda", dtype=torch.bfloat16)
+        reach = plan.visible.unsqueeze(1).float()
+        positions = (torch.rand(plan.rows, 2048, device="cuda") * reach).int().clamp_max_(reach.int() - 1)
+        found = SparseMLA(spec)(q, None, cache, plan, positions=positions).out
+        expected = SparseMLA(spec)(q, None, cache, mixed.plan(batch), positions=positions).out
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("heads", [16, 64])

@@ -172,15 +172,17 @@ def engine_config(**model: Any) -> SimpleNamespace:
     )
 
 
-def main_builder(ratio: int, **options: Any) -> V4MetadataBuilder:
+def main_builder(ratio: int, device: str = "cpu", **options: Any) -> V4MetadataBuilder:
     spec = SimpleNamespace(block_size=PAGE, compress_ratio=ratio)
-    return V4MetadataBuilder(spec, ["layer"], engine_config(), "cpu", **options)
+    return V4MetadataBuilder(spec, ["layer"], engine_config(), device, **options)
 
 
-def window_builder(drafts: int = 1, *, window: int = WINDOW, parallel: bool = False) -> V4WindowMetadataBuilder:
+def window_builder(
+    drafts: int = 1, *, window: int = WINDOW, parallel: bool = False, device: str = "cpu"
+) -> V4WindowMetadataBuilder:
     config = engine_config(sliding_window=window)
     config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=parallel)
-    return V4WindowMetadataBuilder(SimpleNamespace(block_size=WINDOW_PAGE), ["layer"], config, "cpu")
+    return V4WindowMetadataBuilder(SimpleNamespace(block_size=WINDOW_PAGE), ["layer"], config, device)
 
 
 def layer_of(step: V4Step, ratio: int, **more: Any) -> SimpleNamespace:

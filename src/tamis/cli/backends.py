@@ -60,10 +60,12 @@ def run(options: argparse.Namespace) -> int:
     machine = describe_machine(device)
     need = _need(options)
     verdicts = judge(need)
+    prefills = explain_prefills(need, verdicts)
     if options.json:
         layer = {"heads": need.spec.heads, "layout": need.layout.name, "page_size": need.page_size}
         layer |= {"dtype": options.dtype, "topk": options.topk}
-        print(json.dumps({"machine": machine, "layer": layer, "backends": [asdict(v) for v in verdicts]}, indent=2))
+        found = {"machine": machine, "layer": layer, "backends": [asdict(v) for v in verdicts], "prefills": prefills}
+        print(json.dumps(found, indent=2))
     else:
         print(machine_line(machine))
         print(
@@ -76,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
             if verdict.state == "chosen":
                 print(f"\n{verdict.name} runs")
                 print("\n".join(f"  {kernels}" for kernels in verdict.kernels))
+                print(f"  prefills: {prefills}")
     return OK if any(v.state == "chosen" for v in verdicts) else FAILED
 
 
@@ -92,6 +95,19 @@ def judge(need: "Need") -> list[Verdict]:
         kernels = [] if reasons else stage_kernels(backend, need)
         verdicts.append(Verdict(backend.name, state, reasons, backend.summary, backend.stages, kernels))
     return verdicts
+
+
+def explain_prefills(need: "Need", verdicts: list[Verdict]) -> str | None:
+    """What a planner does with prefills by default; None if no backend runs the layer."""
+    from tamis.backends import BACKENDS
+    from tamis.step import gathering
+
+    chosen = next((backend for backend, v in zip(BACKENDS, verdicts, strict=True) if v.state == "chosen"), None)
+    if chosen is None:
+        return None
+    # A V4Planner gathers only where it is asked to.
+    quantised = need.layout.quantised and not need.layout.name.startswith("v4")
+    return gathering.explain_prefills(quantised, need.spec.heads, need.spec.topk, chosen.direct_prefills)
 
 
 def _need(options: argparse.Namespace) -> "Need":

@@ -66,7 +66,7 @@ def register(subcommands: Subcommands) -> None:
         "--mode",
         choices=("auto", "mixed", "separate"),
         default="auto",
-        help="one call for all tokens, or prefills gathered into a 16-bit workspace (default: auto, by heads)",
+        help="one call for all tokens, or prefills gathered into a 16-bit workspace (default: auto, what is faster)",
     )
     parser.add_argument(
         "--yarn-factor", type=float, default=1.0, metavar="X", help="YaRN factor of the rotary embedding (default: 1)"

@@ -20,9 +20,8 @@ from tamis.cache.layout import Layout, plain_fp8, rows, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.integrations import _arguments
-from tamis.integrations._flashinfer import Queries, arrange, factors, one_sink, output
+from tamis.integrations._flashinfer import Queries, arrange, factors, one_sink, output, prepare
 from tamis.integrations.flashinfer_v4 import trtllm_batch_decode_sparse_mla_dsv4
-from tamis.ops import attend
 
 __all__ = ["trtllm_batch_decode_sparse_mla_dsv4", "trtllm_batch_decode_with_kv_cache_mla"]
 
@@ -107,21 +106,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     counts = _counts(seq_lens, sparse_mla_top_k_lens, queries, sparse_mla_top_k)
     read = (cache.storage, sink, slots, counts)
     out = output(out, query, queries, kv_lora_rank, *read)
-    lse = _lse_buffer(lse, queries, out, query, *read)
-    # The output is multiplied with bmm2_scale in float32, so that the result is rounded once.
-    exact = torch.empty(queries.tokens, *out.shape[-2:], dtype=torch.float32, device=query.device)
-    attended = attend(
-        query.reshape(queries.tokens, *query.shape[-2:]),
-        Selection(cache, slots, counts),
-        scale=1.0,
-        q_scale=before,
-        value_dim=kv_lora_rank,
-        sink=sink,
-        lse_base="2",
-        out=exact,
-    )
-    out.copy_((exact * after).reshape(out.shape))
-    lse.copy_(attended.lse.reshape(lse.shape))
+    _check_lse(lse, queries, out, query, *read)
+    found = prepare(query, [Selection(cache, slots, counts)], (before, after), sink, out).run()
+    lse = found if lse is None else lse.copy_(found.view(lse.shape))
     return (out, lse) if return_lse else out
 
 
@@ -201,14 +188,13 @@ def _counts(seq_lens: Tensor | None, per_token: Tensor | None, queries: Queries,
     return seq_lens if expected == tokens else seq_lens.index_select(0, queries.request)
 
 
-def _lse_buffer(lse: Tensor | None, queries: Queries, *others: Tensor | None) -> Tensor:
-    flat, shaped = (queries.tokens, queries.heads), (*queries.lead, queries.heads)
+def _check_lse(lse: Tensor | None, queries: Queries, *others: Tensor | None) -> None:
     if lse is None:
-        return torch.empty(flat, dtype=torch.float32, device=queries.device)
+        return
+    flat, shaped = (queries.tokens, queries.heads), (*queries.lead, queries.heads)
     if not isinstance(lse, Tensor) or lse.dtype != torch.float32:
         raise checks.refuse_type("lse", "float32", checks.describe(lse), "allocate it as float32")
     if tuple(lse.shape) not in (flat, shaped) or lse.device != queries.device:
         expected = f"of shape {list(flat)} or {list(shaped)} on {queries.device}"
         raise checks.refuse("lse", expected, checks.describe(lse), "allocate it so, or leave it out")
     checks.writable("lse", lse, *others)
-    return lse

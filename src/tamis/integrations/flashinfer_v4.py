@@ -19,8 +19,7 @@ from tamis.cache.layout import plain_fp8, rows, v4_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.integrations import _arguments
-from tamis.integrations._flashinfer import Queries, arrange, factors, one_sink, output
-from tamis.ops import attend
+from tamis.integrations._flashinfer import Call, Queries, arrange, factors, one_sink, output, prepare
 from tamis.ops.attention import read_by
 
 _LATENT, _ROPE = 448, 64
@@ -75,6 +74,51 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         extra_sparse_topk_lens: int32 [T].
         window_columns: how many columns of the combined form belong to the window; always 128 in FlashInfer.
     """
+    call, result = prepare_sparse_mla_dsv4(
+        query,
+        swa_kv_cache,
+        sparse_indices,
+        compressed_kv_cache,
+        sparse_topk_lens,
+        seq_lens,
+        out,
+        bmm1_scale,
+        bmm2_scale,
+        sinks,
+        kv_layout,
+        cum_seq_lens_q,
+        max_q_len,
+        swa_topk_lens,
+        extra_sparse_indices,
+        extra_sparse_topk_lens,
+        window_columns=window_columns,
+    )
+    call.run()
+    return result
+
+
+def prepare_sparse_mla_dsv4(
+    query: Tensor,
+    swa_kv_cache: Tensor,
+    sparse_indices: Tensor,
+    compressed_kv_cache: Tensor | None,
+    sparse_topk_lens: Tensor | None,
+    seq_lens: Tensor | None,
+    out: Tensor | None,
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor,
+    sinks: Tensor | None,
+    kv_layout: str = "HND",
+    cum_seq_lens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    swa_topk_lens: Tensor | None = None,
+    extra_sparse_indices: Tensor | None = None,
+    extra_sparse_topk_lens: Tensor | None = None,
+    *,
+    window_columns: int = 128,
+) -> tuple[Call, Tensor]:
+    """The first half of `trtllm_batch_decode_sparse_mla_dsv4`: everything is checked and nothing is written. Returns
+    what to run, and the output that it will write."""
     checks.option("kv_layout", kv_layout, ("HND", "NHD"))
     single = swa_topk_lens is not None and cum_seq_lens_q is None and isinstance(query, Tensor) and query.dim() == 3
     shaped = query.unsqueeze(1) if single else query
@@ -97,19 +141,8 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         selections = _combined(window, entries, slots, sparse_topk_lens, seen, window_columns)
     given = out.unsqueeze(1) if single and isinstance(out, Tensor) else out
     result = output(given, shaped, queries, _WIDTH, sink, *read_by(selections))
-    # The output is multiplied with bmm2_scale in float32, so that the result is rounded once.
-    exact = torch.empty(queries.tokens, queries.heads, _WIDTH, dtype=torch.float32, device=query.device)
-    attend(
-        query.reshape(queries.tokens, queries.heads, _WIDTH),
-        selections,
-        scale=1.0,
-        q_scale=before,
-        value_dim=_WIDTH,
-        sink=sink,
-        out=exact,
-    )
-    result.copy_((exact * after).reshape(result.shape))
-    return result.squeeze(1) if single else result
+    call = prepare(shaped, selections, (before, after), sink, result)
+    return call, result.squeeze(1) if single else result
 
 
 def _wrap(name: str, pool: Tensor, kv_layout: str, device: torch.device) -> PagedCache:

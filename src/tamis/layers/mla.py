@@ -285,7 +285,7 @@ class SparseMLA:
             caches.index,
             plan.request_ids,
             plan.block_table,
-            plan.positions + 1,
+            plan.visible,
             self.spec.topk,
             self.index_workspace_bytes,
             self.backend,

@@ -131,13 +131,14 @@ class SparseV4:
         entry, index_q, index_weights, index_entry = None, None, None, None
         with without_autocast(hidden.device):
             normed = norm_rows(NormRows(_product(hidden, weights.q_a, wide), weights.q_norm, self.eps, self.backend))
-            q = _product(normed, weights.q_b, wide).unflatten(1, (spec.heads, -1))
+            q = _product(normed, weights.q_b, wide)
+            q = q.view(q.shape[0], spec.heads, spec.head_dim)
             kv = _product(hidden, weights.kv, wide)
             if compressor is not None:
                 entry = _float_product(hidden, compressor.values, wide), _float_product(hidden, compressor.scores, wide)
             if indexer is not None:
                 keys = indexer.compressor
-                index_q = _product(normed, indexer.q, wide).unflatten(1, (spec.index_heads, spec.index_dim))
+                index_q = _product(normed, indexer.q, wide).view(q.shape[0], spec.index_heads, spec.index_dim)
                 # The model's constant factor is left out: it is positive, so it changes no order.
                 index_weights = _float_product(hidden, indexer.weights, wide)
                 index_entry = _float_product(hidden, keys.values, wide), _float_product(hidden, keys.scores, wide)
@@ -261,11 +262,11 @@ class SparseV4:
             if isinstance(call, RotateToFp8):
                 assert weights.o_a_scales is not None
                 parts = rotate_to_fp8(call._replace(x=attended))
-                values, scales = (part.flatten(1).unflatten(1, (groups, -1)) for part in parts)
+                values, scales = (part.view(part.shape[0], groups, -1) for part in parts)
                 lower = LowerGroups(values, scales, weights.o_a, weights.o_a_scales, attended.dtype, self.backend)
                 return _product(lower_groups(lower).flatten(1), weights.o_b, wide)
             rotated = rotate_heads(call._replace(x=attended))
-            grouped = rotated.flatten(1).unflatten(1, (groups, -1)).transpose(0, 1)
+            grouped = rotated.reshape(rotated.shape[0], groups, -1).transpose(0, 1)
             lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2))
             return _product(lowered.transpose(0, 1).to(rotated.dtype).flatten(1), weights.o_b, wide)
 
@@ -279,13 +280,16 @@ def project(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tens
 
 def _product(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
     """x @ weight.T, computed in `wide`, in x's dtype."""
+    if x.dtype is wide and weight.dtype is wide:  # `to` takes longer than comparing, even if it does nothing
+        return linear(x, weight)
     return linear(x.to(wide), weight.to(wide)).to(x.dtype)
 
 
 def _float_product(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
     """x @ weight.T in float32. A product of 16-bit factors is summed in float32 anyway, and not rounded afterwards."""
     if wide in (torch.bfloat16, torch.float16):
-        return torch.mm(x, weight.to(wide).T, out_dtype=torch.float32)
+        weight = weight if weight.dtype is wide else weight.to(wide)
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
     return linear(x.to(wide), weight.to(wide)).to(torch.float32)
 
 

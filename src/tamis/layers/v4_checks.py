@@ -3,7 +3,7 @@
 The projections of a call write nothing, so they run before the checks, which then see the arguments of each operation.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +84,7 @@ class V4Checks:
         checks.positive_number("eps", eps)
         self.spec, self.weights, self.cos_sin, self.eps, self.backend = spec, weights, cos_sin, eps, backend
         self._passed: tuple[object, ...] | None = None
+        self._held: list[tuple[PagedCache, Tensor]] = []
 
     def seen_before(self, hidden: Tensor, seen: tuple[object, ...] | None) -> bool:
         """Whether a call of this signature passed last. Otherwise `arguments` and `operations` must look at it."""
@@ -124,6 +125,9 @@ class V4Checks:
         else:
             self._check_attend(call, call.attend)
         self.output(call.output)
+        caches = call.caches
+        held = (caches.window, caches.entries, caches.state, caches.index, caches.index_state)
+        self._held = [(cache, cache.storage) for cache in held if cache is not None]
         self._passed = seen
         return call
 
@@ -159,33 +163,26 @@ class V4Checks:
         checks.no_gradient(hidden=hidden, cos_sin=self.cos_sin, **self.weights.named())
 
     def signature(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> tuple[object, ...] | None:
-        """All that the checks of a call on a device depend on; None if they must run in every call."""
-        if torch.compiler.is_compiling() or not isinstance(hidden, Tensor) or checks.visible(hidden) or plan.gathers:
+        """All that the checks of a call on a device depend on; None if they must run in every call.
+
+        Caches count by their identity, since neither a cache nor its storage changes its shape. `operations` keeps
+        those of the call that passed, so that no others get their numbers.
+        """
+        if torch.compiler.is_compiling() or not isinstance(hidden, Tensor) or checks.visible(hidden):
             return None
         if not isinstance(caches, V4Caches):
             return None
-        step, window, seen = plan.step, plan.window, list[Any]()
-        tensors: list[Tensor | None] = [
-            hidden,
-            step.positions,
-            step.request_ids,
-            window.pages.slots,
-            window.slots,
-            window.lengths,
-        ]
+        planned = plan.signature(self.spec.compress)
+        if planned is None:
+            return None
+        grad = torch.is_grad_enabled()
+        seen: list[object] = [grad, torch.is_inference_mode_enabled(), planned]
         for cache in (caches.window, caches.entries, caches.state, caches.index, caches.index_state):
             if isinstance(cache, PagedCache):
-                seen += (cache.layout.key, cache.recipe, cache.storage.is_inference())
-                tensors.append(cache.storage)
+                seen += (id(cache), id(cache.storage), grad and cache.storage.requires_grad)
             else:
                 seen.append(type(cache))
-        entries = plan.entries.get(self.spec.compress)
-        if entries is not None and entries.state is not None:
-            seen += (entries.page_size, entries.state_page_size, entries.columns)
-            tensors += [entries.block_table, entries.slots, entries.visible, entries.lengths, entries.every]
-            tensors += [entries.state.slots, entries.state.block_table]
-        numbers = (step.rows, step.requests == 0, window.size, window.page_size, plan.workspace is None)
-        return (torch.is_inference_mode_enabled(), *numbers, *seen, *checks.signature(*tensors))
+        return (*seen, hidden.shape, hidden.stride(), hidden.dtype, hidden.device)
 
     def _check_hidden(self, hidden: Tensor, plan: V4Plan) -> None:
         rows, width, device = plan.step.rows, self.weights.kv.shape[1], self.cos_sin.device

@@ -139,6 +139,8 @@ class Plan:
     """int32 [rows]: the block-table row of each token; 0 for padding, which is a row that exists."""
     positions: Tensor
     """int32 [rows]: the position of each token in its request; -1 for padding."""
+    visible: Tensor
+    """int32 [rows]: how many tokens of its request each token sees, which is its position + 1; 0 for padding."""
     slots: Tensor
     """int64 [rows]: the slot of each token in the main pool; -1 for padding."""
     block_table: Tensor

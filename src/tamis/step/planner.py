@@ -1,7 +1,7 @@
 """`Planner.plan(batch)`: the metadata of one step, in buffers that never move."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -11,18 +11,23 @@ from tamis import checks
 from tamis.backends import backend_for_stage
 from tamis.cache.layout import Layout, named
 from tamis.model.spec import LayerSpec
-from tamis.step.batch import Batch
+from tamis.step.batch import Batch, PageMap
 from tamis.step.batch_checks import HostLengths, check_batch
-from tamis.step.buffers import Arena, PageBuffers, staged
+from tamis.step.buffers import Arena, Staging, TableBuffer, Views
+from tamis.step.gathering import automatic_mode, gathering_saves
 from tamis.step.lease import Lease, Use
 from tamis.step.plan import Chunk, DecodePart, Limits, Mode, Plan, PrefillPart
-from tamis.step.split import INT, BatchSplit, chunk_starts, pack_chunks, split_batch
-
-MIN_HEADS_FOR_WORKSPACE = 32
-"""From this many heads on a rank, FP8 prefills are gathered into a 16-bit workspace by default."""
+from tamis.step.split import BatchSplit, chunk_starts, pack_chunks, split_batch
 
 _LENGTHS_IN_WORKSPACE = 5
-"""By default the workspace holds this many of the longest requests."""
+"""By default the workspace holds this many of the longest requests, if all prefills are gathered."""
+_ROWS_IN_WORKSPACE = 256 << 10
+"""By default the workspace holds the longest request and at most this many rows, if prefills are gathered only where
+that is faster. Longer ones are read directly."""
+
+_PER_TOKEN = {"request_ids": 0, "positions": -1, "visible": 0, "prefill_ids": -1}
+_PER_REQUEST = {"query_starts": 0, "lengths": 0, "workspace_starts": 0}
+"""The arrays of the arena besides the slots of each pool, with the values of elements that a step does not write."""
 
 
 class Planner:
@@ -51,39 +56,36 @@ class Planner:
             device: where the tensors of a step live.
             layout: the latent cache's format, which decides whether a workspace is useful.
             mode: "mixed" sends all tokens through one call that reads the cache directly; "separate" gathers the
-                prefills of an FP8 cache into a 16-bit workspace. "auto" separates from 32 heads on, unless the device's
-                backend has kernels of its own for FP8 rows at every head count.
+                prefills of an FP8 cache into a 16-bit workspace. "auto" separates from 32 heads on. If the device's
+                backend has kernels of its own for FP8 rows at every head count, "auto" separates the steps that take
+                less time so: above 32 heads, and with enough new tokens for the rows that must be gathered.
         """
         checks.option("mode", mode, ("auto", "mixed", "separate"))
         checks.instance("spec", spec, LayerSpec)
         checks.instance("limits", limits, Limits)
         self.spec, self.limits, self.layout = spec, limits, named(layout)
         self.device = checks.device("device", device, usable=True)
-        self.mode = _resolve_mode(mode, spec, self.layout, self.device)
-        tokens, requests = limits.max_tokens, limits.max_requests
-        self._arena = Arena(
-            {
-                "request_ids": (tokens, 0),
-                "prefill_ids": (tokens, -1),
-                "query_starts": (requests + 1, 0),
-                "lengths": (requests, 0),
-                "workspace_starts": (requests, 0),
-            },
-            self.device,
-        )
-        self._views = self._arena.views
-        self._request_numbers = np.arange(requests, dtype=np.int32)
-        self._token_numbers = torch.arange(tokens, dtype=torch.int32, device=self.device)
-        self._positions = torch.full((tokens,), -1, dtype=torch.int32, device=self.device)
-        self._tokens_before = 0
-        """How many positions the previous step wrote; those beyond are -1."""
+        self.mode: Mode = _resolve_mode(mode, spec, self.layout, self.device)
+        """"auto" if each step is divided as is faster for it; otherwise the mode of all steps."""
         page_sizes = {"": limits.page_size, **limits.other_page_sizes}
-        self._pages = {name: PageBuffers(limits, size, self.device) for name, size in page_sizes.items()}
-        self._workspace_rows = limits.workspace_rows or _LENGTHS_IN_WORKSPACE * limits.max_length
+        slots = dict.fromkeys(map(_slots_of, page_sizes), -1)
+        columns = max(limits.max_tokens, limits.max_requests + 1)
+        self._arena = Arena(_PER_TOKEN | _PER_REQUEST, slots, columns, self.device)
+        self._tables = {name: TableBuffer(limits, size, self.device) for name, size in page_sizes.items()}
+        self._numbers = np.arange(columns, dtype=np.int32)
+        self._padding = torch.tensor([-1, 0], dtype=torch.int32, device=self.device)
+        """The position and the visible tokens of padding, below which there are none."""
+        self._rows_before, self._most_requests = 0, 0
+        """Token rows of the previous step, and the most requests of any step: what an upload must cover."""
+        located = {"located": self._arena.narrow[self._arena.row["positions"] :][:2].T}
+        """int32 [columns, 2]: positions and visible."""
+        self._views = Views(self._arena.views | located)
+        self._workspace_rows = _workspace_rows(self.mode, limits)
         self._workspace = None
-        if self.mode == "separate":
+        if self.mode != "mixed":
             shape = (self._workspace_rows, self.layout.width)
             self._workspace = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+        self._threshold = limits.threshold
         self.lease = Lease()
 
     def plan(self, batch: Batch) -> Plan:
@@ -94,85 +96,133 @@ class Planner:
 
     def prepare(self, batch: Batch) -> "Prepared":
         """The first half of `plan`: check the batch and compute what the host computes. No buffer is written."""
-        known = check_batch(batch, self.limits, self._pages, self._arena.device)
-        requests, tokens = len(known.queries), int(known.starts[-1])
-        rows = tokens if batch.padded_tokens is None else batch.padded_tokens
-        limits = self.limits
-        split = split_batch(
-            known.queries, limits.threshold, uniform=limits.uniform_decodes, prefilling=batch.prefilling
-        )
-        arena, host = self._arena, self._arena.blank()
-        request_ids = arena.array(host, "request_ids")
-        request_ids[:tokens] = self._request_numbers[:requests].repeat(known.queries)
-        query_starts = arena.array(host, "query_starts")
-        query_starts[: requests + 1] = known.starts
-        query_starts[requests + 1 :] = tokens
-        arena.array(host, "lengths")[:requests] = known.lengths
-        chunks: list[tuple[int, int]] = []
-        prefill_lengths: list[int] = []
+        known = check_batch(batch, self.limits, self._tables, self._arena.device)
+        split = self._split(known, batch.prefilling)
+        prefill_lengths = known.lengths[split.decodes :].tolist() if split.prefills else []
+        chunks = self.chunks(known.queries[split.decodes :].tolist(), prefill_lengths) if split.prefills else []
+        rows = known.tokens if batch.padded_tokens is None else batch.padded_tokens
+        # The columns of the step before are overwritten, and those of requests that a captured graph may still read.
+        columns = max(rows, self._rows_before, len(known.starts), self._most_requests + 1)
+        prepared = Prepared(batch, self._arena.stage(columns), rows, split, known, prefill_lengths, chunks)
+        self._stage(prepared)
+        return prepared
+
+    def _split(self, known: HostLengths, prefilling: Sequence[bool] | None) -> BatchSplit:
+        uniform, threshold = self.limits.uniform_decodes, self._threshold
+        if prefilling is None and (known.one_each or (known.longest <= threshold and not uniform)):
+            return BatchSplit(len(known.queries), 0, known.tokens, 0)
+        return split_batch(known.queries, threshold, uniform=uniform, prefilling=prefilling)
+
+    def chunks(self, new_tokens: list[int], lengths: list[int]) -> list[tuple[int, int]]:
+        """First and end prefill of each chunk that is gathered, for prefills of these lengths; none if they are read
+        directly."""
+        if self.mode == "mixed":
+            return []
+        if self.mode == "auto":
+            saved = gathering_saves(zip(new_tokens, lengths, strict=True), self.spec.heads, self.spec.topk)
+            if saved <= 0 or max(lengths) > self._workspace_rows:
+                return []
+        return pack_chunks(lengths, self._workspace_rows)
+
+    def _stage(self, prepared: "Prepared") -> None:
+        """Write what the host knows of a step into its staging."""
+        batch, known, split = prepared.batch, prepared.known, prepared.split
+        narrow, row = prepared.staging.narrow, self._arena.row
+        requests, tokens = len(known.queries), known.tokens
+        exact, positions = known.exact, narrow[row["positions"], :tokens]
+        if known.one_each:
+            ids, positions[:] = self._numbers[:tokens], -1
+            lengths = None if exact is None else exact[:tokens]
+        else:
+            ids = self._numbers[:requests].repeat(known.queries)
+            # Token t of request r is at lengths[r] - query_starts[r + 1] + t.
+            np.subtract(self._numbers[:tokens], known.starts[1:][ids], out=positions)
+            lengths = None if exact is None else exact[ids]
+        narrow[row["request_ids"], :tokens] = ids
+        if lengths is not None:
+            positions += lengths
+            if batch.host_lengths is not None:  # the exact lengths may be shorter than the bounds that were checked
+                np.maximum(positions, -1, out=positions)
+        np.add(positions, 1, out=narrow[row["visible"], :tokens])
+        starts = narrow[row["query_starts"]]
+        starts[: requests + 1] = known.starts
+        starts[requests + 1 :] = tokens
+        if exact is not None:
+            narrow[row["lengths"], :requests] = exact
         if split.prefills:
             prefills = slice(split.decode_tokens, tokens)
-            arena.array(host, "prefill_ids")[prefills] = request_ids[prefills] - split.decodes
-            prefill_lengths = known.lengths[split.decodes :].tolist()
-            chunks = pack_chunks(prefill_lengths, self._workspace_rows) if self.mode == "separate" else []
-            arena.array(host, "workspace_starts")[: split.prefills] = chunk_starts(prefill_lengths, chunks)
-        return Prepared(batch, host, rows, split, known, prefill_lengths, chunks)
+            narrow[row["prefill_ids"], prefills] = ids[prefills] - split.decodes
+            found = chunk_starts(prepared.prefill_lengths, prepared.chunks)
+            narrow[row["workspace_starts"], : split.prefills] = found
+        for name, pages in (("", batch.pages), *batch.other_pages.items()):
+            if pages.slots.is_cpu:
+                own = pages.slots.numpy()
+                prepared.staging.wide[row[_slots_of(name)], : len(own)] = own
 
     def fill(self, prepared: "Prepared", use: Use) -> Plan:
         """The second half of `plan`: write the buffers, inside a block of `lease.renewed`."""
         batch, rows, split, known = prepared.batch, prepared.rows, prepared.split, prepared.known
-        requests, tokens = len(known.queries), int(known.starts[-1])
-        self._arena.upload(prepared.host)
-        if batch.host_lengths is not None:
-            self._views["lengths"][:requests].copy_(staged(batch.lengths, self.device), non_blocking=True)
-        self._fill_positions(tokens)
-        pages = self._pages[""].fill(batch.pages, requests, rows)
-        others = {name: self._pages[name].fill(given, requests, rows) for name, given in batch.other_pages.items()}
+        requests, tokens = len(known.queries), known.tokens
+        views = self._views
+        self._arena.upload(prepared.staging)
+        self._rows_before, self._most_requests = rows, max(self._most_requests, requests)
+        if known.exact is None:
+            self._fill_positions(batch.lengths, known)
+        pages = self._fill_pages("", batch.pages, rows)
+        others = {name: self._fill_pages(name, given, rows) for name, given in batch.other_pages.items()}
+        gathers = bool(prepared.chunks) if self.mode == "auto" else self.mode == "separate"
         return Plan(
             requests=requests,
             tokens=tokens,
             rows=rows,
-            max_query=int(known.queries.max(initial=0)),
-            max_length=int(known.lengths.max(initial=0)),
+            max_query=known.longest,
+            max_length=known.max_length,
             page_size=self.limits.page_size,
             topk=self.spec.topk,
-            mode=self.mode,
-            query_starts=self._views["query_starts"][: requests + 1],
-            lengths=self._views["lengths"][:requests],
-            request_ids=self._views["request_ids"][:rows],
-            positions=self._positions[:rows],
+            mode="separate" if gathers else "mixed",
+            query_starts=views("query_starts", requests + 1),
+            lengths=views("lengths", requests),
+            request_ids=views("request_ids", rows),
+            positions=views("positions", rows),
+            visible=views("visible", rows),
             slots=pages.slots,
             block_table=pages.block_table,
             split=split,
-            decode=_decode_part(split, known.queries),
+            decode=_decode_part(split, known),
             prefill=self._prefill_part(prepared, pages.block_table),
-            workspace=self._workspace,
+            workspace=self._workspace if gathers else None,
             other_pages=others,
             use=use,
         )
 
-    def _fill_positions(self, tokens: int) -> None:
-        """Token t of request r is at lengths[r] - query_starts[r + 1] + t. The device knows the exact lengths."""
-        if tokens:
-            found = self._positions[:tokens]
-            offsets = self._views["lengths"] - self._views["query_starts"][1:]
-            torch.index_select(offsets, 0, self._views["request_ids"][:tokens], out=found)
-            found.add_(self._token_numbers[:tokens]).clamp_min_(-1)
-        if tokens < self._tokens_before:
-            self._positions[tokens : self._tokens_before].fill_(-1)
-        self._tokens_before = tokens
+    def _fill_positions(self, lengths: Tensor, known: HostLengths) -> None:
+        """Add the lengths, which only the device knows, to what was uploaded as positions and as visible tokens."""
+        found, tokens = self._views("lengths", len(known.queries)), known.tokens
+        torch.clamp_min(lengths, 0, out=found)
+        located = self._views("located", tokens)
+        if known.one_each:
+            located.add_(self._views("lengths", tokens).unsqueeze(1))
+        elif tokens:
+            located.add_(found.index_select(0, self._views("request_ids", tokens)).unsqueeze(1))
+            torch.maximum(located, self._padding, out=located)
+
+    def _fill_pages(self, name: str, pages: PageMap, rows: int) -> PageMap:
+        given, slots = pages.slots, _slots_of(name)
+        if not given.is_cpu:
+            self._views(slots, len(given)).copy_(given, non_blocking=True)
+        return PageMap(self._tables[name].fill(pages.block_table), self._views(slots, rows))
 
     def _prefill_part(self, prepared: "Prepared", block_table: Tensor) -> PrefillPart | None:
         split, starts, lengths = prepared.split, prepared.known.starts, prepared.prefill_lengths
         if split.prefills == 0:
             return None
         first = split.decodes
-        workspace_starts = self._views["workspace_starts"][: split.prefills]
-        device_lengths = self._views["lengths"][first : first + split.prefills]
+        workspace_starts = self._arena.views["workspace_starts"][: split.prefills]
+        device_lengths = self._arena.views["lengths"][first : first + split.prefills]
         return PrefillPart(
             requests=split.prefills,
             tokens=split.prefill_tokens,
-            ids=self._views["prefill_ids"][: prepared.rows],
+            ids=self._arena.views["prefill_ids"][: prepared.rows],
             starts=workspace_starts,
             lengths=device_lengths,
             chunks=tuple(
@@ -194,7 +244,7 @@ class Prepared:
     """A step that was checked and computed on the host, before any buffer is written."""
 
     batch: Batch
-    host: INT
+    staging: Staging
     """The content of the arena, before it is sent to the device."""
     rows: int
     """Token rows, with padding."""
@@ -203,24 +253,38 @@ class Prepared:
     prefill_lengths: list[int]
     """Context plus new tokens of each prefill."""
     chunks: list[tuple[int, int]]
-    """First and end prefill of each chunk that shares the workspace; empty in mixed mode."""
+    """First and end prefill of each chunk that shares the workspace; empty if prefills read the cache directly."""
 
 
-def _resolve_mode(mode: Mode, spec: LayerSpec, layout: Layout, device: torch.device) -> Literal["mixed", "separate"]:
+def _resolve_mode(mode: Mode, spec: LayerSpec, layout: Layout, device: torch.device) -> Mode:
     if mode == "auto":
-        gathers = layout.quantised and spec.heads >= MIN_HEADS_FOR_WORKSPACE
         direct = backend_for_stage("attend", "auto", device).direct_prefills
-        return "separate" if gathers and not direct else "mixed"
+        return automatic_mode(layout.quantised, spec.heads, direct)
     if mode == "separate" and not layout.quantised:
         remedy = "only the prefills of an FP8 cache are gathered"
         raise checks.refuse("mode", f"'auto' or 'mixed' for {layout.name} rows", repr(mode), remedy)
     return mode
 
 
-def _decode_part(split: BatchSplit, queries: INT) -> DecodePart | None:
+def _workspace_rows(mode: Mode, limits: Limits) -> int:
+    if limits.workspace_rows is not None:
+        return limits.workspace_rows
+    if mode == "auto":
+        return min(limits.max_length, _ROWS_IN_WORKSPACE)
+    return _LENGTHS_IN_WORKSPACE * limits.max_length
+
+
+def _slots_of(pool: str) -> str:
+    """The name of a pool's slots in the arena."""
+    return f"slots {pool}"
+
+
+def _decode_part(split: BatchSplit, known: HostLengths) -> DecodePart | None:
     if split.decode_tokens == 0:
         return None
-    active = queries[: split.decodes]
+    if split.prefills == 0 and known.shortest == known.longest:
+        return DecodePart(split.decodes, split.decode_tokens, known.longest)
+    active = known.queries[: split.decodes]
     active = active[active > 0]
     uniform = bool((active == active[0]).all())
     return DecodePart(len(active), split.decode_tokens, int(active[0]) if uniform else None)

@@ -48,8 +48,7 @@ def split_batch(
             is short.
     """
     count = len(query_lengths)
-    total = int(query_lengths.sum())
-    longest = int(query_lengths.max()) if count else 0
+    longest = int(np.maximum.reduce(query_lengths)) if count else 0
     first = count
     if count and not (longest <= threshold and (not uniform or threshold <= 1)):
         if query_lengths[0] > threshold:
@@ -61,7 +60,8 @@ def split_batch(
             first = int((query_lengths > threshold).argmax()) if longest > threshold else count
     if prefilling is not None and any(prefilling[:first]):
         first = list(prefilling).index(True)
-    decode_tokens = int(query_lengths[:first].sum())
+    total = int(np.add.reduce(query_lengths))
+    decode_tokens = total if first == count else int(np.add.reduce(query_lengths[:first]))
     return BatchSplit(first, count - first, decode_tokens, total - decode_tokens)
 
 

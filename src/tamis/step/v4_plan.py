@@ -10,6 +10,7 @@ Window and entries are two `Selection`s, each with its own slots and lengths.
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -150,3 +151,27 @@ class V4Plan:
     def using(self) -> AbstractContextManager[None]:
         """The block in which a layer runs on this plan; see `Plan.using`. One lease covers all buffers of the step."""
         return self.step.using()
+
+    def signature(self, ratio: int) -> tuple[object, ...] | None:
+        """All that the checks of a layer of this ratio depend on in a plan for a device; None if they must run in every
+        call, because prefills are gathered. All layers share a plan, so it is made once for each ratio."""
+        if ratio not in self._signatures:
+            self._signatures[ratio] = None if self.gathers else self._sign(ratio)
+        return self._signatures[ratio]
+
+    @cached_property
+    def _signatures(self) -> dict[int, tuple[object, ...] | None]:
+        return {}
+
+    def _sign(self, ratio: int) -> tuple[object, ...]:
+        step, window, entries = self.step, self.window, self.entries.get(ratio)
+        seen: list[object] = [step.rows, step.requests == 0, window.size, window.page_size, self.workspace is None]
+        tensors: list[Tensor | None] = [step.positions, step.request_ids]
+        tensors += [window.pages.slots, window.slots, window.lengths]
+        if entries is not None and entries.state is not None:
+            seen += (entries.page_size, entries.state_page_size, entries.columns)
+            tensors += [entries.block_table, entries.slots, entries.visible, entries.lengths, entries.every]
+            tensors += [entries.state.slots, entries.state.block_table]
+        for value in tensors:
+            seen += (None,) if value is None else (value.shape, value.stride(), value.dtype, value.device)
+        return tuple(seen)

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tamis.integrations.vllm.fp8_metadata import FP8KernelMetadata, FP8SeparatePrefillDecode
 from tamis.integrations.vllm.metadata import MlaDims, SparseMetadataBuilder
+from tamis.step import planner as planning
 
 
 def split_slowly(queries: list[int], threshold: int) -> tuple[int, int, int, int]:
@@ -103,6 +105,20 @@ def test_a_step_is_planned_where_prefills_are_gathered_and_elsewhere_on_demand()
     assert "plan" not in vars(direct)
     assert direct.plan.positions.tolist() == separate.plan.positions.tolist() == [39, *range(43, 50)]
     assert direct.plan is direct.plan
+
+
+def test_auto_plans_only_the_steps_whose_prefills_gain_from_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "backend_for_stage", lambda *args: SimpleNamespace(direct_prefills=True))
+    builder = engine.builder(engine.config(128, "fp8_ds_mla", topk=2048))
+    assert builder.planner.mode == "auto"
+    for queries, gathers in (([1, 1], False), ([1, 9], False), ([1, 590], True)):
+        lengths = [2000] * 2
+        metadata = builder.build(0, engine.common(lengths, queries, *shuffled(lengths, queries, 64)))
+        assert metadata.gathers == ("plan" in vars(metadata)) == gathers
+        assert metadata.fp8_use_mixed_batch == (not gathers)
+        kind = FP8SeparatePrefillDecode if gathers else FP8KernelMetadata
+        assert isinstance(metadata.fp8_extra_metadata, kind)
+        assert metadata.plan.mode == ("separate" if gathers else "mixed")
 
 
 def test_steps_that_do_not_fit() -> None:

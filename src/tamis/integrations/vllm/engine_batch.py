@@ -74,7 +74,7 @@ def host_values(common: Any, names: tuple[str, ...], device_name: str) -> Tensor
     value = None
     for name in (*names, device_name):
         value = getattr(common, name, None)
-        if isinstance(value, Tensor) and value.device.type == "cpu":
+        if isinstance(value, Tensor) and value.is_cpu:
             return value
     raise checks.refuse(
         device_name,

@@ -20,9 +20,9 @@ from tamis.integrations.vllm.engine_batch import (
     padded_rows,
 )
 from tamis.integrations.vllm.fp8_metadata import FP8KernelMetadata, FP8SeparatePrefillDecode, separate_metadata
+from tamis.integrations.vllm.held_requests import HeldRequests
 from tamis.model.spec import LayerSpec
 from tamis.step.batch_checks import check_starts
-from tamis.step.buffers import staged
 from tamis.step.plan import Limits, Mode, Plan
 from tamis.step.planner import Planner
 from tamis.step.split import INT, BatchSplit, split_batch
@@ -120,7 +120,7 @@ class SparseMetadata:
     @property
     def gathers(self) -> bool:
         """Whether prefills are gathered into a workspace, for which attention needs the plan."""
-        return self.step is not None and self.step.planner.mode == "separate"
+        return self.step is not None and not self.fp8_use_mixed_batch
 
     @property
     def new_tokens(self) -> int:
@@ -177,6 +177,7 @@ class SparseMetadata:
             rows=rows,
             request_ids=plan.request_ids[:rows],
             positions=plan.positions[:rows],
+            visible=plan.visible[:rows],
             slots=plan.slots[:rows],
             prefill=None if prefill is None else replace(prefill, ids=prefill.ids[:rows]),
         )
@@ -188,16 +189,6 @@ class SparseMetadata:
             raise checks.refuse(
                 "q", f"of {least} (new tokens) to {most} rows (with padding)", rows, "pass the step's rows"
             )
-
-
-@dataclass(eq=False)
-class HeldRequests:
-    """A builder's buffer of request numbers, and its content."""
-
-    buffer: Tensor
-    """int32 [tokens that a step may have]; 0 past the new tokens."""
-    ids: INT
-    """The content on the host: the request numbers of the step that filled the buffer last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,14 +299,9 @@ class SparseMetadataBuilder:
             cache_dtype, latent=dims.kv_lora_rank, rope=dims.qk_rope_head_dim, dtype=self.model_config.dtype
         )
         self.planner = Planner(self.spec, self.limits, self.device, layout=layout, mode=mode)
-        buffer = torch.zeros(self.limits.max_tokens, dtype=torch.int32, device=self.device)
-        self._held = HeldRequests(buffer, np.zeros(0, np.int32))
-        self._fp8 = None
-        if self.use_fp8_kv_cache:
-            kernel = FP8KernelMetadata.of(self.limits, self.device)
-            self._fp8 = kernel.rows(1) if self.fp8_use_mixed_batch else kernel
-        self._numbers = np.arange(self.limits.max_requests, dtype=np.int32)
-        self._zeros = np.zeros(self.limits.max_tokens, dtype=np.int32)
+        self._held = HeldRequests(self.limits, self.device)
+        self._fp8 = FP8KernelMetadata.of(self.limits, self.device) if self.use_fp8_kv_cache else None
+        self._fp8_mixed = None if self._fp8 is None else self._fp8.rows(1)
         self.reorder_batch_threshold = self.limits.threshold
 
     def _limits(self, ranks: int, workspace_rows: int | None) -> Limits:
@@ -334,7 +320,7 @@ class SparseMetadataBuilder:
 
     @property
     def fp8_use_mixed_batch(self) -> bool:
-        """Whether all tokens of an FP8 step go through one call that reads the cache directly."""
+        """Whether all tokens of every FP8 step go through one call that reads the cache directly."""
         return self.planner.mode == "mixed"
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
@@ -347,19 +333,19 @@ class SparseMetadataBuilder:
             common_attn_metadata: vLLM's record of the step. Where vLLM captures graphs, its tensors never move.
             fast_build: no effect; part of vLLM's signature.
         """
-        common, limits = common_attn_metadata, self.limits
+        common, limits, held = common_attn_metadata, self.limits, self._held
         requests, actual = int(common.num_reqs), int(common.num_actual_tokens)
         starts = first(host_values(common, ("query_start_loc_cpu",), "query_start_loc"), requests + 1).numpy()
         host_lengths = first(host_values(common, length_names(common), "seq_lens"), requests)
-        queries = starts[1:] - starts[:-1]
-        check_starts(starts, queries, limits)
+        queries, _, longest = check_starts(starts, limits)
         tokens, slots = int(starts[-1]), common.slot_mapping
         rows = padded_rows(tokens, actual, slots, limits)
-        self._fill_request_ids(queries, tokens)
-        prefilling, held = self._prefilling(common, requests), self._held
+        prefilling = self._prefilling(common, requests)
+        table = block_table(common.block_table_tensor, requests)
+        held.fill(queries, starts, longest)
         step = EngineStep(common, self.planner, queries, host_lengths, prefilling, tokens, rows, held.ids, held)
         # The plan is made here and not inside a layer, because captured graphs read the planner's buffers.
-        plan = None if self.fp8_use_mixed_batch else step.plan()
+        plan = step.plan() if self._gathers(step, longest) else None
         metadata = self.metadata_cls(
             num_reqs=requests,
             max_query_len=int(common.max_query_len),
@@ -367,26 +353,28 @@ class SparseMetadataBuilder:
             num_actual_tokens=actual,
             query_start_loc=first(common.query_start_loc, requests + 1),
             slot_mapping=first(slots, actual),
-            block_table=block_table(common.block_table_tensor, requests),
-            req_id_per_token=held.buffer[:actual],
+            block_table=table,
+            req_id_per_token=held.leading(actual),
             seq_lens=first(common.seq_lens, requests),
             block_size=limits.page_size,
             topk_tokens=self.topk_tokens,
-            fp8_extra_metadata=self._fp8 if plan is None else separate_metadata(plan, self._fp8, actual),
-            fp8_use_mixed_batch=self.fp8_use_mixed_batch,
+            fp8_extra_metadata=self._fp8_mixed if plan is None else separate_metadata(plan, self._fp8, actual),
+            fp8_use_mixed_batch=plan is None,
             step=step,
         )
         if plan is not None:
             vars(metadata)["plan"] = plan  # the value of the cached property
         return metadata
 
-    def _fill_request_ids(self, queries: INT, tokens: int) -> None:
-        # The buffer is written in every step, even if nothing changed: an engine in sleep mode loses its content.
-        ids = filled = self._numbers[: len(queries)].repeat(queries)
-        if tokens < len(self._held.ids):
-            filled = np.concatenate((ids, self._zeros[tokens : len(self._held.ids)]))
-        self._held.ids = ids
-        self._held.buffer[: len(filled)].copy_(staged(torch.from_numpy(filled), self.device), non_blocking=True)
+    def _gathers(self, step: EngineStep, longest: int) -> bool:
+        """Whether prefills of a step are gathered. In a planner's mode "auto" that depends on their sizes."""
+        if self.planner.mode != "auto":
+            return self.planner.mode == "separate"
+        if longest <= 1 and step.prefilling is None:  # the usual case, which needs no look at the requests
+            return False
+        decodes = step.split().decodes
+        new, lengths = step.query_lengths[decodes:].tolist(), step.host_lengths[decodes:].tolist()
+        return bool(new) and bool(self.planner.chunks(new, lengths))
 
     def _prefilling(self, common: Any, requests: int) -> list[bool] | None:
         marks = getattr(common, "is_prefilling", None)

@@ -145,12 +145,12 @@ def _given(name: str, value: Tensor | None) -> Tensor:
 def in_use(*records: Any) -> Iterator[None]:
     """The block in which attention reads these records.
 
-    A record made by one of tamis' builders is refused once its builder has planned another step, which has overwritten
-    the record's buffers. Records of other builders have no plan and are not checked.
+    A record made by one of tamis' builders is refused once its builder has made another one, which has overwritten the
+    record's buffers. Records of other builders do not say so and are not checked.
     """
     with ExitStack() as block:
         for record in records:
-            using = getattr(getattr(record, "plan", None), "using", None)
+            using = getattr(record, "using", None)
             if using is not None:
                 block.enter_context(using())
         yield

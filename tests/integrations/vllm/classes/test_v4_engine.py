@@ -27,7 +27,8 @@ from v4_standin import (
 
 from tamis.integrations.vllm.classes.v4_backend import TamisV4Backend, TamisV4WindowBackend
 from tamis.integrations.vllm.classes.v4_impl import V4Impl, get_padded_num_q_heads, init_layer_buffers
-from tamis.integrations.vllm.classes.v4_metadata import V4Metadata, V4MetadataBuilder, V4WindowMetadataBuilder
+from tamis.integrations.vllm.classes.v4_metadata import V4MetadataBuilder, V4WindowMetadataBuilder
+from tamis.integrations.vllm.classes.v4_records import V4Metadata
 from tamis.integrations.vllm.v4_forward import forward_decode
 
 
@@ -170,22 +171,42 @@ def test_both_builders_cut_batches_alike_and_keep_their_addresses() -> None:
     assert main.reorder_batch_threshold == window.reorder_batch_threshold == 2
     assert main._cudagraph_support == "UNIFORM_BATCH"
     assert main.c128a_max_compressed == 128
-    assert main.c128a_global_decode_buffer.shape == (MAX_TOKENS, 128)
+    assert main.c128a_buffer.shape == (MAX_TOKENS, 128)
     places = []
     for queries, lengths in SHAPES.values():
         step = V4Step("v4-bf16", queries, lengths)
-        one, other = main.build(0, step.common("main")), window.build(0, step.common("window"))
-        assert one.plan.split == other.plan.split
-        names = ("slot_mapping", "block_table", "req_id_per_token", "query_start_loc")
+        common = step.common("main")
+        one, other = main.build(0, common), window.build(0, step.common("window"))
+        assert one.split == other.split
+        names = ("slot_mapping", "req_id_per_token")
         places.append([getattr(one, n).data_ptr() for n in names] + [other.is_valid_token.data_ptr()])
+        # The engine keeps its own tensors in place.
+        assert one.block_table.data_ptr() == common.block_table_tensor.data_ptr()
+        assert one.query_start_loc.data_ptr() == common.query_start_loc.data_ptr()
+        first = other.num_decode_tokens
         for field, buffer in (
-            (one.c128a_global_decode_topk_indices, main.c128a_global_decode_buffer),
-            (one.c128a_decode_topk_lens, main.c128a_decode_lens_buffer),
-            (one.c128a_prefill_topk_indices, main.c128a_prefill_buffer),
+            (one.c128a_global_decode_topk_indices, main.c128a_buffer),
+            (one.c128a_decode_topk_lens, main.c128a_lens_buffer),
+            (one.c128a_prefill_topk_indices, main.c128a_buffer[first:]),
             (other.decode_swa_indices, window.swa_indices_buffer),
         ):
             assert field is None or len(field) == 0 or field.data_ptr() == buffer.data_ptr()
     assert places[0] == places[1] == places[2]
+
+
+def test_a_refused_prefill_leaves_the_output_of_the_decodes_as_it_was() -> None:
+    """Output and query share memory, but the rows of the decodes, which run first, do not."""
+    step, records = V4Step("v4-bf16"), Records(V4Step("v4-bf16"), 4)
+    tokens, decodes = len(step.tokens), records.decodes
+    shared = torch.zeros(tokens + decodes, HEADS, 512)
+    q, output = shared[decodes:], shared[:tokens]
+    q.copy_(step.q)
+    before = shared.clone()
+    with pytest.raises(ValueError, match="out must be separate from all inputs"):
+        V4Impl().forward_mqa(
+            layer_of(step, 4), q, None, None, output, swa_metadata=records.window, attn_metadata=records.main
+        )
+    assert torch.equal(shared, before)
 
 
 def test_wide_rows_for_long_contexts_are_aligned() -> None:

@@ -80,11 +80,24 @@ def test_decodes_flattened_to_one_row_per_token(shape: str) -> None:
     assert rows == len(real) + 2 * (shape == "decodes")
     assert decode.seq_lens.tolist() == [[(p + 1) // RATIO] for _, p in real] + [[0]] * (rows - len(real))
     assert decode.decode_lens.tolist() == [1] * rows
-    assert torch.equal(decode.block_table[: len(real)], record.block_table[[r for r, _ in real]])
+    width = record.block_table.shape[1]
+    assert torch.equal(decode.block_table[: len(real), :width], record.block_table[[r for r, _ in real]])
     assert decode.block_table.is_contiguous()
-    assert torch.equal(decode.block_table[len(real) :], record.block_table[:1].expand(rows - len(real), -1))
-    assert builder.decode_seq_lens_buffer[rows:].eq(0).all()
+    assert torch.equal(decode.block_table[len(real) :, :width], record.block_table[:1].expand(rows - len(real), -1))
+    assert decode.block_table[:, width:].eq(-1).all()
+    assert builder.decode_seq_lens_buffer[len(step.tokens) :].eq(0).all()
     assert builder.decode_lens_buffer[rows:].eq(0).all()
+
+
+def test_a_table_of_full_width_is_expanded_as_it_is() -> None:
+    step, width = step_of(*map(tuple, SHAPES["decodes"])), ceil_div(MAX_LENGTH, PAGE)
+    for columns in (width, width + 2):
+        common = step.common("main")
+        table = torch.arange(3 * columns, dtype=torch.int32).view(3, columns)
+        common.block_table_tensor = table
+        decode = index_builder().build(0, common).decode
+        assert decode is not None
+        assert torch.equal(decode.block_table, table[[r for r, _ in step.tokens], :width])
 
 
 @pytest.mark.parametrize("empty", [0, 2])
@@ -186,7 +199,8 @@ def test_selections_from_the_records(shape: str, score_bytes: int) -> None:
         slots = step.entry_slots(request, length // RATIO, RATIO)
         write_kv(torch.randn(len(slots), 32), held, slots)
     padding = 2 * (shape == "decodes")
-    record = index_builder(score_bytes=score_bytes).build(0, step.common("main", padding=padding))
+    builder = index_builder(score_bytes=score_bytes)
+    record = builder.build(0, step.common("main", padding=padding))
     rows = len(step.tokens) + padding
     q, weights = torch.randn(rows, 2, 32), torch.randn(rows, 2)
     buffer = torch.full((rows, TOPK), -1, dtype=torch.int32)
@@ -202,10 +216,8 @@ def test_selections_from_the_records(shape: str, score_bytes: int) -> None:
         assert keys is not None
         part = slice(chunk.token_start, chunk.token_end)
         buffer[part] = prefill_topk(q[part], weights[part], keys, chunk)
-    plan = record.plan
-    visible = (plan.positions[:rows] + 1) // RATIO
-    table = plan.block_table
-    assert torch.equal(buffer, index_topk(q, weights, held, plan.request_ids[:rows], table, visible, TOPK))
+    visible, ids = (builder.tokens.positions[:rows] + 1) // RATIO, builder.tokens.request_ids[:rows]
+    assert torch.equal(buffer, index_topk(q, weights, held, ids, record.block_table, visible, TOPK))
     assert (buffer >= 0).any()
 
 
@@ -229,7 +241,8 @@ def test_buffers_never_move_and_no_device_value_is_looked_at() -> None:
             record = builder.build(0, common)
         assert record.decode is not None
         assert record.prefill is not None
-        parts = [record.seq_lens, record.compressed_seq_lens, record.slot_mapping, record.block_table]
+        assert record.seq_lens.data_ptr() == common.seq_lens.data_ptr()
+        parts = [record.compressed_seq_lens, record.slot_mapping]
         parts += [record.decode.seq_lens, record.decode.decode_lens, record.decode.block_table]
         places.append([part.data_ptr() for part in parts] + [record.prefill.chunks[0].cu_seq_lens.data_ptr()])
         assert {part.dtype for part in parts} == {torch.int32, torch.int64}

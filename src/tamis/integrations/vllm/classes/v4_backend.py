@@ -3,12 +3,8 @@
 from typing import Any, ClassVar
 
 from tamis.integrations.vllm.backend import TamisSparseBackend
-from tamis.integrations.vllm.classes.v4_metadata import (
-    V4Metadata,
-    V4MetadataBuilder,
-    V4WindowMetadata,
-    V4WindowMetadataBuilder,
-)
+from tamis.integrations.vllm.classes.v4_metadata import V4MetadataBuilder, V4WindowMetadataBuilder
+from tamis.integrations.vllm.classes.v4_records import V4Metadata, V4WindowMetadata
 
 
 class TamisV4Backend(TamisSparseBackend):

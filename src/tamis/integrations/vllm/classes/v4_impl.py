@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.arithmetic import output_dtype
-from tamis.integrations.flashinfer_v4 import trtllm_batch_decode_sparse_mla_dsv4
+from tamis.integrations.flashinfer_v4 import prepare_sparse_mla_dsv4
 from tamis.integrations.vllm.classes.v4_indices import build_flashinfer_mixed_sparse_indices
-from tamis.integrations.vllm.classes.v4_metadata import V4Metadata, V4WindowMetadata
+from tamis.integrations.vllm.classes.v4_records import V4Metadata, V4WindowMetadata
 from tamis.integrations.vllm.v4_formats import E4M3, declared_dtype, layout_of, listed, sees_every_entry
 from tamis.integrations.vllm.v4_forward import in_use
 
@@ -150,17 +150,17 @@ class V4Impl:
         factors: tuple[float | Tensor, float | Tensor],
     ) -> None:
         starts, host = window.query_start_loc, window.query_start_loc_cpu
-        requests = len(host) - 1
+        requests, calls = len(host) - 1, []
         first, second = slice(0, window.num_decodes), slice(window.num_decodes, requests)
+        # Both calls are checked before the first of them runs: a refused step leaves the output as it was.
         for part in (first, second) if self.calls == 2 else (slice(0, requests),):
             begin, end = int(host[part.start]), int(host[part.stop])
             if begin == end:
                 continue
             rows = slice(begin, end)
-            trtllm_batch_decode_sparse_mla_dsv4(
+            call, _ = prepare_sparse_mla_dsv4(
                 query=q[rows],
                 swa_kv_cache=layer.swa_cache_layer.kv_cache,
-                workspace_buffer=None,
                 sparse_indices=indices.sparse_indices[rows],
                 compressed_kv_cache=indices.compressed_kv_cache,
                 sparse_topk_lens=indices.sparse_topk_lens[rows],
@@ -174,6 +174,9 @@ class V4Impl:
                 max_q_len=int((host[part.start + 1 : part.stop + 1] - host[part.start : part.stop]).max()),
                 window_columns=window.decode_swa_width,
             )
+            calls.append(call)
+        for call in calls:
+            call.run()
 
 
 def _check_output(q: Tensor, output: Tensor) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,10 +11,10 @@ from tamis import checks
 from tamis.arithmetic import ceil_div
 from tamis.integrations.vllm.classes.v4_backend import TamisV4Backend
 from tamis.integrations.vllm.classes.v4_index_chunks import IndexChunk, chunk_index_prefills
-from tamis.integrations.vllm.classes.v4_metadata import CompressedBuilder, decode_rows
-from tamis.integrations.vllm.engine_batch import engine_batch
-from tamis.step.batch import Batch
-from tamis.step.plan import Plan
+from tamis.integrations.vllm.classes.v4_metadata import CompressedBuilder
+from tamis.integrations.vllm.classes.v4_records import BuiltRecord
+from tamis.integrations.vllm.engine_tokens import TokenStep
+from tamis.ops.select.operations import select_entries
 
 KEYS_PER_LENGTH = 40
 """The most keys that are gathered at once, in multiples of the greatest request length."""
@@ -76,10 +75,10 @@ class V4IndexPrefill:
 
 
 @dataclass(frozen=True, eq=False)
-class V4IndexMetadata:
-    """One step of the indexer, under vLLM's names. Tensors are views of buffers that never move."""
+class V4IndexMetadata(BuiltRecord):
+    """One step of the indexer, under vLLM's names. Tensors are views of the builder's buffers and of the engine's, none
+    of which moves."""
 
-    plan: Plan
     num_reqs: int
     num_actual_tokens: int
     max_seq_len: int
@@ -132,65 +131,82 @@ class V4IndexMetadataBuilder(CompressedBuilder):
         # Each group of requests has one more start than it has requests.
         self.cu_seq_lens_buffer = torch.zeros(2 * limits.max_requests, dtype=torch.int32, device=self.device)
         self._columns = torch.arange(limits.threshold, dtype=torch.int32, device=self.device)
+        self._requests_before, self._decodes_before = 0, 0
+        # The kernel that finds slots of completed keys also counts the entries that each token sees.
+        visible = None if self.uniform_decodes else self.decode_seq_lens_buffer[: limits.max_tokens]
+        self._keep(visible=visible, decode_lens=self.decode_lens_buffer)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4IndexMetadata:
-        """The metadata of one step, valid until the next call. The engine's tensors are copied and not changed.
+        """The metadata of one step, valid until the next call. The engine's tensors are not changed.
 
         `common_prefix_len` and `fast_build` are part of vLLM's signature and have no effect.
         """
-        common = common_attn_metadata
-        actual = int(common.num_actual_tokens)
-        batch = engine_batch(common, self.limits)
-        plan = self.planner.plan(batch)
-        entries = self.compressed_seq_lens_buffer[: plan.requests]
-        self.compressed_seq_lens_buffer.zero_()
-        torch.div(plan.lengths, self.compress_ratio, rounding_mode="floor", out=entries)
-        decodes, split = decode_rows(plan, actual), plan.split
+        common, step = common_attn_metadata, self.tokens.read(common_attn_metadata)
+        decodes, split, requests = step.decode_rows, step.split, step.requests
+        selection = self._selection(step)
+        entries = self.compressed_seq_lens_buffer[:requests]
+        with self.lease.renewed() as use:
+            self.tokens.fill(step)
+            self._clear(step.rows, completed=-1, visible=0)
+            if requests < self._requests_before:
+                self.compressed_seq_lens_buffer[requests : self._requests_before].zero_()
+            self._requests_before = requests
+            torch.div(step.lengths, self.compress_ratio, rounding_mode="floor", out=entries)
+            if selection is not None:
+                select_entries(selection)
+            decode = self._decode(step, decodes) if decodes and requests else None
+            if decode is None:
+                self._decode_lens(0)
+            prefill = self._prefill(step, entries) if split.prefills else None
         return V4IndexMetadata(
-            plan=plan,
-            num_reqs=int(common.num_reqs),
-            num_actual_tokens=actual,
+            split,
+            use,
+            num_reqs=requests,
+            num_actual_tokens=step.actual,
             max_seq_len=int(common.max_seq_len),
-            seq_lens=plan.lengths,
+            seq_lens=step.lengths,
             compressed_seq_lens=entries,
-            query_start_loc=plan.query_starts,
-            slot_mapping=self._slot_mapping(plan)[:actual],
-            block_table=plan.block_table,
+            query_start_loc=step.query_starts,
+            slot_mapping=self._slot_mapping(step),
+            block_table=step.block_table,
             block_size=self.block_size,
             topk_tokens=self.topk_tokens,
             num_decodes=split.decodes,
             num_decode_tokens=decodes,
             num_prefills=split.prefills,
-            num_prefill_tokens=actual - decodes,
-            decode=self._decode(plan, batch, decodes) if decodes and plan.requests else None,
-            prefill=self._prefill(plan, batch, entries) if split.prefills else None,
+            num_prefill_tokens=step.actual - decodes,
+            decode=decode,
+            prefill=prefill,
         )
 
-    def _decode(self, plan: Plan, batch: Batch, rows: int) -> V4IndexDecode:
+    def _decode(self, step: TokenStep, rows: int) -> V4IndexDecode:
         """One row per token. Padding gets the row of request 0 and a length of 0."""
-        table = self.expanded_block_table_buffer
+        table, given = self.expanded_block_table_buffer, step.block_table
         assert table is not None
-        self.decode_seq_lens_buffer.zero_()
-        self.decode_lens_buffer.zero_()
-        seen = self.decode_seq_lens_buffer[:rows]
-        torch.div(plan.positions[:rows] + 1, self.compress_ratio, rounding_mode="floor", out=seen)
-        torch.index_select(plan.block_table, 0, plan.request_ids[:rows], out=table[:rows])
-        return V4IndexDecode(
-            block_table=table[:rows],
-            seq_lens=seen.unsqueeze(1),
-            decode_lens=self.decode_lens_buffer[:rows].fill_(1),
-            requires_padding=False,
-        )
+        pages = min(table.shape[1], given.shape[1])
+        ids, found = self.tokens.part("request_ids", rows), table[:rows]
+        if pages < table.shape[1]:
+            found[:, pages:].fill_(-1)
+            found[:, :pages] = given.index_select(0, ids)
+        else:
+            torch.index_select(given if given.shape[1] == pages else given[:, :pages], 0, ids, out=found)
+        seen = self._parts("visible", rows).unsqueeze(1)
+        return V4IndexDecode(found, seen, self._decode_lens(rows).fill_(1), requires_padding=False)
 
-    def _prefill(self, plan: Plan, batch: Batch, entries: Tensor) -> V4IndexPrefill:
-        assert batch.host_lengths is not None
-        first = plan.split.decodes
-        starts = batch.query_starts.numpy()
+    def _decode_lens(self, rows: int) -> Tensor:
+        """Room for a number per row of the decodes. Rows that only the previous step had are cleared."""
+        before, self._decodes_before = self._decodes_before, rows
+        if rows < before:
+            self.decode_lens_buffer[rows:before].zero_()
+        return self._parts("decode_lens", rows)
+
+    def _prefill(self, step: TokenStep, entries: Tensor) -> V4IndexPrefill:
+        first, starts = step.split.decodes, step.starts
         # For prefills, the lengths on the host are exact.
-        keys = (batch.host_lengths.numpy()[first:] // self.compress_ratio).tolist()
+        keys = (step.host_lengths.numpy()[first:] // self.compress_ratio).tolist()
         chunks = chunk_index_prefills(
             keys,
-            np.diff(starts[first:]).tolist(),
+            step.queries[first:].tolist(),
             key_budget=KEYS_PER_LENGTH * self.limits.max_length,
             score_budget=self.score_bytes // 4,
         )
@@ -207,23 +223,23 @@ class V4IndexMetadataBuilder(CompressedBuilder):
             cut = slice(chunk.first + groups - 1, chunk.end + groups)
             sums = self.cu_seq_lens_buffer[cut]
             if not again:
-                self._bounds(plan, begin, slice(offset, int(starts[end])), entries[begin:end], sums)
+                self._bounds(begin, slice(offset, int(starts[end])), entries[begin:end], sums)
             tokens = slice(offset + chunk.queries.start, offset + chunk.queries.stop)
-            made.append(self._chunk(plan, chunk, begin, end, tokens, sums, again))
+            made.append(self._chunk(step, chunk, begin, end, tokens, sums, again))
         return V4IndexPrefill(tuple(made))
 
-    def _bounds(self, plan: Plan, first: int, tokens: slice, entries: Tensor, sums: Tensor) -> None:
+    def _bounds(self, first: int, tokens: slice, entries: Tensor, sums: Tensor) -> None:
         """Fill in where the keys of a group's requests begin, and which keys each of its tokens sees."""
         torch.cumsum(entries, 0, dtype=torch.int32, out=sums[1:])
         begin, end = self.cu_seqlen_ks_buffer[tokens], self.cu_seqlen_ke_buffer[tokens]
-        torch.index_select(sums, 0, plan.request_ids[tokens] - first, out=begin)
-        torch.add(begin, (plan.positions[tokens] + 1) // self.compress_ratio, out=end)
+        torch.index_select(sums, 0, self.tokens.request_ids[tokens] - first, out=begin)
+        torch.add(begin, (self.tokens.positions[tokens] + 1) // self.compress_ratio, out=end)
 
     def _chunk(
-        self, plan: Plan, chunk: IndexChunk, begin: int, end: int, tokens: slice, sums: Tensor, again: bool
+        self, step: TokenStep, chunk: IndexChunk, begin: int, end: int, tokens: slice, sums: Tensor, again: bool
     ) -> V4IndexChunk:
         return V4IndexChunk(
-            block_table=plan.block_table[begin:end],
+            block_table=step.block_table[begin:end],
             cu_seqlen_ks=self.cu_seqlen_ks_buffer[tokens],
             cu_seqlen_ke=self.cu_seqlen_ke_buffer[tokens],
             cu_seq_lens=sums,
@@ -242,19 +258,18 @@ class V4UniformIndexMetadataBuilder(V4IndexMetadataBuilder):
     _cudagraph_support: ClassVar[Any] = "UNIFORM_BATCH"
     uniform_decodes: ClassVar[bool] = True
 
-    def _decode(self, plan: Plan, batch: Batch, rows: int) -> V4IndexDecode:
+    def _decode(self, step: TokenStep, rows: int) -> V4IndexDecode:
         """One row per request, with a column for each of its last n tokens."""
-        decodes = plan.split.decodes
-        lengths = np.diff(batch.query_starts.numpy()[: decodes + 1])
+        decodes = step.split.decodes
+        lengths = step.queries[:decodes]
         longest = max(1, int(lengths.max()))
         self.decode_seq_lens_buffer.zero_()
-        self.decode_lens_buffer.zero_()
-        own = self.decode_lens_buffer[:decodes]
-        torch.sub(plan.query_starts[1 : decodes + 1], plan.query_starts[:decodes], out=own)
         seen = self.decode_seq_lens_buffer[: decodes * longest].view(decodes, longest)
-        last = plan.lengths[:decodes].unsqueeze(1) - (longest - 1) + self._columns[:longest]
+        last = step.lengths[:decodes].unsqueeze(1) - (longest - 1) + self._columns[:longest]
         torch.div(last.clamp_min_(0), self.compress_ratio, rounding_mode="floor", out=seen)
-        return V4IndexDecode(plan.block_table[:decodes], seen, own, bool((lengths != longest).any()))
+        own, ragged = self._decode_lens(decodes), bool((lengths != longest).any())
+        torch.sub(step.query_starts[1 : decodes + 1], step.query_starts[:decodes], out=own)
+        return V4IndexDecode(step.block_table[:decodes], seen, own, ragged)
 
 
 class TamisV4IndexBackend(TamisV4Backend):

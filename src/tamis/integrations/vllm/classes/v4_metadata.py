@@ -1,7 +1,6 @@
-"""Per-step metadata of DeepSeek-V4 layers under vLLM's names: a builder for compressed caches, one for the window's."""
+"""The builders of DeepSeek-V4's per-step metadata under vLLM's names: for compressed caches and for the window's."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -9,82 +8,21 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.arithmetic import ceil_div, round_up
-from tamis.integrations.vllm.classes.v4_indices import build_c128a_topk_metadata
-from tamis.integrations.vllm.engine_batch import engine_batch
+from tamis.integrations.vllm.classes.v4_records import V4Metadata, V4WindowMetadata
+from tamis.integrations.vllm.engine_batch import first
+from tamis.integrations.vllm.engine_tokens import EngineTokens, TokenStep
 from tamis.integrations.vllm.metadata import model_field
 from tamis.integrations.vllm.v4_formats import EVERY
-from tamis.model.spec import LayerSpec
-from tamis.ops import select_entries, select_window
-from tamis.step.plan import Limits, Plan
-from tamis.step.planner import Planner
+from tamis.ops.select import check_select_entries, check_select_window
+from tamis.ops.select.operations import SelectEntries, SelectWindow, select_entries, select_window
+from tamis.step.buffers import Views
+from tamis.step.lease import Lease
+from tamis.step.plan import Limits
 from tamis.step.v4_plan import ALIGN_COLUMNS, ALIGN_DRAFTS
 
 
-@dataclass(frozen=True, eq=False)
-class V4Metadata:
-    """One step of layers with a compressed cache, under vLLM's names. Tensors are views of buffers that never move."""
-
-    plan: Plan
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int
-    num_actual_tokens: int
-    query_start_loc: Tensor
-    """int32 [num_reqs + 1]"""
-    slot_mapping: Tensor
-    """int64 [num_actual_tokens]: with a ratio above 1, the slot of the entry that a token completes, else -1."""
-    block_table: Tensor
-    """int32 [num_reqs, pages], the engine's."""
-    req_id_per_token: Tensor
-    """int32 [num_actual_tokens]; 0 for padding."""
-    block_size: int
-    topk_tokens: int
-    c128a_global_decode_topk_indices: Tensor | None = None
-    """int32 [decode tokens, 1, width], slots of all complete entries."""
-    c128a_decode_topk_lens: Tensor | None = None
-    """int32 [decode tokens]"""
-    c128a_prefill_topk_indices: Tensor | None = None
-    """int32 [prefill tokens, width], numbers of all complete entries: 0, 1, 2..."""
-
-
-@dataclass(frozen=True, eq=False)
-class V4WindowMetadata:
-    """One step of the window's cache, under vLLM's names. Tensors are views of buffers that never move."""
-
-    plan: Plan
-    block_table: Tensor
-    slot_mapping: Tensor
-    block_size: int
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    query_start_loc_cpu: Tensor
-    token_to_req_indices: Tensor
-    """int32 [tokens]; 0 for padding."""
-    is_valid_token: Tensor
-    """bool [tokens]"""
-    num_decodes: int
-    num_prefills: int
-    num_decode_tokens: int
-    num_prefill_tokens: int
-    decode_swa_indices: Tensor
-    """int32 [decode tokens, 1, width] slots, oldest first; -1 beyond the length."""
-    decode_swa_lens: Tensor
-    """int32 [decode tokens]; 0 for tokens that are not valid."""
-    prefill_swa_indices: Tensor
-    prefill_swa_lens: Tensor
-    prefill_seq_lens: Tensor
-    """int32 [prefills]"""
-    prefill_gather_lens: Tensor
-    """int32 [prefills]: how many raw tokens the windows of the new tokens cover, the new tokens included."""
-
-    @property
-    def decode_swa_width(self) -> int:
-        """The number of columns of the window's rows, which exceeds the window for draft blocks without causal mask."""
-        return self.decode_swa_indices.shape[-1]
-
-
 class _Builder:
-    """The common base of all builders: the numbers read from vLLM's configs, and a planner."""
+    """The common base of all builders: the numbers read from vLLM's configs, and the tokens of a step."""
 
     _cudagraph_support: ClassVar[Any] = "UNIFORM_BATCH"
     reorder_batch_threshold: int | None = 1
@@ -129,15 +67,39 @@ class _Builder:
             uniform_decodes=self.uniform_decodes,
         )
         self.reorder_batch_threshold = self.limits.threshold
-        heads = model.get_num_attention_heads(vllm_config.parallel_config)
-        spec = LayerSpec(heads, 448, 64, 512, window=self.window_size, kind="window")
-        self.planner = Planner(spec, self.limits, self.device, layout="v4-fp8", mode="mixed")
+        self.tokens = EngineTokens(self.limits, self.device)
+        self.lease = Lease()
+        self._written: dict[str, Tensor] = {}
+        self._parts = Views({})
+        """The buffers that a step writes besides those of the tokens, and parts of them."""
+        self._rows_before = 0
+        self._passed: tuple[object, ...] | None = None
 
     def _each(self, dtype: torch.dtype = torch.int32, fill: int = 0) -> Tensor:
         return torch.full((self.limits.max_tokens,), fill, dtype=dtype, device=self.device)
 
     def _rows(self, columns: int) -> Tensor:
         return torch.full((self.limits.max_tokens, columns), -1, dtype=torch.int32, device=self.device)
+
+    def _clear(self, rows: int, **fills: int) -> None:
+        """Give the rows that the previous step wrote and this one does not their value for padding, by buffer."""
+        before, self._rows_before = self._rows_before, rows
+        if rows < before:
+            for name, fill in fills.items():
+                if name in self._written:
+                    self._written[name][rows:before].fill_(fill)
+
+    def _check(self, call: SelectWindow | SelectEntries) -> None:
+        """Refuse what a selection refuses. It writes the builder's own buffers, so only the engine's tensors can be
+        wrong: they are checked in the first step and whenever they are not like those before."""
+        seen = checks.signature(call.positions, call.block_table, call.own)
+        if isinstance(call, SelectWindow):
+            seen = (*seen, call.slots.shape, call.contexts is None)
+            if seen != self._passed:
+                check_select_window(call)
+        elif seen != self._passed:
+            check_select_entries(call)
+        self._passed = seen
 
 
 class CompressedBuilder(_Builder):
@@ -158,25 +120,48 @@ class CompressedBuilder(_Builder):
             expected = f"a multiple of the ratio {self.compress_ratio}"
             raise checks.refuse("kv_cache_spec.block_size", expected, self.block_size, "use 256")
         self.compressed_slot_mapping_buffer = self._each(torch.int64, -1) if self.compress_ratio > 1 else None
+        self._keep()
 
-    def _slot_mapping(self, plan: Plan) -> Tensor:
-        """The slots of completed entries. A token without a slot completes none, and absent pages take none."""
-        buffer = self.compressed_slot_mapping_buffer
-        if buffer is None:
-            return plan.slots
-        buffer.fill_(-1)
-        found = buffer[: plan.rows]
-        if plan.requests:
-            select_entries(
-                plan.positions,
-                plan.request_ids,
-                plan.block_table,
-                ratio=self.compress_ratio,
-                page_size=self.block_size // self.compress_ratio,
-                completed=found,
-                own=plan.slots,
-            )
-        return found
+    def _keep(self, **written: Tensor | None) -> None:
+        """Name the buffers that a selection writes: `visible`, `lengths` or `every` besides the slots of completed
+        entries, and others of which records have views."""
+        found = {"completed": self.compressed_slot_mapping_buffer, **written}
+        self._written = {name: buffer for name, buffer in found.items() if buffer is not None}
+        self._parts = Views(self._written)
+
+    def _selection(self, step: TokenStep) -> SelectEntries | None:
+        """The operation that finds the slots of completed entries and what else is asked for; None if there is nothing
+        to find. A token without a slot completes no entry, and absent pages take none."""
+        rows, parts = step.rows, self._parts
+        if not step.requests or not rows or not self._written:
+            return None
+        completed, visible, lengths, every = (
+            parts(name, rows) if name in self._written else None
+            for name in ("completed", "visible", "lengths", "every")
+        )
+        call = SelectEntries(
+            self.tokens.part("positions", rows),
+            self.tokens.part("request_ids", rows),
+            step.block_table,
+            first(step.slots, rows),
+            self.compress_ratio,
+            self.block_size // self.compress_ratio,
+            None,
+            # Decodes get slots, and prefills the numbers of their entries, as in vLLM.
+            None if every is None else min(step.decode_rows, rows),
+            completed,
+            visible,
+            lengths,
+            every,
+            "auto",
+        )
+        self._check(call)
+        return call
+
+    def _slot_mapping(self, step: TokenStep) -> Tensor:
+        """The slots of completed entries; with a ratio of 1 those of the tokens, which the engine has."""
+        own = self.compressed_slot_mapping_buffer is None
+        return first(step.slots, step.actual) if own else self._parts("completed", step.actual)
 
 
 class V4MetadataBuilder(CompressedBuilder):
@@ -199,56 +184,51 @@ class V4MetadataBuilder(CompressedBuilder):
         given, those of ratio 128 do."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.every_entry = self.compress_ratio == EVERY if every_entry is None else every_entry
+        self.c128a_buffer, self.c128a_lens_buffer = None, None
         if self.every_entry:
             longest = ceil_div(self.limits.max_length, self.compress_ratio)
             self.c128a_max_compressed = round_up(longest, ALIGN_COLUMNS)
-            self.c128a_global_decode_buffer = self._rows(self.c128a_max_compressed)
-            self.c128a_prefill_buffer = self._rows(self.c128a_max_compressed)
-            self.c128a_decode_lens_buffer = self._each()
+            self.c128a_buffer, self.c128a_lens_buffer = self._rows(self.c128a_max_compressed), self._each()
+            self._keep(every=self.c128a_buffer, lengths=self.c128a_lens_buffer)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4Metadata:
-        """The metadata of one step, valid until the next call. The engine's tensors are copied and not changed.
+        """The metadata of one step, valid until the next call. The engine's tensors are not changed.
+
+        It takes one asynchronous copy to the device, the addition that makes positions, and one kernel.
 
         `common_prefix_len` and `fast_build` are part of vLLM's signature and have no effect.
         """
-        common = common_attn_metadata
-        actual = int(common.num_actual_tokens)
-        plan = self.planner.plan(engine_batch(common, self.limits))
+        common, step = common_attn_metadata, self.tokens.read(common_attn_metadata)
+        selection = self._selection(step)
+        with self.lease.renewed() as use:
+            self.tokens.fill(step)
+            self._clear(step.rows, completed=-1, every=-1, lengths=0)
+            if selection is not None:
+                select_entries(selection)
         return V4Metadata(
-            plan=plan,
-            num_reqs=int(common.num_reqs),
+            step.split,
+            use,
+            num_reqs=step.requests,
             max_query_len=int(common.max_query_len),
             max_seq_len=int(common.max_seq_len),
-            num_actual_tokens=actual,
-            query_start_loc=plan.query_starts,
-            slot_mapping=self._slot_mapping(plan)[:actual],
-            block_table=plan.block_table,
-            req_id_per_token=plan.request_ids[:actual],
+            num_actual_tokens=step.actual,
+            query_start_loc=step.query_starts,
+            slot_mapping=self._slot_mapping(step),
+            block_table=step.block_table,
+            req_id_per_token=self.tokens.part("request_ids", step.actual),
             block_size=self.block_size,
             topk_tokens=self.topk_tokens,
-            **self._every(plan, actual),
+            **self._every(step),
         )
 
-    def _every(self, plan: Plan, actual: int) -> dict[str, Tensor | None]:
-        if not self.every_entry or actual == 0 or plan.requests == 0:
+    def _every(self, step: TokenStep) -> dict[str, Tensor | None]:
+        actual, decodes, parts = step.actual, step.decode_rows, self._parts
+        if not self.every_entry or actual == 0 or step.requests == 0:
             return {}
-        decodes = decode_rows(plan, actual)
-        slots, lengths, numbers = build_c128a_topk_metadata(
-            plan.positions[:actual],
-            self.compress_ratio,
-            decodes,
-            plan.request_ids,
-            plan.block_table,
-            self.block_size // self.compress_ratio,
-            plan.slots,
-            self.c128a_global_decode_buffer,
-            self.c128a_decode_lens_buffer,
-            self.c128a_prefill_buffer,
-        )
         return {
-            "c128a_global_decode_topk_indices": slots.unsqueeze(1) if decodes else None,
-            "c128a_decode_topk_lens": lengths if decodes else None,
-            "c128a_prefill_topk_indices": numbers if decodes < actual else None,
+            "c128a_global_decode_topk_indices": parts("every", decodes).unsqueeze(1) if decodes else None,
+            "c128a_decode_topk_lens": parts("lengths", decodes) if decodes else None,
+            "c128a_prefill_topk_indices": parts("every", actual, decodes) if decodes < actual else None,
         }
 
 
@@ -267,79 +247,87 @@ class V4WindowMetadataBuilder(_Builder):
         self.draft_indices_buffer = self._rows(wide) if drafts else None
         self.swa_lens_buffer, self.is_valid_token_buffer = self._each(), self._each(torch.bool)
         self.gather_lens_buffer = torch.zeros(self.limits.max_requests, dtype=torch.int32, device=self.device)
+        self._written = {"slots": self.swa_indices_buffer.unsqueeze(1), "lengths": self.swa_lens_buffer}
+        self._written["valid"] = self.is_valid_token_buffer
+        if self.draft_indices_buffer is not None:
+            self._written["wide slots"] = self.draft_indices_buffer.unsqueeze(1)
+        self._parts = Views(self._written)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4WindowMetadata:
-        """The metadata of one step, valid until the next call. The engine's tensors are copied and not changed.
+        """The metadata of one step, valid until the next call. The engine's tensors are not changed.
 
         With the engine's `causal=False`, the new tokens of a request are a draft block: each of them attends to the
         window before the block and to the whole block.
         """
-        common = common_attn_metadata
-        actual = int(common.num_actual_tokens)
-        batch = engine_batch(common, self.limits)
-        plan = self.planner.plan(batch)
-        for buffer in (self.swa_lens_buffer, self.is_valid_token_buffer):
-            buffer.zero_()
-        slots, lengths = self._window(plan, bool(getattr(common, "causal", True)))
-        valid = self.is_valid_token_buffer[: plan.rows]
-        torch.ge(plan.slots, 0, out=valid)
-        decodes, split = decode_rows(plan, actual), plan.split
-        prefill_lengths = plan.lengths[split.decodes :]
+        common, step = common_attn_metadata, self.tokens.read(common_attn_metadata)
+        actual, decodes, split = step.actual, step.decode_rows, step.split
+        slots, context = self._columns(step, bool(getattr(common, "causal", True)))
+        selection, parts = self._selection(step, slots, context), self._parts
+        with self.lease.renewed() as use:
+            self.tokens.fill(step)
+            self._clear(step.rows, **{"slots": -1, "wide slots": -1, "lengths": 0, "valid": 0})
+            if selection is not None:
+                select_window(selection)
+            valid, prefill_lengths = parts("valid", actual), step.lengths[split.decodes :]
+            torch.gt(parts("lengths", actual), 0, out=valid)  # a token that is written sees itself
+            gathered = self._gather_lengths(step, prefill_lengths)
         return V4WindowMetadata(
-            plan=plan,
-            block_table=plan.block_table,
-            slot_mapping=plan.slots[:actual],
+            split,
+            use,
+            block_table=step.block_table,
+            slot_mapping=first(step.slots, actual),
             block_size=self.block_size,
-            seq_lens=plan.lengths,
-            query_start_loc=plan.query_starts,
-            query_start_loc_cpu=batch.query_starts,
-            token_to_req_indices=plan.request_ids[:actual],
-            is_valid_token=valid[:actual],
+            seq_lens=step.lengths,
+            query_start_loc=step.query_starts,
+            query_start_loc_cpu=torch.from_numpy(step.starts),
+            token_to_req_indices=self.tokens.part("request_ids", actual),
+            is_valid_token=valid,
             num_decodes=split.decodes,
             num_prefills=split.prefills,
             num_decode_tokens=decodes,
             num_prefill_tokens=actual - decodes,
-            decode_swa_indices=slots[:decodes].unsqueeze(1),
-            decode_swa_lens=lengths[:decodes],
-            prefill_swa_indices=slots[decodes:actual].unsqueeze(1),
-            prefill_swa_lens=lengths[decodes:actual],
+            decode_swa_indices=parts(slots, decodes),
+            decode_swa_lens=parts("lengths", decodes),
+            prefill_swa_indices=parts(slots, actual, decodes),
+            prefill_swa_lens=parts("lengths", actual, decodes),
             prefill_seq_lens=prefill_lengths,
-            prefill_gather_lens=self._gather_lengths(plan, prefill_lengths),
+            prefill_gather_lens=gathered,
         )
 
-    def _window(self, plan: Plan, causal: bool) -> tuple[Tensor, Tensor]:
-        """Slots [rows, columns], and how many of each row count."""
-        buffer, blocks = self.swa_indices_buffer, None
-        if not causal:
-            room = 0 if self.draft_indices_buffer is None else self.draft_indices_buffer.shape[1] - self.window_size
-            if self.draft_indices_buffer is None or plan.max_query > room:
-                expected = f"True for blocks of more than {room} tokens"
-                raise checks.refuse("causal", expected, f"blocks of {plan.max_query}", "set num_speculative_tokens")
-            buffer = self.draft_indices_buffer
-            blocks = (plan.lengths - (plan.query_starts[1:] - plan.query_starts[:-1]), plan.lengths)
-        slots, lengths = buffer[: plan.rows], self.swa_lens_buffer[: plan.rows]
-        if plan.requests:
-            select_window(
-                plan.positions,
-                plan.request_ids,
-                plan.block_table,
-                page_size=self.block_size,
-                window=self.window_size,
-                slots=slots,
-                lengths=lengths,
-                own=plan.slots,
-                blocks=blocks,
-            )
-        return slots, lengths
+    def _columns(self, step: TokenStep, causal: bool) -> tuple[str, Tensor | None]:
+        """The buffer whose rows are wide enough for a step; for a step of draft blocks also their contexts."""
+        if causal:
+            return "slots", None
+        wide = self.draft_indices_buffer
+        room = 0 if wide is None else wide.shape[1] - self.window_size
+        if wide is None or step.max_query > room:
+            expected = f"True for blocks of more than {room} tokens"
+            raise checks.refuse("causal", expected, f"blocks of {step.max_query}", "set num_speculative_tokens")
+        return "wide slots", step.lengths - (step.query_starts[1:] - step.query_starts[:-1])
 
-    def _gather_lengths(self, plan: Plan, lengths: Tensor) -> Tensor:
-        found = self.gather_lens_buffer[: plan.split.prefills]
-        if len(found):
-            new = (plan.query_starts[1:] - plan.query_starts[:-1])[plan.split.decodes :]
+    def _selection(self, step: TokenStep, slots: str, context: Tensor | None) -> SelectWindow | None:
+        rows = step.rows
+        if not step.requests or not rows:
+            return None
+        call = SelectWindow(
+            self.tokens.part("positions", rows),
+            self.tokens.part("request_ids", rows),
+            step.block_table,
+            first(step.slots, rows),
+            context,
+            None if context is None else step.lengths,
+            self.block_size,
+            self.window_size,
+            self._parts(slots, rows)[:, 0],
+            self._parts("lengths", rows),
+            "auto",
+        )
+        self._check(call)
+        return call
+
+    def _gather_lengths(self, step: TokenStep, lengths: Tensor) -> Tensor:
+        found = self.gather_lens_buffer[: step.split.prefills]
+        if step.split.prefills:
+            new = (step.query_starts[1:] - step.query_starts[:-1])[step.split.decodes :]
             found.copy_(new + (lengths - new).clamp_max_(self.window_size - 1))
         return found
-
-
-def decode_rows(plan: Plan, actual: int) -> int:
-    """The number of decode tokens of a step. As in vLLM, padding counts as decode in a step without prefills."""
-    return plan.split.decode_tokens if plan.split.prefills else actual
