@@ -1,7 +1,7 @@
 """Selects the rows that each token attends to and writes, in Triton: one launch per operation, a program per token."""
 
-from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -15,8 +15,7 @@ LARGEST_BLOCK = 1024
 COLUMNS_PER_THREAD = 4
 
 
-@dataclass(frozen=True)
-class RowKernel:
+class RowKernel(NamedTuple):
     """A kernel that writes one row per token, and what it is launched with."""
 
     kernel: Any
@@ -28,19 +27,27 @@ class RowKernel:
     @property
     def constants(self) -> dict[str, int]:
         """The block size, and the number of blocks of a row."""
-        block = min(LARGEST_BLOCK, triton.next_power_of_2(max(16, self.columns)))
-        return {"BLOCK": block, "BLOCKS": triton.cdiv(self.columns, block)}
+        return _shape(self.columns)[0]
 
     @property
     def options(self) -> dict[str, int]:
         """Warps by the size of a block."""
-        return {"num_warps": max(1, min(8, self.constants["BLOCK"] // (32 * COLUMNS_PER_THREAD)))}
+        return _shape(self.columns)[1]
 
     def launch(self) -> None:
         """Launch it, unless there is no token."""
         if self.programs:
+            constants, options = _shape(self.columns)
             with launching_on(self.arguments["request_ids"].device):
-                self.kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
+                self.kernel[(self.programs,)](**self.arguments, **constants, **options)
+
+
+@cache
+def _shape(columns: int) -> tuple[dict[str, int], dict[str, int]]:
+    """The constants and options of a kernel that writes rows of so many columns."""
+    block = min(LARGEST_BLOCK, triton.next_power_of_2(max(16, columns)))
+    warps = max(1, min(8, block // (32 * COLUMNS_PER_THREAD)))
+    return {"BLOCK": block, "BLOCKS": triton.cdiv(columns, block)}, {"num_warps": warps}
 
 
 def select_window(call: SelectWindow) -> None:
