@@ -142,17 +142,17 @@ def writable(name: str, value: Tensor, *inputs: Tensor | None) -> None:
 def apart(name: str, value: Tensor, *inputs: Tensor | None) -> None:
     """Refuse an output that shares memory with an input. Shapes do not show this, so every call checks it."""
     begin = value.data_ptr()
-    end = begin + _reach(value)
+    end = begin + reach(value)
     for other in inputs:
         if not isinstance(other, Tensor):  # None, or an argument that its own check refuses later
             continue
         start = other.data_ptr()
-        if start < end and start + _reach(other) > begin and begin < end and not _in_other_columns(value, other):
+        if start < end and start + reach(other) > begin and begin < end and not _in_other_columns(value, other):
             received = f"memory shared with one that is {describe(other)}"
             raise refuse(name, "separate from all inputs and caches", received, "allocate a separate tensor")
 
 
-def _reach(value: Tensor) -> int:
+def reach(value: Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last."""
     if value.is_contiguous():
         return value.nbytes
@@ -170,7 +170,7 @@ def _in_other_columns(one: Tensor, other: Tensor) -> bool:
     if pitch == 0 or pitch != other.stride(0) * other.element_size() or not one.shape[0] or not other.shape[0]:
         return False
     between = (other.data_ptr() - one.data_ptr()) % pitch
-    return between >= _reach(one[0]) and between + _reach(other[0]) <= pitch
+    return between >= reach(one[0]) and between + reach(other[0]) <= pitch
 
 
 def tensor(
@@ -266,6 +266,11 @@ def positive_number(name: str, value: object) -> float:
         expected = "a normal number in float32" if positive and value > 0 else "finite and > 0"
         raise refuse(name, expected, value, "pass the model's factor")
     return float(value)
+
+
+def is_factor(value: object) -> bool:
+    """Whether a value is a float that `positive_number` accepts."""
+    return type(value) is float and _FLOAT32_SMALLEST <= value <= _FLOAT32_LARGEST
 
 
 def scale_factor(name: str, value: object) -> float | Tensor:

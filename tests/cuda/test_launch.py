@@ -216,13 +216,104 @@ def test_a_failed_launch_says_why() -> None:
         launch((1, 1, 1), One(1))
 
 
+def test_a_prepared_launch_writes_what_changes() -> None:
+    fake = FakeCuda(Six)
+    launch = Launch(loaded(fake), Six, threads=512, shared=64)
+    prepared = launch.prepared((7, 2, 1), Six(0, -5, -(2**40), 0.5, 0, 2**31 - 1), ("nothing", "start"), "scale")
+    place = (CONTEXT, FUNCTION, 0x123)
+    prepared(0x123, (2**48 + 1, 2**63 + 8), 0.25)
+    values = [2**63 + 8, -5, -(2**40), 0.25, 2**48 + 1, 2**31 - 1]
+    assert fake.log[-1] == ("launch", *place, [7, 2, 1], [512, 1, 1], 64, {}, values)
+    launch((1, 1, 1), Six(1, 2, 3, 4.0, 5, 6))  # has memory of its own
+    prepared(0x123, [3, 4], 0.75)
+    assert fake.log[-1][4:] == ([7, 2, 1], [512, 1, 1], 64, {}, [4, -5, -(2**40), 0.75, 3, 2**31 - 1])
+    for addresses in ([1], [1, 2, 3]):
+        with pytest.raises(ValueError, match="zip"):
+            prepared(0x123, addresses, 0.5)
+    for names, factor in ((("count",), None), (("start",), "count")):
+        with pytest.raises(TypeError, match=r"addresses must be pointers and factor a float, got .*count"):
+            launch.prepared((1, 1, 1), Six(1, 2, 3, 4.0, 5, 6), names, factor)
+
+
+def test_a_prepared_launch_without_a_factor_leaves_floats_alone() -> None:
+    fake = FakeCuda(Six)
+    Launch(loaded(fake), Six, threads=32).prepared((1, 1, 1), Six(1, 2, 3, 4.0, 5, 6), ("start",))(0, [9])
+    assert fake.log[-1][-1] == [9, 2, 3, 4.0, 5, 6]
+
+
+@pytest.mark.parametrize("status", [201, 400])
+def test_a_prepared_launch_without_its_context_is_repeated_in_it(status: int) -> None:
+    """A thread that has used no device has no context; the driver says so, and nothing was launched."""
+    fake = FakeCuda(Add)
+    prepared = Launch(loaded(fake), Add, threads=32).prepared((1, 1, 1), Add(0, 5), ("x",))
+    for current in (OTHER, None):
+        fake.current = [current]
+        plain = fake.cuLaunchKernelEx
+        prepared._run = lambda *given, plain=plain: plain(*given) if fake.current[-1] == CONTEXT else status
+        prepared(0x700, [0x123])
+        launches = [entry for entry in fake.log if entry[0] == "launch"]
+        assert launches[-1][1] == CONTEXT
+        assert launches[-1][-1] == [0x123, 5]
+        assert fake.current == [current]
+
+
+def test_a_prepared_launch_that_fails_says_why() -> None:
+    for status in (201, 701):
+        launch = Launch(loaded(FakeCuda(status=status)), One, threads=32)
+        with pytest.raises(RuntimeError, match=f"cuLaunchKernelEx failed with CUDA status {status}: out of luck"):
+            launch.prepared((1, 1, 1), One(1), ())(0x700, [])
+
+
+def test_threads_do_not_share_the_memory_of_a_prepared_launch() -> None:
+    fake = FakeCuda(Add)
+    prepared = Launch(loaded(fake), Add, threads=32).prepared((1, 1, 1), Add(0, 5), ("x",))
+    inside, done = threading.Event(), threading.Event()
+    plain = fake.cuLaunchKernelEx
+
+    def slow(*given):
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert done.wait(10)
+        return plain(*given)
+
+    prepared._run = slow
+    other = threading.Thread(target=prepared, args=(0x701, [1]))
+    other.start()
+    assert inside.wait(10)
+    prepared(0x702, [2])
+    done.set()
+    other.join()
+    assert [(entry[3], entry[-1]) for entry in fake.log if entry[0] == "launch"] == [(0x702, [2, 5]), (0x701, [1, 5])]
+
+
+@pytest.mark.gpu
+def test_a_prepared_launch_runs_in_a_new_thread_and_in_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.undo()
+    x = torch.zeros(64, dtype=torch.int32, device="cuda")
+    made = kernel(Program("add.cu", ADD), "add", x.device.index, tmp_path)
+    prepared = Launch(made, Add, threads=64).prepared((1, 1, 1), Add(0, 5), ("x",))
+    stream = torch.cuda.current_stream().cuda_stream
+    prepared(stream, [x.data_ptr()])
+    other = threading.Thread(target=prepared, args=(stream, [x.data_ptr()]))
+    other.start()
+    other.join()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prepared(torch.cuda.current_stream().cuda_stream, [x.data_ptr()])
+    assert x.tolist() == [10] * 64
+    graph.replay()
+    assert x.tolist() == [15] * 64
+
+
+ADD = """
+    struct Params { int* x; long long n; };
+    extern "C" __global__ void add(const __grid_constant__ Params p) { p.x[threadIdx.x] += (int)p.n; }"""
+
+
 @pytest.mark.gpu
 def test_a_kernel_runs_on_the_current_stream_and_in_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.undo()
-    source = """
-    struct Params { int* x; long long n; };
-    extern "C" __global__ void add(const __grid_constant__ Params p) { p.x[threadIdx.x] += (int)p.n; }"""
-    program = Program("add.cu", source)
+    program = Program("add.cu", ADD)
     x = torch.zeros(64, dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()
     # The kernel is loaded inside the capture.

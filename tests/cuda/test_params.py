@@ -8,7 +8,7 @@ from typing import NamedTuple, get_type_hints
 
 import pytest
 
-from tamis.cuda.params import Float, Int, Long, Pointer, params_bytes, params_format
+from tamis.cuda.params import Float, Int, Long, Pointer, field_places, params_bytes, params_format
 from tamis.ops.attention.hopper import many_heads, splits
 from tamis.ops.attention.hopper import params as attention
 from tamis.ops.index.hopper import topk
@@ -100,3 +100,16 @@ def test_nested_structs_come_last_and_are_flat() -> None:
     with pytest.raises(TypeError, match="Outer is nested and has nested structs itself"):
         params_format(Deep)
     assert params_format(Ints).letters == "0ii0i"
+
+
+@pytest.mark.parametrize("params", [params for params, _, _ in STRUCTS], ids=lambda params: params.__name__)
+def test_every_field_is_where_packing_puts_it(params: type) -> None:
+    places = field_places(params)
+    letters = f"@{params_format(params).letters}"
+    for number, (name, place) in enumerate(places.items()):
+        values = [0] * len(places)
+        values[number] = 1
+        packed, own = struct.pack(letters, *values), struct.pack(f"@{place.letter}", 1)
+        begin = place.number * len(own)
+        assert packed[begin : begin + len(own)] == own, name
+        assert not any(packed[:begin] + packed[begin + len(own) :]), name

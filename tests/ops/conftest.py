@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from guarded import Guards
+    from pretended import Pretended
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -56,3 +57,14 @@ def guards(device: torch.device) -> "Guards":
     from guarded import Guards  # imports tamis, which must not come before the variable above
 
     return Guards(device)
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> "Iterator[Pretended]":
+    """A device that is not there; see `pretended.Pretended`."""
+    from pretended import Pretended
+
+    made = Pretended(monkeypatch)
+    yield made
+    monkeypatch.undo()
+    made.forget()

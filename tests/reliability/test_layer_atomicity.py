@@ -29,7 +29,7 @@ from tamis.layers.mla_checks import MlaChecks
 from tamis.layers.v4_checks import V4Checks
 from tamis.layers.v4_gathered import attend_gathered
 from tamis.model.rope import Rope
-from tamis.ops import IndexInputs
+from tamis.ops import IndexInputs, memory
 
 HEADS, LATENT, ROPE, PAGE, TOPK = 3, 128, 8, 4, 6
 D = LATENT + ROPE
@@ -280,6 +280,7 @@ def test_what_passed_before_lets_nothing_else_pass_on_a_device(
     """On a device a layer remembers what its checks saw last; here the host's values are hidden from it."""
     case = LAYERS[name]()
     monkeypatch.setattr(checks, "visible", lambda tensor: False)
+    monkeypatch.setattr(memory, "remembered_on", lambda tensor: tensor.device.type == "cpu")
     with torch.set_grad_enabled(grad):
         for argument in case.arguments:
             case.run(case.arguments)
@@ -290,6 +291,8 @@ def test_what_passed_before_lets_nothing_else_pass_on_a_device(
 def test_a_call_that_passed_is_not_checked_again_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = dict.fromkeys(("mla mixed index", "mla mixed positions", "v4 overlapping mixed"), "operations")
     monkeypatch.setattr(checks, "visible", lambda tensor: False)
+    monkeypatch.setattr(memory, "remembered_on", lambda tensor: True)
+    memory.forget_all()
     for name, method in layers.items():
         kind, ran = V4Checks if "v4" in name else MlaChecks, []
         original = getattr(kind, method)

@@ -30,6 +30,7 @@ namespace emulator {
 
 constexpr int CTA_THREADS = THREADS;
 constexpr size_t STACK = 64 * 1024, GUARD = 4096;
+constexpr int CLUSTER_THREADS = 16 * CTA_THREADS;  // of the largest cluster
 
 struct Index {
     u32 x, y = 0;
@@ -97,6 +98,9 @@ inline std::vector<Cta> ctas;
 inline Barrier cluster;
 inline Random random_order;
 inline u32 grid_size = 1, cta_y = 0;
+
+// The number of the current thread in its cluster.
+inline u32 thread_in_cluster() { return current->cta->rank * CTA_THREADS + current->thread_index.x; }
 
 inline void finish_one_in_flight() {
     std::swap(in_flight[random_order() % in_flight.size()], in_flight.back());
@@ -258,6 +262,14 @@ inline u32 peer_load(u32 theirs) {
     emulator::maybe_pause();
     return *shared_word(theirs);
 }
+
+template <class T>
+T peer_load_as(u32 theirs) {
+    emulator::maybe_pause();
+    return *reinterpret_cast<T*>(shared_word(theirs));
+}
+
+inline uint4 peer_load4(u32 theirs) { return peer_load_as<uint4>(theirs); }
 
 inline void peer_add(u32 theirs, u32 value) { atomicAdd(shared_word(theirs), value); }
 

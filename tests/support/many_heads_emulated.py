@@ -24,9 +24,10 @@ from tamis.ops.lse import LseForm
 ENTRY = """
 extern "C" __attribute__((visibility("default"))) void run(int ctas, int seed, const ManyHeadsParams* params) {
   emulator::random_order.seed(seed);
-  for (int cta = 0; cta < ctas; ++cta) {
+  const int size = MERGE_IN_CLUSTER ? params->output.splits : 1;
+  for (int cluster = 0; cluster < ctas / size; ++cluster) {
     emulator::start_wgmma_cta(ctas);
-    emulator::run_cluster(cta, 1, USED, [&] { attend_many_heads(*params); });
+    emulator::run_cluster(cluster, size, USED, [&] { attend_many_heads(*params); });
     emulator::check_finished();
   }
 }
@@ -36,8 +37,9 @@ extern "C" __attribute__((visibility("default"))) void run(int ctas, int seed, c
 class Emulated:
     """The kernel of a layout, compiled for the host."""
 
-    def __init__(self, folder: Path, row_kernel: many.RowKernel, selections: int) -> None:
-        program = many.program(row_kernel, selections)
+    def __init__(self, folder: Path, row_kernel: many.RowKernel, selections: int, merges: bool = False) -> None:
+        program = many.program(row_kernel, selections, merges)
+        self.merges = merges
         source = f'#include "warpgroup_emulator.hpp"\n{program.source}{ENTRY}'
         self.run = on_host.load(folder, source, [*program.options, "-I", str(Path(many.__file__).parent)]).run
 
@@ -62,8 +64,11 @@ class Emulated:
         )
         direct = Outputs(out, lse, lse.clone())
         found = Outputs.empty(splits, tokens - whole, heads, device=q.device)
-        held: list[Tensor] = []
-        params = many.many_heads_params(q, selections, scale, output_params(direct, found, sink, form), held)
+        output = output_params(direct, found, sink, form)
+        if self.merges:
+            output = output._replace(split_out=0, split_lse=0, split_max_logits=0)
+        held: list[Tensor] = []  # until the kernel has run
+        params = many.many_heads_params(q, selections, scale, output, held)
         items = (whole + (tokens - whole) * splits) * ceil_div(heads, 64)
         self.run(items if ctas is None else ctas, seed, on_host.packed(params))
         return direct, found

@@ -40,7 +40,7 @@ struct Mbarrier {
     }
 };
 
-// The mbarriers of a CTA by address, and its named barriers by number. They are cleared when the next CTA starts.
+// The mbarriers of a cluster by address, and the named barriers of each CTA. They are cleared when the next cluster starts.
 inline std::map<u32, Mbarrier> mbarriers;
 inline std::map<u32, Barrier> named_barriers;
 
@@ -64,7 +64,7 @@ struct ThreadCopies {
     std::vector<std::vector<std::function<void()>>> groups;  // committed
 };
 
-inline ThreadCopies thread_copies[CTA_THREADS];
+inline ThreadCopies thread_copies[CLUSTER_THREADS];
 
 // Copies, or without a source writes zeros.
 inline void start_copy(u32 destination, const void* source, u32 bytes) {
@@ -73,7 +73,7 @@ inline void start_copy(u32 destination, const void* source, u32 bytes) {
         else std::memset(shared_word(destination), 0, bytes);
     };
     if (random_order() % 2) copy();
-    else thread_copies[current->thread_index.x].open.push_back(copy);
+    else thread_copies[thread_in_cluster()].open.push_back(copy);
 }
 
 // Forgets the state of the CTA before; `grid` is gridDim.x.
@@ -231,7 +231,7 @@ void cp_async_zfill(u32 destination, const void* source, bool valid) {
 }
 
 inline void cp_async_commit() {
-    auto& own = emulator::thread_copies[threadIdx.x];
+    auto& own = emulator::thread_copies[emulator::thread_in_cluster()];
     own.groups.push_back(std::move(own.open));
     own.open.clear();
 }
@@ -239,7 +239,7 @@ inline void cp_async_commit() {
 template <int PENDING>
 void cp_async_wait() {
     emulator::maybe_pause();
-    auto& own = emulator::thread_copies[threadIdx.x];
+    auto& own = emulator::thread_copies[emulator::thread_in_cluster()];
     while (own.groups.size() > PENDING) {
         for (const auto& copy : own.groups.front()) copy();
         own.groups.erase(own.groups.begin());
@@ -248,7 +248,7 @@ void cp_async_wait() {
 
 // The thread's pending copies are done before the arrival.
 inline void cp_async_mbarrier_arrive(u32 barrier) {
-    auto& own = emulator::thread_copies[threadIdx.x];
+    auto& own = emulator::thread_copies[emulator::thread_in_cluster()];
     emulator::in_flight.push_back([barrier, copies = std::move(own.open)] {
         for (const auto& copy : copies) copy();
         emulator::count_arrival(barrier, 0);
@@ -257,16 +257,20 @@ inline void cp_async_mbarrier_arrive(u32 barrier) {
     emulator::maybe_pause();
 }
 
+inline uint2 peer_load2(u32 theirs) { return peer_load_as<uint2>(theirs); }
+
+inline void shared_store2(u32 address, uint2 value) { *reinterpret_cast<uint2*>(shared_word(address)) = value; }
+
 inline uint2 shared_load2(u32 address) { return {*shared_word(address), *shared_word(address + 4)}; }
 inline void shared_store(u32 address, u32 value) { *shared_word(address) = value; }
 
 inline void named_barrier_sync(u32 name, u32 threads) {
-    emulator::Barrier& barrier = emulator::named_barriers[name];
+    emulator::Barrier& barrier = emulator::named_barriers[name + cluster_rank() * RANK_UNIT];
     emulator::wait(barrier, emulator::arrive(barrier, threads));
 }
 
 inline void named_barrier_arrive(u32 name, u32 threads) {
-    emulator::arrive(emulator::named_barriers[name], threads);
+    emulator::arrive(emulator::named_barriers[name + cluster_rank() * RANK_UNIT], threads);
     emulator::maybe_pause();
 }
 

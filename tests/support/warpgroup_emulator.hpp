@@ -26,8 +26,8 @@ struct Product {
 
 // The products of each thread that are not committed yet, and the committed groups. `eager`: products run when issued.
 
-inline std::vector<Product> uncommitted[CTA_THREADS];
-inline std::vector<std::vector<Product>> committed[CTA_THREADS];
+inline std::vector<Product> uncommitted[CLUSTER_THREADS];
+inline std::vector<std::vector<Product>> committed[CLUSTER_THREADS];
 inline bool eager;
 
 // The element at an address before swizzling. The swizzle depends on the address alone.
@@ -43,7 +43,7 @@ struct TileOperand {
 
     explicit TileOperand(unsigned long long descriptor) {
         if (descriptor >> 62 != 1 || descriptor >> 46 & 0xFFFF) fail("the descriptor is not one of tiles in the 128-byte swizzle");
-        start = (descriptor & 0x3FFF) << 4;
+        start = ((descriptor & 0x3FFF) << 4) + current->cta->rank * RANK_UNIT;  // a product reads its own CTA's memory
         leading = (descriptor >> 16 & 0x3FFF) << 4;
         stride = (descriptor >> 32 & 0x3FFF) << 4;
     }
@@ -82,11 +82,11 @@ inline void run(const Product& product) {
 
 inline void issue(const Product& product) {
     if (eager) run(product);
-    else uncommitted[current->thread_index.x].push_back(product);
+    else uncommitted[thread_in_cluster()].push_back(product);
 }
 
 inline void wait_for_products(size_t pending) {
-    auto& groups = committed[current->thread_index.x];
+    auto& groups = committed[thread_in_cluster()];
     while (groups.size() > pending) {
         for (const Product& product : groups.front()) run(product);
         groups.erase(groups.begin());
@@ -96,25 +96,25 @@ inline void wait_for_products(size_t pending) {
 // As `start_cta`, for kernels with wgmma.
 inline void start_wgmma_cta(u32 grid) {
     start_cta(grid);
-    for (int i = 0; i < CTA_THREADS; ++i) uncommitted[i].clear(), committed[i].clear();
+    for (int i = 0; i < CLUSTER_THREADS; ++i) uncommitted[i].clear(), committed[i].clear();
     eager = random_order() % 2;
 }
 
 inline void check_finished() {
-    for (int i = 0; i < CTA_THREADS; ++i) {
+    for (int i = 0; i < CLUSTER_THREADS; ++i) {
         if (!uncommitted[i].empty() || !committed[i].empty()) fail("a wgmma is still in flight");
     }
 }
 
 }  // namespace emulator
 
-inline u32 tile_memory() { return 0; }
+inline u32 tile_memory() { return cluster_rank() * RANK_UNIT; }
 
 inline void wgmma_fence() { emulator::maybe_pause(); }
 
 inline void wgmma_commit() {
-    auto& products = emulator::uncommitted[threadIdx.x];
-    emulator::committed[threadIdx.x].push_back(std::move(products));
+    auto& products = emulator::uncommitted[emulator::thread_in_cluster()];
+    emulator::committed[emulator::thread_in_cluster()].push_back(std::move(products));
     products.clear();
 }
 

@@ -92,6 +92,10 @@ __device__ __forceinline__ void shared_store(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void shared_store2(u32 address, uint2 v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
 __device__ __forceinline__ void shared_store4(u32 address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -108,6 +112,19 @@ __device__ __forceinline__ u32 peer_load(u32 theirs) {
     u32 value;
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(theirs) : "memory");
     return value;
+}
+
+__device__ __forceinline__ uint2 peer_load2(u32 theirs) {
+    uint2 v;
+    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(theirs) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint4 peer_load4(u32 theirs) {
+    uint4 v;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(theirs) : "memory");
+    return v;
 }
 
 __device__ __forceinline__ void peer_add(u32 theirs, u32 value) {

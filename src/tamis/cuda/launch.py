@@ -7,7 +7,7 @@ graph. Loading may happen inside a capture as well.
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from tamis.arithmetic import round_up
 from tamis.cuda.compiler import Program, architecture, compiled
-from tamis.cuda.params import params_format
+from tamis.cuda.device import current_stream
+from tamis.cuda.params import field_places, params_format
 
 # Constants of cuda.h.
 SHARED_PER_BLOCK_OPTIN = 97
@@ -27,6 +29,7 @@ FUNCTION_NON_PORTABLE_CLUSTER = 14
 LAUNCH_CLUSTER = 4
 LAUNCH_PROGRAMMATIC_SERIALIZATION = 6
 CAPTURE_RELAXED = 2
+INVALID_CONTEXT, INVALID_HANDLE = 201, 400
 
 PORTABLE_CLUSTER = 8
 """The largest cluster that every GPU with clusters can run."""
@@ -136,19 +139,6 @@ def kernel(program: Program, function: str, device: int, folder: Path | None = N
     return Kernel(driver(), compiled(program, arch, folder=folder), function, device)
 
 
-class _Buffers(threading.local):
-    """The memory that a launch passes to the driver. Each thread has its own, since several may launch at once."""
-
-    def __init__(self, size: int, config: dict[str, Any], attributes: list[_Attribute]) -> None:
-        self.params = ctypes.create_string_buffer(size)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
-        self.attributes = (_Attribute * max(1, len(attributes)))(*attributes)
-        self.config = _Config(**config, attributes=self.attributes, attribute_count=len(attributes))
-        self.reference = ctypes.byref(self.config)
-        self.current = ctypes.c_void_p()
-        self.current_reference = ctypes.byref(self.current)
-
-
 class Launch:
     """A kernel that is ready to launch: call it with a grid and parameters."""
 
@@ -175,45 +165,144 @@ class Launch:
         """
         if shared > kernel.shared_limit:
             raise ValueError(f"shared must be at most {kernel.shared_limit} on this device, got {shared}")
-        self.kernel = kernel
+        self.kernel, self.params = kernel, params
         self._launch = kernel.driver.library.cuLaunchKernelEx
         self._get_current = kernel.driver.library.cuCtxGetCurrent
-        letters, self._plain, self._nested = params_format(params)
-        packing = struct.Struct(f"@{letters}")
-        self._pack_into = packing.pack_into
-        attributes = []
+        self._block, self._shared = (ctypes.c_uint * 3)(threads, 1, 1), shared
+        self._attributes = []
         if cluster > 1:
-            attributes.append(_Attribute(LAUNCH_CLUSTER, (ctypes.c_uint32 * 16)(cluster, 1, 1)))
+            self._attributes.append(_Attribute(LAUNCH_CLUSTER, (ctypes.c_uint32 * 16)(cluster, 1, 1)))
         if overlap:
-            attributes.append(_Attribute(LAUNCH_PROGRAMMATIC_SERIALIZATION, (ctypes.c_uint32 * 16)(1)))
+            self._attributes.append(_Attribute(LAUNCH_PROGRAMMATIC_SERIALIZATION, (ctypes.c_uint32 * 16)(1)))
         with kernel.driver.within(kernel.context):
             if shared > PLAIN_SHARED:
                 kernel.set_attribute(FUNCTION_SHARED_CARVEOUT, 100)
             if cluster > PORTABLE_CLUSTER:
                 kernel.set_attribute(FUNCTION_NON_PORTABLE_CLUSTER, 1)
-        config = {"block": (ctypes.c_uint * 3)(threads, 1, 1), "shared": shared}
-        self._buffers = _Buffers(packing.size, config, attributes)
+        self._own = threading.local()
 
     def __call__(self, grid: tuple[int, int, int], params: tuple[Any, ...]) -> None:
         """Launch on the current stream of the kernel's device."""
-        buffers = self._buffers
-        if self._nested:
-            values = [*params[: self._plain]]
-            for nested in params[self._plain :]:
-                values += nested
-            self._pack_into(buffers.params, 0, *values)
+        try:
+            memory = self._own.memory
+        except AttributeError:
+            memory = self._own.memory = _Memory(self)
+        memory.pack(params)
+        memory.config.grid[:] = grid
+        memory.config.stream = current_stream(self.kernel.device)
+        current = ctypes.c_void_p()
+        self._get_current(ctypes.byref(current))
+        if current.value == self.kernel.context.value:
+            status = self._launch(memory.reference, self.kernel.function, memory.pointers, None)
         else:
-            self._pack_into(buffers.params, 0, *params)
-        config = buffers.config
-        config.grid[:] = grid
-        # The handle of torch.cuda.current_stream(), without making a Stream object; Triton uses the same function.
-        config.stream = torch._C._cuda_getCurrentRawStream(self.kernel.device)
-        self._get_current(buffers.current_reference)
-        if buffers.current.value == self.kernel.context.value:
-            status = self._launch(buffers.reference, self.kernel.function, buffers.pointers, None)
-        else:
-            # This thread has not used the device yet, or another device is current.
-            with self.kernel.driver.within(self.kernel.context):
-                status = self._launch(buffers.reference, self.kernel.function, buffers.pointers, None)
+            status = self._launch_within(memory)
         if status:
             raise self.kernel.driver.error("cuLaunchKernelEx", status)
+
+    def prepared(
+        self,
+        grid: tuple[int, int, int],
+        params: tuple[Any, ...],
+        addresses: Sequence[str],
+        factor: str | None = None,
+    ) -> "PreparedLaunch":
+        """A launch with this grid and these parameters, except for some that each launch gives.
+
+        Args:
+            grid: the grid.
+            params: the parameters.
+            addresses: names of fields that are addresses, as in `field_places`.
+            factor: name of a field that is a float.
+        """
+        return PreparedLaunch(self, grid, params, addresses, factor)
+
+    def _launch_within(self, memory: "_Memory") -> int:
+        """Launch where this thread has not used the device yet, or another device is current."""
+        with self.kernel.driver.within(self.kernel.context):
+            status: int = self._launch(memory.reference, self.kernel.function, memory.pointers, None)
+        return status
+
+
+class _Memory:
+    """The memory that a launch passes to the driver. Each thread has its own, since several may launch at once."""
+
+    def __init__(self, launch: Launch) -> None:
+        letters, self._plain, self._nested = params_format(launch.params)
+        packing = struct.Struct(f"@{letters}")
+        self._pack_into = packing.pack_into
+        self.params = ctypes.create_string_buffer(round_up(packing.size, 8))  # can be seen as words
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
+        count = len(launch._attributes)
+        self.attributes = (_Attribute * max(1, count))(*launch._attributes)
+        self.config = _Config(
+            block=launch._block, shared=launch._shared, attributes=self.attributes, attribute_count=count
+        )
+        self.reference = ctypes.byref(self.config)
+
+    def pack(self, params: tuple[Any, ...]) -> None:
+        """Pack all parameters."""
+        if not self._nested:
+            self._pack_into(self.params, 0, *params)
+            return
+        values = [*params[: self._plain]]
+        for nested in params[self._plain :]:
+            values += nested
+        self._pack_into(self.params, 0, *values)
+
+
+class PreparedLaunch:
+    """A launch whose grid and parameters are known, except for addresses and perhaps one factor: call it with these.
+
+    Each thread packs the parameters once; after that, a launch writes only what changes.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        grid: tuple[int, int, int],
+        params: tuple[Any, ...],
+        addresses: Sequence[str],
+        factor: str | None,
+    ) -> None:
+        """See `Launch.prepared`."""
+        places = field_places(launch.params)
+        self._launch, self._grid, self._params = launch, grid, params
+        self._run, self._function = launch._launch, launch.kernel.function
+        self._words = [places[name].number for name in addresses]
+        self._factor = None if factor is None else places[factor].number
+        wrong = [name for name in addresses if places[name].letter != "P"]
+        if wrong or (factor is not None and places[factor].letter != "f"):
+            raise TypeError(f"addresses must be pointers and factor a float, got {wrong or factor}")
+        self._own = threading.local()
+
+    def __call__(self, stream: int, addresses: Sequence[int], factor: float = 0.0) -> None:
+        """Launch on a stream, given by its handle, of the kernel's device, which must be the current one."""
+        try:
+            memory, words, floats = self._own.memory
+        except AttributeError:
+            memory, words, floats = self._prepare()
+        for word, address in zip(self._words, addresses, strict=True):
+            words[word] = address
+        if self._factor is not None:
+            floats[self._factor] = factor
+        memory.config.stream = stream
+        status = self._run(memory.reference, self._function, memory.pointers, None)
+        if status:
+            self._try_again(status, memory)
+
+    def _prepare(self) -> "tuple[_Memory, memoryview[int], memoryview[float]]":
+        memory = _Memory(self._launch)
+        memory.pack(self._params)
+        memory.config.grid[:] = self._grid
+        # A buffer that is an array of characters can be cast to other types only by way of bytes.
+        raw = memoryview(memory.params).cast("B")
+        self._own.memory = found = memory, raw.cast("P"), raw.cast("f")
+        return found
+
+    def _try_again(self, status: int, memory: _Memory) -> None:
+        """The driver has refused a launch. A thread that has used no device yet has no context, although the device is
+        the current one, and another library may have made its own context current."""
+        if status in (INVALID_CONTEXT, INVALID_HANDLE):
+            status = self._launch._launch_within(memory)
+        if status:
+            raise self._launch.kernel.driver.error("cuLaunchKernelEx", status)

@@ -57,6 +57,36 @@ def _letter(hint: Any) -> str:
     return inner.letters
 
 
+class Place(NamedTuple):
+    """Where a field lies in the packed struct."""
+
+    letter: str
+    """The field's type, as a letter of the module `struct`."""
+    number: int
+    """How many values of this type fit before it."""
+
+
+@cache
+def field_places(params: type) -> dict[str, Place]:
+    """The place of every field of a NamedTuple of parameters; fields of nested structs are named "struct.field"."""
+    hints = get_type_hints(params, include_extras=True)
+    found, before = {}, "@"
+    for name in params._fields:  # type: ignore[attr-defined]
+        kind = _letter(hints[name])
+        if len(kind) == 1:
+            fields = {name: kind}
+        else:
+            inner = get_type_hints(hints[name], include_extras=True)
+            fields = {f"{name}.{field}": _letter(inner[field]) for field in hints[name]._fields}
+            before += kind[:2]  # aligned like its largest member
+        for field, letter in fields.items():
+            found[field] = Place(letter, struct.calcsize(f"{before}0{letter}") // struct.calcsize(letter))
+            before += letter
+        if len(kind) > 1:
+            before += kind[-2:]
+    return found
+
+
 def params_bytes(params: type) -> int:
     """The size of the C++ struct, with which the source is compiled as `PARAMS_BYTES`."""
     return struct.calcsize(f"@{params_format(params).letters}")

@@ -11,6 +11,7 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches, Selection
 from tamis.layers.batch_invariance import fixed_splits
 from tamis.layers.mla_checks import Arguments, Call, MlaChecks
+from tamis.layers.mla_memory import KnownCall, LayerMemory, number_of
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, IndexInputs
 from tamis.ops.attention import folded_scale, new_output
@@ -27,6 +28,8 @@ from tamis.ops.write import write_call
 from tamis.ops.write.operations import WriteKv, write_kv
 from tamis.step.lease import needs_latest_plan
 from tamis.step.plan import Plan
+
+_KNOWN = LayerMemory()
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class SparseMLA:
         self.index_workspace_bytes = checks.integer("index_workspace_bytes", index_workspace_bytes, low=1, high=most)
         self._shard = (self.shard.ranks, self.shard.rank, self.shard.interleave)
         self._checks = MlaChecks(spec, backend)
+        self._kind = number_of(spec, backend, self._shard, batch_invariant, index_workspace_bytes)
 
     @needs_latest_plan
     def __call__(
@@ -230,26 +234,31 @@ class SparseMLA:
 
     def _prepare(self, given: Arguments) -> Call:
         """The operations of a call, checked."""
-        seen = self._checks.signature(given)
-        known = self._checks.seen_before(given, seen)
-        if not known:
-            self._checks.arguments(given)
+        signature = None
+        if not torch.compiler.is_compiling():
+            # A default device is a mode, which would put a Python function around every attribute of a tensor.
+            with torch._C.DisableTorchFunction():
+                signature = _KNOWN.sign(self._kind, self.spec.scale, given)
+                known = _KNOWN.find(signature)
+                if known is not None and known.fits(given):
+                    return self._build(given, known)
+        self._checks.arguments(given)
         call = self._build(given)
-        if not known:
-            self._checks.operations(given, call, seen)
+        self._checks.operations(given, call)
+        if signature is not None:
+            positions = self._checks.placeholder(given.q) if given.positions is None else given.positions
+            _KNOWN.keep(signature, KnownCall.of(given, call, positions))
         return call
 
-    def _build(self, given: Arguments) -> Call:
-        """Build the operations of a call from checked arguments."""
+    def _build(self, given: Arguments, known: KnownCall | None = None) -> Call:
+        """Build the operations of a call from checked arguments. A known call makes its output when it runs."""
         q, cache, plan, positions = given.q, given.caches.latent, given.plan, given.positions
-        out = new_output(q, self.spec.value_dim) if given.out is None else given.out
-        selections, splits = [], None
-        if positions is not None:
-            selections = [Selection(cache, positions, None, *given.table)]
+        out: Any = new_output(q, self.spec.value_dim) if given.out is None and known is None else given.out
+        splits = None
         if self.batch_invariant:
             splits = fixed_splits((self.spec.topk or 0) if positions is None else positions.shape[1])
         scales, sink = folded_scale(self.spec.scale, given.q_scale), contiguous_sink(given.sink)
-        attention = Attend(q, selections, *scales, splits, sink, out, True, LseForm(), self.backend)
+        attention = Attend(q, [], *scales, splits, sink, out, True, LseForm(), self.backend)
         writes, index, gathers, translate = [], None, [], None
         if plan is not None and plan.requests:
             writes = self._writes(given.kv, given.index_inputs, given.caches, plan)
@@ -257,7 +266,7 @@ class SparseMLA:
             gathers = [] if plan.prefill is None else self._gathers(cache, plan)
         if gathers or self._shard[0] > 1:
             translate = self._translation(given, cache)
-        return Call(plan, cache, given.table, writes, index, positions, translate, gathers, attention)
+        return Call(plan, cache, given.table, writes, index, positions, translate, gathers, attention, known)
 
     def _writes(
         self, kv: Tensor | tuple[Tensor, Tensor] | None, index: IndexInputs | None, caches: Caches, plan: Plan
@@ -303,25 +312,39 @@ class SparseMLA:
         return TranslatePositions(positions, *given.table, size, size, ids, starts, self._shard, False, backend)
 
     def _run(self, call: Call) -> LayerOutput:
+        if call.known is None:
+            return self._run_operations(call, None)
+        with torch._C.DisableTorchFunction():
+            return self._run_operations(call, call.known)
+
+    def _run_operations(self, call: Call, known: KnownCall | None) -> LayerOutput:
         if call.plan is not None and call.plan.requests == 0:
             return self._nothing(call)
-        for write in call.writes:
-            write_kv(write)
+        for number, write in enumerate(call.writes):
+            run = write_kv if known is None else known.writes[number]
+            run(write)
         positions, attention = call.positions, call.attend
         if call.index_topk is not None:
-            positions = self._select(call.index_topk)
-            attention = attention._replace(selections=[Selection(call.cache, positions, None, *call.table)])
+            positions = self._select(call.index_topk, known)
         assert positions is not None
+        found = None if known is None else known.attended(call, positions)
+        if found is not None:
+            return LayerOutput(*found, positions)
+        if attention.out is None:
+            attention = attention._replace(out=new_output(attention.q, self.spec.value_dim))
+        selection = Selection(call.cache, positions, None, *call.table)
         if call.translate is not None:
             slots = translate_positions(call.translate._replace(positions=positions))[0]
             if call.gathers:
                 return self._attend_gathered(call, positions, slots)
-            attention = attention._replace(selections=[Selection(call.cache, slots)])
-        return LayerOutput(attention.out, *attend(attention), positions)
+            selection = Selection(call.cache, slots)
+        return LayerOutput(attention.out, *attend(attention._replace(selections=[selection])), positions)
 
-    def _select(self, call: IndexTopk) -> Tensor:
+    def _select(self, call: IndexTopk, known: KnownCall | None = None) -> Tensor:
         """Run the indexer. Tools that watch a layer override this."""
-        return index_topk(call)
+        if known is None or known.index_topk is None:
+            return index_topk(call)
+        return known.index_topk(call)
 
     def _attend_gathered(self, call: Call, positions: Tensor, slots: Tensor) -> LayerOutput:
         """Attend decodes over the cache, and prefills chunk by chunk over rows gathered into the plan's workspace."""

@@ -94,14 +94,16 @@ class Call(NamedTuple):
     gathers: list[GatherKv]
     """The gathers of prefills into the plan's workspace, one per chunk."""
     attend: Attend
-    """The attention. If the layer selects positions, its selections are added once the indexer has run."""
+    """The attention. Its selection is added once the positions are known."""
+    known: Any = None
+    """What was prepared for calls like it (`KnownCall`), which then make their output themselves; None if nothing."""
 
 
 class MlaChecks:
     """The checks of one layer.
 
-    On the host they see values, so they run in every call. On a device they see only shapes, dtypes and devices: if
-    these are the same as in the last call that passed, only gradients and shared memory are checked again.
+    On the host they see values, so they run in every call. On a device they see only what is in a call's signature, so
+    they run once for each; see `tamis.layers.mla_memory`.
     """
 
     def __init__(self, spec: LayerSpec, backend: str) -> None:
@@ -109,17 +111,6 @@ class MlaChecks:
         self.spec, self.backend = spec, backend
         self._gathered = {d: plain_rows(d, latent=spec.latent_dim, rope=spec.rope_dim) for d in checks.FLOATS}
         self._columns = f"rows {spec.topk or 'K'}"
-        self._passed: tuple[object, ...] | None = None
-
-    def seen_before(self, given: Arguments, seen: tuple[object, ...] | None) -> bool:
-        """Whether a call of this signature passed last. Otherwise `arguments` and `operations` must look at it."""
-        if seen is None or seen != self._passed:
-            return False
-        if torch.is_grad_enabled():
-            checks.no_gradient(**given.inputs, out=given.out)
-        if given.out is not None:
-            checks.apart("out", given.out, *given.read)
-        return True
 
     def arguments(self, given: Arguments) -> None:
         """Refuse arguments that do not fit each other, before operations are built of them."""
@@ -144,8 +135,8 @@ class MlaChecks:
             width = caches.latent.layout.width
             checks.tensor("plan.workspace", plan.workspace, "N D", tuple(self._gathered), D=width, device=q.device)
 
-    def operations(self, given: Arguments, call: Call, seen: tuple[object, ...] | None) -> None:
-        """Refuse what the operations of a call refuse, and remember the signature of a call that passed."""
+    def operations(self, given: Arguments, call: Call) -> None:
+        """Refuse what the operations of a call refuse."""
         self.writes(call.writes, given.caches)
         if call.index_topk is not None and call.plan is not None:
             self.index_topk(call.index_topk, call.plan)
@@ -154,7 +145,6 @@ class MlaChecks:
             checks.no_gradient(**given.inputs)
         else:
             self._check_attention(given, call)
-        self._passed = seen
 
     def caches(self, caches: Caches, plan: Plan) -> None:
         """Refuse caches that do not fit the layer and the plan."""
@@ -228,37 +218,6 @@ class MlaChecks:
     def workspace_cache(self, rows: Tensor) -> PagedCache:
         """Gathered rows [N, width] as a cache with pages of one row."""
         return PagedCache.rebuilt(rows.unsqueeze(1), self._gathered[rows.dtype], 1.0)
-
-    def signature(self, given: Arguments) -> tuple[object, ...] | None:
-        """All that the checks of a call on a device depend on; None if they must run in every call."""
-        q, kv, caches, plan, table, positions, index, sink, q_scale, out = given
-        if torch.compiler.is_compiling() or not isinstance(q, Tensor) or checks.visible(q):
-            return None
-        latent, keys = caches.latent, caches.index
-        kinds = isinstance(latent, PagedCache) and (keys is None or isinstance(keys, PagedCache))
-        if not kinds or not (index is None or isinstance(index, IndexInputs)):
-            return None
-        seen: list[Any] = [latent.layout.key, latent.storage.is_inference(), torch.is_inference_mode_enabled()]
-        tensors = [q, positions, sink, out, *table, latent.storage]
-        tensors += kv if isinstance(kv, tuple) else (kv,)
-        if plan is not None:
-            if plan.prefill is not None and plan.prefill.chunks:
-                return None
-            seen += (plan.rows, plan.requests == 0, plan.page_size, plan.topk, plan.mode)
-            tensors += (plan.slots, plan.positions)
-        if index is not None:
-            seen.append(index.recipe)
-            tensors += (index.q, index.weights, index.keys)
-        if keys is not None:
-            seen += (keys.layout.key, keys.recipe, keys.storage.is_inference())
-            tensors.append(keys.storage)
-        if isinstance(q_scale, Tensor):
-            tensors.append(q_scale)
-        else:
-            seen += (type(q_scale), q_scale)
-        if isinstance(out, Tensor):
-            seen += (out.stride(), out.is_inference())
-        return (plan is None, isinstance(kv, tuple), index is None, *seen, *checks.signature(*tensors))
 
     def _index_sizes(self, plan: Plan) -> dict[str, int]:
         return {"T": plan.rows} | ({"H": self.spec.index_heads} if self.spec.index_heads else {})

@@ -20,7 +20,8 @@ makes empty results for a trace. A static method `run(stage, call)`, if there is
 function, and `no_gradient` names the arguments that may not require a gradient.
 
 Operations do not check their arguments: the `check_*` functions of the stages have done so. They write only to
-arguments marked `Written`, and return new tensors.
+arguments marked `Written`, and return new tensors. What `tamis.ops.memory` remembers of a call are operations that were
+prepared for others like it: launches that are complete except for addresses.
 """
 
 import re
@@ -136,7 +137,7 @@ class Operation(Generic[C, T]):
         """
         self.stage, self.arguments, self.fake = stage, arguments, fake
         self.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", arguments.__name__).lower()
-        self._check = f"check_{self.name}"
+        self._check, self._prepare = f"check_{self.name}", f"prepare_{self.name}"
         hints = get_type_hints(arguments, include_extras=True)
         fields, letters = [], iter("abcdefgh")
         self._flat: list[Flat] = []
@@ -161,6 +162,15 @@ class Operation(Generic[C, T]):
             found: T = self._overload(*flat)
             return found
         return self._run(call)
+
+    def prepared(self, call: C) -> Any:
+        """What runs a checked call, and all others that differ from it in addresses and factors only.
+
+        A module prepares calls in a function `prepare_<operation>`, which also says how the result is called; None if
+        there is no such function, or if it cannot prepare this call.
+        """
+        prepare = getattr(_module(self.stage, call[-1], call[0].device), self._prepare, None)
+        return None if prepare is None else prepare(call)
 
     def check(self, call: C, **names: str) -> None:
         """Refuse gradients, a backend that does not run here, and arguments that its kernels do not support.

@@ -1,6 +1,7 @@
 """The attention of checked arguments, whose lse leaves the kernels in FlashMLA's form."""
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,7 +9,8 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.selection import Selection
 from tamis.integrations.flash_mla.selections import Tokens
-from tamis.ops.attention import check_attend, folded_scale, new_output, operations, read_by
+from tamis.ops import memory
+from tamis.ops.attention import Prepared, check_attend, folded_scale, new_output, operations, read_by
 from tamis.ops.attention.operations import Attend
 from tamis.ops.combine import Attended, check_output
 from tamis.ops.combine.operations import contiguous_sink
@@ -26,16 +28,44 @@ def attend_checked(
     out: Tensor | None,
     q_scale: float | Tensor = 1.0,
     splits: int | None = None,
+    keep: Callable[[Attend], None] | None = None,
 ) -> Attended:
-    """What `tamis.ops.attend` does, with arguments that this package has checked and the lse in that form."""
-    if out is None:
-        out = new_output(q, value_dim)
-    else:
+    """What `tamis.ops.attend` does, with arguments that this package has checked and the lse in that form. `keep`, if
+    given, is called with the operation's arguments once they have passed all checks."""
+    result = new_output(q, value_dim) if out is None else out
+    if out is not None:
         check_output(out, (*q.shape[:2], value_dim), q.device, q, sink, *read_by(selections))
     scales = folded_scale(scale, q_scale)
-    call = Attend(q, selections, *scales, splits, contiguous_sink(sink), out, False, form, "auto")
+    call = Attend(q, selections, *scales, splits, contiguous_sink(sink), result, False, form, "auto")
     check_attend(call)
-    return Attended(out, *operations.attend(call))
+    if keep is not None:
+        keep(call)
+    return Attended(result, *operations.attend(call))
+
+
+class KnownCalls(memory.Memory[Prepared]):
+    """What is remembered of calls of one of FlashMLA's functions."""
+
+    def keep_call(
+        self, signature: memory.Signature | None, given: Sequence[Tensor], out: Tensor | None, shape: tuple[int, ...]
+    ) -> Callable[[Attend], None] | None:
+        """A function that remembers the operation of a call, for `attend_checked`; None without a signature.
+
+        Args:
+            signature: the signature of the call.
+            given: its query and indices. The operation must read them where they are, and not in copies.
+            out: its output, if it was given.
+            shape: the shape of new outputs.
+        """
+        if signature is None:
+            return None
+
+        def keep(call: Attend) -> None:
+            read = [call.q, *(selection.slots for selection in call.selections)]
+            if all(one.data_ptr() == other.data_ptr() for one, other in zip(given, read, strict=True)):
+                self.keep(signature, Prepared.of(call, out, shape))
+
+        return keep
 
 
 def decode_form(tokens: Tokens) -> LseForm:

@@ -1,21 +1,27 @@
 """FlashMLA's decode function."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from tamis import checks
 from tamis.cache.selection import Selection
+from tamis.checks import frozen, is_factor
 from tamis.integrations import _arguments
-from tamis.integrations.flash_mla.attention import attend_checked, decode_form, flat_output
+from tamis.integrations.flash_mla.attention import KnownCalls, attend_checked, decode_form, flat_output
 from tamis.integrations.flash_mla.formats import E4M3, row_format
 from tamis.integrations.flash_mla.metadata import FlashMLASchedMeta, check_flags, check_schedule
 from tamis.integrations.flash_mla.selections import (
     Tokens,
     extra_selected,
+    read_at_once,
     refuse_sparse_only,
     selected,
     whole_requests,
 )
 from tamis.layers.batch_invariance import fixed_splits
+from tamis.ops import memory
 
 
 def flash_mla_with_kvcache(
@@ -78,6 +84,28 @@ def flash_mla_with_kvcache(
         out [b, s_q, h, head_dim_v] in q's dtype (bf16 for e4m3) and lse float32 [b, h, s_q], natural logarithm; zeros
         and +inf where there is nothing to attend to.
     """
+    signature = None
+    if indices is not None and not torch.compiler.is_compiling():
+        # A default device is a mode, which would put a Python function around every attribute of a tensor.
+        with torch._C.DisableTorchFunction():
+            options = (head_dim_v, causal, is_fp8_kvcache, enable_batch_invariant, use_legacy, kv_format)
+            others = (tile_scheduler_metadata, num_splits, descale_q, descale_k)
+            signature = _sign(
+                (q, k_cache, indices, topk_length, attn_sink, out),
+                (extra_k_cache, extra_indices_in_kvcache, extra_topk_length),
+                softmax_scale,
+                (*options, *map(type, options), *map(type, others)),
+            )
+            known = _KNOWN.find(signature)
+            if known is not None:
+                read = read_at_once(q, k_cache, indices, topk_length)
+                if extra_k_cache is not None and extra_indices_in_kvcache is not None:
+                    read += read_at_once(q, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+                scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+                found = known.run(q, read, scale, attn_sink, out)
+                if found is not None:
+                    return found[:2]
+                signature = None
     tokens = _check_query(q, head_dim_v)
     check_flags(causal=causal, enable_batch_invariant=enable_batch_invariant, use_legacy=use_legacy)
     check_schedule(tile_scheduler_metadata, num_splits)
@@ -109,10 +137,38 @@ def flash_mla_with_kvcache(
         q_scale=form.q_scale,
         splits=_invariant_splits(selections, sparse=indices is not None) if enable_batch_invariant else None,
         out=flat_output(out, tokens, q.shape[2], head_dim_v, q.device),
+        keep=_KNOWN.keep_call(
+            signature,
+            [tensor for tensor in (q, indices, extra_indices_in_kvcache) if tensor is not None],
+            out,
+            (*tokens, q.shape[2], head_dim_v),
+        ),
     )
     # Without query tokens there are no groups to arrange the lse in.
     lse = attended.lse if tokens.per_request else attended.lse.view(tokens.requests, q.shape[2], 0)
     return attended.out.unflatten(0, tokens) if out is None else out, lse
+
+
+_KNOWN = KnownCalls()
+
+
+def _sign(
+    given: tuple[Any, ...], extra: tuple[Any, ...], scale: float | None, options: tuple[object, ...]
+) -> memory.Signature | None:
+    """The signature of a call with indices. Its scale is not part of it."""
+    q, k_cache, _, _, sink, out = given
+    try:
+        if not memory.remembered_on(q) or memory.has_gradient(q, k_cache, extra[0], sink, out):
+            return None
+        if (sink is not None and sink.stride() != (1,)) or (out is not None and frozen(out)):
+            return None  # the sink will be copied, or the output refused
+        if scale is not None and not is_factor(scale):
+            return None
+        seen = (*options, *map(memory.sign, given))
+        no_extra = extra[0] is None and extra[1] is None and extra[2] is None
+        return seen if no_extra else (*seen, *map(memory.sign, extra))
+    except memory.NOT_ARGUMENTS:
+        return None
 
 
 def _check_query(q: Tensor, head_dim_v: int) -> Tokens:

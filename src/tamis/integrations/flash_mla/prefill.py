@@ -1,16 +1,18 @@
 """FlashMLA's sparse prefill."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tamis import checks
 from tamis.cache.selection import Selection
+from tamis.checks import frozen, is_factor
 from tamis.integrations import _arguments
-from tamis.integrations.flash_mla.attention import attend_checked, in_base_2, prefill_form
+from tamis.integrations.flash_mla.attention import KnownCalls, attend_checked, in_base_2, prefill_form
 from tamis.integrations.flash_mla.formats import plain_rows
 from tamis.integrations.flash_mla.metadata import check_flags
+from tamis.ops import memory
 from tamis.ops.combine import Attended
 from tamis.ops.lse import LseForm
 
@@ -46,16 +48,51 @@ def flash_mla_sparse_fwd(
         out [s_q, h, d_v], max_logits and lse float32 [s_q, h], both after scaling; zeros, -inf and +inf where there is
         nothing to attend to. With `return_log2_lse=False` both are None.
     """
+    signature = None
+    if not torch.compiler.is_compiling():
+        # A default device is a mode, which would put a Python function around every attribute of a tensor.
+        with torch._C.DisableTorchFunction():
+            options = (d_v, use_legacy, return_log2_lse)
+            signature = _sign(q, kv, indices, topk_length, attn_sink, out, sm_scale, (*options, *map(type, options)))
+            known = _KNOWN.find(signature)
+            if known is not None:
+                read = [kv, indices] if topk_length is None else [kv, indices, topk_length]
+                found = known.run(q, read, sm_scale, attn_sink, out)
+                if found is not None:
+                    return _returned(*found, return_log2_lse)
+                signature = None
     check_flags(use_legacy=use_legacy)
     if return_log2_lse is not None:
         check_flags(return_log2_lse=return_log2_lse)
     form, names = prefill_form(base_2=return_log2_lse is True), _RowNames("kv", "sm_scale")
-    attended = _attend_rows(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out, form, names)
-    if return_log2_lse is False:
-        return attended.out, None, None
-    max_logits = attended.max_logits
-    assert max_logits is not None
-    return attended.out, in_base_2(max_logits) if return_log2_lse else max_logits, attended.lse
+    attended = _attend_rows(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out, form, names, signature)
+    assert attended.max_logits is not None
+    return _returned(attended.out, attended.lse, attended.max_logits, return_log2_lse)
+
+
+def _returned(
+    out: Tensor, lse: Tensor, max_logits: Tensor, base_2: bool | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if base_2 is False:
+        return out, None, None
+    return out, in_base_2(max_logits) if base_2 else max_logits, lse
+
+
+_KNOWN = KnownCalls()
+
+
+def _sign(
+    q: Any, kv: Any, indices: Any, lengths: Any, sink: Any, out: Any, scale: object, options: tuple[object, ...]
+) -> memory.Signature | None:
+    """The signature of a call of `flash_mla_sparse_fwd`. Its scale is not part of it."""
+    try:
+        if not memory.remembered_on(q) or memory.has_gradient(q, sink, out) or not is_factor(scale):
+            return None
+        if kv.requires_grad or (sink is not None and sink.stride() != (1,)) or (out is not None and frozen(out)):
+            return None  # what is refused in any case, or copied
+        return (*options, *map(memory.sign, (q, kv, indices, lengths, sink, out)))
+    except memory.NOT_ARGUMENTS:
+        return None
 
 
 def flash_mla_sparse_prefill(
@@ -89,6 +126,7 @@ def _attend_rows(
     out: Tensor | None,
     form: LseForm,
     names: _RowNames,
+    signature: memory.Signature | None = None,
 ) -> Attended:
     sizes = checks.tensor("q", q, "s_q h d", checks.FLOATS)
     _arguments.head_count("q", sizes["h"])
@@ -104,4 +142,5 @@ def _attend_rows(
     # Each row is a page, so that the page stride is the row stride and may be anything.
     cache = _arguments.wrap_pages(names.kv, kv, plain_rows(kv.dtype, sizes["d"]))
     selection = Selection(cache, indices.squeeze(1), topk_length)
-    return attend_checked(q, [selection], form, scale=scale, value_dim=d_v, sink=attn_sink, out=out)
+    keep = _KNOWN.keep_call(signature, (q, indices), out, (*q.shape[:2], d_v))
+    return attend_checked(q, [selection], form, scale=scale, value_dim=d_v, sink=attn_sink, out=out, keep=keep)

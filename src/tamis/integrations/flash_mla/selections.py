@@ -38,6 +38,14 @@ def selected(
     return Selection(cache, indices.flatten(0, 1), lengths)
 
 
+def read_at_once(q: Tensor, storage: Tensor, indices: Tensor, lengths: Tensor | None) -> list[Tensor]:
+    """What attention reads of a selection of a call that is known to be right, in the order of `read_by`."""
+    if lengths is None:
+        return [storage, indices]
+    requests, queries = q.shape[:2]
+    return [storage, indices, lengths if queries == 1 else Tokens(requests, queries).repeat(lengths)]
+
+
 def extra_selected(
     storage: Tensor | None, indices: Tensor | None, lengths: Tensor | None, q: Tensor, tokens: Tokens, form: RowFormat
 ) -> list[Selection]:

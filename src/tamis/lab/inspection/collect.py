@@ -149,7 +149,7 @@ class _WatchedMLA(SparseMLA):
         _compare(notes, call.attend.q, rows, own, own + 1, result.positions)
         return result
 
-    def _select(self, call: IndexTopk) -> Tensor:
+    def _select(self, call: IndexTopk, known: object = None) -> Tensor:
         return _select(self._watch, self._number, call, call.lengths - 1)
 
 

@@ -143,4 +143,7 @@ def many_heads_cases() -> Iterator[CudaCase]:
     for kind in (many_heads.V32_FP8, many_heads.V4_FP8, many_heads.V32_BF16):
         for count in range(1, many_heads.SELECTIONS + 1):
             label = f"attend, many heads, {kind.layout}, selections: {count}"
-            yield CudaCase(label, many_heads.program(kind, count), many_heads.SHARED_BYTES)
+            yield CudaCase(label, many_heads.program(kind, count, False), many_heads.SHARED_BYTES)
+            if kind.merges:
+                merging = many_heads.program(kind, count, True)
+                yield CudaCase(f"{label}, merging in clusters", merging, many_heads.SHARED_BYTES)

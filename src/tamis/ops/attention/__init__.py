@@ -1,7 +1,7 @@
 """Stage `attend`: attention of queries over selected cache rows, in splits (`attend_slots`) or merged (`attend`)."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from tamis import checks
 from tamis.arithmetic import output_dtype
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
+from tamis.ops import memory
 from tamis.ops.attention import operations
 from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.combine import Attended, Partials, check_output, check_sink
@@ -85,27 +86,97 @@ def attend(
     """
     dtype = q[0].dtype if isinstance(q, tuple) and q and isinstance(q[0], Tensor) else None
     q, selections = join_pair("q", q), as_list(selections)
+    signature = None
+    if not torch.compiler.is_compiling():
+        # A default device is a mode, which would put a Python function around every attribute of a tensor.
+        with torch._C.DisableTorchFunction():
+            signature = sign_attend(
+                q, selections, scale, q_scale, sink, out, (value_dim, splits, dtype, lse_base, backend)
+            )
+            known = _KNOWN.find(signature)
+            if known is not None:
+                # A call that is known has factors that are numbers.
+                found = known.run(q, read_by(selections), scale * q_scale, sink, out)  # type: ignore[arg-type]
+                if found is not None:
+                    return Attended(*found)
+                signature = None
     checks.option("lse_base", lse_base, ("e", "2"))
     check_query(q, selections, value_dim)
     check_scales(scale, q_scale, q.device)
     check_sink(sink, q.shape[1], q.device)
-    if out is None:
-        out = new_output(q, value_dim, dtype)
-    else:
+    result = new_output(q, value_dim, dtype) if out is None else out
+    if out is not None:
         check_output(out, (*q.shape[:2], value_dim), q.device, q, sink, *read_by(selections))
-    call = Attend(
-        q,
-        selections,
-        *folded_scale(scale, q_scale),
-        splits,
-        contiguous_sink(sink),
-        out,
-        False,
-        LseForm(base_2=lse_base == "2"),
-        backend,
-    )
+    factor, form = folded_scale(scale, q_scale), LseForm(base_2=lse_base == "2")
+    call = Attend(q, selections, *factor, splits, contiguous_sink(sink), result, False, form, backend)
     check_attend(call)
-    return Attended(out, *operations.attend(call))
+    if signature is not None:
+        _KNOWN.keep(signature, Prepared.of(call, out))
+    return Attended(result, *operations.attend(call))
+
+
+class Prepared:
+    """Attention calls like one that passed its checks."""
+
+    def __init__(self, attend: Any, apart: memory.Apart | None) -> None:
+        """Remember what the backend prepared, and how far apart an output and inputs must be if one was given."""
+        self._attend, self._apart = attend, apart
+
+    @classmethod
+    def of(cls, call: Attend, out: Tensor | None, shape: tuple[int, ...] | None = None) -> "Prepared | None":
+        """Prepare calls like this one; None if the backend cannot.
+
+        Args:
+            call: the call.
+            out: the output, if it was given. The others must then be given one too.
+            shape: the shape of new outputs, if it is not that of the call's output.
+        """
+        attend = operations.attend.prepared(call)
+        if attend is None:
+            return None
+        if shape is not None:
+            attend.reshape_output(shape)
+        inputs = (call.q, call.sink, *read_by(call.selections))
+        return cls(attend, None if out is None else memory.Apart(out, *inputs))
+
+    def run(
+        self, q: Tensor, read: list[Tensor], scale: float, sink: Tensor | None, out: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Output, lse and max_logits; None if addresses show that the call must be looked at.
+
+        Args:
+            q: the queries.
+            read: what `read_by` gives for the selections.
+            scale: the softmax scale, with the query scale.
+            sink: the sink.
+            out: the output; None for a new one.
+        """
+        if out is not None and self._apart is not None and not self._apart(out, q, sink, *read):
+            return None
+        found: tuple[Tensor, Tensor, Tensor] | None = self._attend(q, read, scale, sink, out)
+        return found
+
+
+_KNOWN: memory.Memory[Prepared] = memory.Memory()
+
+
+def sign_attend(
+    q: Any, selections: list[Selection], scale: Any, q_scale: Any, sink: Any, out: Any, options: tuple[object, ...]
+) -> memory.Signature | None:
+    """The signature of a call of `attend`. Its scales are not part of it."""
+    try:
+        if not (checks.is_factor(scale) and checks.is_factor(q_scale) and checks.is_factor(scale * q_scale)):
+            return None
+        if not memory.remembered_on(q) or memory.has_gradient(q, sink, out):
+            return None
+        if (sink is not None and sink.stride() != (1,)) or (out is not None and checks.frozen(out)):
+            return None  # the sink will be copied, or the output refused
+        seen = (options, *map(type, options[:2]), q.shape, q.stride(), q.dtype, memory.sign(sink), memory.sign(out))
+        for selection in selections:
+            seen += memory.sign_selection(selection)
+        return seen
+    except memory.NOT_ARGUMENTS:
+        return None
 
 
 def check_query(q: Tensor, selections: list[Selection], value_dim: int) -> None:
@@ -156,12 +227,18 @@ def folded_scale(scale: float, q_scale: float | Tensor) -> tuple[float, Tensor |
     return (scale, q_scale.reshape(())) if isinstance(q_scale, Tensor) else (scale * q_scale, None)
 
 
-def read_by(selections: list[Selection]) -> list[Tensor | None]:
-    """All tensors that attention over these selections reads."""
-    found: list[Tensor | None] = []
+def read_by(selections: list[Selection]) -> list[Tensor]:
+    """All tensors that attention over these selections reads: of each the cache's storage, the slots, and then those
+    that it has of lengths, request ids and block table."""
+    found: list[Tensor] = []
     for selection in selections:
-        found += (selection.cache.storage, selection.slots, selection.lengths)
-        found += (selection.request_ids, selection.block_table)
+        found += (selection.cache.storage, selection.slots)
+        if selection.lengths is not None:
+            found.append(selection.lengths)
+        if selection.request_ids is not None:
+            found.append(selection.request_ids)
+        if selection.block_table is not None:
+            found.append(selection.block_table)
     return found
 
 

@@ -20,12 +20,15 @@ from tamis import checks
 from tamis.cache.layout import index_mxfp4
 from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
+from tamis.ops import memory
 from tamis.ops.index import operations
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores, TopkPositions
 
 QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)
 MAX_K = 4096
 WORKSPACE_BYTES = 256 << 20
+
+_KNOWN: memory.Calls[IndexTopk, Tensor] = memory.Calls()
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,8 +233,27 @@ def index_topk(
         backend: a name from `tamis backends`, or "auto".
     """
     call = IndexTopk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
+    signature = None
+    if not torch.compiler.is_compiling():
+        with torch._C.DisableTorchFunction():
+            signature = _sign(call)
+            known = _KNOWN.find(signature)
+            if known is not None:
+                return known(call)
     check_index_topk(call)
-    return operations.index_topk(call)
+    return _KNOWN.run(operations.index_topk, call, signature)
+
+
+def _sign(call: IndexTopk) -> memory.Signature | None:
+    """The signature of a call of `index_topk`."""
+    q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend = call
+    try:
+        if not memory.remembered_on(q) or memory.has_gradient(q, weights):
+            return None
+        tensors = map(memory.sign, (q, weights, request_ids, block_table, lengths))
+        return (backend, k, type(k), workspace_bytes, type(workspace_bytes), *tensors, *memory.sign_cache(cache))
+    except memory.NOT_ARGUMENTS:
+        return None
 
 
 def check_index_topk(call: IndexTopk, sizes: Mapping[str, int] | None = None, **names: str) -> None:

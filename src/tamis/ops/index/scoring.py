@@ -4,7 +4,7 @@ Grids and blocks depend on shapes alone, so every call can be captured in a CUDA
 programs whose keys all lie past the lengths exit at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache as remember
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from tamis.cache.layout import from_key
 from tamis.cuda.device import sm_count
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores
 from tamis.ops.index.triton_scores import E4M3, choose_score_launch, score_keys
+from tamis.ops.rows.triton_launch import TritonLaunch, can_prepare
 from tamis.ops.rows.triton_rows import has_native_e4m3, launching_on, strided_field
 
 PACKED = torch.bfloat16
@@ -166,6 +167,39 @@ def _launch(call: IndexScores | RaggedScores | IndexTopk, keys: Keys, out: Tenso
     if grid[0]:
         with launching_on(device):
             score_keys[grid](**arguments, **options)
+
+
+def prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, int], None] | None:
+    """A launch that scores calls like this one as a whole, into memory like `out`: a function of the stream, the call
+    and the address of its scores. None if tensors would have to be copied."""
+    q, lengths, ids, table = call.q, call.lengths, call.request_ids, call.block_table
+    copied = q.stride(2) != 1 or not lengths.is_contiguous() or not ids.is_contiguous()
+    if copied or not q.shape[0] or not table.numel() or not can_prepare(score_keys):
+        return None
+    device, keys = out.device, paged_keys(call, out.shape[1])
+    grid, arguments, options = score_launch(
+        call,
+        keys,
+        out,
+        shared=q.shape[0] > table.shape[0],
+        fill=False,
+        native=has_native_e4m3(device),
+        sms=sm_count(device),
+    )
+    scaled = arguments["scales"] is not None
+    changing = ["q", "weights", "request_ids", "block_table", "ends", "out", "keys", *["scales"] * scaled]
+    launch = TritonLaunch(score_keys, grid, arguments, changing, **options)
+    storage = call.cache.storage.data_ptr()
+    starts = [arguments[name].data_ptr() - storage for name in changing[6:]]
+
+    def run(stream: int, call: IndexTopk, out: int) -> None:
+        pages = call.cache.storage.data_ptr()
+        addresses = [call.q.data_ptr(), call.weights.data_ptr(), call.request_ids.data_ptr()]
+        addresses += (call.block_table.data_ptr(), call.lengths.data_ptr(), out)
+        addresses += [pages + start for start in starts]
+        launch(stream, addresses)
+
+    return run
 
 
 def score_launch(

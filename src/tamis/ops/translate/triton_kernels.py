@@ -1,5 +1,6 @@
 """Translates positions to slots in Triton: one launch, with a program per token that also counts its valid slots."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tamis.cuda.device import Rooms, current_stream, device_index
+from tamis.ops.rows.triton_launch import TritonLaunch, can_prepare
 from tamis.ops.rows.triton_rows import launching_on
 from tamis.ops.translate.operations import TranslatePositions
 
@@ -85,6 +88,30 @@ def translate_positions(call: TranslatePositions) -> tuple[Tensor, Tensor]:
     with launching_on(positions.device):
         translate_rows[(positions.shape[0],)](**arguments, **launch_options(arguments["BLOCK"]))
     return slots, counts
+
+
+def prepare_translate_positions(
+    call: TranslatePositions,
+) -> Callable[[TranslatePositions], tuple[Tensor, Tensor]] | None:
+    """A launch for calls like this one, if nothing is copied."""
+    positions, ids = call.positions, call.request_ids
+    plain = call.workspace_ids is None and call.workspace_starts is None and ids.is_contiguous()
+    if not plain or not positions.shape[0] or not can_prepare(translate_rows):
+        return None
+    index, rows = device_index(positions.device), positions.shape[0]
+    rooms = Rooms(positions.device, (tuple(positions.shape), torch.int32), ((rows,), torch.int32))
+    arguments = launch_arguments(call, *rooms())
+    changing = ("positions", "request_ids", "block_table", "slots", "counts")
+    launch = TritonLaunch(translate_rows, (rows,), arguments, changing, **launch_options(arguments["BLOCK"]))
+
+    def run(call: TranslatePositions) -> tuple[Tensor, Tensor]:
+        positions, ids, table = call[:3]
+        slots, counts = rooms()
+        given = (positions.data_ptr(), ids.data_ptr(), table.data_ptr())
+        launch(current_stream(index), (*given, slots.data_ptr(), counts.data_ptr()))
+        return slots, counts
+
+    return run
 
 
 def launch_options(block: int) -> dict[str, int]:

@@ -1,15 +1,19 @@
 """Stage `write`: quantises latent rows or index keys and inserts them into a paged cache."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.model.rope import rms_norm, rotate
+from tamis.ops import memory
 from tamis.ops.pairs import check_pair, joined
 from tamis.ops.write import operations
 from tamis.ops.write.operations import WriteKv
 
+_KNOWN: memory.Calls[WriteKv, None] = memory.Calls()
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -24,11 +28,32 @@ def write_kv(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, slots: Tenso
             rows for one slot the reference keeps the last, while kernels may mix them.
         backend: a name from `tamis backends`, or "auto".
     """
+    signature = None
+    if not torch.compiler.is_compiling():
+        # A default device is a mode, which would put a Python function around every attribute of a tensor.
+        with torch._C.DisableTorchFunction():
+            signature = _sign(kv, cache, slots, backend)
+            known = _KNOWN.find(signature)
+            if known is not None:
+                return known(write_call(kv, cache, slots, backend))
     checks.instance("cache", cache, PagedCache)
     check_rows(kv, cache)
     call = write_call(kv, cache, slots, backend)
     check_write_kv(call)
-    operations.write_kv(call)
+    return _KNOWN.run(operations.write_kv, call, signature)
+
+
+def _sign(kv: Any, cache: Any, slots: Any, backend: object) -> memory.Signature | None:
+    """The signature of a call of `write_kv`."""
+    try:
+        storage = cache.storage
+        parts = kv if isinstance(kv, tuple) else (kv,)
+        if not memory.remembered_on(storage) or memory.has_gradient(storage, *parts) or checks.frozen(storage):
+            return None
+        rows = memory.sign(kv) if parts is not kv else (*map(memory.sign, kv),)
+        return (backend, rows, memory.sign(slots), *memory.sign_cache(cache))
+    except memory.NOT_ARGUMENTS:
+        return None
 
 
 def check_rows(kv: Tensor | tuple[Tensor, Tensor], cache: PagedCache, *, name: str = "kv") -> None:

@@ -6,13 +6,17 @@ call that name the same slot race, and the slot may end up with the values of on
 for one slot are a caller's error on a GPU.
 """
 
+from collections.abc import Callable
 from functools import cache as remember
 from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tamis.cache.layout import from_key
+from tamis.cuda.device import current_stream
+from tamis.ops.rows.triton_launch import TritonLaunch, can_prepare
 from tamis.ops.rows.triton_rows import (
     copy_rounded,
     decode_bf16,
@@ -177,6 +181,31 @@ def write_kv(call: WriteKv) -> None:
     arguments = launch_arguments(call)
     with launching_on(call.kv.device):
         write_rows[(triton.cdiv(call.slots.shape[0], arguments["ROWS"]),)](**arguments, num_warps=NUM_WARPS)
+
+
+def prepare_write_kv(call: WriteKv) -> Callable[[WriteKv], None] | None:
+    """A launch for calls like this one, if it needs no copies."""
+    kv, rope, slots = call[:3]
+    copied = kv.stride(1) != 1 or (rope is not None and rope.stride(1) != 1)
+    if copied or not slots.shape[0] or not can_prepare(write_rows):
+        return None
+    arguments = launch_arguments(call)
+    changing = ["kv", "slots", "cache"]
+    changing += ["rope"] if rope is not None else []
+    changing += ["scale"] if arguments["SCALE_IN_MEMORY"] else []
+    grid, device = (triton.cdiv(slots.shape[0], arguments["ROWS"]),), kv.get_device()
+    launch = TritonLaunch(write_rows, grid, arguments, changing, num_warps=NUM_WARPS)
+
+    def run(call: WriteKv) -> None:
+        kv, rope, slots, cache, _ = call
+        addresses = [kv.data_ptr(), slots.data_ptr(), cache.storage.data_ptr()]
+        if rope is not None:
+            addresses.append(rope.data_ptr())
+        if isinstance(cache.scale, Tensor):
+            addresses.append(cache.scale.data_ptr())
+        launch(current_stream(device), addresses)
+
+    return run
 
 
 def launch_arguments(call: WriteKv) -> dict[str, Any]:

@@ -29,8 +29,8 @@ KINDS = {kind.layout: kind for kind in (many.V32_FP8, many.V4_FP8)}
 
 @pytest.fixture(scope="session")
 def emulated(host_folder: Path) -> Callable[..., Emulated]:
-    """The kernel of a kind of rows and a number of selections."""
-    return functools.cache(lambda kind, selections=1: Emulated(host_folder, kind, selections))
+    """The kernel of a kind of rows and a number of selections, which may merge splits in clusters."""
+    return functools.cache(lambda kind, selections=1, merges=False: Emulated(host_folder, kind, selections, merges))
 
 
 @pytest.mark.parametrize("layout", ["v32-fp8", "v4-fp8"])
@@ -90,6 +90,41 @@ def test_the_lse_leaves_in_the_form_that_was_asked_for(emulated) -> None:
     assert (found.lse[1, :, 0] == torch.inf).all()
     assert torch.allclose(found.lse, lse, rtol=1e-6)
     assert torch.equal(found.max_logits, max_logits)
+
+
+@pytest.mark.parametrize(("heads", "splits", "first"), [(64, 2, 0), (70, 3, 1), (64, 5, 0)])
+@pytest.mark.parametrize("layout", ["v32-fp8", "v4-fp8"])
+def test_splits_are_merged_in_a_cluster(emulated, layout: str, heads: int, splits: int, first: int) -> None:
+    """Tokens from `first` on. Token 1 has nothing selected, and some splits of token 2 have no row."""
+    reseed(splits)
+    cache = filled(layout, 300)
+    slots, lengths = choose(3, 190, cache), torch.tensor([190, 150, 40], dtype=torch.int32)
+    slots[1] = -1
+    selections = [Selection(cache, slots, lengths)]
+    if layout == "v4-fp8":
+        selections.append(Selection(cache, choose(3, 20, cache), torch.tensor([20, 0, 1], dtype=torch.int32)))
+    q, sink = queries(3, heads, cache.layout.width), torch.randn(heads)
+    sink[3], sink[4] = -torch.inf, torch.inf
+    kernel = emulated(KINDS[layout], len(selections), merges=True)
+    found, _ = kernel(q, selections, scale=0.05, splits=splits, whole=first, sink=sink, seed=splits)
+    assert (found.out[:first] == -7).all()
+    wanted = expected(q, selections, 0.05, sink)
+    close(Outputs(*(t[first:] for t in found)), tuple(t[first:] for t in wanted), error=4e-3)
+    again, _ = kernel(q, selections, scale=0.05, splits=splits, whole=first, sink=sink, seed=splits + 1)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_a_nan_in_one_split_of_a_cluster_shows(emulated) -> None:
+    reseed(2)
+    cache = filled("v32-fp8", 200)
+    slots = torch.arange(192, dtype=torch.int32).view(1, 192)
+    q = queries(1, 64, 576)
+    q[0, 5, 0] = torch.nan
+    found, _ = emulated(many.V32_FP8, 1, merges=True)(q, [Selection(cache, slots)], scale=0.05, splits=3)
+    assert found.out[0, 5].isnan().all()
+    assert found.lse[0, 5].isnan()
+    assert found.max_logits[0, 5].isnan()
+    assert not found.out[0, :5].isnan().any()
 
 
 def test_positions_are_translated_in_the_kernel(emulated) -> None:

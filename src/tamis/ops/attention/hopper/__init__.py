@@ -1,6 +1,6 @@
 """Sparse attention on Hopper: CUDA C++ kernels for FP8 and bf16 rows, the portable kernels for everything else."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.ops.attention import triton_kernels
 from tamis.ops.attention.hopper import few_heads, many_heads
+from tamis.ops.attention.hopper.prepared import PreparedAttend, TranslatedAttend, prepare_translated
 from tamis.ops.attention.operations import Attend, AttendSlots
 
 if TYPE_CHECKING:
@@ -36,6 +37,16 @@ def attend(call: Attend) -> tuple[Tensor, Tensor]:
         call = call.translated()
     found: tuple[Tensor, Tensor] = kernels.attend(call)
     return found
+
+
+def prepare_attend(call: Attend) -> PreparedAttend | TranslatedAttend | None:
+    """Launches for calls like this one; None for the portable kernels, and for calls that copy tensors."""
+    kernels = kernels_for(call.q, call.selections, call.value_dim, call.splits)
+    if kernels is triton_kernels:
+        return None
+    prepare: Callable[[Attend], PreparedAttend | None] = kernels.prepare_attend
+    translates = call.translate_first and kernels is not few_heads
+    return prepare_translated(call, prepare) if translates else prepare(call)
 
 
 def check_attend(call: Attend | AttendSlots) -> None:

@@ -27,6 +27,7 @@ from tamis.ops.attention.hopper.params import (
     query_params,
     selection_params,
 )
+from tamis.ops.attention.hopper.prepared import AttendLaunch, PreparedAttend, copies_nothing
 from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, can_store, choose_splits, merge_splits
 from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.combine.triton_kernels import combine_splits
@@ -39,6 +40,8 @@ STAGE_ROWS = 32
 """Rows of one ring stage in shared memory."""
 COPY_ALIGNMENT = 16
 """Alignment in bytes that bulk copies require of a row's address."""
+LOAD_BYTES = 8
+"""Bytes of a query that a thread loads at a time."""
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -236,20 +239,39 @@ def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
 
 def attend(call: Attend) -> tuple[Tensor, Tensor]:
     """As `reference.attend`; tokens that are not split go straight into `out`."""
-    q, sink, out = call.q, call.sink, call.out
-    if len(call.selections) > 1 or not can_store(out):
-        return call.lse_form.arrange(*combine_splits(*attend_slots(call.in_splits()), sink, out))
-    selection = call.selections[0]
-    plan = _plan(q, selection, call.splits, True)
-    tokens, heads, _ = q.shape
-    whole = Outputs.into(out, call.lse_form)
-    if plan.whole == tokens:
-        _launch_plan(plan, q, selection, call.factor, output_params(whole, None, sink, call.lse_form))
-    else:
-        splits = Outputs.empty(plan.splits, tokens - plan.whole, heads, device=q.device)
-        _launch_plan(plan, q, selection, call.factor, output_params(whole, splits, sink, call.lse_form))
-        merge_splits(splits, sink, whole, call.lse_form)
+    if len(call.selections) > 1 or not can_store(call.out):
+        return call.lse_form.arrange(*combine_splits(*attend_slots(call.in_splits()), call.sink, call.out))
+    plan, whole, splits = _allocated(call)
+    output = output_params(whole, splits, call.sink, call.lse_form)
+    _launch_plan(plan, call.q, call.selections[0], call.factor, output)
+    if splits is not None:
+        merge_splits(splits, call.sink, whole, call.lse_form)
     return whole.lse, whole.max_logits
+
+
+def prepare_attend(call: Attend) -> PreparedAttend | None:
+    """Launches for calls like this one, if it has one selection and nothing is copied."""
+    q, selections = call.q, call.selections
+    direct = len(selections) == 1 and can_store(call.out) and call.q_scale is None
+    if not direct or not q.shape[0] or not _loads(q) or not copies_nothing(selections):
+        return None
+    plan, whole, splits = _allocated(call)
+    output = output_params(whole, splits, call.sink, call.lse_form)
+    made = _launch_of(plan, q, selections[0], call.scale, output, [])
+    return PreparedAttend(call, made, whole, splits, query_alignment=LOAD_BYTES)
+
+
+def _allocated(call: Attend) -> tuple[Plan, Outputs, Outputs | None]:
+    """The plan of a call with one selection, with memory for its outputs and for splits, if there are any."""
+    tokens, heads, _ = call.q.shape
+    plan = _plan(call.q, call.selections[0], call.splits, True)
+    whole, left = Outputs.into(call.out, call.lse_form), tokens - plan.whole
+    return plan, whole, Outputs.empty(plan.splits, left, heads, device=call.q.device) if left else None
+
+
+def _loads(q: Tensor) -> bool:
+    """Whether the kernels can load from a query; they load four neighbouring elements at a time."""
+    return q.stride(2) == 1 and not (q.stride(0) % 4 or q.stride(1) % 4 or q.data_ptr() % LOAD_BYTES)
 
 
 def _launch_plan(plan: Plan, q: Tensor, selection: Selection, scale: float | Tensor, output: OutputParams) -> None:
@@ -259,10 +281,15 @@ def _launch_plan(plan: Plan, q: Tensor, selection: Selection, scale: float | Ten
     """
     if q.shape[0] == 0:
         return
-    # The kernels load four neighbouring elements at a time.
-    if q.stride(2) != 1 or q.stride(0) % 4 or q.stride(1) % 4 or q.data_ptr() % 8:
+    if not _loads(q):
         q = q.contiguous()
     held = [q]  # copies must live until the launch, or their memory may be allocated again
+    _launch_of(plan, q, selection, scale, output, held)()
+
+
+def _launch_of(
+    plan: Plan, q: Tensor, selection: Selection, scale: float | Tensor, output: OutputParams, held: list[Tensor]
+) -> AttendLaunch:
     items = output.whole + output.split_tokens * output.splits
     params = AttendParams(
         items,
@@ -272,7 +299,7 @@ def _launch_plan(plan: Plan, q: Tensor, selection: Selection, scale: float | Ten
         selection_params(selection, held),
     )
     grid = (min(items, plan.capacity), plan.sharing, 1)
-    _launch(q.device, plan.shape, q.dtype)(grid, params)
+    return AttendLaunch(_launch(q.device, plan.shape, q.dtype), grid, params, ("selection",))
 
 
 @cache

@@ -31,13 +31,14 @@ struct TokenSelection {
     SelectionParams params;
     int page_shift;    // log2 of the page size; -1 if it is no power of two
     int length;        // selected columns
+    const int* slots;  // the token's row of the slots
     const int* table;  // the request's row of the block table; null if the columns are slots, not positions
 };
 
 // The selection of a token. A token whose request the block table does not have selects nothing.
 __device__ __forceinline__ TokenSelection selection_of(const SelectionParams& of, long long token) {
     const int page_shift = of.page_size & of.page_size - 1 ? -1 : __ffs(of.page_size) - 1;
-    TokenSelection made = {of, page_shift, of.columns, nullptr};
+    TokenSelection made = {of, page_shift, of.columns, of.slots + token * of.token_stride, nullptr};
     if (of.columns > 0 && of.lengths != nullptr) made.length = min(max(of.lengths[token], 0), of.columns);
     if (of.columns > 0 && of.block_table != nullptr) {
         const int request = of.request_ids[token];
@@ -51,7 +52,6 @@ __device__ __forceinline__ TokenSelection selection_of(const SelectionParams& of
 // The rows of a work item, from N selections (1 or 2).
 template <int N>
 struct Work {
-    int token;
     TokenSelection first, second;
     int first_blocks;  // blocks of the first selection
     int begin, end;    // range of blocks of this work item
@@ -100,10 +100,9 @@ struct RowWalker {
         const bool second = work.is_second(block);
         const int at = (block - (second ? work.first_blocks : 0)) * BLOCK_ROWS + column;
         const int length = block < work.end ? pick(second, &TokenSelection::length) : 0;
-        const int* const slots = pick(second, &SelectionParams::slots);
+        const int* const slots = pick(second, &TokenSelection::slots);
         const long long stride = pick(second, &SelectionParams::column_stride);
-        const long long token_stride = pick(second, &SelectionParams::token_stride);
-        return at < length ? slots[work.token * token_stride + at * stride] : -1;
+        return at < length ? slots[at * stride] : -1;
     }
 
     // Finds the page of a block's slot or position.
@@ -119,24 +118,24 @@ struct RowWalker {
         if (table != nullptr && slot >= 0) page = number < width ? table[number] : -1;
     }
 
-    // Returns the row in the next block, or null if there is none. `exponents` becomes the address of the row's eight scale
+    // Returns the row in the next block, or null if there is none. `to_exponents` becomes the distance to the row's eight scale
     // bytes, which V4 keeps in a plane behind all rows of the page.
-    __device__ __forceinline__ const unsigned char* next(const unsigned char*& exponents) {
+    __device__ __forceinline__ const unsigned char* next(u32& to_exponents) {
         const bool second = page_in_second;
         const long long stride = pick(second, &SelectionParams::page_stride);
         const unsigned char* const start = pick(second, &SelectionParams::rows) + page * stride;
         const bool exists = static_cast<u32>(page) < static_cast<u32>(pick(second, &SelectionParams::pages));
-        const long long size = pick(second, &SelectionParams::page_size);
+        const u32 size = pick(second, &SelectionParams::page_size);
         const unsigned char* const row = exists ? start + row_in_page * static_cast<long long>(ROW_BYTES) : nullptr;
-        exponents = start + size * ROW_BYTES + row_in_page * 8ll;
+        to_exponents = size * ROW_BYTES - row_in_page * (ROW_BYTES - 8u);
         find_page(slot, block);
         slot = load_slot(++block);
         return row;
     }
 
     __device__ __forceinline__ const unsigned char* next() {
-        const unsigned char* exponents;
-        return next(exponents);
+        u32 to_exponents;
+        return next(to_exponents);
     }
 };
 
@@ -206,51 +205,69 @@ struct ItemOutput {
 
 // ---- The work items of a launch
 
+// The token, heads and split of a work item.
+struct Place {
+    int token;
+    int first_head;
+    int split;  // -1 for a whole token
+};
+
 // The numbering of work items: groups of 64 heads vary fastest, then the splits of a token, then tokens.
+//
+// In a launch that merges in clusters (MERGE_IN_CLUSTER) all tokens from `whole` on are split, and splits vary fastest: those of
+// a token's 64 heads are the CTAs of a cluster, whose results go into the output.
 struct Items {
     const ManyHeadsParams& params;
 
-    __device__ __forceinline__ int head_groups() const { return (params.query.heads + HEADS - 1) / HEADS; }
+    __device__ __forceinline__ bool two_groups() const { return params.query.heads > HEADS; }  // 128 heads are the most
 
     __device__ __forceinline__ int count() const {
-        return (params.output.whole + params.output.split_tokens * params.output.splits) * head_groups();
+        return (params.output.whole + params.output.split_tokens * params.output.splits) << two_groups();
     }
 
-    __device__ __forceinline__ int first_head(int item) const { return item % head_groups() * HEADS; }
-
-    // The number of the item's split among all splits of the launch; negative if the item is a whole token.
-    __device__ __forceinline__ int split(int item) const { return item / head_groups() - params.output.whole; }
-
-    __device__ __forceinline__ long long token(int item) const {
-        const int number = split(item);
-        return params.output.whole + (number < 0 ? number : number / params.output.splits);
+    __device__ __forceinline__ Place place(int item) const {
+        const int whole = params.output.whole, two = two_groups();
+        const u32 splits = params.output.splits;
+        if (MERGE_IN_CLUSTER) {
+            const u32 number = item / splits;
+            return {whole + static_cast<int>(number >> two), two && number % 2 ? HEADS : 0, static_cast<int>(item % splits)};
+        }
+        const int first_head = two && item % 2 ? HEADS : 0, number = (item >> two) - whole;
+        if (number < 0) return {whole + number, first_head, -1};
+        const u32 token = number / splits;
+        return {whole + static_cast<int>(token), first_head, static_cast<int>(number - token * splits)};
     }
 
     // The rows of an item. Splits begin and end at multiples of UNIT_BLOCKS blocks, which a CTA processes together.
     template <int N, int UNIT_BLOCKS>
-    __device__ __forceinline__ Work<N> work(int item) const {
-        const long long token = this->token(item);
-        const TokenSelection first = selection_of(params.first, token);
-        const TokenSelection second = N > 1 ? selection_of(params.second, token) : TokenSelection();
-        Work<N> work = {static_cast<int>(token), first, second, (first.length + BLOCK_ROWS - 1) / BLOCK_ROWS};
-        const int number = split(item), splits = params.output.splits;
+    __device__ __forceinline__ Work<N> work(const Place& place) const {
+        const TokenSelection first = selection_of(params.first, place.token);
+        const TokenSelection second = N > 1 ? selection_of(params.second, place.token) : TokenSelection();
+        Work<N> work = {first, second, (first.length + BLOCK_ROWS - 1) / BLOCK_ROWS};
         const int blocks = work.blocks();
-        const long long units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS;
-        work.begin = number < 0 ? 0 : static_cast<int>(units * (number % splits) / splits * UNIT_BLOCKS);
-        work.end = number < 0 ? blocks : min(static_cast<int>(units * (number % splits + 1) / splits * UNIT_BLOCKS), blocks);
+        work.begin = 0;
+        work.end = blocks;
+        if (place.split < 0) return work;
+        // The first splits have one unit more if units do not divide evenly. (64-bit divisions would take as long as a load.)
+        const u32 splits = params.output.splits, split = place.split;
+        const u32 units = (blocks + UNIT_BLOCKS - 1) / UNIT_BLOCKS, each = units / splits, more = units - each * splits;
+        const u32 begin = split * each + min(split, more);
+        work.begin = begin * UNIT_BLOCKS;
+        work.end = min(static_cast<int>((begin + each + (split < more)) * UNIT_BLOCKS), blocks);
         return work;
     }
 
-    __device__ __forceinline__ ItemOutput output(int item) const {
+    __device__ __forceinline__ ItemOutput output(const Place& place) const {
         const OutputParams& to = params.output;
-        const int number = split(item), first = first_head(item), heads = params.query.heads, here = min(heads - first, HEADS);
-        if (number < 0) {
-            const long long at = token(item) * to.token_stride + first * to.head_stride;
+        const int first = place.first_head, heads = params.query.heads, here = min(heads - first, HEADS);
+        if (MERGE_IN_CLUSTER || place.split < 0) {
+            const long long at = place.token * to.token_stride + first * to.head_stride;
             void* const start = static_cast<char*>(to.out) + at * (to.out_kind == 0 ? 4 : 2);
             const float* const sink = to.sink == nullptr ? nullptr : to.sink + first;
-            return {start, to.head_stride, here, to.out_kind, sink, whole_logit_row(to, token(item), heads).from(first)};
+            const LogitRow logits = whole_logit_row(to, place.token, heads).from(first);
+            return {start, to.head_stride, here, to.out_kind, sink, logits};
         }
-        const long long row = static_cast<long long>(number % to.splits) * to.split_tokens + number / to.splits;
+        const long long row = static_cast<long long>(place.split) * to.split_tokens + place.token - to.whole;
         float* const start = to.split_out + (row * heads + first) * VALUE_DIM;
         return {start, VALUE_DIM, here, 0, nullptr, split_logit_row(to, row, heads).from(first)};
     }

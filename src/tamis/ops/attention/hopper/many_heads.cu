@@ -27,8 +27,9 @@
 // In the product with values, weights carry the factor 2**(E - reference), where the reference is the largest E so far:
 // weight * 2**E decides how much a row contributes, and fp16 holds it down to 2**-34 of the largest.
 //
-// Defined by the host: V4 (0 or 1), SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread
+// Defined by the host: V4 (0 or 1), SELECTIONS (1 or 2), MERGE_IN_CLUSTER (0 or 1), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread
 // of the roles: SCORE_REGISTERS, WEIGH_REGISTERS, DEQUANTISE_REGISTERS.
+#include "cluster_merge.cuh"
 #include "instructions.cuh"
 #include "items.cuh"
 #include "softmax.cuh"
@@ -59,12 +60,15 @@ constexpr u32 WEIGHTS = RING + STAGES * STAGE_BYTES;
 constexpr u32 RAW = WEIGHTS + BUFFERS * TILE_BYTES;            // [BLOCK_ROWS][RAW_BYTES] rows as they are in the cache
 constexpr u32 ROW_SCALE = RAW + BLOCK_ROWS * RAW_BYTES;        // [BUFFERS][BLOCK_ROWS][2] 2**E; 0, or -inf for no row
 constexpr u32 RESCALE = ROW_SCALE + BUFFERS * BLOCK_ROWS * 8;  // [BUFFERS][HEADS] rescale factors of the accumulators
-constexpr u32 HEAD_SCALE = RESCALE + BUFFERS * HEADS * 4;      // [HEADS] scales of the queries; at the end, of the output
-constexpr u32 FULL = HEAD_SCALE + HEADS * 4;                   // [STAGES] mbarriers, as all that follow
+constexpr u32 HEAD_SCALE = RESCALE + BUFFERS * HEADS * 4;      // [HEADS] scales of the queries; at the end, factors
+constexpr u32 PLACE = HEAD_SCALE + HEADS * 4;                  // token, first head and split of the work item
+constexpr u32 FULL = PLACE + 16;                               // [STAGES] mbarriers, as all that follow
 constexpr u32 EMPTY = FULL + STAGES * 8;                       // [STAGES]
 constexpr u32 WEIGHTS_FULL = EMPTY + STAGES * 8;               // [BUFFERS]
-constexpr u32 FINISHED = WEIGHTS_FULL + BUFFERS * 8;           // the scales of the output are in HEAD_SCALE
+constexpr u32 FINISHED = WEIGHTS_FULL + BUFFERS * 8;           // the factors of the accumulators are in HEAD_SCALE
 constexpr u32 USED = FINISHED + 8;
+// A merge in a cluster stages accumulators in place of queries, and publishes results in place of row scales.
+static_assert(STAGED_BYTES <= WEIGHTS && HEADS * 16 <= BUFFERS * BLOCK_ROWS * 8, "the merge does not fit");
 static_assert(USED <= SHARED_BYTES && RAW % 128 == 0 && FULL % 8 == 0, "shared memory is too small or not aligned");
 
 // Named barriers: one for the four warps that score, one for all consumers.
@@ -139,7 +143,8 @@ struct RowCopier {
     u32 raw;                                  // address of the warp's raw rows
     int lane;
     RowWalker<SELECTIONS, ROW_BYTES> walker;  // of row lane % 8
-    const unsigned char *row, *exponents;     // of row lane % 8, in the block that is copied next
+    const unsigned char* row;                 // row lane % 8 in the block that is copied next
+    u32 to_exponents;                         // from that row to its scale exponents
     const unsigned char* from[2];             // rows lane / 8 and lane / 8 + 4; eight lanes copy 128 bytes at a time
     u32 present;                              // a bit for each row that exists
 
@@ -159,7 +164,7 @@ struct RowCopier {
         }
     }
 
-    __device__ __forceinline__ void look_up() { row = walker.next(exponents); }
+    __device__ __forceinline__ void look_up() { row = walker.next(to_exponents); }
 
     __device__ __forceinline__ void copy_first_half() {
         if (!LOOKS_AHEAD) look_up();
@@ -172,7 +177,7 @@ struct RowCopier {
             from[i] = reinterpret_cast<const unsigned char*>(static_cast<unsigned long long>(high) << 32 | low);
         }
         copy<SECOND_HALF_BYTES, (ROW_BYTES - SECOND_HALF_BYTES) / 16>();
-        if (V4 && lane < WARP_ROWS) cp_async_zfill<8>(raw + lane * RAW_BYTES + SCALES_AT, exponents, row != nullptr);
+        if (V4 && lane < WARP_ROWS) cp_async_zfill<8>(raw + lane * RAW_BYTES + SCALES_AT, row + to_exponents, row != nullptr);
         cp_async_commit();
     }
 
@@ -497,22 +502,20 @@ __device__ __forceinline__ float2 online_softmax(
     return rescales;
 }
 
-// Writes the lse and max_logits of a head; returns the factor that normalises its accumulators.
-__device__ __forceinline__ float finish(Softmax& head, float reference, int number, const ItemOutput& out) {
+// The results of a head, after its last block.
+__device__ __forceinline__ HeadResult result_of(Softmax& head, float reference) {
     head.sum = sum_over_lanes<1, 4>(head.sum);
     const bool empty = head.sum == 0.0f;
-    const float lse = empty ? minus_infinity() : (head.running_max + fast_log2(head.sum)) * LN_2;
-    float factor = empty ? 0.0f : reference / HEADROOM / head.sum;
-    if (number < out.heads) {
-        if (out.sink != nullptr) factor *= 1.0f / (1.0f + fast_exp2((out.sink[number] - lse) * LOG2_E));
-        if (threadIdx.x % 4 == 0) {
-            out.logits.store(number, lse, head.sum == head.sum ? head.max_logit * LN_2 : head.sum);  // fmaxf drops NaN
-        }
-    }
-    return empty ? 0.0f : factor;
+    const float max_logit = head.sum == head.sum ? head.max_logit * LN_2 : head.sum;  // fmaxf drops NaN
+    return {empty ? minus_infinity() : head.running_max + fast_log2(head.sum), max_logit,
+            empty ? 0.0f : reference / HEADROOM / head.sum};
 }
 
 // ---- Consumers
+
+__device__ __forceinline__ ClusterMerge cluster_merge(u32 memory) {
+    return {memory + QUERIES, memory + HEAD_SCALE, memory + ROW_SCALE, memory + RESCALE};
+}
 
 // Warpgroup 0. `output_of` computes the destination of the results, at the end, when registers are free.
 template <class OutputOf>
@@ -568,8 +571,10 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
 #pragma unroll
         for (int step = 0; step < 4; ++step) stmatrix_x4(tile + (target ^ step * 32), weights[step]);
         if (lane % 4 == 0) {
-            store_float(memory + RESCALE + (buffer * HEADS + head) * 4, rescales.x);
-            store_float(memory + RESCALE + (buffer * HEADS + head) * 4 + 32, rescales.y);
+            // The head is computed again, since registers are scarce here.
+            const u32 thread = opaque(threadIdx.x), own = thread / 32 * 16 + thread % 32 / 4;
+            store_float(memory + RESCALE + (buffer * HEADS + own) * 4, rescales.x);
+            store_float(memory + RESCALE + (buffer * HEADS + own) * 4 + 32, rescales.y);
         }
         fence_async_proxy();
         __syncwarp();
@@ -602,15 +607,36 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         wgmma_wait<0>(values[0]);
     }
     let_next_kernel_start();
-    const ItemOutput out = output_of();
-    const float above = finish(upper, reference, head, out), below = finish(lower, reference, head + 8, out);
-    __syncwarp();  // every lane has read the scales of its queries, which the scales of the output overwrite
-    if (lane % 4 == 0) {
-        store_float(memory + HEAD_SCALE + head * 4, above);
-        store_float(memory + HEAD_SCALE + head * 4 + 32, below);
-        mbarrier_arrive(memory + FINISHED);
+    const HeadResult results[2] = {result_of(upper, reference), result_of(lower, reference)};
+    if (MERGE_IN_CLUSTER) {
+        const ClusterMerge end = cluster_merge(memory);
+        named_barrier_sync(SCORE_BARRIER, WARPS * 32);  // all four warps have read the row scales, which are overwritten
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (lane % 4 == 0) end.publish(head + 8 * i, results[i], reference);
+        }
+        end.wait_for_factors();
+        end.stage(values[0], VALUE_DIM / 2);
+        end.merge<8>(output_of());
+        return;
     }
-    out.store(values[0], VALUE_DIM / 2, above, below);
+    const ItemOutput out = output_of();
+    __syncwarp();  // all lanes have read the scales of their queries, which are overwritten
+    float factors[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int own = head + 8 * i;
+        const bool exists = own < out.heads;
+        factors[i] = results[i].factor;
+        if (out.sink != nullptr && exists && factors[i] != 0.0f) {
+            factors[i] *= 1.0f / (1.0f + fast_exp2(out.sink[own] * LOG2_E - results[i].lse));
+        }
+        if (lane % 4 != 0) continue;
+        store_float(memory + HEAD_SCALE + own * 4, factors[i]);
+        if (exists) out.logits.store(own, results[i].lse * LN_2, results[i].max_logit);
+    }
+    if (lane % 4 == 0) mbarrier_arrive(memory + FINISHED);
+    out.store(values[0], VALUE_DIM / 2, factors[0], factors[1]);
 }
 
 // Warpgroup 1.
@@ -649,11 +675,20 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const OutputOf& ou
         stage = stage.after(2);
         if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
     }
+    const auto column = [](int i) { return (VALUE_DIM * 3 / 4 + i * VALUE_DIM / 4) % VALUE_DIM; };
+    if (MERGE_IN_CLUSTER) {
+        const ClusterMerge end = cluster_merge(memory);
+        end.wait_for_factors();
+#pragma unroll
+        for (int i = 0; i < 3; ++i) end.stage(values[i], column(i));
+        end.merge<8>(output_of());
+        return;
+    }
     mbarrier_wait(memory + FINISHED, 0);
     const ItemOutput out = output_of();
     const float above = load_float(memory + HEAD_SCALE + head * 4), below = load_float(memory + HEAD_SCALE + head * 4 + 32);
 #pragma unroll
-    for (int i = 0; i < 3; ++i) out.store(values[i], (VALUE_DIM * 3 / 4 + i * VALUE_DIM / 4) % VALUE_DIM, above, below);
+    for (int i = 0; i < 3; ++i) out.store(values[i], column(i), above, below);
 }
 
 // ---- Kernel
@@ -672,21 +707,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(const
         mbarrier_init(memory + FINISHED, WARPS * 8);
         fence_mbarrier_init();
     }
+    const Place place = items.place(blockIdx.x);
+    if (threadIdx.x == 0) shared_store4(memory + PLACE, make_uint4(place.token, place.first_head, place.split, 0));
     wait_for_previous_kernel();
-    const int first_head = items.first_head(blockIdx.x);
-    const long long token = items.token(blockIdx.x);
-    const Work<SELECTIONS> work = items.work<SELECTIONS, 1>(blockIdx.x);
+    const Work<SELECTIONS> work = items.work<SELECTIONS, 1>(place);
+    const unsigned short* const start = query.q + place.token * query.token_stride + place.first_head * query.head_stride;
     __syncthreads();
 
-    const auto output_of = [&] { return items.output(opaque(blockIdx.x)); };
+    // The end reads the place from shared memory and the parameter itself, so that they hold no registers until then.
+    const auto output_of = [&] {
+        const uint4 stored = shared_load4(memory + PLACE);
+        return Items{given}.output({static_cast<int>(stored.x), static_cast<int>(stored.y), static_cast<int>(stored.z)});
+    };
     const int warpgroup = threadIdx.x / (WARPS * 32);
     if (warpgroup >= 2) {
         warpgroup_reg_dealloc<DEQUANTISE_REGISTERS>();
         dequantise_rows(memory, work);
+        if (!MERGE_IN_CLUSTER) return;
+        const ClusterMerge end = cluster_merge(memory);
+        end.weigh_split(threadIdx.x % (2 * WARPS * 32), output_of());
+        end.merge<4>(output_of());  // producers have few registers
         return;
     }
-    load_queries(memory, query.q + token * query.token_stride + first_head * query.head_stride, query.head_stride,
-                 min(query.heads - first_head, HEADS));
+    load_queries(memory, start, query.head_stride, min(query.heads - place.first_head, HEADS));
     if (warpgroup == 0) {
         warpgroup_reg_alloc<SCORE_REGISTERS>();
         float scale = query.scale;

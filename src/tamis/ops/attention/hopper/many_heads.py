@@ -23,6 +23,7 @@ from tamis.ops.attention.hopper.params import (
     query_params,
     selection_params,
 )
+from tamis.ops.attention.hopper.prepared import AttendLaunch, PreparedAttend, copies_nothing
 from tamis.ops.attention.hopper.splits import (
     VALUE_DIM,
     Outputs,
@@ -40,6 +41,10 @@ HEADS = 64
 """Heads of a work item."""
 SELECTIONS = 2
 """The most selections that one launch takes."""
+MAX_PAGE_SIZE = 2**22
+"""Rows of the largest page whose bytes 32 bits count."""
+LOAD_BYTES = 16
+"""Bytes of a query that a thread loads at a time."""
 SHARED_BYTES = 227 * 1024
 """The most shared memory that a CTA may have; the sources lay it out."""
 
@@ -67,6 +72,11 @@ class RowKernel(NamedTuple):
     persistent: bool
     """Whether CTAs take one work item after the other; there is then at most one CTA per SM."""
 
+    @property
+    def merges(self) -> bool:
+        """Whether the kernel can merge the splits of a token in a cluster."""
+        return not self.persistent
+
 
 # The registers of all warpgroups must add up to at most 4 x 128 or 3 x 168, which a launch of 512 or 384 threads gets;
 # otherwise a warpgroup waits for registers for ever. Two warpgroups dequantise, and two attend.
@@ -92,6 +102,8 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
     for held in (s.cache for s in selections):
         if held.page_stride % 16 or held.storage.data_ptr() % 16:
             return "rows do not start at multiples of 16 bytes"
+        if held.page_size > MAX_PAGE_SIZE:
+            return f"pages have {held.page_size} rows, more than {MAX_PAGE_SIZE}"
     return None
 
 
@@ -124,17 +136,32 @@ def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
 
 def attend(call: Attend) -> tuple[Tensor, Tensor]:
     """As `reference.attend`; the kernel writes tokens that are not split straight to `out`."""
-    q, selections, sink, out = call.q, call.selections, call.sink, call.out
-    if not can_store(out):
-        return call.lse_form.arrange(*combine_splits(*attend_slots(call.in_splits()), sink, out))
-    tokens, heads, _ = q.shape
-    plan = _plan(q, selections, call.splits, direct=True)
-    whole = Outputs.into(out, call.lse_form)
-    split = Outputs.empty(plan.splits, tokens - plan.whole, heads, device=q.device)
-    _run(q, selections, call.factor, output_params(whole, split, sink, call.lse_form))
-    if plan.whole < tokens:
-        merge_splits(split, sink, whole, call.lse_form)
+    if not can_store(call.out):
+        return call.lse_form.arrange(*combine_splits(*attend_slots(call.in_splits()), call.sink, call.out))
+    whole, split = _allocated(call)
+    _run(call.q, call.selections, call.factor, output_params(whole, split, call.sink, call.lse_form))
+    if split is not None:
+        merge_splits(split, call.sink, whole, call.lse_form)
     return whole.lse, whole.max_logits
+
+
+def prepare_attend(call: Attend) -> PreparedAttend | None:
+    """Launches for calls like this one, if nothing is copied."""
+    q, selections = call.q, call.selections
+    direct = can_store(call.out) and call.q_scale is None
+    if not direct or not q.shape[0] or not _loads(q) or not copies_nothing(selections):
+        return None
+    whole, split = _allocated(call)
+    made = _launch_of(q, selections, call.scale, output_params(whole, split, call.sink, call.lse_form), [])
+    return PreparedAttend(call, made, whole, split, query_alignment=LOAD_BYTES)
+
+
+def _allocated(call: Attend) -> tuple[Outputs, Outputs | None]:
+    """Memory for the outputs of a call, and for its splits, if there are any."""
+    tokens, heads, _ = call.q.shape
+    plan = _plan(call.q, call.selections, call.splits, direct=True)
+    whole, left = Outputs.into(call.out, call.lse_form), tokens - plan.whole
+    return whole, Outputs.empty(plan.splits, left, heads, device=call.q.device) if left else None
 
 
 def _kernel(selections: Sequence[Selection]) -> RowKernel:
@@ -159,37 +186,47 @@ def _run(q: Tensor, selections: Sequence[Selection], scale: float | Tensor, outp
 
     Each split is normalised by its own sum. The sink is applied to whole tokens only.
     """
-    if not q.shape[0]:
-        return
+    if q.shape[0]:
+        held: list[Tensor] = []  # copies of arguments, which must live until the launch
+        _launch_of(q, selections, scale, output, held)()
+
+
+def _launch_of(
+    q: Tensor, selections: Sequence[Selection], scale: float | Tensor, output: OutputParams, held: list[Tensor]
+) -> AttendLaunch:
     row_kernel = _kernel(selections)
-    held: list[Tensor] = []  # copies of arguments, which must live until the launch
     params = many_heads_params(q, selections, scale, output, held)
     ctas = (output.whole + output.split_tokens * output.splits) * ceil_div(q.shape[1], HEADS)
     if row_kernel.persistent:
         ctas = min(ctas, sm_count(q.device))
-    _launch(q.device, row_kernel, len(selections))((ctas, 1, 1), params)
+    return AttendLaunch(_launch(q.device, row_kernel, len(selections), 1), (ctas, 1, 1), params, ("first", "second"))
 
 
 def many_heads_params(
     q: Tensor, selections: Sequence[Selection], scale: float | Tensor, output: OutputParams, held: list[Tensor]
 ) -> ManyHeadsParams:
     """The parameters of a launch; tensors that had to be copied go to `held`."""
-    # The kernels load 16 bytes of a query at a time.
-    if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16:
+    if not _loads(q):
         q = q.clone(memory_format=torch.contiguous_format)
         held.append(q)
     described = [selection_params(selection, held) for selection in selections]
     return ManyHeadsParams(query_params(q, scale, held), output, described[0], described[-1])
 
 
+def _loads(q: Tensor) -> bool:
+    """Whether the kernels can load from a query; they load eight neighbouring elements at a time."""
+    return q.stride(2) == 1 and not (q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % LOAD_BYTES)
+
+
 @cache
-def program(row_kernel: RowKernel, selections: int) -> Program:
-    """The program of a kernel for one or two selections."""
+def program(row_kernel: RowKernel, selections: int, merges: bool) -> Program:
+    """The program of a kernel for one or two selections; `merges`: the splits of a token are merged in a cluster."""
     return Program.packaged(
         __package__,
         row_kernel.source,
         **dict(row_kernel.constants),
         SELECTIONS=selections,
+        MERGE_IN_CLUSTER=int(merges),
         THREADS=row_kernel.threads,
         SHARED_BYTES=SHARED_BYTES,
         PARAMS_BYTES=params_bytes(ManyHeadsParams),
@@ -197,6 +234,8 @@ def program(row_kernel: RowKernel, selections: int) -> Program:
 
 
 @cache
-def _launch(device: torch.device, row_kernel: RowKernel, selections: int) -> Launch:
-    loaded = kernel(program(row_kernel, selections), "attend_many_heads", device_index(device))
-    return Launch(loaded, ManyHeadsParams, threads=row_kernel.threads, shared=SHARED_BYTES, overlap=True)
+def _launch(device: torch.device, row_kernel: RowKernel, selections: int, cluster: int) -> Launch:
+    loaded = kernel(program(row_kernel, selections, cluster > 1), "attend_many_heads", device_index(device))
+    return Launch(
+        loaded, ManyHeadsParams, threads=row_kernel.threads, shared=SHARED_BYTES, cluster=cluster, overlap=True
+    )

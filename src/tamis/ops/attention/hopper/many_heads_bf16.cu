@@ -447,14 +447,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(const
     wait_for_previous_kernel();
     __syncthreads();
 
-    const auto work_of = [&](int item) { return items.work<SELECTIONS, STAGES>(item); };
+    const auto work_of = [&](int item) { return items.work<SELECTIONS, STAGES>(items.place(item)); };
     const auto query_of = [&](int item, int head) -> const unsigned char* {
-        const int number = items.first_head(item) + head;
+        const Place place = items.place(item);
+        const int number = place.first_head + head;
         if (number >= query.heads) return nullptr;
-        const unsigned short* const start = query.q + items.token(item) * query.token_stride + number * query.head_stride;
+        const unsigned short* const start = query.q + place.token * query.token_stride + number * query.head_stride;
         return reinterpret_cast<const unsigned char*>(start);
     };
-    const auto output_of = [&](int item) { return items.output(item); };
+    const auto output_of = [&](int item) { return items.output(items.place(item)); };
     const int warpgroup = threadIdx.x / (WARPS * 32);
     if (warpgroup == 2) {
         warpgroup_reg_dealloc<GATHER_REGISTERS>();

@@ -135,6 +135,14 @@ class MergeParams(NamedTuple):
 
 def merge_splits(splits: Outputs, sink: Tensor | None, whole: Outputs, form: LseForm) -> None:
     """Merge splits [S, t, H, ...] into the last t tokens of outputs [T, H, ...]; the output passes `can_store`."""
+    launch, grid, params = merge_launch(splits, sink, whole, form)
+    launch(grid, params)
+
+
+def merge_launch(
+    splits: Outputs, sink: Tensor | None, whole: Outputs, form: LseForm
+) -> tuple[Launch, tuple[int, int, int], MergeParams]:
+    """The launch of a merge, its grid and its parameters."""
     count, tokens, heads = splits.lse.shape
     out = whole.out
     token_stride, head_stride, _ = out.stride()
@@ -158,7 +166,7 @@ def merge_splits(splits: Outputs, sink: Tensor | None, whole: Outputs, form: Lse
         form.factor,
         form.empty,
     )
-    _merge_launch(out.device, batch)((tokens * heads, 1, 1), params)
+    return _merge_launch(out.device, batch), (tokens * heads, 1, 1), params
 
 
 @cache

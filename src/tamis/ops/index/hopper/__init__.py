@@ -1,10 +1,12 @@
 """Stage `index` on Hopper: a CUDA C++ kernel selects, Triton kernels prepare queries and keys and compute scores."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tamis.cuda.device import Rooms, current_stream, device_index
 from tamis.ops.index.hopper import topk
 from tamis.ops.index.operations import IndexTopk, TopkPositions
 from tamis.ops.index.scoring import (
@@ -12,6 +14,7 @@ from tamis.ops.index.scoring import (
     check_index_topk,
     check_ragged_scores,
     index_scores,
+    prepare_scores,
     ragged_scores,
     score_width,
     scored_chunks,
@@ -34,6 +37,7 @@ __all__ = [
     "check_write_index_keys",
     "index_scores",
     "index_topk",
+    "prepare_index_topk",
     "quantise_index_query",
     "ragged_scores",
     "topk_positions",
@@ -54,6 +58,26 @@ def index_topk(call: IndexTopk) -> Tensor:
     for chunk in scored_chunks(call, width, call.workspace_bytes // (4 * max(1, width))):
         topk.topk_positions(chunk.scores, chunk.lengths, call.k, out=result[chunk.tokens])
     return result
+
+
+def prepare_index_topk(call: IndexTopk) -> Callable[[IndexTopk], Tensor] | None:
+    """Launches for calls like this one, if the workspace holds the scores of all tokens and nothing is copied."""
+    tokens, width, device = call.q.shape[0], score_width(call), call.q.device
+    if not tokens or tokens > call.workspace_bytes // (4 * max(1, width)):
+        return None
+    rooms = Rooms(device, ((tokens, width), torch.float32), ((tokens, call.k), torch.int32))
+    score = prepare_scores(call, rooms()[0])
+    if score is None:
+        return None
+    select, index = topk.prepare_topk(tokens, width, call.k, device), device_index(device)
+
+    def run(call: IndexTopk) -> Tensor:
+        stream, (scores, result) = current_stream(index), rooms()
+        score(stream, call, scores.data_ptr())
+        select(stream, (scores.data_ptr(), call.lengths.data_ptr(), result.data_ptr()))
+        return result
+
+    return run
 
 
 def explain_kernels(need: "Need") -> tuple[str, list[str]]:

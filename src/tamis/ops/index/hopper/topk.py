@@ -9,8 +9,8 @@ from torch import Tensor
 from tamis import checks
 from tamis.arithmetic import ceil_div, round_up
 from tamis.cuda.compiler import Program
-from tamis.cuda.device import sm_count
-from tamis.cuda.launch import Launch, kernel
+from tamis.cuda.device import device_index, sm_count
+from tamis.cuda.launch import Launch, PreparedLaunch, kernel
 from tamis.cuda.params import Int, Long, Pointer, params_bytes
 
 MAX_K = 4096
@@ -129,6 +129,15 @@ def topk_positions(
     )
     _launch(scores.device.index, variant)((tokens * variant.cluster, 1, 1), params)
     return out
+
+
+def prepare_topk(tokens: int, width: int, k: int, device: torch.device) -> PreparedLaunch:
+    """A launch for contiguous scores float32 [tokens, width] and lengths int32 [tokens] on the current device, without
+    a block table: call it with the stream and the addresses of scores, lengths and result."""
+    variant = usual_variant(tokens, width, sm_count(device))
+    params = TopkParams(0, width, width, 0, k, 0, 0, 0, 0, 0, 0, 0, *memory_of(variant, width, k))
+    grid = (tokens * variant.cluster, 1, 1)
+    return _launch(device_index(device), variant).prepared(grid, params, ("scores", "lengths", "out"))
 
 
 @lru_cache(maxsize=1024)
