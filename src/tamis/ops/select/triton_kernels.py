@@ -1,11 +1,14 @@
 """Selects the rows that each token attends to and writes, in Triton: one launch per operation, a program per token."""
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import triton
 from torch import Tensor
 
+from tamis.cuda.device import current_stream
+from tamis.ops.rows.triton_launch import TritonLaunch, can_prepare
 from tamis.ops.rows.triton_rows import launching_on
 from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectWindow
 from tamis.ops.select.triton_device import chosen_rows, entry_rows, gathered_rows, window_rows
@@ -13,6 +16,8 @@ from tamis.ops.select.triton_device import chosen_rows, entry_rows, gathered_row
 LARGEST_BLOCK = 1024
 """Columns that a program handles at once."""
 COLUMNS_PER_THREAD = 4
+
+C = TypeVar("C", SelectWindow, SelectEntries)
 
 
 class RowKernel(NamedTuple):
@@ -58,6 +63,33 @@ def select_window(call: SelectWindow) -> None:
 def select_entries(call: SelectEntries) -> None:
     """As `reference.select_entries`."""
     entry_kernel(call).launch()
+
+
+def prepare_select_window(call: SelectWindow) -> Callable[[SelectWindow], None] | None:
+    """A launch for calls like this one, if nothing is copied."""
+    names = ("positions", "request_ids", "block_table", "own", "contexts", "ends", "slots", "lengths")
+    return _prepared(window_kernel(call), call, names)
+
+
+def prepare_select_entries(call: SelectEntries) -> Callable[[SelectEntries], None] | None:
+    """A launch for calls like this one, if nothing is copied."""
+    names = ("positions", "request_ids", "block_table", "own", "completed", "visible", "lengths", "every")
+    return _prepared(entry_kernel(call), call, names)
+
+
+def _prepared(row: RowKernel, call: C, names: tuple[str, ...]) -> Callable[[C], None] | None:
+    """What launches a kernel with the addresses of the tensors of these names."""
+    given = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
+    copied = any(row.arguments[name] is not tensor for name, tensor in given.items())
+    if copied or not row.programs or not can_prepare(row.kernel):
+        return None
+    device, places = given["positions"].get_device(), [type(call)._fields.index(name) for name in given]
+    launch = TritonLaunch(row.kernel, (row.programs,), row.arguments | row.constants, tuple(given), **row.options)
+
+    def run(call: tuple[Any, ...]) -> None:
+        launch(current_stream(device), [call[place].data_ptr() for place in places])
+
+    return run
 
 
 def select_chosen(call: SelectChosen) -> None:

@@ -14,7 +14,6 @@ from tamis.integrations.vllm.classes.v4_index_chunks import IndexChunk, chunk_in
 from tamis.integrations.vllm.classes.v4_metadata import CompressedBuilder
 from tamis.integrations.vllm.classes.v4_records import BuiltRecord
 from tamis.integrations.vllm.engine_tokens import TokenStep
-from tamis.ops.select.operations import select_entries
 
 KEYS_PER_LENGTH = 40
 """The most keys that are gathered at once, in multiples of the greatest request length."""
@@ -153,7 +152,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
             self._requests_before = requests
             torch.div(step.lengths, self.compress_ratio, rounding_mode="floor", out=entries)
             if selection is not None:
-                select_entries(selection)
+                selection()
             decode = self._decode(step, decodes) if decodes and requests else None
             if decode is None:
                 self._decode_lens(0)
