@@ -63,3 +63,29 @@ def test_a_selection_that_copies_is_not_prepared(pretended: Pretended) -> None:
     nobody = [tensor[:0] for tensor in (call.positions, call.request_ids, call.own)]
     empty = call._replace(positions=nobody[0], request_ids=nobody[1], own=nobody[2], slots=call.slots[:0])
     assert select_window.prepared(empty) is None
+
+
+def test_builders_launch_the_same_whether_they_remember_or_not(pretended: Pretended) -> None:
+    """Steps that have their shapes in common and differ in one number, such as how many tokens are decodes."""
+    from v4_standin import V4Step, main_builder, window_builder  # after the interpreter was chosen
+
+    steps = [([1, 1, 40], [9, 9, 50]), ([1, 40, 1], [9, 50, 9]), ([42], [700]), ([1, 1], [3, 4])]
+    made = [V4Step("v4-bf16", *step) for step in steps]
+    pretended.launches()
+    for pool, make in (
+        ("main", lambda: main_builder(128)),
+        ("main", lambda: main_builder(4)),
+        ("window", window_builder),
+    ):
+        found = []
+        for remembers in (False, True):
+            pretended.remembers, builder = remembers, make()
+            launches = []
+            for step in made * 2:
+                common = step.common(pool)
+                builder.build(0, common)
+                ours = dict(builder.tokens._arena.views) | builder._written
+                launches += pretended.launches(table=common.block_table_tensor, own=common.slot_mapping, **ours)
+            found.append(launches)
+        assert found[0] == found[1]
+        assert len(found[0]) == 2 * len(steps)
