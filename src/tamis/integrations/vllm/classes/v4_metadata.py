@@ -18,7 +18,7 @@ from tamis.ops import memory
 from tamis.ops.library import Operation
 from tamis.ops.select import check_select_entries, check_select_window
 from tamis.ops.select.operations import SelectEntries, SelectWindow, select_entries, select_window
-from tamis.step.buffers import Views
+from tamis.step.buffers import Views, outside_modes
 from tamis.step.lease import Lease
 from tamis.step.plan import Limits
 from tamis.step.v4_plan import ALIGN_COLUMNS, ALIGN_DRAFTS
@@ -198,6 +198,7 @@ class V4MetadataBuilder(CompressedBuilder):
             self.c128a_buffer, self.c128a_lens_buffer = self._rows(self.c128a_max_compressed), self._each()
             self._keep(every=self.c128a_buffer, lengths=self.c128a_lens_buffer)
 
+    @outside_modes
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4Metadata:
         """The metadata of one step, valid until the next call. The engine's tensors are not changed.
 
@@ -260,6 +261,7 @@ class V4WindowMetadataBuilder(_Builder):
             self._written["wide slots"] = self.draft_indices_buffer.unsqueeze(1)
         self._parts = Views(self._written)
 
+    @outside_modes
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4WindowMetadata:
         """The metadata of one step, valid until the next call. The engine's tensors are not changed.
 
