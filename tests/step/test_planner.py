@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeds import seed_of, seeded
+from torch.overrides import TorchFunctionMode
 from torch_calls import Calls
 
 from tamis import Batch, LayerSpec, Limits, PageMap, PagePool, Planner
@@ -241,6 +242,22 @@ def test_positions_are_made_of_lengths_that_only_the_device_knows(new: list[int]
     negative = replace(batch, lengths=torch.full_like(exact, -9))
     assert make_planner(64).plan(negative).positions.eq(-1).all()  # never below the position of padding
     assert make_planner(64).plan(negative).visible.eq(0).all()
+
+
+def test_a_default_device_is_not_asked_about_every_attribute() -> None:
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    planner, batch = make_planner(), make_batch([1, 5], [30, 40])
+    with Mode():
+        plan = planner.plan(batch)
+    assert not seen
+    with torch.device("meta"):
+        assert planner.plan(batch).positions.device == plan.positions.device == torch.device("cpu")
 
 
 def test_pools_may_have_any_name() -> None:

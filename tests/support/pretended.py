@@ -21,6 +21,7 @@ from tamis.ops import library, memory
 from tamis.ops.attention.hopper import few_heads, many_heads, splits
 from tamis.ops.index import scoring
 from tamis.ops.index.hopper import topk
+from tamis.ops.select import triton_kernels as select_kernels
 from tamis.ops.translate import triton_kernels as translate_kernels
 from tamis.ops.write import triton_kernels as write_kernels
 
@@ -133,6 +134,8 @@ class Pretended:
             (write_kernels, "write_rows"),
             (scoring, "score_keys"),
             (translate_kernels, "translate_rows"),
+            (select_kernels, "window_rows"),
+            (select_kernels, "entry_rows"),
         ):
             self.triton[name] = TritonKernel(getattr(module, name), self._see)
             monkeypatch.setattr(module, name, self.triton[name])

@@ -1,5 +1,7 @@
 """`SparseV4`: one DeepSeek-V4 attention layer, from hidden states to hidden states."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -9,12 +11,12 @@ from tamis.arithmetic import float32_products, without_autocast
 from tamis.cache.paged import PagedCache
 from tamis.cache.v4_caches import V4Caches
 from tamis.layers.batch_invariance import fixed_splits
-from tamis.layers.v4_checks import Projected, V4Call, V4Checks, V4Writes
+from tamis.layers.v4_checks import KnownV4, Projected, V4Call, V4Checks, V4Writes
 from tamis.layers.v4_gathered import Gathered, run_gathered
 from tamis.layers.v4_weights import CompressorWeights, V4Weights
 from tamis.model.spec import LayerSpec
 from tamis.ops import Rotated
-from tamis.ops.attention import new_output
+from tamis.ops.attention import new_output, read_by
 from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.compress import has_hadamard
@@ -75,12 +77,12 @@ class SparseV4:
             checks.instance("plan", plan, V4Plan)
         seen = self._checks.signature(hidden, caches, plan)
         known = self._checks.seen_before(hidden, seen)
-        if not known:
+        if known is None:
             self._checks.arguments(hidden, caches, plan)
         if plan.step.requests == 0:
             return torch.zeros_like(hidden)
-        call = self._build(self._project(hidden), caches, plan)
-        if not known:
+        call = self._build(self._project(hidden), caches, plan, known)
+        if known is None:
             call = self._checks.operations(call, seen)
         queries = self._write(call.writes)
         chosen = None if call.index_topk is None else self._select(call, queries)
@@ -144,7 +146,7 @@ class SparseV4:
                 index_entry = _float_product(hidden, keys.values, wide), _float_product(hidden, keys.scores, wide)
         return Projected(q, kv, entry, index_q, index_weights, index_entry)
 
-    def _build(self, made: Projected, caches: V4Caches, plan: V4Plan) -> V4Call:
+    def _build(self, made: Projected, caches: V4Caches, plan: V4Plan, known: KnownV4 | None) -> V4Call:
         """Build the operations of a call. The rotated queries and attention's output do not exist yet, so tensors of
         the same shape are checked in their place."""
         index = None
@@ -155,8 +157,9 @@ class SparseV4:
             caches,
             self._writes(made, caches, plan),
             index,
-            self._attention(made.q, caches, plan),
+            self._attention(made.q, caches, plan, known),
             self._output_rotation(made.q, plan),
+            known,
         )
 
     def _writes(self, made: Projected, caches: V4Caches, plan: V4Plan) -> V4Writes:
@@ -209,7 +212,7 @@ class SparseV4:
         numbers = (self.spec.topk, WORKSPACE_BYTES, self.backend)
         return IndexTopk(index_q, index_weights, caches.index, *where, *numbers)
 
-    def _attention(self, q: Tensor, caches: V4Caches, plan: V4Plan) -> Attend | Gathered:
+    def _attention(self, q: Tensor, caches: V4Caches, plan: V4Plan, known: KnownV4 | None) -> Attend | Gathered:
         """Attention over the window and, if the layer has them, entries. The entries that an indexer chooses are added
         once it has run."""
         spec, sink = self.spec, contiguous_sink(self.weights.sink)
@@ -223,7 +226,8 @@ class SparseV4:
         if self.batch_invariant:
             chosen_columns = (spec.topk or 0) if spec.kind == "overlapping" else 0
             splits = fixed_splits(sum(selection.slots.shape[1] for selection in selections) + chosen_columns)
-        out = new_output(q, spec.value_dim)
+        # A prepared call makes its own output.
+        out: Any = new_output(q, spec.value_dim) if known is None or known.attend is None else None
         return Attend(q, selections, spec.scale, None, splits, sink, out, False, LseForm(), self.backend)
 
     def _output_rotation(self, attended: Tensor, plan: V4Plan) -> RotateHeads | RotateToFp8:
@@ -242,7 +246,8 @@ class SparseV4:
         """Run the indexer. Tools that watch a layer override this."""
         assert call.index_topk is not None
         assert queries.index_q is not None
-        return index_topk(call.index_topk._replace(q=queries.index_q))
+        selection, prepared = call.index_topk._replace(q=queries.index_q), call.known and call.known.index_topk
+        return index_topk(selection) if prepared is None else prepared(selection)
 
     def _attend(self, call: V4Call, q: Tensor, chosen: Tensor | None) -> Tensor:
         if isinstance(call.attend, Gathered):
@@ -251,8 +256,16 @@ class SparseV4:
         if chosen is not None and call.caches.entries is not None:
             entries = call.plan.entries[self.spec.compress]
             selections = [*selections, entries.selection(call.caches.entries, chosen)]
-        attend(call.attend._replace(q=q, selections=selections))
-        return call.attend.out
+        attention, known = call.attend._replace(q=q, selections=selections), call.known
+        usual = q.is_contiguous() and (chosen is None or chosen.is_contiguous())
+        if known is not None and known.attend is not None and usual:
+            found = known.attend.run(q, read_by(selections), attention.scale, attention.sink, None)
+            if found is not None:
+                return found[0]
+        if attention.out is None:
+            attention = attention._replace(out=new_output(q, self.spec.value_dim))
+        attend(attention)
+        return attention.out
 
     def _output(self, attended: Tensor, call: RotateHeads | RotateToFp8) -> Tensor:
         """The grouped output projection: each group of heads to a low rank, then all of them to hidden states."""

@@ -3,6 +3,7 @@
 The projections of a call write nothing, so they run before the checks, which then see the arguments of each operation.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,16 +11,18 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache.paged import PagedCache
+from tamis.cache.selection import Selection
 from tamis.cache.v4_caches import V4Caches
 from tamis.layers.v4_gathered import Gathered, prepare_gathered
 from tamis.layers.v4_weights import V4Weights
 from tamis.model.spec import LayerSpec
-from tamis.ops.attention import check_attend, check_query
+from tamis.ops import memory
+from tamis.ops.attention import Prepared, check_attend, check_query
 from tamis.ops.attention.operations import Attend
 from tamis.ops.compress import check_compress_kv, check_recipe
 from tamis.ops.compress.operations import CompressKv
 from tamis.ops.index import check_index_topk, check_layout
-from tamis.ops.index.operations import IndexTopk
+from tamis.ops.index.operations import IndexTopk, index_topk
 from tamis.ops.output import check_rotate_to_fp8
 from tamis.ops.output.operations import RotateToFp8
 from tamis.ops.rotate import check_rotate_and_write, check_rotate_heads
@@ -56,6 +59,13 @@ class V4Writes(NamedTuple):
     """The compressions of entries and of index keys, if the layer has them."""
 
 
+class KnownV4(NamedTuple):
+    """The operations of calls like one that passed, as far as the backend could prepare them."""
+
+    index_topk: Callable[[IndexTopk], Tensor] | None
+    attend: Prepared | None
+
+
 class V4Call(NamedTuple):
     """One layer call: its operations in the order in which they run."""
 
@@ -68,6 +78,8 @@ class V4Call(NamedTuple):
     """The attention. Its query is replaced by the rotated one, and the entries that the indexer chooses are added."""
     output: RotateHeads | RotateToFp8
     """The rotation of the output. Its input is replaced by attention's output."""
+    known: KnownV4 | None
+    """What was prepared for a call on a device that is like the last one. Its attention has no output yet."""
 
 
 class V4Checks:
@@ -85,14 +97,16 @@ class V4Checks:
         self.spec, self.weights, self.cos_sin, self.eps, self.backend = spec, weights, cos_sin, eps, backend
         self._passed: tuple[object, ...] | None = None
         self._held: list[tuple[PagedCache, Tensor]] = []
+        self._known = KnownV4(None, None)
 
-    def seen_before(self, hidden: Tensor, seen: tuple[object, ...] | None) -> bool:
-        """Whether a call of this signature passed last. Otherwise `arguments` and `operations` must look at it."""
+    def seen_before(self, hidden: Tensor, seen: tuple[object, ...] | None) -> KnownV4 | None:
+        """What was prepared, if a call of this signature passed last. Otherwise `arguments` and `operations` must look
+        at it."""
         if seen is None or seen != self._passed:
-            return False
+            return None
         if torch.is_grad_enabled():
             self._no_gradient(hidden)
-        return True
+        return self._known
 
     def arguments(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> None:
         """Refuse hidden states, caches and a plan that do not fit each other and the layer."""
@@ -128,7 +142,11 @@ class V4Checks:
         caches = call.caches
         held = (caches.window, caches.entries, caches.state, caches.index, caches.index_state)
         self._held = [(cache, cache.storage) for cache in held if cache is not None]
-        self._passed = seen
+        self._passed, self._known = seen, KnownV4(None, None)
+        if seen is not None and isinstance(call.attend, Attend) and memory.remembered_on(call.attend.q):
+            index = None if call.index_topk is None else index_topk.prepared(call.index_topk)
+            whole = call.attend._replace(selections=self._selections(call, call.attend))
+            self._known = KnownV4(index, Prepared.of(whole, None))
         return call
 
     def writes(self, writes: V4Writes) -> None:
@@ -176,7 +194,7 @@ class V4Checks:
         if planned is None:
             return None
         grad = torch.is_grad_enabled()
-        seen: list[object] = [grad, torch.is_inference_mode_enabled(), planned]
+        seen: list[object] = [grad, torch.is_inference_mode_enabled(), memory.remembered_on(hidden), planned]
         for cache in (caches.window, caches.entries, caches.state, caches.index, caches.index_state):
             if isinstance(cache, PagedCache):
                 seen += (id(cache), id(cache.storage), grad and cache.storage.requires_grad)
@@ -214,11 +232,15 @@ class V4Checks:
         elif entries.every is None:
             raise checks.refuse("plan.entries", "with slots of all entries", None, "plan with the layer's spec")
 
+    def _selections(self, call: V4Call, attention: Attend) -> list[Selection]:
+        """What a call attends to, with a placeholder for the entries that the indexer will choose."""
+        if call.index_topk is None or call.caches.entries is None:
+            return attention.selections
+        entries = entry_plan(self.spec, call.plan)
+        return [*attention.selections, entries.selection(call.caches.entries, self.placeholder(call.plan))]
+
     def _check_attend(self, call: V4Call, attention: Attend) -> None:
-        selections = attention.selections
-        if call.index_topk is not None and call.caches.entries is not None:
-            entries = entry_plan(self.spec, call.plan)
-            selections = [*selections, entries.selection(call.caches.entries, self.placeholder(call.plan))]
+        selections = self._selections(call, attention)
         check_query(attention.q, selections, self.spec.value_dim)
         check_attend(attention._replace(selections=selections))
 

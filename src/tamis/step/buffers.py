@@ -4,8 +4,9 @@
 `TableBuffer` holds the block table of one pool.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,22 @@ from tamis.step.split import INT
 _WHOLE_BYTES = 64 << 10
 """An arena of at most this size is copied whole. A copy of leading columns takes a second kernel on the device."""
 _MOST_VIEWS = 1024
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function outside of torch's function modes. A default device is one, and would put a Python function around
+    every attribute of a tensor."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return run
 
 
 class Staging(NamedTuple):

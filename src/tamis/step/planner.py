@@ -13,7 +13,7 @@ from tamis.cache.layout import Layout, named
 from tamis.model.spec import LayerSpec
 from tamis.step.batch import Batch, PageMap
 from tamis.step.batch_checks import HostLengths, check_batch
-from tamis.step.buffers import Arena, Staging, TableBuffer, Views
+from tamis.step.buffers import Arena, Staging, TableBuffer, Views, outside_modes
 from tamis.step.gathering import automatic_mode, gathering_saves
 from tamis.step.lease import Lease, Use
 from tamis.step.plan import Chunk, DecodePart, Limits, Mode, Plan, PrefillPart
@@ -88,6 +88,7 @@ class Planner:
         self._threshold = limits.threshold
         self.lease = Lease()
 
+    @outside_modes
     def plan(self, batch: Batch) -> Plan:
         """The metadata of one step. The batch is only read, and nothing waits for the device."""
         prepared = self.prepare(batch)

@@ -14,6 +14,7 @@ from tamis.cache.layout import Layout, named
 from tamis.model.spec import LayerSpec
 from tamis.ops import select_entries, select_window
 from tamis.step.batch import Batch
+from tamis.step.buffers import outside_modes
 from tamis.step.plan import Limits, Plan
 from tamis.step.planner import Planner, Prepared
 from tamis.step.split import group_prefills
@@ -90,6 +91,7 @@ class V4Planner:
             rows = max(gather.budget for gather in self._gathers.values())
             self._workspace = torch.zeros(rows, self.layout.width, dtype=torch.bfloat16, device=self.device)
 
+    @outside_modes
     def plan(self, batch: Batch, *, causal: bool = True) -> V4Plan:
         """The metadata of one step. The batch is only read, and nothing waits for the device.
 

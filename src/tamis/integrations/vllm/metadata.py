@@ -23,6 +23,7 @@ from tamis.integrations.vllm.fp8_metadata import FP8KernelMetadata, FP8SeparateP
 from tamis.integrations.vllm.held_requests import HeldRequests
 from tamis.model.spec import LayerSpec
 from tamis.step.batch_checks import check_starts
+from tamis.step.buffers import outside_modes
 from tamis.step.plan import Limits, Mode, Plan
 from tamis.step.planner import Planner
 from tamis.step.split import INT, BatchSplit, split_batch
@@ -323,6 +324,7 @@ class SparseMetadataBuilder:
         """Whether all tokens of every FP8 step go through one call that reads the cache directly."""
         return self.planner.mode == "mixed"
 
+    @outside_modes
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
         """The metadata of one step, valid until the next call.
 

@@ -1,11 +1,14 @@
 """Selects the rows that each token attends to and writes, in Triton: one launch per operation, a program per token."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import triton
 from torch import Tensor
 
+from tamis.cuda.device import current_stream
+from tamis.ops.rows.triton_launch import TritonLaunch, can_prepare
 from tamis.ops.rows.triton_rows import launching_on
 from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectWindow
 from tamis.ops.select.triton_device import chosen_rows, entry_rows, gathered_rows, window_rows
@@ -14,9 +17,10 @@ LARGEST_BLOCK = 1024
 """Columns that a program handles at once."""
 COLUMNS_PER_THREAD = 4
 
+C = TypeVar("C", SelectWindow, SelectEntries)
 
-@dataclass(frozen=True)
-class RowKernel:
+
+class RowKernel(NamedTuple):
     """A kernel that writes one row per token, and what it is launched with."""
 
     kernel: Any
@@ -28,19 +32,27 @@ class RowKernel:
     @property
     def constants(self) -> dict[str, int]:
         """The block size, and the number of blocks of a row."""
-        block = min(LARGEST_BLOCK, triton.next_power_of_2(max(16, self.columns)))
-        return {"BLOCK": block, "BLOCKS": triton.cdiv(self.columns, block)}
+        return _shape(self.columns)[0]
 
     @property
     def options(self) -> dict[str, int]:
         """Warps by the size of a block."""
-        return {"num_warps": max(1, min(8, self.constants["BLOCK"] // (32 * COLUMNS_PER_THREAD)))}
+        return _shape(self.columns)[1]
 
     def launch(self) -> None:
         """Launch it, unless there is no token."""
         if self.programs:
+            constants, options = _shape(self.columns)
             with launching_on(self.arguments["request_ids"].device):
-                self.kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
+                self.kernel[(self.programs,)](**self.arguments, **constants, **options)
+
+
+@cache
+def _shape(columns: int) -> tuple[dict[str, int], dict[str, int]]:
+    """The constants and options of a kernel that writes rows of so many columns."""
+    block = min(LARGEST_BLOCK, triton.next_power_of_2(max(16, columns)))
+    warps = max(1, min(8, block // (32 * COLUMNS_PER_THREAD)))
+    return {"BLOCK": block, "BLOCKS": triton.cdiv(columns, block)}, {"num_warps": warps}
 
 
 def select_window(call: SelectWindow) -> None:
@@ -51,6 +63,33 @@ def select_window(call: SelectWindow) -> None:
 def select_entries(call: SelectEntries) -> None:
     """As `reference.select_entries`."""
     entry_kernel(call).launch()
+
+
+def prepare_select_window(call: SelectWindow) -> Callable[[SelectWindow], None] | None:
+    """A launch for calls like this one, if nothing is copied."""
+    names = ("positions", "request_ids", "block_table", "own", "contexts", "ends", "slots", "lengths")
+    return _prepared(window_kernel(call), call, names)
+
+
+def prepare_select_entries(call: SelectEntries) -> Callable[[SelectEntries], None] | None:
+    """A launch for calls like this one, if nothing is copied."""
+    names = ("positions", "request_ids", "block_table", "own", "completed", "visible", "lengths", "every")
+    return _prepared(entry_kernel(call), call, names)
+
+
+def _prepared(row: RowKernel, call: C, names: tuple[str, ...]) -> Callable[[C], None] | None:
+    """What launches a kernel with the addresses of the tensors of these names."""
+    given = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
+    copied = any(row.arguments[name] is not tensor for name, tensor in given.items())
+    if copied or not row.programs or not can_prepare(row.kernel):
+        return None
+    device, places = given["positions"].get_device(), [type(call)._fields.index(name) for name in given]
+    launch = TritonLaunch(row.kernel, (row.programs,), row.arguments | row.constants, tuple(given), **row.options)
+
+    def run(call: tuple[Any, ...]) -> None:
+        launch(current_stream(device), [call[place].data_ptr() for place in places])
+
+    return run
 
 
 def select_chosen(call: SelectChosen) -> None:

@@ -14,7 +14,7 @@ from tamis.integrations.vllm.classes.v4_index_chunks import IndexChunk, chunk_in
 from tamis.integrations.vllm.classes.v4_metadata import CompressedBuilder
 from tamis.integrations.vllm.classes.v4_records import BuiltRecord
 from tamis.integrations.vllm.engine_tokens import TokenStep
-from tamis.ops.select.operations import select_entries
+from tamis.step.buffers import outside_modes
 
 KEYS_PER_LENGTH = 40
 """The most keys that are gathered at once, in multiples of the greatest request length."""
@@ -136,6 +136,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
         visible = None if self.uniform_decodes else self.decode_seq_lens_buffer[: limits.max_tokens]
         self._keep(visible=visible, decode_lens=self.decode_lens_buffer)
 
+    @outside_modes
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4IndexMetadata:
         """The metadata of one step, valid until the next call. The engine's tensors are not changed.
 
@@ -153,7 +154,7 @@ class V4IndexMetadataBuilder(CompressedBuilder):
             self._requests_before = requests
             torch.div(step.lengths, self.compress_ratio, rounding_mode="floor", out=entries)
             if selection is not None:
-                select_entries(selection)
+                selection()
             decode = self._decode(step, decodes) if decodes and requests else None
             if decode is None:
                 self._decode_lens(0)

@@ -1,7 +1,8 @@
 """The builders of DeepSeek-V4's per-step metadata under vLLM's names: for compressed caches and for the window's."""
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,12 +14,16 @@ from tamis.integrations.vllm.engine_batch import first
 from tamis.integrations.vllm.engine_tokens import EngineTokens, TokenStep
 from tamis.integrations.vllm.metadata import model_field
 from tamis.integrations.vllm.v4_formats import EVERY
+from tamis.ops import memory
+from tamis.ops.library import Operation
 from tamis.ops.select import check_select_entries, check_select_window
 from tamis.ops.select.operations import SelectEntries, SelectWindow, select_entries, select_window
-from tamis.step.buffers import Views
+from tamis.step.buffers import Views, outside_modes
 from tamis.step.lease import Lease
 from tamis.step.plan import Limits
 from tamis.step.v4_plan import ALIGN_COLUMNS, ALIGN_DRAFTS
+
+C = TypeVar("C", SelectWindow, SelectEntries)
 
 
 class _Builder:
@@ -73,7 +78,7 @@ class _Builder:
         self._parts = Views({})
         """The buffers that a step writes besides those of the tokens, and parts of them."""
         self._rows_before = 0
-        self._passed: tuple[object, ...] | None = None
+        self._known: memory.Memory[Callable[[Any], None]] = memory.Memory()
 
     def _each(self, dtype: torch.dtype = torch.int32, fill: int = 0) -> Tensor:
         return torch.full((self.limits.max_tokens,), fill, dtype=dtype, device=self.device)
@@ -89,17 +94,20 @@ class _Builder:
                 if name in self._written:
                     self._written[name][rows:before].fill_(fill)
 
-    def _check(self, call: SelectWindow | SelectEntries) -> None:
-        """Refuse what a selection refuses. It writes the builder's own buffers, so only the engine's tensors can be
-        wrong: they are checked in the first step and whenever they are not like those before."""
-        seen = checks.signature(call.positions, call.block_table, call.own)
-        if isinstance(call, SelectWindow):
-            seen = (*seen, call.slots.shape, call.contexts is None)
-            if seen != self._passed:
-                check_select_window(call)
-        elif seen != self._passed:
-            check_select_entries(call)
-        self._passed = seen
+    def _prepared(
+        self, operation: Operation[C, None], check: Callable[[C], None], call: C, *numbers: object
+    ) -> Callable[[], None]:
+        """What runs a selection, checked. It writes the builder's own buffers, so only the engine's tensors can be
+        wrong: they are checked in the first step and whenever they are not like those before. `numbers` are those of
+        the call that change from step to step."""
+        on_device, positions = memory.remembered_on(call[0]), call[0]
+        seen = (on_device, positions.shape, memory.sign(call[2]), memory.sign(call[3]), *numbers)
+        run = self._known.find(seen)
+        if run is None:
+            check(call)
+            run = (operation.prepared(call) if on_device else None) or operation
+            self._known.keep(seen, run)
+        return partial(run, call)
 
 
 class CompressedBuilder(_Builder):
@@ -129,9 +137,9 @@ class CompressedBuilder(_Builder):
         self._written = {name: buffer for name, buffer in found.items() if buffer is not None}
         self._parts = Views(self._written)
 
-    def _selection(self, step: TokenStep) -> SelectEntries | None:
-        """The operation that finds the slots of completed entries and what else is asked for; None if there is nothing
-        to find. A token without a slot completes no entry, and absent pages take none."""
+    def _selection(self, step: TokenStep) -> Callable[[], None] | None:
+        """What finds the slots of completed entries and what else is asked for; None if there is nothing to find. A
+        token without a slot completes no entry, and absent pages take none."""
         rows, parts = step.rows, self._parts
         if not step.requests or not rows or not self._written:
             return None
@@ -155,8 +163,7 @@ class CompressedBuilder(_Builder):
             every,
             "auto",
         )
-        self._check(call)
-        return call
+        return self._prepared(select_entries, check_select_entries, call, call.local_from)
 
     def _slot_mapping(self, step: TokenStep) -> Tensor:
         """The slots of completed entries; with a ratio of 1 those of the tokens, which the engine has."""
@@ -191,6 +198,7 @@ class V4MetadataBuilder(CompressedBuilder):
             self.c128a_buffer, self.c128a_lens_buffer = self._rows(self.c128a_max_compressed), self._each()
             self._keep(every=self.c128a_buffer, lengths=self.c128a_lens_buffer)
 
+    @outside_modes
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4Metadata:
         """The metadata of one step, valid until the next call. The engine's tensors are not changed.
 
@@ -204,7 +212,7 @@ class V4MetadataBuilder(CompressedBuilder):
             self.tokens.fill(step)
             self._clear(step.rows, completed=-1, every=-1, lengths=0)
             if selection is not None:
-                select_entries(selection)
+                selection()
         return V4Metadata(
             step.split,
             use,
@@ -253,6 +261,7 @@ class V4WindowMetadataBuilder(_Builder):
             self._written["wide slots"] = self.draft_indices_buffer.unsqueeze(1)
         self._parts = Views(self._written)
 
+    @outside_modes
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> V4WindowMetadata:
         """The metadata of one step, valid until the next call. The engine's tensors are not changed.
 
@@ -267,7 +276,7 @@ class V4WindowMetadataBuilder(_Builder):
             self.tokens.fill(step)
             self._clear(step.rows, **{"slots": -1, "wide slots": -1, "lengths": 0, "valid": 0})
             if selection is not None:
-                select_window(selection)
+                selection()
             valid, prefill_lengths = parts("valid", actual), step.lengths[split.decodes :]
             torch.gt(parts("lengths", actual), 0, out=valid)  # a token that is written sees itself
             gathered = self._gather_lengths(step, prefill_lengths)
@@ -305,7 +314,7 @@ class V4WindowMetadataBuilder(_Builder):
             raise checks.refuse("causal", expected, f"blocks of {step.max_query}", "set num_speculative_tokens")
         return "wide slots", step.lengths - (step.query_starts[1:] - step.query_starts[:-1])
 
-    def _selection(self, step: TokenStep, slots: str, context: Tensor | None) -> SelectWindow | None:
+    def _selection(self, step: TokenStep, slots: str, context: Tensor | None) -> Callable[[], None] | None:
         rows = step.rows
         if not step.requests or not rows:
             return None
@@ -322,8 +331,7 @@ class V4WindowMetadataBuilder(_Builder):
             self._parts("lengths", rows),
             "auto",
         )
-        self._check(call)
-        return call
+        return self._prepared(select_window, check_select_window, call, call.slots.shape, memory.sign(context))
 
     def _gather_lengths(self, step: TokenStep, lengths: Tensor) -> Tensor:
         found = self.gather_lens_buffer[: step.split.prefills]
