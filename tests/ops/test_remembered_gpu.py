@@ -93,7 +93,7 @@ def test_remembered_calls_give_the_same_bits(heads: int, monkeypatch: pytest.Mon
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = door()
-        for tensor in captured:
+        for tensor in captured[:3]:  # a layer also returns the positions that it was given
             tensor.zero_()
         graph.replay()
         assert equal(captured, expected), name

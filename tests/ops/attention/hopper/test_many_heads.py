@@ -114,6 +114,22 @@ def test_splits_are_merged_in_a_cluster(emulated, layout: str, heads: int, split
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
+def test_splits_in_a_cluster_whose_rows_differ_in_size(emulated) -> None:
+    """Some heads attend to small rows alone, beside rows that are a billion times larger."""
+    reseed(4)
+    cache = PagedCache("v4-fp8", 12, 16)
+    sizes = 10.0 ** torch.linspace(-5, 4, 192)
+    rows = torch.randn(192, 512) * sizes.unsqueeze(1)
+    write_kv(rows.bfloat16(), cache, torch.arange(192), backend="reference")
+    q = torch.randn(1, 64, 512).bfloat16()
+    # The logits of large rows are far below those of small ones.
+    q[0, :32] = -rows[150:182].sign().bfloat16() * 4
+    q[0, :32, :4] = 0
+    selections = [Selection(cache, torch.arange(192, dtype=torch.int32).view(1, 192))]
+    found, _ = emulated(many.V4_FP8, 1, merges=True)(q, selections, scale=0.05, splits=3)
+    close(found, expected(q, selections, 0.05), error=5e-3, lse_error=2e-2)
+
+
 def test_a_nan_in_one_split_of_a_cluster_shows(emulated) -> None:
     reseed(2)
     cache = filled("v32-fp8", 200)

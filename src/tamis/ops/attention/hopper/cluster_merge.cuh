@@ -3,7 +3,7 @@
 //
 //   1. Each CTA publishes the results of its heads; the cluster synchronises.
 //   2. Each CTA reads those of all splits, multiplies its accumulators with the weight of its split, and stages them in its own
-//      shared memory, as fp16 numbers times a common power of two; the cluster synchronises.
+//      shared memory, as fp16 numbers divided by a power of two for each head; the cluster synchronises.
 //   3. Each CTA adds up a share of the columns over all CTAs, in the order of their ranks, and writes it.
 //
 // The result does not depend on which CTA is first. A last barrier keeps shared memory alive until all CTAs have read it.
@@ -27,20 +27,36 @@ struct HeadResult {
 // The shared memory of the merge, at the same addresses in all CTAs of a cluster. It is free when all products are done.
 struct ClusterMerge {
     u32 staged;     // [HEADS][STAGED_COLUMNS] fp16
-    u32 factors;    // [HEADS] float32: of the accumulators
-    u32 published;  // [HEADS][4] float32: lse in base 2, largest logit, the row scale to which the accumulators are relative
-    u32 scale;      // [1] float32: staged numbers are divided by this power of two
+    u32 factors;    // [HEADS] float32: of the accumulators, when they are staged
+    u32 published;  // [HEADS][4] float32: lse in base 2, largest logit, factor, largest accumulator of warpgroup 0
+    u32 largest;    // [HEADS] float32: the largest accumulator of warpgroup 1
+    u32 scales;     // [HEADS] float32: the factor of the sums of staged numbers
 
     __device__ __forceinline__ void sync_cluster() const {
         cluster_arrive();
         cluster_wait();
     }
 
-    // Step 1, by one thread per head. `reference` is the row scale to which the accumulators are relative.
-    __device__ __forceinline__ void publish(int head, const HeadResult& result, float reference) const {
+    // The largest magnitude of a thread's accumulators of one of its heads, over the four lanes that share the head.
+    template <int N>
+    static __device__ __forceinline__ float largest_of(const float (&accumulators)[N][64], int below) {
+        float found = 0.0f;
+#pragma unroll
+        for (int i = 0; i < N * 32; ++i) {
+            found = fmaxf(found, fabsf(accumulators[i / 32][i % 32 / 2 * 4 + 2 * below + i % 2]));
+        }
+        return max_over_lanes<1, 4>(found);
+    }
+
+    // Step 1, by the four lanes of a head in warpgroup 0 and in warpgroup 1.
+    __device__ __forceinline__ void publish(int head, const HeadResult& result, float largest_here) const {
+        if (threadIdx.x % 4 != 0) return;
         shared_store4(published + head * 16, make_uint4(__float_as_uint(result.lse), __float_as_uint(result.max_logit),
-                                                        __float_as_uint(reference), 0));
-        store_float(factors + head * 4, result.factor);
+                                                        __float_as_uint(result.factor), __float_as_uint(largest_here)));
+    }
+
+    __device__ __forceinline__ void publish(int head, float largest_here) const {
+        if (threadIdx.x % 4 == 0) store_float(largest + head * 4, largest_here);
     }
 
     // By consumers: the first barrier, and the wait until the producers have weighed the split.
@@ -51,21 +67,23 @@ struct ClusterMerge {
 
     // Step 2, by the 256 producers, four neighbours for each head: the first barrier, and the factor of this split.
     __device__ __forceinline__ void weigh_split(int thread, const ItemOutput& out) const {
-        constexpr int LANES = 4;
+        constexpr int LANES = 4, EACH = MAX_CLUSTER / LANES;
         sync_cluster();
         const int head = thread / LANES, lane = thread % LANES;
-        const u32 ranks = cluster_size(), own = published + head * 16;
-        float lses[MAX_CLUSTER / LANES], max_lse = minus_infinity(), max_logit = minus_infinity(), largest = 0.0f, nan = 0.0f;
+        const u32 ranks = cluster_size();
+        float lses[EACH], sizes[EACH], max_lse = minus_infinity(), max_logit = minus_infinity(), nan = 0.0f;
 #pragma unroll
-        for (int i = 0; i < MAX_CLUSTER / LANES; ++i) {
+        for (int i = 0; i < EACH; ++i) {
             const u32 rank = lane + LANES * i;
             lses[i] = minus_infinity();
+            sizes[i] = 0.0f;
             float logit = minus_infinity();
             if (rank < ranks) {
-                const uint4 theirs = peer_load4(peer_address(own, rank));
+                const uint4 theirs = peer_load4(peer_address(published + head * 16, rank));
                 lses[i] = __uint_as_float(theirs.x);
                 logit = __uint_as_float(theirs.y);
-                largest = fmaxf(largest, __uint_as_float(theirs.z));
+                const float other = __uint_as_float(peer_load(peer_address(largest + head * 4, rank)));
+                sizes[i] = fmaxf(__uint_as_float(theirs.w), other) * __uint_as_float(theirs.z);
             }
             // fmaxf drops NaN, so `nan` is NaN if any lse or logit is, and else 0.
             max_lse = fmaxf(max_lse, lses[i]);
@@ -75,30 +93,38 @@ struct ClusterMerge {
         max_lse = max_over_lanes<1, LANES>(max_lse);
         max_logit = max_over_lanes<1, LANES>(max_logit);
         nan = sum_over_lanes<1, LANES>(nan);
-        // Outputs are averages of rows, and those are below 2**16 times their scale: with a factor 2 more they fit fp16.
-        const float divisor = 2.0f * max_over_lanes<1, LANES>(largest);
         const float base = max_lse == minus_infinity() ? 0.0f : max_lse;
-        float total = 0.0f;
+        float total = 0.0f, size = 0.0f;
 #pragma unroll
-        for (int i = 0; i < MAX_CLUSTER / LANES; ++i) total += fast_exp2(lses[i] - base);
+        for (int i = 0; i < EACH; ++i) {
+            const float weight = fast_exp2(lses[i] - base);
+            total += weight;
+            size = fmaxf(size, weight * sizes[i]);
+        }
         total = sum_over_lanes<1, LANES>(total) + nan;
-        if (lane == 0) store_factor(head, base, total, divisor, max_logit + nan, out);
+        size = max_over_lanes<1, LANES>(size);
+        if (lane == 0) store_factor(head, base, total, size, max_logit + nan, out);
         __syncthreads();
     }
 
+    // Stores the factor of this split, and the scale of the sums. `size` is the largest weighted output of any split, times
+    // `total`: staged numbers are divided by a power of two, so that the largest of all splits lies below 2**15.
     __device__ __forceinline__ void store_factor(
-        int head, float base, float total, float divisor, float max_logit, const ItemOutput& out) const {
-        const u32 own = published + head * 16;
+        int head, float base, float total, float size, float max_logit, const ItemOutput& out) const {
+        const uint4 own = shared_load4(published + head * 16);
         const bool empty = total == 0.0f;
-        const float own_lse = load_float(own), lse = empty ? minus_infinity() : (base + fast_log2(total)) * LN_2;
-        float factor = load_float(factors + head * 4) / divisor * fast_exp2(own_lse - base) / total;
+        const float own_lse = __uint_as_float(own.x), lse = empty ? minus_infinity() : (base + fast_log2(total)) * LN_2;
+        const int exponent = min(max(static_cast<int>(__float_as_uint(size) >> 23 & 0xFF) - 14, 1), 253);
+        const float inverse = __uint_as_float(static_cast<u32>(254 - exponent) << 23);
+        float scale = empty ? 0.0f : __uint_as_float(static_cast<u32>(exponent) << 23) / total;
         if (head < out.heads) {
-            if (out.sink != nullptr) factor *= 1.0f / (1.0f + fast_exp2((out.sink[head] - lse) * LOG2_E));
+            if (out.sink != nullptr && !empty) scale *= 1.0f / (1.0f + fast_exp2((out.sink[head] - lse) * LOG2_E));
             if (cluster_rank() == 0) out.logits.store(head, lse, max_logit);
         }
         // A split without rows adds zeros.
+        const float factor = __uint_as_float(own.z) * inverse * fast_exp2(own_lse - base);
         store_float(factors + head * 4, own_lse == minus_infinity() ? 0.0f : factor);
-        if (head == 0) store_float(scale, divisor);
+        store_float(scales + head * 4, scale);
     }
 
     // Stages a warpgroup's accumulators of 128 columns from `column` on, times the factors of the thread's two heads (see
@@ -131,13 +157,13 @@ struct ClusterMerge {
     __device__ __forceinline__ void add_share(const ItemOutput& out) const {
         constexpr int UNITS = HEADS * VALUE_DIM / 8;  // of eight columns
         const u32 ranks = cluster_size(), rank = cluster_rank();
-        const float factor = load_float(scale);
         const auto address = reinterpret_cast<unsigned long long>(out.out);
         const bool whole_units = (address | out.head_stride * 2) % 16 == 0;
         const int end = min(static_cast<int>((rank + 1) * UNITS / ranks), out.heads * VALUE_DIM / 8);
         for (int unit = rank * UNITS / ranks + threadIdx.x; unit < end; unit += THREADS) {
             const int head = unit / (VALUE_DIM / 8), column = unit % (VALUE_DIM / 8) * 8;
             const u32 at = staged + (head * STAGED_COLUMNS + column) * 2;
+            const float factor = load_float(scales + head * 4);
             float sums[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
             for (u32 first = 0; first < ranks; first += BATCH) {
                 uint4 values[BATCH];

@@ -327,7 +327,8 @@ def _launch_plan(plan: Plan, q: Tensor, selection: Selection, scale: float | Ten
     if q.shape[0] == 0:
         return
     if not _loads(q):
-        q = q.contiguous()
+        # A contiguous query may still begin at an odd address, and `contiguous` would return it as it is.
+        q = q.clone(memory_format=torch.contiguous_format)
     held = [q]  # copies must live until the launch, or their memory may be allocated again
     _launch_of(plan, q, selection, scale, output, held)()
 

@@ -477,7 +477,7 @@ __device__ __forceinline__ HeadResult result_of(Softmax& head, float reference) 
 // ---- Consumers
 
 __device__ __forceinline__ ClusterMerge cluster_merge(u32 memory) {
-    return {memory + QUERIES, memory + HEAD_SCALE, memory + ROW_SCALE, memory + RESCALE};
+    return {memory + QUERIES, memory + HEAD_SCALE, memory + ROW_SCALE, memory + RESCALE, memory + RESCALE + HEADS * 4};
 }
 
 // Warpgroup 0. `output_of` computes the destination of the results, at the end, when registers are free.
@@ -575,9 +575,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         const ClusterMerge end = cluster_merge(memory);
         named_barrier_sync(SCORE_BARRIER, WARPS * 32);  // all four warps have read the row scales, which are overwritten
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (lane % 4 == 0) end.publish(head + 8 * i, results[i], reference);
-        }
+        for (int i = 0; i < 2; ++i) end.publish(head + 8 * i, results[i], end.largest_of(values, i));
         end.wait_for_factors();
         end.stage(values[0], VALUE_DIM / 2);
         end.merge<8>(output_of());
@@ -641,6 +639,8 @@ __device__ __forceinline__ void weigh(u32 memory, int blocks, const OutputOf& ou
     const auto column = [](int i) { return (VALUE_DIM * 3 / 4 + i * VALUE_DIM / 4) % VALUE_DIM; };
     if (MERGE_IN_CLUSTER) {
         const ClusterMerge end = cluster_merge(memory);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) end.publish(head + 8 * i, end.largest_of(values, i));
         end.wait_for_factors();
 #pragma unroll
         for (int i = 0; i < 3; ++i) end.stage(values[i], column(i));
