@@ -11,7 +11,7 @@ from tamis.cuda.device import Rooms, current_stream, device_index
 from tamis.cuda.launch import Launch, PreparedLaunch
 from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, merge_launch
 from tamis.ops.attention.operations import Attend, translation
-from tamis.ops.translate.operations import TranslatePositions, translate_positions
+from tamis.ops.translate.operations import translate_positions
 
 OUTPUTS = ("out", "lse", "max_logits")
 SPLITS = ("split_out", "split_lse", "split_max_logits")
@@ -131,21 +131,22 @@ class PreparedAttend:
 class TranslatedAttend:
     """Runs attention calls like one that was prepared, with a pass before them that translates positions to slots."""
 
-    def __init__(
-        self,
-        attend: PreparedAttend,
-        call: TranslatePositions,
-        translate: Callable[[TranslatePositions], tuple[Tensor, Tensor]],
-    ) -> None:
-        """Remember what was prepared."""
-        self._attend, self._translate, self._options = attend, translate, call[3:]
+    def __init__(self, attend: PreparedAttend, positions: Tensor, translation: Any) -> None:
+        """Remember what was prepared; `positions` are those of the call."""
+        self._attend, self._launch = attend, translation.launch
+        self._device, self._counts = device_index(positions.device), 4 * positions.numel()
+        self._room = Rooms(positions.device, ((positions.numel() + positions.shape[0],), torch.int32))
+        """Slots, and behind them how many of each row are valid, which nobody reads."""
 
     def __call__(
         self, q: Tensor, read: Sequence[Tensor], scale: float, sink: Tensor | None, out: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """As `PreparedAttend.__call__`."""
         rows, positions, *lengths, request_ids, block_table = read
-        slots, _ = self._translate(TranslatePositions(positions, request_ids, block_table, *self._options))
+        (slots,) = self._room()
+        found = slots.data_ptr()
+        given = (positions.data_ptr(), request_ids.data_ptr(), block_table.data_ptr())
+        self._launch(current_stream(self._device), (*given, found, found + self._counts))
         return self._attend(q, (rows, slots, *lengths), scale, sink, out)
 
 
@@ -161,4 +162,4 @@ def prepare_translated(
     # The translation makes new slots; these are only described.
     slots = torch.empty(selection.slots.shape, dtype=torch.int32, device=selection.slots.device)
     prepared = prepare(call._replace(selections=[Selection(selection.cache, slots, selection.lengths)]))
-    return None if prepared is None or translate is None else TranslatedAttend(prepared, first, translate)
+    return None if prepared is None or translate is None else TranslatedAttend(prepared, slots, translate)
