@@ -101,15 +101,14 @@ class PreparedTranslation:
         arguments = launch_arguments(call, *self._rooms())
         changing = ("positions", "request_ids", "block_table", "slots", "counts")
         options = launch_options(arguments["BLOCK"])
-        self.launch = TritonLaunch(translate_rows, (rows,), arguments, changing, **options)
-        """Takes the addresses of positions, request ids, block table, slots and counts."""
+        self._launch = TritonLaunch(translate_rows, (rows,), arguments, changing, **options)
 
     def __call__(self, call: TranslatePositions) -> tuple[Tensor, Tensor]:
         """Slots and counts."""
         positions, ids, table = call[:3]
         slots, counts = self._rooms()
         addresses = (positions.data_ptr(), ids.data_ptr(), table.data_ptr(), slots.data_ptr(), counts.data_ptr())
-        self.launch(current_stream(self._device), addresses)
+        self._launch(current_stream(self._device), addresses)
         return slots, counts
 
 
