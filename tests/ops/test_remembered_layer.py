@@ -186,13 +186,6 @@ def test_attend_positions(pretended: Pretended, name: str, heads: int, tokens: i
     compare(pretended, run_attend_positions, base, ATTEND_POSITIONS[name](dict(base)))
 
 
-def test_positions_are_translated_first_at_many_heads(pretended: Pretended) -> None:
-    for _ in range(3):
-        run_attend_positions(without_plan(128, 30))
-        assert [one.kernel for one in pretended.launches()] == ["translate_rows", "attend_many_heads"]
-    assert pretended.triton["translate_rows"].by_triton == 2, "by the first call, and once to find the kernel"
-
-
 def test_an_output_is_separate_from_all_that_a_step_reads(pretended: Pretended) -> None:
     """Signatures have no addresses, so that these outputs have the same one."""
     given = own_index()

@@ -30,6 +30,7 @@ from tamis.step.lease import needs_latest_plan
 from tamis.step.plan import Plan
 
 _KNOWN = LayerMemory()
+_LSE = LseForm()
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ class SparseMLA:
         if self.batch_invariant:
             splits = fixed_splits((self.spec.topk or 0) if positions is None else positions.shape[1])
         scales, sink = folded_scale(self.spec.scale, given.q_scale), contiguous_sink(given.sink)
-        attention = Attend(q, [], *scales, splits, sink, out, True, LseForm(), self.backend)
+        attention = Attend(q, [], *scales, splits, sink, out, True, _LSE, self.backend)
         writes, index, gathers, translate = [], None, [], None
         if plan is not None and plan.requests:
             writes = self._writes(given.kv, given.index_inputs, given.caches, plan)

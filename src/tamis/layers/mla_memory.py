@@ -102,9 +102,7 @@ def _must_be_checked(scale: float, given: Arguments) -> bool:
 def _traits(given: Arguments) -> memory.Signature:
     """What the checks of a call depend on."""
     q, kv, caches, plan, table, positions, index, sink, q_scale, out = given
-    step = keys = inputs = None
-    if plan is not None:
-        step = (plan.rows, plan.page_size, plan.topk, plan.mode, *map(sign, (plan.slots, plan.positions, plan.visible)))
+    keys = inputs = None
     if caches.index is not None:
         keys = (caches.index.recipe, *memory.sign_cache(caches.index))
     if index is not None:
@@ -113,9 +111,9 @@ def _traits(given: Arguments) -> memory.Signature:
         (*map(sign, kv),) if isinstance(kv, tuple) else sign(kv),
         isinstance(kv, tuple),
         sign(q_scale) if isinstance(q_scale, Tensor) else None,
-        step,
+        tuple(map(sign, table)) if plan is None else plan.signature,
         keys,
         inputs,
-        *map(sign, (q, *table, positions, sink, out)),
+        *map(sign, (q, positions, sink, out)),
         *memory.sign_cache(caches.latent),
     )

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from tamis import checks
+from tamis.ops import memory
 from tamis.step.batch import PageMap
 from tamis.step.lease import Use
 from tamis.step.split import BatchSplit, decode_threshold
@@ -154,6 +156,12 @@ class Plan:
     """Block tables and slots of the further pools, by name."""
     use: Use
     """Knows whether this is still the planner's latest plan; see `using`."""
+
+    @cached_property
+    def signature(self) -> memory.Signature:
+        """What a layer call depends on of its plan. Computed once for all layers of a step."""
+        tensors = (self.slots, self.positions, self.visible, self.request_ids, self.block_table)
+        return (self.rows, self.page_size, self.topk, self.mode, *map(memory.sign, tensors))
 
     def using(self) -> AbstractContextManager[None]:
         """The block in which a layer runs on this plan. Blocks may be nested.

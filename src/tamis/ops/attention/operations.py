@@ -135,16 +135,9 @@ def _factor(q: Tensor, scale: float, q_scale: Tensor | None) -> float | Tensor:
     return scale if q_scale is None else scale * q_scale.to(accumulator(q))
 
 
-def translation(selection: Selection, backend: str) -> TranslatePositions | None:
-    """The call that translates a selection's positions to slots; None if it has slots."""
-    if selection.request_ids is None or selection.block_table is None:
-        return None
-    ids, table, size = selection.request_ids, selection.block_table, selection.cache.page_size
-    return TranslatePositions(selection.slots, ids, table, size, size, None, None, (1, 0, 1), False, backend)
-
-
 def _translated(selection: Selection, backend: str) -> Selection:
-    call = translation(selection, backend)
-    if call is None:
+    if selection.request_ids is None or selection.block_table is None:
         return selection
+    ids, table, size = selection.request_ids, selection.block_table, selection.cache.page_size
+    call = TranslatePositions(selection.slots, ids, table, size, size, None, None, (1, 0, 1), False, backend)
     return Selection(selection.cache, translate_positions(call)[0], selection.lengths)

@@ -1,6 +1,5 @@
 """Translates positions to slots in Triton: one launch, with a program per token that also counts its valid slots."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,28 +89,33 @@ def translate_positions(call: TranslatePositions) -> tuple[Tensor, Tensor]:
     return slots, counts
 
 
-def prepare_translate_positions(
-    call: TranslatePositions,
-) -> Callable[[TranslatePositions], tuple[Tensor, Tensor]] | None:
-    """A launch for calls like this one, if nothing is copied."""
-    positions, ids = call.positions, call.request_ids
-    plain = call.workspace_ids is None and call.workspace_starts is None and ids.is_contiguous()
-    if not plain or not positions.shape[0] or not can_prepare(translate_rows):
-        return None
-    index, rows = device_index(positions.device), positions.shape[0]
-    rooms = Rooms(positions.device, (tuple(positions.shape), torch.int32), ((rows,), torch.int32))
-    arguments = launch_arguments(call, *rooms())
-    changing = ("positions", "request_ids", "block_table", "slots", "counts")
-    launch = TritonLaunch(translate_rows, (rows,), arguments, changing, **launch_options(arguments["BLOCK"]))
+class PreparedTranslation:
+    """Translates positions like those of one call that was prepared."""
 
-    def run(call: TranslatePositions) -> tuple[Tensor, Tensor]:
+    def __init__(self, call: TranslatePositions) -> None:
+        """Prepare the launch."""
+        positions = call.positions
+        rows, device = positions.shape[0], positions.device
+        self._device = device_index(device)
+        self._rooms = Rooms(device, (tuple(positions.shape), torch.int32), ((rows,), torch.int32))
+        arguments = launch_arguments(call, *self._rooms())
+        changing = ("positions", "request_ids", "block_table", "slots", "counts")
+        options = launch_options(arguments["BLOCK"])
+        self._launch = TritonLaunch(translate_rows, (rows,), arguments, changing, **options)
+
+    def __call__(self, call: TranslatePositions) -> tuple[Tensor, Tensor]:
+        """Slots and counts."""
         positions, ids, table = call[:3]
-        slots, counts = rooms()
-        given = (positions.data_ptr(), ids.data_ptr(), table.data_ptr())
-        launch(current_stream(index), (*given, slots.data_ptr(), counts.data_ptr()))
+        slots, counts = self._rooms()
+        addresses = (positions.data_ptr(), ids.data_ptr(), table.data_ptr(), slots.data_ptr(), counts.data_ptr())
+        self._launch(current_stream(self._device), addresses)
         return slots, counts
 
-    return run
+
+def prepare_translate_positions(call: TranslatePositions) -> PreparedTranslation | None:
+    """A launch for calls like this one, if nothing is copied."""
+    plain = call.workspace_ids is None and call.workspace_starts is None and call.request_ids.is_contiguous()
+    return PreparedTranslation(call) if plain and call.positions.shape[0] and can_prepare(translate_rows) else None
 
 
 def launch_options(block: int) -> dict[str, int]:
