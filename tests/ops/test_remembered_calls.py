@@ -19,23 +19,27 @@ from remembered import (
     added,
     calls_of,
     compare,
-    every_other,
     in_place,
+    indexing,
     ints,
     named_tensors,
     outcome,
     paged,
+    run_index,
+    run_translate,
+    run_write,
     shifted,
+    translating,
     unaligned_cache,
     widened,
     with_gaps,
+    writing,
 )
 from settings import autocast, default_dtype
 from torch import Tensor
 
 from tamis import PagedCache, Selection
-from tamis.cache.layout import v32_fp8
-from tamis.ops import attend, index_topk, memory, write_kv
+from tamis.ops import attend, memory
 from tamis.ops.attention import triton_kernels as portable
 
 pytestmark = pytest.mark.own_settings("changes settings itself")
@@ -243,116 +247,6 @@ def test_memory_made_in_inference_mode_is_refused_outside(pretended: Pretended) 
             run_write(writing() | {"cache": cache})
 
 
-# --- write_kv -------------------------------------------------------------------------------------------------------
-
-
-def writing(rows: int = 4, layout: str = "v32-fp8") -> Given:
-    return {"kv": torch.zeros(rows, 576, dtype=BF16), "cache": paged(layout), "slots": torch.arange(rows)}
-
-
-def run_write(given: Given) -> None:
-    write_kv(**given)
-
-
-def halves(kv: Tensor) -> tuple[Tensor, Tensor]:
-    return kv[:, :512], kv[:, 512:]
-
-
-WRITE: dict[str, Change] = {
-    "nothing": lambda given: given,
-    "rows": lambda given: given | writing(7),
-    "no rows": lambda given: given | writing(0),
-    "float32": in_place("kv", Tensor.float),
-    "float64": in_place("kv", Tensor.double),
-    "kv with gaps": in_place("kv", widened),
-    "kv turned": in_place("kv", lambda kv: kv.t().contiguous().t()),
-    "kv 2 bytes off": in_place("kv", lambda kv: shifted(kv, 1)),
-    "a pair": in_place("kv", halves),
-    "a pair of two dtypes": in_place("kv", lambda kv: (kv[:, :512], kv[:, 512:].float())),
-    "a pair of three": in_place("kv", lambda kv: (*halves(kv), kv)),
-    "kv with a gradient": in_place("kv", lambda kv: kv.clone().requires_grad_()),
-    "one in a tuple": in_place("kv", lambda kv: (kv,)),
-    "fewer slots": in_place("slots", lambda slots: slots[:2]),
-    "more slots": added(slots=lambda: torch.arange(5)),
-    "slots int32": in_place("slots", Tensor.int),
-    "slots 8 bytes off": in_place("slots", lambda slots: shifted(slots, 1)),
-    "slots with gaps": in_place("slots", every_other),
-    "slots in two axes": in_place("slots", lambda slots: slots[None]),
-    "page size": added(cache=lambda: paged(page_size=16)),
-    "pages": added(cache=lambda: paged(pages=9)),
-    "pages with gaps": added(cache=with_gaps),
-    "cache not aligned": added(cache=unaligned_cache),
-    "bf16 rows": added(cache=lambda: paged("v32-bf16")),
-    "planar rows": added(cache=lambda: paged("v4-fp8")),
-    "exact scales": added(cache=lambda: paged(v32_fp8(scale_mode="exact"))),
-    "one scale": added(cache=lambda: paged("plain-fp8", scale=0.5)),
-    "another scale": added(cache=lambda: paged("plain-fp8", scale=0.25)),
-    "a scale in memory": added(cache=lambda: paged("plain-fp8", scale=torch.tensor(0.5))),
-    "no cache": added(cache=lambda: torch.zeros(6, 64, 656)),
-    "backend": added(backend="triton"),
-}
-
-
-@pytest.mark.parametrize("name", WRITE)
-@pytest.mark.parametrize("layout", ["v32-fp8", "plain-fp8"])
-def test_write_kv(pretended: Pretended, name: str, layout: str) -> None:
-    base = writing(layout=layout)
-    compare(pretended, run_write, base, WRITE[name](dict(base)))
-
-
-# --- index_topk -----------------------------------------------------------------------------------------------------
-
-
-def indexing(tokens: int = 4, heads: int = 8) -> Given:
-    given = {"q": torch.zeros(tokens, heads, 128, dtype=BF16), "weights": torch.zeros(tokens, heads)}
-    given |= {"cache": paged("index-fp8"), "request_ids": ints(tokens), "block_table": ints(tokens, 9)}
-    return given | {"lengths": ints(tokens), "k": 64}
-
-
-def run_index(given: Given) -> Tensor:
-    return index_topk(**given)
-
-
-INDEX: dict[str, Change] = {
-    "nothing": lambda given: given,
-    "tokens": lambda given: given | indexing(6),
-    "no tokens": lambda given: given | indexing(0),
-    "heads": lambda given: given | indexing(heads=16),
-    "prefill": lambda given: given | indexing(12) | {"block_table": ints(2, 9)},
-    "fp8 query": in_place("q", lambda q: q.to(torch.float8_e4m3fn)),
-    "query with gaps": in_place("q", widened),
-    "query turned": in_place("q", lambda q: q.transpose(1, 2).contiguous().transpose(1, 2)),
-    "query 2 bytes off": in_place("q", lambda q: shifted(q, 1)),
-    "query with a gradient": in_place("q", lambda q: q.clone().requires_grad_()),
-    "bf16 weights": in_place("weights", Tensor.bfloat16),
-    "weights with gaps": in_place("weights", widened),
-    "weights with a gradient": in_place("weights", lambda weights: weights.clone().requires_grad_()),
-    "mxfp4 keys": added(cache=lambda: paged("index-mxfp4")),
-    "page size": added(cache=lambda: paged("index-fp8", page_size=32)),
-    "pages with gaps": added(cache=lambda: with_gaps("index-fp8")),
-    "latent rows": added(cache=paged),
-    "ids with gaps": in_place("request_ids", every_other),
-    "ids int64": in_place("request_ids", Tensor.long),
-    "table with gaps": in_place("block_table", widened),
-    "table turned": in_place("block_table", lambda table: table.t().contiguous().t()),
-    "wider table": lambda given: given | {"block_table": ints(4, 11)},
-    "no table": lambda given: given | {"block_table": ints(4, 0)},
-    "lengths 4 bytes off": added(lengths=lambda: ints(5)[1:]),
-    "lengths with gaps": in_place("lengths", every_other),
-    "k": added(k=65),
-    "k as a float": added(k=64.0),
-    "k too large": added(k=5000),
-    "small workspace": added(workspace_bytes=5000),
-    "backend": added(backend="hopper"),
-}
-
-
-@pytest.mark.parametrize("name", INDEX)
-def test_index_topk(pretended: Pretended, name: str) -> None:
-    base = indexing()
-    compare(pretended, run_index, base, INDEX[name](dict(base)))
-
-
 # --- the memory -----------------------------------------------------------------------------------------------------
 
 
@@ -389,13 +283,14 @@ def test_nothing_keeps_the_tensors_of_a_call(pretended: Pretended) -> None:
     assert not [one for one in alive if one() is not None]
 
 
-MOST_CALLS = {"attend": 62, "attend into out": 75, "write_kv": 40, "index_topk": 60}
+MOST_CALLS = {"attend": 56, "attend into out": 70, "write_kv": 36, "index_topk": 52, "translate_positions": 40}
 """Calls of functions that a remembered call may make, those of torch included. Each costs 0.1 us and more."""
 
 
 def test_a_remembered_call_does_little(pretended: Pretended) -> None:
     doors = {"attend": (run_attend, attention()), "attend into out": (run_attend, attention())}
     doors |= {"write_kv": (run_write, writing()), "index_topk": (run_index, indexing())}
+    doors["translate_positions"] = (run_translate, translating())
     doors["attend into out"][1].update(out=out_of(attention()), sink=torch.zeros(16))
     with torch.no_grad():
         found = {name: calls_of(*door) for name, door in doors.items()}

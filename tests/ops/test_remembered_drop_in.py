@@ -209,7 +209,7 @@ def test_a_default_device_changes_nothing(pretended: Pretended) -> None:
                 assert outcome(pretended, run, given) == expected
 
 
-MOST_CALLS = {"decode": 70, "decode over two caches": 90, "prefill": 60}
+MOST_CALLS = {"decode": 44, "decode over two caches": 56, "prefill": 44}
 """Calls of functions that a remembered call may make, those of torch included. Each costs 0.1 us and more."""
 
 

@@ -214,7 +214,7 @@ def test_a_default_device_changes_nothing(pretended: Pretended, made: Callable[[
             assert outcome(pretended, run_layer, given) == expected
 
 
-MOST_CALLS = {"positions": 160, "index": 270, "attend_positions": 110}
+MOST_CALLS = {"positions": 120, "index": 180, "attend_positions": 85}
 """Calls of functions that a remembered call may make, those of torch included. Each costs 0.1 us and more."""
 
 

@@ -10,7 +10,7 @@ from pretended import Launched, Pretended
 from torch import Tensor
 
 from tamis import PagedCache
-from tamis.ops import memory
+from tamis.ops import index_topk, memory, translate_positions, write_kv
 
 Given = dict[str, Any]
 Change = Callable[[Given], Given]
@@ -112,3 +112,29 @@ def calls_of(run: Callable[[Given], Any], given: Given) -> int:
     finally:
         sys.setprofile(None)
     return count
+
+
+def writing(rows: int = 4, layout: str = "v32-fp8") -> Given:
+    return {"kv": torch.zeros(rows, 576, dtype=torch.bfloat16), "cache": paged(layout), "slots": torch.arange(rows)}
+
+
+def run_write(given: Given) -> None:
+    write_kv(**given)
+
+
+def indexing(tokens: int = 4, heads: int = 8) -> Given:
+    given = {"q": torch.zeros(tokens, heads, 128, dtype=torch.bfloat16), "weights": torch.zeros(tokens, heads)}
+    given |= {"cache": paged("index-fp8"), "request_ids": ints(tokens), "block_table": ints(tokens, 9)}
+    return given | {"lengths": ints(tokens), "k": 64}
+
+
+def run_index(given: Given) -> Tensor:
+    return index_topk(**given)
+
+
+def translating(tokens: int = 4) -> Given:
+    return {"positions": ints(tokens, 40), "request_ids": ints(tokens), "block_table": ints(3, 9), "page_size": 64}
+
+
+def run_translate(given: Given) -> Any:
+    return translate_positions(**given)

@@ -31,8 +31,8 @@ LAUNCH_PROGRAMMATIC_SERIALIZATION = 6
 CAPTURE_RELAXED = 2
 INVALID_CONTEXT, INVALID_HANDLE = 201, 400
 
-PORTABLE_CLUSTER = 8
-"""The largest cluster that every GPU with clusters can run."""
+PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16
+"""The largest cluster that every GPU with clusters can run, and the largest that any can."""
 PLAIN_SHARED = 48 * 1024
 """Bytes of shared memory that a CTA gets without opting in to more."""
 
@@ -165,7 +165,7 @@ class Launch:
         """
         if shared > kernel.shared_limit:
             raise ValueError(f"shared must be at most {kernel.shared_limit} on this device, got {shared}")
-        self.kernel, self.params = kernel, params
+        self.kernel, self.params, self._cluster = kernel, params, cluster
         self._launch = kernel.driver.library.cuLaunchKernelEx
         self._get_current = kernel.driver.library.cuCtxGetCurrent
         self._block, self._shared = (ctypes.c_uint * 3)(threads, 1, 1), shared
@@ -198,6 +198,15 @@ class Launch:
             status = self._launch_within(memory)
         if status:
             raise self.kernel.driver.error("cuLaunchKernelEx", status)
+
+    def active_clusters(self) -> int:
+        """How many clusters of this launch the device runs at a time; 0 if it can run none of this size."""
+        memory, found = _Memory(self), ctypes.c_int()
+        memory.config.grid[:] = (self._cluster, 1, 1)  # grids are whole clusters
+        with self.kernel.driver.within(self.kernel.context):
+            query = self.kernel.driver.library.cuOccupancyMaxActiveClusters
+            status = query(ctypes.byref(found), self.kernel.function, memory.reference)
+        return 0 if status else found.value
 
     def prepared(
         self,

@@ -104,7 +104,7 @@ def _traits(given: Arguments) -> memory.Signature:
     q, kv, caches, plan, table, positions, index, sink, q_scale, out = given
     step = keys = inputs = None
     if plan is not None:
-        step = (plan.rows, plan.page_size, plan.topk, plan.mode, sign(plan.slots), sign(plan.positions))
+        step = (plan.rows, plan.page_size, plan.topk, plan.mode, *map(sign, (plan.slots, plan.positions, plan.visible)))
     if caches.index is not None:
         keys = (caches.index.recipe, *memory.sign_cache(caches.index))
     if index is not None:

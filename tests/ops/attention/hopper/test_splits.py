@@ -98,7 +98,7 @@ def test_nan_in_a_split_shows(merge) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 8, 32, 64, 128, 132, 133, 264, 265, 512, 4096])
 @pytest.mark.parametrize("bf16_rows", [False, True])
 def test_one_more_token_never_costs_one_more_wave(tokens: int, heads: int, bf16_rows: bool) -> None:
-    shape = few_heads.choose_shape(tokens, heads, 132, bf16_rows)
+    shape = few_heads.choose_shape(tokens, heads, 132, bf16_rows, 2048)
     if few_heads.suits(tokens, heads, bf16_rows):
         if shape.source == "heads_as_columns":
             assert not bf16_rows

@@ -1,6 +1,6 @@
 """Sparse attention on Hopper: CUDA C++ kernels for FP8 and bf16 rows, the portable kernels for everything else."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
+from tamis.cuda.device import sm_count
 from tamis.ops.attention import triton_kernels
 from tamis.ops.attention.hopper import few_heads, many_heads
-from tamis.ops.attention.hopper.prepared import PreparedAttend, TranslatedAttend, prepare_translated
+from tamis.ops.attention.hopper.prepared import PreparedAttend
 from tamis.ops.attention.operations import Attend, AttendSlots
 
 if TYPE_CHECKING:
@@ -30,23 +31,19 @@ def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend(call: Attend) -> tuple[Tensor, Tensor]:
-    """As `reference.attend`."""
+    """As `reference.attend`. Positions are looked up in the kernels, while these wait for rows."""
     kernels = kernels_for(call.q, call.selections, call.value_dim, call.splits)
-    if call.translate_first and kernels is not few_heads:
-        # Only the kernels for few heads translate positions at no cost: they do it while they wait for rows.
-        call = call.translated()
     found: tuple[Tensor, Tensor] = kernels.attend(call)
     return found
 
 
-def prepare_attend(call: Attend) -> PreparedAttend | TranslatedAttend | None:
+def prepare_attend(call: Attend) -> PreparedAttend | None:
     """Launches for calls like this one; None for the portable kernels, and for calls that copy tensors."""
     kernels = kernels_for(call.q, call.selections, call.value_dim, call.splits)
     if kernels is triton_kernels:
         return None
-    prepare: Callable[[Attend], PreparedAttend | None] = kernels.prepare_attend
-    translates = call.translate_first and kernels is not few_heads
-    return prepare_translated(call, prepare) if translates else prepare(call)
+    found: PreparedAttend | None = kernels.prepare_attend(call)
+    return found
 
 
 def check_attend(call: Attend | AttendSlots) -> None:
@@ -76,16 +73,28 @@ def kernels_for(
     on the rest of the batch. `against`, if given, receives the reason why kernels that would be preferred refuse the
     call, by their name.
     """
-    bf16_rows = selections[0].cache.layout.scales is None
-    few = few_heads.suits(q.shape[0] if splits is None else None, q.shape[1], bf16_rows)
-    order = [few_heads, many_heads] if few else [many_heads, few_heads]
+    given = (q, selections, value_dim)
+    reasons = {kernels: kernels.refusal(*given) for kernels in (few_heads, many_heads)}
+    order = [few_heads, many_heads] if _few_first(q, selections, splits, reasons) else [many_heads, few_heads]
     for kernels in order:
-        reason = kernels.refusal(q, selections, value_dim)
+        reason = reasons[kernels]
         if reason is None:
             return kernels
         if against is not None:
             against[kernels.NAME] = reason
     return triton_kernels
+
+
+def _few_first(
+    q: Tensor, selections: Sequence[Selection], splits: int | None, reasons: dict[ModuleType, str | None]
+) -> bool:
+    """Whether the kernels for few heads are preferred, given the reasons why kernels refuse the call."""
+    bf16_rows = selections[0].cache.layout.scales is None
+    both = all(reason is None for reason in reasons.values())
+    if bf16_rows or splits is not None or not both or q.shape[1] <= few_heads.MMA_HEADS:
+        return few_heads.suits(q.shape[0] if splits is None else None, q.shape[1], bf16_rows)
+    sms = H200_SMS if q.device.type == "meta" else sm_count(q.device)
+    return few_heads.estimate(q, selections, sms) <= many_heads.estimate(q, selections, q.device)
 
 
 def explain_kernels(need: "Need") -> tuple[str, list[str]]:

@@ -28,7 +28,7 @@ from tamis.ops.attention.hopper.params import (
     selection_params,
 )
 from tamis.ops.attention.hopper.prepared import AttendLaunch, PreparedAttend, copies_nothing
-from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, can_store, choose_splits, merge_splits
+from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, SplitPlan, can_store, choose_splits, merge_splits
 from tamis.ops.attention.operations import Attend, AttendSlots
 from tamis.ops.combine.triton_kernels import combine_splits
 from tamis.ops.lse import LseForm
@@ -43,6 +43,8 @@ COPY_ALIGNMENT = 16
 LOAD_BYTES = 8
 """Bytes of a query that a thread loads at a time."""
 QUERY_DTYPES = (torch.bfloat16, torch.float16)
+MERGE_US = 2.5
+"""The duration of the merge of splits in microseconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +72,8 @@ class CtaShape:
     """See `choose_splits`."""
     defines: tuple[tuple[str, int], ...]
     """Other preprocessor constants of the source."""
+    microseconds: tuple[float, float, float]
+    """The duration of a launch, of a work item outside its loop, and of a step, on an H200; see `estimate`."""
 
 
 def mma_shape(streams: int, stages: int, *, per_sm: int, shared: int, bf16_rows: bool = False) -> CtaShape:
@@ -81,14 +85,16 @@ def mma_shape(streams: int, stages: int, *, per_sm: int, shared: int, bf16_rows:
         ("PER_SM", per_sm),
     )
     threads = 128 * (streams + 1)  # a consumer warpgroup for each stream, one warpgroup of producers
-    return CtaShape("few_heads", MMA_HEADS, threads, per_sm, shared, streams * STAGE_ROWS, 800, 2, defines)
+    columns = streams * STAGE_ROWS
+    return CtaShape("few_heads", MMA_HEADS, threads, per_sm, shared, columns, 800, 2, defines, (2.7, 2.3, 1.55))
 
 
 def wgmma_shape(heads: int, stages: int, *, shared: int) -> CtaShape:
     """A shape of `heads_as_columns.cu`, for FP8 rows, with 16 or 32 heads and a ring of `stages` stages."""
     defines = (("HEADS", heads), ("RING_STAGES", stages))
     # Two consumer warpgroups, which take 64 rows each at a time, and one warpgroup of producers.
-    return CtaShape("heads_as_columns", heads, 384, 1, shared, 4 * STAGE_ROWS, 2500, 1, defines)
+    times = (7.4, 5.6, 3.45) if heads == 32 else (5.4, 3.0, 3.0)
+    return CtaShape("heads_as_columns", heads, 384, 1, shared, 4 * STAGE_ROWS, 2500, 1, defines, times)
 
 
 class Shapes(NamedTuple):
@@ -97,16 +103,17 @@ class Shapes(NamedTuple):
     few_tokens: CtaShape
     many_tokens: CtaShape
     more_heads: CtaShape
-    """For more than 16 heads, unless `few_pairs` applies."""
-    few_pairs: int
-    """If tokens * ceil(heads / 16) is at most this, CTAs of 16 heads are fastest at any number of heads."""
+    """For more than 16 heads and many tokens or columns."""
+    few_pairs: int | None
+    """If tokens * ceil(heads / 16) is at most this, CTAs of 16 heads are fastest at any number of heads. None if both
+    shapes are estimated."""
 
 
 FP8_ROWS = Shapes(
     few_tokens=mma_shape(2, 3, per_sm=1, shared=196_752),
     many_tokens=wgmma_shape(16, 9, shared=231_520),
     more_heads=wgmma_shape(32, 7, shared=231_792),
-    few_pairs=32,
+    few_pairs=None,
 )
 _TWO_PER_SM = mma_shape(1, 2, per_sm=2, shared=91_184, bf16_rows=True)
 BF16_ROWS = Shapes(
@@ -138,7 +145,10 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
 def source(q: Tensor, selections: Sequence[Selection], sms: int) -> str:
     """The names of the source files that run a call which these kernels take."""
     tokens, heads, _ = q.shape
-    names = [choose_shape(tokens, heads, sms, bool(_rows_are_bf16(s.cache.layout.key))).source for s in selections]
+    names = []
+    for selection in selections:
+        bf16_rows, columns = bool(_rows_are_bf16(selection.cache.layout.key)), selection.slots.shape[1]
+        names.append(choose_shape(tokens, heads, sms, bf16_rows, columns).source)
     return " and ".join(f"{name}.cu" for name in dict.fromkeys(names))
 
 
@@ -157,24 +167,68 @@ def _rows_are_bf16(key: str) -> bool | None:
 
 
 def suits(tokens: int | None, heads: int, bf16_rows: bool) -> bool:
-    """Whether these kernels are faster than those for many heads, if both take a call (see benchmarks/NOTES.md)."""
+    """Whether these kernels are faster than those for many heads, if both take a call (see benchmarks/NOTES.md).
+
+    Without a number of tokens, the answer holds for any number. FP8 rows with one are decided by estimates instead.
+    """
     return heads <= (MMA_HEADS if bf16_rows else 2 * MMA_HEADS) or _few_pairs(tokens, heads, bf16_rows)
 
 
 def _few_pairs(tokens: int | None, heads: int, bf16_rows: bool) -> bool:
-    shapes = BF16_ROWS if bf16_rows else FP8_ROWS
-    return tokens is not None and tokens * ceil_div(heads, MMA_HEADS) <= shapes.few_pairs
+    most = (BF16_ROWS if bf16_rows else FP8_ROWS).few_pairs
+    return tokens is not None and most is not None and tokens * ceil_div(heads, MMA_HEADS) <= most
 
 
-def choose_shape(tokens: int | None, heads: int, sms: int, bf16_rows: bool) -> CtaShape:
+def choose_shape(tokens: int | None, heads: int, sms: int, bf16_rows: bool, columns: int) -> CtaShape:
     """The fastest shape; without a number of tokens, one shape for any number of tokens.
 
     CTAs with two streams need fewer splits of a token, so they are fastest if there are few tokens.
     """
     shapes = BF16_ROWS if bf16_rows else FP8_ROWS
+    if heads > MMA_HEADS and tokens is not None and shapes.few_pairs is None:
+        both = (shapes.few_tokens, shapes.more_heads)
+        return min(both, key=lambda shape: _duration(shape, tokens, heads, columns, sms))
     if heads > MMA_HEADS and not _few_pairs(tokens, heads, bf16_rows):
         return shapes.more_heads
     return shapes.few_tokens if tokens is not None and tokens <= 2 * sms else shapes.many_tokens
+
+
+def estimate(q: Tensor, selections: Sequence[Selection], sms: int) -> float:
+    """The estimated duration of a call over FP8 rows in microseconds, one launch per selection."""
+    tokens, heads, _ = q.shape
+    total = 0.0
+    for selection in selections:
+        columns = selection.slots.shape[1]
+        total += _duration(choose_shape(tokens, heads, sms, False, columns), tokens, heads, columns, sms)
+    return total
+
+
+def _duration(shape: CtaShape, tokens: int, heads: int, columns: int, sms: int) -> float:
+    """The estimated duration of a shape in microseconds; the constants are fitted to benchmarks/NOTES.md."""
+    launch, item, step = shape.microseconds
+    capacity, steps = _capacity(shape, heads, sms), max(1, ceil_div(columns, shape.columns))
+    whole, splits = _shape_splits(shape, tokens, heads, columns, sms, direct=True)
+    total = launch + ceil_div(whole, capacity) * (steps * step + item)
+    if whole < tokens:
+        total += ceil_div((tokens - whole) * splits, capacity) * (ceil_div(steps, splits) * step + item) + MERGE_US
+    return total
+
+
+def _capacity(shape: CtaShape, heads: int, sms: int) -> int:
+    """Work items that the device runs at a time."""
+    return max(1, shape.per_sm * sms // ceil_div(heads, shape.heads))
+
+
+def _shape_splits(shape: CtaShape, tokens: int, heads: int, columns: int, sms: int, *, direct: bool) -> SplitPlan:
+    return choose_splits(
+        tokens,
+        max(heads, MMA_HEADS),
+        max(1, ceil_div(columns, shape.columns)),
+        _capacity(shape, heads, sms),
+        direct=direct,
+        rows_per_step=shape.rows_per_step,
+        steps_per_split=shape.steps_per_split,
+    )
 
 
 class Plan(NamedTuple):
@@ -199,22 +253,13 @@ def plan_launch(
 
     Both decide how a row is rounded, so with given splits they do not depend on the number of tokens.
     """
-    shape = choose_shape(tokens if splits is None else None, heads, sms, bf16_rows)
-    sharing = ceil_div(heads, shape.heads)
-    capacity = max(1, shape.per_sm * sms // sharing)
+    shape = choose_shape(tokens if splits is None else None, heads, sms, bf16_rows, columns)
     if splits is None:
-        whole, splits = choose_splits(
-            tokens,
-            max(heads, MMA_HEADS),
-            max(1, ceil_div(columns, shape.columns)),
-            capacity,
-            direct=direct,
-            rows_per_step=shape.rows_per_step,
-            steps_per_split=shape.steps_per_split,
-        )
+        whole, splits = _shape_splits(shape, tokens, heads, columns, sms, direct=direct)
     else:
         splits = min(splits, max(1, columns))
         whole = tokens if splits == 1 and direct else 0
+    capacity, sharing = _capacity(shape, heads, sms), ceil_div(heads, shape.heads)
     return Plan(shape, whole, splits, capacity, sharing)
 
 
@@ -258,7 +303,7 @@ def prepare_attend(call: Attend) -> PreparedAttend | None:
     plan, whole, splits = _allocated(call)
     output = output_params(whole, splits, call.sink, call.lse_form)
     made = _launch_of(plan, q, selections[0], call.scale, output, [])
-    return PreparedAttend(call, made, whole, splits, query_alignment=LOAD_BYTES)
+    return PreparedAttend(call, [made], whole, splits, query_alignment=LOAD_BYTES)
 
 
 def _allocated(call: Attend) -> tuple[Plan, Outputs, Outputs | None]:

@@ -13,8 +13,9 @@ from tamis.cache.layout import Layout, rows, v4_fp8, v32_fp8
 from tamis.cache.selection import Selection
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
-from tamis.cuda.launch import Launch, kernel
+from tamis.cuda.launch import MAX_CLUSTER, PORTABLE_CLUSTER, Launch, kernel
 from tamis.cuda.params import params_bytes
+from tamis.ops.attention.hopper.clusters import H200_CLUSTERS, STEP_US, ClusterPlan, choose_plan
 from tamis.ops.attention.hopper.params import (
     OutputParams,
     QueryParams,
@@ -128,18 +129,21 @@ _KERNELS = {_bytes_of(v32_fp8()): V32_FP8, _bytes_of(v4_fp8()): V4_FP8, _bytes_o
 def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.attend_slots`, in one launch; a split consists of whole steps of the kernel."""
     q = call.q
-    plan = _plan(q, call.selections, call.splits, direct=False)
+    plan = _plan(q, call.selections, call.splits, None)
+    assert isinstance(plan, SplitPlan)
     split = Outputs.empty(plan.splits, *q.shape[:2], device=q.device)
     _run(q, call.selections, call.factor, output_params(split, split, None, LseForm()))
     return split
 
 
 def attend(call: Attend) -> tuple[Tensor, Tensor]:
-    """As `reference.attend`; the kernel writes tokens that are not split straight to `out`."""
+    """As `reference.attend`; the kernel writes tokens that are whole or merged in clusters straight to `out`."""
     if not can_store(call.out):
         return call.lse_form.arrange(*combine_splits(*attend_slots(call.in_splits()), call.sink, call.out))
-    whole, split = _allocated(call)
-    _run(call.q, call.selections, call.factor, output_params(whole, split, call.sink, call.lse_form))
+    held: list[Tensor] = []  # copies of arguments, which must live until the launch
+    launches, whole, split = _launches(call, call.factor, held)
+    for launch in launches:
+        launch()
     if split is not None:
         merge_splits(split, call.sink, whole, call.lse_form)
     return whole.lse, whole.max_logits
@@ -147,21 +151,35 @@ def attend(call: Attend) -> tuple[Tensor, Tensor]:
 
 def prepare_attend(call: Attend) -> PreparedAttend | None:
     """Launches for calls like this one, if nothing is copied."""
-    q, selections = call.q, call.selections
+    q = call.q
     direct = can_store(call.out) and call.q_scale is None
-    if not direct or not q.shape[0] or not _loads(q) or not copies_nothing(selections):
+    if not direct or not q.shape[0] or not _loads(q) or not copies_nothing(call.selections):
         return None
-    whole, split = _allocated(call)
-    made = _launch_of(q, selections, call.scale, output_params(whole, split, call.sink, call.lse_form), [])
-    return PreparedAttend(call, made, whole, split, query_alignment=LOAD_BYTES)
+    launches, whole, split = _launches(call, call.scale, [])
+    return PreparedAttend(call, launches, whole, split, query_alignment=LOAD_BYTES)
 
 
-def _allocated(call: Attend) -> tuple[Outputs, Outputs | None]:
-    """Memory for the outputs of a call, and for its splits, if there are any."""
-    tokens, heads, _ = call.q.shape
-    plan = _plan(call.q, call.selections, call.splits, direct=True)
-    whole, left = Outputs.into(call.out, call.lse_form), tokens - plan.whole
-    return whole, Outputs.empty(plan.splits, left, heads, device=call.q.device) if left else None
+def _launches(
+    call: Attend, scale: float | Tensor, held: list[Tensor]
+) -> tuple[list[AttendLaunch], Outputs, Outputs | None]:
+    """The launches of a call, its outputs, and the splits that a second kernel merges, if there are any."""
+    q, selections = call.q, call.selections
+    tokens, heads, _ = q.shape
+    plan, whole = _plan(q, selections, call.splits, call.out), Outputs.into(call.out, call.lse_form)
+    if not tokens:
+        return [], whole, None
+    if isinstance(plan, SplitPlan):
+        left = tokens - plan.whole
+        split = Outputs.empty(plan.splits, left, heads, device=q.device) if left else None
+        output = output_params(whole, split, call.sink, call.lse_form)
+        return [_launch_of(q, selections, scale, output, held)], whole, split
+    output, found, first = output_params(whole, None, call.sink, call.lse_form), [], 0
+    for count, cluster in plan.parts:
+        part = (first, count, cluster) if cluster > 1 else (count, 0, 1)
+        numbers = output._replace(whole=part[0], split_tokens=part[1], splits=part[2])
+        found.append(_launch_of(q, selections, scale, numbers, held, cluster))
+        first += count
+    return found, whole, None
 
 
 def _kernel(selections: Sequence[Selection]) -> RowKernel:
@@ -170,36 +188,76 @@ def _kernel(selections: Sequence[Selection]) -> RowKernel:
     return found
 
 
-def _plan(q: Tensor, selections: Sequence[Selection], splits: int | None, *, direct: bool) -> SplitPlan:
-    """Choose how to split the batch. `direct`: whether whole tokens can be written to the output."""
+def _plan(
+    q: Tensor, selections: Sequence[Selection], splits: int | None, out: Tensor | None
+) -> SplitPlan | ClusterPlan:
+    """Choose how to split the batch. Without an output, all tokens are split alike for `attend_slots`.
+
+    Given splits are merged in a cluster if every GPU can run one of that size, so that the choice, and with it the bits
+    of a row, does not depend on the rest of the batch.
+    """
     tokens, heads, _ = q.shape
+    # The lengths are on the device, so the choice assumes that every column is selected.
+    steps = _steps(selections)
+    merges = out is not None and out.dtype != torch.float32 and _kernel(selections).merges
+    if splits is None and (out is None or not _kernel(selections).merges):
+        capacity = max(1, sm_count(q.device) // ceil_div(heads, HEADS))
+        return choose_splits(tokens, heads, steps, capacity, direct=out is not None)
     if splits is None:
-        step = _kernel(selections).step
-        # The lengths are on the device, so the choice assumes that every column is selected.
-        steps = max(1, sum(ceil_div(s.slots.shape[1], step) for s in selections))
-        return choose_splits(tokens, heads, steps, max(1, sm_count(q.device) // ceil_div(heads, HEADS)), direct=direct)
-    return SplitPlan(tokens, 1) if splits == 1 and direct else SplitPlan(0, splits)
+        clusters = active_clusters(q.device, _kernel(selections), len(selections))
+        return choose_plan(tokens, heads, steps, clusters, merges=merges).plan
+    if splits == 1 and out is not None:
+        return SplitPlan(tokens, 1)
+    return ClusterPlan(((tokens, splits),)) if merges and splits <= PORTABLE_CLUSTER else SplitPlan(0, splits)
+
+
+def _steps(selections: Sequence[Selection]) -> int:
+    step = _kernel(selections).step
+    return max(1, sum(ceil_div(s.slots.shape[1], step) for s in selections))
+
+
+@cache
+def active_clusters(device: torch.device, row_kernel: RowKernel, selections: int) -> tuple[int, ...]:
+    """How many clusters of 1, 2, ... CTAs the device runs at a time; those of an H200 where there is no GPU."""
+    if device.type != "cuda":
+        return H200_CLUSTERS if device.type == "meta" else (sm_count(device),)
+    found = [sm_count(device)]
+    if row_kernel.merges:
+        sizes = range(2, MAX_CLUSTER + 1)
+        found += [_launch(device, row_kernel, selections, size).active_clusters() for size in sizes]
+    return tuple(found)
+
+
+def estimate(q: Tensor, selections: Sequence[Selection], device: torch.device) -> float:
+    """The estimated duration of a call on a device in microseconds, if these kernels take it and splits are free."""
+    clusters = active_clusters(device, _kernel(selections), len(selections))
+    plan = choose_plan(q.shape[0], q.shape[1], _steps(selections), clusters, merges=len(clusters) > 1)
+    return plan.steps * STEP_US
 
 
 def _run(q: Tensor, selections: Sequence[Selection], scale: float | Tensor, output: OutputParams) -> None:
-    """Write the first tokens of the output, and the splits of the others.
-
-    Each split is normalised by its own sum. The sink is applied to whole tokens only.
-    """
+    """Write the splits of all tokens, each normalised by its own sum."""
     if q.shape[0]:
         held: list[Tensor] = []  # copies of arguments, which must live until the launch
         _launch_of(q, selections, scale, output, held)()
 
 
 def _launch_of(
-    q: Tensor, selections: Sequence[Selection], scale: float | Tensor, output: OutputParams, held: list[Tensor]
+    q: Tensor,
+    selections: Sequence[Selection],
+    scale: float | Tensor,
+    output: OutputParams,
+    held: list[Tensor],
+    cluster: int = 1,
 ) -> AttendLaunch:
     row_kernel = _kernel(selections)
     params = many_heads_params(q, selections, scale, output, held)
-    ctas = (output.whole + output.split_tokens * output.splits) * ceil_div(q.shape[1], HEADS)
+    whole = output.whole if cluster == 1 else 0  # with clusters, those before the first token of this launch
+    ctas = (whole + output.split_tokens * output.splits) * ceil_div(q.shape[1], HEADS)
     if row_kernel.persistent:
         ctas = min(ctas, sm_count(q.device))
-    return AttendLaunch(_launch(q.device, row_kernel, len(selections), 1), (ctas, 1, 1), params, ("first", "second"))
+    launch = _launch(q.device, row_kernel, len(selections), cluster)
+    return AttendLaunch(launch, (ctas, 1, 1), params, ("first", "second"))
 
 
 def many_heads_params(

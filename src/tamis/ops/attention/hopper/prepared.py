@@ -1,6 +1,6 @@
 """Attention calls whose launches are complete, except for addresses and the softmax scale."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +10,7 @@ from tamis.cache.selection import Selection
 from tamis.cuda.device import Rooms, current_stream, device_index
 from tamis.cuda.launch import Launch, PreparedLaunch
 from tamis.ops.attention.hopper.splits import VALUE_DIM, Outputs, merge_launch
-from tamis.ops.attention.operations import Attend, translation
-from tamis.ops.translate.operations import TranslatePositions, translate_positions
+from tamis.ops.attention.operations import Attend
 
 OUTPUTS = ("out", "lse", "max_logits")
 SPLITS = ("split_out", "split_lse", "split_max_logits")
@@ -49,14 +48,20 @@ class PreparedAttend:
     """Runs attention calls that differ from one that was prepared in addresses and the softmax scale only."""
 
     def __init__(
-        self, call: Attend, made: AttendLaunch, whole: Outputs, splits: Outputs | None, *, query_alignment: int
+        self,
+        call: Attend,
+        launches: Sequence[AttendLaunch],
+        whole: Outputs,
+        splits: Outputs | None,
+        *,
+        query_alignment: int,
     ) -> None:
         """Prepare the launches of a call.
 
         Args:
             call: the call. None of its tensors is kept.
-            made: the launch of its kernel.
-            whole: the outputs of that launch.
+            launches: the launches of its kernel, which differ in their grids and numbers.
+            whole: the outputs of these launches.
             splits: the outputs of tokens that are split, if any are.
             query_alignment: alignment in bytes that the kernel requires of a query.
         """
@@ -70,16 +75,17 @@ class PreparedAttend:
         self._anew = Rooms(device, (tuple(out.shape), out.dtype), lse, lse, *room)
         outputs = [*OUTPUTS, *sinks, *(SPLITS if self._split_rows else ())]
         names, self._rows = ["query.q", *(f"output.{name}" for name in outputs)], []
-        self._repeated = len(made.selections) - len(call.selections)
+        fields_of = launches[0].selections
+        self._repeated = len(fields_of) - len(call.selections)
         read = 0
-        for prefix, selection in zip(made.selections, [*call.selections, *call.selections[:1]], strict=False):
+        for prefix, selection in zip(fields_of, [*call.selections, *call.selections[:1]], strict=False):
             fields = ["rows", "slots"] + ["lengths"] * (selection.lengths is not None)
             fields += ["request_ids", "block_table"] if selection.block_table is not None else []
             names += [f"{prefix}.{field}" for field in fields]
             self._rows.append(read)
             read += len(fields)
         del self._rows[len(call.selections) :]
-        self._launch = made.launch.prepared(made.grid, made.params, names, "query.scale")
+        self._launches = [made.launch.prepared(made.grid, made.params, names, "query.scale") for made in launches]
         self._merge: PreparedLaunch | None = None
         if splits is not None and self._split_rows:
             merge, grid, params = merge_launch(splits, call.sink, whole, call.lse_form)
@@ -117,48 +123,12 @@ class PreparedAttend:
         if sink is not None:
             given.append(sink.data_ptr())
         stream = current_stream(self._device)
-        if self._merge is None:
-            self._launch(stream, [query_at, *given, *addresses], scale)
-        else:
+        if self._merge is not None:
             split_at = made[3].data_ptr()
             lse_at = split_at + self._split_rows * VALUE_DIM * 4
             given += (split_at, lse_at, lse_at + self._split_rows * 4)
-            self._launch(stream, [query_at, *given, *addresses], scale)
+        for launch in self._launches:
+            launch(stream, [query_at, *given, *addresses], scale)
+        if self._merge is not None:
             self._merge(stream, given)
         return out, lse, max_logits
-
-
-class TranslatedAttend:
-    """Runs attention calls like one that was prepared, with a pass before them that translates positions to slots."""
-
-    def __init__(
-        self,
-        attend: PreparedAttend,
-        call: TranslatePositions,
-        translate: Callable[[TranslatePositions], tuple[Tensor, Tensor]],
-    ) -> None:
-        """Remember what was prepared."""
-        self._attend, self._translate, self._options = attend, translate, call[3:]
-
-    def __call__(
-        self, q: Tensor, read: Sequence[Tensor], scale: float, sink: Tensor | None, out: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """As `PreparedAttend.__call__`."""
-        rows, positions, *lengths, request_ids, block_table = read
-        slots, _ = self._translate(TranslatePositions(positions, request_ids, block_table, *self._options))
-        return self._attend(q, (rows, slots, *lengths), scale, sink, out)
-
-
-def prepare_translated(
-    call: Attend, prepare: Callable[[Attend], PreparedAttend | None]
-) -> TranslatedAttend | PreparedAttend | None:
-    """Prepare a call whose positions are translated first, given how one with slots is prepared."""
-    translations = [translation(selection, call.backend) for selection in call.selections]
-    first, selection = translations[0], call.selections[0]
-    if first is None or len(translations) > 1:
-        return None if any(wanted is not None for wanted in translations) else prepare(call)
-    translate = translate_positions.prepared(first)
-    # The translation makes new slots; these are only described.
-    slots = torch.empty(selection.slots.shape, dtype=torch.int32, device=selection.slots.device)
-    prepared = prepare(call._replace(selections=[Selection(selection.cache, slots, selection.lengths)]))
-    return None if prepared is None or translate is None else TranslatedAttend(prepared, first, translate)
