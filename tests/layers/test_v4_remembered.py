@@ -11,6 +11,7 @@ from torch_calls import Calls
 
 from tamis import PagedCache, checks
 from tamis.cache.layout import rows
+from tamis.layers import v4_checks
 from tamis.layers.v4_checks import V4Checks
 from tamis.ops.library import Operation
 
@@ -99,6 +100,26 @@ def test_the_same_call_is_not_checked_again(layer: Watched) -> None:
     assert torch.equal(found, layer.expected)
 
 
+def test_calls_that_alternate_are_all_remembered(layer: Watched) -> None:
+    changed = layer.given | ACCEPTED["dtype"](layer.given)
+    for given in (layer.given, changed):
+        layer.run(given)
+    before = layer.checked
+    for _ in range(3):
+        for given in (layer.given, changed):
+            layer.run(given)
+    assert layer.checked == before
+
+
+def test_a_memory_that_is_full_forgets(layer: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(v4_checks, "_MOST_KNOWN", 1)
+    changed = layer.given | ACCEPTED["dtype"](layer.given)
+    before = layer.checked
+    for given in (changed, layer.given, layer.given):
+        layer.run(given)
+    assert layer.checked == before + 2
+
+
 def test_alignment_and_default_dtype_change_no_result(layer: Watched) -> None:
     hidden = layer.given["hidden"]
     shifted = torch.cat((torch.zeros(1), hidden.flatten()))[1:].view(hidden.shape)
@@ -133,8 +154,10 @@ def test_on_the_host_every_call_is_checked(layer: Watched, monkeypatch: pytest.M
 
 def test_a_plan_is_signed_once_for_all_layers(layer: Watched) -> None:
     plan = layer.given["plan"]
-    assert plan.signature(4) is plan.signature(4)
+    assert plan.signature(4) == replace(plan).signature(4)
     assert plan.signature(4) != plan.signature(1)
+    wider = replace(plan, window=replace(plan.window, slots=plan.window.slots.repeat(1, 2)))
+    assert wider.signature(4) != plan.signature(4)
 
 
 def test_a_call_copies_nothing(layer: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,11 +275,11 @@ class SparseV4:
             if isinstance(call, RotateToFp8):
                 assert weights.o_a_scales is not None
                 parts = rotate_to_fp8(call._replace(x=attended))
-                values, scales = (part.view(part.shape[0], groups, -1) for part in parts)
+                values, scales = (_grouped(part, groups) for part in parts)
                 lower = LowerGroups(values, scales, weights.o_a, weights.o_a_scales, attended.dtype, self.backend)
                 return _product(lower_groups(lower).flatten(1), weights.o_b, wide)
             rotated = rotate_heads(call._replace(x=attended))
-            grouped = rotated.reshape(rotated.shape[0], groups, -1).transpose(0, 1)
+            grouped = _grouped(rotated, groups).transpose(0, 1)
             lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2))
             return _product(lowered.transpose(0, 1).to(rotated.dtype).flatten(1), weights.o_b, wide)
 
@@ -289,6 +289,12 @@ def project(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tens
     with without_autocast(x.device):
         multiply = _float_product if dtype == torch.float32 else _product
         return multiply(x, weight, _product_dtype(x))
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[rows, H, D] as [rows, groups, H / groups * D]. There may be no row, so that no size can be left to torch."""
+    rows, heads, width = x.shape
+    return x.reshape(rows, groups, heads * width // groups)
 
 
 def _product(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:

@@ -30,6 +30,8 @@ from tamis.ops.rotate.operations import RotateAndWrite, RotateHeads
 from tamis.step.v4_plan import EntryPlan, V4Plan
 
 _COMPRESSED = (("caches.state", "caches.entries"), ("caches.index_state", "caches.index"))
+_MOST_KNOWN = 64
+"""Signatures that a layer remembers. A full memory forgets everything, which costs each call one more check."""
 _INDEX_NAMES = {"q": "index_q", "weights": "index_weights", "cache": "caches.index"}
 
 
@@ -64,6 +66,8 @@ class KnownV4(NamedTuple):
 
     index_topk: Callable[[IndexTopk], Tensor] | None
     attend: Prepared | None
+    held: list[tuple[PagedCache, Tensor]]
+    """The caches of the call. They are kept so that no others get their identities, by which they are remembered."""
 
 
 class V4Call(NamedTuple):
@@ -79,11 +83,11 @@ class V4Call(NamedTuple):
     output: RotateHeads | RotateToFp8
     """The rotation of the output. Its input is replaced by attention's output."""
     known: KnownV4 | None
-    """What was prepared for a call on a device that is like the last one. Its attention has no output yet."""
+    """What was prepared for a call on a device that is like one before. Its attention has no output yet."""
 
 
 class V4Checks:
-    """The checks of one layer. As in `MlaChecks`, few of them run again for a call on a device like the last one."""
+    """The checks of one layer. Few of them run again for a call on a device that is like one before."""
 
     def __init__(self, spec: LayerSpec, weights: V4Weights, cos_sin: Tensor, eps: float, backend: str) -> None:
         """Remember the layer, and refuse parts of it that do not fit each other."""
@@ -95,18 +99,15 @@ class V4Checks:
         checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), R=spec.rope_dim, device=weights.kv.device)
         checks.positive_number("eps", eps)
         self.spec, self.weights, self.cos_sin, self.eps, self.backend = spec, weights, cos_sin, eps, backend
-        self._passed: tuple[object, ...] | None = None
-        self._held: list[tuple[PagedCache, Tensor]] = []
-        self._known = KnownV4(None, None)
+        self._known: dict[tuple[object, ...], KnownV4] = {}
 
     def seen_before(self, hidden: Tensor, seen: tuple[object, ...] | None) -> KnownV4 | None:
-        """What was prepared, if a call of this signature passed last. Otherwise `arguments` and `operations` must look
+        """What was prepared, if a call of this signature has passed. Otherwise `arguments` and `operations` must look
         at it."""
-        if seen is None or seen != self._passed:
-            return None
-        if torch.is_grad_enabled():
+        known = None if seen is None else self._known.get(seen)
+        if known is not None and torch.is_grad_enabled():
             self._no_gradient(hidden)
-        return self._known
+        return known
 
     def arguments(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> None:
         """Refuse hidden states, caches and a plan that do not fit each other and the layer."""
@@ -139,15 +140,19 @@ class V4Checks:
         else:
             self._check_attend(call, call.attend)
         self.output(call.output)
-        caches = call.caches
-        held = (caches.window, caches.entries, caches.state, caches.index, caches.index_state)
-        self._held = [(cache, cache.storage) for cache in held if cache is not None]
-        self._passed, self._known = seen, KnownV4(None, None)
-        if seen is not None and isinstance(call.attend, Attend) and memory.remembered_on(call.attend.q):
-            index = None if call.index_topk is None else index_topk.prepared(call.index_topk)
-            whole = call.attend._replace(selections=self._selections(call, call.attend))
-            self._known = KnownV4(index, Prepared.of(whole, None))
+        if seen is not None and isinstance(call.attend, Attend):
+            if len(self._known) == _MOST_KNOWN:
+                self._known.clear()
+            self._known[seen] = self._prepared(call, call.attend)
         return call
+
+    def _prepared(self, call: V4Call, attention: Attend) -> KnownV4:
+        caches, index, attended = call.caches, None, None
+        held = (caches.window, caches.entries, caches.state, caches.index, caches.index_state)
+        if memory.remembered_on(attention.q):
+            index = None if call.index_topk is None else index_topk.prepared(call.index_topk)
+            attended = Prepared.of(attention._replace(selections=self._selections(call, attention)), None)
+        return KnownV4(index, attended, [(cache, cache.storage) for cache in held if cache is not None])
 
     def writes(self, writes: V4Writes) -> None:
         """Refuse what the writing operations refuse."""
@@ -183,8 +188,7 @@ class V4Checks:
     def signature(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> tuple[object, ...] | None:
         """All that the checks of a call on a device depend on; None if they must run in every call.
 
-        Caches count by their identity, since neither a cache nor its storage changes its shape. `operations` keeps
-        those of the call that passed, so that no others get their numbers.
+        Caches count by their identity, since neither a cache nor its storage changes its shape.
         """
         if torch.compiler.is_compiling() or not isinstance(hidden, Tensor) or checks.visible(hidden):
             return None

@@ -10,7 +10,8 @@ Window and entries are two `Selection`s, each with its own slots and lengths.
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import count
 
 from torch import Tensor
 
@@ -20,6 +21,9 @@ from tamis.cache.selection import Selection
 from tamis.step.batch import PageMap
 from tamis.step.plan import Plan
 
+_NUMBERS = count()
+"""No number is given twice, so a shape that was forgotten counts as a new one."""
+
 WINDOW_POOL = "window"
 """The name of the window's pool in `Batch.other_pages` and `Limits.other_page_sizes`."""
 
@@ -27,6 +31,11 @@ ALIGN_COLUMNS = 128
 """The width of a table with all entries is a multiple of this, which suits kernel tiles of 64 and of 128 columns."""
 ALIGN_DRAFTS = 64
 """The width of a window that also holds a block of draft tokens is a multiple of this."""
+
+
+@lru_cache(maxsize=4096)
+def _numbered(seen: tuple[object, ...]) -> int:
+    return next(_NUMBERS)
 
 
 def state_pool(ratio: int) -> str:
@@ -152,15 +161,15 @@ class V4Plan:
         """The block in which a layer runs on this plan; see `Plan.using`. One lease covers all buffers of the step."""
         return self.step.using()
 
-    def signature(self, ratio: int) -> tuple[object, ...] | None:
-        """All that the checks of a layer of this ratio depend on in a plan for a device; None if they must run in every
-        call, because prefills are gathered. All layers share a plan, so it is made once for each ratio."""
+    def signature(self, ratio: int) -> int | None:
+        """A number for all that the checks of a layer of this ratio depend on in a plan for a device; None if they must
+        run in every call, because prefills are gathered. All layers share a plan, so it is made once for each ratio."""
         if ratio not in self._signatures:
-            self._signatures[ratio] = None if self.gathers else self._sign(ratio)
+            self._signatures[ratio] = None if self.gathers else _numbered(self._sign(ratio))
         return self._signatures[ratio]
 
     @cached_property
-    def _signatures(self) -> dict[int, tuple[object, ...] | None]:
+    def _signatures(self) -> dict[int, int | None]:
         return {}
 
     def _sign(self, ratio: int) -> tuple[object, ...]:
