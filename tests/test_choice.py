@@ -89,8 +89,13 @@ def explained(heads: int, layout: str, dtype: torch.dtype = torch.bfloat16, valu
     [
         (1, "v32-fp8", "few_heads.cu for up to 264 tokens, heads_as_columns.cu for more"),
         (16, "v32-bf16", "few_heads.cu"),
-        (24, "v32-fp8", "few_heads.cu for up to 16 tokens, heads_as_columns.cu for more"),
-        (64, "v32-fp8", "few_heads.cu for up to 8 tokens, many_heads.cu for more"),
+        (
+            24,
+            "v32-fp8",
+            "few_heads.cu for up to 22 tokens, heads_as_columns.cu for up to 66 tokens, "
+            "few_heads.cu for up to 75 tokens, heads_as_columns.cu for more",
+        ),
+        (64, "v32-fp8", "few_heads.cu for up to 4 tokens, many_heads.cu for more"),
         (128, "v32-bf16", "few_heads.cu for up to 2 tokens, many_heads_bf16.cu for more"),
         (8, "v4-fp8", "many_heads.cu"),
         (128, "v4-fp8", "many_heads.cu"),
@@ -125,7 +130,10 @@ def test_an_explanation_says_why_portable_kernels_run_where_hopper_has_some() ->
     assert found == f"triton, because {few}rows are v32-fp16, not v32-fp8 or v32-bf16{many}caches are {rows}"
     # fp16 queries over V3.2's FP8 rows are for those of few heads, however many there are.
     found = explained(128, "v32-fp8", torch.float16)["attend"]
-    assert found == "few_heads.cu for up to 4 tokens, heads_as_columns.cu for more"
+    assert found == (
+        "few_heads.cu for up to 5 tokens, heads_as_columns.cu for up to 16 tokens, "
+        "few_heads.cu for up to 18 tokens, heads_as_columns.cu for more"
+    )
 
 
 @pytest.mark.parametrize("layout", ["v32-fp8", "v32-bf16", "v4-fp8", "plain-fp8", "v32-fp16"])
@@ -135,11 +143,11 @@ def test_an_explanation_is_the_decision(heads: int, dtype: torch.dtype, layout: 
     """For every number of tokens the kernels that a call gets are those that the explanation names."""
     from tamis.ops.attention import hopper, triton_kernels
 
-    cache, told = PagedCache(layout, 2, 64), explained(heads, layout, dtype)["attend"]
+    cache, told = PagedCache(layout, 2, 64, "meta"), explained(heads, layout, dtype)["attend"]
     names = told.split(", because")[0].split(", ")
-    for tokens in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 264, 265, 4096):
-        q = torch.empty(1, heads, cache.layout.width, dtype=dtype).expand(tokens, -1, -1)
-        selections = [Selection(cache, torch.empty(tokens, 1, dtype=torch.int32))]
+    for tokens in (1, 2, 3, 4, 5, 8, 9, 16, 17, 22, 23, 32, 33, 66, 67, 75, 76, 132, 133, 264, 265, 600, 4096):
+        q = torch.empty(tokens, heads, cache.layout.width, dtype=dtype, device="meta")
+        selections = [Selection(cache, torch.empty(tokens, 2048, dtype=torch.int32, device="meta"))]
         kernels = hopper.kernels_for(q, selections, 512, None)
         expected = next(n for n in names if " up to " not in n or tokens <= int(n.split(" up to ")[1].split()[0]))
         found = "triton" if kernels is triton_kernels else kernels.source(q, selections, 132)

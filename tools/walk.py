@@ -40,7 +40,7 @@ from tamis import (
 from tamis.backends import BACKENDS
 from tamis.cuda import launch
 from tamis.model.rope import Rope
-from tamis.ops import IndexInputs, library
+from tamis.ops import IndexInputs, library, memory
 
 ROOT = Path(tamis.__file__).parent
 SHARED_BYTES = 232448
@@ -119,13 +119,15 @@ def like_an_h200() -> Iterator[None]:
 
     from triton.runtime.jit import JITFunction
 
-    # The stub of `visible` is compiled with the path of checks.py, so that it is counted as a function of that file.
-    unseen: dict[str, Any] = {}
-    exec(compile("def visible(value): return False", checks.__file__, "exec"), unseen)
+    # Stubs are compiled with the paths of the files that they stand for, so that they are counted as their functions.
+    stubs: dict[str, Any] = {}
+    exec(compile("def visible(value): return False", checks.__file__, "exec"), stubs)
+    exec(compile("def remembered_on(tensor): return True", str(memory.__file__), "exec"), stubs)
     properties = SimpleNamespace(multi_processor_count=SMS, shared_memory_per_block_optin=SHARED_BYTES, major=9)
     patches = [
         patch.object(library, "_module", module),
-        patch.object(checks, "visible", unseen["visible"]),
+        patch.object(checks, "visible", stubs["visible"]),
+        patch.object(memory, "remembered_on", stubs["remembered_on"]),
         patch.object(launch, "driver", lambda: launch.Driver(_Driver())),
         patch.object(launch, "compiled", lambda *_, **__: b""),
         patch.object(JITFunction, "run", lambda *_, **__: None),

@@ -3,7 +3,7 @@
 //
 //   1. Each CTA publishes the results of its heads; the cluster synchronises.
 //   2. Each CTA reads those of all splits, multiplies its accumulators with the weight of its split, and stages them in its own
-//      shared memory, as fp16 numbers divided by a power of two for each head; the cluster synchronises.
+//      shared memory, as fp16 numbers with a scale for each head; the cluster synchronises.
 //   3. Each CTA adds up a share of the columns over all CTAs, in the order of their ranks, and writes it.
 //
 // The result does not depend on which CTA is first. A last barrier keeps shared memory alive until all CTAs have read it.
@@ -15,6 +15,7 @@
 
 constexpr int MAX_CLUSTER = 16;
 constexpr int STAGED_COLUMNS = VALUE_DIM + 8;  // of a staged head: with 8 more, eight heads lie in different banks
+constexpr float LARGEST_STAGED = 60000.0f;     // a little less than fp16 holds, since `size` is rounded
 constexpr u32 STAGED_BYTES = HEADS * STAGED_COLUMNS * 2;
 
 // The results of one head of a work item.
@@ -56,6 +57,7 @@ struct ClusterMerge {
     }
 
     __device__ __forceinline__ void publish(int head, float largest_here) const {
+        __syncwarp();  // all lanes have read the rescale factors, which are overwritten
         if (threadIdx.x % 4 == 0) store_float(largest + head * 4, largest_here);
     }
 
@@ -108,21 +110,20 @@ struct ClusterMerge {
     }
 
     // Stores the factor of this split, and the scale of the sums. `size` is the largest weighted output of any split, times
-    // `total`: staged numbers are divided by a power of two, so that the largest of all splits lies below 2**15.
+    // `total`. It is staged as LARGEST_STAGED, so that fp16 also holds columns that are a billion times smaller.
     __device__ __forceinline__ void store_factor(
         int head, float base, float total, float size, float max_logit, const ItemOutput& out) const {
         const uint4 own = shared_load4(published + head * 16);
         const bool empty = total == 0.0f;
         const float own_lse = __uint_as_float(own.x), lse = empty ? minus_infinity() : (base + fast_log2(total)) * LN_2;
-        const int exponent = min(max(static_cast<int>(__float_as_uint(size) >> 23 & 0xFF) - 14, 1), 253);
-        const float inverse = __uint_as_float(static_cast<u32>(254 - exponent) << 23);
-        float scale = empty ? 0.0f : __uint_as_float(static_cast<u32>(exponent) << 23) / total;
+        const float unit = fminf(fmaxf(size, 1e-30f), 1e30f) / LARGEST_STAGED;
+        float scale = empty ? 0.0f : unit / total;
         if (head < out.heads) {
             if (out.sink != nullptr && !empty) scale *= 1.0f / (1.0f + fast_exp2((out.sink[head] - lse) * LOG2_E));
             if (cluster_rank() == 0) out.logits.store(head, lse, max_logit);
         }
         // A split without rows adds zeros.
-        const float factor = __uint_as_float(own.z) * inverse * fast_exp2(own_lse - base);
+        const float factor = __uint_as_float(own.z) / unit * fast_exp2(own_lse - base);
         store_float(factors + head * 4, own_lse == minus_infinity() ? 0.0f : factor);
         store_float(scales + head * 4, scale);
     }
