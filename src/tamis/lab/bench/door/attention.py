@@ -22,7 +22,7 @@ from tamis.layers.mla import SparseMLA
 from tamis.model.spec import LayerSpec
 from tamis.ops import attend
 from tamis.step.batch import Batch, PageMap
-from tamis.step.plan import Limits, Mode
+from tamis.step.plan import Limits, Mode, Plan
 from tamis.step.planner import Planner
 
 Call = Callable[[], Any]
@@ -159,7 +159,7 @@ def _engine_call(item: AttendSet) -> Call:
 
 def _two_ways(items: Sequence[AttendSet]) -> list[Version]:
     """A layer's call on a prompt whose rows are written: FP8 rows read directly, and gathered to 16 bits first."""
-    automatic = _planner(items[0], "auto").mode
+    automatic = _plan(items[0], "auto").mode
     found = []
     ways: tuple[tuple[Mode, str], ...] = (("mixed", "direct"), ("separate", "gathered"))
     for mode, name in ways:
@@ -168,22 +168,22 @@ def _two_ways(items: Sequence[AttendSet]) -> list[Version]:
     return found
 
 
-def _planner(item: AttendSet, mode: Mode) -> Planner:
-    (selection,) = item.selections
-    limits = Limits(len(item.q), 1, int(item.lengths[0]), selection.cache.page_size)
-    return Planner(_spec(item), limits, item.q.device, layout=selection.cache.layout, mode=mode)
-
-
 def _layer_call(item: AttendSet, *, mode: Mode) -> Call:
+    (selection,) = item.selections
+    layer = SparseMLA(_spec(item))
+    return partial(layer, item.q, None, selection.cache, _plan(item, mode), positions=_positions(item))
+
+
+def _plan(item: AttendSet, mode: Mode) -> Plan:
     (selection,) = item.selections
     tokens, size = len(item.q), selection.cache.page_size
     lengths = item.lengths.cpu()
     own = torch.arange(int(lengths[0]) - tokens, int(lengths[0]), dtype=torch.int64, device=item.q.device)
     slots = item.block_table[0].long()[own // size] * size + own % size
     starts = torch.tensor([0, tokens], dtype=torch.int32, device="cpu")
-    plan = _planner(item, mode).plan(Batch(starts, lengths, PageMap(item.block_table, slots, page_size=size)))
-    layer = SparseMLA(_spec(item))
-    return partial(layer, item.q, None, selection.cache, plan, positions=_positions(item))
+    limits = Limits(tokens, 1, int(lengths[0]), size)
+    planner = Planner(_spec(item), limits, item.q.device, layout=selection.cache.layout, mode=mode)
+    return planner.plan(Batch(starts, lengths, PageMap(item.block_table, slots, page_size=size)))
 
 
 def _peers(cell: Cell, items: Sequence[AttendSet], peers: Sequence[Peer]) -> tuple[list[Version], dict[str, str]]:
