@@ -27,8 +27,10 @@
 // In the product with values, weights carry the factor 2**(E - reference), where the reference is the largest E so far:
 // weight * 2**E decides how much a row contributes, and fp16 holds it down to 2**-34 of the largest.
 //
-// Defined by the host: V4 (0 or 1), SELECTIONS (1 or 2), MERGE_IN_CLUSTER (0 or 1), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread
-// of the roles: SCORE_REGISTERS, WEIGH_REGISTERS, DEQUANTISE_REGISTERS.
+// Splits of a token are merged by `merge_splits.cu`, or in a cluster of CTAs (`cluster_merge.cuh`).
+//
+// Defined by the host: V4 (0 or 1), SELECTIONS (1 or 2), MERGE_IN_CLUSTER (0 or 1), THREADS, SHARED_BYTES, PARAMS_BYTES, and the
+// registers per thread of the roles: SCORE_REGISTERS, WEIGH_REGISTERS, DEQUANTISE_REGISTERS.
 #include "cluster_merge.cuh"
 #include "instructions.cuh"
 #include "items.cuh"
@@ -89,15 +91,6 @@ struct Stage {
     __device__ __forceinline__ u32 full(u32 memory) const { return memory + FULL + index * 8; }
     __device__ __forceinline__ u32 empty(u32 memory) const { return memory + EMPTY + index * 8; }
 };
-
-// ---- Numbers
-
-// fp16 ends at 2**16. An e4m3 value is at most 448, so it fits with a scale below 2**7; a bf16 value fits below 2**16.
-constexpr int SCALE_EXPONENT = 6, VALUE_EXPONENT = 15, QUERY_EXPONENT = 14;
-constexpr int LOWEST_EXPONENT = 127 - 60;  // least exponent of scales and queries, with float32's bias: 2**-E stays finite
-// The running max rises only for logits more than LEEWAY above it: weights, up to 2**LEEWAY, times HEADROOM fit fp16.
-constexpr float LEEWAY = 4.0f, HEADROOM = 1024.0f;
-constexpr float SPARE = 4.0f;  // a raised reference exceeds the row that raised it by this factor
 
 // ---- Producers: rows to fp16 tiles
 
