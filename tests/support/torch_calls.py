@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _VIEWS = {
@@ -32,6 +33,10 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            # Inference mode shows operations that are made of others; elsewhere only their parts arrive here.
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         name = func._schema.name.replace("::", ".")
         if name.removeprefix("aten.") in _VIEWS:
             self.views += 1
