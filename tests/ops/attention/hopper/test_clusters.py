@@ -3,9 +3,11 @@
 from itertools import pairwise
 
 import pytest
+import torch
 
-from tamis.arithmetic import ceil_div
-from tamis.ops.attention.hopper.clusters import H200_CLUSTERS, ClusterPlan, choose_plan
+from tamis import PagedCache, Selection
+from tamis.ops.attention.hopper import many_heads
+from tamis.ops.attention.hopper.clusters import H200_CLUSTERS, ITEM_STEPS, ClusterPlan, choose_plan
 from tamis.ops.attention.hopper.splits import SplitPlan
 
 
@@ -50,9 +52,22 @@ def test_clusters_that_the_device_cannot_run_are_not_chosen() -> None:
         assert isinstance(found, SplitPlan) or all(size <= 2 for _, size in found.parts)
 
 
-def test_one_more_token_never_costs_much_more() -> None:
-    """More tokens may need a second wave, but never as long as all of one more wave of whole tokens."""
-    for steps in (3, 10, 32):
-        durations = [choose_plan(t, 64, steps, H200_CLUSTERS, merges=True).steps for t in range(1, 400)]
-        for before, after in pairwise(durations):
-            assert after - before <= ceil_div(steps, 2) + 5
+@pytest.mark.parametrize("steps", [3, 10, 32])
+def test_one_more_token_never_costs_one_more_wave(steps: int) -> None:
+    """Whole tokens alone would cost a wave more, `steps + ITEM_STEPS`, after each full one."""
+    durations = [choose_plan(tokens, 64, steps, H200_CLUSTERS, merges=True).steps for tokens in range(1, 400)]
+    assert all(after - before < steps + ITEM_STEPS for before, after in pairwise(durations))
+
+
+def test_given_splits_are_merged_in_a_cluster_where_the_device_can_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cache = torch.empty(2, 64, 512, dtype=torch.bfloat16), PagedCache("v4-fp8", 1, 4)
+    selections, out = [Selection(cache, torch.empty(2, 512, dtype=torch.int32))], torch.empty_like(q)
+    for clusters, splits, out_dtype, expected in (
+        (H200_CLUSTERS, 5, torch.bfloat16, ClusterPlan(((2, 5),))),
+        (H200_CLUSTERS, 9, torch.bfloat16, SplitPlan(0, 9)),  # not every GPU runs clusters of 9
+        (H200_CLUSTERS, 5, torch.float32, SplitPlan(0, 5)),
+        ((14, 7, 0, 0, 0), 5, torch.bfloat16, SplitPlan(0, 5)),
+        (H200_CLUSTERS, 1, torch.bfloat16, SplitPlan(2, 1)),
+    ):
+        monkeypatch.setattr(many_heads, "active_clusters", lambda *given, found=clusters: found)
+        assert many_heads._plan(q, selections, splits, out.to(out_dtype)) == expected

@@ -203,12 +203,15 @@ def _plan(
     if splits is None and (out is None or not _kernel(selections).merges):
         capacity = max(1, sm_count(q.device) // ceil_div(heads, HEADS))
         return choose_splits(tokens, heads, steps, capacity, direct=out is not None)
+    clusters = active_clusters(q.device, _kernel(selections), len(selections)) if merges else (sm_count(q.device),)
     if splits is None:
-        clusters = active_clusters(q.device, _kernel(selections), len(selections))
         return choose_plan(tokens, heads, steps, clusters, merges=merges).plan
     if splits == 1 and out is not None:
         return SplitPlan(tokens, 1)
-    return ClusterPlan(((tokens, splits),)) if merges and splits <= PORTABLE_CLUSTER else SplitPlan(0, splits)
+    # A slice of a GPU may have too few SMs for a cluster of this size.
+    if splits <= min(PORTABLE_CLUSTER, len(clusters)) and clusters[splits - 1]:
+        return ClusterPlan(((tokens, splits),))
+    return SplitPlan(0, splits)
 
 
 def _steps(selections: Sequence[Selection]) -> int:
