@@ -1,0 +1,5 @@
+"""tamis inside SGLang."""
+
+
+def register() -> None:
+    """Extend SGLang's options and backends."""
