@@ -1,4 +1,4 @@
-"""Tests inside the real SGLang, on a machine without a GPU. They run in an environment of their own: `make test-sglang`."""
+"""Tests inside the real SGLang, on a machine without a GPU, in an environment of their own: `make test-sglang`."""
 
 import os
 
