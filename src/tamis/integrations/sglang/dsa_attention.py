@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache.layout import Layout, rows, v32_fp8
+from tamis.cache.layout import Layout, named
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.choice import choose
@@ -95,9 +95,6 @@ class DsaAttention:
         """
         first = q[0] if isinstance(q, tuple) else q
         selected = len(selection.slots)
-        if selected > len(first):
-            expected = f"at most {len(first)} rows, one per query token"
-            raise checks.refuse("topk_indices", f"of {expected}", selected, "they belong to another step")
         out = new_output(first, self.layout.latent)
         out[selected:].zero_()
         if selected:
@@ -125,27 +122,32 @@ class DsaAttention:
         self._caches[layer_id] = (pool.data_ptr(), pool.shape, cache)
         return cache
 
-    def select_slots(self, cache: PagedCache, slots: Tensor, metadata: Any) -> Selection:
-        """The selection of indices that are slots already: SGLang's top-k kernel has translated them."""
-        return Selection(cache, slots, self._lengths(slots, metadata))
-
-    def select_positions(self, cache: PagedCache, positions: Tensor, metadata: Any, *, expanded: bool) -> Selection:
-        """The selection of indices that are positions in each token's request.
+    def select(
+        self, cache: PagedCache, indices: Tensor, tokens: int, metadata: Any, *, fused: bool, expanded: bool
+    ) -> Selection:
+        """The rows that a step's tokens attend to.
 
         Args:
             cache: the layer's rows.
-            positions: [T, K].
-            metadata: with `real_page_table` and `cu_seqlens_q`.
-            expanded: whether the table has a row for each token, and not for each request.
+            indices: int32 [`tokens` or fewer, K].
+            tokens: the number of query tokens.
+            metadata: SGLang's for the step.
+            fused: whether indices are slots of the pool, which SGLang's top-k kernel has made of them, and not
+                positions in each token's request.
+            expanded: whether page tables have a row for each token, and not for each request.
         """
-        tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+        if len(indices) > tokens:
+            expected = f"of at most {tokens} rows, one per query token"
+            raise checks.refuse("topk_indices", expected, len(indices), "they belong to another step")
+        lengths = self._lengths(indices, metadata)
+        if fused:
+            return Selection(cache, indices, lengths)
+        ids = torch.arange(len(indices), dtype=torch.int32, device=indices.device)
         if not expanded:
             # Tokens of padding come after the last request, and have nothing selected.
             ends = metadata.cu_seqlens_q[1:].contiguous()
-            requests = torch.searchsorted(ends, tokens, right=True, out_int32=True)
-            tokens = requests.clamp_max(len(ends) - 1)
-        lengths = self._lengths(positions, metadata)
-        return Selection(cache, positions, lengths, tokens, metadata.real_page_table)
+            ids = torch.searchsorted(ends, ids, right=True, out_int32=True).clamp_max(len(ends) - 1)
+        return Selection(cache, indices, lengths, ids, metadata.real_page_table)
 
     def _lengths(self, indices: Tensor, metadata: Any) -> Tensor | None:
         """How many indices of each row to look at, so that short contexts cost less than full rows of top-k."""
@@ -164,7 +166,7 @@ def describe(attention: DsaAttention, backend: Any) -> str:
     """What is served, for the log."""
     impls = {"decode": backend.dsa_decode_impl, "prefill": backend.dsa_prefill_impl}
     phases = " and ".join(phase for phase, impl in impls.items() if impl == "tamis")
-    kind = "fp8" if attention.layout.quantised else checks.dtype_name(attention.layout.element)
+    kind = "fp8" if attention.layout.quantised else "bf16"
     return (
         f"DSA {phases}: {kind} rows of {attention.layout.row_bytes} bytes, {backend.num_q_heads} heads, "
         f"page size {page_size_of(backend)}, kernels {attention.kernels}"
@@ -175,8 +177,8 @@ def _layout(backend: Any) -> Layout:
     latent, rope = backend.kv_lora_rank, backend.qk_rope_head_dim
     if backend.dsa_kv_cache_store_fp8:
         # SGLang's scales are the largest magnitude of a tile divided by 448, and no powers of two.
-        return v32_fp8(latent=latent, rope=rope, scale_mode="exact")
-    return rows(backend.token_to_kv_pool.dtype, latent=latent, rope=rope)
+        return named("v32-fp8", latent=latent, rope=rope, scale_mode="exact")
+    return named("v32-bf16", latent=latent, rope=rope)
 
 
 def _refusals(backend: Any, prefill_cp: bool) -> list[str]:

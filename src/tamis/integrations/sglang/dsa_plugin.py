@@ -129,10 +129,9 @@ class TamisSparseAttnBackend(dsa_backend.DeepseekSparseAttnBackend):
         parts = query if q_rope is None else (query, q_rope.reshape(len(query), heads, layer.head_dim - width))
         pool, metadata = self.token_to_kv_pool, self.forward_metadata
         rows = self.tamis.cache_of(layer.layer_id, pool.get_key_buffer(layer.layer_id))
-        if self.use_fused_topk:
-            selection = self.tamis.select_slots(rows, self._get_fused_topk_page_table(topk_indices), metadata)
-        else:
-            selection = self.tamis.select_positions(rows, topk_indices, metadata, expanded=expanded)
+        fused = self.use_fused_topk
+        indices = self._get_fused_topk_page_table(topk_indices) if fused else topk_indices
+        selection = self.tamis.select(rows, indices, len(query), metadata, fused=fused, expanded=expanded)
         if k is not None:
             pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
         return self.tamis(parts, selection, scale=layer.scaling, sink=attn_sink)
