@@ -224,6 +224,20 @@ def v4_cases(engine: str) -> Iterator[Case]:
     yield Case("eagle_draft_graph", "shipped", partial(graph, test, draft, force_gpu_only_seq_lens=True))
 
 
+def require_tamis() -> None:
+    """Fail cases in which SGLang constructs a backend of its own where tamis was chosen."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    def checked(create: Callable[[Any], Any], runner: Any) -> Any:
+        backend = create(runner)
+        if not type(backend).__module__.startswith("tamis."):
+            raise RuntimeError(f"expected a backend of tamis, got {type(backend).__module__}")
+        return backend
+
+    for name in ("dsa", "dsv4"):
+        ATTENTION_BACKENDS[name] = partial(checked, ATTENTION_BACKENDS[name])
+
+
 def verdict(case: Case) -> tuple[str, str]:
     """Run a case: what became of it, and why."""
     try:
@@ -249,6 +263,8 @@ def run(group: str, engine: str, folder: Path) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    if engine == "tamis":
+        require_tamis()
     log = folder / f"{group}-{engine}.jsonl"
     known = (
         {(row["case"], row["setting"]) for row in map(json.loads, log.read_text().splitlines())}
