@@ -17,6 +17,7 @@ LATENT, ROPE, PAGE, TOPK, SCALE = 512, 64, 64, 128, 0.07
 class Step:
     """What a layer hands to attention in one step."""
 
+    runner: Any
     backend: Any
     batch: Any
     layer: Any
@@ -144,7 +145,7 @@ def make_step(
     seen = [prefix[r] + offset + 1 for r, count in enumerate(case.input_lens) for offset in range(count)]
     positions = [torch.randperm(length, generator=generator)[:TOPK].tolist() for length in seen]
     q = torch.randn(len(seen), heads, LATENT + ROPE, generator=generator, dtype=torch.bfloat16)
-    return Step(backend, batch, layer, q, *_new_rows(len(seen), generator), positions, requests)
+    return Step(runner, backend, batch, layer, q, *_new_rows(len(seen), generator), positions, requests)
 
 
 def read_pool(backend: Any) -> Tensor:

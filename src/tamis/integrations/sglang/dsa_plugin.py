@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.layers.attention import dsa_backend
 from sglang.srt.layers.attention.dsa.utils import is_dsa_enable_prefill_cp
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.server_args import ServerArgs
 from torch import Tensor
 
@@ -28,7 +29,7 @@ _WITH_SINKS = "flashmla_sparse"
 def install() -> None:
     """Register what replaces parts of SGLang, then let the options take "tamis"."""
     HookRegistry.register(BACKEND, TamisSparseAttnBackend, HookType.REPLACE)
-    HookRegistry.register(BUILD, check_attention_backends, HookType.AFTER)
+    HookRegistry.register(BUILD, check_built, HookType.AFTER)
     HookRegistry.register(RESOLVE, resolve_backends, HookType.AROUND)
     for field in FIELDS.values():
         add_choice(ServerArgs, field)
@@ -133,6 +134,12 @@ class TamisSparseAttnBackend(dsa_backend.DeepseekSparseAttnBackend):
         if k is not None:
             pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
         return self.tamis(parts, selection, scale=layer.scaling, sink=attn_sink)
+
+
+def check_built(built: Any, *, model_runner: Any) -> None:
+    """Refuse a choice of tamis that does not apply to the model. Drafts may be other models, and are not looked at."""
+    if not model_runner.is_draft_worker:
+        check_attention_backends(built, get_exec().kernel)
 
 
 def resolve_backends(original: Any, view: Any) -> dict[str, Any]:

@@ -31,23 +31,20 @@ def add_choice(server_args: type[Any], field: str) -> None:
             choices.append(NAME)
 
 
-def check_attention_backends(built: Any, *, model_runner: Any) -> None:
+def check_attention_backends(built: Any, kernel: Any) -> None:
     """Refuse a model for which "tamis" was chosen by an option that does not apply to it: it would run without tamis.
 
-    Drafts may be other models, so theirs are not looked at. Whether the options for DSA apply to V4 depends on SGLang's
-    version, and is judged by V4's own backend.
+    Whether the options for DSA apply to V4 depends on SGLang's version, and is judged by V4's own backend.
 
     Args:
         built: what SGLang's `build_attention_backends` returned.
-        model_runner: SGLang's runner of the model.
+        kernel: SGLang's options of kernels, `get_exec().kernel`.
     """
-    if model_runner.is_draft_worker:
-        return
     names = {"decode": built.decode_attention_backend_str, "prefill": built.prefill_attention_backend_str}
     allowed: dict[tuple[str, str], tuple[str, ...]] = {(field, phase): (*_DSA, _V4) for phase, field in FIELDS.items()}
     allowed |= {(_V4_FIELD, phase): (_V4,) for phase in FIELDS}
     for (field, phase), backends in allowed.items():
-        if getattr(model_runner.server_args, field, None) == NAME and names[phase] not in backends:
+        if getattr(kernel, field, None) == NAME and names[phase] not in backends:
             option = f"--{field.replace('_', '-')}"
             raise ValueError(
                 f"{option} {NAME} was chosen, but {phase} runs on the attention backend {names[phase]!r}, to which it "
