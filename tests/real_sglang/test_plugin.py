@@ -185,7 +185,7 @@ def test_rows_without_scales_are_refused() -> None:
 def test_a_choice_that_does_not_apply_is_an_error(draft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With another attention backend SGLang would ignore the options of DSA. Drafts may be other models."""
     runner = make_step().runner
-    runner.model_config.attention_arch = None
+    runner.model_config.attention_arch, runner.is_draft_worker = None, False
     assert isinstance(setup.build_attention_backends(model_runner=runner).attn_backend.tamis, DsaAttention)
     monkeypatch.setattr(setup, "_build_resolved_backend", lambda **_: SimpleNamespace())
     monkeypatch.setattr(type(runner.server_args), "get_attention_backends", lambda _: ("fa3", "triton"), raising=False)
