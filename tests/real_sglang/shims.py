@@ -4,6 +4,7 @@ import sys
 from types import ModuleType
 
 import torch
+from transformers import AutoConfig
 
 # torchvision's wheel registers operations in a CUDA library, and declares fakes for them in Python.
 _OPERATIONS = torch.library.Library("torchvision", "DEF")
@@ -41,3 +42,7 @@ _put(
 # Notebooks: twenty packages for two names.
 _display = _put("IPython.display", HTML=object, display=_absent)
 _put("IPython", display=_display)
+
+# Configurations that SGLang 0.5.17 brings are part of newer versions of transformers.
+_register = AutoConfig.register
+AutoConfig.register = staticmethod(lambda *given, exist_ok=False: _register(*given, exist_ok=True))

@@ -17,6 +17,7 @@ LATENT, ROPE, PAGE, TOPK, SCALE = 512, 64, 64, 128, 0.07
 class Step:
     """What a layer hands to attention in one step."""
 
+    runner: Any
     backend: Any
     batch: Any
     layer: Any
@@ -75,11 +76,13 @@ def make_step(
     new: int = 3,
     decode: str = "tamis",
     prefill: str = "tamis",
+    rope: int = ROPE,
 ) -> Step:
     """A step whose requests have `prefix` tokens in the pool and, unless it decodes, `new` more.
 
     Needs the fixture `hopper`.
     """
+    width = LATENT + rope
     case = dsa_attention.DSAAttentionCase(
         name="tamis",
         backend="dsa",
@@ -94,11 +97,11 @@ def make_step(
     config = dsa_attention.TinyDSAModelConfig(
         num_heads=heads,
         num_kv_heads=1,
-        head_dim=LATENT + ROPE,
+        head_dim=width,
         hidden_size=64,
         context_len=longest,
         qk_nope_head_dim=LATENT,
-        qk_rope_head_dim=ROPE,
+        qk_rope_head_dim=rope,
         kv_lora_rank=LATENT,
         index_topk=TOPK,
     )
@@ -108,7 +111,7 @@ def make_step(
         dtype=torch.bfloat16,
         device="cpu",
         max_context_len=longest,
-        head_dim=LATENT + ROPE,
+        head_dim=width,
         dsa_prefill_backend=prefill,
         dsa_decode_backend=decode,
         fp8_kv_cache=fp8,
@@ -133,7 +136,7 @@ def make_step(
         layer_id=0,
         tp_q_head_num=heads,
         v_head_dim=LATENT,
-        head_dim=LATENT + ROPE,
+        head_dim=width,
         scaling=SCALE,
         is_cross_attention=False,
         logit_cap=0.0,
@@ -143,8 +146,8 @@ def make_step(
     requests = [request for request, count in enumerate(case.input_lens) for _ in range(count)]
     seen = [prefix[r] + offset + 1 for r, count in enumerate(case.input_lens) for offset in range(count)]
     positions = [torch.randperm(length, generator=generator)[:TOPK].tolist() for length in seen]
-    q = torch.randn(len(seen), heads, LATENT + ROPE, generator=generator, dtype=torch.bfloat16)
-    return Step(backend, batch, layer, q, *_new_rows(len(seen), generator), positions, requests)
+    q = torch.randn(len(seen), heads, width, generator=generator, dtype=torch.bfloat16)
+    return Step(runner, backend, batch, layer, q, *_new_rows(len(seen), generator), positions, requests)
 
 
 def read_pool(backend: Any) -> Tensor:
@@ -163,13 +166,13 @@ def _fill(pool: Tensor, generator: torch.Generator) -> None:
     """Write random rows into the whole pool. (SGLang's own kernel is slow in Triton's interpreter.)"""
     latent, rope = (part[:, 0] for part in _new_rows(len(pool), generator))
     if pool.dtype == torch.bfloat16:
-        pool.copy_(torch.cat([latent, rope], dim=1))
+        pool.copy_(torch.cat([latent, rope], dim=1)[:, : pool.shape[1]])
         return
     tiles = latent.float().unflatten(1, (-1, 128))
     scales = tiles.abs().amax(dim=2) / 448
     values = (tiles / scales.unsqueeze(2)).to(torch.float8_e4m3fn).flatten(1)
     parts = [part.contiguous().view(torch.uint8) for part in (values, scales, rope)]
-    pool.view(torch.uint8).copy_(torch.cat(parts, dim=1))
+    pool.view(torch.uint8).copy_(torch.cat(parts, dim=1)[:, : pool.shape[1]])
 
 
 def _new_rows(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,48 @@ def test_tokens_without_indices_are_padding(mode: ForwardMode, fused: bool) -> N
     check(step, out, expected)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    "mode", [mode for mode in MODES if mode.name not in ("EXTEND", "MIXED")], ids=lambda mode: mode.name
+)
+def test_metadata_of_cuda_graphs(mode: ForwardMode, fused: bool) -> None:
+    """SGLang writes a graph's metadata in place. A graph reads it where it was at its capture."""
+    step = make_step(mode)
+    backend = step.backend
+    backend.use_fused_topk = fused
+    backend.init_cuda_graph_state(4, 12)
+    backend.init_forward_metadata_out_graph(step.batch, in_capture=True)
+    captured = backend.forward_metadata
+    addresses = [captured.real_page_table.data_ptr(), captured.dsa_cache_seqlens_int32.data_ptr()]
+    backend.init_forward_metadata_out_graph(step.batch)
+    replayed = backend.forward_metadata
+    assert [replayed.real_page_table.data_ptr(), replayed.dsa_cache_seqlens_int32.data_ptr()] == addresses
+    assert replayed.flashmla_metadata is None
+    check(step, step.run(step.topk_slots if fused else step.topk_positions), step.expected())
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_without_rope(fp8: bool) -> None:
+    """GLM-5.3-Flash: rows of 528 or 1024 bytes, whose queries come in one part."""
+    step = make_step(fp8=fp8, rope=0)
+    assert step.backend.tamis.layout.row_bytes == (528 if fp8 else 1024)
+    out = step.run(packed=True, k=None, v=None)
+    check(step, out, step.expected())
+
+
+def test_indices_with_gaps_and_a_tail() -> None:
+    """Pooled index keys select whole pools and the tokens after the last one, with gaps between them."""
+    step = make_step(ForwardMode.EXTEND)
+    step.backend.dsa_index_kpool = 4
+    step.backend.tamis = type(step.backend.tamis).of(step.backend, prefill_cp=False)
+    topk = step.topk_slots
+    wide = torch.full((len(topk), TOPK + 8), -1, dtype=torch.int32)
+    wide[:, 8:] = topk.flip(1)
+    wide[:, 3] = topk[:, 0]
+    wide[:, 8:][wide[:, 8:] == wide[:, 3:4]] = -1
+    check(step, step.run(wide), step.expected(wide))
+
+
 def test_a_row_of_absent_indices_gives_zeros() -> None:
     step = make_step()
     topk = step.topk_slots

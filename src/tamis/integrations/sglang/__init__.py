@@ -1,20 +1,26 @@
 """tamis as an implementation of SGLang's sparse attention.
 
-`register` is the plugin's entry point. `dsa_plugin` serves V3.2, GLM-5 and what else SGLang runs as DSA.
+`register` is the plugin's entry point. It installs two parts:
 
-Only `dsa_plugin` imports SGLang. The other modules take any objects with the attributes of SGLang's, so that they can
-be tested without it.
+- `dsa_plugin` for V3.2, GLM-5 and what else SGLang runs as DSA; the attention itself is in `dsa_attention`;
+- `v4_plugin` for DeepSeek-V4, whose backends are in `v4_backend` and its attention in `v4_attention`.
+
+Only `dsa_plugin` and `v4_backend` import SGLang when they are imported. The other modules take any objects with the
+attributes of SGLang's, so that they can be tested without it.
 """
 
 from importlib import import_module
 from logging import getLogger
 
-_PARTS = ("tamis.integrations.sglang.dsa_plugin",)
-"""Modules with a function `install`."""
+_PARTS = {
+    "--dsa-decode-backend and --dsa-prefill-backend": "tamis.integrations.sglang.dsa_plugin",
+    "--dsv4-attn-backend": "tamis.integrations.sglang.v4_plugin",
+}
+"""Options of SGLang, and the modules whose function `install` lets them take "tamis"."""
 
 
 def register() -> None:
-    """Let SGLang's options choose tamis: `--dsa-decode-backend tamis --dsa-prefill-backend tamis`.
+    """Let SGLang's options choose tamis, for example `--dsa-decode-backend tamis --dsa-prefill-backend tamis`.
 
     SGLang calls this in every process it starts, before it reads its command line. It changes nothing for users who do
     not choose tamis, and touches no device.
@@ -25,16 +31,15 @@ def register() -> None:
     from tamis._version import __version__
     from tamis.integrations.sglang.versions import plugin_refusal
 
-    log = getLogger("tamis")
-    try:
-        problem = plugin_refusal()
-        for part in _PARTS if problem is None else ():
-            import_module(part).install()
-    except Exception as error:  # a changed SGLang may fail in any way
-        problem = f"{type(error).__name__}: {error}"
-    if problem is not None:
-        log.warning("tamis is not an attention backend of SGLang here: %s", problem)
-    else:
-        log.info(
-            "tamis %s is registered with SGLang: --dsa-decode-backend tamis --dsa-prefill-backend tamis", __version__
-        )
+    log, refusal = getLogger("tamis"), plugin_refusal()
+    if refusal is not None:
+        log.warning("tamis is not an attention backend of SGLang here: %s", refusal)
+        return
+    for options, module in _PARTS.items():
+        try:
+            import_module(module).install()
+        except Exception as error:  # an SGLang that was changed may fail in any way
+            problem = f"{type(error).__name__}: {error}"
+            log.warning("tamis is not a value of SGLang's %s here: %s", options, problem)
+        else:
+            log.info("tamis %s is a value of SGLang's %s", __version__, options)

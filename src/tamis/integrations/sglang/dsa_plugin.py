@@ -10,16 +10,15 @@ from typing import Any
 from sglang.srt.layers.attention import dsa_backend
 from sglang.srt.layers.attention.dsa.utils import is_dsa_enable_prefill_cp
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.server_args import ServerArgs
 from torch import Tensor
 
 from tamis import checks
 from tamis._version import __version__
 from tamis.integrations.sglang.dsa_attention import DsaAttention, describe
-from tamis.integrations.sglang.options import NAME, add_choice
+from tamis.integrations.sglang.options import FIELDS, NAME, add_choice, check_attention_backends
 
-FIELDS = {"decode": "dsa_decode_backend", "prefill": "dsa_prefill_backend"}
-"""The fields of SGLang's arguments that choose an implementation, by phase."""
 BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
 BUILD = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.build_attention_backends"
 RESOLVE = "sglang.srt.arg_groups.overrides._dsa_split_backend_resolution"
@@ -28,12 +27,12 @@ _WITH_SINKS = "flashmla_sparse"
 
 
 def install() -> None:
-    """Add the value "tamis" to the options, and register what replaces parts of SGLang."""
+    """Register what replaces parts of SGLang, then let the options take "tamis"."""
+    HookRegistry.register(BACKEND, TamisSparseAttnBackend, HookType.REPLACE)
+    HookRegistry.register(BUILD, check_built, HookType.AFTER)
+    HookRegistry.register(RESOLVE, resolve_backends, HookType.AROUND)
     for field in FIELDS.values():
         add_choice(ServerArgs, field)
-    HookRegistry.register(BACKEND, TamisSparseAttnBackend, HookType.REPLACE)
-    HookRegistry.register(BUILD, check_attention_backends, HookType.AFTER)
-    HookRegistry.register(RESOLVE, resolve_backends, HookType.AROUND)
 
 
 class TamisSparseAttnBackend(dsa_backend.DeepseekSparseAttnBackend):
@@ -137,21 +136,10 @@ class TamisSparseAttnBackend(dsa_backend.DeepseekSparseAttnBackend):
         return self.tamis(parts, selection, scale=layer.scaling, sink=attn_sink)
 
 
-def check_attention_backends(built: Any, *, model_runner: Any) -> None:
-    """Refuse a model for which "tamis" was chosen and whose attention is not DSA: it would run without tamis.
-
-    Drafts may be other models, so theirs is not looked at.
-    """
-    if model_runner.is_draft_worker:
-        return
-    chosen = {"decode": built.decode_attention_backend_str, "prefill": built.prefill_attention_backend_str}
-    for phase, field in FIELDS.items():
-        if getattr(model_runner.server_args, field, None) == NAME and chosen[phase] not in ("dsa", "nsa"):
-            option = f"--{field.replace('_', '-')}"
-            raise ValueError(
-                f"{option} {NAME} was chosen, but the attention backend for {phase} is {chosen[phase]!r}, not 'dsa'; "
-                f"drop {option}, or for a model with DeepSeek sparse attention choose --attention-backend dsa"
-            )
+def check_built(built: Any, *, model_runner: Any) -> None:
+    """Refuse a choice of tamis that does not apply to the model. Drafts may be other models, and are not looked at."""
+    if not model_runner.is_draft_worker:
+        check_attention_backends(built, get_exec().kernel)
 
 
 def resolve_backends(original: Any, view: Any) -> dict[str, Any]:
