@@ -7,9 +7,9 @@ weights whose tokens follow from what attention finds; `vllm_v4_parts.py` replac
 machine without tilelang and CUTLASS' Python package lacks.
 
 Engines with both attentions on the same inputs (`check`) run at 8, 16, 64 and 128 heads, eager and with graphs; then
-comes a race of engines with one of them, at 64 and 8 heads, in ten or more turns. Prompts are short (1500 to 3000 tokens,
-below and above the 2048 that an indexer of 512 entries sees whole) and long (beyond 128 * 128). One PASS or FAIL line
-per condition; if an engine fails, the end of its log is printed.
+comes a race of engines with one of them, at 64 and 8 heads, in ten or more turns. Prompts are short (1500 to 3000
+tokens, below and above the 2048 that an indexer of 512 entries sees whole) and long (beyond 128 * 128). One PASS or
+FAIL line per condition; if an engine fails, the end of its log is printed.
 """
 
 import argparse
