@@ -367,11 +367,13 @@ def restored(values: Tensor, scales: Tensor) -> Tensor:
 
 def fill(model: Any, tensors: Mapping[str, Tensor]) -> None:
     """Write the weights into a constructed vLLM model, quantised where its parameters are."""
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    missing = [name for name in parameters if plain_name(name).removesuffix("_scale_inv") not in tensors]
+    if missing:
+        raise KeyError(f"no weights for {', '.join(missing)}")
+    for name, parameter in parameters.items():
         known = plain_name(name)
         source = known.removesuffix("_scale_inv")
-        if source not in tensors:
-            raise KeyError(f"no weights for {name} {tuple(parameter.shape)} {parameter.dtype}; known as {known}")
         tensor, values = tensors[source].to(parameter.device), parameter.data
         if known.endswith("attn_sink"):
             # vLLM's own class may have more rows than heads; those stay without a sink.
