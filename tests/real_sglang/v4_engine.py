@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import bounds
+import pytest
 import torch
-from pytest import MonkeyPatch
 from sglang.srt.layers.attention import deepseek_v4_backend as engine
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -44,7 +44,7 @@ def options(**given: Any) -> Iterator[None]:
     """SGLang's options as the command line would give them, for runners that are constructed in the block."""
     context = type(get_context())
     usual = context.override_server_args
-    with MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "override_server_args", lambda self, **rest: usual(self, **(rest | given)))
         # The kit's pool of entries is smaller than its window.
         patch.setattr(kit, "DeepSeekV4TokenToKVPool", lambda **sizes: DeepSeekV4TokenToKVPool(**(sizes | ENTRIES)))
@@ -93,7 +93,14 @@ class Step:
     """One step of several requests in shuffled pages. Rows that no token may see are NaN."""
 
     def __init__(
-        self, mode: ForwardMode, prefixes: list[int], news: list[int], *, ratio: int = 0, heads: int = 8, padded: int = 0
+        self,
+        mode: ForwardMode,
+        prefixes: list[int],
+        news: list[int],
+        *,
+        ratio: int = 0,
+        heads: int = 8,
+        padded: int = 0,
     ) -> None:
         torch.manual_seed(3)
         self.case, self.ratio, self.heads = case_of(mode, prefixes, news, heads), ratio, heads
@@ -211,13 +218,9 @@ class Step:
 
     def agrees(self, output: Tensor) -> None:
         """Assert that an output is attention in float64 up to the rounding of its arithmetic, and zero elsewhere."""
-        count = len(self.tokens)
-        exact = bounds.stacked(
-            [
-                bounds.attention(self.q[row, : self.heads].double(), self.seen(row), scale=SCALE, sink=self.sink[: self.heads], parts=2)
-                for row in range(count)
-            ]
-        )
+        count, options = len(self.tokens), {"scale": SCALE, "sink": self.sink[: self.heads], "parts": 2}
+        q = self.q[:, : self.heads].double()
+        exact = bounds.stacked([bounds.attention(q[row], self.seen(row), **options) for row in range(count)])
         bounds.agree(output[:count, : self.heads], exact.out, exact.out_error, output.dtype)
         assert output[:, self.heads :].eq(0).all(), "padded heads"
         assert output[count:].eq(0).all(), "padded tokens"

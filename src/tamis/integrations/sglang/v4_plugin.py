@@ -19,10 +19,9 @@ def install() -> None:
     platform = import_module("sglang.srt.utils")
     if platform.is_hip() or platform.is_npu() or platform.is_xpu():
         return
-    own_option = add_choice(import_module("sglang.srt.server_args").ServerArgs)
     hooks = import_module("sglang.srt.plugins.hook_registry")
     backend = import_module("tamis.integrations.sglang.v4_backend")
-    if own_option:
+    if add_choice(import_module("sglang.srt.server_args").ServerArgs):
         wanted = {
             f"{_FACTORIES}.create_deepseek_v4_attn_backend": backend.create_attn_backend,
             f"{_FACTORIES}.create_deepseek_v4_multistep_backend": backend.create_multistep_backend,
