@@ -12,15 +12,19 @@ import torch
 from torch import Tensor
 from v4_pool import Pool, core_of
 
+from tamis._version import __version__
 from tamis.integrations.sglang import v4_plugin
+from tamis.integrations.sglang.v4_options import check_used
 
 OURS = "tamis.integrations.sglang.v4_backend"
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 FACTORIES = "sglang.srt.layers.attention.deepseek_v4_trtllm_backend"
+BUILD = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.build_attention_backends"
 NEW, OLD = "0.5.23", "0.5.17"
 
 
 class HookType(Enum):
+    AFTER = "after"
     AROUND = "around"
     REPLACE = "replace"
 
@@ -38,12 +42,12 @@ class Engine:
 
     def __init__(self, version: str, patch: pytest.MonkeyPatch) -> None:
         self.kernel = SimpleNamespace(dsa_prefill_backend=None, dsa_decode_backend=None)
-        self.parallel, self.registry = SimpleNamespace(attn_cp_size=1), Registry()
+        self.parallel, self.registry = SimpleNamespace(attn_cp_size=1, attn_tp_size=8), Registry()
         self.option = SimpleNamespace(choices=["auto", "flashmla"])
         self.platform = {name: lambda: False for name in ("is_hip", "is_npu", "is_xpu")}
         if version == NEW:
             self.kernel.dsv4_attn_backend = "flashmla"
-        arguments = type("ServerArgs", (), {})
+        arguments = type("ServerArgs", (), {"dsv4_attn_backend": "auto"} if version == NEW else {})
         arguments.__annotations__ = {"dsv4_attn_backend": Annotated[str, self.option]} if version == NEW else {}
         attn, steps = _classes(version)
         modules: dict[str, dict[str, Any]] = {
@@ -79,7 +83,7 @@ def _classes(version: str) -> tuple[type[Any], type[Any]]:
 
         def __init__(self, model_runner: Any, skip_prefill: bool = False, **steps: Any) -> None:
             self.model_runner, self.steps, self.stored = model_runner, steps, []
-            self.token_to_kv_pool = model_runner.pool
+            self.token_to_kv_pool, self.device = model_runner.pool, "cpu"
             self.forward_metadata = SimpleNamespace(core_attn_metadata=model_runner.core)
 
         def store_cache(self, layer_id: int, k: Tensor, batch: Any) -> None:
@@ -118,7 +122,7 @@ def runner(ratio: int = 4, tokens: int = 3) -> SimpleNamespace:
     torch.manual_seed(5)
     pool = Pool(ratio)
     pool.get_swa_key_layout = lambda: SimpleNamespace(value="v4")  # type: ignore[attr-defined]
-    return SimpleNamespace(pool=pool, core=core_of(pool, tokens))
+    return SimpleNamespace(pool=pool, core=core_of(pool, tokens), model_config=SimpleNamespace(num_attention_heads=64))
 
 
 LAYER = SimpleNamespace(layer_id=7, tp_q_head_num=8, v_head_dim=512)
@@ -179,7 +183,8 @@ def test_one_line_announces_tamis(engine: Engine, caplog: pytest.LogCaptureFixtu
     engine.choose()
     for _ in range(2):
         engine.ours.TamisV4AttnBackend(runner())
-    assert caplog.messages == ["tamis runs the attention of DeepSeek-V4 in SGLang: unpadded heads, pages read directly"]
+    line = f"tamis {__version__} serves DeepSeek-V4: fp8 rows of 584 bytes, 8 heads, kernels reference"
+    assert caplog.messages == [line]
 
 
 def test_a_model_that_cannot_be_served_is_an_error(engine: Engine) -> None:
@@ -192,12 +197,12 @@ def test_a_model_that_cannot_be_served_is_an_error(engine: Engine) -> None:
 def test_functions_of_the_new_version_are_wrapped(new_engine: Engine) -> None:
     v4_plugin.install()
     assert new_engine.option.choices == ["auto", "flashmla", "tamis"]
-    hooks = new_engine.registry.hooks
-    assert set(hooks) == {
-        f"{FACTORIES}.create_deepseek_v4_attn_backend",
-        f"{FACTORIES}.create_deepseek_v4_multistep_backend",
+    ours = new_engine.ours
+    assert new_engine.registry.hooks == {
+        f"{FACTORIES}.create_deepseek_v4_attn_backend": (ours.create_attn_backend, HookType.AROUND),
+        f"{FACTORIES}.create_deepseek_v4_multistep_backend": (ours.create_multistep_backend, HookType.AROUND),
+        BUILD: (check_used, HookType.AFTER),
     }
-    assert all(kind is HookType.AROUND for _, kind in hooks.values())
     v4_plugin.install()
     assert new_engine.option.choices.count("tamis") == 1
 
