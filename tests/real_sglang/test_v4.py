@@ -3,6 +3,7 @@
 import logging
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from v4_engine import DECODE, DRAFT_EXTEND, EXTEND, VERIFY, Step
 
+from tamis._version import __version__
 from tamis.integrations.sglang import v4_backend
 from tamis.integrations.sglang.v4_backend import TamisV4AttnBackend, TamisV4MultiStepBackend
 
@@ -147,7 +149,7 @@ def test_one_line_announces_tamis(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         ATTENTION_BACKENDS["dsv4"](v4.runner_of(v4.case_of(DECODE, [3], [1])))
     (line,) = (record.getMessage() for record in caplog.records if record.name == "tamis")
-    assert line == "tamis runs the attention of DeepSeek-V4 in SGLang: unpadded heads, pages read directly"
+    assert line == f"tamis {__version__} serves DeepSeek-V4: fp8 rows of 584 bytes, 8 heads, kernels reference"
 
 
 def refused(reason: str, **options: Any) -> None:
@@ -155,9 +157,10 @@ def refused(reason: str, **options: Any) -> None:
         ATTENTION_BACKENDS["dsv4"](v4.runner_of(v4.case_of(DECODE, [3], [1]), 4))
 
 
-def test_context_parallelism_is_refused() -> None:
-    with get_parallel().override(tp_size=2, attn_cp_size=2):
-        refused("context parallelism spreads its tokens over 2 ranks")
+def test_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get_parallel().attn_cp_size == 1
+    monkeypatch.setattr(v4_backend, "get_parallel", lambda: SimpleNamespace(attn_cp_size=2, attn_tp_size=1))
+    refused("context parallelism spreads its tokens over 2 ranks")
 
 
 def test_hisparse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

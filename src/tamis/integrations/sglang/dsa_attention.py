@@ -93,21 +93,16 @@ class DsaAttention:
 
         A selection of fewer rows than T belongs to the first tokens. The others are padding, and give zeros.
         """
-        first = q[0] if isinstance(q, tuple) else q
-        selected = len(selection.slots)
-        out = new_output(first, self.layout.latent)
-        out[selected:].zero_()
+        tokens = len(q[0] if isinstance(q, tuple) else q)
+        selected, columns = selection.slots.shape
+        splits = max(1, fixed_splits(columns)) if self._batch_invariant else None
+        value_dim = self.layout.latent
+        if selected == tokens > 0:
+            return attend(q, selection, scale=scale, value_dim=value_dim, sink=sink, splits=splits).out
+        out = new_output(q[0] if isinstance(q, tuple) else q, value_dim).zero_()
         if selected:
-            columns = selection.slots.shape[1]
-            attend(
-                (q[0][:selected], q[1][:selected]) if isinstance(q, tuple) else q[:selected],
-                selection,
-                scale=scale,
-                value_dim=self.layout.latent,
-                sink=sink,
-                splits=max(1, fixed_splits(columns)) if self._batch_invariant else None,
-                out=out[:selected],
-            )
+            kept = (q[0][:selected], q[1][:selected]) if isinstance(q, tuple) else q[:selected]
+            attend(kept, selection, scale=scale, value_dim=value_dim, sink=sink, splits=splits, out=out[:selected])
         return out
 
     def cache_of(self, layer_id: int, pool: Tensor) -> PagedCache:

@@ -16,8 +16,11 @@ from tamis import checks
 from tamis.cache.layout import v4_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
+from tamis.choice import choose
+from tamis.model.spec import LayerSpec
 from tamis.ops import attend
 
+_WINDOW = 128
 _ENTRIES = {
     1: ("c1_sparse_page_indices", "c1_sparse_topk_lengths"),
     2: ("c2_sparse_page_indices", "c2_sparse_topk_lengths"),
@@ -25,6 +28,19 @@ _ENTRIES = {
     128: ("c128_page_indices", "c128_topk_lengths_clamp1"),
 }
 """The names of slots and lengths in SGLang's metadata, by a layer's compression ratio."""
+
+
+def describe(heads: int, device: torch.device | str) -> str:
+    """What is served, for the log. A device that no kernel of tamis runs on is refused, with every reason.
+
+    Args:
+        heads: the number of heads that a rank has.
+        device: where the pool is.
+    """
+    layout = v4_fp8()
+    spec = LayerSpec(heads, layout.latent, layout.rope, window=_WINDOW, kind="window")
+    kernels = choose(spec, device, layout=layout).name
+    return f"DeepSeek-V4: fp8 rows of {layout.row_bytes} bytes, {heads} heads, kernels {kernels}"
 
 
 class Pages:

@@ -6,13 +6,14 @@ with it the workspace of dequantised rows that SGLang's prefills use.
 
 from functools import cache
 from logging import getLogger
-from typing import Any
+from typing import Any, cast
 
 from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend, DeepseekV4MultiStepBackend
 from sglang.srt.runtime_context import get_exec, get_parallel
 from torch import Tensor
 
-from tamis.integrations.sglang.v4_attention import Pages, attend_layer, selected
+from tamis._version import __version__
+from tamis.integrations.sglang.v4_attention import Pages, attend_layer, describe, selected
 from tamis.integrations.sglang.v4_options import check_served, is_chosen
 
 
@@ -28,9 +29,11 @@ class _Attention:
         """As SGLang's backend. If tamis is chosen and cannot run the model's attention, this raises every reason."""
         super().__init__(*args, **kwargs)
         if is_chosen(get_exec().kernel):
-            check_served(self, get_parallel().attn_cp_size)
-            self._pages = Pages(self.token_to_kv_pool)  # type: ignore[attr-defined]
-            _announce()
+            self_, parallel = cast(Any, self), get_parallel()
+            check_served(self_, parallel.attn_cp_size)
+            self._pages = Pages(self_.token_to_kv_pool)
+            heads = max(1, self_.model_runner.model_config.num_attention_heads // parallel.attn_tp_size)
+            _announce(f"tamis {__version__} serves {describe(heads, self_.device)}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attention of one layer, as SGLang's `forward`."""
@@ -55,7 +58,7 @@ class _Attention:
         attn_sink: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        self_: Any = self
+        self_ = cast(Any, self)
         assert self._pages is not None
         if self_.mtp_enabled and forward_batch.forward_mode.is_idle():
             return q.new_zeros((*q.shape[:2], layer.v_head_dim))
@@ -104,6 +107,6 @@ def create_multistep_backend(usual: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @cache
-def _announce() -> None:
-    """Say, once per process, that tamis runs attention. SGLang does not report plugins that failed."""
-    getLogger("tamis").info("tamis runs the attention of DeepSeek-V4 in SGLang: unpadded heads, pages read directly")
+def _announce(line: str) -> None:
+    """Log a line once in a process, which may construct many backends. SGLang itself does not tell of lost plugins."""
+    getLogger("tamis").info(line)

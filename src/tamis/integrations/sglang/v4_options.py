@@ -8,9 +8,10 @@ tamis`.
 from collections.abc import Iterator
 from typing import Any
 
-VALUE = "tamis"
-"""The value of an option that chooses tamis."""
+from tamis.integrations.sglang.options import NAME
+
 OPTION = "dsv4_attn_backend"
+"""The field of SGLang's arguments that chooses the attention of V4, in versions that have it."""
 _PHASES = ("dsa_prefill_backend", "dsa_decode_backend")
 _ROW_BYTES = 584
 _OTHERS = "remove it, or choose another attention backend"
@@ -22,7 +23,7 @@ def is_chosen(kernel: Any) -> bool:
     Args:
         kernel: SGLang's options of kernels, `get_exec().kernel`.
     """
-    asked = [name for name in _PHASES if getattr(kernel, name, None) == VALUE]
+    asked = [name for name in _PHASES if getattr(kernel, name, None) == NAME]
     if not hasattr(kernel, OPTION):
         if len(asked) == 1:
             other = next(name for name in _PHASES if name not in asked)
@@ -32,12 +33,32 @@ def is_chosen(kernel: Any) -> bool:
             )
         return bool(asked)
     chosen = getattr(kernel, OPTION)
-    if chosen != VALUE and asked:
+    if chosen != NAME and asked:
         raise ValueError(
             f"{_flag(asked[0])} tamis has no effect on DeepSeek-V4, whose attention is {chosen!r}; "
             f"give {_flag(OPTION)} tamis instead"
         )
-    return bool(chosen == VALUE)
+    return bool(chosen == NAME)
+
+
+def check_used(built: Any, *, model_runner: Any) -> None:
+    """Refuse a model for which the option chose tamis and whose attention is not V4's: it would run without tamis.
+
+    SGLang calls this after it has constructed a model's backends. Drafts may be other models, and are not looked at.
+
+    Args:
+        built: SGLang's backends of a model, with the names of both phases.
+        model_runner: the model's runner, with SGLang's arguments.
+    """
+    names = {built.decode_attention_backend_str, built.prefill_attention_backend_str}
+    asked = getattr(model_runner.server_args, OPTION, None) == NAME
+    if asked and not model_runner.is_draft_worker and names != {"dsv4"}:
+        other = " and ".join(sorted(names - {"dsv4"}))
+        raise ValueError(
+            f"{_flag(OPTION)} tamis was chosen, but this model's attention backend is {other}, not dsv4; drop the "
+            "option, and for a model with DeepSeek sparse attention give --dsa-prefill-backend tamis "
+            "--dsa-decode-backend tamis"
+        )
 
 
 def check_served(backend: Any, context_ranks: int) -> None:
