@@ -7,31 +7,26 @@ rows and slots; their outputs are compared with each other and with attention in
 
 import argparse
 import csv
-import statistics
+import gc
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
+from engine_results import Spread
 from torch import Tensor
 
 HEADS, BATCHES, TOPK, CONTEXT = (16, 64, 128), (1, 8, 32, 128), 2048, 8192
 PEERS = {"fp8": "flashmla_kv", "bf16": "flashmla_sparse"}
 STEPS, TURNS = 20, 15
-COLUMNS = [
-    "cache",
-    "heads",
-    "batch",
-    "peer",
-    "peer_us",
-    "tamis_us",
-    "speedup",
-    "peer_error",
-    "tamis_error",
-    "difference",
+COLUMNS = ["cache", "heads", "batch", "topk", "context", "peer", "turns"]
+COLUMNS += [
+    f"{side}_us_{name}" for side in ("peer", "tamis") for name in ("median", "lower_quartile", "upper_quartile")
 ]
+COLUMNS += ["speedup", "peer_error", "tamis_error", "difference", "device", "torch", "sglang"]
 
 
 class Decode:
@@ -169,36 +164,67 @@ def attention(inputs: dict[str, Tensor], pool: Tensor, scale: float, fp8: bool) 
     return torch.einsum("bhk,bkd->bhd", weights, rows[..., :512])
 
 
-def captured(once: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """A graph of several steps, and the output of its last one."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            once()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(STEPS):
-            out = once()
-    return graph.replay, out
+@dataclass(frozen=True)
+class Captured:
+    """A graph of several steps.
 
+    Attributes:
+        graph: what is replayed.
+        step: the captured function. It holds the batch and its metadata, whose memory every replay reads.
+        out: the output of the last step.
+    """
 
-def microseconds(replay: Callable[[], None]) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    replay()
-    begin.record()
-    replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1000 / STEPS
+    graph: torch.cuda.CUDAGraph
+    step: Callable[[], Tensor]
+    out: Tensor
+
+    @classmethod
+    def of(cls, step: Callable[[], Tensor]) -> "Captured":
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(STEPS):
+                out = step()
+        return cls(graph, step, out)
+
+    def microseconds(self) -> float:
+        """The time of a step, with the caches as the replay before has left them."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.graph.replay()
+        begin.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1000 / STEPS
 
 
 def relative(left: Tensor, right: Tensor) -> float:
     return float((left.double() - right.double()).norm() / right.double().norm())
 
 
-def measure(cache: str, heads: int, impls: list[str], write: Callable[[list[Any]], None]) -> None:
+def row_of(
+    name: list[object], times: dict[str, list[float]], errors: dict[str, float], difference: float | None
+) -> list[str]:
+    """A line of the table: the implementation of SGLang, and tamis if it ran."""
+    peer = next(iter(times))
+    spreads = {impl: Spread.of(values) for impl, values in times.items()}
+    row = [*map(str, name), peer, str(spreads[peer].turns)]
+    for impl in (peer, "tamis"):
+        spread = spreads.get(impl)
+        numbers = (spread.median, spread.lower_quartile, spread.upper_quartile) if spread else ()
+        row += [f"{number:.2f}" for number in numbers] or [""] * 3
+    both = "tamis" in spreads
+    row.append(f"{spreads[peer].median / spreads['tamis'].median:.3f}" if both else "")
+    row += [f"{errors[impl]:.2e}" if impl in errors else "" for impl in (peer, "tamis")]
+    return [*row, "" if difference is None else f"{difference:.2e}"]
+
+
+def measure(cache: str, heads: int, impls: list[str], write: Callable[[list[str]], None]) -> None:
     fp8 = cache == "fp8"
     generator = torch.Generator("cuda").manual_seed(heads)
     sides = {impl: Decode(impl, heads, fp8) for impl in impls}
@@ -207,37 +233,22 @@ def measure(cache: str, heads: int, impls: list[str], write: Callable[[list[Any]
     for side in sides.values():
         side.fill(k, k_rope)
     for batch in BATCHES:
-        table = next(iter(sides.values())).runner.req_to_token_pool.req_to_token
+        table = sides[impls[0]].runner.req_to_token_pool.req_to_token
         inputs = draw(generator, batch, heads, table)
         graphs, outputs, errors = {}, {}, {}
         for impl, side in sides.items():
-            graphs[impl], out = captured(side.step(batch, inputs))
-            graphs[impl]()
+            graphs[impl] = Captured.of(side.step(batch, inputs))
+            graphs[impl].graph.replay()
             torch.cuda.synchronize()
-            outputs[impl] = out.reshape(batch, heads, 512)
+            outputs[impl] = graphs[impl].out.reshape(batch, heads, 512).clone()
             wanted = attention(inputs, side.pool, side.layer.scaling, fp8)
             errors[impl] = relative(outputs[impl][: len(wanted)], wanted)
         times: dict[str, list[float]] = {impl: [] for impl in sides}
         for turn in range(TURNS):
-            for impl in list(sides)[:: 1 if turn % 2 else -1]:
-                times[impl].append(microseconds(graphs[impl]))
-        medians = {impl: statistics.median(values) for impl, values in times.items()}
-        peer, own = impls[0], "tamis"
-        both = own in sides
-        write(
-            [
-                cache,
-                heads,
-                batch,
-                peer,
-                f"{medians[peer]:.2f}",
-                f"{medians[own]:.2f}" if both else "",
-                f"{medians[peer] / medians[own]:.3f}" if both else "",
-                f"{errors[peer]:.2e}",
-                f"{errors[own]:.2e}" if both else "",
-                f"{relative(outputs[own], outputs[peer]):.2e}" if both else "",
-            ]
-        )
+            for impl in impls[:: 1 if turn % 2 else -1]:
+                times[impl].append(graphs[impl].microseconds())
+        difference = relative(outputs["tamis"], outputs[impls[0]]) if "tamis" in sides else None
+        write(row_of([cache, heads, batch, TOPK, CONTEXT], times, errors, difference))
 
 
 def main() -> None:
@@ -248,12 +259,13 @@ def main() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    about = [torch.cuda.get_device_name(), torch.__version__, version("sglang")]
     with options.out.open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(COLUMNS)
 
-        def write(row: list[Any]) -> None:
-            table.writerow(row)
+        def write(row: list[str]) -> None:
+            table.writerow([*row, *about])
             file.flush()
             print(*row, flush=True)
 
@@ -262,9 +274,10 @@ def main() -> None:
                 try:
                     with torch.no_grad():
                         measure(cache, heads, [peer, "tamis"] if options.tamis else [peer], write)
+                    gc.collect()
+                    torch.cuda.empty_cache()
                 except Exception:
                     traceback.print_exc()
-                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
