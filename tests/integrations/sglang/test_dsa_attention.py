@@ -91,7 +91,7 @@ def test_attention_over_slots(given: dict[str, Any], pair: bool) -> None:
     attention = DsaAttention.of(backend(**given), prefill_cp=False)
     rows, q, chosen = pool(attention), query(5), slots(5)
     cache = attention.cache_of(0, rows)
-    selection = attention.select(cache, chosen, 5, metadata([TOPK, 7, 0, 1, TOPK]), fused=True, expanded=True)
+    selection = attention.select(cache, chosen, 5, metadata([TOPK, 7, 0, 1, TOPK]), fused=True)
     parts = (q[..., :512], q[..., 512:]) if pair else q
     out = attention(parts, selection, scale=0.1)
     assert torch.equal(out, attend(q, selection, scale=0.1, value_dim=512).out)
@@ -101,12 +101,12 @@ def test_attention_over_slots(given: dict[str, Any], pair: bool) -> None:
 def test_padding_and_steps_without_tokens() -> None:
     attention = DsaAttention.of(backend(), prefill_cp=False)
     cache = attention.cache_of(0, pool(attention))
-    selection = attention.select(cache, slots(2), 4, metadata([TOPK] * 4), fused=True, expanded=True)
+    selection = attention.select(cache, slots(2), 4, metadata([TOPK] * 4), fused=True)
     assert selection.lengths is None, "lengths of other rows are not used"
     out = attention(query(4), selection, scale=0.1)
     assert out[:2].any()
     assert not out[2:].any()
-    none = attention.select(cache, slots(2)[:0], 0, metadata([]), fused=True, expanded=True)
+    none = attention.select(cache, slots(2)[:0], 0, metadata([]), fused=True)
     assert attention(query(0), none, scale=0.1).shape == (0, HEADS, 512)
     assert not attention(query(3), none, scale=0.1).any()
 
@@ -115,14 +115,12 @@ def test_indices_of_another_step_are_refused() -> None:
     attention = DsaAttention.of(backend(), prefill_cp=False)
     cache = attention.cache_of(0, pool(attention))
     with pytest.raises(ValueError, match="topk_indices must be of at most 2 rows, one per query token, got 3"):
-        attention.select(cache, slots(3), 2, metadata([1, 1, 1]), fused=True, expanded=True)
+        attention.select(cache, slots(3), 2, metadata([1, 1, 1]), fused=True)
 
 
 def test_sinks() -> None:
     attention = DsaAttention.of(backend(**BF16), prefill_cp=False)
-    selection = attention.select(
-        attention.cache_of(0, pool(attention)), slots(2), 2, metadata([5, TOPK]), fused=True, expanded=True
-    )
+    selection = attention.select(attention.cache_of(0, pool(attention)), slots(2), 2, metadata([5, TOPK]), fused=True)
     sink = torch.tensor([0.5, -1.0, 3.0])
     expected = attend(query(2), selection, scale=0.1, value_dim=512, sink=sink).out
     assert torch.equal(attention(query(2), selection, scale=0.1, sink=sink), expected)
@@ -142,9 +140,7 @@ def test_sinks() -> None:
 def test_lengths_are_used_where_valid_indices_come_first(given: dict[str, Any], prefill_cp: bool, used: bool) -> None:
     attention = DsaAttention.of(backend(**given), prefill_cp=prefill_cp)
     lengths = metadata([3, TOPK])
-    selection = attention.select(
-        attention.cache_of(0, pool(attention)), slots(2), 2, lengths, fused=True, expanded=True
-    )
+    selection = attention.select(attention.cache_of(0, pool(attention)), slots(2), 2, lengths, fused=True)
     assert (selection.lengths is lengths.dsa_cache_seqlens_int32) == used
     assert used or selection.lengths is None
 
@@ -159,15 +155,13 @@ def test_positions_are_translated(expanded: bool) -> None:
     positions[5] = -1
     positions[1, 3:9] = -1
     given = metadata([TOPK] * 5, cu_seqlens_q=torch.tensor([0, 2, 5], dtype=torch.int32), real_page_table=tables)
-    if expanded:
-        given.real_page_table = torch.cat([tables[requests], tables[:1]])
-    selection = attention.select(cache, positions, 6, given, fused=False, expanded=expanded)
+    if expanded:  # as SGLang has it in steps that verify drafts
+        given.real_page_table, given.cu_seqlens_q = tables[requests], torch.arange(6, dtype=torch.int32)
+    selection = attention.select(cache, positions, 6, given, fused=False)
     out = attention(query(6), selection, scale=0.1)
     table = torch.cat([tables[requests], tables[:1]]).long()
     found = table.gather(1, (positions.clamp_min(0) // PAGE).long()) * PAGE + positions.clamp_min(0) % PAGE
-    direct = attention.select(
-        cache, torch.where(positions < 0, -1, found).int(), 6, given, fused=True, expanded=expanded
-    )
+    direct = attention.select(cache, torch.where(positions < 0, -1, found).int(), 6, given, fused=True)
     torch.testing.assert_close(out, attention(query(6), direct, scale=0.1), rtol=0, atol=0)
     assert not out[5].any()
 
@@ -195,9 +189,7 @@ def test_deterministic_inference_fixes_the_splits(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dsa_attention, "attend", spy)
     for number in (0, 1):
         attention = DsaAttention.of(backend(num_splits=number, dsa_index_topk=TOPK), prefill_cp=False)
-        selection = attention.select(
-            attention.cache_of(0, pool(attention)), slots(1), 1, metadata([TOPK]), fused=True, expanded=True
-        )
+        selection = attention.select(attention.cache_of(0, pool(attention)), slots(1), 1, metadata([TOPK]), fused=True)
         attention(query(1), selection, scale=0.1)
     assert seen == [None, 1]
 

@@ -117,9 +117,7 @@ class DsaAttention:
         self._caches[layer_id] = (pool.data_ptr(), pool.shape, cache)
         return cache
 
-    def select(
-        self, cache: PagedCache, indices: Tensor, tokens: int, metadata: Any, *, fused: bool, expanded: bool
-    ) -> Selection:
+    def select(self, cache: PagedCache, indices: Tensor, tokens: int, metadata: Any, *, fused: bool) -> Selection:
         """The rows that a step's tokens attend to.
 
         Args:
@@ -129,7 +127,6 @@ class DsaAttention:
             metadata: SGLang's for the step.
             fused: whether indices are slots of the pool, which SGLang's top-k kernel has made of them, and not
                 positions in each token's request.
-            expanded: whether page tables have a row for each token, and not for each request.
         """
         if len(indices) > tokens:
             expected = f"of at most {tokens} rows, one per query token"
@@ -137,11 +134,11 @@ class DsaAttention:
         lengths = self._lengths(indices, metadata)
         if fused:
             return Selection(cache, indices, lengths)
+        # A row of the page table is a request or, in steps that verify drafts, one of its tokens. Tokens of padding
+        # come after the last row, and have nothing selected.
+        ends = metadata.cu_seqlens_q[1:].contiguous()
         ids = torch.arange(len(indices), dtype=torch.int32, device=indices.device)
-        if not expanded:
-            # Tokens of padding come after the last request, and have nothing selected.
-            ends = metadata.cu_seqlens_q[1:].contiguous()
-            ids = torch.searchsorted(ends, ids, right=True, out_int32=True).clamp_max(len(ends) - 1)
+        ids = torch.searchsorted(ends, ids, right=True, out_int32=True).clamp_max(len(ends) - 1)
         return Selection(cache, indices, lengths, ids, metadata.real_page_table)
 
     def _lengths(self, indices: Tensor, metadata: Any) -> Tensor | None:

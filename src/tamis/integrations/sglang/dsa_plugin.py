@@ -65,7 +65,7 @@ class TamisSparseAttnBackend(dsa_backend.DeepseekSparseAttnBackend):
     ) -> Tensor:
         """Attention of one token per request, [T, H, 512]. The arguments are SGLang's."""
         if self.dsa_decode_impl == NAME:
-            return self._forward_tamis(q, k if save_kv_cache else None, layer, forward_batch, expanded=True, **mla)
+            return self._forward_tamis(q, k if save_kv_cache else None, layer, forward_batch, **mla)
         out: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **mla)
         return out
 
@@ -83,7 +83,7 @@ class TamisSparseAttnBackend(dsa_backend.DeepseekSparseAttnBackend):
         mode = forward_batch.forward_mode
         drafts = bool(mode.is_target_verify() or mode.is_draft_extend_v2())
         if (self.dsa_decode_impl if drafts else self.dsa_prefill_impl) == NAME and not self.use_mha:
-            return self._forward_tamis(q, k if save_kv_cache else None, layer, forward_batch, expanded=drafts, **mla)
+            return self._forward_tamis(q, k if save_kv_cache else None, layer, forward_batch, **mla)
         out: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **mla)
         return out
 
@@ -94,7 +94,6 @@ class TamisSparseAttnBackend(dsa_backend.DeepseekSparseAttnBackend):
         layer: Any,
         forward_batch: Any,
         *,
-        expanded: bool,
         q_rope: Tensor | None = None,
         k_rope: Tensor | None = None,
         topk_indices: Tensor | None = None,
@@ -108,7 +107,6 @@ class TamisSparseAttnBackend(dsa_backend.DeepseekSparseAttnBackend):
             k: latent rows to write, with their rope part `k_rope`; None if they are in the pool already.
             layer: SGLang's layer.
             forward_batch: SGLang's batch.
-            expanded: whether page tables have a row for each token, and not for each request.
             q_rope: see `q`.
             k_rope: see `k`.
             topk_indices: int32 [T or fewer, K]. Layers may share it, so it is only read.
@@ -130,7 +128,7 @@ class TamisSparseAttnBackend(dsa_backend.DeepseekSparseAttnBackend):
         rows = self.tamis.cache_of(layer.layer_id, pool.get_key_buffer(layer.layer_id))
         fused = self.use_fused_topk
         indices = self._get_fused_topk_page_table(topk_indices) if fused else topk_indices
-        selection = self.tamis.select(rows, indices, len(query), metadata, fused=fused, expanded=expanded)
+        selection = self.tamis.select(rows, indices, len(query), metadata, fused=fused)
         if k is not None:
             pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
         return self.tamis(parts, selection, scale=layer.scaling, sink=attn_sink)
