@@ -111,6 +111,9 @@ def engine_options(engine: Engine, folder: Path) -> dict[str, Any]:
             "enable_prefix_caching": True,
             "max_num_batched_tokens": STEP_TOKENS,
             "long_prefill_token_threshold": CHUNK,
+            # Otherwise requests wait for room for their whole prompt, with much to spare, and are seldom preempted; a
+            # small cache would then never take a V4 prompt at all.
+            "scheduler_reserve_full_isl": False,
         }
     elif engine.kind == "mtp":
         # vLLM does not give a drafting layer the model's backend by itself.

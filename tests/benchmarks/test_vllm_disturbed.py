@@ -249,6 +249,7 @@ def test_options(script: ModuleType, tmp_path: Path) -> None:
     assert options["v32-own-mtp"]["speculative_config"]["attention_backend"] == "FLASHMLA_SPARSE"
     assert all(option["enable_prefix_caching"] == ("disturbed" in name) for name, option in options.items())
     chunked = options["v4-own-disturbed"]
+    assert not chunked["scheduler_reserve_full_isl"]
     assert chunked["long_prefill_token_threshold"] * script.PROMPTS <= chunked["max_num_batched_tokens"]
     assert {script.Engine.named(name).name for name in options} == set(options)
 
