@@ -60,6 +60,8 @@ def model_config(heads: int = HEADS) -> SimpleNamespace:
         quantization=None,
         enforce_eager=True,
         is_hybrid=False,
+        is_diffusion=False,
+        runner_type="pooling",  # which leaves the choice of a model runner early
         use_mla=True,
         architectures=["DeepseekV4ForCausalLM"],
     )
