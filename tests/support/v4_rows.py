@@ -61,13 +61,11 @@ def encoded(x: Tensor, kind: str, scale: float) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(codes), torch.from_numpy(e4m3_values(codes) * float(np.float32(scale)))
 
 
-def page_memory(pages: int, rows: int, dtype: torch.dtype) -> Tensor:
+def page_memory(pages: int, rows: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """Rows [pages, rows, 512] with gaps between pages, all of it NaN."""
-    page, stride = rows * 512, rows * 512 + BETWEEN // dtype.itemsize
-    memory = torch.full((BEFORE + pages * stride * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
-    first = BEFORE // dtype.itemsize
-    assert page <= stride
-    return memory.as_strided((pages, rows, 512), (stride, 512, 1), first)
+    stride = rows * 512 + BETWEEN // dtype.itemsize
+    memory = torch.full((BEFORE + pages * stride * dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device)
+    return memory.view(dtype).as_strided((pages, rows, 512), (stride, 512, 1), BEFORE // dtype.itemsize)
 
 
 class PlainStep(V4Step):
