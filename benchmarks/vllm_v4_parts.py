@@ -1,9 +1,9 @@
 """What vLLM 0.25.0 needs to serve DeepSeek-V4 where tilelang and CUTLASS' Python package are missing.
 
 Hyper-connections come from vLLM's torch forms and the compressor of 512-wide rows from its Triton kernel, or for plain
-rows, for which it has none, from `vllm_v4_rows.py`; the same for every engine that is compared. Weights are written into
-the constructed model, so no checkpoint is read. To save compile time, DeepGEMM serves the output projection and the
-indexer only; other FP8 projections use vLLM's CUTLASS kernel.
+rows, for which it has none, from `vllm_v4_rows.py`; the same for every engine that is compared. Weights are written
+into the constructed model, so no checkpoint is read. To save compile time, DeepGEMM serves the output projection and
+the indexer only; other FP8 projections use vLLM's CUTLASS kernel.
 """
 
 import sys
