@@ -19,9 +19,11 @@ from vllm.models.deepseek_v4.nvidia import flashinfer_sparse, model
 from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLAMetadata
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 from tamis.integrations.vllm import v4_layer, v4_plugin
 from tamis.integrations.vllm.v4_caches import _COMPRESSOR, _WRITERS
+from tamis.integrations.vllm.v4_formats import wrap
 from tamis.integrations.vllm.v4_layer import TamisV4Attention, TamisV4PlainAttention
 
 Built = Callable[..., AbstractContextManager[tuple[Any, dict[int, Any]]]]
@@ -115,11 +117,42 @@ def test_the_layer_follows_from_the_cache_dtype(built: Built, dtype: str) -> Non
                 assert entries.page_size_bytes == v4.PAGE // ratio * row
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_pages_lie_where_vllms_cache_manager_puts_them(built: Built, dtype: str) -> None:
+    """Its pages hold several layers side by side, so that a layer's rows have gaps between their pages."""
+    with built(dtype) as (config, layers):
+        if hasattr(config.cache_config, "kv_cache_layout"):
+            config.cache_config.kv_cache_layout = "BLHNC"
+        known = config.compilation_config.static_forward_context
+        specs = {name: spec for name, layer in known.items() if (spec := layer.get_kv_cache_spec(config)) is not None}
+        found = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), 2**22)
+        placed = {
+            name: (tensor.offset, tensor.block_stride)
+            for tensor in found.kv_cache_tensors
+            for name in getattr(tensor, "layers", None) or tensor.shared_by
+        }
+        held = ROW_DTYPES[KIND_OF[dtype]]
+        for ratio, layer in layers.items():
+            for name, rows in ((layer.swa_cache_layer.prefix, v4.WINDOW_PAGE), (layer.prefix, v4.PAGE // ratio)):
+                if name not in placed:
+                    assert (name, ratio) == (layer.prefix, 1)
+                    continue
+                offset, stride = (size // held.itemsize for size in placed[name])
+                memory = torch.zeros(found.num_blocks * stride, dtype=torch.uint8).to(held)
+                storage = memory.as_strided((found.num_blocks, rows, 512), (stride, 512, 1), offset)
+                cache = wrap(name, storage, layer)
+                assert cache.page_stride == placed[name][1]
+                assert cache.page_stride % 16 == placed[name][0] % 16 == 0, "as our kernels for Hopper load rows"
+
+
 def bind(layer: Any, step: PlainStep, ratio: int) -> None:
     """Give a layer the step's caches, as vLLM's runner does."""
-    pages = layer.swa_cache_layer
-    for owner, cache in ((pages, step.window), (layer, step.entries.get(ratio))):
-        if cache is not None:
+    for owner, cache in ((layer.swa_cache_layer, step.window), (layer, step.entries.get(ratio))):
+        if cache is None:
+            continue
+        if hasattr(owner, "bind_kv_cache"):
+            owner.bind_kv_cache(cache.storage.unsqueeze(1))
+        else:
             owner.kv_cache = cache.storage
     layer.topk_indices_buffer[: len(step.chosen)] = step.chosen
     layer.attn_sink.data.copy_(step.sink)
