@@ -48,6 +48,15 @@ def test_window_and_entries_are_attended_to(kind: str, ratio: int) -> None:
 
 
 @pytest.mark.usefixtures("tamis")
+@pytest.mark.parametrize("ratio", v4.RATIOS)
+@pytest.mark.parametrize("kind", ["decode", "verify"])
+def test_metadata_of_cuda_graphs(kind: str, ratio: int) -> None:
+    step = Step(*STEPS[kind], ratio=ratio)
+    step.prepare(graph=True)
+    step.agrees(step.forward())
+
+
+@pytest.mark.usefixtures("tamis")
 @pytest.mark.parametrize(("heads", "padded"), [(8, 64), (16, 64), (64, 64), (128, 128)])
 def test_heads_are_not_padded(heads: int, padded: int) -> None:
     step = Step(*STEPS["decode"], ratio=4, heads=heads, padded=padded)

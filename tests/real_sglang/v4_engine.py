@@ -180,9 +180,23 @@ class Step:
             )
         return batch
 
-    def prepare(self) -> Any:
-        """SGLang's metadata of this step, with entries chosen in place of its indexer."""
-        self.backend.init_forward_metadata(self.batch)
+    def prepare(self, graph: bool = False) -> Any:
+        """SGLang's metadata of this step, with entries chosen in place of its indexer.
+
+        With `graph` it is the metadata of a replayed CUDA graph, which was captured with a batch of its own.
+        """
+        if graph:
+            backend, batch = self.backend, self.batch
+            backend.init_cuda_graph_state(self.case.batch_size, len(self.tokens))
+            lengths, batch.seq_lens = batch.seq_lens, torch.ones_like(batch.seq_lens)
+            backend.init_forward_metadata_out_graph(batch, in_capture=True)
+            backend.init_forward_metadata_in_graph(batch)
+            backend.on_after_cuda_graph_warmup()
+            batch.seq_lens = lengths
+            backend.init_forward_metadata_out_graph(batch)
+            backend.init_forward_metadata_in_graph(batch)
+        else:
+            self.backend.init_forward_metadata(self.batch)
         core = self.backend.forward_metadata.core_attn_metadata
         self.chosen: list[Tensor] = []
         if self.ratio in (1, 2, 4):

@@ -105,14 +105,15 @@ def selected(pages: Pages, core: Any, layer_id: int, ratio: int, tokens: int) ->
 
 def _selection(cache: PagedCache, slots: Tensor, lengths: Tensor, tokens: int) -> Selection:
     # Lengths are at least 1 even for rows without entries; the slot there is -1, which attention skips.
-    return Selection(cache, _matched(slots, tokens, -1), _matched(lengths, tokens, 0))
+    return Selection(cache, _matched(slots, tokens), _matched(lengths, tokens))
 
 
-def _matched(rows: Tensor, count: int, fill: int) -> Tensor:
+def _matched(rows: Tensor, count: int) -> Tensor:
+    """As many rows as the query has. Rows that are missing become zeros, so their length says that they are empty."""
     missing = count - len(rows)
     if missing <= 0:
         return rows[:count] if missing else rows
-    return functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing), value=fill)
+    return functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing))
 
 
 def attend_layer(
