@@ -13,6 +13,7 @@ from tamis.integrations.sglang.options import FIELDS, add_choice, check_attentio
 from tamis.integrations.sglang.versions import plugin_refusal, version_refusal
 
 DSA, V4 = "tamis.integrations.sglang.dsa_plugin", "tamis.integrations.sglang.v4_plugin"
+PLATFORMS = ("is_hip", "is_npu", "is_xpu", "is_musa")
 
 
 @pytest.fixture
@@ -29,6 +30,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Any:
             "sglang.version": SimpleNamespace(__version__=version),
             "sglang.srt.plugins.hook_registry": registry,
             "sglang.srt.server_args": SimpleNamespace(ServerArgs=object),
+            "sglang.srt.utils": SimpleNamespace(**dict.fromkeys(PLATFORMS, lambda: False)),
         }
         if version is None:
             modules = {"sglang": None}
@@ -91,6 +93,18 @@ def test_a_changed_sglang(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told = plugin_refusal()
     assert told is not None
     assert told.startswith("SGLang 0.5.23 has no sglang.srt.plugins.hook_registry.HookType")
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_other_platforms_are_left_alone(sglang: Any, monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
+    """Rows of FP8 have other bytes on some of them."""
+    called = sglang("0.5.23")
+    monkeypatch.setattr(sys.modules["sglang.srt.utils"], platform, lambda: True)
+    register()
+    assert not called
+    told = plugin_refusal()
+    assert told is not None
+    assert told.startswith("tamis runs in SGLang on NVIDIA GPUs, and this is ")
 
 
 def test_one_part_fails_alone(sglang: Any, caplog: pytest.LogCaptureFixture) -> None:

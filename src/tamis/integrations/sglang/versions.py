@@ -1,4 +1,4 @@
-"""The supported versions of SGLang."""
+"""The versions and platforms of SGLang that the plugin supports."""
 
 import re
 from importlib import import_module
@@ -8,8 +8,11 @@ SUPPORTED = ("0.5.17", "0.5.23")
 _NEEDED = {
     "sglang.srt.plugins.hook_registry": ("HookRegistry", "HookType"),
     "sglang.srt.server_args": ("ServerArgs",),
+    "sglang.srt.utils": ("is_hip", "is_npu", "is_xpu", "is_musa"),
 }
 """The modules and names of SGLang that every part of the plugin needs."""
+_OTHER_PLATFORMS = {"is_hip": "ROCm", "is_npu": "Ascend", "is_xpu": "Intel XPU", "is_musa": "MUSA"}
+"""Functions of SGLang that tell platforms whose pools have other bytes than those of CUDA, or were never tried."""
 
 
 def version_refusal(version: str) -> str | None:
@@ -32,6 +35,9 @@ def plugin_refusal() -> str | None:
             missing = [name for name in names if not hasattr(import_module(module), name)]
             if missing:
                 return f"SGLang {version} has no {module}.{missing[0]}, unlike the versions that tamis was written for"
+        for name, platform in _OTHER_PLATFORMS.items():
+            if getattr(import_module(module), name)():
+                return f"tamis runs in SGLang on NVIDIA GPUs, and this is {platform}"
     except Exception as error:
         return f"importing {module} failed with {type(error).__name__}: {error}"
     return None
