@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from tamis.integrations.vllm.backend import TamisSparseBackend
 from tamis.integrations.vllm.impl import SparseImpl
 from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder, model_field
-from tamis.integrations.vllm.versions import sparse_impl_base
+from tamis.integrations.vllm.versions import keep_prefills_sparse, sparse_impl_base
 
 
 class Metadata(SparseMetadata, AttentionMetadata):
@@ -39,6 +39,7 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
         config = get_current_vllm_config_or_none()
         if config is not None:
             self.cp_kv_cache_interleave_size = config.parallel_config.cp_kv_cache_interleave_size
+            keep_prefills_sparse(config)
         super().__init__(*args, **kwargs)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
