@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 from tamis.integrations.vllm.backend import TamisSparseBackend
 from tamis.integrations.vllm.impl import SparseImpl
 from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder, model_field
-from tamis.integrations.vllm.versions import sparse_impl_base
+from tamis.integrations.vllm.versions import divides_prompts, sparse_impl_base
 
 
 class Metadata(SparseMetadata, AttentionMetadata):
@@ -31,7 +32,8 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
     """The attention of one layer. vLLM's base sets the context-parallel rank before the constructor runs."""
 
     supports_dcp: ClassVar[bool] = True
-    supports_pcp: ClassVar[bool] = False
+    supports_pcp: ClassVar[bool] = divides_prompts()
+    supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = True
     masked_mha_available: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -40,6 +42,8 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
         if config is not None:
             self.cp_kv_cache_interleave_size = config.parallel_config.cp_kv_cache_interleave_size
         super().__init__(*args, **kwargs)
+        if self.dcp_world_size > 1 and self.pcp_world_size > 1:
+            self.dcp_group = get_dcp_group().device_group
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Do nothing: vLLM's layer absorbs and projects, so no second copy of the weights is needed."""

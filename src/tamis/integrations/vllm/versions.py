@@ -61,6 +61,12 @@ def sparse_impl_base() -> type[Any]:
     return found
 
 
+def divides_prompts() -> bool:
+    """Whether this vLLM divides prompts among ranks (prefill context parallelism) in the way that tamis supports."""
+    version = str(import_module("vllm.version").__version__)
+    return version == "0.32" or version.startswith("0.32.")
+
+
 class _Refusing(type):
     """Raises an error with the reason on any attribute access, since versions of vLLM differ in what they read
     first."""
