@@ -61,15 +61,20 @@ def sparse_impl_base() -> type[Any]:
     return found
 
 
+def divides_prompts() -> bool:
+    """Whether this vLLM divides prompts among ranks (prefill context parallelism) in the way that tamis supports."""
+    version = str(import_module("vllm.version").__version__)
+    return version == "0.32" or version.startswith("0.32.")
+
+
 def keep_prefills_sparse(config: Any) -> None:
     """Keep a layer from sending short prompts to dense attention, which tamis' attention does not have.
 
     From vLLM 0.27 on a layer asks its attention (`supports_dense_mha_prefill`), and 0.25 never does this. 0.26 does it
     without asking, but its configuration has a switch.
     """
-    from vllm.v1.attention import backend
-
-    if sparse_impl_base() is backend.MLAAttentionImpl and not hasattr(sparse_impl_base(), "supports_dense_mha_prefill"):
+    base = sparse_impl_base()
+    if hasattr(base, "is_sparse") and not hasattr(base, "supports_dense_mha_prefill"):
         config.attention_config.sparse_mla_force_mqa = True
 
 
