@@ -58,12 +58,12 @@ def random_batch(choice: random.Random) -> tuple[list[int], list[int]]:
     return lengths, queries
 
 
-def serve(step: Step, config: VllmConfig, padding: int = 0) -> tuple[Any, Tensor]:
+def serve(step: Step, config: VllmConfig, padding: int = 0, common: Any = None) -> tuple[Any, Tensor]:
     """The step's metadata and output, as a layer in vLLM gets them."""
     with set_current_vllm_config(config):
         builder = make_builder(config)
         table, slots, _ = step.place(PAGE)
-        common = common_of(
+        common = common or common_of(
             step, table, step.new_slots(slots), step.tokens + padding, len(step.lengths) + (1 if padding else 0)
         )
         impl: Any = AttentionBackendEnum.CUSTOM.get_class().get_impl_cls()
