@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import engine_standin as engine
+import long_context as long
 import pytest
 import torch
 from configured import make_config
@@ -97,6 +98,19 @@ def test_random_batches(seed: int, heads: int, cache_dtype: str) -> None:
     assert record.num_actual_tokens == step.tokens + padding
     assert record.prefill is None
     close(out[: step.tokens], engine.dense_fp64(step)[0], BF16)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
+def test_a_chunk_without_tokens_and_a_long_context(cache_dtype: str) -> None:
+    """Where vLLM 0.26's own prefill fails on Hopper: vllm-project/vllm#54179, #52339, #51486, #49922."""
+    step = long.LongStep(4)
+    config = make_config(4, cache_dtype, topk=long.TOPK, max_length=long.MAX_LENGTH)
+    impl: Any = AttentionBackendEnum.CUSTOM.get_class().get_impl_cls()
+    with set_current_vllm_config(config):
+        common = CommonAttentionMetadata(**vars(step.common()))
+        record, out = step.run(cache_dtype, cls=impl, builder=make_builder(config), common=common)
+    long.check_record(record)
+    close(out, step.expected(), BF16)
 
 
 def test_queries_are_joined_by_the_engines_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ class LongStep:
         spread = torch.arange(TOPK - 1)
         # A token's positions are about 79 apart, the tokens' 20, and the last one is its own: every page of 64 is met.
         chosen = [
-            torch.cat((spread * (p - 61) // (TOPK - 1) + 20 * t, torch.tensor([p]))) for t, (_, p) in enumerate(tokens)
+            torch.cat((spread * (p - 61) // (TOPK - 1) + 20 * (t % 4), torch.tensor([p])))
+            for t, (_, p) in enumerate(tokens)
         ]
         self.positions = torch.stack(chosen).int().to(device)
         pages = [-(-LONG // PAGE), -(-SHORT // PAGE)]

@@ -14,10 +14,14 @@ from engine_standin import BF16, Served, close
 from long_context import LongStep, LongV4Step
 
 
-@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
-def test_a_chunk_without_tokens_and_a_long_context(cache_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("cache_dtype", "mode"), [("auto", "mixed"), ("fp8_ds_mla", "mixed"), ("fp8_ds_mla", "separate")]
+)
+def test_a_chunk_without_tokens_and_a_long_context(cache_dtype: str, mode: str) -> None:
+    """Gathered prefills have a workspace for one long context, so that the empty chunk is gathered for itself."""
     step = LongStep(4)
-    record, out = step.run(cache_dtype)
+    record, out = step.run(cache_dtype, mode=mode, workspace_rows=long.MAX_LENGTH)
+    assert record.gathers == (mode == "separate")
     long.check_record(record)
     close(out, step.expected(), BF16)
 
@@ -97,7 +101,7 @@ def test_a_chunk_without_tokens_and_a_long_context_on_a_gpu(heads: int, cache_dt
     if mode == "separate" and cache_dtype == "auto":
         pytest.skip("only packed rows are gathered")
     step = LongStep(heads, "cuda")
-    record, out = step.run(cache_dtype, mode=mode)
+    record, out = step.run(cache_dtype, mode=mode, workspace_rows=long.MAX_LENGTH)
     torch.cuda.synchronize()
     long.check_record(record)
     close(out.cpu(), step.expected(), BF16)
