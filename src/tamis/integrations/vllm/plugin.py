@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 from tamis.integrations.vllm.backend import TamisSparseBackend
+from tamis.integrations.vllm.context_parallel import Ranks
 from tamis.integrations.vllm.impl import SparseImpl
 from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder, model_field
 from tamis.integrations.vllm.versions import divides_prompts, keep_prefills_sparse, sparse_impl_base
@@ -143,9 +144,13 @@ def _refusals(config: Any) -> list[str]:
     """Reasons against a configuration that vLLM does not ask a backend about."""
     if config is None:
         return []
+    ranks = Ranks.read(config.parallel_config)
     host_backed = getattr(config.attention_config, "hisparse_config", None) is not None
     refusals = {
         "caches in host memory (HiSparse) are not supported": host_backed,
+        # vLLM numbers the ranks of such a group in another order than torch, which gathers what they merge.
+        "rows shared over tensor- and prefill-parallel ranks at once (TP x PCP) are not supported, because vLLM merges "
+        f"wrong ones; use --decode-context-parallel-size {ranks.prefill} or 1": 1 < ranks.prefill < ranks.decode,
         "the model config has no index_topk": (
             config.model_config is not None and model_field(config.model_config, "index_topk") is None
         ),
