@@ -119,7 +119,7 @@ class LongV4Step(v4.V4Step):
             slots = self.entry_slots(request, count, 4)[self.chosen[row].long()]
             write_kv(torch.randn(512, 512), self.entries[4], slots)
 
-    def write(self, number: int, length: int) -> None:
+    def write_request(self, number: int, length: int) -> None:
         first = max(0, length - self.queries[number] - self.window_size)
         write_kv(torch.randn(length - first, 512), self.window, self.raw.slots(number, first, length))
         slots = self.entry_slots(number, length // 128, 128)

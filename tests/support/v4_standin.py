@@ -73,7 +73,7 @@ class V4Step:
         self.spoil()
         self.tokens = [(r, n - q + i) for r, (q, n) in enumerate(zip(queries, lengths, strict=True)) for i in range(q)]
         for number, length in enumerate(lengths):
-            self.write(number, length)
+            self.write_request(number, length)
         self.q = torch.randn(len(self.tokens), HEADS, 512)
         self.sink = torch.randn(HEADS)
         self.chosen = torch.full((len(self.tokens), topk), -1, dtype=torch.int32)
@@ -81,7 +81,7 @@ class V4Step:
             count = min((p + 1) // 4, topk)
             self.chosen[row, :count] = torch.randperm((p + 1) // 4)[:count].int()
 
-    def write(self, number: int, length: int) -> None:
+    def write_request(self, number: int, length: int) -> None:
         """Write the rows of one request."""
         write_kv(torch.randn(length, 512), self.window, self.raw.slots(number, 0, length))
         for ratio, cache in self.entries.items():
