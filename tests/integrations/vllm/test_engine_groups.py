@@ -137,3 +137,26 @@ def test_another_number_of_rows_is_translated_again(translated: list[int]) -> No
         out = layer.forward_mqa(q, served.storage, served.metadata, engine.layer())[0]
         close(out[:12], engine.dense("mixed_small", 16), BF16)
     assert translated == [15, 12]
+
+
+def test_a_group_translates_once_for_divided_prompts(translated: list[int]) -> None:
+    """Decodes, and each part of the prompts whose pages ranks gather, are translated for all layers of a group."""
+    ranks, of = 2, engine.make_step([100, 300, 200], [1, 20, 30], 4)
+    own = {"dcp_world_size": ranks, "pcp_world_size": ranks, "need_to_return_lse_for_decode": True}
+    local: Any = type("Local", (SparseImpl,), own)
+    local._gather_ranks = lambda self, every, mine: every.copy_(torch.cat([mine] * ranks))
+    configuration = engine.config(4, ranks=ranks, max_length=300)
+    configuration.parallel_config.prefill_context_parallel_size = ranks
+    configuration.parallel_config.cp_kv_cache_interleave_size = 1
+    table, _, pages = of.place(64)
+    common = engine.common(of.lengths, of.queries, table, torch.full((of.tokens,), -1))
+    common.is_prefilling = torch.tensor([False, True, True])
+    storage = torch.randn(pages, 64, LATENT + ROPE).bfloat16()
+    record = engine.builder(configuration).build(0, common)
+    assert record.gathered is not None
+    assert len(record.gathered.chunks) == 2
+    indexer = SimpleNamespace(topk_indices_buffer=of.positions)
+    layers = shared_layers(local, indexer, 3, 4, "auto")
+    results = [layer.forward_mqa(of.q, storage, record, engine.layer())[0] for layer in layers]
+    assert all(torch.equal(found, results[0]) for found in results)
+    assert translated == [1, 20, 30]

@@ -1,5 +1,6 @@
 """`SparseImpl`: the attention of one sparse MLA layer, under vLLM's names."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,12 +155,12 @@ class SparseImpl:
         q = self._joined(q)
         out = None if output is None else _rows_of("output", output, q.shape[0], self._attention.spec.heads)
         call = self._prepare(q, kv_c_and_k_pe_cache, attn_metadata, layer, out)
+        translate = partial(attn_metadata.slots.translate, group=self._group, leads=self._leads)
         if call is not None and attn_metadata.gathered is not None:
             made = new_output(q, self._attention.spec.value_dim) if out is None else out
-            return made, attend_gathered(call, q, made, attn_metadata.gathered, self._gather_ranks)
+            return made, attend_gathered(call, q, made, attn_metadata.gathered, self._gather_ranks, translate)
         if call is not None and call.translate is not None:
-            slots = attn_metadata.slots.translate(call.translate, self._group, self._leads)
-            call = call._replace(slots=slots)
+            call = call._replace(slots=translate(call.translate))
         attended = self._attend(call, q, out)
         return attended.out, attended.lse if self.need_to_return_lse_for_decode else None
 

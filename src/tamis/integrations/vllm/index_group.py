@@ -41,13 +41,16 @@ class StepSlots:
 
     def __init__(self) -> None:
         """Nothing is translated yet."""
-        self._kept: tuple[IndexGroup, tuple[Any, ...], Tensor] | None = None
+        self._group: IndexGroup | None = None
+        self._slots: dict[tuple[Any, ...], Tensor] = {}
 
-    def translate(self, call: TranslatePositions, group: IndexGroup, leads: bool) -> Tensor:
-        """The slots of a layer's positions. The first layer of a group always translates them, since its indexer has
-        just written new positions to the same place; the others take what it has found."""
+    def translate(self, call: TranslatePositions, *, group: IndexGroup, leads: bool) -> Tensor:
+        """The slots of a layer's positions, or of a part of them. The first layer of a group always translates them,
+        since its indexer has just written new positions to the same place; the others take what it has found."""
+        if group is not self._group:
+            self._group, self._slots = group, {}
         positions = call.positions
         key = (positions.data_ptr(), positions.shape, call.page_size, call.rows_per_page, call.shard, call.compact)
-        if leads or self._kept is None or self._kept[0] is not group or self._kept[1] != key:
-            self._kept = (group, key, translate_positions(call)[0])
-        return self._kept[2]
+        if leads or key not in self._slots:
+            self._slots[key] = translate_positions(call)[0]
+        return self._slots[key]
