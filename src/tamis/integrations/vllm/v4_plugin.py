@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from tamis.integrations.vllm import BACKEND, V4_SOURCES
+from tamis.integrations.vllm.context_parallel import Ranks
 from tamis.integrations.vllm.v4_caches import PACKED, announce, check_cache_dtype
 
 _OTHER_FORMAT = "DeepSeek-V4.1 has another cache format"
@@ -58,8 +59,12 @@ def _checked(model_class: type[Any], name: str) -> type[Any]:
 
 
 def _parallel_refusal(vllm_config: Any) -> str | None:
-    ranks = getattr(getattr(vllm_config, "parallel_config", None), "decode_context_parallel_size", None) or 1
-    return None if ranks == 1 else f"its rows cannot be spread over {ranks} ranks (decode context parallelism)"
+    ranks = Ranks.read(getattr(vllm_config, "parallel_config", None))
+    if ranks.decode > 1:
+        return f"its rows cannot be spread over {ranks.decode} ranks (decode context parallelism)"
+    if ranks.prefill > 1:
+        return f"its prompts cannot be divided among {ranks.prefill} ranks (prefill context parallelism)"
+    return None
 
 
 def _cache_dtype(vllm_config: Any) -> str:
