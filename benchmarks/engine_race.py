@@ -11,6 +11,7 @@ same few cores in a turn, each alone, and other ones in the next turn.
 
 import json
 import os
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ from typing import Any
 
 TAIL = 40
 """How many lines of a failed engine's log are printed."""
+BATCHES = {"eager": 1, "graph": 3}
+"""How many batches an engine generates in a turn, of which the median counts: those with graphs are short."""
 CORES = 4
 """How many cores an engine has to itself in its turn."""
 
@@ -113,6 +116,12 @@ def threads_of(process: int) -> list[int]:
         for child in children:
             found += threads_of(int(child))
     return found
+
+
+def median_batch(once: Callable[[], tuple[float, Any]], mode: str) -> tuple[float, Any]:
+    """The median of the seconds of a turn's batches, and the outputs of the last."""
+    runs = [once() for _ in range(BATCHES[mode])]
+    return statistics.median(seconds for seconds, _ in runs), runs[-1][1]
 
 
 def take_turns(name: str, folder: Path, turns: int, once: Callable[[], Any]) -> list[Any]:

@@ -18,10 +18,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine_race import Process, Race, take_turns, write_result
+from engine_race import Process, Race, median_batch, take_turns, write_result
 from engine_results import (
     TURNS,
     Condition,
@@ -126,7 +127,8 @@ def serve(engine: Engine, model: Path, folder: Path, turns: int) -> None:
     served = re.search(r"tamis \S+ serves DSA .*", log)
     if engine.implementation == "tamis" and served is None:
         raise SystemExit("error: tamis did not say that it serves the model")
-    runs = take_turns(engine.name, folder, turns, lambda: timed(llm, requests))
+    once = partial(timed, llm, requests)
+    runs = take_turns(engine.name, folder, turns, partial(median_batch, once, engine.mode))
     facts = {
         "seconds": [seconds for seconds, _ in runs],
         "start_seconds": start_seconds,

@@ -157,3 +157,10 @@ def test_the_active_engine_has_its_cores_alone(tmp_path: Path, monkeypatch: pyte
             for thread in reversed(race.threads_of(process.pid)):
                 os.kill(thread, signal.SIGKILL)
             process.wait()
+
+
+def test_the_median_batch_of_a_turn_counts() -> None:
+    race = importlib.import_module("engine_race")
+    runs = iter([(5.0, "a"), (1.0, "b"), (2.0, "c")])
+    assert race.median_batch(lambda: next(runs), "graph") == (2.0, "c")
+    assert race.median_batch(lambda: (3.0, "d"), "eager") == (3.0, "d")
