@@ -4,6 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
+VLLM_INSTALLED := $(shell sed -n 's/^vllm==//p' constraints-vllm.txt)
 # The version in constraints-sglang.txt; another one has an environment beside it: make test-sglang SGLANG=0.5.17.
 SGLANG_PINNED := $(shell sed -n 's/^sglang==//p' constraints-sglang.txt)
 SGLANG ?= $(SGLANG_PINNED)
@@ -12,7 +13,7 @@ SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-numerics test-settings test-vllm vllm-environment test-sglang sglang-environment check lint style types docs pytest browser generate lock wheel check-wheel bench soak clean
+.PHONY: setup run test test-numerics test-settings test-vllm test-vllm-releases vllm-environment test-sglang sglang-environment check lint style types docs pytest browser generate lock wheel check-wheel bench soak clean
 
 setup: $(STAMP)
 
@@ -108,9 +109,24 @@ wheel: setup
 check-wheel: wheel
 	$(BIN)/pytest -m wheel tests/test_release.py
 
-# The plugin inside the real vLLM, which has an environment of its own: its dependencies would pull gigabytes.
-test-vllm: vllm-environment
-	$(VLLM_BIN)/pytest tests/real_vllm
+# The plugin inside the real vLLM, which has an environment of its own: its dependencies would pull gigabytes. Of another
+# release (VLLM=0.29.0), the Python files are unpacked beside it and imported in place of the installed one.
+VLLM ?= $(VLLM_INSTALLED)
+VLLM_FOLDER = $(if $(filter $(VLLM_INSTALLED),$(VLLM)),,.venv-vllm/releases/$(VLLM))
+VLLM_REPORT = build/vllm-$(VLLM).xml
+test-vllm: vllm-environment $(if $(VLLM_FOLDER),$(VLLM_FOLDER)/.unpacked)
+	PYTHONPATH=$(if $(VLLM_FOLDER),$(VLLM_FOLDER):)$$PYTHONPATH $(VLLM_BIN)/pytest --junitxml $(VLLM_REPORT) tests/real_vllm
+
+.venv-vllm/releases/%/.unpacked: | $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m tools.vllm_releases unpack $* $(@D)
+	touch $@
+
+# Every release that is supported, one after the other, for the table in docs/vllm.md.
+test-vllm-releases: vllm-environment
+	set -e; for release in $$($(VLLM_BIN)/python -c 'from tools.vllm_releases import *; print(*RELEASES)'); do \
+	  $(MAKE) --no-print-directory test-vllm VLLM=$$release; \
+	  $(VLLM_BIN)/python -m tools.vllm_releases record $$release "tests on CPU tensors" build/vllm-$$release.xml; \
+	done
 
 vllm-environment: $(VLLM_STAMP)
 

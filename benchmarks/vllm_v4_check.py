@@ -138,6 +138,30 @@ class Check:
         return found
 
 
+class Exact(Check):
+    """tamis alone, in an engine whose layers are its own: only exact outputs are compared with."""
+
+    def install(self) -> None:
+        """Compare each call of tamis' attention."""
+        from tamis.integrations.vllm import v4_forward
+
+        names = vars(v4_forward)
+        self.attend, names["attend"] = names["attend"], self.attend_beside
+        for phase in PHASES:
+            names[f"forward_{phase}"] = self.named(phase, names[f"forward_{phase}"])
+
+    def named(self, phase: str, forward: Any) -> Any:
+        def call(layer: Any, *arguments: Any) -> None:
+            self.layer, self.kind = layer.prefix, (layer.compress_ratio, phase)
+            forward(layer, *arguments)
+
+        return call
+
+    def attend_beside(self, q: Tensor, selections: list[Any], *, out: Tensor, **options: Any) -> None:
+        self.own = out
+        super().attend_beside(q, selections, out=out, **options)
+
+
 def rows_of(selection: Any, rows: Tensor) -> Any:
     """The selection of some query tokens."""
     fields = {name: getattr(selection, name) for name in ("slots", "lengths", "request_ids")}

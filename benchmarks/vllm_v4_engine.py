@@ -47,6 +47,10 @@ NEW_TOKENS = 32
 PROMPTS = {"short": (8, 1500, 3000), "long": (2, 16500, 18000)}
 """How many prompts of which lengths, by name."""
 MODES = ("eager", "graph")
+CACHES = {"bf16": "bfloat16", "fp8": "fp8"}
+"""vLLM's cache dtype of engines with tamis that are named after their plain rows; all others have packed rows."""
+EXACT = "exact"
+"""Ends the names of those whose attention is compared with float64."""
 # Both round their outputs to bf16, which alone is 0.0017 of their size; the bound leaves room for FP8 rows.
 DIFFERENCE, EXCESS = 0.004, 1.25
 
@@ -62,6 +66,15 @@ class Engine:
     @property
     def name(self) -> str:
         return f"{self.attention}-{self.heads}-{self.mode}"
+
+    @property
+    def custom(self) -> bool:
+        """Whether its layers are tamis'."""
+        return self.attention == "tamis" or self.cache != "fp8_ds_mla"
+
+    @property
+    def cache(self) -> str:
+        return CACHES.get(self.attention.removesuffix(EXACT), "fp8_ds_mla")
 
     @classmethod
     def named(cls, name: str) -> "Engine":
@@ -93,7 +106,7 @@ def engine_options(engine: Engine, model: Path) -> dict[str, Any]:
     graph = engine.mode == "graph"
     return {
         "model": str(model),
-        "attention_backend": "CUSTOM" if engine.attention == "tamis" else None,
+        "attention_backend": "CUSTOM" if engine.custom else None,
         "enforce_eager": not graph,
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]} if graph else {},
         "skip_tokenizer_init": True,
@@ -101,7 +114,7 @@ def engine_options(engine: Engine, model: Path) -> dict[str, Any]:
         "generation_config": "vllm",
         "load_format": "dummy",
         "dtype": "bfloat16",
-        "kv_cache_dtype": "fp8",
+        "kv_cache_dtype": engine.cache,
         "block_size": 256,
         "max_model_len": 20480,
         "max_num_seqs": 8,
@@ -121,6 +134,8 @@ def serve(engine: Engine, model: Path, folder: Path, turns: int) -> None:
 
     tensors = torch.load(model / "weights.pt")
     check = vllm_v4_check.Check() if engine.attention == "check" else None
+    if engine.attention.endswith(EXACT):
+        check = vllm_v4_check.Exact()
 
     def load(constructed: Any) -> None:
         fill(constructed, tensors)
@@ -139,7 +154,7 @@ def serve(engine: Engine, model: Path, folder: Path, turns: int) -> None:
     used = attention_in_use(llm.llm_engine.vllm_config)
     print("LAYERS", json.dumps(used), flush=True)
     classes = [name for name in used if "/" not in name]
-    if not classes or any(name.startswith("tamis.") != (engine.attention == "tamis") for name in classes):
+    if not classes or any(name.startswith("tamis.") != engine.custom for name in classes):
         raise SystemExit(f"error: the layers are {classes}, which is not what {engine.attention} runs on")
     sets = requests(Weights(config))
     for batch in sets.values():
@@ -274,7 +289,7 @@ def processes(engines: list[Engine], folder: Path, turns: int, first: int) -> di
     for number, engine in enumerate(engines):
         command = [sys.executable, __file__, "--serve", engine.name, "--folder", str(folder), "--rounds", str(turns)]
         # vLLM's own layers run without the plugin.
-        plugins = {"VLLM_PLUGINS": "tamis" if engine.attention == "tamis" else "none"}
+        plugins = {"VLLM_PLUGINS": "tamis" if engine.custom else "none"}
         found[engine.name] = Process(command, child_environment(first + number, folder) | plugins)
     return found
 

@@ -1,9 +1,9 @@
 """What vLLM 0.25.0 needs to serve DeepSeek-V4 where tilelang and CUTLASS' Python package are missing.
 
-Hyper-connections come from vLLM's torch forms and the compressor of 512-wide rows from its Triton kernel, the same for
-every engine that is compared. Weights are written into the constructed model, so no checkpoint is read. To save
-compile time, DeepGEMM serves the output projection and the indexer only; other FP8 projections use vLLM's CUTLASS
-kernel.
+Hyper-connections come from vLLM's torch forms and the compressor of 512-wide rows from its Triton kernel, or for plain
+rows, for which it has none, from `vllm_v4_rows.py`; the same for every engine that is compared. Weights are written
+into the constructed model, so no checkpoint is read. To save compile time, DeepGEMM serves the output projection and
+the indexer only; other FP8 projections use vLLM's CUTLASS kernel.
 """
 
 import sys
@@ -58,11 +58,13 @@ def _hyper_connections() -> None:
 
 def _compressor() -> None:
     from vllm.models.deepseek_v4.common.ops.fused_compress_quant_cache import compress_norm_rope_store_triton
+    from vllm_v4_rows import store_plain_rows
 
     def compress(*, store_full_kv: bool, store_full_fp8: bool, fp8_scale: Any, **options: Any) -> None:
         if store_full_kv:
-            raise NotImplementedError("plain rows: only packed ones have a Triton kernel")
-        compress_norm_rope_store_triton(**options)
+            store_plain_rows(store_full_fp8=store_full_fp8, fp8_scale=fp8_scale, **options)
+        else:
+            compress_norm_rope_store_triton(**options)
 
     module = types.ModuleType(HIDDEN_MODULE)
     vars(module)["compress_norm_rope_store_cutedsl"] = compress

@@ -153,7 +153,7 @@ def _package(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyPat
     [
         ("__version__ = '0.25.1'", "0.25.1", "ok", ""),
         ("__version__ = '0.32'", "0.32", "ok", ""),
-        ("__version__ = '0.28.0'", "0.28.0", "refused", "tamis supports vLLM 0.25.x and 0.32.x, and this is 0.28.0"),
+        ("__version__ = '0.33.0'", "0.33.0", "refused", "tamis supports vLLM 0.25.x to 0.32.x, and this is 0.33.0"),
         ("__version__ = '0.9.2'", "0.9.2", "refused", "--attention-backend CUSTOM does not work with it"),
         ("__version__ = 'dev'", "dev", "refused", "this is dev"),
         ("raise ImportError('libcudart.so.13: \\x1b[31m')", "-", "broken", "ImportError: libcudart.so.13"),

@@ -1,6 +1,7 @@
 """Registration, choice and refusals, through vLLM's own registry and selector."""
 
 from importlib.metadata import entry_points
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from tamis.integrations.vllm import register, v4_plugin
 from tamis.integrations.vllm.backend import TamisSparseBackend
-from tamis.integrations.vllm.versions import SUPPORTED, plugin_refusal, sparse_impl_base
+from tamis.integrations.vllm.versions import SUPPORTED, divides_prompts, plugin_refusal, sparse_impl_base
 
 
 def choose(**changes: Any) -> type[AttentionBackend]:
@@ -76,9 +77,12 @@ def test_configurations_are_refused_with_reasons(current: VllmConfig, monkeypatc
     current.attention_config.use_non_causal = True
     reasons = ["batch invariance not supported", "non-causal attention not supported"]
     if hasattr(current.attention_config, "hisparse_config"):
-        current.parallel_config.prefill_context_parallel_size = 2
         current.attention_config.hisparse_config = object()
-        reasons += ["PCP not supported", "host memory (HiSparse)"]
+        reasons += ["host memory (HiSparse)"]
+    if "use_pcp" in signature(AttentionBackend.validate_configuration).parameters:
+        parallel = current.parallel_config
+        parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size = 2, 4
+        reasons += ["(TP x PCP) are not supported" if divides_prompts() else "PCP not supported"]
     delattr(current.model_config.hf_config, "index_topk")
     reasons += ["the model config has no index_topk"]
     with pytest.raises(ValueError, match="CUSTOM is not valid") as caught:
@@ -89,9 +93,9 @@ def test_configurations_are_refused_with_reasons(current: VllmConfig, monkeypatc
 @pytest.mark.usefixtures("hopper", "current")
 def test_other_versions_are_refused_when_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as other:
-        other.setattr(vllm.version, "__version__", "0.28.1")
+        other.setattr(vllm.version, "__version__", "0.24.1")
         register()
-        with pytest.raises(ValueError, match=r"tamis supports vLLM 0\.25\.x and 0\.32\.x, and this is 0\.28\.1"):
+        with pytest.raises(ValueError, match=r"tamis supports vLLM 0\.25\.x to 0\.32\.x, and this is 0\.24\.1"):
             choose()
     register()
     assert issubclass(choose(), TamisSparseBackend)

@@ -20,9 +20,10 @@ from tamis.integrations.vllm import v4_plugin
 from tamis.integrations.vllm.v4_layer import TamisV4Attention
 
 
-def config_with(backend: AttentionBackendEnum | None) -> SimpleNamespace:
+def config_with(backend: AttentionBackendEnum | None, cache_dtype: str = "fp8_ds_mla") -> SimpleNamespace:
     return SimpleNamespace(
         attention_config=SimpleNamespace(backend=backend),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
 
@@ -108,16 +109,18 @@ def test_models_that_tamis_cannot_run_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("selecting")
-def test_context_parallel_decode_is_refused() -> None:
-    for ranks in (1, 2):
-        config = config_with(AttentionBackendEnum.CUSTOM)
-        config.parallel_config = SimpleNamespace(decode_context_parallel_size=ranks)
-        checked = v4_plugin._checked(Model, "Model")
-        if ranks == 1:
-            checked(vllm_config=config)
-            continue
-        with pytest.raises(ValueError, match=r"tamis does not run Model: .*spread over 2 ranks"):
-            checked(vllm_config=config)
+def test_context_parallelism_is_refused() -> None:
+    sizes = ("decode_context_parallel_size", "prefill_context_parallel_size")
+    for size, reason in zip(sizes, ("spread over 2 ranks", "divided among 2 ranks"), strict=True):
+        for ranks in (1, 2):
+            config = config_with(AttentionBackendEnum.CUSTOM)
+            config.parallel_config = SimpleNamespace(**{size: ranks})
+            checked = v4_plugin._checked(Model, "Model")
+            if ranks == 1:
+                checked(vllm_config=config)
+                continue
+            with pytest.raises(ValueError, match=f"tamis does not run Model: .*{reason}"):
+                checked(vllm_config=config)
 
 
 def record(kind: type[Any], of: Any, **more: Any) -> Any:

@@ -1,5 +1,6 @@
 """`SparseImpl`: the attention of one sparse MLA layer, under vLLM's names."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.layout import for_engine
 from tamis.cache.paged import PagedCache
+from tamis.integrations.vllm.context_parallel import Ranks, attend_gathered
+from tamis.integrations.vllm.index_group import join_group
 from tamis.integrations.vllm.metadata import SparseMetadata
 from tamis.layers.mla import LayerOutput, Shard, SparseMLA
 from tamis.layers.mla_checks import Call
@@ -23,8 +26,8 @@ _USUAL_TOPK = 2048
 class SparseImpl:
     """Sparse MLA in MQA form: prefill, decode and mixed steps all go through `forward_mqa`.
 
-    vLLM's own base class sets the `dcp_*` attributes and `need_to_return_lse_for_decode` before the constructor runs.
-    The values here are those of a single rank.
+    vLLM's own base class sets the `dcp_*` and `pcp_*` attributes and `need_to_return_lse_for_decode` before the
+    constructor runs. The values here are those of a single rank.
     """
 
     is_sparse: bool = True
@@ -37,7 +40,10 @@ class SparseImpl:
     need_to_return_lse_for_decode: bool = False
     dcp_world_size: int = 1
     dcp_rank: int = 0
+    pcp_world_size: int = 1
     cp_kv_cache_interleave_size: int = 1
+    dcp_group: torch.distributed.ProcessGroup | None = None
+    """The ranks that share the rows of each request; all ranks if not given."""
     tamis_backend: str = "auto"
     """The backend whose kernels run: a name from `tamis backends`, or "auto"."""
 
@@ -69,12 +75,14 @@ class SparseImpl:
             attn_type: "decoder".
             kv_sharing_target_layer_name: if given, that layer fills the cache, and `forward` writes nothing.
             mla_args: `kv_lora_rank`, `qk_rope_head_dim`, and where they are needed `qk_nope_head_dim`, `v_head_dim`,
-                `kv_b_proj` (weights), `indexer` or `topk_indices_buffer` (positions), `sinks`. Others are ignored,
-                because new versions of vLLM keep adding arguments.
+                `kv_b_proj` (weights), `indexer` or `topk_indices_buffer` (positions), `index_group_builder` (the layers
+                that share positions), `sinks`. Others are ignored, because new versions of vLLM keep adding arguments.
         """
         latent, rope = mla_args.get("kv_lora_rank"), mla_args.get("qk_rope_head_dim")
         reasons = _refusals(num_kv_heads, alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         reasons += _width_refusals(head_size, latent, rope, kv_cache_dtype)
+        if self.dcp_world_size > 1 and mla_args.get("sinks") is not None:
+            reasons.append("attention sinks under decode context parallelism: every rank would add them to its rows")
         if reasons or latent is None or rope is None:
             raise ValueError(f"tamis cannot run this layer: {'; '.join(reasons)}; choose another attention backend")
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
@@ -88,6 +96,7 @@ class SparseImpl:
         self.qk_head_dim: int | None = mla_args.get("qk_head_dim")
         self.kv_b_proj, self.indexer = mla_args.get("kv_b_proj"), mla_args.get("indexer")
         self.sinks: Tensor | None = mla_args.get("sinks")
+        self._group, self._leads = join_group(mla_args.get("index_group_builder"), self.indexer is not None)
         # Older versions of vLLM spell the keyword without the s.
         spellings = ("topk_indices_buffer", "topk_indice_buffer")
         self._passed_buffer = next((mla_args[s] for s in spellings if mla_args.get(s) is not None), None)
@@ -95,8 +104,8 @@ class SparseImpl:
         self._wrapped: tuple[Tensor, str, PagedCache] | None = None
         buffer = self.topk_indices_buffer
         spec = LayerSpec(
-            # Context-parallel ranks exchange their queries first, so each rank attends for the heads of all ranks.
-            heads=num_heads * self.dcp_world_size,
+            # Context-parallel ranks exchange their queries first, so each rank attends for the heads of several ranks.
+            heads=num_heads * Ranks(self.dcp_world_size, self.pcp_world_size).query_groups,
             latent_dim=latent,
             rope_dim=rope,
             value_dim=latent,
@@ -104,8 +113,12 @@ class SparseImpl:
             topk=_USUAL_TOPK if buffer is None else buffer.shape[-1],
             sink=self.sinks is not None,
         )
-        shard = Shard(self.dcp_world_size, self.dcp_rank, self.cp_kv_cache_interleave_size)
-        self._attention = SparseMLA(spec, backend=self.tamis_backend, shard=shard)
+        self._attention = self._sharded(spec, self.cp_kv_cache_interleave_size)
+
+    def _sharded(self, spec: LayerSpec, interleave: int) -> SparseMLA:
+        """Attention to this rank's rows."""
+        shard = Shard(self.dcp_world_size, self.dcp_rank, interleave)
+        return SparseMLA(spec, backend=self.tamis_backend, shard=shard)
 
     @property
     def topk_indices_buffer(self) -> Tensor | None:
@@ -129,6 +142,8 @@ class SparseImpl:
     ) -> tuple[Tensor, Tensor | None]:
         """Latent output [T, H, kv_lora_rank] of absorbed queries, and the natural-log lse [T, H] if it is needed.
 
+        Prefills that attend to the rows of all ranks have no lse: then it has rows for the decodes only.
+
         Args:
             q: [T, H, head_size], or the pair of its latent and rope part.
             kv_c_and_k_pe_cache: [pages, page size, row], already holding the step's rows.
@@ -139,14 +154,24 @@ class SparseImpl:
         """
         q = self._joined(q)
         out = None if output is None else _rows_of("output", output, q.shape[0], self._attention.spec.heads)
-        attended = self._attend(self._prepare(q, kv_c_and_k_pe_cache, attn_metadata, layer, out), q, out)
+        call = self._prepare(q, kv_c_and_k_pe_cache, attn_metadata, layer, out)
+        translate = partial(attn_metadata.slots.translate, group=self._group, leads=self._leads)
+        if call is not None and attn_metadata.gathered is not None:
+            made = new_output(q, self._attention.spec.value_dim) if out is None else out
+            return made, attend_gathered(call, q, made, attn_metadata.gathered, self._gather_ranks, translate)
+        if call is not None and call.translate is not None:
+            call = call._replace(slots=translate(call.translate))
+        attended = self._attend(call, q, out)
         return attended.out, attended.lse if self.need_to_return_lse_for_decode else None
 
     def _prepare(
         self, q: Tensor, kv_cache: Tensor, metadata: SparseMetadata, layer: Any, out: Tensor | None
     ) -> Call | None:
         """The checked attention of a step; None for a step without requests. Nothing is written yet."""
-        rows = q.shape[0]
+        rows, interleave = q.shape[0], metadata.cp_kv_cache_interleave_size
+        # vLLM may decide about this after its layers are built, but before the builder of the metadata is.
+        if interleave is not None and interleave != self._attention.shard.interleave:
+            self._attention = self._sharded(self._attention.spec, interleave)
         cache = self._wrap(kv_cache, self.kv_cache_dtype, getattr(layer, "_k_scale_float", 1.0))
         if cache.page_size != metadata.block_size:
             expected = f"of the plan's page size {metadata.block_size}"
@@ -168,6 +193,10 @@ class SparseImpl:
 
     def _attend(self, call: Call | None, q: Tensor, out: Tensor | None) -> Attended | LayerOutput:
         return self._nothing(q, out) if call is None else self._attention.run(call)
+
+    def _gather_ranks(self, every: Tensor, mine: Tensor) -> None:
+        """Fill `every` with what all ranks pass as `mine`, in their order."""
+        torch.distributed.all_gather_into_tensor(every, mine, group=self.dcp_group)
 
     def do_kv_cache_update(
         self,

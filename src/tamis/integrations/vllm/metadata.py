@@ -1,32 +1,33 @@
 """`SparseMetadata`: the per-step metadata of sparse MLA layers under vLLM's names, and its builder."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tamis import checks
 from tamis.cache.layout import for_engine
+from tamis.integrations.vllm.context_parallel import GatheredPrefills, Gathering, Ranks
 from tamis.integrations.vllm.engine_batch import (
     block_table,
-    engine_batch,
     first,
     host_values,
     length_names,
     padded_rows,
 )
+from tamis.integrations.vllm.engine_step import EngineStep
 from tamis.integrations.vllm.fp8_metadata import FP8KernelMetadata, FP8SeparatePrefillDecode, separate_metadata
 from tamis.integrations.vllm.held_requests import HeldRequests
+from tamis.integrations.vllm.index_group import StepSlots
 from tamis.model.spec import LayerSpec
 from tamis.step.batch_checks import check_starts
 from tamis.step.buffers import outside_modes
 from tamis.step.plan import Limits, Mode, Plan
 from tamis.step.planner import Planner
-from tamis.step.split import INT, BatchSplit, split_batch
+from tamis.step.split import BatchSplit, split_batch
 
 
 def model_field(model_config: Any, name: str) -> Any:
@@ -94,8 +95,14 @@ class SparseMetadata:
     """For readers of vLLM's `fp8_ds_mla` records; tamis' attention does not read it."""
     fp8_use_mixed_batch: bool = False
     """Whether all tokens go through one call that reads the cache directly."""
-    step: "EngineStep | None" = None
+    cp_kv_cache_interleave_size: int | None = None
+    """How many consecutive rows of a request each rank holds, if ranks share them; None if only the layer knows."""
+    gathered: GatheredPrefills | None = None
+    """Prefills that attend to the pages of all ranks."""
+    step: EngineStep | None = None
     """The builder's data about the step; None if no builder made the record."""
+    slots: StepSlots = field(default_factory=StepSlots)
+    """The translated positions of the layers that share them."""
 
     prefill: ClassVar[None] = None
     """None: vLLM keeps its dense prefill here, and tamis runs every token through sparse attention."""
@@ -192,59 +199,13 @@ class SparseMetadata:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class EngineStep:
-    """The host's data about a step, and the device buffer with its request numbers."""
-
-    common: Any
-    """The engine's record."""
-    planner: Planner
-    query_lengths: INT
-    """New tokens of each request."""
-    host_lengths: Tensor
-    """Context plus new tokens of each request, on the host; upper bounds for decodes."""
-    prefilling: list[bool] | None
-    tokens: int
-    """New tokens."""
-    rows: int
-    """Token rows that the step may run, with padding."""
-    ids: INT
-    """The request of each new token."""
-    held: HeldRequests
-    """The device buffer with `ids`, until a later step of the builder overwrites it."""
-
-    def check_held(self) -> None:
-        """Refuse a step whose request numbers in the device buffer have been overwritten by a later step's.
-
-        Engines use the record that was built last, for which this compares two references. A record of an earlier step
-        is accepted as long as the buffer still holds the same numbers for its tokens.
-        """
-        if self.held.ids is self.ids:
-            return
-        now = self.held.ids[: self.tokens]
-        if not np.array_equal(now, self.ids[: len(now)]) or self.ids[len(now) : self.tokens].any():
-            remedy = "a builder's records share one buffer: run all layers of a step before building the next"
-            raise checks.refuse("attn_metadata", "of the builder's latest step", "one that it overwrote", remedy)
-
-    def split(self) -> BatchSplit:
-        """Divide the requests into decodes and prefills."""
-        limits = self.planner.limits
-        return split_batch(
-            self.query_lengths, limits.threshold, uniform=limits.uniform_decodes, prefilling=self.prefilling
-        )
-
-    def plan(self) -> Plan:
-        """Plan the step, which fills the planner's buffers."""
-        return self.planner.plan(engine_batch(self.common, self.planner.limits, prefilling=self.prefilling))
-
-
 class SparseMetadataBuilder:
     """Makes a `SparseMetadata` per step from vLLM's `CommonAttentionMetadata`, or any object with its attributes."""
 
     _cudagraph_support: ClassVar[Any] = "UNIFORM_BATCH"
     reorder_batch_threshold: int | None = 1
     supports_update_block_table: ClassVar[bool] = False
-    treat_short_extends_as_decodes: ClassVar[bool] = True
+    treat_short_extends_as_decodes: bool = True
     """If False, requests marked by `is_prefilling` are prefills even if their chunk of the prompt is short."""
     metadata_cls: ClassVar[type[SparseMetadata]] = SparseMetadata
 
@@ -277,47 +238,67 @@ class SparseMetadataBuilder:
         if topk is None:
             raise checks.refuse("hf_config", "one with 'index_topk'", "none", "use a dense MLA backend for this model")
         self.topk_tokens: int = topk
-        ranks = int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) or 1)
+        drafts = getattr(vllm_config, "speculative_config", None)
+        # Adaptive verification drops drafts on the device, so that the host does not know which tokens are whose.
+        self.device_lengths = bool(getattr(drafts, "enable_adaptive_verification", False))
+        self.ranks = Ranks.read(vllm_config.parallel_config)
+        ranks = self.ranks.decode
+        # Parts of prompts are prefills on every rank, however short, because ranks must agree about it.
+        self.treat_short_extends_as_decodes = self.treat_short_extends_as_decodes and self.ranks.prefill == 1
         cache_dtype = vllm_config.cache_config.cache_dtype
         self.use_fp8_kv_cache = cache_dtype == "fp8_ds_mla"
         if ranks > 1 and mode == "separate":
             raise checks.refuse(
                 "mode", "'mixed' under decode context parallelism", repr(mode), "a rank has no whole request to gather"
             )
-        if mode == "auto" and (ranks > 1 or not self.use_fp8_kv_cache):
+        if self.device_lengths and mode == "separate":
+            remedy = "the host does not know which tokens to gather for"
+            raise checks.refuse("mode", "'mixed' with adaptive verification", repr(mode), remedy)
+        if mode == "auto" and (ranks > 1 or self.device_lengths or not self.use_fp8_kv_cache):
             mode = "mixed"
         dims = self.mla_dims
         self.spec = LayerSpec(
-            # Under context parallelism each rank attends for the heads of all ranks.
-            heads=self.model_config.get_num_attention_heads(vllm_config.parallel_config) * ranks,
+            # Under context parallelism each rank attends for the heads of several ranks.
+            heads=self.model_config.get_num_attention_heads(vllm_config.parallel_config) * self.ranks.query_groups,
             latent_dim=dims.kv_lora_rank,
             rope_dim=dims.qk_rope_head_dim,
             value_dim=dims.kv_lora_rank,
             topk=topk,
         )
-        self.limits = self._limits(ranks, workspace_rows)
+        self.limits = self._limits(workspace_rows)
         layout = for_engine(
             cache_dtype, latent=dims.kv_lora_rank, rope=dims.qk_rope_head_dim, dtype=self.model_config.dtype
         )
         self.planner = Planner(self.spec, self.limits, self.device, layout=layout, mode=mode)
+        self._gathering = (
+            Gathering(self.ranks, self.limits, layout, self.device) if self.ranks.gather_prefills else None
+        )
         self._held = HeldRequests(self.limits, self.device)
         self._fp8 = FP8KernelMetadata.of(self.limits, self.device) if self.use_fp8_kv_cache else None
         self._fp8_mixed = None if self._fp8 is None else self._fp8.rows(1)
         self.reorder_batch_threshold = self.limits.threshold
 
-    def _limits(self, ranks: int, workspace_rows: int | None) -> Limits:
-        config = self.vllm_config
+    def _limits(self, workspace_rows: int | None) -> Limits:
+        config, alone = self.vllm_config, self.ranks.prefill == 1
         drafts = getattr(config, "speculative_config", None)
         return Limits(
             max_tokens=config.scheduler_config.max_num_batched_tokens,
-            max_requests=config.scheduler_config.max_num_seqs,
+            # A rank gets two parts of a divided prompt, one near its start and one near its end.
+            max_requests=config.scheduler_config.max_num_seqs * (1 if alone else 2),
             max_length=self.model_config.max_model_len,
             page_size=self.kv_cache_spec.block_size,
             speculative_tokens=getattr(drafts, "num_speculative_tokens", None) or 0,
             parallel_drafting=bool(getattr(drafts, "parallel_drafting", False)),
-            context_parallel=ranks > 1,
+            context_parallel=self.ranks.decode > 1 and alone,
+            uniform_decodes=alone and not self.device_lengths,
             workspace_rows=workspace_rows,
         )
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """How many new tokens a decode in a captured graph may have: any number, since attention reads the cache token
+        by token. vLLM asks for adaptive verification, under which decodes differ in length."""
+        return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
     @property
     def fp8_use_mixed_batch(self) -> bool:
@@ -328,7 +309,8 @@ class SparseMetadataBuilder:
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
         """The metadata of one step, valid until the next call.
 
-        It takes one asynchronous copy to the device. Everything else is in the engine's own tensors already.
+        It takes one asynchronous copy to the device, or one kernel if only the device knows the query lengths.
+        Everything else is in the engine's own tensors already.
 
         Args:
             common_prefix_len: no effect; part of vLLM's signature.
@@ -344,16 +326,23 @@ class SparseMetadataBuilder:
         rows = padded_rows(tokens, actual, slots, limits)
         prefilling = self._prefilling(common, requests)
         table = block_table(common.block_table_tensor, requests)
-        held.fill(queries, starts, longest)
+        device_starts = first(common.query_start_loc, requests + 1)
+        if self.device_lengths:
+            held.fill_from_device(device_starts, tokens)
+        else:
+            held.fill(queries, starts, longest)
         step = EngineStep(common, self.planner, queries, host_lengths, prefilling, tokens, rows, held.ids, held)
         # The plan is made here and not inside a layer, because captured graphs read the planner's buffers.
         plan = step.plan() if self._gathers(step, longest) else None
+        gathered = None
+        if self._gathering is not None:
+            gathered = self._gathering.plan(common, starts, host_lengths, step.split().decodes, table)
         metadata = self.metadata_cls(
             num_reqs=requests,
             max_query_len=int(common.max_query_len),
             max_seq_len=int(common.max_seq_len),
             num_actual_tokens=actual,
-            query_start_loc=first(common.query_start_loc, requests + 1),
+            query_start_loc=device_starts,
             slot_mapping=first(slots, actual),
             block_table=table,
             req_id_per_token=held.leading(actual),
@@ -362,6 +351,8 @@ class SparseMetadataBuilder:
             topk_tokens=self.topk_tokens,
             fp8_extra_metadata=self._fp8_mixed if plan is None else separate_metadata(plan, self._fp8, actual),
             fp8_use_mixed_batch=plan is None,
+            cp_kv_cache_interleave_size=self.ranks.interleave,
+            gathered=gathered,
             step=step,
         )
         if plan is not None:

@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 from tamis.integrations.vllm.backend import TamisSparseBackend
+from tamis.integrations.vllm.context_parallel import Ranks
 from tamis.integrations.vllm.impl import SparseImpl
 from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder, model_field
-from tamis.integrations.vllm.versions import sparse_impl_base
+from tamis.integrations.vllm.versions import divides_prompts, keep_prefills_sparse, sparse_impl_base
 
 
 class Metadata(SparseMetadata, AttentionMetadata):
@@ -31,7 +33,8 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
     """The attention of one layer. vLLM's base sets the context-parallel rank before the constructor runs."""
 
     supports_dcp: ClassVar[bool] = True
-    supports_pcp: ClassVar[bool] = False
+    supports_pcp: ClassVar[bool] = divides_prompts()
+    supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = True
     masked_mha_available: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +42,10 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
         config = get_current_vllm_config_or_none()
         if config is not None:
             self.cp_kv_cache_interleave_size = config.parallel_config.cp_kv_cache_interleave_size
+            keep_prefills_sparse(config)
         super().__init__(*args, **kwargs)
+        if self.dcp_world_size > 1 and self.pcp_world_size > 1:
+            self.dcp_group = get_dcp_group().device_group
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Do nothing: vLLM's layer absorbs and projects, so no second copy of the weights is needed."""
@@ -72,7 +78,11 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
         return joined
 
     def record_logical_topk_ready(self) -> None:
-        """Do nothing: positions are translated on the stream that selected them."""
+        """Do nothing: positions are translated on the stream that selected them, within attention or by the first layer
+        of an index group."""
+
+    def prepare_for_batch(self, attn_metadata: SparseMetadata | None) -> None:
+        """Do nothing: all that layers share is in the step's record."""
 
 
 class Backend(TamisSparseBackend, AttentionBackend):
@@ -134,9 +144,13 @@ def _refusals(config: Any) -> list[str]:
     """Reasons against a configuration that vLLM does not ask a backend about."""
     if config is None:
         return []
+    ranks = Ranks.read(config.parallel_config)
     host_backed = getattr(config.attention_config, "hisparse_config", None) is not None
     refusals = {
         "caches in host memory (HiSparse) are not supported": host_backed,
+        # vLLM numbers the ranks of such a group in another order than torch, which gathers what they merge.
+        "rows shared over tensor- and prefill-parallel ranks at once (TP x PCP) are not supported, because vLLM merges "
+        f"wrong ones; use --decode-context-parallel-size {ranks.prefill} or 1": 1 < ranks.prefill < ranks.decode,
         "the model config has no index_topk": (
             config.model_config is not None and model_field(config.model_config, "index_topk") is None
         ),

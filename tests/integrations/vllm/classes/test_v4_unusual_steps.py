@@ -258,14 +258,15 @@ def test_every_entry_at_a_ratio_that_vllm_does_not_have() -> None:
 
 
 @pytest.mark.parametrize("kind", [V4MetadataBuilder, V4WindowMetadataBuilder, V4IndexMetadataBuilder])
-def test_context_parallel_decode_is_refused(kind: type[Any]) -> None:
-    """The rows of a request would be spread over ranks, which the tables here do not support."""
+@pytest.mark.parametrize("size", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused(kind: type[Any], size: str) -> None:
+    """The rows or the tokens of a request would be spread over ranks, which the tables here do not support."""
     config, spec = engine_config(), SimpleNamespace(block_size=WINDOW_PAGE, compress_ratio=4)
-    for alone in ({}, {"decode_context_parallel_size": 1}):
+    for alone in ({}, {size: 1}):
         config.parallel_config = SimpleNamespace(**alone)
         kind(spec, [], config, "cpu")
-    config.parallel_config = SimpleNamespace(decode_context_parallel_size=2)
-    with pytest.raises(ValueError, match=r"decode_context_parallel_size must be 1 for DeepSeek-V4, got 2"):
+    config.parallel_config = SimpleNamespace(**{size: 2})
+    with pytest.raises(ValueError, match=f"{size} must be 1 for DeepSeek-V4, got 2"):
         kind(spec, [], config, "cpu")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.arithmetic import ceil_div, round_up
 from tamis.integrations.vllm.classes.v4_records import V4Metadata, V4WindowMetadata
+from tamis.integrations.vllm.context_parallel import Ranks
 from tamis.integrations.vllm.engine_batch import first
 from tamis.integrations.vllm.engine_tokens import EngineTokens, TokenStep
 from tamis.integrations.vllm.metadata import model_field
@@ -55,10 +56,11 @@ class _Builder:
         topk = model_field(model, "index_topk")
         if topk is None:
             raise checks.refuse("hf_config", "one with 'index_topk'", "none", "this is not a DeepSeek-V4 model")
-        ranks = getattr(vllm_config.parallel_config, "decode_context_parallel_size", None) or 1
-        if ranks != 1:
-            remedy = "the builders' tables do not support requests that are divided among ranks"
-            raise checks.refuse("decode_context_parallel_size", "1 for DeepSeek-V4", ranks, remedy)
+        ranks = Ranks.read(vllm_config.parallel_config)
+        for name, count in (("decode", ranks.decode), ("prefill", ranks.prefill)):
+            if count != 1:
+                remedy = "the builders' tables do not support requests that are divided among ranks"
+                raise checks.refuse(f"{name}_context_parallel_size", "1 for DeepSeek-V4", count, remedy)
         self.topk_tokens: int = topk
         self.window_size: int = model_field(model, "sliding_window") or 128
         self.block_size: int = kv_cache_spec.block_size
