@@ -32,7 +32,7 @@ import vllm_v4_model
 from engine_race import Process, Race, take_turns, write_result
 from engine_results import Condition, equal_share, first_differences, text, verdict, write_rows
 from vllm_drafts import DRAFTS, install_interpreted_numba, install_v4_parts, write_v4, write_v32
-from vllm_observed import Observed
+from vllm_observed import Observed, cached_tokens
 from vllm_process import answers, attention_in_use, child_environment, keep_logs, sampling, versions, write_entry_point
 
 Results = dict[str, dict[str, Any]]
@@ -161,6 +161,7 @@ def serve(engine: Engine, model: Path, folder: Path) -> None:
         if engine.kind != "plain":
             settings.logprobs = None
         outputs, counts = observed.during(lambda: llm.generate(batch, settings, use_tqdm=False))
+        counts["prefix_hits"] = cached_tokens(outputs)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         runs[label] = {"tokens": tokens, "counts": counts}
         if engine.kind == "plain":

@@ -2,20 +2,18 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_drafts import DRAFTS
 
 COUNTERS = {
     "preemptions": "vllm:num_preemptions",
-    "prefix_queries": "vllm:prefix_cache_queries",
-    "prefix_hits": "vllm:prefix_cache_hits",
     "drafts": "vllm:spec_decode_num_drafts",
     "draft_tokens": "vllm:spec_decode_num_draft_tokens",
     "accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
 }
-"""vLLM's own counters, by their name in a table. Hits and queries are tokens, not counting preempted requests."""
+"""vLLM's own counters, by their name in a table."""
 
 
 class Observed:
@@ -79,6 +77,12 @@ class Observed:
         surplus = self.pool.get_num_free_blocks() - blocks
         if surplus > 0:
             self.pool.get_new_blocks(surplus)
+
+
+def cached_tokens(outputs: Sequence[Any]) -> int:
+    """How many tokens of these prompts vLLM found in its prefix cache. Its counter of them misses steps that return no
+    token, and chunks of a prompt are such steps."""
+    return sum(output.num_cached_tokens or 0 for output in outputs)
 
 
 def attention_parts(config: Any) -> list[Any]:

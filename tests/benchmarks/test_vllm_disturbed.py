@@ -184,7 +184,7 @@ def engine(pool: Pool, layers: dict[str, Any], metrics: dict[str, int], needs: l
 
 
 def test_an_engine_is_observed(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, metrics = Pool(100), {"vllm:num_preemptions": 3, "vllm:prefix_cache_hits": 64}
+    pool, metrics = Pool(100), {"vllm:num_preemptions": 3}
     monkeypatch.setattr(Impl, "forward_mqa", Impl.forward_mqa)  # restored afterwards
     impl = Impl()
     layers = {"model.layers.0.attn": SimpleNamespace(impl=impl), "cache": SimpleNamespace()}
@@ -208,13 +208,17 @@ def test_an_engine_is_observed(script: ModuleType, monkeypatch: pytest.MonkeyPat
 
     found, counts = observed.during(work)
     assert found == "done"
-    expected = {"preemptions": 2, "prefix_hits": 0, "steps": 2, "blocks": 50, "free": 100}
+    expected = {"preemptions": 2, "steps": 2, "blocks": 50, "free": 100}
     expected |= {"steps_with_drafts": 2, "steps_of_drafts_only": 1, "accepted_tokens": 0}
     assert {name: counts[name] for name in expected} == expected
     observed.leave(40)
     assert pool.free == 40
     observed.leave(60)
     assert pool.free == 40
+
+
+def test_tokens_found_in_the_prefix_cache_are_counted(script: ModuleType) -> None:
+    assert script.cached_tokens([SimpleNamespace(num_cached_tokens=count) for count in (64, None, 128)]) == 192
 
 
 def test_v4_layers_are_observed(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +274,7 @@ def test_disturbances_go_on_until_requests_are_preempted(script: ModuleType) -> 
 def results(script: ModuleType) -> dict[str, Any]:
     found = {}
     for engine in script.ENGINES:
-        names = (*importlib.import_module("vllm_observed").COUNTERS, "steps", "steps_with_drafts")
+        names = (*importlib.import_module("vllm_observed").COUNTERS, "prefix_hits", "steps", "steps_with_drafts")
         counts = dict.fromkeys((*names, "steps_of_drafts_only"), 4)
         run = {"tokens": [[1] * 20], "margins": [[0.5] * 20], "counts": counts}
         found[engine.name] = {
