@@ -101,17 +101,17 @@ class Shards:
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
 def test_prefills_attend_to_the_pages_of_all_ranks(interleave: int, cache_dtype: str) -> None:
     """A decode, and one rank's two parts of each of two prompts. Runs may be longer than a page."""
-    shards = Shards([100, 700, 500], [1, 40, 8], interleave, cache_dtype)
+    shards = Shards([100, 570, 500], [1, 40, 8], interleave, cache_dtype)
     step = shards.step
     tokens = [0, *range(1, 11), *range(31, 41), 41, 42, 47, 48]
-    lengths, queries, rows = [100, 670, 700, 494, 500], [1, 10, 10, 2, 2], [0, 1, 1, 2, 2]
+    lengths, queries, rows = [100, 540, 570, 494, 500], [1, 10, 10, 2, 2], [0, 1, 1, 2, 2]
     common = engine.common(lengths, queries, shards.table[rows], torch.full((len(tokens),), -1))
     common.req_idx = np.array([7, 3, 3, 5, 5])
     common.is_prefilling = torch.tensor([False] + [True] * 4)
-    whole = [[100, 700, 500][row] for row in rows]
+    whole = [[100, 570, 500][row] for row in rows]
     largest = [n // (2 * interleave) * interleave + min(n % (2 * interleave), interleave) for n in whole]
     common.dcp_local_seq_lens_cpu_upper_bound = torch.tensor(largest, dtype=torch.int32)
-    for max_length, chunks in ((2048, 1), (700, 2)):
+    for max_length, chunks in ((2048, 1), (600, 2)):
         builder = engine.builder(config(2, 2, interleave, cache_dtype=cache_dtype, max_length=max_length))
         out, lse, record = shards.attend(tokens, common, builder, rank=1)
         assert lse.shape == (1, 4)
