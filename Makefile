@@ -4,9 +4,16 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
+VLLM_INSTALLED := $(shell sed -n 's/^vllm==//p' constraints-vllm.txt)
+# The version in constraints-sglang.txt; another one has an environment beside it: make test-sglang SGLANG=0.5.17.
+SGLANG_PINNED := $(shell sed -n 's/^sglang==//p' constraints-sglang.txt)
+SGLANG ?= $(SGLANG_PINNED)
+SGLANG_VENV := .venv-sglang$(if $(filter-out $(SGLANG_PINNED),$(SGLANG)),-$(SGLANG))
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-numerics test-settings test-vllm vllm-environment check lint style types docs pytest browser generate lock wheel check-wheel bench soak clean
+.PHONY: setup run test test-numerics test-settings test-vllm test-vllm-releases vllm-environment test-sglang sglang-environment check lint style types docs pytest browser generate lock wheel check-wheel bench soak clean
 
 setup: $(STAMP)
 
@@ -102,9 +109,24 @@ wheel: setup
 check-wheel: wheel
 	$(BIN)/pytest -m wheel tests/test_release.py
 
-# The plugin inside the real vLLM, which has an environment of its own: its dependencies would pull gigabytes.
-test-vllm: vllm-environment
-	$(VLLM_BIN)/pytest tests/real_vllm
+# The plugin inside the real vLLM, which has an environment of its own: its dependencies would pull gigabytes. Of another
+# release (VLLM=0.29.0), the Python files are unpacked beside it and imported in place of the installed one.
+VLLM ?= $(VLLM_INSTALLED)
+VLLM_FOLDER = $(if $(filter $(VLLM_INSTALLED),$(VLLM)),,.venv-vllm/releases/$(VLLM))
+VLLM_REPORT = build/vllm-$(VLLM).xml
+test-vllm: vllm-environment $(if $(VLLM_FOLDER),$(VLLM_FOLDER)/.unpacked)
+	PYTHONPATH=$(if $(VLLM_FOLDER),$(VLLM_FOLDER):)$$PYTHONPATH $(VLLM_BIN)/pytest --junitxml $(VLLM_REPORT) tests/real_vllm
+
+.venv-vllm/releases/%/.unpacked: | $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m tools.vllm_releases unpack $* $(@D)
+	touch $@
+
+# Every release that is supported, one after the other, for the table in docs/vllm.md.
+test-vllm-releases: vllm-environment
+	set -e; for release in $$($(VLLM_BIN)/python -c 'from tools.vllm_releases import *; print(*RELEASES)'); do \
+	  $(MAKE) --no-print-directory test-vllm VLLM=$$release; \
+	  $(VLLM_BIN)/python -m tools.vllm_releases record $$release "tests on CPU tensors" build/vllm-$$release.xml; \
+	done
 
 vllm-environment: $(VLLM_STAMP)
 
@@ -114,6 +136,20 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(VLLM_BIN)/pip install --quiet --no-compile --disable-pip-version-check --no-deps -r constraints-vllm.txt
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $(VLLM_STAMP)
+
+# The plugin inside the real SGLang, in an environment of its own for the same reason.
+test-sglang: sglang-environment
+	$(SGLANG_BIN)/pytest tests/real_sglang
+
+sglang-environment: $(SGLANG_STAMP)
+
+$(SGLANG_STAMP): pyproject.toml constraints-sglang.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints-sglang.txt torch
+	sed 's/^sglang==.*/sglang==$(SGLANG)/' constraints-sglang.txt > $(SGLANG_VENV)/packages.txt
+	$(SGLANG_BIN)/pip install --quiet --no-compile --disable-pip-version-check --no-deps -r $(SGLANG_VENV)/packages.txt
+	$(SGLANG_BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $(SGLANG_STAMP)
 
 # What CI does for minutes, for as long as it takes: 10^5 fuzzed calls, 10^6 tokens through the storms, 10^4 steps in flat
 # memory, and every program of the portable kernels compiled for every GPU.
@@ -125,4 +161,4 @@ bench: setup
 	$(BIN)/python benchmarks/cpu_step.py
 
 clean:
-	rm -rf .venv .venv-vllm build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

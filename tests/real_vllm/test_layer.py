@@ -22,6 +22,7 @@ from vllm.distributed import (
     init_distributed_environment,
     initialize_model_parallel,
 )
+from vllm.model_executor.layers.attention import mla_attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.v1.attention import selector
@@ -65,12 +66,44 @@ def make_layer(config: VllmConfig, buffer: torch.Tensor) -> Any:
     return layer
 
 
-@pytest.mark.usefixtures("hopper", "alone")
+def bind_cache(layer: Any, pages: torch.Tensor) -> None:
+    """Give a layer its cache, [pages, heads, page size, row], as the version's runner does."""
+    if hasattr(layer, "bind_kv_cache"):
+        layer.bind_kv_cache(pages)
+    else:
+        layer.kv_cache = pages.squeeze(1)
+
+
+def write_rows(layer: Any, latent: Any, rope: Any, slots: Any, metadata: Any, cache_dtype: str) -> None:
+    """Write rows as the version's layer does before attention: by a method of its own, or of the impl."""
+    cache, scale = layer.kv_cache, layer._k_scale
+    if hasattr(layer, "update_kv_cache"):
+        layer.update_kv_cache(latent, rope, cache, slots, metadata, cache_dtype, scale)
+    else:
+        layer.impl.do_kv_cache_update(latent, rope, cache, slots, cache_dtype, scale)
+
+
+BATCHES = {
+    "mixed": ([300, 90, 200, 40], [1, 1, 30, 40]),
+    # All of a short prompt is selected. vLLM would rather run it through dense attention, which tamis does not have.
+    "short prompts": ([90, 100, 40], [1, 30, 40]),
+}
+
+
+@pytest.fixture
+def dense_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense prefill that fails if it runs. vLLM's own needs kernels, and its choice without them is to have none."""
+    found = SimpleNamespace(supports_quant_output=lambda key: False)
+    monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", lambda config: lambda **options: found)
+
+
+@pytest.mark.usefixtures("hopper", "alone", "dense_prefill")
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
-def test_a_layer_of_vllm_runs_on_tamis(cache_dtype: str) -> None:
+def test_a_layer_of_vllm_runs_on_tamis(cache_dtype: str, batch: str) -> None:
     config = make_config(HEADS, cache_dtype, dtype=torch.float32)
     config.cache_config.block_size = PAGE
-    step = engine.make_step([300, 90, 200, 40], [1, 1, 30, 40], HEADS)
+    step = engine.make_step(*BATCHES[batch], HEADS)
     with set_current_vllm_config(config):
         layer = make_layer(config, step.positions.clone())
         assert layer.attn_backend is Backend
@@ -80,13 +113,13 @@ def test_a_layer_of_vllm_runs_on_tamis(cache_dtype: str) -> None:
         assert spec.page_size_bytes == PAGE * row
         table, slots, pages = step.place(PAGE)
         shape = (pages, 1, PAGE, 656 if cache_dtype == "fp8_ds_mla" else 576)
-        layer.bind_kv_cache(torch.zeros(shape, dtype=spec.dtype))
+        bind_cache(layer, torch.zeros(shape, dtype=spec.dtype))
         metadata = Backend.get_builder_cls()(spec, ["layer"], config, torch.device("cpu")).build(
             0, common_of(step, table, step.new_slots(slots))
         )
         for rows, at in zip(step.rows, slots, strict=True):
             latent, rope = rows.float().split([LATENT, ROPE], 1)
-            layer.update_kv_cache(latent, rope.unsqueeze(1), layer.kv_cache, at, metadata, cache_dtype, layer._k_scale)
+            write_rows(layer, latent, rope.unsqueeze(1), at, metadata, cache_dtype)
         q = torch.randn(step.tokens, HEADS, NOPE + ROPE)
         output = torch.empty(step.tokens, HEADS * VALUE)
         latent, rope = step.new_rows().float().split([LATENT, ROPE], 1)

@@ -93,9 +93,9 @@ def test_configurations_are_refused_with_reasons(current: VllmConfig, monkeypatc
 @pytest.mark.usefixtures("hopper", "current")
 def test_other_versions_are_refused_when_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as other:
-        other.setattr(vllm.version, "__version__", "0.28.1")
+        other.setattr(vllm.version, "__version__", "0.24.1")
         register()
-        with pytest.raises(ValueError, match=r"tamis supports vLLM 0\.25\.x and 0\.32\.x, and this is 0\.28\.1"):
+        with pytest.raises(ValueError, match=r"tamis supports vLLM 0\.25\.x to 0\.32\.x, and this is 0\.24\.1"):
             choose()
     register()
     assert issubclass(choose(), TamisSparseBackend)

@@ -20,9 +20,10 @@ from tamis.integrations.vllm import v4_plugin
 from tamis.integrations.vllm.v4_layer import TamisV4Attention
 
 
-def config_with(backend: AttentionBackendEnum | None) -> SimpleNamespace:
+def config_with(backend: AttentionBackendEnum | None, cache_dtype: str = "fp8_ds_mla") -> SimpleNamespace:
     return SimpleNamespace(
         attention_config=SimpleNamespace(backend=backend),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
 

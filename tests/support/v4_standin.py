@@ -56,29 +56,37 @@ class V4Step:
         seed: int = 0,
         window: int = WINDOW,
         unwritten: tuple[int, ...] = (),
+        pages: tuple[int, int] = (40, 80),
+        topk: int = TOPK,
     ) -> None:
-        """`unwritten` are tokens of the step without a slot: nothing is written for them, and they see nothing."""
+        """`unwritten` are tokens of the step without a slot: nothing is written for them, and they see nothing. `pages`
+        are those of the entries and of the window."""
         reseed(seed)
         self.queries, self.lengths, self.window_size, self.unwritten = queries, lengths, window, unwritten
-        self.main, self.raw = PagePool(40, PAGE, seed=seed_of(1)), PagePool(80, WINDOW_PAGE, seed=seed_of(2))
+        self.main = PagePool(pages[0], PAGE, seed=seed_of(1))
+        self.raw = PagePool(pages[1], WINDOW_PAGE, seed=seed_of(2))
         batch = Batch.build(queries, lengths, self.main)
         self.batch = replace(batch, other_pages={"window": Batch.build(queries, lengths, self.raw).pages})
         layout = named(layout)
-        self.window = PagedCache(layout, 80, WINDOW_PAGE, scale=scale)
-        self.entries = {r: PagedCache(layout, 40, PAGE // r, scale=scale) for r in RATIOS if r > 1}
+        self.window = PagedCache(layout, pages[1], WINDOW_PAGE, scale=scale)
+        self.entries = {r: PagedCache(layout, pages[0], PAGE // r, scale=scale) for r in RATIOS if r > 1}
         self.spoil()
-        for number, length in enumerate(lengths):
-            write_kv(torch.randn(length, 512), self.window, self.raw.slots(number, 0, length))
-            for ratio, cache in self.entries.items():
-                slots = self.entry_slots(number, length // ratio, ratio)
-                write_kv(torch.randn(len(slots), 512), cache, slots)
         self.tokens = [(r, n - q + i) for r, (q, n) in enumerate(zip(queries, lengths, strict=True)) for i in range(q)]
+        for number, length in enumerate(lengths):
+            self.write_request(number, length)
         self.q = torch.randn(len(self.tokens), HEADS, 512)
         self.sink = torch.randn(HEADS)
-        self.chosen = torch.full((len(self.tokens), TOPK), -1, dtype=torch.int32)
+        self.chosen = torch.full((len(self.tokens), topk), -1, dtype=torch.int32)
         for row, (_, p) in enumerate(self.tokens):
-            count = min((p + 1) // 4, TOPK)
+            count = min((p + 1) // 4, topk)
             self.chosen[row, :count] = torch.randperm((p + 1) // 4)[:count].int()
+
+    def write_request(self, number: int, length: int) -> None:
+        """Write the rows of one request."""
+        write_kv(torch.randn(length, 512), self.window, self.raw.slots(number, 0, length))
+        for ratio, cache in self.entries.items():
+            slots = self.entry_slots(number, length // ratio, ratio)
+            write_kv(torch.randn(len(slots), 512), cache, slots)
 
     def spoil(self) -> None:
         """Fill every row with NaN, so that reading an unwritten row shows."""
@@ -157,13 +165,13 @@ class V4Step:
         )
 
 
-def engine_config(**model: Any) -> SimpleNamespace:
+def engine_config(max_length: int = MAX_LENGTH, **model: Any) -> SimpleNamespace:
     """The fields of a `VllmConfig` that the builders read."""
     fields = {"index_topk": TOPK, "sliding_window": WINDOW} | model
     return SimpleNamespace(
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(**fields),
-            max_model_len=MAX_LENGTH,
+            max_model_len=max_length,
             get_num_attention_heads=lambda parallel: HEADS,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_REQUESTS),
@@ -172,22 +180,27 @@ def engine_config(**model: Any) -> SimpleNamespace:
     )
 
 
-def main_builder(ratio: int, device: str = "cpu", **options: Any) -> V4MetadataBuilder:
+def main_builder(ratio: int, device: str = "cpu", *, max_length: int = MAX_LENGTH, **options: Any) -> V4MetadataBuilder:
     spec = SimpleNamespace(block_size=PAGE, compress_ratio=ratio)
-    return V4MetadataBuilder(spec, ["layer"], engine_config(), device, **options)
+    return V4MetadataBuilder(spec, ["layer"], engine_config(max_length), device, **options)
 
 
 def window_builder(
-    drafts: int = 1, *, window: int = WINDOW, parallel: bool = False, device: str = "cpu"
+    drafts: int = 1,
+    *,
+    window: int = WINDOW,
+    parallel: bool = False,
+    device: str = "cpu",
+    max_length: int = MAX_LENGTH,
 ) -> V4WindowMetadataBuilder:
-    config = engine_config(sliding_window=window)
+    config = engine_config(max_length, sliding_window=window)
     config.speculative_config = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=parallel)
     return V4WindowMetadataBuilder(SimpleNamespace(block_size=WINDOW_PAGE), ["layer"], config, device)
 
 
 def layer_of(step: V4Step, ratio: int, **more: Any) -> SimpleNamespace:
     """A layer as engines have it: all of them hold the one buffer that the layers with an indexer fill."""
-    shared = torch.randint(0, 9, (MAX_TOKENS, TOPK), dtype=torch.int32)
+    shared = torch.randint(0, 9, (MAX_TOKENS, step.chosen.shape[1]), dtype=torch.int32)
     shared[: len(step.tokens)] = step.chosen
     fields = {
         "compress_ratio": ratio,
@@ -206,8 +219,12 @@ class Records:
     """A step's records, as builders make them."""
 
     def __init__(self, step: V4Step, ratio: int, padding: int = 0, empty: int = 0) -> None:
-        self.window = window_builder(window=step.window_size).build(0, step.common("window", padding, empty))
-        self.main = main_builder(ratio).build(0, step.common("main", padding, empty)) if ratio > 1 else None
+        longest = max(MAX_LENGTH, *step.lengths)
+        window = window_builder(window=step.window_size, max_length=longest)
+        self.window = window.build(0, step.common("window", padding, empty))
+        self.main = None
+        if ratio > 1:
+            self.main = main_builder(ratio, max_length=longest).build(0, step.common("main", padding, empty))
         self.decodes = self.window.num_decode_tokens
 
 

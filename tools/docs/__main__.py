@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tools.docs import bounds, commands, doors, flow, layouts, planning, results
+from tools.docs import bounds, commands, doors, flow, layouts, planning, results, vllm
 
 ROOT = Path(__file__).parents[2]
 PICTURES: dict[str, Callable[[], str]] = {
@@ -26,6 +26,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "highlights": results.highlights,
     "doors": doors.headline,
     "results": lambda: "\n\n".join(text for text in (doors.everything(), results.everything()) if text),
+    "vllm releases": vllm.releases,
 }
 PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 

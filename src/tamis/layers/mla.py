@@ -335,7 +335,9 @@ class SparseMLA:
             attention = attention._replace(out=new_output(attention.q, self.spec.value_dim))
         selection = Selection(call.cache, positions, None, *call.table)
         if call.translate is not None:
-            slots = translate_positions(call.translate._replace(positions=positions))[0]
+            slots = call.slots
+            if slots is None:
+                slots = translate_positions(call.translate._replace(positions=positions))[0]
             if call.gathers:
                 return self._attend_gathered(call, positions, slots)
             selection = Selection(call.cache, slots)

@@ -97,6 +97,8 @@ class Call(NamedTuple):
     """The attention. Its selection is added once the positions are known."""
     known: Any = None
     """What was prepared for calls like it (`KnownCall`), which then make their output themselves; None if nothing."""
+    slots: Tensor | None = None
+    """int32 [rows, topk], the result of `translate` if it has run already: adapters share it between layers."""
 
 
 class MlaChecks:

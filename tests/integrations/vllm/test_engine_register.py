@@ -74,7 +74,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.parametrize("version", ["0.25.0", "0.32.1+cu130"])
+@pytest.mark.parametrize("version", ["0.25.0", "0.28.0", "0.32.1+cu130"])
 def test_a_supported_version(vllm: Any, caplog: pytest.LogCaptureFixture, version: str) -> None:
     vllm({VERSION: f"__version__ = {version!r}"})
     register()
@@ -88,7 +88,7 @@ def test_a_supported_version(vllm: Any, caplog: pytest.LogCaptureFixture, versio
 
 
 BROKEN = {
-    "another version": ({VERSION: "__version__ = '0.28.0'"}, r"0\.25\.x and 0\.32\.x, and this is 0\.28\.0", True),
+    "another version": ({VERSION: "__version__ = '0.33.0'"}, r"0\.25\.x to 0\.32\.x, and this is 0\.33\.0", True),
     "no version": ({VERSION: ""}, "importing vllm.version failed with AttributeError", True),
     "no version module": ({VERSION: None}, "there is no module 'vllm.version'", True),
     "a version that is no string": ({VERSION: "__version__ = None"}, "and this is None", True),
@@ -152,7 +152,7 @@ def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     monkeypatch.setitem(sys.modules, "vllm", None)  # type: ignore[arg-type]
     register()
     (line,) = said(caplog)
-    assert "needs vLLM 0.25 or 0.32, but there is no module 'vllm" in line
+    assert "needs vLLM 0.25.x to 0.32.x, but there is no module 'vllm" in line
     assert line.endswith("install it with pip install 'tamis[vllm]'")
 
 
@@ -164,7 +164,7 @@ def test_whatever_is_asked_of_the_refused_class_first_answers_with_the_reason(vl
     assert not hasattr(UnsupportedVersion, "accept_output_buffer"), "who only looks gets no exception"
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.28.0"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
 def test_the_backend_of_another_plugin_stays(vllm: Any, caplog: pytest.LogCaptureFixture, version: str) -> None:
     vllm({VERSION: f"__version__ = {version!r}", REGISTRY_FILE: REGISTRY + "CALLS.append((None, 'their.Backend'))"})
     register()
@@ -176,10 +176,11 @@ def test_the_backend_of_another_plugin_stays(vllm: Any, caplog: pytest.LogCaptur
 
 
 def test_versions() -> None:
-    for version in ("0.25", "0.25.1", "0.32.0", "0.32.0rc1", "0.32.1.dev3+g1"):
+    minors = [f"0.{minor}.0" for minor in range(25, 33)]
+    for version in (*minors, "0.25", "0.25.1", "0.32.0rc1", "0.32.1.dev3+g1"):
         assert version_refusal(version) is None
-    for version in ("0.3.0", "0.320.0", "0.26.0", "1.25.0", "dev"):
-        refusal = f"tamis supports vLLM 0.25.x and 0.32.x, and this is {version}; install one of those"
+    for version in ("0.3.0", "0.320.0", "0.24.0", "0.33.0", "1.25.0", "dev"):
+        refusal = f"tamis supports vLLM 0.25.x to 0.32.x, and this is {version}; install one of those"
         assert version_refusal(version) == refusal
 
 

@@ -3,7 +3,7 @@
 `register` is the plugin's entry point. vLLM then loads what it needs:
 
 - V3.2 and GLM-5: `plugin`, whose classes derive from `backend`, `metadata` and `impl`;
-- DeepSeek-V4: `v4_plugin`, then `v4_layer`, which calls `v4_forward`.
+- DeepSeek-V4: `v4_plugin` and `v4_caches`, then `v4_layer`, which calls `v4_forward`.
 
 Only `plugin`, `v4_plugin` and `v4_layer` import vLLM. The other modules have vLLM's names, shapes and call order but
 take any objects with the same attributes, so that they can be tested without vLLM. `classes` holds V4's backend,

@@ -77,8 +77,8 @@ class TamisSparseBackend:
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """False: a step is planned by the query lengths on the host."""
-        return False
+        """True: with adaptive verification, the request of each token comes from the device's query starts."""
+        return True
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

@@ -23,7 +23,7 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.layers.mla_checks import Call
 from tamis.ops.attention.operations import attend
-from tamis.ops.translate.operations import TranslatePositions, translate_positions
+from tamis.ops.translate.operations import TranslatePositions
 from tamis.step.buffers import staged
 from tamis.step.plan import Limits
 from tamis.step.split import INT, chunk_starts, pack_chunks
@@ -104,7 +104,12 @@ class GatheredPrefills:
 
 
 def attend_gathered(
-    call: Call, q: Tensor, out: Tensor, prefills: GatheredPrefills, gather: Callable[[Tensor, Tensor], object]
+    call: Call,
+    q: Tensor,
+    out: Tensor,
+    prefills: GatheredPrefills,
+    gather: Callable[[Tensor, Tensor], object],
+    translate: Callable[[TranslatePositions], Tensor],
 ) -> Tensor:
     """Attend decodes to this rank's rows and prefills to gathered pages; return the decodes' lse [tokens, H].
 
@@ -114,23 +119,24 @@ def attend_gathered(
         out: [T, H, value_dim], to write into.
         prefills: what to gather.
         gather: as in `GatheredPrefills.caches`.
+        translate: translates positions to slots, or finds what another layer has translated.
     """
-    positions, translate = call.positions, call.translate
+    positions, usual = call.positions, call.translate
     assert positions is not None
-    assert translate is not None
+    assert usual is not None
 
     def attend_rows(rows: slice, cache: PagedCache, place: TranslatePositions) -> Tensor:
-        selection = Selection(cache, translate_positions(place._replace(positions=positions[rows]))[0])
+        selection = Selection(cache, translate(place._replace(positions=positions[rows])))
         return attend(call.attend._replace(q=q[rows], selections=[selection], out=out[rows]))[0]
 
     lse = q.new_empty((0, q.shape[1]), dtype=torch.float32)
     if prefills.decode_tokens:
         own = slice(0, prefills.decode_tokens)
-        lse = attend_rows(own, call.cache, translate._replace(request_ids=translate.request_ids[own]))
+        lse = attend_rows(own, call.cache, usual._replace(request_ids=usual.request_ids[own]))
     run = prefills.gathering.interleave
     for chunk, cache in prefills.caches(call.cache, gather):
         # The table finds runs, whichever rank they came from.
-        place = translate._replace(
+        place = usual._replace(
             request_ids=chunk.request_ids, block_table=chunk.table, page_size=run, rows_per_page=run, shard=(1, 0, 1)
         )
         attend_rows(chunk.tokens, cache, place)

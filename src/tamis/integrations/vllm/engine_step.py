@@ -31,7 +31,7 @@ class EngineStep:
     rows: int
     """Token rows that the step may run, with padding."""
     ids: INT
-    """The request of each new token."""
+    """The request of each new token; negative if only the device knows it."""
     held: HeldRequests
     """The device buffer with `ids`, until a later step of the builder overwrites it."""
 
@@ -57,4 +57,7 @@ class EngineStep:
 
     def plan(self) -> Plan:
         """Plan the step, which fills the planner's buffers."""
+        if self.ids.size and self.ids[0] < 0:
+            remedy = "read the step's own fields, which are right"
+            raise checks.refuse("attn_metadata", "of a step that the host knows, to have a plan", "another", remedy)
         return self.planner.plan(engine_batch(self.common, self.planner.limits, prefilling=self.prefilling))

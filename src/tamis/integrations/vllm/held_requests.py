@@ -14,7 +14,8 @@ class HeldRequests:
 
     Attributes:
         buffer: int32 [tokens that a step may have]; 0 past the new tokens.
-        ids: the content on the host: the request numbers of the step that filled the buffer last.
+        ids: the content on the host: the request numbers of the step that filled the buffer last. If only the device
+            knows them, each is the same negative number, which no other step has.
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
@@ -26,6 +27,8 @@ class HeldRequests:
         # What most steps copy: request r has token r. It is never written again, so copies under way see no change.
         self._staged_numbers = staged(torch.from_numpy(self._numbers), device)
         self._views = Views({"buffer": self.buffer, "numbers": self._staged_numbers})
+        self._tokens = torch.arange(limits.max_tokens, dtype=torch.int32, device=device)
+        self._unknown = 0
 
     def fill(self, queries: INT, starts: INT, longest: int) -> None:
         """Write the request of each token. The buffer is written in every step, even if nothing changed: an engine in
@@ -41,6 +44,18 @@ class HeldRequests:
         self.ids = block.numpy()[:tokens]
         self.ids[:] = self._numbers[: len(queries)].repeat(queries)
         self.buffer[: len(block)].copy_(block, non_blocking=True)
+
+    def fill_from_device(self, query_starts: Tensor, tokens: int) -> None:
+        """Write the request of each token from the device's query starts, int32 [requests + 1], without reading them on
+        the host. Empty requests have no token."""
+        self._unknown -= 1
+        before, self.ids = len(self.ids), np.full(tokens, self._unknown, np.int32)
+        # Token t belongs to the first request that ends after it.
+        torch.searchsorted(
+            query_starts[1:], self._tokens[:tokens], right=True, out_int32=True, out=self.leading(tokens)
+        )
+        if tokens < before:
+            self.buffer[tokens:before].zero_()
 
     def leading(self, tokens: int) -> Tensor:
         """The leading elements of the buffer."""

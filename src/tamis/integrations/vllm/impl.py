@@ -1,5 +1,6 @@
 """`SparseImpl`: the attention of one sparse MLA layer, under vLLM's names."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from tamis import checks
 from tamis.cache.layout import for_engine
 from tamis.cache.paged import PagedCache
 from tamis.integrations.vllm.context_parallel import Ranks, attend_gathered
+from tamis.integrations.vllm.index_group import join_group
 from tamis.integrations.vllm.metadata import SparseMetadata
 from tamis.layers.mla import LayerOutput, Shard, SparseMLA
 from tamis.layers.mla_checks import Call
@@ -73,8 +75,8 @@ class SparseImpl:
             attn_type: "decoder".
             kv_sharing_target_layer_name: if given, that layer fills the cache, and `forward` writes nothing.
             mla_args: `kv_lora_rank`, `qk_rope_head_dim`, and where they are needed `qk_nope_head_dim`, `v_head_dim`,
-                `kv_b_proj` (weights), `indexer` or `topk_indices_buffer` (positions), `sinks`. Others are ignored,
-                because new versions of vLLM keep adding arguments.
+                `kv_b_proj` (weights), `indexer` or `topk_indices_buffer` (positions), `index_group_builder` (the layers
+                that share positions), `sinks`. Others are ignored, because new versions of vLLM keep adding arguments.
         """
         latent, rope = mla_args.get("kv_lora_rank"), mla_args.get("qk_rope_head_dim")
         reasons = _refusals(num_kv_heads, alibi_slopes, sliding_window, logits_soft_cap, attn_type)
@@ -94,6 +96,7 @@ class SparseImpl:
         self.qk_head_dim: int | None = mla_args.get("qk_head_dim")
         self.kv_b_proj, self.indexer = mla_args.get("kv_b_proj"), mla_args.get("indexer")
         self.sinks: Tensor | None = mla_args.get("sinks")
+        self._group, self._leads = join_group(mla_args.get("index_group_builder"), self.indexer is not None)
         # Older versions of vLLM spell the keyword without the s.
         spellings = ("topk_indices_buffer", "topk_indice_buffer")
         self._passed_buffer = next((mla_args[s] for s in spellings if mla_args.get(s) is not None), None)
@@ -152,9 +155,12 @@ class SparseImpl:
         q = self._joined(q)
         out = None if output is None else _rows_of("output", output, q.shape[0], self._attention.spec.heads)
         call = self._prepare(q, kv_c_and_k_pe_cache, attn_metadata, layer, out)
+        translate = partial(attn_metadata.slots.translate, group=self._group, leads=self._leads)
         if call is not None and attn_metadata.gathered is not None:
             made = new_output(q, self._attention.spec.value_dim) if out is None else out
-            return made, attend_gathered(call, q, made, attn_metadata.gathered, self._gather_ranks)
+            return made, attend_gathered(call, q, made, attn_metadata.gathered, self._gather_ranks, translate)
+        if call is not None and call.translate is not None:
+            call = call._replace(slots=translate(call.translate))
         attended = self._attend(call, q, out)
         return attended.out, attended.lse if self.need_to_return_lse_for_decode else None
 

@@ -1,7 +1,7 @@
 """`SparseMetadata`: the per-step metadata of sparse MLA layers under vLLM's names, and its builder."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -21,6 +21,7 @@ from tamis.integrations.vllm.engine_batch import (
 from tamis.integrations.vllm.engine_step import EngineStep
 from tamis.integrations.vllm.fp8_metadata import FP8KernelMetadata, FP8SeparatePrefillDecode, separate_metadata
 from tamis.integrations.vllm.held_requests import HeldRequests
+from tamis.integrations.vllm.index_group import StepSlots
 from tamis.model.spec import LayerSpec
 from tamis.step.batch_checks import check_starts
 from tamis.step.buffers import outside_modes
@@ -100,6 +101,8 @@ class SparseMetadata:
     """Prefills that attend to the pages of all ranks."""
     step: EngineStep | None = None
     """The builder's data about the step; None if no builder made the record."""
+    slots: StepSlots = field(default_factory=StepSlots)
+    """The translated positions of the layers that share them."""
 
     prefill: ClassVar[None] = None
     """None: vLLM keeps its dense prefill here, and tamis runs every token through sparse attention."""
@@ -235,6 +238,9 @@ class SparseMetadataBuilder:
         if topk is None:
             raise checks.refuse("hf_config", "one with 'index_topk'", "none", "use a dense MLA backend for this model")
         self.topk_tokens: int = topk
+        drafts = getattr(vllm_config, "speculative_config", None)
+        # Adaptive verification drops drafts on the device, so that the host does not know which tokens are whose.
+        self.device_lengths = bool(getattr(drafts, "enable_adaptive_verification", False))
         self.ranks = Ranks.read(vllm_config.parallel_config)
         ranks = self.ranks.decode
         # Parts of prompts are prefills on every rank, however short, because ranks must agree about it.
@@ -245,7 +251,10 @@ class SparseMetadataBuilder:
             raise checks.refuse(
                 "mode", "'mixed' under decode context parallelism", repr(mode), "a rank has no whole request to gather"
             )
-        if mode == "auto" and (ranks > 1 or not self.use_fp8_kv_cache):
+        if self.device_lengths and mode == "separate":
+            remedy = "the host does not know which tokens to gather for"
+            raise checks.refuse("mode", "'mixed' with adaptive verification", repr(mode), remedy)
+        if mode == "auto" and (ranks > 1 or self.device_lengths or not self.use_fp8_kv_cache):
             mode = "mixed"
         dims = self.mla_dims
         self.spec = LayerSpec(
@@ -281,9 +290,15 @@ class SparseMetadataBuilder:
             speculative_tokens=getattr(drafts, "num_speculative_tokens", None) or 0,
             parallel_drafting=bool(getattr(drafts, "parallel_drafting", False)),
             context_parallel=self.ranks.decode > 1 and alone,
-            uniform_decodes=alone,
+            uniform_decodes=alone and not self.device_lengths,
             workspace_rows=workspace_rows,
         )
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """How many new tokens a decode in a captured graph may have: any number, since attention reads the cache token
+        by token. vLLM asks for adaptive verification, under which decodes differ in length."""
+        return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
     @property
     def fp8_use_mixed_batch(self) -> bool:
@@ -294,7 +309,8 @@ class SparseMetadataBuilder:
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
         """The metadata of one step, valid until the next call.
 
-        It takes one asynchronous copy to the device. Everything else is in the engine's own tensors already.
+        It takes one asynchronous copy to the device, or one kernel if only the device knows the query lengths.
+        Everything else is in the engine's own tensors already.
 
         Args:
             common_prefix_len: no effect; part of vLLM's signature.
@@ -310,7 +326,11 @@ class SparseMetadataBuilder:
         rows = padded_rows(tokens, actual, slots, limits)
         prefilling = self._prefilling(common, requests)
         table = block_table(common.block_table_tensor, requests)
-        held.fill(queries, starts, longest)
+        device_starts = first(common.query_start_loc, requests + 1)
+        if self.device_lengths:
+            held.fill_from_device(device_starts, tokens)
+        else:
+            held.fill(queries, starts, longest)
         step = EngineStep(common, self.planner, queries, host_lengths, prefilling, tokens, rows, held.ids, held)
         # The plan is made here and not inside a layer, because captured graphs read the planner's buffers.
         plan = step.plan() if self._gathers(step, longest) else None
@@ -322,7 +342,7 @@ class SparseMetadataBuilder:
             max_query_len=int(common.max_query_len),
             max_seq_len=int(common.max_seq_len),
             num_actual_tokens=actual,
-            query_start_loc=first(common.query_start_loc, requests + 1),
+            query_start_loc=device_starts,
             slot_mapping=first(slots, actual),
             block_table=table,
             req_id_per_token=held.leading(actual),

@@ -15,7 +15,7 @@ from tamis.integrations.vllm.backend import TamisSparseBackend
 from tamis.integrations.vllm.context_parallel import Ranks
 from tamis.integrations.vllm.impl import SparseImpl
 from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder, model_field
-from tamis.integrations.vllm.versions import divides_prompts, sparse_impl_base
+from tamis.integrations.vllm.versions import divides_prompts, keep_prefills_sparse, sparse_impl_base
 
 
 class Metadata(SparseMetadata, AttentionMetadata):
@@ -42,6 +42,7 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
         config = get_current_vllm_config_or_none()
         if config is not None:
             self.cp_kv_cache_interleave_size = config.parallel_config.cp_kv_cache_interleave_size
+            keep_prefills_sparse(config)
         super().__init__(*args, **kwargs)
         if self.dcp_world_size > 1 and self.pcp_world_size > 1:
             self.dcp_group = get_dcp_group().device_group
@@ -77,7 +78,11 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
         return joined
 
     def record_logical_topk_ready(self) -> None:
-        """Do nothing: positions are translated on the stream that selected them."""
+        """Do nothing: positions are translated on the stream that selected them, within attention or by the first layer
+        of an index group."""
+
+    def prepare_for_batch(self, attn_metadata: SparseMetadata | None) -> None:
+        """Do nothing: all that layers share is in the step's record."""
 
 
 class Backend(TamisSparseBackend, AttentionBackend):

@@ -54,8 +54,21 @@ def layout_of(name: str, storage: Tensor, layer: Any) -> Layout:
 def wrap(name: str, storage: Tensor, layer: Any) -> PagedCache:
     """The layer's cache in the format that the layer declares, with the layer's scale if all rows share one."""
     layout = layout_of(name, storage, layer)
-    scale = getattr(layer, "_k_scale_float", 1.0) if layout.scale_mode == "tensor" else 1.0
+    scale = e4m3_scales(layer)[1] if layout.scale_mode == "tensor" else 1.0
     return PagedCache.wrap(storage, layout, scale=scale)
+
+
+def e4m3_scales(layer: Any) -> tuple[float, float]:
+    """What the e4m3 numbers of a layer's queries and of its cache are multiplied with.
+
+    vLLM's layers hold them in the two factors that it passes to FlashInfer: softmax scale * query scale * cache scale
+    before the softmax, and the cache's scale after it. Other layers may have `_q_scale_float` and `_k_scale_float`,
+    which are 1 where they are missing.
+    """
+    before, after = (getattr(layer, f"_flashinfer_fp8_bmm{number}_scale", None) for number in (1, 2))
+    if before is None or after is None:
+        return getattr(layer, "_q_scale_float", 1.0), getattr(layer, "_k_scale_float", 1.0)
+    return before / (layer.scale * after), after
 
 
 def sees_every_entry(layer: Any, record: Any) -> bool:

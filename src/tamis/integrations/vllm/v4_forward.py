@@ -1,13 +1,15 @@
-"""The two methods of vLLM's DeepSeek-V4 layer that run attention, as functions that a replaced layer class calls.
+"""The methods of vLLM's DeepSeek-V4 layers that run attention, as functions that a replaced layer class calls.
 
     class Layer(DeepseekV4FlashMLAAttention):
         _forward_decode = tamis.integrations.vllm.v4_forward.forward_decode
         _forward_prefill = tamis.integrations.vllm.v4_forward.forward_prefill
 
+`forward_step` calls both, for vLLM's layers that have one method for a whole step.
+
 The window and the compressed entries stay two selections with true lengths. Prefills read the pages just as decodes do.
 Heads are not padded: where `output` has more heads than the query, the surplus heads become zeros. The records may be
-vLLM's own, those of `classes.v4_metadata`, or any with the same attributes. Everything is checked before `output` is
-written to.
+vLLM's own, those of `classes.v4_metadata`, or any with the same attributes. Everything about decodes, and about
+prefills, is checked before their rows of `output` are written to.
 """
 
 from collections.abc import Iterator
@@ -20,8 +22,37 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
-from tamis.integrations.vllm.v4_formats import E4M3, listed, sees_every_entry, wrap
+from tamis.integrations.vllm.v4_formats import E4M3, e4m3_scales, listed, sees_every_entry, wrap
 from tamis.ops import attend
+
+
+def forward_step(layer: Any, q: Tensor, positions: Tensor, output: Tensor, metadata: dict[str, Any] | None) -> None:
+    """Attend all tokens of a step, decodes first, and write into `output`.
+
+    Args:
+        layer: as in `forward_decode`, and with `prefix`, `swa_cache_layer.prefix` and, unless it has a window only,
+            its `kv_cache`.
+        q: [tokens or more, H, 512], rotated; e4m3 where the caches are.
+        positions: [tokens or more], each token's position in its request.
+        output: [tokens or more, H or more, 512], in q's dtype, or bf16 if that is e4m3.
+        metadata: the records of the step by the prefixes of layers and window caches; None while an engine warms up,
+            which gives an output of zeros.
+    """
+    if metadata is None:
+        output.zero_()
+        return
+    if not isinstance(metadata, dict):
+        remedy = "microbatches of one step are not supported: turn them off"
+        raise checks.refuse_type("attn_metadata", "one record per layer", checks.describe(metadata), remedy)
+    window, record = metadata[layer.swa_cache_layer.prefix], metadata.get(layer.prefix)
+    swa_only = layer.compress_ratio <= 1
+    entries = None if swa_only else layer.kv_cache
+    first = window.num_decode_tokens
+    if window.num_prefills > 0:
+        raw = layer.swa_cache_layer.kv_cache
+        forward_prefill(layer, q[first:], positions[first:], entries, raw, output[first:], record, window)
+    if window.num_decodes > 0:
+        forward_decode(layer, q[:first], entries, window, record, swa_only, output[:first])
 
 
 def forward_decode(
@@ -38,7 +69,7 @@ def forward_decode(
     Args:
         layer: an object with `compress_ratio`, `scale`, `attn_sink`, `swa_cache_layer.kv_cache` and, where an indexer
             selects (ratio 4), its `topk_indices_buffer`. `kv_cache_torch_dtype` says what the caches hold;
-            `_k_scale_float` and `_q_scale_float` are the scales of e4m3 rows and queries.
+            `v4_formats.e4m3_scales` says where the scales of e4m3 rows and queries are.
         q: [decode tokens, H, 512], rotated.
         kv_cache: compressed entries, in rows that are packed (584 bytes), plain, or e4m3 under one scale; None if
             `swa_only`.
@@ -129,7 +160,7 @@ def _attend(layer: Any, q: Tensor, selections: list[Selection], output: Tensor) 
         scale=float(layer.scale),
         value_dim=output.shape[2],
         sink=layer.attn_sink[:heads],
-        q_scale=getattr(layer, "_q_scale_float", 1.0) if q.dtype == E4M3 else 1.0,
+        q_scale=e4m3_scales(layer)[0] if q.dtype == E4M3 else 1.0,
         out=output[:, :heads],
     )
     output[:, heads:].zero_()

@@ -2,7 +2,7 @@
 
 vLLM does not choose V4 layers through its registry of backends: a function picks one of several fixed classes, and
 silently takes its default for a choice that it does not know. So the plugin registers V4's model classes again, as
-subclasses of vLLM's own. They behave like vLLM's until CUSTOM is chosen; then their layers are `TamisV4Attention`, and
+subclasses of vLLM's own. They behave like vLLM's until CUSTOM is chosen; then their layers are those of `v4_layer`, and
 a model that got other layers is an error. vLLM imports this module when it looks up one of these classes by name.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from tamis.integrations.vllm import BACKEND, V4_SOURCES
 from tamis.integrations.vllm.context_parallel import Ranks
+from tamis.integrations.vllm.v4_caches import PACKED, announce, check_cache_dtype
 
 _OTHER_FORMAT = "DeepSeek-V4.1 has another cache format"
 _REFUSED = {
@@ -46,9 +47,10 @@ def _checked(model_class: type[Any], name: str) -> type[Any]:
         if refusal is not None:
             remedy = "choose another attention backend"
             raise ValueError(f"tamis does not run {model_class.__name__}: {refusal}; {remedy}")
+        replace_attention()
+        check_cache_dtype(_cache_dtype(vllm_config))
         layers = vllm_config.compilation_config.static_forward_context
         before = set(layers)
-        replace_attention()
         model_class.__init__(self, vllm_config=vllm_config, prefix=prefix)
         check_attention([layer for key, layer in layers.items() if key not in before])
 
@@ -65,6 +67,10 @@ def _parallel_refusal(vllm_config: Any) -> str | None:
     return None
 
 
+def _cache_dtype(vllm_config: Any) -> str:
+    return str(vllm_config.cache_config.cache_dtype)
+
+
 def _chosen(vllm_config: Any) -> bool:
     """Whether tamis was chosen, that is CUSTOM, unless another plugin registered its backend as CUSTOM later."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -74,7 +80,7 @@ def _chosen(vllm_config: Any) -> bool:
 
 
 def replace_attention() -> None:
-    """Make vLLM's function that chooses a V4 layer's class return `TamisV4Attention` if CUSTOM is chosen. May be called
+    """Make vLLM's function that chooses a V4 layer's class return one of `v4_layer` if CUSTOM is chosen. May be called
     repeatedly."""
     from vllm import platforms
 
@@ -92,9 +98,14 @@ def replace_attention() -> None:
     usual = model._select_dsv4_attn_cls
 
     def select(vllm_config: Any) -> type[Any]:
-        from tamis.integrations.vllm.v4_layer import TamisV4Attention
+        from tamis.integrations.vllm.v4_layer import TamisV4Attention, TamisV4PlainAttention
 
-        return TamisV4Attention if _chosen(vllm_config) else usual(vllm_config)
+        if not _chosen(vllm_config):
+            theirs: type[Any] = usual(vllm_config)
+            return theirs
+        dtype = _cache_dtype(vllm_config)
+        announce(dtype)
+        return TamisV4Attention if dtype in PACKED else TamisV4PlainAttention
 
     model._select_dsv4_attn_cls = select
 
@@ -103,12 +114,12 @@ def check_attention(layers: list[Any]) -> None:
     """Raise unless there is V4 attention among these layers, and all of it is tamis'."""
     from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 
-    from tamis.integrations.vllm.v4_layer import TamisV4Attention
+    from tamis.integrations.vllm.v4_layer import TamisV4Attention, TamisV4PlainAttention
 
     found = {type(layer) for layer in layers if isinstance(layer, DeepseekV4Attention)}
-    if found != {TamisV4Attention}:
+    if found not in ({TamisV4Attention}, {TamisV4PlainAttention}):
         built = ", ".join(sorted(kind.__name__ for kind in found)) or "no V4 attention at all"
         raise RuntimeError(
-            f"CUSTOM was chosen, but vLLM built {built} instead of TamisV4Attention alone; "
+            f"CUSTOM was chosen, but vLLM built {built} instead of tamis' attention alone; "
             "this version of vLLM chooses V4 layers in a way that tamis does not know"
         )

@@ -3,8 +3,9 @@
 from importlib import import_module
 from typing import Any
 
-SUPPORTED = ("0.25", "0.32")
+SUPPORTED = tuple(f"0.{minor}" for minor in range(25, 33))
 """The minor versions that the plugin was written for and tested with."""
+_SPAN = f"vLLM {SUPPORTED[0]}.x to {SUPPORTED[-1]}.x"
 REGISTRY = "vllm.v1.attention.backends.registry"
 _NEEDED = {
     REGISTRY: ("AttentionBackendEnum", "register_backend"),
@@ -17,8 +18,7 @@ def version_refusal(version: str) -> str | None:
     """Why this version of vLLM is not supported; None if it is."""
     if any(version == minor or version.startswith(f"{minor}.") for minor in SUPPORTED):
         return None
-    known = " and ".join(f"{minor}.x" for minor in SUPPORTED)
-    return f"tamis supports vLLM {known}, and this is {version}; install one of those"
+    return f"tamis supports {_SPAN}, and this is {version}; install one of those"
 
 
 def plugin_refusal() -> str | None:
@@ -39,20 +39,20 @@ def plugin_refusal() -> str | None:
 
 
 def _unusable(module: str, error: Exception) -> str:
-    known = " or ".join(SUPPORTED)
     if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "vllm":
         reason = f"there is no module {error.name!r}"
     else:
         # vLLM is installed but cannot be imported; its own error says why.
         reason = f"importing {module} failed with {type(error).__name__}: {error}"
-    return f"it needs vLLM {known}, but {reason}; install it with pip install 'tamis[vllm]'"
+    return f"it needs {_SPAN}, but {reason}; install it with pip install 'tamis[vllm]'"
 
 
 def sparse_impl_base() -> type[Any]:
     """The class that a layer's attention must derive from.
 
-    vLLM 0.25 recognises sparse attention by this base class. vLLM 0.32 recognises it by the attribute `is_sparse`, so
-    the base of all latent attention will do. (0.32's own base for sparse backends adds a dense prefill, not used here.)
+    vLLM 0.25 recognises sparse attention by this base class. From 0.26 on it recognises it by the attribute
+    `is_sparse`, so the base of all latent attention will do. (Its own base for sparse backends adds a dense prefill,
+    not used here.)
     """
     from vllm.v1.attention import backend
 
@@ -65,6 +65,17 @@ def divides_prompts() -> bool:
     """Whether this vLLM divides prompts among ranks (prefill context parallelism) in the way that tamis supports."""
     version = str(import_module("vllm.version").__version__)
     return version == "0.32" or version.startswith("0.32.")
+
+
+def keep_prefills_sparse(config: Any) -> None:
+    """Keep a layer from sending short prompts to dense attention, which tamis' attention does not have.
+
+    From vLLM 0.27 on a layer asks its attention (`supports_dense_mha_prefill`), and 0.25 never does this. 0.26 does it
+    without asking, but its configuration has a switch.
+    """
+    base = sparse_impl_base()
+    if hasattr(base, "is_sparse") and not hasattr(base, "supports_dense_mha_prefill"):
+        config.attention_config.sparse_mla_force_mqa = True
 
 
 class _Refusing(type):
