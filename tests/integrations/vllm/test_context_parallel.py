@@ -136,6 +136,15 @@ def test_layers_with_other_rows_are_refused() -> None:
         shards.attend(list(range(20)), common, engine.builder(config(2, 2)))
 
 
+def test_adaptive_verification_of_divided_prompts_is_refused() -> None:
+    """Where prefills are gathered, the host must know which tokens they have."""
+    drafts = SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False, enable_adaptive_verification=True)
+    for decode, prefill in ((2, 1), (1, 2)):
+        engine.builder(config(decode, prefill, speculative=drafts))
+    with pytest.raises(ValueError, match="enable_adaptive_verification must be off where ranks divide prompts"):
+        engine.builder(config(2, 2, speculative=drafts))
+
+
 def test_sinks_of_shared_rows_are_refused() -> None:
     kind = type("Local", (SparseImpl,), {"dcp_world_size": 2})
     with pytest.raises(ValueError, match="attention sinks under decode context parallelism"):
