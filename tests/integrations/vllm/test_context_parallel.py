@@ -129,6 +129,21 @@ def test_a_batch_that_vllm_makes_up_has_one_row_per_request() -> None:
     close(out, engine.dense_fp64(shards.step)[0], BF16)
 
 
+@pytest.mark.parametrize("gap", [0, 4, 8])
+def test_pages_of_an_engine_may_have_gaps(gap: int) -> None:
+    """Pages that lie between those of other layers are copied in large pieces only if they are aligned."""
+    shards = Shards([200], [20], 1, "fp8_ds_mla")
+    size = PAGE * 656
+    for rank, storage in enumerate(shards.storages):
+        room = torch.zeros(len(storage), size + gap, dtype=torch.uint8)
+        room[:, :size] = storage.flatten(1)
+        shards.storages[rank] = room[:, :size].unflatten(1, (PAGE, 656))
+    common = engine.common([200], [20], shards.table, torch.full((20,), -1))
+    builder = engine.builder(config(2, 2, cache_dtype="fp8_ds_mla"))
+    out, _, _ = shards.attend(list(range(20)), common, builder)
+    close(out, engine.dense_fp64(shards.step)[0], BF16)
+
+
 def test_layers_with_other_rows_are_refused() -> None:
     shards = Shards([200], [20], 1, "fp8_ds_mla")
     common = engine.common([200], [20], shards.table, torch.full((20,), -1))
