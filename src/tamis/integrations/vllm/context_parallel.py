@@ -95,12 +95,20 @@ class GatheredPrefills:
         if cache.layout.row_bytes != rooms.mine.shape[2]:
             expected = f"of rows with {rooms.mine.shape[2]} bytes, as --kv-cache-dtype says"
             raise checks.refuse("kv_cache", expected, cache.layout.row_bytes, "use one cache dtype for all layers")
+        stored = _words(cache.storage)
         for chunk in self.chunks:
             count = len(chunk.pages)
             mine, every = rooms.mine[:count], rooms.every[: count * rooms.ranks]
-            torch.index_select(cache.storage.view(torch.uint8), 0, chunk.pages, out=mine)
+            torch.index_select(stored, 0, chunk.pages, out=mine.flatten(1).view(stored.dtype))
             gather(every, mine)
             yield chunk, PagedCache.wrap(every.view(cache.storage.dtype), cache.layout, scale=cache.scale)
+
+
+def _words(pages: Tensor) -> Tensor:
+    """Pages as rows of eight-byte numbers, which a GPU copies faster than bytes; as bytes if they are not aligned."""
+    flat = pages.view(torch.uint8).flatten(1)
+    aligned = not (flat.shape[1] % 8 or flat.stride(0) % 8 or flat.storage_offset() % 8)
+    return flat.view(torch.int64) if aligned else flat
 
 
 def attend_gathered(

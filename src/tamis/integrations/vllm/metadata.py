@@ -254,6 +254,10 @@ class SparseMetadataBuilder:
         if self.device_lengths and mode == "separate":
             remedy = "the host does not know which tokens to gather for"
             raise checks.refuse("mode", "'mixed' with adaptive verification", repr(mode), remedy)
+        if self.device_lengths and self.ranks.gather_prefills:
+            expected = "off where ranks divide prompts and share rows (PCP with DCP)"
+            remedy = "the host does not know which tokens to gather for"
+            raise checks.refuse("enable_adaptive_verification", expected, True, remedy)
         if mode == "auto" and (ranks > 1 or self.device_lengths or not self.use_fp8_kv_cache):
             mode = "mixed"
         dims = self.mla_dims
