@@ -9,12 +9,14 @@ The cores of a shared host differ in speed by up to 1.7, and small models are bo
 same few cores in a turn, each alone, and other ones in the next turn.
 """
 
+import fcntl
 import json
 import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,18 +69,20 @@ class Race:
                 except ProcessLookupError:  # a thread may end at any time
                     continue
 
-    def run(self) -> dict[str, dict[str, Any]]:
-        """The results of the engines that succeeded, by name."""
+    def run(self, lock: Path | None = None) -> dict[str, dict[str, Any]]:
+        """The results of the engines that succeeded, by name. Races with the same lock start their engines side by side
+        and take their turns one after the other."""
         began = time.monotonic()
         alive = [name for name in self.processes if self.wait(name, "ready")]
         spent = time.monotonic() - began
         print(f"{len(alive)} of {len(self.processes)} engines ready after {spent:.0f} s", flush=True)
-        for turn in range(self.turns):
-            for name in list(alive if turn % 2 == 0 else reversed(alive)):
-                self.place(name, turn)
-                (self.folder / f"{name}.go{turn}").touch()
-                if not self.wait(name, f"done{turn}"):
-                    alive.remove(name)
+        with alone(lock):
+            for turn in range(self.turns):
+                for name in list(alive if turn % 2 == 0 else reversed(alive)):
+                    self.place(name, turn)
+                    (self.folder / f"{name}.go{turn}").touch()
+                    if not self.wait(name, f"done{turn}"):
+                        alive.remove(name)
         results = {
             name: json.loads((self.folder / f"{name}.json").read_text()) for name in alive if self.wait(name, "json")
         }
@@ -92,6 +96,17 @@ class Race:
                 lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
                 print(f"--- {name} did not get through; the end of its log:", *lines[-TAIL:], sep="\n", flush=True)
         return results
+
+
+@contextmanager
+def alone(lock: Path | None) -> Iterator[None]:
+    """The block in which no other holder of the lock takes turns."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def split_cores(cores: Sequence[int], turn: int) -> tuple[set[int], set[int]]:

@@ -274,6 +274,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs and tokens")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS, help="run these models only")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="run these engines; plain always runs")
+    parser.add_argument("--attentions", nargs="*", default=["own", "tamis"], help="run these attentions only")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which running engines are stopped")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -283,7 +284,8 @@ def main() -> int:
         serve(engine, options.model, options.folder)
         return 0
     kinds = {"plain", *options.kinds}
-    engines = [engine for engine in ENGINES if engine.model in options.models and engine.kind in kinds]
+    chosen = [engine for engine in ENGINES if engine.model in options.models and engine.kind in kinds]
+    engines = [engine for engine in chosen if engine.attention in options.attentions]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         write_entry_point(folder / "site")

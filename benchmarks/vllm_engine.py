@@ -157,6 +157,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs and tokens")
     parser.add_argument("--rounds", type=int, default=TURNS, help="timed turns of each engine; the median counts")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which running engines are stopped")
+    parser.add_argument("--lock", type=Path, help="take turns only while holding this file, which other races share")
     parser.add_argument("--only", nargs="*", choices=ENGINES, help="run these engines only")
     parser.add_argument("--serial", action="store_true", help="start one engine after the other, if memory is short")
     parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
@@ -178,7 +179,7 @@ def main() -> int:
         }
         results: dict[str, dict[str, Any]] = {}
         for group in [{name: process} for name, process in processes.items()] if options.serial else [processes]:
-            results |= Race(group, folder, options.rounds, options.limit).run()
+            results |= Race(group, folder, options.rounds, options.limit).run(options.lock)
         keep_logs(folder, options.logs)
     write_rows(options.out / "h200_vllm.csv", rows(results, versions()))
     for mode in MODES:

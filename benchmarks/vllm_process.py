@@ -26,7 +26,11 @@ def write_entry_point(folder: Path) -> None:
 
 
 def child_environment(number: int, folder: Path) -> dict[str, str]:
-    """The environment of the engine with this number. `folder` holds the entry point under `site`."""
+    """The environment of the engine with this number. `folder` holds the entry point under `site`.
+
+    Scripts that run side by side need ports of their own (`VLLM_PORT`), and may share what DeepGEMM compiles
+    (`DG_JIT_CACHE_DIR`).
+    """
     cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     settings = {
         "VLLM_PLUGINS": "tamis",
@@ -36,7 +40,7 @@ def child_environment(number: int, folder: Path) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
-        "VLLM_PORT": str(21000 + 200 * number),
+        "VLLM_PORT": str(int(os.environ.get("VLLM_PORT", "21000")) + 200 * number),
         "VLLM_CACHE_ROOT": str(folder / f"cache{number}"),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -47,7 +51,7 @@ def child_environment(number: int, folder: Path) -> dict[str, str]:
         "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
         # DeepGEMM compiles its kernels with nvcc at the first call; all engines share them.
         "CUDA_HOME": cuda,
-        "DG_JIT_CACHE_DIR": str(folder / "deep_gemm"),
+        "DG_JIT_CACHE_DIR": os.environ.get("DG_JIT_CACHE_DIR", str(folder / "deep_gemm")),
         "PATH": f"{cuda}/bin:{os.environ.get('PATH', '')}",
         "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
     }

@@ -305,6 +305,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=TURNS, help="timed turns of each engine; the median counts")
     parser.add_argument("--check-limit", type=float, default=300.0, help="seconds after which check is stopped")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds after which the race is stopped")
+    parser.add_argument("--lock", type=Path, help="take turns only while holding this file, which other races share")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -328,7 +329,7 @@ def main() -> int:
             write_rows(options.out / "h200_vllm_v4_check.csv", check_rows(found, about))
             conditions += check_conditions(found, checks)
         if race:
-            found = racing.run()
+            found = racing.run(options.lock)
             write_rows(options.out / "h200_vllm_v4.csv", race_rows(found, about))
             print(*floors(found, options.heads), sep="\n", flush=True)
             conditions += race_conditions(found, options.heads)

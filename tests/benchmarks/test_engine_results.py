@@ -1,6 +1,7 @@
 """Medians with spread, comparisons of tokens and conditions, which all engine benchmarks share."""
 
 import csv
+import fcntl
 import importlib
 import json
 import os
@@ -164,3 +165,12 @@ def test_the_median_batch_of_a_turn_counts() -> None:
     runs = iter([(5.0, "a"), (1.0, "b"), (2.0, "c")])
     assert race.median_batch(lambda: next(runs), "graph") == (2.0, "c")
     assert race.median_batch(lambda: (3.0, "d"), "eager") == (3.0, "d")
+
+
+def test_races_with_one_lock_take_turns_one_after_the_other(tmp_path: Path) -> None:
+    race = importlib.import_module("engine_race")
+    lock = tmp_path / "lock"
+    with race.alone(lock), lock.open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with race.alone(lock), race.alone(None):
+        pass
