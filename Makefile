@@ -5,9 +5,15 @@ STAMP := .venv/.installed
 VLLM_BIN := .venv-vllm/bin
 VLLM_STAMP := .venv-vllm/.installed
 VLLM_INSTALLED := $(shell sed -n 's/^vllm==//p' constraints-vllm.txt)
+# The version in constraints-sglang.txt; another one has an environment beside it: make test-sglang SGLANG=0.5.17.
+SGLANG_PINNED := $(shell sed -n 's/^sglang==//p' constraints-sglang.txt)
+SGLANG ?= $(SGLANG_PINNED)
+SGLANG_VENV := .venv-sglang$(if $(filter-out $(SGLANG_PINNED),$(SGLANG)),-$(SGLANG))
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-numerics test-settings test-vllm test-vllm-releases vllm-environment check lint style types docs pytest browser generate lock wheel check-wheel bench soak clean
+.PHONY: setup run test test-numerics test-settings test-vllm test-vllm-releases vllm-environment test-sglang sglang-environment check lint style types docs pytest browser generate lock wheel check-wheel bench soak clean
 
 setup: $(STAMP)
 
@@ -131,6 +137,20 @@ $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $(VLLM_STAMP)
 
+# The plugin inside the real SGLang, in an environment of its own for the same reason.
+test-sglang: sglang-environment
+	$(SGLANG_BIN)/pytest tests/real_sglang
+
+sglang-environment: $(SGLANG_STAMP)
+
+$(SGLANG_STAMP): pyproject.toml constraints-sglang.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints-sglang.txt torch
+	sed 's/^sglang==.*/sglang==$(SGLANG)/' constraints-sglang.txt > $(SGLANG_VENV)/packages.txt
+	$(SGLANG_BIN)/pip install --quiet --no-compile --disable-pip-version-check --no-deps -r $(SGLANG_VENV)/packages.txt
+	$(SGLANG_BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $(SGLANG_STAMP)
+
 # What CI does for minutes, for as long as it takes: 10^5 fuzzed calls, 10^6 tokens through the storms, 10^4 steps in flat
 # memory, and every program of the portable kernels compiled for every GPU.
 soak: setup
@@ -141,4 +161,4 @@ bench: setup
 	$(BIN)/python benchmarks/cpu_step.py
 
 clean:
-	rm -rf .venv .venv-vllm build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-sglang* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

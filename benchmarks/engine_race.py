@@ -4,9 +4,14 @@ The script that starts a `Race` is also what each process runs: with `serve_name
 `take_turns` a function that generates once. The two sides know each other by empty files: an engine writes `ready`,
 and `done` after every turn; the race writes `go` when it is that engine's turn. Nothing else uses the GPU while one
 engine is timed. Odd turns run in the opposite order, so that no engine always follows the same one.
+
+The cores of a shared host differ in speed by up to 1.7, and small models are bound by the host. So all engines have the
+same few cores in a turn, each alone, and other ones in the next turn.
 """
 
 import json
+import os
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +21,10 @@ from typing import Any
 
 TAIL = 40
 """How many lines of a failed engine's log are printed."""
+BATCHES = {"eager": 1, "graph": 3}
+"""How many batches an engine generates in a turn, of which the median counts: those with graphs are short."""
+CORES = 4
+"""How many cores an engine has to itself in its turn."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,16 @@ class Race:
             time.sleep(0.01)
         return True
 
+    def place(self, active: str, turn: int) -> None:
+        """Give the engine whose turn it is some cores, and all other engines the rest."""
+        busy, rest = split_cores(sorted(os.sched_getaffinity(0)), turn)
+        for name, process in self.processes.items():
+            for thread in threads_of(process.pid):
+                try:
+                    os.sched_setaffinity(thread, busy if name == active else rest)
+                except ProcessLookupError:  # a thread may end at any time
+                    continue
+
     def run(self) -> dict[str, dict[str, Any]]:
         """The results of the engines that succeeded, by name."""
         began = time.monotonic()
@@ -56,6 +75,7 @@ class Race:
         print(f"{len(alive)} of {len(self.processes)} engines ready after {spent:.0f} s", flush=True)
         for turn in range(self.turns):
             for name in list(alive if turn % 2 == 0 else reversed(alive)):
+                self.place(name, turn)
                 (self.folder / f"{name}.go{turn}").touch()
                 if not self.wait(name, f"done{turn}"):
                     alive.remove(name)
@@ -72,6 +92,36 @@ class Race:
                 lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
                 print(f"--- {name} did not get through; the end of its log:", *lines[-TAIL:], sep="\n", flush=True)
         return results
+
+
+def split_cores(cores: Sequence[int], turn: int) -> tuple[set[int], set[int]]:
+    """The cores of the active engine in a turn, and those of all others. Few cores are not divided."""
+    groups = len(cores) // CORES
+    if groups < 2:
+        return set(cores), set(cores)
+    first = turn % groups * CORES
+    busy = set(cores[first : first + CORES])
+    return busy, set(cores) - busy
+
+
+def threads_of(process: int) -> list[int]:
+    """The threads of a process and of all processes that it has started."""
+    found = []
+    for folder in Path("/proc").glob(f"{process}/task/[0-9]*"):
+        found.append(int(folder.name))
+        try:
+            children = (folder / "children").read_text().split()
+        except OSError:  # the thread has just ended
+            continue
+        for child in children:
+            found += threads_of(int(child))
+    return found
+
+
+def median_batch(once: Callable[[], tuple[float, Any]], mode: str) -> tuple[float, Any]:
+    """The median of the seconds of a turn's batches, and the outputs of the last."""
+    runs = [once() for _ in range(BATCHES[mode])]
+    return statistics.median(seconds for seconds, _ in runs), runs[-1][1]
 
 
 def take_turns(name: str, folder: Path, turns: int, once: Callable[[], Any]) -> list[Any]:

@@ -123,15 +123,16 @@ def first_differences(left: Result, right: Result) -> str:
     return ", ".join(found)
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
-    """Write rows that all have the same columns, and print them."""
+def write_rows(path: Path, rows: Sequence[Mapping[str, str]], echo: bool = True) -> None:
+    """Write rows that all have the same columns, and print them unless told otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if rows:
         with path.open("w", newline="") as file:
             table = csv.DictWriter(file, list(rows[0]))
             table.writeheader()
             table.writerows(rows)
-        print(path.read_text(), flush=True)
+        if echo:
+            print(path.read_text(), flush=True)
 
 
 def text(value: float | None) -> str:

@@ -19,10 +19,11 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine_race import Process, Race, take_turns, write_result
+from engine_race import Process, Race, median_batch, take_turns, write_result
 from engine_results import (
     TURNS,
     Condition,
@@ -98,7 +99,8 @@ def serve(engine: Engine, model: Path, folder: Path, turns: int) -> None:
         raise SystemExit("error: no layer runs on tamis")
     requests = prompts(config.model_config.get_vocab_size())
     timed(llm, requests, NEW_TOKENS)
-    runs = take_turns(engine.name, folder, turns, lambda: timed(llm, requests, NEW_TOKENS))
+    once = partial(timed, llm, requests, NEW_TOKENS)
+    runs = take_turns(engine.name, folder, turns, partial(median_batch, once, engine.mode))
     facts = {"seconds": [seconds for seconds, _ in runs], "start_seconds": start_seconds, "layers": used}
     write_result(engine.name, folder, answers(runs[-1][1]) | facts)
 

@@ -20,11 +20,12 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_race import Process, Race, take_turns, write_result
+from engine_race import Process, Race, median_batch, take_turns, write_result
 from engine_results import (
     TURNS,
     Condition,
@@ -47,7 +48,7 @@ NEW_TOKENS = 32
 PROMPTS = {"short": (8, 1500, 3000), "long": (2, 16500, 18000)}
 """How many prompts of which lengths, by name."""
 MODES = ("eager", "graph")
-CACHES = {"bf16": "bfloat16", "fp8": "fp8"}
+CACHES = {"bf16": "bfloat16", "fp8": "fp8_e4m3"}
 """vLLM's cache dtype of engines with tamis that are named after their plain rows; all others have packed rows."""
 EXACT = "exact"
 """Ends the names of those whose attention is compared with float64."""
@@ -163,7 +164,7 @@ def serve(engine: Engine, model: Path, folder: Path, turns: int) -> None:
     def once() -> dict[str, tuple[float, dict[str, Any]]]:
         found = {}
         for name, batch in sets.items():
-            seconds, outputs = timed(llm, batch, NEW_TOKENS)
+            seconds, outputs = median_batch(partial(timed, llm, batch, NEW_TOKENS), engine.mode)
             found[name] = seconds, answers(outputs)
             if check is not None:
                 check.after_replay(len(batch))

@@ -3,7 +3,10 @@
 import csv
 import importlib
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -121,3 +124,43 @@ def test_a_race_stops_at_its_limit(tmp_path: Path) -> None:
     race = importlib.import_module("engine_race")
     slow = race.Process([sys.executable, "-c", "import time; time.sleep(60)"], {})
     assert race.Race({"slow": slow}, tmp_path, 1, 0.2).run() == {}
+
+
+def test_cores_of_a_turn() -> None:
+    race = importlib.import_module("engine_race")
+    assert race.split_cores(range(16), 0) == ({0, 1, 2, 3}, set(range(4, 16)))
+    assert race.split_cores(range(16), 5) == ({4, 5, 6, 7}, {*range(4), *range(8, 16)})
+    assert race.split_cores([2, 3, 5], 1) == ({2, 3, 5}, {2, 3, 5})
+
+
+def test_the_active_engine_has_its_cores_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    race = importlib.import_module("engine_race")
+    # An engine that starts a process of its own, which must move with it.
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    processes = {name: race.Process([sys.executable, "-c", code], {}) for name in ("one", "two")}
+    run = race.Race(processes, tmp_path, 1, 60.0)
+    try:
+        deadline = time.monotonic() + 30
+        while min(len(race.threads_of(process.pid)) for process in run.processes.values()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        placed: dict[int, set[int]] = {}
+        monkeypatch.setattr(race.os, "sched_getaffinity", lambda _: set(range(8)))
+        monkeypatch.setattr(race.os, "sched_setaffinity", placed.__setitem__)
+        run.place("two", 1)
+        for name, cores in (("one", {0, 1, 2, 3}), ("two", {4, 5, 6, 7})):
+            threads = race.threads_of(run.processes[name].pid)
+            assert len(threads) >= 2
+            assert all(placed[thread] == cores for thread in threads)
+    finally:
+        for process in run.processes.values():
+            for thread in reversed(race.threads_of(process.pid)):
+                os.kill(thread, signal.SIGKILL)
+            process.wait()
+
+
+def test_the_median_batch_of_a_turn_counts() -> None:
+    race = importlib.import_module("engine_race")
+    runs = iter([(5.0, "a"), (1.0, "b"), (2.0, "c")])
+    assert race.median_batch(lambda: next(runs), "graph") == (2.0, "c")
+    assert race.median_batch(lambda: (3.0, "d"), "eager") == (3.0, "d")

@@ -35,9 +35,9 @@ def test_engines_have_the_cache_of_their_name(script: ModuleType) -> None:
         "check": ("fp8_ds_mla", False),
         "tamis": ("fp8_ds_mla", True),
         "bf16": ("bfloat16", True),
-        "fp8": ("fp8", True),
+        "fp8": ("fp8_e4m3", True),
         "bf16exact": ("bfloat16", True),
-        "fp8exact": ("fp8", True),
+        "fp8exact": ("fp8_e4m3", True),
     }
     options = importlib.import_module("vllm_v4_engine").engine_options
     for attention, (cache, custom) in known.items():

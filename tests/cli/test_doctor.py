@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -133,12 +134,16 @@ def test_the_lowest_versions_are_those_of_the_package() -> None:
 
 
 def _vllm(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package named vllm on the path of this process and of its child processes."""
-    (folder / "vllm").mkdir()
-    (folder / "vllm" / "__init__.py").write_text(
+    _package(folder, "vllm", source, monkeypatch)
+
+
+def _package(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package on the path of this process and of its child processes, with this module `version`."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(
         "import sys\nprint('a line of its own')\nassert sys.stdin.read() == ''\n"
     )
-    (folder / "vllm" / "version.py").write_text(source)
+    (folder / name / "version.py").write_text(source)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
 
@@ -174,8 +179,75 @@ def test_vllm_is_judged_as_the_plugin_judges_it(
 
 def test_a_vllm_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _vllm(tmp_path, "import threading; threading.Event().wait()", monkeypatch)
-    monkeypatch.setattr(doctor, "VLLM_SECONDS", 1)
-    assert doctor.judge_vllm(*doctor._import_vllm()).state == "broken"
+    monkeypatch.setattr(doctor, "ENGINE_SECONDS", 1)
+    assert doctor.judge_vllm(*doctor._import_engine("vllm")).state == "broken"
+
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that installs a package sglang, and gives what doctor finds about it."""
+
+    def found(source: str, entry: str | None = doctor.SGLANG_PLUGIN, plugins: str | None = None) -> dict[str, Any]:
+        _package(tmp_path, "sglang", source, monkeypatch)
+        points = metadata.EntryPoints([metadata.EntryPoint("other", "other:plugin", doctor.SGLANG_GROUP)])
+        if entry is not None:
+            points = metadata.EntryPoints([*points, metadata.EntryPoint("tamis", entry, doctor.SGLANG_GROUP)])
+        monkeypatch.setattr(metadata, "entry_points", lambda **wanted: points.select(**wanted))
+        monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+        if plugins is not None:
+            monkeypatch.setenv("SGLANG_PLUGINS", plugins)
+        return {finding.name: finding for finding in doctor._packages()}
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "version", "state", "words"),
+    [
+        ("__version__ = '0.5.17'", "0.5.17", "ok", ""),
+        ("__version__ = '0.5.23.post1'", "0.5.23.post1", "ok", ""),
+        ("__version__ = '0.5.20'", "0.5.20", "refused", "tamis supports SGLang 0.5.17 and 0.5.23, and this is 0.5.20"),
+        ("raise ImportError('no libcuda')", "-", "broken", "ImportError: no libcuda"),
+    ],
+)
+def test_sglang_is_judged_as_the_plugin_judges_it(
+    sglang: Any, source: str, version: str, state: str, words: str
+) -> None:
+    told = sglang(source)["sglang"]
+    assert (told.found, told.state) == (version, state)
+    assert words in told.advice
+
+
+@pytest.mark.parametrize(
+    ("entry", "plugins", "state", "words"),
+    [
+        (doctor.SGLANG_PLUGIN, None, "ok", ""),
+        (doctor.SGLANG_PLUGIN, "", "ok", ""),
+        (doctor.SGLANG_PLUGIN, "other, tamis", "ok", ""),
+        (doctor.SGLANG_PLUGIN, "other, more", "left out", "SGLANG_PLUGINS=other,more leaves tamis out"),
+        (None, None, "missing", "SGLang would not find tamis"),
+        ("tamis.elsewhere:register", None, "missing", "or again if it is an older one"),
+    ],
+)
+def test_whether_sglang_would_find_the_plugin(
+    sglang: Any, entry: str | None, plugins: str | None, state: str, words: str
+) -> None:
+    told = sglang("__version__ = '0.5.23'", entry, plugins)["SGLang plugin"]
+    assert told.state == state
+    assert words in told.advice
+
+
+def test_without_sglang_nothing_is_said_about_its_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {finding.name: finding for finding in doctor._packages()}
+    assert found["sglang"].state == "missing"
+    assert "pip install 'tamis[sglang]'" in found["sglang"].advice
+    assert "SGLang plugin" not in found
+
+
+def test_the_entry_point_of_the_package_is_the_one_that_is_looked_for() -> None:
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        points = tomllib.load(file)["project"]["entry-points"]
+    assert points[doctor.SGLANG_GROUP] == {"tamis": doctor.SGLANG_PLUGIN}
 
 
 def test_a_place_where_kernels_cannot_be_kept_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,15 @@ from vllm.models.deepseek_v4.nvidia import flashinfer_sparse, model
 from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLAMetadata
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 from tamis.integrations.vllm import v4_layer, v4_plugin
 from tamis.integrations.vllm.v4_caches import _COMPRESSOR, _WRITERS
+from tamis.integrations.vllm.v4_formats import wrap
 from tamis.integrations.vllm.v4_layer import TamisV4Attention, TamisV4PlainAttention
 
 Built = Callable[..., AbstractContextManager[tuple[Any, dict[int, Any]]]]
-KIND_OF = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
+KIND_OF = {"auto": "bf16", "bfloat16": "bf16", "fp8_e4m3": "fp8"}
 
 
 def rotated(rows: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
@@ -90,12 +92,12 @@ def built(monkeypatch: pytest.MonkeyPatch, hopper: type[Any], tmp_path: Path) ->
     return lambda dtype, **options: built_layers(dtype, hopper, monkeypatch, tmp_path, **options)
 
 
-@pytest.mark.parametrize("dtype", [*KIND_OF, "fp8_ds_mla"])
+@pytest.mark.parametrize("dtype", [*KIND_OF, "fp8", "fp8_ds_mla"])
 def test_the_layer_follows_from_the_cache_dtype(built: Built, dtype: str) -> None:
     """Specs of plain rows are those of vLLM's FlashInfer layer: 512 numbers a row, pages aligned to 512 bytes."""
     with built(dtype) as (config, layers):
-        held = torch.uint8 if dtype == "fp8_ds_mla" else ROW_DTYPES[KIND_OF[dtype]]
-        kind = TamisV4Attention if dtype == "fp8_ds_mla" else TamisV4PlainAttention
+        held = ROW_DTYPES[KIND_OF[dtype]] if dtype in KIND_OF else torch.uint8
+        kind = TamisV4PlainAttention if dtype in KIND_OF else TamisV4Attention
         v4_plugin.check_attention(list(layers.values()))
         for ratio, layer in layers.items():
             assert type(layer) is kind
@@ -104,7 +106,7 @@ def test_the_layer_follows_from_the_cache_dtype(built: Built, dtype: str) -> Non
             window, entries = layer.swa_cache_layer.get_kv_cache_spec(config), layer.get_kv_cache_spec(config)
             assert (window.dtype, window.block_size) == (held, v4.WINDOW_PAGE)
             assert (entries is None) == (ratio == 1)
-            if dtype == "fp8_ds_mla":
+            if dtype not in KIND_OF:
                 continue
             row = 512 * held.itemsize
             assert window.page_size_bytes == v4.WINDOW_PAGE * row
@@ -115,11 +117,42 @@ def test_the_layer_follows_from_the_cache_dtype(built: Built, dtype: str) -> Non
                 assert entries.page_size_bytes == v4.PAGE // ratio * row
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
+def test_pages_lie_where_vllms_cache_manager_puts_them(built: Built, dtype: str) -> None:
+    """Its pages hold several layers side by side, so that a layer's rows have gaps between their pages."""
+    with built(dtype) as (config, layers):
+        if hasattr(config.cache_config, "kv_cache_layout"):
+            config.cache_config.kv_cache_layout = "BLHNC"
+        known = config.compilation_config.static_forward_context
+        specs = {name: spec for name, layer in known.items() if (spec := layer.get_kv_cache_spec(config)) is not None}
+        found = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), 2**22)
+        placed = {
+            name: (tensor.offset, tensor.block_stride)
+            for tensor in found.kv_cache_tensors
+            for name in getattr(tensor, "layers", None) or tensor.shared_by
+        }
+        held = ROW_DTYPES[KIND_OF[dtype]]
+        for ratio, layer in layers.items():
+            for name, rows in ((layer.swa_cache_layer.prefix, v4.WINDOW_PAGE), (layer.prefix, v4.PAGE // ratio)):
+                if name not in placed:
+                    assert (name, ratio) == (layer.prefix, 1)
+                    continue
+                offset, stride = (size // held.itemsize for size in placed[name])
+                memory = torch.zeros(found.num_blocks * stride, dtype=torch.uint8).to(held)
+                storage = memory.as_strided((found.num_blocks, rows, 512), (stride, 512, 1), offset)
+                cache = wrap(name, storage, layer)
+                assert cache.page_stride == placed[name][1]
+                assert cache.page_stride % 16 == placed[name][0] % 16 == 0, "as our kernels for Hopper load rows"
+
+
 def bind(layer: Any, step: PlainStep, ratio: int) -> None:
     """Give a layer the step's caches, as vLLM's runner does."""
-    pages = layer.swa_cache_layer
-    for owner, cache in ((pages, step.window), (layer, step.entries.get(ratio))):
-        if cache is not None:
+    for owner, cache in ((layer.swa_cache_layer, step.window), (layer, step.entries.get(ratio))):
+        if cache is None:
+            continue
+        if hasattr(owner, "bind_kv_cache"):
+            owner.bind_kv_cache(cache.storage.unsqueeze(1))
+        else:
             owner.kv_cache = cache.storage
     layer.topk_indices_buffer[: len(step.chosen)] = step.chosen
     layer.attn_sink.data.copy_(step.sink)
@@ -127,7 +160,7 @@ def bind(layer: Any, step: PlainStep, ratio: int) -> None:
 
 @pytest.mark.parametrize("ratio", v4.RATIOS)
 @pytest.mark.parametrize("shape", v4.SHAPES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
 def test_a_step_of_vllms_layer(
     built: Built, dtype: str, shape: str, ratio: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +200,7 @@ def test_a_step_of_vllms_layer(
 def test_outputs_are_bf16_at_any_number_of_heads(built: Built, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's FlashInfer layer may have the kernel quantise the output of 128 heads; ours never does."""
     monkeypatch.setattr(flashinfer_sparse, "rope_quant_unsupported_reason", lambda _: None, raising=False)
-    with built("fp8", heads=heads) as (_, layers):
+    with built("fp8_e4m3", heads=heads) as (_, layers):
         layer = layers[1]
         assert layer.padded_heads == heads
         hidden = torch.zeros(2, 8, dtype=torch.bfloat16)
@@ -175,7 +208,7 @@ def test_outputs_are_bf16_at_any_number_of_heads(built: Built, heads: int, monke
         assert output is None or (output.dtype, output.shape) == (torch.bfloat16, (2, heads, 512))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
 def test_the_compressor_stores_what_the_layer_holds(built: Built, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's compressor asks the layer for its cache and its scale."""
     asked: dict[str, Any] = {}
@@ -201,7 +234,7 @@ def test_the_compressor_stores_what_the_layer_holds(built: Built, dtype: str, mo
         monkeypatch.setattr(engine_compressor, "get_forward_context", lambda: context)
         layer.compressor(torch.zeros(1, 2048), step.positions(), layer.rotary_emb)
         assert asked["kv_cache"] is layer.kv_cache
-        assert (asked["store_full_kv"], asked["store_full_fp8"]) == (True, dtype == "fp8")
+        assert (asked["store_full_kv"], asked["store_full_fp8"]) == (True, dtype == "fp8_e4m3")
         scale = asked["fp8_scale"]
         assert scale is None if dtype == "bfloat16" else scale.tolist() == [1.0]
 
@@ -221,14 +254,14 @@ def test_a_model_is_refused_where_vllm_cannot_write_its_cache(monkeypatch: pytes
         v4_plugin._checked(Model, "Model")(vllm_config=config)
         return type(config.compilation_config.static_forward_context["layers.0.attn"])
 
-    assert start("auto") is start("fp8") is TamisV4PlainAttention
-    assert start("fp8_ds_mla") is TamisV4Attention
+    assert start("auto") is start("fp8_e4m3") is TamisV4PlainAttention
+    assert start("fp8") is start("fp8_ds_mla") is TamisV4Attention
     with pytest.raises(ValueError, match=r"kv_cache_dtype must be one of .*, got fp8_e5m2"):
         start("fp8_e5m2")
     monkeypatch.delattr(torch.ops._C, _WRITERS["bf16"])
     with pytest.raises(ValueError, match="bfloat16 needs rows in bf16, which this vLLM cannot write"):
         start("bfloat16")
-    assert start("fp8") is TamisV4PlainAttention
+    assert start("fp8_e4m3") is TamisV4PlainAttention
     monkeypatch.delitem(sys.modules, _COMPRESSOR)
     with pytest.raises(ValueError, match="cutedsl failed with ModuleNotFoundError"):
-        start("fp8")
+        start("fp8_e4m3")

@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import json
+import os
 import platform
 import re
 import subprocess
@@ -20,8 +21,9 @@ from tamis.cli.table import render_table
 
 DETAILS = """\
 Reports Python, torch, Triton, the GPU and its driver, optional packages, and which backend would run a DeepSeek-V3.2
-layer and a DeepSeek-V4 layer here, with every reason against the others. vLLM is imported, in a process of its own, and
-judged as the plugin would judge it. Nothing is changed or fetched.
+layer and a DeepSeek-V4 layer here, with every reason against the others. vLLM and SGLang are imported, each in a
+process of its own, and judged as the plugins would judge them; for SGLang, also whether it would load the plugin.
+Nothing is changed or fetched.
 
 Exits with 1 if something required is missing or too old, if no backend can run those layers, or if the machine has a
 GPU that torch cannot use. Optional packages that are missing are named with what they are for."""
@@ -36,12 +38,20 @@ PURPOSES = {
     "triton": ("for GPUs", "portable kernels"),
     "transformers": ("optional", "Hugging Face models, `tamis generate`, `tamis inspect`"),
     "vllm": ("optional", "serving with vLLM"),
+    "sglang": ("optional", "serving with SGLang"),
     "matplotlib": ("optional", "`tamis bench --report`"),
 }
 """Packages, whether they are required, and their purpose."""
 
-EXTRAS = {"transformers": "tamis[transformers]", "vllm": "tamis[vllm]", "matplotlib": "tamis[report]"}
-VLLM_SECONDS = 120
+EXTRAS = {
+    "transformers": "tamis[transformers]",
+    "vllm": "tamis[vllm]",
+    "sglang": "tamis[sglang]",
+    "matplotlib": "tamis[report]",
+}
+ENGINE_SECONDS = 120
+SGLANG_GROUP, SGLANG_PLUGIN = "sglang.srt.plugins", "tamis.integrations.sglang:register"
+"""The group of entry points in which SGLang looks for plugins, and ours."""
 LAYERS = {"DeepSeek-V3.2": (128, "v32-fp8", 2048), "DeepSeek-V4": (64, "v4-fp8", 512)}
 """Heads, cache format and top-k of the layers whose backend is shown."""
 
@@ -54,7 +64,7 @@ class Finding:
     found: str
     """A version or a description; "-" if nothing was found."""
     state: str
-    """ok; missing, too old, refused, broken or not kept for optional things; WRONG for required things,
+    """ok; missing, too old, refused, broken, left out or not kept for optional things; WRONG for required things,
     and for those that are present but unusable."""
     advice: str = ""
     """Its purpose and what to do, if something should be done."""
@@ -142,8 +152,9 @@ def _packages() -> list[Finding]:
     for name, (need, purpose) in PURPOSES.items():
         if name == "triton" and sys.platform != "linux":
             continue
-        if name == "vllm" and find_spec("vllm") is not None:
-            found.append(judge_vllm(*_import_vllm()))
+        if name in ("vllm", "sglang") and find_spec(name) is not None:
+            told = _import_engine(name)
+            found += [judge_vllm(*told)] if name == "vllm" else [judge_sglang(*told), _sglang_plugin()]
             continue
         try:
             version = metadata.version(name)
@@ -167,20 +178,20 @@ def judge_version(
     return Finding(name, version, "ok")
 
 
-def _import_vllm() -> tuple[str | None, str]:
-    """The version that vLLM reports when it is imported, or None, and the error.
+def _import_engine(package: str) -> tuple[str | None, str]:
+    """The version that an engine reports when it is imported, or None, and the error.
 
-    Package metadata may belong to another installation, or to one that cannot be imported. vLLM is imported in a
+    Package metadata may belong to another installation, or to one that cannot be imported. The engine is imported in a
     separate process, since it loads libraries that may crash and affects later imports.
     """
-    command = [sys.executable, "-c", "from vllm.version import __version__; print('vLLM is', __version__)"]
+    command = [sys.executable, "-c", f"from {package}.version import __version__; print('the engine is', __version__)"]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=VLLM_SECONDS, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ENGINE_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, str(error)
-    told = re.search(r"^vLLM is (\S+)$", done.stdout, flags=re.M)
+    told = re.search(r"^the engine is (\S+)$", done.stdout, flags=re.M)
     if told is not None and done.returncode == 0:
         return told[1], ""
     return None, (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
@@ -196,6 +207,31 @@ def judge_vllm(version: str | None, error: str) -> Finding:
     if refusal is not None:
         return Finding("vllm", version, "refused", f"{refusal}; --attention-backend CUSTOM does not work with it")
     return Finding("vllm", version, "ok")
+
+
+def judge_sglang(version: str | None, error: str) -> Finding:
+    """Whether the plugin supports the installed SGLang; if not, SGLang's options do not take "tamis"."""
+    from tamis.integrations.sglang.versions import version_refusal
+
+    if version is None:
+        return Finding("sglang", "-", "broken", f"it is installed but cannot be imported: {error}")
+    refusal = version_refusal(version)
+    if refusal is not None:
+        return Finding("sglang", version, "refused", f"{refusal}; the value tamis of its options does not exist there")
+    return Finding("sglang", version, "ok")
+
+
+def _sglang_plugin() -> Finding:
+    """Whether SGLang would load the plugin. It logs, and otherwise ignores, what it cannot load."""
+    values = [point.value for point in metadata.entry_points(group=SGLANG_GROUP) if point.name == "tamis"]
+    allowed = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    if SGLANG_PLUGIN not in values:
+        advice = "SGLang would not find tamis: install tamis into this environment, or again if it is an older one"
+        return Finding("SGLang plugin", ", ".join(values) or "-", "missing", advice)
+    if allowed and "tamis" not in allowed:
+        advice = f"SGLANG_PLUGINS={','.join(allowed)} leaves tamis out: add it, or unset the variable"
+        return Finding("SGLang plugin", SGLANG_PLUGIN, "left out", advice)
+    return Finding("SGLang plugin", SGLANG_PLUGIN, "ok")
 
 
 def _minimums() -> dict[str, str]:

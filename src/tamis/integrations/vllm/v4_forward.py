@@ -8,8 +8,8 @@
 
 The window and the compressed entries stay two selections with true lengths. Prefills read the pages just as decodes do.
 Heads are not padded: where `output` has more heads than the query, the surplus heads become zeros. The records may be
-vLLM's own, those of `classes.v4_metadata`, or any with the same attributes. Everything is checked before `output` is
-written to.
+vLLM's own, those of `classes.v4_metadata`, or any with the same attributes. Everything about decodes, and about
+prefills, is checked before their rows of `output` are written to.
 """
 
 from collections.abc import Iterator

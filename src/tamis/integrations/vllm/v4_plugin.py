@@ -105,7 +105,7 @@ def replace_attention() -> None:
             return theirs
         dtype = _cache_dtype(vllm_config)
         announce(dtype)
-        return TamisV4Attention if dtype == PACKED else TamisV4PlainAttention
+        return TamisV4Attention if dtype in PACKED else TamisV4PlainAttention
 
     model._select_dsv4_attn_cls = select
 

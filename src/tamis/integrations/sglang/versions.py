@@ -1,0 +1,43 @@
+"""The versions and platforms of SGLang that the plugin supports."""
+
+import re
+from importlib import import_module
+
+SUPPORTED = ("0.5.17", "0.5.23")
+"""The versions that the plugin was written for and tested with."""
+_NEEDED = {
+    "sglang.srt.plugins.hook_registry": ("HookRegistry", "HookType"),
+    "sglang.srt.server_args": ("ServerArgs",),
+    "sglang.srt.utils": ("is_hip", "is_npu", "is_xpu", "is_musa"),
+}
+"""The modules and names of SGLang that every part of the plugin needs."""
+_OTHER_PLATFORMS = {"is_hip": "ROCm", "is_npu": "Ascend", "is_xpu": "Intel XPU", "is_musa": "MUSA"}
+"""Functions of SGLang that tell platforms whose pools have other bytes than those of CUDA, or were never tried."""
+
+
+def version_refusal(version: str) -> str | None:
+    """Why this version of SGLang is not supported; None if it is. Post-releases and local builds count as their
+    release."""
+    if any(re.fullmatch(rf"{re.escape(known)}(\.post\d+)?(\+.*)?", version) for known in SUPPORTED):
+        return None
+    return f"tamis supports SGLang {' and '.join(SUPPORTED)}, and this is {version}; install one of those"
+
+
+def plugin_refusal() -> str | None:
+    """Why the plugin cannot work with the installed SGLang; None if it can. Imports parts of SGLang, never raises."""
+    module = "sglang.version"
+    try:
+        version = str(import_module(module).__version__)
+        refusal = version_refusal(version)
+        if refusal is not None:
+            return refusal
+        for module, names in _NEEDED.items():
+            missing = [name for name in names if not hasattr(import_module(module), name)]
+            if missing:
+                return f"SGLang {version} has no {module}.{missing[0]}, unlike the versions that tamis was written for"
+        for name, platform in _OTHER_PLATFORMS.items():
+            if getattr(import_module(module), name)():
+                return f"tamis runs in SGLang on NVIDIA GPUs, and this is {platform}"
+    except Exception as error:
+        return f"importing {module} failed with {type(error).__name__}: {error}"
+    return None
