@@ -11,7 +11,7 @@ from typing import Any
 import engine_standin as engine
 import numpy as np
 import torch
-import vllm.model_executor.layers.quantization.fp8
+import vllm.model_executor.layers.quantization.online.fp8
 import vllm.platforms
 from configured import make_config
 from engine_standin import LATENT, NOPE, ROPE, TOPK, VALUE, Step
@@ -39,20 +39,37 @@ PAGE, LAYER = 64, "model.layers.0.self_attn.attn"
 CPU = torch.device("cpu")
 
 
-def pretend_hopper() -> None:
-    """Make vLLM's platform a CUDA one that claims an H200 and keeps its tensors on the CPU."""
+def pretend_hopper(devices: int = 8) -> None:
+    """Make vLLM's platform a CUDA one that claims to have H200s and keeps its tensors on the CPU."""
     # Its module wants vLLM's kernels, which need a driver.
     sys.modules.setdefault("vllm._C_stable_libtorch", ModuleType("vllm._C_stable_libtorch"))
     from vllm.platforms.cuda import NonNvmlCudaPlatform
 
     class Hopper(NonNvmlCudaPlatform):
         device_type = "cpu"
+        dist_backend = "gloo"
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
             return DeviceCapability(9, 0)
 
-    vllm.platforms._current_platform = Hopper()
+        @classmethod
+        def device_count(cls) -> int:
+            return devices
+
+        @classmethod
+        def set_device(cls, device: torch.device) -> None:
+            pass
+
+        @classmethod
+        def get_device_communicator_cls(cls) -> str:
+            return "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+
+    before, found = vllm.platforms.current_platform, Hopper()
+    vllm.platforms._current_platform = found
+    for module in list(sys.modules.values()):
+        if vars(module).get("current_platform") is before:
+            vars(module)["current_platform"] = found
     buffer_utils.is_uva_available = torch_utils.is_pin_memory_available = lambda: False
 
 
@@ -203,8 +220,8 @@ def common_of(batch: InputBatch, table: Tensor, slots: Tensor) -> CommonAttentio
 class Rank:
     """A rank with one layer, whose cache holds the context of a step."""
 
-    def __init__(self, case: Case) -> None:
-        self.case, self.step, self.config = case, case.step(), configure(case)
+    def __init__(self, case: Case, config: VllmConfig) -> None:
+        self.case, self.step, self.config = case, case.step(), config
         self.layer, self.up = make_layer(self.config, case, torch.full((600, TOPK), -1, dtype=torch.int32))
         check_attention_cp_compatibility(self.config)
         self.config.parallel_config.cp_kv_cache_interleave_size = case.interleave
@@ -313,7 +330,7 @@ def attend(rank: int, count: int, address: str, cases: Sequence[Case]) -> list[d
     connect(rank, count, address, cases[0])
     found = []
     for case in cases:
-        here = Rank(case)
+        here = Rank(case, configure(case))
         output, record = here.run(), here.metadata
         out, lse = here.returned or (None, None)
         found.append(

@@ -25,7 +25,7 @@ _PATIENCE = 120
 @cache
 def _forking() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rank_programs"])
+    context.set_forkserver_preload(["rank_programs", "node_programs"])
     return context
 
 
@@ -42,8 +42,8 @@ def _environment() -> Iterator[None]:
 
 
 def run_on_ranks(count: int, where: Path, program: str, *arguments: Any) -> list[Any]:
-    """What a function of `rank_programs` returns on every rank, called with (rank, count, address, *arguments). Errors
-    of ranks are raised here."""
+    """What a program ("module.function") returns on every rank for (rank, count, address, *arguments). Errors of ranks
+    are raised here."""
     address = f"file://{where / 'rendezvous'}"
     started = []
     with _environment():
@@ -78,7 +78,8 @@ def _received(connection: Connection) -> tuple[Any, str]:
 def _run(connection: Connection, program: str, rank: int, count: int, address: str, more: Any) -> None:
     result, error = None, ""
     try:
-        result = getattr(import_module("rank_programs"), program)(rank, count, address, *more)
+        module, _, function = program.partition(".")
+        result = getattr(import_module(module), function)(rank, count, address, *more)
     except BaseException:
         error = f"rank {rank}: {traceback.format_exc()}"
     connection.send_bytes(pickle.dumps((result, error)))  # `send` would share tensors' memory with a rank that ends

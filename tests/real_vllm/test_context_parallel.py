@@ -26,7 +26,7 @@ BOTH = {"prefill": 2, "decode": 2}
 def attend(where: Path, *cases: Case) -> list[list[dict[str, Any]]]:
     """What each rank saw of each case, after the output was compared with float64 attention of one rank."""
     ranks = cases[0].ranks
-    seen = [list(of_case) for of_case in zip(*run_on_ranks(ranks, where, "attend", cases), strict=True)]
+    seen = [list(of_case) for of_case in zip(*run_on_ranks(ranks, where, "rank_programs.attend", cases), strict=True)]
     for case, found in zip(cases, seen, strict=True):
         # Ranks count over tensor parallelism first. Those that divide prompts must agree about all tokens.
         for first in range(0, ranks, case.tensor):
@@ -117,5 +117,5 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 def test_why_rows_are_not_shared_over_both_axes(tmp_path: Path) -> None:
     """vLLM numbers these ranks in another order than torch, which gathers their lse: it merges with the wrong ones."""
-    found = run_on_ranks(4, tmp_path, "order", Case((1,), (1,), tensor=2, prefill=2, decode=4))
+    found = run_on_ranks(4, tmp_path, "rank_programs.order", Case((1,), (1,), tensor=2, prefill=2, decode=4))
     assert found == [(0, 0), (2, 1), (1, 2), (3, 3)]
