@@ -237,7 +237,10 @@ def test_whether_sglang_would_find_the_plugin(
     assert words in told.advice
 
 
-def test_without_sglang_nothing_is_said_about_its_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sglang_nothing_is_said_about_its_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of its name, as its own repository has, is not the package."""
+    (tmp_path / "sglang").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     found = {finding.name: finding for finding in doctor._packages()}
     assert found["sglang"].state == "missing"
     assert "pip install 'tamis[sglang]'" in found["sglang"].advice

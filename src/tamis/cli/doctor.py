@@ -152,7 +152,7 @@ def _packages() -> list[Finding]:
     for name, (need, purpose) in PURPOSES.items():
         if name == "triton" and sys.platform != "linux":
             continue
-        if name in ("vllm", "sglang") and find_spec(name) is not None:
+        if name in ("vllm", "sglang") and _is_package(name):
             told = _import_engine(name)
             found += [judge_vllm(*told)] if name == "vllm" else [judge_sglang(*told), _sglang_plugin()]
             continue
@@ -176,6 +176,13 @@ def judge_version(
         state = "WRONG" if need == "required" else "too old"
         return Finding(name, version, state, f"{minimum} or newer is needed for {purpose}: {install or 'upgrade'}")
     return Finding(name, version, "ok")
+
+
+def _is_package(name: str) -> bool:
+    """Whether a package of this name is on the path. A folder of that name without a module, as a checkout has, is
+    none."""
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def _import_engine(package: str) -> tuple[str | None, str]:
