@@ -48,7 +48,7 @@ def summary(report: Path) -> str:
     if failed:
         raise SystemExit(f"{report}: {failed} of {counts['tests']} tests failed; nothing is recorded")
     passed = f"{counts['tests'] - skipped} passed"
-    return f"{passed}, {skipped} do not apply" if skipped else passed
+    return f"{passed}, {skipped} skipped" if skipped else passed
 
 
 def read() -> list[Row]:

@@ -155,11 +155,11 @@ class SparseImpl:
         q = self._joined(q)
         out = None if output is None else _rows_of("output", output, q.shape[0], self._attention.spec.heads)
         call = self._prepare(q, kv_c_and_k_pe_cache, attn_metadata, layer, out)
-        translate = partial(attn_metadata.slots.translate, group=self._group, leads=self._leads)
-        if call is not None and attn_metadata.gathered is not None:
-            made = new_output(q, self._attention.spec.value_dim) if out is None else out
-            return made, attend_gathered(call, q, made, attn_metadata.gathered, self._gather_ranks, translate)
         if call is not None and call.translate is not None:
+            translate = partial(attn_metadata.slots.translate, group=self._group, leads=self._leads)
+            if attn_metadata.gathered is not None:
+                made = new_output(q, self._attention.spec.value_dim) if out is None else out
+                return made, attend_gathered(call, q, made, attn_metadata.gathered, self._gather_ranks, translate)
             call = call._replace(slots=translate(call.translate))
         attended = self._attend(call, q, out)
         return attended.out, attended.lse if self.need_to_return_lse_for_decode else None
