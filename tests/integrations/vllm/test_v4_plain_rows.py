@@ -77,7 +77,7 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.usefixtures("writers")
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3", PACKED])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8_e4m3", *PACKED])
 def test_caches_that_vllm_can_write_are_accepted(dtype: str) -> None:
     check_cache_dtype(dtype)
 
@@ -85,17 +85,18 @@ def test_caches_that_vllm_can_write_are_accepted(dtype: str) -> None:
 @pytest.mark.usefixtures("writers")
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "float16", "fp8_per_token_head", "nvfp4_ds_mla"])
 def test_caches_that_vllm_would_write_as_something_else_are_refused(dtype: str) -> None:
-    with pytest.raises(ValueError, match=rf"kv_cache_dtype must be one of fp8_ds_mla, auto, .*, got {dtype}"):
+    with pytest.raises(ValueError, match=rf"kv_cache_dtype must be one of fp8_ds_mla, fp8, auto, .*, got {dtype}"):
         check_cache_dtype(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "cache_bf16_insert"), ("fp8", "cache_fp8_insert")])
+@pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "cache_bf16_insert"), ("fp8_e4m3", "cache_fp8_insert")])
 def test_a_vllm_without_the_kernel_is_refused(writers: pytest.MonkeyPatch, dtype: str, kernel: str) -> None:
     (name,) = (name for name in _WRITERS.values() if name.endswith(kernel))
     writers.delattr(torch.ops._C, name)
     with pytest.raises(ValueError, match=rf"{dtype} needs rows in .*{kernel}; pass --kv-cache-dtype fp8_ds_mla"):
         check_cache_dtype(dtype)
-    check_cache_dtype(PACKED)
+    for packed in PACKED:
+        check_cache_dtype(packed)
 
 
 def test_a_vllm_whose_compressor_does_not_import_is_refused(writers: pytest.MonkeyPatch) -> None:
@@ -109,9 +110,9 @@ def test_names_that_mean_something_else_to_vllms_default_layer_are_announced(
 ) -> None:
     announce.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tamis"):
-        for dtype in ("fp8", "auto", "fp8", "bfloat16", PACKED):
+        for dtype in ("fp8_e4m3", "auto", "fp8_e4m3", "bfloat16", *PACKED):
             announce(dtype)
     lines = [record.getMessage() for record in caplog.records if record.name == "tamis"]
     assert len(lines) == 2
-    assert "rows in e4m3 under one scale (kv_cache_dtype fp8)" in lines[0]
+    assert "rows in e4m3 under one scale (kv_cache_dtype fp8_e4m3)" in lines[0]
     assert "rows in bf16 (kv_cache_dtype auto)" in lines[1]
