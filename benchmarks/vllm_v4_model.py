@@ -31,10 +31,13 @@ CANDIDATES, CODE, SALIENT_ONE_IN = 12, 8, 16
 CONSTANT, SALIENCE, KEY, CLASS, FILLER, FOUND, ROTATED = 10.0, 16.0, 20.0, 8.0, 14.0, 10.0, 12.0
 # Terms of a score in nats, in layers with a window only and in the others: salience, one frequency, the standard
 # deviation of content.
-SALIENCE_NATS, ROTATION_NATS, CONTENT_NATS = (8.0, 9.0), (1.2, 0.35), (0.0, 2.5)
+SALIENCE_NATS, ROTATION_NATS, CONTENT_NATS = (8.0, 9.0), (1.2, 0.35), (0.0, 6.0)
+# By how much heads differ in what they look for, and the weights of the classes that the last layer and those before it
+# find. Classes nearly tie where heads, or layers of equal weight, find different ones.
+HEAD_SPREAD, LAST_VOTES, EARLIER_VOTES = 0.2, 3.0, 1.0
 # By how much a compressor's gate prefers a salient token, and the standard deviation of its preference by code.
 GATE_NATS = {4: (4.0, 0.5), 128: (7.0, 2.0)}
-SINK = 12.0
+SINK, ENTRY_SALIENCE = 12.0, 2.6  # The second lets entries with other classes outweigh the window.
 # The fastest frequencies, which YaRN leaves as they are.
 FREQUENCIES = 10
 KEY_GAIN = 2.0
@@ -218,7 +221,7 @@ class Weights:
         config = self.config
         rank, width, heads = config["q_lora_rank"], config["head_dim"], config["num_attention_heads"]
         rope, groups, low = config["qk_rope_head_dim"], config["o_groups"], config["o_lora_rank"]
-        kind = min(number, 1)
+        kind, votes = min(number, 1), LAST_VOTES if number == len(self.ratios) - 1 else EARLIER_VOTES
         row = torch.cat([self.salience, self.key, self.classes], 1)
         query = torch.cat([self.constant, *self.found[:number]], 1)
         in_row, in_query = self.orthonormal(width - rope, row.shape[1] + 1), self.orthonormal(rank, query.shape[1])
@@ -230,7 +233,7 @@ class Weights:
 
         # Terms of a query of length sqrt(width), so that its norm changes little; a score is divided by as much.
         nats = width**0.5
-        wanted = self.orthonormal(CODE, CODE)
+        wanted = [self.orthonormal(CODE, CODE) for _ in range(max(number, 1))]
         q_b = torch.zeros(heads, width, rank)
         out_a, out_b = torch.zeros(groups, low, heads // groups, width), torch.zeros(config["hidden_size"], groups, low)
         frames = [self.orthonormal(low, CODE + CANDIDATES) for _ in range(groups)]
@@ -244,8 +247,7 @@ class Weights:
                 content = nats * CONTENT_NATS[kind] * CODE**0.5 / (KEY * unit)
                 for earlier in range(number):
                     columns = slice(1 + CODE * earlier, 1 + CODE * (earlier + 1))
-                    mixed = self.varied(wanted if earlier == number - 1 else self.orthonormal(CODE, CODE))
-                    terms[: width - rope, columns] = in_row[:, code] @ mixed * (content / asked)
+                    terms[: width - rope, columns] = in_row[:, code] @ self.varied(wanted[earlier]) * (content / asked)
             terms[width - rope :, 0] = distances / constant
             rest = width - salience**2 - content**2 - float(distances.square().sum())
             terms[: width - rope, 0] += unseen * (max(rest, 1.0) ** 0.5 / constant)
@@ -256,7 +258,7 @@ class Weights:
                 in_row[:, code].T
             )
             if number:
-                taken[CODE:, : width - rope] = in_row[:, count].T * (2 * FOUND / (heads * CLASS * unit))
+                taken[CODE:, : width - rope] = in_row[:, count].T * (votes * FOUND / (heads * CLASS * unit))
             out_a[group, :, place] = frames[group] @ taken
             out_b[:, group] = torch.cat([self.found[number], self.votes], 1) @ frames[group].T
 
@@ -274,14 +276,14 @@ class Weights:
             "attn.attn_sink": SINK + self.normal(heads),
         }
         if ratio > 1:
-            # Tokens of the group before vote for another class.
-            shifted = torch.cat([self.salience, self.key, self.classes.roll(5, 1)], 1)
-            parts = [row, shifted] if ratio == 4 else [row]
+            # Entries of 128 vote for other classes than the window, as do tokens of the group before in those of four.
+            shifted = torch.cat([ENTRY_SALIENCE * self.salience, self.key, self.classes.roll(5, 1)], 1)
+            parts = [row, shifted] if ratio == 4 else [shifted]
             values = torch.cat([torch.cat([in_row @ part.T, rotated]) for part in reversed(parts)])
             compressor = self.compressor(values, ratio) | {"norm.weight": torch.full((width,), KEY_GAIN)}
             named |= {f"attn.compressor.{name}": tensor for name, tensor in compressor.items()}
         if ratio == 4:
-            named |= self.index(in_query, wanted, ratio)
+            named |= self.index(in_query, wanted[-1], ratio)
         return named
 
     def compressor(self, values: Tensor, ratio: int) -> dict[str, Tensor]:
@@ -322,7 +324,8 @@ class Weights:
 
     def varied(self, shared: Tensor) -> Tensor:
         """A copy of `shared` per head, with a random difference."""
-        copy: Tensor = 0.9 * shared + 0.44 * self.normal(*shared.shape) * shared.shape[1] ** -0.5
+        other = self.normal(*shared.shape) * shared.shape[1] ** -0.5
+        copy: Tensor = (1 - HEAD_SPREAD**2) ** 0.5 * shared + HEAD_SPREAD * other
         return copy
 
     def distance(self, head: int, number: int, ratio: int, width: int) -> Tensor:
