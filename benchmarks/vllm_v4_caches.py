@@ -5,7 +5,8 @@
 vLLM's own layer for such caches needs FlashInfer and a Blackwell GPU, so on Hopper there is none to compare with.
 Instead attention is compared with float64 on what it was called with (`bf16exact`, `fp8exact`), and the tokens with
 those that vLLM's FlashMLA layer chooses from packed rows (`own`): bf16 rows are more exact than these, e4m3 rows less.
-Times are those of engines without comparisons. One PASS or FAIL line per condition.
+Packed rows with tamis (`tamis`) show how far the kernels alone part. Times are those of engines without comparisons.
+One PASS or FAIL line per condition.
 """
 
 import argparse
@@ -97,7 +98,7 @@ def main() -> int:
     exact = [
         Engine(f"{rows}{EXACT}", heads, mode) for heads in options.exact_heads for rows in CACHES for mode in MODES
     ]
-    timed = [Engine(who, heads, mode) for heads in options.heads for who in ("own", *CACHES) for mode in MODES]
+    timed = [Engine(who, heads, mode) for heads in options.heads for who in ("own", "tamis", *CACHES) for mode in MODES]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         write_entry_point(folder / "site")
