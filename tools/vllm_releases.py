@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 from zipfile import ZipFile
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "vllm_releases.csv"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "vllm" / "releases.csv"
 COLUMNS = ("release", "run", "result", "date")
 RELEASES = ("0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 """Every release of the minor versions that the plugin supports."""

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -175,6 +176,13 @@ def test_vllm_is_judged_as_the_plugin_judges_it(
     assert words in told.advice
     doctor._print_report([told], {}, True)
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_folder_that_was_imported_as_vllm_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _vllm(tmp_path, "__version__ = '0.32.0'", monkeypatch)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    (told,) = [finding for finding in doctor._packages() if finding.name == "vllm"]
+    assert (told.found, told.state) == ("0.32.0", "ok")
 
 
 def test_a_vllm_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The table of what ran under which release of vLLM, from `benchmarks/results/vllm_releases.csv`."""
+"""The table of what ran under which release of vLLM, from `benchmarks/results/vllm/releases.csv`."""
 
 from tools.docs.markdown import table
 from tools.vllm_releases import RELEASES, RUNS, read

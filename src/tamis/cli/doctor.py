@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-from importlib.util import find_spec
 from typing import Any
 
 from tamis._version import __version__
@@ -181,8 +180,9 @@ def judge_version(
 def _is_package(name: str) -> bool:
     """Whether a package of this name is on the path. A folder of that name without a module, as a checkout has, is
     none."""
-    spec = find_spec(name)
-    return spec is not None and spec.origin is not None
+    # `importlib.util.find_spec` would ask `sys.modules` first, where such a folder may be already.
+    specs = (finder.find_spec(name, None) for finder in sys.meta_path)
+    return any(spec is not None and spec.origin is not None for spec in specs)
 
 
 def _import_engine(package: str) -> tuple[str | None, str]:

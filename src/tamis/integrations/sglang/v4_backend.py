@@ -61,7 +61,7 @@ class _Attention:
         self_ = cast(Any, self)
         assert self._pages is not None
         if self_.mtp_enabled and forward_batch.forward_mode.is_idle():
-            return q.new_zeros((*q.shape[:2], layer.v_head_dim))
+            return q.new_zeros((*q.shape[:2], layer.v_head_dim), dtype=q.dtype)
         core = self_.forward_metadata.core_attn_metadata
         if save_kv_cache:
             self_.store_cache(layer.layer_id, k, forward_batch)

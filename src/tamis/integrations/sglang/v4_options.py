@@ -8,12 +8,12 @@ tamis`.
 from collections.abc import Iterator
 from typing import Any
 
+from tamis.cache.layout import v4_fp8
 from tamis.integrations.sglang.options import NAME
 
 OPTION = "dsv4_attn_backend"
 """The field of SGLang's arguments that chooses the attention of V4, in versions that have it."""
 _PHASES = ("dsa_prefill_backend", "dsa_decode_backend")
-_ROW_BYTES = 584
 _OTHERS = "remove it, or choose another attention backend"
 
 
@@ -81,8 +81,9 @@ def _pool_refusals(pool: Any) -> Iterator[str]:
     for part, layout in layouts.items():
         if layout not in (None, "v4"):
             yield f"its {part} cache has {layout!r} rows and not 'v4' rows; set SGLANG_DSV4_KV_LAYOUT=v4"
-    if layouts["window"] is None and pool.swa_kv_pool.kv_cache_total_dim != _ROW_BYTES:
-        yield f"its rows have {pool.swa_kv_pool.kv_cache_total_dim} bytes and not {_ROW_BYTES}"
+    size, expected = pool.swa_kv_pool.kv_cache_total_dim if layouts["window"] is None else None, v4_fp8().row_bytes
+    if size not in (None, expected):
+        yield f"its rows have {size} bytes and not {expected}"
 
 
 def _layout(pool: Any, name: str, *arguments: Any) -> str | None:
