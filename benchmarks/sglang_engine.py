@@ -184,7 +184,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with the tiny model's config and tokenizer")
     parser.add_argument("--archive", type=Path, help="what sglang_pack.py wrote; by default SGLang must be installed")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the table")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sglang"), help="folder for the table")
     parser.add_argument("--logs", type=Path, help="folder for the engines' logs and tokens")
     parser.add_argument("--rounds", type=int, default=TURNS, help="timed turns of each engine; the median counts")
     parser.add_argument("--limit", type=float, default=330.0, help="seconds after which running engines are stopped")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_weights import Drawn
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -46,32 +47,17 @@ def write_checkpoint(source: Path, folder: Path, seed: int = 20) -> None:
     save_file(Weights(config, seed).tensors(), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-class Weights:
+class Weights(Drawn):
     """The tensors of a checkpoint, by their names."""
 
     def __init__(self, config: dict[str, Any], seed: int) -> None:
+        super().__init__(seed)
         self.config = config
-        self.generator = torch.Generator().manual_seed(seed)
         self.hidden, self.layers = config["hidden_size"], config["num_hidden_layers"]
         basis = self.orthonormal(self.hidden, self.hidden)
         widths = [1, 1, CODE, CANDIDATES, *[CODE] * (self.layers - 1), CANDIDATES]
         parts = basis.split([*widths, self.hidden - sum(widths)], dim=1)
         self.constant, self.salience, self.key, self.classes, *self.found, self.filler = parts
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator)
-
-    def matrix(self, rows: int, columns: int, gain: float = 1.0) -> Tensor:
-        values: Tensor = self.normal(rows, columns) * (gain * columns**-0.5)
-        return values
-
-    def orthonormal(self, rows: int, columns: int) -> Tensor:
-        """A matrix with orthonormal columns in random directions."""
-        columns_of: Tensor = torch.linalg.qr(self.normal(rows, columns))[0]
-        return columns_of
-
-    def directions(self, rows: int, columns: int) -> Tensor:
-        return torch.nn.functional.normalize(self.normal(rows, columns), dim=1)
 
     def tensors(self) -> dict[str, Tensor]:
         vocabulary = self.config["vocab_size"]

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from random_weights import Drawn
 from torch import Tensor
 
 CANDIDATES, CODE, SALIENT_ONE_IN = 12, 8, 16
@@ -108,12 +109,12 @@ def tiny_config(heads: int, ratios: tuple[int, ...] = (0, 4, 128)) -> dict[str, 
     }
 
 
-class Weights:
+class Weights(Drawn):
     """The tensors of a model in fp32, by vLLM's names without their prefix; expert tensors are stacked."""
 
     def __init__(self, config: Mapping[str, Any], seed: int = 20) -> None:
+        super().__init__(seed)
         self.config = config
-        self.generator = torch.Generator().manual_seed(seed)
         self.hidden, self.ratios = config["hidden_size"], config["compress_ratios"]
         basis = self.orthonormal(self.hidden, self.hidden)
         widths = [1, 1, CODE, CANDIDATES, *[CODE] * len(self.ratios), CANDIDATES]
@@ -133,21 +134,6 @@ class Weights:
         """All other tokens but the first two, which are special. The last ones are the candidates."""
         found: list[int] = self.order[self.config["vocab_size"] // SALIENT_ONE_IN :].tolist()
         return found
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator)
-
-    def matrix(self, rows: int, columns: int, gain: float = 1.0) -> Tensor:
-        values: Tensor = self.normal(rows, columns) * (gain * columns**-0.5)
-        return values
-
-    def orthonormal(self, rows: int, columns: int) -> Tensor:
-        """A matrix with orthonormal columns in random directions."""
-        columns_of: Tensor = torch.linalg.qr(self.normal(rows, columns))[0]
-        return columns_of
-
-    def directions(self, rows: int, columns: int) -> Tensor:
-        return torch.nn.functional.normalize(self.normal(rows, columns), dim=1)
 
     def length(self, number: int) -> float:
         """Approximate norm of an ordinary token's hidden state before a layer."""

@@ -3,6 +3,8 @@
 import re
 from importlib import import_module
 
+from tamis.integrations._engine_refusal import engine_refusal
+
 SUPPORTED = ("0.5.17", "0.5.23")
 """The versions that the plugin was written for and tested with."""
 _NEEDED = {
@@ -25,19 +27,17 @@ def version_refusal(version: str) -> str | None:
 
 def plugin_refusal() -> str | None:
     """Why the plugin cannot work with the installed SGLang; None if it can. Imports parts of SGLang, never raises."""
-    module = "sglang.version"
+    return engine_refusal("SGLang", "sglang", version_refusal, _NEEDED, _unusable) or _platform_refusal()
+
+
+def _platform_refusal() -> str | None:
+    module = "sglang.srt.utils"
     try:
-        version = str(import_module(module).__version__)
-        refusal = version_refusal(version)
-        if refusal is not None:
-            return refusal
-        for module, names in _NEEDED.items():
-            missing = [name for name in names if not hasattr(import_module(module), name)]
-            if missing:
-                return f"SGLang {version} has no {module}.{missing[0]}, unlike the versions that tamis was written for"
-        for name, platform in _OTHER_PLATFORMS.items():
-            if getattr(import_module(module), name)():
-                return f"tamis runs in SGLang on NVIDIA GPUs, and this is {platform}"
+        found = [platform for name, platform in _OTHER_PLATFORMS.items() if getattr(import_module(module), name)()]
     except Exception as error:
-        return f"importing {module} failed with {type(error).__name__}: {error}"
-    return None
+        return _unusable(module, error)
+    return f"tamis runs in SGLang on NVIDIA GPUs, and this is {found[0]}" if found else None
+
+
+def _unusable(module: str, error: Exception) -> str:
+    return f"importing {module} failed with {type(error).__name__}: {error}"

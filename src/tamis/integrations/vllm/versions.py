@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import Any
 
+from tamis.integrations._engine_refusal import engine_refusal
+
 SUPPORTED = tuple(f"0.{minor}" for minor in range(25, 33))
 """The minor versions that the plugin was written for and tested with."""
 _SPAN = f"vLLM {SUPPORTED[0]}.x to {SUPPORTED[-1]}.x"
@@ -23,19 +25,7 @@ def version_refusal(version: str) -> str | None:
 
 def plugin_refusal() -> str | None:
     """Why the plugin cannot work with the installed vLLM; None if it can. Imports parts of vLLM and never raises."""
-    module = "vllm.version"
-    try:
-        version = str(import_module(module).__version__)
-        refusal = version_refusal(version)
-        if refusal is not None:
-            return refusal
-        for module, names in _NEEDED.items():
-            missing = [name for name in names if not hasattr(import_module(module), name)]
-            if missing:
-                return f"vLLM {version} has no {module}.{missing[0]}, unlike the versions that tamis was written for"
-    except Exception as error:
-        return _unusable(module, error)
-    return None
+    return engine_refusal("vLLM", "vllm", version_refusal, _NEEDED, _unusable)
 
 
 def _unusable(module: str, error: Exception) -> str:
