@@ -228,8 +228,9 @@ def test_tokens_follow_from_attention_and_not_from_rounding(
     long = made.prompt(weights, 1200, random.Random(7))
     with torch.inference_mode():
         best = model(input_ids=torch.tensor([long]), use_cache=False).logits[0, 600:].topk(2).values
-    # The two best logits are within a few steps of bf16 at few positions, so that rounding decides few tokens.
-    assert (best[:, 0] - best[:, 1] < 0.01 * best[:, 0]).float().mean() <= 0.012
+    # Engines should agree on 95% of the tokens, so near-ties must be rarer than 5%. Errors of attention are 0.2%; 3%
+    # leaves room for what later layers make of them.
+    assert (best[:, 0] - best[:, 1] < 0.03 * best[:, 0]).float().mean() <= 0.05
 
     prompt = made.prompt(weights, 600, random.Random(7))
     usual = generate(model, prompt, 16)

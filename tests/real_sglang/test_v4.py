@@ -19,7 +19,7 @@ from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from v4_engine import DECODE, DRAFT_EXTEND, EXTEND, VERIFY, Step
 
 from tamis._version import __version__
-from tamis.integrations.sglang import v4_backend
+from tamis.integrations.sglang import announce, v4_backend
 from tamis.integrations.sglang.v4_backend import TamisV4AttnBackend, TamisV4MultiStepBackend
 
 OWN_OPTION = "dsv4_attn_backend" in v4.TAMIS
@@ -153,7 +153,7 @@ def test_sglangs_own_backend_runs_if_tamis_is_not_chosen(caplog: pytest.LogCaptu
 
 @pytest.mark.usefixtures("tamis")
 def test_one_line_announces_tamis(caplog: pytest.LogCaptureFixture) -> None:
-    v4_backend._announce.cache_clear()
+    announce.cache_clear()
     caplog.set_level(logging.INFO, "tamis")
     for _ in range(2):
         ATTENTION_BACKENDS["dsv4"](v4.runner_of(v4.case_of(DECODE, [3], [1])))

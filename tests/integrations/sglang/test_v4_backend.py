@@ -13,13 +13,11 @@ from torch import Tensor
 from v4_pool import Pool, core_of
 
 from tamis._version import __version__
-from tamis.integrations.sglang import v4_plugin
-from tamis.integrations.sglang.v4_options import check_used
+from tamis.integrations.sglang import announce, v4_plugin
 
 OURS = "tamis.integrations.sglang.v4_backend"
 BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 FACTORIES = "sglang.srt.layers.attention.deepseek_v4_trtllm_backend"
-BUILD = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.build_attention_backends"
 NEW, OLD = "0.5.23", "0.5.17"
 
 
@@ -44,14 +42,12 @@ class Engine:
         self.kernel = SimpleNamespace(dsa_prefill_backend=None, dsa_decode_backend=None)
         self.parallel, self.registry = SimpleNamespace(attn_cp_size=1, attn_tp_size=8), Registry()
         self.option = SimpleNamespace(choices=["auto", "flashmla"])
-        self.platform = {name: lambda: False for name in ("is_hip", "is_npu", "is_xpu")}
         if version == NEW:
             self.kernel.dsv4_attn_backend = "flashmla"
         arguments = type("ServerArgs", (), {"dsv4_attn_backend": "auto"} if version == NEW else {})
         arguments.__annotations__ = {"dsv4_attn_backend": Annotated[str, self.option]} if version == NEW else {}
         attn, steps = _classes(version)
         modules: dict[str, dict[str, Any]] = {
-            "sglang.srt.utils": self.platform,
             "sglang.srt.server_args": {"ServerArgs": arguments},
             "sglang.srt.plugins.hook_registry": {"HookRegistry": self.registry, "HookType": HookType},
             "sglang.srt.runtime_context": {"get_exec": lambda: self, "get_parallel": lambda: self.parallel},
@@ -179,6 +175,7 @@ def test_an_idle_draft_gives_zeros(engine: Engine) -> None:
 
 
 def test_one_line_announces_tamis(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    announce.cache_clear()
     caplog.set_level(logging.INFO, "tamis")
     engine.choose()
     for _ in range(2):
@@ -201,7 +198,6 @@ def test_functions_of_the_new_version_are_wrapped(new_engine: Engine) -> None:
     assert new_engine.registry.hooks == {
         f"{FACTORIES}.create_deepseek_v4_attn_backend": (ours.create_attn_backend, HookType.AROUND),
         f"{FACTORIES}.create_deepseek_v4_multistep_backend": (ours.create_multistep_backend, HookType.AROUND),
-        BUILD: (check_used, HookType.AFTER),
     }
     v4_plugin.install()
     assert new_engine.option.choices.count("tamis") == 1
@@ -227,11 +223,3 @@ def test_the_class_of_the_old_version_is_replaced(monkeypatch: pytest.MonkeyPatc
         f"{BACKEND}.DeepseekV4AttnBackend": (engine.ours.TamisV4AttnBackend, HookType.REPLACE)
     }
     assert engine.option.choices == ["auto", "flashmla"]
-
-
-@pytest.mark.parametrize("platform", ["is_hip", "is_npu", "is_xpu"])
-def test_other_platforms_get_nothing(new_engine: Engine, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["sglang.srt.utils"], platform, lambda: True)
-    v4_plugin.install()
-    assert not new_engine.registry.hooks
-    assert new_engine.option.choices == ["auto", "flashmla"]

@@ -9,6 +9,7 @@ Only `dsa_plugin` and `v4_backend` import SGLang when they are imported. The oth
 attributes of SGLang's, so that they can be tested without it.
 """
 
+from functools import cache
 from importlib import import_module
 from logging import getLogger
 
@@ -43,3 +44,9 @@ def register() -> None:
             log.warning("tamis is not a value of SGLang's %s here: %s", options, problem)
         else:
             log.info("tamis %s is a value of SGLang's %s", __version__, options)
+
+
+@cache
+def announce(line: str) -> None:
+    """Log a line once in a process, which may construct many backends. SGLang itself does not tell of lost plugins."""
+    getLogger("tamis").info(line)

@@ -3,8 +3,6 @@
 `install` replaces SGLang's class by a subclass of the same behaviour, except where the implementation is "tamis".
 """
 
-from functools import cache
-from logging import getLogger
 from typing import Any
 
 from sglang.srt.layers.attention import dsa_backend
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis._version import __version__
+from tamis.integrations.sglang import announce
 from tamis.integrations.sglang.dsa_attention import DsaAttention, describe
 from tamis.integrations.sglang.options import FIELDS, NAME, add_choice, check_attention_backends
 
@@ -51,7 +50,7 @@ class TamisSparseAttnBackend(dsa_backend.DeepseekSparseAttnBackend):
         super().__init__(*arguments, **keywords)
         if NAME in (self.dsa_decode_impl, self.dsa_prefill_impl):
             self.tamis = DsaAttention.of(self, prefill_cp=is_dsa_enable_prefill_cp())
-            _announce(f"tamis {__version__} serves {describe(self.tamis, self)}")
+            announce(f"tamis {__version__} serves {describe(self.tamis, self)}")
 
     def forward_decode(
         self,
@@ -154,9 +153,3 @@ def resolve_backends(original: Any, view: Any) -> dict[str, Any]:
         declared: dict[str, Any] = original(view)
         return declared
     return {field: _WITH_SINKS for field, value in given.items() if value is None}
-
-
-@cache
-def _announce(line: str) -> None:
-    """Log a line once in a process, which may construct many backends."""
-    getLogger("tamis").info(line)

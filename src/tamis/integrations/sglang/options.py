@@ -7,7 +7,8 @@ NAME = "tamis"
 """The value of an option that chooses tamis."""
 FIELDS = {"decode": "dsa_decode_backend", "prefill": "dsa_prefill_backend"}
 """The fields of SGLang's arguments that choose an implementation of DSA, by phase."""
-_V4_FIELD = "dsv4_attn_backend"
+V4_FIELD = "dsv4_attn_backend"
+"""The field that chooses the attention of V4, in versions that have it."""
 _DSA, _V4 = ("dsa", "nsa"), "dsv4"
 """SGLang's names for the attention backends that tamis is a part of."""
 
@@ -42,7 +43,7 @@ def check_attention_backends(built: Any, kernel: Any) -> None:
     """
     names = {"decode": built.decode_attention_backend_str, "prefill": built.prefill_attention_backend_str}
     allowed: dict[tuple[str, str], tuple[str, ...]] = {(field, phase): (*_DSA, _V4) for phase, field in FIELDS.items()}
-    allowed |= {(_V4_FIELD, phase): (_V4,) for phase in FIELDS}
+    allowed |= {(V4_FIELD, phase): (_V4,) for phase in FIELDS}
     for (field, phase), backends in allowed.items():
         if getattr(kernel, field, None) == NAME and names[phase] not in backends:
             option = f"--{field.replace('_', '-')}"

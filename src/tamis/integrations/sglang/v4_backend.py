@@ -4,8 +4,6 @@ Metadata, graphs, compressor, indexer and the cache writes stay SGLang's; only t
 with it the workspace of dequantised rows that SGLang's prefills use.
 """
 
-from functools import cache
-from logging import getLogger
 from typing import Any, cast
 
 from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend, DeepseekV4MultiStepBackend
@@ -13,6 +11,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel
 from torch import Tensor
 
 from tamis._version import __version__
+from tamis.integrations.sglang import announce
 from tamis.integrations.sglang.v4_attention import Pages, attend_layer, describe, selected
 from tamis.integrations.sglang.v4_options import check_served, is_chosen
 
@@ -33,7 +32,7 @@ class _Attention:
             check_served(self_, parallel.attn_cp_size)
             self._pages = Pages(self_.token_to_kv_pool)
             heads = max(1, self_.model_runner.model_config.num_attention_heads // parallel.attn_tp_size)
-            _announce(f"tamis {__version__} serves {describe(heads, self_.device)}")
+            announce(f"tamis {__version__} serves {describe(heads, self_.device)}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attention of one layer, as SGLang's `forward`."""
@@ -104,9 +103,3 @@ def create_attn_backend(usual: Any, *args: Any, **kwargs: Any) -> Any:
 def create_multistep_backend(usual: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's `create_deepseek_v4_multistep_backend`: tamis' backend if it is chosen."""
     return TamisV4MultiStepBackend(*args, **kwargs) if is_chosen(get_exec().kernel) else usual(*args, **kwargs)
-
-
-@cache
-def _announce(line: str) -> None:
-    """Log a line once in a process, which may construct many backends. SGLang itself does not tell of lost plugins."""
-    getLogger("tamis").info(line)

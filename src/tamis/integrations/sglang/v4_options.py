@@ -9,11 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tamis.cache.layout import v4_fp8
-from tamis.integrations.sglang.options import NAME
+from tamis.integrations.sglang.options import FIELDS, NAME, V4_FIELD
 
-OPTION = "dsv4_attn_backend"
-"""The field of SGLang's arguments that chooses the attention of V4, in versions that have it."""
-_PHASES = ("dsa_prefill_backend", "dsa_decode_backend")
 _OTHERS = "remove it, or choose another attention backend"
 
 
@@ -23,42 +20,22 @@ def is_chosen(kernel: Any) -> bool:
     Args:
         kernel: SGLang's options of kernels, `get_exec().kernel`.
     """
-    asked = [name for name in _PHASES if getattr(kernel, name, None) == NAME]
-    if not hasattr(kernel, OPTION):
+    asked = [name for name in FIELDS.values() if getattr(kernel, name, None) == NAME]
+    if not hasattr(kernel, V4_FIELD):
         if len(asked) == 1:
-            other = next(name for name in _PHASES if name not in asked)
+            other = next(name for name in FIELDS.values() if name not in asked)
             raise ValueError(
                 f"{_flag(asked[0])} tamis was given without {_flag(other)} tamis; one backend runs both phases of "
                 "DeepSeek-V4, so give both or neither"
             )
         return bool(asked)
-    chosen = getattr(kernel, OPTION)
+    chosen = getattr(kernel, V4_FIELD)
     if chosen != NAME and asked:
         raise ValueError(
             f"{_flag(asked[0])} tamis has no effect on DeepSeek-V4, whose attention is {chosen!r}; "
-            f"give {_flag(OPTION)} tamis instead"
+            f"give {_flag(V4_FIELD)} tamis instead"
         )
     return bool(chosen == NAME)
-
-
-def check_used(built: Any, *, model_runner: Any) -> None:
-    """Refuse a model for which the option chose tamis and whose attention is not V4's: it would run without tamis.
-
-    SGLang calls this after it has constructed a model's backends. Drafts may be other models, and are not looked at.
-
-    Args:
-        built: SGLang's backends of a model, with the names of both phases.
-        model_runner: the model's runner, with SGLang's arguments.
-    """
-    names = {built.decode_attention_backend_str, built.prefill_attention_backend_str}
-    asked = getattr(model_runner.server_args, OPTION, None) == NAME
-    if asked and not model_runner.is_draft_worker and names != {"dsv4"}:
-        other = " and ".join(sorted(names - {"dsv4"}))
-        raise ValueError(
-            f"{_flag(OPTION)} tamis was chosen, but this model's attention backend is {other}, not dsv4; drop the "
-            "option, and for a model with DeepSeek sparse attention give --dsa-prefill-backend tamis "
-            "--dsa-decode-backend tamis"
-        )
 
 
 def check_served(backend: Any, context_ranks: int) -> None:
@@ -81,9 +58,8 @@ def _pool_refusals(pool: Any) -> Iterator[str]:
     for part, layout in layouts.items():
         if layout not in (None, "v4"):
             yield f"its {part} cache has {layout!r} rows and not 'v4' rows; set SGLANG_DSV4_KV_LAYOUT=v4"
-    size, expected = pool.swa_kv_pool.kv_cache_total_dim if layouts["window"] is None else None, v4_fp8().row_bytes
-    if size not in (None, expected):
-        yield f"its rows have {size} bytes and not {expected}"
+    if layouts["window"] is None and pool.swa_kv_pool.kv_cache_total_dim != v4_fp8().row_bytes:
+        yield f"its rows have {pool.swa_kv_pool.kv_cache_total_dim} bytes and not {v4_fp8().row_bytes}"
 
 
 def _layout(pool: Any, name: str, *arguments: Any) -> str | None:

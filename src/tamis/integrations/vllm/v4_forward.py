@@ -163,7 +163,8 @@ def _attend(layer: Any, q: Tensor, selections: list[Selection], output: Tensor) 
         q_scale=e4m3_scales(layer)[0] if q.dtype == E4M3 else 1.0,
         out=output[:, :heads],
     )
-    output[:, heads:].zero_()
+    if heads < output.shape[1]:
+        output[:, heads:].zero_()
 
 
 def _given(name: str, value: Tensor | None) -> Tensor:
