@@ -91,6 +91,23 @@ def test_parts_of_a_backend_make_its_whole(backend: Any, size: int) -> None:
     assert torch.equal(torch.cat(parts)[own.place], whole)
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_part_is_a_part_of_its_batch(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the whole batch, by which an order of summation is chosen, and its rows without a token see nothing."""
+    seen: list[IndexTopk] = []
+    monkeypatch.setattr(sharing, "run_remembered", seen.append)
+    case = Case(5)
+    given = (case.q.to(torch.float8_e4m3fn), case.weights, case.cache, case.request_ids, case.table, case.lengths)
+    sharing.select_part(IndexTopk(*given, 3, 1 << 20, 5, torch.empty(5, 3), None, "auto"), 3, rank)
+    (part,) = seen
+    tokens = [[3, 4], [1, 2], [None, 0]][rank]
+    assert part.batch == 5
+    assert part.out.shape == (2, 3)
+    assert part.lengths.tolist() == [0 if t is None else int(case.lengths[t]) for t in tokens]
+    assert torch.equal(part.q[1].float(), given[0][tokens[1]].float())
+    assert part.request_ids[1] == case.request_ids[tokens[1]]
+
+
 # --- keys -----------------------------------------------------------------------------------------------------------
 
 

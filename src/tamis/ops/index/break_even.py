@@ -43,8 +43,8 @@ DEVICE = Costs(
 )
 HOST = Costs(
     start=100e-6,
-    prefill_key=1e-6,  # float64 products on one core
-    decode_key=1e-6,
+    prefill_key=2e-6,  # float64 products on one core
+    decode_key=6e-6,
     latency=1e-3,  # gloo over sockets of one machine
     link=1e9,
     memory=5e9,
