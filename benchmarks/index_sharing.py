@@ -124,12 +124,9 @@ def main() -> int:
             f"{shape.name:22}" + "".join(f"{time * 1e6:10.1f}" for time in times),
             f"{gather * 1e6:23.1f}{total * 1e6:20.1f}{found.whole / total:6.2f}x  {'yes' if pays else 'no'}",
         )
-        rate, kind = (
-            found.whole / (shape.tokens * shape.context),
-            "decode" if shape.tokens == shape.requests else "prefill",
-        )
-        known = DEVICE.decode_key if kind == "decode" else DEVICE.prefill_key
-        print(f"{'':22}  {rate:.2e} s per token and key; the rule of auto assumes {known:.2e} for a {kind}")
+        rate, known = found.whole / (shape.tokens * shape.context), DEVICE.product
+        known = DEVICE.read if shape.tokens == shape.requests else known
+        print(f"{'':22}  {rate:.2e} s per token and key; auto assumes {known:.2e}")
     return 0
 
 

@@ -172,6 +172,7 @@ def test_candidates_merge_to_the_selection_of_all() -> None:
         (1024, 1, 16 << 10, True),
         (128, 128, 64 << 10, True),
         (32, 32, 128 << 10, True),
+        (256, 128, 64 << 10, True),
         (1, 1, 128 << 10, False),
         (4096, 4, 1 << 10, False),
         (8, 8, 4 << 10, False),
@@ -183,14 +184,18 @@ def test_where_sharing_pays_on_eight_gpus(tokens: int, requests: int, keys: int,
 
 
 def test_the_rule_is_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 of 20 tokens with 100 keys save 10 * 100 * 2 = 2000 seconds; 20 * 3 * 4 bytes take 240 * (0.5 / 1 + 2 / 2)."""
-    costs = break_even.Costs(start=9, prefill_key=8, decode_key=2, latency=1639, link=1, memory=2)
-    for latency, pays in ((1639, True), (1640, False)):
-        monkeypatch.setattr(break_even, "DEVICE", costs._replace(latency=latency))
-        assert break_even.sharing_pays(20, 20, 100, 64, 3, 2, on_host=False) == pays
-    # As a prefill of 16 heads, a key takes a quarter of 8 seconds.
-    assert not break_even.sharing_pays(20, 1, 100, 16, 3, 2, on_host=False)
-    assert break_even.sharing_pays(20, 1, 100, 17, 3, 2, on_host=False)
+    """Of 20 tokens with 100 keys, 10 are saved. 20 * 3 * 4 bytes take 240 * (0.5 / 1 + 2 / 2) = 360 seconds."""
+    costs = break_even.Costs(product=8, read=2, latency=0, link=1, memory=2)
+    for requests, heads, saved in (
+        (20, 1, 10 * 100 * 2),  # reading
+        (20, 64, 10 * 100 * 8),  # products
+        (99, 16, 10 * 100 * 2),  # no more requests than tokens
+        (4, 1, 2 * 100 * 2),
+        (4, 32, 10 * 100 * 4),
+    ):
+        for latency, pays in ((saved - 361, True), (saved - 360, False)):
+            monkeypatch.setattr(break_even, "DEVICE", costs._replace(latency=latency))
+            assert break_even.sharing_pays(20, requests, 100, heads, 3, 2, on_host=False) == pays
 
 
 # --- a group --------------------------------------------------------------------------------------------------------
