@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tamis.cache.shard import Shard
 from tamis.ops import index_topk, topk_positions
-from tamis.ops.index import break_even, merge, prepared, ranks, reference, sharing, triton_kernels
+from tamis.ops.index import break_even, merge, operations, prepared, ranks, reference, sharing, triton_kernels
 from tamis.ops.index.operations import IndexTopk
 from tamis.ops.index.over_ranks import OverRanks
 from tamis.ops.index.prepared import run_remembered
@@ -291,8 +291,18 @@ def test_parts_are_remembered(pretended: Pretended, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(prepared, "index_topk", None)
     run_remembered(call)
     assert pretended.launches() == first
-    with pytest.raises(TypeError, match="not callable"):
-        run_remembered(call._replace(batch=4))  # it may be summed in another order
+    for other in (call._replace(batch=4), call._replace(scores=torch.empty(4, 64))):
+        with pytest.raises(TypeError, match="not callable"):
+            run_remembered(other)  # it may be summed in another order, or must give scores too
+
+
+def test_a_call_for_scores_is_not_prepared(pretended: Pretended) -> None:
+    """What is prepared launches the scores and the selection alone."""
+    given = indexing(4)
+    fields = [given[n] for n in ("q", "weights", "cache", "request_ids", "block_table", "lengths", "k")]
+    call = IndexTopk(*fields, 1 << 28, 32, torch.empty(4, 64, dtype=torch.int32), None, "auto")
+    assert operations.index_topk.prepared(call) is not None
+    assert operations.index_topk.prepared(call._replace(scores=torch.empty(4, 64))) is None
 
 
 def test_deals_are_remembered_unless_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
