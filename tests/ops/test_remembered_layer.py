@@ -1,16 +1,18 @@
 """Layer calls that are remembered launch what they would launch if nothing were remembered."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pretended import Pretended
 from remembered import Change, Given, added, calls_of, compare, every_other, in_place, ints, outcome, shifted, widened
 from torch import Tensor
 
 from tamis import Batch, Caches, IndexRecipe, LayerSpec, Limits, PagedCache, PagePool, Planner, Shard, SparseMLA
 from tamis.ops import IndexInputs
+from tamis.ops.index.over_ranks import OverRanks
 
 pytestmark = pytest.mark.own_settings("changes settings itself")
 BF16 = torch.bfloat16
@@ -219,3 +221,22 @@ def test_a_remembered_call_does_little(pretended: Pretended) -> None:
     assert {name: count for name, count in found.items() if count > MOST_CALLS[name]} == {}
     with torch.device("meta"), torch.no_grad():
         assert {name: calls_of(*door) for name, door in doors.items()} == found, "a default device costs nothing"
+
+
+@pytest.fixture
+def one() -> Iterator[Any]:
+    """A group of one rank."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_layers_over_ranks(pretended: Pretended, one: Any) -> None:
+    """A group of one selects by itself, so the layer is told to do what several ranks do."""
+    base = own_index()
+    layer = SparseMLA(spec(), index_group=one)
+    assert layer._over is None
+    layer._over = OverRanks(one, None, "always")
+    layer._kind = SparseMLA(spec(), index_workspace_bytes=1 << 27)._kind
+    compare(pretended, run_layer, base, base | {"layer": layer})
+    compare(pretended, run_layer, base | {"layer": layer}, base)
