@@ -39,7 +39,7 @@ from engine_results import (
 from sglang_kit import DECODE_LIMIT, KIT_LIMIT, run
 from sglang_kit_cases import ENGINES as IMPLEMENTATIONS
 from sglang_process import child_environment, prepare, versions
-from vllm_engine import NEW_TOKENS, PROMPTS, prompts
+from vllm_served import NEW_TOKENS, PROMPTS, prompts
 from vllm_model import write_checkpoint
 from vllm_process import LOGPROBS, keep_logs
 

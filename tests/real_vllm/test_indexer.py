@@ -13,7 +13,6 @@ import pytest
 import torch
 import vllm.version
 from configured import make_config
-from engine_standin import TOPK
 from index_standin import DIM, PAGE, ROW, IndexStep
 from torch import Tensor
 from vllm import _custom_ops
@@ -28,6 +27,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from tamis.integrations.vllm import indexer_plugin, register
 from tamis.integrations.vllm.indexer_plugin import Indexer
+from tamis.integrations.vllm.plugin import check_indexer
 
 PREFIX, K = "layers.0.indexer.k_cache", 48
 STEPS = {
@@ -267,5 +267,14 @@ def test_unknown_options_are_refused() -> None:
         make_operator(configure(indexer="fast"))
 
 
-def test_the_model_must_use_the_operator() -> None:
-    assert TOPK  # placeholder for the check of attention layers
+@pytest.mark.parametrize("options", [{}, {"indexer": "tamis"}])
+def test_attention_asserts_that_the_layers_indexer_is_ours(options: dict[str, str]) -> None:
+    config = configure(**options)
+    operator = make_operator(config)
+    check_indexer(config, SimpleNamespace(indexer_op=operator))
+    check_indexer(config, None)  # a layer that shares the selection of another
+    if options:
+        with pytest.raises(RuntimeError, match=r"vLLM built SimpleNamespace with Linear, which tamis does not replace"):
+            check_indexer(config, SimpleNamespace(indexer_op=torch.nn.Linear(1, 1)))
+    else:
+        check_indexer(config, SimpleNamespace())

@@ -51,10 +51,13 @@ class IndexStep:
         return self.table[request].long()[position // PAGE] * PAGE + position % PAGE
 
     def new_slots(self) -> Tensor:
-        return torch.cat([self.slots(r)[n - q :] for r, (n, q) in enumerate(zip(self.lengths, self.queries))])
+        return torch.cat([self.slots(r)[n - q :] for r, (n, q) in enumerate(self._sizes())])
 
     def new_keys(self) -> Tensor:
-        return torch.cat([k[n - q :] for k, n, q in zip(self.keys, self.lengths, self.queries)])
+        return torch.cat([k[n - q :] for k, (n, q) in zip(self.keys, self._sizes(), strict=True)])
+
+    def _sizes(self) -> list[tuple[int, int]]:
+        return list(zip(self.lengths, self.queries, strict=True))
 
     def common(self, padded_tokens: int | None = None, padded_requests: int | None = None) -> SimpleNamespace:
         """The engine's record of the step."""
@@ -83,7 +86,7 @@ class IndexStep:
             for position in range(length - count, length):
                 q, weights = self.q[token].double(), self.weights[token].double()
                 scores = ((keys[: (position + 1) // ratio].double() @ q.T).clamp_min(0) * weights).sum(1)
-                best = sorted(range(len(scores)), key=lambda at: (-float(scores[at]), at))[:k]  # noqa: B023
+                best = sorted(range(len(scores)), key=lambda at: (-float(scores[at]), at))[:k]
                 found[token, : len(best)] = torch.tensor(sorted(best), dtype=torch.int32)
                 token += 1
         return found

@@ -38,7 +38,7 @@ def test_vllm_selects_unless_tamis_is_asked_for() -> None:
         ({"indexer": True}, "indexer'.*must be"),
         ({"indexr": "tamis"}, "must be an object with 'indexer' and 'share_indexer' at most, got"),
         ({"indexer": "tamis", "share_indexer": 1}, "share_indexer'.*must be"),
-        ({"share_indexer": True}, "share_indexer'.*must be false, got True; set \"indexer\": \"tamis\" as well"),
+        ({"share_indexer": True}, 'share_indexer\'.*must be false, got True; set "indexer": "tamis" as well'),
     ],
 )
 def test_other_options_are_refused(given: dict[str, Any], message: str) -> None:
@@ -51,7 +51,7 @@ def test_other_options_are_refused(given: dict[str, Any], message: str) -> None:
 def expected_rows(lengths: list[int], queries: list[int], rows: int, ratio: int) -> tuple[list[int], list[int]]:
     """The request of each token, and how many entries it sees; padding sees none."""
     ids = [r for r, count in enumerate(queries) for _ in range(count)]
-    seen = [n for n, count in zip(lengths, queries) for n in range(n - count + 1, n + 1)]
+    seen = [n for total, q in zip(lengths, queries, strict=True) for n in range(total - q + 1, total + 1)]
     return ids, [n // ratio for n in seen] + [0] * (rows - len(seen))
 
 
@@ -70,9 +70,7 @@ def test_rows_of_random_steps(drafts: Any, ratio: int) -> None:
         rows = sum(queries) + max(padding, empty)
         table = torch.zeros(len(queries), 30, dtype=torch.int32)
         slots = torch.arange(sum(queries))
-        common = engine.common(
-            lengths, queries, table, slots, padded_tokens=rows, padded_requests=len(queries) + empty
-        )
+        common = engine.common(lengths, queries, table, slots, padded_tokens=rows, padded_requests=len(queries) + empty)
         if drafts is ADAPTIVE:  # then only the sum is right on the host
             common.query_start_loc_cpu = torch.linspace(0, sum(queries), common.num_reqs + 1).int()
             common.max_query_len = 1
@@ -141,9 +139,8 @@ def test_a_step_selects_as_an_exact_indexer_does(name: str, padding: int) -> Non
     metadata = IndexerMetadataBuilder(None, ["layer"], engine.config(), "cpu").build(0, common)
     q = torch.cat((step.q, step.q[:1].expand(padding, -1, -1)))
     weights = torch.nn.functional.pad(step.weights, (0, 0, 0, padding), value=1.0)
-    buffer = torch.full((step.tokens + padding + 2, k + 16), 7, dtype=torch.int32)
+    buffer = torch.full((step.tokens + padding + 2, k), 7, dtype=torch.int32)
     select_positions(q, weights, cache, metadata, k, buffer)
-    assert torch.equal(buffer[: step.tokens, :k], step.selected(k))
-    assert bool((buffer[: step.tokens, k:] == -1).all())
+    assert torch.equal(buffer[: step.tokens], step.selected(k))
     assert bool((buffer[step.tokens : step.tokens + padding] == -1).all())
     assert bool((buffer[step.tokens + padding :] == 7).all())

@@ -76,10 +76,10 @@ def _register() -> str | None:
 def _register_indexer() -> str | None:
     """Register the indexer; return the reason if that is not possible, else None."""
     try:
-        absent = find_spec(_INDEXER) is None
-    except ImportError:
-        absent = True
-    if absent:  # then no model of this vLLM has an indexer to replace
+        present = find_spec(_INDEXER) is not None
+    except Exception:  # a package above it is missing, or fails, which is said elsewhere
+        present = False
+    if not present:  # then no model of this vLLM has an indexer to replace
         return None
     problem: str | None = import_module("tamis.integrations.vllm.indexer_plugin").register_indexer()
     return problem

@@ -43,7 +43,7 @@ class IndexerOptions:
         chosen = checks.option("additional_config['tamis']['indexer']", given.get("indexer", "vllm"), _NAMES) == "tamis"
         shared = checks.flag("additional_config['tamis']['share_indexer']", given.get("share_indexer", False))
         if shared and not chosen:
-            remedy = "set \"indexer\": \"tamis\" as well: vLLM's own indexer divides nothing"
+            remedy = 'set "indexer": "tamis" as well: vLLM\'s own indexer divides nothing'
             raise checks.refuse("additional_config['tamis']['share_indexer']", "false", True, remedy)
         return cls(chosen, shared)
 
@@ -192,7 +192,7 @@ def select_positions(
     buffer: Tensor,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Write each token's positions into the first k columns of its row of vLLM's buffer, and -1 everywhere else.
+    """Write each token's positions into its row of vLLM's buffer, and -1 into the rows of padding.
 
     Args:
         q: e4m3 [T, H, D], with as much padding past the step's tokens as the engine kept.
@@ -200,24 +200,21 @@ def select_positions(
         cache: the index keys, which hold those of the step already.
         metadata: the step.
         k: how many to select.
-        buffer: int32 [T or more, k or more].
+        buffer: int32 [T or more, k].
         group: the ranks that share the work; None if this one does all of it.
     """
     rows, padded = metadata.num_actual_tokens, q.shape[0]
-    ids, lengths = metadata.request_ids, metadata.lengths
     if rows:
         index_topk(
             first(q, rows),
             first(weights, rows),
             cache,
-            ids,
+            metadata.request_ids,
             metadata.block_table,
-            lengths,
+            metadata.lengths,
             k,
-            out=buffer[:rows, :k],
-            group=group,
+            out=first(buffer, rows),
+            **({} if group is None else {"group": group}),
         )
     if padded > rows:
         buffer[rows:padded].fill_(-1)
-    if buffer.shape[1] > k:
-        buffer[:rows, k:].fill_(-1)

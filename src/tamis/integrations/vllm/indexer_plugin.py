@@ -87,7 +87,7 @@ def _supported(theirs: type[Any]) -> bool:
 def _compressed_builder(theirs: type[Any]) -> type[Any]:
     """A builder for DeepSeek-V4. vLLM's own says where the compressed keys go, which the compressor reads as well."""
 
-    class CompressedBuilder(theirs):  # type: ignore[misc]
+    class CompressedBuilder(theirs):
         reorder_batch_threshold = theirs.reorder_batch_threshold
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -106,7 +106,7 @@ def _compressed_builder(theirs: type[Any]) -> type[Any]:
     return CompressedBuilder
 
 
-class Indexer(SparseAttnIndexer):  # type: ignore[misc]
+class Indexer(SparseAttnIndexer):
     """vLLM's operator with tamis' selection. Keys are still written by vLLM's kernels, so they are the same bytes."""
 
     def __init__(self, k_cache: Any, *args: Any, **kwargs: Any) -> None:
@@ -171,7 +171,8 @@ class Indexer(SparseAttnIndexer):  # type: ignore[misc]
             _custom_ops.indexer_k_quant_and_cache(
                 k[: len(slots)], self.k_cache.kv_cache, slots, self.quant_block_size, self.scale_fmt
             )
-        if not _is_unread(steps.get(dense) if dense else None, context):
+        captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        if captured or not dense or not _is_unread(steps.get(dense), context):
             select_positions(q, weights, self._keys(), metadata, self.topk_tokens, buffer, self._group)
 
     def _keys(self) -> PagedCache:
@@ -213,7 +214,6 @@ def _is_unread(attention: Any, context: Any) -> bool:
         getattr(getattr(attention, "prefill", None), "use_dense_mha", False)
         and getattr(attention, "num_decode_tokens", -1) == 0
         and context.cudagraph_runtime_mode.name != "FULL"
-        and not torch.cuda.is_current_stream_capturing()
     )
 
 
