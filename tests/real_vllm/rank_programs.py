@@ -115,7 +115,7 @@ def configure(case: Case) -> VllmConfig:
 
 
 def make_layer(config: VllmConfig, case: Case, buffer: Tensor) -> tuple[Any, Tensor]:
-    """vLLM's V3.2 layer, in most cases without an indexer of its own, and the weights [H, nope + value, latent] of all heads."""
+    """vLLM's V3.2 layer, and the weights [H, nope + value, latent] of all heads."""
     widths = {"kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE}
     model = SimpleNamespace(
         hidden_size=64,

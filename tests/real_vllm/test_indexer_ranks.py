@@ -1,4 +1,4 @@
-"""tamis' indexer in vLLM's own layers, in processes of their own: with our attention, over two gloo ranks, and in V4."""
+"""tamis' indexer in vLLM's own layers, in processes of their own: with our attention, on two gloo ranks, in V4."""
 
 from pathlib import Path
 from typing import Any

@@ -85,12 +85,14 @@ class StepRows:
         drafts = getattr(vllm_config, "speculative_config", None)
         new = 1 + (getattr(drafts, "num_speculative_tokens", None) or 0)
         limits = vllm_config.scheduler_config
-        most = max(limits.max_num_batched_tokens, limits.max_num_seqs * new)
+        self._most = max(limits.max_num_batched_tokens, limits.max_num_seqs * new)
         # Adaptive verification drops drafts on the device, so the host does not know whose a token is.
         self._host_knows = not getattr(drafts, "enable_adaptive_verification", False)
         self._ratio = ratio
         with torch.inference_mode(False):  # buffers outlive the call: see `Planner`
-            self._ids, self._lengths, self._numbers = torch.zeros(3, most, dtype=torch.int32, device=device)
+            self._ids, self._lengths, self._numbers = (
+                torch.zeros(self._most, dtype=torch.int32, device=device) for _ in range(3)
+            )
 
     def read(self, common: Any, slots: Tensor, engine: Any = None) -> IndexerMetadata:
         """The metadata of one step, valid until the next call.
@@ -101,9 +103,8 @@ class StepRows:
             engine: vLLM's record of the step, if there is one.
         """
         requests, rows = int(common.num_reqs), int(common.num_actual_tokens)
-        if rows > self._ids.shape[0]:
-            expected = f"at most {self._ids.shape[0]}"
-            raise checks.refuse("num_actual_tokens", expected, rows, "raise max_num_batched_tokens")
+        if rows > self._most:
+            raise checks.refuse("num_actual_tokens", f"at most {self._most}", rows, "raise max_num_batched_tokens")
         checks.tensor("seq_lens", first(common.seq_lens, requests), "B", (torch.int32,), B=requests)
         metadata = IndexerMetadata(
             rows,
