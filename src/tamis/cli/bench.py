@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tamis.lab.bench.run import Bench
     from tamis.lab.verify import CheckResult
 
-SUITES = ("smoke", "decode", "prefill", "write", "v4", "index")
+SUITES = ("smoke", "decode", "prefill", "write", "v4", "index", "select")
 """The suites of `tamis.lab.bench.jobs`, which is too heavy to import for a help text; a test compares the two."""
 REPEATS = {"cuda": 25, "cpu": 5}
 
@@ -38,13 +38,15 @@ DETAILS = f"""\
 Suites: smoke (tiny, any machine), decode (V3.2 FP8, top-k 2048, 1 to 128 requests of 16K, 8 to 128 heads), prefill
 (512 and 4096 tokens over 8K to 128K, bf16 and FP8 rows), write (write and gather of 64K tokens, translation of
 128 x 2048), v4 (a window of 128 and 512 compressed entries), index (scores over 64K and 128K FP8 keys, top-k 2048 of
-up to 1M scores, some mostly equal, and both in one call; every token sees its whole request). Options replace a suite's
-own numbers; --shape without a suite measures decode-like attention of that shape.
+up to 1M scores, some mostly equal, and both in one call), select (the same stages for 512 to 4096 tokens of a prompt
+over 8K to 128K keys, and for two decodes; each token sees the keys up to its own). Options replace a suite's own
+numbers, --stage keeps some of its stages; --shape without a suite measures decode-like attention of that shape.
 
 The stages to be timed are verified first, in the formats to be timed; if a check fails, no time is printed. Times are
 medians over replays of a CUDA graph (on a CPU: of calls) on rotated inputs that exceed the cache several times over,
-with the 10th and 90th percentile. The roofline is the larger of bytes over bandwidth and operations over peak (twice
-the peak for FP8 products); bytes count each selected row, key, score, index, query and output once.
+with the 10th and 90th percentile; "host us" is the time until a call returns, on a GPU that had nothing to do. The
+roofline is the larger of bytes over bandwidth and operations over peak (twice the peak for FP8 products); bytes count
+each selected row, key, score, index, query and output once.
 
 {bench_door.DETAILS}
 
@@ -53,7 +55,8 @@ is found: flashmla-sgl (sgl-flash-mla, its kernels for Hopper), flashmla-vllm (t
 flashmla-plain (a package flash_mla without use_legacy); the fastest of them has the ratio. Before their time starts,
 heads are padded for FlashMLA and the keys of prompts are gathered for DeepGEMM. flashmla-gather, for prompts over FP8
 rows, is vLLM's gather of whole requests as bf16 rows, then FlashMLA's prefill over them, both in its time. fa3 is
-FlashAttention 3 over bf16 rows as pages of one row. vLLM's whole indexer is DeepGEMM's scores, then its own top-k.
+FlashAttention 3 over bf16 rows as pages of one row. vLLM's whole indexer is DeepGEMM's scores, then its own top-k;
+vllm-gather, for prompts, is vLLM's gather of the keys before either, in its time.
 Selections may differ where scores are nearly equal.
 
 --report draws what was measured, or what files of --csv hold: a roofline, ratios against peers, and latency against
@@ -91,6 +94,7 @@ def register(subcommands: Subcommands) -> None:
         metavar="S,...",
         help="such as 128q1s16k: 128 requests, q new tokens, s in all",
     )
+    parser.add_argument("--stage", type=_words, default=[], metavar="NAME,...", help="only these stages of the suite")
     parser.add_argument("--heads", type=_numbers, default=[], metavar="N,...", help="query heads")
     parser.add_argument("--topk", type=_numbers, default=[], metavar="N,...", help="selected rows per token")
     parser.add_argument("--layout", type=_words, default=[], metavar="NAME,...", help="byte formats of the rows")
@@ -99,7 +103,7 @@ def register(subcommands: Subcommands) -> None:
         type=_words,
         metavar="PEER,...",
         help="flashmla (all its builds), one build (flashmla-sgl, flashmla-vllm, flashmla-plain), flashmla-gather, "
-        "fa3, deepgemm, vllm, torch or none (default: those that can be imported)",
+        "fa3, deepgemm, vllm, vllm-gather, torch or none (default: those that can be imported)",
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds (default: 25 on a GPU, 5 on a CPU)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows to this file")
@@ -197,7 +201,12 @@ def _jobs(options: argparse.Namespace) -> "list[Job]":
             if total < new:
                 raise ValueError(f"--shape {shape}: total length (s={total}) must be >= new tokens (q={new}).")
     return make_jobs(
-        options.suite, shapes=options.shape, layouts=options.layout, heads=options.heads, topks=options.topk
+        options.suite,
+        stages=options.stage,
+        shapes=options.shape,
+        layouts=options.layout,
+        heads=options.heads,
+        topks=options.topk,
     )
 
 
@@ -305,8 +314,8 @@ def times_table(rows: "list[Row]") -> str:
     the fastest alone has a ratio."""
     from tamis.lab.bench.record import slower_builds
 
-    header = ["stage", "backend", "shape", "heads", "top-k", "layout", "time us", "p10..p90", "MB"]
-    header += ["TB/s", "TFLOP/s", "roofline us", "of\nroofline", "peer", "peer us", "peer/\nours"]
+    header = ["stage", "backend", "shape", "heads", "top-k", "layout", "time us", "p10..p90", "host us", "MB"]
+    header += ["TB/s", "TFLOP/s", "roofline us", "of\nroofline", "peer", "peer us", "peer\nhost us", "peer/\nours"]
     lines: list[tuple[str, ...]] = []
     last: tuple[str, ...] = ()
     slower = slower_builds(rows)
@@ -322,6 +331,7 @@ def times_table(rows: "list[Row]") -> str:
             row.layout,
             f"{row.median_us:.1f}",
             f"{row.p10:.1f}..{row.p90:.1f}",
+            "-" if row.host_us is None else f"{row.host_us:.1f}",
             f"{row.bytes / 1e6:.3g}",
             f"{row.bytes / seconds / 1e12:.3g}",
             f"{row.flops / seconds / 1e12:.3g}" if row.flops else "-",
@@ -331,8 +341,9 @@ def times_table(rows: "list[Row]") -> str:
         theirs = (
             f"{row.peer} ({row.peer_build})" if row.peer_build else row.peer or "-",
             "-" if row.peer_us is None else f"{row.peer_us:.1f}",
+            "-" if row.peer_host_us is None else f"{row.peer_host_us:.1f}",
             "-" if row.ratio is None or row in slower else f"{row.ratio:.2f}",
         )
         lines.append((*(ours if ours != last else ("",) * len(ours)), *theirs))
         last = ours
-    return render_table(header, lines, "lllrrlrrrrrrrlrr")
+    return render_table(header, lines, "lllrrlrrrrrrrrlrrr")

@@ -46,7 +46,7 @@ def check_options(options: argparse.Namespace) -> None:
     from tamis import checks
 
     given = {f"--{name}": getattr(options, name) for name in ("doors", "batch", "quick", "long")}
-    others = {f"--{name}": getattr(options, name) for name in ("shape", "topk", "layout", "report")}
+    others = {f"--{name}": getattr(options, name) for name in ("stage", "shape", "topk", "layout", "report")}
     others["--backend"] = options.backend != "auto"
     chosen = options.suite == SUITE
     for name, value in (others if chosen else given).items():

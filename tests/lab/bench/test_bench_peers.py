@@ -27,7 +27,7 @@ def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setitem(sys.modules, name, None)
     found, absent = peers.find_peers(None, torch.device("cuda"))
     assert [peer.name for peer in found] == ["torch"]
-    assert set(absent) == {*BUILDS, "flashmla-gather", "fa3", "deepgemm", "vllm"}
+    assert set(absent) == {*BUILDS, "flashmla-gather", "fa3", "deepgemm", "vllm", "vllm-gather"}
     assert "cannot import vllm.third_party.deep_gemm" in absent["deepgemm"]
     assert all("cannot import flash_mla" in absent[build] for build in ("flashmla-sgl", "flashmla-plain"))
     assert "cannot import vllm.third_party.flashmla" in absent["flashmla-vllm"]

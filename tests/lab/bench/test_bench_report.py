@@ -202,7 +202,7 @@ def test_a_broken_row_is_named(column: str, value: str, tmp_path: Path, capsys: 
     _refused(",".join(cells), tmp_path, capsys)
 
 
-@pytest.mark.parametrize("cells", [1, 5, 20, len(COLUMNS) - 1])
+@pytest.mark.parametrize("cells", [1, 5, 20, HEADER.count(",")])
 def test_a_row_that_ends_early_is_named(cells: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _refused(",".join(FIRST.split(",")[:cells]), tmp_path, capsys)
 

@@ -5,7 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tamis.lab.bench import timing
+from tamis.lab.bench import run, timing
+from tamis.lab.bench.record import Machine
+from tamis.lab.bench.roofline import Ceiling
 
 
 def test_cold_caches_need_enough_sets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +65,47 @@ def test_gpu_times_are_of_replays_in_turn_per_call(monkeypatch: pytest.MonkeyPat
 def test_spread_is_of_the_samples() -> None:
     spread = timing.spread([float(n) for n in range(100, -1, -1)], "clock")
     assert (spread.p10, spread.median_us, spread.p90) == (10, 50, 90)
+
+
+@pytest.mark.parametrize("work", [10e-6, 5e-3])
+def test_host_time_ends_when_the_call_returns(work: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for CUDA: a call takes 30 us of the host and then keeps the device busy for `work` seconds."""
+    now, busy_until, queued, most = [0.0], [0.0], [0], [0]
+
+    def synchronize(device: object) -> None:
+        now[0] = max(now[0], busy_until[0])
+        queued[0] = 0
+
+    def call() -> None:
+        now[0] += 30e-6
+        busy_until[0] = max(now[0], busy_until[0]) + work
+        queued[0] += 1
+        most[0] = max(most[0], queued[0])
+
+    monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    (found,) = timing.host_in_turn([[call] * 3], [work], torch.device("cuda"), 5)
+    assert found.median_us == pytest.approx(30.0)
+    assert found.method == "host"
+    # Long calls are issued two at a time, so that the driver's queue never makes the host wait.
+    assert most[0] == (16 if work < 1e-3 else 2)
+
+
+def test_rows_on_a_gpu_have_the_host_time_beside_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def host(versions: object, seconds: list[float], device: object, repeats: int) -> list[timing.Spread]:
+        asked.append((versions, seconds, repeats))
+        return [timing.Spread(7.0, 6.0, 8.0, "host"), timing.Spread(9.0, 8.0, 10.0, "host")]
+
+    spreads = [timing.Spread(100.0, 90.0, 110.0, "graph"), timing.Spread(200.0, 190.0, 210.0, "graph")]
+    monkeypatch.setattr(run, "time_in_turn", lambda versions, device, repeats: spreads)
+    monkeypatch.setattr(run, "host_in_turn", host)
+    ceiling, machine = Ceiling(1.0, None, ""), Machine("", "", "", "", "", "")
+    calls = [lambda: None]
+    for device, hosts in (("cuda", [7.0, 9.0]), ("cpu", [None, None])):
+        bench = run.Bench(torch.device(device), "auto", 4, ceiling, machine, [])
+        found = bench._times([(calls, True), (calls, True)])
+        assert [times.spread for times in found] == spreads
+        assert [times.host_us for times in found] == hosts
+    assert asked == [([calls, calls], [pytest.approx(100e-6), pytest.approx(200e-6)], 4)]

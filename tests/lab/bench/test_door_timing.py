@@ -25,6 +25,7 @@ class Machine:
         self.issued: list[int] = []
         self.queued = 0
         monkeypatch.setattr(timing, "perf_counter", lambda: self.now)
+        monkeypatch.setattr("tamis.lab.bench.timing.perf_counter", lambda: self.now)
         monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
         monkeypatch.setattr(timing, "count_launches", lambda call, device, *, capturable: Launches(40, 2))
         monkeypatch.setattr(timing, "time_in_turn", self.replay)

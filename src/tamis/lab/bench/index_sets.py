@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -31,18 +31,20 @@ class ScoreSet:
     request_ids: Tensor
     block_table: Tensor
     lengths: Tensor
-    """int32 [T]: the length of each token's request, all of which the token sees."""
+    """int32 [T]: the last token of a request sees all of its keys, every token before it one fewer."""
     width: int
     """The largest of the lengths."""
     queries: int | None
     """New tokens per request; None if requests differ."""
+    out: Tensor | None = None
+    """float32 [T, width], where tamis writes the scores. The sets of a job share it, as calls of a layer would."""
 
     bound = 5e-3
 
     def run(self, backend: str) -> Tensor:
         """The scores from tamis."""
         paged = self.q, self.weights, self.cache, self.request_ids, self.block_table, self.lengths
-        return index_scores(*paged, width=self.width, backend=backend)
+        return index_scores(*paged, width=self.width, out=self.out, backend=backend)
 
     def error(self, result: Tensor) -> float:
         """Relative error of a few tokens' scores against float64, over the keys that those tokens see."""
@@ -61,7 +63,7 @@ class ScoreSet:
         ids, lengths = self.request_ids.tolist(), self.lengths.tolist()
         for request, table in enumerate(self.block_table.long()):
             first, count = ids.index(request), ids.count(request)
-            position = torch.arange(lengths[first], dtype=torch.int64, device=table.device)
+            position = torch.arange(lengths[first + count - 1], dtype=torch.int64, device=table.device)
             found.append((slice(first, first + count), table[position // size] * size + position % size))
         return found
 
@@ -148,7 +150,9 @@ def score_sets(job: Job, drawn: RandomInputs) -> tuple[list[ScoreSet], Cost]:
     assert job.heads is not None
     requests = _requests(job)
     cost = scores_cost(requests, heads=job.heads, layout=named(job.layout), page_size=job.page_size)
-    return _scored(job, drawn, requests, set_count(cost.bytes, drawn.device)), cost
+    sets = _scored(job, drawn, requests, set_count(cost.bytes, drawn.device))
+    out = torch.empty(len(sets[0].q), sets[0].width, dtype=torch.float32, device=drawn.device)
+    return [replace(item, out=out) for item in sets], cost
 
 
 def index_sets(job: Job, drawn: RandomInputs) -> tuple[list[IndexSet], Cost]:
@@ -190,7 +194,9 @@ def _requests(job: Job) -> list[tuple[int, int]]:
 
 
 def _lengths(requests: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    return torch.tensor([length for new, length in requests for _ in range(new)], dtype=torch.int32, device=device)
+    """How many keys each token sees, as in a chunk of a prompt: the new tokens are the last ones of their request."""
+    seen = [n for new, length in requests for n in range(length - new + 1, length + 1)]
+    return torch.tensor(seen, dtype=torch.int32, device=device)
 
 
 def _scored(job: Job, drawn: RandomInputs, requests: Sequence[tuple[int, int]], count: int) -> list[ScoreSet]:

@@ -26,7 +26,8 @@ class Job:
     """attend, write, gather, select, translate; compress: all small launches of a C4A layer; for the indexer scores,
     topk, topk-ties (top-k of mostly equal scores) or index (scores and top-k in one call)."""
     shape: str
-    """The batch, such as `128q1s16k`. In indexer stages every token sees its whole request."""
+    """The batch, such as `128q1s16k`. New tokens are the last ones of their request; in indexer stages each sees all
+    keys up to its own."""
     layout: str = "v32-fp8"
     """Byte format of the rows that are read or written."""
     heads: int | None = None
@@ -86,6 +87,9 @@ class Grid:
 
 
 TOPK_SHAPES = ("1q1s64k", "1q1s1024k", "32q1s128k", "64q1s32k", "64q1s128k", "128q1s64k", "1q1ks64k")
+CHUNKS = ("1q4ks8k", "1q4ks32k", "1q4ks64k", "1q4ks128k", "1q1ks16k", "1q512s64k")
+"""Chunks of a prompt: the last tokens of one request."""
+SELECTED = (*CHUNKS, "128q1s64k", "32q1s128k")
 SUITES: dict[str, tuple[Grid, ...]] = {
     "smoke": (
         Grid("attend", ("4q1s512", "1q16s256"), ("v32-fp8",), (4,), (128,)),
@@ -120,6 +124,12 @@ SUITES: dict[str, tuple[Grid, ...]] = {
         Grid("topk-ties", ("1q1s64k", "128q1s64k"), SCORES, topks=(2048,)),
         Grid("index", ("32q1s128k", "128q1s64k"), KEYS, (64,), (2048,)),
     ),
+    "select": (
+        Grid("scores", SELECTED, KEYS, (64,)),
+        Grid("topk", SELECTED, SCORES, topks=(2048,)),
+        Grid("topk-ties", SELECTED, SCORES, topks=(2048,)),
+        Grid("index", SELECTED, KEYS, (64,), (2048,)),
+    ),
 }
 CUSTOM = (Grid("attend", ("128q1s16k",), ("v32-fp8",), (16,), (2048,)),)
 """The grid whose shapes `--shape` replaces when no suite is named."""
@@ -128,12 +138,13 @@ CUSTOM = (Grid("attend", ("128q1s16k",), ("v32-fp8",), (16,), (2048,)),)
 def make_jobs(
     suite: str | None,
     *,
+    stages: Sequence[str] = (),
     shapes: Sequence[str] = (),
     layouts: Sequence[str] = (),
     heads: Sequence[int] = (),
     topks: Sequence[int] = (),
 ) -> list[Job]:
-    """The jobs of a suite, with the given values in place of its own.
+    """The jobs of a suite, all or those of some stages, with the given values in place of its own.
 
     Without a suite, shapes are measured as decode-like attention (`CUSTOM`); without shapes either, the suite is smoke.
     """
@@ -142,6 +153,9 @@ def make_jobs(
     _check_values(shapes, layouts, heads, topks)
     name = suite or ("custom" if shapes else "smoke")
     grids = SUITES.get(name, CUSTOM)
+    for stage in stages:
+        checks.option("stage", stage, tuple(dict.fromkeys(grid.stage for grid in grids)))
+    grids = tuple(grid for grid in grids if not stages or grid.stage in stages)
     _check_used(name, "heads", heads, any(grid.heads for grid in grids))
     _check_used(name, "topk", topks, any(grid.topks for grid in grids))
     _check_used(name, "layout", layouts, any(grid.latent for grid in grids))

@@ -80,6 +80,9 @@ class Row:
     """The reason why a peer has no time."""
     peer_build: str = ""
     """The peer's distribution and version, where it is known."""
+    host_us: float | None = None
+    """The time until a call of tamis returns, on a GPU that had nothing to do; empty on a CPU."""
+    peer_host_us: float | None = None
 
     @property
     def of_roofline(self) -> float:

@@ -105,17 +105,21 @@ def select_cost(tokens: int, window: int, entries: int, columns: int) -> Cost:
     return Cost(tokens * (8 + 4 * window + 4 * columns + 36) + 4 * (tokens * (window // 64 + 3) + entries // 2))
 
 
+def seen_pairs(requests: Sequence[tuple[int, int]]) -> int:
+    """Pairs of a token and a key that it sees, if the new tokens are the last ones of their request."""
+    return sum(new * length - new * (new - 1) // 2 for new, length in requests)
+
+
 def scores_cost(requests: Sequence[tuple[int, int]], *, heads: int, layout: Layout, page_size: int) -> Cost:
     """Cost of index scores: keys, scales, page ids, FP8 queries, weights and lengths in, scores out."""
-    pairs = sum(tokens * length for tokens, length in requests)
     read = _index_cost(requests, heads=heads, layout=layout, page_size=page_size)
-    return replace(read, bytes=read.bytes + 4 * pairs)
+    return replace(read, bytes=read.bytes + 4 * seen_pairs(requests))
 
 
 def topk_cost(requests: Sequence[tuple[int, int]], *, topk: int) -> Cost:
     """Cost of top-k: scores and lengths in, positions out."""
     tokens = sum(new for new, _ in requests)
-    return Cost(4 * sum(new * length for new, length in requests) + 4 * tokens * (1 + topk))
+    return Cost(4 * seen_pairs(requests) + 4 * tokens * (1 + topk))
 
 
 def index_cost(requests: Sequence[tuple[int, int]], *, heads: int, topk: int, layout: Layout, page_size: int) -> Cost:
@@ -128,8 +132,7 @@ def _index_cost(requests: Sequence[tuple[int, int]], *, heads: int, layout: Layo
     keys = sum(length * layout.row_bytes + 4 * ceil_div(length, page_size) for _, length in requests)
     tokens = sum(new for new, _ in requests)
     queries = tokens * (heads * (layout.width + 4) + 8)
-    pairs = sum(new * length for new, length in requests)
-    return Cost(keys + queries, 2 * pairs * heads * layout.width, speed=2)
+    return Cost(keys + queries, 2 * seen_pairs(requests) * heads * layout.width, speed=2)
 
 
 def find_ceiling(device: torch.device) -> Ceiling:

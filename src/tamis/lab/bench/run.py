@@ -14,7 +14,7 @@ from tamis.lab.bench.jobs import Job
 from tamis.lab.bench.peers import Peer, Unsupported
 from tamis.lab.bench.record import Machine, Row, timestamp
 from tamis.lab.bench.roofline import Ceiling
-from tamis.lab.bench.timing import Spread, time_in_turn
+from tamis.lab.bench.timing import Calls, Spread, host_in_turn, time_in_turn
 from tamis.lab.verify.check import Target
 
 
@@ -51,8 +51,8 @@ class Bench:
             raise WrongResult(f"{job.stage} {job.shape} is wrong on the inputs to be timed: error {error:.2e}")
         backend = backend_for_stage(job.stages[0], self.backend, self.device)
         runners = [_ready(peer, job, prepared.sets) for peer in self.peers]
-        spread, runners, theirs = self._timed(prepared, runners)
-        row = partial(self._row, prepared, backend.name, spread, error)
+        ours, runners, theirs = self._timed(prepared, runners)
+        row = partial(self._row, prepared, backend.name, ours, error)
         # A peer that lacks the stage gets no row; a peer that failed does.
         rows = [row(r, t) for r, t in zip(runners, theirs, strict=True) if t is not None or not r.foreign]
         unsuited = {runner.peer.name: runner.note for runner in runners if runner.foreign}
@@ -62,32 +62,41 @@ class Bench:
 
     def _timed(
         self, prepared: Prepared, runners: "list[_Runner]"
-    ) -> "tuple[Spread, list[_Runner], list[Spread | None]]":
-        """The spread of tamis, the peers, and their spreads. If a peer fails in the capture, tamis is timed alone."""
+    ) -> "tuple[_Times, list[_Runner], list[_Times | None]]":
+        """The times of tamis, the peers, and their times. If a peer fails in the capture, tamis is timed alone."""
         capturable = not Target(self.device, self.backend).not_capturable(prepared.job.stages)
         ours = ([partial(item.run, self.backend) for item in prepared.sets], capturable)
         able = [runner for runner in runners if runner.calls]
         versions = [(runner.calls, runner.peer.capturable) for runner in able]
         try:
-            spread, *others = time_in_turn([ours, *versions], self.device, self.repeats)
+            found, *others = self._times([ours, *versions])
         except RuntimeError as failure:
             if not able:
                 raise
-            spread, *others = time_in_turn([ours], self.device, self.repeats)
+            found, *others = self._times([ours])
             runners = [replace(r, calls=[], note=_short(failure)) if r.calls else r for r in runners]
         rest = iter(others)
-        return spread, runners, [next(rest) if runner.calls else None for runner in runners]
+        return found, runners, [next(rest) if runner.calls else None for runner in runners]
+
+    def _times(self, versions: Sequence[tuple[Calls, bool]]) -> "list[_Times]":
+        spreads = time_in_turn(versions, self.device, self.repeats)
+        if self.device.type != "cuda":
+            return [_Times(spread) for spread in spreads]
+        busy = [spread.median_us * 1e-6 for spread in spreads]
+        hosts = host_in_turn([calls for calls, _ in versions], busy, self.device, self.repeats)
+        return [_Times(spread, host.median_us) for spread, host in zip(spreads, hosts, strict=True)]
 
     def _row(
         self,
         prepared: Prepared,
         backend: str,
-        spread: Spread,
+        ours: "_Times",
         error: float,
         runner: "_Runner | None",
-        theirs: Spread | None,
+        theirs: "_Times | None",
     ) -> Row:
-        job = prepared.job
+        job, spread = prepared.job, ours.spread
+        other = theirs.spread if theirs else None
         return Row(
             time=timestamp(),
             **asdict(self.machine),
@@ -111,14 +120,24 @@ class Bench:
             roofline_us=self.ceiling.seconds(prepared.cost) * 1e6,
             error=error,
             peer=runner.peer.name if runner else "",
-            peer_us=theirs.median_us if theirs else None,
-            peer_p10=theirs.p10 if theirs else None,
-            peer_p90=theirs.p90 if theirs else None,
+            peer_us=other.median_us if other else None,
+            peer_p10=other.p10 if other else None,
+            peer_p90=other.p90 if other else None,
             peer_error=runner.error if runner else None,
-            ratio=theirs.median_us / spread.median_us if theirs else None,
+            ratio=other.median_us / spread.median_us if other else None,
             note=runner.note if runner else "",
             peer_build=runner.peer.build if runner else "",
+            host_us=ours.host_us,
+            peer_host_us=theirs.host_us if theirs else None,
         )
+
+
+class _Times(NamedTuple):
+    """The times of one version of a call."""
+
+    spread: Spread
+    host_us: float | None = None
+    """The time until a call returns; None on a CPU, where that is the whole time."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,11 @@ out the host. The input sets together exceed the last-level cache several times 
 there. Versions to be compared are replayed in turn, so that clocks and temperature are the same for all.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle, islice
 from time import perf_counter
 from typing import TypeAlias
 
@@ -19,6 +22,10 @@ WARM_UPS = 3
 COLD_FACTOR = 4
 """How many times the size of the cache all input sets have together."""
 FALLBACK_CACHE = 50 * 2**20
+QUEUE_SECONDS = 0.004
+"""The calls of a round on the host may keep the device busy for about this long."""
+MOST_ISSUED = 16
+"""Calls of a round on the host."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,56 @@ def time_in_turn(versions: Sequence[tuple[Calls, bool]], device: torch.device, r
         spread([r[n] / len(calls) for r in rounds[WARM_UPS:]], "graph" if capturable else "events")
         for n, (calls, capturable) in enumerate(versions)
     ]
+
+
+def host_in_turn(
+    versions: Sequence[Calls], seconds: Sequence[float], device: torch.device, repeats: int
+) -> list[Spread]:
+    """The time until a call returns, on a device that had nothing to do: rounds of all versions alternate.
+
+    Args:
+        versions: the calls of each version, one per input set, which ran before.
+        seconds: how long a call of each version keeps the device busy.
+        device: where they run.
+        repeats: rounds.
+    """
+    runs = [host_run(calls, each, MOST_ISSUED) for calls, each in zip(versions, seconds, strict=True)]
+    with no_collection():
+        rounds = [[issue(run, device) * 1e6 / len(run) for run in runs] for _ in range(repeats)]
+    return [spread([r[n] for r in rounds], "host") for n in range(len(runs))]
+
+
+def host_run(calls: Calls, seconds: float, most: int) -> list[Callable[[], object]]:
+    """At most so many calls, over all sets in turn, that the driver's queue does not fill; at least two."""
+    count = max(2, min(MOST_ISSUED, most, int(QUEUE_SECONDS / max(seconds, 1e-9))))
+    return list(islice(cycle(calls), count))
+
+
+def issue(calls: Calls, device: torch.device) -> float:
+    """Seconds until the last call has returned."""
+    wait(device)
+    start = perf_counter()
+    for call in calls:
+        call()
+    return perf_counter() - start
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has nothing to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector, which would interrupt some calls, out of the times."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _clock(calls: Calls) -> float:

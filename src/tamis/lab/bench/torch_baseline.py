@@ -168,9 +168,13 @@ def score(item: ScoreSet) -> Tensor:
             some = slice(begin, min(begin + step, tokens.stop))
             logits = torch.relu_(item.q[some].to(dtype) @ keys.T).float()
             scores[some, : len(keys)] = torch.einsum("th,ths->ts", item.weights[some], logits)
+            if tokens.stop - tokens.start > 1:
+                column = torch.arange(item.width, dtype=torch.int32, device=scores.device)
+                scores[some].masked_fill_(column >= item.lengths[some].unsqueeze(1), -torch.inf)
     return scores
 
 
 def select(scores: Tensor, k: int) -> Tensor:
-    """The positions from `torch.topk`."""
-    return scores.topk(min(k, scores.shape[1]), dim=1, sorted=False).indices.int()
+    """The positions from `torch.topk`, -1 where a row has fewer scores above -inf."""
+    best = scores.topk(min(k, scores.shape[1]), dim=1, sorted=False)
+    return torch.where(best.values > -torch.inf, best.indices, -1).int()

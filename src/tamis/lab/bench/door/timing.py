@@ -1,26 +1,30 @@
 """Three times of a call: replayed from a graph, back to back as a program calls it, and on the host alone."""
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
 from time import perf_counter
 
 import torch
 
 from tamis.lab.bench.door.launches import Launches, count_launches
-from tamis.lab.bench.timing import Calls, Spread, spread, time_in_turn
+from tamis.lab.bench.timing import (
+    MOST_ISSUED,
+    Calls,
+    Spread,
+    host_run,
+    issue,
+    no_collection,
+    spread,
+    time_in_turn,
+    wait,
+)
 
 EAGER_SECONDS = 0.02
 """A round of calls back to back takes about this long, so that the wait at its end does not count."""
 EAGER_ROUNDS = 5
 MOST_EAGER = 512
-QUEUE_SECONDS = 0.004
-"""The calls of a round on the host may keep the device busy for about this long."""
 MOST_QUEUED = 512
 """Launches of a round on the host. The driver's queue holds about a thousand; a full one makes the host wait."""
-MOST_ISSUED = 16
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,14 @@ def time_doors(versions: Sequence[tuple[Calls, bool]], device: torch.device, rep
     captured = [n for n, (_, capturable) in enumerate(versions) if capturable and device.type == "cuda"]
     for n, found in zip(captured, time_in_turn([versions[n] for n in captured], device, repeats), strict=True):
         graphs[n] = found
-    with _no_collection():
+    with no_collection():
         for calls, _ in versions:
             _wall(calls, device)
         seconds = [_wall(calls, device) / len(calls) for calls, _ in versions]
         rows = zip(versions, seconds, launches, strict=True)
         runs = [(_eager_run(calls, each), _host_run(calls, each, count)) for (calls, _), each, count in rows]
         eager = [[_wall(run, device) / len(run) for run, _ in runs] for _ in range(EAGER_ROUNDS)]
-        host = [[_issue(run, device) / len(run) for _, run in runs] for _ in range(repeats)]
+        host = [[issue(run, device) / len(run) for _, run in runs] for _ in range(repeats)]
     return [
         Times(graphs[n], _microseconds(eager, n, "eager"), _microseconds(host, n, "host"), launches[n])
         for n in range(len(versions))
@@ -72,8 +76,7 @@ def _eager_run(calls: Calls, seconds: float) -> list[Callable[[], object]]:
 def _host_run(calls: Calls, seconds: float, launches: Launches | None) -> list[Callable[[], object]]:
     """As many calls as the driver's queue takes for certain."""
     fits = MOST_QUEUED // max(1, sum(launches)) if launches else MOST_ISSUED
-    count = max(2, min(MOST_ISSUED, fits, int(QUEUE_SECONDS / max(seconds, 1e-9))))
-    return list(islice(cycle(calls), count))
+    return host_run(calls, seconds, fits)
 
 
 def _microseconds(rounds: Sequence[Sequence[float]], version: int, method: str) -> Spread:
@@ -82,35 +85,9 @@ def _microseconds(rounds: Sequence[Sequence[float]], version: int, method: str) 
 
 def _wall(calls: Calls, device: torch.device) -> float:
     """Seconds from the first call to the end of the last one's work."""
-    _wait(device)
+    wait(device)
     start = perf_counter()
     for call in calls:
         call()
-    _wait(device)
+    wait(device)
     return perf_counter() - start
-
-
-def _issue(calls: Calls, device: torch.device) -> float:
-    """Seconds until the last call has returned."""
-    _wait(device)
-    start = perf_counter()
-    for call in calls:
-        call()
-    return perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector, which would interrupt some calls, out of the times."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

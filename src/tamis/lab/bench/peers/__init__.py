@@ -14,6 +14,7 @@ from tamis.lab.bench.peers.deep_gemm import DeepGEMM
 from tamis.lab.bench.peers.flash_attention import FlashAttention3
 from tamis.lab.bench.peers.flash_mla import BUILDS, FlashMLA
 from tamis.lab.bench.peers.gathered import GatheredFlashMLA
+from tamis.lab.bench.peers.prompt_indexer import PromptIndexer
 from tamis.lab.bench.peers.vllm import VLLM
 
 __all__ = [
@@ -25,12 +26,13 @@ __all__ = [
     "FlashMLA",
     "GatheredFlashMLA",
     "Peer",
+    "PromptIndexer",
     "Torch",
     "Unsupported",
     "find_peers",
 ]
 
-NAMES = (*BUILDS, "flashmla-gather", "fa3", "deepgemm", "vllm", "torch")
+NAMES = (*BUILDS, "flashmla-gather", "fa3", "deepgemm", "vllm", "vllm-gather", "torch")
 GROUPS = {"flashmla": tuple(BUILDS)}
 """Names that stand for every peer of a group that is found."""
 
@@ -101,5 +103,6 @@ _MAKERS: dict[str, Callable[[torch.device], Peer]] = {
     "fa3": FlashAttention3.find,
     "deepgemm": DeepGEMM.find,
     "vllm": VLLM.find,
+    "vllm-gather": PromptIndexer.find,
     "torch": Torch.find,
 }

@@ -54,7 +54,7 @@ class DeepGEMM:
         if item.queries is not None and item.queries <= MOST_PAGED_QUERIES:
             return self._paged(item, item.queries)
         if len(item.block_table) == 1:
-            return self._gathered(item)
+            return self.gathered(item, gather_index(item.cache, item.block_table, item.lengths[-1:], rows=item.width))
         raise Unsupported("its scores of several prompts are not the same tensor as ours")
 
     def _paged(self, item: ScoreSet, queries: int) -> Callable[[], Tensor]:
@@ -69,8 +69,8 @@ class DeepGEMM:
 
         return call
 
-    def _gathered(self, item: ScoreSet) -> Callable[[], Tensor]:
-        keys = gather_index(item.cache, item.block_table, item.lengths[:1], rows=item.width)
+    def gathered(self, item: ScoreSet, keys: tuple[Tensor, Tensor | None]) -> Callable[[], Tensor]:
+        """A call that scores the keys of one prompt, which lie one after another, and their scales."""
         starts = torch.zeros_like(item.lengths)
         score = self._function("mqa_logits")
 

@@ -13,7 +13,7 @@ from tamis.lab.bench.index_sets import IndexSet, ScoreSet, TopkSet
 from tamis.lab.bench.inputs import GatherSet, InputSet, TranslateSet, WriteSet
 from tamis.lab.bench.jobs import Job
 from tamis.lab.bench.peers.base import Unsupported, build_of, load, need_gpu
-from tamis.lab.bench.peers.deep_gemm import DeepGEMM
+from tamis.lab.bench.peers.deep_gemm import MOST_PAGED_QUERIES, DeepGEMM
 
 FAST_TOPKS = (512, 1024, 2048)
 """The k that vLLM's preferred top-k kernels support."""
@@ -109,11 +109,14 @@ class VLLM:
         """A call of DeepGEMM's scores and then vLLM's top-k."""
         if self.deep_gemm is None:
             raise Unsupported("its scores are DeepGEMM's, which is absent")
-        if item.scored.queries != 1:
-            raise Unsupported("its indexer gathers the keys of prompts first, which is not measured here")
         score = self.deep_gemm.scores(item.scored)
-        select = self.topk.choose(score(), item.scored.lengths, item.k, decode=True)
+        select = self.topk.choose(score(), item.scored.lengths, item.k, decode=_decodes(item.scored))
         return lambda: select(score())
+
+
+def _decodes(item: ScoreSet) -> bool:
+    """Whether its keys are scored in their pages, so that the top-k for decodes follows."""
+    return item.queries is not None and item.queries <= MOST_PAGED_QUERIES
 
 
 def upconverting(operators: Any, item: GatherSet) -> Callable[[], Tensor]:

@@ -33,6 +33,8 @@ MEASUREMENT = (
 )
 """The columns that identify a measurement. Of rows that agree in all of them and in the peer, only the newest is
 shown."""
+NEEDED = set(COLUMNS) - {"host_us", "peer_host_us"}
+"""The columns that every file of `tamis bench --csv` has; the others are younger than the oldest files."""
 COMPUTE_BOUND = 0.99
 """A row is limited by arithmetic if its bytes take less than this share of the roofline's time."""
 
@@ -56,7 +58,7 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
                 header = reader.fieldnames or []
                 if set(DOOR_COLUMNS) <= set(header):
                     continue  # rows of `tamis bench door` have other times, and no roofline to be drawn under
-                read = _step if set(STEP_COLUMNS) <= set(header) else _row if set(COLUMNS) <= set(header) else None
+                read = _step if set(STEP_COLUMNS) <= set(header) else _row if set(header) >= NEEDED else None
                 if read is None:
                     expected = "a file that tamis bench --csv wrote"
                     raise checks.refuse("--from", expected, f"{path} with other columns", "choose another")
@@ -71,7 +73,7 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
 
 
 def _row(cells: dict[str, str]) -> Row:
-    row = Row(**{field.name: _value(field, cells[field.name]) for field in fields(Row)})
+    row = Row(**{field.name: _value(field, cells[field.name]) for field in fields(Row) if field.name in cells})
     for name in ("median_us", "p10", "p90", "peer_us", "ratio"):
         value = getattr(row, name)
         if value is not None and not 0 < value < inf:
