@@ -39,11 +39,14 @@ class IndexRank(Rank):
 
     def __init__(self, case: Case, config: VllmConfig) -> None:
         super().__init__(case, config)
-        made = index.make_index_step(case.lengths, case.queries)
-        self.index = replace(made, table=self.tables.block_tables[0].gpu[: len(case.lengths)].clone())
+        self.index = index.make_index_step(case.lengths, case.queries)
         # What float64 attention is to attend to.
         self.step = replace(self.step, positions=self.index.selected(TOPK))
-        self.layer.indexer.k_cache.kv_cache = self.index.storage(new=True)  # a fused kernel writes new keys
+        pages = 1 + int(self.tables.block_tables[0].gpu.max())
+        storage = torch.full((pages, PAGE, index.ROW), 0xFF, dtype=torch.uint8)
+        for request, keys in enumerate(self.index.keys):  # of which this rank keeps its own
+            index.write_keys(keys, storage, self.slots_of(request, len(keys)))
+        self.layer.indexer.k_cache.kv_cache = storage
         with set_current_vllm_config(config):
             cache = self.layer.indexer.k_cache
             builder = cache.get_attn_backend().get_builder_cls()

@@ -254,14 +254,19 @@ class Rank:
 
     def _write(self, request: int, rows: Tensor) -> None:
         """Write the first rows of a request, of which this rank keeps its own."""
-        starts = torch.tensor([0, len(rows)], dtype=torch.int32)
-        numbers, positions = torch.tensor([request], dtype=torch.int32), torch.arange(len(rows))
-        slots = self.tables.compute_slot_mappings(numbers, starts, positions, len(rows))[0]
+        slots = self.slots_of(request, len(rows))
         latent, rope = rows.float().split([LATENT, ROPE], 1)
         scale = self.layer._k_scale
         self.layer.impl.do_kv_cache_update(
             latent, rope.unsqueeze(1), self.layer.kv_cache, slots, self.case.cache_dtype, scale
         )
+
+    def slots_of(self, request: int, count: int) -> Tensor:
+        """Where this rank keeps the first positions of a request; negative for those of other ranks."""
+        starts = torch.tensor([0, count], dtype=torch.int32)
+        numbers, positions = torch.tensor([request], dtype=torch.int32), torch.arange(count)
+        slots: Tensor = self.tables.compute_slot_mappings(numbers, starts, positions, count)[0]
+        return slots
 
     def run(self) -> Tensor:
         """The layer's output for all tokens [T, H of this rank * value]."""

@@ -240,7 +240,7 @@ REFUSED = {
     "MXFP4": ({"use_fp4_cache": True}, {}, "index keys in MXFP4"),
     "other scales": ({"scale_fmt": "fp32"}, {}, "not in e4m3 with one power-of-two scale each"),
     "more positions": ({"topk_tokens": 5000}, {}, "index_topk 5000 is above 4096"),
-    "sharded keys": ({}, {"decode_context_parallel_size": 2}, r"divided among 2 ranks \(decode context"),
+    "two ways to share": ({}, {"decode_context_parallel_size": 2}, r"\"share_indexer\" is true where ranks divide"),
     "divided prompts": ({}, {"prefill_context_parallel_size": 2}, r"divided among 2 ranks \(prefill context"),
 }
 
@@ -248,7 +248,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_served_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, parallel, message = REFUSED[name]
-    config = configure(indexer="tamis")
+    config = configure(indexer="tamis", share_indexer=True)
     for field, value in parallel.items():
         setattr(config.parallel_config, field, value)
     group = SimpleNamespace(world_size=2, rank_in_group=0)

@@ -1,5 +1,6 @@
 """tamis' indexer in vLLM's own layers, in processes of their own: with our attention, on two gloo ranks, in V4."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,17 @@ def test_a_layer_of_vllm_selects_and_attends_on_two_ranks(tmp_path: Path, share:
     for case, *found in zip(CASES, *ranks, strict=True):
         for rank in found:
             assert rank["operator"] == "Indexer"
+            assert torch.equal(rank["positions"], rank["selected"]), case
+        whole = torch.cat([rank["output"] for rank in found], 1)
+        assert relative_error(whole, found[0]["expected"]) < 2e-6, case
+
+
+def test_ranks_that_divide_the_keys_select_together(tmp_path: Path) -> None:
+    """Decode context parallelism: each rank has every other position, or every other sixteen, of each request."""
+    cases = [replace(case, decode=2, interleave=interleave) for case in CASES for interleave in (1, 16)]
+    ranks: list[Any] = run_on_ranks(2, tmp_path, "index_programs.select_and_attend", cases, {"indexer": "tamis"})
+    for case, *found in zip(cases, *ranks, strict=True):
+        for rank in found:
             assert torch.equal(rank["positions"], rank["selected"]), case
         whole = torch.cat([rank["output"] for rank in found], 1)
         assert relative_error(whole, found[0]["expected"]) < 2e-6, case

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from tamis import checks
 from tamis.cache.paged import PagedCache
+from tamis.cache.shard import Shard
 from tamis.integrations.vllm.engine_batch import block_table, first, host_values
 from tamis.ops import index_topk
 from tamis.step.buffers import outside_modes
@@ -192,6 +193,7 @@ def select_positions(
     k: int,
     buffer: Tensor,
     group: ProcessGroup | None = None,
+    shard: Shard | None = None,
 ) -> None:
     """Write each token's positions into its row of vLLM's buffer, and -1 into the rows of padding.
 
@@ -202,7 +204,8 @@ def select_positions(
         metadata: the step.
         k: how many to select.
         buffer: int32 [T or more, k].
-        group: the ranks that share the work; None if this one does all of it.
+        group: the ranks that share the work, or the keys; None if this one does all of it.
+        shard: the part of the keys that this rank holds; None if it holds all.
     """
     rows, padded = metadata.num_actual_tokens, q.shape[0]
     if rows:
@@ -215,7 +218,8 @@ def select_positions(
             metadata.lengths,
             k,
             out=first(buffer, rows),
-            **({} if group is None else {"group": group}),
+            group=group,
+            shard=shard,
         )
     if padded > rows:
         buffer[rows:padded].fill_(-1)

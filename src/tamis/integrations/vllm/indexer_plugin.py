@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from vllm import _custom_ops, platforms
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import get_current_vllm_config
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_dcp_group, get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers import sparse_attn_indexer
@@ -29,6 +29,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from tamis.cache.layout import index_fp8
 from tamis.cache.paged import PagedCache
+from tamis.cache.shard import Shard
 from tamis.integrations.vllm.context_parallel import Ranks
 from tamis.integrations.vllm.indexer import (
     IndexerMetadata,
@@ -120,13 +121,16 @@ class Indexer(SparseAttnIndexer):
             return
         super().__init__(k_cache, *args, **kwargs)
         backend = k_cache.get_attn_backend()
-        reasons = _refusals(self, config, backend.get_name())
+        reasons = _refusals(self, config, options, backend.get_name())
         if reasons:
             remedy = 'leave out "indexer": "tamis"'
             raise ValueError(f"tamis cannot replace vLLM's indexer here: {'; '.join(reasons)}; {remedy}")
         self._wrapped: tuple[Tensor, PagedCache] | None = None
         self._group: ProcessGroup | None = None
-        if options.shared and get_tp_group().world_size > 1:
+        self._shard: Shard | None = None
+        if self.dcp_world_size > 1:
+            self._group = get_dcp_group().device_group
+        elif options.shared and get_tp_group().world_size > 1:
             self._group = get_tp_group().device_group
         # These two make vLLM build our metadata for the cache, and find this object by a name that it can trace.
         k_cache.get_attn_backend = lambda: _backend_like(backend)
@@ -173,7 +177,18 @@ class Indexer(SparseAttnIndexer):
             )
         captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
         if captured or not dense or not _is_unread(steps.get(dense), context):
-            select_positions(q, weights, self._keys(), metadata, self.topk_tokens, buffer, self._group)
+            shard = self._keys_shard()
+            select_positions(q, weights, self._keys(), metadata, self.topk_tokens, buffer, self._group, shard)
+
+    def _keys_shard(self) -> Shard | None:
+        """The part of the keys that this rank holds. vLLM may decide about the interleave size after its layers are
+        built."""
+        if self.dcp_world_size == 1:
+            return None
+        interleave = self.cp_kv_cache_interleave_size
+        if self._shard is None or self._shard.interleave != interleave:
+            self._shard = Shard(self.dcp_world_size, self.dcp_rank, interleave)
+        return self._shard
 
     def _keys(self) -> PagedCache:
         storage = self.k_cache.kv_cache
@@ -183,7 +198,7 @@ class Indexer(SparseAttnIndexer):
         return self._wrapped[1]
 
 
-def _refusals(indexer: Any, config: Any, backend: str) -> list[str]:
+def _refusals(indexer: Any, config: Any, options: IndexerOptions, backend: str) -> list[str]:
     """Every reason why tamis cannot serve a layer."""
     ranks = Ranks.read(config.parallel_config)
     refusal = plugin_refusal()
@@ -197,7 +212,9 @@ def _refusals(indexer: Any, config: Any, backend: str) -> list[str]:
         ),
         "candidate blocks (DeepSeek-V4.1) are not supported": getattr(indexer, "candidate_blocks", None) is not None,
         f"index_topk {indexer.topk_tokens} is above {MAX_K}": indexer.topk_tokens > MAX_K,
-        f"index keys are divided among {ranks.decode} ranks (decode context parallelism)": ranks.decode > 1,
+        '"share_indexer" is true where ranks divide the keys (decode context parallelism), and share the work so': (
+            options.shared and ranks.decode > 1
+        ),
         f"prompts are divided among {ranks.prefill} ranks (prefill context parallelism)": ranks.prefill > 1,
     }
     return [reason for reason, applies in refusals.items() if applies]
