@@ -102,7 +102,7 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "gather_index": [],
         "gather_kv": ["out"],
         "index_scores": ["out"],
-        "index_topk": ["out"],
+        "index_topk": ["out", "scores"],
         "lower_groups": [],
         "ragged_scores": ["out"],
         "read_kv": [],

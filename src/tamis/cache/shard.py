@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from tamis import checks
 
 
@@ -19,6 +21,19 @@ class Shard:
     def __post_init__(self) -> None:
         """Refuse a rank that is not below the number of ranks."""
         check_shard(self.ranks, self.rank, self.interleave)
+
+    def local_lengths(self, lengths: Tensor) -> Tensor:
+        """How many of each request's first `lengths` positions this rank holds, int32; 0 for negative lengths."""
+        if self.ranks == 1:
+            return lengths
+        length, run = lengths.clamp_min(0), self.interleave * self.ranks
+        whole = length // run
+        return (length - whole * run - self.rank * self.interleave).clamp_(0, self.interleave) + whole * self.interleave
+
+    def global_positions(self, local: Tensor) -> Tensor:
+        """The positions in the request of this rank's rows; where `local` is negative, the result means nothing."""
+        inside = local % self.interleave
+        return (local - inside) * self.ranks + self.rank * self.interleave + inside
 
 
 def check_shard(ranks: int, rank: int, interleave: int) -> None:

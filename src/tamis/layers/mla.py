@@ -1,6 +1,7 @@
 """`SparseMLA`: the attention of one DeepSeek-V3.2 or GLM-5 layer, from the cache writes to the output."""
 
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches, Selection
 from tamis.cache.shard import Shard
 from tamis.layers.batch_invariance import fixed_splits
-from tamis.layers.mla_checks import Arguments, Call, MlaChecks
+from tamis.layers.mla_checks import Arguments, Call, MlaChecks, no_positions
 from tamis.layers.mla_memory import KnownCall, LayerMemory, number_of
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, IndexInputs
@@ -20,14 +21,17 @@ from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather.operations import GatherKv, gather_kv
 from tamis.ops.index import WORKSPACE_BYTES
 from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.index.over_ranks import OverRanks
 from tamis.ops.index.prepared import new_positions
 from tamis.ops.lse import LseForm
-from tamis.ops.pairs import join_pair
 from tamis.ops.translate.operations import TranslatePositions, translate_positions
 from tamis.ops.write import write_call
 from tamis.ops.write.operations import WriteKv, write_kv
 from tamis.step.lease import needs_latest_plan
 from tamis.step.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _KNOWN = LayerMemory()
 _LSE = LseForm()
@@ -61,6 +65,8 @@ class SparseMLA:
         shard: Shard | None = None,
         batch_invariant: bool = False,
         index_workspace_bytes: int = WORKSPACE_BYTES,
+        index_group: "ProcessGroup | None" = None,
+        index_share: str = "auto",
     ) -> None:
         """Remember what to compute.
 
@@ -73,6 +79,9 @@ class SparseMLA:
                 request's output do not depend on the other requests. Costs speed in small batches on a GPU. Selections
                 never depend on other requests.
             index_workspace_bytes: the memory that selecting positions may take; see `index_topk`.
+            index_group: ranks that select together, each of which makes every call: those that hold the same index keys
+                or, with a shard of several ranks, those that hold the other shards. See `index_topk`.
+            index_share: whether ranks with the same keys divide the tokens, "always" or "auto"; see `index_topk`.
         """
         checks.instance("spec", spec, LayerSpec)
         self.spec, self.backend, self.shard = spec, backend, shard or Shard()
@@ -82,7 +91,9 @@ class SparseMLA:
         self.index_workspace_bytes = checks.integer("index_workspace_bytes", index_workspace_bytes, low=1, high=most)
         self._shard = (self.shard.ranks, self.shard.rank, self.shard.interleave)
         self._checks = MlaChecks(spec, backend)
-        self._kind = number_of(spec, backend, self._shard, batch_invariant, index_workspace_bytes)
+        own = self.shard if self.shard.ranks > 1 else None
+        self._over = None if index_group is None else OverRanks.checked(index_group, own, index_share)
+        self._kind = number_of(spec, backend, self._shard, batch_invariant, index_workspace_bytes, self._over is None)
 
     @needs_latest_plan
     def __call__(
@@ -114,7 +125,7 @@ class SparseMLA:
             q_scale: the factor of an e4m3 query.
             out: [rows, H, value_dim] to write into.
         """
-        return self._run(self._prepare(_arguments(q, kv, caches, plan, positions, index, sink, q_scale, out)))
+        return self._run(self._prepare_step(q, kv, caches, plan, positions, index, sink, q_scale, out))
 
     @needs_latest_plan
     def prepare(
@@ -134,7 +145,7 @@ class SparseMLA:
 
         Adapters that write to a cache themselves do so between the two halves, so that a refused call has no effect.
         """
-        return self._prepare(_arguments(q, kv, caches, plan, positions, index, sink, q_scale, out))
+        return self._prepare_step(q, kv, caches, plan, positions, index, sink, q_scale, out)
 
     def run(self, call: Call) -> LayerOutput:
         """The second half of a layer call: run what `prepare` or `prepare_positions` has checked."""
@@ -211,14 +222,27 @@ class SparseMLA:
 
         The keys of the step's tokens must be in the index cache: `write` puts them there.
         """
-        checks.instance("plan", plan, Plan)
-        checks.instance("caches", caches, Caches)
-        self._checks.index(index, caches, plan)
-        if plan.requests == 0:
-            return _no_positions(self.spec, plan)
-        call = self._index(index, caches, plan)
-        self._checks.index_topk(call, plan)
+        with nullcontext() if self._over is None else self._over.telling():
+            checks.instance("plan", plan, Plan)
+            checks.instance("caches", caches, Caches)
+            self._checks.index(index, caches, plan)
+            if plan.requests == 0:
+                return no_positions(self.spec, plan)
+            call = self._index(index, caches, plan)
+            self._checks.index_topk(call, plan)
         return self._select(call)
+
+    def _prepare_step(self, *given: Any) -> Call:
+        """The operations of a call with a plan. If ranks select together, all of them pass their checks, or none."""
+        over, positions = self._over, given[4]
+        if over is None or positions is not None:
+            return self._prepare(Arguments.of(*given))
+        with over.telling():
+            call = self._prepare(Arguments.of(*given))
+            device, plan = call.attend.q.device, given[3]
+            over.check(device)
+        over.agree(device, (("rows", plan.rows), ("empty", plan.requests == 0), ("topk", self.spec.topk)))
+        return call
 
     def _prepare(self, given: Arguments) -> Call:
         """The operations of a call, checked."""
@@ -278,11 +302,12 @@ class SparseMLA:
             keys,
             plan.request_ids,
             plan.block_table,
-            plan.visible,
+            plan.visible if self._over is None else self._over.local_lengths(plan.visible),
             topk,
             self.index_workspace_bytes,
             plan.rows,
             out,
+            None,
             self.backend,
         )
 
@@ -340,6 +365,7 @@ class SparseMLA:
     def _select(self, call: IndexTopk, known: KnownCall | None = None) -> Tensor:
         """Run the indexer. Tools that watch a layer override this."""
         run = index_topk if known is None or known.index_topk is None else known.index_topk.run
+        run = run if self._over is None else self._over.run
         run(call)
         return call.out
 
@@ -370,25 +396,5 @@ class SparseMLA:
         assert call.plan is not None
         out = call.attend.out
         lse = torch.full((call.plan.rows, self.spec.heads), -torch.inf, dtype=torch.float32, device=out.device)
-        positions = _no_positions(self.spec, call.plan) if call.positions is None else call.positions
+        positions = no_positions(self.spec, call.plan) if call.positions is None else call.positions
         return LayerOutput(out.zero_(), lse, lse.clone(), positions)
-
-
-def _arguments(
-    q: Tensor | tuple[Tensor, Tensor],
-    kv: Tensor | tuple[Tensor, Tensor] | None,
-    caches: Caches | PagedCache,
-    plan: Plan,
-    *others: Any,
-) -> Arguments:
-    if not isinstance(plan, Plan):
-        checks.instance("plan", plan, Plan)
-    if isinstance(q, tuple):
-        q = join_pair("q", q)
-    if not isinstance(caches, Caches):
-        caches = Caches(caches)
-    return Arguments(q, kv, caches, plan, (plan.request_ids, plan.block_table), *others)
-
-
-def _no_positions(spec: LayerSpec, plan: Plan) -> Tensor:
-    return torch.full((plan.rows, spec.topk or 0), -1, dtype=torch.int32, device=plan.positions.device)

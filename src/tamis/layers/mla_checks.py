@@ -1,6 +1,6 @@
 """The checks of a `SparseMLA` call, all of which run before its first write, and the operations of a call (`Call`)."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from tamis.ops.index import MAX_K, QUERY_DTYPES, check_index_topk, check_layout
 from tamis.ops.index.operations import IndexTopk
 from tamis.ops.index.prepare import resolve_recipe
 from tamis.ops.library import implementation
+from tamis.ops.pairs import join_pair
 from tamis.ops.translate import check_translate_positions
 from tamis.ops.translate.operations import TranslatePositions
 from tamis.ops.write import check_rows, check_write_kv
@@ -52,6 +53,24 @@ class Arguments(NamedTuple):
     q_scale: float | Tensor
     out: Tensor | None
     """[rows, H, value_dim] in bf16, fp16, fp32 or fp64; None for a new tensor."""
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv: Tensor | tuple[Tensor, Tensor] | None,
+        caches: Caches | PagedCache,
+        plan: Plan,
+        *others: Any,
+    ) -> Self:
+        """The arguments of a call with a plan."""
+        if not isinstance(plan, Plan):
+            checks.instance("plan", plan, Plan)
+        if isinstance(q, tuple):
+            q = join_pair("q", q)
+        if not isinstance(caches, Caches):
+            caches = Caches(caches)
+        return cls(q, kv, caches, plan, (plan.request_ids, plan.block_table), *others)
 
     @property
     def inputs(self) -> dict[str, Tensor | None]:
@@ -273,6 +292,11 @@ class MlaChecks:
     def placeholder(self, q: Tensor) -> Tensor:
         """Empty positions int32 [rows, topk], which are checked in place of those that an indexer will select."""
         return torch.empty((q.shape[0], self.spec.topk or 0), dtype=torch.int32, device=q.device)
+
+
+def no_positions(spec: LayerSpec, plan: Plan) -> Tensor:
+    """The positions of a step without requests."""
+    return torch.full((plan.rows, spec.topk or 0), -1, dtype=torch.int32, device=plan.positions.device)
 
 
 def _index_cache(caches: Caches, plan: Plan) -> PagedCache:

@@ -1,6 +1,7 @@
 """`SparseV4`: one DeepSeek-V4 attention layer, from hidden states to hidden states."""
 
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from tamis.ops.compress import has_hadamard
 from tamis.ops.compress.operations import CompressKv, compress_kv
 from tamis.ops.index import WORKSPACE_BYTES
 from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.index.over_ranks import OverRanks
 from tamis.ops.index.prepared import new_positions
 from tamis.ops.lse import LseForm
 from tamis.ops.output.operations import LowerGroups, RotateToFp8, lower_groups, rotate_to_fp8
@@ -30,6 +32,9 @@ from tamis.ops.rotate import run_rotate_and_write
 from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads, norm_rows, rotate_heads
 from tamis.step.lease import needs_latest_plan
 from tamis.step.v4_plan import V4Plan
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["SparseV4", "V4Caches", "project"]
 
@@ -51,6 +56,8 @@ class SparseV4:
         eps: float = 1e-6,
         backend: str = "auto",
         batch_invariant: bool = False,
+        index_group: "ProcessGroup | None" = None,
+        index_share: str = "auto",
     ) -> None:
         """Remember what to compute.
 
@@ -62,10 +69,15 @@ class SparseV4:
             eps: the eps of all norms.
             backend: a name from `tamis backends`, or "auto". A named backend runs or the call fails.
             batch_invariant: as in `SparseMLA`; no effect on prefills that a plan gathers.
+            index_group: ranks that hold the same index keys and select together, as in `SparseMLA`; no effect on layers
+                without an indexer.
+            index_share: as in `SparseMLA`.
         """
         self._checks = V4Checks(spec, weights, cos_sin, eps, backend)
         self.spec, self.weights, self.cos_sin, self.eps = spec, weights, cos_sin, float(eps)
         self.backend, self.batch_invariant = backend, checks.flag("batch_invariant", batch_invariant)
+        over = None if index_group is None else OverRanks.checked(index_group, None, index_share)
+        self._over = None if weights.indexer is None else over
 
     @needs_latest_plan
     def __call__(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
@@ -76,18 +88,30 @@ class SparseV4:
         """
         if not isinstance(plan, V4Plan):
             checks.instance("plan", plan, V4Plan)
+        over = self._over
+        if over is None:
+            call = self._prepare(hidden, caches, plan)
+        else:
+            with over.telling():
+                call = self._prepare(hidden, caches, plan)
+                over.check(hidden.device)
+            over.agree(hidden.device, (("rows", plan.step.rows), ("empty", call is None), ("topk", self.spec.topk)))
+        if call is None:
+            return torch.zeros_like(hidden)
+        queries = self._write(call.writes)
+        chosen = None if call.index_topk is None else self._select(call, queries)
+        return self._output(self._attend(call, queries.q, chosen), call.output)
+
+    def _prepare(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> V4Call | None:
+        """The operations of a call, checked; None for a step without requests."""
         seen = self._checks.signature(hidden, caches, plan)
         known = self._checks.seen_before(hidden, seen)
         if known is None:
             self._checks.arguments(hidden, caches, plan)
         if plan.step.requests == 0:
-            return torch.zeros_like(hidden)
+            return None
         call = self._build(self._project(hidden), caches, plan, known)
-        if known is None:
-            call = self._checks.operations(call, seen)
-        queries = self._write(call.writes)
-        chosen = None if call.index_topk is None else self._select(call, queries)
-        return self._output(self._attend(call, queries.q, chosen), call.output)
+        return call if known is not None else self._checks.operations(call, seen)
 
     @needs_latest_plan
     def write(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> Rotated:
@@ -107,16 +131,19 @@ class SparseV4:
     def select(self, hidden: Tensor, index_q: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
         """Entries int32 [rows, topk] by this layer's indexer, -1 where there are no more. `index_q` is what `write`
         returned."""
-        checks.instance("plan", plan, V4Plan)
-        indexer = self.weights.indexer
-        if indexer is None:
-            raise checks.refuse("select", "called on a layer with an indexer", self.spec.kind, "others attend to all")
-        self._checks.arguments(hidden, caches, plan)
-        if plan.step.requests == 0:
-            return torch.full((len(hidden), self.spec.topk or 0), -1, dtype=torch.int32, device=hidden.device)
-        call = self._index(index_q, project(hidden, indexer.weights, torch.float32), caches, plan)
-        self._checks.index(call)
-        index_topk(call)
+        with nullcontext() if self._over is None else self._over.telling():
+            checks.instance("plan", plan, V4Plan)
+            indexer = self.weights.indexer
+            if indexer is None:
+                expected = "called on a layer with an indexer"
+                raise checks.refuse("select", expected, self.spec.kind, "others attend to all")
+            self._checks.arguments(hidden, caches, plan)
+            if plan.step.requests == 0:
+                return torch.full((len(hidden), self.spec.topk or 0), -1, dtype=torch.int32, device=hidden.device)
+            call = self._index(index_q, project(hidden, indexer.weights, torch.float32), caches, plan)
+            self._checks.index(call)
+        run = index_topk if self._over is None else self._over.run
+        run(call)
         return call.out
 
     def output(self, attended: Tensor, plan: V4Plan) -> Tensor:
@@ -215,7 +242,7 @@ class SparseV4:
         where = (plan.step.request_ids, entries.block_table, entries.visible)
         out = new_positions(plan.step.request_ids, topk) if prepared is None else prepared.rooms()[0]
         numbers = (topk, WORKSPACE_BYTES, plan.step.rows)
-        return IndexTopk(index_q, index_weights, caches.index, *where, *numbers, out, self.backend)
+        return IndexTopk(index_q, index_weights, caches.index, *where, *numbers, out, None, self.backend)
 
     def _attention(self, q: Tensor, caches: V4Caches, plan: V4Plan, known: KnownV4 | None) -> Attend | Gathered:
         """Attention over the window and, if the layer has them, entries. The entries that an indexer chooses are added
@@ -253,6 +280,7 @@ class SparseV4:
         assert queries.index_q is not None
         selection, prepared = call.index_topk._replace(q=queries.index_q), call.known and call.known.index_topk
         run = index_topk if prepared is None else prepared.run
+        run = run if self._over is None else self._over.run
         run(selection)
         return selection.out
 

@@ -66,6 +66,7 @@ def test_scores_of_keys_that_do_not_exist_are_nothing(
                 1 << 20,
                 tokens,
                 found,
+                None,
                 "triton",
             )
         )

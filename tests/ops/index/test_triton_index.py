@@ -323,7 +323,9 @@ def test_more_heads_or_numbers_than_fit_are_refused(device: torch.device) -> Non
     for heads, dim in ((129, 16), (4, 512)):
         step = Step(filled(rows(torch.float32, latent=dim, rope=0), 2, 16), [0], int32([[0, 1]]), [9], heads, E4M3)
         with pytest.raises(ValueError, match=r"at most 128 heads of 256 numbers.*backend='reference'"):
-            triton_kernels.check_index_topk(IndexTopk(*step.arguments(device), 4, 1, 1, int32([[0] * 4]), "triton"))
+            triton_kernels.check_index_topk(
+                IndexTopk(*step.arguments(device), 4, 1, 1, int32([[0] * 4]), None, "triton")
+            )
 
 
 def test_the_kernel_runs_as_meant(device: torch.device) -> None:

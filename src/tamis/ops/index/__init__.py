@@ -11,7 +11,7 @@ algorithm. A NaN score counts as -inf, and -0.0 equals 0.0.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -19,17 +19,19 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.layout import index_mxfp4
 from tamis.cache.paged import PagedCache
+from tamis.cache.shard import Shard
 from tamis.model.recipe import IndexRecipe
-from tamis.ops import memory
 from tamis.ops.index import operations
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores, TopkPositions
-from tamis.ops.index.prepared import PreparedTopk, new_positions
+from tamis.ops.index.over_ranks import OverRanks
+from tamis.ops.index.prepared import KNOWN, Given, PreparedTopk, new_positions, sign_topk
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)
 MAX_K = 4096
 WORKSPACE_BYTES = 256 << 20
-
-_KNOWN: memory.Memory[PreparedTopk] = memory.Memory()
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,6 +217,9 @@ def index_topk(
     *,
     workspace_bytes: int = WORKSPACE_BYTES,
     out: Tensor | None = None,
+    group: "ProcessGroup | None" = None,
+    shard: Shard | None = None,
+    share: str = "auto",
     backend: str = "auto",
 ) -> Tensor:
     """The k best request-local positions of each token: int32 [T, k] in ascending order, then -1.
@@ -233,52 +238,58 @@ def index_topk(
         workspace_bytes: how much memory scores and other intermediate results may take, whatever the context length.
             If one token needs more, tokens are handled one at a time.
         out: int32 [T, k], contiguous, to write into.
+        group: ranks that all make this call with the same tokens, and all get the whole result, with the bits that one
+            rank alone would give. Without a shard they hold the same keys, and each selects for a part of the tokens.
+        shard: the part of each request's keys that this rank holds, with `group`; block table and cache are its own,
+            and `lengths` count the positions of all ranks. Each rank selects from its keys for all tokens, and the
+            candidates are merged exactly.
+        share: whether ranks with the same keys divide the tokens: "always", or "auto" for only where it saves time
+            (`tamis.ops.index.break_even`).
         backend: a name from `tamis backends`, or "auto".
+
+    A rank that refuses its arguments, or fails before its positions travel, makes all ranks of the group raise. On the
+    host that holds for every call; on a device for the first call of each size, because later ones and those that a
+    CUDA graph captures do not wait for the device: there the group's timeout ends the others.
     """
     given = (q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes)
+    if group is not None or shard is not None or type(share) is not str or share != "auto":
+        over = OverRanks.of(group, shard, share)
+        if over is not None:
+            return _select_over_ranks(over, given, out, backend)
     signature = None
     if not torch.compiler.is_compiling():
         with torch._C.DisableTorchFunction():
-            signature = _sign(*given, out, backend)
-            known = _KNOWN.find(signature)
+            signature = sign_topk(*given, out, backend)
+            known = KNOWN.find(signature)
             if known is not None:
                 found = known.rooms()[0] if out is None else out
-                call = IndexTopk(*given, q.shape[0], found, backend)
+                call = IndexTopk(*given, q.shape[0], found, None, backend)
                 if known.apart is None or known.apart(found, *call.read):
                     known.run(call)
                     return found
     # The check sees `out` as it was given; memory for the result is allocated once the other arguments are right.
-    call = IndexTopk(*given, 0, cast("Tensor", out), backend)
+    call = IndexTopk(*given, 0, cast("Tensor", out), None, backend)
     check_index_topk(call)
     call = call._replace(batch=q.shape[0], out=new_positions(q, k) if out is None else out)
     operations.index_topk(call)
     if signature is not None:
-        _KNOWN.keep(signature, PreparedTopk.of(call, given_out=out is not None))
+        KNOWN.keep(signature, PreparedTopk.of(call, given_out=out is not None))
     return call.out
 
 
-def _sign(
-    q: Tensor,
-    weights: Tensor,
-    cache: PagedCache,
-    request_ids: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    k: int,
-    workspace_bytes: int,
-    out: Tensor | None,
-    backend: str,
-) -> memory.Signature | None:
-    """The signature of a call of `index_topk`."""
-    try:
-        if not memory.remembered_on(q) or memory.has_gradient(q, weights, out):
-            return None
-        if out is not None and checks.frozen(out):
-            return None
-        tensors = map(memory.sign, (q, weights, request_ids, block_table, lengths, out))
-        return (backend, k, type(k), workspace_bytes, type(workspace_bytes), *tensors, *memory.sign_cache(cache))
-    except memory.NOT_ARGUMENTS:
-        return None
+def _select_over_ranks(over: OverRanks, given: Given, out: Tensor | None, backend: str) -> Tensor:
+    """`index_topk` with a group of several ranks."""
+    q, k, given_out = given[0], given[6], out is not None
+    with over.telling():
+        with torch._C.DisableTorchFunction():
+            signature = sign_topk(*given, out, backend)
+        call = over.local(IndexTopk(*given, 0, cast("Tensor", out), None, backend))
+        if not over.knows(signature, call):
+            check_index_topk(call)
+            over.keep(signature, call)
+        call = call._replace(batch=q.shape[0], out=call.out if given_out else new_positions(q, k))
+    over.run(call)
+    return call.out
 
 
 def check_index_topk(call: IndexTopk, sizes: Mapping[str, int] | None = None, **names: str) -> None:

@@ -121,6 +121,8 @@ class IndexTopk(NamedTuple):
     has the bits of the whole."""
     out: Written[Tensor]
     """int32 [T, k], contiguous. Every element is written: positions in ascending order, then -1."""
+    scores: Written[Tensor | None]
+    """float32 [T, k], contiguous, for the scores of these positions, -inf where there is none; None if nobody asks."""
     backend: str
     """A name from `tamis backends`, or "auto"."""
 
@@ -152,8 +154,20 @@ class IndexTopk(NamedTuple):
         return [(some, self._chunk(some)) for some in slices]
 
     def _chunk(self, some: slice) -> "IndexTopk":
-        q, weights, ids = self.q[some], self.weights[some], self.request_ids[some]
-        return self._replace(q=q, weights=weights, request_ids=ids, lengths=self.lengths[some], out=self.out[some])
+        rows = [t[some] for t in (self.q, self.weights, self.request_ids, self.lengths, self.out)]
+        q, weights, ids, lengths, out = rows
+        scores = None if self.scores is None else self.scores[some]
+        return self._replace(q=q, weights=weights, request_ids=ids, lengths=lengths, out=out, scores=scores)
+
+    def keep_scores(self, found: Tensor) -> None:
+        """Copy the scores of the positions in `out` from those of all, float32 [T, width], if somebody asks."""
+        if self.scores is None:
+            return
+        if found.shape[1] == 0:
+            self.scores.fill_(-torch.inf)
+            return
+        torch.gather(found, 1, self.out.long().clamp_min_(0), out=self.scores)
+        self.scores.masked_fill_(self.out < 0, -torch.inf)
 
 
 class QuantiseIndexQuery(NamedTuple):

@@ -121,6 +121,7 @@ def index_topk(call: IndexTopk) -> None:
         out = scores[: len(chunk.lengths)]
         index_scores(chunk.scoring(out))
         chunk.out[:] = topk_positions(TopkPositions(out, chunk.lengths, call.k, None, None, None, call.backend))
+        chunk.keep_scores(out)
 
 
 class _KeyBlock(NamedTuple):

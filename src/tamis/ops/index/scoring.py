@@ -52,10 +52,8 @@ class Chunk(NamedTuple):
 
     scores: Tensor
     """float32 [t, width], undefined past each token's length. The next chunk overwrites it."""
-    lengths: Tensor
-    """int32 [t]"""
-    out: Tensor
-    """int32 [t, k], where their positions go."""
+    call: IndexTopk
+    """The part of the call that selects for them."""
 
 
 def scored_chunks(call: IndexTopk, width: int, tokens: int) -> Iterator[Chunk]:
@@ -66,7 +64,7 @@ def scored_chunks(call: IndexTopk, width: int, tokens: int) -> Iterator[Chunk]:
     for some, chunk in call.chunks(rows):
         found = scores[: some.stop - some.start]
         _score_pages(chunk, found, batch=call.batch, fill=False)
-        yield Chunk(found, chunk.lengths, chunk.out)
+        yield Chunk(found, chunk)
 
 
 def score_width(call: IndexTopk) -> int:

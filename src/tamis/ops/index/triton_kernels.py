@@ -55,8 +55,9 @@ def index_topk(call: IndexTopk) -> None:
     width, sms = score_width(call), sm_count(device)
     scratch = max(choose_topk_launch(rows, width, call.k, sms).scratch for rows in (1, max(1, tokens)))
     for chunk in scored_chunks(call, width, call.workspace_bytes // (4 * (width + scratch))):
-        selection = TopkPositions(chunk.scores, chunk.lengths, call.k, None, None, None, call.backend)
-        _select(selection, chunk.out)
+        some = chunk.call
+        _select(TopkPositions(chunk.scores, some.lengths, call.k, None, None, None, call.backend), some.out)
+        some.keep_scores(chunk.scores)
 
 
 def _select(call: TopkPositions, result: Tensor) -> None:

@@ -55,13 +55,14 @@ def index_topk(call: IndexTopk) -> None:
     """Fill `call.out`. The workspace holds the scores of some tokens at a time; selection needs no memory."""
     width = score_width(call)
     for chunk in scored_chunks(call, width, call.workspace_bytes // (4 * max(1, width))):
-        topk.topk_positions(chunk.scores, chunk.lengths, call.k, out=chunk.out)
+        topk.topk_positions(chunk.scores, chunk.call.lengths, call.k, out=chunk.call.out)
+        chunk.call.keep_scores(chunk.scores)
 
 
 def prepare_index_topk(call: IndexTopk) -> Callable[[IndexTopk], None] | None:
     """Launches for calls like this one, if the workspace holds the scores of all tokens and nothing is copied."""
     tokens, width, device = call.q.shape[0], score_width(call), call.q.device
-    if not tokens or tokens > call.workspace_bytes // (4 * max(1, width)):
+    if call.scores is not None or not tokens or tokens > call.workspace_bytes // (4 * max(1, width)):
         return None
     rooms = Rooms(device, ((tokens, width), torch.float32))
     score = prepare_scores(call, rooms()[0])
