@@ -21,6 +21,8 @@ from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import indexer as their_builders
 
+from tamis.ops.index import sharing
+
 INDEXER = LAYER.removesuffix(".attn") + ".indexer.k_cache"
 
 
@@ -65,13 +67,18 @@ def select_and_attend(
 ) -> list[dict[str, Any]]:
     """For each case, the positions that the layer selected and its output, and what both should be."""
     connect(rank, count, address, cases[0])
-    found = []
+    found: list[dict[str, Any]] = []
+    parts: list[Any] = []
+    select_part = sharing.select_part
+    sharing.select_part = lambda *arguments: parts.append(arguments) or select_part(*arguments)
     for case in cases:
+        parts.clear()
         here = IndexRank(case, configure_indexer(case, **options))
         output = here.run()
         found.append(
             {
                 "operator": type(here.layer.indexer.indexer_op).__name__,
+                "shared": bool(parts),
                 "output": output,
                 "expected": here.expected(),
                 "positions": here.layer.topk_indices_buffer[: here.index.tokens].clone(),

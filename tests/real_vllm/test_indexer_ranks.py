@@ -18,8 +18,8 @@ if not divides_prompts():
 CASES = (
     Case((300, 1, 165, 130), (1, 1, 30, 5), 2, tensor=2, index=True),
     Case((300, 1, 2, 129), (1, 1, 1, 1), tensor=2, index=True, cache_dtype="fp8_ds_mla"),
-    Case((300, 5, 129), (3, 3, 3), tensor=2, index=True, drafts=2),
-    Case((200,), (1,), tensor=2, index=True),  # of which one rank selects nothing
+    Case((300, 5, 129, 90, 200, 77, 64, 31), (3,) * 8, tensor=2, index=True, drafts=2),
+    Case((200,), (1,), tensor=2, index=True),
 )
 
 
@@ -30,6 +30,8 @@ def test_a_layer_of_vllm_selects_and_attends_on_two_ranks(tmp_path: Path, share:
     for case, *found in zip(CASES, *ranks, strict=True):
         for rank in found:
             assert rank["operator"] == "Indexer"
+            # One token is not worth an exchange.
+            assert rank["shared"] == (share and sum(case.queries) > 1), case
             assert torch.equal(rank["positions"], rank["selected"]), case
         whole = torch.cat([rank["output"] for rank in found], 1)
         assert relative_error(whole, found[0]["expected"]) < 2e-6, case
