@@ -31,9 +31,9 @@ class IndexStep:
     keys: tuple[Tensor, ...]
     """float32 [length, DIM] per request, which e4m3 holds exactly under a scale of 1."""
     q: Tensor
-    """e4m3 [tokens, HEADS, DIM]"""
+    """e4m3 [tokens, heads, DIM]"""
     weights: Tensor
-    """float32 [tokens, HEADS]"""
+    """float32 [tokens, heads]"""
     table: Tensor
     """int32 [requests, pages], shuffled; page 0 is nobody's."""
 
@@ -92,7 +92,7 @@ class IndexStep:
         return found
 
 
-def make_index_step(lengths: Sequence[int], queries: Sequence[int]) -> IndexStep:
+def make_index_step(lengths: Sequence[int], queries: Sequence[int], heads: int = HEADS) -> IndexStep:
     """Random numbers of few values."""
     random = seeded(sum(lengths) + 17 * sum(queries))
 
@@ -108,9 +108,9 @@ def make_index_step(lengths: Sequence[int], queries: Sequence[int]) -> IndexStep
     # A largest magnitude of 448 gives a scale of 1, whatever the rest of the key is.
     for mine in keys:
         mine[:, 0] = 448.0
-    q = few(total, HEADS, DIM)
+    q = few(total, heads, DIM)
     q[..., 0] = 0.0
-    weights = torch.randint(-4, 9, (total, HEADS), generator=random) / 8
+    weights = torch.randint(-4, 9, (total, heads), generator=random) / 8
     return IndexStep(tuple(lengths), tuple(queries), keys, q.to(torch.float8_e4m3fn), weights, table)
 
 

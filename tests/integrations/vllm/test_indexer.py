@@ -1,6 +1,7 @@
 """tamis' indexer for vLLM without vLLM: options, the rows of a step, and the selection."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,3 +145,32 @@ def test_a_step_selects_as_an_exact_indexer_does(name: str, padding: int) -> Non
     assert torch.equal(buffer[: step.tokens], step.selected(k))
     assert bool((buffer[step.tokens : step.tokens + padding] == -1).all())
     assert bool((buffer[step.tokens + padding :] == 7).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("name", ["decode", "drafts"])
+def test_a_captured_step_follows_the_engines_tensors(name: str, heads: int) -> None:
+    """A graph is captured from one step and replayed for a later one, which is in the same tensors of the engine."""
+    lengths, queries = STEPS[name]
+    step, k = index.make_index_step(lengths, queries, heads), 48
+    # The later step is that of fewer keys.
+    later = replace(step, lengths=tuple(n - 3 for n in lengths), keys=tuple(keys[:-3] for keys in step.keys))
+    storage = step.storage(new=True).cuda()
+    cache = PagedCache.wrap(storage, index_fp8(dim=index.DIM))
+    common = SimpleNamespace(**vars(step.common()))
+    for field in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+        setattr(common, field, getattr(common, field).cuda())
+    builder = IndexerMetadataBuilder(None, ["layer"], engine.config(), "cuda")
+    q, weights = step.q.cuda(), step.weights.cuda()
+    buffer = torch.full((step.tokens, k), 7, dtype=torch.int32, device="cuda")
+    metadata = builder.build(0, common)
+    select_positions(q, weights, cache, metadata, k, buffer)
+    assert torch.equal(buffer.cpu(), step.selected(k))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        select_positions(q, weights, cache, metadata, k, buffer)
+    common.seq_lens -= 3
+    builder.build(0, common)
+    graph.replay()
+    assert torch.equal(buffer.cpu(), later.selected(k))
