@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tamis.cache.shard import Shard
 from tamis.ops import index_topk, topk_positions
-from tamis.ops.index import break_even, merge, prepared, ranks, reference, sharing, triton_kernels
+from tamis.ops.index import break_even, merge, operations, prepared, ranks, reference, sharing, triton_kernels
 from tamis.ops.index.operations import IndexTopk
 from tamis.ops.index.over_ranks import OverRanks
 from tamis.ops.index.prepared import run_remembered
@@ -91,6 +91,23 @@ def test_parts_of_a_backend_make_its_whole(backend: Any, size: int) -> None:
     assert torch.equal(torch.cat(parts)[own.place], whole)
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_part_is_a_part_of_its_batch(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the whole batch, by which an order of summation is chosen, and its rows without a token see nothing."""
+    seen: list[IndexTopk] = []
+    monkeypatch.setattr(sharing, "run_remembered", seen.append)
+    case = Case(5)
+    given = (case.q.to(torch.float8_e4m3fn), case.weights, case.cache, case.request_ids, case.table, case.lengths)
+    sharing.select_part(IndexTopk(*given, 3, 1 << 20, 5, torch.empty(5, 3), None, "auto"), 3, rank)
+    (part,) = seen
+    tokens = [[3, 4], [1, 2], [None, 0]][rank]
+    assert part.batch == 5
+    assert part.out.shape == (2, 3)
+    assert part.lengths.tolist() == [0 if t is None else int(case.lengths[t]) for t in tokens]
+    assert torch.equal(part.q[1].float(), given[0][tokens[1]].float())
+    assert part.request_ids[1] == case.request_ids[tokens[1]]
+
+
 # --- keys -----------------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +172,7 @@ def test_candidates_merge_to_the_selection_of_all() -> None:
         (1024, 1, 16 << 10, True),
         (128, 128, 64 << 10, True),
         (32, 32, 128 << 10, True),
+        (256, 128, 64 << 10, True),
         (1, 1, 128 << 10, False),
         (4096, 4, 1 << 10, False),
         (8, 8, 4 << 10, False),
@@ -166,14 +184,18 @@ def test_where_sharing_pays_on_eight_gpus(tokens: int, requests: int, keys: int,
 
 
 def test_the_rule_is_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 of 20 tokens with 100 keys save 10 * 100 * 2 = 2000 seconds; 20 * 3 * 4 bytes take 240 * (0.5 / 1 + 2 / 2)."""
-    costs = break_even.Costs(start=9, prefill_key=8, decode_key=2, latency=1639, link=1, memory=2)
-    for latency, pays in ((1639, True), (1640, False)):
-        monkeypatch.setattr(break_even, "DEVICE", costs._replace(latency=latency))
-        assert break_even.sharing_pays(20, 20, 100, 64, 3, 2, on_host=False) == pays
-    # As a prefill of 16 heads, a key takes a quarter of 8 seconds.
-    assert not break_even.sharing_pays(20, 1, 100, 16, 3, 2, on_host=False)
-    assert break_even.sharing_pays(20, 1, 100, 17, 3, 2, on_host=False)
+    """Of 20 tokens with 100 keys, 10 are saved. 20 * 3 * 4 bytes take 240 * (0.5 / 1 + 2 / 2) = 360 seconds."""
+    costs = break_even.Costs(product=8, read=2, latency=0, link=1, memory=2)
+    for requests, heads, saved in (
+        (20, 1, 10 * 100 * 2),  # reading
+        (20, 64, 10 * 100 * 8),  # products
+        (99, 16, 10 * 100 * 2),  # no more requests than tokens
+        (4, 1, 2 * 100 * 2),
+        (4, 32, 10 * 100 * 4),
+    ):
+        for latency, pays in ((saved - 361, True), (saved - 360, False)):
+            monkeypatch.setattr(break_even, "DEVICE", costs._replace(latency=latency))
+            assert break_even.sharing_pays(20, requests, 100, heads, 3, 2, on_host=False) == pays
 
 
 # --- a group --------------------------------------------------------------------------------------------------------
@@ -269,8 +291,18 @@ def test_parts_are_remembered(pretended: Pretended, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(prepared, "index_topk", None)
     run_remembered(call)
     assert pretended.launches() == first
-    with pytest.raises(TypeError, match="not callable"):
-        run_remembered(call._replace(batch=4))  # it may be summed in another order
+    for other in (call._replace(batch=4), call._replace(scores=torch.empty(4, 64))):
+        with pytest.raises(TypeError, match="not callable"):
+            run_remembered(other)  # it may be summed in another order, or must give scores too
+
+
+def test_a_call_for_scores_is_not_prepared(pretended: Pretended) -> None:
+    """What is prepared launches the scores and the selection alone."""
+    given = indexing(4)
+    fields = [given[n] for n in ("q", "weights", "cache", "request_ids", "block_table", "lengths", "k")]
+    call = IndexTopk(*fields, 1 << 28, 32, torch.empty(4, 64, dtype=torch.int32), None, "auto")
+    assert operations.index_topk.prepared(call) is not None
+    assert operations.index_topk.prepared(call._replace(scores=torch.empty(4, 64))) is None
 
 
 def test_deals_are_remembered_unless_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

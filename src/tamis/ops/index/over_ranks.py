@@ -126,14 +126,14 @@ class OverRanks:
                 mine = self._own(part)
             every = self.ranks.gather(mine)
             if self.shard is None:
-                sharing.place_parts(part, every, self.ranks)
+                sharing.place_parts(part, every, self.ranks.rank)
             else:
                 merge.merge(every, part.out)
 
     def _own(self, part: IndexTopk) -> Tensor:
         """What this rank sends for a part of the tokens."""
         if self.shard is None:
-            return sharing.select_part(part, self.ranks)
+            return sharing.select_part(part, self.ranks.size, self.ranks.rank)
         return merge.select_candidates(part, self.shard)
 
     def _together(self, call: IndexTopk) -> bool:

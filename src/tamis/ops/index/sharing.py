@@ -15,7 +15,7 @@ from tamis.arithmetic import ceil_div
 from tamis.ops import memory
 from tamis.ops.index.operations import IndexTopk
 from tamis.ops.index.prepared import run_remembered
-from tamis.ops.index.ranks import Ranks, is_capturing
+from tamis.ops.index.ranks import is_capturing
 
 BLOCK = 8
 """Neighbouring tokens that stay together, since kernels score several tokens of a request at once."""
@@ -79,9 +79,9 @@ def _known_deal(tokens: int, ranks: int, rank: int, device: torch.device) -> Dea
     return found
 
 
-def select_part(call: IndexTopk, ranks: Ranks) -> Tensor:
-    """The positions of this rank's rows, int32 [rows, k]."""
-    own = _known_deal(call.q.shape[0], ranks.size, ranks.rank, call.q.device)
+def select_part(call: IndexTopk, ranks: int, rank: int) -> Tensor:
+    """The positions of a rank's rows, int32 [rows, k]."""
+    own = _known_deal(call.q.shape[0], ranks, rank, call.q.device)
     lengths = call.lengths.index_select(0, own.tokens)
     mine = torch.empty(len(lengths), call.k, dtype=torch.int32, device=call.q.device)
     run_remembered(
@@ -96,9 +96,9 @@ def select_part(call: IndexTopk, ranks: Ranks) -> Tensor:
     return mine
 
 
-def place_parts(call: IndexTopk, every: Tensor, ranks: Ranks) -> None:
+def place_parts(call: IndexTopk, every: Tensor, rank: int) -> None:
     """Write the rows of all ranks, int32 [ranks, rows, k], to `call.out` in the order of the tokens."""
-    own = _known_deal(call.q.shape[0], ranks.size, ranks.rank, call.q.device)
+    own = _known_deal(call.q.shape[0], len(every), rank, call.q.device)
     torch.index_select(every.view(-1, call.k), 0, own.place, out=call.out)
 
 
