@@ -21,7 +21,7 @@ from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import indexer as their_builders
 
-from tamis.ops.index import sharing
+from tamis.ops.index import over_ranks, sharing
 
 INDEXER = LAYER.removesuffix(".attn") + ".indexer.k_cache"
 
@@ -69,6 +69,8 @@ def select_and_attend(
     connect(rank, count, address, cases[0])
     found: list[dict[str, Any]] = []
     parts: list[Any] = []
+    # Where it pays to share is tested elsewhere; here it does for every step of several tokens.
+    over_ranks.sharing_pays = lambda tokens, *_, **__: tokens > 1
     select_part = sharing.select_part
     sharing.select_part = lambda *arguments: parts.append(arguments) or select_part(*arguments)
     for case in cases:
