@@ -39,9 +39,9 @@ from engine_results import (
 from sglang_kit import DECODE_LIMIT, KIT_LIMIT, run
 from sglang_kit_cases import ENGINES as IMPLEMENTATIONS
 from sglang_process import child_environment, prepare, versions
-from vllm_engine import NEW_TOKENS, PROMPTS, prompts
 from vllm_model import write_checkpoint
 from vllm_process import LOGPROBS, keep_logs
+from vllm_served import NEW_TOKENS, PROMPTS, prompts
 
 CACHES = {"bf16": ("bfloat16", "flashmla_sparse"), "fp8": ("fp8_e4m3", "flashmla_kv")}
 """For each cache SGLang's name of its type, and SGLang's implementation for it."""

@@ -10,6 +10,9 @@ For V3.2 (`tinyv32` holds its config) and V4, with vLLM's own attention and with
 - mtp: two tokens per step from a drafting layer.
 - ngram: two tokens per step, looked up in the text by vLLM's own drafter.
 
+With `--indexer tamis`, tamis also selects in the engines with its attention; their table is then
+`h200_vllm_disturbed_indexer.csv`.
+
 Attention computes the same in all of them, but steps have other shapes, whose rounding may change a token; so vLLM's
 own attention shows how much agreement there can be. That requests were preempted, that prefixes were found and drafts
 accepted is read from vLLM's own counters. All engines run at the same time, since none is timed; one PASS or FAIL line
@@ -34,6 +37,7 @@ from engine_results import Condition, equal_share, first_differences, text, verd
 from vllm_drafts import DRAFTS, install_interpreted_numba, install_v4_parts, write_v4, write_v32
 from vllm_observed import Observed, cached_tokens
 from vllm_process import answers, attention_in_use, child_environment, keep_logs, sampling, versions, write_entry_point
+from vllm_served import indexers_in_use
 
 Results = dict[str, dict[str, Any]]
 
@@ -125,8 +129,8 @@ def engine_options(engine: Engine, folder: Path) -> dict[str, Any]:
     return options
 
 
-def start(engine: Engine, folder: Path) -> Any:
-    """vLLM's `LLM`, whose attention is certain to be the engine's."""
+def start(engine: Engine, folder: Path, indexer: str) -> Any:
+    """vLLM's `LLM`, whose attention is certain to be the engine's, and so is the indexer of tamis' engines."""
     if engine.kind == "ngram":
         install_interpreted_numba()
     if engine.model == "v4":
@@ -138,20 +142,24 @@ def start(engine: Engine, folder: Path) -> Any:
         install_v4_parts()
     from vllm import LLM
 
-    llm = LLM(**engine_options(engine, folder))
+    selects = indexer == "tamis" and engine.attention == "tamis"
+    more = {"additional_config": {"tamis": {"indexer": indexer}}} if selects else {}
+    llm = LLM(**engine_options(engine, folder), **more)
     used = attention_in_use(llm.llm_engine.vllm_config)
     print("LAYERS", json.dumps(used), flush=True)
+    if bool(indexers_in_use(llm.llm_engine.vllm_config)) != selects:
+        raise SystemExit(f"error: {indexer} was to select in this engine")
     attention = [name for name in used if ("/" in name) == (engine.model == "v32") and "Indexer" not in name]
     if not attention or any(name.startswith("tamis.") != (engine.attention == "tamis") for name in attention):
         raise SystemExit(f"error: attention is {attention}, which is not what {engine.attention} runs on")
     return llm
 
 
-def serve(engine: Engine, model: Path, folder: Path) -> None:
+def serve(engine: Engine, model: Path, folder: Path, indexer: str = "vllm") -> None:
     """Start one engine, generate, and write what came of it. Runs in a separate process."""
     take_turns(engine.name, folder, 0, lambda: None)  # ready: no engine waits for another
     began = time.perf_counter()
-    llm = start(engine, model)
+    llm = start(engine, model, indexer)
     start_seconds = time.perf_counter() - began
     observed, batch = Observed(llm), requests(engine.model, model)
     runs: dict[str, dict[str, Any]] = {}
@@ -275,13 +283,16 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS, help="run these models only")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="run these engines; plain always runs")
     parser.add_argument("--attentions", nargs="*", default=["own", "tamis"], help="run these attentions only")
+    parser.add_argument(
+        "--indexer", choices=("vllm", "tamis"), default="vllm", help="what selects for tamis' attention"
+    )
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which running engines are stopped")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         engine = Engine.named(options.serve)
-        serve(engine, options.model, options.folder)
+        serve(engine, options.model, options.folder, options.indexer)
         return 0
     kinds = {"plain", *options.kinds}
     chosen = [engine for engine in ENGINES if engine.model in options.models and engine.kind in kinds]
@@ -296,13 +307,15 @@ def main() -> int:
         processes = {}
         for number, engine in enumerate(engines):
             command = [sys.executable, __file__, "--serve", engine.name, "--folder", str(folder)]
+            command += ["--indexer", options.indexer]
             # vLLM's own attention runs without the plugin.
             plugins = {"VLLM_PLUGINS": "tamis" if engine.attention == "tamis" else "none"}
             environment = child_environment(number, folder) | plugins
             processes[engine.name] = Process([*command, "--model", str(folder / engine.model)], environment)
         results = Race(processes, folder, 0, options.limit).run()
         keep_logs(folder, options.logs)
-    write_rows(options.out / "h200_vllm_disturbed.csv", rows(results, versions()))
+    suffix = "" if options.indexer == "vllm" else "_indexer"
+    write_rows(options.out / f"h200_vllm_disturbed{suffix}.csv", rows(results, versions()))
     print(*places(results), sep="\n", flush=True)
     return verdict(conditions(results, engines))
 

@@ -6,6 +6,9 @@
 rounding seldom decides a token. With Gaussian weights it often does: vLLM's backend, eager and with graphs, agreed with
 itself on only half of the tokens. The output therefore also shows how far each backend agrees with itself.
 
+With `--race indexer` tamis' indexer runs against vLLM's own instead, with the same attention in both; `--caches` cuts
+that race into parts. Its table is `h200_vllm_indexer_<cache>.csv`.
+
 Every engine runs in a separate process. All start at once and then generate one after the other, in ten or more turns;
 throughput is judged by the medians. Tokens, logprobs and times are written to `h200_vllm.csv`, with one PASS or FAIL
 line per condition; if an engine fails, the end of its log is printed. tamis need not be installed: its entry point is
@@ -13,17 +16,14 @@ put on the engines' path.
 """
 
 import argparse
-import json
-import random
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from engine_race import Process, Race, median_batch, take_turns, write_result
+import vllm_indexer_race as indexer_race
+from engine_race import Process, Race
 from engine_results import (
     TURNS,
     Condition,
@@ -38,71 +38,12 @@ from engine_results import (
     write_rows,
 )
 from vllm_model import write_checkpoint
-from vllm_process import answers, attention_in_use, child_environment, keep_logs, timed, versions, write_entry_point
+from vllm_process import child_environment, keep_logs, versions, write_entry_point
+from vllm_served import MODES, NEW_TOKENS, PROMPTS, Engine, serve
 
-PROMPTS, SHORTEST, LONGEST, NEW_TOKENS = 8, 3000, 6000, 32
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One way to serve the model."""
-
-    backend: str
-    cache: str
-    mode: str
-
-    @property
-    def name(self) -> str:
-        backend = "tamis" if self.backend == "CUSTOM" else self.backend.lower()
-        return f"{backend}-{'bf16' if self.cache == 'auto' else self.cache}-{self.mode}"
-
-
-MODES = ("eager", "graph")
 OWN = {(cache, mode): Engine("CUSTOM", cache, mode) for cache in ("auto", "fp8_ds_mla") for mode in MODES}
 PEERS = {mode: Engine("FLASHMLA_SPARSE", "auto", mode) for mode in MODES}
 ENGINES = {engine.name: engine for engine in (*PEERS.values(), *OWN.values())}
-
-
-def prompts(vocabulary: int) -> list[dict[str, list[int]]]:
-    choice = random.Random(7)
-    lengths = [choice.randint(SHORTEST, LONGEST) for _ in range(PROMPTS)]
-    return [{"prompt_token_ids": [choice.randrange(2, vocabulary) for _ in range(n)]} for n in lengths]
-
-
-def serve(engine: Engine, model: Path, folder: Path, turns: int) -> None:
-    """Start one engine, report that it is ready, and generate when told to. Runs in a separate process."""
-    from vllm import LLM
-
-    began = time.perf_counter()
-    llm = LLM(
-        model=str(model),
-        attention_backend=engine.backend,
-        kv_cache_dtype=engine.cache,
-        enforce_eager=engine.mode == "eager",
-        compilation_config={} if engine.mode == "eager" else {"cudagraph_capture_sizes": [1, 2, 4, 8]},
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=8192,
-        max_num_seqs=PROMPTS,
-        max_num_batched_tokens=8192,
-        enable_prefix_caching=False,
-        gpu_memory_utilization=0.1,
-        kv_cache_memory_bytes=2 << 30,
-        disable_log_stats=True,
-        seed=0,
-    )
-    start_seconds = time.perf_counter() - began
-    config = llm.llm_engine.vllm_config
-    used = attention_in_use(config)
-    print("LAYERS", json.dumps(used), flush=True)
-    if engine.backend == "CUSTOM" and not any("tamis" in name for name in used):
-        raise SystemExit("error: no layer runs on tamis")
-    requests = prompts(config.model_config.get_vocab_size())
-    timed(llm, requests, NEW_TOKENS)
-    once = partial(timed, llm, requests, NEW_TOKENS)
-    runs = take_turns(engine.name, folder, turns, partial(median_batch, once, engine.mode))
-    facts = {"seconds": [seconds for seconds, _ in runs], "start_seconds": start_seconds, "layers": used}
-    write_result(engine.name, folder, answers(runs[-1][1]) | facts)
 
 
 def conditions(results: dict[str, dict[str, Any]]) -> list[Condition]:
@@ -134,8 +75,9 @@ def rows(results: dict[str, dict[str, Any]], about: dict[str, str]) -> list[dict
         engine = ENGINES[name]
         own, peer = results.get(OWN["auto", engine.mode].name), results.get(PEERS[engine.mode].name)
         spread = Spread.of(result["seconds"])
+        kind = {field: value for field, value in asdict(engine).items() if field != "indexer"}
         found.append(
-            {"engine": name, **asdict(engine), "tokens_per_s_median": f"{PROMPTS * NEW_TOKENS / spread.median:.2f}"}
+            {"engine": name, **kind, "tokens_per_s_median": f"{PROMPTS * NEW_TOKENS / spread.median:.2f}"}
             | spread.columns("seconds")
             | {
                 "start_s": f"{result['start_seconds']:.1f}",
@@ -151,6 +93,7 @@ def rows(results: dict[str, dict[str, Any]], about: dict[str, str]) -> list[dict
 
 
 def main() -> int:
+    every = ENGINES | indexer_race.ENGINES
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with the tiny model's config and tokenizer")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm"), help="folder for the table")
@@ -158,15 +101,18 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=TURNS, help="timed turns of each engine; the median counts")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which running engines are stopped")
     parser.add_argument("--lock", type=Path, help="take turns only while holding this file, which other races share")
-    parser.add_argument("--only", nargs="*", choices=ENGINES, help="run these engines only")
+    parser.add_argument("--race", choices=("attention", "indexer"), default="attention", help="what is compared")
+    parser.add_argument("--caches", nargs="*", choices=indexer_race.CACHES, help="race indexers with these caches only")
+    parser.add_argument("--only", nargs="*", choices=every, help="run these engines only")
     parser.add_argument("--serial", action="store_true", help="start one engine after the other, if memory is short")
-    parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=every, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(ENGINES[options.serve], options.model, options.folder, options.rounds)
+        serve(every[options.serve], options.model, options.folder, options.rounds)
         return 0
-    engines = [engine for name, engine in ENGINES.items() if not options.only or name in options.only]
+    racing = ENGINES if options.race == "attention" else indexer_race.engines(options.caches)
+    engines = [engine for name, engine in racing.items() if not options.only or name in options.only]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         write_checkpoint(options.model, folder / "model")
@@ -181,6 +127,8 @@ def main() -> int:
         for group in [{name: process} for name, process in processes.items()] if options.serial else [processes]:
             results |= Race(group, folder, options.rounds, options.limit).run(options.lock)
         keep_logs(folder, options.logs)
+    if options.race == "indexer":
+        return indexer_race.report(results, engines, options.out, versions())
     write_rows(options.out / "h200_vllm.csv", rows(results, versions()))
     for mode in MODES:
         own = results.get(OWN["auto", mode].name)

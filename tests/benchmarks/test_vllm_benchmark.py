@@ -156,3 +156,28 @@ def test_too_few_turns_fail(script: ModuleType) -> None:
     results["flashmla_sparse-bf16-eager"]["seconds"] = [1.0] * 9
     failed = [str(condition) for condition in script.conditions(results) if not condition.passed]
     assert failed == ["FAIL eager: turns: 9 (>= 10)"]
+
+
+def test_indexers_race_on_the_same_attention_and_cache(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    race = script.indexer_race
+    raced = race.engines(["auto"])
+    assert list(raced)[:2] == ["tamis-bf16-eager", "tamis-bf16-eager-tamis_indexer"]
+    assert len(raced) == 8
+    assert len(race.engines()) == 12
+    results = {name: result([[1] * 20]) for name in raced}
+    results["flashmla_sparse-bf16-graph-tamis_indexer"] = result([[1] * 18 + [2, 2]], seconds=2.0)
+    assert race.report(results, list(raced.values()), tmp_path, {"device": "none"}) == 1
+    printed = capsys.readouterr().out
+    failed = [line for line in printed.splitlines() if line.startswith("FAIL")]
+    assert failed == [
+        "FAIL flashmla_sparse-bf16-graph: tokens equal to those of vLLM's indexer: 0.9 (>= 0.95)",
+        "FAIL flashmla_sparse-bf16-graph: throughput over vLLM's indexer by medians: 0.5 (>= 1)",
+    ]
+    assert printed.count("PASS") == 10
+    assert "flashmla_sparse-bf16-graph: indexers part at: 18 (margin 0.500)" in printed
+    lines = (tmp_path / "h200_vllm_indexer_bf16.csv").read_text().splitlines()
+    assert len(lines) == 9
+    assert not (tmp_path / "h200_vllm_indexer_fp8_ds_mla.csv").exists()
+    assert race.report({}, list(race.engines(["fp8_ds_mla"]).values()), tmp_path, {}) == 1

@@ -32,6 +32,8 @@ class Case:
     """Whether vLLM decides about the interleave size only after its layers are built, as its workers may."""
     generic: bool = False
     """Whether vLLM's layer of all MLA models runs instead of the one of V3.2."""
+    index: bool = False
+    """Whether the layer has an indexer of its own."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """More fields of vLLM's parallel config."""
 

@@ -15,6 +15,8 @@ import vllm.model_executor.layers.quantization.online.fp8
 import vllm.platforms
 from configured import make_config
 from engine_standin import LATENT, NOPE, ROPE, TOPK, VALUE, Step
+from index_standin import DIM as INDEX_DIM
+from index_standin import HEADS as INDEX_HEADS
 from rank_cases import Case
 from torch import Tensor
 from vllm.config import CUDAGraphMode, DeviceConfig, VllmConfig, set_current_vllm_config
@@ -113,7 +115,7 @@ def configure(case: Case) -> VllmConfig:
 
 
 def make_layer(config: VllmConfig, case: Case, buffer: Tensor) -> tuple[Any, Tensor]:
-    """vLLM's V3.2 layer, without an indexer of its own, and the weights [H, nope + value, latent] of all heads."""
+    """vLLM's V3.2 layer, and the weights [H, nope + value, latent] of all heads."""
     widths = {"kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE}
     model = SimpleNamespace(
         hidden_size=64,
@@ -124,7 +126,9 @@ def make_layer(config: VllmConfig, case: Case, buffer: Tensor) -> tuple[Any, Ten
         rms_norm_eps=1e-6,
         num_hidden_layers=1,
         index_topk=TOPK,
-        index_topk_pattern="S",
+        index_topk_pattern=None if case.index else "S",
+        index_n_heads=INDEX_HEADS,
+        index_head_dim=INDEX_DIM,
         **widths,
     )
     with set_current_vllm_config(config), torch.random.fork_rng():
@@ -250,14 +254,19 @@ class Rank:
 
     def _write(self, request: int, rows: Tensor) -> None:
         """Write the first rows of a request, of which this rank keeps its own."""
-        starts = torch.tensor([0, len(rows)], dtype=torch.int32)
-        numbers, positions = torch.tensor([request], dtype=torch.int32), torch.arange(len(rows))
-        slots = self.tables.compute_slot_mappings(numbers, starts, positions, len(rows))[0]
+        slots = self.slots_of(request, len(rows))
         latent, rope = rows.float().split([LATENT, ROPE], 1)
         scale = self.layer._k_scale
         self.layer.impl.do_kv_cache_update(
             latent, rope.unsqueeze(1), self.layer.kv_cache, slots, self.case.cache_dtype, scale
         )
+
+    def slots_of(self, request: int, count: int) -> Tensor:
+        """Where this rank keeps the first positions of a request; negative for those of other ranks."""
+        starts = torch.tensor([0, count], dtype=torch.int32)
+        numbers, positions = torch.tensor([request], dtype=torch.int32), torch.arange(count)
+        slots: Tensor = self.tables.compute_slot_mappings(numbers, starts, positions, count)[0]
+        return slots
 
     def run(self) -> Tensor:
         """The layer's output for all tokens [T, H of this rank * value]."""
@@ -284,14 +293,15 @@ class Rank:
                 parallel_state.get_dcp_group().rank_in_group,
                 self.case.interleave,
             )
-        self.metadata = self.builder.build(0, common_of(batch, table, slots))
+        self.common = common_of(batch, table, slots)
+        self.metadata = self.builder.build(0, self.common)
         output = self._attend(tokens, slots)
         return output if self.manager is None else self.manager.restore_hidden_states(output)
 
     def _attend(self, tokens: Tensor, slots: Tensor) -> Tensor:
         """vLLM's own code from the projections on, for this rank's tokens (with padding) and heads."""
         step, layer, heads = self.step, self.layer, self.layer.num_local_heads
-        layer.topk_indices_buffer.fill_(-1)[: len(tokens)] = step.positions[tokens]
+        index = self.index_inputs(tokens)
         first = parallel_state.get_tp_group().rank_in_group * heads
         q = step.q[tokens, first : first + heads].float()
         nope, up = q[..., :NOPE], self.up[first : first + heads, :NOPE].float()
@@ -299,7 +309,7 @@ class Rank:
         output = torch.full((len(tokens), heads * VALUE), torch.nan)
         with (
             set_current_vllm_config(self.config),
-            set_forward_context({LAYER: self.metadata}, self.config, slot_mapping={LAYER: slots}),
+            set_forward_context(self.steps(), self.config, slot_mapping={LAYER: slots}),
         ):
             if self.case.generic:
                 if self.manager is not None:
@@ -311,9 +321,18 @@ class Rank:
                 layer.forward_impl(whole, latent, rope.unsqueeze(1), layer.kv_cache, self.metadata, output)
             else:
                 absorbed = torch.einsum("thp,hpl->thl", nope, up)
-                rest = (None, None, None, latent, rope, absorbed, q[..., LATENT:], output)
+                rest = (*index, latent, rope, absorbed, q[..., LATENT:], output)
                 layer._sparse_indexer_and_attn(torch.zeros(len(tokens)), latent, nope, q[..., LATENT:], *rest)
         return output
+
+    def index_inputs(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Queries, keys and weights for the layer's indexer. There is none: the step's positions are in its buffer."""
+        self.layer.topk_indices_buffer.fill_(-1)[: len(tokens)] = self.step.positions[tokens]
+        return None, None, None
+
+    def steps(self) -> dict[str, Any]:
+        """The step's metadata by layer."""
+        return {LAYER: self.metadata}
 
     def expected(self) -> Tensor:
         """The output of all tokens and heads in float64, from what every rank knows."""

@@ -25,7 +25,7 @@ _PATIENCE = 120
 @cache
 def _forking() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rank_programs", "node_programs"])
+    context.set_forkserver_preload(["rank_programs", "node_programs", "index_programs"])
     return context
 
 

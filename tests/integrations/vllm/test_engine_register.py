@@ -190,3 +190,13 @@ def test_nothing_is_imported_of_the_engine_before(vllm: Any) -> None:
     register()
     assert registered() == [BACKEND]
     assert not {"vllm.platforms", "vllm.models"} & set(sys.modules)
+
+
+def test_a_changed_operator_is_said(vllm: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """CUSTOM is registered all the same; only the indexer cannot be chosen."""
+    folders = {f"model_executor/{name}__init__.py": "" for name in ("", "models/", "layers/")}
+    vllm({**folders, "model_executor/layers/sparse_attn_indexer.py": ""})
+    register()
+    assert registered() == [BACKEND]
+    (line,) = said(caplog)
+    assert line.startswith("tamis' indexer cannot be chosen in this vLLM: ")

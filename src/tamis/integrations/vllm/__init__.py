@@ -3,29 +3,34 @@
 `register` is the plugin's entry point. vLLM then loads what it needs:
 
 - V3.2 and GLM-5: `plugin`, whose classes derive from `backend`, `metadata` and `impl`;
-- DeepSeek-V4: `v4_plugin` and `v4_caches`, then `v4_layer`, which calls `v4_forward`.
+- DeepSeek-V4: `v4_plugin` and `v4_caches`, then `v4_layer`, which calls `v4_forward`;
+- the lightning indexer of both, if it is asked for: `indexer_plugin`, which calls `indexer`.
 
-Only `plugin`, `v4_plugin` and `v4_layer` import vLLM. The other modules have vLLM's names, shapes and call order but
-take any objects with the same attributes, so that they can be tested without vLLM. `classes` holds V4's backend,
-builders and impl for engines that construct attention by class, which vLLM does not do for V4.
+Only `plugin`, `indexer_plugin`, `v4_plugin` and `v4_layer` import vLLM. The other modules have vLLM's names, shapes and
+call order but take any objects with the same attributes, so that they can be tested without vLLM. `classes` holds V4's
+backend, builders and impl for engines that construct attention by class, which vLLM does not do for V4.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from logging import getLogger
 from typing import Any
 
 BACKEND = "tamis.integrations.vllm.plugin.Backend"
 REFUSED = "tamis.integrations.vllm.versions.UnsupportedVersion"
+_INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
+"""vLLM's module of the operator that `indexer_plugin` replaces."""
 _V4_MODELS = "tamis.integrations.vllm.v4_plugin"
 V4_SOURCES = ("vllm.models.deepseek_v4", "vllm.models.deepseek_v41")
 """The packages whose models are registered again, as classes of `v4_plugin`."""
 
 
 def register() -> None:
-    """Make tamis vLLM's CUSTOM attention backend (`--attention-backend CUSTOM`).
+    """Make tamis vLLM's CUSTOM attention backend (`--attention-backend CUSTOM`), and offer its indexer.
 
     vLLM calls this in every process it starts, possibly more than once. It only stores paths of classes, which vLLM
-    imports when they are chosen. It touches no device, and changes nothing for users who do not choose CUSTOM.
+    imports when they are chosen, and the class of an operator, since vLLM takes no path for those. It touches no
+    device, and changes nothing for users who do not choose CUSTOM or the indexer.
 
     It never raises, since an exception would stop vLLM even where tamis is not used. Under a version of vLLM that tamis
     does not support, it logs one line, and choosing the backend then fails with the reason. It does not replace another
@@ -37,6 +42,12 @@ def register() -> None:
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         getLogger("tamis").warning("tamis is not vLLM's CUSTOM attention backend: %s", problem)
+    try:
+        problem = _register_indexer()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        getLogger("tamis").warning("tamis' indexer cannot be chosen in this vLLM: %s", problem)
 
 
 def _register() -> str | None:
@@ -60,6 +71,18 @@ def _register() -> str | None:
             refusal = f"vLLM's registry does not accept DeepSeek-V4's models: {type(error).__name__}: {error}"
     store(custom, BACKEND if refusal is None else REFUSED)
     return refusal
+
+
+def _register_indexer() -> str | None:
+    """Register the indexer; return the reason if that is not possible, else None."""
+    try:
+        present = find_spec(_INDEXER) is not None
+    except Exception:  # a package above it is missing, or fails, which is said elsewhere
+        present = False
+    if not present:  # then no model of this vLLM has an indexer to replace
+        return None
+    problem: str | None = import_module("tamis.integrations.vllm.indexer_plugin").register_indexer()
+    return problem
 
 
 def _other_plugin(custom: Any) -> str | None:

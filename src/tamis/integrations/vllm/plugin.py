@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from tamis.integrations.vllm.backend import TamisSparseBackend
 from tamis.integrations.vllm.context_parallel import Ranks
 from tamis.integrations.vllm.impl import SparseImpl
+from tamis.integrations.vllm.indexer import IndexerOptions
 from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder, model_field
 from tamis.integrations.vllm.versions import divides_prompts, keep_prefills_sparse, sparse_impl_base
 
@@ -43,6 +44,7 @@ class Impl(SparseImpl, sparse_impl_base()):  # type: ignore[misc]
         if config is not None:
             self.cp_kv_cache_interleave_size = config.parallel_config.cp_kv_cache_interleave_size
             keep_prefills_sparse(config)
+            check_indexer(config, kwargs.get("indexer"))
         super().__init__(*args, **kwargs)
         if self.dcp_world_size > 1 and self.pcp_world_size > 1:
             self.dcp_group = get_dcp_group().device_group
@@ -122,6 +124,18 @@ class Backend(TamisSparseBackend, AttentionBackend):
         """Every reason why this configuration cannot run; vLLM shows them and stops."""
         reasons: list[str] = super().validate_configuration(*args, **kwargs)
         return reasons + _refusals(get_current_vllm_config_or_none())
+
+
+def check_indexer(config: Any, indexer: Any) -> None:
+    """Raise if tamis' indexer was asked for, and a layer's indexer has another operator."""
+    if indexer is None or not IndexerOptions.read(config).chosen:
+        return
+    from tamis.integrations.vllm.indexer_plugin import Indexer
+
+    operator = getattr(indexer, "indexer_op", None)
+    if not isinstance(operator, Indexer):
+        built = f"{type(indexer).__name__} with {type(operator).__name__}"
+        raise RuntimeError(f'"indexer": "tamis" was asked for, but vLLM built {built}, which tamis does not replace')
 
 
 def engine_joins(latent: Tensor, rope: Tensor) -> bool:

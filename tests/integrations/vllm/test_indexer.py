@@ -1,0 +1,176 @@
+"""tamis' indexer for vLLM without vLLM: options, the rows of a step, and the selection."""
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import engine_standin as engine
+import index_standin as index
+import pytest
+import torch
+from torch_calls import Calls
+
+from tamis.cache.layout import index_fp8
+from tamis.cache.paged import PagedCache
+from tamis.integrations.vllm.indexer import IndexerMetadataBuilder, IndexerOptions, StepRows, select_positions
+
+CPU = torch.device("cpu")
+ADAPTIVE = SimpleNamespace(num_speculative_tokens=2, enable_adaptive_verification=True)
+
+
+def options(**given: Any) -> IndexerOptions:
+    return IndexerOptions.read(SimpleNamespace(additional_config={"tamis": given}))
+
+
+def test_vllm_selects_unless_tamis_is_asked_for() -> None:
+    for nothing in (None, {}, {"other": 1}, object()):
+        assert IndexerOptions.read(SimpleNamespace(additional_config=nothing)) == IndexerOptions(False, False)
+    assert IndexerOptions.read(SimpleNamespace()) == IndexerOptions(False, False)
+    assert options() == options(indexer="vllm") == IndexerOptions(False, False)
+    assert options(indexer="tamis") == IndexerOptions(True, False)
+    assert options(indexer="tamis", share_indexer=True) == IndexerOptions(True, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"indexer": "Tamis"}, "indexer'.*must be one of 'tamis', 'vllm', got 'Tamis'"),
+        ({"indexer": True}, "indexer'.*must be"),
+        ({"indexr": "tamis"}, "must be an object with 'indexer' and 'share_indexer' at most, got"),
+        ({"indexer": "tamis", "share_indexer": 1}, "share_indexer'.*must be"),
+        ({"share_indexer": True}, 'share_indexer\'.*must be false, got True; set "indexer": "tamis" as well'),
+    ],
+)
+def test_other_options_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        options(**given)
+    with pytest.raises(ValueError, match="must be an object"):
+        IndexerOptions.read(SimpleNamespace(additional_config={"tamis": "tamis"}))
+
+
+def expected_rows(lengths: list[int], queries: list[int], rows: int, ratio: int) -> tuple[list[int], list[int]]:
+    """The request of each token, and how many entries it sees; padding sees none."""
+    ids = [r for r, count in enumerate(queries) for _ in range(count)]
+    seen = [n for total, q in zip(lengths, queries, strict=True) for n in range(total - q + 1, total + 1)]
+    return ids, [n // ratio for n in seen] + [0] * (rows - len(seen))
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize("drafts", [None, ADAPTIVE])
+def test_rows_of_random_steps(drafts: Any, ratio: int) -> None:
+    choice = random.Random(3)
+    made = StepRows(engine.config(speculative=drafts), CPU, ratio=ratio)
+    places = set()
+    for _ in range(60):
+        most = choice.choice([1, 1, 4, 60])
+        queries = [choice.randint(most > 1 and choice.random() < 0.1, most) for _ in range(choice.randint(1, 7))]
+        queries = queries if sum(queries) else [1]
+        lengths = [count + choice.randint(0, 900) for count in queries]
+        empty, padding = choice.randint(0, 2), choice.choice([0, 0, 5])
+        rows = sum(queries) + max(padding, empty)
+        table = torch.zeros(len(queries), 30, dtype=torch.int32)
+        slots = torch.arange(sum(queries))
+        common = engine.common(lengths, queries, table, slots, padded_tokens=rows, padded_requests=len(queries) + empty)
+        if drafts is ADAPTIVE:  # then only the sum is right on the host
+            common.query_start_loc_cpu = torch.linspace(0, sum(queries), common.num_reqs + 1).int()
+            common.max_query_len = 1
+        metadata = made.read(common, common.slot_mapping)
+        ids, seen = expected_rows(lengths, queries, rows, ratio)
+        assert metadata.lengths.tolist() == seen
+        assert metadata.request_ids.tolist()[: len(ids)] == ids
+        assert 0 <= int(metadata.request_ids.min()) <= int(metadata.request_ids.max()) < common.num_reqs
+        places.add((metadata.request_ids.data_ptr(), metadata.lengths.data_ptr()))
+        for name in ("slot_mapping", "block_table", "seq_lens"):  # which captured graphs read where the engine has them
+            theirs = getattr(common, {"block_table": "block_table_tensor"}.get(name, name))
+            assert getattr(metadata, name).data_ptr() == theirs.data_ptr()
+    assert len(places) == 1
+
+
+def test_a_request_without_tokens_is_passed_over() -> None:
+    """As many rows as requests, and one token at most: but not one each."""
+    table, slots = torch.zeros(3, 2, dtype=torch.int32), torch.arange(2)
+    common = engine.common([9, 8, 7], [1, 0, 1], table, slots, padded_tokens=3)
+    metadata = StepRows(engine.config(), CPU).read(common, common.slot_mapping)
+    assert not metadata.one_each
+    assert metadata.request_ids.tolist()[:2] == [0, 2]
+    assert metadata.lengths.tolist() == [9, 7, 0]
+
+
+def test_drafts_follow_the_engines_lengths() -> None:
+    """vLLM adds a token to every request in place and asks to update the record, possibly inside a graph."""
+    builder = IndexerMetadataBuilder(None, ["layer"], engine.config(), "cpu")
+    common = engine.common([9, 8], [1, 1], torch.zeros(2, 2, dtype=torch.int32), torch.arange(2))
+    metadata = builder.build(0, common)
+    common.seq_lens += 1
+    metadata.request_ids.fill_(7)
+    builder.update_draft_decode_metadata(metadata)
+    assert (metadata.lengths.tolist(), metadata.request_ids.tolist()) == ([10, 9], [0, 1])
+
+
+def test_a_step_of_decodes_takes_two_operations() -> None:
+    builder = IndexerMetadataBuilder(None, ["layer"], engine.config(), "cpu")
+    common = engine.common([9, 8], [1, 1], torch.zeros(2, 2, dtype=torch.int32), torch.arange(2))
+    with Calls() as calls:
+        builder.build(0, common)
+    # Two numbers are read from the host's query starts.
+    assert calls.names == ["aten._local_scalar_dense"] * 2 + ["aten.arange", "aten.div"]
+
+
+def test_more_tokens_than_configured_are_refused() -> None:
+    common = engine.common([700], [601], torch.zeros(1, 11, dtype=torch.int32), torch.arange(601))
+    with pytest.raises(ValueError, match="num_actual_tokens must be at most 600, got 601; raise"):
+        StepRows(engine.config(), CPU).read(common, common.slot_mapping)
+
+
+STEPS = {
+    "decode": ([300, 5, 130], [1, 1, 1]),
+    "drafts": ([300, 9, 130], [6, 6, 6]),
+    "prompts": ([200, 64, 90], [70, 64, 3]),
+    "mixed": ([300, 90, 200, 40], [1, 1, 30, 40]),
+}
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_selects_as_an_exact_indexer_does(name: str, padding: int) -> None:
+    step, k = index.make_index_step(*STEPS[name]), 48
+    cache = PagedCache.wrap(step.storage(new=True), index_fp8(dim=index.DIM))
+    common = step.common()
+    metadata = IndexerMetadataBuilder(None, ["layer"], engine.config(), "cpu").build(0, common)
+    q = torch.cat((step.q, step.q[:1].expand(padding, -1, -1)))
+    weights = torch.nn.functional.pad(step.weights, (0, 0, 0, padding), value=1.0)
+    buffer = torch.full((step.tokens + padding + 2, k), 7, dtype=torch.int32)
+    select_positions(q, weights, cache, metadata, k, buffer)
+    assert torch.equal(buffer[: step.tokens], step.selected(k))
+    assert bool((buffer[step.tokens : step.tokens + padding] == -1).all())
+    assert bool((buffer[step.tokens + padding :] == 7).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("name", ["decode", "drafts"])
+def test_a_captured_step_follows_the_engines_tensors(name: str, heads: int) -> None:
+    """A graph is captured from one step and replayed for a later one, which is in the same tensors of the engine."""
+    lengths, queries = STEPS[name]
+    step, k = index.make_index_step(lengths, queries, heads), 48
+    # The later step is that of fewer keys.
+    later = replace(step, lengths=tuple(n - 3 for n in lengths), keys=tuple(keys[:-3] for keys in step.keys))
+    storage = step.storage(new=True).cuda()
+    cache = PagedCache.wrap(storage, index_fp8(dim=index.DIM))
+    common = SimpleNamespace(**vars(step.common()))
+    for field in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+        setattr(common, field, getattr(common, field).cuda())
+    builder = IndexerMetadataBuilder(None, ["layer"], engine.config(), "cuda")
+    q, weights = step.q.cuda(), step.weights.cuda()
+    buffer = torch.full((step.tokens, k), 7, dtype=torch.int32, device="cuda")
+    metadata = builder.build(0, common)
+    select_positions(q, weights, cache, metadata, k, buffer)
+    assert torch.equal(buffer.cpu(), step.selected(k))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        select_positions(q, weights, cache, metadata, k, buffer)
+    common.seq_lens -= 3
+    builder.build(0, common)
+    graph.replay()
+    assert torch.equal(buffer.cpu(), later.selected(k))
