@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from tamis.cache.paged import PagedCache
     from tamis.cache.pool import PagePool
     from tamis.cache.selection import Caches, Selection
+    from tamis.cache.shard import Shard
     from tamis.cache.v4_caches import V4Caches
     from tamis.choice import choose
-    from tamis.layers.mla import Shard, SparseMLA
+    from tamis.layers.mla import SparseMLA
     from tamis.layers.recording import Recording
     from tamis.layers.v4 import SparseV4
     from tamis.layers.v4_weights import V4Weights
@@ -42,7 +43,7 @@ _HOME = {
     "Planner": "tamis.step.planner",
     "Recording": "tamis.layers.recording",
     "Selection": "tamis.cache.selection",
-    "Shard": "tamis.layers.mla",
+    "Shard": "tamis.cache.shard",
     "SparseMLA": "tamis.layers.mla",
     "SparseV4": "tamis.layers.v4",
     "V4Caches": "tamis.cache.v4_caches",

@@ -102,7 +102,7 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "gather_index": [],
         "gather_kv": ["out"],
         "index_scores": ["out"],
-        "index_topk": [],
+        "index_topk": ["out"],
         "lower_groups": [],
         "ragged_scores": ["out"],
         "read_kv": [],
@@ -241,6 +241,7 @@ def test_index(layout: str | Layout, dtype: torch.dtype) -> None:
     paged = q, weights, cache, ints([0, 0, 1]), ints([[0, 3], [5, 1]]), ints([4, 5, 8])
     opcheck(lambda: index_topk(*paged, 6), "index_topk")
     opcheck(lambda: index_topk(*paged, 6, workspace_bytes=1), "index_topk")
+    opcheck(lambda: index_topk(*paged, 6, out=torch.empty(len(paged[0]), 6, dtype=torch.int32)), "index_topk")
     opcheck(lambda: index_scores(*paged), "index_scores")
     opcheck(lambda: index_scores(*paged, out=torch.zeros(3, 20)[:, :9]), "index_scores")
 

@@ -112,6 +112,10 @@ INDEX: dict[str, Change] = {
     "k as a float": added(k=64.0),
     "k too large": added(k=5000),
     "small workspace": added(workspace_bytes=5000),
+    "an output": added(out=lambda: ints(4, 64)),
+    "an output of int64": added(out=lambda: ints(4, 64).long()),
+    "an output with gaps": added(out=lambda: ints(4, 65)[:, :64]),
+    "an output of floats": added(out=lambda: torch.zeros(4, 64).requires_grad_()),
     "backend": added(backend="hopper"),
 }
 
@@ -120,6 +124,20 @@ INDEX: dict[str, Change] = {
 def test_index_topk(pretended: Pretended, name: str) -> None:
     base = indexing()
     compare(pretended, run_index, base, INDEX[name](dict(base)))
+
+
+def test_positions_are_separate_from_inputs_in_every_call(pretended: Pretended) -> None:
+    """Signatures have no addresses, so that these outputs have the same one."""
+    given = indexing(4, heads=64) | {"k": 64}
+    inside = given["weights"].view(torch.int32)
+    with torch.inference_mode():
+        frozen = ints(4, 64)
+    for _ in range(2):
+        run_index(given | {"out": ints(4, 64)})
+        with pytest.raises(ValueError, match="out must be separate from all inputs and caches"):
+            run_index(given | {"out": inside})
+        with pytest.raises(ValueError, match="out must be a tensor that may be written here"):
+            run_index(given | {"out": frozen})
 
 
 # --- translate_positions --------------------------------------------------------------------------------------------

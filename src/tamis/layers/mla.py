@@ -1,6 +1,5 @@
 """`SparseMLA`: the attention of one DeepSeek-V3.2 or GLM-5 layer, from the cache writes to the output."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches, Selection
+from tamis.cache.shard import Shard
 from tamis.layers.batch_invariance import fixed_splits
 from tamis.layers.mla_checks import Arguments, Call, MlaChecks
 from tamis.layers.mla_memory import KnownCall, LayerMemory, number_of
@@ -20,9 +20,9 @@ from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather.operations import GatherKv, gather_kv
 from tamis.ops.index import WORKSPACE_BYTES
 from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.index.prepared import new_positions
 from tamis.ops.lse import LseForm
 from tamis.ops.pairs import join_pair
-from tamis.ops.translate import check_shard
 from tamis.ops.translate.operations import TranslatePositions, translate_positions
 from tamis.ops.write import write_call
 from tamis.ops.write.operations import WriteKv, write_kv
@@ -31,19 +31,6 @@ from tamis.step.plan import Plan
 
 _KNOWN = LayerMemory()
 _LSE = LseForm()
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The share of each request's rows that this rank holds, for context-parallel decode."""
-
-    ranks: int = 1
-    rank: int = 0
-    interleave: int = 1
-
-    def __post_init__(self) -> None:
-        """Refuse a rank that is not below the number of ranks."""
-        check_shard(self.ranks, self.rank, self.interleave)
 
 
 class LayerOutput(NamedTuple):
@@ -260,10 +247,12 @@ class SparseMLA:
             splits = fixed_splits((self.spec.topk or 0) if positions is None else positions.shape[1])
         scales, sink = folded_scale(self.spec.scale, given.q_scale), contiguous_sink(given.sink)
         attention = Attend(q, [], *scales, splits, sink, out, True, _LSE, self.backend)
-        writes, index, gathers, translate = [], None, [], None
+        writes, gathers = [], []
+        index = translate = None
         if plan is not None and plan.requests:
             writes = self._writes(given.kv, given.index_inputs, given.caches, plan)
-            index = None if given.index_inputs is None else self._index(given.index_inputs, given.caches, plan)
+            if given.index_inputs is not None:
+                index = self._index(given.index_inputs, given.caches, plan, known)
             gathers = [] if plan.prefill is None else self._gathers(cache, plan)
         if gathers or self._shard[0] > 1:
             translate = self._translation(given, cache)
@@ -277,18 +266,23 @@ class SparseMLA:
             calls.append(write_call(index.keys, caches.index, plan.slots, self.backend))
         return calls
 
-    def _index(self, index: IndexInputs, caches: Caches, plan: Plan) -> IndexTopk:
-        assert self.spec.topk is not None
-        assert caches.index is not None
+    def _index(self, index: IndexInputs, caches: Caches, plan: Plan, known: KnownCall | None = None) -> IndexTopk:
+        topk, keys, prepared = self.spec.topk, caches.index, None if known is None else known.index_topk
+        assert topk is not None
+        assert keys is not None
+        # Inputs may be wrong here, but the plan has rows.
+        out = new_positions(plan.request_ids, topk) if prepared is None else prepared.rooms()[0]
         return IndexTopk(
             index.q,
             index.weights,
-            caches.index,
+            keys,
             plan.request_ids,
             plan.block_table,
             plan.visible,
-            self.spec.topk,
+            topk,
             self.index_workspace_bytes,
+            plan.rows,
+            out,
             self.backend,
         )
 
@@ -345,9 +339,9 @@ class SparseMLA:
 
     def _select(self, call: IndexTopk, known: KnownCall | None = None) -> Tensor:
         """Run the indexer. Tools that watch a layer override this."""
-        if known is None or known.index_topk is None:
-            return index_topk(call)
-        return known.index_topk(call)
+        run = index_topk if known is None or known.index_topk is None else known.index_topk.run
+        run(call)
+        return call.out
 
     def _attend_gathered(self, call: Call, positions: Tensor, slots: Tensor) -> LayerOutput:
         """Attend decodes over the cache, and prefills chunk by chunk over rows gathered into the plan's workspace."""

@@ -12,7 +12,7 @@ from tamis.cache.selection import Selection
 from tamis.layers.mla_checks import Arguments, Call
 from tamis.ops import memory
 from tamis.ops.attention import Prepared
-from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.index.prepared import PreparedTopk
 from tamis.ops.memory import sign
 from tamis.ops.write.operations import WriteKv, write_kv
 
@@ -21,7 +21,7 @@ class KnownCall(NamedTuple):
     """A call that passed all checks, and its operations as far as they could be prepared."""
 
     writes: list[Callable[[WriteKv], None]]
-    index_topk: Callable[[IndexTopk], Tensor] | None
+    index_topk: PreparedTopk | None
     attend: Prepared | None
     apart: memory.Apart | None
     """Whether an output is separate from all that is read, if the call was given one."""
@@ -35,7 +35,7 @@ class KnownCall(NamedTuple):
             attend = Prepared.of(call.attend._replace(selections=selections), None)
         return cls(
             [write_kv.prepared(write) or write_kv for write in call.writes],
-            None if call.index_topk is None else index_topk.prepared(call.index_topk) or index_topk,
+            None if call.index_topk is None else PreparedTopk.of(call.index_topk),
             attend,
             None if given.out is None else memory.Apart(given.out, *given.read),
         )

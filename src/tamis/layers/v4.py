@@ -23,6 +23,7 @@ from tamis.ops.compress import has_hadamard
 from tamis.ops.compress.operations import CompressKv, compress_kv
 from tamis.ops.index import WORKSPACE_BYTES
 from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.index.prepared import new_positions
 from tamis.ops.lse import LseForm
 from tamis.ops.output.operations import LowerGroups, RotateToFp8, lower_groups, rotate_to_fp8
 from tamis.ops.rotate import run_rotate_and_write
@@ -115,7 +116,8 @@ class SparseV4:
             return torch.full((len(hidden), self.spec.topk or 0), -1, dtype=torch.int32, device=hidden.device)
         call = self._index(index_q, project(hidden, indexer.weights, torch.float32), caches, plan)
         self._checks.index(call)
-        return index_topk(call)
+        index_topk(call)
+        return call.out
 
     def output(self, attended: Tensor, plan: V4Plan) -> Tensor:
         """Hidden states [rows, hidden] from attention's [rows, H, D], whose values were rotated as keys are."""
@@ -151,7 +153,7 @@ class SparseV4:
         the same shape are checked in their place."""
         index = None
         if made.index_q is not None and made.index_weights is not None:
-            index = self._index(made.index_q, made.index_weights, caches, plan)
+            index = self._index(made.index_q, made.index_weights, caches, plan, known)
         return V4Call(
             plan,
             caches,
@@ -204,13 +206,16 @@ class SparseV4:
         bias, norm, hadamard = weights.bias, weights.norm, has_hadamard(cache)
         return CompressKv(*entry, state, cache, *where, bias, norm, angles, self.eps, hadamard, self.backend)
 
-    def _index(self, index_q: Tensor, index_weights: Tensor, caches: V4Caches, plan: V4Plan) -> IndexTopk:
-        entries = plan.entries[self.spec.compress]
+    def _index(
+        self, index_q: Tensor, index_weights: Tensor, caches: V4Caches, plan: V4Plan, known: KnownV4 | None = None
+    ) -> IndexTopk:
+        entries, topk, prepared = plan.entries[self.spec.compress], self.spec.topk, known and known.index_topk
         assert caches.index is not None
-        assert self.spec.topk is not None
+        assert topk is not None
         where = (plan.step.request_ids, entries.block_table, entries.visible)
-        numbers = (self.spec.topk, WORKSPACE_BYTES, self.backend)
-        return IndexTopk(index_q, index_weights, caches.index, *where, *numbers)
+        out = new_positions(plan.step.request_ids, topk) if prepared is None else prepared.rooms()[0]
+        numbers = (topk, WORKSPACE_BYTES, plan.step.rows)
+        return IndexTopk(index_q, index_weights, caches.index, *where, *numbers, out, self.backend)
 
     def _attention(self, q: Tensor, caches: V4Caches, plan: V4Plan, known: KnownV4 | None) -> Attend | Gathered:
         """Attention over the window and, if the layer has them, entries. The entries that an indexer chooses are added
@@ -247,7 +252,9 @@ class SparseV4:
         assert call.index_topk is not None
         assert queries.index_q is not None
         selection, prepared = call.index_topk._replace(q=queries.index_q), call.known and call.known.index_topk
-        return index_topk(selection) if prepared is None else prepared(selection)
+        run = index_topk if prepared is None else prepared.run
+        run(selection)
+        return selection.out
 
     def _attend(self, call: V4Call, q: Tensor, chosen: Tensor | None) -> Tensor:
         if isinstance(call.attend, Gathered):

@@ -3,7 +3,6 @@
 The projections of a call write nothing, so they run before the checks, which then see the arguments of each operation.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,8 @@ from tamis.ops.attention.operations import Attend
 from tamis.ops.compress import check_compress_kv, check_recipe
 from tamis.ops.compress.operations import CompressKv
 from tamis.ops.index import check_index_topk, check_layout
-from tamis.ops.index.operations import IndexTopk, index_topk
+from tamis.ops.index.operations import IndexTopk
+from tamis.ops.index.prepared import PreparedTopk
 from tamis.ops.output import check_rotate_to_fp8
 from tamis.ops.output.operations import RotateToFp8
 from tamis.ops.rotate import check_rotate_and_write, check_rotate_heads
@@ -64,7 +64,7 @@ class V4Writes(NamedTuple):
 class KnownV4(NamedTuple):
     """The operations of calls like one that passed, as far as the backend could prepare them."""
 
-    index_topk: Callable[[IndexTopk], Tensor] | None
+    index_topk: PreparedTopk | None
     attend: Prepared | None
     held: list[tuple[PagedCache, Tensor]]
     """The caches of the call. They are kept so that no others get their identities, by which they are remembered."""
@@ -150,7 +150,7 @@ class V4Checks:
         caches, index, attended = call.caches, None, None
         held = (caches.window, caches.entries, caches.state, caches.index, caches.index_state)
         if memory.remembered_on(attention.q):
-            index = None if call.index_topk is None else index_topk.prepared(call.index_topk)
+            index = None if call.index_topk is None else PreparedTopk.of(call.index_topk)
             attended = Prepared.of(attention._replace(selections=self._selections(call, attention)), None)
         return KnownV4(index, attended, [(cache, cache.storage) for cache in held if cache is not None])
 

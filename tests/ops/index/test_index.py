@@ -3,12 +3,13 @@
 import pytest
 import torch
 from seeds import reseed, seed_of
+from selecting import select
 
 from tamis import PagedCache, PagePool
 from tamis.cache.layout import index_fp8, index_mxfp4, named, rows
 from tamis.ops import gather_index, index_scores, index_topk, ragged_scores, topk_positions, write_kv
 from tamis.ops.index import reference
-from tamis.ops.index.operations import IndexScores, IndexTopk, TopkPositions
+from tamis.ops.index.operations import IndexScores, TopkPositions
 
 FP32 = rows(torch.float32, latent=16, rope=0)
 
@@ -166,7 +167,7 @@ def test_what_a_device_may_hold_does_no_harm() -> None:
     assert out[4, :60].isfinite().all()
     usual = index_scores(q[:1], weights[:1], cache, ints([0]), table, ints([60]))
     assert torch.equal(out[:1], usual)
-    found = reference.index_topk(IndexTopk(q, weights, cache, ids, table, lengths, 20, 1 << 20, "reference"))
+    found = select(reference, q, weights, cache, ids, table, lengths, 20, 1 << 20, "reference")
     assert torch.equal(found, reference.topk_positions(TopkPositions(out, lengths, 20, None, None, None, "reference")))
     slots = reference.topk_positions(TopkPositions(out, lengths, 20, ids, table, 16, "reference"))
     assert (slots[[1, 2, 3, 5]] == -1).all()
@@ -281,6 +282,39 @@ def test_the_fused_selection_is_that_of_the_two_steps(workspace: int, k: int) ->
         one = slice(t, t + 1)
         alone = index_topk(q[one], weights[one], cache, ids[one], table, visible[one], k, workspace_bytes=workspace)
         assert torch.equal(alone[0], expected[t])
+
+
+def test_positions_go_to_a_given_tensor() -> None:
+    q, weights, cache, ids, table, visible = long_case()
+    expected = index_topk(q, weights, cache, ids, table, visible, 20)
+    buffer = torch.full((12, 20), -7, dtype=torch.int32)
+    out = buffer[2:11]
+    for workspace in (1, 1 << 28):
+        buffer.fill_(-7)
+        given = (q, weights, cache, ids, table, visible, 20)
+        assert index_topk(*given, workspace_bytes=workspace, out=out) is out
+        assert torch.equal(out, expected)
+        assert (buffer[[0, 1, 11]] == -7).all()
+
+
+def test_a_wrong_output_is_refused_before_anything_is_written() -> None:
+    q, weights, cache, ids, table, visible = long_case()
+    room = torch.full((9, 40), -7, dtype=torch.int32)
+    with torch.inference_mode():
+        frozen = torch.zeros(9, 20, dtype=torch.int32)
+    wrong = {
+        "out must be of shape \\[T=9, K=20\\], got \\[9, 40\\]": room,
+        "out must be int32, got int64": room[:, :20].long(),
+        "out must be contiguous, got strides \\(40, 1\\)": room[:, :20],
+        r"out must be a tensor \[T, K\], got list": room[:, :20].tolist(),
+        "out must be on cpu, got a tensor on meta": room[:, :20].to("meta"),
+        "out must be a tensor that may be written here": frozen,
+        "out must be separate from all inputs and caches": q.view(torch.int32).view(-1)[:180].view(9, 20),
+    }
+    for message, out in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            index_topk(q, weights, cache, ids, table, visible, 20, out=out)
+    assert (room == -7).all()
 
 
 def test_the_workspace_bounds_how_many_tokens_have_scores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,8 @@ def test_scores_of_keys_that_do_not_exist_are_nothing(
     wanted = torch.cat((wanted, torch.full((tokens, 5), -torch.inf)), 1)
     torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-2, atol=1e-2)
     with guards.allocations(monkeypatch):
-        found = index_kernels.index_topk(
+        found = torch.empty(tokens, 60, dtype=torch.int32, device=guards.device)
+        index_kernels.index_topk(
             IndexTopk(
                 guards.given(q),
                 guards.given(weights),
@@ -63,6 +64,8 @@ def test_scores_of_keys_that_do_not_exist_are_nothing(
                 guards.given(lengths),
                 60,
                 1 << 20,
+                tokens,
+                found,
                 "triton",
             )
         )

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeds import seeded
+from selecting import select
 from torch import Tensor
 
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, rows
 from tamis.cache.paged import PagedCache
-from tamis.ops.index import hopper, reference, triton_kernels
+from tamis.ops.index import hopper, reference, scoring, triton_kernels
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores, TopkPositions
 from tamis.ops.index.triton_scores import score_keys
 from tamis.ops.rows.triton_rows import interpreted
@@ -136,7 +137,7 @@ def test_pages_and_requests_that_do_not_exist(device: torch.device) -> None:
     Step(cache, [0, 0, 1, 2, 2], table, [256, 200, 256, 1, 256], 4, E4M3).check_scores(device)
     step = Step(cache, [-1, 3, 0, -(2**31), 2**31 - 1, 2], table, [256, 3, 256, 9, 80, 100], 4, E4M3)
     step.check_scores(device)
-    found = triton_kernels.index_topk(IndexTopk(*step.arguments(device), 16, 1 << 20, "triton")).cpu()
+    found = select(triton_kernels, *step.arguments(device), 16, 1 << 20, "triton").cpu()
     assert torch.equal(found[[0, 1, 3, 4]], torch.full((4, 16), -1, dtype=torch.int32))
     assert (found[[2, 5]] >= 0).all()
 
@@ -165,10 +166,8 @@ def test_keys_that_are_not_finite(device: torch.device) -> None:
     keys[0, 3, 2], keys[0, 5, 0], keys[1, 1, 7] = float("nan"), INF, -INF
     step = Step(cache, [0, 0, 0], int32([[0, 1]]), [32, 32, 20], 5, torch.float32)
     step.check_scores(device)
-    expected = reference.index_topk(IndexTopk(*step.arguments(), 32, 1 << 20, "reference"))
-    assert torch.equal(
-        triton_kernels.index_topk(IndexTopk(*step.arguments(device), 32, 1 << 20, "triton")).cpu(), expected
-    )
+    expected = select(reference, *step.arguments(), 32, 1 << 20, "reference")
+    assert torch.equal(select(triton_kernels, *step.arguments(device), 32, 1 << 20, "triton").cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -196,10 +195,8 @@ def test_packed_keys_in_pages_and_in_a_list(dtype: torch.dtype, dim: int, device
     exponents[1, 7, 0], exponents[2, 3, -1], exponents[2, 4] = 255, 30, 0
     step = Step(cache, [0, 0, 1], int32([[2, 0, 1], [3, -1, 1]]), [183, 100, 170], 5, dtype)
     step.check_scores(device)
-    expected = reference.index_topk(IndexTopk(*step.arguments(), 32, 1 << 20, "reference"))
-    assert torch.equal(
-        triton_kernels.index_topk(IndexTopk(*step.arguments(device), 32, 1 << 20, "triton")).cpu(), expected
-    )
+    expected = select(reference, *step.arguments(), 32, 1 << 20, "reference")
+    assert torch.equal(select(triton_kernels, *step.arguments(device), 32, 1 << 20, "triton").cpu(), expected)
     keys, scales = (cache.field(f).flatten(0, 1) for f in (cache.layout.values, cache.layout.scales))
     starts, ends = int32([0, 70, -9]), int32([244, 150, 300])
     listed, found = torch.empty(3, 244), torch.full((3, 244), 7.0, device=device)
@@ -229,34 +226,34 @@ def test_fused_selection_is_that_of_the_scores_whatever_the_workspace(k: int, de
     table[1, 0] = -1
     step = Step(cache, ids.tolist(), table, lengths.tolist(), 4, E4M3)
     step.q, step.weights = q, weights
-    expected = reference.index_topk(IndexTopk(*step.arguments(), k, 1 << 20, "reference"))
+    expected = select(reference, *step.arguments(), k, 1 << 20, "reference")
     scores = torch.empty(7, 160, device=device)
     triton_kernels.index_scores(IndexScores(*step.arguments(device), scores, "triton"))
     unfused = triton_kernels.topk_positions(TopkPositions(scores, lengths.to(device), k, None, None, None, "triton"))
     assert torch.equal(unfused.cpu(), expected)
     for workspace in (1, 10_000, 1 << 28):
-        found = triton_kernels.index_topk(IndexTopk(*step.arguments(device), k, workspace, "triton"))
+        found = select(triton_kernels, *step.arguments(device), k, workspace, "triton")
         assert torch.equal(found.cpu(), expected), workspace
 
 
 def test_hopper_selects_from_the_same_chunks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its top-k runs on its own GPUs alone, so the reference selects here."""
 
-    def select(scores: Tensor, lengths: Tensor, k: int, *, out: Tensor) -> None:
+    def select_rows(scores: Tensor, lengths: Tensor, k: int, *, out: Tensor) -> None:
         out.copy_(reference.topk_positions(TopkPositions(scores, lengths, k, None, None, None, "reference")))
 
-    monkeypatch.setattr(hopper.topk, "topk_positions", select)
+    monkeypatch.setattr(hopper.topk, "topk_positions", select_rows)
     cache, q, weights = whole_numbers(7, 4)
     step = Step(
         cache, [0, 0, 1, 1, 1, 2, 0], torch.randperm(40)[:30].int().view(3, 10), [160, 9, 0, 1, 48, 49, -3], 4, E4M3
     )
     step.q, step.weights = q, weights
-    expected = reference.index_topk(IndexTopk(*step.arguments(), 20, 1 << 20, "reference"))
+    expected = select(reference, *step.arguments(), 20, 1 << 20, "reference")
     for workspace in (1, 2000, 1 << 28):
-        found = hopper.index_topk(IndexTopk(*step.arguments(device), 20, workspace, "hopper"))
+        found = select(hopper, *step.arguments(device), 20, workspace, "hopper")
         assert torch.equal(found.cpu(), expected), workspace
     step.table = step.table[:, :0]
-    assert (hopper.index_topk(IndexTopk(*step.arguments(device), 20, 1, "hopper")) == -1).all()
+    assert (select(hopper, *step.arguments(device), 20, 1, "hopper") == -1).all()
 
 
 def test_a_token_does_not_depend_on_its_batch(device: torch.device) -> None:
@@ -280,10 +277,27 @@ def test_a_token_does_not_depend_on_its_batch(device: torch.device) -> None:
         assert torch.equal(alone, together[one])
 
 
+def test_a_part_is_scored_in_the_order_of_its_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a program takes two tokens changes the order of summation, so a part of a batch must not decide it."""
+    seen, usual = [], scoring.score_launch
+
+    def spied(*arguments: Any, shared: bool, **options: Any) -> Any:
+        seen.append(shared)
+        return usual(*arguments, shared=shared, **options)
+
+    monkeypatch.setattr(scoring, "score_launch", spied)
+    table = torch.arange(40, dtype=torch.int32).view(4, 10)
+    step = Step(filled(index_fp8(), 40, 64), [0, 1], table, [640, 3], 4, E4M3)
+    for batch in (2, 4, 5):
+        select(triton_kernels, *step.arguments(device), 64, 1 << 28, "triton", batch=batch)
+    select(triton_kernels, *step.arguments(device), 64, 1, "triton", batch=5)
+    assert seen == [False, False, True, True, True]
+
+
 def test_selection_does_not_read_what_scoring_left_out(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     table = torch.arange(40, dtype=torch.int32).view(4, 10)
     step = Step(filled(index_fp8(), 40, 64), [0, 1, 2, 9, 3], table, [640, 3, 0, 100, 500], 4, E4M3)
-    expected = triton_kernels.index_topk(IndexTopk(*step.arguments(device), 64, 1 << 28, "triton"))
+    expected = select(triton_kernels, *step.arguments(device), 64, 1 << 28, "triton")
     empty = torch.empty
 
     def poisoned(*shape: Any, **options: Any) -> Tensor:
@@ -291,25 +305,25 @@ def test_selection_does_not_read_what_scoring_left_out(device: torch.device, mon
         return made.fill_(INF if made.is_floating_point() else 2**31 - 1)
 
     monkeypatch.setattr(triton_kernels.torch, "empty", poisoned)
-    assert torch.equal(triton_kernels.index_topk(IndexTopk(*step.arguments(device), 64, 1 << 28, "triton")), expected)
+    assert torch.equal(select(triton_kernels, *step.arguments(device), 64, 1 << 28, "triton"), expected)
 
 
 def test_no_tokens_and_no_pages(device: torch.device) -> None:
     cache = filled(index_fp8(), 2, 16)
     none = Step(cache, [], torch.zeros(2, 3, dtype=torch.int32), [], 4, E4M3)
     none.check_scores(device)
-    assert triton_kernels.index_topk(IndexTopk(*none.arguments(device), 5, 1 << 20, "triton")).shape == (0, 5)
+    assert select(triton_kernels, *none.arguments(device), 5, 1 << 20, "triton").shape == (0, 5)
     for table in (torch.zeros(2, 0, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32)):
         step = Step(cache, [0, 1], table, [0, 9], 4, E4M3)
         step.check_scores(device, 40)
-        assert (triton_kernels.index_topk(IndexTopk(*step.arguments(device), 5, 1 << 20, "triton")) == -1).all()
+        assert (select(triton_kernels, *step.arguments(device), 5, 1 << 20, "triton") == -1).all()
 
 
 def test_more_heads_or_numbers_than_fit_are_refused(device: torch.device) -> None:
     for heads, dim in ((129, 16), (4, 512)):
         step = Step(filled(rows(torch.float32, latent=dim, rope=0), 2, 16), [0], int32([[0, 1]]), [9], heads, E4M3)
         with pytest.raises(ValueError, match=r"at most 128 heads of 256 numbers.*backend='reference'"):
-            triton_kernels.check_index_topk(IndexTopk(*step.arguments(device), 4, 1, "triton"))
+            triton_kernels.check_index_topk(IndexTopk(*step.arguments(device), 4, 1, 1, int32([[0] * 4]), "triton"))
 
 
 def test_the_kernel_runs_as_meant(device: torch.device) -> None:

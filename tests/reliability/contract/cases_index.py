@@ -96,8 +96,11 @@ def index_topk(draw: Draw) -> Call:
         **paged(draw),
         "k": draw.pick([1, 3, 8, 100]),
         "workspace_bytes": draw.pick([1, 1000, 2**28]),
+        "out": None,
         "backend": "auto",
     }
+    if draw.chance(0.4):
+        arguments["out"] = torch.full((len(arguments["q"]), arguments["k"]), -7, dtype=torch.int32)
 
     def check(found: Tensor, before: Arguments, _: Arguments) -> None:
         width = before["block_table"].shape[1] * before["cache"].page_size
@@ -106,7 +109,7 @@ def index_topk(draw: Draw) -> Call:
         bound = rounded(wanted, torch.float32) + sizes * sums_unit(q)
         check_selection(found, wanted, bound, before["k"])
 
-    return Call("ops.index_topk", ops.index_topk, arguments, check)
+    return Call("ops.index_topk", ops.index_topk, arguments, check, ("out",), optional=("out",))
 
 
 def check_selection(found: Tensor, wanted: Tensor, bound: Tensor, count: int) -> None:

@@ -9,10 +9,11 @@ from torch import Tensor
 from tamis import checks
 from tamis.cache.layout import for_engine
 from tamis.cache.paged import PagedCache
+from tamis.cache.shard import Shard
 from tamis.integrations.vllm.context_parallel import Ranks, attend_gathered
 from tamis.integrations.vllm.index_group import join_group
 from tamis.integrations.vllm.metadata import SparseMetadata
-from tamis.layers.mla import LayerOutput, Shard, SparseMLA
+from tamis.layers.mla import LayerOutput, SparseMLA
 from tamis.layers.mla_checks import Call
 from tamis.model.absorb import AbsorbedWeights
 from tamis.model.spec import LayerSpec

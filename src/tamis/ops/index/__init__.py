@@ -23,12 +23,13 @@ from tamis.model.recipe import IndexRecipe
 from tamis.ops import memory
 from tamis.ops.index import operations
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores, TopkPositions
+from tamis.ops.index.prepared import PreparedTopk, new_positions
 
 QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)
 MAX_K = 4096
 WORKSPACE_BYTES = 256 << 20
 
-_KNOWN: memory.Calls[IndexTopk, Tensor] = memory.Calls()
+_KNOWN: memory.Memory[PreparedTopk] = memory.Memory()
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,6 +214,7 @@ def index_topk(
     k: int,
     *,
     workspace_bytes: int = WORKSPACE_BYTES,
+    out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """The k best request-local positions of each token: int32 [T, k] in ascending order, then -1.
@@ -230,27 +232,50 @@ def index_topk(
         k: how many to select, 1 to 4096.
         workspace_bytes: how much memory scores and other intermediate results may take, whatever the context length.
             If one token needs more, tokens are handled one at a time.
+        out: int32 [T, k], contiguous, to write into.
         backend: a name from `tamis backends`, or "auto".
     """
-    call = IndexTopk(q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend)
+    given = (q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes)
     signature = None
     if not torch.compiler.is_compiling():
         with torch._C.DisableTorchFunction():
-            signature = _sign(call)
+            signature = _sign(*given, out, backend)
             known = _KNOWN.find(signature)
             if known is not None:
-                return known(call)
+                found = known.rooms()[0] if out is None else out
+                call = IndexTopk(*given, q.shape[0], found, backend)
+                if known.apart is None or known.apart(found, *call.read):
+                    known.run(call)
+                    return found
+    # The check sees `out` as it was given; memory for the result is allocated once the other arguments are right.
+    call = IndexTopk(*given, 0, cast("Tensor", out), backend)
     check_index_topk(call)
-    return _KNOWN.run(operations.index_topk, call, signature)
+    call = call._replace(batch=q.shape[0], out=new_positions(q, k) if out is None else out)
+    operations.index_topk(call)
+    if signature is not None:
+        _KNOWN.keep(signature, PreparedTopk.of(call, given_out=out is not None))
+    return call.out
 
 
-def _sign(call: IndexTopk) -> memory.Signature | None:
+def _sign(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    request_ids: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    k: int,
+    workspace_bytes: int,
+    out: Tensor | None,
+    backend: str,
+) -> memory.Signature | None:
     """The signature of a call of `index_topk`."""
-    q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes, backend = call
     try:
-        if not memory.remembered_on(q) or memory.has_gradient(q, weights):
+        if not memory.remembered_on(q) or memory.has_gradient(q, weights, out):
             return None
-        tensors = map(memory.sign, (q, weights, request_ids, block_table, lengths))
+        if out is not None and checks.frozen(out):
+            return None
+        tensors = map(memory.sign, (q, weights, request_ids, block_table, lengths, out))
         return (backend, k, type(k), workspace_bytes, type(workspace_bytes), *tensors, *memory.sign_cache(cache))
     except memory.NOT_ARGUMENTS:
         return None
@@ -260,15 +285,20 @@ def check_index_topk(call: IndexTopk, sizes: Mapping[str, int] | None = None, **
     """Refuse what `index_topk` refuses.
 
     Args:
-        call: the arguments.
+        call: the arguments; `out` may be None, and `batch` is not looked at.
         sizes: sizes that the query must have (T, H), where a layer knows them.
         **names: the layer's names for `q`, `weights` and `cache`, for errors.
     """
-    _check_paged(call, sizes, **names)
+    tokens = _check_paged(call, sizes, **names)
     checks.integer("k", call.k, low=1, high=MAX_K)
     checks.integer("workspace_bytes", call.workspace_bytes, low=1, high=checks.INT64_MAX)
     longest = call.block_table.shape[1] * call.cache.page_size
     _check_lengths(call.lengths, longest, "the block table has no page for more")
+    if call.out is not None:
+        checks.tensor("out", call.out, "T K", (torch.int32,), T=tokens, K=call.k, device=call.q.device)
+        if not call.out.is_contiguous():
+            raise checks.refuse("out", "contiguous", f"strides {call.out.stride()}", "allocate it as [T, k]")
+        checks.writable("out", call.out, *call.read)
     operations.index_topk.check(call, **names)
 
 

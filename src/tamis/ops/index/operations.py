@@ -116,6 +116,11 @@ class IndexTopk(NamedTuple):
     """How many positions to select, 1 to 4096."""
     workspace_bytes: int
     """The memory that scores and other intermediate results may take, unless one token needs more."""
+    batch: int
+    """Tokens of the batch that these are a part of. What decides on an order of summation looks at this, so that a part
+    has the bits of the whole."""
+    out: Written[Tensor]
+    """int32 [T, k], contiguous. Every element is written: positions in ascending order, then -1."""
     backend: str
     """A name from `tamis backends`, or "auto"."""
 
@@ -124,9 +129,13 @@ class IndexTopk(NamedTuple):
         """Arguments that may not require a gradient."""
         return ("q", "weights")
 
-    def fake(self) -> Tensor:
-        """Positions, int32 [T, k]."""
-        return self.q.new_empty((self.q.shape[0], self.k), dtype=torch.int32)
+    def fake(self) -> None:
+        """The positions go to `out`."""
+
+    @property
+    def read(self) -> tuple[Tensor, ...]:
+        """All tensors with which `out` must not share memory."""
+        return (self.q, self.weights, self.cache.storage, self.request_ids, self.block_table, self.lengths)
 
     def scoring(self, out: Tensor) -> IndexScores:
         """The call that writes these tokens' scores to `out`."""
@@ -143,8 +152,8 @@ class IndexTopk(NamedTuple):
         return [(some, self._chunk(some)) for some in slices]
 
     def _chunk(self, some: slice) -> "IndexTopk":
-        q, weights = self.q[some], self.weights[some]
-        return self._replace(q=q, weights=weights, request_ids=self.request_ids[some], lengths=self.lengths[some])
+        q, weights, ids = self.q[some], self.weights[some], self.request_ids[some]
+        return self._replace(q=q, weights=weights, request_ids=ids, lengths=self.lengths[some], out=self.out[some])
 
 
 class QuantiseIndexQuery(NamedTuple):

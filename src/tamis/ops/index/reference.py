@@ -109,20 +109,18 @@ def topk_positions(call: TopkPositions) -> Tensor:
     return slots_of(result, call.request_ids, call.block_table, call.page_size).int()
 
 
-def index_topk(call: IndexTopk) -> Tensor:
-    """Positions int32 [T, k], as many tokens at a time as the workspace holds scores of."""
+def index_topk(call: IndexTopk) -> None:
+    """Fill `call.out`, for as many tokens at a time as the workspace holds scores of."""
     q, lengths = call.q, call.lengths
-    result = torch.full((q.shape[0], call.k), -1, dtype=torch.int32, device=q.device)
     if q.shape[0] == 0:
-        return result
+        return
     width = min(call.block_table.shape[1] * call.cache.page_size, max(0, int(lengths.max())))
     tokens = max(1, call.workspace_bytes // max(1, BYTES_PER_SCORE * width))
     scores = torch.empty(min(tokens, q.shape[0]), width, dtype=torch.float32, device=q.device)
-    for some, chunk in call.chunks(tokens):
+    for _, chunk in call.chunks(tokens):
         out = scores[: len(chunk.lengths)]
         index_scores(chunk.scoring(out))
-        result[some] = topk_positions(TopkPositions(out, chunk.lengths, call.k, None, None, None, call.backend))
-    return result
+        chunk.out[:] = topk_positions(TopkPositions(out, chunk.lengths, call.k, None, None, None, call.backend))
 
 
 class _KeyBlock(NamedTuple):

@@ -50,12 +50,12 @@ check_ragged_scores = check_index_topk = check_index_scores
 class Chunk(NamedTuple):
     """Some tokens of a call with their scores."""
 
-    tokens: slice
-    """The tokens' numbers in the call."""
     scores: Tensor
     """float32 [t, width], undefined past each token's length. The next chunk overwrites it."""
     lengths: Tensor
     """int32 [t]"""
+    out: Tensor
+    """int32 [t, k], where their positions go."""
 
 
 def scored_chunks(call: IndexTopk, width: int, tokens: int) -> Iterator[Chunk]:
@@ -64,9 +64,9 @@ def scored_chunks(call: IndexTopk, width: int, tokens: int) -> Iterator[Chunk]:
     rows = max(1, min(tokens, total))
     scores = torch.empty(rows, width, dtype=torch.float32, device=call.q.device)
     for some, chunk in call.chunks(rows):
-        out = scores[: some.stop - some.start]
-        _score_pages(chunk, out, batch=total, fill=False)
-        yield Chunk(some, out, chunk.lengths)
+        found = scores[: some.stop - some.start]
+        _score_pages(chunk, found, batch=call.batch, fill=False)
+        yield Chunk(found, chunk.lengths, chunk.out)
 
 
 def score_width(call: IndexTopk) -> int:
@@ -181,7 +181,7 @@ def prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, in
         call,
         keys,
         out,
-        shared=q.shape[0] > table.shape[0],
+        shared=call.batch > table.shape[0],
         fill=False,
         native=has_native_e4m3(device),
         sms=sm_count(device),

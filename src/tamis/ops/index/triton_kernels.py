@@ -49,16 +49,14 @@ def topk_positions(call: TopkPositions) -> Tensor:
     return result
 
 
-def index_topk(call: IndexTopk) -> Tensor:
-    """Positions int32 [T, k], as many tokens at a time as the workspace holds scores and scratch memory of."""
+def index_topk(call: IndexTopk) -> None:
+    """Fill `call.out`, for as many tokens at a time as the workspace holds scores and scratch memory of."""
     tokens, device = call.q.shape[0], call.q.device
     width, sms = score_width(call), sm_count(device)
     scratch = max(choose_topk_launch(rows, width, call.k, sms).scratch for rows in (1, max(1, tokens)))
-    result = torch.empty(tokens, call.k, dtype=torch.int32, device=device)
     for chunk in scored_chunks(call, width, call.workspace_bytes // (4 * (width + scratch))):
         selection = TopkPositions(chunk.scores, chunk.lengths, call.k, None, None, None, call.backend)
-        _select(selection, result[chunk.tokens])
-    return result
+        _select(selection, chunk.out)
 
 
 def _select(call: TopkPositions, result: Tensor) -> None:

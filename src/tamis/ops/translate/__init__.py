@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.cache.shard import check_shard
 from tamis.ops import memory
 from tamis.ops.translate import operations
 from tamis.ops.translate.operations import TranslatePositions
@@ -121,10 +122,3 @@ def check_translate_positions(call: TranslatePositions) -> None:
         prefills = checks.tensor("workspace starts", call.workspace_starts, "P", (torch.int32,), device=device)["P"]
         checks.values_between("workspace ids", call.workspace_ids, -(2**31), prefills - 1, "use -1 for decode tokens")
     operations.translate_positions.check(call)
-
-
-def check_shard(ranks: int, rank: int, interleave: int) -> None:
-    """Refuse a rank or an interleave that is out of range."""
-    checks.integer("ranks", ranks, low=1)
-    checks.integer("rank", rank, low=0, high=ranks - 1)
-    checks.integer("interleave", interleave, low=1)

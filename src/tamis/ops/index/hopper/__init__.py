@@ -51,31 +51,28 @@ def topk_positions(call: TopkPositions) -> Tensor:
     return topk.topk_positions(call.scores, call.lengths, call.k, *pages)
 
 
-def index_topk(call: IndexTopk) -> Tensor:
-    """Positions int32 [T, k]. The workspace holds the scores of some tokens at a time; selection needs no memory."""
+def index_topk(call: IndexTopk) -> None:
+    """Fill `call.out`. The workspace holds the scores of some tokens at a time; selection needs no memory."""
     width = score_width(call)
-    result = torch.empty(call.q.shape[0], call.k, dtype=torch.int32, device=call.q.device)
     for chunk in scored_chunks(call, width, call.workspace_bytes // (4 * max(1, width))):
-        topk.topk_positions(chunk.scores, chunk.lengths, call.k, out=result[chunk.tokens])
-    return result
+        topk.topk_positions(chunk.scores, chunk.lengths, call.k, out=chunk.out)
 
 
-def prepare_index_topk(call: IndexTopk) -> Callable[[IndexTopk], Tensor] | None:
+def prepare_index_topk(call: IndexTopk) -> Callable[[IndexTopk], None] | None:
     """Launches for calls like this one, if the workspace holds the scores of all tokens and nothing is copied."""
     tokens, width, device = call.q.shape[0], score_width(call), call.q.device
     if not tokens or tokens > call.workspace_bytes // (4 * max(1, width)):
         return None
-    rooms = Rooms(device, ((tokens, width), torch.float32), ((tokens, call.k), torch.int32))
+    rooms = Rooms(device, ((tokens, width), torch.float32))
     score = prepare_scores(call, rooms()[0])
     if score is None:
         return None
     select, index = topk.prepare_topk(tokens, width, call.k, device), device_index(device)
 
-    def run(call: IndexTopk) -> Tensor:
-        stream, (scores, result) = current_stream(index), rooms()
+    def run(call: IndexTopk) -> None:
+        stream, (scores,) = current_stream(index), rooms()
         score(stream, call, scores.data_ptr())
-        select(stream, (scores.data_ptr(), call.lengths.data_ptr(), result.data_ptr()))
-        return result
+        select(stream, (scores.data_ptr(), call.lengths.data_ptr(), call.out.data_ptr()))
 
     return run
 
