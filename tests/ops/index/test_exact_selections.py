@@ -4,6 +4,7 @@ The backends run through the public functions; Triton kernels are interpreted wh
 """
 
 from collections.abc import Iterator
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from seeds import seeded
 from torch import Tensor
 
 from tamis import backends
-from tamis.cache.layout import index_fp8, index_mxfp4, rows
+from tamis.cache.layout import Layout, index_fp8, index_mxfp4, rows
 from tamis.lab.testing import exact_steps, index_cases, oracle
 from tamis.lab.testing.cases import Draw, filled_cache, to_device
 from tamis.lab.testing.exact_steps import FORMATS, ExactStep, exact_step, scaled_step, step_shapes
@@ -55,15 +56,30 @@ def check(backend: str, step: ExactStep) -> None:
     assert same(scores.cpu(), step.scores), step.name
     found = topk_positions(scores, moved.lengths, step.k, backend=backend)
     assert torch.equal(found.cpu(), expected), step.name
+    if not interpreted(backend) or len(step.q) < 12:
+        check_odd_rows(backend, step, moved)
     # 50 KB hold some tokens of a step but not all.
     for room in (50_000,) if interpreted(backend) else (1 << 28, 50_000, 1):
         found = index_topk(*moved.inputs, step.k, workspace_bytes=room, backend=backend)
         assert torch.equal(found.cpu(), expected), f"{step.name}, {room} bytes"
 
 
+def check_odd_rows(backend: str, step: ExactStep, moved: ExactStep) -> None:
+    """Scores in rows of an odd width, in the middle of others that stay as they are, and the selection from them."""
+    width = int(step.lengths.max()) | 1
+    columns = min(width, step.scores.shape[1])
+    around = torch.full((len(step.q), width + 6), 7.0, device=moved.q.device)
+    index_scores(*moved.inputs, out=around[:, 3 : 3 + width], backend=backend)
+    assert same(around[:, 3 : 3 + columns].cpu(), step.scores[:, :columns]), step.name
+    assert (around[:, :3] == 7).all()
+    assert (around[:, 3 + width :] == 7).all()
+    found = topk_positions(around[:, 3 : 3 + width], moved.lengths, step.k, backend=backend)
+    assert torch.equal(found.cpu(), step.expected()), step.name
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_steps_of_every_shape(shape: str, backend: str) -> None:
-    check(backend, exact_step(shape, FORMATS[3], *SHAPES[shape], K))
+    check(backend, exact_step(shape, FORMATS[2], *SHAPES[shape], K))
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
@@ -81,7 +97,7 @@ def test_as_many_as_are_seen_one_fewer_and_one_more(k: int, backend: str) -> Non
 
 @pytest.mark.parametrize("shape", ["decodes", "tokens in no order"])
 def test_scores_that_are_not_ordinary_numbers(shape: str, backend: str) -> None:
-    check(backend, scaled_step(shape, FORMATS[3], *SHAPES[shape], K))
+    check(backend, scaled_step(shape, FORMATS[2], *SHAPES[shape], K))
 
 
 @pytest.mark.gpu
@@ -188,3 +204,57 @@ def test_a_token_selects_the_same_alone_in_any_batch_and_in_any_order(number: in
         bits = index_scores(*alone, backend=backend).view(torch.int32)
         assert torch.equal(bits[0], scores[t].view(torch.int32)), t
         assert torch.equal(index_topk(*alone, K, backend=backend)[0], together[t]), t
+
+
+CUTS = ([1, 1, 6, 8, 64], [3, 5, 7, 9], [8, 8], [2, 63])
+"""Sizes of chunks, repeated until a prompt ends."""
+
+
+def check_chunks(backend: str, layout: Layout, dtype: torch.dtype, heads: int, tokens: int, keys: int, k: int) -> None:
+    """The last tokens of a prompt: all at once, in chunks, as drafts and as decodes, beside other requests."""
+    draw = Draw(f"chunks {layout.name} {heads} {tokens} {keys}")
+    cache = filled_cache(draw, layout, keys + 64, 64)
+    pages = keys // 64 + 1
+    table = draw.permutation(cache.pages)[:pages].int().unsqueeze(0).repeat(2, 1)
+    table[1] = table[1].flip(0)
+    lengths = torch.arange(keys - tokens + 1, keys + 1, dtype=torch.int32)
+    q, weights = draw.normal(tokens, heads, layout.width).to(dtype), draw.normal(tokens, heads)
+    step = ExactStep("", q, weights, cache, torch.zeros(tokens, dtype=torch.int32), table, lengths, k, torch.empty(0))
+    q, weights, cache, ids, table, lengths = there(backend, step).inputs
+    whole = index_scores(q, weights, cache, ids, table, lengths, backend=backend).view(torch.int32)
+    chosen = index_topk(q, weights, cache, ids, table, lengths, k, backend=backend)
+
+    def compare(some: slice, ids: Tensor, table: Tensor) -> None:
+        mine = (q[some], weights[some], cache, ids, table, lengths[some])
+        bits = index_scores(*mine, backend=backend).view(torch.int32)
+        assert torch.equal(bits, whole[some]), (some, table.shape)
+        assert torch.equal(index_topk(*mine, k, backend=backend), chosen[some]), (some, table.shape)
+
+    for cut in CUTS[: 1 if interpreted(backend) else None]:
+        first = 0
+        for size in islice(cycle(cut), tokens):
+            if first < tokens:
+                some = slice(first, first + size)
+                compare(some, ids[some], table)
+            first += size
+    for drafts in (1, 3) if interpreted(backend) else (1, 2, 3, 5, 9):
+        # Every request of this step holds the same pages, so that its tokens see the keys of the prompt.
+        requests = -(-tokens // drafts)
+        each = torch.arange(tokens, dtype=torch.int32, device=ids.device) // drafts
+        compare(slice(None), each, table[:1].repeat(requests, 1))
+
+
+@pytest.mark.parametrize("layout", [index_fp8(), rows(torch.bfloat16, latent=128, rope=0)], ids=lambda one: one.name)
+def test_a_prompt_selects_the_same_in_chunks_as_drafts_and_as_decodes(layout: Layout, backend: str) -> None:
+    check_chunks(backend, layout, torch.bfloat16, 8, 11, 150, 33)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("layout", [index_fp8(), index_mxfp4(), rows(torch.bfloat16, latent=128, rope=0)])
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_a_long_prompt_selects_the_same_in_chunks_as_drafts_and_as_decodes(
+    backend: str, layout: Layout, heads: int
+) -> None:
+    dtype = torch.bfloat16 if layout.scale_mode == "none" else E4M3
+    check_chunks(backend, layout, dtype, heads, 300, 9001, 2048)
