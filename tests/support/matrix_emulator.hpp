@@ -355,3 +355,4 @@ inline float2 unpack_fp16(u32 packed) {
 
 inline float fast_exp2(float x) { return std::exp2(x); }
 inline float fast_log2(float x) { return std::log2(x); }
+inline float relu(float x) { return x <= 0 ? 0.0f : x; }  // NaN stays NaN

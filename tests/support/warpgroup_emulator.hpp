@@ -21,7 +21,10 @@ struct Product {
     bool from_registers;      // whether a is a fragment in registers
     unsigned long long a, b;  // descriptors
     float (*value)(u32);      // converts an element of an operand
-    float rows[2][16];        // the thread's two rows of a, if it is in registers
+    float rows[2][32];        // the thread's two rows of a, if it is in registers
+    int depth = 16;           // K
+    int bytes = 2;            // of an element
+    bool b_is_mn_major = false;
 };
 
 // The products of each thread that are not committed yet, and the committed groups. `eager`: products run when issued.
@@ -31,9 +34,9 @@ inline std::vector<std::vector<Product>> committed[CLUSTER_THREADS];
 inline bool eager;
 
 // The element at an address before swizzling. The swizzle depends on the address alone.
-inline u32 element(u32 address) {
-    unsigned short bits;
-    std::memcpy(&bits, shared_byte(address ^ (address >> 7 & 7) << 4), 2);
+inline u32 element(u32 address, int bytes = 2) {
+    u32 bits = 0;
+    std::memcpy(&bits, shared_byte(address ^ (address >> 7 & 7) << 4), bytes);
     return bits;
 }
 
@@ -48,7 +51,9 @@ struct TileOperand {
         stride = (descriptor >> 32 & 0x3FFF) << 4;
     }
 
-    u32 k_major(int row, int inner) const { return element(start + row / 8 * stride + row % 8 * 128 + inner * 2); }
+    u32 k_major(int row, int inner, int bytes = 2) const {
+        return element(start + row / 8 * stride + row % 8 * 128 + inner * bytes, bytes);
+    }
     u32 mn_major(int inner, int column) const {
         return element(start + column / 64 * leading + inner / 8 * stride + inner % 8 * 128 + column % 64 * 2);
     }
@@ -56,7 +61,7 @@ struct TileOperand {
 
 inline void run(const Product& product) {
     const int lane = current->thread_index.x % 32, row = current->thread_index.x / 32 % 4 * 16 + lane / 4;
-    float a[2][16];
+    float a[2][32];
     std::memcpy(a, product.rows, sizeof a);
     if (!product.from_registers) {
         const TileOperand from(product.a);
@@ -65,13 +70,13 @@ inline void run(const Product& product) {
         }
     }
     const TileOperand from(product.b);
-    const bool b_is_mn_major = product.columns == 128;  // as in the only instruction of this width
     for (int i = 0; i < product.columns / 4; ++i) {
         const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
         float* const upper = product.result + i / 2 * 4 + i % 2;
         float sums[2] = {0.0f, 0.0f};
-        for (int k = 0; k < 16; ++k) {
-            const float b = product.value(b_is_mn_major ? from.mn_major(k, column) : from.k_major(column, k));
+        for (int k = 0; k < product.depth; ++k) {
+            const float b = product.value(
+                product.b_is_mn_major ? from.mn_major(k, column) : from.k_major(column, k, product.bytes));
             sums[0] += a[0][k] * b;
             sums[1] += a[1][k] * b;
         }
@@ -138,17 +143,39 @@ void wgmma_ss(float (&d)[32], unsigned long long a, unsigned long long b, int ac
 
 template <Operand TYPE>
 void wgmma_ss(float (&d)[64], unsigned long long a, unsigned long long b) {
-    emulator::issue({d, 128, true, false, a, b, emulator::operand_value<TYPE>});
+    emulator::Product product = {d, 128, true, false, a, b, emulator::operand_value<TYPE>};
+    product.b_is_mn_major = true;
+    emulator::issue(product);
 }
 
 template <Operand TYPE, int N>
-void wgmma_rs(float (&d)[N], const u32 (&a)[4], unsigned long long b, int accumulate = 1) {
+void wgmma_rs(float (&d)[N], const u32 (&a)[4], unsigned long long b, int accumulate, bool b_is_mn_major = false) {
     emulator::Product product = {d, 2 * N, accumulate != 0, true, 0, b, emulator::operand_value<TYPE>};
+    product.b_is_mn_major = b_is_mn_major;
     for (int i = 0; i < 4; ++i) {
         const u32* all = emulator::exchange(a[i]);
         for (int k = 0; k < 8; ++k) {
             const u32 pair = all[threadIdx.x % 32 / 4 * 4 + k / 2];
             product.rows[i % 2][i / 2 * 8 + k] = product.value(k % 2 ? pair >> 16 : pair & 0xFFFF);
+        }
+    }
+    emulator::issue(product);
+}
+
+template <Operand TYPE>
+void wgmma_rs(float (&d)[64], const u32 (&a)[4], unsigned long long b) {
+    wgmma_rs<TYPE>(d, a, b, 1, true);
+}
+
+inline void wgmma_rs_e4m3(float (&d)[64], const u32 (&a)[4], unsigned long long b, int accumulate) {
+    const auto value = [](u32 code) { return emulator::fp16_value(emulator::e4m3_to_fp16(code)); };
+    emulator::Product product = {d, 128, accumulate != 0, true, 0, b, value};
+    product.depth = 32;
+    product.bytes = 1;
+    for (int i = 0; i < 4; ++i) {
+        const u32* all = emulator::exchange(a[i]);
+        for (int k = 0; k < 16; ++k) {
+            product.rows[i % 2][i / 2 * 16 + k] = value(all[threadIdx.x % 32 / 4 * 4 + k / 4] >> k % 4 * 8 & 0xFF);
         }
     }
     emulator::issue(product);

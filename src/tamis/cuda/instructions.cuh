@@ -320,6 +320,13 @@ __device__ __forceinline__ float2 unpack_fp16(u32 packed) {
     return wide;
 }
 
+// The larger of a number and 0; NaN stays NaN.
+__device__ __forceinline__ float relu(float x) {
+    float y;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 2**x, accurate to about 22 bits; subnormal numbers are flushed to zero.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;

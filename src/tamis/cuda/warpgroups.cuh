@@ -76,6 +76,12 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[16], const u32 (&a)[4], unsi
     WGMMA(IF("%21"), "m64n32k16", NAMES16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}", D16(0), FRAGMENT, "l"(b), "r"(accumulate))
 }
 
+// d[64, 64] (+)= a[64, 16] b[64, 16]^T, b K-major.
+template <Operand TYPE>
+__device__ __forceinline__ void wgmma_rs(float (&d)[32], const u32 (&a)[4], unsigned long long b, int accumulate) {
+    WGMMA(IF("%37"), "m64n64k16", NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}", D32(0), FRAGMENT, "l"(b), "r"(accumulate))
+}
+
 // d[64, 128] += a[64, 16] b[16, 128], b MN-major. 256 columns would need more registers than a CTA of 512 threads has.
 template <Operand TYPE>
 __device__ __forceinline__ void wgmma_ss(float (&d)[64], unsigned long long a, unsigned long long b) {
@@ -85,6 +91,12 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[64], unsigned long long a, u
 template <Operand TYPE>
 __device__ __forceinline__ void wgmma_rs(float (&d)[64], const u32 (&a)[4], unsigned long long b) {
     WGMMA("", "m64n128k16", NAMES64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;", D64(0), FRAGMENT, "l"(b))
+}
+
+// d[64, 128] (+)= a[64, 32] b[128, 32]^T of e4m3 numbers, b K-major.
+__device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[64], const u32 (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(IF("%69") "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" NAMES64 "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n}"
+                 : D64(0) : FRAGMENT, "l"(b), "r"(accumulate));
 }
 
 #undef D8

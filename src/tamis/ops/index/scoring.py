@@ -58,14 +58,19 @@ class Chunk(NamedTuple):
     """int32 [t, k], where their positions go."""
 
 
-def scored_chunks(call: IndexTopk, width: int, tokens: int) -> Iterator[Chunk]:
-    """Scores in `width` columns, of at most `tokens` tokens (at least one) at a time."""
+def scored_chunks(
+    call: IndexTopk, width: int, tokens: int, score: Callable[[IndexTopk, Tensor], None] | None = None
+) -> Iterator[Chunk]:
+    """Scores in `width` columns, of at most `tokens` tokens (at least one) at a time, by `score` or by default here."""
     total = call.q.shape[0]
     rows = max(1, min(tokens, total))
     scores = torch.empty(rows, width, dtype=torch.float32, device=call.q.device)
     for some, chunk in call.chunks(rows):
         found = scores[: some.stop - some.start]
-        _score_pages(chunk, found, batch=call.batch, fill=False)
+        if score is None:
+            _score_pages(chunk, found, batch=call.batch, fill=False)
+        else:
+            score(chunk, found)
         yield Chunk(found, chunk.lengths, chunk.out)
 
 

@@ -1,4 +1,7 @@
-"""Stage `index` on Hopper: a CUDA C++ kernel selects, Triton kernels prepare queries and keys and compute scores."""
+"""Stage `index` on Hopper: CUDA C++ kernels score and select, Triton kernels prepare queries and keys.
+
+Scores of head counts and key formats that `scores.cu` does not have are computed in Triton; see `scores.serves`.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -7,15 +10,14 @@ import torch
 from torch import Tensor
 
 from tamis.cuda.device import Rooms, current_stream, device_index
-from tamis.ops.index.hopper import topk
-from tamis.ops.index.operations import IndexTopk, TopkPositions
+from tamis.ops.index import scoring
+from tamis.ops.index.hopper import scores, topk
+from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores, TopkPositions
 from tamis.ops.index.scoring import (
     check_index_scores,
     check_index_topk,
     check_ragged_scores,
-    index_scores,
     prepare_scores,
-    ragged_scores,
     score_width,
     scored_chunks,
 )
@@ -45,6 +47,22 @@ __all__ = [
 ]
 
 
+def index_scores(call: IndexScores) -> None:
+    """Fill `call.out`; see `tamis.ops.index_scores`."""
+    if scores.serves(call):
+        scores.index_scores(call, call.out, fill=True)
+    else:
+        scoring.index_scores(call)
+
+
+def ragged_scores(call: RaggedScores) -> None:
+    """Fill `call.out`; see `tamis.ops.ragged_scores`."""
+    if scores.serves_list(call):
+        scores.ragged_scores(call)
+    else:
+        scoring.ragged_scores(call)
+
+
 def topk_positions(call: TopkPositions) -> Tensor:
     """Positions, or slots if there is a block table, int32 [T, k]; see `tamis.ops.topk_positions`."""
     pages = (call.request_ids, call.block_table, call.page_size or 0)
@@ -54,8 +72,14 @@ def topk_positions(call: TopkPositions) -> Tensor:
 def index_topk(call: IndexTopk) -> None:
     """Fill `call.out`. The workspace holds the scores of some tokens at a time; selection needs no memory."""
     width = score_width(call)
-    for chunk in scored_chunks(call, width, call.workspace_bytes // (4 * max(1, width))):
+    tokens = call.workspace_bytes // (4 * max(1, width))
+    score = _score_chunk if scores.serves(call) else None
+    for chunk in scored_chunks(call, width, tokens, score):
         topk.topk_positions(chunk.scores, chunk.lengths, call.k, out=chunk.out)
+
+
+def _score_chunk(call: IndexTopk, out: Tensor) -> None:
+    scores.index_scores(call, out, fill=False)
 
 
 def prepare_index_topk(call: IndexTopk) -> Callable[[IndexTopk], None] | None:
@@ -64,15 +88,33 @@ def prepare_index_topk(call: IndexTopk) -> Callable[[IndexTopk], None] | None:
     if not tokens or tokens > call.workspace_bytes // (4 * max(1, width)):
         return None
     rooms = Rooms(device, ((tokens, width), torch.float32))
-    score = prepare_scores(call, rooms()[0])
+    score = _prepare_scores(call, rooms()[0])
     if score is None:
         return None
     select, index = topk.prepare_topk(tokens, width, call.k, device), device_index(device)
 
     def run(call: IndexTopk) -> None:
-        stream, (scores,) = current_stream(index), rooms()
-        score(stream, call, scores.data_ptr())
-        select(stream, (scores.data_ptr(), call.lengths.data_ptr(), call.out.data_ptr()))
+        stream, (out,) = current_stream(index), rooms()
+        score(stream, call, out.data_ptr())
+        select(stream, (out.data_ptr(), call.lengths.data_ptr(), call.out.data_ptr()))
+
+    return run
+
+
+def _prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, int], None] | None:
+    """A launch that scores calls like this one into memory like `out`; see `scoring.prepare_scores`."""
+    if not scores.serves(call):
+        return prepare_scores(call, out)
+    launch = scores.prepare_scores(call, out, None)
+    if launch is None:
+        return None
+    keys, scales = scores.key_offsets(call.cache)
+
+    def run(stream: int, call: IndexTopk, out: int) -> None:
+        pages = call.cache.storage.data_ptr()
+        inputs = (call.q.data_ptr(), call.weights.data_ptr(), pages + keys, 0 if scales is None else pages + scales)
+        table = (call.request_ids.data_ptr(), call.block_table.data_ptr(), call.lengths.data_ptr())
+        launch(stream, (*inputs, *table, out, 0))
 
     return run
 

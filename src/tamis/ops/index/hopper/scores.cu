@@ -1,0 +1,727 @@
+// Index scores with wgmma, on Hopper. CTAs are persistent, one per SM.
+//
+// Computes for each query token t and each key j that it sees: scale[j] * sum over heads h of weights[t, h] *
+// relu(q[t, h] . key[j]). Keys are e4m3 with one scale each, bf16, or e2m1 with an exponent per 32 values (MXFP4), in pages or
+// in one list.
+//
+// Keys are the rows (M) of the product, the heads of up to 512 / HEADS tokens of one request, a tile, its columns (N). The sum
+// over heads then is a sum within a thread, and a last one within a quad of lanes. The order of all sums is fixed: a score has
+// the same bits whichever tokens and keys are computed beside it.
+//
+// Work: a tile sees blocks of 64 keys. The blocks of all tiles, one tile after the other, are divided evenly by their cost
+// among the CTAs, so that a CTA computes consecutive blocks of some tiles. Blocks that no token of a tile sees do not exist.
+//
+// Roles of the three warpgroups:
+//   0     produce  Warp 0 copies blocks of keys into a ring of stages with bulk copies. Warps 1 to 3 put the queries and
+//                  weights of the next tile into the other one of two buffers.
+//   1, 2  score    Consumers, which take the CTA's blocks in turn. The keys of a block go to registers, as operand a of the
+//                  products with all queries of the tile. Queries are taken in chunks of columns, with two sets of
+//                  accumulators: the sums over heads of one chunk overlap with the product of the next one.
+//
+// The operand in registers determines the order of dims: a lane reads 16-byte units of a key, so that its numbers belong to
+// places along K which are not neighbours. The queries in shared memory are permuted alike. See `Keys` and `copy_queries`.
+//
+// Budget for 64 keys and 8 tokens of 64 heads, e4m3 (H200): 1,024 cycles of wgmma; per warp about 690 instructions, two warps
+// share a scheduler; shared memory 64 bytes a cycle for queries; 8.25 KiB of keys.
+//
+// Defined by the host: KEYS (the format), HEADS (16, 32 or 64), QUERY_BYTES (of a number: 1 or 2), STAGES, THREADS,
+// SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles: SCORE_REGISTERS, PRODUCE_REGISTERS.
+#include "instructions.cuh"
+#include "warpgroups.cuh"
+
+// The parameters of a launch. T is the number of tokens, B of requests.
+struct ScoreParams {
+    const unsigned char* q;         // [T, HEADS, 128] numbers
+    long long q_token_stride;       // in bytes, as all strides of q
+    long long q_head_stride;
+    const void* weights;            // [T, HEADS]
+    long long weight_token_stride;  // in elements
+    long long weight_head_stride;
+    const unsigned char* keys;      // pages of keys, each with its numbers side by side, or one list of keys
+    long long key_page_stride;      // in bytes
+    const unsigned char* scales;    // the pages' scales; null if keys have none
+    long long scale_page_stride;    // in bytes
+    const int* request_ids;         // [T]; null if keys are one list, as are the block table and its sizes
+    const int* block_table;         // [B, table_width]
+    long long table_stride;         // in elements
+    const int* starts;              // [T], the first key that each token sees; null if it is 0
+    const int* ends;                // [T], one past the last
+    float* out;                     // [T, width]
+    long long out_stride;           // in elements
+    float* maxima;                  // [T, maxima_stride], the highest score of every 8 keys; null if not wanted
+    long long maxima_stride;        // in elements
+    int weight_type;                // 0 float32, 1 bf16, 2 fp16
+    int pages;                      // that exist
+    int page_size;                  // 16, 32, or a multiple of 64; keys of one list are pages of 64
+    int requests;                   // B
+    int table_width;                // pages of a request
+    int listed_keys;                // keys of a request that have a column and an entry in the table; or of the list
+    int tokens;                     // T
+    int group;                      // tokens that may be one tile, at most 512 / HEADS
+    int width;                      // columns of the result
+    int fill;                       // whether -inf is written past the keys that tiles see
+    int pairs;                      // whether two neighbouring scores may be stored at once
+};
+
+static_assert(sizeof(ScoreParams) == PARAMS_BYTES, "ScoreParams differs from its twin in scores.py");
+
+// ---- Shapes
+
+// Key formats.
+constexpr int E4M3_KEYS = 0, BF16_KEYS = 1, E2M1_KEYS = 2;
+constexpr bool WIDE = KEYS != E4M3_KEYS;  // whether products are of 16-bit numbers
+constexpr bool SCALED = KEYS != BF16_KEYS;
+constexpr int BLOCK = 64, WARPS = 4;  // keys of a block, warps of a warpgroup
+constexpr int CHUNK = WIDE ? 64 : 128;         // columns of a product, as many as registers allow
+constexpr int TILE = 512 / HEADS;              // most tokens of a tile
+constexpr int CHUNK_TOKENS = CHUNK / HEADS;
+constexpr int MOST_CHUNKS = TILE / CHUNK_TOKENS;
+constexpr int K_TILES = WIDE ? 2 : 1;          // tiles of 128 bytes along K
+constexpr int STEPS = WIDE ? 8 : 4;            // wgmma along K
+constexpr int KEY_BYTES = KEYS == E4M3_KEYS ? 128 : KEYS == BF16_KEYS ? 256 : 64;
+constexpr int SCALE_BYTES = SCALED ? 4 : 0;    // of a key: a float, or four exponents
+constexpr int MOST_GROUPS = 2048;              // groups of tokens in a launch
+constexpr int LOADERS = 96;                    // threads that copy queries
+constexpr int NO_POSITION = 0x7FFFFFFF - BLOCK;  // beyond every key
+constexpr u32 MINUS_INFINITY = 0xFF800000u;
+
+// ---- Shared memory
+
+// What consumers know about a tile's part that their CTA computes. `blocks` is 0 after the last one.
+struct Part {
+    int first, count;   // tokens
+    int position;       // of the first key
+    int blocks;
+    int number;         // of the first block, in the CTA's sequence of blocks
+    int padding[3];
+};
+
+constexpr u32 CHUNK_BYTES = K_TILES * CHUNK * 128, QUERY_BUFFER = MOST_CHUNKS * CHUNK_BYTES;
+constexpr int BUFFERS = WIDE ? 1 : 2;  // two buffers of 16-bit queries do not fit
+constexpr u32 STAGE_BYTES = BLOCK * (KEY_BYTES + SCALE_BYTES);
+constexpr u32 QUERIES = 0;                                       // [BUFFERS][MOST_CHUNKS][K_TILES][CHUNK][128 bytes]
+constexpr u32 RING = QUERIES + BUFFERS * QUERY_BUFFER;           // [STAGES] keys, then scales
+constexpr u32 WEIGHTS = RING + STAGES * STAGE_BYTES;             // [BUFFERS][512 / 16][4 lanes][4] floats
+constexpr u32 BOUNDS = WEIGHTS + BUFFERS * 512 * 4;             // [BUFFERS][TILE][2] first and last key of each token
+constexpr u32 PARTS = BOUNDS + BUFFERS * TILE * 8;               // [BUFFERS] Part
+constexpr u32 PRESENT = PARTS + BUFFERS * sizeof(Part);          // [STAGES] a bit for each 16 keys that exist
+constexpr u32 COSTS = PRESENT + (STAGES + 3) / 4 * 16;           // [MOST_GROUPS + 1] costs of the groups before
+constexpr u32 WARP_COSTS = COSTS + (MOST_GROUPS + 4) * 4;        // [16] costs of the groups of each warp
+constexpr u32 FULL = WARP_COSTS + 64;                            // [STAGES] mbarriers, as all that follow
+constexpr u32 EMPTY = FULL + STAGES * 8;
+constexpr u32 QUERIES_FULL = EMPTY + STAGES * 8;                 // [BUFFERS]
+constexpr u32 QUERIES_EMPTY = QUERIES_FULL + BUFFERS * 8;
+constexpr u32 USED = QUERIES_EMPTY + BUFFERS * 8;
+static_assert(USED <= SHARED_BYTES && FULL % 8 == 0 && STAGE_BYTES % 16 == 0, "shared memory is too small or not aligned");
+static_assert(STAGES % 2 == 0, "each consumer has its own stages");
+// A launch gets 168 registers per thread of three warpgroups. More than these would wait for ever.
+static_assert(PRODUCE_REGISTERS + 2 * SCORE_REGISTERS <= 3 * 168, "there are not as many registers");
+
+// ---- Tiles
+
+// A run of tokens of one request, and the keys that they see.
+struct Tile {
+    int first, count;  // tokens
+    int request;
+    int begin, end;    // blocks of keys
+};
+
+// What a block costs, relative to one that reads keys for a few tokens only, which takes as long as its product for half a tile.
+__device__ __forceinline__ u32 block_cost(int tokens) { return tokens > TILE / 2 ? 2 : 1; }
+
+// The keys that a token sees: none if its request does not exist.
+struct Bounds {
+    int request, start, end;
+
+    __device__ __forceinline__ Bounds(const ScoreParams& params, int token) {
+        request = params.request_ids == nullptr ? 0 : params.request_ids[token];
+        start = params.starts == nullptr ? 0 : max(params.starts[token], 0);
+        end = min(params.ends[token], params.listed_keys);
+        if (params.request_ids != nullptr && (request < 0 || request >= params.requests)) end = 0;
+        if (end <= start) start = 0x7FFFFFFF, end = 0;  // it does not widen what the other tokens of a tile see
+    }
+};
+
+__device__ __forceinline__ u32 cost_of(int count, int start, int end) {
+    return end <= start ? 0 : ((end + BLOCK - 1) / BLOCK - start / BLOCK) * block_cost(count);
+}
+
+// The cost of all tiles of a group, by one thread.
+__device__ __forceinline__ u32 group_cost(const ScoreParams& params, int group) {
+    const int first = group * params.group, last = min(first + params.group, params.tokens);
+    u32 cost = 0;
+    int request = 0, count = 0, start = 0x7FFFFFFF, end = 0;
+#pragma unroll 8
+    for (int token = first; token < last; ++token) {
+        const Bounds own(params, token);
+        if (count > 0 && own.request != request) {
+            cost += cost_of(count, start, end);
+            count = 0, start = 0x7FFFFFFF, end = 0;
+        }
+        request = own.request, ++count;
+        start = min(start, own.start), end = max(end, own.end);
+    }
+    return cost + cost_of(count, start, end);
+}
+
+// The sum of the values of lanes 0 to this one.
+__device__ __forceinline__ u32 inclusive_sum(u32 value) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(FULL_MASK, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
+// Computes the costs before each group, by all threads of the CTA.
+__device__ __forceinline__ void sum_costs(const ScoreParams& params, u32 memory, int groups) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int run = (groups + THREADS - 1) / THREADS, first = min(static_cast<int>(threadIdx.x) * run, groups);
+    const int last = min(first + run, groups);
+    u32 own = 0;
+    for (int group = first; group < last; ++group) {
+        const u32 cost = group_cost(params, group);
+        shared_store(memory + COSTS + group * 4, own);
+        own += cost;
+    }
+    const u32 so_far = inclusive_sum(own);
+    if (lane == 31) shared_store(memory + WARP_COSTS + warp * 4, so_far);
+    __syncthreads();  // the sums of all warps are there
+    const u32 before = lane < warp ? shared_load(memory + WARP_COSTS + lane * 4) : 0;
+    const u32 offset = __reduce_add_sync(FULL_MASK, before) + so_far - own;
+    for (int group = first; group < last; ++group) {
+        shared_store(memory + COSTS + group * 4, shared_load(memory + COSTS + group * 4) + offset);
+    }
+    if (threadIdx.x == THREADS - 1) shared_store(memory + COSTS + groups * 4, offset + own);
+    __syncthreads();  // the costs are complete
+}
+
+// Calls `visit(tile, first block, last block)` for the parts of tiles that belong to this CTA, in order, by a whole warp.
+template <class Visit>
+__device__ __forceinline__ void for_each_part(const ScoreParams& params, u32 memory, int groups, const Visit& visit) {
+    const u32 total = shared_load(memory + COSTS + groups * 4);
+    const int lane = threadIdx.x % 32;
+    const u32 low = static_cast<unsigned long long>(total) * blockIdx.x / gridDim.x;
+    const u32 high = static_cast<unsigned long long>(total) * (blockIdx.x + 1) / gridDim.x;
+    if (low == high) return;
+    // The last group whose costs before are at most `low`.
+    int group = 0;
+    for (int step = MOST_GROUPS; step > 0; step /= 2) {
+        if (group + step < groups && shared_load(memory + COSTS + (group + step) * 4) <= low) group += step;
+    }
+    for (; group < groups && shared_load(memory + COSTS + group * 4) < high; ++group) {
+        u32 before = shared_load(memory + COSTS + group * 4);
+        const int first = group * params.group, count = min(params.group, params.tokens - first);
+        int request = -1, start = 0x7FFFFFFF, end = 0;
+        if (lane < count) {
+            const Bounds own(params, first + lane);
+            request = own.request, start = own.start, end = own.end;
+        }
+        const int left = __shfl_up_sync(FULL_MASK, static_cast<u32>(request), 1);
+        u32 begins = __ballot_sync(FULL_MASK, lane < count && (lane == 0 || left != request));
+        while (begins != 0) {
+            const int begin = __ffs(begins) - 1;
+            begins &= begins - 1;
+            const int stop = begins != 0 ? __ffs(begins) - 1 : count;
+            const bool inside = lane >= begin && lane < stop;
+            Tile tile;
+            tile.first = first + begin;
+            tile.count = stop - begin;
+            tile.request = static_cast<int>(__shfl_sync(FULL_MASK, static_cast<u32>(request), begin));
+            const int latest = __reduce_max_sync(FULL_MASK, inside ? end : 0);
+            const int earliest = 0x7FFFFFFF - __reduce_max_sync(FULL_MASK, inside ? 0x7FFFFFFF - start : 0);
+            if (latest <= earliest) continue;
+            tile.begin = earliest / BLOCK;
+            tile.end = (latest + BLOCK - 1) / BLOCK;
+            const u32 unit = block_cost(tile.count);
+            const int from = low > before ? (low - before + unit - 1) / unit : 0;
+            const int to = high > before ? (high - before + unit - 1) / unit : 0;
+            const int from_block = tile.begin + from, to_block = min(tile.begin + to, tile.end);
+            before += (tile.end - tile.begin) * unit;
+            if (from_block < to_block) visit(tile, from_block, to_block);
+        }
+    }
+}
+
+// ---- Producers
+
+__device__ __forceinline__ u32 stage_address(u32 memory, int stage) { return memory + RING + stage * STAGE_BYTES; }
+
+// Copies the blocks of keys of all parts. By one warp; lane 0 starts the copies.
+__device__ __forceinline__ void copy_keys(const ScoreParams& params, u32 memory, int groups) {
+    const int lane = threadIdx.x % 32;
+    const bool listed = params.block_table == nullptr;
+    const int per_block = params.page_size < BLOCK ? BLOCK / params.page_size : 1;  // pages of a block
+    const int rows = BLOCK / per_block, batch = 32 / per_block;                     // keys of a copy; blocks of a batch
+    u32 number = 0;
+    for_each_part(params, memory, groups, [&](const Tile& tile, int from, int to) {
+        const int* const table = listed ? nullptr : params.block_table + tile.request * params.table_stride;
+        for (int first = from; first < to; first += batch) {
+            // Each lane looks up one page.
+            const int key = first * BLOCK + lane * rows, column = key / params.page_size;
+            int page = -1;
+            if (listed) page = key < params.listed_keys ? column : -1;
+            else if (column < params.table_width) page = table[column];
+            if (!listed && page >= params.pages) page = -1;
+            const int within = listed ? 0 : key % params.page_size;
+            const int last = min(batch, to - first);
+            for (int i = 0; i < last; ++i, ++number) {
+                const int stage = number % STAGES;
+                const u32 full = memory + FULL + stage * 8, address = stage_address(memory, stage);
+                const bool mine = lane / per_block == i;
+                const u32 exist = __ballot_sync(FULL_MASK, mine && page >= 0) >> i * per_block;
+                const int present = min(rows, listed ? params.listed_keys - (first + i) * BLOCK : rows);
+                u32 sixteens = 0;  // a bit for each 16 keys
+#pragma unroll 1
+                for (int part = 0; part < per_block; ++part) {
+                    if (exist >> part & 1) sixteens |= ((1u << rows / 16) - 1) << part * (rows / 16);
+                }
+                mbarrier_wait(memory + EMPTY + stage * 8, number / STAGES % 2 ^ 1);
+                const bool whole = present == rows;
+                if (SCALED && !whole && exist != 0) {
+                    // The last scales of a list may be no multiple of 16 bytes.
+                    const u32* const scales = reinterpret_cast<const u32*>(params.scales) + (first + i) * BLOCK;
+#pragma unroll 1
+                    for (int at = lane; at < present; at += 32) shared_store(address + BLOCK * KEY_BYTES + at * 4, scales[at]);
+                }
+                __syncwarp();  // lane 0 announces what all lanes have stored
+                const int copies = __popc(exist);
+                if (lane == 0) {
+                    shared_store(memory + PRESENT + stage * 4, sixteens);
+                    const int bytes = present * KEY_BYTES + (whole ? present * SCALE_BYTES : 0);
+                    mbarrier_arrive_expect_tx(full, copies * bytes);
+                }
+                __syncwarp();  // the barrier expects the bytes before they arrive
+                if (mine && page >= 0) {
+                    const int part = lane % per_block;
+                    const auto* from = params.keys + page * params.key_page_stride + within * KEY_BYTES;
+                    bulk_copy(address + part * rows * KEY_BYTES, from, present * KEY_BYTES, full);
+                    if (SCALED && whole) {
+                        const auto* scales = params.scales + page * params.scale_page_stride + within * SCALE_BYTES;
+                        bulk_copy(address + BLOCK * KEY_BYTES + part * rows * SCALE_BYTES, scales, rows * SCALE_BYTES, full);
+                    }
+                }
+            }
+        }
+    });
+}
+
+// Four e4m3 numbers as bf16, which holds them exactly.
+__device__ __forceinline__ uint2 e4m3x4_to_bf16(u32 codes) {
+    u32 low, high;
+    e4m3x4_to_fp16(codes, low, high);
+    const float2 first = unpack_fp16(low), second = unpack_fp16(high);
+    return make_uint2(pack_bf16(first.x, first.y), pack_bf16(second.x, second.y));
+}
+
+// Copies 32 dims of one head's query, as 16-bit numbers, or 64 dims of 8 bits. `part` is their number, `column` that of the
+// head in the tile. The word at (step s, half h, lane l) along K is word 16 * part + 4 * l + s % 4 of the query where 2 * (s / 4)
+// + h is the part; for e2m1 keys it has the numbers 8 * v + n and 8 * v + n + 4 of part l, where 4 * v + n = 2 * s + h.
+__device__ __forceinline__ void copy_query(const unsigned char* head, u32 queries, int column, int part) {
+    const u32 chunk = queries + column / CHUNK * CHUNK_BYTES;
+    const int row = column % CHUNK;
+    if constexpr (KEYS == E2M1_KEYS) {
+        u32 words[16];  // 32 numbers, the pairs of which are 0 and 1, 2 and 3, and so on
+        if constexpr (QUERY_BYTES == 2) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const uint4 loaded = *reinterpret_cast<const uint4*>(head + part * 64 + i * 16);
+                words[4 * i] = loaded.x, words[4 * i + 1] = loaded.y, words[4 * i + 2] = loaded.z, words[4 * i + 3] = loaded.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint4 loaded = *reinterpret_cast<const uint4*>(head + part * 32 + i * 16);
+                const u32 codes[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const uint2 four = e4m3x4_to_bf16(codes[j]);
+                    words[8 * i + 2 * j] = four.x, words[8 * i + 2 * j + 1] = four.y;
+                }
+            }
+        }
+#pragma unroll
+        for (int at = 0; at < 16; ++at) {
+            const int eight = at / 4, n = at % 4, step = at / 2, half = at % 2;
+            const u32 low = words[4 * eight + n / 2], high = words[4 * eight + n / 2 + 2];
+            const u32 pair = __byte_perm(low, high, n % 2 ? 0x7632 : 0x5410);
+            const u32 tile = chunk + step / 4 * CHUNK * 128;
+            shared_store(tile + swizzled(row, 2 * (step % 4) + half) + part * 4, pair);
+        }
+    } else {
+        const uint4* const from = reinterpret_cast<const uint4*>(head + part * 64);
+        const uint4 w0 = from[0], w1 = from[1], w2 = from[2], w3 = from[3];
+        const u32 tile = chunk + part / 2 * CHUNK * 128;
+        const int half = part % 2;
+        shared_store4(tile + swizzled(row, half), make_uint4(w0.x, w1.x, w2.x, w3.x));
+        shared_store4(tile + swizzled(row, half + 2), make_uint4(w0.y, w1.y, w2.y, w3.y));
+        shared_store4(tile + swizzled(row, half + 4), make_uint4(w0.z, w1.z, w2.z, w3.z));
+        shared_store4(tile + swizzled(row, half + 6), make_uint4(w0.w, w1.w, w2.w, w3.w));
+    }
+}
+
+__device__ __forceinline__ float load_weight(const ScoreParams& params, long long at) {
+    if (params.weight_type == 0) return static_cast<const float*>(params.weights)[at];
+    const u32 bits = static_cast<const unsigned short*>(params.weights)[at];
+    return params.weight_type == 1 ? __uint_as_float(bits << 16) : unpack_fp16(bits).x;
+}
+
+// Copies the queries and weights of the tiles of all parts. By LOADERS threads, numbered by `thread`.
+__device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memory, int groups, int thread) {
+    int part = 0, number = 0;
+    const auto publish = [&](int first, int count, int position, int blocks) {
+        const int buffer = part % BUFFERS;
+        mbarrier_wait(memory + QUERIES_EMPTY + buffer * 8, part / BUFFERS % 2 ^ 1);
+        if (thread == 0) {
+            const u32 own = memory + PARTS + buffer * sizeof(Part);
+            shared_store4(own, make_uint4(first, count, position, blocks));
+            shared_store(own + 16, number);
+        }
+        const u32 queries = memory + QUERIES + buffer * QUERY_BUFFER;
+        const int columns = count * HEADS;
+        constexpr int PARTS_OF_A_HEAD = KEYS == E4M3_KEYS ? 2 : 4;
+#pragma unroll 1
+        for (int piece = thread; piece < columns * PARTS_OF_A_HEAD; piece += LOADERS) {
+            const int column = piece % columns;
+            const auto* head = params.q + (first + column / HEADS) * params.q_token_stride + column % HEADS * params.q_head_stride;
+            copy_query(head, queries, column, piece / columns);
+        }
+        const u32 weights = memory + WEIGHTS + buffer * 512 * 4;
+#pragma unroll 1
+        for (int column = thread; column < columns; column += LOADERS) {
+            const long long token = first + column / HEADS;
+            const float weight = load_weight(
+                params, token * params.weight_token_stride + column % HEADS * params.weight_head_stride);
+            // Lane l of a quad has columns 8 * i + 2 * l and the next one.
+            const u32 at = column / 16 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
+            shared_store(weights + at * 4, __float_as_uint(weight));
+        }
+        if (thread < count) {
+            const Bounds own(params, first + thread);
+            shared_store2(memory + BOUNDS + (buffer * TILE + thread) * 8, make_uint2(own.start, own.end));
+        }
+        fence_async_proxy();
+        mbarrier_arrive(memory + QUERIES_FULL + buffer * 8);
+        ++part;
+        number += blocks;
+    };
+    for_each_part(params, memory, groups, [&](const Tile& tile, int from, int to) {
+        publish(tile.first, tile.count, from * BLOCK, to - from);
+    });
+    publish(0, 0, 0, 0);
+}
+
+// ---- Consumers
+
+// Bits of two e2m1 numbers, 16 apart in `codes`, as bf16 times the factor of their scale. As a subnormal or small bf16 number
+// their three bits of exponent and mantissa are 2**-126 too small.
+__device__ __forceinline__ u32 e2m1_to_bf16(u32 codes, u32 factor) {
+    const u32 tiny = (codes & 0x00070007u) << 6 | (codes & 0x00080008u) << 12;
+    return mul_bf16x2(mul_bf16x2(tiny, 0x7E807E80u), factor);
+}
+
+// What is needed of a thread's two keys after the products.
+struct KeyScales {
+    float scale[2];
+    int position;  // of the first key
+    bool present;
+};
+
+// A thread's part of a block of keys: the operand a of the block's products, for rows lane / 4 and lane / 4 + 8 of the warp's
+// 16, which are the keys 2 * (lane / 4) and the next one. So a thread has the scores of two neighbours.
+struct BlockKeys {
+    u32 a[STEPS][4];
+    KeyScales scales;
+
+    __device__ __forceinline__ void load(u32 memory, int stage, int first_position) {
+        const int warp = threadIdx.x / 32 % WARPS, lane = threadIdx.x % 32, quad = lane / 4;
+        const int key = warp * 16 + quad * 2;
+        const u32 block = stage_address(memory, stage), row = block + key * KEY_BYTES;
+        scales.position = first_position + key;
+        scales.present = shared_load(memory + PRESENT + stage * 4) >> warp & 1;
+        if constexpr (KEYS == E2M1_KEYS) {
+            // Even quads read their first key first, odd ones the second, so that eight lanes read 128 different bytes.
+            const bool odd = quad % 2;
+            const uint4 one = shared_load4(row + (odd ? KEY_BYTES : 0) + lane % 4 * 16);
+            const uint4 two = shared_load4(row + (odd ? 0 : KEY_BYTES) + lane % 4 * 16);
+#pragma unroll
+            for (int below = 0; below < 2; ++below) {
+                const u32 exponent = shared_load(block + BLOCK * KEY_BYTES + (key + below) * 4) >> lane % 4 * 8 & 0xFF;
+                // 2**(exponent - 127) in bf16: 2**-127 is subnormal, and 255 stands for NaN.
+                const u32 scale = exponent == 0 ? 0x40 : exponent == 255 ? 0x7FFF : exponent << 7;
+                const u32 factor = scale << 16 | scale;
+                const uint4 own = odd == (below == 1) ? one : two;
+                const u32 words[4] = {own.x, own.y, own.z, own.w};
+#pragma unroll
+                for (int at = 0; at < 16; ++at) a[at / 2][at % 2 * 2 + below] = e2m1_to_bf16(words[at / 4] >> at % 4 * 4, factor);
+            }
+        } else {
+            // Odd quads swap neighbouring units for the same reason.
+            const bool odd = quad % 2;
+#pragma unroll
+            for (int below = 0; below < 2; ++below) {
+#pragma unroll
+                for (int unit = 0; unit < KEY_BYTES / 64; unit += 2) {
+                    const u32 from = row + below * KEY_BYTES + lane % 4 * 16 + unit * 64;
+                    const uint4 one = shared_load4(from + (odd ? 64 : 0)), two = shared_load4(from + (odd ? 0 : 64));
+                    const u32 ones[4] = {one.x, one.y, one.z, one.w}, twos[4] = {two.x, two.y, two.z, two.w};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        a[unit * 2 + i][below] = odd ? twos[i] : ones[i];
+                        a[unit * 2 + i][2 + below] = odd ? ones[i] : twos[i];
+                    }
+                }
+            }
+            if constexpr (SCALED) {
+                const uint2 both = shared_load2(block + BLOCK * KEY_BYTES + key * 4);
+                scales.scale[0] = __uint_as_float(both.x);
+                scales.scale[1] = __uint_as_float(both.y);
+            }
+        }
+        // The operand must be complete before the first product: nothing may write its registers between two of them.
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[step][i] = opaque(a[step][i]);
+        }
+    }
+};
+
+// One step of a product along K: 32 e4m3 or 16 bf16 numbers.
+__device__ __forceinline__ void wgmma_step(float (&d)[64], const u32 (&a)[4], unsigned long long b, int accumulate) {
+    wgmma_rs_e4m3(d, a, b, accumulate);
+}
+
+__device__ __forceinline__ void wgmma_step(float (&d)[32], const u32 (&a)[4], unsigned long long b, int accumulate) {
+    wgmma_rs<BF16>(d, a, b, accumulate);
+}
+
+// One consumer's view of a part.
+struct Scorer {
+    const ScoreParams& params;
+    u32 memory, weights;         // addresses of shared memory, and of the tile's weights for this lane
+    unsigned long long queries;  // descriptor of the tile's first chunk
+    u32 bounds;                  // address of what the first token of this lane sees
+    int first, count;            // tokens
+    float acc[2][CHUNK / 2];     // accumulators of the products in flight
+    float sums[CHUNK_TOKENS > 4 ? 2 * CHUNK_TOKENS : 8];  // over a lane's heads: [token][key]
+
+    template <int SET>
+    __device__ __forceinline__ void multiply(const BlockKeys& keys, int chunk) {
+        const unsigned long long b = advance(queries, chunk * CHUNK_BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            const unsigned long long part = advance(b, step / 4 * CHUNK * 128 + step % 4 * 32);
+            wgmma_step(acc[SET], keys.a[step], part, step > 0);
+        }
+        wgmma_commit();
+    }
+
+    // Sums over the heads of a chunk, then over the quad, and stores the scores of all tokens that are complete.
+    template <int SET, int CHUNKS>
+    __device__ __forceinline__ void finish(const KeyScales& keys, int chunk) {
+        constexpr int EIGHTS = HEADS / 8;  // n8 blocks of a token
+        constexpr int TOKENS = CHUNKS * CHUNK_TOKENS;
+        const int at = chunk * CHUNK_TOKENS % 4 * 2;  // chunks of fewer tokens are stored when there are four
+        const float(&d)[CHUNK / 2] = acc[SET];
+#pragma unroll
+        for (int two = 0; two < CHUNK / 16; ++two) {
+            const uint4 loaded = shared_load4(weights + chunk * CHUNK * 4 + two * 64);
+            const float w[4] = {
+                __uint_as_float(loaded.x), __uint_as_float(loaded.y), __uint_as_float(loaded.z), __uint_as_float(loaded.w)};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int eight = two * 2 + i, token = eight / EIGHTS;
+#pragma unroll
+                for (int below = 0; below < 2; ++below) {
+                    float& sum = sums[at + token * 2 + below];
+                    const float first = relu(d[eight * 4 + below * 2]), second = relu(d[eight * 4 + below * 2 + 1]);
+                    sum = eight % EIGHTS == 0 ? first * w[2 * i] : fmaf(first, w[2 * i], sum);
+                    sum = fmaf(second, w[2 * i + 1], sum);
+                }
+            }
+        }
+        if constexpr (TOKENS < 4) {
+            if (chunk == CHUNKS - 1) store_few<TOKENS>(keys);
+        } else if constexpr (CHUNK_TOKENS < 4) {
+            if ((chunk + 1) * CHUNK_TOKENS % 4 == 0) store_four(keys, sums, chunk * CHUNK_TOKENS / 4);
+        } else {
+#pragma unroll
+            for (int four = 0; four < CHUNK_TOKENS / 4; ++four) {
+                store_four(keys, sums + four * 8, chunk * (CHUNK_TOKENS / 4) + four);
+            }
+        }
+    }
+
+    // Lane l of a quad gets the sums of token l. Any lane adds in the order (0 + 1) + (2 + 3).
+    __device__ __forceinline__ void store_four(const KeyScales& keys, const float* four, int number) {
+        const bool odd = threadIdx.x % 2, upper = threadIdx.x / 2 % 2;
+        float score[2];
+#pragma unroll
+        for (int below = 0; below < 2; ++below) {
+            const float t0 = four[below], t1 = four[2 + below], t2 = four[4 + below], t3 = four[6 + below];
+            const float low = (odd ? t1 : t0) + __shfl_xor_sync(FULL_MASK, odd ? t0 : t1, 1);
+            const float high = (odd ? t3 : t2) + __shfl_xor_sync(FULL_MASK, odd ? t2 : t3, 1);
+            score[below] = (upper ? high : low) + __shfl_xor_sync(FULL_MASK, upper ? low : high, 2);
+        }
+        store(keys, score, number);
+    }
+
+    // The same for one or two tokens: lane l and others have the sums of token l, and lane l stores.
+    template <int TOKENS>
+    __device__ __forceinline__ void store_few(const KeyScales& keys) {
+        const bool odd = TOKENS == 2 && threadIdx.x % 2;
+        float score[2];
+#pragma unroll
+        for (int below = 0; below < 2; ++below) {
+            const float t0 = sums[below], t1 = sums[TOKENS == 2 ? 2 + below : below];
+            const float both = (odd ? t1 : t0) + __shfl_xor_sync(FULL_MASK, odd ? t0 : t1, 1);
+            score[below] = both + __shfl_xor_sync(FULL_MASK, both, 2);
+        }
+        store(keys, score, 0);
+    }
+
+    __device__ __forceinline__ void store(const KeyScales& keys, float (&score)[2], int number) {
+        const uint2 own_bounds = shared_load2(bounds + number * 32);
+#pragma unroll
+        for (int below = 0; below < 2; ++below) {
+            const int position = keys.position + below;
+            if (KEYS == E4M3_KEYS) score[below] *= keys.scale[below];
+            const bool seen = keys.present && position >= static_cast<int>(own_bounds.x) && position < static_cast<int>(own_bounds.y);
+            if (!seen) score[below] = __uint_as_float(MINUS_INFINITY);
+        }
+        const int own = number * 4 + static_cast<int>(threadIdx.x % 4);
+        const long long token = first + own;
+        const bool exists = own < count && keys.position < params.width;
+        float* const out = params.out + token * params.out_stride + keys.position;
+        if (params.pairs) {
+            if (exists) *reinterpret_cast<float2*>(out) = make_float2(score[0], score[1]);
+        } else {
+            if (exists) out[0] = score[0];
+            if (exists && keys.position + 1 < params.width) out[1] = score[1];
+        }
+        if (params.maxima == nullptr) return;
+        float highest = fmaxf(score[0], score[1]);
+        highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 4));
+        highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 8));
+        if (exists && threadIdx.x / 4 % 4 == 0) params.maxima[token * params.maxima_stride + keys.position / 8] = highest;
+    }
+
+    // Computes the blocks of a part that belong to this consumer: those with numbers `number`, `number` + 2 and so on. While
+    // the product of a chunk runs, the sums of the chunk before it are computed, which for the first chunk of a block is the
+    // last one of the block before. Only registers of the operand limit this: a block is loaded when all products are done.
+    template <int CHUNKS>
+    __device__ __forceinline__ void score_part(int number, int blocks, int position) {
+        BlockKeys keys;
+        keys.scales.position = NO_POSITION;  // nothing is stored for the block before the first
+#pragma unroll 1
+        for (int i = 0; i < blocks; ++i) {
+            const int stage = number % STAGES;
+            mbarrier_wait(memory + FULL + stage * 8, number / STAGES % 2);
+            if constexpr (CHUNKS > 1) wgmma_wait<0>();
+            const KeyScales before = keys.scales;
+            keys.load(memory, stage, position);
+            __syncwarp();  // all lanes have read the stage
+            if (threadIdx.x % 32 == 0) mbarrier_arrive(memory + EMPTY + stage * 8);
+            number += 2;
+            position += 2 * BLOCK;
+            multiply<0>(keys, 0);
+            if constexpr (CHUNKS == 1) {
+                wgmma_wait<0>(acc[0]);
+                finish<0, CHUNKS>(keys.scales, 0);
+            } else {
+                wgmma_wait<1>(acc[1]);
+                finish<1, CHUNKS>(before, CHUNKS - 1);
+#pragma unroll
+                for (int chunk = 1; chunk < CHUNKS; chunk += 2) {
+                    multiply<1>(keys, chunk);
+                    wgmma_wait<1>(acc[0]);
+                    finish<0, CHUNKS>(keys.scales, chunk - 1);
+                    if (chunk + 1 == CHUNKS) break;
+                    multiply<0>(keys, chunk + 1);
+                    wgmma_wait<1>(acc[1]);
+                    finish<1, CHUNKS>(keys.scales, chunk);
+                }
+            }
+        }
+        if constexpr (CHUNKS > 1) {
+            wgmma_wait<0>(acc[1]);
+            finish<1, CHUNKS>(keys.scales, CHUNKS - 1);
+        }
+    }
+};
+
+// Writes -inf past the block of each token's last key. Rows are divided among the CTAs, and among the consumers' threads.
+__device__ __forceinline__ void fill_rows(const ScoreParams& params, int thread) {
+    for (int token = blockIdx.x; token < params.tokens; token += gridDim.x) {
+        const Bounds own(params, token);
+        float* const row = params.out + token * params.out_stride;
+        const int before = own.end > 0 ? own.start / BLOCK * BLOCK : 0;
+        for (int at = thread; at < before; at += 256) row[at] = __uint_as_float(MINUS_INFINITY);
+        for (int at = (own.end + BLOCK - 1) / BLOCK * BLOCK + thread; at < params.width; at += 256) {
+            row[at] = __uint_as_float(MINUS_INFINITY);
+        }
+    }
+}
+
+__device__ __forceinline__ void score(const ScoreParams& params, u32 memory, int consumer) {
+    const int lane = threadIdx.x % 32;
+    Scorer scorer = {params, memory};
+#pragma unroll
+    for (int i = 0; i < CHUNK / 2; ++i) scorer.acc[0][i] = scorer.acc[1][i] = 0.0f;
+    for (int part = 0;; ++part) {
+        const int buffer = part % BUFFERS;
+        mbarrier_wait(memory + QUERIES_FULL + buffer * 8, part / BUFFERS % 2);
+        const u32 own = memory + PARTS + buffer * sizeof(Part);
+        const uint4 words = shared_load4(own);
+        const int blocks = warp_uniform(words.w), number = warp_uniform(shared_load(own + 16));
+        scorer.first = warp_uniform(words.x);
+        scorer.count = warp_uniform(words.y);
+        if (blocks == 0) return;
+        scorer.queries = k_major(memory + QUERIES + buffer * QUERY_BUFFER);
+        scorer.weights = memory + WEIGHTS + buffer * 512 * 4 + lane % 4 * 16;
+        scorer.bounds = memory + BOUNDS + (buffer * TILE + lane % 4) * 8;
+        const int skip = (number ^ consumer) & 1, mine = (blocks - skip + 1) / 2;
+        if (mine > 0) {
+            const int begin = number + skip, position = static_cast<int>(warp_uniform(words.z)) + skip * BLOCK;
+            if (scorer.count <= CHUNK_TOKENS) scorer.score_part<1>(begin, mine, position);
+            else if (scorer.count <= 2 * CHUNK_TOKENS) scorer.score_part<2>(begin, mine, position);
+            else if (MOST_CHUNKS == 4 || scorer.count <= 4 * CHUNK_TOKENS) scorer.score_part<4>(begin, mine, position);
+            else scorer.score_part<MOST_CHUNKS>(begin, mine, position);
+        }
+        mbarrier_arrive(memory + QUERIES_EMPTY + buffer * 8);
+    }
+}
+
+// ---- Kernel
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) index_scores(const __grid_constant__ ScoreParams params) {
+    const u32 memory = tile_memory();
+    const int warpgroup = threadIdx.x / 128, groups = (params.tokens + params.group - 1) / params.group;
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            mbarrier_init(memory + FULL + stage * 8, 1);
+            mbarrier_init(memory + EMPTY + stage * 8, WARPS);
+        }
+        for (int buffer = 0; buffer < BUFFERS; ++buffer) {
+            mbarrier_init(memory + QUERIES_FULL + buffer * 8, LOADERS);
+            mbarrier_init(memory + QUERIES_EMPTY + buffer * 8, 256);
+        }
+        fence_mbarrier_init();
+    }
+    wait_for_previous_kernel();
+    sum_costs(params, memory, groups);
+    let_next_kernel_start();
+    if (warpgroup == 0) {
+        warpgroup_reg_dealloc<PRODUCE_REGISTERS>();
+        if (threadIdx.x < 32) copy_keys(params, memory, groups);
+        else copy_queries(params, memory, groups, threadIdx.x - 32);
+    } else {
+        warpgroup_reg_alloc<SCORE_REGISTERS>();
+        if (params.fill) fill_rows(params, threadIdx.x - 128);
+        score(params, memory, warpgroup - 1);
+    }
+}

@@ -1,0 +1,233 @@
+"""Index scores in CUDA C++: the source runs on the host, with threads in random order, against plain torch."""
+
+from pathlib import Path
+
+import on_host
+import pytest
+import torch
+from seeds import seeded
+from torch import Tensor
+
+from tamis.arithmetic import ceil_div
+from tamis.cache.layout import Layout, index_fp8, index_mxfp4, rows
+from tamis.cache.paged import PagedCache
+from tamis.ops import index_scores, ragged_scores
+from tamis.ops.index.hopper import scores
+from tamis.ops.index.operations import IndexScores, RaggedScores
+
+ENTRY = """
+extern "C" __attribute__((visibility("default"))) void run(int ctas, int seed, const ScoreParams* params) {
+  emulator::random_order.seed(seed);
+  for (int cta = 0; cta < ctas; ++cta) {
+    emulator::start_wgmma_cta(ctas);
+    emulator::run_cluster(cta, 1, USED, [&] { index_scores(*params); });
+    emulator::check_finished();
+  }
+}
+"""
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+LAYOUTS = {"e4m3": index_fp8(), "bf16": rows(BF16, latent=128, rope=0), "e2m1": index_mxfp4()}
+
+
+class Emulated:
+    """The kernel for a format, compiled for the host."""
+
+    def __init__(self, folder: Path, name: str, heads: int, query: torch.dtype) -> None:
+        program = scores.program(scores.FORMATS[name], heads, query.itemsize)
+        source = f'#include "warpgroup_emulator.hpp"\n{program.source}{ENTRY}'
+        self._run = on_host.load(folder, source, program.options).run
+
+    def __call__(self, params: scores.ScoreParams, *, ctas: int = 3, seed: int = 0) -> None:
+        self._run(ctas, seed, on_host.packed(params))
+
+
+def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32, most: int = 2) -> Tensor:
+    """Small integers, of which every sum of products is exact in any order."""
+    numbers = torch.randint(-most, most + 1, shape, generator=seeded(seed), dtype=torch.int64, device="cpu")
+    return numbers.to(dtype)
+
+
+def filled(layout: Layout, pages: int, page_size: int, seed: int) -> PagedCache:
+    """A cache of small integers with scales that are powers of two."""
+    cache = PagedCache(layout, pages, page_size)
+    values = cache.field(layout.values)
+    if layout.packed:
+        codes = torch.randint(0, 256, values.shape, generator=seeded(seed), dtype=torch.uint8, device="cpu")
+        values.copy_(codes)
+    elif layout.quantised:
+        values.copy_(integers(*values.shape, seed=seed, dtype=E4M3).view(torch.uint8))
+    else:
+        values.copy_(integers(*values.shape, seed=seed, dtype=BF16))
+    if layout.scales is not None:
+        scales = cache.field(layout.scales)
+        exponents = integers(*scales.shape, seed=seed + 1, most=1)
+        scales.copy_((127 + exponents).to(torch.uint8) if layout.packed else 2.0**exponents)
+    return cache
+
+
+def paged_call(
+    name: str,
+    heads: int,
+    query: torch.dtype,
+    ids: list[int],
+    lengths: list[int],
+    *,
+    page_size: int = 64,
+    table_width: int = 5,
+    width: int | None = None,
+    weights: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> IndexScores:
+    requests, tokens = max(ids) + 1, len(ids)
+    cache = filled(LAYOUTS[name], requests * table_width + 1, page_size, seed)
+    order = torch.randperm(requests * table_width, generator=seeded(seed + 2), device="cpu")
+    table = order.view(requests, table_width).int() + 1
+    columns = table_width * page_size if width is None else width
+    return IndexScores(
+        integers(tokens, heads, 128, seed=seed + 3, dtype=query),
+        integers(tokens, heads, seed=seed + 4, dtype=weights),
+        cache,
+        torch.tensor(ids, dtype=torch.int32, device="cpu"),
+        table,
+        torch.tensor(lengths, dtype=torch.int32, device="cpu"),
+        torch.full((tokens, columns), -7.5e30, dtype=torch.float32, device="cpu"),
+        "reference",
+    )
+
+
+def expected(call: IndexScores) -> Tensor:
+    return index_scores(*call[:6], width=call.out.shape[1], backend="reference")
+
+
+CASES = [
+    ("e4m3", 64, E4M3),
+    ("e4m3", 32, E4M3),
+    ("e4m3", 16, E4M3),
+    ("bf16", 64, BF16),
+    ("bf16", 16, BF16),
+    ("e2m1", 64, BF16),
+    ("e2m1", 64, E4M3),
+    ("e2m1", 32, BF16),
+]
+
+
+@pytest.mark.parametrize(("name", "heads", "query"), CASES)
+def test_scores_of_a_prompt(host_folder: Path, name: str, heads: int, query: torch.dtype) -> None:
+    """Eleven tokens of one request: a whole tile and a part of one, causal, with the last block cut off."""
+    call = paged_call(name, heads, query, [0] * 11, list(range(180, 191)), table_width=3)
+    emulated = Emulated(host_folder, name, heads, query)
+    emulated(scores.paged_params(call, call.out, None, fill=True))
+    assert torch.equal(call.out, expected(call))
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_scores_of_several_requests(host_folder: Path, page_size: int) -> None:
+    """Tiles of one, two, three and more tokens; tokens without a request, without keys, and of absent pages."""
+    ids = [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 3, 0, 2]
+    lengths = [130, 5, 64, 0, 200, 65, 190, 191, 192, 193, 194, -3, 2**31 - 1]
+    call = paged_call("e4m3", 64, E4M3, ids, lengths, page_size=page_size, table_width=256 // page_size, seed=7)
+    call.block_table[2, 64 // page_size] = -1
+    call.block_table[3, 0] = call.cache.pages
+    call.request_ids[0] = 9
+    capped = call._replace(lengths=call.lengths.clamp(0, 256))
+    sane = capped._replace(request_ids=call.request_ids.clone().clamp_max(3))
+    want = expected(sane)
+    want[0] = -torch.inf
+    params = scores.paged_params(call, call.out, None, fill=True)
+    Emulated(host_folder, "e4m3", 64, E4M3)(params, ctas=4, seed=page_size)
+    assert torch.equal(call.out, want)
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 7])
+def test_a_score_does_not_depend_on_its_neighbours(host_folder: Path, ctas: int) -> None:
+    """Random numbers, of which sums differ if their order does: tokens alone, and in tiles of other sizes."""
+    ids, lengths = [0, 0, 0, 1, 1, 0, 0, 0, 0, 0], [150, 151, 152, 100, 101, 153, 154, 155, 156, 157]
+    call = paged_call("e4m3", 64, E4M3, ids, lengths, table_width=3)
+    q = torch.randn(call.q.shape, generator=seeded(1), dtype=torch.float32, device="cpu").to(E4M3)
+    weights = torch.randn(call.weights.shape, generator=seeded(2), dtype=torch.float32, device="cpu")
+    call = call._replace(q=q, weights=weights)
+    emulated = Emulated(host_folder, "e4m3", 64, E4M3)
+    emulated(scores.paged_params(call, call.out, None, fill=True), ctas=ctas)
+    for token in (0, 4, 9):
+        one = slice(token, token + 1)
+        alone = call._replace(
+            q=q[one],
+            weights=weights[one],
+            request_ids=call.request_ids[one],
+            lengths=call.lengths[one],
+            out=torch.full_like(call.out[one], -7.5e30),
+        )
+        emulated(scores.paged_params(alone, alone.out, None, fill=True), ctas=2)
+        assert torch.equal(alone.out[0], call.out[token])
+    want = expected(call)
+    seen = want > -torch.inf
+    assert torch.equal(call.out > -torch.inf, seen)
+    assert (call.out - want)[seen].abs().max() <= 1e-4 * want[seen].abs().max()
+
+
+def test_unaligned_results_are_stored_one_by_one(host_folder: Path) -> None:
+    call = paged_call("e4m3", 64, E4M3, [0, 0, 0], [60, 97, 99], table_width=2, width=101)
+    storage = torch.full((400,), -7.5e30, dtype=torch.float32, device="cpu")
+    out = storage.as_strided((3, 101), (103, 1), 1)
+    params = scores.paged_params(call, out, None, fill=True)
+    assert not params.pairs
+    Emulated(host_folder, "e4m3", 64, E4M3)(params)
+    assert torch.equal(out, expected(call))
+    assert (storage == -7.5e30).sum() == 400 - 3 * 101
+
+
+def test_nothing_is_written_past_the_blocks_of_a_tile_without_fill(host_folder: Path) -> None:
+    call = paged_call("e4m3", 64, E4M3, [0, 1], [60, 70], table_width=4)
+    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, None, fill=False))
+    want = expected(call)
+    assert torch.equal(call.out[0, :64], want[0, :64])
+    assert torch.equal(call.out[1, :128], want[1, :128])
+    assert (call.out[0, 64:] == -7.5e30).all()
+    assert (call.out[1, 128:] == -7.5e30).all()
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits(host_folder: Path, weights: torch.dtype) -> None:
+    call = paged_call("e4m3", 64, E4M3, [0, 0], [33, 34], table_width=1, weights=weights)
+    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, None, fill=True))
+    assert torch.equal(call.out, expected(call))
+
+
+def test_nan_and_infinity_stay_with_their_own_scores(host_folder: Path) -> None:
+    call = paged_call("e4m3", 64, E4M3, [0] * 8, [128] * 8, table_width=2, seed=3)
+    call.q.view(torch.uint8)[2, 5, 17] = 0x7F
+    call.weights[4, 9] = torch.inf
+    call.cache.field(call.cache.layout.values)[1, 3, 7] = 0xFF
+    call.cache.field(call.cache.layout.scales)[2, 9] = torch.inf
+    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, None, fill=True))
+    torch.testing.assert_close(call.out, expected(call), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_highest_score_of_every_eight_keys(host_folder: Path) -> None:
+    lengths = [90, 190, 191, 3]
+    call = paged_call("e4m3", 64, E4M3, [0, 0, 0, 1], lengths, table_width=3)
+    maxima = torch.full((4, 24), -7.5e30, dtype=torch.float32, device="cpu")
+    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, maxima, fill=True))
+    want = expected(call).unflatten(1, (24, 8)).amax(2)
+    for token, length in enumerate(lengths):
+        blocks = 8 * ceil_div(length, 64)
+        assert torch.equal(maxima[token, :blocks], want[token, :blocks])
+
+
+@pytest.mark.parametrize("name", ["e4m3", "bf16"])
+@pytest.mark.parametrize("total", [61, 128, 195])
+def test_scores_of_a_list(host_folder: Path, name: str, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts and ends differ within a tile; the list ends within a block, whose scales are no multiple of 16 bytes."""
+    dtype = E4M3 if name == "e4m3" else BF16
+    storage = integers(total, 128, seed=1, dtype=dtype)
+    scales = 2.0 ** integers(total, seed=2, most=1) if name == "e4m3" else None
+    starts = torch.tensor([0, 3, 70, 20, -4, 5, 64, 9, 1], dtype=torch.int32, device="cpu")
+    ends = torch.tensor([10, total, total, 20, 300, 4, 66, 12, 64], dtype=torch.int32, device="cpu")
+    out = torch.full((9, total), -7.5e30, dtype=torch.float32, device="cpu")
+    q, weights = integers(9, 64, 128, seed=3, dtype=dtype), integers(9, 64, seed=4)
+    call = RaggedScores(q, weights, storage, scales, starts, ends, out, "reference")
+    assert scores.serves_list(call)
+    emulated = Emulated(host_folder, name, 64, dtype)
+    monkeypatch.setattr(scores, "_launch_all", lambda found, q, params, device: emulated(params))
+    scores.ragged_scores(call)
+    assert torch.equal(out, ragged_scores(*call[:6], backend="reference"))
