@@ -148,6 +148,8 @@ def test_the_steps_have_what_they_promise() -> None:
     special = scaled_step("special", FORMATS[0], *shapes["decodes"], K).scores
     smallest = torch.finfo(torch.float32).tiny
     assert special.isnan().any()
+    assert special[4][special[4] != -torch.inf].isnan().all(), "a query that holds NaN"
+    assert special[6][special[6] != -torch.inf].isnan().all(), "a weight that is NaN"
     assert (special == torch.inf).any()
     assert ((special == 0) & special.signbit()).any()
     assert ((special > 0) & (special < smallest)).any()

@@ -114,6 +114,7 @@ class Format:
     page_size: int
     gap: int = 0
     """Bytes between pages."""
+    weights: torch.dtype = torch.float32
 
     @property
     def name(self) -> str:
@@ -125,6 +126,8 @@ FORMATS = (
     Format(index_fp8(), E4M3, 64, 64),
     Format(index_fp8(), E4M3, 32, 64, gap=132),
     Format(index_fp8(), E4M3, 16, 32),
+    Format(index_fp8(), E4M3, 32, 128, gap=160, weights=torch.bfloat16),
+    Format(index_fp8(), E4M3, 64, 16, weights=torch.float16),
     Format(index_fp8(), E4M3, 8, 16),
     Format(index_fp8(), E4M3, 1, 128),
     Format(index_fp8(), E4M3, 128, 64),
@@ -132,8 +135,10 @@ FORMATS = (
     Format(index_fp8(dim=64), E4M3, 16, 128),
     Format(index_fp8(), torch.bfloat16, 64, 64),
     Format(index_mxfp4(), E4M3, 64, 64),
+    Format(index_mxfp4(), torch.bfloat16, 16, 16),
     Format(index_mxfp4(dim=64), torch.bfloat16, 32, 32),
     Format(rows(torch.bfloat16, latent=128, rope=0), torch.bfloat16, 64, 64),
+    Format(rows(torch.bfloat16, latent=128, rope=0), torch.bfloat16, 32, 32),
     Format(rows(torch.bfloat16, latent=64, rope=0), torch.bfloat16, 16, 16),
 )
 
@@ -185,7 +190,8 @@ def exact_step(name: str, form: Format, lengths: Sequence[int], tokens: Tokens, 
 
 def scaled_step(name: str, form: Format, lengths: Sequence[int], tokens: Tokens, k: int) -> ExactStep:
     """A step whose scores are the scales of its FP8 keys, or their opposites: NaN, infinities, zeros of both signs, and
-    numbers too small to be normal. All products are 1, and so are the sums of the weights, up to the sign."""
+    numbers too small to be normal. All products are 1, and so are the sums of the weights, up to the sign. Some keys,
+    one query and one weight hold NaN themselves, where the others hold zeros."""
     draw = Draw(f"scaled {name}")
     cache, table = _cache(draw, form, lengths)
     special = torch.tensor(SPECIAL, dtype=torch.float32, device="cpu")
@@ -193,14 +199,18 @@ def scaled_step(name: str, form: Format, lengths: Sequence[int], tokens: Tokens,
     for request, length in enumerate(lengths):
         keys = torch.zeros(length, form.layout.width, dtype=torch.float32, device="cpu")
         keys[:, 0] = 1.0
+        keys[::17, 7] = torch.nan
         _store(cache, keys, table[request], scales[request])
+        scales[request][::17] = torch.nan
     q = torch.zeros(len(tokens), form.heads, form.layout.width, dtype=torch.float32, device="cpu")
     q[:, :, 0] = 1.0
     weights = torch.zeros(len(tokens), form.heads, dtype=torch.float32, device="cpu")
     weights[:, 0] = 1.0
     weights[:, 2::2], weights[:, 1:-1:2] = -2.0, 2.0
     weights[3::4] *= -1
-    scores = [scales[r] * weights[t].sum() for t, (r, _) in enumerate(tokens)]
+    q[4, form.heads // 2, 3] = weights[6, -1] = torch.nan
+    factors = weights.sum(1) + q.sum((1, 2)) * 0
+    scores = [scales[r] * factors[t] for t, (r, _) in enumerate(tokens)]
     return _step(name, form, q, weights, (cache, table), tokens, scores, k)
 
 
@@ -208,7 +218,8 @@ def _cache(draw: Draw, form: Format, lengths: Sequence[int]) -> tuple[PagedCache
     """Random bytes in all pages, and a block table of shuffled pages, -1 padded, with absent pages inside."""
     counts = [ceil_div(length, form.page_size) for length in lengths]
     cache = garbage_cache(draw, form.layout, sum(counts) + 2, form.page_size, gap=form.gap)
-    order, table = draw.permutation(cache.pages).int(), torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
+    order = draw.permutation(cache.pages).int()
+    table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32, device="cpu")
     for row, count in zip(table, counts, strict=True):
         row[:count], order = order[:count], order[count:]
         if count > 3:
@@ -248,4 +259,4 @@ def _step(
         row[: max(0, length)] = one[: max(0, length)]
         row[(table[request] < 0).repeat_interleave(cache.page_size)] = -torch.inf
     ids, lengths = (torch.tensor(column, dtype=torch.int32, device="cpu") for column in zip(*tokens, strict=True))
-    return ExactStep(name, q.to(form.dtype), weights, cache, ids, table, lengths, k, seen)
+    return ExactStep(name, q.to(form.dtype), weights.to(form.weights), cache, ids, table, lengths, k, seen)
