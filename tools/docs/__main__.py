@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tools.docs import bounds, commands, doors, flow, layouts, planning, results, vllm
+from tools.docs import bounds, commands, doors, flow, layouts, planning, results, selecting, vllm
 
 ROOT = Path(__file__).parents[2]
 PICTURES: dict[str, Callable[[], str]] = {
@@ -16,6 +16,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "pages": flow.draw_pages,
     "entries": flow.draw_entries,
     "step": planning.draw,
+    "selecting": selecting.draw,
     **{f"layout-{name}": partial(layouts.draw, name) for name in layouts.NAMES},
 }
 TEXTS: dict[str, Callable[[], str]] = {
@@ -26,6 +27,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "highlights": results.highlights,
     "doors": doors.headline,
     "results": lambda: "\n\n".join(text for text in (doors.everything(), results.everything()) if text),
+    "selecting": selecting.costs,
     "vllm releases": vllm.releases,
 }
 PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)

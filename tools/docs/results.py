@@ -17,6 +17,7 @@ PEERS = {
     "fa3": "FlashAttention 3",
     "deepgemm": "DeepGEMM",
     "vllm": "vLLM",
+    "vllm-gather": "gather + vLLM",
     "torch": "torch",
     "": "-",
 }

@@ -97,7 +97,9 @@ def register(subcommands: Subcommands) -> None:
     parser.add_argument("--stage", type=_words, default=[], metavar="NAME,...", help="only these stages of the suite")
     parser.add_argument("--heads", type=_numbers, default=[], metavar="N,...", help="query heads")
     parser.add_argument("--topk", type=_numbers, default=[], metavar="N,...", help="selected rows per token")
-    parser.add_argument("--layout", type=_words, default=[], metavar="NAME,...", help="byte formats of the rows")
+    parser.add_argument(
+        "--layout", type=_words, default=[], metavar="NAME,...", help="byte formats of the rows or keys"
+    )
     parser.add_argument(
         "--against",
         type=_words,

@@ -64,6 +64,8 @@ def test_the_suite_of_selections_has_chunks_of_prompts_and_decodes() -> None:
     assert all(set(shapes) == chunks | {"128q1s64k", "32q1s128k"} for shapes in by_stage.values())
     some = make_jobs("select", stages=["index", "scores"], shapes=["1q4ks8k"])
     assert [(job.stage, job.shape) for job in some] == [("scores", "1q4ks8k"), ("index", "1q4ks8k")]
+    packed = make_jobs("select", stages=["index", "topk"], layouts=["index-mxfp4"])
+    assert {(job.stage, job.layout) for job in packed} == {("index", "index-mxfp4"), ("topk", "float32")}
     with pytest.raises(ValueError, match="stage must be one of 'scores', 'topk', 'topk-ties', 'index', got 'attend'"):
         make_jobs("select", stages=["attend"])
 
@@ -127,6 +129,8 @@ def test_selections_are_judged_as_sets_by_their_scores() -> None:
         (topk_job("3q1s200_1q5s130", 33), TopkSet),
         (topk_job("3q1s200", 33, "topk-ties"), TopkSet),
         (topk_job("3q1s20", 33), TopkSet),
+        (Job("test", "scores", "1q9s130", "index-mxfp4", 3), ScoreSet),
+        (Job("test", "index", "1q9s130", "index-mxfp4", 3, 33), IndexSet),
         (index_job("3q1s200_1q5s130", 33), IndexSet),
     ],
 )
@@ -172,9 +176,12 @@ def test_torch_by_hand_does_the_same(job: Job) -> None:
 
 
 def test_torch_by_hand_says_what_it_cannot_do() -> None:
-    job = topk_job("3q1s200_1q5s130", 33)
-    with pytest.raises(peers.Unsupported, match="rows of different lengths"):
-        peers.Torch().calls(job, prepare(job, CPU).sets)
+    for job, reason in (
+        (topk_job("3q1s200_1q5s130", 33), "rows of different lengths"),
+        (Job("test", "index", "3q1s200", "index-mxfp4", 3, 33), "no torch baseline for index-mxfp4"),
+    ):
+        with pytest.raises(peers.Unsupported, match=reason):
+            peers.Torch().calls(job, prepare(job, CPU).sets)
 
 
 def stand_in_for_deep_gemm(names: list[str], *, newer: bool) -> peers.DeepGEMM:

@@ -163,6 +163,41 @@ def test_a_spoiled_stage_fails(
     assert text.splitlines()[-1].startswith("FAILED: ")
 
 
+@pytest.mark.parametrize(
+    ("function", "failing"),
+    [
+        ("index_scores", {"exact scores"}),
+        ("topk_positions", {"exact selections"}),
+        ("index_topk", {"exact selections"}),
+    ],
+)
+def test_one_bit_and_one_tie_fail_where_scores_are_known(
+    function: str, failing: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors far below the bounds of drawn scores: a score off by its last bit, another one of two equal scores."""
+    from tamis.ops.index import reference
+
+    right = getattr(reference, function)
+
+    def wrong(call):
+        result = right(call)
+        if function == "index_scores":
+            call.out.copy_(torch.where(call.out.isfinite(), call.out.nextafter(torch.tensor(torch.inf)), call.out))
+            return None
+        last = (result >= 0).sum(1) - 1
+        # The position behind the last one is as good only where scores are equal, and seen only where more are.
+        other = result.gather(1, last.clamp_min(0).unsqueeze(1)).squeeze(1) + 1
+        able = (last == result.shape[1] - 1) & (other < call.lengths)
+        result[able, -1] = other[able]
+        return result
+
+    monkeypatch.setattr(reference, function, wrong)
+    found = by_check(run_checks("cpu", stages=["index"], quick=True))
+    state = {name: found["index", name].state for name in ("exact scores", "exact selections")}
+    assert {name for name, one in state.items() if one == "FAILED"} == failing
+    assert "token " in found["index", "exact scores"].note or failing != {"exact scores"}
+
+
 def test_a_wrong_plan_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Planner.plan
 

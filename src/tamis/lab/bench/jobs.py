@@ -15,6 +15,7 @@ INDEXER = ("scores", "topk", "topk-ties", "index")
 KEYS = ("index-fp8",)
 SCORES = ("float32",)
 LATENT = tuple(name for name in NAMES if not name.startswith("index"))
+INDEX = tuple(name for name in NAMES if name.startswith("index"))
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class Grid:
     window: int = 0
 
     @property
-    def latent(self) -> bool:
-        """Whether the stage reads or writes latent rows, so that `--layout` applies to it."""
-        return self.layouts[0] in LATENT
+    def formats(self) -> tuple[str, ...]:
+        """The layouts that `--layout` may choose for the stage: of latent rows or of index keys; none for scores."""
+        return next((kind for kind in (LATENT, INDEX) if self.layouts[0] in kind), ())
 
     def replaced(
         self, shapes: Sequence[str], layouts: Sequence[str], heads: Sequence[int], topks: Sequence[int]
@@ -72,7 +73,7 @@ class Grid:
         return replace(
             self,
             shapes=tuple(shapes) or self.shapes,
-            layouts=tuple(layouts) if layouts and self.latent else self.layouts,
+            layouts=tuple(name for name in layouts if name in self.formats) or self.layouts,
             heads=tuple(heads) if heads and self.heads else self.heads,
             topks=tuple(topks) if topks and self.topks else self.topks,
         )
@@ -150,7 +151,7 @@ def make_jobs(
     """
     if suite is not None:
         checks.option("suite", suite, tuple(SUITES))
-    _check_values(shapes, layouts, heads, topks)
+    _check_values(shapes, heads, topks)
     name = suite or ("custom" if shapes else "smoke")
     grids = SUITES.get(name, CUSTOM)
     for stage in stages:
@@ -158,18 +159,19 @@ def make_jobs(
     grids = tuple(grid for grid in grids if not stages or grid.stage in stages)
     _check_used(name, "heads", heads, any(grid.heads for grid in grids))
     _check_used(name, "topk", topks, any(grid.topks for grid in grids))
-    _check_used(name, "layout", layouts, any(grid.latent for grid in grids))
+    formats = tuple(dict.fromkeys(one for grid in grids for one in grid.formats))
+    _check_used(name, "layout", layouts, bool(formats))
+    for layout in layouts:
+        checks.option("layout", layout, formats)
     changed = [grid.replaced(shapes, layouts, heads, topks) for grid in grids]
     # Grids that differed only in a replaced value now give equal jobs.
     return list(dict.fromkeys(job for grid in changed for job in grid.jobs(name)))
 
 
-def _check_values(shapes: Sequence[str], layouts: Sequence[str], heads: Sequence[int], topks: Sequence[int]) -> None:
+def _check_values(shapes: Sequence[str], heads: Sequence[int], topks: Sequence[int]) -> None:
     for shape in shapes:
         if 0 in parse_shape(shape)[0]:
             raise checks.refuse("shape", "requests with new tokens", repr(shape), "write q1 for a decode")
-    for layout in layouts:
-        checks.option("layout", layout, LATENT)
     for count in heads:
         checks.integer("heads", count, low=1, high=128)
     for count in topks:

@@ -39,12 +39,14 @@ def call_for(item: InputSet) -> Callable[[], Any]:
     if isinstance(item, CompressSet):
         raise NotImplementedError("no torch baseline for the small launches of a V4 layer")
     if isinstance(item, ScoreSet):
+        _known(item.cache.layout)
         return partial(score, item)
     if isinstance(item, TopkSet):
         if bool((item.lengths < item.scores.shape[1]).any()):
             raise NotImplementedError("no torch baseline for rows of different lengths")
         return partial(select, item.scores, item.k)
     if isinstance(item, IndexSet):
+        _known(item.scored.cache.layout)
         return lambda: select(score(item.scored), item.k)
     return partial(translate, item)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,6 +76,16 @@ def _index_case(
     return IndexCase(name, q, weights, cache, ids, table, seen, k, exact)
 
 
+def best_positions(scores: Tensor, length: int, k: int) -> list[int]:
+    """The definition of a selection, by a stable sort: highest scores, lowest positions among equals, ascending, -1
+    padded."""
+    row = scores[: max(0, length)].double().numpy()
+    row = np.where(np.isnan(row), -np.inf, row)
+    order = np.argsort(-row, kind="stable")[:k]
+    chosen = sorted(int(p) for p in order if row[p] > -np.inf)
+    return chosen + [-1] * (k - len(chosen))
+
+
 @dataclass(frozen=True, eq=False)
 class TopkCase:
     """Scores for top-k, and a block table to translate positions."""
@@ -101,6 +112,13 @@ def _special_values(draw: Draw, tokens: int, width: int) -> Tensor:
     return values[draw.integers(0, len(values), tokens, width).long()]
 
 
+def _outliers(draw: Draw, tokens: int, width: int, block: int) -> Tensor:
+    """Equal scores, but for one in each block, in another place of every block."""
+    at = torch.arange(width, dtype=torch.int64, device="cpu")
+    highest = 2.0 + (draw.integers(0, 9, tokens, width) // 3)
+    return torch.where(at % block == at // block * 5 % block, highest, 1.0)
+
+
 SCORES: dict[str, Callable[[Draw, int, int], Tensor]] = {
     "normal": lambda draw, tokens, width: draw.normal(tokens, width),
     "plateaus of zeros": lambda draw, tokens, width: torch.relu(draw.normal(tokens, width) - 1.5),
@@ -109,6 +127,19 @@ SCORES: dict[str, Callable[[Draw, int, int], Tensor]] = {
     "ascending": lambda draw, tokens, width: (
         torch.arange(width, dtype=torch.int64, device="cpu").float().repeat(tokens, 1)
     ),
+    "descending": lambda draw, tokens, width: (
+        torch.arange(width, 0, -1, dtype=torch.int64, device="cpu").float().repeat(tokens, 1)
+    ),
+    "two values": lambda draw, tokens, width: draw.integers(0, 4, tokens, width).eq(0).float() - 0.5,
+    "an outlier in each 64": lambda draw, tokens, width: _outliers(draw, tokens, width, 64),
+    "an outlier in each 8": lambda draw, tokens, width: _outliers(draw, tokens, width, 8),
+    "signed zeros": lambda draw, tokens, width: torch.copysign(
+        torch.zeros(tokens, width, dtype=torch.float32, device="cpu"), draw.normal(tokens, width)
+    ),
+    "infinities": lambda draw, tokens, width: torch.copysign(
+        torch.full((tokens, width), torch.inf, dtype=torch.float32, device="cpu"), draw.normal(tokens, width)
+    ),
+    "subnormal": lambda draw, tokens, width: draw.integers(-3, 4, tokens, width).float() * 1e-45,
     "special values": _special_values,
 }
 

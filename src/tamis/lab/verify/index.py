@@ -4,14 +4,14 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tamis.backends import compute_capability
 from tamis.lab.testing import index_cases, oracle
-from tamis.lab.testing.index_cases import IndexCase, KeysCase, TopkCase
+from tamis.lab.testing.index_cases import IndexCase, KeysCase, TopkCase, best_positions
 from tamis.lab.verify.check import Check, Target, Trial, named_calls
+from tamis.lab.verify.index_steps import step_checks
 from tamis.lab.verify.repeat import count_differences, graph_check, repeat_check
 from tamis.ops import index_scores, index_topk, quantise_index_query, ragged_scores, topk_positions, write_index_keys
 
@@ -43,6 +43,7 @@ def index_checks(target: Target) -> Iterator[Check]:
         yield from _score_checks(target, ", FP8 products", FP8_BOUND, fp8)
     yield Check(stage, "top-k", 0.0, named_calls(_topk, target, index_cases.topk_cases(quick=target.quick)))
     yield Check(stage, "ties", 0.0, named_calls(_index, target, [case for case in found if case.exact]))
+    yield from step_checks(target)
     yield Check(stage, "fused call matches two-step result", 0.0, named_calls(_fused, target, found))
     yield repeat_check(stage, named_calls(_indexed, target, found[::4]))
     yield graph_check(target, stage, [stage], named_calls(_index_again, target, found[::4]))
@@ -168,20 +169,11 @@ def _topk(target: Target, case: TopkCase) -> Trial:
         page_size=case.page_size,
         backend=target.backend,
     )
-    best = [_best(case.scores[t], int(case.lengths[t]), case.k) for t in range(len(case.scores))]
+    best = [best_positions(case.scores[t], int(case.lengths[t]), case.k) for t in range(len(case.scores))]
     tables = [case.block_table[int(request)].tolist() for request in case.request_ids]
     there = [[oracle.slot_of(p, tables[t], case.page_size) for p in row] for t, row in enumerate(best)]
     expected = [torch.tensor(one, dtype=torch.int32, device="cpu").view(-1, case.k) for one in (best, there)]
     return count_differences([positions, slots], expected)
-
-
-def _best(scores: Tensor, length: int, k: int) -> list[int]:
-    """Top-k by a stable sort: highest scores, lowest positions among equals, ascending, -1 padded."""
-    row = scores[: max(0, length)].double().numpy()
-    row = np.where(np.isnan(row), -np.inf, row)
-    order = np.argsort(-row, kind="stable")[:k]
-    chosen = sorted(int(p) for p in order if row[p] > -np.inf)
-    return chosen + [-1] * (k - len(chosen))
 
 
 def _exact(case: IndexCase) -> Tensor:
