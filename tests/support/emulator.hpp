@@ -183,6 +183,13 @@ inline u32 __reduce_add_sync(u32, u32 value) {
     return sum;
 }
 
+inline u32 __reduce_max_sync(u32, u32 value) {
+    const u32* values = emulator::exchange(value);
+    u32 highest = 0;
+    for (int lane = 0; lane < 32; ++lane) highest = values[lane] > highest ? values[lane] : highest;
+    return highest;
+}
+
 inline u32 __shfl_sync(u32, u32 value, int lane) { return emulator::exchange(value)[lane]; }
 
 inline u32 __shfl_up_sync(u32, u32 value, int step) {
@@ -204,6 +211,12 @@ inline void atomicOr(u32* address, u32 value) {
     *address |= value;
 }
 
+inline void atomicMax(u32* address, u32 value) {
+    emulator::maybe_pause();
+    if (*address < value) *address = value;
+}
+
+inline int __clz(int value) { return value ? __builtin_clz(static_cast<u32>(value)) : 32; }
 inline int __popc(u32 value) { return __builtin_popcount(value); }
 inline int __ffs(u32 value) { return __builtin_ffs(static_cast<int>(value)); }
 inline float __uint_as_float(u32 bits) { float value; std::memcpy(&value, &bits, 4); return value; }

@@ -168,13 +168,6 @@ T __shfl_xor_sync(u32, T value, int mask) {
 inline bool __any_sync(u32 lanes, bool predicate) { return __ballot_sync(lanes, predicate) != 0; }
 inline void __syncwarp() { emulator::exchange(0); }
 
-inline u32 __reduce_max_sync(u32, u32 value) {
-    const u32* values = emulator::exchange_all(value);
-    u32 largest = 0;
-    for (int lane = 0; lane < 32; ++lane) largest = max(largest, values[lane]);
-    return largest;
-}
-
 inline u32 __vminu2(u32 a, u32 b) { return min(a & 0xFFFF, b & 0xFFFF) | min(a >> 16, b >> 16) << 16; }
 inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
 

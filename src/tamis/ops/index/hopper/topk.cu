@@ -13,11 +13,19 @@
 //      where its results start in the output. Among ties the lowest positions win, in whatever order threads ran.
 // All warps do the same work. A row of up to k positions needs no search and is left to one CTA.
 //
+// The scorer may have written the maximum of every block of 8 scores. A long row then goes by its maxima, in one CTA: steps 1
+// to 5 select the k blocks with the highest maxima (a few more if that saves a digit), and then once more the k highest scores
+// among the scores of these blocks; no others are read. This is exact: if a block is not selected, k blocks have a higher
+// maximum, or an equal one at a lower position, hence k scores go before each of its own. The lowest selected maximum bounds
+// the result from below, so the keys of the second selection count from there and spread over all values of the first digit.
+//
 // Shared memory is `SharedMemory`, then the two bitmaps, a bit for each place of the slice, then the resident keys. Budget:
 // scores are read once from global memory if the keys of the slice fit (46,000 with a whole SM), otherwise twice, or up to
-// four times if there are more candidates than the list holds.
+// four times if there are more candidates than the list holds. A row of n scores that goes by its maxima reads n / 8 maxima
+// and 8 k scores, in sectors of 32 bytes.
 //
-// Defined by the host: THREADS (per CTA); FIXED_BYTES, the bytes set aside for `SharedMemory`; PARAMS_BYTES.
+// Defined by the host: THREADS (per CTA); FIXED_BYTES, the bytes set aside for `SharedMemory`; BLOCK, the scores that share a
+// maximum; SPARE_BLOCKS, how many blocks more than k a row may read; LARGEST_K_BY_MAXIMA; PARAMS_BYTES.
 
 #include "instructions.cuh"
 
@@ -37,6 +45,9 @@ struct TopkParams {
     int* out;                 // [T, k], contiguous
     int resident;             // keys of a slice that are kept in shared memory; the others are read again
     int bitmap_words;         // words of each of the two bitmaps
+    const float* maxima;      // [T, maxima_stride], the highest of every 8 scores; null if there are none
+    long long maxima_stride;  // in elements
+    int maxima_from;          // rows of at least this length go by their maxima
 };
 
 static_assert(sizeof(TopkParams) == PARAMS_BYTES, "TopkParams differs from its twin in topk.py");
@@ -61,10 +72,6 @@ __device__ __forceinline__ u32 key_of(float score) {
     return bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
 }
 
-__device__ __forceinline__ uint4 keys_of(float4 s) {
-    return make_uint4(key_of(s.x), key_of(s.y), key_of(s.z), key_of(s.w));
-}
-
 // The counts of one digit. `_before` arrays count the slices before this one, the others the whole row.
 template <int BINS>
 struct Digit {
@@ -84,36 +91,66 @@ struct Entry {
     int place;
 };
 
+typedef unsigned short BlockNumber;
+
 struct alignas(16) SharedMemory {
     Digits digits;
     union {
         Entry list[LISTED];     // candidates, in any order
         int chosen[LARGEST_K];  // after the bitmaps are complete: the places of this slice's results, ascending
+        struct {
+            int before_blocks[LARGEST_K_BY_MAXIMA];                  // the list and `chosen` of a row by maxima
+            BlockNumber blocks[LARGEST_K_BY_MAXIMA + SPARE_BLOCKS];  // its selected blocks, ascending
+        };
     };
     u32 warp_winners[WARPS], warp_ties[WARPS];  // set bits of each warp's words of the bitmaps
     u32 listed;                                 // candidates so far; if above LISTED, the list is not complete
+    u32 highest;                                // the highest key of the maxima
 };
 
 static_assert(sizeof(SharedMemory) <= FIXED_BYTES && FIXED_BYTES % 16 == 0, "FIXED_BYTES of topk.py is too small");
 static_assert(sizeof(Digits) % sizeof(uint4) == 0, "digits are cleared 16 bytes at a time");
 
-// One CTA's slice of a row. Places number its scores from an address that is a multiple of 16 bytes, at or up to three
-// scores before the start of the slice.
+// Scores that one CTA searches, numbered by places, which ascend with the positions: a slice of a row or of its maxima, or,
+// if GATHERED, the scores of the selected blocks. Place 0 of a slice has an address that is a multiple of 16 bytes, at or up
+// to three scores before the start of the slice.
+template <bool GATHERED>
 struct Slice {
-    const float* scores;  // address of place 0
-    u32 keys;             // address of the resident keys in shared memory
-    int resident;         // places below this have their keys in shared memory
-    int begin, end;       // places that belong to the row
-    int position;         // of place 0 in the row; negative if place 0 lies before the row
+    static constexpr int LIST = GATHERED ? LARGEST_K_BY_MAXIMA * sizeof(int) / sizeof(Entry) : LISTED;  // longest list
+
+    const float* scores;        // address of place 0; of the row if GATHERED
+    u32 keys;                   // address of the resident keys in shared memory
+    int resident;               // places below this have their keys in shared memory
+    int begin, end;             // places that belong to the row
+    int first;                  // position of place 0 in the row; negative if place 0 lies before the row
+    const BlockNumber* blocks;  // if GATHERED: places 8 i to 8 i + 7 are the scores of block i of these
+    u32 bound, spread;          // if GATHERED: scores with lower keys cannot win; the others spread by this many bits
+
+    __device__ __forceinline__ int position(int place) const {
+        return GATHERED ? blocks[place / BLOCK] * BLOCK + place % BLOCK : first + place;
+    }
+
+    __device__ __forceinline__ const float* address(int place) const {
+        return scores + (GATHERED ? position(place) : place);
+    }
 
     __device__ __forceinline__ float score(int place) const {
-        return place >= begin && place < end ? scores[place] : __uint_as_float(0xFF800000u);
+        return place >= begin && place < end ? *address(place) : __uint_as_float(0xFF800000u);
     }
 
     __device__ __forceinline__ float4 scores4(int place) const {
-        if (place >= begin && place + 4 <= end) return *reinterpret_cast<const float4*>(scores + place);
+        if (place >= begin && place + 4 <= end) return *reinterpret_cast<const float4*>(address(place));
         return make_float4(score(place), score(place + 1), score(place + 2), score(place + 3));
     }
+
+    // The key of a score. If GATHERED, keys keep their order, and those below the bound become LOWEST.
+    __device__ __forceinline__ u32 key(float score) const {
+        const u32 plain = key_of(score);
+        if (!GATHERED) return plain;
+        return plain < bound ? LOWEST : ((plain - bound) << spread) + LOWEST + 1;
+    }
+
+    __device__ __forceinline__ uint4 keys4(float4 s) const { return make_uint4(key(s.x), key(s.y), key(s.z), key(s.w)); }
 
     // Reads LOADS keys that lie `step` places apart. All loads from global memory come first, so that they overlap.
     __device__ __forceinline__ void keys_apart(int place, int step, u32 (&found)[LOADS]) const {
@@ -126,7 +163,7 @@ struct Slice {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             const int at = place + i * step;
-            found[i] = at >= resident ? key_of(loaded[i]) : at < end ? shared_load(keys + 4 * at) : LOWEST;
+            found[i] = at >= resident ? key(loaded[i]) : at < end ? shared_load(keys + 4 * at) : LOWEST;
         }
     }
 };
@@ -233,15 +270,18 @@ __device__ __forceinline__ Found find_digit(Digit<BINS>& digit, int ignored, u32
 
 // ---- Passes over a slice
 
-// Reads the slice, keeps as many keys in shared memory as fit, and counts the first digit.
-__device__ __forceinline__ void count_first_digit(const Slice& slice, SharedMemory& shared) {
+// Reads the slice, keeps as many keys in shared memory as fit, and counts the first digit. Returns the highest key that this
+// thread has read.
+template <bool GATHERED>
+__device__ __forceinline__ u32 count_first_digit(const Slice<GATHERED>& slice, SharedMemory& shared) {
     const u32 counts = shared_address(shared.digits.first.counts);
+    u32 highest = LOWEST;
     for (int place = 4 * threadIdx.x; place < slice.end; place += STEP * LOADS) {
         float4 scores[LOADS];
         if (place >= slice.begin && place + STEP * (LOADS - 1) + 4 <= slice.end) {
 #pragma unroll
             for (int load = 0; load < LOADS; ++load) {
-                scores[load] = *reinterpret_cast<const float4*>(slice.scores + place + load * STEP);
+                scores[load] = *reinterpret_cast<const float4*>(slice.address(place + load * STEP));
             }
         } else {
 #pragma unroll
@@ -250,18 +290,23 @@ __device__ __forceinline__ void count_first_digit(const Slice& slice, SharedMemo
 #pragma unroll
         for (int load = 0; load < LOADS; ++load) {
             const int at = place + load * STEP;
-            const uint4 keys = keys_of(scores[load]);
-            if (at < slice.resident) shared_store4(slice.keys + 4 * at, keys);
+            const uint4 four = slice.keys4(scores[load]);
+            if (at < slice.resident) shared_store4(slice.keys + 4 * at, four);
             if (at >= slice.end) break;
-            shared_increment(counts + 4 * (keys.x >> FIRST_SHIFT));
-            shared_increment(counts + 4 * (keys.y >> FIRST_SHIFT));
-            shared_increment(counts + 4 * (keys.z >> FIRST_SHIFT));
-            shared_increment(counts + 4 * (keys.w >> FIRST_SHIFT));
+            const u32 keys[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                highest = max(highest, keys[i]);
+                // Most scores of selected blocks are below the bound; no search counts them.
+                if (!GATHERED || keys[i] > LOWEST) shared_increment(counts + 4 * (keys[i] >> FIRST_SHIFT));
+            }
         }
     }
+    return highest;
 }
 
 // Marks keys whose first digit is higher than `first`, lists those with this digit, and counts their second digit.
+template <int LIST>
 __device__ __forceinline__ void mark_and_list(
     uint4 four, int place, u32 first, u32 second_counts, SharedMemory& shared, u32* winners) {
     const u32 keys[4] = {four.x, four.y, four.z, four.w};
@@ -273,18 +318,21 @@ __device__ __forceinline__ void mark_and_list(
         if (keys[i] >> FIRST_SHIFT != first) continue;
         shared_increment(second_counts + 4 * (keys[i] >> SECOND_SHIFT & (LATER_BINS - 1)));
         // Once the list is full its length does not matter, and with many equal scores all threads would queue for the atomic.
-        if (*const_cast<volatile u32*>(&shared.listed) > LISTED) continue;
+        if (*const_cast<volatile u32*>(&shared.listed) > LIST) continue;
         const u32 at = atomicAdd(&shared.listed, 1u);
-        if (at < LISTED) shared.list[at] = {keys[i], place + i};
+        if (at < LIST) shared.list[at] = {keys[i], place + i};
     }
     if (higher) atomicOr(&winners[place / 32], higher << place % 32);
 }
 
-__device__ __forceinline__ void count_second_digit(const Slice& slice, SharedMemory& shared, u32 first, u32* winners) {
+template <bool GATHERED>
+__device__ __forceinline__ void count_second_digit(
+    const Slice<GATHERED>& slice, SharedMemory& shared, u32 first, u32* winners) {
+    constexpr int LIST = Slice<GATHERED>::LIST;
     const u32 counts = shared_address(shared.digits.second.counts);
     int place = 4 * threadIdx.x;
     for (; place < min(slice.resident, slice.end); place += STEP) {
-        mark_and_list(shared_load4(slice.keys + 4 * place), place, first, counts, shared, winners);
+        mark_and_list<LIST>(shared_load4(slice.keys + 4 * place), place, first, counts, shared, winners);
     }
     // Scores whose keys are not resident are read again, two loads ahead.
     float4 next = slice.scores4(place), after = slice.scores4(place + STEP);
@@ -292,12 +340,14 @@ __device__ __forceinline__ void count_second_digit(const Slice& slice, SharedMem
         const float4 scores = next;
         next = after;
         after = slice.scores4(place + 2 * STEP);
-        mark_and_list(keys_of(scores), place, first, counts, shared, winners);
+        mark_and_list<LIST>(slice.keys4(scores), place, first, counts, shared, winners);
     }
 }
 
 // Counts the third digit of the keys that start with `prefix`. `listing`: whether the list has all candidates.
-__device__ __forceinline__ void count_third_digit(const Slice& slice, SharedMemory& shared, u32 prefix, bool listing) {
+template <bool GATHERED>
+__device__ __forceinline__ void count_third_digit(
+    const Slice<GATHERED>& slice, SharedMemory& shared, u32 prefix, bool listing) {
     const u32 counts = shared_address(shared.digits.third.counts);
     if (listing) {
         for (int i = threadIdx.x; i < shared.listed; i += THREADS) {
@@ -316,11 +366,63 @@ __device__ __forceinline__ void count_third_digit(const Slice& slice, SharedMemo
     }
 }
 
-// Marks keys above `prefix` in `winners` and keys that start with it in `ties`. If the list is complete (`listing`), winners
-// that are not on it have been marked already.
+// The k-th highest key of a row and what this CTA has to do with it. A key belongs to the result if it is above `prefix` in
+// its bits from `shift`; of the ties, which are equal to it there, the first `quota` of the slice do.
+struct Kth {
+    u32 prefix;
+    int shift;
+    u32 quota;
+    u32 column, total;  // columns of the output at which this CTA's results and the padding start
+    bool listing;       // the list has all ties, and all winners that are not marked yet
+};
+
+// Finds the k-th highest key, by its first digits only if at most `most` keys of the row start with these or are higher:
+// then all of them belong to the result. All CTAs of the cluster take part, after they have arrived with cleared counts.
+// `highest` becomes the highest key that this thread has read.
+template <bool GATHERED>
+__device__ __forceinline__ Kth find_kth(
+    const Slice<GATHERED>& slice, SharedMemory& shared, u32 k, u32 most, u32 rank, u32 ctas, u32* winners, u32& highest) {
+    highest = count_first_digit(slice, shared);
+    cluster_wait();  // the other CTAs have cleared their counts as well
+    Found found = find_digit(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, rank, ctas);
+    Kth kth = {LOWEST, 0, 0, found.above_before, found.above, false};
+    if (found.digit < 0) return kth;  // all candidates, which are fewer than k
+    kth.prefix = found.digit;
+    kth.shift = FIRST_SHIFT;
+    u32 above = found.above;
+    if (above + found.equal > most) {
+        count_second_digit(slice, shared, kth.prefix, winners);
+        found = find_digit(shared.digits.second, 0, k - above, rank, ctas);
+        kth.listing = shared.listed <= Slice<GATHERED>::LIST;
+        kth.prefix = kth.prefix << (FIRST_SHIFT - SECOND_SHIFT) | found.digit;
+        kth.shift = SECOND_SHIFT;
+        kth.column += found.above_before;
+        above += found.above;
+        if (above + found.equal > most) {
+            count_third_digit(slice, shared, kth.prefix, kth.listing);
+            found = find_digit(shared.digits.third, 0, k - above, rank, ctas);
+            kth.prefix = kth.prefix << SECOND_SHIFT | found.digit;
+            kth.shift = 0;
+            kth.column += found.above_before;
+            above += found.above;
+        }
+    }
+    const u32 ties = min(found.equal, most - above), ties_before = min(ties, found.equal_before);
+    kth.quota = ties - ties_before;
+    kth.column += ties_before;
+    kth.total = above + ties;
+    return kth;
+}
+
+// ---- Results
+
+// Marks this slice's winners and ties in the bitmaps.
+template <bool GATHERED>
 __device__ __forceinline__ void mark(
-    const Slice& slice, const SharedMemory& shared, u32 prefix, int shift, bool listing, u32* winners, u32* ties) {
-    if (listing) {
+    const Slice<GATHERED>& slice, const SharedMemory& shared, const Kth& kth, u32* winners, u32* ties) {
+    const u32 prefix = kth.prefix;
+    const int shift = kth.shift;
+    if (kth.listing) {
         for (int i = threadIdx.x; i < shared.listed; i += THREADS) {
             const Entry entry = shared.list[i];
             const u32 start = entry.key >> shift;
@@ -351,11 +453,12 @@ __device__ __forceinline__ u32 sum_of_warps(const u32* warps, int count) {
     return __reduce_add_sync(FULL_MASK, lane < count ? warps[lane] : 0);
 }
 
-// Writes the places of the winners and of the first `quota` ties to `shared.chosen`, ascending; returns how many.
+// Writes the places below `end` of the winners and of the first `quota` ties to `chosen`, ascending; returns how many.
+template <class Place>
 __device__ __forceinline__ u32 collect(
-    const Slice& slice, SharedMemory& shared, u32 quota, const u32* winners, const u32* ties) {
+    int end, SharedMemory& shared, u32 quota, const u32* winners, const u32* ties, Place* chosen) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int words = (slice.end + 31) / 32;
+    const int words = (end + 31) / 32;
     const int run = (words + THREADS - 1) / THREADS;
     const int first = min(static_cast<int>(threadIdx.x) * run, words), last = min(first + run, words);
     u32 own_winners = 0, own_ties = 0;
@@ -382,7 +485,7 @@ __device__ __forceinline__ u32 collect(
                 if (left == 0) continue;
                 --left;
             }
-            shared.chosen[column++] = word * 32 + __ffs(bit) - 1;
+            chosen[column++] = static_cast<Place>(word * 32 + __ffs(bit) - 1);
         }
     }
     return sum_of_warps(shared.warp_winners, WARPS) + min(sum_of_warps(shared.warp_ties, WARPS), quota);
@@ -405,6 +508,83 @@ struct Pages {
     }
 };
 
+// Marks and collects this CTA's results and writes them to `result`, then -1 up to column k.
+template <bool GATHERED>
+__device__ __forceinline__ void write_results(
+    const Slice<GATHERED>& slice, SharedMemory& shared, const Kth& kth, const TopkParams& params, int row, u32* winners,
+    u32* ties, u32 first_padding, u32 padding_step) {
+    mark(slice, shared, kth, winners, ties);
+    __syncthreads();  // the bitmaps are complete
+    const u32 count = collect(slice.end, shared, kth.quota, winners, ties, shared.chosen);
+    __syncthreads();  // `chosen` is complete
+
+    Pages pages = {nullptr, params.table_width, params.page_size};
+    if (params.page_size > 0) {
+        const int request = params.request_ids[row];
+        if (request >= 0 && request < params.requests) pages.table = params.block_table + request * params.table_stride;
+    }
+    int* result = params.out + static_cast<long long>(row) * params.k;
+    if (params.page_size == 0) {
+#pragma unroll 4
+        for (u32 i = threadIdx.x; i < count; i += THREADS) result[kth.column + i] = slice.position(shared.chosen[i]);
+    } else {
+        for (u32 i = threadIdx.x; i < count; i += THREADS) {
+            result[kth.column + i] = pages.slot(slice.position(shared.chosen[i]));
+        }
+    }
+    // A row of up to k positions was not searched, so that its total is not known before.
+    for (u32 i = max(kth.total, count) + first_padding; i < params.k; i += padding_step) result[i] = -1;
+}
+
+__device__ __forceinline__ void clear_counts(SharedMemory& shared) {
+    uint4* const digits = reinterpret_cast<uint4*>(&shared.digits);
+    for (int i = threadIdx.x; i < sizeof(Digits) / sizeof(uint4); i += THREADS) digits[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0) shared.listed = shared.highest = 0;
+}
+
+__device__ __forceinline__ void clear_bitmaps(int end, u32* winners, u32* ties) {
+    for (int word = threadIdx.x; word * 32 < end; word += THREADS) winners[word] = ties[word] = 0;
+}
+
+// Selects the blocks of a row that has `length` scores, by their maxima, and returns the slice of the scores of these blocks.
+// Counts are clear before and after, and so are the bitmaps after.
+__device__ __forceinline__ Slice<true> select_blocks(
+    const TopkParams& params, int row, int length, SharedMemory& shared, u32* winners, u32* ties) {
+    const u32 keys = shared_address(ties + params.bitmap_words);
+    Slice<false> maxima = {};
+    maxima.scores = params.maxima + row * params.maxima_stride;
+    maxima.keys = keys;
+    maxima.resident = params.resident;
+    maxima.end = (length + BLOCK - 1) / BLOCK;
+    clear_bitmaps(maxima.end, winners, ties);
+    __syncthreads();  // the counts are cleared
+    u32 highest;
+    const Kth kth = find_kth(maxima, shared, params.k, params.k + SPARE_BLOCKS, 0, 1, winners, highest);
+    highest = __reduce_max_sync(FULL_MASK, highest);
+    if (threadIdx.x % 32 == 0) atomicMax(&shared.highest, highest);
+    mark(maxima, shared, kth, winners, ties);
+    __syncthreads();  // the bitmaps and the highest key are complete
+    highest = shared.highest;
+    const int count = collect(maxima.end, shared, kth.quota, winners, ties, shared.blocks);
+    clear_counts(shared);
+    cluster_arrive();  // for the second search, although it is this CTA's alone
+    __syncthreads();   // `blocks` is complete, and the bitmaps have been read
+
+    Slice<true> slice = {};
+    slice.scores = params.scores + row * params.row_stride;
+    slice.keys = keys;
+    slice.resident = params.resident;
+    slice.blocks = shared.blocks;
+    slice.end = count * BLOCK;
+    // The row's last block may be shorter.
+    if (count > 0 && shared.blocks[count - 1] == maxima.end - 1) slice.end -= maxima.end * BLOCK - length;
+    slice.bound = max(kth.prefix << kth.shift, LOWEST + 1);
+    // The highest key of all must not exceed 32 bits; keys of finite or infinite scores span less than that.
+    slice.spread = highest > slice.bound ? max(__clz(static_cast<int>(highest - slice.bound)) - 1, 0) : 0;
+    clear_bitmaps(slice.end, winners, ties);
+    return slice;
+}
+
 // Writes to out[row, :] the positions j < lengths[row] of the k highest scores above -inf, ascending, then -1. With a block
 // table it writes the slots of these positions, -1 for positions without a page.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_positions(const __grid_constant__ TopkParams params) {
@@ -417,11 +597,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
 
     wait_for_previous_kernel();
     const int length = min(max(params.lengths[row], 0), params.width);
-    for (int i = threadIdx.x; i < sizeof(Digits) / sizeof(uint4); i += THREADS) memory[i] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x == 0) shared.listed = 0;
+    clear_counts(shared);
     cluster_arrive();  // this CTA runs and has cleared its counts; the load of the length overlaps
     const bool everything = length <= k;  // the same in the whole cluster; CTA 0 does the row alone and reads it once
     if (everything && rank > 0) {
+        cluster_wait();
+        return;
+    }
+    u32 highest;  // not used here
+    if (params.maxima != nullptr && length >= params.maxima_from && !everything) {
+        const Slice<true> slice = select_blocks(params, row, length, shared, winners, ties);
+        const Kth kth = find_kth(slice, shared, k, k, 0, 1, winners, highest);
+        cluster_arrive_relaxed();
+        let_next_kernel_start();
+        write_results(slice, shared, kth, params, row, winners, ties, threadIdx.x, THREADS);
         cluster_wait();
         return;
     }
@@ -429,72 +618,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     const int skipped = static_cast<int>(reinterpret_cast<unsigned long long>(start) / sizeof(float) % 4);
     const int slices = everything ? 1 : ctas;
     const int size = ((skipped + length + slices - 1) / slices + 127) / 128 * 128;
-    Slice slice;
-    slice.position = static_cast<int>(rank) * size - skipped;
-    slice.scores = start + slice.position;
+    Slice<false> slice = {};
+    slice.first = static_cast<int>(rank) * size - skipped;
+    slice.scores = start + slice.first;
     slice.keys = shared_address(ties + params.bitmap_words);
     slice.resident = everything ? 0 : params.resident;
     slice.begin = rank == 0 ? skipped : 0;
-    slice.end = max(min(length - slice.position, size), 0);
+    slice.end = max(min(length - slice.first, size), 0);
 
-    // The k-th highest key starts with `prefix`. Keys above it are winners. Of the ties, which start with it, the first
-    // `wanted` of the row belong to the result: these are the first `quota` of this slice.
-    u32 prefix = LOWEST, wanted = 0, quota = 0;
-    u32 column = 0, total = 0;  // columns of the output at which this CTA's results and the padding start
-    int shift = 0;
-    bool listing = false;
+    Kth kth = {LOWEST, 0, 0, 0, 0, false};
     if (!everything) {
-        for (int word = threadIdx.x; word * 32 < slice.end; word += THREADS) winners[word] = ties[word] = 0;
+        clear_bitmaps(slice.end, winners, ties);
         __syncthreads();  // the counts are cleared
-        count_first_digit(slice, shared);
-        cluster_wait();  // the other CTAs have cleared their counts as well
-        Found found = find_digit(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, rank, ctas);
-        column = found.above_before;
-        total = found.above;  // all candidates, if they are fewer than k
-        if (found.digit >= 0) {
-            total = k;
-            prefix = found.digit;
-            wanted = k - found.above;
-            count_second_digit(slice, shared, prefix, winners);
-            found = find_digit(shared.digits.second, 0, wanted, rank, ctas);
-            listing = shared.listed <= LISTED;
-            column += found.above_before;
-            wanted -= found.above;
-            prefix = prefix << (FIRST_SHIFT - SECOND_SHIFT) | found.digit;
-            shift = SECOND_SHIFT;
-            if (wanted < found.equal) {
-                count_third_digit(slice, shared, prefix, listing);
-                found = find_digit(shared.digits.third, 0, wanted, rank, ctas);
-                column += found.above_before;
-                wanted -= found.above;
-                prefix = prefix << SECOND_SHIFT | found.digit;
-                shift = 0;
-            }
-            quota = wanted - min(wanted, found.equal_before);
-            column += min(wanted, found.equal_before);
-        }
+        kth = find_kth(slice, shared, k, k, rank, ctas, winners, highest);
         cluster_arrive_relaxed();  // this CTA does not read the counts of other CTAs any more
     }
     let_next_kernel_start();
-
-    mark(slice, shared, prefix, shift, listing, winners, ties);
-    __syncthreads();  // the bitmaps are complete
-    const u32 count = collect(slice, shared, quota, winners, ties);
-    __syncthreads();  // `chosen` is complete
-
-    Pages pages = {nullptr, params.table_width, params.page_size};
-    if (params.page_size > 0) {
-        const int request = params.request_ids[row];
-        if (request >= 0 && request < params.requests) pages.table = params.block_table + request * params.table_stride;
-    }
-    int* result = params.out + static_cast<long long>(row) * k;
-    if (params.page_size == 0) {
-#pragma unroll 4
-        for (u32 i = threadIdx.x; i < count; i += THREADS) result[column + i] = shared.chosen[i] + slice.position;
-    } else {
-        for (u32 i = threadIdx.x; i < count; i += THREADS) result[column + i] = pages.slot(shared.chosen[i] + slice.position);
-    }
-    if (everything) total = count;
-    for (u32 i = total + rank * THREADS + threadIdx.x; i < k; i += slices * THREADS) result[i] = -1;
+    write_results(slice, shared, kth, params, row, winners, ties, rank * THREADS + threadIdx.x, slices * THREADS);
     cluster_wait();  // no CTA exits while others may read its counts
 }

@@ -11,7 +11,7 @@ from tamis.arithmetic import ceil_div, round_up
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
 from tamis.cuda.launch import Launch, PreparedLaunch, kernel
-from tamis.cuda.params import Int, Long, Pointer, params_bytes
+from tamis.cuda.params import Int, Long, Pointer, params_bytes, pointer
 
 MAX_K = 4096
 SLICE_UNIT = 128
@@ -21,6 +21,17 @@ SYSTEM_SHARED = 1024
 """Bytes of shared memory that the system reserves in every CTA."""
 FIXED_BYTES = 43_536
 """Bytes set aside for the source's `SharedMemory`, enough for 1024 threads. The source checks the number."""
+BLOCK = 8
+"""Scores that share a maximum: a sector of memory, the least that a read moves."""
+SPARE_BLOCKS = 8
+"""How many blocks more than k a row may read if that saves a digit of the search."""
+MAX_K_BY_MAXIMA = 2048
+MAX_WIDTH_BY_MAXIMA = BLOCK * 2**16
+"""The source numbers blocks with 16 bits."""
+NEVER = 2**31 - 1
+"""As the least length of a row by maxima: a length that no row has."""
+MOST_CTAS_REPLACED = 4
+"""One CTA that reads maxima is as fast as a cluster of this many that read all scores."""
 
 
 class TopkParams(NamedTuple):
@@ -48,6 +59,11 @@ class TopkParams(NamedTuple):
     """Keys of a slice that are kept in shared memory; the others are read again."""
     bitmap_words: Int
     """Words of each of the two bitmaps."""
+    maxima: Pointer
+    """float32 [T, maxima_stride], the highest of every 8 scores; 0 if there are none."""
+    maxima_stride: Long
+    maxima_from: Int
+    """Rows of at least this length go by their maxima."""
 
 
 class Variant(NamedTuple):
@@ -75,6 +91,7 @@ def topk_positions(
     page_size: int = 0,
     *,
     out: Tensor | None = None,
+    maxima: Tensor | None = None,
     variant: Variant | None = None,
 ) -> Tensor:
     """The k highest-scored positions of each row: int32 [T, k], ascending, then -1.
@@ -91,19 +108,28 @@ def topk_positions(
         block_table: int32 [B, W].
         page_size: positions per page; 0 without a block table.
         out: int32 [T, k], contiguous, to write into.
+        maxima: float32 [T, at least S / 8], which saves time and does not change the result: column b has the highest
+            score of positions 8 b to 8 b + 7 below the length, without NaN unless all are. Columns beyond the length
+            are not read. Rows of scores and maxima are aligned to 16 bytes.
         variant: the shape of the launch; None for the usual one.
     """
     checks.integer("k", k, low=1, high=MAX_K)
     tokens, width = scores.shape
+    if maxima is not None:
+        _check_maxima(scores, maxima)
     if out is None:
         out = torch.empty((tokens, k), dtype=torch.int32, device=scores.device)
     if tokens == 0:
         return out
     if width > 1 and scores.stride(1) != 1:
         scores = scores.contiguous()
+    if maxima is not None and not by_maxima(tokens, width, k, sm_count(scores.device)):
+        maxima = None
     if variant is None:
-        variant = usual_variant(tokens, width, sm_count(scores.device))
-    resident, bitmap_words = memory_of(variant, width, k)
+        variant = usual_variant(tokens, width, sm_count(scores.device), maxima=maxima is not None)
+    elif variant.cluster > 1:
+        maxima = None  # a row that goes by its maxima has one CTA
+    resident, bitmap_words = memory_of(variant, width, k, maxima=maxima is not None)
     ids = table = table_stride = requests = table_width = 0
     if block_table is not None and request_ids is not None:
         # These names and `lengths` keep the copies alive until the launch.
@@ -126,53 +152,102 @@ def topk_positions(
         out.data_ptr(),
         resident,
         bitmap_words,
+        pointer(maxima),
+        0 if maxima is None else maxima.stride(0),
+        maxima_from(k),
     )
     _launch(scores.device.index, variant)((tokens * variant.cluster, 1, 1), params)
     return out
 
 
-def prepare_topk(tokens: int, width: int, k: int, device: torch.device) -> PreparedLaunch:
+def prepare_topk(
+    tokens: int, width: int, k: int, device: torch.device, maxima_stride: int | None = None
+) -> PreparedLaunch:
     """A launch for contiguous scores float32 [tokens, width] and lengths int32 [tokens] on the current device, without
-    a block table: call it with the stream and the addresses of scores, lengths and result."""
-    variant = usual_variant(tokens, width, sm_count(device))
-    params = TopkParams(0, width, width, 0, k, 0, 0, 0, 0, 0, 0, 0, *memory_of(variant, width, k))
+    a block table: call it with the stream and the addresses of scores, lengths and result, and with `maxima_stride`,
+    the row stride of maxima in elements, those of maxima as well."""
+    addresses = ("scores", "lengths", "out") if maxima_stride is None else ("scores", "lengths", "out", "maxima")
+    use = maxima_stride is not None and by_maxima(tokens, width, k, sm_count(device))
+    variant = usual_variant(tokens, width, sm_count(device), maxima=use)
+    params = TopkParams(
+        *(0, width, width, 0, k, 0, 0, 0, 0, 0, 0, 0, *memory_of(variant, width, k, maxima=use)),
+        *(0, maxima_stride or 0, maxima_from(k) if use else NEVER),
+    )
     grid = (tokens * variant.cluster, 1, 1)
-    return _launch(device_index(device), variant).prepared(grid, params, ("scores", "lengths", "out"))
+    return _launch(device_index(device), variant).prepared(grid, params, addresses)
+
+
+def maxima_from(k: int) -> int:
+    """The least length of a row that goes by its maxima. Going by maxima costs a second search, the time of reading
+    about 12,000 scores, and 8 k scores are read from here and there; see benchmarks/NOTES.md."""
+    return 12_288 + 6 * k
 
 
 @lru_cache(maxsize=1024)
-def usual_variant(tokens: int, width: int, sms: int) -> Variant:
+def by_maxima(tokens: int, width: int, k: int, sms: int) -> bool:
+    """Whether rows of this launch may go by their maxima: some can be long enough, and there are not so few rows that
+    a large cluster reads all scores of one in less time."""
+    fits = k <= MAX_K_BY_MAXIMA and maxima_from(k) <= width <= MAX_WIDTH_BY_MAXIMA
+    return fits and _cluster(tokens, width, sms) <= MOST_CTAS_REPLACED
+
+
+@lru_cache(maxsize=1024)
+def usual_variant(tokens: int, width: int, sms: int, *, maxima: bool = False) -> Variant:
     """The fastest variant: at most one CTA per SM if slices are long enough, since the exchange between the CTAs of a
-    row costs more than a second CTA on the same SM gains. Long slices get the whole shared memory of an SM."""
+    row costs more than a second CTA on the same SM gains. Long slices get the whole shared memory of an SM. Rows that
+    go by their maxima have one CTA each."""
+    cluster = 1 if maxima else _cluster(tokens, width, sms)
+    alone = tokens * cluster <= sms and (maxima or width >= cluster * 49152)
+    variant, largest = Variant(cluster, 1024, 1) if alone else Variant(cluster, 512, 2), Variant(16, 1024, 1)
+    return variant if _room_for_keys(variant, width, MAX_K, maxima=maxima)[1] > 0 else largest
+
+
+def _cluster(tokens: int, width: int, sms: int) -> int:
+    """CTAs per row that read all its scores."""
     cluster = 1
     while cluster < 16 and tokens * cluster * 2 <= sms and width >= cluster * 16384:
         cluster *= 2
-    alone = tokens * cluster <= sms and width >= cluster * 49152
-    variant, largest = Variant(cluster, 1024, 1) if alone else Variant(cluster, 512, 2), Variant(16, 1024, 1)
-    return variant if _room_for_keys(variant, width, MAX_K)[1] > 0 else largest
+    return cluster
 
 
 @lru_cache(maxsize=1024)
-def memory_of(variant: Variant, width: int, k: int) -> tuple[int, int]:
+def memory_of(variant: Variant, width: int, k: int, *, maxima: bool = False) -> tuple[int, int]:
     """How a CTA's shared memory is divided for rows of a width: resident keys, and words of each bitmap."""
-    longest, room = _room_for_keys(variant, width, k)
+    longest, room = _room_for_keys(variant, width, k, maxima=maxima)
     if room < 0:
         raise checks.refuse("scores", "narrower", f"rows of {width}", "split them; about 11 million fit")
-    return min(longest, room // 4 // SLICE_UNIT * SLICE_UNIT), longest // 32
+    return min(longest, room // 16 * 4), longest // 32
 
 
-def _room_for_keys(variant: Variant, width: int, k: int) -> tuple[int, int]:
+def _room_for_keys(variant: Variant, width: int, k: int, *, maxima: bool = False) -> tuple[int, int]:
     """The number of places of the longest slice, and the bytes that its two bitmaps leave for keys."""
+    searched = width
+    if maxima:  # of long rows the maxima are searched, then the selected blocks
+        searched = max(min(width, maxima_from(k)), ceil_div(width, BLOCK), BLOCK * (k + SPARE_BLOCKS))
     # A row's places begin up to three scores before it, for aligned loads. A row of up to k positions is one slice.
-    longest = round_up(max(ceil_div(width + 3, variant.cluster), min(k, width) + 3), SLICE_UNIT)
+    longest = round_up(max(ceil_div(searched + 3, variant.cluster), min(k, width) + 3), SLICE_UNIT)
     return longest, variant.shared - FIXED_BYTES - 2 * longest // 8
+
+
+def _check_maxima(scores: Tensor, maxima: Tensor) -> None:
+    """Refuse maxima of another shape, and rows whose blocks are not sectors of memory."""
+    tokens, width = scores.shape
+    least = ceil_div(width, BLOCK)
+    if maxima.dtype != torch.float32 or maxima.ndim != 2 or maxima.shape[0] != tokens or maxima.shape[1] < least:
+        got = f"{checks.dtype_name(maxima.dtype)} {list(maxima.shape)}"
+        raise checks.refuse("maxima", f"float32 [{tokens}, {least}] or wider", got, "pass what the scorer wrote")
+    for name, rows in (("scores", scores), ("maxima", maxima)):
+        if rows.stride(1) != 1 or rows.stride(0) % 4 or rows.data_ptr() % 16:
+            got = f"strides {rows.stride()} at an address of {rows.data_ptr() % 16} modulo 16"
+            raise checks.refuse(name, "rows aligned to 16 bytes where there are maxima", got, "leave maxima out")
 
 
 @cache
 def program(threads: int) -> Program:
     """The program `topk.cu` for CTAs of a number of threads."""
     constants = {"THREADS": threads, "FIXED_BYTES": FIXED_BYTES, "PARAMS_BYTES": params_bytes(TopkParams)}
-    return Program.packaged(__package__, "topk.cu", **constants)
+    blocks = {"BLOCK": BLOCK, "SPARE_BLOCKS": SPARE_BLOCKS, "LARGEST_K_BY_MAXIMA": MAX_K_BY_MAXIMA}
+    return Program.packaged(__package__, "topk.cu", **constants, **blocks)
 
 
 @cache
