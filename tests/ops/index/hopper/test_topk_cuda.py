@@ -366,6 +366,8 @@ def test_maxima_that_cannot_be_read_are_refused() -> None:
             topk_positions(scores, lengths, 1, maxima=wrong)
     with pytest.raises(ValueError, match="maxima must be rows aligned to 16 bytes where there are maxima, got"):
         topk_positions(scores, lengths, 1, maxima=torch.zeros(2, 9))
+    with pytest.raises(ValueError, match="scores must be rows of whole blocks of 8 where there are maxima, got 63"):
+        topk_positions(scores[:, :63], lengths, 1, maxima=torch.zeros(2, 8))
     with pytest.raises(ValueError, match="scores must be rows aligned to 16 bytes where there are maxima, got"):
         topk_positions(torch.zeros(2, 65)[:, :64], lengths, 1, maxima=torch.zeros(2, 8))
 

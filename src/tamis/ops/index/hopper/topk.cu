@@ -111,8 +111,8 @@ struct alignas(16) SharedMemory {
 static_assert(sizeof(SharedMemory) <= FIXED_BYTES && FIXED_BYTES % 16 == 0, "FIXED_BYTES of topk.py is too small");
 static_assert(sizeof(Digits) % sizeof(uint4) == 0, "digits are cleared 16 bytes at a time");
 
-// Scores that one CTA searches, numbered by places, which ascend with the positions: a slice of a row or of its maxima, or,
-// if GATHERED, the scores of the selected blocks. Place 0 of a slice has an address that is a multiple of 16 bytes, at or up
+// Scores that one CTA searches, numbered by places, which ascend with the positions: a slice of a row, all maxima of a row
+// (then positions are numbers of blocks), or, if GATHERED, the scores of the selected blocks. Place 0 of a slice has an address that is a multiple of 16 bytes, at or up
 // to three scores before the start of the slice.
 template <bool GATHERED>
 struct Slice {
@@ -138,8 +138,10 @@ struct Slice {
         return place >= begin && place < end ? *address(place) : __uint_as_float(0xFF800000u);
     }
 
+    // Blocks are read as a whole, also where the row ends within one.
     __device__ __forceinline__ float4 scores4(int place) const {
-        if (place >= begin && place + 4 <= end) return *reinterpret_cast<const float4*>(address(place));
+        if (GATHERED ? place < end : place >= begin && place + 4 <= end) return *reinterpret_cast<const float4*>(address(place));
+        if (GATHERED) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         return make_float4(score(place), score(place + 1), score(place + 2), score(place + 3));
     }
 
@@ -150,7 +152,17 @@ struct Slice {
         return plain < bound ? LOWEST : ((plain - bound) << spread) + LOWEST + 1;
     }
 
-    __device__ __forceinline__ uint4 keys4(float4 s) const { return make_uint4(key(s.x), key(s.y), key(s.z), key(s.w)); }
+    // The keys of four scores that `scores4` has read.
+    __device__ __forceinline__ uint4 keys4(float4 s, int place) const {
+        uint4 keys = make_uint4(key(s.x), key(s.y), key(s.z), key(s.w));
+        if (GATHERED && place + 4 > end) {
+            if (place >= end) keys.x = LOWEST;
+            if (place + 1 >= end) keys.y = LOWEST;
+            if (place + 2 >= end) keys.z = LOWEST;
+            keys.w = LOWEST;
+        }
+        return keys;
+    }
 
     // Reads LOADS keys that lie `step` places apart. All loads from global memory come first, so that they overlap.
     __device__ __forceinline__ void keys_apart(int place, int step, u32 (&found)[LOADS]) const {
@@ -169,6 +181,23 @@ struct Slice {
 };
 
 // ---- Search
+
+// The CTAs of a row. One that is alone needs no exchange.
+struct Cluster {
+    u32 rank, size;
+
+    __device__ __forceinline__ void arrive() const {
+        if (size > 1) cluster_arrive();
+    }
+
+    __device__ __forceinline__ void arrive_relaxed() const {
+        if (size > 1) cluster_arrive_relaxed();
+    }
+
+    __device__ __forceinline__ void wait() const {
+        if (size > 1) cluster_wait();
+    }
+};
 
 // The result of the search for a digit.
 struct Found {
@@ -203,7 +232,7 @@ __device__ __forceinline__ int first_reaching(u32 count, u32 before, u32 wanted,
 // Finds the digit of the row's `wanted`-th highest key, after each CTA has counted its slice. Every thread of the cluster gets
 // the same result. Bins below `ignored` have no candidates. Every warp searches for itself; lanes go from high to low bins.
 template <int BINS>
-__device__ __forceinline__ Found find_digit(Digit<BINS>& digit, int ignored, u32 wanted, u32 rank, u32 ctas) {
+__device__ __forceinline__ Found find_digit(Digit<BINS>& digit, int ignored, u32 wanted, Cluster cluster) {
     constexpr int GROUP = BINS / GROUPS, PER_LANE = GROUP / 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __syncthreads();  // all threads have counted
@@ -216,15 +245,17 @@ __device__ __forceinline__ Found find_digit(Digit<BINS>& digit, int ignored, u32
             sum += bin < ignored ? 0 : digit.counts[bin];
         }
         sum = __reduce_add_sync(FULL_MASK, sum);
-        // Each lane adds to the sums of one CTA of the cluster.
-        if (lane < ctas) {
+        if (cluster.size == 1) {
+            if (lane == 0) digit.groups[group] = sum;
+        } else if (lane < cluster.size) {  // each lane adds to the sums of one CTA of the cluster
             const u32 theirs = peer_address(groups + 4 * group, lane);
             peer_add(theirs, sum);
-            if (lane > rank) peer_add(theirs + 4 * GROUPS, sum);
+            if (lane > cluster.rank) peer_add(theirs + 4 * GROUPS, sum);
         }
     }
-    cluster_arrive();
-    cluster_wait();  // the counts of all CTAs are complete, and so are the sums of groups in this one
+    cluster.arrive();
+    cluster.wait();  // the counts of all CTAs are complete, and so are the sums of groups in this one
+    if (cluster.size == 1) __syncthreads();  // the sums of groups are complete
     Found found = {-1, 0, 0, 0, 0};
     const int mine = GROUPS - 1 - lane;
     const int from_top = first_reaching(digit.groups[mine], digit.groups_before[mine], wanted, found.above, found.above_before);
@@ -232,21 +263,22 @@ __device__ __forceinline__ Found find_digit(Digit<BINS>& digit, int ignored, u32
     const int group = GROUPS - 1 - from_top;
     const u32 counts = shared_address(digit.counts + group * GROUP + lane);
 #pragma unroll 1
-    for (int peer = warp; peer < ctas; peer += WARPS) {
+    for (int peer = warp; cluster.size > 1 && peer < cluster.size; peer += WARPS) {
         u32 loaded[PER_LANE];
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) loaded[i] = peer_load(peer_address(counts + 128 * i, peer));
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
             atomicAdd(&digit.bins[lane + 32 * i], loaded[i]);
-            if (peer < rank) atomicAdd(&digit.bins_before[lane + 32 * i], loaded[i]);
+            if (peer < cluster.rank) atomicAdd(&digit.bins_before[lane + 32 * i], loaded[i]);
         }
     }
-    __syncthreads();  // the sums of the group's bins are complete
+    if (cluster.size > 1) __syncthreads();  // the sums of the group's bins are complete
+    const u32* const bins = cluster.size > 1 ? digit.bins : digit.counts + group * GROUP;
     u32 count[PER_LANE], before[PER_LANE], sum = 0, sum_before = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
-        sum += count[i] = digit.bins[GROUP - 1 - lane * PER_LANE - i];
+        sum += count[i] = bins[GROUP - 1 - lane * PER_LANE - i];
         sum_before += before[i] = digit.bins_before[GROUP - 1 - lane * PER_LANE - i];
     }
     const int at = first_reaching(sum, sum_before, wanted, found.above, found.above_before);
@@ -290,7 +322,7 @@ __device__ __forceinline__ u32 count_first_digit(const Slice<GATHERED>& slice, S
 #pragma unroll
         for (int load = 0; load < LOADS; ++load) {
             const int at = place + load * STEP;
-            const uint4 four = slice.keys4(scores[load]);
+            const uint4 four = slice.keys4(scores[load], at);
             if (at < slice.resident) shared_store4(slice.keys + 4 * at, four);
             if (at >= slice.end) break;
             const u32 keys[4] = {four.x, four.y, four.z, four.w};
@@ -340,7 +372,7 @@ __device__ __forceinline__ void count_second_digit(
         const float4 scores = next;
         next = after;
         after = slice.scores4(place + 2 * STEP);
-        mark_and_list<LIST>(slice.keys4(scores), place, first, counts, shared, winners);
+        mark_and_list<LIST>(slice.keys4(scores, place), place, first, counts, shared, winners);
     }
 }
 
@@ -381,10 +413,10 @@ struct Kth {
 // `highest` becomes the highest key that this thread has read.
 template <bool GATHERED>
 __device__ __forceinline__ Kth find_kth(
-    const Slice<GATHERED>& slice, SharedMemory& shared, u32 k, u32 most, u32 rank, u32 ctas, u32* winners, u32& highest) {
+    const Slice<GATHERED>& slice, SharedMemory& shared, u32 k, u32 most, Cluster cluster, u32* winners, u32& highest) {
     highest = count_first_digit(slice, shared);
-    cluster_wait();  // the other CTAs have cleared their counts as well
-    Found found = find_digit(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, rank, ctas);
+    cluster.wait();  // the other CTAs have cleared their counts as well
+    Found found = find_digit(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, cluster);
     Kth kth = {LOWEST, 0, 0, found.above_before, found.above, false};
     if (found.digit < 0) return kth;  // all candidates, which are fewer than k
     kth.prefix = found.digit;
@@ -392,7 +424,7 @@ __device__ __forceinline__ Kth find_kth(
     u32 above = found.above;
     if (above + found.equal > most) {
         count_second_digit(slice, shared, kth.prefix, winners);
-        found = find_digit(shared.digits.second, 0, k - above, rank, ctas);
+        found = find_digit(shared.digits.second, 0, k - above, cluster);
         kth.listing = shared.listed <= Slice<GATHERED>::LIST;
         kth.prefix = kth.prefix << (FIRST_SHIFT - SECOND_SHIFT) | found.digit;
         kth.shift = SECOND_SHIFT;
@@ -400,7 +432,7 @@ __device__ __forceinline__ Kth find_kth(
         above += found.above;
         if (above + found.equal > most) {
             count_third_digit(slice, shared, kth.prefix, kth.listing);
-            found = find_digit(shared.digits.third, 0, k - above, rank, ctas);
+            found = find_digit(shared.digits.third, 0, k - above, cluster);
             kth.prefix = kth.prefix << SECOND_SHIFT | found.digit;
             kth.shift = 0;
             kth.column += found.above_before;
@@ -546,20 +578,12 @@ __device__ __forceinline__ void clear_bitmaps(int end, u32* winners, u32* ties) 
     for (int word = threadIdx.x; word * 32 < end; word += THREADS) winners[word] = ties[word] = 0;
 }
 
-// Selects the blocks of a row that has `length` scores, by their maxima, and returns the slice of the scores of these blocks.
-// Counts are clear before and after, and so are the bitmaps after.
-__device__ __forceinline__ Slice<true> select_blocks(
-    const TopkParams& params, int row, int length, SharedMemory& shared, u32* winners, u32* ties) {
-    const u32 keys = shared_address(ties + params.bitmap_words);
-    Slice<false> maxima = {};
-    maxima.scores = params.maxima + row * params.maxima_stride;
-    maxima.keys = keys;
-    maxima.resident = params.resident;
-    maxima.end = (length + BLOCK - 1) / BLOCK;
-    clear_bitmaps(maxima.end, winners, ties);
-    __syncthreads();  // the counts are cleared
-    u32 highest;
-    const Kth kth = find_kth(maxima, shared, params.k, params.k + SPARE_BLOCKS, 0, 1, winners, highest);
+// After the search among a row's maxima: collects the selected blocks and returns the slice of their scores. Counts and
+// bitmaps are clear afterwards. `highest` is the highest key of the maxima that this thread has read, `start` the address of
+// the row, which has `length` scores.
+__device__ __forceinline__ Slice<true> gather_blocks(
+    const Slice<false>& maxima, SharedMemory& shared, const Kth& kth, u32 highest, const float* start, int length,
+    u32* winners, u32* ties) {
     highest = __reduce_max_sync(FULL_MASK, highest);
     if (threadIdx.x % 32 == 0) atomicMax(&shared.highest, highest);
     mark(maxima, shared, kth, winners, ties);
@@ -567,19 +591,18 @@ __device__ __forceinline__ Slice<true> select_blocks(
     highest = shared.highest;
     const int count = collect(maxima.end, shared, kth.quota, winners, ties, shared.blocks);
     clear_counts(shared);
-    cluster_arrive();  // for the second search, although it is this CTA's alone
-    __syncthreads();   // `blocks` is complete, and the bitmaps have been read
+    __syncthreads();  // `blocks` is complete, and the bitmaps have been read
 
     Slice<true> slice = {};
-    slice.scores = params.scores + row * params.row_stride;
-    slice.keys = keys;
-    slice.resident = params.resident;
+    slice.scores = start;
+    slice.keys = maxima.keys;
+    slice.resident = maxima.resident;
     slice.blocks = shared.blocks;
     slice.end = count * BLOCK;
     // The row's last block may be shorter.
     if (count > 0 && shared.blocks[count - 1] == maxima.end - 1) slice.end -= maxima.end * BLOCK - length;
     slice.bound = max(kth.prefix << kth.shift, LOWEST + 1);
-    // The highest key of all must not exceed 32 bits; keys of finite or infinite scores span less than that.
+    // The sum in `key` stays below 2**32: half of that is left, or the keys are not shifted.
     slice.spread = highest > slice.bound ? max(__clz(static_cast<int>(highest - slice.bound)) - 1, 0) : 0;
     clear_bitmaps(slice.end, winners, ties);
     return slice;
@@ -592,48 +615,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     SharedMemory& shared = *reinterpret_cast<SharedMemory*>(memory);
     u32* winners = reinterpret_cast<u32*>(memory) + FIXED_BYTES / sizeof(u32);
     u32* ties = winners + params.bitmap_words;
-    const u32 rank = cluster_rank(), ctas = cluster_size();
-    const int row = blockIdx.x / ctas, k = params.k;
+    const Cluster cluster = {cluster_rank(), cluster_size()};
+    const int row = blockIdx.x / cluster.size, k = params.k;
 
     wait_for_previous_kernel();
     const int length = min(max(params.lengths[row], 0), params.width);
     clear_counts(shared);
-    cluster_arrive();  // this CTA runs and has cleared its counts; the load of the length overlaps
+    cluster.arrive();  // this CTA runs and has cleared its counts; the load of the length overlaps
     const bool everything = length <= k;  // the same in the whole cluster; CTA 0 does the row alone and reads it once
-    if (everything && rank > 0) {
-        cluster_wait();
-        return;
-    }
-    u32 highest;  // not used here
-    if (params.maxima != nullptr && length >= params.maxima_from && !everything) {
-        const Slice<true> slice = select_blocks(params, row, length, shared, winners, ties);
-        const Kth kth = find_kth(slice, shared, k, k, 0, 1, winners, highest);
-        cluster_arrive_relaxed();
-        let_next_kernel_start();
-        write_results(slice, shared, kth, params, row, winners, ties, threadIdx.x, THREADS);
-        cluster_wait();
+    if (everything && cluster.rank > 0) {
+        cluster.wait();
         return;
     }
     const float* start = params.scores + row * params.row_stride;
-    const int skipped = static_cast<int>(reinterpret_cast<unsigned long long>(start) / sizeof(float) % 4);
-    const int slices = everything ? 1 : ctas;
-    const int size = ((skipped + length + slices - 1) / slices + 127) / 128 * 128;
+    const bool by_maxima = params.maxima != nullptr && length >= params.maxima_from && !everything;
+    const float* searched = by_maxima ? params.maxima + row * params.maxima_stride : start;
+    const int count = by_maxima ? (length + BLOCK - 1) / BLOCK : length;
+    const int skipped = static_cast<int>(reinterpret_cast<unsigned long long>(searched) / sizeof(float) % 4);
+    const int slices = everything ? 1 : cluster.size;
+    const int size = ((skipped + count + slices - 1) / slices + 127) / 128 * 128;
     Slice<false> slice = {};
-    slice.first = static_cast<int>(rank) * size - skipped;
-    slice.scores = start + slice.first;
+    slice.first = static_cast<int>(cluster.rank) * size - skipped;
+    slice.scores = searched + slice.first;
     slice.keys = shared_address(ties + params.bitmap_words);
     slice.resident = everything ? 0 : params.resident;
-    slice.begin = rank == 0 ? skipped : 0;
-    slice.end = max(min(length - slice.first, size), 0);
+    slice.begin = cluster.rank == 0 ? skipped : 0;
+    slice.end = max(min(count - slice.first, size), 0);
 
     Kth kth = {LOWEST, 0, 0, 0, 0, false};
     if (!everything) {
         clear_bitmaps(slice.end, winners, ties);
         __syncthreads();  // the counts are cleared
-        kth = find_kth(slice, shared, k, k, rank, ctas, winners, highest);
-        cluster_arrive_relaxed();  // this CTA does not read the counts of other CTAs any more
+        u32 highest;
+        kth = find_kth(slice, shared, k, by_maxima ? k + SPARE_BLOCKS : k, cluster, winners, highest);
+        if (by_maxima) {
+            const Slice<true> blocks = gather_blocks(slice, shared, kth, highest, start, length, winners, ties);
+            kth = find_kth(blocks, shared, k, k, {0, 1}, winners, highest);
+            let_next_kernel_start();
+            write_results(blocks, shared, kth, params, row, winners, ties, threadIdx.x, THREADS);
+            return;
+        }
+        cluster.arrive_relaxed();  // this CTA does not read the counts of other CTAs any more
     }
     let_next_kernel_start();
-    write_results(slice, shared, kth, params, row, winners, ties, rank * THREADS + threadIdx.x, slices * THREADS);
-    cluster_wait();  // no CTA exits while others may read its counts
+    write_results(slice, shared, kth, params, row, winners, ties, cluster.rank * THREADS + threadIdx.x, slices * THREADS);
+    cluster.wait();  // no CTA exits while others may read its counts
 }

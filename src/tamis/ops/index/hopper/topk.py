@@ -110,7 +110,7 @@ def topk_positions(
         out: int32 [T, k], contiguous, to write into.
         maxima: float32 [T, at least S / 8], which saves time and does not change the result: column b has the highest
             score of positions 8 b to 8 b + 7 below the length, without NaN unless all are. Columns beyond the length
-            are not read. Rows of scores and maxima are aligned to 16 bytes.
+            are not read. Rows of scores and maxima are aligned to 16 bytes, and S is a multiple of 8.
         variant: the shape of the launch; None for the usual one.
     """
     checks.integer("k", k, low=1, high=MAX_K)
@@ -236,6 +236,8 @@ def _check_maxima(scores: Tensor, maxima: Tensor) -> None:
     if maxima.dtype != torch.float32 or maxima.ndim != 2 or maxima.shape[0] != tokens or maxima.shape[1] < least:
         got = f"{checks.dtype_name(maxima.dtype)} {list(maxima.shape)}"
         raise checks.refuse("maxima", f"float32 [{tokens}, {least}] or wider", got, "pass what the scorer wrote")
+    if width % BLOCK:
+        raise checks.refuse("scores", "rows of whole blocks of 8 where there are maxima", width, "leave maxima out")
     for name, rows in (("scores", scores), ("maxima", maxima)):
         if rows.stride(1) != 1 or rows.stride(0) % 4 or rows.data_ptr() % 16:
             got = f"strides {rows.stride()} at an address of {rows.data_ptr() % 16} modulo 16"
