@@ -14,10 +14,10 @@
 // All warps do the same work. A row of up to k positions needs no search and is left to one CTA.
 //
 // The scorer may have written the maximum of every block of 8 scores. A long row then goes by its maxima, in one CTA: steps 1
-// to 5 select the k blocks with the highest maxima (a few more if that saves a digit), and then once more the k highest scores
-// among the scores of these blocks; no others are read. This is exact: if a block is not selected, k blocks have a higher
-// maximum, or an equal one at a lower position, hence k scores go before each of its own. The lowest selected maximum bounds
-// the result from below, so the keys of the second selection count from there and spread over all values of the first digit.
+// to 5 select the k blocks with the highest maxima, and then, once more, the k highest scores of these blocks; no others are
+// read. This is exact: if a block is not selected, k blocks have a higher maximum, or an equal one at a lower position, hence k
+// scores go before each of its own. The lowest selected maximum bounds the result from below, so the keys of the second
+// selection count from there and spread over all values of the first digit.
 //
 // Shared memory is `SharedMemory`, then the two bitmaps, a bit for each place of the slice, then the resident keys. Budget:
 // scores are read once from global memory if the keys of the slice fit (46,000 with a whole SM), otherwise twice, or up to
@@ -25,7 +25,7 @@
 // and 8 k scores, in sectors of 32 bytes.
 //
 // Defined by the host: THREADS (per CTA); FIXED_BYTES, the bytes set aside for `SharedMemory`; BLOCK, the scores that share a
-// maximum; SPARE_BLOCKS, how many blocks more than k a row may read; LARGEST_K_BY_MAXIMA; PARAMS_BYTES.
+// maximum; LARGEST_K_BY_MAXIMA; PARAMS_BYTES.
 
 #include "instructions.cuh"
 
@@ -99,8 +99,8 @@ struct alignas(16) SharedMemory {
         Entry list[LISTED];     // candidates, in any order
         int chosen[LARGEST_K];  // after the bitmaps are complete: the places of this slice's results, ascending
         struct {
-            int before_blocks[LARGEST_K_BY_MAXIMA];                  // the list and `chosen` of a row by maxima
-            BlockNumber blocks[LARGEST_K_BY_MAXIMA + SPARE_BLOCKS];  // its selected blocks, ascending
+            int before_blocks[LARGEST_K_BY_MAXIMA];   // the list and `chosen` of a row by maxima
+            BlockNumber blocks[LARGEST_K_BY_MAXIMA];  // its selected blocks, ascending
         };
     };
     u32 warp_winners[WARPS], warp_ties[WARPS];  // set bits of each warp's words of the bitmaps
@@ -112,8 +112,8 @@ static_assert(sizeof(SharedMemory) <= FIXED_BYTES && FIXED_BYTES % 16 == 0, "FIX
 static_assert(sizeof(Digits) % sizeof(uint4) == 0, "digits are cleared 16 bytes at a time");
 
 // Scores that one CTA searches, numbered by places, which ascend with the positions: a slice of a row, all maxima of a row
-// (then positions are numbers of blocks), or, if GATHERED, the scores of the selected blocks. Place 0 of a slice has an address that is a multiple of 16 bytes, at or up
-// to three scores before the start of the slice.
+// (then positions are numbers of blocks), or, if GATHERED, the scores of the selected blocks. Place 0 of a slice has an address
+// that is a multiple of 16 bytes, at or up to three scores before the start of the slice.
 template <bool GATHERED>
 struct Slice {
     static constexpr int LIST = GATHERED ? LARGEST_K_BY_MAXIMA * sizeof(int) / sizeof(Entry) : LISTED;  // longest list
@@ -408,12 +408,11 @@ struct Kth {
     bool listing;       // the list has all ties, and all winners that are not marked yet
 };
 
-// Finds the k-th highest key, by its first digits only if at most `most` keys of the row start with these or are higher:
-// then all of them belong to the result. All CTAs of the cluster take part, after they have arrived with cleared counts.
-// `highest` becomes the highest key that this thread has read.
+// Finds the k-th highest key, or as many of its digits as decide. All CTAs of the cluster take part, after they have arrived
+// with cleared counts. `highest` becomes the highest key that this thread has read.
 template <bool GATHERED>
 __device__ __forceinline__ Kth find_kth(
-    const Slice<GATHERED>& slice, SharedMemory& shared, u32 k, u32 most, Cluster cluster, u32* winners, u32& highest) {
+    const Slice<GATHERED>& slice, SharedMemory& shared, u32 k, Cluster cluster, u32* winners, u32& highest) {
     highest = count_first_digit(slice, shared);
     cluster.wait();  // the other CTAs have cleared their counts as well
     Found found = find_digit(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, cluster);
@@ -422,7 +421,7 @@ __device__ __forceinline__ Kth find_kth(
     kth.prefix = found.digit;
     kth.shift = FIRST_SHIFT;
     u32 above = found.above;
-    if (above + found.equal > most) {
+    if (above + found.equal > k) {
         count_second_digit(slice, shared, kth.prefix, winners);
         found = find_digit(shared.digits.second, 0, k - above, cluster);
         kth.listing = shared.listed <= Slice<GATHERED>::LIST;
@@ -430,7 +429,7 @@ __device__ __forceinline__ Kth find_kth(
         kth.shift = SECOND_SHIFT;
         kth.column += found.above_before;
         above += found.above;
-        if (above + found.equal > most) {
+        if (above + found.equal > k) {
             count_third_digit(slice, shared, kth.prefix, kth.listing);
             found = find_digit(shared.digits.third, 0, k - above, cluster);
             kth.prefix = kth.prefix << SECOND_SHIFT | found.digit;
@@ -439,10 +438,10 @@ __device__ __forceinline__ Kth find_kth(
             above += found.above;
         }
     }
-    const u32 ties = min(found.equal, most - above), ties_before = min(ties, found.equal_before);
+    const u32 ties = k - above, ties_before = min(ties, found.equal_before);
     kth.quota = ties - ties_before;
     kth.column += ties_before;
-    kth.total = above + ties;
+    kth.total = k;
     return kth;
 }
 
@@ -647,10 +646,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
         clear_bitmaps(slice.end, winners, ties);
         __syncthreads();  // the counts are cleared
         u32 highest;
-        kth = find_kth(slice, shared, k, by_maxima ? k + SPARE_BLOCKS : k, cluster, winners, highest);
+        kth = find_kth(slice, shared, k, cluster, winners, highest);
         if (by_maxima) {
             const Slice<true> blocks = gather_blocks(slice, shared, kth, highest, start, length, winners, ties);
-            kth = find_kth(blocks, shared, k, k, {0, 1}, winners, highest);
+            kth = find_kth(blocks, shared, k, {0, 1}, winners, highest);
             let_next_kernel_start();
             write_results(blocks, shared, kth, params, row, winners, ties, threadIdx.x, THREADS);
             return;

@@ -23,8 +23,6 @@ FIXED_BYTES = 43_536
 """Bytes set aside for the source's `SharedMemory`, enough for 1024 threads. The source checks the number."""
 BLOCK = 8
 """Scores that share a maximum: a sector of memory, the least that a read moves."""
-SPARE_BLOCKS = 8
-"""How many blocks more than k a row may read if that saves a digit of the search."""
 MAX_K_BY_MAXIMA = 2048
 MAX_WIDTH_BY_MAXIMA = BLOCK * 2**16
 """The source numbers blocks with 16 bits."""
@@ -216,14 +214,14 @@ def memory_of(variant: Variant, width: int, k: int, *, maxima: bool = False) -> 
     longest, room = _room_for_keys(variant, width, k, maxima=maxima)
     if room < 0:
         raise checks.refuse("scores", "narrower", f"rows of {width}", "split them; about 11 million fit")
-    return min(longest, room // 16 * 4), longest // 32
+    return min(longest, room // 4 // SLICE_UNIT * SLICE_UNIT), longest // 32
 
 
 def _room_for_keys(variant: Variant, width: int, k: int, *, maxima: bool = False) -> tuple[int, int]:
     """The number of places of the longest slice, and the bytes that its two bitmaps leave for keys."""
     searched = width
     if maxima:  # of long rows the maxima are searched, then the selected blocks
-        searched = max(min(width, maxima_from(k)), ceil_div(width, BLOCK), BLOCK * (k + SPARE_BLOCKS))
+        searched = max(min(width, maxima_from(k)), ceil_div(width, BLOCK), BLOCK * k)
     # A row's places begin up to three scores before it, for aligned loads. A row of up to k positions is one slice.
     longest = round_up(max(ceil_div(searched + 3, variant.cluster), min(k, width) + 3), SLICE_UNIT)
     return longest, variant.shared - FIXED_BYTES - 2 * longest // 8
@@ -248,7 +246,7 @@ def _check_maxima(scores: Tensor, maxima: Tensor) -> None:
 def program(threads: int) -> Program:
     """The program `topk.cu` for CTAs of a number of threads."""
     constants = {"THREADS": threads, "FIXED_BYTES": FIXED_BYTES, "PARAMS_BYTES": params_bytes(TopkParams)}
-    blocks = {"BLOCK": BLOCK, "SPARE_BLOCKS": SPARE_BLOCKS, "LARGEST_K_BY_MAXIMA": MAX_K_BY_MAXIMA}
+    blocks = {"BLOCK": BLOCK, "LARGEST_K_BY_MAXIMA": MAX_K_BY_MAXIMA}
     return Program.packaged(__package__, "topk.cu", **constants, **blocks)
 
 
