@@ -167,9 +167,10 @@ void wgmma_rs(float (&d)[64], const u32 (&a)[4], unsigned long long b) {
     wgmma_rs<TYPE>(d, a, b, 1, true);
 }
 
-inline void wgmma_rs_e4m3(float (&d)[64], const u32 (&a)[4], unsigned long long b, int accumulate) {
+template <int N>
+void wgmma_rs_e4m3(float (&d)[N], const u32 (&a)[4], unsigned long long b, int accumulate) {
     const auto value = [](u32 code) { return emulator::fp16_value(emulator::e4m3_to_fp16(code)); };
-    emulator::Product product = {d, 128, accumulate != 0, true, 0, b, value};
+    emulator::Product product = {d, 2 * N, accumulate != 0, true, 0, b, value};
     product.depth = 32;
     product.bytes = 1;
     for (int i = 0; i < 4; ++i) {

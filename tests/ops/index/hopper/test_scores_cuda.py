@@ -32,8 +32,8 @@ LAYOUTS = {"e4m3": index_fp8(), "bf16": rows(BF16, latent=128, rope=0), "e2m1": 
 class Emulated:
     """The kernel for a format, compiled for the host."""
 
-    def __init__(self, folder: Path, name: str, heads: int, query: torch.dtype) -> None:
-        program = scores.program(scores.FORMATS[name], heads, query.itemsize)
+    def __init__(self, folder: Path, name: str, heads: int, query: torch.dtype, columns: int = scores.COLUMNS) -> None:
+        program = scores.program(scores.FORMATS[name], heads, query.itemsize, columns)
         source = f'#include "warpgroup_emulator.hpp"\n{program.source}{ENTRY}'
         self._run = on_host.load(folder, source, program.options).run
 
@@ -138,6 +138,20 @@ def test_scores_of_several_requests(host_folder: Path, page_size: int) -> None:
     assert torch.equal(call.out, want)
 
 
+@pytest.mark.parametrize(("name", "heads", "query"), CASES)
+def test_scores_of_decodes(host_folder: Path, name: str, heads: int, query: torch.dtype) -> None:
+    """Tiles of few tokens: as many of each request as fit, and decodes."""
+    drafts = scores.FEW_COLUMNS // heads
+    for each in {1, 2, drafts}:
+        ids = [request for request in range(3) for _ in range(each)]
+        lengths = [70 + 60 * request + draft for request in range(3) for draft in range(each)]
+        call = paged_call(name, heads, query, ids, lengths, table_width=4, seed=each)
+        params = scores.paged_params(call, call.out, None, fill=True)
+        assert params.group == each
+        Emulated(host_folder, name, heads, query, scores.FEW_COLUMNS)(params, ctas=4, seed=each)
+        assert torch.equal(call.out, expected(call))
+
+
 @pytest.mark.parametrize("ctas", [1, 2, 7])
 def test_a_score_does_not_depend_on_its_neighbours(host_folder: Path, ctas: int) -> None:
     """Random numbers, of which sums differ if their order does: tokens alone, and in tiles of other sizes."""
@@ -147,6 +161,7 @@ def test_a_score_does_not_depend_on_its_neighbours(host_folder: Path, ctas: int)
     weights = torch.randn(call.weights.shape, generator=seeded(2), dtype=torch.float32, device="cpu")
     call = call._replace(q=q, weights=weights)
     emulated = Emulated(host_folder, "e4m3", 64, E4M3)
+    few = Emulated(host_folder, "e4m3", 64, E4M3, scores.FEW_COLUMNS)
     emulated(scores.paged_params(call, call.out, None, fill=True), ctas=ctas)
     for token in (0, 4, 9):
         one = slice(token, token + 1)
@@ -157,8 +172,10 @@ def test_a_score_does_not_depend_on_its_neighbours(host_folder: Path, ctas: int)
             lengths=call.lengths[one],
             out=torch.full_like(call.out[one], -7.5e30),
         )
-        emulated(scores.paged_params(alone, alone.out, None, fill=True), ctas=2)
-        assert torch.equal(alone.out[0], call.out[token])
+        for kernel in (emulated, few):
+            alone.out.fill_(-7.5e30)
+            kernel(scores.paged_params(alone, alone.out, None, fill=True), ctas=2)
+            assert torch.equal(alone.out[0], call.out[token])
     want = expected(call)
     seen = want > -torch.inf
     assert torch.equal(call.out > -torch.inf, seen)

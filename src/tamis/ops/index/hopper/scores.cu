@@ -4,7 +4,7 @@
 // relu(q[t, h] . key[j]). Keys are e4m3 with one scale each, bf16, or e2m1 with an exponent per 32 values (MXFP4), in pages or
 // in one list.
 //
-// Keys are the rows (M) of the product, the heads of up to 512 / HEADS tokens of one request, a tile, its columns (N). The sum
+// Keys are the rows (M) of the product, the heads of up to COLUMNS / HEADS tokens of one request, a tile, its columns (N). The sum
 // over heads then is a sum within a thread, and a last one within a quad of lanes. The order of all sums is fixed: a score has
 // the same bits whichever tokens and keys are computed beside it.
 //
@@ -21,8 +21,9 @@
 // The operand in registers determines the order of dims: a lane reads 16-byte units of a key, so that its numbers belong to
 // places along K which are not neighbours. The queries in shared memory are permuted alike. See `Keys` and `copy_queries`.
 //
-// Budget for 64 keys and 8 tokens of 64 heads, e4m3 (H200): 1,024 cycles of wgmma; per warp about 690 instructions, two warps
-// share a scheduler; shared memory 64 bytes a cycle for queries; 8.25 KiB of keys.
+// Budget for 64 keys and 8 tokens of 64 heads, e4m3 (H200): 1,024 cycles of wgmma. Of shared memory's 1,024 cycles products
+// read queries in 512; keys take 66 to write and 128 to read, shuffles about 100. Weights would take 512. Per warp about 400
+// instructions, two warps share a scheduler.
 //
 // Defined by the host: KEYS (the format), HEADS (16, 32 or 64), QUERY_BYTES (of a number: 1 or 2), STAGES, THREADS,
 // SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles: SCORE_REGISTERS, PRODUCE_REGISTERS.
@@ -57,10 +58,11 @@ struct ScoreParams {
     int table_width;                // pages of a request
     int listed_keys;                // keys of a request that have a column and an entry in the table; or of the list
     int tokens;                     // T
-    int group;                      // tokens that may be one tile, at most 512 / HEADS
+    int group;                      // tokens that may be one tile, at most COLUMNS / HEADS
     int width;                      // columns of the result
     int fill;                       // whether -inf is written past the keys that tiles see
     int pairs;                      // whether two neighbouring scores may be stored at once
+    int joined;                     // whether a page has 64 keys, and their scales follow them
 };
 
 static_assert(sizeof(ScoreParams) == PARAMS_BYTES, "ScoreParams differs from its twin in scores.py");
@@ -72,17 +74,17 @@ constexpr int E4M3_KEYS = 0, BF16_KEYS = 1, E2M1_KEYS = 2;
 constexpr bool WIDE = KEYS != E4M3_KEYS;  // whether products are of 16-bit numbers
 constexpr bool SCALED = KEYS != BF16_KEYS;
 constexpr int BLOCK = 64, WARPS = 4;  // keys of a block, warps of a warpgroup
-constexpr int CHUNK = WIDE ? 64 : 128;         // columns of a product, as many as registers allow
-constexpr int TILE = 512 / HEADS;              // most tokens of a tile
+constexpr int CONSUMERS = THREADS / 128 - 1;   // warpgroups
+constexpr int CHUNK = 64;                      // columns of a product
+constexpr int TILE = COLUMNS / HEADS;              // most tokens of a tile
 constexpr int CHUNK_TOKENS = CHUNK / HEADS;
-constexpr int MOST_CHUNKS = TILE / CHUNK_TOKENS;
+constexpr int MOST_CHUNKS = COLUMNS / CHUNK;       // of a tile
 constexpr int K_TILES = WIDE ? 2 : 1;          // tiles of 128 bytes along K
 constexpr int STEPS = WIDE ? 8 : 4;            // wgmma along K
 constexpr int KEY_BYTES = KEYS == E4M3_KEYS ? 128 : KEYS == BF16_KEYS ? 256 : 64;
 constexpr int SCALE_BYTES = SCALED ? 4 : 0;    // of a key: a float, or four exponents
 constexpr int MOST_GROUPS = 2048;              // groups of tokens in a launch
 constexpr int LOADERS = 96;                    // threads that copy queries
-constexpr int NO_POSITION = 0x7FFFFFFF - BLOCK;  // beyond every key
 constexpr u32 MINUS_INFINITY = 0xFF800000u;
 
 // ---- Shared memory
@@ -97,12 +99,12 @@ struct Part {
 };
 
 constexpr u32 CHUNK_BYTES = K_TILES * CHUNK * 128, QUERY_BUFFER = MOST_CHUNKS * CHUNK_BYTES;
-constexpr int BUFFERS = WIDE ? 1 : 2;  // two buffers of 16-bit queries do not fit
+constexpr int BUFFERS = WIDE && COLUMNS == 512 ? 1 : 2;  // two buffers of as many 16-bit queries do not fit
 constexpr u32 STAGE_BYTES = BLOCK * (KEY_BYTES + SCALE_BYTES);
 constexpr u32 QUERIES = 0;                                       // [BUFFERS][MOST_CHUNKS][K_TILES][CHUNK][128 bytes]
 constexpr u32 RING = QUERIES + BUFFERS * QUERY_BUFFER;           // [STAGES] keys, then scales
-constexpr u32 WEIGHTS = RING + STAGES * STAGE_BYTES;             // [BUFFERS][512 / 16][4 lanes][4] floats
-constexpr u32 BOUNDS = WEIGHTS + BUFFERS * 512 * 4;             // [BUFFERS][TILE][2] first and last key of each token
+constexpr u32 WEIGHTS = RING + STAGES * STAGE_BYTES;             // [BUFFERS][COLUMNS / 16][4 lanes][4] floats
+constexpr u32 BOUNDS = WEIGHTS + BUFFERS * COLUMNS * 4;             // [BUFFERS][TILE][2] first and last key of each token
 constexpr u32 PARTS = BOUNDS + BUFFERS * TILE * 8;               // [BUFFERS] Part
 constexpr u32 PRESENT = PARTS + BUFFERS * sizeof(Part);          // [STAGES] a bit for each 16 keys that exist
 constexpr u32 COSTS = PRESENT + (STAGES + 3) / 4 * 16;           // [MOST_GROUPS + 1] costs of the groups before
@@ -113,9 +115,9 @@ constexpr u32 QUERIES_FULL = EMPTY + STAGES * 8;                 // [BUFFERS]
 constexpr u32 QUERIES_EMPTY = QUERIES_FULL + BUFFERS * 8;
 constexpr u32 USED = QUERIES_EMPTY + BUFFERS * 8;
 static_assert(USED <= SHARED_BYTES && FULL % 8 == 0 && STAGE_BYTES % 16 == 0, "shared memory is too small or not aligned");
-static_assert(STAGES % 2 == 0, "each consumer has its own stages");
-// A launch gets 168 registers per thread of three warpgroups. More than these would wait for ever.
-static_assert(PRODUCE_REGISTERS + 2 * SCORE_REGISTERS <= 3 * 168, "there are not as many registers");
+static_assert(STAGES % CONSUMERS == 0, "each consumer has its own stages");
+// A CTA has the registers that it is launched with, as many for every thread. More than these would be waited for in vain.
+static_assert(PRODUCE_REGISTERS + CONSUMERS * SCORE_REGISTERS <= THREADS / 128 * (65536 / THREADS / 8 * 8), "too many registers");
 
 // ---- Tiles
 
@@ -249,61 +251,80 @@ __device__ __forceinline__ void for_each_part(const ScoreParams& params, u32 mem
 
 __device__ __forceinline__ u32 stage_address(u32 memory, int stage) { return memory + RING + stage * STAGE_BYTES; }
 
-// Copies the blocks of keys of all parts. By one warp; lane 0 starts the copies.
+// The pages of a block of keys, -1 where there is none.
+struct BlockPages {
+    int page[4];
+
+    __device__ __forceinline__ void look_up(const ScoreParams& params, const int* table, int block, int count, int rows) {
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+            page[part] = -1;
+            if (part >= count) continue;
+            const int key = block * BLOCK + part * rows, column = key / params.page_size;
+            if (table == nullptr) page[part] = key < params.listed_keys ? column : -1;
+            else if (column < params.table_width) page[part] = table[column];
+            if (table != nullptr && page[part] >= params.pages) page[part] = -1;
+        }
+    }
+};
+
+// Copies the blocks of keys of all parts. By one warp: a lane copies a block. Half of the stages are filled at once, while
+// consumers work on the other half.
 __device__ __forceinline__ void copy_keys(const ScoreParams& params, u32 memory, int groups) {
+    constexpr int BATCH = STAGES / 2;
     const int lane = threadIdx.x % 32;
-    const bool listed = params.block_table == nullptr;
-    const int per_block = params.page_size < BLOCK ? BLOCK / params.page_size : 1;  // pages of a block
-    const int rows = BLOCK / per_block, batch = 32 / per_block;                     // keys of a copy; blocks of a batch
-    u32 number = 0;
+    const int count = params.page_size < BLOCK ? BLOCK / params.page_size : 1, rows = BLOCK / count;  // pages; their keys
+    const u32 sixteens = (1u << rows / 16) - 1;  // a bit for each 16 keys of a page
+    u32 number = lane;                           // of this lane's block
     for_each_part(params, memory, groups, [&](const Tile& tile, int from, int to) {
+        const bool listed = params.block_table == nullptr;
         const int* const table = listed ? nullptr : params.block_table + tile.request * params.table_stride;
-        for (int first = from; first < to; first += batch) {
-            // Each lane looks up one page.
-            const int key = first * BLOCK + lane * rows, column = key / params.page_size;
-            int page = -1;
-            if (listed) page = key < params.listed_keys ? column : -1;
-            else if (column < params.table_width) page = table[column];
-            if (!listed && page >= params.pages) page = -1;
-            const int within = listed ? 0 : key % params.page_size;
-            const int last = min(batch, to - first);
-            for (int i = 0; i < last; ++i, ++number) {
-                const int stage = number % STAGES;
-                const u32 full = memory + FULL + stage * 8, address = stage_address(memory, stage);
-                const bool mine = lane / per_block == i;
-                const u32 exist = __ballot_sync(FULL_MASK, mine && page >= 0) >> i * per_block;
-                const int present = min(rows, listed ? params.listed_keys - (first + i) * BLOCK : rows);
-                u32 sixteens = 0;  // a bit for each 16 keys
+        BlockPages next;
+        next.look_up(params, table, from + lane, count, rows);
 #pragma unroll 1
-                for (int part = 0; part < per_block; ++part) {
-                    if (exist >> part & 1) sixteens |= ((1u << rows / 16) - 1) << part * (rows / 16);
-                }
+        for (int first = from; first < to; first += BATCH) {
+            const int block = first + lane;
+            const BlockPages own = next;
+            next.look_up(params, table, block + BATCH, count, rows);
+            if (lane < BATCH && block < to) {
+                const u32 stage = number % STAGES, full = memory + FULL + stage * 8, address = stage_address(memory, stage);
+                const int present = listed ? min(rows, params.listed_keys - block * BLOCK) : rows;
+                // The last scales of a list may be no multiple of 16 bytes.
+                const int scales_bytes = present / 4 * 4 * SCALE_BYTES;
                 mbarrier_wait(memory + EMPTY + stage * 8, number / STAGES % 2 ^ 1);
-                const bool whole = present == rows;
-                if (SCALED && !whole && exist != 0) {
-                    // The last scales of a list may be no multiple of 16 bytes.
-                    const u32* const scales = reinterpret_cast<const u32*>(params.scales) + (first + i) * BLOCK;
-#pragma unroll 1
-                    for (int at = lane; at < present; at += 32) shared_store(address + BLOCK * KEY_BYTES + at * 4, scales[at]);
+                u32 exist = 0, bytes = 0;
+#pragma unroll
+                for (int part = 0; part < 4; ++part) {
+                    if (own.page[part] < 0) continue;
+                    exist |= sixteens << part * (rows / 16), bytes += present * KEY_BYTES + scales_bytes;
                 }
-                __syncwarp();  // lane 0 announces what all lanes have stored
-                const int copies = __popc(exist);
-                if (lane == 0) {
-                    shared_store(memory + PRESENT + stage * 4, sixteens);
-                    const int bytes = present * KEY_BYTES + (whole ? present * SCALE_BYTES : 0);
-                    mbarrier_arrive_expect_tx(full, copies * bytes);
+                if (SCALED && exist != 0) {
+                    for (int at = present / 4 * 4; at < present; ++at) {
+                        const u32 scale = reinterpret_cast<const u32*>(params.scales)[block * BLOCK + at];
+                        shared_store(address + BLOCK * KEY_BYTES + at * 4, scale);
+                    }
                 }
-                __syncwarp();  // the barrier expects the bytes before they arrive
-                if (mine && page >= 0) {
-                    const int part = lane % per_block;
-                    const auto* from = params.keys + page * params.key_page_stride + within * KEY_BYTES;
-                    bulk_copy(address + part * rows * KEY_BYTES, from, present * KEY_BYTES, full);
-                    if (SCALED && whole) {
-                        const auto* scales = params.scales + page * params.scale_page_stride + within * SCALE_BYTES;
-                        bulk_copy(address + BLOCK * KEY_BYTES + part * rows * SCALE_BYTES, scales, rows * SCALE_BYTES, full);
+                shared_store(memory + PRESENT + stage * 4, exist);
+                mbarrier_arrive_expect_tx(full, bytes);
+#pragma unroll
+                for (int part = 0; part < 4; ++part) {
+                    if (own.page[part] < 0) continue;
+                    const int within = listed ? 0 : (block * BLOCK + part * rows) % params.page_size;
+                    const auto* keys = params.keys + own.page[part] * params.key_page_stride + within * KEY_BYTES;
+                    const u32 to_keys = address + part * rows * KEY_BYTES;
+                    if (params.joined) {
+                        bulk_copy(to_keys, keys, BLOCK * (KEY_BYTES + SCALE_BYTES), full);
+                        continue;
+                    }
+                    bulk_copy(to_keys, keys, present * KEY_BYTES, full);
+                    if (SCALED && scales_bytes > 0) {
+                        const auto* scales = params.scales + own.page[part] * params.scale_page_stride + within * SCALE_BYTES;
+                        bulk_copy(address + BLOCK * KEY_BYTES + part * rows * SCALE_BYTES, scales, scales_bytes, full);
                     }
                 }
             }
+            __syncwarp();
+            number += min(BATCH, to - first);
         }
     });
 }
@@ -388,7 +409,7 @@ __device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memo
             const auto* head = params.q + (first + column / HEADS) * params.q_token_stride + column % HEADS * params.q_head_stride;
             copy_query(head, queries, column, piece / columns);
         }
-        const u32 weights = memory + WEIGHTS + buffer * 512 * 4;
+        const u32 weights = memory + WEIGHTS + buffer * COLUMNS * 4;
 #pragma unroll 1
         for (int column = thread; column < columns; column += LOADERS) {
             const long long token = first + column / HEADS;
@@ -396,7 +417,7 @@ __device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memo
                 params, token * params.weight_token_stride + column % HEADS * params.weight_head_stride);
             // Lane l of a quad has columns 8 * i + 2 * l and the next one.
             const u32 at = column / 16 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
-            shared_store(weights + at * 4, __float_as_uint(weight));
+            shared_store(weights + at * 4, __float_as_uint(column % 2 == 0 ? 0.5f * weight : weight));
         }
         if (thread < count) {
             const Bounds own(params, first + thread);
@@ -425,8 +446,8 @@ __device__ __forceinline__ u32 e2m1_to_bf16(u32 codes, u32 factor) {
 // What is needed of a thread's two keys after the products.
 struct KeyScales {
     float scale[2];
-    int position;  // of the first key
-    bool present;
+    int position;   // of the first key; negative if its page is absent
+    bool all_seen;  // whether all tokens see the whole block, the same in all threads
 };
 
 // A thread's part of a block of keys: the operand a of the block's products, for rows lane / 4 and lane / 4 + 8 of the warp's
@@ -435,20 +456,18 @@ struct BlockKeys {
     u32 a[STEPS][4];
     KeyScales scales;
 
-    __device__ __forceinline__ void load(u32 memory, int stage, int first_position) {
-        const int warp = threadIdx.x / 32 % WARPS, lane = threadIdx.x % 32, quad = lane / 4;
-        const int key = warp * 16 + quad * 2;
-        const u32 block = stage_address(memory, stage), row = block + key * KEY_BYTES;
-        scales.position = first_position + key;
-        scales.present = shared_load(memory + PRESENT + stage * 4) >> warp & 1;
+    // `lane_keys` and `lane_scales` are offsets of the thread's first key and its scale in a stage.
+    __device__ __forceinline__ void load(u32 block, u32 lane_keys, u32 lane_scales) {
+        const u32 row = block + lane_keys;
+        [[maybe_unused]] const int lane = threadIdx.x % 32, quad = lane / 4;
         if constexpr (KEYS == E2M1_KEYS) {
             // Even quads read their first key first, odd ones the second, so that eight lanes read 128 different bytes.
             const bool odd = quad % 2;
-            const uint4 one = shared_load4(row + (odd ? KEY_BYTES : 0) + lane % 4 * 16);
-            const uint4 two = shared_load4(row + (odd ? 0 : KEY_BYTES) + lane % 4 * 16);
+            const uint4 one = shared_load4(row + (odd ? KEY_BYTES : 0));
+            const uint4 two = shared_load4(row + (odd ? 0 : KEY_BYTES));
 #pragma unroll
             for (int below = 0; below < 2; ++below) {
-                const u32 exponent = shared_load(block + BLOCK * KEY_BYTES + (key + below) * 4) >> lane % 4 * 8 & 0xFF;
+                const u32 exponent = shared_load(block + lane_scales + below * 4) >> lane % 4 * 8 & 0xFF;
                 // 2**(exponent - 127) in bf16: 2**-127 is subnormal, and 255 stands for NaN.
                 const u32 scale = exponent == 0 ? 0x40 : exponent == 255 ? 0x7FFF : exponent << 7;
                 const u32 factor = scale << 16 | scale;
@@ -458,24 +477,19 @@ struct BlockKeys {
                 for (int at = 0; at < 16; ++at) a[at / 2][at % 2 * 2 + below] = e2m1_to_bf16(words[at / 4] >> at % 4 * 4, factor);
             }
         } else {
-            // Odd quads swap neighbouring units for the same reason.
-            const bool odd = quad % 2;
+            // Two quads read the same banks, since swapping units in one of them would cost 16 instructions.
 #pragma unroll
             for (int below = 0; below < 2; ++below) {
 #pragma unroll
-                for (int unit = 0; unit < KEY_BYTES / 64; unit += 2) {
-                    const u32 from = row + below * KEY_BYTES + lane % 4 * 16 + unit * 64;
-                    const uint4 one = shared_load4(from + (odd ? 64 : 0)), two = shared_load4(from + (odd ? 0 : 64));
-                    const u32 ones[4] = {one.x, one.y, one.z, one.w}, twos[4] = {two.x, two.y, two.z, two.w};
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        a[unit * 2 + i][below] = odd ? twos[i] : ones[i];
-                        a[unit * 2 + i][2 + below] = odd ? ones[i] : twos[i];
-                    }
+                for (int unit = 0; unit < KEY_BYTES / 64; ++unit) {
+                    const uint4 loaded = shared_load4(row + below * KEY_BYTES + unit * 64);
+                    const int half = unit % 2 * 2 + below;
+                    a[unit / 2 * 4][half] = loaded.x, a[unit / 2 * 4 + 1][half] = loaded.y;
+                    a[unit / 2 * 4 + 2][half] = loaded.z, a[unit / 2 * 4 + 3][half] = loaded.w;
                 }
             }
             if constexpr (SCALED) {
-                const uint2 both = shared_load2(block + BLOCK * KEY_BYTES + key * 4);
+                const uint2 both = shared_load2(block + lane_scales);
                 scales.scale[0] = __uint_as_float(both.x);
                 scales.scale[1] = __uint_as_float(both.y);
             }
@@ -489,80 +503,96 @@ struct BlockKeys {
     }
 };
 
-// One step of a product along K: 32 e4m3 or 16 bf16 numbers.
-__device__ __forceinline__ void wgmma_step(float (&d)[64], const u32 (&a)[4], unsigned long long b, int accumulate) {
-    wgmma_rs_e4m3(d, a, b, accumulate);
+// The larger of x and 0, or twice that: of two heads the first has half of its weight in shared memory. A maximum and an
+// addition run in different units, and neither unit alone keeps up with the products. Doubling and halving are exact.
+template <bool TWICE>
+__device__ __forceinline__ float rectified(float x) {
+    return TWICE ? x + fabsf(x) : relu(x);
 }
 
-__device__ __forceinline__ void wgmma_step(float (&d)[32], const u32 (&a)[4], unsigned long long b, int accumulate) {
-    wgmma_rs<BF16>(d, a, b, accumulate);
+// One step of a product along K: 32 e4m3 or 16 bf16 numbers.
+template <bool OF_BF16, int N>
+__device__ __forceinline__ void wgmma_step(float (&d)[N], const u32 (&a)[4], unsigned long long b, int accumulate) {
+    if constexpr (OF_BF16) wgmma_rs<BF16>(d, a, b, accumulate);
+    else wgmma_rs_e4m3(d, a, b, accumulate);
+}
+
+// The weights of a lane's 16 columns of 64.
+struct Weights {
+    float of[16];
+
+    __device__ __forceinline__ void load(u32 address) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint4 loaded = shared_load4(address + i * 64);
+            of[4 * i] = __uint_as_float(loaded.x), of[4 * i + 1] = __uint_as_float(loaded.y);
+            of[4 * i + 2] = __uint_as_float(loaded.z), of[4 * i + 3] = __uint_as_float(loaded.w);
+        }
+    }
+};
+
+// Keeps the compiler from computing a number anew at every use.
+__device__ __forceinline__ long long opaque64(long long number) {
+    return static_cast<long long>(opaque(number >> 32)) << 32 | opaque(static_cast<u32>(number));
 }
 
 // One consumer's view of a part.
 struct Scorer {
     const ScoreParams& params;
-    u32 memory, weights;         // addresses of shared memory, and of the tile's weights for this lane
-    unsigned long long queries;  // descriptor of the tile's first chunk
-    u32 bounds;                  // address of what the first token of this lane sees
-    int first, count;            // tokens
-    float acc[2][CHUNK / 2];     // accumulators of the products in flight
-    float sums[CHUNK_TOKENS > 4 ? 2 * CHUNK_TOKENS : 8];  // over a lane's heads: [token][key]
+    u32 memory, weights;           // addresses of shared memory, and of the tile's weights for this lane
+    unsigned long long queries;    // descriptor of the first chunk
+    u32 bounds;                    // address of what the first token of this lane sees
+    long long row, top;            // offsets of this lane's first token in the results: scores and maxima
+    int left;                      // tokens from this lane's first one on
+    int least_start, least_end;    // all tokens see the block of a key within these, whichever key of it that is
+    float acc[CHUNK / 2];          // accumulators of the product in flight
+    float sums[8];                 // over a lane's heads, of four tokens: [token][key]
 
-    template <int SET>
     __device__ __forceinline__ void multiply(const BlockKeys& keys, int chunk) {
         const unsigned long long b = advance(queries, chunk * CHUNK_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const unsigned long long part = advance(b, step / 4 * CHUNK * 128 + step % 4 * 32);
-            wgmma_step(acc[SET], keys.a[step], part, step > 0);
+            wgmma_step<WIDE>(acc, keys.a[step], part, step > 0);
         }
         wgmma_commit();
     }
 
-    // Sums over the heads of a chunk, then over the quad, and stores the scores of all tokens that are complete.
-    template <int SET, int CHUNKS>
+    // Waits for the product, sums over the heads of its chunk, then over the quad, and stores the scores of four tokens, or of
+    // all if they are fewer.
+    template <int CHUNKS>
     __device__ __forceinline__ void finish(const KeyScales& keys, int chunk) {
-        constexpr int EIGHTS = HEADS / 8;  // n8 blocks of a token
-        constexpr int TOKENS = CHUNKS * CHUNK_TOKENS;
-        const int at = chunk * CHUNK_TOKENS % 4 * 2;  // chunks of fewer tokens are stored when there are four
-        const float(&d)[CHUNK / 2] = acc[SET];
+        constexpr int EIGHTS = HEADS / 8, TOKENS = CHUNKS * CHUNK_TOKENS;  // n8 blocks of a token, tokens of the tile
+        const int at = chunk * CHUNK_TOKENS % 4 * 2;
+        Weights w;
+        w.load(weights + chunk * CHUNK * 4);  // while the product runs
+        wgmma_wait<0>(acc);
 #pragma unroll
-        for (int two = 0; two < CHUNK / 16; ++two) {
-            const uint4 loaded = shared_load4(weights + chunk * CHUNK * 4 + two * 64);
-            const float w[4] = {
-                __uint_as_float(loaded.x), __uint_as_float(loaded.y), __uint_as_float(loaded.z), __uint_as_float(loaded.w)};
+        for (int eight = 0; eight < CHUNK / 8; ++eight) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int eight = two * 2 + i, token = eight / EIGHTS;
-#pragma unroll
-                for (int below = 0; below < 2; ++below) {
-                    float& sum = sums[at + token * 2 + below];
-                    const float first = relu(d[eight * 4 + below * 2]), second = relu(d[eight * 4 + below * 2 + 1]);
-                    sum = eight % EIGHTS == 0 ? first * w[2 * i] : fmaf(first, w[2 * i], sum);
-                    sum = fmaf(second, w[2 * i + 1], sum);
-                }
+            for (int below = 0; below < 2; ++below) {
+                float& sum = sums[at + eight / EIGHTS * 2 + below];
+                const float one = rectified<true>(acc[eight * 4 + below * 2]);
+                const float two = rectified<false>(acc[eight * 4 + below * 2 + 1]);
+                sum = eight % EIGHTS == 0 ? one * w.of[eight * 2] : fmaf(one, w.of[eight * 2], sum);
+                sum = fmaf(two, w.of[eight * 2 + 1], sum);
             }
         }
         if constexpr (TOKENS < 4) {
             if (chunk == CHUNKS - 1) store_few<TOKENS>(keys);
-        } else if constexpr (CHUNK_TOKENS < 4) {
-            if ((chunk + 1) * CHUNK_TOKENS % 4 == 0) store_four(keys, sums, chunk * CHUNK_TOKENS / 4);
         } else {
-#pragma unroll
-            for (int four = 0; four < CHUNK_TOKENS / 4; ++four) {
-                store_four(keys, sums + four * 8, chunk * (CHUNK_TOKENS / 4) + four);
-            }
+            if ((chunk + 1) * CHUNK_TOKENS % 4 == 0) store_four(keys, chunk * CHUNK_TOKENS / 4);
         }
     }
 
     // Lane l of a quad gets the sums of token l. Any lane adds in the order (0 + 1) + (2 + 3).
-    __device__ __forceinline__ void store_four(const KeyScales& keys, const float* four, int number) {
+    __device__ __forceinline__ void store_four(const KeyScales& keys, int number) {
         const bool odd = threadIdx.x % 2, upper = threadIdx.x / 2 % 2;
         float score[2];
 #pragma unroll
         for (int below = 0; below < 2; ++below) {
-            const float t0 = four[below], t1 = four[2 + below], t2 = four[4 + below], t3 = four[6 + below];
+            const float t0 = sums[below], t1 = sums[2 + below], t2 = sums[4 + below], t3 = sums[6 + below];
             const float low = (odd ? t1 : t0) + __shfl_xor_sync(FULL_MASK, odd ? t0 : t1, 1);
             const float high = (odd ? t3 : t2) + __shfl_xor_sync(FULL_MASK, odd ? t2 : t3, 1);
             score[below] = (upper ? high : low) + __shfl_xor_sync(FULL_MASK, upper ? low : high, 2);
@@ -585,71 +615,59 @@ struct Scorer {
     }
 
     __device__ __forceinline__ void store(const KeyScales& keys, float (&score)[2], int number) {
-        const uint2 own_bounds = shared_load2(bounds + number * 32);
+        const int place = keys.position & 0x7FFFFFFF;
+        if (KEYS == E4M3_KEYS) score[0] *= keys.scale[0], score[1] *= keys.scale[1];
+        if (!keys.all_seen) {
+            const uint2 seen = shared_load2(bounds + number * 32);
 #pragma unroll
-        for (int below = 0; below < 2; ++below) {
-            const int position = keys.position + below;
-            if (KEYS == E4M3_KEYS) score[below] *= keys.scale[below];
-            const bool seen = keys.present && position >= static_cast<int>(own_bounds.x) && position < static_cast<int>(own_bounds.y);
-            if (!seen) score[below] = __uint_as_float(MINUS_INFINITY);
+            for (int below = 0; below < 2; ++below) {
+                const int position = keys.position + below;
+                const bool sees = position >= static_cast<int>(seen.x) && position < static_cast<int>(seen.y);
+                if (!sees) score[below] = __uint_as_float(MINUS_INFINITY);
+            }
         }
-        const int own = number * 4 + static_cast<int>(threadIdx.x % 4);
-        const long long token = first + own;
-        const bool exists = own < count && keys.position < params.width;
-        float* const out = params.out + token * params.out_stride + keys.position;
+        const bool exists = left > number * 4;
+        float* const out = params.out + row + number * 4 * params.out_stride + place;
         if (params.pairs) {
             if (exists) *reinterpret_cast<float2*>(out) = make_float2(score[0], score[1]);
         } else {
-            if (exists) out[0] = score[0];
-            if (exists && keys.position + 1 < params.width) out[1] = score[1];
+            if (exists && place < params.width) out[0] = score[0];
+            if (exists && place + 1 < params.width) out[1] = score[1];
         }
         if (params.maxima == nullptr) return;
         float highest = fmaxf(score[0], score[1]);
         highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 4));
         highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 8));
-        if (exists && threadIdx.x / 4 % 4 == 0) params.maxima[token * params.maxima_stride + keys.position / 8] = highest;
+        if (exists && threadIdx.x / 4 % 4 == 0) params.maxima[top + number * 4 * params.maxima_stride + place / 8] = highest;
     }
 
-    // Computes the blocks of a part that belong to this consumer: those with numbers `number`, `number` + 2 and so on. While
-    // the product of a chunk runs, the sums of the chunk before it are computed, which for the first chunk of a block is the
-    // last one of the block before. Only registers of the operand limit this: a block is loaded when all products are done.
+    // Computes the blocks of a part that belong to this consumer: `blocks` of them, from `number` and `position` on. Only the
+    // other consumers' products run while this one sums over heads; two sets of accumulators, for fewer consumers, were slower.
     template <int CHUNKS>
     __device__ __forceinline__ void score_part(int number, int blocks, int position) {
+        u32 stage = number % STAGES, parity = number / STAGES % 2;
+        const int lane = threadIdx.x % 32, key = threadIdx.x / 32 % WARPS * 16 + lane / 4 * 2;
+        const u32 lane_keys = opaque(key * KEY_BYTES + lane % 4 * 16), lane_scales = opaque(BLOCK * KEY_BYTES + key * 4);
+        position += key;
         BlockKeys keys;
-        keys.scales.position = NO_POSITION;  // nothing is stored for the block before the first
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
-            const int stage = number % STAGES;
-            mbarrier_wait(memory + FULL + stage * 8, number / STAGES % 2);
-            if constexpr (CHUNKS > 1) wgmma_wait<0>();
-            const KeyScales before = keys.scales;
-            keys.load(memory, stage, position);
+            mbarrier_wait(memory + FULL + stage * 8, parity);
+            const u32 present = shared_load(memory + PRESENT + stage * 4);
+            keys.load(stage_address(memory, stage), lane_keys, lane_scales);
             __syncwarp();  // all lanes have read the stage
-            if (threadIdx.x % 32 == 0) mbarrier_arrive(memory + EMPTY + stage * 8);
-            number += 2;
-            position += 2 * BLOCK;
-            multiply<0>(keys, 0);
-            if constexpr (CHUNKS == 1) {
-                wgmma_wait<0>(acc[0]);
-                finish<0, CHUNKS>(keys.scales, 0);
-            } else {
-                wgmma_wait<1>(acc[1]);
-                finish<1, CHUNKS>(before, CHUNKS - 1);
+            if (lane == 0) mbarrier_arrive(memory + EMPTY + stage * 8);
+            keys.scales.position = position;
+            keys.scales.all_seen = position >= least_start && position < least_end && present == 15;
+            if (!(present >> threadIdx.x / 32 % WARPS & 1)) keys.scales.position |= 0x80000000;
+            stage += CONSUMERS;
+            if (stage >= STAGES) stage -= STAGES, parity ^= 1;
+            position += CONSUMERS * BLOCK;
 #pragma unroll
-                for (int chunk = 1; chunk < CHUNKS; chunk += 2) {
-                    multiply<1>(keys, chunk);
-                    wgmma_wait<1>(acc[0]);
-                    finish<0, CHUNKS>(keys.scales, chunk - 1);
-                    if (chunk + 1 == CHUNKS) break;
-                    multiply<0>(keys, chunk + 1);
-                    wgmma_wait<1>(acc[1]);
-                    finish<1, CHUNKS>(keys.scales, chunk);
-                }
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                multiply(keys, chunk);
+                finish<CHUNKS>(keys.scales, chunk);
             }
-        }
-        if constexpr (CHUNKS > 1) {
-            wgmma_wait<0>(acc[1]);
-            finish<1, CHUNKS>(keys.scales, CHUNKS - 1);
         }
     }
 };
@@ -660,8 +678,8 @@ __device__ __forceinline__ void fill_rows(const ScoreParams& params, int thread)
         const Bounds own(params, token);
         float* const row = params.out + token * params.out_stride;
         const int before = own.end > 0 ? own.start / BLOCK * BLOCK : 0;
-        for (int at = thread; at < before; at += 256) row[at] = __uint_as_float(MINUS_INFINITY);
-        for (int at = (own.end + BLOCK - 1) / BLOCK * BLOCK + thread; at < params.width; at += 256) {
+        for (int at = thread; at < before; at += CONSUMERS * 128) row[at] = __uint_as_float(MINUS_INFINITY);
+        for (int at = (own.end + BLOCK - 1) / BLOCK * BLOCK + thread; at < params.width; at += CONSUMERS * 128) {
             row[at] = __uint_as_float(MINUS_INFINITY);
         }
     }
@@ -670,26 +688,30 @@ __device__ __forceinline__ void fill_rows(const ScoreParams& params, int thread)
 __device__ __forceinline__ void score(const ScoreParams& params, u32 memory, int consumer) {
     const int lane = threadIdx.x % 32;
     Scorer scorer = {params, memory};
-#pragma unroll
-    for (int i = 0; i < CHUNK / 2; ++i) scorer.acc[0][i] = scorer.acc[1][i] = 0.0f;
     for (int part = 0;; ++part) {
         const int buffer = part % BUFFERS;
         mbarrier_wait(memory + QUERIES_FULL + buffer * 8, part / BUFFERS % 2);
         const u32 own = memory + PARTS + buffer * sizeof(Part);
         const uint4 words = shared_load4(own);
         const int blocks = warp_uniform(words.w), number = warp_uniform(shared_load(own + 16));
-        scorer.first = warp_uniform(words.x);
-        scorer.count = warp_uniform(words.y);
         if (blocks == 0) return;
+        const int count = warp_uniform(words.y);
+        const long long token = static_cast<int>(words.x) + lane % 4;
+        scorer.row = opaque64(token * params.out_stride);
+        scorer.top = token * params.maxima_stride;
+        scorer.left = count - lane % 4;
         scorer.queries = k_major(memory + QUERIES + buffer * QUERY_BUFFER);
-        scorer.weights = memory + WEIGHTS + buffer * 512 * 4 + lane % 4 * 16;
+        scorer.weights = memory + WEIGHTS + buffer * COLUMNS * 4 + lane % 4 * 16;
         scorer.bounds = memory + BOUNDS + (buffer * TILE + lane % 4) * 8;
-        const int skip = (number ^ consumer) & 1, mine = (blocks - skip + 1) / 2;
+        const uint2 seen = shared_load2(memory + BOUNDS + (buffer * TILE + lane % TILE) * 8);
+        scorer.least_start = __reduce_max_sync(FULL_MASK, lane < count ? seen.x : 0) + BLOCK - 1;
+        scorer.least_end = 0x7FFFFFFF - __reduce_max_sync(FULL_MASK, lane < count ? 0x7FFFFFFF - seen.y : 0) - BLOCK + 1;
+        const int skip = (consumer + CONSUMERS - number % CONSUMERS) % CONSUMERS, mine = (blocks - skip + CONSUMERS - 1) / CONSUMERS;
         if (mine > 0) {
             const int begin = number + skip, position = static_cast<int>(warp_uniform(words.z)) + skip * BLOCK;
-            if (scorer.count <= CHUNK_TOKENS) scorer.score_part<1>(begin, mine, position);
-            else if (scorer.count <= 2 * CHUNK_TOKENS) scorer.score_part<2>(begin, mine, position);
-            else if (MOST_CHUNKS == 4 || scorer.count <= 4 * CHUNK_TOKENS) scorer.score_part<4>(begin, mine, position);
+            if (count <= CHUNK_TOKENS) scorer.score_part<1>(begin, mine, position);
+            else if (MOST_CHUNKS == 2 || count <= 2 * CHUNK_TOKENS) scorer.score_part<2>(begin, mine, position);
+            else if (count <= 4 * CHUNK_TOKENS) scorer.score_part<4>(begin, mine, position);
             else scorer.score_part<MOST_CHUNKS>(begin, mine, position);
         }
         mbarrier_arrive(memory + QUERIES_EMPTY + buffer * 8);
@@ -708,7 +730,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) index_scores(const __gr
         }
         for (int buffer = 0; buffer < BUFFERS; ++buffer) {
             mbarrier_init(memory + QUERIES_FULL + buffer * 8, LOADERS);
-            mbarrier_init(memory + QUERIES_EMPTY + buffer * 8, 256);
+            mbarrier_init(memory + QUERIES_EMPTY + buffer * 8, CONSUMERS * 128);
         }
         fence_mbarrier_init();
     }

@@ -24,13 +24,11 @@ HEADS = (16, 32, 64)
 DIM = 128
 BLOCK = 64
 """Keys of a block."""
-COLUMNS = 512
-"""Heads of all tokens of a tile."""
+COLUMNS, FEW_COLUMNS = 512, 128
+"""Heads of all tokens of a tile: many for prompts, and few for decodes, whose keys then have more stages."""
 MOST_GROUPS = 2048
 """Groups of tokens in a launch."""
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-THREADS = 384
-
 SHARED_BYTES = 227 * 1024
 
 
@@ -42,17 +40,26 @@ class KeyFormat(NamedTuple):
     key_bytes: int
     """Bytes of a key without scales."""
     stages: int
-    """Blocks of keys in shared memory."""
+    """Blocks of keys in shared memory, beside tiles of COLUMNS."""
+    few_stages: int
+    """The same beside tiles of FEW_COLUMNS."""
+    consumers: int
+    """Warpgroups that score, beside one that produces. As many as registers allow hide the latency of shared memory."""
     score_registers: int
-    """Registers per thread of the two consumer warpgroups."""
+    """Registers per thread of a consumer."""
     produce_registers: int
-    """Registers per thread of the producers."""
+    """Registers per thread of a producer."""
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return 128 * (1 + self.consumers)
 
 
 FORMATS = {
-    "e4m3": KeyFormat(0, 128, 10, 224, 56),
-    "bf16": KeyFormat(1, 256, 4, 216, 72),
-    "e2m1": KeyFormat(2, 64, 16, 216, 72),
+    "e4m3": KeyFormat(0, 128, 8, 20, 4, 104, 64),
+    "bf16": KeyFormat(1, 256, 3, 9, 3, 152, 56),
+    "e2m1": KeyFormat(2, 64, 15, 30, 3, 152, 56),
 }
 
 
@@ -107,6 +114,8 @@ class ScoreParams(NamedTuple):
     """Whether -inf is written past the keys that tiles see."""
     pairs: Int
     """Whether two neighbouring scores may be stored at once."""
+    joined: Int
+    """Whether a page has 64 keys, and their scales follow them."""
 
 
 class Memory(NamedTuple):
@@ -224,7 +233,7 @@ def ragged_scores(call: RaggedScores) -> None:
     q, starts, ends, out = aligned_query(call.q), call.starts.contiguous(), call.ends.contiguous(), call.out
     params = ScoreParams(
         **_query_params(q, call.weights),
-        **_key_params(_listed(call)),
+        **_key_params(_listed(call), 0),
         request_ids=0,
         block_table=0,
         table_stride=0,
@@ -254,7 +263,7 @@ def paged_params(call: IndexScores | IndexTopk, out: Tensor, maxima: Tensor | No
     (tokens, heads, _), (requests, table_width) = call.q.shape, table.shape
     return ScoreParams(
         **_query_params(call.q, call.weights),
-        **_key_params(_cached(cache)),
+        **_key_params(_cached(cache), cache.page_size),
         request_ids=call.request_ids.data_ptr(),
         block_table=table.data_ptr(),
         table_stride=table.stride(0),
@@ -284,8 +293,13 @@ def _query_params(q: Tensor, weights: Tensor) -> dict[str, int]:
     }
 
 
-def _key_params(memory: Memory) -> dict[str, int]:
+def _key_params(memory: Memory, page_size: int) -> dict[str, int]:
+    joined = False
+    if memory.scales is not None and page_size == BLOCK:
+        follow = memory.scales.data_ptr() - memory.keys.data_ptr() == BLOCK * memory.row_stride
+        joined = follow and memory.scale_page_stride == memory.page_stride
     return {
+        "joined": int(joined),
         "keys": memory.keys.data_ptr(),
         "key_page_stride": memory.page_stride,
         "scales": pointer(memory.scales),
@@ -301,14 +315,14 @@ def _out_params(out: Tensor, maxima: Tensor | None, *, fill: bool) -> dict[str, 
         "maxima_stride": 0 if maxima is None else maxima.stride(0),
         "width": out.shape[1],
         "fill": int(fill),
-        "pairs": int(out.data_ptr() % 8 == 0 and out.stride(0) % 2 == 0 and out.shape[1] % 2 == 0),
+        "pairs": int(out.data_ptr() % 8 == 0 and out.stride(0) % 2 == 0 and out.shape[1] % BLOCK == 0),
     }
 
 
 def _launch_all(found: KeyFormat, q: Tensor, params: ScoreParams, device: torch.device) -> None:
     """Launch for all tokens, as many at a time as a launch takes."""
     tokens, most = params.tokens, MOST_GROUPS * params.group
-    launch = _launch(device_index(device), found, q.shape[1], q.element_size())
+    launch = _launch(device_index(device), found, q.shape[1], q.element_size(), _columns(params.group, q.shape[1]))
     weight_bytes = 4 if params.weight_type == 0 else 2
     for first in range(0, tokens, most):
         some = params._replace(
@@ -339,21 +353,23 @@ def prepare_scores(call: IndexTopk, out: Tensor, maxima: Tensor | None) -> Prepa
     params = paged_params(call, out, maxima, fill=False)
     if found is None or copied or ceil_div(params.tokens, params.group) > MOST_GROUPS:
         return None
-    launch = _launch(device_index(out.device), found, call.q.shape[1], call.q.element_size())
+    heads, size = call.q.shape[1], call.q.element_size()
+    launch = _launch(device_index(out.device), found, heads, size, _columns(params.group, heads))
     return launch.prepared((sm_count(out.device), 1, 1), params, CHANGING)
 
 
 @cache
-def program(found: KeyFormat, heads: int, query_bytes: int) -> Program:
-    """The program `scores.cu` for a format, a number of heads and the size of a query's numbers."""
+def program(found: KeyFormat, heads: int, query_bytes: int, columns: int) -> Program:
+    """The program `scores.cu` for a format, a number of heads, the size of a query's numbers, and tiles."""
     return Program.packaged(
         __package__,
         "scores.cu",
         KEYS=found.number,
         HEADS=heads,
         QUERY_BYTES=query_bytes,
-        STAGES=found.stages,
-        THREADS=THREADS,
+        COLUMNS=columns,
+        STAGES=found.stages if columns == COLUMNS else found.few_stages,
+        THREADS=found.threads,
         SHARED_BYTES=SHARED_BYTES,
         PARAMS_BYTES=params_bytes(ScoreParams),
         SCORE_REGISTERS=found.score_registers,
@@ -362,6 +378,11 @@ def program(found: KeyFormat, heads: int, query_bytes: int) -> Program:
 
 
 @cache
-def _launch(device: int, found: KeyFormat, heads: int, query_bytes: int) -> Launch:
-    loaded = kernel(program(found, heads, query_bytes), "index_scores", device)
-    return Launch(loaded, ScoreParams, threads=THREADS, shared=SHARED_BYTES)
+def _launch(device: int, found: KeyFormat, heads: int, query_bytes: int, columns: int) -> Launch:
+    loaded = kernel(program(found, heads, query_bytes, columns), "index_scores", device)
+    return Launch(loaded, ScoreParams, threads=found.threads, shared=SHARED_BYTES)
+
+
+def _columns(group: int, heads: int) -> int:
+    """Columns of the tiles for groups of a size."""
+    return FEW_COLUMNS if group * heads <= FEW_COLUMNS else COLUMNS
