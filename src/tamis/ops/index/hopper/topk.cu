@@ -7,7 +7,7 @@
 //      searches the sums for itself.
 //   3. Mark keys with a higher first digit as winners, list the candidates that are left, which have this digit, and count
 //      their second digit (10 bits). Find the second digit of the k-th key as in step 2.
-//   4. Do the same with the third digit (10 bits), unless the second one decides.
+//   4. Do the same with the third digit (10 bits). Digits after the one that decides are left out.
 //   5. Mark winners in one bitmap and ties, the keys equal to the k-th, in another. Read the bitmaps in the order of
 //      positions and write the result. The counts say how many winners and ties lie in the slices before, so each CTA knows
 //      where its results start in the output. Among ties the lowest positions win, in whatever order threads ran.
