@@ -98,6 +98,7 @@ inline std::vector<Cta> ctas;
 inline Barrier cluster;
 inline Random random_order;
 inline u32 grid_size = 1, cta_y = 0;
+inline bool (*is_mbarrier)(u32 address) = nullptr;  // where the kernel has any
 
 // The number of the current thread in its cluster.
 inline u32 thread_in_cluster() { return current->cta->rank * CTA_THREADS + current->thread_index.x; }
@@ -265,6 +266,10 @@ inline u32* shared_word(u32 address) {
     return reinterpret_cast<u32*>(reinterpret_cast<char*>(cta.memory) + address % RANK_UNIT);
 }
 
+inline void shared_store(u32 address, u32 value) {
+    if (emulator::is_mbarrier && emulator::is_mbarrier(address)) emulator::fail("an mbarrier is overwritten");
+    *shared_word(address) = value;
+}
 inline void shared_increment(u32 address) { atomicAdd(shared_word(address), 1u); }
 inline u32 shared_load(u32 address) { return *shared_word(address); }
 inline uint4 shared_load4(u32 address) { return *reinterpret_cast<uint4*>(shared_word(address)); }

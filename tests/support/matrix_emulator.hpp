@@ -79,6 +79,7 @@ inline void start_copy(u32 destination, const void* source, u32 bytes) {
 // Forgets the state of the CTA before; `grid` is gridDim.x.
 inline void start_cta(u32 grid) {
     grid_size = grid;
+    is_mbarrier = [](u32 address) { return mbarriers.count(address & ~7u) > 0; };
     for (auto& own : thread_copies) own = {};
     mbarriers.clear();
     named_barriers.clear();
@@ -264,10 +265,6 @@ inline uint2 peer_load2(u32 theirs) { return peer_load_as<uint2>(theirs); }
 inline void shared_store2(u32 address, uint2 value) { *reinterpret_cast<uint2*>(shared_word(address)) = value; }
 
 inline uint2 shared_load2(u32 address) { return {*shared_word(address), *shared_word(address + 4)}; }
-inline void shared_store(u32 address, u32 value) {
-    if (emulator::mbarriers.count(address & ~7u)) emulator::fail("an mbarrier is overwritten");
-    *shared_word(address) = value;
-}
 
 inline void named_barrier_sync(u32 name, u32 threads) {
     emulator::Barrier& barrier = emulator::named_barriers[name + cluster_rank() * RANK_UNIT];

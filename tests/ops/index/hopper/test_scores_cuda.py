@@ -8,7 +8,6 @@ import torch
 from seeds import seeded
 from torch import Tensor
 
-from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, rows
 from tamis.cache.paged import PagedCache
 from tamis.ops import index_scores, ragged_scores
@@ -116,7 +115,7 @@ def test_scores_of_a_prompt(host_folder: Path, name: str, heads: int, query: tor
     """Eleven tokens of one request: a whole tile and a part of one, causal, with the last block cut off."""
     call = paged_call(name, heads, query, [0] * 11, list(range(180, 191)), table_width=3)
     emulated = Emulated(host_folder, name, heads, query)
-    emulated(scores.paged_params(call, call.out, None, fill=True))
+    emulated(scores.paged_params(call, call.out, fill=True))
     assert torch.equal(call.out, expected(call))
 
 
@@ -133,7 +132,7 @@ def test_scores_of_several_requests(host_folder: Path, page_size: int) -> None:
     sane = capped._replace(request_ids=call.request_ids.clone().clamp_max(3))
     want = expected(sane)
     want[0] = -torch.inf
-    params = scores.paged_params(call, call.out, None, fill=True)
+    params = scores.paged_params(call, call.out, fill=True)
     Emulated(host_folder, "e4m3", 64, E4M3)(params, ctas=4, seed=page_size)
     assert torch.equal(call.out, want)
 
@@ -146,7 +145,7 @@ def test_scores_of_decodes(host_folder: Path, name: str, heads: int, query: torc
         ids = [request for request in range(3) for _ in range(each)]
         lengths = [70 + 60 * request + draft for request in range(3) for draft in range(each)]
         call = paged_call(name, heads, query, ids, lengths, table_width=4, seed=each)
-        params = scores.paged_params(call, call.out, None, fill=True)
+        params = scores.paged_params(call, call.out, fill=True)
         assert params.group == each
         Emulated(host_folder, name, heads, query, scores.FEW_COLUMNS)(params, ctas=4, seed=each)
         assert torch.equal(call.out, expected(call))
@@ -162,7 +161,7 @@ def test_a_score_does_not_depend_on_its_neighbours(host_folder: Path, ctas: int)
     call = call._replace(q=q, weights=weights)
     emulated = Emulated(host_folder, "e4m3", 64, E4M3)
     few = Emulated(host_folder, "e4m3", 64, E4M3, scores.FEW_COLUMNS)
-    emulated(scores.paged_params(call, call.out, None, fill=True), ctas=ctas)
+    emulated(scores.paged_params(call, call.out, fill=True), ctas=ctas)
     for token in (0, 4, 9):
         one = slice(token, token + 1)
         alone = call._replace(
@@ -174,7 +173,7 @@ def test_a_score_does_not_depend_on_its_neighbours(host_folder: Path, ctas: int)
         )
         for kernel in (emulated, few):
             alone.out.fill_(-7.5e30)
-            kernel(scores.paged_params(alone, alone.out, None, fill=True), ctas=2)
+            kernel(scores.paged_params(alone, alone.out, fill=True), ctas=2)
             assert torch.equal(alone.out[0], call.out[token])
     want = expected(call)
     seen = want > -torch.inf
@@ -186,7 +185,7 @@ def test_unaligned_results_are_stored_one_by_one(host_folder: Path) -> None:
     call = paged_call("e4m3", 64, E4M3, [0, 0, 0], [60, 97, 99], table_width=2, width=101)
     storage = torch.full((400,), -7.5e30, dtype=torch.float32, device="cpu")
     out = storage.as_strided((3, 101), (103, 1), 1)
-    params = scores.paged_params(call, out, None, fill=True)
+    params = scores.paged_params(call, out, fill=True)
     assert not params.pairs
     Emulated(host_folder, "e4m3", 64, E4M3)(params)
     assert torch.equal(out, expected(call))
@@ -195,7 +194,7 @@ def test_unaligned_results_are_stored_one_by_one(host_folder: Path) -> None:
 
 def test_nothing_is_written_past_the_blocks_of_a_tile_without_fill(host_folder: Path) -> None:
     call = paged_call("e4m3", 64, E4M3, [0, 1], [60, 70], table_width=4)
-    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, None, fill=False))
+    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, fill=False))
     want = expected(call)
     assert torch.equal(call.out[0, :64], want[0, :64])
     assert torch.equal(call.out[1, :128], want[1, :128])
@@ -206,7 +205,7 @@ def test_nothing_is_written_past_the_blocks_of_a_tile_without_fill(host_folder: 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float16])
 def test_weights_of_16_bits(host_folder: Path, weights: torch.dtype) -> None:
     call = paged_call("e4m3", 64, E4M3, [0, 0], [33, 34], table_width=1, weights=weights)
-    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, None, fill=True))
+    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, fill=True))
     assert torch.equal(call.out, expected(call))
 
 
@@ -216,19 +215,8 @@ def test_nan_and_infinity_stay_with_their_own_scores(host_folder: Path) -> None:
     call.weights[4, 9] = torch.inf
     call.cache.field(call.cache.layout.values)[1, 3, 7] = 0xFF
     call.cache.field(call.cache.layout.scales)[2, 9] = torch.inf
-    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, None, fill=True))
+    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, fill=True))
     torch.testing.assert_close(call.out, expected(call), rtol=0, atol=0, equal_nan=True)
-
-
-def test_the_highest_score_of_every_eight_keys(host_folder: Path) -> None:
-    lengths = [90, 190, 191, 3]
-    call = paged_call("e4m3", 64, E4M3, [0, 0, 0, 1], lengths, table_width=3)
-    maxima = torch.full((4, 24), -7.5e30, dtype=torch.float32, device="cpu")
-    Emulated(host_folder, "e4m3", 64, E4M3)(scores.paged_params(call, call.out, maxima, fill=True))
-    want = expected(call).unflatten(1, (24, 8)).amax(2)
-    for token, length in enumerate(lengths):
-        blocks = 8 * ceil_div(length, 64)
-        assert torch.equal(maxima[token, :blocks], want[token, :blocks])
 
 
 @pytest.mark.parametrize("name", ["e4m3", "bf16"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from seeds import numpy_seeded, reseed
 from torch import Tensor
 
-from tamis.arithmetic import ceil_div
+from tamis.arithmetic import ceil_div, round_up
 from tamis.ops.index.hopper import topk
 from tamis.ops.index.hopper.topk import SHARED_PER_SM, Variant, memory_of, topk_positions, usual_variant
 
@@ -74,20 +74,6 @@ def difficult(kind: str, rows: int, width: int) -> Tensor:
     return scores
 
 
-def maxima_of(scores: Tensor, lengths: Tensor, spare: int = 0) -> Tensor:
-    """The maxima that the scorer writes, in rows aligned to 16 bytes; columns past a length are garbage, infinities."""
-    rows, width = scores.shape
-    columns = 4 * ceil_div(ceil_div(width, 8) + spare, 4)
-    maxima = torch.full((rows, columns), torch.inf)
-    for row, length in enumerate(lengths.clamp(0, width).tolist()):
-        whole = torch.full((ceil_div(length, 8) * 8,), -torch.inf)
-        whole[:length] = scores[row, :length]
-        blocks = whole.view(-1, 8)
-        highest = torch.where(blocks.isnan(), -torch.inf, blocks).amax(1) if length else whole
-        maxima[row, : len(blocks)] = torch.where(blocks.isnan().all(1), torch.nan, highest)
-    return maxima
-
-
 def aligned(scores: Tensor) -> Tensor:
     """The same scores in rows aligned to 16 bytes, followed by infinity, which would win if it were read."""
     rows, width = scores.shape
@@ -116,13 +102,18 @@ class Emulated:
         cluster: int = 1,
         resident: int | None = None,
         pages: tuple[Tensor, Tensor, int] | None = None,
-        maxima: Tensor | None = None,
-        maxima_from: int = 0,
+        maxima_from: int = topk.NEVER,
         seed: int = 0,
     ) -> Tensor:
-        use = maxima is not None
-        fitting, words = memory_of(Variant(cluster, self.threads, 1), scores.shape[1], k, maxima=use)
+        fitting, words = memory_of(Variant(cluster, self.threads, 1), scores.shape[1], k)
+        blocks = round_up(ceil_div(scores.shape[1], 8), 128)
+        if maxima_from == 0:
+            # No row is searched as a whole, so that there is only room for blocks and for the scores of those selected.
+            words = max(blocks, round_up(8 * k, 128)) // 32
+            fitting = 32 * words
         keys = fitting if resident is None else min(resident, fitting)
+        if maxima_from != topk.NEVER:
+            keys = max(keys, blocks)  # all maxima are kept
         # The smallest memory that suffices, so that the emulator notices if the kernel uses more.
         shared = topk.FIXED_BYTES + 4 * (2 * words + keys)
         out = torch.full((scores.shape[0], k), -7, dtype=torch.int32)
@@ -130,7 +121,6 @@ class Emulated:
         params = topk.TopkParams(
             *(scores.data_ptr(), scores.stride(0), scores.shape[1], lengths.data_ptr(), k, ids.data_ptr()),
             *(table.data_ptr(), table.stride(0), *table.shape, page_size, out.data_ptr(), keys, words),
-            *((maxima.data_ptr(), maxima.stride(0)) if maxima is not None else (0, 0)),
             maxima_from,
         )
         self.run(scores.shape[0], cluster, ctypes.c_longlong(shared), seed, on_host.packed(params))
@@ -181,12 +171,10 @@ def test_maxima_do_not_change_the_selection(emulated: Emulated, kind: str) -> No
     width, k = 4003, 100
     scores = aligned(difficult(kind, 8, width))
     lengths = torch.tensor([width, 4000, 3999, 1601, k + 1, k, 0, 2**31 - 1], dtype=torch.int32)
-    maxima, wanted = maxima_of(scores, lengths), expected(scores, lengths, k)
+    wanted = expected(scores, lengths, k)
     for maxima_from, resident in ((0, 0), (0, 128), (0, 10**6), (1602, 10**6)):
-        found = emulated(
-            scores, lengths, k, maxima=maxima, maxima_from=maxima_from, resident=resident, seed=resident + maxima_from
-        )
-        assert torch.equal(found, wanted)
+        seed = resident + maxima_from
+        assert torch.equal(emulated(scores, lengths, k, maxima_from=maxima_from, resident=resident, seed=seed), wanted)
 
 
 def adversarial(kind: str, rows: int, width: int) -> Tensor:
@@ -238,30 +226,9 @@ ADVERSARIAL = (
 def test_adversarial_rows_by_maxima(emulated: Emulated, kind: str) -> None:
     scores = aligned(adversarial(kind, 3, 5003))
     lengths = torch.tensor([5003, 4997, 3200], dtype=torch.int32)
-    maxima = maxima_of(scores, lengths, spare=5)
     for k, resident in ((150, 10**6), (1, 0), (700, 512), (2048, 10**6)):
-        found = emulated(scores, lengths, k, maxima=maxima, resident=resident, seed=k)
+        found = emulated(scores, lengths, k, maxima_from=0, resident=resident, seed=k)
         assert torch.equal(found, expected(scores, lengths, k)), k
-
-
-@pytest.mark.parametrize("kind", ["normal", "close", "coarse"])
-def test_only_blocks_with_high_maxima_are_read(emulated: Emulated, kind: str) -> None:
-    k, width = 64, 8000
-    scores = aligned(difficult(kind, 2, width))
-    lengths = torch.tensor([width, 7995], dtype=torch.int32)
-    maxima, wanted = maxima_of(scores, lengths), expected(scores, lengths, k)
-    for row, best in enumerate(maxima):
-        unread = best[: width // 8].sort(descending=True, stable=True).indices[k:]
-        scores[row, : width // 8 * 8].view(-1, 8)[unread] = torch.inf
-    assert torch.equal(emulated(scores, lengths, k, maxima=maxima), wanted)
-
-
-def test_short_rows_do_not_go_by_their_maxima(emulated: Emulated) -> None:
-    scores = aligned(difficult("normal", 3, 2000))
-    lengths = torch.tensor([2000, 1500, 1499], dtype=torch.int32)
-    wanted, nothing = expected(scores, lengths, 64), torch.full((3, 252), -torch.inf)
-    wanted[:2] = -1  # the maxima of these rows say that there is nothing to select
-    assert torch.equal(emulated(scores, lengths, 64, maxima=nothing, maxima_from=1500), wanted)
 
 
 def test_more_candidates_by_maxima_than_a_cta_lists(emulated: Emulated) -> None:
@@ -269,9 +236,8 @@ def test_more_candidates_by_maxima_than_a_cta_lists(emulated: Emulated) -> None:
     scores[1] = 2.5
     scores[:, 9_000] = torch.inf  # keys spread over all digits, so that most others share their first
     lengths = torch.tensor([20_000, 19_999], dtype=torch.int32)
-    maxima = maxima_of(scores, lengths)
     for resident in (0, 10**6):
-        found = emulated(scores, lengths, 2048, maxima=maxima, resident=resident)
+        found = emulated(scores, lengths, 2048, maxima_from=0, resident=resident)
         assert torch.equal(found, expected(scores, lengths, 2048))
 
 
@@ -287,8 +253,7 @@ def test_any_shape_by_maxima(emulated: Emulated, width, k, kind, resident, seed)
     reseed(seed)
     scores = aligned((difficult if kind in KINDS else adversarial)(kind, 2, max(width, 2001))[:, :width])
     lengths = torch.randint(width // 2, width + 2, (2,), dtype=torch.int32)
-    maxima = maxima_of(scores, lengths, spare=seed % 7)
-    found = emulated(scores, lengths, k, maxima=maxima, resident=resident, seed=seed)
+    found = emulated(scores, lengths, k, maxima_from=0, resident=resident, seed=seed)
     assert torch.equal(found, expected(scores, lengths, k))
 
 
@@ -318,7 +283,7 @@ def test_slots_keep_the_columns_of_their_positions(emulated: Emulated) -> None:
     ids = torch.tensor([0, 1, 2, -1, 3, 0], dtype=torch.int32)
     found = emulated(scores, lengths, 100, cluster=2, pages=(ids, table, 16))
     assert torch.equal(found, slots_of(expected(scores, lengths, 100), ids, table, 16))
-    by_maxima = emulated(scores, lengths, 100, pages=(ids, table, 16), maxima=maxima_of(scores, lengths))
+    by_maxima = emulated(scores, lengths, 100, pages=(ids, table, 16), maxima_from=0)
     assert torch.equal(by_maxima, found)
     assert (found[:3] == -1).any()
     assert (found[:3] >= 0).any()
@@ -341,8 +306,8 @@ def test_every_launch_fits_the_device(tokens: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 512, 2048])
-@pytest.mark.parametrize("width", [25_600, 65_536, 131_072, 2**19])
-@pytest.mark.parametrize("tokens", [17, 32, 128, 133, 4096])
+@pytest.mark.parametrize("width", [25_600, 65_536, 131_072])
+@pytest.mark.parametrize("tokens", [67, 128, 133, 4096])
 def test_launches_by_maxima_fit_the_device(tokens: int, width: int, k: int) -> None:
     assert topk.by_maxima(tokens, width, k, 132)
     variant = usual_variant(tokens, width, 132, maxima=True)
@@ -351,28 +316,14 @@ def test_launches_by_maxima_fit_the_device(tokens: int, width: int, k: int) -> N
     assert topk.FIXED_BYTES + 4 * (2 * bitmap_words + resident) <= variant.shared
     gathered = 8 * k
     assert bitmap_words * 32 >= max(gathered, width // 8, topk.maxima_from(k) + 3)
-    if width <= 131_072:
-        assert resident >= max(width // 8, gathered), "nothing is read twice"
+    assert resident >= max(width // 8, gathered), "nothing is read twice"
 
 
 def test_maxima_are_left_aside_where_they_do_not_help() -> None:
     assert not topk.by_maxima(4096, 16_384, 2048, 132), "rows are short"
     assert not topk.by_maxima(4096, 65_536, 2049, 132), "the result and the blocks do not fit"
-    assert not topk.by_maxima(4096, 2**19 + 8, 2048, 132), "blocks have 16-bit numbers"
-    assert not topk.by_maxima(1, 65_536, 2048, 132), "a large cluster reads the row"
-
-
-def test_maxima_that_cannot_be_read_are_refused() -> None:
-    scores, lengths = torch.zeros(2, 64), torch.ones(2, dtype=torch.int32)
-    for wrong in (torch.zeros(2, 7), torch.zeros(1, 8), torch.zeros(16), torch.zeros(2, 8).double()):
-        with pytest.raises(ValueError, match=r"maxima must be float32 \[2, 8\] or wider, got .*; pass what"):
-            topk_positions(scores, lengths, 1, maxima=wrong)
-    with pytest.raises(ValueError, match="maxima must be rows aligned to 16 bytes where there are maxima, got"):
-        topk_positions(scores, lengths, 1, maxima=torch.zeros(2, 9))
-    with pytest.raises(ValueError, match="scores must be rows of whole blocks of 8 where there are maxima, got 63"):
-        topk_positions(scores[:, :63], lengths, 1, maxima=torch.zeros(2, 8))
-    with pytest.raises(ValueError, match="scores must be rows aligned to 16 bytes where there are maxima, got"):
-        topk_positions(torch.zeros(2, 65)[:, :64], lengths, 1, maxima=torch.zeros(2, 8))
+    assert not topk.by_maxima(4096, 2**19, 2048, 132), "the maxima do not fit"
+    assert not topk.by_maxima(32, 65_536, 2048, 132), "a cluster reads the row"
 
 
 def test_k_has_a_limit() -> None:
@@ -407,26 +358,19 @@ def test_the_device_selects_what_a_stable_sort_selects(kind: str, rows: int, wid
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [*KINDS, *ADVERSARIAL])
-@pytest.mark.parametrize(("rows", "width", "k"), [(32, 131_072, 2048), (300, 65_536, 2048), (140, 32_768, 512)])
+@pytest.mark.parametrize(("rows", "width", "k"), [(100, 131_072, 2048), (300, 65_536, 2048), (140, 32_768, 512)])
 def test_the_device_selects_alike_with_and_without_maxima(kind: str, rows: int, width: int, k: int) -> None:
     scores = (difficult if kind in KINDS else adversarial)(kind, rows, width).cuda()
     lengths = torch.randint(width // 4, width + 1, (rows,), dtype=torch.int32, device="cuda")
     lengths[0] = width
-    seen = torch.where(torch.arange(width, device="cuda") < lengths.unsqueeze(1), scores, -torch.inf).view(rows, -1, 8)
-    maxima = torch.where(seen.isnan(), -torch.inf, seen).amax(2)
-    maxima[seen.isnan().all(2)] = torch.nan
-    beyond = torch.arange(width // 8, device="cuda") * 8 >= lengths.unsqueeze(1)
-    maxima[beyond] = torch.inf
-    wanted = topk_positions(scores, lengths, k)
     assert topk.by_maxima(rows, width, k, torch.cuda.get_device_properties(0).multi_processor_count)
+    wanted = topk_positions(scores, lengths, k, variant=Variant(2, 512, 2))  # clusters read all scores
     for variant in (None, Variant(1, 512, 2), Variant(1, 1024, 1)):
-        found = topk_positions(scores, lengths, k, maxima=maxima, variant=variant)
-        assert torch.equal(found, wanted), variant
+        assert torch.equal(topk_positions(scores, lengths, k, variant=variant), wanted), variant
     assert torch.equal(wanted[:2].cpu(), expected(scores[:2], lengths[:2], k))
     out = torch.full_like(wanted, -7)
-    launch = topk.prepare_topk(rows, width, k, scores.device, maxima_stride=maxima.stride(0))
-    addresses = (scores.data_ptr(), lengths.data_ptr(), out.data_ptr(), maxima.data_ptr())
-    launch(torch.cuda.current_stream().cuda_stream, addresses)
+    addresses = (scores.data_ptr(), lengths.data_ptr(), out.data_ptr())
+    topk.prepare_topk(rows, width, k, scores.device)(torch.cuda.current_stream().cuda_stream, addresses)
     assert torch.equal(out, wanted)
 
 

@@ -106,7 +106,7 @@ def _prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, i
     """A launch that scores calls like this one into memory like `out`; see `scoring.prepare_scores`."""
     if not scores.serves(call):
         return prepare_scores(call, out)
-    launch = scores.prepare_scores(call, out, None)
+    launch = scores.prepare_scores(call, out)
     if launch is None:
         return None
     keys, scales = scores.key_offsets(call.cache)
@@ -115,7 +115,7 @@ def _prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, i
         pages = call.cache.storage.data_ptr()
         inputs = (call.q.data_ptr(), call.weights.data_ptr(), pages + keys, 0 if scales is None else pages + scales)
         table = (call.request_ids.data_ptr(), call.block_table.data_ptr(), call.lengths.data_ptr())
-        launch(stream, (*inputs, *table, out, 0))
+        launch(stream, (*inputs, *table, out))
 
     return run
 

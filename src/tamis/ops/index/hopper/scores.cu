@@ -49,8 +49,6 @@ struct ScoreParams {
     const int* ends;                // [T], one past the last
     float* out;                     // [T, width]
     long long out_stride;           // in elements
-    float* maxima;                  // [T, maxima_stride], the highest score of every 8 keys; null if not wanted
-    long long maxima_stride;        // in elements
     int weight_type;                // 0 float32, 1 bf16, 2 fp16
     int pages;                      // that exist
     int page_size;                  // 16, 32, or a multiple of 64; keys of one list are pages of 64
@@ -477,15 +475,20 @@ struct BlockKeys {
                 for (int at = 0; at < 16; ++at) a[at / 2][at % 2 * 2 + below] = e2m1_to_bf16(words[at / 4] >> at % 4 * 4, factor);
             }
         } else {
-            // Two quads read the same banks, since swapping units in one of them would cost 16 instructions.
+            // Odd quads swap neighbouring units for the same reason.
+            const bool odd = quad % 2;
 #pragma unroll
             for (int below = 0; below < 2; ++below) {
 #pragma unroll
-                for (int unit = 0; unit < KEY_BYTES / 64; ++unit) {
-                    const uint4 loaded = shared_load4(row + below * KEY_BYTES + unit * 64);
-                    const int half = unit % 2 * 2 + below;
-                    a[unit / 2 * 4][half] = loaded.x, a[unit / 2 * 4 + 1][half] = loaded.y;
-                    a[unit / 2 * 4 + 2][half] = loaded.z, a[unit / 2 * 4 + 3][half] = loaded.w;
+                for (int unit = 0; unit < KEY_BYTES / 64; unit += 2) {
+                    const u32 from = row + below * KEY_BYTES + unit * 64;
+                    const uint4 one = shared_load4(from + (odd ? 64 : 0)), two = shared_load4(from + (odd ? 0 : 64));
+                    const u32 ones[4] = {one.x, one.y, one.z, one.w}, twos[4] = {two.x, two.y, two.z, two.w};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        a[unit * 2 + i][below] = odd ? twos[i] : ones[i];
+                        a[unit * 2 + i][2 + below] = odd ? ones[i] : twos[i];
+                    }
                 }
             }
             if constexpr (SCALED) {
@@ -542,7 +545,7 @@ struct Scorer {
     u32 memory, weights;           // addresses of shared memory, and of the tile's weights for this lane
     unsigned long long queries;    // descriptor of the first chunk
     u32 bounds;                    // address of what the first token of this lane sees
-    long long row, top;            // offsets of this lane's first token in the results: scores and maxima
+    long long row;                 // offset of this lane's first token in the results
     int left;                      // tokens from this lane's first one on
     int least_start, least_end;    // all tokens see the block of a key within these, whichever key of it that is
     float acc[CHUNK / 2];          // accumulators of the product in flight
@@ -634,11 +637,6 @@ struct Scorer {
             if (exists && place < params.width) out[0] = score[0];
             if (exists && place + 1 < params.width) out[1] = score[1];
         }
-        if (params.maxima == nullptr) return;
-        float highest = fmaxf(score[0], score[1]);
-        highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 4));
-        highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 8));
-        if (exists && threadIdx.x / 4 % 4 == 0) params.maxima[top + number * 4 * params.maxima_stride + place / 8] = highest;
     }
 
     // Computes the blocks of a part that belong to this consumer: `blocks` of them, from `number` and `position` on. Only the
@@ -698,7 +696,6 @@ __device__ __forceinline__ void score(const ScoreParams& params, u32 memory, int
         const int count = warp_uniform(words.y);
         const long long token = static_cast<int>(words.x) + lane % 4;
         scorer.row = opaque64(token * params.out_stride);
-        scorer.top = token * params.maxima_stride;
         scorer.left = count - lane % 4;
         scorer.queries = k_major(memory + QUERIES + buffer * QUERY_BUFFER);
         scorer.weights = memory + WEIGHTS + buffer * COLUMNS * 4 + lane % 4 * 16;

@@ -95,9 +95,6 @@ class ScoreParams(NamedTuple):
     out: Pointer
     """float32 [T, width]"""
     out_stride: Long
-    maxima: Pointer
-    """float32 [T, maxima_stride], the highest score of every 8 keys; 0 if they are not wanted."""
-    maxima_stride: Long
     weight_type: Int
     """A value of WEIGHT_TYPES."""
     pages: Int
@@ -210,13 +207,12 @@ def group_size(tokens: int, requests: int, heads: int) -> int:
     return each if rest == 0 and 0 < each <= most else most
 
 
-def index_scores(call: IndexScores | IndexTopk, out: Tensor, maxima: Tensor | None = None, *, fill: bool) -> None:
+def index_scores(call: IndexScores | IndexTopk, out: Tensor, *, fill: bool) -> None:
     """Write the scores of a call that `serves` to `out`, float32 [T, width].
 
     Args:
         call: queries, weights and keys.
         out: float32 [T, width], rows contiguous.
-        maxima: float32 [T, width / 8] and more, for the highest score of every 8 keys.
         fill: whether elements past the keys that a token sees are written; otherwise they are undefined.
     """
     found = format_of(call.cache.layout, call.q.dtype)
@@ -224,7 +220,7 @@ def index_scores(call: IndexScores | IndexTopk, out: Tensor, maxima: Tensor | No
     q = aligned_query(call.q)
     ids, table, ends = call.request_ids.contiguous(), call.block_table, call.lengths.contiguous()
     table = table if table.stride(1) == 1 else table.contiguous()
-    params = paged_params(call._replace(q=q, request_ids=ids, block_table=table, lengths=ends), out, maxima, fill=fill)
+    params = paged_params(call._replace(q=q, request_ids=ids, block_table=table, lengths=ends), out, fill=fill)
     _launch_all(found, q, params, out.device)
 
 
@@ -239,7 +235,7 @@ def ragged_scores(call: RaggedScores) -> None:
         table_stride=0,
         starts=starts.data_ptr(),
         ends=ends.data_ptr(),
-        **_out_params(out, None, fill=True),
+        **_out_params(out, fill=True),
         pages=len(call.keys),
         page_size=BLOCK,
         requests=0,
@@ -257,7 +253,7 @@ def aligned_query(q: Tensor) -> Tensor:
     return q if q.stride(2) == 1 and all(step % 16 == 0 for step in steps) else q.contiguous()
 
 
-def paged_params(call: IndexScores | IndexTopk, out: Tensor, maxima: Tensor | None, *, fill: bool) -> ScoreParams:
+def paged_params(call: IndexScores | IndexTopk, out: Tensor, *, fill: bool) -> ScoreParams:
     """The parameters of a launch for tensors that need no copy."""
     cache, table = call.cache, call.block_table
     (tokens, heads, _), (requests, table_width) = call.q.shape, table.shape
@@ -269,7 +265,7 @@ def paged_params(call: IndexScores | IndexTopk, out: Tensor, maxima: Tensor | No
         table_stride=table.stride(0),
         starts=0,
         ends=call.lengths.data_ptr(),
-        **_out_params(out, maxima, fill=fill),
+        **_out_params(out, fill=fill),
         pages=cache.pages,
         page_size=cache.page_size,
         requests=requests,
@@ -307,12 +303,10 @@ def _key_params(memory: Memory, page_size: int) -> dict[str, int]:
     }
 
 
-def _out_params(out: Tensor, maxima: Tensor | None, *, fill: bool) -> dict[str, int]:
+def _out_params(out: Tensor, *, fill: bool) -> dict[str, int]:
     return {
         "out": out.data_ptr(),
         "out_stride": out.stride(0),
-        "maxima": pointer(maxima),
-        "maxima_stride": 0 if maxima is None else maxima.stride(0),
         "width": out.shape[1],
         "fill": int(fill),
         "pairs": int(out.data_ptr() % 8 == 0 and out.stride(0) % 2 == 0 and out.shape[1] % BLOCK == 0),
@@ -332,17 +326,16 @@ def _launch_all(found: KeyFormat, q: Tensor, params: ScoreParams, device: torch.
             starts=params.starts and params.starts + 4 * first,
             ends=params.ends + 4 * first,
             out=params.out + 4 * first * params.out_stride,
-            maxima=params.maxima and params.maxima + 4 * first * params.maxima_stride,
             tokens=min(most, tokens - first),
         )
         launch((sm_count(device), 1, 1), some)
 
 
-CHANGING = ("q", "weights", "keys", "scales", "request_ids", "block_table", "ends", "out", "maxima")
+CHANGING = ("q", "weights", "keys", "scales", "request_ids", "block_table", "ends", "out")
 """The parameters that every launch of `prepare_scores` is given."""
 
 
-def prepare_scores(call: IndexTopk, out: Tensor, maxima: Tensor | None) -> PreparedLaunch | None:
+def prepare_scores(call: IndexTopk, out: Tensor) -> PreparedLaunch | None:
     """A launch for calls like this one as a whole; None if it needs copies or several launches.
 
     Call it with the stream and the addresses named in `CHANGING`.
@@ -350,7 +343,7 @@ def prepare_scores(call: IndexTopk, out: Tensor, maxima: Tensor | None) -> Prepa
     found = format_of(call.cache.layout, call.q.dtype)
     copied = aligned_query(call.q) is not call.q or call.block_table.stride(1) != 1
     copied = copied or not call.request_ids.is_contiguous() or not call.lengths.is_contiguous()
-    params = paged_params(call, out, maxima, fill=False)
+    params = paged_params(call, out, fill=False)
     if found is None or copied or ceil_div(params.tokens, params.group) > MOST_GROUPS:
         return None
     heads, size = call.q.shape[1], call.q.element_size()

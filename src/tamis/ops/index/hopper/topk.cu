@@ -13,16 +13,17 @@
 //      where its results start in the output. Among ties the lowest positions win, in whatever order threads ran.
 // All warps do the same work. A row of up to k positions needs no search and is left to one CTA.
 //
-// The scorer may have written the maximum of every block of 8 scores. A long row then goes by its maxima, in one CTA: steps 1
-// to 5 select the k blocks with the highest maxima, and then, once more, the k highest scores of these blocks; no others are
-// read. This is exact: if a block is not selected, k blocks have a higher maximum, or an equal one at a lower position, hence k
+// A long row goes by the maxima of its blocks of 8 scores, in one CTA: step 1 reads the scores and counts only the maxima, steps
+// 2 to 5 select the k blocks with the highest ones, and then all steps select once more, the k highest scores of these blocks.
+// This is exact: if a block is not selected, k blocks have a higher maximum, or an equal one at a lower position, hence k
 // scores go before each of its own. The lowest selected maximum bounds the result from below, so the keys of the second
-// selection count from there and spread over all values of the first digit.
+// selection count from there and spread over all values of the first digit. Counting takes an atomic per key, which is what
+// bounds the selection from a row of scores in memory.
 //
 // Shared memory is `SharedMemory`, then the two bitmaps, a bit for each place of the slice, then the resident keys. Budget:
 // scores are read once from global memory if the keys of the slice fit (46,000 with a whole SM), otherwise twice, or up to
-// four times if there are more candidates than the list holds. A row of n scores that goes by its maxima reads n / 8 maxima
-// and 8 k scores, in sectors of 32 bytes.
+// four times if there are more candidates than the list holds. A row of n scores that goes by its maxima counts n / 8 of them,
+// and reads 8 k scores again, in sectors of 32 bytes.
 //
 // Defined by the host: THREADS (per CTA); FIXED_BYTES, the bytes set aside for `SharedMemory`; BLOCK, the scores that share a
 // maximum; LARGEST_K_BY_MAXIMA; PARAMS_BYTES.
@@ -45,9 +46,7 @@ struct TopkParams {
     int* out;                 // [T, k], contiguous
     int resident;             // keys of a slice that are kept in shared memory; the others are read again
     int bitmap_words;         // words of each of the two bitmaps
-    const float* maxima;      // [T, maxima_stride], the highest of every 8 scores; null if there are none
-    long long maxima_stride;  // in elements
-    int maxima_from;          // rows of at least this length go by their maxima
+    int maxima_from;          // rows of at least this length go by their maxima, which fit in shared memory
 };
 
 static_assert(sizeof(TopkParams) == PARAMS_BYTES, "TopkParams differs from its twin in topk.py");
@@ -337,6 +336,45 @@ __device__ __forceinline__ u32 count_first_digit(const Slice<GATHERED>& slice, S
     return highest;
 }
 
+// Reads a row, keeps the keys of the maxima of its blocks in shared memory, and counts their first digit. Returns the highest
+// key that this thread has seen. Two lanes share a block.
+__device__ __forceinline__ u32 count_maxima(const Slice<false>& maxima, SharedMemory& shared, const float* start, int length) {
+    const u32 counts = shared_address(shared.digits.first.counts);
+    const int lane = threadIdx.x % 32;
+    u32 highest = LOWEST;
+    // Keys are read four at a time.
+    if (threadIdx.x < (-maxima.end & 3)) shared_store(maxima.keys + 4 * (maxima.end + threadIdx.x), LOWEST);
+    for (int half = threadIdx.x; (half - lane) * 4 < length; half += THREADS * LOADS) {
+        float4 scores[LOADS];
+#pragma unroll
+        for (int load = 0; load < LOADS; ++load) {
+            const int at = (half + load * THREADS) * 4;
+            const float nothing = __uint_as_float(0xFF800000u);
+            if (at + 4 <= length) {
+                scores[load] = *reinterpret_cast<const float4*>(start + at);
+            } else {
+                scores[load] = make_float4(
+                    at < length ? start[at] : nothing, at + 1 < length ? start[at + 1] : nothing,
+                    at + 2 < length ? start[at + 2] : nothing, nothing);
+            }
+        }
+#pragma unroll
+        for (int load = 0; load < LOADS; ++load) {
+            const float4 four = scores[load];
+            // NaN is ignored, unless all are.
+            const float own = fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w));
+            const float other = __uint_as_float(__shfl_sync(FULL_MASK, __float_as_uint(own), lane ^ 1));
+            const int block = (half + load * THREADS) / 2;
+            if (lane % 2 == 1 || block >= maxima.end) continue;
+            const u32 key = key_of(fmaxf(own, other));
+            highest = max(highest, key);
+            shared_store(maxima.keys + 4 * block, key);
+            shared_increment(counts + 4 * (key >> FIRST_SHIFT));
+        }
+    }
+    return highest;
+}
+
 // Marks keys whose first digit is higher than `first`, lists those with this digit, and counts their second digit.
 template <int LIST>
 __device__ __forceinline__ void mark_and_list(
@@ -408,12 +446,11 @@ struct Kth {
     bool listing;       // the list has all ties, and all winners that are not marked yet
 };
 
-// Finds the k-th highest key, or as many of its digits as decide. All CTAs of the cluster take part, after they have arrived
-// with cleared counts. `highest` becomes the highest key that this thread has read.
+// Finds the k-th highest key, or as many of its digits as decide, after the first digit has been counted. All CTAs of the
+// cluster take part, after they have arrived with cleared counts.
 template <bool GATHERED>
 __device__ __forceinline__ Kth find_kth(
-    const Slice<GATHERED>& slice, SharedMemory& shared, u32 k, Cluster cluster, u32* winners, u32& highest) {
-    highest = count_first_digit(slice, shared);
+    const Slice<GATHERED>& slice, SharedMemory& shared, u32 k, Cluster cluster, u32* winners) {
     cluster.wait();  // the other CTAs have cleared their counts as well
     Found found = find_digit(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, cluster);
     Kth kth = {LOWEST, 0, 0, found.above_before, found.above, false};
@@ -627,15 +664,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
         return;
     }
     const float* start = params.scores + row * params.row_stride;
-    const bool by_maxima = params.maxima != nullptr && length >= params.maxima_from && !everything;
-    const float* searched = by_maxima ? params.maxima + row * params.maxima_stride : start;
+    const bool by_maxima = length >= params.maxima_from && !everything;
     const int count = by_maxima ? (length + BLOCK - 1) / BLOCK : length;
-    const int skipped = static_cast<int>(reinterpret_cast<unsigned long long>(searched) / sizeof(float) % 4);
+    const int skipped = static_cast<int>(reinterpret_cast<unsigned long long>(start) / sizeof(float) % 4);
     const int slices = everything ? 1 : cluster.size;
     const int size = ((skipped + count + slices - 1) / slices + 127) / 128 * 128;
     Slice<false> slice = {};
     slice.first = static_cast<int>(cluster.rank) * size - skipped;
-    slice.scores = searched + slice.first;
+    slice.scores = start + slice.first;
     slice.keys = shared_address(ties + params.bitmap_words);
     slice.resident = everything ? 0 : params.resident;
     slice.begin = cluster.rank == 0 ? skipped : 0;
@@ -645,11 +681,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     if (!everything) {
         clear_bitmaps(slice.end, winners, ties);
         __syncthreads();  // the counts are cleared
-        u32 highest;
-        kth = find_kth(slice, shared, k, cluster, winners, highest);
+        const u32 highest = by_maxima ? count_maxima(slice, shared, start, length) : count_first_digit(slice, shared);
+        kth = find_kth(slice, shared, k, cluster, winners);
         if (by_maxima) {
             const Slice<true> blocks = gather_blocks(slice, shared, kth, highest, start, length, winners, ties);
-            kth = find_kth(blocks, shared, k, {0, 1}, winners, highest);
+            __syncthreads();  // the counts are clear
+            count_first_digit(blocks, shared);
+            kth = find_kth(blocks, shared, k, {0, 1}, winners);
             let_next_kernel_start();
             write_results(blocks, shared, kth, params, row, winners, ties, threadIdx.x, THREADS);
             return;

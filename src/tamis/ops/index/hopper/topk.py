@@ -11,7 +11,7 @@ from tamis.arithmetic import ceil_div, round_up
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
 from tamis.cuda.launch import Launch, PreparedLaunch, kernel
-from tamis.cuda.params import Int, Long, Pointer, params_bytes, pointer
+from tamis.cuda.params import Int, Long, Pointer, params_bytes
 
 MAX_K = 4096
 SLICE_UNIT = 128
@@ -28,8 +28,6 @@ MAX_WIDTH_BY_MAXIMA = BLOCK * 2**16
 """The source numbers blocks with 16 bits."""
 NEVER = 2**31 - 1
 """As the least length of a row by maxima: a length that no row has."""
-MOST_CTAS_REPLACED = 4
-"""One CTA that reads maxima is as fast as a cluster of this many that read all scores."""
 
 
 class TopkParams(NamedTuple):
@@ -57,11 +55,8 @@ class TopkParams(NamedTuple):
     """Keys of a slice that are kept in shared memory; the others are read again."""
     bitmap_words: Int
     """Words of each of the two bitmaps."""
-    maxima: Pointer
-    """float32 [T, maxima_stride], the highest of every 8 scores; 0 if there are none."""
-    maxima_stride: Long
     maxima_from: Int
-    """Rows of at least this length go by their maxima."""
+    """Rows of at least this length go by their maxima, which fit in shared memory."""
 
 
 class Variant(NamedTuple):
@@ -89,7 +84,6 @@ def topk_positions(
     page_size: int = 0,
     *,
     out: Tensor | None = None,
-    maxima: Tensor | None = None,
     variant: Variant | None = None,
 ) -> Tensor:
     """The k highest-scored positions of each row: int32 [T, k], ascending, then -1.
@@ -106,28 +100,23 @@ def topk_positions(
         block_table: int32 [B, W].
         page_size: positions per page; 0 without a block table.
         out: int32 [T, k], contiguous, to write into.
-        maxima: float32 [T, at least S / 8], which saves time and does not change the result: column b has the highest
-            score of positions 8 b to 8 b + 7 below the length, without NaN unless all are. Columns beyond the length
-            are not read. Rows of scores and maxima are aligned to 16 bytes, and S is a multiple of 8.
         variant: the shape of the launch; None for the usual one.
     """
     checks.integer("k", k, low=1, high=MAX_K)
     tokens, width = scores.shape
-    if maxima is not None:
-        _check_maxima(scores, maxima)
     if out is None:
         out = torch.empty((tokens, k), dtype=torch.int32, device=scores.device)
     if tokens == 0:
         return out
     if width > 1 and scores.stride(1) != 1:
         scores = scores.contiguous()
-    if maxima is not None and not by_maxima(tokens, width, k, sm_count(scores.device)):
-        maxima = None
+    # Blocks are read as a whole, 16 bytes at a time.
+    whole = width % BLOCK == 0 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
+    maxima = whole and by_maxima(tokens, width, k, sm_count(scores.device))
     if variant is None:
-        variant = usual_variant(tokens, width, sm_count(scores.device), maxima=maxima is not None)
-    elif variant.cluster > 1:
-        maxima = None  # a row that goes by its maxima has one CTA
-    resident, bitmap_words = memory_of(variant, width, k, maxima=maxima is not None)
+        variant = usual_variant(tokens, width, sm_count(scores.device), maxima=maxima)
+    maxima = maxima and variant.cluster == 1
+    resident, bitmap_words = memory_of(variant, width, k, maxima=maxima)
     ids = table = table_stride = requests = table_width = 0
     if block_table is not None and request_ids is not None:
         # These names and `lengths` keep the copies alive until the launch.
@@ -150,29 +139,22 @@ def topk_positions(
         out.data_ptr(),
         resident,
         bitmap_words,
-        pointer(maxima),
-        0 if maxima is None else maxima.stride(0),
-        maxima_from(k),
+        maxima_from(k) if maxima else NEVER,
     )
     _launch(scores.device.index, variant)((tokens * variant.cluster, 1, 1), params)
     return out
 
 
-def prepare_topk(
-    tokens: int, width: int, k: int, device: torch.device, maxima_stride: int | None = None
-) -> PreparedLaunch:
+def prepare_topk(tokens: int, width: int, k: int, device: torch.device) -> PreparedLaunch:
     """A launch for contiguous scores float32 [tokens, width] and lengths int32 [tokens] on the current device, without
-    a block table: call it with the stream and the addresses of scores, lengths and result, and with `maxima_stride`,
-    the row stride of maxima in elements, those of maxima as well."""
-    addresses = ("scores", "lengths", "out") if maxima_stride is None else ("scores", "lengths", "out", "maxima")
-    use = maxima_stride is not None and by_maxima(tokens, width, k, sm_count(device))
+    a block table: call it with the stream and the addresses of scores, which are aligned to 16 bytes, lengths and
+    result."""
+    use = width % BLOCK == 0 and by_maxima(tokens, width, k, sm_count(device))
     variant = usual_variant(tokens, width, sm_count(device), maxima=use)
-    params = TopkParams(
-        *(0, width, width, 0, k, 0, 0, 0, 0, 0, 0, 0, *memory_of(variant, width, k, maxima=use)),
-        *(0, maxima_stride or 0, maxima_from(k) if use else NEVER),
-    )
+    memory = memory_of(variant, width, k, maxima=use)
+    params = TopkParams(0, width, width, 0, k, 0, 0, 0, 0, 0, 0, 0, *memory, maxima_from(k) if use else NEVER)
     grid = (tokens * variant.cluster, 1, 1)
-    return _launch(device_index(device), variant).prepared(grid, params, addresses)
+    return _launch(device_index(device), variant).prepared(grid, params, ("scores", "lengths", "out"))
 
 
 def maxima_from(k: int) -> int:
@@ -183,10 +165,12 @@ def maxima_from(k: int) -> int:
 
 @lru_cache(maxsize=1024)
 def by_maxima(tokens: int, width: int, k: int, sms: int) -> bool:
-    """Whether rows of this launch may go by their maxima: some can be long enough, and there are not so few rows that
-    a large cluster reads all scores of one in less time."""
-    fits = k <= MAX_K_BY_MAXIMA and maxima_from(k) <= width <= MAX_WIDTH_BY_MAXIMA
-    return fits and _cluster(tokens, width, sms) <= MOST_CTAS_REPLACED
+    """Whether rows of this launch may go by their maxima: some can be long enough, their maxima fit in shared memory,
+    and there are not so few rows that each has a cluster, which reads it in less time."""
+    if k > MAX_K_BY_MAXIMA or not maxima_from(k) <= width <= MAX_WIDTH_BY_MAXIMA or _cluster(tokens, width, sms) > 1:
+        return False
+    variant = usual_variant(tokens, width, sms, maxima=True)
+    return memory_of(variant, width, k, maxima=True)[0] >= ceil_div(width, BLOCK)
 
 
 @lru_cache(maxsize=1024)
@@ -225,21 +209,6 @@ def _room_for_keys(variant: Variant, width: int, k: int, *, maxima: bool = False
     # A row's places begin up to three scores before it, for aligned loads. A row of up to k positions is one slice.
     longest = round_up(max(ceil_div(searched + 3, variant.cluster), min(k, width) + 3), SLICE_UNIT)
     return longest, variant.shared - FIXED_BYTES - 2 * longest // 8
-
-
-def _check_maxima(scores: Tensor, maxima: Tensor) -> None:
-    """Refuse maxima of another shape, and rows whose blocks are not sectors of memory."""
-    tokens, width = scores.shape
-    least = ceil_div(width, BLOCK)
-    if maxima.dtype != torch.float32 or maxima.ndim != 2 or maxima.shape[0] != tokens or maxima.shape[1] < least:
-        got = f"{checks.dtype_name(maxima.dtype)} {list(maxima.shape)}"
-        raise checks.refuse("maxima", f"float32 [{tokens}, {least}] or wider", got, "pass what the scorer wrote")
-    if width % BLOCK:
-        raise checks.refuse("scores", "rows of whole blocks of 8 where there are maxima", width, "leave maxima out")
-    for name, rows in (("scores", scores), ("maxima", maxima)):
-        if rows.stride(1) != 1 or rows.stride(0) % 4 or rows.data_ptr() % 16:
-            got = f"strides {rows.stride()} at an address of {rows.data_ptr() % 16} modulo 16"
-            raise checks.refuse(name, "rows aligned to 16 bytes where there are maxima", got, "leave maxima out")
 
 
 @cache
