@@ -34,7 +34,7 @@ class Emulated:
     def __init__(self, folder: Path, name: str, heads: int, query: torch.dtype, columns: int = scores.COLUMNS) -> None:
         program = scores.program(scores.FORMATS[name], heads, query.itemsize, columns)
         source = f'#include "warpgroup_emulator.hpp"\n{program.source}{ENTRY}'
-        self._run = on_host.load(folder, source, program.options).run
+        self._run = on_host.load(folder, source, [*program.options, "-I", str(Path(scores.__file__).parent)]).run
 
     def __call__(self, params: scores.ScoreParams, *, ctas: int = 3, seed: int = 0) -> None:
         self._run(ctas, seed, on_host.packed(params))

@@ -121,5 +121,5 @@ def _prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, i
 
 
 def explain_kernels(need: "Need") -> tuple[str, list[str]]:
-    """Say which source runs the stage for a layer: only the selection is in CUDA C++."""
-    return "topk.cu selects, triton scores", []
+    """Say which source runs the stage for a layer."""
+    return "topk.cu selects; scores.cu scores 16, 32 or 64 heads of 128, triton others", []

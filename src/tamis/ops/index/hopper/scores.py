@@ -373,7 +373,7 @@ def program(found: KeyFormat, heads: int, query_bytes: int, columns: int) -> Pro
 @cache
 def _launch(device: int, found: KeyFormat, heads: int, query_bytes: int, columns: int) -> Launch:
     loaded = kernel(program(found, heads, query_bytes, columns), "index_scores", device)
-    return Launch(loaded, ScoreParams, threads=found.threads, shared=SHARED_BYTES)
+    return Launch(loaded, ScoreParams, threads=found.threads, shared=SHARED_BYTES, overlap=True)
 
 
 def _columns(group: int, heads: int) -> int:

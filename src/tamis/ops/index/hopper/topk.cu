@@ -7,26 +7,17 @@
 //      searches the sums for itself.
 //   3. Mark keys with a higher first digit as winners, list the candidates that are left, which have this digit, and count
 //      their second digit (10 bits). Find the second digit of the k-th key as in step 2.
-//   4. Do the same with the third digit (10 bits). Digits after the one that decides are left out.
+//   4. Do the same with the third digit (10 bits), unless the second one decides.
 //   5. Mark winners in one bitmap and ties, the keys equal to the k-th, in another. Read the bitmaps in the order of
 //      positions and write the result. The counts say how many winners and ties lie in the slices before, so each CTA knows
 //      where its results start in the output. Among ties the lowest positions win, in whatever order threads ran.
 // All warps do the same work. A row of up to k positions needs no search and is left to one CTA.
 //
-// A long row goes by the maxima of its blocks of 8 scores, in one CTA: step 1 reads the scores and counts only the maxima, steps
-// 2 to 5 select the k blocks with the highest ones, and then all steps select once more, the k highest scores of these blocks.
-// This is exact: if a block is not selected, k blocks have a higher maximum, or an equal one at a lower position, hence k
-// scores go before each of its own. The lowest selected maximum bounds the result from below, so the keys of the second
-// selection count from there and spread over all values of the first digit. Counting takes an atomic per key, which is what
-// bounds the selection from a row of scores in memory.
-//
 // Shared memory is `SharedMemory`, then the two bitmaps, a bit for each place of the slice, then the resident keys. Budget:
 // scores are read once from global memory if the keys of the slice fit (46,000 with a whole SM), otherwise twice, or up to
-// four times if there are more candidates than the list holds. A row of n scores that goes by its maxima counts n / 8 of them,
-// and reads 8 k scores again, in sectors of 32 bytes.
+// four times if there are more candidates than the list holds.
 //
-// Defined by the host: THREADS (per CTA); FIXED_BYTES, the bytes set aside for `SharedMemory`; BLOCK, the scores that share a
-// maximum; LARGEST_K_BY_MAXIMA; PARAMS_BYTES.
+// Defined by the host: THREADS (per CTA); FIXED_BYTES, the bytes set aside for `SharedMemory`; PARAMS_BYTES.
 
 #include "instructions.cuh"
 
@@ -46,7 +37,6 @@ struct TopkParams {
     int* out;                 // [T, k], contiguous
     int resident;             // keys of a slice that are kept in shared memory; the others are read again
     int bitmap_words;         // words of each of the two bitmaps
-    int maxima_from;          // rows of at least this length go by their maxima, which fit in shared memory
 };
 
 static_assert(sizeof(TopkParams) == PARAMS_BYTES, "TopkParams differs from its twin in topk.py");
@@ -71,6 +61,10 @@ __device__ __forceinline__ u32 key_of(float score) {
     return bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
 }
 
+__device__ __forceinline__ uint4 keys_of(float4 s) {
+    return make_uint4(key_of(s.x), key_of(s.y), key_of(s.z), key_of(s.w));
+}
+
 // The counts of one digit. `_before` arrays count the slices before this one, the others the whole row.
 template <int BINS>
 struct Digit {
@@ -90,77 +84,35 @@ struct Entry {
     int place;
 };
 
-typedef unsigned short BlockNumber;
-
 struct alignas(16) SharedMemory {
     Digits digits;
     union {
         Entry list[LISTED];     // candidates, in any order
         int chosen[LARGEST_K];  // after the bitmaps are complete: the places of this slice's results, ascending
-        struct {
-            int before_blocks[LARGEST_K_BY_MAXIMA];   // the list and `chosen` of a row by maxima
-            BlockNumber blocks[LARGEST_K_BY_MAXIMA];  // its selected blocks, ascending
-        };
     };
     u32 warp_winners[WARPS], warp_ties[WARPS];  // set bits of each warp's words of the bitmaps
     u32 listed;                                 // candidates so far; if above LISTED, the list is not complete
-    u32 highest;                                // the highest key of the maxima
 };
 
 static_assert(sizeof(SharedMemory) <= FIXED_BYTES && FIXED_BYTES % 16 == 0, "FIXED_BYTES of topk.py is too small");
 static_assert(sizeof(Digits) % sizeof(uint4) == 0, "digits are cleared 16 bytes at a time");
 
-// Scores that one CTA searches, numbered by places, which ascend with the positions: a slice of a row, all maxima of a row
-// (then positions are numbers of blocks), or, if GATHERED, the scores of the selected blocks. Place 0 of a slice has an address
-// that is a multiple of 16 bytes, at or up to three scores before the start of the slice.
-template <bool GATHERED>
+// One CTA's slice of a row. Places number its scores from an address that is a multiple of 16 bytes, at or up to three
+// scores before the start of the slice.
 struct Slice {
-    static constexpr int LIST = GATHERED ? LARGEST_K_BY_MAXIMA * sizeof(int) / sizeof(Entry) : LISTED;  // longest list
-
-    const float* scores;        // address of place 0; of the row if GATHERED
-    u32 keys;                   // address of the resident keys in shared memory
-    int resident;               // places below this have their keys in shared memory
-    int begin, end;             // places that belong to the row
-    int first;                  // position of place 0 in the row; negative if place 0 lies before the row
-    const BlockNumber* blocks;  // if GATHERED: places 8 i to 8 i + 7 are the scores of block i of these
-    u32 bound, spread;          // if GATHERED: scores with lower keys cannot win; the others spread by this many bits
-
-    __device__ __forceinline__ int position(int place) const {
-        return GATHERED ? blocks[place / BLOCK] * BLOCK + place % BLOCK : first + place;
-    }
-
-    __device__ __forceinline__ const float* address(int place) const {
-        return scores + (GATHERED ? position(place) : place);
-    }
+    const float* scores;  // address of place 0
+    u32 keys;             // address of the resident keys in shared memory
+    int resident;         // places below this have their keys in shared memory
+    int begin, end;       // places that belong to the row
+    int position;         // of place 0 in the row; negative if place 0 lies before the row
 
     __device__ __forceinline__ float score(int place) const {
-        return place >= begin && place < end ? *address(place) : __uint_as_float(0xFF800000u);
+        return place >= begin && place < end ? scores[place] : __uint_as_float(0xFF800000u);
     }
 
-    // Blocks are read as a whole, also where the row ends within one.
     __device__ __forceinline__ float4 scores4(int place) const {
-        if (GATHERED ? place < end : place >= begin && place + 4 <= end) return *reinterpret_cast<const float4*>(address(place));
-        if (GATHERED) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (place >= begin && place + 4 <= end) return *reinterpret_cast<const float4*>(scores + place);
         return make_float4(score(place), score(place + 1), score(place + 2), score(place + 3));
-    }
-
-    // The key of a score. If GATHERED, keys keep their order, and those below the bound become LOWEST.
-    __device__ __forceinline__ u32 key(float score) const {
-        const u32 plain = key_of(score);
-        if (!GATHERED) return plain;
-        return plain < bound ? LOWEST : ((plain - bound) << spread) + LOWEST + 1;
-    }
-
-    // The keys of four scores that `scores4` has read.
-    __device__ __forceinline__ uint4 keys4(float4 s, int place) const {
-        uint4 keys = make_uint4(key(s.x), key(s.y), key(s.z), key(s.w));
-        if (GATHERED && place + 4 > end) {
-            if (place >= end) keys.x = LOWEST;
-            if (place + 1 >= end) keys.y = LOWEST;
-            if (place + 2 >= end) keys.z = LOWEST;
-            keys.w = LOWEST;
-        }
-        return keys;
     }
 
     // Reads LOADS keys that lie `step` places apart. All loads from global memory come first, so that they overlap.
@@ -174,29 +126,12 @@ struct Slice {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             const int at = place + i * step;
-            found[i] = at >= resident ? key(loaded[i]) : at < end ? shared_load(keys + 4 * at) : LOWEST;
+            found[i] = at >= resident ? key_of(loaded[i]) : at < end ? shared_load(keys + 4 * at) : LOWEST;
         }
     }
 };
 
 // ---- Search
-
-// The CTAs of a row. One that is alone needs no exchange.
-struct Cluster {
-    u32 rank, size;
-
-    __device__ __forceinline__ void arrive() const {
-        if (size > 1) cluster_arrive();
-    }
-
-    __device__ __forceinline__ void arrive_relaxed() const {
-        if (size > 1) cluster_arrive_relaxed();
-    }
-
-    __device__ __forceinline__ void wait() const {
-        if (size > 1) cluster_wait();
-    }
-};
 
 // The result of the search for a digit.
 struct Found {
@@ -231,7 +166,7 @@ __device__ __forceinline__ int first_reaching(u32 count, u32 before, u32 wanted,
 // Finds the digit of the row's `wanted`-th highest key, after each CTA has counted its slice. Every thread of the cluster gets
 // the same result. Bins below `ignored` have no candidates. Every warp searches for itself; lanes go from high to low bins.
 template <int BINS>
-__device__ __forceinline__ Found find_digit(Digit<BINS>& digit, int ignored, u32 wanted, Cluster cluster) {
+__device__ __forceinline__ Found find_digit(Digit<BINS>& digit, int ignored, u32 wanted, u32 rank, u32 ctas) {
     constexpr int GROUP = BINS / GROUPS, PER_LANE = GROUP / 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     __syncthreads();  // all threads have counted
@@ -244,17 +179,15 @@ __device__ __forceinline__ Found find_digit(Digit<BINS>& digit, int ignored, u32
             sum += bin < ignored ? 0 : digit.counts[bin];
         }
         sum = __reduce_add_sync(FULL_MASK, sum);
-        if (cluster.size == 1) {
-            if (lane == 0) digit.groups[group] = sum;
-        } else if (lane < cluster.size) {  // each lane adds to the sums of one CTA of the cluster
+        // Each lane adds to the sums of one CTA of the cluster.
+        if (lane < ctas) {
             const u32 theirs = peer_address(groups + 4 * group, lane);
             peer_add(theirs, sum);
-            if (lane > cluster.rank) peer_add(theirs + 4 * GROUPS, sum);
+            if (lane > rank) peer_add(theirs + 4 * GROUPS, sum);
         }
     }
-    cluster.arrive();
-    cluster.wait();  // the counts of all CTAs are complete, and so are the sums of groups in this one
-    if (cluster.size == 1) __syncthreads();  // the sums of groups are complete
+    cluster_arrive();
+    cluster_wait();  // the counts of all CTAs are complete, and so are the sums of groups in this one
     Found found = {-1, 0, 0, 0, 0};
     const int mine = GROUPS - 1 - lane;
     const int from_top = first_reaching(digit.groups[mine], digit.groups_before[mine], wanted, found.above, found.above_before);
@@ -262,22 +195,21 @@ __device__ __forceinline__ Found find_digit(Digit<BINS>& digit, int ignored, u32
     const int group = GROUPS - 1 - from_top;
     const u32 counts = shared_address(digit.counts + group * GROUP + lane);
 #pragma unroll 1
-    for (int peer = warp; cluster.size > 1 && peer < cluster.size; peer += WARPS) {
+    for (int peer = warp; peer < ctas; peer += WARPS) {
         u32 loaded[PER_LANE];
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) loaded[i] = peer_load(peer_address(counts + 128 * i, peer));
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
             atomicAdd(&digit.bins[lane + 32 * i], loaded[i]);
-            if (peer < cluster.rank) atomicAdd(&digit.bins_before[lane + 32 * i], loaded[i]);
+            if (peer < rank) atomicAdd(&digit.bins_before[lane + 32 * i], loaded[i]);
         }
     }
-    if (cluster.size > 1) __syncthreads();  // the sums of the group's bins are complete
-    const u32* const bins = cluster.size > 1 ? digit.bins : digit.counts + group * GROUP;
+    __syncthreads();  // the sums of the group's bins are complete
     u32 count[PER_LANE], before[PER_LANE], sum = 0, sum_before = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
-        sum += count[i] = bins[GROUP - 1 - lane * PER_LANE - i];
+        sum += count[i] = digit.bins[GROUP - 1 - lane * PER_LANE - i];
         sum_before += before[i] = digit.bins_before[GROUP - 1 - lane * PER_LANE - i];
     }
     const int at = first_reaching(sum, sum_before, wanted, found.above, found.above_before);
@@ -301,18 +233,15 @@ __device__ __forceinline__ Found find_digit(Digit<BINS>& digit, int ignored, u32
 
 // ---- Passes over a slice
 
-// Reads the slice, keeps as many keys in shared memory as fit, and counts the first digit. Returns the highest key that this
-// thread has read.
-template <bool GATHERED>
-__device__ __forceinline__ u32 count_first_digit(const Slice<GATHERED>& slice, SharedMemory& shared) {
+// Reads the slice, keeps as many keys in shared memory as fit, and counts the first digit.
+__device__ __forceinline__ void count_first_digit(const Slice& slice, SharedMemory& shared) {
     const u32 counts = shared_address(shared.digits.first.counts);
-    u32 highest = LOWEST;
     for (int place = 4 * threadIdx.x; place < slice.end; place += STEP * LOADS) {
         float4 scores[LOADS];
         if (place >= slice.begin && place + STEP * (LOADS - 1) + 4 <= slice.end) {
 #pragma unroll
             for (int load = 0; load < LOADS; ++load) {
-                scores[load] = *reinterpret_cast<const float4*>(slice.address(place + load * STEP));
+                scores[load] = *reinterpret_cast<const float4*>(slice.scores + place + load * STEP);
             }
         } else {
 #pragma unroll
@@ -321,62 +250,18 @@ __device__ __forceinline__ u32 count_first_digit(const Slice<GATHERED>& slice, S
 #pragma unroll
         for (int load = 0; load < LOADS; ++load) {
             const int at = place + load * STEP;
-            const uint4 four = slice.keys4(scores[load], at);
-            if (at < slice.resident) shared_store4(slice.keys + 4 * at, four);
+            const uint4 keys = keys_of(scores[load]);
+            if (at < slice.resident) shared_store4(slice.keys + 4 * at, keys);
             if (at >= slice.end) break;
-            const u32 keys[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                highest = max(highest, keys[i]);
-                // Most scores of selected blocks are below the bound; no search counts them.
-                if (!GATHERED || keys[i] > LOWEST) shared_increment(counts + 4 * (keys[i] >> FIRST_SHIFT));
-            }
+            shared_increment(counts + 4 * (keys.x >> FIRST_SHIFT));
+            shared_increment(counts + 4 * (keys.y >> FIRST_SHIFT));
+            shared_increment(counts + 4 * (keys.z >> FIRST_SHIFT));
+            shared_increment(counts + 4 * (keys.w >> FIRST_SHIFT));
         }
     }
-    return highest;
-}
-
-// Reads a row, keeps the keys of the maxima of its blocks in shared memory, and counts their first digit. Returns the highest
-// key that this thread has seen. Two lanes share a block.
-__device__ __forceinline__ u32 count_maxima(const Slice<false>& maxima, SharedMemory& shared, const float* start, int length) {
-    const u32 counts = shared_address(shared.digits.first.counts);
-    const int lane = threadIdx.x % 32;
-    u32 highest = LOWEST;
-    // Keys are read four at a time.
-    if (threadIdx.x < (-maxima.end & 3)) shared_store(maxima.keys + 4 * (maxima.end + threadIdx.x), LOWEST);
-    for (int half = threadIdx.x; (half - lane) * 4 < length; half += THREADS * LOADS) {
-        float4 scores[LOADS];
-#pragma unroll
-        for (int load = 0; load < LOADS; ++load) {
-            const int at = (half + load * THREADS) * 4;
-            const float nothing = __uint_as_float(0xFF800000u);
-            if (at + 4 <= length) {
-                scores[load] = *reinterpret_cast<const float4*>(start + at);
-            } else {
-                scores[load] = make_float4(
-                    at < length ? start[at] : nothing, at + 1 < length ? start[at + 1] : nothing,
-                    at + 2 < length ? start[at + 2] : nothing, nothing);
-            }
-        }
-#pragma unroll
-        for (int load = 0; load < LOADS; ++load) {
-            const float4 four = scores[load];
-            // NaN is ignored, unless all are.
-            const float own = fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w));
-            const float other = __uint_as_float(__shfl_sync(FULL_MASK, __float_as_uint(own), lane ^ 1));
-            const int block = (half + load * THREADS) / 2;
-            if (lane % 2 == 1 || block >= maxima.end) continue;
-            const u32 key = key_of(fmaxf(own, other));
-            highest = max(highest, key);
-            shared_store(maxima.keys + 4 * block, key);
-            shared_increment(counts + 4 * (key >> FIRST_SHIFT));
-        }
-    }
-    return highest;
 }
 
 // Marks keys whose first digit is higher than `first`, lists those with this digit, and counts their second digit.
-template <int LIST>
 __device__ __forceinline__ void mark_and_list(
     uint4 four, int place, u32 first, u32 second_counts, SharedMemory& shared, u32* winners) {
     const u32 keys[4] = {four.x, four.y, four.z, four.w};
@@ -388,21 +273,18 @@ __device__ __forceinline__ void mark_and_list(
         if (keys[i] >> FIRST_SHIFT != first) continue;
         shared_increment(second_counts + 4 * (keys[i] >> SECOND_SHIFT & (LATER_BINS - 1)));
         // Once the list is full its length does not matter, and with many equal scores all threads would queue for the atomic.
-        if (*const_cast<volatile u32*>(&shared.listed) > LIST) continue;
+        if (*const_cast<volatile u32*>(&shared.listed) > LISTED) continue;
         const u32 at = atomicAdd(&shared.listed, 1u);
-        if (at < LIST) shared.list[at] = {keys[i], place + i};
+        if (at < LISTED) shared.list[at] = {keys[i], place + i};
     }
     if (higher) atomicOr(&winners[place / 32], higher << place % 32);
 }
 
-template <bool GATHERED>
-__device__ __forceinline__ void count_second_digit(
-    const Slice<GATHERED>& slice, SharedMemory& shared, u32 first, u32* winners) {
-    constexpr int LIST = Slice<GATHERED>::LIST;
+__device__ __forceinline__ void count_second_digit(const Slice& slice, SharedMemory& shared, u32 first, u32* winners) {
     const u32 counts = shared_address(shared.digits.second.counts);
     int place = 4 * threadIdx.x;
     for (; place < min(slice.resident, slice.end); place += STEP) {
-        mark_and_list<LIST>(shared_load4(slice.keys + 4 * place), place, first, counts, shared, winners);
+        mark_and_list(shared_load4(slice.keys + 4 * place), place, first, counts, shared, winners);
     }
     // Scores whose keys are not resident are read again, two loads ahead.
     float4 next = slice.scores4(place), after = slice.scores4(place + STEP);
@@ -410,14 +292,12 @@ __device__ __forceinline__ void count_second_digit(
         const float4 scores = next;
         next = after;
         after = slice.scores4(place + 2 * STEP);
-        mark_and_list<LIST>(slice.keys4(scores, place), place, first, counts, shared, winners);
+        mark_and_list(keys_of(scores), place, first, counts, shared, winners);
     }
 }
 
 // Counts the third digit of the keys that start with `prefix`. `listing`: whether the list has all candidates.
-template <bool GATHERED>
-__device__ __forceinline__ void count_third_digit(
-    const Slice<GATHERED>& slice, SharedMemory& shared, u32 prefix, bool listing) {
+__device__ __forceinline__ void count_third_digit(const Slice& slice, SharedMemory& shared, u32 prefix, bool listing) {
     const u32 counts = shared_address(shared.digits.third.counts);
     if (listing) {
         for (int i = threadIdx.x; i < shared.listed; i += THREADS) {
@@ -436,61 +316,11 @@ __device__ __forceinline__ void count_third_digit(
     }
 }
 
-// The k-th highest key of a row and what this CTA has to do with it. A key belongs to the result if it is above `prefix` in
-// its bits from `shift`; of the ties, which are equal to it there, the first `quota` of the slice do.
-struct Kth {
-    u32 prefix;
-    int shift;
-    u32 quota;
-    u32 column, total;  // columns of the output at which this CTA's results and the padding start
-    bool listing;       // the list has all ties, and all winners that are not marked yet
-};
-
-// Finds the k-th highest key, or as many of its digits as decide, after the first digit has been counted. All CTAs of the
-// cluster take part, after they have arrived with cleared counts.
-template <bool GATHERED>
-__device__ __forceinline__ Kth find_kth(
-    const Slice<GATHERED>& slice, SharedMemory& shared, u32 k, Cluster cluster, u32* winners) {
-    cluster.wait();  // the other CTAs have cleared their counts as well
-    Found found = find_digit(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, cluster);
-    Kth kth = {LOWEST, 0, 0, found.above_before, found.above, false};
-    if (found.digit < 0) return kth;  // all candidates, which are fewer than k
-    kth.prefix = found.digit;
-    kth.shift = FIRST_SHIFT;
-    u32 above = found.above;
-    if (above + found.equal > k) {
-        count_second_digit(slice, shared, kth.prefix, winners);
-        found = find_digit(shared.digits.second, 0, k - above, cluster);
-        kth.listing = shared.listed <= Slice<GATHERED>::LIST;
-        kth.prefix = kth.prefix << (FIRST_SHIFT - SECOND_SHIFT) | found.digit;
-        kth.shift = SECOND_SHIFT;
-        kth.column += found.above_before;
-        above += found.above;
-        if (above + found.equal > k) {
-            count_third_digit(slice, shared, kth.prefix, kth.listing);
-            found = find_digit(shared.digits.third, 0, k - above, cluster);
-            kth.prefix = kth.prefix << SECOND_SHIFT | found.digit;
-            kth.shift = 0;
-            kth.column += found.above_before;
-            above += found.above;
-        }
-    }
-    const u32 ties = k - above, ties_before = min(ties, found.equal_before);
-    kth.quota = ties - ties_before;
-    kth.column += ties_before;
-    kth.total = k;
-    return kth;
-}
-
-// ---- Results
-
-// Marks this slice's winners and ties in the bitmaps.
-template <bool GATHERED>
+// Marks keys above `prefix` in `winners` and keys that start with it in `ties`. If the list is complete (`listing`), winners
+// that are not on it have been marked already.
 __device__ __forceinline__ void mark(
-    const Slice<GATHERED>& slice, const SharedMemory& shared, const Kth& kth, u32* winners, u32* ties) {
-    const u32 prefix = kth.prefix;
-    const int shift = kth.shift;
-    if (kth.listing) {
+    const Slice& slice, const SharedMemory& shared, u32 prefix, int shift, bool listing, u32* winners, u32* ties) {
+    if (listing) {
         for (int i = threadIdx.x; i < shared.listed; i += THREADS) {
             const Entry entry = shared.list[i];
             const u32 start = entry.key >> shift;
@@ -521,12 +351,11 @@ __device__ __forceinline__ u32 sum_of_warps(const u32* warps, int count) {
     return __reduce_add_sync(FULL_MASK, lane < count ? warps[lane] : 0);
 }
 
-// Writes the places below `end` of the winners and of the first `quota` ties to `chosen`, ascending; returns how many.
-template <class Place>
+// Writes the places of the winners and of the first `quota` ties to `shared.chosen`, ascending; returns how many.
 __device__ __forceinline__ u32 collect(
-    int end, SharedMemory& shared, u32 quota, const u32* winners, const u32* ties, Place* chosen) {
+    const Slice& slice, SharedMemory& shared, u32 quota, const u32* winners, const u32* ties) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int words = (end + 31) / 32;
+    const int words = (slice.end + 31) / 32;
     const int run = (words + THREADS - 1) / THREADS;
     const int first = min(static_cast<int>(threadIdx.x) * run, words), last = min(first + run, words);
     u32 own_winners = 0, own_ties = 0;
@@ -553,7 +382,7 @@ __device__ __forceinline__ u32 collect(
                 if (left == 0) continue;
                 --left;
             }
-            chosen[column++] = static_cast<Place>(word * 32 + __ffs(bit) - 1);
+            shared.chosen[column++] = word * 32 + __ffs(bit) - 1;
         }
     }
     return sum_of_warps(shared.warp_winners, WARPS) + min(sum_of_warps(shared.warp_ties, WARPS), quota);
@@ -576,74 +405,6 @@ struct Pages {
     }
 };
 
-// Marks and collects this CTA's results and writes them to `result`, then -1 up to column k.
-template <bool GATHERED>
-__device__ __forceinline__ void write_results(
-    const Slice<GATHERED>& slice, SharedMemory& shared, const Kth& kth, const TopkParams& params, int row, u32* winners,
-    u32* ties, u32 first_padding, u32 padding_step) {
-    mark(slice, shared, kth, winners, ties);
-    __syncthreads();  // the bitmaps are complete
-    const u32 count = collect(slice.end, shared, kth.quota, winners, ties, shared.chosen);
-    __syncthreads();  // `chosen` is complete
-
-    Pages pages = {nullptr, params.table_width, params.page_size};
-    if (params.page_size > 0) {
-        const int request = params.request_ids[row];
-        if (request >= 0 && request < params.requests) pages.table = params.block_table + request * params.table_stride;
-    }
-    int* result = params.out + static_cast<long long>(row) * params.k;
-    if (params.page_size == 0) {
-#pragma unroll 4
-        for (u32 i = threadIdx.x; i < count; i += THREADS) result[kth.column + i] = slice.position(shared.chosen[i]);
-    } else {
-        for (u32 i = threadIdx.x; i < count; i += THREADS) {
-            result[kth.column + i] = pages.slot(slice.position(shared.chosen[i]));
-        }
-    }
-    // A row of up to k positions was not searched, so that its total is not known before.
-    for (u32 i = max(kth.total, count) + first_padding; i < params.k; i += padding_step) result[i] = -1;
-}
-
-__device__ __forceinline__ void clear_counts(SharedMemory& shared) {
-    uint4* const digits = reinterpret_cast<uint4*>(&shared.digits);
-    for (int i = threadIdx.x; i < sizeof(Digits) / sizeof(uint4); i += THREADS) digits[i] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x == 0) shared.listed = shared.highest = 0;
-}
-
-__device__ __forceinline__ void clear_bitmaps(int end, u32* winners, u32* ties) {
-    for (int word = threadIdx.x; word * 32 < end; word += THREADS) winners[word] = ties[word] = 0;
-}
-
-// After the search among a row's maxima: collects the selected blocks and returns the slice of their scores. Counts and
-// bitmaps are clear afterwards. `highest` is the highest key of the maxima that this thread has read, `start` the address of
-// the row, which has `length` scores.
-__device__ __forceinline__ Slice<true> gather_blocks(
-    const Slice<false>& maxima, SharedMemory& shared, const Kth& kth, u32 highest, const float* start, int length,
-    u32* winners, u32* ties) {
-    highest = __reduce_max_sync(FULL_MASK, highest);
-    if (threadIdx.x % 32 == 0) atomicMax(&shared.highest, highest);
-    mark(maxima, shared, kth, winners, ties);
-    __syncthreads();  // the bitmaps and the highest key are complete
-    highest = shared.highest;
-    const int count = collect(maxima.end, shared, kth.quota, winners, ties, shared.blocks);
-    clear_counts(shared);
-    __syncthreads();  // `blocks` is complete, and the bitmaps have been read
-
-    Slice<true> slice = {};
-    slice.scores = start;
-    slice.keys = maxima.keys;
-    slice.resident = maxima.resident;
-    slice.blocks = shared.blocks;
-    slice.end = count * BLOCK;
-    // The row's last block may be shorter.
-    if (count > 0 && shared.blocks[count - 1] == maxima.end - 1) slice.end -= maxima.end * BLOCK - length;
-    slice.bound = max(kth.prefix << kth.shift, LOWEST + 1);
-    // The sum in `key` stays below 2**32: half of that is left, or the keys are not shifted.
-    slice.spread = highest > slice.bound ? max(__clz(static_cast<int>(highest - slice.bound)) - 1, 0) : 0;
-    clear_bitmaps(slice.end, winners, ties);
-    return slice;
-}
-
 // Writes to out[row, :] the positions j < lengths[row] of the k highest scores above -inf, ascending, then -1. With a block
 // table it writes the slots of these positions, -1 for positions without a page.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_positions(const __grid_constant__ TopkParams params) {
@@ -651,50 +412,89 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) topk_posit
     SharedMemory& shared = *reinterpret_cast<SharedMemory*>(memory);
     u32* winners = reinterpret_cast<u32*>(memory) + FIXED_BYTES / sizeof(u32);
     u32* ties = winners + params.bitmap_words;
-    const Cluster cluster = {cluster_rank(), cluster_size()};
-    const int row = blockIdx.x / cluster.size, k = params.k;
+    const u32 rank = cluster_rank(), ctas = cluster_size();
+    const int row = blockIdx.x / ctas, k = params.k;
 
     wait_for_previous_kernel();
     const int length = min(max(params.lengths[row], 0), params.width);
-    clear_counts(shared);
-    cluster.arrive();  // this CTA runs and has cleared its counts; the load of the length overlaps
+    for (int i = threadIdx.x; i < sizeof(Digits) / sizeof(uint4); i += THREADS) memory[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0) shared.listed = 0;
+    cluster_arrive();  // this CTA runs and has cleared its counts; the load of the length overlaps
     const bool everything = length <= k;  // the same in the whole cluster; CTA 0 does the row alone and reads it once
-    if (everything && cluster.rank > 0) {
-        cluster.wait();
+    if (everything && rank > 0) {
+        cluster_wait();
         return;
     }
     const float* start = params.scores + row * params.row_stride;
-    const bool by_maxima = length >= params.maxima_from && !everything;
-    const int count = by_maxima ? (length + BLOCK - 1) / BLOCK : length;
     const int skipped = static_cast<int>(reinterpret_cast<unsigned long long>(start) / sizeof(float) % 4);
-    const int slices = everything ? 1 : cluster.size;
-    const int size = ((skipped + count + slices - 1) / slices + 127) / 128 * 128;
-    Slice<false> slice = {};
-    slice.first = static_cast<int>(cluster.rank) * size - skipped;
-    slice.scores = start + slice.first;
+    const int slices = everything ? 1 : ctas;
+    const int size = ((skipped + length + slices - 1) / slices + 127) / 128 * 128;
+    Slice slice;
+    slice.position = static_cast<int>(rank) * size - skipped;
+    slice.scores = start + slice.position;
     slice.keys = shared_address(ties + params.bitmap_words);
     slice.resident = everything ? 0 : params.resident;
-    slice.begin = cluster.rank == 0 ? skipped : 0;
-    slice.end = max(min(count - slice.first, size), 0);
+    slice.begin = rank == 0 ? skipped : 0;
+    slice.end = max(min(length - slice.position, size), 0);
 
-    Kth kth = {LOWEST, 0, 0, 0, 0, false};
+    // The k-th highest key starts with `prefix`. Keys above it are winners. Of the ties, which start with it, the first
+    // `wanted` of the row belong to the result: these are the first `quota` of this slice.
+    u32 prefix = LOWEST, wanted = 0, quota = 0;
+    u32 column = 0, total = 0;  // columns of the output at which this CTA's results and the padding start
+    int shift = 0;
+    bool listing = false;
     if (!everything) {
-        clear_bitmaps(slice.end, winners, ties);
+        for (int word = threadIdx.x; word * 32 < slice.end; word += THREADS) winners[word] = ties[word] = 0;
         __syncthreads();  // the counts are cleared
-        const u32 highest = by_maxima ? count_maxima(slice, shared, start, length) : count_first_digit(slice, shared);
-        kth = find_kth(slice, shared, k, cluster, winners);
-        if (by_maxima) {
-            const Slice<true> blocks = gather_blocks(slice, shared, kth, highest, start, length, winners, ties);
-            __syncthreads();  // the counts are clear
-            count_first_digit(blocks, shared);
-            kth = find_kth(blocks, shared, k, {0, 1}, winners);
-            let_next_kernel_start();
-            write_results(blocks, shared, kth, params, row, winners, ties, threadIdx.x, THREADS);
-            return;
+        count_first_digit(slice, shared);
+        cluster_wait();  // the other CTAs have cleared their counts as well
+        Found found = find_digit(shared.digits.first, (LOWEST >> FIRST_SHIFT) + 1, k, rank, ctas);
+        column = found.above_before;
+        total = found.above;  // all candidates, if they are fewer than k
+        if (found.digit >= 0) {
+            total = k;
+            prefix = found.digit;
+            wanted = k - found.above;
+            count_second_digit(slice, shared, prefix, winners);
+            found = find_digit(shared.digits.second, 0, wanted, rank, ctas);
+            listing = shared.listed <= LISTED;
+            column += found.above_before;
+            wanted -= found.above;
+            prefix = prefix << (FIRST_SHIFT - SECOND_SHIFT) | found.digit;
+            shift = SECOND_SHIFT;
+            if (wanted < found.equal) {
+                count_third_digit(slice, shared, prefix, listing);
+                found = find_digit(shared.digits.third, 0, wanted, rank, ctas);
+                column += found.above_before;
+                wanted -= found.above;
+                prefix = prefix << SECOND_SHIFT | found.digit;
+                shift = 0;
+            }
+            quota = wanted - min(wanted, found.equal_before);
+            column += min(wanted, found.equal_before);
         }
-        cluster.arrive_relaxed();  // this CTA does not read the counts of other CTAs any more
+        cluster_arrive_relaxed();  // this CTA does not read the counts of other CTAs any more
     }
     let_next_kernel_start();
-    write_results(slice, shared, kth, params, row, winners, ties, cluster.rank * THREADS + threadIdx.x, slices * THREADS);
-    cluster.wait();  // no CTA exits while others may read its counts
+
+    mark(slice, shared, prefix, shift, listing, winners, ties);
+    __syncthreads();  // the bitmaps are complete
+    const u32 count = collect(slice, shared, quota, winners, ties);
+    __syncthreads();  // `chosen` is complete
+
+    Pages pages = {nullptr, params.table_width, params.page_size};
+    if (params.page_size > 0) {
+        const int request = params.request_ids[row];
+        if (request >= 0 && request < params.requests) pages.table = params.block_table + request * params.table_stride;
+    }
+    int* result = params.out + static_cast<long long>(row) * k;
+    if (params.page_size == 0) {
+#pragma unroll 4
+        for (u32 i = threadIdx.x; i < count; i += THREADS) result[column + i] = shared.chosen[i] + slice.position;
+    } else {
+        for (u32 i = threadIdx.x; i < count; i += THREADS) result[column + i] = pages.slot(shared.chosen[i] + slice.position);
+    }
+    if (everything) total = count;
+    for (u32 i = total + rank * THREADS + threadIdx.x; i < k; i += slices * THREADS) result[i] = -1;
+    cluster_wait();  // no CTA exits while others may read its counts
 }

@@ -21,13 +21,6 @@ SYSTEM_SHARED = 1024
 """Bytes of shared memory that the system reserves in every CTA."""
 FIXED_BYTES = 43_536
 """Bytes set aside for the source's `SharedMemory`, enough for 1024 threads. The source checks the number."""
-BLOCK = 8
-"""Scores that share a maximum: a sector of memory, the least that a read moves."""
-MAX_K_BY_MAXIMA = 2048
-MAX_WIDTH_BY_MAXIMA = BLOCK * 2**16
-"""The source numbers blocks with 16 bits."""
-NEVER = 2**31 - 1
-"""As the least length of a row by maxima: a length that no row has."""
 
 
 class TopkParams(NamedTuple):
@@ -55,8 +48,6 @@ class TopkParams(NamedTuple):
     """Keys of a slice that are kept in shared memory; the others are read again."""
     bitmap_words: Int
     """Words of each of the two bitmaps."""
-    maxima_from: Int
-    """Rows of at least this length go by their maxima, which fit in shared memory."""
 
 
 class Variant(NamedTuple):
@@ -110,13 +101,9 @@ def topk_positions(
         return out
     if width > 1 and scores.stride(1) != 1:
         scores = scores.contiguous()
-    # Blocks are read as a whole, 16 bytes at a time.
-    whole = width % BLOCK == 0 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
-    maxima = whole and by_maxima(tokens, width, k, sm_count(scores.device))
     if variant is None:
-        variant = usual_variant(tokens, width, sm_count(scores.device), maxima=maxima)
-    maxima = maxima and variant.cluster == 1
-    resident, bitmap_words = memory_of(variant, width, k, maxima=maxima)
+        variant = usual_variant(tokens, width, sm_count(scores.device))
+    resident, bitmap_words = memory_of(variant, width, k)
     ids = table = table_stride = requests = table_width = 0
     if block_table is not None and request_ids is not None:
         # These names and `lengths` keep the copies alive until the launch.
@@ -139,7 +126,6 @@ def topk_positions(
         out.data_ptr(),
         resident,
         bitmap_words,
-        maxima_from(k) if maxima else NEVER,
     )
     _launch(scores.device.index, variant)((tokens * variant.cluster, 1, 1), params)
     return out
@@ -147,67 +133,38 @@ def topk_positions(
 
 def prepare_topk(tokens: int, width: int, k: int, device: torch.device) -> PreparedLaunch:
     """A launch for contiguous scores float32 [tokens, width] and lengths int32 [tokens] on the current device, without
-    a block table: call it with the stream and the addresses of scores, which are aligned to 16 bytes, lengths and
-    result."""
-    use = width % BLOCK == 0 and by_maxima(tokens, width, k, sm_count(device))
-    variant = usual_variant(tokens, width, sm_count(device), maxima=use)
-    memory = memory_of(variant, width, k, maxima=use)
-    params = TopkParams(0, width, width, 0, k, 0, 0, 0, 0, 0, 0, 0, *memory, maxima_from(k) if use else NEVER)
+    a block table: call it with the stream and the addresses of scores, lengths and result."""
+    variant = usual_variant(tokens, width, sm_count(device))
+    params = TopkParams(0, width, width, 0, k, 0, 0, 0, 0, 0, 0, 0, *memory_of(variant, width, k))
     grid = (tokens * variant.cluster, 1, 1)
     return _launch(device_index(device), variant).prepared(grid, params, ("scores", "lengths", "out"))
 
 
-def maxima_from(k: int) -> int:
-    """The least length of a row that goes by its maxima. Going by maxima costs a second search, the time of reading
-    about 12,000 scores, and 8 k scores are read from here and there; see benchmarks/NOTES.md."""
-    return 12_288 + 6 * k
-
-
 @lru_cache(maxsize=1024)
-def by_maxima(tokens: int, width: int, k: int, sms: int) -> bool:
-    """Whether rows of this launch may go by their maxima: some can be long enough, their maxima fit in shared memory,
-    and there are not so few rows that each has a cluster, which reads it in less time."""
-    if k > MAX_K_BY_MAXIMA or not maxima_from(k) <= width <= MAX_WIDTH_BY_MAXIMA or _cluster(tokens, width, sms) > 1:
-        return False
-    variant = usual_variant(tokens, width, sms, maxima=True)
-    return memory_of(variant, width, k, maxima=True)[0] >= ceil_div(width, BLOCK)
-
-
-@lru_cache(maxsize=1024)
-def usual_variant(tokens: int, width: int, sms: int, *, maxima: bool = False) -> Variant:
+def usual_variant(tokens: int, width: int, sms: int) -> Variant:
     """The fastest variant: at most one CTA per SM if slices are long enough, since the exchange between the CTAs of a
-    row costs more than a second CTA on the same SM gains. Long slices get the whole shared memory of an SM. Rows that
-    go by their maxima have one CTA each."""
-    cluster = 1 if maxima else _cluster(tokens, width, sms)
-    alone = tokens * cluster <= sms and (maxima or width >= cluster * 49152)
-    variant, largest = Variant(cluster, 1024, 1) if alone else Variant(cluster, 512, 2), Variant(16, 1024, 1)
-    return variant if _room_for_keys(variant, width, MAX_K, maxima=maxima)[1] > 0 else largest
-
-
-def _cluster(tokens: int, width: int, sms: int) -> int:
-    """CTAs per row that read all its scores."""
+    row costs more than a second CTA on the same SM gains. Long slices get the whole shared memory of an SM."""
     cluster = 1
     while cluster < 16 and tokens * cluster * 2 <= sms and width >= cluster * 16384:
         cluster *= 2
-    return cluster
+    alone = tokens * cluster <= sms and width >= cluster * 49152
+    variant, largest = Variant(cluster, 1024, 1) if alone else Variant(cluster, 512, 2), Variant(16, 1024, 1)
+    return variant if _room_for_keys(variant, width, MAX_K)[1] > 0 else largest
 
 
 @lru_cache(maxsize=1024)
-def memory_of(variant: Variant, width: int, k: int, *, maxima: bool = False) -> tuple[int, int]:
+def memory_of(variant: Variant, width: int, k: int) -> tuple[int, int]:
     """How a CTA's shared memory is divided for rows of a width: resident keys, and words of each bitmap."""
-    longest, room = _room_for_keys(variant, width, k, maxima=maxima)
+    longest, room = _room_for_keys(variant, width, k)
     if room < 0:
         raise checks.refuse("scores", "narrower", f"rows of {width}", "split them; about 11 million fit")
     return min(longest, room // 4 // SLICE_UNIT * SLICE_UNIT), longest // 32
 
 
-def _room_for_keys(variant: Variant, width: int, k: int, *, maxima: bool = False) -> tuple[int, int]:
+def _room_for_keys(variant: Variant, width: int, k: int) -> tuple[int, int]:
     """The number of places of the longest slice, and the bytes that its two bitmaps leave for keys."""
-    searched = width
-    if maxima:  # of long rows the maxima are searched, then the selected blocks
-        searched = max(min(width, maxima_from(k)), ceil_div(width, BLOCK), BLOCK * k)
     # A row's places begin up to three scores before it, for aligned loads. A row of up to k positions is one slice.
-    longest = round_up(max(ceil_div(searched + 3, variant.cluster), min(k, width) + 3), SLICE_UNIT)
+    longest = round_up(max(ceil_div(width + 3, variant.cluster), min(k, width) + 3), SLICE_UNIT)
     return longest, variant.shared - FIXED_BYTES - 2 * longest // 8
 
 
@@ -215,11 +172,11 @@ def _room_for_keys(variant: Variant, width: int, k: int, *, maxima: bool = False
 def program(threads: int) -> Program:
     """The program `topk.cu` for CTAs of a number of threads."""
     constants = {"THREADS": threads, "FIXED_BYTES": FIXED_BYTES, "PARAMS_BYTES": params_bytes(TopkParams)}
-    blocks = {"BLOCK": BLOCK, "LARGEST_K_BY_MAXIMA": MAX_K_BY_MAXIMA}
-    return Program.packaged(__package__, "topk.cu", **constants, **blocks)
+    return Program.packaged(__package__, "topk.cu", **constants)
 
 
 @cache
 def _launch(device: int, variant: Variant) -> Launch:
     loaded = kernel(program(variant.threads), "topk_positions", device)
-    return Launch(loaded, TopkParams, threads=variant.threads, shared=variant.shared, cluster=variant.cluster)
+    shape = {"threads": variant.threads, "shared": variant.shared, "cluster": variant.cluster}
+    return Launch(loaded, TopkParams, **shape, overlap=True)

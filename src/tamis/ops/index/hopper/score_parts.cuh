@@ -1,0 +1,131 @@
+// How the work of `scores.cu` is divided: tokens into tiles, and the tiles' blocks of keys among the CTAs. Included after the
+// constants and parameters of the kernel.
+#pragma once
+
+// ---- Tiles
+
+// A run of tokens of one request, and the keys that they see.
+struct Tile {
+    int first, count;  // tokens
+    int request;
+    int begin, end;    // blocks of keys
+};
+
+// What a block costs, relative to one that reads keys for a few tokens only, which takes as long as its product for half a tile.
+__device__ __forceinline__ u32 block_cost(int tokens) { return tokens > TILE / 2 ? 2 : 1; }
+
+// The keys that a token sees: none if its request does not exist.
+struct Bounds {
+    int request, start, end;
+
+    __device__ __forceinline__ Bounds(const ScoreParams& params, int token) {
+        request = params.request_ids == nullptr ? 0 : params.request_ids[token];
+        start = params.starts == nullptr ? 0 : max(params.starts[token], 0);
+        end = min(params.ends[token], params.listed_keys);
+        if (params.request_ids != nullptr && (request < 0 || request >= params.requests)) end = 0;
+        if (end <= start) start = 0x7FFFFFFF, end = 0;  // it does not widen what the other tokens of a tile see
+    }
+};
+
+__device__ __forceinline__ u32 cost_of(int count, int start, int end) {
+    return end <= start ? 0 : ((end + BLOCK - 1) / BLOCK - start / BLOCK) * block_cost(count);
+}
+
+// The cost of all tiles of a group, by one thread.
+__device__ __forceinline__ u32 group_cost(const ScoreParams& params, int group) {
+    const int first = group * params.group, last = min(first + params.group, params.tokens);
+    u32 cost = 0;
+    int request = 0, count = 0, start = 0x7FFFFFFF, end = 0;
+#pragma unroll 8
+    for (int token = first; token < last; ++token) {
+        const Bounds own(params, token);
+        if (count > 0 && own.request != request) {
+            cost += cost_of(count, start, end);
+            count = 0, start = 0x7FFFFFFF, end = 0;
+        }
+        request = own.request, ++count;
+        start = min(start, own.start), end = max(end, own.end);
+    }
+    return cost + cost_of(count, start, end);
+}
+
+// The sum of the values of lanes 0 to this one.
+__device__ __forceinline__ u32 inclusive_sum(u32 value) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(FULL_MASK, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
+// Computes the costs before each group, by all threads of the CTA.
+__device__ __forceinline__ void sum_costs(const ScoreParams& params, u32 memory, int groups) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int run = (groups + THREADS - 1) / THREADS, first = min(static_cast<int>(threadIdx.x) * run, groups);
+    const int last = min(first + run, groups);
+    u32 own = 0;
+    for (int group = first; group < last; ++group) {
+        const u32 cost = group_cost(params, group);
+        shared_store(memory + COSTS + group * 4, own);
+        own += cost;
+    }
+    const u32 so_far = inclusive_sum(own);
+    if (lane == 31) shared_store(memory + WARP_COSTS + warp * 4, so_far);
+    __syncthreads();  // the sums of all warps are there
+    const u32 before = lane < warp ? shared_load(memory + WARP_COSTS + lane * 4) : 0;
+    const u32 offset = __reduce_add_sync(FULL_MASK, before) + so_far - own;
+    for (int group = first; group < last; ++group) {
+        shared_store(memory + COSTS + group * 4, shared_load(memory + COSTS + group * 4) + offset);
+    }
+    if (threadIdx.x == THREADS - 1) shared_store(memory + COSTS + groups * 4, offset + own);
+    __syncthreads();  // the costs are complete
+}
+
+// Calls `visit(tile, first block, last block)` for the parts of tiles that belong to this CTA, in order, by a whole warp.
+template <class Visit>
+__device__ __forceinline__ void for_each_part(const ScoreParams& params, u32 memory, int groups, const Visit& visit) {
+    const u32 total = shared_load(memory + COSTS + groups * 4);
+    const int lane = threadIdx.x % 32;
+    const u32 low = static_cast<unsigned long long>(total) * blockIdx.x / gridDim.x;
+    const u32 high = static_cast<unsigned long long>(total) * (blockIdx.x + 1) / gridDim.x;
+    if (low == high) return;
+    // The last group whose costs before are at most `low`.
+    int group = 0;
+    for (int step = MOST_GROUPS; step > 0; step /= 2) {
+        if (group + step < groups && shared_load(memory + COSTS + (group + step) * 4) <= low) group += step;
+    }
+    for (; group < groups && shared_load(memory + COSTS + group * 4) < high; ++group) {
+        u32 before = shared_load(memory + COSTS + group * 4);
+        const int first = group * params.group, count = min(params.group, params.tokens - first);
+        int request = -1, start = 0x7FFFFFFF, end = 0;
+        if (lane < count) {
+            const Bounds own(params, first + lane);
+            request = own.request, start = own.start, end = own.end;
+        }
+        const int left = __shfl_up_sync(FULL_MASK, static_cast<u32>(request), 1);
+        u32 begins = __ballot_sync(FULL_MASK, lane < count && (lane == 0 || left != request));
+        while (begins != 0) {
+            const int begin = __ffs(begins) - 1;
+            begins &= begins - 1;
+            const int stop = begins != 0 ? __ffs(begins) - 1 : count;
+            const bool inside = lane >= begin && lane < stop;
+            Tile tile;
+            tile.first = first + begin;
+            tile.count = stop - begin;
+            tile.request = static_cast<int>(__shfl_sync(FULL_MASK, static_cast<u32>(request), begin));
+            const int latest = __reduce_max_sync(FULL_MASK, inside ? end : 0);
+            const int earliest = 0x7FFFFFFF - __reduce_max_sync(FULL_MASK, inside ? 0x7FFFFFFF - start : 0);
+            if (latest <= earliest) continue;
+            tile.begin = earliest / BLOCK;
+            tile.end = (latest + BLOCK - 1) / BLOCK;
+            const u32 unit = block_cost(tile.count);
+            const int from = low > before ? (low - before + unit - 1) / unit : 0;
+            const int to = high > before ? (high - before + unit - 1) / unit : 0;
+            const int from_block = tile.begin + from, to_block = min(tile.begin + to, tile.end);
+            before += (tile.end - tile.begin) * unit;
+            if (from_block < to_block) visit(tile, from_block, to_block);
+        }
+    }
+}
