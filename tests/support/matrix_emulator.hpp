@@ -193,16 +193,7 @@ inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     emulator::count_arrival(barrier, bytes);
 }
 
-inline void mbarrier_expect_tx(u32 barrier, u32 bytes) {
-    emulator::maybe_pause();
-    emulator::mbarrier_at(barrier).bytes += bytes;
-}
-
 inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
-
-inline void mbarrier_arrive_times(u32 barrier, u32 times) {
-    for (u32 i = 0; i < times; ++i) mbarrier_arrive(barrier);
-}
 
 inline void mbarrier_wait(u32 barrier, u32 parity) {
     emulator::maybe_pause();

@@ -16,9 +16,7 @@ def row(stage: str, shape: str, peer: str, time: float, ratio: float | None, **c
 
 
 def test_each_shape_has_one_line_with_its_stages_and_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (results, selecting):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
-    assert "has not been run" in selecting.costs()
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
     rows = [
         row("scores", "1q4ks64k", "deepgemm", 3200.4, 1.17),
         row("scores", "1q4ks64k", "vllm-gather", 3200.4, 1.19),

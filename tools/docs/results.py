@@ -31,9 +31,11 @@ HIGHLIGHTS: dict[str, tuple[str, str, str, str, str, str]] = {
     "sparse decode, 128 requests, 16 heads, bf16": ("h200_decode", "attend", "128q1s16k", "16", "2048", "v32-bf16"),
     "sparse decode, 1 request, 16 heads, FP8": ("h200_decode", "attend", "1q1s16k", "16", "2048", "v32-fp8"),
     "V4 decode, 128 requests, 64 heads, 128 + 512 rows": ("h200_v4", "attend", "128q1s16k", "64", "512", "v4-fp8"),
-    "indexer scores, 128 x 64K keys": ("h200_index", "scores", "128q1s64k", "64", "", "index-fp8"),
+    "indexer scores, 128 x 64K keys": ("h200_select", "scores", "128q1s64k", "64", "", "index-fp8"),
+    "scores of a prompt, 4096 x 64K keys": ("h200_select", "scores", "1q4ks64k", "64", "", "index-fp8"),
     "exact top-k 2048 of 128 x 64K": ("h200_index", "topk", "128q1s64k", "", "2048", "float32"),
-    "scores and top-k in one call, 128 x 64K": ("h200_index", "index", "128q1s64k", "64", "2048", "index-fp8"),
+    "scores and top-k in one call, 128 x 64K": ("h200_select", "index", "128q1s64k", "64", "2048", "index-fp8"),
+    "scores and top-k in one call, 4096 x 64K": ("h200_select", "index", "1q4ks64k", "64", "2048", "index-fp8"),
     "write 64K tokens, FP8": ("h200_write", "write", "8q8k", "", "", "v32-fp8"),
 }
 """The rows in README: file, stage, shape, heads, top-k and layout, wins and losses alike. Of several matching rows, the

@@ -157,19 +157,9 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives several times at once.
-__device__ __forceinline__ void mbarrier_arrive_times(u32 barrier, u32 times) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
-}
-
 // Arrives, and makes the phase wait for `bytes` more bytes of bulk copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// Makes the current phase wait for `bytes` more bytes of bulk copies. An arrival must still be missing.
-__device__ __forceinline__ void mbarrier_expect_tx(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // Returns when the phase of this parity has ended.

@@ -33,7 +33,7 @@ __device__ __forceinline__ void wgmma_wait(float (&accumulators)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(accumulators[i])::"memory");
 }
 
-// ---- Products of M = 64 rows and N columns, K = 16
+// ---- Products of M = 64 rows and N columns, K = 16, or 32 of e4m3 numbers
 //
 // `ss` has both operands in shared memory, `rs` has a in registers, as a fragment. a is K-major. A thread has N / 2
 // accumulators d, whose number selects the instruction. If `accumulate` is 0, d is overwritten.
@@ -97,12 +97,6 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[64], const u32 (&a)[4], unsi
 __device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[32], const u32 (&a)[4], unsigned long long b, int accumulate) {
     asm volatile(IF("%37") "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" NAMES32 "}, {%32, %33, %34, %35}, %36, p, 1, 1;\n}"
                  : D32(0) : FRAGMENT, "l"(b), "r"(accumulate));
-}
-
-// d[64, 128] (+)= a[64, 32] b[128, 32]^T of e4m3 numbers, b K-major.
-__device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[64], const u32 (&a)[4], unsigned long long b, int accumulate) {
-    asm volatile(IF("%69") "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" NAMES64 "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n}"
-                 : D64(0) : FRAGMENT, "l"(b), "r"(accumulate));
 }
 
 #undef D8

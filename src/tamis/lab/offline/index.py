@@ -12,6 +12,7 @@ from tamis.cache.paged import PagedCache
 from tamis.lab.offline.cuda import CudaCase
 from tamis.lab.offline.triton import NATIVE_E4M3, TARGETS, OfflineCase
 from tamis.model.recipe import IndexRecipe
+from tamis.ops.index.hopper import scores
 from tamis.ops.index.hopper.topk import Variant, program
 from tamis.ops.index.operations import (
     IndexScores,
@@ -132,7 +133,12 @@ def _prepare_cases() -> Iterator[OfflineCase]:
 
 
 def cuda_cases() -> Iterator[CudaCase]:
-    """Top-k with each number of threads per CTA."""
+    """Scores of every format, number of heads and size of tiles, and top-k with each number of threads per CTA."""
+    sizes = {"e4m3": (1,), "bf16": (2,), "e2m1": (1, 2)}  # bytes of a query's number
+    for (name, found), heads, columns in product(scores.FORMATS.items(), scores.HEADS, scores.TILES):
+        for size in sizes[name]:
+            label = f"index, {name} keys, {8 * size}-bit queries, {heads} heads, {columns} columns"
+            yield CudaCase(label, scores.program(found, heads, size, columns), scores.SHARED_BYTES)
     for threads in (512, 1024):
         yield CudaCase(f"index, top-k, {threads} threads", program(threads), Variant(1, threads, 1).shared)
 

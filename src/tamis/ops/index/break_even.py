@@ -33,8 +33,8 @@ class Costs(NamedTuple):
 
 
 DEVICE = Costs(
-    product=3.3e-3 / (4096 * 65536),  # 3.3 ms for 4096 tokens with 64K keys
-    read=311e-6 / (128 * 65536),  # 311 us for 128 decodes with 64K keys, which is 132 bytes at 3.6 TB/s
+    product=4.8e-3 / (4096 * 63488),  # 4.8 ms for 4096 tokens with 62K keys on average
+    read=322e-6 / (128 * 65536),  # 322 us for 128 decodes with 64K keys, which is 132 bytes at 3.4 TB/s
     latency=12e-6 + 5 * 2e-6,  # NCCL over NVLink, and four gathers of inputs and one of results
     link=350e9,  # NVLink 4: 450 GB/s per direction, less what protocols take
     memory=3.6e12,

@@ -4,28 +4,29 @@
 // relu(q[t, h] . key[j]). Keys are e4m3 with one scale each, bf16, or e2m1 with an exponent per 32 values (MXFP4), in pages or
 // in one list.
 //
-// Keys are the rows (M) of the product, the heads of up to COLUMNS / HEADS tokens of one request, a tile, its columns (N). The sum
-// over heads then is a sum within a thread, and a last one within a quad of lanes. The order of all sums is fixed: a score has
-// the same bits whichever tokens and keys are computed beside it.
+// Keys are the rows (M) of the product, the heads of up to COLUMNS / HEADS tokens of one request, a tile, its columns (N). The
+// sum over heads then is a sum within a thread, and a last one within a quad of lanes. The order of all sums is fixed: a score
+// has the same bits whichever tokens and keys are computed beside it.
 //
 // Work: a tile sees blocks of 64 keys. The blocks of all tiles, one tile after the other, are divided evenly by their cost
 // among the CTAs, so that a CTA computes consecutive blocks of some tiles. Blocks that no token of a tile sees do not exist.
 //
-// Roles of the three warpgroups:
-//   0     produce  Warp 0 copies blocks of keys into a ring of stages with bulk copies. Warps 1 to 3 put the queries and
-//                  weights of the next tile into the other one of two buffers.
-//   1, 2  score    Consumers, which take the CTA's blocks in turn. The keys of a block go to registers, as operand a of the
-//                  products with all queries of the tile. Queries are taken in chunks of columns, with two sets of
-//                  accumulators: the sums over heads of one chunk overlap with the product of the next one.
+// Roles of the warpgroups:
+//   0        produce  Warp 0 copies blocks of keys into a ring of stages with bulk copies. Warps 1 to 3 put the queries and
+//                     weights of the next tile into the other one of two buffers.
+//   1 and up score    Consumers, which take the CTA's blocks in turn. The keys of a block go to registers, as operand a of the
+//                     products with the queries of the tile, one token of 64 heads at a time, or several of fewer. While one
+//                     consumer waits for its product or sums over heads, the products of the others run.
 //
 // The operand in registers determines the order of dims: a lane reads 16-byte units of a key, so that its numbers belong to
-// places along K which are not neighbours. The queries in shared memory are permuted alike. See `Keys` and `copy_queries`.
+// places along K which are not neighbours. The queries in shared memory are permuted alike: see `copy_query`.
 //
-// Budget for 64 keys and 8 tokens of 64 heads, e4m3 (H200): 1,024 cycles of wgmma. Of shared memory's 1,024 cycles products
-// read queries in 512; keys take 66 to write and 128 to read, shuffles about 100. Weights would take 512. Per warp about 400
-// instructions, two warps share a scheduler.
+// Budget for 64 keys and 8 tokens of 64 heads, e4m3 (H200): 1,024 cycles of wgmma. Shared memory: products read queries in 512
+// cycles, lanes their weights in 512, since equal addresses in several lanes are no cheaper than different ones; keys take 66
+// to write and 64 to read, shuffles 64: 1,218 in all, which bounds the kernel before the products do. Per warp about 800
+// instructions, of which 512 rectify, multiply and add.
 //
-// Defined by the host: KEYS (the format), HEADS (16, 32 or 64), QUERY_BYTES (of a number: 1 or 2), STAGES, THREADS,
+// Defined by the host: KEYS (the format), HEADS (16, 32 or 64), QUERY_BYTES (of a number: 1 or 2), COLUMNS, STAGES, THREADS,
 // SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles: SCORE_REGISTERS, PRODUCE_REGISTERS.
 #include "instructions.cuh"
 #include "warpgroups.cuh"
@@ -74,9 +75,9 @@ constexpr bool SCALED = KEYS != BF16_KEYS;
 constexpr int BLOCK = 64, WARPS = 4;  // keys of a block, warps of a warpgroup
 constexpr int CONSUMERS = THREADS / 128 - 1;   // warpgroups
 constexpr int CHUNK = 64;                      // columns of a product
-constexpr int TILE = COLUMNS / HEADS;              // most tokens of a tile
+constexpr int TILE = COLUMNS / HEADS;          // most tokens of a tile
 constexpr int CHUNK_TOKENS = CHUNK / HEADS;
-constexpr int MOST_CHUNKS = COLUMNS / CHUNK;       // of a tile
+constexpr int MOST_CHUNKS = COLUMNS / CHUNK;   // of a tile
 constexpr int K_TILES = WIDE ? 2 : 1;          // tiles of 128 bytes along K
 constexpr int STEPS = WIDE ? 8 : 4;            // wgmma along K
 constexpr int KEY_BYTES = KEYS == E4M3_KEYS ? 128 : KEYS == BF16_KEYS ? 256 : 64;
@@ -102,7 +103,7 @@ constexpr u32 STAGE_BYTES = BLOCK * (KEY_BYTES + SCALE_BYTES);
 constexpr u32 QUERIES = 0;                                       // [BUFFERS][MOST_CHUNKS][K_TILES][CHUNK][128 bytes]
 constexpr u32 RING = QUERIES + BUFFERS * QUERY_BUFFER;           // [STAGES] keys, then scales
 constexpr u32 WEIGHTS = RING + STAGES * STAGE_BYTES;             // [BUFFERS][COLUMNS / 16][4 lanes][4] floats
-constexpr u32 BOUNDS = WEIGHTS + BUFFERS * COLUMNS * 4;             // [BUFFERS][TILE][2] first and last key of each token
+constexpr u32 BOUNDS = WEIGHTS + BUFFERS * COLUMNS * 4;          // [BUFFERS][TILE][2] first and last key of each token
 constexpr u32 PARTS = BOUNDS + BUFFERS * TILE * 8;               // [BUFFERS] Part
 constexpr u32 PRESENT = PARTS + BUFFERS * sizeof(Part);          // [STAGES] a bit for each 16 keys that exist
 constexpr u32 COSTS = PRESENT + (STAGES + 3) / 4 * 16;           // [MOST_GROUPS + 1] costs of the groups before

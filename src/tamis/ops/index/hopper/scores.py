@@ -24,7 +24,7 @@ HEADS = (16, 32, 64)
 DIM = 128
 BLOCK = 64
 """Keys of a block."""
-COLUMNS, FEW_COLUMNS = 512, 128
+COLUMNS, FEW_COLUMNS = TILES = 512, 128
 """Heads of all tokens of a tile: many for prompts, and few for decodes, whose keys then have more stages."""
 MOST_GROUPS = 2048
 """Groups of tokens in a launch."""
