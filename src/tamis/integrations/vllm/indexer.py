@@ -136,13 +136,14 @@ class StepRows:
 
         Buffers are written in every step, even if nothing changed: an engine in sleep mode loses their content.
         """
-        torch.arange(metadata.num_actual_tokens, out=metadata.request_ids)
+        ids = metadata.request_ids
+        torch.arange(metadata.num_actual_tokens, dtype=ids.dtype, device=ids.device, out=ids)
         torch.div(metadata.seq_lens, self._ratio, rounding_mode="floor", out=metadata.lengths)
 
     def _fill(self, metadata: IndexerMetadata, starts: Tensor) -> None:
         rows, ids, lengths, ends = metadata.num_actual_tokens, metadata.request_ids, metadata.lengths, starts[1:]
         numbers = self._numbers[:rows]
-        torch.arange(rows, out=numbers)
+        torch.arange(rows, dtype=numbers.dtype, device=numbers.device, out=numbers)
         # Token t belongs to the first request that ends after it. Padding ends after all requests.
         torch.searchsorted(ends, numbers, right=True, out_int32=True, out=ids)
         ids.clamp_(max=max(0, len(ends) - 1))

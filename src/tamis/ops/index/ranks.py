@@ -58,7 +58,7 @@ class Ranks:
 
     def gather(self, mine: Tensor) -> Tensor:
         """The tensors of all ranks in the order of the ranks, [size, *mine.shape]. All of them have one shape."""
-        every = mine.new_empty((self.size, *mine.shape))
+        every = mine.new_empty((self.size, *mine.shape), dtype=mine.dtype)
         if mine.numel():
             _all_gather(every.view(-1), mine.view(-1), group=self._group())
         return every
@@ -81,7 +81,7 @@ class Ranks:
         message = (bytes([failure is not None]) + told.encode())[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
         # Whatever the arguments are, all ranks send from the same kind of memory, from the host's if the group can.
         device = torch.device("cpu") if "cpu:" in self._carried else torch.device("cuda", torch.cuda.current_device())
-        every = self.gather(torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)).cpu()
+        every = self.gather(torch.tensor(list(message), dtype=torch.uint8, device=device)).cpu()
         if failure is not None:
             raise failure
         texts = [bytes(one[1:].tolist()).rstrip(b"\0").decode(errors="replace") for one in every]
