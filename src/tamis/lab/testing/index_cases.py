@@ -116,7 +116,8 @@ def _outliers(draw: Draw, tokens: int, width: int, block: int) -> Tensor:
     """Equal scores, but for one in each block, in another place of every block."""
     at = torch.arange(width, dtype=torch.int64, device="cpu")
     highest = 2.0 + (draw.integers(0, 9, tokens, width) // 3)
-    return torch.where(at % block == at // block * 5 % block, highest, 1.0)
+    # Numbers beside a tensor of whole numbers have the default dtype.
+    return torch.where(at % block == at // block * 5 % block, highest, 1.0).to(torch.float32)
 
 
 SCORES: dict[str, Callable[[Draw, int, int], Tensor]] = {
