@@ -219,6 +219,23 @@ def test_nan_and_infinity_stay_with_their_own_scores(host_folder: Path) -> None:
     torch.testing.assert_close(call.out, expected(call), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_infinite_products_are_rectified(host_folder: Path, sign: float) -> None:
+    """A product of -inf counts as 0, for every head, and one of +inf is infinite."""
+    call = paged_call("bf16", 64, BF16, [0], [64], table_width=1)
+    call.q.fill_(0.0)
+    call.q[:, :, 0] = sign
+    keys = call.cache.field(call.cache.layout.values)
+    keys.fill_(1.0)
+    keys[1, 5, 0] = torch.inf
+    call.weights.fill_(1.0)
+    Emulated(host_folder, "bf16", 64, BF16)(scores.paged_params(call, call.out, fill=True))
+    want = torch.full((64,), 64.0 if sign > 0 else 0.0)
+    want[5] = torch.inf if sign > 0 else 0.0
+    assert torch.equal(call.out[0], want)
+    assert torch.equal(call.out, expected(call))
+
+
 @pytest.mark.parametrize("name", ["e4m3", "bf16"])
 @pytest.mark.parametrize("total", [61, 128, 195])
 def test_scores_of_a_list(host_folder: Path, name: str, total: int, monkeypatch: pytest.MonkeyPatch) -> None:

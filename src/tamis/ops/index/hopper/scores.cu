@@ -72,6 +72,7 @@ static_assert(sizeof(ScoreParams) == PARAMS_BYTES, "ScoreParams differs from its
 constexpr int E4M3_KEYS = 0, BF16_KEYS = 1, E2M1_KEYS = 2;
 constexpr bool WIDE = KEYS != E4M3_KEYS;  // whether products are of 16-bit numbers
 constexpr bool SCALED = KEYS != BF16_KEYS;
+constexpr bool DOUBLED = KEYS == E4M3_KEYS;  // every second head's logits are doubled, see `rectified`
 constexpr int BLOCK = 64, WARPS = 4;  // keys of a block, warps of a warpgroup
 constexpr int CONSUMERS = THREADS / 128 - 1;   // warpgroups
 constexpr int CHUNK = 64;                      // columns of a product
@@ -290,7 +291,7 @@ __device__ __forceinline__ void copy_queries(const ScoreParams& params, u32 memo
                 params, token * params.weight_token_stride + column % HEADS * params.weight_head_stride);
             // Lane l of a quad has columns 8 * i + 2 * l and the next one.
             const u32 at = column / 16 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
-            shared_store(weights + at * 4, __float_as_uint(column % 2 == 0 ? 0.5f * weight : weight));
+            shared_store(weights + at * 4, __float_as_uint(DOUBLED && column % 2 == 0 ? 0.5f * weight : weight));
         }
         if (thread < count) {
             const Bounds own(params, first + thread);
@@ -381,8 +382,9 @@ struct BlockKeys {
     }
 };
 
-// The larger of x and 0, or twice that: of two heads the first has half of its weight in shared memory. A maximum and an
-// addition run in different units, and neither unit alone keeps up with the products. Doubling and halving are exact.
+// The larger of x and 0, or twice that: then the head has half of its weight in shared memory. A maximum and an addition run in
+// different units, and neither unit alone keeps up with the products. Doubling and halving are exact (but for a subnormal
+// weight), as long as x is finite, which products of e4m3 numbers are: below 2**25.
 template <bool TWICE>
 __device__ __forceinline__ float rectified(float x) {
     return TWICE ? x + fabsf(x) : relu(x);
@@ -451,7 +453,7 @@ struct Scorer {
 #pragma unroll
             for (int below = 0; below < 2; ++below) {
                 float& sum = sums[at + eight / EIGHTS * 2 + below];
-                const float one = rectified<true>(acc[eight * 4 + below * 2]);
+                const float one = rectified<DOUBLED>(acc[eight * 4 + below * 2]);
                 const float two = rectified<false>(acc[eight * 4 + below * 2 + 1]);
                 sum = eight % EIGHTS == 0 ? one * w.of[eight * 2] : fmaf(one, w.of[eight * 2], sum);
                 sum = fmaf(two, w.of[eight * 2 + 1], sum);
