@@ -212,12 +212,6 @@ inline void atomicOr(u32* address, u32 value) {
     *address |= value;
 }
 
-inline void atomicMax(u32* address, u32 value) {
-    emulator::maybe_pause();
-    if (*address < value) *address = value;
-}
-
-inline int __clz(int value) { return value ? __builtin_clz(static_cast<u32>(value)) : 32; }
 inline int __popc(u32 value) { return __builtin_popcount(value); }
 inline int __ffs(u32 value) { return __builtin_ffs(static_cast<int>(value)); }
 inline float __uint_as_float(u32 bits) { float value; std::memcpy(&value, &bits, 4); return value; }
