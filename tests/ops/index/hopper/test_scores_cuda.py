@@ -178,7 +178,13 @@ def test_a_score_does_not_depend_on_its_neighbours(host_folder: Path, ctas: int)
     want = expected(call)
     seen = want > -torch.inf
     assert torch.equal(call.out > -torch.inf, seen)
-    assert (call.out - want)[seen].abs().max() <= 1e-4 * want[seen].abs().max()
+    # A sum of n terms in float32 is off by at most n roundings of the sum of their sizes: 128 products, 64 heads and
+    # the scale.
+    sizes = call._replace(q=call.q.float().abs().to(E4M3), weights=weights.abs())
+    values = call.cache.field(call.cache.layout.values)
+    values.copy_(values & 0x7F)  # the sizes of the keys
+    bound = (128 + 64 + 1) * 2.0**-24 * expected(sizes)
+    assert ((call.out - want).abs() <= bound)[seen].all()
 
 
 def test_unaligned_results_are_stored_one_by_one(host_folder: Path) -> None:

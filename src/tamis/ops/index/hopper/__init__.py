@@ -46,6 +46,8 @@ __all__ = [
     "write_index_keys",
 ]
 
+UNALIGNED = "unaligned"
+
 
 def index_scores(call: IndexScores) -> None:
     """Fill `call.out`; see `tamis.ops.index_scores`."""
@@ -95,19 +97,19 @@ def prepare_index_topk(call: IndexTopk) -> Callable[[IndexTopk], None] | None:
     select, index = topk.prepare_topk(tokens, width, call.k, device), device_index(device)
 
     def run(call: IndexTopk) -> None:
-        # Calls are remembered without their addresses, and the launch reads queries and pages 16 bytes at a time.
-        if (call.q.data_ptr() | call.cache.storage.data_ptr()) % 16:
+        stream, (held,) = current_stream(index), rooms()
+        out = held.data_ptr()
+        if score(stream, call, out) is UNALIGNED:
             index_topk(call)
-            return
-        stream, (out,) = current_stream(index), rooms()
-        score(stream, call, out.data_ptr())
-        select(stream, (out.data_ptr(), call.lengths.data_ptr(), call.out.data_ptr()))
+        else:
+            select(stream, (out, call.lengths.data_ptr(), call.out.data_ptr()))
 
     return run
 
 
-def _prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, int], None] | None:
-    """A launch that scores calls like this one into memory like `out`; see `scoring.prepare_scores`."""
+def _prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, int], str | None] | None:
+    """A launch that scores calls like this one into memory like `out`; see `scoring.prepare_scores`. Where a call's
+    addresses do not fit the launch it does nothing and returns `UNALIGNED`."""
     if not scores.serves(call):
         return prepare_scores(call, out)
     launch = scores.prepare_scores(call, out)
@@ -115,11 +117,15 @@ def _prepare_scores(call: IndexTopk, out: Tensor) -> Callable[[int, IndexTopk, i
         return None
     keys, scales = scores.key_offsets(call.cache)
 
-    def run(stream: int, call: IndexTopk, out: int) -> None:
-        pages = call.cache.storage.data_ptr()
-        inputs = (call.q.data_ptr(), call.weights.data_ptr(), pages + keys, 0 if scales is None else pages + scales)
+    def run(stream: int, call: IndexTopk, out: int) -> str | None:
+        pages, q = call.cache.storage.data_ptr(), call.q.data_ptr()
+        # Calls are remembered without their addresses, and the launch reads queries and pages 16 bytes at a time.
+        if (pages | q) % 16:
+            return UNALIGNED
+        inputs = (q, call.weights.data_ptr(), pages + keys, 0 if scales is None else pages + scales)
         table = (call.request_ids.data_ptr(), call.block_table.data_ptr(), call.lengths.data_ptr())
         launch(stream, (*inputs, *table, out))
+        return None
 
     return run
 
