@@ -5,6 +5,7 @@ import io
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,9 @@ def blocks(page: str) -> list[Block]:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_is_of_a_kind_that_is_checked(page: str) -> None:
     for block in blocks(page):
-        assert block.language in ("python", "sh", "text"), f"{page}:{block.line}"
+        assert block.language in ("python", "sh", "text", "toml"), f"{page}:{block.line}"
+        if block.language == "toml":
+            tomllib.loads(block.text)
         assert not block.title or (block.language == "sh" and block.title in NOT_RUN), f"{page}:{block.line}"
 
 

@@ -1,6 +1,15 @@
-"""The backends in order of preference, with the devices, formats and sizes that each supports."""
+"""The backends in order of preference, with the devices, formats and sizes that each supports.
 
+Other packages register backends as entry points of the group `tamis.backends`. They are loaded when a backend is first
+looked up; one that cannot be used is kept with its error, and refused when it is named.
+"""
+
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
@@ -9,6 +18,8 @@ from tamis.cache.layout import Layout
 from tamis.cuda.compiler import INSTALL, has_nvrtc
 from tamis.model.spec import LayerSpec
 
+GROUP = "tamis.backends"
+"""The group of entry points in which other packages register backends."""
 STAGES = ("rotate", "compress", "write", "gather", "index", "select", "translate", "attend", "combine", "output")
 
 
@@ -18,13 +29,18 @@ class Backend:
 
     name: str
     module: str
-    """The name of the backend's module in the package of each stage."""
+    """The name of the backend's module in tamis' package of each stage. In a backend of another package it is a full
+    name instead, in which `{stage}` stands for the stage: `my_package.{stage}`."""
     summary: str
     stages: tuple[str, ...] = STAGES
     """The stages for which the backend has its own kernels."""
     base: str | None = None
-    """The backend that runs the other stages."""
+    """The built-in backend that runs the other stages."""
+    before: str | None = None
+    """For a backend of another package: the built-in backend that it is preferred to. Without it, the backend runs only
+    where it is named."""
     devices: tuple[str, ...] | None = None
+    """Types of devices, as torch names them."""
     compute_capabilities: tuple[int, ...] | None = None
     """Major versions of CUDA compute capability."""
     compiled_at_first_use: bool = False
@@ -33,6 +49,7 @@ class Backend:
     """Whether the backend's own kernels read FP8 rows at every head count. Prefills then need no 16-bit workspace, and
     are gathered into one only where that is faster (`tamis.step.gathering`)."""
     query_dtypes: tuple[torch.dtype, ...] = checks.FLOATS
+    """Dtypes of queries."""
     heads: tuple[int, int] = (1, 128)
     """Fewest and most heads."""
     max_latent: int | None = None
@@ -46,10 +63,13 @@ class Backend:
     capturable: bool = True
     """Whether its calls can be captured in a CUDA graph."""
     batch_invariant: bool = True
-    """Whether a row's bits do not depend on the rest of the batch, if the number of splits is fixed."""
+    """Whether the bits of a token's attention do not depend on the rest of the batch, if the number of splits is
+    fixed. `tamis verify` tests it where it is declared."""
 
     def stage_module(self, stage: str) -> str:
         """The name of the module with this backend's kernels of a stage, if it has any."""
+        if "{stage}" in self.module:
+            return self.module.replace("{stage}", stage)
         # `tamis.ops.attend` is the function, so the stage's package has another name.
         return f"tamis.ops.{'attention' if stage == 'attend' else stage}.{self.module}"
 
@@ -138,7 +158,106 @@ BACKENDS = (
         batch_invariant=False,
     ),
 )
-"""All backends, in order of preference."""
+"""The built-in backends, in order of preference."""
+
+
+class BrokenBackend(NamedTuple):
+    """A backend of another package that cannot be used."""
+
+    name: str
+    """The name of its entry point."""
+    package: str
+    """The distribution that registers it, with its version."""
+    reason: str
+    """Why it cannot be used."""
+
+    @property
+    def label(self) -> str:
+        """Its name for reports; the package tells it from others of the same name."""
+        return f"{self.name} ({self.package})"
+
+
+class Registered(NamedTuple):
+    """Backends that are known."""
+
+    backends: tuple[Backend, ...]
+    """All that can be used, in order of preference."""
+    broken: tuple[BrokenBackend, ...]
+    """Those of other packages that cannot be used, by name."""
+
+
+def registered() -> Registered:
+    """The built-in backends and those of other packages, which the first call loads; no error of theirs leaves it.
+
+    A backend of another package comes right before the built-in one that it names in `before`. Several before the same
+    one are in alphabetical order, and those without `before` come last.
+    """
+    others, broken = _others()
+    ordered: list[Backend] = []
+    for own in BACKENDS:
+        ordered += [backend for backend in others if backend.before == own.name]
+        ordered.append(own)
+    ordered += [backend for backend in others if backend.before is None]
+    return Registered(tuple(ordered), broken)
+
+
+@cache
+def _others() -> Registered:
+    """The backends of other packages, by name."""
+    points = sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
+    names = Counter(point.name for point in points)
+    usable, broken = [], []
+    for point in points:
+        loaded = _load(point, names[point.name])
+        if isinstance(loaded, Backend):
+            usable.append(loaded)
+        else:
+            broken.append(BrokenBackend(point.name, _package(point), loaded))
+    return Registered(tuple(usable), tuple(broken))
+
+
+def _package(point: EntryPoint) -> str:
+    return "an unknown package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
+def _load(point: EntryPoint, entries: int) -> Backend | str:
+    """The backend of an entry point, or the reason why it cannot be used."""
+    own = [backend.name for backend in BACKENDS]
+    if point.name in ("auto", *own):
+        return f"the name {point.name!r} belongs to tamis; choose another"
+    if entries > 1:
+        return f"{entries} entry points of the group {GROUP} have this name; uninstall all packages but one of them"
+    try:
+        found = point.load()
+        if not isinstance(found, Backend):
+            return f"{point.value} is a {type(found).__name__}, not a tamis.backends.Backend"
+        return _mistake(found, point.name, own) or found
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        return f"loading {point.value} failed: {type(error).__name__}: {text}"
+
+
+def _mistake(backend: Backend, name: str, own: list[str]) -> str | None:
+    """What is wrong with the declaration of a backend of another package."""
+    if backend.name != name:
+        return f"its entry point is named {name!r}, but the backend {backend.name!r}; give both one name"
+    for field, value in (("base", backend.base), ("before", backend.before)):
+        if value not in (None, *own):
+            return f"{field} must be one of {', '.join(own)} or None, got {value!r}"
+    if not backend.stages or not set(backend.stages) <= set(STAGES):
+        return f"stages must be some of {', '.join(STAGES)}, got {backend.stages!r}"
+    if "{stage}" not in backend.module:
+        return f"module must be a full name with {{stage}}, such as 'my_package.{{stage}}', got {backend.module!r}"
+    missing = [module for module in map(backend.stage_module, backend.stages) if find_spec(module) is None]
+    return f"there is no module {' or '.join(missing)}" if missing else None
+
+
+def refuse_broken(name: str) -> None:
+    """Refuse the name of a backend that another package registers but that cannot be used, with the reason."""
+    known, broken = registered()
+    for one in broken:
+        if one.name == name and name not in ("auto", *(backend.name for backend in known)):
+            raise ValueError(f"backend {name!r} of {one.package} cannot be used: {one.reason}")
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
@@ -155,13 +274,15 @@ def backend_for_stage(stage: str, backend: str, device: torch.device | str) -> B
     """
     device = torch.device(device)
     capability = compute_capability(device)
-    for candidate in BACKENDS:
+    known = registered().backends
+    for candidate in known:
         if backend not in ("auto", candidate.name) or candidate.device_refusals(device, capability):
             continue
         if stage in candidate.stages:
             return candidate
         if backend == candidate.name and candidate.base is not None:
             return backend_for_stage(stage, candidate.base, device)
-    names = ", ".join(b.name for b in BACKENDS if stage in b.stages or b.base is not None)
+    refuse_broken(backend)
+    names = ", ".join(b.name for b in known if stage in b.stages or b.base is not None)
     expected = f"'auto' or one of {names} that runs on {device.type}"
     raise checks.refuse("backend", expected, repr(backend), "see `tamis backends`")

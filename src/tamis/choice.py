@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from tamis import checks
-from tamis.backends import BACKENDS, STAGES, Backend, Need, compute_capability
+from tamis.backends import STAGES, Backend, Need, compute_capability, refuse_broken, registered
 from tamis.cache.layout import Layout, named
 from tamis.model.spec import LayerSpec
 
@@ -67,7 +67,7 @@ def choose(
     page_size: int = 64,
     prefer: str = "auto",
     capability: tuple[int, int] | None = None,
-    backends: tuple[Backend, ...] = BACKENDS,
+    backends: tuple[Backend, ...] | None = None,
 ) -> Choice:
     """Choose a backend for a layer. If none can run it, a ValueError lists all reasons.
 
@@ -79,7 +79,8 @@ def choose(
         page_size: the latent cache's page size.
         prefer: the name of a backend, which is then chosen or refused; "auto" takes the first that can run the layer.
         capability: the compute capability of a CUDA device, if the caller knows it; asking the device starts CUDA.
-        backends: the table to choose from, in order of preference.
+        backends: the table to choose from, in order of preference; if not given, the built-in backends and those that
+            other packages register.
     """
     checks.instance("spec", spec, LayerSpec)
     checks.instance("dtype", dtype, torch.dtype)
@@ -93,13 +94,17 @@ def choose(
     if capability is None:
         capability = compute_capability(device)
     need = Need(spec, device, capability, dtype, layout, page_size)
-    names = [b.name for b in backends]
+    rejected: dict[str, list[str]] = {}
+    if backends is None:
+        refuse_broken(prefer)
+        backends, broken = registered()
+        rejected = {one.label: [one.reason] for one in broken}
     if prefer != "auto":
-        checks.option("prefer", prefer, ("auto", *names))
+        checks.option("prefer", prefer, ("auto", *(b.name for b in backends)))
     refusals = {b.name: b.refusals(need) for b in backends}
     possible = [b for b in backends if not refusals[b.name]]
     wanted = [b for b in possible if prefer in ("auto", b.name)]
-    rejected = {name: reasons for name, reasons in refusals.items() if reasons}
+    rejected = {name: reasons for name, reasons in refusals.items() if reasons} | rejected
     if not wanted:
         raise _refuse(device, rejected, prefer, [b.name for b in possible])
     return Choice(wanted[0], need, rejected, tuple(b.name for b in possible if b is not wanted[0]))

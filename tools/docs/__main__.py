@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tools.docs import bounds, commands, doors, flow, layouts, planning, results, selecting, vllm
+from tools.docs import backends, bounds, commands, doors, flow, layouts, planning, results, selecting, vllm
 
 ROOT = Path(__file__).parents[2]
 PICTURES: dict[str, Callable[[], str]] = {
@@ -20,6 +20,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     **{f"layout-{name}": partial(layouts.draw, name) for name in layouts.NAMES},
 }
 TEXTS: dict[str, Callable[[], str]] = {
+    "backend fields": backends.fields,
+    "backend functions": backends.functions,
     "bounds": bounds.bounds,
     "commands": commands.commands,
     "cpu step": results.cpu_step,

@@ -25,9 +25,9 @@ class Verdict:
 
     name: str
     state: str
-    """chosen, possible (another one is preferred) or rejected."""
+    """chosen, possible (another one is preferred), rejected, or broken (of another package, and cannot be used)."""
     reasons: list[str]
-    """Every reason for a rejection."""
+    """Every reason for a rejection; what is broken."""
     summary: str
     stages: tuple[str, ...]
     kernels: list["StageKernels"]
@@ -84,25 +84,28 @@ def run(options: argparse.Namespace) -> int:
 
 def judge(need: "Need") -> list[Verdict]:
     """A verdict on every backend, in order of preference. Unlike `choose`, this does not raise if none fits."""
-    from tamis.backends import BACKENDS
+    from tamis.backends import registered
     from tamis.choice import stage_kernels
 
+    known, broken = registered()
     verdicts: list[Verdict] = []
-    for backend in BACKENDS:
+    for backend in known:
         reasons = backend.refusals(need)
         taken = any(v.state == "chosen" for v in verdicts)
         state = "rejected" if reasons else "possible" if taken else "chosen"
         kernels = [] if reasons else stage_kernels(backend, need)
         verdicts.append(Verdict(backend.name, state, reasons, backend.summary, backend.stages, kernels))
-    return verdicts
+    return [*verdicts, *(Verdict(one.label, "broken", [one.reason], "-", (), []) for one in broken)]
 
 
 def explain_prefills(need: "Need", verdicts: list[Verdict]) -> str | None:
     """What a planner does with prefills by default; None if no backend runs the layer."""
-    from tamis.backends import BACKENDS
+    from tamis.backends import registered
     from tamis.step import gathering
 
-    chosen = next((backend for backend, v in zip(BACKENDS, verdicts, strict=True) if v.state == "chosen"), None)
+    # Verdicts on broken backends come last.
+    known = registered().backends
+    chosen = next((backend for backend, v in zip(known, verdicts, strict=False) if v.state == "chosen"), None)
     if chosen is None:
         return None
     # A V4Planner gathers only where it is asked to.

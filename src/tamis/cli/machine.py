@@ -38,11 +38,12 @@ def pick_device(name: str | None) -> "torch.device":
 
 def check_backend(name: str, device: "torch.device") -> None:
     """Refuse a backend that does not exist, or that does not run on this type of device."""
-    from tamis.backends import BACKENDS
+    from tamis.backends import refuse_broken, registered
 
-    known = {backend.name: backend for backend in BACKENDS}
+    known = {backend.name: backend for backend in registered().backends}
     if name == "auto":
         return
+    refuse_broken(name)
     if name not in known:
         raise ValueError(f"--backend must be one of auto, {', '.join(known)}; got {name!r}.")
     devices = known[name].devices
@@ -50,7 +51,8 @@ def check_backend(name: str, device: "torch.device") -> None:
         import torch
 
         found = f"--device is {device.type}" if torch.cuda.is_available() else "this machine has none"
-        raise ValueError(f"backend {name!r} needs a CUDA device, but {found}. Use --backend auto or reference.")
+        needed = " or ".join(devices).upper()
+        raise ValueError(f"backend {name!r} needs a {needed} device, but {found}. Use --backend auto or reference.")
 
 
 def describe_machine(device: "torch.device") -> dict[str, Any]:

@@ -186,6 +186,10 @@ class Operation(Generic[C, T]):
         if refused and torch.is_grad_enabled():
             checks.no_gradient(**{names.get(name, name): getattr(call, name) for name in refused})
         stage = implementation(self.stage, call[-1], call[0].device)
+        if not hasattr(stage, self.name):
+            raise NotImplementedError(
+                f"{stage.__name__} has no function {self.name}; every function of the stage {self.stage} must be there"
+            )
         own = getattr(stage, self._check, None)
         if own is not None:
             own(call)

@@ -14,7 +14,7 @@ from tamis.cache.selection import Selection
 from tamis.lab.testing import cases, compare, oracle
 from tamis.lab.testing.attend_cases import AttendCase, attend_cases
 from tamis.lab.testing.cases import Draw
-from tamis.lab.verify.check import Check, Target, Trial, named_calls
+from tamis.lab.verify.check import NOT_BATCH_INVARIANT, Check, Target, Trial, named_calls
 from tamis.lab.verify.repeat import count_differing_bits, graph_check, repeat_check
 from tamis.ops import attend
 
@@ -165,7 +165,7 @@ def _alone_check(target: Target, some: list[AttendCase]) -> Check:
     reason = target.not_batch_invariant("attend")
     if reason:
         return Check("attend", name, 0.0, reason=reason)
-    return Check("attend", name, 0.0, named_calls(_alone, target, some))
+    return Check("attend", name, 0.0, named_calls(_alone, target, some), remedy=NOT_BATCH_INVARIANT)
 
 
 def _alone(target: Target, case: AttendCase) -> Trial:

@@ -14,6 +14,14 @@ from tamis.lab.offline.cuda import KernelUse
 from tamis.lab.testing import cases
 from tamis.model.spec import LayerSpec
 
+NOT_BATCH_INVARIANT = (
+    "a backend whose bits may depend on the batch declares Backend(batch_invariant=False), and this check is left out"
+)
+"""What the author of a backend may do about a request whose bits depend on its batch."""
+NOT_CAPTURABLE = (
+    "a backend whose calls cannot be captured declares Backend(capturable=False), and this check is left out"
+)
+"""What the author of a backend may do about a captured graph that gives other bits."""
 State = Literal["ok", "FAILED", "not applicable"]
 T = TypeVar("T")
 
@@ -136,7 +144,7 @@ class Target:
         backend = self.runs(stage)
         if backend is None or backend.batch_invariant:
             return ""
-        return f"{backend.name} leaves the order of sums to torch, which chooses it by the batch's size"
+        return f"{backend.name} does not claim that a request's bits are independent of its batch"
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,8 @@ class Check:
     """Why the check does not apply."""
     backend: str = ""
     """The backend whose kernels are checked, if another backend runs the stage here."""
+    remedy: str = ""
+    """What to do if a trial fails, for a property that a backend need not have."""
 
 
 def named_calls(run: Callable[[Target, C], T], target: Target, cases: Iterable[C]) -> list[tuple[str, "partial[T]"]]:
@@ -181,6 +191,8 @@ def judge(check: Check, backend: str, done: Callable[[], None]) -> CheckResult:
         done()
     if failed > 1:
         note = f"{failed} cases; {note}"
+    if failed and check.remedy:
+        note = f"{note}; {check.remedy}"
     state: State = "FAILED" if failed else "ok"
     count = len(check.trials)
     return CheckResult(check.stage, check.name, backend, count, worst, check.bound, state, note, tuple(kernels))

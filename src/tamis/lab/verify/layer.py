@@ -13,7 +13,7 @@ from tamis.cache.selection import Caches, Selection
 from tamis.lab.testing import oracle
 from tamis.lab.testing.cases import Draw
 from tamis.lab.verify.attend import SIXTEEN_BITS, attention_error
-from tamis.lab.verify.check import Check, Target, Trial, named_calls
+from tamis.lab.verify.check import NOT_BATCH_INVARIANT, Check, Target, Trial, named_calls
 from tamis.lab.verify.repeat import count_differing_bits, graph_check, repeat_check
 from tamis.layers.mla import SparseMLA
 from tamis.model.spec import LayerSpec
@@ -136,7 +136,7 @@ def layer_checks(target: Target) -> Iterator[Check]:
     reason = target.not_batch_invariant("attend")
     name = "same bits alone and in a batch"
     alone = [] if reason else named_calls(_alone, target, [case for case in given if case.mode == "mixed"])
-    yield Check("layer", name, 0.0, alone, reason)
+    yield Check("layer", name, 0.0, alone, reason, remedy=NOT_BATCH_INVARIANT)
     replays = named_calls(_again, target, [case for case in given if case.mode == "mixed"])
     yield graph_check(target, "layer", LAYER_STAGES, replays)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis.lab.testing import compare
-from tamis.lab.verify.check import Check, Target, Trial
+from tamis.lab.verify.check import NOT_CAPTURABLE, Check, Target, Trial
 
 RUNS = 10
 Outputs: TypeAlias = Sequence[Tensor]
@@ -60,7 +60,8 @@ def graph_check(
     reason = target.not_capturable(stages)
     if reason:
         return Check(stage, name, 0.0, reason=reason)
-    return Check(stage, name, 0.0, [(label, partial(_replay, prepare)) for label, prepare in replays])
+    trials = [(label, partial(_replay, prepare)) for label, prepare in replays]
+    return Check(stage, name, 0.0, trials, remedy=NOT_CAPTURABLE)
 
 
 def _replay(prepare: Callable[[], Replay]) -> Trial:

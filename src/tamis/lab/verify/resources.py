@@ -5,7 +5,7 @@ from functools import partial
 
 from tamis.backends import compute_capability
 from tamis.cuda.compiler import INSTALL, architecture, compiled, has_nvrtc
-from tamis.lab.offline.cuda import CudaCase, cuobjdump, has_cases, kernel_uses, stage_cases
+from tamis.lab.offline.cuda import HOPPER, CudaCase, cuobjdump, has_cases, kernel_uses, stage_cases
 from tamis.lab.verify.check import Check, Target, Trial
 
 NAME = "no register spills; shared memory within limits"
@@ -37,7 +37,7 @@ def resource_checks(stage: str, target: Target) -> Iterator[Check]:
 
 def _not_applicable(stage: str, target: Target) -> str:
     backend = target.runs(stage)
-    here = backend is not None and backend.compiled_at_first_use
+    here = backend == HOPPER
     offline = target.device.type == "cpu" and target.backend == "auto"
     if not here and not offline:
         return f"{target.backend if backend is None else backend.name} has no kernels in CUDA C++"

@@ -84,7 +84,8 @@ def run_checks(
 
 
 def _check_backend(backend: str, device: torch.device) -> None:
-    known = {b.name: b for b in backends.BACKENDS}
+    backends.refuse_broken(backend)
+    known = {b.name: b for b in backends.registered().backends}
     checks.option("backend", backend, ("auto", *known))
     devices = None if backend == "auto" else known[backend].devices
     if devices is not None and device.type not in devices:
