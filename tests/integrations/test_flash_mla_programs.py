@@ -3,8 +3,11 @@
 import copy
 import inspect
 import math
+import re
 import subprocess
 import sys
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import bounds
@@ -285,3 +288,40 @@ def test_what_only_sm100_has_can_be_imported_and_says_so_when_called() -> None:
     for name, function in functions:
         with pytest.raises(NotImplementedError, match=rf"{name} is not served by tamis: .*SM100 alone"):
             function(torch.zeros(1), causal=True)
+
+
+PUBLIC = {
+    "sgl-flash-mla 1.0.0": "FlashMLASchedMeta flash_attn_varlen_func flash_mla_sparse_fwd flash_mla_with_kvcache "
+    "fused_norm_rope_attn_rope_cast get_mla_decoding_metadata get_mla_metadata has_legacy",
+    "FlashMLA 1.0.0": "FlashMLASchedMeta flash_attn_varlen_func flash_attn_varlen_kvpacked_func "
+    "flash_attn_varlen_qkvpacked_func flash_mla_sparse_fwd flash_mla_with_kvcache fused_norm_rope_attn_rope_cast "
+    "get_mla_metadata",
+}
+"""The public names of the packages, and those of their submodule that programs import."""
+ROW = re.compile(r"^\| `([\w.]+)` \| [^|]+ \| (served|refused) \| [^|]+ \|$", re.M)
+
+
+def test_the_page_says_of_every_function_whether_it_is_served() -> None:
+    page = (Path(__file__).parents[2] / "docs/flash_mla.md").read_text()
+    told = dict(ROW.findall(page))
+    fused = "fused_norm_rope_attn_rope_cast"
+    functions = [name for name in flash_mla.__all__ if name != fused]
+    functions += [f"{fused}.{name}" for name in flash_mla.fused_norm_rope_attn_rope_cast.__all__]
+    assert set(told) == set(functions)
+    assert set(" ".join(PUBLIC.values()).split()) <= set(flash_mla.__all__)
+    for name, state in told.items():
+        try:
+            attrgetter(name)(flash_mla)()
+            refusal = ""
+        except TypeError:
+            refusal = ""  # it is served, and wants arguments
+        except NotImplementedError as error:
+            refusal = str(error)
+        assert bool(refusal) == (state == "refused"), name
+        if refusal:
+            assert refusal.startswith(f"{name} is not served by tamis: ")
+            assert "; use " in refusal
+
+
+def test_the_version_is_that_of_both_packages() -> None:
+    assert flash_mla.__version__ == "1.0.0"

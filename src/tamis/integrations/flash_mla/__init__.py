@@ -32,7 +32,7 @@ from tamis.integrations.flash_mla.unsupported import (
 )
 
 __version__ = "1.0.0"
-"""The release of sgl-flash-mla whose interface this is, for programs that compare it."""
+"""The version that FlashMLA and sgl-flash-mla both report, for programs that compare it."""
 
 __all__ = [
     "FlashMLASchedMeta",

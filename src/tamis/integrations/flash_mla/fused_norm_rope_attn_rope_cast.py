@@ -5,8 +5,8 @@ from tamis.integrations.flash_mla.unsupported import unsupported
 __all__ = ["decode", "permute_q_b_proj", "permute_wv_proj", "prefill"]
 
 _FUSED = (
-    "it belongs to DeepSeek-V4.1's fused attention, which FlashMLA has for SM100 alone; norm, rotate and quantise "
-    "around flash_mla_with_kvcache or flash_mla_sparse_fwd"
+    "it belongs to DeepSeek-V4.1's fused attention, which FlashMLA has for SM100 alone; use flash_mla_with_kvcache or "
+    "flash_mla_sparse_fwd, and norm, rotate and quantise around them"
 )
 
 prefill = unsupported("fused_norm_rope_attn_rope_cast.prefill", _FUSED)
