@@ -55,7 +55,13 @@ def test_every_block_is_of_a_kind_that_is_checked(page: str) -> None:
         assert not block.title or (block.language == "sh" and block.title in NOT_RUN), f"{page}:{block.line}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" for b in blocks(page))])
+TOUR = "docs/tour.md"
+"""A notebook in Markdown; `tests/tools/test_tour.py` runs it."""
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != TOUR and any(b.language == "python" for b in blocks(page))]
+)
 def test_python_blocks_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is one program; a block of text after one of Python is what it prints."""
     monkeypatch.setitem(sys.modules, "flash_mla", None)  # so that what a block puts there goes away again

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tools.docs import backends, bounds, commands, doors, flow, layouts, planning, results, selecting, vllm
+from tools.docs import backends, bounds, commands, doors, flow, layouts, planning, results, selecting, tour, vllm
 
 ROOT = Path(__file__).parents[2]
 PICTURES: dict[str, Callable[[], str]] = {
@@ -30,6 +30,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "doors": doors.headline,
     "results": lambda: "\n\n".join(text for text in (doors.everything(), results.everything()) if text),
     "selecting": selecting.costs,
+    "tour": tour.page,
     "vllm releases": vllm.releases,
 }
 PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
@@ -37,7 +38,8 @@ PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 
 def outputs() -> dict[Path, str]:
     """Every file that is generated, wholly or partly, with its new text."""
-    pictures = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in PICTURES.items()}
+    drawn = {name: draw() for name, draw in PICTURES.items()} | tour.pictures()
+    pictures = {ROOT / "docs" / "pictures" / f"{name}.svg": text for name, text in drawn.items()}
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return pictures | {page: _filled(page.read_text()) for page in pages}
 

@@ -34,7 +34,7 @@ def functions() -> str:
             written = [f"`{name}`" for name, hint in hints.items() if get_origin(hint) is Annotated]
             nothing = get_type_hints(operation.fake)["return"] is type(None)
             returned = "None" if nothing else inspect.getdoc(operation.fake) or ""
-            lines.append((f"`{stage}`", f"`{operation.name}`", link, ", ".join(written) or "-", returned.rstrip(".")))
+            lines.append((stage, f"`{operation.name}`", link, ", ".join(written) or "-", returned.rstrip(".")))
     return table(("stage", "function", "its one argument", "writes", "returns"), lines, "lllll")
 
 
