@@ -30,4 +30,3 @@ def test_the_notebook_runs_and_shows_what_it_is_committed_with(tmp_path: Path, m
     text = str(told)
     assert text.count("True") == 3
     assert "False" not in text
-    assert len(tour.pictures()) == 5

@@ -18,6 +18,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "step": planning.draw,
     "selecting": selecting.draw,
     **{f"layout-{name}": partial(layouts.draw, name) for name in layouts.NAMES},
+    **{f"tour-{number}": partial(tour.picture, number) for number in tour.PICTURES},
 }
 TEXTS: dict[str, Callable[[], str]] = {
     "backend fields": backends.fields,
@@ -38,8 +39,7 @@ PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 
 def outputs() -> dict[Path, str]:
     """Every file that is generated, wholly or partly, with its new text."""
-    drawn = {name: draw() for name, draw in PICTURES.items()} | tour.pictures()
-    pictures = {ROOT / "docs" / "pictures" / f"{name}.svg": text for name, text in drawn.items()}
+    pictures = {ROOT / "docs" / "pictures" / f"{name}.svg": draw() for name, draw in PICTURES.items()}
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return pictures | {page: _filled(page.read_text()) for page in pages}
 

@@ -11,6 +11,8 @@ from typing import Any
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "tour.ipynb"
 NOTE = "This page is a notebook: [download it](tour.ipynb) to run it and change things."
+PICTURES = range(1, 6)
+"""The numbers of the notebook's pictures."""
 SVG = "image/svg+xml"
 
 
@@ -20,10 +22,11 @@ def read() -> dict[str, Any]:
     return found
 
 
-def pictures() -> dict[str, str]:
-    """The notebook's pictures by name, in order."""
+def picture(number: int) -> str:
+    """One of the notebook's pictures, counted from 1."""
     shown = [output["data"][SVG] for cell in read()["cells"] for output in _outputs(cell) if "data" in output]
-    return {f"tour-{number}": _text(svg).rstrip() + "\n" for number, svg in enumerate(shown, 1)}
+    assert len(shown) == len(PICTURES)
+    return _text(shown[number - 1]).rstrip() + "\n"
 
 
 def page() -> str:
