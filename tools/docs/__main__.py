@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tools.docs import bounds, commands, doors, flow, layouts, planning, results, selecting, vllm
+from tools.docs import bounds, commands, doors, flow, layouts, planning, results, selecting, speed, vllm
 
 ROOT = Path(__file__).parents[2]
 PICTURES: dict[str, Callable[[], str]] = {
@@ -17,6 +17,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "entries": flow.draw_entries,
     "step": planning.draw,
     "selecting": selecting.draw,
+    "speed": speed.draw,
     **{f"layout-{name}": partial(layouts.draw, name) for name in layouts.NAMES},
 }
 TEXTS: dict[str, Callable[[], str]] = {

@@ -65,11 +65,11 @@ def read() -> list[Row]:
 
 def _decodes(rows: Sequence[Row]) -> str:
     """A line per format, top-k and head count with several numbers of requests; a column per number."""
-    ours = [row for row in _compared(rows) if row in _in_series(rows)]
-    batches = sorted({_requests(row) for row in ours})
+    ours = [row for row in compared(rows) if row in in_series(rows)]
+    batches = sorted({requests(row) for row in ours})
     lines = []
     for kind in dict.fromkeys(_kind(row) for row in ours):
-        same = {_requests(row): row for row in ours if _kind(row) == kind}
+        same = {requests(row): row for row in ours if _kind(row) == kind}
         cells = [_speedup(same[b]["ratio"]) if b in same else "" for b in batches]
         lines.append((_words(next(iter(same.values()))), *cells, _host(list(same.values()), rows)))
     if not lines:
@@ -80,7 +80,7 @@ def _decodes(rows: Sequence[Row]) -> str:
 
 def _others(rows: Sequence[Row]) -> str:
     """A line per prefill, and per decode that was measured with one number of requests."""
-    series = _in_series(rows)
+    series = in_series(rows)
     lines = [
         (
             f"{_words(row)}, {shape_words(row['shape'])}",
@@ -90,7 +90,7 @@ def _others(rows: Sequence[Row]) -> str:
             _speedup(row["ratio"]),
             _host([row], rows),
         )
-        for row in _compared(rows)
+        for row in compared(rows)
         if row not in series
     ]
     if not lines:
@@ -99,14 +99,14 @@ def _others(rows: Sequence[Row]) -> str:
     return table(header, lines, "llrrrr")
 
 
-def _compared(rows: Sequence[Row]) -> list[Row]:
+def compared(rows: Sequence[Row]) -> list[Row]:
     """The drop-ins' rows that have a ratio."""
     return [row for row in rows if row["ratio"] and row["door"] in (DECODE, PREFILL)]
 
 
-def _in_series(rows: Sequence[Row]) -> list[Row]:
+def in_series(rows: Sequence[Row]) -> list[Row]:
     """The decodes of a format, top-k and head count that were measured with several numbers of requests."""
-    decodes = [row for row in _compared(rows) if not _prompt(row)]
+    decodes = [row for row in compared(rows) if not is_prompt(row)]
     count = Counter(_kind(row) for row in decodes)
     return [row for row in decodes if count[_kind(row)] > 1]
 
@@ -125,11 +125,13 @@ def _fastest(row: Row, rows: Sequence[Row]) -> Row:
     return min(peers, key=lambda one: float(one["graph_us"]))
 
 
-def _requests(row: Row) -> int:
+def requests(row: Row) -> int:
+    """How many requests the call serves."""
     return len(parse_shape(row["shape"])[0])
 
 
-def _prompt(row: Row) -> bool:
+def is_prompt(row: Row) -> bool:
+    """Whether a request has more than one new token."""
     return max(parse_shape(row["shape"])[0]) > 1
 
 
