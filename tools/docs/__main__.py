@@ -17,6 +17,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "entries": flow.draw_entries,
     "step": planning.draw,
     "selecting": selecting.draw,
+    "selecting-speed": selecting.draw_speed,
     "speed": speed.draw,
     **{f"layout-{name}": partial(layouts.draw, name) for name in layouts.NAMES},
 }
@@ -25,6 +26,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "commands": commands.commands,
     "cpu step": results.cpu_step,
     "exit codes": commands.exit_codes,
+    "losses": speed.losses,
     "highlights": results.highlights,
     "doors": doors.headline,
     "results": lambda: "\n\n".join(text for text in (doors.everything(), results.everything()) if text),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from tamis.step.batch import parse_shape
-from tools.docs.markdown import table
-from tools.docs.results import RESULTS, Row, digits, origin, shape_words
+from tools.docs.markdown import sortable, table
+from tools.docs.results import RESULTS, Row, digits, origin, shape_words, speedup
 
 FILE = RESULTS / "h200_door.csv"
 KEY = ("gpu", "door", "shape", "heads", "topk", "window", "layout", "version")
@@ -21,7 +21,7 @@ def headline() -> str:
     if not FILE.exists():
         return NOTHING
     rows = read()
-    parts = [f"Peers: {', '.join(sorted({row['build'] for row in rows if row['build']}))}. {origin(rows)}"]
+    parts = [f"Baseline: {', '.join(sorted({row['build'] for row in rows if row['build']}))}. {origin(rows)}"]
     parts += [found for found in (_decodes(rows), _others(rows)) if found]
     return "\n\n".join(parts)
 
@@ -43,13 +43,13 @@ def everything() -> str:
             *(_us(row[name]) for name in ("graph_us", "eager_us", "host_us")),
             _count(row),
             f"{float(row['error']):.1e}" if row["error"] else row["note"] or "-",
-            _speedup(row["ratio"]),
+            speedup(row["ratio"]),
         )
         for row in rows
     ]
-    text = table((*header, "speedup vs. fastest peer"), lines, "llrrllrrrrrr")
-    about = "Times in microseconds per call. kernels + copies: what a call puts on the device."
-    return f"### `tamis bench door` on an H200\n\n{origin(rows)} {about}\n\n{text}"
+    text = sortable(table((*header, "speedup vs. FlashMLA"), lines, "llrrllrrrrrr"))
+    about = "Times in microseconds per call; *kernels*: kernels + copies that a call puts on the device."
+    return f"## `tamis bench door`\n\n{origin(rows)} {about}\n\n{text}"
 
 
 def read() -> list[Row]:
@@ -70,7 +70,7 @@ def _decodes(rows: Sequence[Row]) -> str:
     lines = []
     for kind in dict.fromkeys(_kind(row) for row in ours):
         same = {requests(row): row for row in ours if _kind(row) == kind}
-        cells = [_speedup(same[b]["ratio"]) if b in same else "" for b in batches]
+        cells = [speedup(same[b]["ratio"]) if b in same else "" for b in batches]
         lines.append((_words(next(iter(same.values()))), *cells, _host(list(same.values()), rows)))
     if not lines:
         return ""
@@ -87,7 +87,7 @@ def _others(rows: Sequence[Row]) -> str:
             f"`{row['door']}`",
             _us(row["graph_us"]),
             _us(_fastest(row, rows)["graph_us"]),
-            _speedup(row["ratio"]),
+            speedup(row["ratio"]),
             _host([row], rows),
         )
         for row in compared(rows)
@@ -154,11 +154,3 @@ def _count(row: Row) -> str:
 
 def _us(text: str) -> str:
     return digits(text) if text else "-"
-
-
-def _speedup(text: str) -> str:
-    """A ratio; losses in bold."""
-    if not text:
-        return "-"
-    value = float(text)
-    return f"{value:.2f}" if value >= 1 else f"**{value:.2f}**"
