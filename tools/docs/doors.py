@@ -31,7 +31,8 @@ def everything() -> str:
     if not FILE.exists():
         return ""
     rows = read()
-    header = ("shape", "rows", "heads", "top-k", "function", "version", "graph", "eager", "host", "kernels", "error")
+    ratio = "speedup vs. FlashMLA"
+    header = ("shape", "format", "heads", "top-k", "function", "version", "graph", ratio, "eager", "host", "kernels")
     lines = [
         (
             shape_words(row["shape"]),
@@ -40,14 +41,15 @@ def everything() -> str:
             _topk(row) or "-",
             f"`{row['door']}`",
             row["build"] or row["version"],
-            *(_us(row[name]) for name in ("graph_us", "eager_us", "host_us")),
+            _us(row["graph_us"]),
+            speedup(row["ratio"]),
+            *(_us(row[name]) for name in ("eager_us", "host_us")),
             _count(row),
             f"{float(row['error']):.1e}" if row["error"] else row["note"] or "-",
-            speedup(row["ratio"]),
         )
         for row in rows
     ]
-    text = sortable(table((*header, "speedup vs. FlashMLA"), lines, "llrrllrrrrrr"))
+    text = sortable(table((*header, "error"), lines, "llrrllrrrrrr"))
     about = "Times in microseconds per call; *kernels*: kernels + copies that a call puts on the device."
     return f"## `tamis bench door`\n\n{origin(rows)} {about}\n\n{text}"
 

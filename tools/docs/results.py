@@ -22,7 +22,7 @@ PEERS = {
     "": "-",
 }
 PREFERENCE = [backend.name for backend in BACKENDS]
-SAID_ONCE = ("stage", "heads", "top-k", "rows", "backend")
+SAID_ONCE = ("stage", "heads", "top-k", "format", "backend")
 Row = dict[str, str]
 
 HIGHLIGHTS: dict[str, tuple[str, str, str, str, str, str]] = {
@@ -105,7 +105,7 @@ def suite(name: str) -> str:
                 f"{r['window']} + {r['topk']}" if r["window"] not in ("", "0") and r["topk"] else r["topk"] or "-"
             ),
         ),
-        ("rows", "l", lambda r: f"`{r['layout']}`"),
+        ("format", "l", lambda r: f"`{r['layout']}`"),
         ("backend", "l", lambda r: r["backend"]),
         ("time", "r", lambda r: _us(r["median_us"])),
         ("p10 to p90", "r", lambda r: f"{digits(r['p10'])} to {digits(r['p90'])}"),
