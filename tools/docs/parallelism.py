@@ -45,7 +45,8 @@ class Split:
     @property
     def words(self) -> str:
         """The name of the split."""
-        return " x ".join([f"TP {self.tensor}"] * (self.tensor > 1) + [f"DP {self.data}"] * (self.data > 1))
+        parts = [f"TP {self.tensor}"] * (self.tensor > 1) + [f"DP {self.data}"] * (self.data > 1)
+        return " x ".join(parts).replace(" ", "\N{NO-BREAK SPACE}")
 
     @property
     def weights(self) -> int:
