@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -302,6 +303,10 @@ def test_only_backends_that_claim_it_are_captured() -> None:
     gpu = torch.device("cuda")
     assert "reference does not claim" in Target(gpu, "reference").not_capturable(["attend"])
     assert "CUDA devices only" in Target(torch.device("cpu")).not_capturable(["attend"])
+    claimed = replace(
+        repeat.graph_check(Target(gpu, "triton"), "attend", ["attend"], []), trials=[("x", lambda: Trial(1.0))]
+    )
+    assert "declares Backend(capturable=False)" in judge(claimed, "triton", lambda: None).note
 
 
 class FakeGraph:
