@@ -56,8 +56,8 @@ def describe_needle(inspection: "Inspection") -> dict[str, Any] | None:
 
     `position` is the needle's; `selected_by` are the layers that select it for the last query, the one that the model
     answers from. Each layer's record has, for the last query, `visible`, `selected`, `rank` among `candidates`, `score`
-    and dense attention's `weight`; and over all queries that see the needle and more candidates than top-k, their number
-    `later_queries` and the share `later_selected` that select it.
+    and dense attention's `weight`; and over all queries that see the needle and more candidates than top-k, their
+    number `later_queries` and the share `later_selected` that select it.
     """
     if inspection.needle is None:
         return None

@@ -14,11 +14,11 @@ def pack_layer(notes: LayerNotes, source: LayerNotes) -> tuple[dict[str, int | f
     selection of its `source` are left out.
 
     The stream holds, one after another and little-endian: the map of selected shares and the map of highest scores
-    (uint8 [grid, columns] each, see `_maps`); the highest mass of each row of the map of dense attention's mass (float32
-    [grid], NaN where no query of the row was compared) and that map (uint16 [grid, columns], see `_mass`); then for each
-    shown query the number of selected candidates (uint16), the lowest and the highest score (float32 each, in two
-    arrays); then all candidates as gaps (see `encode_gaps`); then all scores (uint16), 0 to 65535 between a query's
-    lowest and highest.
+    (uint8 [grid, columns] each, see `_maps`); the highest mass of each row of the map of dense attention's mass
+    (float32 [grid], NaN where no query of the row was compared) and that map (uint16 [grid, columns], see `_mass`);
+    then for each shown query the number of selected candidates (uint16), the lowest and the highest score (float32
+    each, in two arrays); then all candidates as gaps (see `encode_gaps`); then all scores (uint16), 0 to 65535 between
+    a query's lowest and highest.
     """
     selected, best, low, high = _maps(notes, source)
     peak, mass = _mass(notes)

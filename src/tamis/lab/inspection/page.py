@@ -131,11 +131,11 @@ def _needle(described: Mapping[str, Any], token: str) -> str:
     names = ("Selected", "Rank", "Score", "Dense weight", "Later queries that select it")
     head = "".join(f'<th scope="col" class="n">{name}</th>' for name in names)
     rows = "".join(_needle_row(layer) for layer in described["layers"])
-    sentence = f"{escape(needle_sentence(dict(described)))} Its token is <span class=\"token\">{escape(token)}</span>."
+    sentence = f'{escape(needle_sentence(dict(described)))} Its token is <span class="token">{escape(token)}</span>.'
     return f"""<h2 id="needle-title">The needle</h2>
 <p id="needle">{sentence}</p>
-<p class="note">Rank, score and dense attention's weight are those of the last query; the last column is over all queries
-that see the needle and more candidates than top-k.</p>
+<p class="note">Rank, score and dense attention's weight are those of the last query; the last column is over all
+queries that see the needle and more candidates than top-k.</p>
 <div class="card scroll" tabindex="0" role="region" aria-labelledby="needle-title"><table id="needle-layers"><thead><tr>
 <th scope="col">Layer</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"""
 
