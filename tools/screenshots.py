@@ -1,7 +1,7 @@
 """The documents' pictures of the two HTML reports: `python -m tools.screenshots`, which needs Chromium and Pillow.
 
-Reports are made from a tiny random model and from the results in the repository, opened in headless Chromium in the light
-scheme, and cut off below what shows what a report offers.
+Reports are made from a tiny random model and from the results in the repository, opened in headless Chromium in the
+light scheme, and cut off below the part that shows what a report offers.
 """
 
 import shutil
@@ -45,9 +45,7 @@ REPORTS = (
         ("inspect", "--device", "cpu", *PROMPT, "--html", "{folder}/inspect.html"),
         1720,
     ),
-    Picture(
-        "report-bench.png", "bench/report.html", ("bench", "--report", "{folder}/bench", "--from", *RESULTS), 1660
-    ),
+    Picture("report-bench.png", "bench/report.html", ("bench", "--report", "{folder}/bench", "--from", *RESULTS), 1660),
 )
 
 
