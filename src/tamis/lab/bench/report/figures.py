@@ -200,6 +200,11 @@ def _for_page(svg: str, name: str, title: str, tips: Tips) -> str:
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
 
 
+def short(name: str) -> str:
+    """A name that leaves room for the axes: the beginning of a long one."""
+    return name if len(name) <= 40 else f"{name[:39]}…"
+
+
 def legend_below(ax: Any, columns: int, handles: Sequence[Any] | None = None) -> None:
     """A legend under the axes, where it cannot hide what they show."""
     below = ax.transAxes + ScaledTranslation(0, -LEGEND_DROP, ax.get_figure().dpi_scale_trans)

@@ -10,7 +10,7 @@ from matplotlib.ticker import LogLocator
 
 from tamis.lab.bench.record import Row
 from tamis.lab.bench.report.data import compact, describe, even_shape, once
-from tamis.lab.bench.report.figures import MARKERS, Palette, Panel, Tips, legend_below, legend_height
+from tamis.lab.bench.report.figures import MARKERS, Palette, Panel, Tips, legend_below, legend_height, short
 
 _Lines: TypeAlias = dict[str, list[tuple[int, Row]]]
 """The points of each line by its name: a number of requests or tokens, and the row measured there."""
@@ -46,7 +46,7 @@ def latency_panels(rows: Sequence[Row]) -> list[Panel]:
 def _baselines(group: _Group) -> str:
     """The names of the baselines of a group."""
     compared = [row for points in group.lines.values() for _, row in points if row.peer_us is not None]
-    return ", ".join(dict.fromkeys(row.peer for row in compared))
+    return ", ".join(dict.fromkeys(short(row.peer) for row in compared))
 
 
 def _columns(group: _Group) -> int:

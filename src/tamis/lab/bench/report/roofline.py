@@ -6,7 +6,7 @@ from typing import Any
 
 from tamis.lab.bench.record import Row
 from tamis.lab.bench.report.data import describe, find_limits, once, speed
-from tamis.lab.bench.report.figures import MARKERS, Palette, Panel, Tips, legend_below, legend_height
+from tamis.lab.bench.report.figures import MARKERS, Palette, Panel, Tips, legend_below, legend_height, short
 
 
 def roofline_panels(rows: Sequence[Row]) -> list[Panel]:
@@ -78,7 +78,7 @@ def _points(ax: Any, computing: list[Row], palette: Palette, tips: Tips) -> None
     for row in computing:
         x, y = row.flops / row.bytes, row.flops / row.median_us / 1e6
         gid = tips.add(f"{describe(row)}: {row.median_us:.1f} µs, {y:.3g} TFLOP/s, {row.of_roofline:.0%} of its limit")
-        name = "" if row.stage in shown else f"measured: {row.stage}"  # one entry per stage in the legend
+        name = "" if row.stage in shown else f"measured: {short(row.stage)}"  # one entry per stage in the legend
         shown.add(row.stage)
         kind = stages.index(row.stage)
         ax.scatter(
@@ -106,7 +106,7 @@ def _shares(rows: list[Row], stages: list[str], ax: Any, palette: Palette, tips:
         ax.scatter([100 * share], [where], s=22, color=palette.series[0], edgecolor=palette.card, lw=0.6, gid=gid)
     ax.axvline(100, color=palette.ink, lw=1.5)
     ax.set(xlim=(0, 105), xlabel="share of the roofline's speed (%)", ylabel="stage")
-    ax.set(yticks=range(len(stages)), yticklabels=stages)
+    ax.set(yticks=range(len(stages)), yticklabels=[short(stage) for stage in stages])
     ax.set_ylim(len(stages) - 0.5, -0.5)
     ax.grid(axis="x", lw=0.6)
     ax.tick_params(axis="y", length=0)

@@ -9,7 +9,7 @@ from matplotlib.transforms import blended_transform_factory
 
 from tamis.lab.bench.record import Row
 from tamis.lab.bench.report.data import compact, describe, even_shape
-from tamis.lab.bench.report.figures import Palette, Panel, Tips, legend_below, legend_height
+from tamis.lab.bench.report.figures import Palette, Panel, Tips, legend_below, legend_height, short
 
 SLOWER = "////"
 """The pattern of bars below 1, which colour alone would not tell apart."""
@@ -60,7 +60,7 @@ def _bars(peer: str, rows: list[Row], ax: Any, palette: Palette, tips: Tips) -> 
     names, title = bar_labels(ordered)
     ax.set_yticks(range(len(ordered)), names, fontsize=8.5)
     ax.tick_params(axis="y", length=0)
-    ax.set(xlim=(0, top), ylim=(len(ordered) - 0.4, -1.6), xlabel=f"speedup over {peer} (x)")
+    ax.set(xlim=(0, top), ylim=(len(ordered) - 0.4, -1.6), xlabel=f"speedup over {short(peer)} (x)")
     # The title of the axis heads the column of labels: upright it would be longer than a few bars are high.
     ax.set_ylabel(title, rotation=0, ha="left", va="center", fontsize=8.5, in_layout=False)
     ax.yaxis.set_label_coords(
@@ -86,7 +86,7 @@ def bar_labels(rows: Sequence[Row]) -> tuple[list[str], str]:
     for name, tell in more:
         if len({_label(parts, row) for row in rows}) < len(rows) and len({tell(row) for row in rows}) > 1:
             parts.append((name, tell))
-    return [_label(parts, row) for row in rows], ", ".join(name for name, _ in parts)
+    return [short(_label(parts, row)) for row in rows], ", ".join(name for name, _ in parts)
 
 
 def _label(parts: Sequence[_Part], row: Row) -> str:
