@@ -180,6 +180,9 @@ def test_a_needle_is_followed_through_the_layers(name: str, layer: int) -> None:
     assert np.array_equal(needle.selected, chosen)
     assert 0 < chosen.sum() < seen.sum()
     assert np.array_equal((ranks > 0) & (ranks <= notes.topk), chosen)
+    mine = np.where(source.rows == candidate, source.scores, -np.inf).max(1, keepdims=True)
+    higher = ((source.rows >= 0) & (source.scores > mine)).sum(1) + 1
+    assert np.array_equal(ranks[chosen], higher[chosen])
     assert source.needle.score[chosen] == pytest.approx(source.scores[source.rows == candidate])
     # A map with one cell per pair is dense attention itself.
     assert needle.weight[seen] == pytest.approx(notes.mass[seen, candidate], abs=1e-6)

@@ -270,7 +270,7 @@ class HeatMap {
       if (py < plot.top + down - 2) context.fillText(tick.toLocaleString("en"), plot.left - 9, py + (tick ? 4 : 9));
     }
     context.textAlign = "left";
-    context.fillText(this.layer.about.ratio > 1 ? "position of the selected entry (tokens) →" : "position of the selected token →", plot.left, 12);
+    context.fillText(this.layer.about.ratio > 1 ? "position of the entry (tokens) →" : "position of the token →", plot.left, 12);
     context.save();
     context.translate(12, plot.top + down);
     context.rotate(-Math.PI / 2);
