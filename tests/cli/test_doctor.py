@@ -100,6 +100,10 @@ def test_triton_is_needed_where_a_gpu_is(
         ("2.9.1", None, "required", "ok", ""),
         (None, "2.11", "required", "WRONG", "required, for rows: pip install x"),
         (None, None, "optional", "missing", "optional, for rows: pip install x"),
+        ("2.11.0.dev20260101+cu130", "2.11", "required", "ok", ""),
+        ("2.11rc1", "2.11", "required", "ok", ""),
+        ("2.100", "2.11", "required", "ok", ""),
+        ("unknown", "2.11", "required", "WRONG", "2.11 or newer"),
     ],
 )
 def test_versions(version: str | None, minimum: str | None, need: str, state: str, words: str) -> None:
@@ -262,7 +266,7 @@ def test_the_entry_point_of_the_package_is_the_one_that_is_looked_for() -> None:
 
 
 def test_a_place_where_kernels_cannot_be_kept_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     assert doctor._cubins().state == "ok"
     (tmp_path / ".cache/tamis/cubin").mkdir(parents=True)
     (tmp_path / ".cache/tamis/cubin").chmod(0o777)

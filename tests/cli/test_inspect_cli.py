@@ -53,6 +53,7 @@ def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: p
     assert len(found["queries"][1]["layers"]) == layers
     assert found["model"]["model"].endswith("ForCausalLM")
     assert found["html"] is None
+    assert isinstance(found["model"]["parameters"], int)
     html = page.read_text(encoding="utf-8")
     # The page loads nothing: its only addresses are XML namespaces.
     assert set(re.findall(r"https?://[\w./]+", html)) <= {"http://www.w3.org/2000/svg"}

@@ -2,7 +2,6 @@
 
 import argparse
 import ctypes
-import json
 import os
 import platform
 import re
@@ -14,6 +13,7 @@ from typing import Any
 
 from tamis._version import __version__
 from tamis.cli.backends import judge
+from tamis.cli.data import print_json
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import waiting
 from tamis.cli.table import render_table
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     usable = all(finding.state != "WRONG" for finding in findings)
     if options.json:
-        print(json.dumps({"ok": usable, "findings": [asdict(f) for f in findings], "choices": choices}, indent=2))
+        print_json("doctor", usable, {"findings": [asdict(f) for f in findings], "choices": choices})
     else:
         _print_report(findings, choices, usable)
     return OK if usable else FAILED
@@ -137,9 +137,7 @@ def _print_report(findings: list[Finding], choices: dict[str, list[dict[str, Any
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:
-    from textwrap import fill
-
-    return finding.name, finding.found, finding.state, fill(finding.advice, 72) or "-"
+    return finding.name, finding.found, finding.state, finding.advice or "-"
 
 
 def _python() -> Finding:
@@ -171,7 +169,7 @@ def judge_version(
     if version is None:
         state = "WRONG" if need == "required" else "missing"
         return Finding(name, "-", state, f"{need}, for {purpose}: {install}")
-    if minimum is not None and _numbers(version) < _numbers(minimum):
+    if minimum is not None and older(version, minimum):
         state = "WRONG" if need == "required" else "too old"
         return Finding(name, version, state, f"{minimum} or newer is needed for {purpose}: {install or 'upgrade'}")
     return Finding(name, version, "ok")
@@ -247,14 +245,24 @@ def _minimums() -> dict[str, str]:
         own = metadata.metadata("tamis")
     except metadata.PackageNotFoundError:
         return {}
-    needed = own.get_all("Requires-Dist") or []
-    pairs = [re.match(r"([\w.-]+)[^;]*?>=([\d.]+)", requirement) for requirement in needed]
-    return {"python": str(own["Requires-Python"]).removeprefix(">=")} | {p[1]: p[2] for p in pairs if p is not None}
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    needed = [Requirement(line) for line in own.get_all("Requires-Dist") or []]
+    sets = {"python": SpecifierSet(str(own["Requires-Python"]))} | {one.name: one.specifier for one in needed}
+    lowest = {name: [one.version for one in found if one.operator == ">="] for name, found in sets.items()}
+    return {name: versions[0] for name, versions in lowest.items() if versions}
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+def older(version: str, minimum: str) -> bool:
+    """Whether a version comes before the release `minimum`. A local build, a pre-release or a development build counts
+    as its release; a version that no rule covers counts as older."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(Version(version).base_version) < Version(minimum)
+    except InvalidVersion:
+        return True
 
 
 def _imports(name: str, findings: list[Finding]) -> bool:
@@ -316,7 +324,7 @@ def judge_gpu(gpu: Gpu) -> Finding:
     if not present:
         advice = f"torch is built for {_named(gpu.built_for)}; if there is a GPU, install its driver"
         return Finding("GPU", "none", "ok", advice)
-    if gpu.driver_cuda is not None and gpu.driver_cuda[0] < (_numbers(gpu.built_for) or (0,))[0]:
+    if gpu.driver_cuda is not None and gpu.driver_cuda[0] < _cuda_major(gpu.built_for):
         newest = ".".join(str(number) for number in gpu.driver_cuda)
         advice = f"the driver runs CUDA up to {newest}, torch is built for {gpu.built_for}: update the driver, or "
         return Finding("GPU", driver, "WRONG", advice + f"install a torch built for CUDA {gpu.driver_cuda[0]}")
@@ -328,6 +336,15 @@ def _needed_by(gpu: Gpu, finding: Finding) -> Finding:
     """The finding for Triton, which is required only if there is a GPU."""
     needed = finding.name == "triton" and finding.state == "missing" and gpu.usable is not None
     return replace(finding, state="WRONG") if needed else finding
+
+
+def _cuda_major(built_for: str) -> int:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(built_for).major
+    except InvalidVersion:  # HIP x.y
+        return 0
 
 
 def _named(built_for: str) -> str:

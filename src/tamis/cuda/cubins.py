@@ -14,10 +14,13 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 LARGEST = 64 << 20
 """Size in bytes of the largest file that is read; cubins are much smaller."""
+_NAME = re.compile(r"(?P<program>.+)-(?P<architecture>sm_\d+[a-z]?)-[0-9a-f]{32}\.cubin(?P<unfinished>\..+)?")
+"""The names of our files; those that a process is writing have an ending more."""
 _DIGEST_SIZE = hashlib.sha256().digest_size
 _UNFINISHED = re.compile(r".+\.cubin.+")
 """The names of files that a process is writing, or was writing when it was killed."""
@@ -27,14 +30,21 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def default_folder() -> Path | None:
-    """The folder for cubins unless the caller names another; None for a user without a home, and on Windows."""
+    """The folder for cubins unless the caller names another: `~/.cache/tamis/cubin` on Linux.
+
+    The system's rule for caches decides, as platformdirs knows it: XDG_CACHE_HOME moves the folder, and macOS has
+    another default. tamis itself reads no variable. None for a user without a home, and on Windows.
+    """
     if os.name != "posix":
         return None
-    try:
-        home = Path.home()
-    except RuntimeError:  # no HOME, and a user id that the system does not know
-        return None
-    return home / ".cache" / "tamis" / "cubin" if home.is_absolute() else None
+    from platformdirs import user_cache_path
+
+    # Without a HOME, and with a user id that the system does not know, platformdirs raises; older ones give "~".
+    with contextlib.suppress(RuntimeError):
+        folder = user_cache_path("tamis", appauthor=False) / "cubin"
+        if folder.is_absolute():
+            return folder
+    return None
 
 
 def read(folder: Path, name: str, key: bytes) -> bytes | None:
@@ -73,6 +83,65 @@ def write(folder: Path, name: str, key: bytes, cubin: bytes) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
             raise
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One file in the folder."""
+
+    name: str
+    program: str
+    architecture: str
+    bytes: int
+
+
+def kept(folder: Path) -> list[Kept]:
+    """Our files in a folder, by name; none if there is no such folder. Other files are not mentioned."""
+    try:
+        with _opened(folder) as directory:
+            return [one for name in sorted(os.listdir(directory)) if (one := _kept(directory, name)) is not None]
+    except FileNotFoundError:
+        return []
+
+
+def clear(folder: Path) -> list[Kept]:
+    """Remove our files from a folder, those of processes that still write excepted, and return what was removed.
+
+    Other files are left alone, and so is the folder. Processes that have loaded a kernel keep it, and compile it again
+    for the next process.
+    """
+    removed = []
+    for one in kept(folder):
+        with _opened(folder) as directory, contextlib.suppress(OSError):
+            if _NAME.fullmatch(one.name)["unfinished"] and _is_locked(directory, one.name):  # type: ignore[index]
+                continue
+            os.unlink(one.name, dir_fd=directory)
+            removed.append(one)
+    return removed
+
+
+def _kept(directory: int, name: str) -> Kept | None:
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    try:
+        status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except OSError:  # another process has just removed it
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return Kept(name, found["program"], found["architecture"], status.st_size)
+
+
+def _is_locked(directory: int, name: str) -> bool:
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        _lock(file)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def refusal(folder: Path | None) -> str | None:
