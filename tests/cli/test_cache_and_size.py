@@ -50,6 +50,7 @@ def test_cache_info(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "program": "attend",
         "architecture": "sm_100a",
         "bytes": 37,
+        "unfinished": False,
     }
 
 

@@ -54,6 +54,8 @@ def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: p
     assert found["model"]["model"].endswith("ForCausalLM")
     assert found["html"] is None
     assert isinstance(found["model"]["parameters"], int)
+    low, high = next(layer for layer in found["layers"] if "recall" in layer)["median_distance"]
+    assert 0 <= low <= high < 130
     html = page.read_text(encoding="utf-8")
     # The page loads nothing: its only addresses are XML namespaces.
     assert set(re.findall(r"https?://[\w./]+", html)) <= {"http://www.w3.org/2000/svg"}

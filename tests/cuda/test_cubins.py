@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tamis.cuda import cubins
+from tamis.cuda import cubin_files, cubins
 from tamis.cuda.compiler import Program, compiled
 
 ADD = Program("add.cu", 'extern "C" __global__ void add(int* x) { x[threadIdx.x] += 1; }')
@@ -210,7 +210,7 @@ def test_the_user_may_move_the_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "moved"))
     assert cubin(None) == (RESULT, 1)
     assert cubins.default_folder() == tmp_path / "moved/tamis/cubin"
-    assert [one.architecture for one in cubins.kept(tmp_path / "moved/tamis/cubin")] == ["sm_90a"]
+    assert [one.architecture for one in cubin_files.kept(tmp_path / "moved/tamis/cubin")] == ["sm_90a"]
 
 
 def test_only_our_files_are_listed_and_removed(tmp_path: Path) -> None:
@@ -223,17 +223,17 @@ def test_only_our_files_are_listed_and_removed(tmp_path: Path) -> None:
         other.write_text("mine")
     (tmp_path / f"x{ours.name}").symlink_to(others[0])
     (tmp_path / f"y{ours.name}").mkdir()
-    found = cubins.kept(tmp_path)
+    found = cubin_files.kept(tmp_path)
     assert len(found) == 3
     assert {(one.program, one.architecture) for one in found} == {("add", "sm_90a")}
     assert {one.name: one.bytes for one in found}[ours.name] == ours.stat().st_size
     with half.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as the process that writes it does
-        assert len(cubins.clear(tmp_path)) == 2
-    assert [one.name for one in cubins.clear(tmp_path)] == [half.name]
-    assert cubins.kept(tmp_path) == []
+        assert len(cubin_files.clear(tmp_path)) == 2
+    assert [one.name for one in cubin_files.clear(tmp_path)] == [half.name]
+    assert cubin_files.kept(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == len(others) + 2
-    assert cubins.kept(tmp_path / "absent") == []
+    assert cubin_files.kept(tmp_path / "absent") == []
 
 
 def test_the_folder_lies_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ WRITER = """
 import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
-from tamis.cuda import cubins
+from tamis.cuda import cubin_files, cubins
 def stopped(*arguments, **keywords):
     print("written", flush=True)
     signal.pause()
@@ -292,7 +292,7 @@ def test_processes_that_write_at_once_do_not_disturb_each_other(tmp_path: Path) 
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from tamis.cuda import cubins
+from tamis.cuda import cubin_files, cubins
 for number in range(60):
     for name in range(3):
         folder, content = Path(sys.argv[1]), f"cubin {name}".encode() * 5000

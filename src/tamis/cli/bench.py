@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tamis.cli import bench_door
 from tamis.cli import options as shared
-from tamis.cli.data import print_json
+from tamis.cli.data import print_json, with_unit
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
@@ -202,7 +202,11 @@ def _measure(options: argparse.Namespace) -> int:
             "absent": absent,
             "unsuited": unsuited,
         }
-        data |= {"wrong": wrong, "report": drawn, "rows": [row.as_data() for row in rows]}
+        data |= {
+            "wrong": wrong,
+            "report": drawn,
+            "rows": [with_unit(row.as_data(), "us", "p10", "p90") for row in rows],
+        }
         print_json("bench", not wrong, data)
     else:
         # Only a user who named peers is told for which stages they do not apply.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from tamis.cli.data import print_json
+from tamis.cli.data import print_json, with_unit
 from tamis.cli.machine import describe_machine, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Parser
 from tamis.cli.progress import Progress, waiting
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     rows, wrong, missing = _measured(bench, cells, file)
     if options.json:
         data = {"machine": machine, "absent": absent, "missing": missing, "wrong": wrong}
-        print_json("bench", not wrong, data | {"rows": [asdict(row) for row in rows]})
+        print_json("bench", not wrong, data | {"rows": [with_unit(asdict(row), "us", "p10", "p90") for row in rows]})
         return FAILED if wrong else OK
     print(machine_line(machine))
     print(f"processor: {one_line(bench.cpu) or 'unknown'}; medians of {repeats} rounds, microseconds per call\n")

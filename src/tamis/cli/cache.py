@@ -12,7 +12,7 @@ from tamis.cli.table import render_table
 from tamis.cli.text import printable
 
 if TYPE_CHECKING:
-    from tamis.cuda.cubins import Kept
+    from tamis.cuda.cubin_files import Kept
 
 MOVING = "set XDG_CACHE_HOME: the folder is then $XDG_CACHE_HOME/tamis/cubin (other programs move theirs too)"
 
@@ -50,13 +50,13 @@ def run(options: argparse.Namespace) -> int:
     """Show or empty the folder."""
     if options.yes and options.action == "info":
         raise ValueError("--yes must be given with `tamis cache clear` only; leave it out")
-    from tamis.cuda import cubins
+    from tamis.cuda import cubin_files, cubins
 
     folder = cubins.default_folder()
     if folder is None:
         raise ValueError("this user has no home folder, so compiled kernels are not kept; set HOME or XDG_CACHE_HOME")
     refusal = cubins.refusal(folder)
-    found = [] if refusal else cubins.kept(folder)
+    found = [] if refusal else cubin_files.kept(folder)
     act = _clear if options.action == "clear" else _info
     return act(options, folder, found, refusal)
 
@@ -79,16 +79,16 @@ def _info(options: argparse.Namespace, folder: Path, found: "list[Kept]", refusa
 
 
 def _clear(options: argparse.Namespace, folder: Path, found: "list[Kept]", refusal: str | None) -> int:
-    from tamis.cuda import cubins
+    from tamis.cuda import cubin_files
 
     if refusal is not None:
         raise ValueError(f"{folder} is not used and was left alone: {refusal}")
     if found and not options.yes and not _agreed(folder, found):
         print("nothing was removed", file=sys.stderr)
         return FAILED
-    removed = cubins.clear(folder)
+    removed = cubin_files.clear(folder)
     if options.json:
-        print_json("cache", True, {"removed": _as_data(folder, removed)} | _as_data(folder, cubins.kept(folder)))
+        print_json("cache", True, {"removed": _as_data(folder, removed)} | _as_data(folder, cubin_files.kept(folder)))
     else:
         total = sum(one.bytes for one in removed)
         print(f"removed {len(removed)} files, {total:,} bytes, from {printable(folder)}")

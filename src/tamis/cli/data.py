@@ -16,6 +16,11 @@ def print_json(command: str, ok: bool, data: dict[str, Any]) -> None:
     print(json.dumps({"command": command, "version": __version__, "ok": ok} | _finite(data), indent=2, allow_nan=False))
 
 
+def with_unit(data: dict[str, Any], unit: str, *endings: str) -> dict[str, Any]:
+    """The data with a unit added to the names of the keys that end so: `p10` becomes `p10_us`."""
+    return {f"{key}_{unit}" if key.endswith(endings) else key: value for key, value in data.items()}
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if isfinite(value) else None

@@ -250,6 +250,15 @@ def _row(layer: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _median_range(layer: dict[str, Any]) -> dict[str, Any]:
+    """The range of distances with the median as two numbers; the tables show it as `8 to 15`."""
+    shown = layer.get("median_distance")
+    if shown is None:
+        return {}
+    numbers = [int(word) for word in shown.split(" to ")]
+    return {"median_distance": [numbers[0], numbers[-1]]}
+
+
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
@@ -273,7 +282,7 @@ def _as_data(
         "cache": inspection.cache,
         "prompt": inspection.tokens,
         "compared_queries": len(inspection.extent.compared),
-        "layers": describe_layers(inspection),
+        "layers": [layer | _median_range(layer) for layer in describe_layers(inspection)],
         "overlap": layer_overlap(inspection),
         "queries": [describe_query(inspection, query, text) for query in queries],
     }

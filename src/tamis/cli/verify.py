@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tamis.cli import options as shared
-from tamis.cli.data import print_json
+from tamis.cli.data import print_json, with_unit
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import Progress
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     kernels = [kernel for result in results for kernel in result.kernels]
     if options.json:
         data = {"machine": machine, "checks": [as_data(r) for r in results]}
-        print_json("verify", passed, data | {"kernels": [asdict(kernel) for kernel in kernels]})
+        print_json("verify", passed, data | {"kernels": [_kernel_data(kernel) for kernel in kernels]})
     else:
         print(machine_line(machine), end="\n\n")
         print(results_table(results), end="\n\n")
@@ -97,6 +97,10 @@ def as_data(result: "CheckResult") -> dict[str, Any]:
     data = asdict(result)
     del data["kernels"]
     return data
+
+
+def _kernel_data(kernel: "KernelUse") -> dict[str, Any]:
+    return with_unit(asdict(kernel), "bytes", "stack", "shared", "shared_limit")
 
 
 def results_table(results: "list[CheckResult]") -> str:

@@ -14,13 +14,10 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 LARGEST = 64 << 20
 """Size in bytes of the largest file that is read; cubins are much smaller."""
-_NAME = re.compile(r"(?P<program>.+)-(?P<architecture>sm_\d+[a-z]?)-[0-9a-f]{32}\.cubin(?P<unfinished>\..+)?")
-"""The names of our files; those that a process is writing have an ending more."""
 _DIGEST_SIZE = hashlib.sha256().digest_size
 _UNFINISHED = re.compile(r".+\.cubin.+")
 """The names of files that a process is writing, or was writing when it was killed."""
@@ -49,7 +46,7 @@ def default_folder() -> Path | None:
 
 def read(folder: Path, name: str, key: bytes) -> bytes | None:
     """The cubin that was written for a key; None if the file contains anything else."""
-    with _opened(folder) as directory:
+    with open_folder(folder) as directory:
         # O_NONBLOCK: opening a FIFO that nobody writes to would otherwise wait for ever.
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     with os.fdopen(file, "rb") as opened:
@@ -65,7 +62,7 @@ def read(folder: Path, name: str, key: bytes) -> bytes | None:
 def write(folder: Path, name: str, key: bytes, cubin: bytes) -> None:
     """Write a cubin under its name; other processes see the complete file or none."""
     _make(folder)
-    with _opened(folder) as directory:
+    with open_folder(folder) as directory:
         _remove_unfinished(directory)
         temporary = f"{name}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -75,7 +72,7 @@ def write(folder: Path, name: str, key: bytes, cubin: bytes) -> None:
                 # The lock ends with the process, so it tells other processes whether this one still writes. On a file
                 # system without locks they cannot lock the file either, and do not remove it.
                 with contextlib.suppress(OSError):
-                    _lock(file)
+                    lock(file)
                 opened.write(_digest(key, cubin) + cubin)
                 opened.flush()
                 os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
@@ -85,71 +82,12 @@ def write(folder: Path, name: str, key: bytes, cubin: bytes) -> None:
             raise
 
 
-@dataclass(frozen=True)
-class Kept:
-    """One file in the folder."""
-
-    name: str
-    program: str
-    architecture: str
-    bytes: int
-
-
-def kept(folder: Path) -> list[Kept]:
-    """Our files in a folder, by name; none if there is no such folder. Other files are not mentioned."""
-    try:
-        with _opened(folder) as directory:
-            return [one for name in sorted(os.listdir(directory)) if (one := _kept(directory, name)) is not None]
-    except FileNotFoundError:
-        return []
-
-
-def clear(folder: Path) -> list[Kept]:
-    """Remove our files from a folder, those of processes that still write excepted, and return what was removed.
-
-    Other files are left alone, and so is the folder. Processes that have loaded a kernel keep it, and compile it again
-    for the next process.
-    """
-    removed = []
-    for one in kept(folder):
-        with _opened(folder) as directory, contextlib.suppress(OSError):
-            if _NAME.fullmatch(one.name)["unfinished"] and _is_locked(directory, one.name):  # type: ignore[index]
-                continue
-            os.unlink(one.name, dir_fd=directory)
-            removed.append(one)
-    return removed
-
-
-def _kept(directory: int, name: str) -> Kept | None:
-    found = _NAME.fullmatch(name)
-    if found is None:
-        return None
-    try:
-        status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except OSError:  # another process has just removed it
-        return None
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    return Kept(name, found["program"], found["architecture"], status.st_size)
-
-
-def _is_locked(directory: int, name: str) -> bool:
-    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
-    try:
-        _lock(file)
-    except OSError:
-        return True
-    finally:
-        os.close(file)
-    return False
-
-
 def refusal(folder: Path | None) -> str | None:
     """The reason why cubins cannot be kept in a folder, or None. The folder is neither made nor changed."""
     if folder is None:
         return "this user has no home folder"
     try:
-        with _opened(folder):
+        with open_folder(folder):
             writable = os.access(folder, os.W_OK)
     except FileNotFoundError:
         return None
@@ -171,7 +109,7 @@ def _make(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
+def open_folder(folder: Path) -> Iterator[int]:
     """Open a folder after checking that it belongs to this user.
 
     Files are opened relative to the descriptor, so that nobody can exchange the folder after the check.
@@ -193,7 +131,7 @@ def _check(status: os.stat_result, name: str) -> None:
         raise PermissionError(errno.EACCES, f"other users can write to it (its mode is {mode:o})", name)
 
 
-def _lock(file: int) -> None:
+def lock(file: int) -> None:
     """Lock a file without waiting; raise OSError if another process holds the lock."""
     import fcntl  # Windows does not have it
 
@@ -209,7 +147,7 @@ def _remove_unfinished(directory: int) -> None:
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
             try:
                 if time.time() - os.fstat(file).st_mtime > _ABANDONED_SECONDS:
-                    _lock(file)
+                    lock(file)
                     os.unlink(name, dir_fd=directory)
             finally:
                 os.close(file)

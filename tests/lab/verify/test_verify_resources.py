@@ -66,10 +66,10 @@ def test_kernels_are_listed_with_what_they_need(cases: list[CudaCase], capsys: p
         "program": "fits",
         "function": "add",
         "target": "sm_90a",
-        "stack": 0,
-        "static_shared": 1024,
-        "dynamic_shared": 227 * 1024,
-        "shared_limit": 228 * 1024,
+        "stack_bytes": 0,
+        "static_shared_bytes": 1024,
+        "dynamic_shared_bytes": 227 * 1024,
+        "shared_limit_bytes": 228 * 1024,
     }
     assert newer["target"] == "sm_100a"
     assert [(c["check"], c["backend"], c["cases"], c["state"]) for c in found["checks"]] == [
