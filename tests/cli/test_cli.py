@@ -102,7 +102,7 @@ def test_version_and_module_entry_do_not_need_torch() -> None:
         (["demo", "--heads", "many"], "--heads must be a whole number between 1 and 128, got 'many'"),
         (["demo", "--heads", "0"], "--heads must be between 1 and 128"),
         (["demo", "--layers", "0"], "--layers must be between 1 and 64, got 0"),
-        (["demo", "--requests", "0"], "--requests must be between 1 and 4096, got 0"),
+        (["demo", "--requests", "0"], "--requests must be between 1 and 4096, got 0 (see 'tamis demo --help')"),
         (["demo", "--max-prompt", "0"], "--max-prompt"),
         (["demo", "--new-tokens", "0"], "--new-tokens"),
         (["demo", "--topk", "0"], "--topk must be >= 1, got 0"),

@@ -33,7 +33,7 @@ def make_parser() -> Parser:
         epilog=f"{example_text(EXAMPLES)}\n\n{EXIT_CODES}",
     )
     parser.add_argument("--version", action="version", version=f"tamis {__version__}")
-    subcommands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    subcommands = parser.add_subparsers(prog="tamis", dest="command", metavar="command", required=True)
     for command in COMMANDS:
         command.register(subcommands)
     return parser
