@@ -67,6 +67,27 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys
     assert text.splitlines()[-1] == "FAILED: tamis is not usable here: import torch"
 
 
+def test_without_the_packages_of_the_command_line_it_still_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, absent = metadata.version, ("packaging", "platformdirs", "rich")
+
+    def version(name: str) -> str:
+        if name in absent:
+            raise metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    for name in [name for name in sys.modules if name.split(".")[0] in absent]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in absent:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "rich - WRONG required, for tables and progress: pip install 'rich'\n" in text
+    assert text.splitlines()[-1] == "FAILED: tamis is not usable here: packaging, platformdirs, rich"
+
+
 def test_no_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("tamis.backends.BACKENDS", ())
     assert main(["doctor", "--json"]) == 1

@@ -17,6 +17,7 @@ from tamis.cli.data import print_json
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import waiting
 from tamis.cli.table import render_table
+from tamis.cli.text import one_line
 
 DETAILS = """\
 Reports Python, torch, Triton, the GPU and its driver, optional packages, and which backend would run a DeepSeek-V3.2
@@ -34,6 +35,10 @@ tamis doctor --json"""
 PURPOSES = {
     "torch": ("required", "everything"),
     "numpy": ("required", "planning"),
+    "packaging": ("required", "versions of packages"),
+    "platformdirs": ("required", "the folder of compiled kernels"),
+    "rich": ("required", "tables and progress"),
+    "shtab": ("required", "`tamis completion`"),
     "triton": ("for GPUs", "portable kernels"),
     "transformers": ("optional", "Hugging Face models, `tamis generate`, `tamis inspect`"),
     "vllm": ("optional", "serving with vLLM"),
@@ -103,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
         if _imports("torch", findings):
             gpu = look_at_gpu()
             findings = [_needed_by(gpu, finding) for finding in findings]
-            findings += [judge_gpu(gpu), _nvrtc(), _cubins()]
+            findings += [judge_gpu(gpu), *_kernels(findings)]
             choices = _choices()
     findings += [
         Finding(f"backend for {layer}", "none", "WRONG", "see the reasons below")
@@ -119,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_report(findings: list[Finding], choices: dict[str, list[dict[str, Any]]], usable: bool) -> None:
-    print(render_table(("what", "found", "state", "what to do"), [_cells(f) for f in findings]), end="\n\n")
+    print(_findings_table(findings), end="\n\n")
     for layer, verdicts in choices.items():
         heads, layout, topk = LAYERS[layer]
         print(f"{layer} layer: {heads} heads, {layout} pages of 64, top-k {topk}")
@@ -134,6 +139,15 @@ def _print_report(findings: list[Finding], choices: dict[str, list[dict[str, Any
     chosen = dict.fromkeys(v["name"] for verdicts in choices.values() for v in verdicts if v["state"] == "chosen")
     gpu = any(f.name == "GPU" and f.found != "none" for f in findings)
     print(f"OK: tamis is ready (backend: {', '.join(chosen) or 'none'}{'' if gpu else ', CPU only'})")
+
+
+def _findings_table(findings: list[Finding]) -> str:
+    """The findings as a table, or as plain lines if what draws tables is missing: that is a finding as well."""
+    rows = [_cells(finding) for finding in findings]
+    try:
+        return render_table(("what", "found", "state", "what to do"), rows)
+    except ImportError:
+        return "\n".join(one_line("  ".join(row)) for row in rows)
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:
@@ -240,14 +254,15 @@ def _sglang_plugin() -> Finding:
 
 
 def _minimums() -> dict[str, str]:
-    """The lowest versions in the metadata of tamis, by package; empty for a checkout that was never installed."""
+    """The lowest versions in the metadata of tamis, by package; empty for a checkout that was never installed, or if the
+    package that reads versions is missing."""
     try:
-        own = metadata.metadata("tamis")
-    except metadata.PackageNotFoundError:
-        return {}
-    from packaging.requirements import Requirement
-    from packaging.specifiers import SpecifierSet
+        from packaging.requirements import Requirement
+        from packaging.specifiers import SpecifierSet
 
+        own = metadata.metadata("tamis")
+    except ImportError:  # PackageNotFoundError is one too
+        return {}
     needed = [Requirement(line) for line in own.get_all("Requires-Dist") or []]
     sets = {"python": SpecifierSet(str(own["Requires-Python"]))} | {one.name: one.specifier for one in needed}
     lowest = {name: [one.version for one in found if one.operator == ">="] for name, found in sets.items()}
@@ -339,16 +354,19 @@ def _needed_by(gpu: Gpu, finding: Finding) -> Finding:
 
 
 def _cuda_major(built_for: str) -> int:
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        return Version(built_for).major
-    except InvalidVersion:  # HIP x.y
-        return 0
+    found = re.match(r"\d+", built_for)  # nothing for HIP x.y
+    return int(found[0]) if found else 0
 
 
 def _named(built_for: str) -> str:
     return built_for if built_for.startswith("HIP") else f"CUDA {built_for}"
+
+
+def _kernels(findings: list[Finding]) -> list[Finding]:
+    """What compiling CUDA C++ kernels needs; nothing where the packages that find it are missing."""
+    needed = ("packaging", "platformdirs")
+    missing = any(finding.name in needed and finding.found == "-" for finding in findings)
+    return [] if missing else [_nvrtc(), _cubins()]
 
 
 def _nvrtc() -> Finding:

@@ -50,8 +50,9 @@ class Progress:
 
     def __enter__(self) -> Self:
         """Show the bar, or start a thread that writes lines between reports."""
-        if self._stream.isatty():
-            self._bar = _bar(self._stream)
+        with contextlib.suppress(ImportError):  # `tamis doctor` answers without rich as well
+            self._bar = _bar(self._stream) if self._stream.isatty() else None
+        if self._bar is not None:
             self._bar.add_task(f"{self._doing}...", total=None, unit="", rate="")
             self._bar.start()
         else:
