@@ -14,6 +14,7 @@ import torch
 
 from tamis.cli import doctor, main
 from tamis.cli.doctor import Gpu, judge_gpu, judge_version
+from tamis.cli.versions import minimums
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def test_gpus(gpu: Gpu, state: str, words: str) -> None:
 
 
 def test_the_lowest_versions_are_those_of_the_package() -> None:
-    found = doctor._minimums()
+    found = minimums()
     assert found["python"] == "3.11"
     assert {"torch", "numpy", "triton", "transformers", "vllm", "matplotlib"} <= set(found)
     assert found["vllm"] == "0.25"  # whatever else is said about its versions

@@ -18,6 +18,7 @@ from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import waiting
 from tamis.cli.table import render_table
 from tamis.cli.text import one_line
+from tamis.cli.versions import minimums, older
 
 DETAILS = """\
 Reports Python, torch, Triton, the GPU and its driver, optional packages, and which backend would run a DeepSeek-V3.2
@@ -155,11 +156,11 @@ def _cells(finding: Finding) -> tuple[str, ...]:
 
 
 def _python() -> Finding:
-    return judge_version("Python", platform.python_version(), _minimums().get("python"), "required", "everything", "")
+    return judge_version("Python", platform.python_version(), minimums().get("python"), "required", "everything", "")
 
 
 def _packages() -> list[Finding]:
-    minimums, found = _minimums(), []
+    lowest, found = minimums(), []
     for name, (need, purpose) in PURPOSES.items():
         if name == "triton" and sys.platform != "linux":
             continue
@@ -172,7 +173,7 @@ def _packages() -> list[Finding]:
         except metadata.PackageNotFoundError:
             version = None
         install = f"pip install '{EXTRAS.get(name, name)}'"
-        found.append(judge_version(name, version, minimums.get(name), need, purpose, install))
+        found.append(judge_version(name, version, lowest.get(name), need, purpose, install))
     return found
 
 
@@ -251,33 +252,6 @@ def _sglang_plugin() -> Finding:
         advice = f"SGLANG_PLUGINS={','.join(allowed)} leaves tamis out: add it, or unset the variable"
         return Finding("SGLang plugin", SGLANG_PLUGIN, "left out", advice)
     return Finding("SGLang plugin", SGLANG_PLUGIN, "ok")
-
-
-def _minimums() -> dict[str, str]:
-    """The lowest versions in the metadata of tamis, by package; empty for a checkout that was never installed, or if the
-    package that reads versions is missing."""
-    try:
-        from packaging.requirements import Requirement
-        from packaging.specifiers import SpecifierSet
-
-        own = metadata.metadata("tamis")
-    except ImportError:  # PackageNotFoundError is one too
-        return {}
-    needed = [Requirement(line) for line in own.get_all("Requires-Dist") or []]
-    sets = {"python": SpecifierSet(str(own["Requires-Python"]))} | {one.name: one.specifier for one in needed}
-    lowest = {name: [one.version for one in found if one.operator == ">="] for name, found in sets.items()}
-    return {name: versions[0] for name, versions in lowest.items() if versions}
-
-
-def older(version: str, minimum: str) -> bool:
-    """Whether a version comes before the release `minimum`. A local build, a pre-release or a development build counts
-    as its release; a version that no rule covers counts as older."""
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        return Version(Version(version).base_version) < Version(minimum)
-    except InvalidVersion:
-        return True
 
 
 def _imports(name: str, findings: list[Finding]) -> bool:
