@@ -1,5 +1,6 @@
 """`tamis cache`, `tamis size` and `tamis completion`."""
 
+import argparse
 import io
 import json
 import shutil
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tamis.cli import main
+from tamis.cli import main, make_parser
 from tamis.cuda import cubins
 
 NAME = "attend-sm_90a-" + 32 * "0" + ".cubin"
@@ -201,3 +202,12 @@ def test_other_shells_have_scripts(shell: str, words: str, capsys: pytest.Captur
     text = capsys.readouterr().out
     assert words in text
     assert "token-budget" in text
+
+
+def test_no_help_of_an_option_could_be_run_by_a_shell() -> None:
+    """Scripts quote these texts with double quotes, in which a shell still runs what backticks and `$(...)` enclose."""
+    (commands,) = [action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    actions = [action for parser in commands.choices.values() for action in parser._actions]
+    texts = [action.help or "" for action in (*actions, *commands._choices_actions)]
+    assert len(texts) > 60
+    assert [text for text in texts if set(text) & set('`$"\\')] == []

@@ -29,7 +29,7 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
         type=backend,
         default="auto",
         metavar="NAME",
-        help="backend to use; see `tamis backends` (default: auto)",
+        help="backend to use, as tamis backends lists them (default: auto)",
     )
 
 
