@@ -14,7 +14,8 @@ from tamis.cli.data import print_json
 from tamis.cli.progress import Progress, progress_line
 from tamis.cli.table import render_table
 
-ROWS = [("reference", 1234567, "a long explanation of what happened"), ("triton", 1, "ok")]
+WIDE = "6,300,368,896,000"
+ROWS = [("reference", WIDE, "a long explanation of what happened"), ("triton", 1, "ok")]
 HEADER = ("backend", "bytes", "why")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -44,10 +45,10 @@ def test_a_table_in_a_pipe_is_plain_text_with_a_line_per_row(monkeypatch: pytest
     monkeypatch.setenv("COLUMNS", "10")
     text = render_table(HEADER, ROWS, "lrl")
     assert text.splitlines() == [
-        "backend      bytes  why",
-        "---------- -------- -----------------------------------",
-        "reference  1234567  a long explanation of what happened",
-        "triton           1  ok",
+        "backend                bytes  why",
+        "---------- ------------------ -----------------------------------",
+        "reference  6,300,368,896,000  a long explanation of what happened",
+        "triton                     1  ok",
     ]
     assert render_table(("name", "n"), [("a", 1), ("long\nsecond", 23)], "lr").splitlines()[-2:] == [
         "long    23",
@@ -67,14 +68,14 @@ def test_a_table_without_rows_and_with_a_wrong_row() -> None:
 
 
 @pytest.mark.usefixtures("terminal")
-@pytest.mark.parametrize("columns", [8, 40, 50])
+@pytest.mark.parametrize("columns", [8, 45, 55])
 def test_a_narrow_terminal_wraps_texts_and_no_numbers(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [ESCAPES.sub("", line).rstrip() for line in shown(columns, monkeypatch).splitlines()]
-    assert any(" 1234567 " in line for line in lines)
+    assert any(f" {WIDE} " in line for line in lines)
     assert not any("…" in line for line in lines)
     words = [word for line in lines[2:] for word in line.split()]
     assert [word for word in words if word in ROWS[0][2].split()] == ROWS[0][2].split()
-    assert max(len(line) for line in lines) <= max(columns, (9 + 2) + (7 + 2) + (12 + 2))
+    assert max(len(line) for line in lines) <= max(columns, (9 + 2) + (17 + 2) + (12 + 2))
 
 
 @pytest.mark.usefixtures("terminal")
