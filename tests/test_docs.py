@@ -111,12 +111,19 @@ def test_links_to_files_resolve(name: str) -> None:
         assert (document.parent / target).exists(), target
 
 
-def test_every_test_named_in_the_coverage_table_exists() -> None:
+def test_every_feature_names_tests_that_exist() -> None:
     text = (ROOT / "docs/coverage.md").read_text()
     named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text))
-    assert named
     for path, test in named:
         assert re.search(rf"^def {test}\(", (ROOT / path).read_text(), flags=re.M), f"{path}::{test}"
+    features = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| feature |")]
+    assert len(features) > 50
+    for line in features:
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        assert len(cells) == 4, line
+        assert all(cells), line
+        count, tests = re.fullmatch(r"<details><summary>(\d+) tests?</summary>(.*)</details>", cells[3]).groups()
+        assert len(re.findall(r"(?:^|<br>)`tests/[\w/]+\.py::\w+`", tests)) == int(count) > 0, line
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -29,7 +29,8 @@ def test_each_shape_has_one_line_with_its_stages_and_peers(tmp_path: Path, monke
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
-    header, _, prompt, decode = selecting.costs().splitlines()[2:]
+    header, _, prompt, decode, _, range_ = selecting.costs().splitlines()[2:]
+    assert range_ == "One call runs at 1.37 to 1.37 times the speed of both baselines together."
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, prompt, decode)]
     assert cells[0][:3] == ["tokens x keys", "scores", "vs. DeepGEMM"]
     assert cells[1][:5] == ["4096 x 64K", "3200 us", "1.17", "300.0 us", "3.30"]

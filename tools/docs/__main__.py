@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tools.docs import bounds, commands, doors, flow, layouts, planning, results, selecting, vllm
+from tools.docs import bounds, commands, doors, flow, layouts, parallelism, planning, results, selecting, speed, vllm
 
 ROOT = Path(__file__).parents[2]
 PICTURES: dict[str, Callable[[], str]] = {
@@ -17,15 +17,23 @@ PICTURES: dict[str, Callable[[], str]] = {
     "entries": flow.draw_entries,
     "step": planning.draw,
     "selecting": selecting.draw,
+    "selecting-speed": selecting.draw_speed,
+    "speed": speed.draw,
     **{f"layout-{name}": partial(layouts.draw, name) for name in layouts.NAMES},
 }
 TEXTS: dict[str, Callable[[], str]] = {
     "bounds": bounds.bounds,
+    "by heads": parallelism.by_heads,
     "commands": commands.commands,
     "cpu step": results.cpu_step,
     "exit codes": commands.exit_codes,
+    "losses": speed.losses,
+    "heads per gpu": parallelism.heads_per_gpu,
     "highlights": results.highlights,
     "doors": doors.headline,
+    "parallel decodes": parallelism.decodes,
+    "parallel memory": parallelism.memory,
+    "parallel prompts": parallelism.prompts,
     "results": lambda: "\n\n".join(text for text in (doors.everything(), results.everything()) if text),
     "selecting": selecting.costs,
     "vllm releases": vllm.releases,

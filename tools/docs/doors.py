@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from tamis.step.batch import parse_shape
-from tools.docs.markdown import table
-from tools.docs.results import RESULTS, Row, digits, origin, shape_words
+from tools.docs.markdown import sortable, table
+from tools.docs.results import RESULTS, Row, digits, origin, shape_words, speedup
 
 FILE = RESULTS / "h200_door.csv"
 KEY = ("gpu", "door", "shape", "heads", "topk", "window", "layout", "version")
@@ -21,7 +21,7 @@ def headline() -> str:
     if not FILE.exists():
         return NOTHING
     rows = read()
-    parts = [f"Peers: {', '.join(sorted({row['build'] for row in rows if row['build']}))}. {origin(rows)}"]
+    parts = [f"Baseline: {', '.join(sorted({row['build'] for row in rows if row['build']}))}. {origin(rows)}"]
     parts += [found for found in (_decodes(rows), _others(rows)) if found]
     return "\n\n".join(parts)
 
@@ -31,7 +31,8 @@ def everything() -> str:
     if not FILE.exists():
         return ""
     rows = read()
-    header = ("shape", "rows", "heads", "top-k", "function", "version", "graph", "eager", "host", "kernels", "error")
+    ratio = "speedup vs. FlashMLA"
+    header = ("shape", "format", "heads", "top-k", "function", "version", "graph", ratio, "eager", "host", "kernels")
     lines = [
         (
             shape_words(row["shape"]),
@@ -40,16 +41,17 @@ def everything() -> str:
             _topk(row) or "-",
             f"`{row['door']}`",
             row["build"] or row["version"],
-            *(_us(row[name]) for name in ("graph_us", "eager_us", "host_us")),
+            _us(row["graph_us"]),
+            speedup(row["ratio"]),
+            *(_us(row[name]) for name in ("eager_us", "host_us")),
             _count(row),
             f"{float(row['error']):.1e}" if row["error"] else row["note"] or "-",
-            _speedup(row["ratio"]),
         )
         for row in rows
     ]
-    text = table((*header, "speedup vs. fastest peer"), lines, "llrrllrrrrrr")
-    about = "Times in microseconds per call. kernels + copies: what a call puts on the device."
-    return f"### `tamis bench door` on an H200\n\n{origin(rows)} {about}\n\n{text}"
+    text = sortable(table((*header, "error"), lines, "llrrllrrrrrr"))
+    about = "Times in microseconds per call; *kernels*: kernels + copies that a call puts on the device."
+    return f"## `tamis bench door`\n\n{origin(rows)} {about}\n\n{text}"
 
 
 def read() -> list[Row]:
@@ -65,12 +67,12 @@ def read() -> list[Row]:
 
 def _decodes(rows: Sequence[Row]) -> str:
     """A line per format, top-k and head count with several numbers of requests; a column per number."""
-    ours = [row for row in _compared(rows) if row in _in_series(rows)]
-    batches = sorted({_requests(row) for row in ours})
+    ours = [row for row in compared(rows) if row in in_series(rows)]
+    batches = sorted({requests(row) for row in ours})
     lines = []
     for kind in dict.fromkeys(_kind(row) for row in ours):
-        same = {_requests(row): row for row in ours if _kind(row) == kind}
-        cells = [_speedup(same[b]["ratio"]) if b in same else "" for b in batches]
+        same = {requests(row): row for row in ours if _kind(row) == kind}
+        cells = [speedup(same[b]["ratio"]) if b in same else "" for b in batches]
         lines.append((_words(next(iter(same.values()))), *cells, _host(list(same.values()), rows)))
     if not lines:
         return ""
@@ -80,17 +82,17 @@ def _decodes(rows: Sequence[Row]) -> str:
 
 def _others(rows: Sequence[Row]) -> str:
     """A line per prefill, and per decode that was measured with one number of requests."""
-    series = _in_series(rows)
+    series = in_series(rows)
     lines = [
         (
             f"{_words(row)}, {shape_words(row['shape'])}",
             f"`{row['door']}`",
             _us(row["graph_us"]),
             _us(_fastest(row, rows)["graph_us"]),
-            _speedup(row["ratio"]),
+            speedup(row["ratio"]),
             _host([row], rows),
         )
-        for row in _compared(rows)
+        for row in compared(rows)
         if row not in series
     ]
     if not lines:
@@ -99,14 +101,14 @@ def _others(rows: Sequence[Row]) -> str:
     return table(header, lines, "llrrrr")
 
 
-def _compared(rows: Sequence[Row]) -> list[Row]:
+def compared(rows: Sequence[Row]) -> list[Row]:
     """The drop-ins' rows that have a ratio."""
     return [row for row in rows if row["ratio"] and row["door"] in (DECODE, PREFILL)]
 
 
-def _in_series(rows: Sequence[Row]) -> list[Row]:
+def in_series(rows: Sequence[Row]) -> list[Row]:
     """The decodes of a format, top-k and head count that were measured with several numbers of requests."""
-    decodes = [row for row in _compared(rows) if not _prompt(row)]
+    decodes = [row for row in compared(rows) if not is_prompt(row)]
     count = Counter(_kind(row) for row in decodes)
     return [row for row in decodes if count[_kind(row)] > 1]
 
@@ -125,11 +127,13 @@ def _fastest(row: Row, rows: Sequence[Row]) -> Row:
     return min(peers, key=lambda one: float(one["graph_us"]))
 
 
-def _requests(row: Row) -> int:
+def requests(row: Row) -> int:
+    """How many requests the call serves."""
     return len(parse_shape(row["shape"])[0])
 
 
-def _prompt(row: Row) -> bool:
+def is_prompt(row: Row) -> bool:
+    """Whether a request has more than one new token."""
     return max(parse_shape(row["shape"])[0]) > 1
 
 
@@ -152,11 +156,3 @@ def _count(row: Row) -> str:
 
 def _us(text: str) -> str:
     return digits(text) if text else "-"
-
-
-def _speedup(text: str) -> str:
-    """A ratio; losses in bold."""
-    if not text:
-        return "-"
-    value = float(text)
-    return f"{value:.2f}" if value >= 1 else f"**{value:.2f}**"

@@ -8,7 +8,7 @@ from tamis.backends import BACKENDS
 from tamis.lab.bench.record import FLASH_MLA
 from tamis.lab.bench.report.data import MEASUREMENT
 from tamis.step.batch import parse_shape
-from tools.docs.markdown import table
+from tools.docs.markdown import sortable, table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PEERS = {
@@ -22,7 +22,7 @@ PEERS = {
     "": "-",
 }
 PREFERENCE = [backend.name for backend in BACKENDS]
-SAID_ONCE = ("stage", "heads", "top-k", "rows", "backend")
+SAID_ONCE = ("stage", "heads", "top-k", "format", "backend")
 Row = dict[str, str]
 
 HIGHLIGHTS: dict[str, tuple[str, str, str, str, str, str]] = {
@@ -30,6 +30,10 @@ HIGHLIGHTS: dict[str, tuple[str, str, str, str, str, str]] = {
     "sparse decode, 128 requests, 16 heads, FP8": ("h200_decode", "attend", "128q1s16k", "16", "2048", "v32-fp8"),
     "sparse decode, 128 requests, 16 heads, bf16": ("h200_decode", "attend", "128q1s16k", "16", "2048", "v32-bf16"),
     "sparse decode, 1 request, 16 heads, FP8": ("h200_decode", "attend", "1q1s16k", "16", "2048", "v32-fp8"),
+    "prompt, 4096 of 8192 tokens, 64 heads, bf16": ("h200_prefill", "attend", "1q4096s8k", "64", "2048", "v32-bf16"),
+    "prompt, 4096 of 8192 tokens, 128 heads, bf16": ("h200_prefill", "attend", "1q4096s8k", "128", "2048", "v32-bf16"),
+    "prompt, 4096 of 8192 tokens, 64 heads, FP8": ("h200_prefill", "attend", "1q4096s8k", "64", "2048", "v32-fp8"),
+    "prompt, 4096 of 8192 tokens, 128 heads, FP8": ("h200_prefill", "attend", "1q4096s8k", "128", "2048", "v32-fp8"),
     "V4 decode, 128 requests, 64 heads, 128 + 512 rows": ("h200_v4", "attend", "128q1s16k", "64", "512", "v4-fp8"),
     "indexer scores, 128 x 64K keys": ("h200_select", "scores", "128q1s64k", "64", "", "index-fp8"),
     "scores of a prompt, 4096 x 64K keys": ("h200_select", "scores", "1q4ks64k", "64", "", "index-fp8"),
@@ -45,7 +49,7 @@ default backend's is shown; of these the newest; and of its peers the fastest.""
 def everything() -> str:
     """The results of every file written by `tamis bench`, each under a heading; other files have other columns."""
     names = sorted(path.stem for path in RESULTS.glob("h200_*.csv") if path.stem != "h200_door")
-    return "\n\n".join(f"### `tamis bench {name.removeprefix('h200_')}` on an H200\n\n{suite(name)}" for name in names)
+    return "\n\n".join(f"## `tamis bench {name.removeprefix('h200_')}`\n\n{suite(name)}" for name in names)
 
 
 def read(name: str) -> list[Row]:
@@ -69,7 +73,7 @@ def highlights() -> str:
         same = [row for row in found if all(row[c] == newest[c] for c in ("backend", "commit", "median_us"))]
         row = min(same, key=lambda row: float(row["peer_us"] or "inf"))
         peer = "-" if not row["peer_us"] else f"{peer_words(row)}: {_us(row['peer_us'])}"
-        ratio = "-" if not row["ratio"] else f"{float(row['ratio']):.2f}"
+        ratio = speedup(row["ratio"])
         lines.append((words, row["backend"], _us(row["median_us"]), peer, ratio))
     return table(("on one H200", "backend", "tamis", "baseline, same run", "speedup vs. baseline"), lines, "llrrr")
 
@@ -101,14 +105,14 @@ def suite(name: str) -> str:
                 f"{r['window']} + {r['topk']}" if r["window"] not in ("", "0") and r["topk"] else r["topk"] or "-"
             ),
         ),
-        ("rows", "l", lambda r: f"`{r['layout']}`"),
+        ("format", "l", lambda r: f"`{r['layout']}`"),
         ("backend", "l", lambda r: r["backend"]),
         ("time", "r", lambda r: _us(r["median_us"])),
         ("p10 to p90", "r", lambda r: f"{digits(r['p10'])} to {digits(r['p90'])}"),
         ("of roofline", "r", lambda r: f"{100 * float(r['roofline_us']) / float(r['median_us']):.0f}%"),
         ("error", "r", lambda r: "0" if float(r["error"]) == 0 else f"{float(r['error']):.1e}"),
-        ("peer", "l", lambda r: f"{peer_words(r)}, {_us(r['peer_us'])}" if r["peer_us"] else "-"),
-        ("speedup vs. baseline", "r", lambda r: f"{float(r['ratio']):.2f}" if r["ratio"] and r not in slower else "-"),
+        ("baseline", "l", lambda r: f"{peer_words(r)}, {_us(r['peer_us'])}" if r["peer_us"] else "-"),
+        ("speedup vs. baseline", "r", lambda r: "-" if r in slower else speedup(r["ratio"])),
     ]
     # Values that are the same in every row are stated once, above the table.
     values = {name: {cell(row) for row in rows} for name, _, cell in columns}
@@ -117,7 +121,7 @@ def suite(name: str) -> str:
     kept = [column for column in columns if column[0] not in same and values[column[0]] != {"-"}]
     lines = [tuple(cell(row) for _, _, cell in kept) for row in rows]
     title = f"{origin(rows)} All rows: {', '.join(said)}." if said else origin(rows)
-    return f"{title}\n\n" + table([c[0] for c in kept], lines, "".join(c[1] for c in kept))
+    return f"{title}\n\n" + sortable(table([c[0] for c in kept], lines, "".join(c[1] for c in kept)))
 
 
 def peer_words(row: Row) -> str:
@@ -149,6 +153,14 @@ def shape_words(shape: str) -> str:
     if queries == lengths:
         return f"{len(queries)} x {queries[0]} new"
     return f"{len(queries)} x {queries[0]} of {lengths[0]}"
+
+
+def speedup(text: str) -> str:
+    """A ratio; losses in bold."""
+    if not text:
+        return "-"
+    value = float(text)
+    return f"{value:.2f}" if value >= 1 else f"**{value:.2f}**"
 
 
 def digits(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The picture and the table of times of `docs/selecting.md`."""
+"""The pictures and the table of times of `docs/selecting.md`."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,7 @@ import torch
 
 from tamis.ops import topk_positions
 from tamis.step.batch import parse_shape
+from tools.docs.bars import Group, Panel, draw_rows
 from tools.docs.markdown import table
 from tools.docs.results import Row, digits, origin, read
 from tools.docs.svg import Picture
@@ -23,6 +24,12 @@ PARTS = {
     "one call": ("index", "vllm", "vs. both"),
 }
 """For each time of a line: the stage, the peer, and the heading of the ratio."""
+PLOTTED = (
+    ("scores", "deepgemm", "scores, against DeepGEMM"),
+    ("topk", "vllm", "top-k, against vLLM"),
+    ("index", "vllm", "both in one call, against DeepGEMM + vLLM"),
+)
+"""For each panel of the plot: the stage, the peer, and its title."""
 
 
 def draw() -> str:
@@ -87,7 +94,32 @@ def costs() -> str:
         header += [name, words]
     lines = [(_tokens(shape), *_times(rows, shape)) for shape in shapes]
     header += ["of roofline", "host"]
-    return f"{origin(rows)}\n\n" + table(header, lines, "l" + "r" * (len(header) - 1))
+    text = f"{origin(rows)}\n\n" + table(header, lines, "l" + "r" * (len(header) - 1))
+    calls = [row["ratio"] for row in rows if (row["stage"], row["peer"]) == ("index", "vllm") and row["ratio"]]
+    if not calls:
+        return text
+    low, high = min(map(float, calls)), max(map(float, calls))
+    return f"{text}\n\nOne call runs at {low:.2f} to {high:.2f} times the speed of both baselines together."
+
+
+def draw_speed() -> str:
+    """Speedups over DeepGEMM and vLLM: a panel per stage that was measured, prompts and decodes apart."""
+    rows = read(FILE)
+    panels = []
+    for stage, peer, words in PLOTTED:
+        bars: dict[str, list[tuple[str, float]]] = {"prompt": [], "decode": []}
+        for row in rows:
+            if (row["stage"], row["peer"]) == (stage, peer) and row["ratio"]:
+                new, lengths = parse_shape(row["shape"])
+                kind = "decode" if max(new) == 1 else "prompt"
+                bars[kind].append((f"{sum(new)}\n{lengths[0] // 1024}K", float(row["ratio"])))
+        groups = [Group(kind, some) for kind, some in bars.items() if some]
+        panels += [Panel(words, "tokens\nkeys", groups, step=40)] if groups else []
+    notes = [
+        "Time of the baseline divided by that of tamis. One H200, replayed CUDA graphs.",
+        "64 index heads, FP8 keys, top-k 2048. A prompt is one request; decodes have one token per request.",
+    ]
+    return draw_rows("Selecting: speedup over DeepGEMM and vLLM", notes, [panels])
 
 
 def _times(rows: Sequence[Row], shape: str) -> list[str]:

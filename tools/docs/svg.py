@@ -9,11 +9,13 @@ STYLE = """\
 .box{fill:#fff;stroke:#b6bec6} .blue{fill:#cfe3ff;stroke:#7fa8dc} .amber{fill:#ffe0a3;stroke:#d3a23f}
 .green{fill:#cdeccf;stroke:#7dba84} .rose{fill:#ffd5d9;stroke:#dd8f98} .grey{fill:#e8eaed;stroke:#b6bec6}
 .line{stroke:#7b858f;stroke-width:1.3;fill:none} .thin{stroke:#9aa4ae;stroke-width:.7;fill:none} .tip{fill:#7b858f}
+.win{fill:#2f6fc4} .loss{fill:#cf4a2e} .strong{font-weight:600} .tiny{font-size:10px} .faint{stroke-opacity:.45}
 @media (prefers-color-scheme:dark){
 .page{fill:#1b2027} text{fill:#e3e8ee} .muted{fill:#9aa5b1}
 .box{fill:#262d36;stroke:#56616d} .blue{fill:#20477a;stroke:#4f82c0} .amber{fill:#6e4f0f;stroke:#b58a35}
 .green{fill:#1f5a34;stroke:#4d9463} .rose{fill:#74313c;stroke:#b8626d} .grey{fill:#39414b;stroke:#56616d}
-.line{stroke:#9aa5b1} .thin{stroke:#6f7a86} .tip{fill:#9aa5b1}}"""
+.line{stroke:#9aa5b1} .thin{stroke:#6f7a86} .tip{fill:#9aa5b1}
+.win{fill:#5b9bea} .loss{fill:#ee7a5c}}"""
 
 
 class Picture:
