@@ -13,7 +13,7 @@ SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-numerics test-settings test-vllm test-vllm-releases vllm-environment test-sglang sglang-environment check lint style types docs pytest browser generate lock wheel check-wheel bench soak clean
+.PHONY: setup run test test-numerics test-settings test-vllm test-vllm-releases vllm-environment test-sglang sglang-environment check lint style types docs pytest browser generate screenshots lock wheel check-wheel bench soak clean
 
 setup: $(STAMP)
 
@@ -97,6 +97,10 @@ browser:
 # Write again what the documents take from code and results: pictures, tables, the list of commands.
 generate: setup
 	$(BIN)/python -m tools.docs
+
+# Take the documents' pictures of both reports again, in Chromium.
+screenshots: setup browser
+	$(BIN)/python -m tools.screenshots
 
 # Write requirements-lock.txt again: what is installed here, with the hashes of the package index. Needs a network.
 lock: setup

@@ -177,6 +177,20 @@ def test_no_picture_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
     from tools.docs.__main__ import PICTURES
 
-    assert {path.stem for path in (ROOT / "docs/pictures").iterdir()} == set(PICTURES)
+    assert {path.stem for path in (ROOT / "docs/pictures").glob("*.svg")} == set(PICTURES)
     shown = "".join((ROOT / page).read_text() for page in PAGES)
     assert not [name for name in PICTURES if f"pictures/{name}.svg" not in shown]
+
+
+def test_the_pictures_of_both_reports_are_shown_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL")
+    monkeypatch.syspath_prepend(ROOT)
+    from tools.screenshots import LARGEST, REPORTS, WIDTH
+
+    shown = "".join((ROOT / page).read_text() for page in PAGES)
+    taken = sorted((ROOT / "docs/pictures").glob("*.png"))
+    assert [path.name for path in taken] == sorted(report.name for report in REPORTS)
+    for path in taken:
+        assert f"pictures/{path.name})" in shown
+        assert path.stat().st_size < LARGEST
+        assert int.from_bytes(path.read_bytes()[16:20], "big") == WIDTH

@@ -1,6 +1,7 @@
 """`tamis inspect` end to end: tables, JSON, errors; its page in a real browser."""
 
 import copy
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 from tamis.cli.inspect import recurring_prompt, token_text  # noqa: E402
 from tamis.lab.inspection import Inspection, render_page  # noqa: E402
+from tamis.lab.inspection.needle import NeedleNotes  # noqa: E402
 from tamis.lab.inspection.notes import Extent, LayerNotes  # noqa: E402
 from tamis.lab.inspection.statistics import dense_shares  # noqa: E402
 from tamis.model.spec import LayerSpec  # noqa: E402
@@ -29,7 +31,8 @@ needs_browser = pytest.mark.skipif(bool(browser.missing()), reason=browser.missi
 @pytest.mark.parametrize(("model", "layers"), [("v32", 3), ("glm", 3), ("v4", 1)])
 def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
-    assert main(["inspect", "--model", model, *SHORT, "--html", str(page), "--query", "80,-1"]) == 0
+    marked = ("--query", "80,-1", "--needle", "20")
+    assert main(["inspect", "--model", model, *SHORT, "--html", str(page), *marked]) == 0
     text = capsys.readouterr().out
     for words in (
         "recall",
@@ -40,11 +43,13 @@ def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: p
         "median",
         "query 80, token",
         "query 129, token",
+        "The needle at position 20 is selected by",
+        "rank",
         str(page),
     ):
         assert words in text
     assert ("IoU" in text) == (layers > 1)
-    assert main(["inspect", "--model", model, *SHORT, "--query", "80,-1", "--json"]) == 0
+    assert main(["inspect", "--model", model, *SHORT, *marked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [layer["layer"] for layer in found["layers"]] == [0, 1, 2]
     assert sum("recall" in layer for layer in found["layers"]) == layers
@@ -56,7 +61,14 @@ def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: p
     assert isinstance(found["model"]["parameters"], int)
     low, high = next(layer for layer in found["layers"] if "recall" in layer)["median_distance"]
     assert 0 <= low <= high < 130
+    assert found["needle"]["position"] == 20
+    assert len(found["needle"]["layers"]) == layers
     html = page.read_text(encoding="utf-8")
+    assert ", random weights · tamis inspect</title>" in html
+    assert "Random weights: these selections say nothing about a trained model." in html
+    assert "The needle at position 20 is selected by" in html
+    assert ("Empty because only layer 1 selects, and an overlap needs two" in html) == (layers == 1)
+    assert ('id="chart-parts"' in html) == (model == "v4")
     # The page loads nothing: its only addresses are XML namespaces.
     assert set(re.findall(r"https?://[\w./]+", html)) <= {"http://www.w3.org/2000/svg"}
     assert not re.search(r"""<(?:script|img|link)[^>]+(?:src|href)=["'](?!data:)""", html)
@@ -82,6 +94,7 @@ def test_every_query_on_request(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prompt-ids", "1,x"], "--prompt-ids must be numbers joined by commas"),
         (["--prompt-tokens", "0"], "--prompt-tokens must be >= 1"),
         (["--prompt-tokens", "9", "--query", "9"], "--query must be between -9 and 8"),
+        (["--prompt-tokens", "9", "--needle", "-10"], "--needle must be between -9 and 8"),
         (["--query", "last"], "--query must be numbers joined by commas"),
         (["--compared-queries", "0"], "--compared-queries must be >= 1"),
         (["--html", "nowhere/page.html"], "--html must be a file in an existing folder"),
@@ -174,6 +187,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     with browser.open_browser(tmp_path / "profile") as window:
         window.open(page)
         window.wait("document.body.dataset.shown === '0'")
+        assert "random" not in window.run("return document.body.innerText").split("Model")[0].lower()
         for element in ("heat", "mini", "scale", "layer", "modes", "layers", "parameters"):
             assert window.run("return document.getElementById(arguments[0]) !== null", element), element
         for chart in ("layers", "position", "distance", "overlap"):
@@ -210,14 +224,25 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         window.press("#heat", "0")
         window.wait(f"({PIXELS}) === {before}")
 
+        window.run("document.querySelector('#modes input[value=share]').click()")
+        window.point(*spot(window, 200, 190, 256))
+        window.wait("document.getElementById('tip').innerText.includes('selected\\nyes')")
+        # Dense attention of the made-up layers is uniform, and was computed for one query in eight.
         window.run("document.querySelector('#modes input[value=mass]').click()")
-        window.wait("document.getElementById('scale-name').textContent === 'Dense attention'")
+        window.wait("document.getElementById('scale-name').textContent === \"Dense attention's weight\"")
+        window.point(*spot(window, 199, 190, 256))
+        window.wait("document.getElementById('tip').innerText.includes('dense weight\\n0.50%')")
+        assert "score" not in window.run("return document.getElementById('tip').innerText")
+        window.point(*spot(window, 200, 190, 256))
+        window.wait("document.getElementById('tip').innerText.includes('not computed')")
         window.run("document.querySelector('#layers tr[data-layer=\"1\"]').click()")
         window.wait("document.body.dataset.shown === '1' && document.getElementById('layer').value === '1'")
         window.screenshot(SCREENSHOTS / "inspect.png")
         window.dark()
         window.run("document.querySelector('#modes input[value=score]').click()")
         window.screenshot(SCREENSHOTS / "inspect-dark.png")
+        for width in (400, 800, 1400):
+            assert window.faults(width) == [], width
         assert window.console() == []
 
 
@@ -235,12 +260,43 @@ def pixels(window: browser.Browser) -> int:
     return found
 
 
+def v4_like() -> Inspection:
+    """Two layers that select entries, with a needle, and the shares of V4's attention."""
+    found = made_up(256, 16, 2, 4)
+    for notes in found.layers:
+        notes.parts[:] = np.array([0.5, 0.3, 0.15, 0.05], np.float32)[:, None]
+        notes.needle = NeedleNotes(41, 4, 256)
+        notes.needle.visible[44:] = True
+    found.layers[1].needle.selected[-1] = True
+    return dataclasses.replace(found, needle=41)
+
+
+@needs_browser
+def test_parts_and_needle_of_v4_in_a_browser(tmp_path: Path) -> None:
+    with browser.open_browser(tmp_path / "profile") as window:
+        window.open(written(v4_like(), tmp_path / "page.html"))
+        window.wait("document.body.dataset.shown === '0'")
+        told = "The needle at position 41 is selected by layer 1 for the last query (1 of 2 that select)."
+        assert told in window.run("return document.getElementById('needle').innerText")
+        # Four parts, told apart by pattern as well as by colour, each in the legend.
+        bars = "document.querySelectorAll('#chart-parts > svg g:first-of-type rect')"
+        patterns = window.run(f"return [...{bars}].map((bar) => bar.getAttribute('fill'))")
+        assert len(set(patterns)) == 4
+        assert sum(fill.startswith("url(") for fill in patterns) == 3
+        legend = window.run("return document.querySelector('#chart-parts .key').innerText")
+        assert legend.split("\n") == ["window", "selected entries", "entries not selected", "sink"]
+        assert window.faults(400) == []
+        assert window.console() == []
+
+
 @needs_browser
 def test_a_page_with_little_to_show(tmp_path: Path) -> None:
     with browser.open_browser(tmp_path / "profile") as window:
         window.open(written(made_up(1, 8, 1), tmp_path / "one.html"))
         window.wait("document.querySelector('#picked h3')?.textContent === 'Query 0 selects 1'")
-        assert window.run("return document.getElementById('chart-overlap').innerText") == "Only one layer selects."
+        assert window.run("return document.getElementById('chart-overlap').innerText") == (
+            "Empty because only layer 0 selects, and an overlap needs two selections."
+        )
         nothing = LayerSpec(heads=1, window=128, kind="window")
         empty = Inspection([5, 6], [nothing], [], Extent.plan([nothing], 2, 1, []), "fp8")
         window.open(written(empty, tmp_path / "none.html"))

@@ -24,6 +24,8 @@ FLAGS = (
     "--disable-sync",
 )
 START_SECONDS = 600
+FAULTS = (Path(__file__).parent / "faults.js").read_text(encoding="utf-8")
+"""Code that lists the faults of a page's layout."""
 
 
 def missing() -> str:
@@ -119,6 +121,13 @@ class Browser:
     def dark(self, on: bool = True) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
         self.devtools("Emulation.setEmulatedMedia", features=[scheme])
+
+    def faults(self, width: int) -> list[str]:
+        """`FAULTS` of the page in a window of this width."""
+        self.devtools("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        found: list[str] = self.run(FAULTS)
+        return found
 
     def devtools(self, command: str, **parameters: Any) -> Any:
         return self._call("POST", f"{self._session}/goog/cdp/execute", {"cmd": command, "params": parameters})

@@ -13,7 +13,7 @@ from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import render_table
 from tamis.cli.text import printable
-from tamis.cli.values import queries, whole, wholes
+from tamis.cli.values import LARGEST, queries, whole, wholes
 
 if TYPE_CHECKING:
     from tamis.cli.hub import Source
@@ -75,6 +75,12 @@ def register(subcommands: Subcommands) -> None:
         help="queries to list, or all; negative numbers count from the end (default: -1)",
     )
     parser.add_argument(
+        "--needle",
+        type=whole(-LARGEST),
+        metavar="POSITION",
+        help="position in the prompt to follow: which layers select it, its rank and score (default: none)",
+    )
+    parser.add_argument(
         "--compared-queries",
         type=whole(1),
         default=2048,
@@ -93,11 +99,14 @@ def run(options: argparse.Namespace) -> int:
     device = pick_device(options.device)
     check_backend(options.backend, device)
     model, tokenizer, source = load_model(options, device)
+    from tamis import checks
     from tamis.lab.html import write_whole
     from tamis.lab.inspection import inspect_model, render_page
 
     tokens = _prompt(options, text, model, tokenizer)
     chosen = _chosen(options.query, len(tokens))
+    if options.needle is not None:
+        checks.integer("--needle", options.needle, low=-len(tokens), high=len(tokens) - 1)
     with Progress("queries", "reading the prompt") as progress:
         inspection = inspect_model(
             model,
@@ -106,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
             backend=options.backend,
             compared_queries=options.compared_queries,
             queries=chosen,
+            needle=options.needle,
             report=progress.update,
         )
     shown = token_text(tokenizer)
@@ -113,8 +123,13 @@ def run(options: argparse.Namespace) -> int:
     parameters = _parameters(model, options, machine, source)
     if options.html is not None:
         with waiting("writing the page"):
-            listed = parameters | {"parameters": f"{parameters['parameters']:,}"}
-            page = render_page(inspection, title=parameters["model"], text=shown, parameters=listed)
+            page = render_page(
+                inspection,
+                title=parameters["model"],
+                text=shown,
+                parameters=parameters | {"parameters": f"{parameters['parameters']:,}"},
+                random_weights=source is None,
+            )
             write_whole(options.html, page)
     if options.json:
         data = _as_data(inspection, chosen, shown, parameters, machine)
@@ -198,7 +213,7 @@ def _parameters(
 
 
 def _report(inspection: "Inspection", queries: list[int], text: Callable[[int], str]) -> str:
-    from tamis.lab.inspection import describe_layers, describe_query, layer_overlap
+    from tamis.lab.inspection import describe_layers, describe_needle, describe_query, layer_overlap
 
     layers = describe_layers(inspection)
     header = ["layer", "attends to", "top-k", "selected", "recall", "worst\ntenth", "top-1\nhit", "effective\ntop-k"]
@@ -218,6 +233,9 @@ def _report(inspection: "Inspection", queries: list[int], text: Callable[[int], 
             for name, line in zip(names, overlap["iou"], strict=True)
         ]
         parts.append(render_table(("IoU", *names), rows, "l" + "r" * len(names)))
+    needle = describe_needle(inspection)
+    if needle is not None:
+        parts.append(_needle(needle))
     for query in queries:
         described = describe_query(inspection, query, text)
         lines = [
@@ -231,6 +249,22 @@ def _report(inspection: "Inspection", queries: list[int], text: Callable[[int], 
         title = f"query {query}, token {printable(described['token'])}: highest scores"
         parts.append(f"{title}\n{render_table(('layer', 'selected', 'token@position score'), lines, 'lr')}")
     return "\n\n".join(parts)
+
+
+def _needle(described: dict[str, Any]) -> str:
+    from tamis.lab.inspection.needle import needle_sentence
+
+    lines = [needle_sentence(described)]
+    for layer in described["layers"]:
+        if not layer["visible"]:
+            lines.append(f"layer {layer['layer']}: not visible to the last query")
+            continue
+        later = f", selected by {_share(layer['later_selected'])} of {layer['later_queries']} later queries"
+        lines.append(
+            f"layer {layer['layer']}: rank {layer['rank']} of {layer['candidates']}, score {layer['score']:.3g}, "
+            f"dense weight {_share(layer['weight'])}{later if layer['later_queries'] else ''}"
+        )
+    return "\n".join(lines)
 
 
 def _row(layer: dict[str, Any]) -> tuple[str, ...]:
@@ -274,7 +308,7 @@ def _as_data(
     parameters: dict[str, Any],
     machine: dict[str, Any],
 ) -> dict[str, Any]:
-    from tamis.lab.inspection import describe_layers, describe_query, layer_overlap
+    from tamis.lab.inspection import describe_layers, describe_needle, describe_query, layer_overlap
 
     return {
         "machine": machine,
@@ -284,5 +318,6 @@ def _as_data(
         "compared_queries": len(inspection.extent.compared),
         "layers": [layer | _median_range(layer) for layer in describe_layers(inspection)],
         "overlap": layer_overlap(inspection),
+        "needle": describe_needle(inspection),
         "queries": [describe_query(inspection, query, text) for query in queries],
     }

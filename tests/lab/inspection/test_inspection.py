@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import dataclasses
 import zlib
 from functools import cache
 from typing import Any
@@ -15,12 +16,22 @@ transformers = pytest.importorskip("transformers")
 
 from tamis.integrations.transformers import attach, detach, is_attached  # noqa: E402
 from tamis.lab.generation import make_model  # noqa: E402
-from tamis.lab.inspection import Inspection, collect, describe_layers, describe_query, inspect_model, layer_overlap  # noqa: E402
+from tamis.lab.inspection import (  # noqa: E402
+    Inspection,
+    collect,
+    describe_layers,
+    describe_needle,
+    describe_query,
+    inspect_model,
+    layer_overlap,
+)
+from tamis.lab.inspection.needle import needle_sentence  # noqa: E402
 from tamis.lab.inspection.notes import Extent, LayerNotes  # noqa: E402
 from tamis.lab.inspection.packing import pack_layer  # noqa: E402
 from tamis.model.spec import LayerSpec  # noqa: E402
 
 TOKENS = 400
+NEEDLE = 77
 
 
 @cache
@@ -35,7 +46,7 @@ def prompt() -> list[int]:
 
 @cache
 def inspected(name: str) -> Inspection:
-    return inspect_model(model(name), prompt(), cache="fp32")
+    return inspect_model(model(name), prompt(), cache="fp32", needle=NEEDLE)
 
 
 def dense_weights(name: str, layer: int) -> torch.Tensor:
@@ -86,8 +97,11 @@ def test_selections_and_recall_are_those_of_transformers(name: str, layer: int, 
         hits = [int(top) in chosen for top in mine.argmax(1)]
         assert sum(hits) / len(hits) == pytest.approx(notes.top1[query], abs=1e-6)
         if ratio > 1:
-            near = float(weights[:, query, : -notes.candidates].sum(1).mean())
-            assert near == pytest.approx(notes.window[query], abs=2e-5)
+            entries, inside = weights[:, query, -notes.candidates :], sorted(chosen)
+            near, on_entries = (float(part.sum(1).mean()) for part in (weights[:, query, : -notes.candidates], entries))
+            selected = float(entries[:, inside].sum(1).mean())
+            parts = [near, selected, on_entries - selected, 1 - near - on_entries]
+            assert parts == pytest.approx(notes.parts[:, query].tolist(), abs=2e-5)
 
 
 @pytest.mark.parametrize("name", ["v32", "glm", "v4"])
@@ -154,6 +168,43 @@ def test_maps_and_summaries_agree_with_the_rows() -> None:
     assert {place["position"] for place in query["layers"][1]["selected"]} == rows[0]
 
 
+@pytest.mark.parametrize(("name", "layer"), [("v32", 1), ("glm", 1), ("v4", 1)])
+def test_a_needle_is_followed_through_the_layers(name: str, layer: int) -> None:
+    found = inspected(name)
+    notes, source = found.layer(layer), found.source(found.layer(layer))
+    candidate = NEEDLE // notes.ratio
+    seen = np.arange(TOKENS) >= candidate * notes.ratio + notes.ratio - 1
+    chosen = (source.rows == candidate).any(1)
+    needle, ranks = notes.needle, source.needle.rank
+    assert np.array_equal(needle.visible, seen)
+    assert np.array_equal(needle.selected, chosen)
+    assert 0 < chosen.sum() < seen.sum()
+    assert np.array_equal((ranks > 0) & (ranks <= notes.topk), chosen)
+    mine = np.where(source.rows == candidate, source.scores, -np.inf).max(1, keepdims=True)
+    higher = ((source.rows >= 0) & (source.scores > mine)).sum(1) + 1
+    assert np.array_equal(ranks[chosen], higher[chosen])
+    assert source.needle.score[chosen] == pytest.approx(source.scores[source.rows == candidate])
+    # A map with one cell per pair is dense attention itself.
+    assert needle.weight[seen] == pytest.approx(notes.mass[seen, candidate], abs=1e-6)
+    assert np.isnan(needle.weight[~seen]).all()
+    described = describe_needle(found)
+    (told,) = [one for one in described["layers"] if one["layer"] == layer]
+    later = seen & notes.choosing
+    assert (told["selected"], told["rank"]) == (bool(chosen[-1]), ranks[-1])
+    assert told["later_selected"] == pytest.approx(chosen[later].mean())
+    assert described["selected_by"] == [one["layer"] for one in described["layers"] if one["selected"]]
+    assert describe_needle(dataclasses.replace(found, needle=None)) is None
+
+
+def test_a_needle_that_no_query_can_see() -> None:
+    """The last tokens of a prompt may not fill an entry yet."""
+    found = describe_needle(inspect_model(model("v4"), prompt()[:22], needle=-1))
+    assert found["selected_by"] == []
+    (layer,) = found["layers"]
+    assert (layer["visible"], layer["rank"], layer["weight"]) == (False, None, None)
+    assert needle_sentence(found) == "The needle at position 21 is selected by no layer for the last query."
+
+
 def test_layers_without_a_selection_are_told() -> None:
     layers = describe_layers(inspected("v4"))
     assert [layer["attends_to"] for layer in layers] == [
@@ -180,6 +231,7 @@ def test_short_prompts_are_selected_whole() -> None:
     [
         ({"tokens": []}, "tokens must be at least one"),
         ({"queries": [20]}, "queries must be between -20 and 19"),
+        ({"needle": 20}, "needle must be between -20 and 19"),
         ({"compared_queries": 0}, "compared_queries must be >= 1"),
     ],
 )
@@ -205,14 +257,15 @@ def unpacked(
     """The decoding of the page's script in plain Python."""
     stream = zlib.decompress(base64.b64decode(text))
     area = about["grid"] * about["columns"]
-    kinds = [("u1", area)] * 3 + [("<u2", kept), ("<f4", kept), ("<f4", kept)]
+    kinds = [("u1", area), ("u1", area), ("<f4", about["grid"]), ("<u2", area)]
+    kinds += [("<u2", kept), ("<f4", kept), ("<f4", kept)]
     kinds += [("u1", about["gapBytes"]), ("<u2", about["selectedCount"])]
     parts, at = [], 0
     for kind, count in kinds:
         parts.append(np.frombuffer(stream, kind, count, at))
         at += parts[-1].nbytes
     assert at == len(stream)
-    counts, low, high, gaps, levels = parts[3:]
+    counts, low, high, gaps, levels = parts[4:]
     rows: list[list[int]] = []
     scores: list[list[float]] = []
     read = iter(gaps.tolist())
@@ -231,7 +284,7 @@ def unpacked(
             places.append(place)
         rows.append(places)
         scores.append([low[row] + (high[row] - low[row]) * next(level) / 65535 for _ in places])
-    return parts[:3], rows, scores
+    return parts[:4], rows, scores
 
 
 def test_packed_layers_hold_what_was_noted() -> None:
@@ -244,6 +297,8 @@ def test_packed_layers_hold_what_was_noted() -> None:
         assert np.abs(np.array(mine) - theirs[: len(mine)]).max() <= span / 65535
     assert np.array_equal(maps[0].reshape(TOKENS, TOKENS) > 0, notes.counts > 0)
     assert maps[0].max() == 255  # every pair of the first rows
+    weights = (maps[3].reshape(TOKENS, TOKENS) / 65535) ** 2 * maps[2][:, None]
+    assert np.allclose(weights, notes.mass, rtol=1e-3, atol=1e-7)
     shared = inspected("glm").layers[1]
     about, _ = pack_layer(shared, inspected("glm").layers[0])
     assert (about["selectedCount"], about["gapBytes"]) == (0, 0)

@@ -8,7 +8,16 @@ Needs Hugging Face transformers.
 """
 
 from tamis.lab.inspection.collect import Inspection, inspect_model
+from tamis.lab.inspection.needle import describe_needle
 from tamis.lab.inspection.page import render_page
 from tamis.lab.inspection.summary import describe_layers, describe_query, layer_overlap
 
-__all__ = ["Inspection", "describe_layers", "describe_query", "inspect_model", "layer_overlap", "render_page"]
+__all__ = [
+    "Inspection",
+    "describe_layers",
+    "describe_needle",
+    "describe_query",
+    "inspect_model",
+    "layer_overlap",
+    "render_page",
+]

@@ -46,6 +46,8 @@ class Inspection:
     """Records of the layers with a selection, in order; also of layers that share that of another."""
     extent: Extent
     cache: str
+    needle: int | None = None
+    """A position of the prompt whose selection is followed; see `describe_needle`."""
 
     def layer(self, number: int) -> LayerNotes:
         """The record of a layer by its number in the model."""
@@ -64,6 +66,7 @@ def inspect_model(
     backend: str = "auto",
     compared_queries: int = COMPARED_QUERIES,
     queries: Sequence[int] = (-1,),
+    needle: int | None = None,
     report: Report = lambda done, total: None,
 ) -> Inspection:
     """Run a prompt through a model once and record the selections of its layers.
@@ -76,13 +79,16 @@ def inspect_model(
         compared_queries: number of evenly spaced queries for which dense attention is computed.
         queries: positions whose selections must be kept; for a short prompt all are kept. Negative positions count from
             the end.
+        needle: a position of the prompt to follow, such as that of the word which the model should find; negative
+            positions count from the end. See `describe_needle`.
         report: called with the number of queries done and of all queries, summed over layers.
     """
     prompt = list(tokens)
     if not prompt:
         raise checks.refuse("tokens", "at least one", "none", "pass a prompt")
     checks.integer("compared_queries", compared_queries, low=1)
-    asked = [_resolved(query, len(prompt)) for query in queries]
+    asked = [_resolved("queries", query, len(prompt)) for query in queries]
+    marked = None if needle is None else _resolved("needle", needle, len(prompt))
     notes: dict[int, LayerNotes] = {}
     watch = _Watch(notes, report)
     attach(model, cache=cache, backend=backend, wrap_layer=watch.wrap)
@@ -96,19 +102,19 @@ def inspect_model(
             if not spec.reuse_topk:
                 source = number
             factor = 1.0 if spec.kind == "tokens" else (spec.index_heads * spec.index_dim) ** -0.5
-            notes[number] = LayerNotes(number, spec, extent, source if spec.reuse_topk else None, factor)
+            notes[number] = LayerNotes(number, spec, extent, source if spec.reuse_topk else None, factor, marked)
         watch.total = len(prompt) * len(notes)
         with torch.no_grad():
             # The model without its head: the logits are not needed.
             model.model(input_ids=torch.tensor([prompt], dtype=torch.int64, device=model.device), use_cache=False)
     finally:
         detach(model)
-    return Inspection(prompt, specs, list(notes.values()), extent, cache)
+    return Inspection(prompt, specs, list(notes.values()), extent, cache, marked)
 
 
-def _resolved(query: int, tokens: int) -> int:
-    checks.integer("queries", query, low=-tokens, high=tokens - 1)
-    return query % tokens
+def _resolved(name: str, position: int, tokens: int) -> int:
+    checks.integer(name, position, low=-tokens, high=tokens - 1)
+    return position % tokens
 
 
 def _specs(model: Any) -> list[LayerSpec]:
@@ -170,8 +176,8 @@ class _WatchedV4(SparseV4):
         caches, plan, entries = call.caches, call.plan, call.plan.entries[self.spec.compress]
         assert caches.entries is not None
 
-        def window(part: Tensor, queries: Tensor, lse: Tensor) -> Tensor:
-            """The window's share of the attention weights (with the sink in the denominator), mean over heads."""
+        def parts(part: Tensor, queries: Tensor, entry_logits: Tensor, selected: Tensor) -> Tensor:
+            """float32 [n, PARTS]: the shares of all attention weights, mean over heads."""
             slots, lengths = plan.window.slots[part], plan.window.lengths[part]
             rows = read_kv(caches.window, slots, backend=self.backend)
             wide = float32_products(q.device)
@@ -179,15 +185,17 @@ class _WatchedV4(SparseV4):
                 logits = torch.einsum("nhd,nwd->nhw", queries.to(wide), rows.to(wide)).float() * self.spec.scale
             beyond = torch.arange(slots.shape[1], dtype=torch.int64, device=slots.device) >= lengths.unsqueeze(1)
             near = logits.masked_fill(beyond.unsqueeze(1), -torch.inf).logsumexp(-1)
-            sink = self.weights.sink
-            rest = lse if sink is None else torch.logaddexp(lse, sink.float().expand_as(lse))
-            return (near - torch.logaddexp(near, rest)).exp().mean(1)
+            inside = entry_logits.masked_fill(~selected.unsqueeze(1), -torch.inf).logsumexp(-1)
+            outside = entry_logits.masked_fill(selected.unsqueeze(1), -torch.inf).logsumexp(-1)
+            sink = torch.full_like(near, -torch.inf) if self.weights.sink is None else self.weights.sink.float()
+            # In the order of PARTS.
+            return torch.stack((near, inside, outside, sink.expand_as(near)), -1).softmax(-1).mean(1)
 
         notes, own = self._watch.notes[self._number], plan.step.positions
         count = int(entries.visible.max())
         if count:
             rows = _all_rows(caches.entries, entries.block_table, count, self.backend)
-            _compare(notes, q, rows, own, entries.visible, chosen, window)
+            _compare(notes, q, rows, own, entries.visible, chosen, parts)
 
 
 def _select(watch: _Watch, number: int, call: IndexTopk, own: Tensor) -> Tensor:
@@ -219,7 +227,7 @@ def _compare(
     own: Tensor,
     visible: Tensor,
     positions: Tensor,
-    window: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    parts: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> None:
     """Compute dense attention of the compared queries, a few at a time: the logits of all would not fit."""
     column = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
@@ -230,6 +238,6 @@ def _compare(
         with without_autocast(q.device):
             logits = (queries.to(wide) @ rows.T.to(wide)).float().mul_(notes.spec.scale)
         logits.masked_fill_((column >= visible[part].unsqueeze(1)).unsqueeze(1), -torch.inf)
-        shares = dense_shares(logits, selected_mask(positions[part], len(rows)))
-        beside = None if window is None else window(part, queries, logits.logsumexp(-1))
-        notes.add_shares(own[part], shares, beside)
+        chosen = selected_mask(positions[part], len(rows))
+        beside = None if parts is None else parts(part, queries, logits, chosen)
+        notes.add_shares(own[part], dense_shares(logits, chosen), beside)

@@ -18,7 +18,9 @@ class LayerArrays {
     };
     const area = about.grid * about.columns;
     this.about = about;
-    this.maps = { share: take(Uint8Array, area), score: take(Uint8Array, area), mass: take(Uint8Array, area) };
+    this.maps = { share: take(Uint8Array, area), score: take(Uint8Array, area) };
+    this.peaks = take(Float32Array, about.grid);
+    this.maps.mass = take(Uint16Array, area);
     if (about.shares !== null) return;
     const counts = take(Uint16Array, kept);
     this.low = take(Float32Array, kept);
@@ -54,6 +56,22 @@ class LayerArrays {
     return low;
   }
 
+  /* The strength, 0 to 1, with which a block of a map is drawn. */
+  strength(mode, at) { return this.maps[mode][at] / (mode === "mass" ? 65535 : 255); }
+
+  /* The blocks of the maps that hold a pair. */
+  block(query, candidate, tokens) {
+    const { grid, columns, candidates } = this.about;
+    const row = Math.min(grid - 1, Math.floor((query * grid) / tokens));
+    const column = Math.min(columns - 1, Math.floor((candidate * columns) / candidates));
+    const first = (index, count, parts) => Math.ceil((index * count) / parts);
+    return {
+      row, at: row * columns + column,
+      queries: [first(row, tokens, grid), first(row + 1, tokens, grid)],
+      candidates: [first(column, candidates, columns), first(column + 1, candidates, columns)],
+    };
+  }
+
   score(row, i) {
     return this.low[row] + ((this.high[row] - this.low[row]) * this.levels[i]) / 65535;
   }
@@ -61,8 +79,8 @@ class LayerArrays {
 
 /* A canvas of queries (down) and tokens (across) that can be zoomed and moved. Both axes count tokens. */
 class HeatMap {
-  constructor(canvas, tokens, kept) {
-    Object.assign(this, { canvas, tokens, kept, mode: "score", layer: null, rows: null, pinned: null });
+  constructor(canvas, tokens, kept, needle) {
+    Object.assign(this, { canvas, tokens, kept, needle, mode: "score", layer: null, rows: null, pinned: null });
     this.margin = { left: 68, top: 40, right: 6, bottom: 6 };
     this.view = { x: 0, y: 0, span: tokens };
     this.changed = () => {};
@@ -186,12 +204,12 @@ class HeatMap {
   }
 
   paintMap(values, py, query, end, wide, scale, strength) {
-    const { about, maps } = this.layer, map = maps[this.mode];
+    const { about } = this.layer;
     const row = Math.min(about.grid - 1, Math.floor((query / this.tokens) * about.grid)) * about.columns;
     const width = about.candidates * about.ratio;
     for (let px = 0; px < end; px++) {
       const column = Math.floor(((this.view.x + (px + 0.5) / scale) / width) * about.columns);
-      if (column < about.columns) values[py * wide + px] = (strength * map[row + column]) / 255;
+      if (column < about.columns) values[py * wide + px] = strength * this.layer.strength(this.mode, row + column);
     }
   }
 
@@ -238,7 +256,7 @@ class HeatMap {
     context.fillStyle = soft;
     context.strokeStyle = line;
     context.lineWidth = 1;
-    const step = niceStep(90 / plot.scale);
+    const step = niceStep(56 / plot.scale);
     context.textAlign = "center";
     for (let tick = Math.ceil(x / step) * step; tick < x + across / plot.scale; tick += step) {
       const px = Math.round(plot.left + (tick - x) * plot.scale) + 0.5;
@@ -252,17 +270,35 @@ class HeatMap {
       if (py < plot.top + down - 2) context.fillText(tick.toLocaleString("en"), plot.left - 9, py + (tick ? 4 : 9));
     }
     context.textAlign = "left";
-    context.fillText(this.layer.about.ratio > 1 ? "selected entry, by position →" : "selected token →", plot.left, 12);
+    context.fillText(this.layer.about.ratio > 1 ? "position of the entry (tokens) →" : "position of the token →", plot.left, 12);
     context.save();
     context.translate(12, plot.top + down);
     context.rotate(-Math.PI / 2);
-    context.fillText("← query", 0, 0);
+    context.fillText("← position of the query (tokens)", 0, 0);
     context.restore();
+    this.drawNeedle(context, plot, across, down, style);
     if (this.pinned !== null && this.pinned >= y && this.pinned < y + down / plot.scale) {
       const py = plot.top + (this.pinned - y) * plot.scale;
       context.strokeStyle = style.getPropertyValue("--second");
       context.strokeRect(plot.left - 0.5, Math.floor(py) - 0.5, across + 1, Math.max(2, Math.ceil(plot.scale)) + 1);
     }
+  }
+
+  /* A frame around the column that holds the needle, from the first query that can see it. */
+  drawNeedle(context, plot, across, down, style) {
+    const { ratio, candidates } = this.layer.about, { x, y } = this.view;
+    const candidate = this.needle === null ? -1 : Math.floor(this.needle / ratio);
+    if (candidate < 0 || candidate >= candidates) return;
+    const left = plot.left + (candidate * ratio - x) * plot.scale, right = left + ratio * plot.scale;
+    const top = plot.top + Math.max(0, (candidate * ratio + ratio - 1 - y) * plot.scale);
+    if (right <= plot.left || left >= plot.left + across || top >= plot.top + down) return;
+    context.strokeStyle = context.fillStyle = style.getPropertyValue("--second");
+    context.setLineDash([5, 3]);
+    context.strokeRect(Math.floor(left) - 1.5, Math.floor(top) - 0.5, Math.max(2, Math.ceil(right - left)) + 3, plot.top + down - top);
+    context.setLineDash([]);
+    // Beside the column's upper end, where the map is empty because the needle is still in the future.
+    context.textAlign = "left";
+    context.fillText("needle", Math.min(right + 6, plot.left + across - 40), Math.max(plot.top + 12, top - 4));
   }
 }
 

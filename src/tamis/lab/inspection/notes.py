@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tamis.lab.inspection.needle import NeedleNotes
 from tamis.lab.inspection.statistics import (
     DISTANCE_BINS,
     Shares,
@@ -22,6 +23,8 @@ PAGE_BYTES = 13 << 20
 CANDIDATE_BYTES = 3
 """Approximate bytes that a selected candidate takes in a page, with its score."""
 KEPT_QUERIES = 256
+PARTS = ("window", "selected", "unselected", "sink")
+"""Where the weight of V4's attention goes: the window's tokens, entries that are selected or not, and the sink."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Extent:
         selecting = [spec for spec in specs if spec.topk is not None]
         # Models with many layers get smaller maps, so that the page stays small enough for a browser.
         grid = min(tokens, 512 if len(selecting) <= 12 else 256)
-        maps = 3 * len(selecting) * grid * grid // 2
+        maps = 4 * len(selecting) * grid * grid // 2
         each = sum(min(s.topk or 0, max(1, tokens // s.compress)) for s in selecting if not s.reuse_topk)
         room = max(8, (PAGE_BYTES - maps) // (CANDIDATE_BYTES * max(each, 1)))
         wanted = torch.tensor(asked, dtype=torch.int64, device="cpu")
@@ -65,12 +68,19 @@ class LayerNotes:
     """The record of one layer with a selection. Arrays are on the host; NaN where nothing was computed."""
 
     def __init__(
-        self, number: int, spec: LayerSpec, extent: Extent, source: int | None = None, score_factor: float = 1.0
+        self,
+        number: int,
+        spec: LayerSpec,
+        extent: Extent,
+        source: int | None = None,
+        score_factor: float = 1.0,
+        needle: int | None = None,
     ) -> None:
         """Start empty.
 
         `source` is the number of the layer whose selection this one shares. Scores are recorded times `score_factor`,
-        a factor of the model that the layer leaves out because it does not change the order.
+        a factor of the model that the layer leaves out because it does not change the order. `needle` is a position
+        of the prompt to follow.
         """
         assert spec.topk is not None
         self.number, self.spec, self.extent, self.source = number, spec, extent, source
@@ -84,8 +94,11 @@ class LayerNotes:
         """Candidates tied at the cutoff score, see `tied_at_cut`; only for a layer with its own indexer."""
         self.cut = np.full(tokens, np.nan, np.float32)
         """The lowest selected score."""
-        self.recall, self.top1, self.effective, self.window = np.full((4, tokens), np.nan, np.float32)
-        """For the compared queries: as in `Shares`, and for V4 the window's share of all attention."""
+        self.recall, self.top1, self.effective = np.full((3, tokens), np.nan, np.float32)
+        """For the compared queries: as in `Shares`."""
+        self.parts = np.full((len(PARTS), tokens), np.nan, np.float32)
+        """For V4's compared queries: the shares of all attention, by `PARTS`."""
+        self.needle = None if needle is None else NeedleNotes(needle, self.ratio, tokens)
         self.distances = np.zeros(DISTANCE_BINS, np.int64)
         self.possible = np.zeros(DISTANCE_BINS, np.int64)
         columns = min(grid, self.candidates)
@@ -123,6 +136,8 @@ class LayerNotes:
             chosen = found.mul(self.score_factor).cpu().numpy()
             self.tied[at] = tied_at_cut(scores, positions).cpu().numpy()
             self.cut[at] = np.where(there, chosen, np.inf).min(1)
+        if self.needle is not None:
+            self.needle.add_selection(own, visible, positions, scores, self.score_factor)
         self._add_blocks(at, candidates, there, chosen)
         kept = self.extent.kept.numpy()
         where = np.searchsorted(kept, at)
@@ -141,12 +156,14 @@ class LayerNotes:
         """int64: indices of the queries in `own` for which dense attention is computed."""
         return torch.isin(own.cpu(), self.extent.compared).nonzero().flatten().to(own.device)
 
-    def add_shares(self, own: Tensor, shares: Shares, window: Tensor | None) -> None:
-        """Add the share of dense attention that the selections of some queries cover, and for V4 that of the window."""
+    def add_shares(self, own: Tensor, shares: Shares, parts: Tensor | None) -> None:
+        """Add how much of dense attention the selections of some queries cover, and for V4 the shares [n, PARTS]."""
         at = own.cpu().numpy()
         self.recall[at], self.top1[at], self.effective[at] = (part.cpu().numpy() for part in shares[:3])
-        if window is not None:
-            self.window[at] = window.cpu().numpy()
+        if parts is not None:
+            self.parts[:, at] = parts.T.cpu().numpy()
+        if self.needle is not None:
+            self.needle.add_weights(own, shares.weights)
         grid, columns = self.mass.shape
         weights = shares.weights.double()
         column = torch.arange(weights.shape[1], dtype=torch.int64, device=weights.device) * columns // self.candidates

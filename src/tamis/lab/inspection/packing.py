@@ -13,12 +13,15 @@ def pack_layer(notes: LayerNotes, source: LayerNotes) -> tuple[dict[str, int | f
     """A description of a layer's arrays, and the arrays as base64 of one zlib stream. Rows of a layer that shares the
     selection of its `source` are left out.
 
-    The stream holds, one after another and little-endian: the map of selected shares, the map of highest scores and the
-    map of dense attention's mass (uint8 [grid, columns] each, see `_maps`); then for each shown query the number of
-    selected candidates (uint16), the lowest and the highest score (float32 each, in two arrays); then all candidates as
-    gaps (see `encode_gaps`); then all scores (uint16), 0 to 65535 between a query's lowest and highest.
+    The stream holds, one after another and little-endian: the map of selected shares and the map of highest scores
+    (uint8 [grid, columns] each, see `_maps`); the highest mass of each row of the map of dense attention's mass
+    (float32 [grid], NaN where no query of the row was compared) and that map (uint16 [grid, columns], see `_mass`);
+    then for each shown query the number of selected candidates (uint16), the lowest and the highest score (float32
+    each, in two arrays); then all candidates as gaps (see `encode_gaps`); then all scores (uint16), 0 to 65535 between
+    a query's lowest and highest.
     """
-    selected, best, mass, low, high = _maps(notes, source)
+    selected, best, low, high = _maps(notes, source)
+    peak, mass = _mass(notes)
     own = notes.extent.shown.numpy() if source is notes else slice(0)
     rows, scores = notes.rows[own], notes.scores[own]
     there = rows >= 0
@@ -29,7 +32,7 @@ def pack_layer(notes: LayerNotes, source: LayerNotes) -> tuple[dict[str, int | f
     span = np.where(top > floor, top - floor, 1)[:, None]
     levels = np.rint((scores - floor[:, None]) / span * 65535).clip(0, 65535).astype("<u2")[there]
     gaps = encode_gaps(rows[there], counts)
-    parts = (selected, best, mass, counts.astype("<u2"), floor, top, np.frombuffer(gaps, np.uint8), levels)
+    parts = (selected, best, peak, mass, counts.astype("<u2"), floor, top, np.frombuffer(gaps, np.uint8), levels)
     stream = zlib.compress(b"".join(np.ascontiguousarray(part).tobytes() for part in parts), 6)
     about = {
         "grid": selected.shape[0],
@@ -43,12 +46,11 @@ def pack_layer(notes: LayerNotes, source: LayerNotes) -> tuple[dict[str, int | f
     return about, base64.b64encode(stream).decode("ascii")
 
 
-def _maps(notes: LayerNotes, source: LayerNotes) -> tuple[np.ndarray, np.ndarray, np.ndarray, float, float]:
-    """Three maps as bytes, and the scores that 1 and 255 mean in the second map.
+def _maps(notes: LayerNotes, source: LayerNotes) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Two maps as bytes, and the scores that 1 and 255 mean in the second map.
 
     The selected share of the pairs in a block is stored as its square root, since most shares are small; 0 means that
-    nothing is selected, and any selection gives at least 1. Mass is the mean over a row's compared queries, as a square
-    root relative to the highest mass of the row.
+    nothing is selected, and any selection gives at least 1.
     """
     share = np.sqrt(notes.counts / np.maximum(_pairs(notes), 1))
     selected = np.where(notes.counts > 0, np.maximum(np.rint(share * 255), 1), 0).clip(0, 255).astype(np.uint8)
@@ -56,9 +58,20 @@ def _maps(notes: LayerNotes, source: LayerNotes) -> tuple[np.ndarray, np.ndarray
     low, high = (float(source.best[some].min()), float(source.best[some].max())) if some.any() else (0.0, 0.0)
     level = (np.where(some, source.best, low) - low) / (high - low if high > low else 1)
     best = np.where(some, 1 + np.rint(level * 254), 0).astype(np.uint8)
+    return selected, best, low, high
+
+
+def _mass(notes: LayerNotes) -> tuple[np.ndarray, np.ndarray]:
+    """The highest mass of each row of blocks, and the mass of each block as a square root relative to it.
+
+    A block's mass is dense attention's weight on its candidates, mean over the compared queries of the row. 16 bits, so
+    that the page can tell the weight itself and not only a colour.
+    """
     mass = notes.mass / np.maximum(notes.mass_rows, 1)[:, None]
-    peak = mass.max(1, keepdims=True, initial=0)
-    return selected, best, np.rint(np.sqrt(mass / np.where(peak > 0, peak, 1)) * 255).astype(np.uint8), low, high
+    peak = mass.max(1, initial=0)
+    level = np.sqrt(mass / np.where(peak > 0, peak, 1)[:, None])
+    known = np.where(notes.mass_rows > 0, peak, np.nan)
+    return known.astype("<f4"), np.rint(level * 65535).astype("<u2")
 
 
 def _pairs(notes: LayerNotes) -> np.ndarray:

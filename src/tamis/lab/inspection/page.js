@@ -3,7 +3,7 @@ const data = JSON.parse($("data").textContent);
 
 function start() {
   const keptCount = data.kept ? data.kept.length : data.tokens.length;
-  const heat = new HeatMap($("heat"), data.tokens.length, data.kept);
+  const heat = new HeatMap($("heat"), data.tokens.length, data.kept, data.needle);
   const unpacked = new Map();
   let now = null;
 
@@ -24,14 +24,24 @@ function start() {
     for (const row of document.querySelectorAll("#layers tbody tr")) row.classList.toggle("now", row.dataset.layer === String(layer));
     drawScale();
     drawMini();
-    drawPosition($("chart-position"), now, data.tokens.length);
-    drawDistance($("chart-distance"), now, data.bins);
+    drawForLayer();
     listPinned();
     document.body.dataset.shown = layer;
   }
 
+  function drawForLayer() {
+    drawPosition($("chart-position"), now, data.tokens.length);
+    drawDistance($("chart-distance"), now, data.bins);
+  }
+
+  function drawForAll() {
+    drawLayers($("chart-layers"), data.layers, show);
+    drawParts($("chart-parts"), data.layers, show);
+    drawOverlap($("chart-overlap"), data.overlap);
+  }
+
   function drawScale() {
-    const names = { score: "Score", share: "Share selected", mass: "Dense attention" };
+    const names = { score: "Score", share: "Share selected", mass: "Dense attention's weight" };
     const ends = {
       score: ["lowest selected", "highest of its query"],
       share: ["none", "all"],
@@ -51,13 +61,13 @@ function start() {
 
   function drawMini() {
     if (!heat.layer) return;
-    const canvas = $("mini"), { about, maps } = heat.layer, size = 256;
+    const canvas = $("mini"), { about } = heat.layer, size = 256;
     canvas.width = canvas.height = size;
     const context = canvas.getContext("2d"), image = context.createImageData(size, size);
-    const pixels = new Uint32Array(image.data.buffer), colours = ramp(), map = maps[heat.mode];
+    const pixels = new Uint32Array(image.data.buffer), colours = ramp();
     for (let y = 0; y < size; y++) {
       const row = Math.floor((y / size) * about.grid) * about.columns;
-      for (let x = 0; x <= y; x++) pixels[y * size + x] = colours[map[row + Math.floor((x / size) * about.columns)]];
+      for (let x = 0; x <= y; x++) pixels[y * size + x] = colours[Math.round(255 * heat.layer.strength(heat.mode, row + Math.floor((x / size) * about.columns)))];
     }
     context.putImageData(image, 0, 0);
     const { width, height, scale } = heat.plot, unit = size / heat.tokens;
@@ -80,46 +90,79 @@ function start() {
   const row = (name, ...value) => [element("dt", {}, name), element("dd", {}, ...value)];
   const token = (text) => element("span", { class: "token" }, text);
 
-  /* What lies under a pixel: one pair if it is large enough, else what is selected of all pairs there. */
+  const span = ([from, to], unit = 1) => (to - from === 1 && unit === 1 ? number(from) : `${number(from * unit)}–${number(to * unit - 1)}`);
+  const unitName = (count) => (now.ratio === 1 ? (count === 1 ? "token" : "tokens") : count === 1 ? "entry" : "entries");
+  const marked = (candidate) => (data.needle !== null && Math.floor(data.needle / now.ratio) === candidate ? " (needle)" : "");
+
+  /* The query and the candidate under the pointer, or the ranges of them. */
+  function pair(queries, candidates) {
+    const several = queries[1] - queries[0] > 1 || candidates[1] - candidates[0] > 1;
+    const names = several ? ["queries", unitName(2)] : ["query", unitName(1)];
+    return [
+      ...row(names[0], token(shown(queries[0])), ` at ${span(queries)}`),
+      ...row(names[1], token(candidateText(candidates[0])), ` at ${span(candidates, now.ratio)}${marked(candidates[0])}`),
+    ];
+  }
+
+  /* What lies under a pixel, in the quantity of the view: one pair if it is large enough, else all pairs there. */
   function under(spot) {
-    const rows = heat.rows, query = Math.floor(spot.y), candidate = Math.floor(spot.x / now.ratio);
+    const query = Math.floor(spot.y), candidate = Math.floor(spot.x / now.ratio);
     if (spot.x >= Math.floor((query + 1) / now.ratio) * now.ratio && spot.size < 1) {
       return [...row("query", token(shown(query)), ` at ${number(query)}`), ...row("", "cannot see this")];
     }
-    const queries = [query, query + Math.max(1, Math.round(spot.size))];
-    const candidates = [candidate, candidate + Math.max(1, Math.round(spot.size / now.ratio))];
-    let count = 0, best = -1, bestRow = -1, known = 0;
-    for (let r = heat.rowFrom(queries[0]); r < Math.min(heat.rowFrom(queries[1]), heat.rowCount); r++) {
-      known++;
+    if (heat.mode === "mass") return weight(query, candidate);
+    const queries = [query, Math.min(heat.tokens, query + Math.max(1, Math.round(spot.size)))];
+    const candidates = [candidate, Math.min(now.candidates, candidate + Math.max(1, Math.round(spot.size / now.ratio)))];
+    const found = selectedIn(queries, candidates);
+    if (!found.pairs) return block(query, candidate);
+    const single = queries[1] - queries[0] === 1 && candidates[1] - candidates[0] === 1;
+    if (heat.mode === "share") return density(queries, candidates, found, single);
+    return score(queries, candidates, found, single);
+  }
+
+  /* The selected pairs among those whose selections are in this file; `pairs` counts all that are visible. */
+  function selectedIn(queries, candidates) {
+    const rows = heat.rows, found = { pairs: 0, count: 0, best: -1, row: -1 };
+    for (let r = heat.rowFrom(queries[0]); r < heat.rowCount && heat.queryOf(r) < queries[1]; r++) {
+      const visible = Math.floor((heat.queryOf(r) + 1) / now.ratio);
+      found.pairs += Math.max(0, Math.min(candidates[1], visible) - candidates[0]);
       for (let i = rows.seek(r, candidates[0]); i < rows.starts[r + 1] && rows.candidates[i] < candidates[1]; i++) {
-        count++;
-        if (best < 0 || rows.score(r, i) > rows.score(bestRow, best)) [best, bestRow] = [i, r];
+        found.count++;
+        if (found.best < 0 || rows.score(r, i) > rows.score(found.row, found.best)) [found.best, found.row] = [i, r];
       }
     }
-    if (!known) return block(query, candidate);
-    const single = queries[1] - queries[0] === 1 && candidates[1] - candidates[0] === 1;
-    if (best >= 0) {
-      const at = heat.queryOf(bestRow), where = rows.candidates[best];
-      const found = [...row("query", token(shown(at)), ` at ${number(at)}`)];
-      found.push(...row(now.ratio === 1 ? "token" : "entry", token(candidateText(where)), ` at ${candidateName(where)}`));
-      found.push(...row("score", scored(rows.score(bestRow, best)), `, rank ${rank(bestRow, best)} of ${number(rows.starts[bestRow + 1] - rows.starts[bestRow])}`));
-      found.push(...row("distance", number(at - (where * now.ratio + now.ratio - 1))));
-      if (!single && count > 1) found.push(...row("", `best of ${number(count)} selected here`));
-      return found;
+    return found;
+  }
+
+  function score(queries, candidates, found, single) {
+    const rows = heat.rows;
+    if (found.best < 0) {
+      const why = single ? `below the cutoff at ${scored(rows.low[heat.rowFrom(queries[0])])}: not selected` : "nothing selected here";
+      return [...pair(queries, candidates), ...row("score", why)];
     }
-    const r = heat.rowFrom(query);
-    if (!single) {
-      return [
-        ...row("queries", token(shown(query)), ` at ${number(query)} to ${number(queries[1] - 1)}`),
-        ...row(now.ratio === 1 ? "tokens" : "entries", token(candidateText(candidate)), ` at ${number(candidate * now.ratio)} to ${number(candidates[1] * now.ratio - 1)}`),
-        ...row("score", "nothing selected here"),
-      ];
-    }
-    return [
-      ...row("query", token(shown(query)), ` at ${number(query)}`),
-      ...row(now.ratio === 1 ? "token" : "entry", token(candidateText(candidate)), ` at ${candidateName(candidate)}`),
-      ...row("score", `below the cut at ${scored(rows.low[r])}: not selected`),
-    ];
+    const at = heat.queryOf(found.row), where = rows.candidates[found.best];
+    const told = pair([at, at + 1], [where, where + 1]);
+    told.push(...row("score", scored(rows.score(found.row, found.best)), `, rank ${rank(found.row, found.best)} of ${number(rows.starts[found.row + 1] - rows.starts[found.row])}`));
+    told.push(...row("distance", `${number(at - (where * now.ratio + now.ratio - 1))} tokens`));
+    if (!single && found.count > 1) told.push(...row("", `best of ${number(found.count)} selected here`));
+    return told;
+  }
+
+  function density(queries, candidates, found, single) {
+    const share = `${number(found.count)} of ${number(found.pairs)} pairs (${percent(found.count / found.pairs)})`;
+    return [...pair(queries, candidates), ...row("selected", single ? (found.count ? "yes" : "no") : share)];
+  }
+
+  /* Dense attention's weight in the block of its map; a block is one pair where the prompt is short. */
+  function weight(query, candidate) {
+    const { row: r, at, queries, candidates } = heat.layer.block(query, candidate, heat.tokens);
+    const peak = heat.layer.peaks[r], told = pair(queries, candidates);
+    if (Number.isNaN(peak)) return [...told, ...row("dense weight", "not computed for this query")];
+    const value = heat.layer.strength("mass", at) ** 2 * peak, one = candidates[1] - candidates[0] === 1;
+    told.push(...row("dense weight", value >= 1e-3 || !value ? `${(100 * value).toFixed(2)}%` : `${(100 * value).toExponential(1)}%`, one ? "" : ", sum over these"));
+    const found = selectedIn(queries, candidates);
+    if (found.pairs) told.push(...row("selected", found.pairs === 1 ? (found.count ? "yes" : "no") : `${number(found.count)} of ${number(found.pairs)} pairs`));
+    return told;
   }
 
   function rank(r, at) {
@@ -131,14 +174,11 @@ function start() {
 
   /* Queries whose selections are not in this file one by one. */
   function block(query, candidate) {
-    const { about, maps } = heat.layer;
-    const r = Math.floor((query / heat.tokens) * about.grid), c = Math.floor((candidate / about.candidates) * about.columns);
-    const at = r * about.columns + c, level = maps.score[at];
-    const from = Math.ceil((r * heat.tokens) / about.grid), to = Math.ceil(((r + 1) * heat.tokens) / about.grid) - 1;
-    const found = [...row("queries", `${number(from)}–${number(to)}`), ...row("around", token(candidateText(candidate)), ` at ${candidateName(candidate)}`)];
-    found.push(...row("selected", level ? `${percent((maps.share[at] / 255) ** 2)} of the pairs here` : "nothing"));
-    if (level) found.push(...row("score", `at most ${scored(about.bestLow + ((about.bestHigh - about.bestLow) * (level - 1)) / 254)}`));
-    return found;
+    const { about, maps } = heat.layer, { at, queries, candidates } = heat.layer.block(query, candidate, heat.tokens);
+    const level = maps.score[at], told = pair(queries, candidates);
+    told.push(...row("selected", level ? `${percent((maps.share[at] / 255) ** 2)} of the pairs here` : "nothing"));
+    if (level && heat.mode === "score") told.push(...row("score", `at most ${scored(about.bestLow + ((about.bestHigh - about.bestLow) * (level - 1)) / 254)}`));
+    return told;
   }
 
   function showTip(px, py) {
@@ -163,7 +203,7 @@ function start() {
     box.append(element("div", { class: "note" }, context(query), " ", token(shown(query))));
     const list = element("ol");
     for (const i of order.slice(0, 12)) {
-      const where = element("span", { class: "where" }, ` ${candidateName(rows.candidates[i])}`);
+      const where = element("span", { class: "where" }, ` ${candidateName(rows.candidates[i])}${marked(rows.candidates[i])}`);
       list.append(element("li", {}, element("span", {}, token(candidateText(rows.candidates[i])), where), element("span", {}, scored(rows.score(r, i)))));
     }
     box.append(list);
@@ -241,10 +281,17 @@ function start() {
   for (const line of document.querySelectorAll("#layers tbody tr[data-layer]")) {
     line.addEventListener("click", () => show(Number(line.dataset.layer)));
   }
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawScale(); drawMini(); drawOverlap($("chart-overlap"), data.overlap, show); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawScale(); drawMini(); drawOverlap($("chart-overlap"), data.overlap); });
+  let wide = 0;
+  new ResizeObserver(([{ contentRect }]) => {
+    // Drawing a chart may change its height, which must not draw it again.
+    if (Math.round(contentRect.width) === wide) return;
+    wide = Math.round(contentRect.width);
+    drawForAll();
+    if (now) drawForLayer();
+  }).observe(document.querySelector(".charts"));
 
-  drawLayers($("chart-layers"), data.layers, show);
-  drawOverlap($("chart-overlap"), data.overlap, show);
+  drawForAll();
   if (data.layers.length) show(data.layers[0].layer).then(() => pin(data.tokens.length - 1));
 }
 

@@ -10,15 +10,22 @@ import numpy as np
 from tamis._version import __version__
 from tamis.lab.html import document, escape
 from tamis.lab.inspection.collect import Inspection
+from tamis.lab.inspection.needle import describe_needle, needle_sentence
 from tamis.lab.inspection.notes import LayerNotes
 from tamis.lab.inspection.packing import pack_layer
 from tamis.lab.inspection.summary import bin_name, describe_layers, layer_overlap, used_bins
 
 POSITION_BINS = 80
+RANDOM_NOTE = "Random weights: these selections say nothing about a trained model."
 
 
 def render_page(
-    inspection: Inspection, *, title: str, text: Callable[[int], str], parameters: Mapping[str, Any]
+    inspection: Inspection,
+    *,
+    title: str,
+    text: Callable[[int], str],
+    parameters: Mapping[str, Any],
+    random_weights: bool = False,
 ) -> str:
     """The page's HTML.
 
@@ -27,7 +34,10 @@ def render_page(
         title: such as the model's name.
         text: gives the text of a token id.
         parameters: the model's parameters by name.
+        random_weights: whether the model was never trained; the title and a note at the top then say so.
     """
+    title = f"{title}, random weights" if random_weights else title
+    needle = describe_needle(inspection)
     layers = describe_layers(inspection)
     overlap = layer_overlap(inspection)
     blobs: dict[str, str] = {}
@@ -42,15 +52,19 @@ def render_page(
         "kept": None if len(shown) == len(inspection.tokens) else shown.tolist(),
         "layers": described,
         "bins": [bin_name(number) for number in range(bins)],
-        "overlap": overlap,
+        "overlap": overlap | {"empty": _without_overlap(inspection, overlap)},
+        "needle": None if needle is None else needle["position"],
     }
     body = Template(_asset("page.html")).substitute(
         title=escape(title),
         subtitle=escape(_subtitle(inspection)),
+        warning=f'<p class="warning" role="note">{escape(RANDOM_NOTE)}</p>' if random_weights else "",
         tiles=_tiles(layers),
+        needle="" if needle is None else _needle(needle, text(inspection.tokens[needle["position"]])),
         unit_note=escape(_unit_note(inspection)),
         measured=escape(_measured(inspection)),
-        overlap_note=escape(f"Mean over {overlap['queries']} queries." if overlap["queries"] else ""),
+        overlap_note=escape(_overlap_note(overlap)),
+        parts=_PARTS_CARD if any(layer.get("window_share") is not None for layer in layers) else "",
         rows="".join(_row(layer) for layer in layers),
         parameters="".join(f"<dl><dt>{escape(name)}</dt><dd>{escape(v)}</dd></dl>" for name, v in parameters.items()),
         version=escape(__version__),
@@ -58,6 +72,11 @@ def render_page(
     script = "\n".join(_asset(name) for name in ("heatmap.js", "charts.js", "page.js"))
     title = f"{title} · tamis inspect"
     return document(title, body, style=_asset("page.css"), script=script, data=data, blobs=blobs)
+
+
+_PARTS_CARD = """<section class="card"><h3>Window, entries and sink</h3><p>Where the weight of dense attention goes in
+each layer, mean over heads and queries. The layer attends to the window and to the selected entries.</p>
+<div id="chart-parts"></div></section>"""
 
 
 def _asset(name: str) -> str:
@@ -83,6 +102,59 @@ def _unit_note(inspection: Inspection) -> str:
             f" The selections of {shown:,} of {total:,} queries are shown exactly; between them the map shows means."
         )
     return text
+
+
+def _overlap_note(overlap: Mapping[str, Any]) -> str:
+    several = overlap["queries"] and len(overlap["layers"]) > 1
+    return f"Mean over {overlap['queries']} queries." if several else ""
+
+
+def _without_overlap(inspection: Inspection, overlap: Mapping[str, Any]) -> str:
+    """Why there is no overlap to draw; empty if there is."""
+    if not inspection.layers:
+        return "Empty because no layer of this model selects."
+    if len(inspection.layers) == 1:
+        reason = f"Empty because only layer {inspection.layers[0].number} selects, and an overlap needs two selections."
+        others = len(inspection.specs) - 1
+        fixed = "attends to a window, or to a window and every entry"
+        return f"{reason} Each of the other {others} layers {fixed}." if others else reason
+    if not overlap["queries"]:
+        return (
+            "Empty because no query has more candidates than top-k, so that every layer selects everything. "
+            "Use a longer prompt."
+        )
+    return ""
+
+
+def _needle(described: Mapping[str, Any], token: str) -> str:
+    """The section about the needle: a sentence, and a row for each layer that selects."""
+    names = ("Selected", "Rank", "Score", "Dense weight", "Later queries that select it")
+    head = "".join(f'<th scope="col" class="n">{name}</th>' for name in names)
+    rows = "".join(_needle_row(layer) for layer in described["layers"])
+    sentence = f'{escape(needle_sentence(dict(described)))} Its token is <span class="token">{escape(token)}</span>.'
+    return f"""<h2 id="needle-title">The needle</h2>
+<p id="needle">{sentence}</p>
+<p class="note">Rank, score and dense attention's weight are those of the last query; the last column is over all
+queries that see the needle and more candidates than top-k.</p>
+<div class="card scroll" tabindex="0" role="region" aria-labelledby="needle-title"><table id="needle-layers"><thead><tr>
+<th scope="col">Layer</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>"""
+
+
+def _needle_row(layer: Mapping[str, Any]) -> str:
+    rank = f"{layer['rank']:,} of {layer['candidates']:,}, top-k {layer['topk']:,}" if layer["visible"] else "-"
+    chosen = "yes" if layer["selected"] else "no" if layer["visible"] else "not visible"
+    later = "-"
+    if layer["later_selected"] is not None:
+        later = f"{_percent(layer['later_selected'])} of {layer['later_queries']:,}"
+    cells = (
+        chosen,
+        rank,
+        "-" if layer["score"] is None else f"{layer['score']:.3g}",
+        _percent(layer["weight"]),
+        later,
+    )
+    numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
+    return f"<tr><td>{layer['layer']}</td>{numbers}</tr>"
 
 
 def _measured(inspection: Inspection) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tamis.lab.inspection.collect import Inspection
-from tamis.lab.inspection.notes import LayerNotes
+from tamis.lab.inspection.notes import PARTS, LayerNotes
 from tamis.lab.inspection.statistics import DISTANCE_BINS, evenly_spaced, mean_overlap, selected_mask
 from tamis.model.spec import LayerSpec
 
@@ -49,7 +49,7 @@ def _describe(number: int, spec: LayerSpec, notes: LayerNotes | None, inspection
         "recall_p10": _low(notes.recall[counted]),
         "top1": _mean(notes.top1[counted]),
         "effective": _mean(notes.effective[counted]),
-        "window_share": _mean(notes.window[counted]),
+        **{f"{part}_share": _mean(values[counted]) for part, values in zip(PARTS, notes.parts, strict=True)},
         "tied_queries": int((origin.tied > 0).sum()),
         "tied_candidates": int(origin.tied.sum()),
         "median_distance": median_bin(notes.distances),

@@ -32,7 +32,8 @@ def write_report(
         folder: where the files go; created if it does not exist.
         report: called with the number of figures drawn and the number of all figures.
     """
-    from tamis.lab.bench.report.figures import FIGURES, LIGHT, THEMED, draw
+    from tamis.lab.bench.report.figures import draw_png, draw_svg
+    from tamis.lab.bench.report.kinds import FIGURES
     from tamis.lab.bench.report.page import render_page
 
     newest = most_measured_first(latest(rows))
@@ -40,9 +41,10 @@ def write_report(
         raise checks.refuse("rows", "at least one", "none", "measure something first")
     drawings, pictures = {}, {}
     for number, figure in enumerate(FIGURES):
-        drawing, picture = draw(figure, newest, THEMED, "svg"), draw(figure, newest, LIGHT, "png")
-        if drawing is not None and picture is not None:
-            drawings[figure], pictures[folder / f"{figure.name}.png"] = drawing.decode("utf-8"), picture
+        panels = figure.panels(newest)
+        if panels:
+            drawings[figure] = draw_svg(figure, panels)
+            pictures[folder / f"{figure.name}.png"] = draw_png(figure, panels)
         report(number + 1, len(FIGURES))
     page = render_page(newest, drawings, superseded=len(rows) - len(newest))
     # Files are written only after everything is drawn; each is replaced as a whole, the page last.

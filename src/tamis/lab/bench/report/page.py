@@ -6,10 +6,16 @@ from typing import TypeAlias
 from tamis._version import __version__
 from tamis.lab.bench.record import Row
 from tamis.lab.bench.report.data import find_limits, geometric_mean, once
-from tamis.lab.bench.report.figures import FigureKind
+from tamis.lab.bench.report.figures import Drawing, FigureKind
 from tamis.lab.html import document, escape
 
 _STYLE = """\
+:root { --fifth: #8a6d00; }
+@media (prefers-color-scheme: dark) { :root { --fifth: #d8b94a; } }
+.panels { columns: 3 310px; column-gap: 28px; }
+.panels figure { break-inside: avoid; margin: 0 0 22px; }
+.panels figcaption { font-size: 13.5px; font-weight: 600; line-height: 1.35; margin-bottom: 6px; }
+#roofline .panels { columns: 2 310px; max-width: 900px; }
 .figure svg { width: 100%; height: auto; display: block; }
 .figure svg text { font-size: inherit; fill: inherit; }
 .figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
@@ -19,19 +25,19 @@ _Tile: TypeAlias = tuple[str, str, str]
 """The value that a tile shows, its name, and a line below them."""
 
 
-def render_page(rows: Sequence[Row], drawings: Mapping[FigureKind, str], *, superseded: int) -> str:
+def render_page(rows: Sequence[Row], drawings: Mapping[FigureKind, Sequence[Drawing]], *, superseded: int) -> str:
     """The report as one HTML file.
 
     Args:
         rows: the measurements, all of which are shown.
-        drawings: the figures as SVG.
+        drawings: the panels of the figures.
         superseded: how many rows were left out because a newer row has the same measurement.
     """
     machines = list(dict.fromkeys(row.gpu for row in rows))
     figures = "".join(
         f'<h2>{escape(kind.title)}</h2><p class="note">{escape(kind.note)}</p>'
-        f'<div class="card figure" id="{kind.name}">{svg}</div>'
-        for kind, svg in drawings.items()
+        f'<div class="card figure" id="{kind.name}"><div class="panels">{_panels(panels)}</div></div>'
+        for kind, panels in drawings.items()
     )
     body = f"""\
 <div class="wrap">
@@ -40,16 +46,24 @@ def render_page(rows: Sequence[Row], drawings: Mapping[FigureKind, str], *, supe
 <h1>{escape(" and ".join(machines))}</h1>
 <p class="sub">{escape(_versions(rows))}</p>
 </header>
+<main>
 <div class="tiles">{_tiles(rows)}</div>
 {figures}
-<h2>All measurements</h2>
-<p class="note" id="counts">{escape(_counts(rows, superseded))} Times are medians in microseconds. Errors are relative
-to float64, on the inputs that were timed.</p>
-<div class="card scroll"><table id="rows"><thead><tr>{_header()}</tr></thead>
+<h2 id="rows-title">All measurements</h2>
+<p class="note" id="counts">{escape(_counts(rows, superseded))} A shape such as 32q1s16k is 32 requests with 1 new token
+each and a context of 16K tokens. Roofline is the least time that the machine's limits allow. Errors are relative to
+float64, on the inputs that were timed.</p>
+<div class="card scroll" tabindex="0" role="region" aria-labelledby="rows-title"><table id="rows">
+<thead><tr>{_header()}</tr></thead>
 <tbody>{"".join(_line(row) for row in rows)}</tbody></table></div>
+</main>
 <footer>Made by tamis {escape(__version__)}. This file needs no network.</footer>
 </div>"""
     return document(f"{', '.join(machines)} · tamis bench", body, style=_STYLE, styled=True)
+
+
+def _panels(panels: Sequence[Drawing]) -> str:
+    return "".join(f"<figure><figcaption>{escape(one.title)}</figcaption>{one.svg}</figure>" for one in panels)
 
 
 def _counts(rows: Sequence[Row], superseded: int) -> str:
@@ -57,10 +71,10 @@ def _counts(rows: Sequence[Row], superseded: int) -> str:
     read = len(rows) + superseded
     told = f"Rows: {read} read, {len(rows)} shown"
     if superseded:
-        told += f", {superseded} superseded by newer rows of the same measurement (same machine, backend, peer)"
+        told += f", {superseded} superseded by newer rows of the same measurement (same machine, backend and baseline)"
     behind = sum(row.ratio is not None and row.ratio < 1 for row in rows)
     compared = sum(row.ratio is not None for row in rows)
-    return f"{told}. tamis is slower in {behind} of {compared} comparisons with peers." if compared else f"{told}."
+    return f"{told}. tamis is slower in {behind} of {compared} comparisons with baselines." if compared else f"{told}."
 
 
 def _versions(rows: Sequence[Row]) -> str:
@@ -111,15 +125,18 @@ def _peer_tiles(rows: Sequence[Row]) -> list[_Tile]:
     for peer in dict.fromkeys(row.peer for row in rows if row.ratio is not None):
         ratios = [row.ratio for row in rows if row.peer == peer and row.ratio is not None]
         ahead = sum(ratio >= 1 for ratio in ratios)
-        why = f"its time over ours, geometric mean; tamis ahead in {ahead} of {len(ratios)}, all rows"
-        tiles.append((f"{geometric_mean(ratios):.2f}", f"Against {peer}", why))
+        why = f"geometric mean over all rows; tamis is faster in {ahead} of {len(ratios)}"
+        tiles.append((f"{geometric_mean(ratios):.2f}x", f"Speedup over {peer}", why))
     return tiles
 
 
 def _header() -> str:
-    names = "Stage,Backend,Shape,Heads,Top-k,Layout,Time,p10 to p90,Limit,Share,Peer,Its time,Peer / ours,Error"
-    numbers = {"Heads", "Top-k", "Time", "p10 to p90", "Limit", "Share", "Its time", "Peer / ours", "Error"}
-    return "".join(f'<th class="{"n" if name in numbers else ""}">{name}</th>' for name in names.split(","))
+    texts = ("Stage", "Backend", "Shape", "Layout", "Baseline")
+    names = (
+        *("Stage", "Backend", "Shape", "Heads", "Top-k", "Layout", "Median (µs)", "p10 to p90 (µs)", "Roofline (µs)"),
+        *("% of roofline", "Baseline", "Its median (µs)", "Speedup", "Error"),
+    )
+    return "".join(f'<th scope="col" class="{"" if name in texts else "n"}">{name}</th>' for name in names)
 
 
 def _line(row: Row) -> str:
