@@ -1,13 +1,11 @@
-"""The command line: exit codes, errors, tables, JSON, progress."""
+"""The command line: help, exit codes, errors, JSON; the commands `demo` and `backends`."""
 
-import io
 import json
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -21,9 +19,7 @@ import tamis.cli.commands
 from tamis._version import __version__
 from tamis.backends import STAGES, Backend
 from tamis.choice import choose
-from tamis.cli import main, make_parser, progress
-from tamis.cli.progress import Progress, progress_bar, progress_line
-from tamis.cli.table import render_table
+from tamis.cli import main, make_parser
 from tamis.model.spec import LayerSpec
 
 SMALL = ["--requests", "3", "--max-prompt", "40", "--layers", "1", "--heads", "2", "--topk", "8", "--new-tokens", "3"]
@@ -60,19 +56,25 @@ def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
 COMMANDS = [module.__name__.rpartition(".")[2] for module in tamis.cli.commands.COMMANDS]
 
 
+@pytest.mark.parametrize("columns", [40, 80, 200])
 @pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)])
-def test_help_has_examples_that_parse_and_exit_codes(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_fits_the_terminal_and_has_examples_that_parse(
+    arguments: list[str], columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    assert tamis.cli.parser.EXIT_CODES in text
-    examples = re.search(r"examples?:\n((?:  tamis .*\n)+)", text)
+    # Only a word that cannot be broken may be longer than the line.
+    assert [line for line in text.splitlines() if len(line) > columns and " " in line.strip()] == []
+    assert tamis.cli.parser.EXIT_CODES in " ".join(text.split())
+    examples = re.search(r"examples?:\n((?:  .*\n)+)", text)
     assert examples is not None
-    for line in examples[1].splitlines():
+    for line in examples[1].replace("\\\n", "").splitlines():
         words = shlex.split(line)[1:]
         if "--help" not in words:
             parsed = make_parser().parse_args(words)
             assert parsed.command == arguments[0] or arguments == ["--help"]
-            assert not parsed.json or "--json" in words
+            assert not getattr(parsed, "json", False) or "--json" in words
 
 
 def test_example_in_help_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,26 +99,31 @@ def test_version_and_module_entry_do_not_need_torch() -> None:
     [
         ([], "command"),
         (["sieve"], "sieve"),
-        (["demo", "--heads", "many"], "--heads"),
+        (["demo", "--heads", "many"], "--heads must be a whole number between 1 and 128, got 'many'"),
         (["demo", "--heads", "0"], "--heads must be between 1 and 128"),
-        (["demo", "--layers", "0"], "layers"),
-        (["demo", "--requests", "0"], "requests"),
+        (["demo", "--layers", "0"], "--layers must be between 1 and 64, got 0"),
+        (["demo", "--requests", "0"], "--requests must be between 1 and 4096, got 0 (see 'tamis demo --help')"),
         (["demo", "--max-prompt", "0"], "--max-prompt"),
         (["demo", "--new-tokens", "0"], "--new-tokens"),
-        (["demo", "--topk", "0"], "topk"),
+        (["demo", "--topk", "0"], "--topk must be >= 1, got 0"),
         (["demo", "--page-size", "0"], "--page-size"),
-        (["demo", "--token-budget", "7"], "at least the number of requests (8), got 7"),
+        (["demo", "--token-budget", "7"], "--token-budget must be at least the number of requests (8), got 7"),
         (["demo", "--yarn-factor", "-1"], "--yarn-factor"),
-        (["demo", "--seed", "-1"], "seed"),
-        (["demo", "--cache", "v4-fp8"], "--cache"),
+        (["demo", "--seed", "-1"], "--seed must be >= 0, got -1"),
+        (["demo", "--seed", "9" * 5000], "--seed must be"),
+        (["demo", "--page-size", "9223372036854775808"], "--page-size must be <= 9223372036854775807"),
+        (["demo", "--yarn-factor", "nan"], "--yarn-factor must be a number above 0, got 'nan'"),
+        (["demo", "--model", "v4", "--heads", "3"], "--heads must be a multiple of 2 for --model v4, got 3"),
+        (["demo", "--model", "v4", "--page-size", "64"], "--page-size must be a multiple of 128"),
+        (["demo", "--cache", "v4-fp8"], "--cache must be one of v32-fp8, v32-bf16, v32-fp32 for --model v32"),
         (["demo", "--cache", "v32-bf16", "--mode", "separate"], "--mode separate only applies to FP8 caches"),
         (["demo", "--head", "2"], "--head"),
         (["backends", "--heads", "129"], "--heads must be between 1 and 128, got 129"),
         (["backends", "--layout", "v5"], "--layout must be one of"),
-        (["backends", "--layout", "index-fp8"], "layout must be one of"),
+        (["backends", "--layout", "index-fp8"], "--layout must be one of"),
         (["backends", "--page-size", "0"], "--page-size"),
-        (["backends", "--topk", "0"], "topk"),
-        (["backends", "--dtype", "fp64"], "--dtype"),
+        (["backends", "--topk", "0"], "--topk must be >= 1, got 0"),
+        (["backends", "--dtype", "fp64"], "--dtype must be one of bf16, fp16, fp32; got 'fp64'."),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
@@ -293,81 +300,3 @@ def test_demo_fails_beyond_its_bound(
     assert main(["demo", *SMALL]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("FAILED: layer 0: quantisation error")
-
-
-def test_table_aligns_columns_and_lines() -> None:
-    text = render_table(("name", "n"), [("a", 1), ("long\nsecond", 23456)], "lr")
-    assert text == "name        n\n------  -----\na           1\nlong    23456\nsecond"
-
-
-def test_table_without_rows_and_with_a_wrong_row() -> None:
-    assert render_table(("a", "bc"), []) == "a  bc\n-  --"
-    with pytest.raises(ValueError, match=r"rows\[0\] must be of 2 cells"):
-        render_table(("a", "b"), [("only",)])
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_line_and_bar() -> None:
-    assert progress_bar(420, 1000) == "[========            ]"
-    assert progress_bar(0, 0) == progress_bar(7, 7) == "[" + 20 * "=" + "]"
-    assert progress_line(420, 1000, 2.0, "tokens") == " 42% 420/1000 tokens, 210 tokens/s, eta 3 s"
-    assert progress_line(999, 1000, 1.0, "tokens").startswith(" 99%")
-    assert progress_line(0, 10, 0.0, "steps") == "  0% 0/10 steps, 0 steps/s, eta ?"
-    assert progress_line(0, 0, 1.0, "steps").startswith("100%")
-
-
-@pytest.mark.parametrize(("stream", "lines"), [(io.StringIO(), 2), (Terminal(), 0)])
-def test_progress_prints_now_and_then(stream: io.StringIO, lines: int) -> None:
-    now = [0.0]
-    progress = Progress("tokens", stream=stream, clock=lambda: now[0])
-    for done in range(1, 101):
-        now[0] = done / 8
-        progress.update(done, 100)
-    progress.close()
-    text = stream.getvalue()
-    assert text.count("\n") == lines
-    if lines:
-        assert text.splitlines()[0] == " 40% 40/100 tokens, 8 tokens/s, eta 8 s"
-        assert "\r" not in text
-    else:
-        assert text.count("%") == 100
-        assert "\r[==========          ]  50% 50/100 tokens, 8 tokens/s, eta 6 s" in text
-        assert text.endswith("\r")
-        shown = text.split("\r")
-        assert set(shown[-2]) == {" "}
-        assert len(shown[-2]) == len(shown[-3])
-
-
-@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
-def test_progress_says_what_is_under_way_while_nothing_is_reported(
-    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.02)
-    with Progress("tokens", "loading", stream=stream, every=0.02) as shown:
-        _wait_for(stream, "loading... 0 s")
-        shown.update(1, 10)
-        _wait_for(stream, " 10% 1/10 tokens")
-    ended = stream.getvalue()
-    time.sleep(0.1)
-    assert stream.getvalue() == ended
-    assert not stream.isatty() or ended.endswith("\r")
-
-
-def _wait_for(stream: io.StringIO, words: str) -> None:
-    end = time.monotonic() + 60  # for a test that hangs, not for a slow machine
-    while words not in stream.getvalue():
-        assert time.monotonic() < end, stream.getvalue()
-        time.sleep(0.01)
-
-
-def test_quick_work_leaves_no_trace_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work shorter than the pause between lines prints nothing, on a machine of any speed."""
-    monkeypatch.setattr(progress, "LOG_SECONDS", 3600.0)
-    stream = io.StringIO()
-    with Progress("tokens", stream=stream) as shown:
-        shown.update(1, 2)
-    assert stream.getvalue() == ""

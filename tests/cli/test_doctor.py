@@ -14,6 +14,7 @@ import torch
 
 from tamis.cli import doctor, main
 from tamis.cli.doctor import Gpu, judge_gpu, judge_version
+from tamis.cli.versions import minimums
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -67,6 +68,27 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys
     assert text.splitlines()[-1] == "FAILED: tamis is not usable here: import torch"
 
 
+def test_without_the_packages_of_the_command_line_it_still_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, absent = metadata.version, ("packaging", "platformdirs", "rich")
+
+    def version(name: str) -> str:
+        if name in absent:
+            raise metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    for name in [name for name in sys.modules if name.split(".")[0] in absent]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in absent:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "rich - WRONG required, for tables and progress: pip install 'rich'\n" in text
+    assert text.splitlines()[-1] == "FAILED: tamis is not usable here: packaging, platformdirs, rich"
+
+
 def test_no_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("tamis.backends.BACKENDS", ())
     assert main(["doctor", "--json"]) == 1
@@ -100,6 +122,10 @@ def test_triton_is_needed_where_a_gpu_is(
         ("2.9.1", None, "required", "ok", ""),
         (None, "2.11", "required", "WRONG", "required, for rows: pip install x"),
         (None, None, "optional", "missing", "optional, for rows: pip install x"),
+        ("2.11.0.dev20260101+cu130", "2.11", "required", "ok", ""),
+        ("2.11rc1", "2.11", "required", "ok", ""),
+        ("2.100", "2.11", "required", "ok", ""),
+        ("unknown", "2.11", "required", "WRONG", "2.11 or newer"),
     ],
 )
 def test_versions(version: str | None, minimum: str | None, need: str, state: str, words: str) -> None:
@@ -128,7 +154,7 @@ def test_gpus(gpu: Gpu, state: str, words: str) -> None:
 
 
 def test_the_lowest_versions_are_those_of_the_package() -> None:
-    found = doctor._minimums()
+    found = minimums()
     assert found["python"] == "3.11"
     assert {"torch", "numpy", "triton", "transformers", "vllm", "matplotlib"} <= set(found)
     assert found["vllm"] == "0.25"  # whatever else is said about its versions
@@ -262,7 +288,7 @@ def test_the_entry_point_of_the_package_is_the_one_that_is_looked_for() -> None:
 
 
 def test_a_place_where_kernels_cannot_be_kept_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     assert doctor._cubins().state == "ok"
     (tmp_path / ".cache/tamis/cubin").mkdir(parents=True)
     (tmp_path / ".cache/tamis/cubin").chmod(0o777)

@@ -64,7 +64,9 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", *SHORT, "--cache", "bf16", "--seed", "5", "--json"]) == 0
     first = json.loads(capsys.readouterr().out)
     assert (len(first["prompt"]), len(first["generated"])) == (90, 3)
-    assert (first["model"], first["cache"], first["checkpoint"]) == ("DeepseekV32ForCausalLM", "bf16", None)
+    assert (first["model"], first["cache"]) == ("DeepseekV32ForCausalLM", "bf16")
+    assert (first["checkpoint"], first["revision"]) == (None, None)
+    assert (first["command"], first["ok"]) == ("generate", True)
     assert first["text"] is None
     assert first["prefill_seconds"] > 0
     assert first["tokens_per_second"] > 0
@@ -108,15 +110,14 @@ def test_the_same_checkpoint_can_be_inspected(
     ("options", "message"),
     [
         (["--checkpoint", "nowhere"], "a directory with a config.json"),
-        (["--checkpoint", "some/where"], "not a Hub id. Run `hf download some/where --local-dir ./model`."),
         (["--prompt", "a word"], "--prompt needs a tokenizer, but the random model has none. Use --prompt-ids"),
-        (["--prompt-ids", "1,x"], "numbers joined by commas"),
+        (["--prompt-ids", "1,x"], "--prompt-ids must be numbers joined by commas"),
         (["--prompt-ids", "1,4096"], "--prompt-ids: token id 4096 is outside the vocabulary (0-4095)."),
         (["--prompt-tokens", "0"], "--prompt-tokens must be >= 1"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
         (["--backend", "nonesuch"], "--backend must be one of auto, hopper, triton, reference; got 'nonesuch'."),
         (["--backend", "triton"], "backend 'triton' needs a CUDA device, but "),
-        (["--cache", "int4"], "invalid choice"),
+        (["--cache", "int4"], "--cache must be one of fp8, bf16, fp32; got 'int4'."),
         (["--prompt", "a", "--prompt-ids", "1"], "not allowed with"),
     ],
 )

@@ -58,6 +58,9 @@ def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: p
     assert len(found["queries"][1]["layers"]) == layers
     assert found["model"]["model"].endswith("ForCausalLM")
     assert found["html"] is None
+    assert isinstance(found["model"]["parameters"], int)
+    low, high = next(layer for layer in found["layers"] if "recall" in layer)["median_distance"]
+    assert 0 <= low <= high < 130
     assert found["needle"]["position"] == 20
     assert len(found["needle"]["layers"]) == layers
     html = page.read_text(encoding="utf-8")

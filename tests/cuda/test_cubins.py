@@ -1,6 +1,7 @@
 """Cubins on disk: only files that this user wrote for the same inputs are used; a failure only costs a compilation."""
 
 import errno
+import fcntl
 import os
 import pwd
 import signal
@@ -9,10 +10,11 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tamis.cuda import cubins
+from tamis.cuda import cubin_files, cubins
 from tamis.cuda.compiler import Program, compiled
 
 ADD = Program("add.cu", 'extern "C" __global__ void add(int* x) { x[threadIdx.x] += 1; }')
@@ -180,21 +182,62 @@ def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
         raise KeyError(uid)
 
     monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert cubins.default_folder() is None
     assert cubin(None) == (RESULT, 1)
     assert cubins.refusal(None) == "this user has no home folder"
 
 
-@pytest.mark.parametrize("home", ["relative", "."])
-def test_a_relative_home_is_not_used(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", home)
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("variable", ["HOME", "XDG_CACHE_HOME"])
+@pytest.mark.parametrize("value", ["relative", "."])
+def test_a_relative_folder_is_not_used(
+    variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's own record of the home counts then."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=str(tmp_path / "home")))
+    monkeypatch.setenv(variable, value)
     assert cubin(None) == (RESULT, 1)
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "here").iterdir()) == []
+    assert cubins.default_folder() == tmp_path / "home/.cache/tamis/cubin"
+
+
+def test_the_user_may_move_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "moved"))
+    assert cubin(None) == (RESULT, 1)
+    assert cubins.default_folder() == tmp_path / "moved/tamis/cubin"
+    assert [one.architecture for one in cubin_files.kept(tmp_path / "moved/tamis/cubin")] == ["sm_90a"]
+
+
+def test_only_our_files_are_listed_and_removed(tmp_path: Path) -> None:
+    ours = kept(tmp_path)
+    assert cubin(tmp_path, SUBTRACT)[1] == 1
+    half = tmp_path / f"{ours.name}.0123456789abcdef"
+    half.write_bytes(b"half")
+    others = [tmp_path / "notes.txt", tmp_path / "add-sm_90a-0.cubin", tmp_path / f"{ours.stem}.txt"]
+    for other in others:
+        other.write_text("mine")
+    (tmp_path / f"x{ours.name}").symlink_to(others[0])
+    (tmp_path / f"y{ours.name}").mkdir()
+    found = cubin_files.kept(tmp_path)
+    assert len(found) == 3
+    assert {(one.program, one.architecture) for one in found} == {("add", "sm_90a")}
+    assert {one.name: one.bytes for one in found}[ours.name] == ours.stat().st_size
+    with half.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as the process that writes it does
+        assert len(cubin_files.clear(tmp_path)) == 2
+    assert [one.name for one in cubin_files.clear(tmp_path)] == [half.name]
+    assert cubin_files.kept(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == len(others) + 2
+    assert cubin_files.kept(tmp_path / "absent") == []
 
 
 def test_the_folder_lies_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cubins.refusal(cubins.default_folder()) is None
     assert cubin(None) == (RESULT, 1)
@@ -206,7 +249,8 @@ def test_the_folder_lies_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyP
 WRITER = """
 import os, signal, sys
 from pathlib import Path
-from tamis.cuda import cubins
+from types import SimpleNamespace
+from tamis.cuda import cubin_files, cubins
 def stopped(*arguments, **keywords):
     print("written", flush=True)
     signal.pause()
@@ -247,7 +291,8 @@ def test_processes_that_write_at_once_do_not_disturb_each_other(tmp_path: Path) 
     code = """
 import sys
 from pathlib import Path
-from tamis.cuda import cubins
+from types import SimpleNamespace
+from tamis.cuda import cubin_files, cubins
 for number in range(60):
     for name in range(3):
         folder, content = Path(sys.argv[1]), f"cubin {name}".encode() * 5000

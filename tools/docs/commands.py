@@ -42,7 +42,7 @@ def _names(action: argparse.Action) -> str:
     if action.nargs == "+" and value:
         value = f"{value} ..."
     shown = [f"{option} {value}" if value else option for option in action.option_strings] or [value or action.dest]
-    return ", ".join(f"`{option}`" for option in shown)
+    return ", ".join(f"`{option}`" for option in shown).replace("|", "\\|")
 
 
 def _text(action: argparse.Action) -> str:

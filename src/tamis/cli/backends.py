@@ -1,13 +1,15 @@
 """`tamis backends`: which implementation runs a layer on this machine, and why the others do not."""
 
 import argparse
-import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from tamis.cli.machine import DEVICES, describe_machine, machine_line, pick_device
+from tamis.cli import options as shared
+from tamis.cli.data import print_json
+from tamis.cli.machine import describe_machine, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.table import render_table
+from tamis.cli.values import whole
 
 if TYPE_CHECKING:
     from tamis.backends import Need
@@ -44,13 +46,21 @@ def register(subcommands: Subcommands) -> None:
         details="Exits with 1 if none can.",
         example=EXAMPLES,
     )
-    parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
-    parser.add_argument("--heads", type=int, default=128, metavar="N", help="query heads on one rank (default: 128)")
-    parser.add_argument("--layout", default="v32-fp8", metavar="NAME", help="latent cache format (default: v32-fp8)")
-    parser.add_argument("--page-size", type=int, default=64, metavar="N", help="tokens per page (default: 64)")
+    shared.add_device(parser)
+    parser.add_argument(
+        "--heads", type=whole(1, 128), default=128, metavar="N", help="query heads on one rank (default: 128)"
+    )
+    parser.add_argument(
+        "--layout",
+        type=shared.layout,
+        default="v32-fp8",
+        metavar="NAME",
+        help=f"latent cache format, one of {', '.join(shared.LATENT_LAYOUTS)} (default: v32-fp8)",
+    )
+    parser.add_argument("--page-size", type=whole(1), default=64, metavar="N", help="tokens per page (default: 64)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="query dtype (default: bf16)")
     parser.add_argument(
-        "--topk", type=int, default=2048, metavar="N", help="selected positions per token (default: 2048)"
+        "--topk", type=whole(1), default=2048, metavar="N", help="selected positions per token (default: 2048)"
     )
 
 
@@ -61,11 +71,12 @@ def run(options: argparse.Namespace) -> int:
     need = _need(options)
     verdicts = judge(need)
     prefills = explain_prefills(need, verdicts)
+    ok = any(v.state == "chosen" for v in verdicts)
     if options.json:
         layer = {"heads": need.spec.heads, "layout": need.layout.name, "page_size": need.page_size}
         layer |= {"dtype": options.dtype, "topk": options.topk}
         found = {"machine": machine, "layer": layer, "backends": [asdict(v) for v in verdicts], "prefills": prefills}
-        print(json.dumps(found, indent=2))
+        print_json("backends", ok, found)
     else:
         print(machine_line(machine))
         print(
@@ -79,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
                 print(f"\n{verdict.name} runs")
                 print("\n".join(f"  {kernels}" for kernels in verdict.kernels))
                 print(f"  prefills: {prefills}")
-    return OK if any(v.state == "chosen" for v in verdicts) else FAILED
+    return OK if ok else FAILED
 
 
 def judge(need: "Need") -> list[Verdict]:
@@ -116,13 +127,10 @@ def explain_prefills(need: "Need", verdicts: list[Verdict]) -> str | None:
 def _need(options: argparse.Namespace) -> "Need":
     import torch
 
-    from tamis import checks
     from tamis.backends import Need, compute_capability
-    from tamis.cache.layout import NAMES, named
+    from tamis.cache.layout import named
     from tamis.model.spec import LayerSpec
 
-    checks.option("layout", options.layout, [name for name in NAMES if not name.startswith("index")])
-    checks.integer("page_size", options.page_size, low=1)
     layout = named(options.layout)
     # A V4 row is key and value as a whole; in V3.2 the rope dimensions are key only.
     v4 = options.layout.startswith("v4")

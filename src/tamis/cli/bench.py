@@ -1,25 +1,19 @@
 """`tamis bench`: times of the stages, compared with the machine's limits and with peers."""
 
 import argparse
-import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tamis.cli import bench_door
-from tamis.cli.machine import (
-    DEVICES,
-    check_backend,
-    describe_machine,
-    let_waiting_threads_sleep,
-    machine_line,
-    pick_device,
-)
+from tamis.cli import options as shared
+from tamis.cli.data import print_json, with_unit
+from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import render_table
 from tamis.cli.text import one_line, printable
+from tamis.cli.values import names, shapes, whole, wholes
 from tamis.cli.verify import as_data, results_table
 
 if TYPE_CHECKING:
@@ -30,8 +24,21 @@ if TYPE_CHECKING:
     from tamis.lab.bench.run import Bench
     from tamis.lab.verify import CheckResult
 
-SUITES = ("smoke", "decode", "prefill", "write", "v4", "index", "select")
-"""The suites of `tamis.lab.bench.jobs`, which is too heavy to import for a help text; a test compares the two."""
+SUITES = {
+    "smoke": ("attend", "write", "gather", "translate", "scores", "topk", "index"),
+    "decode": ("attend",),
+    "prefill": ("attend",),
+    "write": ("write", "gather", "translate"),
+    "v4": ("attend", "select", "compress"),
+    "index": ("scores", "topk", "topk-ties", "index"),
+    "select": ("scores", "topk", "topk-ties", "index"),
+}
+"""The suites of `tamis.lab.bench.jobs` and their stages. That module is too heavy to import for a help text; a test
+compares the two, and `PEERS` with `tamis.lab.bench.peers`."""
+PEERS = (
+    *("flashmla", "flashmla-sgl", "flashmla-vllm", "flashmla-plain", "flashmla-gather"),
+    *("fa3", "deepgemm", "vllm", "vllm-gather", "torch", "none"),
+)
 REPEATS = {"cuda": 25, "cpu": 5}
 
 DETAILS = f"""\
@@ -80,34 +87,40 @@ def register(subcommands: Subcommands) -> None:
         summary="Measure the stages against the machine's limits and against peers",
         details=DETAILS,
         example=EXAMPLES,
+        usage="[suite] [options]",
     )
-    names = (*SUITES, bench_door.SUITE)
-    parser.add_argument("suite", nargs="?", choices=names, metavar="suite", help="one of the above (default: smoke)")
-    parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
-    parser.add_argument(
-        "--backend", default="auto", metavar="NAME", help="backend to use; see `tamis backends` (default: auto)"
-    )
+    suites = (*SUITES, bench_door.SUITE)
+    parser.add_argument("suite", nargs="?", choices=suites, metavar="suite", help="one of the above (default: smoke)")
+    shared.add_device(parser)
+    shared.add_backend(parser)
     parser.add_argument(
         "--shape",
-        type=_words,
+        type=shapes,
         default=[],
         metavar="S,...",
         help="such as 128q1s16k: 128 requests, q new tokens, s in all",
     )
-    parser.add_argument("--stage", type=_words, default=[], metavar="NAME,...", help="only these stages of the suite")
-    parser.add_argument("--heads", type=_numbers, default=[], metavar="N,...", help="query heads")
-    parser.add_argument("--topk", type=_numbers, default=[], metavar="N,...", help="selected rows per token")
+    stages = tuple(dict.fromkeys(stage for known in SUITES.values() for stage in known))
     parser.add_argument(
-        "--layout", type=_words, default=[], metavar="NAME,...", help="byte formats of the rows or keys"
+        "--stage", type=names(stages), default=[], metavar="NAME,...", help="only these stages of the suite"
+    )
+    parser.add_argument("--heads", type=wholes(1, 128), default=[], metavar="N,...", help="query heads, 1 to 128")
+    parser.add_argument("--topk", type=wholes(1), default=[], metavar="N,...", help="selected rows per token")
+    parser.add_argument(
+        "--layout",
+        type=names((*shared.LATENT_LAYOUTS, *shared.INDEX_LAYOUTS)),
+        default=[],
+        metavar="NAME,...",
+        help="byte formats of the rows or keys",
     )
     parser.add_argument(
         "--against",
-        type=_words,
+        type=names(PEERS),
         metavar="PEER,...",
         help="flashmla (all its builds), one build (flashmla-sgl, flashmla-vllm, flashmla-plain), flashmla-gather, "
         "fa3, deepgemm, vllm, vllm-gather, torch or none (default: those that can be imported)",
     )
-    parser.add_argument("--repeats", type=int, metavar="N", help="timed rounds (default: 25 on a GPU, 5 on a CPU)")
+    parser.add_argument("--repeats", type=whole(1), metavar="N", help="timed rounds (default: 25 on a GPU, 5 on a CPU)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows to this file")
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="draw the rows: report.html, and PNG files beside it"
@@ -121,30 +134,16 @@ def register(subcommands: Subcommands) -> None:
         metavar="CSV",
         help="with --report: measure nothing, draw the rows of these files",
     )
-    bench_door.add_options(parser, _words, _numbers)
-
-
-def _words(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers like 16,128") from error
+    bench_door.add_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Verify, measure, and print the table or the JSON object; with --from, draw earlier measurements instead."""
-    let_waiting_threads_sleep()
-    from tamis import checks
-
     bench_door.check_options(options)
+    _check_options(options)
+    let_waiting_threads_sleep()
     if options.suite == bench_door.SUITE:
         return bench_door.run(options)
-    if options.files and options.report is None:
-        raise checks.refuse("--from", "given with --report", "alone", "name a folder for the report")
     if options.report is not None:
         from tamis.lab.bench.report import check_place
 
@@ -152,17 +151,31 @@ def run(options: argparse.Namespace) -> int:
     return _draw_files(options) if options.files else _measure(options)
 
 
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse options that do not go together, before torch is loaded."""
+    if options.files and options.report is None:
+        raise ValueError("--from must be given with --report, got alone; name a folder for the report")
+    if options.csv is not None and (options.csv.is_dir() or not options.csv.parent.is_dir()):
+        raise ValueError(f"--csv must be a file in an existing folder, got {options.csv}; choose another place")
+    suite = options.suite or ("custom" if options.shape else "smoke")
+    known = SUITES.get(suite, ("attend",))
+    for stage in options.stage if suite != bench_door.SUITE else ():
+        if stage not in known:
+            raise ValueError(f"--stage must be one of {', '.join(known)} for the suite {suite!r}; got {stage!r}.")
+
+
 def _draw_files(options: argparse.Namespace) -> int:
     from tamis.lab.bench.report import read_rows
 
     drawn = _written(read_rows(options.files), options.report)
-    print(json.dumps({"report": drawn}) if options.json else "\n".join(printable(name) for name in drawn))
+    if options.json:
+        print_json("bench", True, {"report": drawn})
+    else:
+        print("\n".join(printable(name) for name in drawn))
     return OK
 
 
 def _measure(options: argparse.Namespace) -> int:
-    from tamis import checks
-
     device = pick_device(options.device)
     check_backend(options.backend, device)
     from tamis.lab.bench.peers import find_peers
@@ -174,7 +187,6 @@ def _measure(options: argparse.Namespace) -> int:
     file = CsvFile(options.csv) if options.csv is not None else None
     jobs = _jobs(options)
     repeats = REPEATS[device.type] if options.repeats is None else options.repeats
-    checks.integer("--repeats", repeats, low=1)
     failures = [result for result in _verified(jobs, device, options.backend) if not result.ok]
     if failures:
         return _refuse(failures, json_wanted=options.json)
@@ -184,8 +196,18 @@ def _measure(options: argparse.Namespace) -> int:
     machine = describe_machine(device)
     drawn = _written(rows, options.report) if options.report is not None and rows else []
     if options.json:
-        data = {"machine": machine, "limits": asdict(bench.ceiling), "absent": absent, "unsuited": unsuited}
-        print(json.dumps(data | {"wrong": wrong, "report": drawn, "rows": [row.as_data() for row in rows]}))
+        data: dict[str, Any] = {
+            "machine": machine,
+            "limits": asdict(bench.ceiling),
+            "absent": absent,
+            "unsuited": unsuited,
+        }
+        data |= {
+            "wrong": wrong,
+            "report": drawn,
+            "rows": [with_unit(row.as_data(), "us", "p10", "p90") for row in rows],
+        }
+        print_json("bench", not wrong, data)
     else:
         # Only a user who named peers is told for which stages they do not apply.
         _print_report(machine, bench, rows, absent, [] if options.against is None else unsuited, wrong)
@@ -197,11 +219,6 @@ def _measure(options: argparse.Namespace) -> int:
 def _jobs(options: argparse.Namespace) -> "list[Job]":
     from tamis.lab.bench.jobs import make_jobs
 
-    for shape in options.shape:
-        for group in re.finditer(r"q(\d+)(k?)s(\d+)(k?)(?=_|$)", shape):
-            new, total = (int(group[n]) * (1024 if group[n + 1] else 1) for n in (1, 3))
-            if total < new:
-                raise ValueError(f"--shape {shape}: total length (s={total}) must be >= new tokens (q={new}).")
     return make_jobs(
         options.suite,
         stages=options.stage,
@@ -250,7 +267,7 @@ def _unchecked(stages: list[str], results: "list[CheckResult]") -> list[str]:
 
 def _refuse(failures: "list[CheckResult]", *, json_wanted: bool) -> int:
     if json_wanted:
-        print(json.dumps({"ok": False, "checks": [as_data(result) for result in failures], "rows": []}))
+        print_json("bench", False, {"checks": [as_data(result) for result in failures], "rows": []})
     else:
         print(results_table(failures), end="\n\n")
         print("FAILED: no time is given for stages whose results are wrong")

@@ -1,16 +1,17 @@
 """`tamis bench door`: the functions that a program calls, timed as it calls them."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tamis.cli.data import print_json, with_unit
 from tamis.cli.machine import describe_machine, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Parser
 from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import render_table
 from tamis.cli.text import one_line
+from tamis.cli.values import names, wholes
 
 if TYPE_CHECKING:
     from tamis.lab.bench.door.cells import Cell
@@ -23,6 +24,11 @@ REPEATS = {"cuda": 15, "cpu": 3}
 SEED = 0
 PEERS = ("flashmla-sgl", "flashmla-vllm", "flashmla-plain", "vllm")
 """The peers that do the work of one of the functions."""
+DOORS = (
+    *("flash_mla_with_kvcache", "flash_mla_sparse_fwd", "SparseMLA", "attend_positions", "index_topk"),
+    *("SparseV4", "forward_mqa", "attend", "write_kv", "plan"),
+)
+"""The functions of `tamis.lab.bench.door.cells`, which is too heavy to import for a help text; a test compares them."""
 
 DETAILS = """\
 door times the functions that a program calls: FlashMLA's drop-ins flash_mla_with_kvcache and flash_mla_sparse_fwd,
@@ -33,18 +39,18 @@ builds of FlashMLA, and DeepGEMM with vLLM's top-k; a ratio is against the faste
 --quick and --long choose what is measured. On a CPU the shapes are tiny."""
 
 
-def add_options(parser: Parser, words: Any, numbers: Any) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options that only this suite takes."""
-    parser.add_argument("--doors", type=words, default=[], metavar="NAME,...", help="door: the functions to time")
-    parser.add_argument("--batch", type=numbers, default=[], metavar="N,...", help="door: numbers of decodes")
+    parser.add_argument(
+        "--doors", type=names(DOORS), default=[], metavar="NAME,...", help="door: the functions to time"
+    )
+    parser.add_argument("--batch", type=wholes(1), default=[], metavar="N,...", help="door: numbers of decodes")
     parser.add_argument("--quick", action="store_true", help="door: fewer cells")
     parser.add_argument("--long", action="store_true", help="door: prefills over 128K too")
 
 
 def check_options(options: argparse.Namespace) -> None:
     """Refuse options of this suite without it, and options of other suites with it."""
-    from tamis import checks
-
     given = {f"--{name}": getattr(options, name) for name in ("doors", "batch", "quick", "long")}
     others = {f"--{name}": getattr(options, name) for name in ("stage", "shape", "topk", "layout", "report")}
     others["--backend"] = options.backend != "auto"
@@ -52,7 +58,7 @@ def check_options(options: argparse.Namespace) -> None:
     for name, value in (others if chosen else given).items():
         if value:
             expected = "left out of `tamis bench door`" if chosen else "given with `tamis bench door` only"
-            raise checks.refuse(name, expected, "given", "leave it out")
+            raise ValueError(f"{name} must be {expected}; leave it out")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     from tamis import checks
 
     device = pick_device(options.device)
-    from tamis.lab.bench.door.cells import DOORS, make_cells, pages_needed
+    from tamis.lab.bench.door.cells import make_cells, pages_needed
     from tamis.lab.bench.door.record import DOOR_COLUMNS
     from tamis.lab.bench.door.run import DoorBench
     from tamis.lab.bench.peers import find_peers
@@ -68,7 +74,6 @@ def run(options: argparse.Namespace) -> int:
     from tamis.lab.bench.record import CsvFile, describe
 
     repeats = REPEATS[device.type] if options.repeats is None else options.repeats
-    checks.integer("--repeats", repeats, low=1)
     with waiting("looking for peers"):
         peers, absent = find_peers(options.against, device)
     absent = {name: reason for name, reason in absent.items() if name in PEERS}
@@ -90,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     rows, wrong, missing = _measured(bench, cells, file)
     if options.json:
         data = {"machine": machine, "absent": absent, "missing": missing, "wrong": wrong}
-        print(json.dumps(data | {"rows": [asdict(row) for row in rows]}))
+        print_json("bench", not wrong, data | {"rows": [with_unit(asdict(row), "us", "p10", "p90") for row in rows]})
         return FAILED if wrong else OK
     print(machine_line(machine))
     print(f"processor: {one_line(bench.cpu) or 'unknown'}; medians of {repeats} rounds, microseconds per call\n")

@@ -7,19 +7,20 @@ import sys
 from collections.abc import Sequence
 
 from tamis._version import __version__
-from tamis.cli import backends, bench, demo, doctor, generate, inspect, verify, was_interrupted
+from tamis.cli import backends, bench, cache, completion, demo, doctor, generate, inspect, size, verify, was_interrupted
 from tamis.cli.errors import name_option
 from tamis.cli.memory import out_of_memory
 from tamis.cli.parser import EXIT_CODES, OK, USAGE, Parser, example_text
 from tamis.cli.text import one_line
 
-COMMANDS = (demo, generate, inspect, doctor, backends, verify, bench)
+COMMANDS = (demo, generate, inspect, doctor, backends, verify, bench, size, cache, completion)
 """The commands in the order of the help."""
 
 EXAMPLES = """\
 tamis demo
 tamis doctor
 tamis verify --quick
+tamis size --model deepseek-v3.2 --memory 40
 tamis bench --help"""
 
 
@@ -27,11 +28,12 @@ def make_parser() -> Parser:
     """The parser of all commands; it imports nothing heavy."""
     parser = Parser(
         prog="tamis",
+        usage="tamis command [options]",
         description="Sparse latent attention for DeepSeek-V3.2, GLM-5 and DeepSeek-V4 style models.",
         epilog=f"{example_text(EXAMPLES)}\n\n{EXIT_CODES}",
     )
     parser.add_argument("--version", action="version", version=f"tamis {__version__}")
-    subcommands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    subcommands = parser.add_subparsers(prog="tamis", dest="command", metavar="command", required=True)
     for command in COMMANDS:
         command.register(subcommands)
     return parser

@@ -1,14 +1,16 @@
 """`tamis demo`: serve a tiny model with continuous batching over paged caches; report memory, rows read and errors."""
 
 import argparse
-import json
 from math import floor
 from typing import TYPE_CHECKING, Any
 
-from tamis.cli.machine import DEVICES, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.data import print_json
+from tamis.cli.machine import describe_machine, let_waiting_threads_sleep, machine_line, pick_device
+from tamis.cli.options import DEVICES
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import Progress
 from tamis.cli.table import render_table
+from tamis.cli.values import LARGEST, positive, whole
 
 if TYPE_CHECKING:
     from tamis.lab.demo.outcome import Served
@@ -24,6 +26,11 @@ add entries compressed from overlapping spans of 4 tokens, selected by an indexe
 Dense attention then is over the window and every entry.
 
 Exits with 1 if the error caused by the cache format exceeds its bound."""
+
+CACHES = ("v32-fp8", "v32-bf16", "v32-fp32", "v4-fp8", "v4-bf16", "v4-fp32")
+"""The formats of `tamis.lab.demo.shape`, which is too heavy to import for a help text; a test compares the two."""
+V4_GROUPS = 2
+"""Groups of heads of the V4 model's output."""
 
 EXAMPLES = """\
 tamis demo --requests 4 --topk 64 --cache v32-fp8
@@ -46,21 +53,24 @@ def register(subcommands: Subcommands) -> None:
         "--model", choices=("v32", "v4"), default="v32", help="architecture of the layers (default: v32)"
     )
 
-    def number(name: str, default: int, text: str) -> None:
-        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    def number(name: str, default: int, text: str, low: int = 1, high: int = LARGEST) -> None:
+        kind = whole(low, high)
+        parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
 
-    number("--requests", 8, "number of requests")
+    number("--requests", 8, "number of requests, 1 to 4096", high=4096)
     number("--max-prompt", 1600, "longest prompt; the others are spread evenly below it")
     number("--new-tokens", 24, "tokens that each request generates")
-    number("--layers", 3, "layers of the model")
-    number("--heads", 8, "query heads, 1 to 128")
+    number("--layers", 3, "layers of the model, 1 to 64", high=64)
+    number("--heads", 8, "query heads, 1 to 128", high=128)
     number("--topk", 128, "positions (with v4: entries) that the indexer selects per token")
     number("--token-budget", 256, "most tokens per step; longer prompts are prefilled in chunks")
-    parser.add_argument("--page-size", type=int, metavar="N", help="tokens per page (default: 64; 256 with v4)")
+    parser.add_argument("--page-size", type=whole(1), metavar="N", help="tokens per page (default: 64; 256 with v4)")
     parser.add_argument(
         "--cache",
-        choices=[f"{model}-{kind}" for model in ("v32", "v4") for kind in ("fp8", "bf16", "fp32")],
-        help="format of the cached rows (default: the model's fp8); index keys are FP8, or fp32 with fp32 rows",
+        choices=CACHES,
+        metavar="FORMAT",
+        help=f"format of the cached rows, one of {', '.join(CACHES)} (default: the model's fp8); index keys are FP8, "
+        "or fp32 with fp32 rows",
     )
     parser.add_argument(
         "--mode",
@@ -69,27 +79,27 @@ def register(subcommands: Subcommands) -> None:
         help="one call for all tokens, or prefills gathered into a 16-bit workspace (default: auto, what is faster)",
     )
     parser.add_argument(
-        "--yarn-factor", type=float, default=1.0, metavar="X", help="YaRN factor of the rotary embedding (default: 1)"
+        "--yarn-factor",
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="YaRN factor of the rotary embedding (default: 1)",
     )
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where to run (default: cpu)")
-    number("--seed", 0, "random seed for weights and prompts; the same seed generates the same tokens")
+    number("--seed", 0, "random seed for weights and prompts; the same seed generates the same tokens", low=0)
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with dense attention")
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve, compare, and print the tables or the JSON object."""
+    cache: Any = options.cache or f"{options.model}-fp8"
+    _check_options(options, cache)
     let_waiting_threads_sleep()
     device = pick_device(options.device)
-    from tamis import checks
     from tamis.lab.demo.outcome import as_data, failed_checks
     from tamis.lab.demo.serve import serve
     from tamis.lab.demo.shape import Workload
 
-    cache: Any = options.cache or f"{options.model}-fp8"
-    if not cache.startswith(f"{options.model}-"):
-        raise checks.refuse("--cache", f"one of {options.model}'s own", cache, "leave it out, or choose another model")
-    if options.mode == "separate" and not cache.endswith("fp8"):
-        raise ValueError(f"--mode separate only applies to FP8 caches; drop it or use --cache {options.model}-fp8.")
     shape, page_size = _shape(options), options.page_size
     if page_size is None:
         page_size = 256 if options.model == "v4" else 64
@@ -110,10 +120,30 @@ def run(options: argparse.Namespace) -> int:
     machine = describe_machine(device)
     failures = failed_checks(served, workload)
     if options.json:
-        print(json.dumps({"machine": machine, **as_data(shape, workload, served)}))
+        print_json("demo", not failures, {"machine": machine, **as_data(shape, workload, served)})
     else:
         _print_report(machine, shape, workload, served, failures)
     return FAILED if failures else OK
+
+
+def _check_options(options: argparse.Namespace, cache: str) -> None:
+    """Refuse options that do not go together, before torch is loaded."""
+    model = options.model
+    if not cache.startswith(f"{model}-"):
+        own = ", ".join(name for name in CACHES if name.startswith(f"{model}-"))
+        raise ValueError(f"--cache must be one of {own} for --model {model}; got {cache!r}.")
+    if options.mode == "separate" and not cache.endswith("fp8"):
+        raise ValueError(f"--mode separate only applies to FP8 caches; drop it or use --cache {model}-fp8.")
+    if options.token_budget < options.requests:
+        expected = f"at least the number of requests ({options.requests})"
+        remedy = "every running request decodes one token per step"
+        raise ValueError(f"--token-budget must be {expected}, got {options.token_budget}; {remedy}")
+    if model == "v4" and options.heads % V4_GROUPS:
+        raise ValueError(f"--heads must be a multiple of {V4_GROUPS} for --model v4, got {options.heads}")
+    span = 1 if model != "v4" or options.layers == 1 else 4 if options.layers == 2 else 128
+    if options.page_size is not None and options.page_size % span:
+        # A page of entries holds whole spans of tokens.
+        raise ValueError(f"--page-size must be a multiple of {span} for these layers of v4, got {options.page_size}")
 
 
 def _shape(options: argparse.Namespace) -> "ModelShape | V4Shape":

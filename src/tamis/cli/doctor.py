@@ -2,7 +2,6 @@
 
 import argparse
 import ctypes
-import json
 import os
 import platform
 import re
@@ -14,9 +13,12 @@ from typing import Any
 
 from tamis._version import __version__
 from tamis.cli.backends import judge
+from tamis.cli.data import print_json
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import waiting
 from tamis.cli.table import render_table
+from tamis.cli.text import one_line
+from tamis.cli.versions import minimums, older
 
 DETAILS = """\
 Reports Python, torch, Triton, the GPU and its driver, optional packages, and which backend would run a DeepSeek-V3.2
@@ -34,6 +36,10 @@ tamis doctor --json"""
 PURPOSES = {
     "torch": ("required", "everything"),
     "numpy": ("required", "planning"),
+    "packaging": ("required", "versions of packages"),
+    "platformdirs": ("required", "the folder of compiled kernels"),
+    "rich": ("required", "tables and progress"),
+    "shtab": ("required", "`tamis completion`"),
     "triton": ("for GPUs", "portable kernels"),
     "transformers": ("optional", "Hugging Face models, `tamis generate`, `tamis inspect`"),
     "vllm": ("optional", "serving with vLLM"),
@@ -103,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         if _imports("torch", findings):
             gpu = look_at_gpu()
             findings = [_needed_by(gpu, finding) for finding in findings]
-            findings += [judge_gpu(gpu), _nvrtc(), _cubins()]
+            findings += [judge_gpu(gpu), *_kernels(findings)]
             choices = _choices()
     findings += [
         Finding(f"backend for {layer}", "none", "WRONG", "see the reasons below")
@@ -112,14 +118,14 @@ def run(options: argparse.Namespace) -> int:
     ]
     usable = all(finding.state != "WRONG" for finding in findings)
     if options.json:
-        print(json.dumps({"ok": usable, "findings": [asdict(f) for f in findings], "choices": choices}, indent=2))
+        print_json("doctor", usable, {"findings": [asdict(f) for f in findings], "choices": choices})
     else:
         _print_report(findings, choices, usable)
     return OK if usable else FAILED
 
 
 def _print_report(findings: list[Finding], choices: dict[str, list[dict[str, Any]]], usable: bool) -> None:
-    print(render_table(("what", "found", "state", "what to do"), [_cells(f) for f in findings]), end="\n\n")
+    print(_findings_table(findings), end="\n\n")
     for layer, verdicts in choices.items():
         heads, layout, topk = LAYERS[layer]
         print(f"{layer} layer: {heads} heads, {layout} pages of 64, top-k {topk}")
@@ -136,18 +142,25 @@ def _print_report(findings: list[Finding], choices: dict[str, list[dict[str, Any
     print(f"OK: tamis is ready (backend: {', '.join(chosen) or 'none'}{'' if gpu else ', CPU only'})")
 
 
-def _cells(finding: Finding) -> tuple[str, ...]:
-    from textwrap import fill
+def _findings_table(findings: list[Finding]) -> str:
+    """The findings as a table, or as plain lines if what draws tables is missing: that is a finding as well."""
+    rows = [_cells(finding) for finding in findings]
+    try:
+        return render_table(("what", "found", "state", "what to do"), rows)
+    except ImportError:
+        return "\n".join(one_line("  ".join(row)) for row in rows)
 
-    return finding.name, finding.found, finding.state, fill(finding.advice, 72) or "-"
+
+def _cells(finding: Finding) -> tuple[str, ...]:
+    return finding.name, finding.found, finding.state, finding.advice or "-"
 
 
 def _python() -> Finding:
-    return judge_version("Python", platform.python_version(), _minimums().get("python"), "required", "everything", "")
+    return judge_version("Python", platform.python_version(), minimums().get("python"), "required", "everything", "")
 
 
 def _packages() -> list[Finding]:
-    minimums, found = _minimums(), []
+    lowest, found = minimums(), []
     for name, (need, purpose) in PURPOSES.items():
         if name == "triton" and sys.platform != "linux":
             continue
@@ -160,7 +173,7 @@ def _packages() -> list[Finding]:
         except metadata.PackageNotFoundError:
             version = None
         install = f"pip install '{EXTRAS.get(name, name)}'"
-        found.append(judge_version(name, version, minimums.get(name), need, purpose, install))
+        found.append(judge_version(name, version, lowest.get(name), need, purpose, install))
     return found
 
 
@@ -171,7 +184,7 @@ def judge_version(
     if version is None:
         state = "WRONG" if need == "required" else "missing"
         return Finding(name, "-", state, f"{need}, for {purpose}: {install}")
-    if minimum is not None and _numbers(version) < _numbers(minimum):
+    if minimum is not None and older(version, minimum):
         state = "WRONG" if need == "required" else "too old"
         return Finding(name, version, state, f"{minimum} or newer is needed for {purpose}: {install or 'upgrade'}")
     return Finding(name, version, "ok")
@@ -241,22 +254,6 @@ def _sglang_plugin() -> Finding:
     return Finding("SGLang plugin", SGLANG_PLUGIN, "ok")
 
 
-def _minimums() -> dict[str, str]:
-    """The lowest versions in the metadata of tamis, by package; empty for a checkout that was never installed."""
-    try:
-        own = metadata.metadata("tamis")
-    except metadata.PackageNotFoundError:
-        return {}
-    needed = own.get_all("Requires-Dist") or []
-    pairs = [re.match(r"([\w.-]+)[^;]*?>=([\d.]+)", requirement) for requirement in needed]
-    return {"python": str(own["Requires-Python"]).removeprefix(">=")} | {p[1]: p[2] for p in pairs if p is not None}
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
-
-
 def _imports(name: str, findings: list[Finding]) -> bool:
     """Whether a package can be imported; adds a finding if it is installed but cannot."""
     try:
@@ -316,7 +313,7 @@ def judge_gpu(gpu: Gpu) -> Finding:
     if not present:
         advice = f"torch is built for {_named(gpu.built_for)}; if there is a GPU, install its driver"
         return Finding("GPU", "none", "ok", advice)
-    if gpu.driver_cuda is not None and gpu.driver_cuda[0] < (_numbers(gpu.built_for) or (0,))[0]:
+    if gpu.driver_cuda is not None and gpu.driver_cuda[0] < _cuda_major(gpu.built_for):
         newest = ".".join(str(number) for number in gpu.driver_cuda)
         advice = f"the driver runs CUDA up to {newest}, torch is built for {gpu.built_for}: update the driver, or "
         return Finding("GPU", driver, "WRONG", advice + f"install a torch built for CUDA {gpu.driver_cuda[0]}")
@@ -330,8 +327,20 @@ def _needed_by(gpu: Gpu, finding: Finding) -> Finding:
     return replace(finding, state="WRONG") if needed else finding
 
 
+def _cuda_major(built_for: str) -> int:
+    found = re.match(r"\d+", built_for)  # nothing for HIP x.y
+    return int(found[0]) if found else 0
+
+
 def _named(built_for: str) -> str:
     return built_for if built_for.startswith("HIP") else f"CUDA {built_for}"
+
+
+def _kernels(findings: list[Finding]) -> list[Finding]:
+    """What compiling CUDA C++ kernels needs; nothing where the packages that find it are missing."""
+    needed = ("packaging", "platformdirs")
+    missing = any(finding.name in needed and finding.found == "-" for finding in findings)
+    return [] if missing else [_nvrtc(), _cubins()]
 
 
 def _nvrtc() -> Finding:

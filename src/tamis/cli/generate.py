@@ -1,17 +1,19 @@
 """`tamis generate`: generate text or tokens with a Hugging Face checkpoint or a tiny random model."""
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from tamis.cli.data import print_json
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
-from tamis.cli.model import add_model_options, load_model, numbers
+from tamis.cli.model import add_model_options, check_model_options, load_model
 from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import Progress
 from tamis.cli.text import printable
+from tamis.cli.values import whole, wholes
 
 if TYPE_CHECKING:
+    from tamis.cli.hub import Source
     from tamis.lab.generation import Generated
 
 DETAILS = """\
@@ -24,7 +26,8 @@ Needs transformers: pip install 'tamis[transformers]'."""
 EXAMPLES = """\
 tamis generate --max-new-tokens 16
 tamis generate --model v4 --prompt-ids 1,2,3 --cache bf16 --json
-tamis generate --checkpoint ./model --prompt 'A sieve is' --max-new-tokens 64"""
+tamis generate --checkpoint ./model --prompt 'A sieve is' --max-new-tokens 64
+tamis generate --checkpoint deepseek-ai/DeepSeek-V3.2 --revision main --prompt 'A sieve is'"""
 
 
 def register(subcommands: Subcommands) -> None:
@@ -40,33 +43,32 @@ def register(subcommands: Subcommands) -> None:
     add_model_options(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue; needs a checkpoint with a tokenizer")
-    prompt.add_argument("--prompt-ids", metavar="N,N,...", help="prompt to continue, as token ids")
+    prompt.add_argument("--prompt-ids", type=wholes(0), metavar="N,...", help="prompt to continue, as token ids")
     prompt.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="length of the random prompt to continue (default: 256)"
+        "--prompt-tokens", type=whole(1), metavar="N", help="length of the random prompt to continue (default: 256)"
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="number of tokens to generate (default: 64)"
+        "--max-new-tokens", type=whole(1), default=64, metavar="N", help="number of tokens to generate (default: 64)"
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Generate, and stream the tokens or print the JSON object."""
+    check_model_options(options)
     let_waiting_threads_sleep()
-    from tamis import checks
-
-    checks.integer("--max-new-tokens", options.max_new_tokens, low=1)
     device = pick_device(options.device)
     check_backend(options.backend, device)
-    ids = None if options.prompt_ids is None else numbers("--prompt-ids", options.prompt_ids)
-    model, tokenizer = load_model(options, device)
+    model, tokenizer, source = load_model(options, device)
     from tamis.lab import generation
 
     prompt = generation.prompt_ids(
-        model, tokenizer, text=options.prompt, ids=ids, count=options.prompt_tokens, seed=options.seed
+        model, tokenizer, text=options.prompt, ids=options.prompt_ids, count=options.prompt_tokens, seed=options.seed
     )
     machine = describe_machine(device)
     if not options.json:
         print(machine_line(machine), file=sys.stderr)
+        if source is not None:
+            print(f"checkpoint: {printable(source)}", file=sys.stderr)
     with Progress("tokens", "reading the prompt") as progress:
 
         def report(piece: str, count: int) -> None:
@@ -88,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
             report=report,
         )
     if options.json:
-        print(json.dumps(_as_data(model, result, options, machine), indent=2))
+        print_json("generate", True, _as_data(model, result, options, machine, source))
     else:
         print()
         print(_summary(result, options.cache), file=sys.stderr)
@@ -104,11 +106,14 @@ def _summary(result: "Generated", cache: str) -> str:
     )
 
 
-def _as_data(model: Any, result: "Generated", options: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+def _as_data(
+    model: Any, result: "Generated", options: argparse.Namespace, machine: dict[str, Any], source: "Source | None"
+) -> dict[str, Any]:
     return {
         "machine": machine,
         "model": type(model).__name__,
-        "checkpoint": None if options.checkpoint is None else str(options.checkpoint),
+        "checkpoint": None if source is None else source.given,
+        "revision": None if source is None else source.revision,
         "cache": options.cache,
         "prompt": result.prompt,
         "generated": result.tokens,

@@ -1,20 +1,22 @@
 """`tamis inspect`: show which tokens a model's layers select, and how much of dense attention these cover."""
 
 import argparse
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tamis.cli.data import print_json
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
-from tamis.cli.model import add_model_options, load_model, numbers
+from tamis.cli.model import add_model_options, check_model_options, load_model
 from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import render_table
 from tamis.cli.text import printable
+from tamis.cli.values import LARGEST, queries, whole, wholes
 
 if TYPE_CHECKING:
+    from tamis.cli.hub import Source
     from tamis.lab.inspection import Inspection
 
 TOKENS = 512
@@ -60,26 +62,27 @@ def register(subcommands: Subcommands) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt; needs a checkpoint with a tokenizer")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="text file with the prompt")
-    prompt.add_argument("--prompt-ids", metavar="N,N,...", help="the prompt as token numbers")
+    prompt.add_argument("--prompt-ids", type=wholes(0), metavar="N,...", help="the prompt as token ids")
     prompt.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help=f"length of the synthetic prompt (default: {TOKENS})"
+        "--prompt-tokens", type=whole(1), metavar="N", help=f"length of the synthetic prompt (default: {TOKENS})"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report to this file")
     parser.add_argument(
         "--query",
+        type=queries,
         metavar="N,...",
-        default="-1",
+        default=[-1],
         help="queries to list, or all; negative numbers count from the end (default: -1)",
     )
     parser.add_argument(
         "--needle",
-        type=int,
+        type=whole(-LARGEST),
         metavar="POSITION",
         help="position in the prompt to follow: which layers select it, its rank and score (default: none)",
     )
     parser.add_argument(
         "--compared-queries",
-        type=int,
+        type=whole(1),
         default=2048,
         metavar="N",
         help="number of queries to compare with dense attention (default: 2048)",
@@ -88,20 +91,20 @@ def register(subcommands: Subcommands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Inspect, and print the tables or the JSON object."""
-    let_waiting_threads_sleep()
-    from tamis import checks
-
-    checks.integer("--compared-queries", options.compared_queries, low=1)
+    check_model_options(options)
+    text = _given_text(options)
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
-        raise checks.refuse("--html", "a file in an existing folder", str(options.html), "choose another place")
+        raise ValueError(f"--html must be a file in an existing folder, got {options.html}; choose another place")
+    let_waiting_threads_sleep()
     device = pick_device(options.device)
     check_backend(options.backend, device)
-    model, tokenizer = load_model(options, device)
+    model, tokenizer, source = load_model(options, device)
+    from tamis import checks
     from tamis.lab.html import write_whole
     from tamis.lab.inspection import inspect_model, render_page
 
-    tokens = _prompt(options, model, tokenizer)
-    queries = _queries(options.query, len(tokens))
+    tokens = _prompt(options, text, model, tokenizer)
+    chosen = _chosen(options.query, len(tokens))
     if options.needle is not None:
         checks.integer("--needle", options.needle, low=-len(tokens), high=len(tokens) - 1)
     with Progress("queries", "reading the prompt") as progress:
@@ -111,29 +114,33 @@ def run(options: argparse.Namespace) -> int:
             cache=options.cache,
             backend=options.backend,
             compared_queries=options.compared_queries,
-            queries=queries,
+            queries=chosen,
             needle=options.needle,
             report=progress.update,
         )
-    text = token_text(tokenizer)
+    shown = token_text(tokenizer)
     machine = describe_machine(device)
-    parameters = _parameters(model, options, machine)
+    parameters = _parameters(model, options, machine, source)
     if options.html is not None:
         with waiting("writing the page"):
             page = render_page(
                 inspection,
                 title=parameters["model"],
-                text=text,
-                parameters=parameters,
-                random_weights=options.checkpoint is None,
+                text=shown,
+                parameters=parameters | {"parameters": f"{parameters['parameters']:,}"},
+                random_weights=source is None,
             )
             write_whole(options.html, page)
     if options.json:
-        data = _as_data(inspection, queries, text, parameters, machine)
-        print(json.dumps(data | {"html": None if options.html is None else str(options.html)}))
+        data = _as_data(inspection, chosen, shown, parameters, machine)
+        data |= {"checkpoint": None if source is None else source.given}
+        data |= {"revision": None if source is None else source.revision}
+        print_json("inspect", True, data | {"html": None if options.html is None else str(options.html)})
     else:
-        print(machine_line(machine), end="\n\n")
-        print(_report(inspection, queries, text))
+        print(machine_line(machine))
+        if source is not None:
+            print(f"checkpoint: {printable(source)}")
+        print(f"\n{_report(inspection, chosen, shown)}")
         if options.html is not None:
             print(f"\nreport: {printable(options.html)}")
     return OK
@@ -162,40 +169,43 @@ def token_text(tokenizer: Any) -> Callable[[int], str]:
     return text
 
 
-def _prompt(options: argparse.Namespace, model: Any, tokenizer: Any) -> list[int]:
-    from tamis import checks
+def _given_text(options: argparse.Namespace) -> str | None:
+    if options.prompt_file is None:
+        return options.prompt  # type: ignore[no-any-return]
+    try:
+        return options.prompt_file.read_text(encoding="utf-8")  # type: ignore[no-any-return]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt-file {options.prompt_file} cannot be read: {error}") from error
+
+
+def _prompt(options: argparse.Namespace, text: str | None, model: Any, tokenizer: Any) -> list[int]:
     from tamis.lab import generation
 
-    text = options.prompt
-    if options.prompt_file is not None:
-        try:
-            text = options.prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--prompt-file {options.prompt_file} cannot be read: {error}") from error
-    ids = None if options.prompt_ids is None else numbers("--prompt-ids", options.prompt_ids)
+    ids = options.prompt_ids
     if text is None and ids is None:
         count = TOKENS if options.prompt_tokens is None else options.prompt_tokens
-        checks.integer("--prompt-tokens", count, low=1)
         ids = recurring_prompt(model.config.vocab_size, count, options.seed)
     return generation.prompt_ids(model, tokenizer, text=text, ids=ids, count=None, seed=options.seed)
 
 
-def _queries(text: str, tokens: int) -> list[int]:
+def _chosen(found: list[int] | None, tokens: int) -> list[int]:
+    """The queries to list, counted from the beginning; None stands for all."""
     from tamis import checks
 
-    if text == "all":
+    if found is None:
         return list(range(tokens))
-    found = numbers("--query", text)
     for query in found:
         checks.integer("--query", query, low=-tokens, high=tokens - 1)
     return [query % tokens for query in found]
 
 
-def _parameters(model: Any, options: argparse.Namespace, machine: dict[str, Any]) -> dict[str, Any]:
+def _parameters(
+    model: Any, options: argparse.Namespace, machine: dict[str, Any], source: "Source | None"
+) -> dict[str, Any]:
     """The model's class, its size and the plain values of its config."""
     count = sum(parameter.numel() for parameter in model.parameters())
-    source = "tiny, random weights" if options.checkpoint is None else str(options.checkpoint)
-    found = {"model": type(model).__name__, "weights": source, "parameters": f"{count:,}", "pages": options.cache}
+    weights = "tiny, random weights" if source is None else str(source)
+    found = {"model": type(model).__name__, "weights": weights, "parameters": count, "pages": options.cache}
     found |= {"device": machine["name"], "torch": machine["torch"]}
     config = model.config.to_dict()
     plain = {name: value for name, value in sorted(config.items()) if isinstance(value, int | float | str)}
@@ -274,6 +284,15 @@ def _row(layer: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _median_range(layer: dict[str, Any]) -> dict[str, Any]:
+    """The range of distances with the median as two numbers; the tables show it as `8 to 15`."""
+    shown = layer.get("median_distance")
+    if shown is None:
+        return {}
+    numbers = [int(word) for word in shown.split(" to ")]
+    return {"median_distance": [numbers[0], numbers[-1]]}
+
+
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
@@ -297,7 +316,7 @@ def _as_data(
         "cache": inspection.cache,
         "prompt": inspection.tokens,
         "compared_queries": len(inspection.extent.compared),
-        "layers": describe_layers(inspection),
+        "layers": [layer | _median_range(layer) for layer in describe_layers(inspection)],
         "overlap": layer_overlap(inspection),
         "needle": describe_needle(inspection),
         "queries": [describe_query(inspection, query, text) for query in queries],

@@ -9,8 +9,6 @@ from tamis.cli.progress import waiting
 if TYPE_CHECKING:
     import torch
 
-DEVICES = ("cpu", "cuda")
-
 
 def let_waiting_threads_sleep() -> None:
     """Tell OpenMP not to spin at barriers, unless the user has chosen a policy. Call this before torch is imported.

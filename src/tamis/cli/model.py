@@ -1,12 +1,13 @@
 """Options and loading of a Hugging Face model, for the commands that run one."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tamis.cli.machine import DEVICES
+from tamis.cli import hub
+from tamis.cli import options as shared
 from tamis.cli.memory import out_of_memory
 from tamis.cli.progress import waiting
+from tamis.cli.values import whole
 
 if TYPE_CHECKING:
     import torch
@@ -15,25 +16,42 @@ if TYPE_CHECKING:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose a model, its cache and its backend."""
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="local checkpoint to load (default: a tiny random model)"
+        "--checkpoint",
+        metavar="DIR|ID",
+        help="checkpoint to load: a local directory, or an id on the Hugging Face Hub, of which only safetensors, "
+        "configs and tokenizers are downloaded and nothing is run (default: a tiny random model)",
     )
+    add_revision(parser)
     parser.add_argument(
         "--model", choices=("v32", "glm", "v4"), default="v32", help="architecture of the random model (default: v32)"
     )
     parser.add_argument(
         "--cache", choices=("fp8", "bf16", "fp32"), default="fp8", help="format of the cached rows (default: fp8)"
     )
+    shared.add_backend(parser)
+    shared.add_device(parser)
     parser.add_argument(
-        "--backend", default="auto", metavar="NAME", help="backend to use; see `tamis backends` (default: auto)"
-    )
-    parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="random seed for weights and prompts (default: 0)"
+        "--seed", type=whole(0), default=0, metavar="N", help="random seed for weights and prompts (default: 0)"
     )
 
 
-def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any, Any]:
-    """The model, and its tokenizer or None."""
+def add_revision(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the revision of a model on the Hub."""
+    parser.add_argument(
+        "--revision", metavar="REV", help="branch, tag or commit on the Hub (default: main); the commit is printed"
+    )
+
+
+def check_model_options(options: argparse.Namespace) -> None:
+    """Refuse a checkpoint that is not there, before torch is loaded."""
+    if options.checkpoint is not None:
+        hub.check_local("--checkpoint", options.checkpoint, options.revision)
+    elif options.revision is not None:
+        raise ValueError("--revision must be given with --checkpoint, got alone; name a model on the Hub")
+
+
+def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any, Any, hub.Source | None]:
+    """The model, its tokenizer or None, and where it came from; None for a random model."""
     with waiting("loading the model"):
         try:
             import tamis.integrations.transformers  # noqa: F401  (it says what to install)
@@ -42,9 +60,12 @@ def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any
         from tamis.lab import generation
 
         if options.checkpoint is None:
-            return generation.make_model(options.model, device, options.seed), None
+            return generation.make_model(options.model, device, options.seed), None, None
+    with waiting(f"fetching {options.checkpoint}" if hub.is_hub_id(options.checkpoint) else "loading the model"):
+        source = hub.fetch("--checkpoint", options.checkpoint, options.revision, weights=True)
+    with waiting("loading the model"):
         try:
-            return generation.load_model(options.checkpoint, device)
+            return *generation.load_model(source.folder, device), source
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a broken file may cause any error; a panic in Rust code is not an Exception
@@ -52,13 +73,3 @@ def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any
                 raise
             said = str(error) or type(error).__name__
             raise ValueError(f"--checkpoint {options.checkpoint} cannot be loaded: {said}") from error
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """The numbers of an option such as `1,2,3`."""
-    from tamis import checks
-
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise checks.refuse(option, "numbers joined by commas", repr(text), "such as 1,2,3") from None

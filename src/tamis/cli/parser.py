@@ -1,11 +1,13 @@
-"""The argument parser that all commands share."""
+"""The argument parser that all commands share: its help wraps at any width, its errors are one line."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from tamis.cli import INTERRUPTED
+from tamis.cli.help import HelpFormatter
 from tamis.cli.text import one_line
 
 if TYPE_CHECKING:
@@ -24,16 +26,23 @@ EXIT_CODES = "exit codes: " + ", ".join(f"{code} {meaning}" for code, meaning in
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that keeps the line breaks of descriptions and reports wrong usage in one line."""
+    """A parser that reports wrong usage in one line, in the words of the options."""
 
     def __init__(self, **settings: Any) -> None:
         """Take the arguments of argparse. Abbreviated options are off: a new option could make one ambiguous."""
-        standard = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        standard = {"formatter_class": HelpFormatter, "allow_abbrev": False}
         super().__init__(**{**standard, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2."""
+        """Exit with code 2. `argument --heads: must be ...` becomes `--heads must be ...`."""
+        message = re.sub(r"^argument (?:\S+/)?(\S+): (?=must |needs |\S+: )", r"\1 ", message).removeprefix("argument ")
         self.exit(USAGE, f"tamis: error: {one_line(message)} (see '{self.prog} --help')\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is not among the choices, in the wording that all errors share."""
+        if action.choices is not None and value not in action.choices:
+            known = ", ".join(str(choice) for choice in action.choices)
+            raise argparse.ArgumentError(action, f"must be one of {known}; got {value!r}.")
 
     def _print_message(self, message: str, file: "SupportsWrite[str] | None" = None) -> None:
         """Write a message. Unlike argparse, this raises the error of a full disk or a closed pipe."""
@@ -52,18 +61,23 @@ def add_command(
     summary: str,
     details: str,
     example: str,
+    usage: str = "[options]",
+    has_json: bool = True,
 ) -> Parser:
     """Add a command with the option `--json`, and return its parser.
 
-    `run` gets the parsed options and returns the exit code. `example` has one command per line.
+    `run` gets the parsed options and returns the exit code. `example` has one command per line. `usage` is what follows
+    the command's name in the first line of the help.
     """
     parser = subcommands.add_parser(
         name,
         help=summary,
+        usage=f"tamis {name} {usage}",
         description=f"{summary}.\n\n{details}",
         epilog=f"{example_text(example)}\n\n{EXIT_CODES}",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    if has_json:
+        parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
     return parser
 

@@ -1,19 +1,12 @@
 """`tamis verify`: numeric checks of every stage on this machine."""
 
 import argparse
-import json
 from dataclasses import asdict
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from tamis.cli.machine import (
-    DEVICES,
-    check_backend,
-    describe_machine,
-    let_waiting_threads_sleep,
-    machine_line,
-    pick_device,
-)
+from tamis.cli import options as shared
+from tamis.cli.data import print_json, with_unit
+from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
 from tamis.cli.progress import Progress
 from tamis.cli.table import render_table
@@ -57,10 +50,8 @@ def register(subcommands: Subcommands) -> None:
         details=DETAILS,
         example=EXAMPLES,
     )
-    parser.add_argument("--device", choices=DEVICES, help="default: the GPU if there is one")
-    parser.add_argument(
-        "--backend", default="auto", metavar="NAME", help="backend to use; see `tamis backends` (default: auto)"
-    )
+    shared.add_device(parser)
+    shared.add_backend(parser)
     parser.add_argument(
         "--stage",
         action="extend",
@@ -85,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
     passed = verdict(results)
     kernels = [kernel for result in results for kernel in result.kernels]
     if options.json:
-        data = {"machine": machine, "ok": passed, "checks": [as_data(r) for r in results]}
-        print(json.dumps(data | {"kernels": [asdict(kernel) for kernel in kernels]}, indent=2))
+        data = {"machine": machine, "checks": [as_data(r) for r in results]}
+        print_json("verify", passed, data | {"kernels": [_kernel_data(kernel) for kernel in kernels]})
     else:
         print(machine_line(machine), end="\n\n")
         print(results_table(results), end="\n\n")
@@ -102,20 +93,23 @@ def verdict(results: "list[CheckResult]") -> bool:
 
 
 def as_data(result: "CheckResult") -> dict[str, Any]:
-    """A result as plain data: infinity as text, since JSON has none, and without kernels, which are listed apart."""
-    error = result.error
-    data = asdict(result) | {"error": error if error is None or isfinite(error) else str(error)}
+    """A result as plain data, without kernels, which are listed apart."""
+    data = asdict(result)
     del data["kernels"]
     return data
 
 
+def _kernel_data(kernel: "KernelUse") -> dict[str, Any]:
+    return with_unit(asdict(kernel), "bytes", "stack", "shared", "shared_limit")
+
+
 def results_table(results: "list[CheckResult]") -> str:
-    """One line per check; long notes are wrapped."""
+    """One line per check."""
     rows = []
     for r in results:
         worst = "-" if r.error is None else "0" if r.error == 0 else f"{r.error:.1e}"
         bound = "equal" if r.bound == 0 else f"{r.bound:.1e}"
-        rows.append((r.stage, r.check, r.backend, r.cases, worst, bound, r.state, _wrapped(r.note)))
+        rows.append((r.stage, r.check, r.backend, r.cases, worst, bound, r.state, r.note))
     header = ("stage", "check", "backend", "cases", "worst error", "bound", "result", "why")
     return render_table(header, rows, "lllrrrll")
 
@@ -144,9 +138,3 @@ def conclusion(results: "list[CheckResult]") -> str:
     if not ran:
         return "FAILED: no check applies to this backend on this device"
     return f"ok: {len(ran)} checks, {cases} cases; {len(results) - len(ran)} do not apply"
-
-
-def _wrapped(text: str, width: int = 60) -> str:
-    from textwrap import wrap
-
-    return "\n".join(wrap(text, width))

@@ -133,7 +133,9 @@ def has_nvrtc() -> bool:
 
 def _candidates() -> Iterator[tuple[str, str | None]]:
     """The libraries to try, each with the builtins library that must be loaded before it."""
-    wanted = [f".so.{major}" for major in ((torch.version.cuda or "13").split(".")[0], "13", "12")]
+    from packaging.version import Version
+
+    wanted = [f".so.{major}" for major in (Version(torch.version.cuda or "13").major, 13, 12)]
     spec = importlib.util.find_spec("nvidia")
     roots = spec.submodule_search_locations if spec is not None else None
     wheels = [path for root in roots or () for path in sorted(Path(root).glob("*/lib/libnvrtc.so.*[0-9]"))]

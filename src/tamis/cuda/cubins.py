@@ -27,19 +27,26 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def default_folder() -> Path | None:
-    """The folder for cubins unless the caller names another; None for a user without a home, and on Windows."""
+    """The folder for cubins unless the caller names another: `~/.cache/tamis/cubin` on Linux.
+
+    The system's rule for caches decides, as platformdirs knows it: XDG_CACHE_HOME moves the folder, and macOS has
+    another default. tamis itself reads no variable. None for a user without a home, and on Windows.
+    """
     if os.name != "posix":
         return None
-    try:
-        home = Path.home()
-    except RuntimeError:  # no HOME, and a user id that the system does not know
-        return None
-    return home / ".cache" / "tamis" / "cubin" if home.is_absolute() else None
+    from platformdirs import user_cache_path
+
+    # Without a HOME, and with a user id that the system does not know, platformdirs raises; older ones give "~".
+    with contextlib.suppress(RuntimeError):
+        folder = user_cache_path("tamis", appauthor=False) / "cubin"
+        if folder.is_absolute():
+            return folder
+    return None
 
 
 def read(folder: Path, name: str, key: bytes) -> bytes | None:
     """The cubin that was written for a key; None if the file contains anything else."""
-    with _opened(folder) as directory:
+    with open_folder(folder) as directory:
         # O_NONBLOCK: opening a FIFO that nobody writes to would otherwise wait for ever.
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     with os.fdopen(file, "rb") as opened:
@@ -55,7 +62,7 @@ def read(folder: Path, name: str, key: bytes) -> bytes | None:
 def write(folder: Path, name: str, key: bytes, cubin: bytes) -> None:
     """Write a cubin under its name; other processes see the complete file or none."""
     _make(folder)
-    with _opened(folder) as directory:
+    with open_folder(folder) as directory:
         _remove_unfinished(directory)
         temporary = f"{name}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -65,7 +72,7 @@ def write(folder: Path, name: str, key: bytes, cubin: bytes) -> None:
                 # The lock ends with the process, so it tells other processes whether this one still writes. On a file
                 # system without locks they cannot lock the file either, and do not remove it.
                 with contextlib.suppress(OSError):
-                    _lock(file)
+                    lock(file)
                 opened.write(_digest(key, cubin) + cubin)
                 opened.flush()
                 os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
@@ -80,7 +87,7 @@ def refusal(folder: Path | None) -> str | None:
     if folder is None:
         return "this user has no home folder"
     try:
-        with _opened(folder):
+        with open_folder(folder):
             writable = os.access(folder, os.W_OK)
     except FileNotFoundError:
         return None
@@ -102,7 +109,7 @@ def _make(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
+def open_folder(folder: Path) -> Iterator[int]:
     """Open a folder after checking that it belongs to this user.
 
     Files are opened relative to the descriptor, so that nobody can exchange the folder after the check.
@@ -124,7 +131,7 @@ def _check(status: os.stat_result, name: str) -> None:
         raise PermissionError(errno.EACCES, f"other users can write to it (its mode is {mode:o})", name)
 
 
-def _lock(file: int) -> None:
+def lock(file: int) -> None:
     """Lock a file without waiting; raise OSError if another process holds the lock."""
     import fcntl  # Windows does not have it
 
@@ -140,7 +147,7 @@ def _remove_unfinished(directory: int) -> None:
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
             try:
                 if time.time() - os.fstat(file).st_mtime > _ABANDONED_SECONDS:
-                    _lock(file)
+                    lock(file)
                     os.unlink(name, dir_fd=directory)
             finally:
                 os.close(file)

@@ -84,9 +84,6 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
     are ignored, and attention and experts are those of transformers whatever the config names, since it could name
     kernels that transformers would download.
     """
-    if not checkpoint.exists() and not checkpoint.is_absolute() and len(checkpoint.parts) == 2:
-        command = f"hf download {checkpoint} --local-dir ./model"
-        raise ValueError(f"--checkpoint takes a local directory, not a Hub id. Run `{command}`.")
     if not (checkpoint / "config.json").is_file():
         raise checks.refuse("--checkpoint", "a directory with a config.json", str(checkpoint), "save a model there")
     local = {"local_files_only": True, "trust_remote_code": False}

@@ -147,9 +147,9 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "entry of 128 tokens" in text
     assert "Served 2/2 requests; all cache pages were freed." in text
     assert main([*arguments, "--cache", "v32-fp8"]) != 0
-    assert "--cache must be one of v4's own, got v32-fp8" in capsys.readouterr().err
+    assert "--cache must be one of v4-fp8, v4-bf16, v4-fp32 for --model v4; got 'v32-fp8'." in capsys.readouterr().err
     assert main([*arguments, "--page-size", "64"]) != 0
-    assert "--page-size must be a multiple of the ratio 128" in capsys.readouterr().err
+    assert "--page-size must be a multiple of 128 for these layers of v4, got 64" in capsys.readouterr().err
 
 
 def test_impossible_shapes_are_refused() -> None:

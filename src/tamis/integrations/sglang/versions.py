@@ -1,6 +1,5 @@
 """The versions and platforms of SGLang that the plugin supports."""
 
-import re
 from importlib import import_module
 
 from tamis.integrations._engine_refusal import engine_refusal
@@ -20,8 +19,14 @@ _OTHER_PLATFORMS = {"is_hip": "ROCm", "is_npu": "Ascend", "is_xpu": "Intel XPU",
 def version_refusal(version: str) -> str | None:
     """Why this version of SGLang is not supported; None if it is. Post-releases and local builds count as their
     release."""
-    if any(re.fullmatch(rf"{re.escape(known)}(\.post\d+)?(\+.*)?", version) for known in SUPPORTED):
-        return None
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        found = Version(version)
+        if found.base_version in SUPPORTED and not found.is_prerelease:
+            return None
+    except InvalidVersion:
+        pass  # a text that is no version is none that is supported
     return f"tamis supports SGLang {' and '.join(SUPPORTED)}, and this is {version}; install one of those"
 
 

@@ -18,9 +18,20 @@ _NEEDED = {
 
 def version_refusal(version: str) -> str | None:
     """Why this version of vLLM is not supported; None if it is."""
-    if any(version == minor or version.startswith(f"{minor}.") for minor in SUPPORTED):
+    if _minor(version) in SUPPORTED:
         return None
     return f"tamis supports {_SPAN}, and this is {version}; install one of those"
+
+
+def _minor(version: str) -> str | None:
+    """The minor version, such as "0.32", of a release or of a build of one; None for a text that is no version."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return None
+    return f"{found.major}.{found.minor}"
 
 
 def plugin_refusal() -> str | None:
@@ -53,8 +64,7 @@ def sparse_impl_base() -> type[Any]:
 
 def divides_prompts() -> bool:
     """Whether this vLLM divides prompts among ranks (prefill context parallelism) in the way that tamis supports."""
-    version = str(import_module("vllm.version").__version__)
-    return version == "0.32" or version.startswith("0.32.")
+    return _minor(str(import_module("vllm.version").__version__)) == "0.32"
 
 
 def keep_prefills_sparse(config: Any) -> None:
