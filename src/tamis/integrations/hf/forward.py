@@ -23,6 +23,8 @@ class Attachment:
     """How many tokens run at once, counted over the whole batch."""
     dtype: torch.dtype
     """The model's dtype when it was attached."""
+    training: Any = None
+    """A `Training`, if the model was attached for training."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +141,7 @@ def _real_tokens(new: Tensor, device: torch.device) -> Tensor | None:
 
 def _check_use(base: Any, attachment: Attachment) -> None:
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in base.parameters()):
-        remedy = "call it under torch.no_grad(), or detach(model) to train it"
+        remedy = "call it under torch.no_grad(), or attach it with train=True"
         raise checks.refuse("model", "used for inference while it is attached", "gradients enabled", remedy)
     weight = base.embed_tokens.weight
     device, dtype = attachment.family.shape.device, attachment.dtype

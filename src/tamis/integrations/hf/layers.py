@@ -46,6 +46,8 @@ class Family(Protocol):
     shape: CacheShape
     specs: list[LayerSpec]
     layers: list[Any]
+    counts_tokens: bool
+    """Whether positions count a request's own tokens, whatever `position_ids` says."""
 
     def plan(self, batch: Batch) -> Any:
         """The step's metadata, valid until the next step."""
@@ -107,6 +109,8 @@ def _key_layout(kind: CacheKind, dim: int, dtype: torch.dtype) -> Layout:
 
 class V32Family:
     """DeepSeek-V3.2 and GLM-MoE-DSA: latent rows and index keys of every token, in one pool."""
+
+    counts_tokens = False
 
     def __init__(self, base: Any, kind: CacheKind, backend: str, wrap_layer: WrapLayer) -> None:
         """Read a model (the part below the language-model head)."""
@@ -185,7 +189,7 @@ def _v32_attend(
     layer: SparseMLA = step.family.layers[module.layer_idx]
     spec, caches = layer.spec, Caches(**step.paged[module.layer_idx])
     hidden = step.pack(hidden_states)
-    angles = step.pack(_angles(position_embeddings, hidden_states))
+    angles = step.pack(rope_angles(position_embeddings, hidden_states))
     residual = module.q_a_layernorm(module.q_a_proj(hidden))
     q_nope, q_rope = (
         module.q_b_proj(residual).unflatten(1, (spec.heads, -1)).split([module.qk_nope_head_dim, spec.rope_dim], dim=-1)
@@ -214,7 +218,7 @@ def _v32_attend(
     return step.unpack(out, hidden_states), result.positions
 
 
-def _angles(position_embeddings: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
+def rope_angles(position_embeddings: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
     """float32 [requests, columns, rope]: the cosines, then the sines, of the model's own rotary embedding."""
     cos, sin = (half[..., : half.shape[-1] // 2] for half in position_embeddings)
     return torch.cat((cos, sin), dim=-1).float().expand(*like.shape[:2], -1)
@@ -267,6 +271,8 @@ class V4Family:
     Window and state have pools of their own, in which rows that have left the window, or that have been compressed, are
     overwritten.
     """
+
+    counts_tokens = True
 
     def __init__(self, base: Any, kind: CacheKind, backend: str, wrap_layer: WrapLayer) -> None:
         """Read a model (the part below the language-model head)."""
