@@ -14,9 +14,12 @@ import pytest
 
 import tamis
 from tamis.cli import main, make_parser
+from tamis.integrations import deep_gemm, flash_mla, flashinfer, transformers
+from tamis.lab import inspection
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 NOT_RUN = {
     "needs a network": ("pip", "git", "cd"),
     "needs a GPU": ("tamis", "python", "pytest", "vllm"),
@@ -135,11 +138,34 @@ def test_every_feature_names_tests_that_exist() -> None:
         assert len(re.findall(r"(?:^|<br>)`tests/[\w/]+\.py::\w+`", tests)) == int(count) > 0, line
 
 
+def public_names() -> set[str]:
+    """What programs import: the library, its stages, the drop-ins and the inspection."""
+    modules = (tamis.ops, flash_mla, flashinfer, deep_gemm, transformers, inspection)
+    names = set(tamis.__all__) | {name for module in modules for name in module.__all__}
+    refused = {name for name in flash_mla.__all__ if name.startswith(("flash_attn_", "fused_"))}
+    return names - refused - {"__version__", "ops"}
+
+
 def test_the_reference_has_every_public_name() -> None:
-    text = "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
+    text = "".join(path.read_text() for path in REFERENCE)
     listed = {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", text, flags=re.M)}
-    assert set(tamis.__all__) - {"__version__", "ops"} <= listed
-    assert set(tamis.ops.__all__) <= listed
+    assert public_names() - listed == set()
+
+
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
+def test_every_name_of_the_reference_has_an_example(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks after a name use it and print something; `test_python_blocks_run` runs them."""
+    monkeypatch.syspath_prepend(ROOT)
+    from tools.docs.examples import examples
+
+    for name, example in examples(page.read_text()).items():
+        found = re.fullmatch(r"```python\n(.*)\n```\n\n```text\n.+\n```", example, flags=re.S)
+        assert found is not None, f"{name}: a block of Python, then one of text with what it prints"
+        code = [line for line in found[1].splitlines() if line]
+        # A call with many arguments has a line for each of them.
+        assert 2 <= len([line for line in code if not line.startswith((" ", ")", "}"))]) <= 12, name
+        used = [line for line in code if re.search(rf"\b{name.rpartition('.')[2]}\b", line)]
+        assert len(used) > len([line for line in used if "import" in line]), f"{name} is only imported"
 
 
 def test_what_is_generated_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
