@@ -37,5 +37,8 @@ class Examples(griffe.Extension):
             for name, example in examples(page.read_text()).items():
                 found = pkg[name.removeprefix(f"{pkg.name}.")]
                 target = found.final_target if found.is_alias else found
-                if example and target.docstring is not None:
-                    target.docstring.value += f"\n\nExamples:\n{indent(example, '    ')}"
+                # The site joins the docstrings of a class and of its constructor, in this order.
+                made = target.members.get("__init__", target)
+                last = target if made.docstring is None else made
+                if example and last.docstring is not None:
+                    last.docstring.value += f"\n\nExamples:\n{indent(example, '    ')}"
