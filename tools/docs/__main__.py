@@ -42,6 +42,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     **{f"tour-{number}": partial(tour.picture, number) for number in tour.PICTURES},
 }
 TEXTS: dict[str, Callable[[], str]] = {
+    "ask": lambda: f"```python\n{(ROOT / 'docs/tutorials/ask.py').read_text()}```",
     "backend fields": backends.fields,
     "backend functions": backends.functions,
     "bounds": bounds.bounds,

@@ -27,7 +27,7 @@ EXAMPLES = """\
 tamis generate --max-new-tokens 16
 tamis generate --model v4 --prompt-ids 1,2,3 --cache bf16 --json
 tamis generate --checkpoint ./model --prompt 'A sieve is' --max-new-tokens 64
-tamis generate --checkpoint deepseek-ai/DeepSeek-V3.2 --revision main --prompt 'A sieve is'"""
+tamis generate --checkpoint deepseek-ai/DeepSeek-V3.2 --prompt 'A sieve is'"""
 
 
 def register(subcommands: Subcommands) -> None:
