@@ -25,6 +25,7 @@ from tools.docs import (
     selecting,
     speed,
     tour,
+    training,
     vllm,
 )
 
@@ -38,6 +39,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "selecting": selecting.draw,
     "selecting-speed": selecting.draw_speed,
     "speed": speed.draw,
+    "training": training.draw,
     **{f"layout-{name}": partial(layouts.draw, name) for name in layouts.NAMES},
     **{f"tour-{number}": partial(tour.picture, number) for number in tour.PICTURES},
 }
@@ -64,6 +66,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "results": lambda: "\n\n".join(text for text in (doors.everything(), results.everything()) if text),
     "selecting": selecting.costs,
     "tour": tour.page,
+    "train demo": training.measures,
     "vllm releases": vllm.releases,
 }
 PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)

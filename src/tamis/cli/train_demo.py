@@ -47,7 +47,10 @@ def register(subcommands: Subcommands) -> None:
         example=EXAMPLES,
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write checkpoint and curves (CSV) to this folder (default: nowhere)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write checkpoint, curves and measures (CSV) to this folder (default: nowhere)",
     )
     parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
     parser.add_argument(
@@ -68,21 +71,23 @@ def run(options: argparse.Namespace) -> int:
         import tamis.integrations.transformers  # noqa: F401  (it says what to install)
     except ImportError as error:
         raise ValueError(str(error)) from error
-    from tamis.lab.training.outcome import save_curves, served_outcome
+    from tamis.lab.training.outcome import save_curves, save_outcome, served_outcome
     from tamis.lab.training.stages import FULL, QUICK, train
 
-    began = time.monotonic()
+    began, cpu_began = time.monotonic(), time.process_time()
     with Progress("steps", "making the model") as progress:
         model, points = train(options.seed, QUICK if options.quick else FULL, progress.update)
-    seconds = time.monotonic() - began
+    seconds, cpu_seconds = time.monotonic() - began, time.process_time() - cpu_began
+    machine = describe_machine(device)
     with waiting("measuring"):
         outcome = served_outcome(model, out, quick=options.quick)
         if out is not None:
             save_curves(points, out / "curves.csv")
+            save_outcome(outcome, seconds, cpu_seconds, machine_line(machine), out / "measures.csv")
     failures = [] if options.quick else outcome.failures()
-    machine = describe_machine(device)
     if options.json:
         data = {"machine": machine, "seed": options.seed, "quick": options.quick, "seconds": seconds}
+        data |= {"cpu_seconds": cpu_seconds}
         data |= {"out": None if out is None else str(out), "curves": [point._asdict() for point in points]}
         print_json("train-demo", not failures, data | outcome.as_data() | {"failures": failures})
     else:
@@ -91,7 +96,9 @@ def run(options: argparse.Namespace) -> int:
         for failure in failures:
             print(f"FAILED: {failure}")
         place = "nothing was written (--out)" if out is None else f"checkpoint: {printable(out)}"
-        print(f"{outcome.parameters:,} parameters, {seconds:.0f} s of training; {place}")
+        print(
+            f"{outcome.parameters:,} parameters, {seconds:.0f} s of training ({cpu_seconds:.0f} s of CPU time); {place}"
+        )
     return FAILED if failures else OK
 
 
@@ -99,7 +106,7 @@ def _check_folder(out: Path | None, force: bool) -> None:
     """Refuse a place that cannot be written to, before the minutes of training."""
     if out is None:
         return
-    if out.exists() and not out.is_dir() or not out.resolve().parent.is_dir():
+    if (out.exists() and not out.is_dir()) or not out.resolve().parent.is_dir():
         raise ValueError(f"--out must be a folder, or a new one in an existing folder, got {out}; choose another place")
     if out.is_dir() and any(out.iterdir()) and not force:
         raise ValueError(f"--out must be a new or empty folder, got {out} with files in it; --force overwrites them")

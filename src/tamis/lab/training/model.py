@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 
+from tamis.lab.generation import quiet
 from tamis.lab.training import task
 
 TOPK = 64
@@ -40,6 +41,8 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
     "attn_implementation": "eager",
 }
+_classes: Any = transformers
+"""Its classes have no types."""
 _SHARED = 8
 """Elements of the embedding that begin alike for all tokens."""
 
@@ -48,7 +51,7 @@ def new_model(generator: torch.Generator) -> Any:
     """The model before training."""
     config = transformers.DeepseekV32Config(**SIZES)
     with torch.random.fork_rng(devices=[]):
-        model = transformers.DeepseekV32ForCausalLM(config)
+        model: Any = _classes.DeepseekV32ForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2:
@@ -66,9 +69,10 @@ def new_model(generator: torch.Generator) -> Any:
 
 def save_model(model: Any, folder: Path) -> None:
     """Write a checkpoint: weights in bf16, config and tokenizer. The model's own weights are rounded as well."""
-    model.to(torch.bfloat16).save_pretrained(folder)
+    with quiet():
+        model.to(torch.bfloat16).save_pretrained(folder)
+        _tokenizer().save_pretrained(folder)
     model.float()
-    _tokenizer().save_pretrained(folder)
 
 
 def shipped_checkpoint() -> Path:
@@ -82,4 +86,4 @@ def _tokenizer() -> Any:
     words = task.vocabulary()
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[-1]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    return _classes.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")

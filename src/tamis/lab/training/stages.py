@@ -200,7 +200,7 @@ def _spread_positions(batch: task.Batch, generator: torch.Generator) -> Tensor:
     """
     rows, columns = batch.tokens.shape
     jumps = torch.zeros(rows, columns, dtype=torch.int64, device="cpu")
-    host = {"generator": generator, "dtype": torch.int64, "device": "cpu"}
+    host: dict[str, Any] = {"generator": generator, "dtype": torch.int64, "device": "cpu"}
     places = torch.randint(1, columns, (rows, 4), **host)
     jumps.scatter_(1, places, torch.randint(1, (LONGEST - columns) // 4, (rows, 4), **host))
     value = (batch.tokens >= task.FIRST_VALUE) & (batch.tokens < task.FIRST_WORD)

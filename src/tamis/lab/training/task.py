@@ -5,6 +5,7 @@ next token is its value, and then `</s>`. Values are drawn anew for every prompt
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def make_batch(
         pairs: how many keys; by default as many as there is room for.
         far: whether all keys are stated in the first quarter and asked for in the last.
     """
-    host = {"generator": generator, "device": "cpu"}
+    host: dict[str, Any] = {"generator": generator, "device": "cpu"}
     # Pairs stand in cells of two tokens, which begin at odd or at even positions.
     cells = (tokens - 2) // 2
     quarter = cells // 4
