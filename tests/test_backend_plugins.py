@@ -36,7 +36,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     """Install packages into a folder on the path, and forget the backends before and after."""
     monkeypatch.syspath_prepend(tmp_path)
     loaded = set(sys.modules)
-    forget = (backends._others.cache_clear, library._module.cache_clear)
+    forget = (backends._loaded.cache_clear, library._module.cache_clear)
 
     def put(project: str, entries: dict[str, str], files: dict[str, str]) -> None:
         points = "".join(f"{name} = {value}\n" for name, value in entries.items())

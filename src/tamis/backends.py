@@ -201,9 +201,19 @@ def registered() -> Registered:
     return Registered(tuple(ordered), broken)
 
 
-@cache
 def _others() -> Registered:
     """The backends of other packages, by name."""
+    return _loaded()
+
+
+# A trace of torch.compile takes the result as a constant, since it cannot look for packages itself. The decorator of
+# torch.compiler that sets this would import torch._dynamo here, which takes longer than all of tamis.
+_others._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _loaded() -> Registered:
+    """What `_others` returns, looked up once."""
     points = sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
     names = Counter(point.name for point in points)
     usable, broken = [], []

@@ -10,11 +10,15 @@ from pathlib import Path
 
 from tools.docs import (
     backends,
+    badges,
     bounds,
     commands,
     doors,
+    engines,
     flow,
+    hardware,
     layouts,
+    models,
     parallelism,
     planning,
     results,
@@ -26,6 +30,7 @@ from tools.docs import (
 
 ROOT = Path(__file__).parents[2]
 PICTURES: dict[str, Callable[[], str]] = {
+    "badges": badges.draw,
     "layer": flow.draw_layer,
     "pages": flow.draw_pages,
     "entries": flow.draw_entries,
@@ -44,14 +49,18 @@ TEXTS: dict[str, Callable[[], str]] = {
     "by heads": parallelism.by_heads,
     "commands": commands.commands,
     "cpu step": results.cpu_step,
+    "engines": engines.engines,
     "exit codes": commands.exit_codes,
+    "hardware": hardware.hardware,
     "losses": speed.losses,
     "heads per gpu": parallelism.heads_per_gpu,
     "highlights": results.highlights,
+    "models": models.models,
     "doors": doors.headline,
     "parallel decodes": parallelism.decodes,
     "parallel memory": parallelism.memory,
     "parallel prompts": parallelism.prompts,
+    "prompts": speed.prompts,
     "results": lambda: "\n\n".join(text for text in (doors.everything(), results.everything()) if text),
     "selecting": selecting.costs,
     "tour": tour.page,

@@ -5,12 +5,20 @@ from collections.abc import Sequence
 from tamis.step.batch import parse_shape
 from tools.docs import doors
 from tools.docs.bars import Group, Panel, draw_rows
-from tools.docs.results import Row, read
+from tools.docs.markdown import table
+from tools.docs.results import Row, read, speedup
 
 FORMATS = {"v32-bf16": "bf16", "v32-fp8": "FP8"}
 GATHER = ("h200_prefill", "flashmla-gather", "FP8, gather")
 """The file, the peer and the name of what vLLM does with prompts over FP8 rows from 32 heads on. `tamis bench door` has
 no such rows."""
+
+PROMPTS = {
+    "bf16": "bf16 rows, against FlashMLA's prefill",
+    "FP8": "FP8 pages, against FlashMLA over the same pages",
+    GATHER[2]: "FP8 pages, against vLLM's gather into bf16 rows and FlashMLA's prefill",
+}
+"""The groups of prompts in words."""
 
 
 def draw() -> str:
@@ -30,16 +38,27 @@ def draw() -> str:
 def losses() -> str:
     """How many bars are below 1, and which."""
     panels = [panel for row in _panels(doors.compared(doors.read())) for panel in row]
-    bars = [
-        (panel, group, label, speedup) for panel in panels for group in panel.groups for label, speedup in group.bars
-    ]
+    bars = [(panel, group, label, ratio) for panel in panels for group in panel.groups for label, ratio in group.bars]
     slower = [
-        f"{panel.title}, {group.words}, {label} {panel.unit} ({speedup:.2f})"
-        for panel, group, label, speedup in bars
-        if speedup < 1
+        f"{panel.title}, {group.words}, {label} {panel.unit} ({ratio:.2f})"
+        for panel, group, label, ratio in bars
+        if ratio < 1
     ]
     counts = f"Of the {len(bars)} measurements in the plot, tamis is faster in {len(bars) - len(slower)}"
     return f"{counts} and slower in {len(slower)}: {'; '.join(slower)}." if slower else f"{counts}."
+
+
+def prompts() -> str:
+    """Prompts by heads, in the formats and against the baselines of the plot."""
+    groups = _prompts(doors.compared(doors.read())).groups
+    heads = sorted({label for group in groups for label, _ in group.bars}, key=int)
+    lines = [
+        (PROMPTS[group.words], *(speedup(str(found[label])) if label in found else "-" for label in heads))
+        for group in groups
+        for found in [dict(group.bars)]
+    ]
+    header = ("prompt of 4096 tokens of 8192, top-k 2048: speedup", *(f"{label} heads" for label in heads))
+    return table(header, lines, "l" + "r" * len(heads))
 
 
 def _panels(rows: Sequence[Row]) -> list[list[Panel]]:

@@ -19,9 +19,8 @@ from tamis.ops.attention import folded_scale, new_output
 from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.gather.operations import GatherKv, gather_kv
-from tamis.ops.index import WORKSPACE_BYTES
+from tamis.ops.index import WORKSPACE_BYTES, ranks_of_layer
 from tamis.ops.index.operations import IndexTopk, index_topk
-from tamis.ops.index.over_ranks import OverRanks
 from tamis.ops.index.prepared import new_positions
 from tamis.ops.lse import LseForm
 from tamis.ops.translate.operations import TranslatePositions, translate_positions
@@ -92,7 +91,7 @@ class SparseMLA:
         self._shard = (self.shard.ranks, self.shard.rank, self.shard.interleave)
         self._checks = MlaChecks(spec, backend)
         own = self.shard if self.shard.ranks > 1 else None
-        self._over = None if index_group is None else OverRanks.checked(index_group, own, index_share)
+        self._over = None if index_group is None else ranks_of_layer(index_group, own, index_share)
         self._kind = number_of(spec, backend, self._shard, batch_invariant, index_workspace_bytes, self._over is None)
 
     @needs_latest_plan

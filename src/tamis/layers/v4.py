@@ -22,9 +22,8 @@ from tamis.ops.attention.operations import Attend, attend
 from tamis.ops.combine.operations import contiguous_sink
 from tamis.ops.compress import has_hadamard
 from tamis.ops.compress.operations import CompressKv, compress_kv
-from tamis.ops.index import WORKSPACE_BYTES
+from tamis.ops.index import WORKSPACE_BYTES, ranks_of_layer
 from tamis.ops.index.operations import IndexTopk, index_topk
-from tamis.ops.index.over_ranks import OverRanks
 from tamis.ops.index.prepared import new_positions
 from tamis.ops.lse import LseForm
 from tamis.ops.output.operations import LowerGroups, RotateToFp8, lower_groups, rotate_to_fp8
@@ -76,7 +75,7 @@ class SparseV4:
         self._checks = V4Checks(spec, weights, cos_sin, eps, backend)
         self.spec, self.weights, self.cos_sin, self.eps = spec, weights, cos_sin, float(eps)
         self.backend, self.batch_invariant = backend, checks.flag("batch_invariant", batch_invariant)
-        over = None if index_group is None else OverRanks.checked(index_group, None, index_share)
+        over = None if index_group is None else ranks_of_layer(index_group, None, index_share)
         self._over = None if weights.indexer is None else over
 
     @needs_latest_plan

@@ -23,11 +23,12 @@ from tamis.cache.shard import Shard
 from tamis.model.recipe import IndexRecipe
 from tamis.ops.index import operations
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores, TopkPositions
-from tamis.ops.index.over_ranks import OverRanks
 from tamis.ops.index.prepared import KNOWN, Given, PreparedTopk, new_positions, sign_topk
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from tamis.ops.index.over_ranks import OverRanks
 
 QUERY_DTYPES = (*checks.FLOATS, torch.float8_e4m3fn)
 MAX_K = 4096
@@ -253,6 +254,8 @@ def index_topk(
     """
     given = (q, weights, cache, request_ids, block_table, lengths, k, workspace_bytes)
     if group is not None or shard is not None or type(share) is not str or share != "auto":
+        from tamis.ops.index.over_ranks import OverRanks  # which programs on one GPU need not load
+
         over = OverRanks.of(group, shard, share)
         if over is not None:
             return _select_over_ranks(over, given, out, backend)
@@ -277,7 +280,7 @@ def index_topk(
     return call.out
 
 
-def _select_over_ranks(over: OverRanks, given: Given, out: Tensor | None, backend: str) -> Tensor:
+def _select_over_ranks(over: "OverRanks", given: Given, out: Tensor | None, backend: str) -> Tensor:
     """`index_topk` with a group of several ranks."""
     q, k, given_out = given[0], given[6], out is not None
     with over.telling():
@@ -290,6 +293,13 @@ def _select_over_ranks(over: OverRanks, given: Given, out: Tensor | None, backen
         call = call._replace(batch=q.shape[0], out=call.out if given_out else new_positions(q, k))
     over.run(call)
     return call.out
+
+
+def ranks_of_layer(group: "ProcessGroup", shard: Shard | None, share: str) -> "OverRanks | None":
+    """The ranks with which a layer selects; None if there is no other. Options are checked now."""
+    from tamis.ops.index.over_ranks import OverRanks
+
+    return OverRanks.checked(group, shard, share)
 
 
 def check_index_topk(call: IndexTopk, sizes: Mapping[str, int] | None = None, **names: str) -> None:

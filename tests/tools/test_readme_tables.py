@@ -1,0 +1,94 @@
+"""What README says about engines, models and hardware, and its badges, against their sources."""
+
+import csv
+import re
+from importlib.metadata import metadata
+from statistics import median
+from xml.etree import ElementTree
+
+from tamis.lab.offline.triton import TARGETS
+from tools.docs import badges, engines, hardware, models, speed
+from tools.docs.results import RESULTS
+
+
+def lines(text: str) -> list[list[str]]:
+    """The cells of a table's lines, without its header."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+
+def test_throughputs_are_ratios_of_medians() -> None:
+    with (RESULTS / "sglang" / "h200_sglang.csv").open(newline="") as file:
+        rows = {row["engine"]: row for row in csv.DictReader(file)}
+    own = {"bf16": "flashmla_sparse", "fp8": "flashmla_kv"}
+    found = {(race.engine.split(", ")[2], race.mode): race for race in engines.races() if "SGLang" in race.engine}
+    assert len(found) == 4
+    for cache, peer in own.items():
+        for mode in ("eager", "graph"):
+            seconds = [float(rows[f"{name}-{cache}-{mode}"]["seconds_median"]) for name in (peer, "tamis")]
+            race = found[f"{cache.replace('fp8', 'FP8')} cache", mode]
+            assert abs(race.throughput - seconds[0] / seconds[1]) < 1e-3
+            assert int(rows[f"tamis-{cache}-{mode}"]["turns"]) >= engines.TURNS
+
+
+def test_losses_of_engines_are_bold() -> None:
+    table = engines.engines()
+    shown = [cell for *_, cell in lines(table)]
+    assert len(shown) == len({race.engine for race in engines.races()}) >= 7
+    values = [float(value) for cell in shown for value in re.findall(r"[\d.]+", cell)]
+    bold = [float(value) for cell in shown for value in re.findall(r"\*\*([\d.]+)\*\*", cell)]
+    assert sorted(bold) == sorted(value for value in values if value < 1)
+    assert 0 < len(bold) < len(values)
+    assert median(values) > 0.5
+
+
+def test_weights_of_an_older_try_are_not_shown() -> None:
+    shown = [race for race in engines.races() if "V4" in race.engine and ", 8 heads" in race.engine]
+    with (RESULTS / "vllm" / "h200_vllm_v4.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["heads"] == "8" and row["attention"] == "tamis"]
+    newest = [row for row in rows if row["weights"] == rows[-1]["weights"]]
+    assert len(rows) == 2 * len(newest) == 2 * len(shown)
+    assert [race.throughput for race in shown] == [float(row["throughput_over_own"]) for row in newest]
+
+
+def test_bytes_per_token_by_hand() -> None:
+    found = {title: bytes_ for title, _, bytes_, *_ in lines(models.models())}
+    assert found["DeepSeek-V3.2"] == f"{61 * (656 + 132):,} bytes"
+    assert found["GLM-5"] == f"{78 * (656 + 132):,} bytes"
+    # 64 entries of 584 bytes fill a page of 256 tokens, rounded up to a multiple of 576 bytes; beside it keys of 132
+    # bytes for every fourth token. In the other layers a page holds 2 entries of 128 tokens.
+    page = -(-64 * 584 // 576) * 576
+    coarse = -(-2 * 584 // 576) * 576
+    assert found["DeepSeek-V4-Flash"] == f"{(21 * (page + 64 * 132) + 20 * coarse) / 256:,.0f} bytes"
+
+
+def test_hardware_is_measured_only_where_there_are_rows() -> None:
+    assert set(hardware.PRODUCTS) == set(TARGETS)
+    assert set(hardware.measured()) == set(hardware.CAPABILITY)
+    table = lines(hardware.hardware())
+    assert [state for _, _, state, _ in table].count("**measured**") == len(set(hardware.CAPABILITY.values()))
+    text = " ".join(how for *_, how in table)
+    for target in set(TARGETS) - set(hardware.CAPABILITY.values()):
+        assert re.search(rf"\b{target}\b", text), target
+    assert [kernels for what, kernels, *_ in table if "H200" in what] == ["CUDA C++ and Triton"]
+    assert {kernels for what, kernels, *_ in table if "B200" in what or "AMD" in what} == {"Triton"}
+
+
+def test_prompts_show_every_head_count_and_losses_in_bold() -> None:
+    bf16, fp8, gathered = lines(speed.prompts())
+    assert [len(line) for line in (bf16, fp8, gathered)] == [4, 4, 4]
+    for line in (bf16, fp8, gathered):
+        for cell in line[1:]:
+            value = cell.strip("*")
+            assert value == "-" or (float(value) < 1) == cell.startswith("**"), line
+
+
+def test_badges_say_what_the_package_says() -> None:
+    said = dict(badges.claims())
+    about = metadata("tamis")
+    assert said["license"] == about["License-Expression"]
+    assert f">={said['python'].removesuffix('+')}" == about["Requires-Python"]
+    torch = next(need for need in about.get_all("Requires-Dist") or [] if re.match(r"torch\W", need))
+    assert torch == f"torch>={said['torch'].removesuffix('+')}"
+    assert said["measured on"] == "H200"
+    words = {"".join(found.itertext()) for found in ElementTree.fromstring(badges.draw()).iter() if "text" in found.tag}
+    assert {part for claim in badges.claims() for part in claim} <= words

@@ -1,0 +1,81 @@
+"""The table of engines that serve with tamis and with their own attention, from `benchmarks/results/{vllm,sglang}`."""
+
+import csv
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from tools.docs.markdown import table
+from tools.docs.results import RESULTS, Row, speedup
+
+TURNS = 10
+"""The fewest turns of which a median is shown."""
+PROMPTS = {"short": "prompts of 1500 to 3000 tokens", "long": "prompts of 16500 to 18000 tokens"}
+"""The prompts of `benchmarks/vllm_v4_engine.py`."""
+
+
+class Race(NamedTuple):
+    """Medians of an engine with tamis over those of the engine with its own attention."""
+
+    engine: str
+    mode: str
+    equal: float
+    """The share of tokens that are equal."""
+    throughput: float
+    itself: float = 1.0
+    """The share of tokens on which the engine with its own attention agrees with itself, run again."""
+
+
+def races() -> list[Race]:
+    """Every race, of V4 those with the newest weights of each head count."""
+    found = [
+        Race(f"vLLM {row['vllm']}, V3.2, bf16 cache, 16 heads", row["mode"], *_ratios(row, "flashmla"))
+        for row in _rows("vllm/h200_vllm.csv", lambda row: (row["backend"], row["cache"]) == ("CUSTOM", "auto"))
+    ]
+    v4 = list(_rows("vllm/h200_vllm_v4.csv", lambda row: True))
+    newest = {row["heads"]: row["weights"] for row in v4}
+    own = {_cell(row): float(row["equal_again"]) for row in v4 if row["attention"] == "own"}
+    found += [
+        Race(
+            f"vLLM {row['vllm']}, V4, FP8 cache, {row['heads']} heads, {PROMPTS[row['prompts']]}",
+            row["mode"],
+            *_ratios(row, "own"),
+            own[_cell(row)],
+        )
+        for row in v4
+        if row["attention"] == "tamis" and row["weights"] == newest[row["heads"]]
+    ]
+    found += [
+        Race(
+            f"SGLang {row['sglang']}, V3.2, {row['cache'].replace('fp8', 'FP8')} cache, 16 heads",
+            row["mode"],
+            *_ratios(row, "own"),
+        )
+        for row in _rows("sglang/h200_sglang.csv", lambda row: row["implementation"] == "tamis")
+    ]
+    return found
+
+
+def engines() -> str:
+    """A line per engine, model and cache: equal tokens and throughput, eager and with graphs."""
+    found = races()
+    lines = []
+    for engine in dict.fromkeys(race.engine for race in found):
+        eager, graph = (next(r for r in found if (r.engine, r.mode) == (engine, m)) for m in ("eager", "graph"))
+        again = min(eager.itself, graph.itself)
+        equal = f"{eager.equal:.2f} / {graph.equal:.2f}" + (f" (own, run again: {again:.2f})" if again < 1 else "")
+        lines.append((engine, equal, f"{speedup(str(eager.throughput))} / {speedup(str(graph.throughput))}"))
+    return table(("engine, heads per GPU", "equal tokens: eager / graphs", "throughput: eager / graphs"), lines, "lrr")
+
+
+def _rows(file: str, wanted: Callable[[Row], bool]) -> Iterable[Row]:
+    with (RESULTS / file).open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    return (row for row in rows if wanted(row) and int(row["turns"]) >= TURNS)
+
+
+def _cell(row: Row) -> tuple[str, ...]:
+    return tuple(row[column] for column in ("weights", "heads", "mode", "prompts"))
+
+
+def _ratios(row: Row, peer: str) -> tuple[float, float]:
+    return float(row[f"equal_to_{peer}"]), float(row[f"throughput_over_{peer}"])
