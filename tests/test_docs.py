@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 NOT_RUN = {
     "needs a network": ("pip", "git", "cd"),
+    "without a network": ("pip",),
     "needs a GPU": ("tamis", "python", "pytest", "vllm"),
     "takes a minute": ("tamis", "make", "python"),
     "examples": ("tamis",),

@@ -1,4 +1,4 @@
-"""`python -m tools.versions_matrix`: test a built wheel with the lowest, the newest and other versions of what it needs.
+"""`python -m tools.versions_matrix`: test a wheel with the lowest, the newest and other versions of what it needs.
 
     python -m tools.versions_matrix list             the environments, one a line, with what pip is asked for
     python -m tools.versions_matrix run [NAME ...]   make them (or those named), test them, record them, remove them
@@ -105,7 +105,8 @@ def offered(name: str) -> list[str]:
 
 def newest_patches(versions: Iterable[str], admitted: SpecifierSet) -> dict[str, str]:
     """The newest patch release of each minor version, by minor version, the lowest first."""
-    found = sorted({Version(Version(text).base_version) for text in versions if admitted.contains(text)})
+    final = [one for one in map(Version, versions) if not one.is_prerelease and one in admitted]
+    found = sorted({Version(one.base_version) for one in final})
     return {f"{one.major}.{one.minor}": str(one) for one in found}
 
 
@@ -155,7 +156,19 @@ def test(environment: Environment) -> Row:
         # The wheel is tested, not the checkout, and nothing that another Triton has compiled is taken for this one's.
         settings = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRITON"))}
         settings["TRITON_CACHE_DIR"] = str(environment.folder / "triton")
-        command = [str(python), "-m", "pytest", "-n", "2", "--dist", "worksteal", "-m", "not gpu", "--junitxml", str(report)]
+        command = [
+            str(python),
+            "-m",
+            "pytest",
+            "-n",
+            "2",
+            "--dist",
+            "worksteal",
+            "-m",
+            "not gpu",
+            "--junitxml",
+            str(report),
+        ]
         subprocess.run([*command, "-p", "no:cacheprovider", *TESTS], cwd=ROOT, env=settings, check=False)
         counts = records.counts(report)
     finally:
@@ -201,7 +214,9 @@ def run(names: Sequence[str]) -> bool:
     known = {one.name: one for one in environments()}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise SystemExit(f"environments must be among {', '.join(map(repr, known))}; got {', '.join(map(repr, unknown))}")
+        raise SystemExit(
+            f"environments must be among {', '.join(map(repr, known))}; got {', '.join(map(repr, unknown))}"
+        )
     passed = True
     for name in names or known:
         environment = known[name]
