@@ -160,6 +160,8 @@ BACKENDS = (
         "triton_kernels",
         "portable Triton kernels for any GPU that Triton supports",
         stages=STAGES,
+        trains=("attend_rows", "index_target", "index_loss"),
+        training="triton_gradients",
         devices=("cuda",),  # PyTorch's name for AMD GPUs as well
         query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
         max_latent=512,
