@@ -25,6 +25,7 @@ ORDER = (
     ("ops",),
     ("choice",),
     ("step",),
+    ("train",),
     ("layers",),
     ("integrations",),
     ("lab",),
