@@ -21,8 +21,8 @@ from tamis.model.spec import LayerSpec
 GROUP = "tamis.backends"
 """The group of entry points in which other packages register backends."""
 STAGES = ("rotate", "compress", "write", "gather", "index", "select", "translate", "attend", "combine", "output")
-TRAINED = ("attend_rows", "index_target", "index_loss", "warmup_loss", "compress_rows")
-"""The functions of `tamis.train` that a backend may have kernels for. The others are plain PyTorch on every device."""
+TRAINED = ("attend_rows", "index_target", "index_loss", "warmup_loss", "compress_rows", "fake_quantise")
+"""The functions of `tamis.train` that a backend may have kernels for. `select_rows` runs the stage `index`."""
 
 
 @dataclass(frozen=True)
