@@ -66,6 +66,8 @@ class Step:
     paged: list[dict[str, PagedCache]]
     real: Tensor | None
     """int64 [T], the numbers of the real tokens among all tokens; None if there is no padding."""
+    record: Any = None
+    """A function of layer, plan and selected positions that keeps them; None if nobody does."""
 
     def pack(self, x: Tensor) -> Tensor:
         """The real tokens' rows [T, ...] of [requests, columns, ...]."""
@@ -217,6 +219,8 @@ def _v32_attend(
         # The whole call has been checked by now, so a refused call does not change the index cache.
         _write_index_keys(indexer, hidden, rotation, caches, step)
     result = layer.run(call)
+    if step.record is not None and indexer is not None:
+        step.record(module.layer_idx, step.plan, result.positions)
     out = module.o_proj(weights.project_value(result.out).flatten(1))
     return step.unpack(out, hidden_states), result.positions
 

@@ -152,6 +152,8 @@ def _index_tensors(
     if indexer is None:
         return step.sources.get(step.source(layer))
     learns = step.teaches(layer)
+    if step.replayed is not None and not learns:
+        return None
     with nullcontext() if learns else torch.no_grad():
         recipe = step.family.recipe  # type: ignore[attr-defined]
         hidden, residual = hidden.detach(), residual.detach()
