@@ -15,6 +15,9 @@ from tamis.integrations.hf import train_v4, train_v32
 
 BOUND = 1e-5
 """Of a gradient's norm: float32 sums of different orders, through three layers; a missing term is orders larger."""
+SEPARATE = 1e-4
+"""The bound for sums over several sequences of V4: gradients of its few mixing scalars cancel over tokens, and two of
+the untouched model's own sums differ by 1e-5 there. A token that sees another sequence changes them by 1e-1."""
 Gradients = dict[str, Tensor | None]
 
 

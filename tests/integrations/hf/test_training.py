@@ -8,15 +8,12 @@ import torch
 from bounds import relative_error
 from hf_models import V4_KINDS, greedy, logits, tokens
 from hf_rounding import recorded_selections
-from hf_training import BOUND, assert_agree, assert_same, batches, shared, step, trainable, trained_selections
+from hf_training import BOUND, SEPARATE, assert_agree, assert_same, batches, shared, step, trainable, trained_selections
 
 from tamis.integrations.transformers import attach, detach, index_losses
 
 pytestmark = pytest.mark.own_settings("the models' own")
 V32 = ("v32", "glm-shared")
-SEPARATE = 1e-4
-"""The bound for sums over several sequences of V4: gradients of its few mixing scalars cancel over tokens, and two of
-the untouched model's own sums differ by 1e-5 there. A token that sees another sequence changes them by 1e-1."""
 
 
 @pytest.fixture
