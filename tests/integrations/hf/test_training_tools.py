@@ -1,5 +1,7 @@
 """Attached models in the programs that people train with: PEFT, Trainer, accelerate, torch.compile and FSDP2."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from hf_training import SEPARATE, assert_agree, assert_same, batches, shared, st
 from rank_processes import run_on_ranks
 from ranks_training import CASES, both
 
+from tamis.integrations.hf.train_step import Sight
 from tamis.integrations.transformers import attach, detach, index_losses, indexer_parameters, is_attached
 
 peft = pytest.importorskip("peft")
@@ -132,12 +135,11 @@ def test_accelerate_prepares_an_attached_model() -> None:
     assert relative_error(rounded, step(model, input_ids=IDS, labels=IDS)[0]) < 1e-2
 
 
-@pytest.mark.parametrize(("stage", "batch"), [("sparse", "left"), ("frozen", "packed")])
-def test_fullgraph_compilation_gives_the_same_bits(stage: Any, batch: str) -> None:
+def test_fullgraph_compilation_gives_the_same_bits() -> None:
     """Traced by Dynamo and AOTAutograd; the code that Inductor would generate is torch's own."""
     model = trainable("v32", num_hidden_layers=1, first_k_dense_replace=1)
-    attach(model, train=True, indexer=stage, deterministic=False)
-    inputs = batches(48)[batch]
+    attach(model, train=True, indexer="sparse", deterministic=False)
+    inputs = batches(48)["left"]
     loss, expected = step(model, **inputs)
     losses = index_losses(model)
     torch._dynamo.reset()
@@ -147,6 +149,33 @@ def test_fullgraph_compilation_gives_the_same_bits(stage: Any, batch: str) -> No
     assert torch.equal(found_loss.detach(), loss)
     assert_same({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
     assert index_losses(model) == losses
+
+
+@pytest.mark.parametrize("batch", ["whole", "left", "right", "packed", "both"])
+def test_a_trace_finds_what_tokens_see_without_host_values(batch: str) -> None:
+    given = batches(30)["packed" if batch == "both" else batch]
+    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
+    if batch == "both":
+        mask = (torch.arange(30) >= torch.tensor([[0], [4]])).long()
+    host, traced = Sight.of(2, 30, mask, position_ids), Sight._traced(2, 30, mask, position_ids)
+    seen = host.ends - host.starts
+    assert torch.equal(traced.ends - traced.starts, seen)
+    assert torch.equal(traced.starts[seen > 0], host.starts[seen > 0])
+    assert int(traced.real) == host.real
+    assert traced.longest >= host.longest
+
+
+def test_memory_of_a_long_step() -> None:
+    """At most an eighth of the untouched model's at 16384 tokens.
+
+    The untouched model must hold its mask and the attention weights of 8 heads, all of tokens by tokens in float32. The
+    attached one is measured at a size that a test can afford, and scaled in proportion.
+    """
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("peaks are read from Linux's /proc")
+    program = Path(__file__).parents[2] / "support" / "hf_memory.py"
+    run = subprocess.run([sys.executable, str(program), "trained", "4096"], check=True, capture_output=True, text=True)
+    assert int(run.stdout) * 16384 / 4096 < (1 + 8) * 4 * 16384**2 / 8
 
 
 def test_fully_sharded_layers_have_the_whole_models_gradients(tmp_path: Path) -> None:
