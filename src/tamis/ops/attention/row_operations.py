@@ -128,8 +128,9 @@ def _tensors(selections: list[Rows]) -> list[Tensor | None]:
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _max_logits: None, _rest: None) -> dict[str, Any]:
     if dout is None and dlse is None:
         return {}
-    q, sink, out, lse, rest, *tensors = ctx.saved_tensors
-    refuse_second_derivatives("attend_rows", *ctx.saved_tensors, dout, dlse)
+    saved = ctx.saved_tensors  # once: checkpointing refuses to recompute them a second time
+    q, sink, out, lse, rest, *tensors = saved
+    refuse_second_derivatives("attend_rows", *saved, dout, dlse)
     selections = [Rows(*tensors[at : at + 3]) for at in range(0, len(tensors), 3)]
     given, (wanted, rows_wanted, *_) = ctx.call, ctx.needs_input_grad
     rows_wanted = any(rows_wanted) if isinstance(rows_wanted, list) else rows_wanted

@@ -74,8 +74,8 @@ def _save(ctx: Any, call: CompressRows, _entries: Tensor) -> None:
 def _backward(ctx: Any, dentries: Tensor | None) -> dict[str, Any]:
     if dentries is None:
         return {}
-    refuse_second_derivatives("compress_rows", *ctx.saved_tensors, dentries)
     values, scores, bias, spans, before = ctx.saved_tensors
+    refuse_second_derivatives("compress_rows", values, scores, bias, dentries)
     call = CompressRowsBackward(values, scores, bias, spans, before, dentries, ctx.backend)
     found = compress_rows_backward(call)
     return dict(zip(("values", "scores", "bias"), found, strict=True))
