@@ -23,6 +23,7 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 NOT_RUN = {
     "needs a network": ("pip", "git", "cd"),
+    "without a network": ("pip",),
     "needs a GPU": ("tamis", "python", "pytest", "vllm", "curl"),
     "takes a minute": ("tamis", "make", "python"),
     "examples": ("tamis",),

@@ -21,6 +21,8 @@ from tamis.model.spec import LayerSpec
 GROUP = "tamis.backends"
 """The group of entry points in which other packages register backends."""
 STAGES = ("rotate", "compress", "write", "gather", "index", "select", "translate", "attend", "combine", "output")
+TRAINED = ("attend_rows", "index_target", "index_loss", "warmup_loss", "compress_rows", "fake_quantise")
+"""The functions of `tamis.train` that a backend may have kernels for. `select_rows` runs the stage `index`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ class Backend:
     """The stages for which the backend has its own kernels."""
     base: str | None = None
     """The built-in backend that runs the other stages."""
+    trains: tuple[str, ...] = ()
+    """The functions of `tamis.train` for which the backend has its own kernels, forward and backward."""
+    training: str = ""
+    """The name of the module with these kernels, as `module` is that of the others; the same module if not given."""
     before: str | None = None
     """For a backend of another package: the built-in backend that it is preferred to. Without it, the backend runs only
     where it is named."""
@@ -68,10 +74,15 @@ class Backend:
 
     def stage_module(self, stage: str) -> str:
         """The name of the module with this backend's kernels of a stage, if it has any."""
-        if "{stage}" in self.module:
-            return self.module.replace("{stage}", stage)
-        # `tamis.ops.attend` is the function, so the stage's package has another name.
-        return f"tamis.ops.{'attention' if stage == 'attend' else stage}.{self.module}"
+        return _full_name(self.module, stage)
+
+    def training_module(self, stage: str) -> str:
+        """The name of the module with this backend's kernels for training of a stage, if it has any."""
+        return _full_name(self.training or self.module, stage)
+
+    def has_kernels(self, stage: str, trains: str | None = None) -> bool:
+        """Whether the backend has its own kernels for a stage, or for a function of `tamis.train`."""
+        return stage in self.stages if trains is None else trains in self.trains
 
     def device_refusals(self, device: torch.device, capability: tuple[int, int] | None) -> list[str]:
         """Every reason why this backend cannot run on a device; empty if it can."""
@@ -84,6 +95,12 @@ class Backend:
         if self.compiled_at_first_use and not has_nvrtc():
             return [f"NVRTC was not found; {INSTALL}"]
         return []
+
+    def training_refusals(self, device: torch.device, capability: tuple[int, int] | None) -> list[str]:
+        """Every reason why this backend cannot run all of `tamis.train` on a device; empty if it can."""
+        missing = [function for function in TRAINED if function not in self.trains]
+        lacks = f"no kernels with gradients for {', '.join(missing)}" if self.trains else "no kernels with gradients"
+        return self.device_refusals(device, capability) + ([lacks] if missing else [])
 
     def refusals(self, need: "Need") -> list[str]:
         """Every reason why this backend cannot run a layer; empty if it can."""
@@ -103,6 +120,13 @@ class Backend:
         if not self.heads[0] <= need.spec.heads <= self.heads[1]:
             reasons.append(f"{need.spec.heads} heads are not between {self.heads[0]} and {self.heads[1]}")
         return reasons
+
+
+def _full_name(module: str, stage: str) -> str:
+    if "{stage}" in module:
+        return module.replace("{stage}", stage)
+    # `tamis.ops.attend` is the function, so the stage's package has another name.
+    return f"tamis.ops.{'attention' if stage == 'attend' else stage}.{module}"
 
 
 @dataclass(frozen=True)
@@ -142,6 +166,8 @@ BACKENDS = (
         "triton_kernels",
         "portable Triton kernels for any GPU that Triton supports",
         stages=STAGES,
+        trains=("attend_rows", "index_target", "index_loss"),
+        training="triton_gradients",
         devices=("cuda",),  # PyTorch's name for AMD GPUs as well
         query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
         max_latent=512,
@@ -152,6 +178,8 @@ BACKENDS = (
         "reference",
         "reference",
         "plain PyTorch on any device: exact, slow on GPUs",
+        trains=TRAINED,
+        training="gradients",
         query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
         packed_rows=True,
         capturable=False,
@@ -256,6 +284,8 @@ def _mistake(backend: Backend, name: str, own: list[str]) -> str | None:
             return f"{field} must be one of {', '.join(own)} or None, got {value!r}"
     if not backend.stages or not set(backend.stages) <= set(STAGES):
         return f"stages must be some of {', '.join(STAGES)}, got {backend.stages!r}"
+    if not set(backend.trains) <= set(TRAINED):
+        return f"trains must be some of {', '.join(TRAINED)}, got {backend.trains!r}"
     if "{stage}" not in backend.module:
         return f"module must be a full name with {{stage}}, such as 'my_package.{{stage}}', got {backend.module!r}"
     missing = [module for module in map(backend.stage_module, backend.stages) if find_spec(module) is None]
@@ -277,10 +307,11 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
-def backend_for_stage(stage: str, backend: str, device: torch.device | str) -> Backend:
-    """The backend that runs one stage on a device: the named one, or its base if it has no kernels for the stage.
+def backend_for_stage(stage: str, backend: str, device: torch.device | str, trains: str | None = None) -> Backend:
+    """The backend that runs one stage on a device, or a function of `tamis.train`: the named one, or its base if it has
+    no kernels for it.
 
-    "auto" takes the first backend that has kernels for the stage and runs on the device.
+    "auto" takes the first backend that has kernels for it and runs on the device.
     """
     device = torch.device(device)
     capability = compute_capability(device)
@@ -288,11 +319,11 @@ def backend_for_stage(stage: str, backend: str, device: torch.device | str) -> B
     for candidate in known:
         if backend not in ("auto", candidate.name) or candidate.device_refusals(device, capability):
             continue
-        if stage in candidate.stages:
+        if candidate.has_kernels(stage, trains):
             return candidate
         if backend == candidate.name and candidate.base is not None:
-            return backend_for_stage(stage, candidate.base, device)
+            return backend_for_stage(stage, candidate.base, device, trains)
     refuse_broken(backend)
-    names = ", ".join(b.name for b in known if stage in b.stages or b.base is not None)
-    expected = f"'auto' or one of {names} that runs on {device.type}"
+    names = ", ".join(b.name for b in known if b.has_kernels(stage, trains) or b.base is not None)
+    expected = f"'auto' or one of {names} that {'runs' if trains is None else f'trains {trains}'} on {device.type}"
     raise checks.refuse("backend", expected, repr(backend), "see `tamis backends`")

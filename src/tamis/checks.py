@@ -90,7 +90,10 @@ def no_gradient(**tensors: Tensor | None) -> None:
         return
     for name, value in tensors.items():
         if value is not None and value.requires_grad:
-            remedy = "the ops are for inference: call them under torch.no_grad(), or pass .detach()"
+            remedy = (
+                "the ops are for inference: call them under torch.no_grad(), or pass .detach(). "
+                "For training there is tamis.train; attention is tamis.train.attend_rows"
+            )
             raise refuse(name, "without gradient", "a tensor that requires grad", remedy)
 
 

@@ -1,4 +1,5 @@
-"""`Selection`: the cache rows that each query token attends to. `Caches`: the caches of one V3.2 layer."""
+"""`Selection` and `Rows`: the rows that each query token attends to, of a cache or of a tensor. `Caches`: the caches of
+one V3.2 layer."""
 
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,22 @@ class Selection:
         lengths = None if self.lengths is None else self.lengths[start:end]
         requests = None if self.request_ids is None else self.request_ids[start:end]
         return replace(self, slots=self.slots[start:end], lengths=lengths, request_ids=requests)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a tensor that each query token attends to: the first `lengths` of its `slots`.
+
+    This is a `Selection` for training (`tamis.train`): the rows may require a gradient. Slots that are negative or past
+    the rows are skipped; a slot that is listed twice counts twice.
+    """
+
+    rows: Tensor
+    """[N, width] in the queries' dtype."""
+    slots: Tensor
+    """int32 [T, K], row numbers."""
+    lengths: Tensor | None = None
+    """int32 [T]; None if all K columns count."""
 
 
 @dataclass(frozen=True, eq=False)

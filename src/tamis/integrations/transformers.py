@@ -6,20 +6,37 @@
 
 An attached model selects positions and attends to them. It makes no mask and no other tensor of tokens times tokens,
 and it runs long prompts in chunks. Everything else, `generate` included, is the model's own.
+
+    attach(model, train=True, indexer="sparse")
+    model.train()
+    model(**inputs, labels=labels).loss.backward()
+
+A model that is attached for training computes gradients as well, and its indexers can learn.
 """
 
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
+
+from torch import Tensor
 
 from tamis import checks
+from tamis._extras import install_command, is_admitted
 
 try:
     import transformers as _transformers
 except ImportError as error:
     raise ImportError(
-        "tamis.integrations.transformers needs Hugging Face transformers: pip install 'tamis[transformers]'"
+        f"tamis.integrations.transformers needs Hugging Face transformers: {install_command('transformers')}"
     ) from error
+if not is_admitted("transformers", _transformers.__version__):
+    raise ImportError(
+        f"tamis.integrations.transformers needs another version of transformers than {_transformers.__version__}: "
+        f"{install_command('transformers')}"
+    )
 
+from tamis.integrations.hf import replay
 from tamis.integrations.hf.cache import TamisCache
 from tamis.integrations.hf.forward import Attachment, model_forward
 from tamis.integrations.hf.layers import (
@@ -31,8 +48,23 @@ from tamis.integrations.hf.layers import (
     v4_forward,
     v32_forward,
 )
+from tamis.layers.recording import Recording
 
-__all__ = ["TamisCache", "attach", "detach", "is_attached", "new_cache"]
+if TYPE_CHECKING:
+    from tamis.integrations.hf.train_step import Stage, Teachers
+
+__all__ = [
+    "TamisCache",
+    "attach",
+    "detach",
+    "index_losses",
+    "indexer_parameters",
+    "is_attached",
+    "new_cache",
+    "recording",
+    "replaying",
+    "take_index_loss",
+]
 
 _MODELS: dict[str, tuple[Any, Any]] = {
     "DeepseekV32ForCausalLM": (V32Family, v32_forward),
@@ -46,28 +78,52 @@ CHUNK_TOKENS = 4096
 def attach(
     model: Any,
     *,
-    cache: CacheKind = "fp8",
+    cache: CacheKind | None = None,
     backend: str = "auto",
     chunk_tokens: int = CHUNK_TOKENS,
     wrap_layer: WrapLayer = lambda number, layer: layer,
+    train: bool = False,
+    indexer: "Stage" = "frozen",
+    index_loss: float = 1.0,
+    deterministic: bool | None = None,
+    keep_selections: bool | None = None,
+    teachers: "Teachers" = "own",
 ) -> None:
     """Run a model's attention through tamis, until `detach`.
 
     Args:
-        model: a `DeepseekV32ForCausalLM`, `GlmMoeDsaForCausalLM` or `DeepseekV4ForCausalLM` on one device.
+        model: a `DeepseekV32ForCausalLM`, `GlmMoeDsaForCausalLM` or `DeepseekV4ForCausalLM` on one device, or a
+            `PeftModel` of one.
         cache: the format of the cache pages. "fp8" is the model family's own format (656 or 584 bytes a token at full
             width) with FP8 index keys; "bf16" keeps rows in bf16 and index keys in the model's dtype; "fp32" is exact.
+            In training, only the format of index keys matters: rows are selected as from such a cache. The default is
+            "fp8", and "bf16" with `train=True`.
         backend: a name from `tamis backends`, or "auto".
-        chunk_tokens: how many tokens run at once, counted over the whole batch.
+        chunk_tokens: how many tokens run at once, counted over the whole batch. Training does not use chunks.
         wrap_layer: a function that gets each layer's number and its `SparseMLA` or `SparseV4` whenever one is made, and
             returns a layer of the same class that runs in its place. `tamis inspect` uses it to watch layers.
+        train: whether to train the model. Calls that record gradients then run without a cache.
+        indexer: what the indexers do in training. "frozen": they select, and their parameters need no gradient.
+            "sparse": they also learn from the attention over what they selected. "warmup": attention is dense, and they
+            learn from it; nothing else may require a gradient.
+        index_loss: the coefficient of the indexers' loss, which is the sum over layers of the divergence between
+            attention and indexer, per token. It is added to the loss that the model returns for `labels`.
+        deterministic: as in `tamis.train.attend_rows`.
+        keep_selections: whether layers that are checkpointed keep what they selected instead of selecting again: 4
+            bytes per token, layer and selected position. None: if that is less than a layer's hidden states.
+        teachers: whose attention teaches an indexer that several layers share (GLM): "own", that of its own layer;
+            "readers", the mean over all of them.
 
-    Attached models are for inference. They take only padding masks [requests, columns], keep their tokens in a
-    `TamisCache`, and return no attention weights. V4 models ignore `position_ids` and count each request's own tokens.
+    Without `train=True` an attached model is for inference. Attached models take only padding masks [requests,
+    columns], keep their tokens in a `TamisCache`, and return no attention weights. V4 models ignore `position_ids` and
+    count each request's own tokens.
     """
+    model = _bare(model)
     make_family, forward = _parts(model)
+    cache = ("bf16" if train else "fp8") if cache is None else cache
     checks.option("cache", cache, get_args(CacheKind))
     checks.integer("chunk_tokens", chunk_tokens, low=1)
+    checks.flag("train", train)
     if is_attached(model):
         raise checks.refuse("model", "one that is not attached yet", "an attached one", "call detach(model) first")
     base = model.model
@@ -78,9 +134,18 @@ def attach(
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) != 1:
         raise checks.refuse("model", "on one device", sorted(devices), "move it with .to(device)")
+    base_forward, training, dtype = model_forward, None, base.embed_tokens.weight.dtype
+    if train:
+        from tamis.integrations.hf import train_attach
+
+        options = train_attach.checked_options(indexer, index_loss, deterministic, keep_selections, teachers, backend)
+        train_attach.check_model(model, options)
+        base_forward, forward = train_attach.training_forward, train_attach.FORWARDS[_name(model)]
     family = make_family(base, cache, backend, wrap_layer)
-    base._tamis = Attachment(family, chunk_tokens, base.embed_tokens.weight.dtype)
-    base.forward = MethodType(model_forward, base)
+    if train:
+        training = train_attach.start(model, options)
+    base._tamis = Attachment(family, chunk_tokens, dtype, training)
+    base.forward = MethodType(base_forward, base)
     model._prepare_cache_for_generation = MethodType(_prepare_cache, model)
     for module in modules:
         module.forward = MethodType(forward, module)
@@ -88,9 +153,14 @@ def attach(
 
 def detach(model: Any) -> None:
     """Give a model its own attention back. Does nothing to a model that is not attached."""
+    model = _bare(model)
     if not is_attached(model):
         return
     base = model.model
+    if base._tamis.training is not None:
+        from tamis.integrations.hf import train_attach
+
+        train_attach.stop(model, base._tamis.training)
     for module in (base, *(layer.self_attn for layer in base.layers)):
         del module.forward
     del model._prepare_cache_for_generation
@@ -99,20 +169,84 @@ def detach(model: Any) -> None:
 
 def is_attached(model: Any) -> bool:
     """Whether a model's attention runs through tamis."""
-    return getattr(getattr(model, "model", None), "_tamis", None) is not None
+    return getattr(getattr(_bare(model), "model", None), "_tamis", None) is not None
 
 
 def new_cache(model: Any) -> TamisCache:
     """An empty cache for an attached model, to be passed as `past_key_values`."""
     if not is_attached(model):
         raise checks.refuse("model", "an attached one", checks.describe(model), "call attach(model) first")
-    return TamisCache(model.model._tamis.family.shape)
+    return TamisCache(_bare(model).model._tamis.family.shape)
+
+
+def indexer_parameters(model: Any) -> list[str]:
+    """The names of the parameters of a model's indexers: what the warm-up trains."""
+    from tamis.integrations.hf import train_attach
+
+    _parts(_bare(model))
+    return train_attach.indexer_parameters(model)
+
+
+def index_losses(model: Any) -> dict[int, float]:
+    """The indexers' losses in the last training step, per token, by layer, without the coefficient."""
+    found: dict[int, float] = _training(model).collected.means()
+    return found
+
+
+def take_index_loss(model: Any) -> Tensor | None:
+    """The sum of the indexers' losses of the last forward pass, with its graph, for programs that compute their own
+    language loss; None if there is none, or if `labels` were passed and the returned loss contains it already."""
+    found: Tensor | None = _training(model).collected.take()
+    return found
+
+
+def recording(model: Any, into: Recording, requests: Sequence[Hashable]) -> AbstractContextManager[None]:
+    """A context in which an attached model records what its layers select, for `replaying`.
+
+    Args:
+        model: an attached DeepSeek-V3.2 or GLM.
+        into: a `Recording(topk=config.index_topk)`.
+        requests: a name for every row of the batch.
+    """
+    if not is_attached(model):
+        raise checks.refuse("model", "an attached one", checks.describe(model), "call attach(model) first")
+    return replay.recording(_bare(model).model, into, requests)
+
+
+def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> AbstractContextManager[None]:
+    """A context in which a model that is attached for training attends to the positions of an earlier run.
+
+    Calls run without a cache, with and without gradients. A token that was never recorded is refused: the last token
+    that was generated has not run, so leave it out of `input_ids`.
+
+    Args:
+        model: a DeepSeek-V3.2 or GLM attached with `train=True`.
+        recorded: the selections: from `recording`, or loaded from what an engine captured (`Recording.load`).
+        requests: the names of the batch's sequences, in order; every packed sequence has its own.
+    """
+    _training(model)
+    return replay.replaying(_bare(model).model, recorded, requests)
+
+
+def _training(model: Any) -> Any:
+    training = _bare(model).model._tamis.training if is_attached(model) else None
+    if training is None:
+        raise checks.refuse("model", "one attached for training", checks.describe(model), "attach(model, train=True)")
+    return training
+
+
+def _bare(model: Any) -> Any:
+    """The model inside a `PeftModel`, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _name(model: Any) -> str:
+    return next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in _MODELS), "")
 
 
 def _parts(model: Any) -> tuple[Any, Any]:
-    for kind in type(model).__mro__:
-        if kind.__name__ in _MODELS:
-            return _MODELS[kind.__name__]
+    if _name(model):
+        return _MODELS[_name(model)]
     remedy = f"transformers {_transformers.__version__} has no other models with sparse latent attention"
     raise checks.refuse("model", f"one of {', '.join(_MODELS)}", type(model).__name__, remedy)
 

@@ -17,7 +17,8 @@ traces, the call becomes one of `torch.ops.tamis.combine_parts` instead, whose s
 
 The first argument is a tensor, whose device selects the backend, and the last is `backend`. The tuple's method `fake`
 makes empty results for a trace. A static method `run(stage, call)`, if there is one, is called in place of the stage's
-function, and `no_gradient` names the arguments that may not require a gradient.
+function, and `no_gradient` names the arguments that may not require a gradient. An operation of `tamis.train` names the
+function that it belongs to (`trains`); `tamis.ops.autograd` gives it a backward pass.
 
 Operations do not check their arguments: the `check_*` functions of the stages have done so. They write only to
 arguments marked `Written`, and return new tensors. What `tamis.ops.memory` remembers of a call are operations that were
@@ -38,7 +39,7 @@ from tamis.arithmetic import without_autocast
 from tamis.backends import backend_for_stage
 from tamis.cache.layout import Layout, from_key
 from tamis.cache.paged import PagedCache
-from tamis.cache.selection import Selection
+from tamis.cache.selection import Rows, Selection
 from tamis.model.recipe import IndexRecipe
 from tamis.ops.lse import LseForm
 
@@ -86,6 +87,10 @@ def _selections(*lists: Sequence[Any]) -> list[Selection]:
     return [Selection(_cache(*one[:4]), *one[4:]) for one in zip(*lists, strict=True)]
 
 
+def _rows(rows: Sequence[Tensor], slots: Sequence[Tensor], lengths: Sequence[Tensor | None]) -> list[Rows]:
+    return [Rows(*one) for one in zip(rows, slots, lengths, strict=True)]
+
+
 def _plain(schema: str) -> Flat:
     return Flat(schema, lambda value: (value,), lambda value: value)
 
@@ -112,6 +117,11 @@ _FLAT: dict[Any, Flat] = {
         _selection_parts,
         _selections,
     ),
+    list[Rows]: Flat(
+        "Tensor[] @_rows, Tensor[] @_slots, Tensor?[] @_lengths",
+        lambda given: ([g.rows for g in given], [g.slots for g in given], [g.lengths for g in given]),
+        _rows,
+    ),
     LseForm: Flat("int @_group, bool @_base_2, bool @_plus_inf", tuple, LseForm),
     Layout: Flat("str @", lambda layout: (layout.key,), from_key),
     IndexRecipe: Flat(
@@ -122,20 +132,25 @@ _FLAT: dict[Any, Flat] = {
 }
 _RETURNS = {type(None): "()", Tensor: "Tensor", tuple[Tensor, Tensor]: "(Tensor, Tensor)"}
 _RETURNS[tuple[Tensor, Tensor, Tensor]] = "(Tensor, Tensor, Tensor)"
+_RETURNS[tuple[Tensor, Tensor, Tensor, Tensor]] = "(Tensor, Tensor, Tensor, Tensor)"
+_RETURNS[tuple[Tensor, list[Tensor], Tensor]] = "(Tensor, Tensor[], Tensor)"
 
 
 class Operation(Generic[C, T]):
     """One operation of a stage; calling it with its tuple of arguments runs it."""
 
-    def __init__(self, stage: str, arguments: Callable[..., C], fake: Callable[[C], T]) -> None:
+    def __init__(
+        self, stage: str, arguments: Callable[..., C], fake: Callable[[C], T], *, trains: str | None = None
+    ) -> None:
         """Register an operation, named like its tuple: `CombineParts` becomes `combine_parts`.
 
         Args:
             stage: the stage whose modules implement it.
             arguments: the named tuple of its arguments.
             fake: empty results for a trace; its annotation says what is returned.
+            trains: the function of `tamis.train` that it belongs to. The stage's modules for training implement it.
         """
-        self.stage, self.arguments, self.fake = stage, arguments, fake
+        self.stage, self.arguments, self.fake, self.trains = stage, arguments, fake, trains
         self.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", arguments.__name__).lower()
         self._check, self._prepare = f"check_{self.name}", f"prepare_{self.name}"
         hints = get_type_hints(arguments, include_extras=True)
@@ -151,15 +166,16 @@ class Operation(Generic[C, T]):
         # A compiler must not change strides, since there may be gaps between pages.
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
         _LIBRARY.define(f"{self.name}({', '.join(fields)}) -> {returned}", tags=tags)
-        self._overload = getattr(torch.ops.tamis, self.name).default
-        _LIBRARY.impl(self.name, lambda *flat: _contiguous(self._run(self._whole(flat))), "CompositeExplicitAutograd")
-        torch.library.register_fake(self._overload, lambda *flat: self._traced(self._whole(flat)), lib=_LIBRARY)
+        self.overload = getattr(torch.ops.tamis, self.name).default
+        _LIBRARY.impl(self.name, lambda *flat: _contiguous(self._run(self.whole(flat))), "CompositeExplicitAutograd")
+        torch.library.register_fake(self.overload, lambda *flat: self._traced(self.whole(flat)), lib=_LIBRARY)
 
     def __call__(self, call: C) -> T:
-        """Run the operation. While torch.compile traces, call its torch op instead, which is recorded in the trace."""
-        if torch.compiler.is_compiling():
+        """Run the operation. While torch.compile traces, call its torch op instead, which is recorded in the trace.
+        Operations that train are always called as torch ops, to which autograd and traces of it belong."""
+        if torch.compiler.is_compiling() or self.trains is not None:
             flat = [part for how, value in zip(self._flat, call, strict=True) for part in how.take_apart(value)]
-            found: T = self._overload(*flat)
+            found: T = self.overload(*flat)
             return found
         return self._run(call)
 
@@ -169,7 +185,7 @@ class Operation(Generic[C, T]):
         A module prepares calls in a function `prepare_<operation>`, which also says how the result is called; None if
         there is no such function, or if it cannot prepare this call.
         """
-        prepare = getattr(_module(self.stage, call[-1], call[0].device), self._prepare, None)
+        prepare = getattr(self._stage(call), self._prepare, None)
         return None if prepare is None else prepare(call)
 
     def check(self, call: C, **names: str) -> None:
@@ -185,7 +201,7 @@ class Operation(Generic[C, T]):
         refused = getattr(call, "no_gradient", ())
         if refused and torch.is_grad_enabled():
             checks.no_gradient(**{names.get(name, name): getattr(call, name) for name in refused})
-        stage = implementation(self.stage, call[-1], call[0].device)
+        stage = implementation(self.stage, call[-1], call[0].device, self.trains)
         if not hasattr(stage, self.name):
             raise NotImplementedError(
                 f"{stage.__name__} has no function {self.name}; every function of the stage {self.stage} must be there"
@@ -195,19 +211,22 @@ class Operation(Generic[C, T]):
             own(call)
 
     def _run(self, call: C) -> T:
-        device = call[0].device
-        stage = _module(self.stage, call[-1], device)
+        device, stage = call[0].device, self._stage(call)
         run: Callable[[C], T] = getattr(stage, self.name) if self._own_run is None else partial(self._own_run, stage)
         if device.type == "meta" or not torch.is_autocast_enabled(device.type):
             return run(call)
         with without_autocast(device):
             return run(call)
 
+    def _stage(self, call: C) -> Any:
+        """The module that runs a call."""
+        return _module(self.stage, call[-1], call[0].device, self.trains)
+
     def _traced(self, call: C) -> T:
         self._refuse(call, {})
         return self.fake(call)
 
-    def _whole(self, flat: Sequence[Any]) -> C:
+    def whole(self, flat: Sequence[Any]) -> C:
         """The tuple from the arguments of the op."""
         values, at = [], 0
         for how in self._flat:
@@ -220,13 +239,14 @@ class Operation(Generic[C, T]):
 def _contiguous(found: Any) -> Any:
     if isinstance(found, Tensor):
         return found.contiguous()
-    return tuple(tensor.contiguous() for tensor in found) if isinstance(found, tuple) else found
+    return type(found)(_contiguous(part) for part in found) if isinstance(found, tuple | list) else found
 
 
-def implementation(stage: str, backend: str, device: torch.device) -> Any:
-    """The module with a backend's kernels of a stage; all of them offer the same functions."""
+def implementation(stage: str, backend: str, device: torch.device, trains: str | None = None) -> Any:
+    """The module with a backend's kernels of a stage, or of a function of `tamis.train`; all of them offer the same
+    functions."""
     try:
-        return _module(stage, backend, device)
+        return _module(stage, backend, device, trains)
     except TypeError:
         # The cache of `_module` cannot hash such a value; this error names the argument.
         checks.instance("backend", backend, str, "pass 'auto' or a name from `tamis backends`")
@@ -234,5 +254,6 @@ def implementation(stage: str, backend: str, device: torch.device) -> Any:
 
 
 @cache
-def _module(stage: str, backend: str, device: torch.device) -> Any:
-    return import_module(backend_for_stage(stage, backend, device).stage_module(stage))
+def _module(stage: str, backend: str, device: torch.device, trains: str | None = None) -> Any:
+    found = backend_for_stage(stage, backend, device, trains)
+    return import_module(found.stage_module(stage) if trains is None else found.training_module(stage))

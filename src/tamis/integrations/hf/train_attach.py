@@ -1,0 +1,87 @@
+"""What `attach(model, train=True)` changes in a model beside its forward methods, and what `detach` changes back."""
+
+from types import MethodType
+from typing import Any, get_args
+
+from tamis import checks
+from tamis.integrations.hf.train_forward import Training, check_parameters, loss_with_indexer, training_forward
+from tamis.integrations.hf.train_step import Options, Stage, Teachers
+from tamis.integrations.hf.train_v4 import v4_train_forward
+from tamis.integrations.hf.train_v32 import glm_train_forward, v32_train_forward
+
+FORWARDS = {
+    "DeepseekV32ForCausalLM": v32_train_forward,
+    "GlmMoeDsaForCausalLM": glm_train_forward,
+    "DeepseekV4ForCausalLM": v4_train_forward,
+}
+
+
+def checked_options(
+    indexer: Stage,
+    index_loss: float,
+    deterministic: bool | None,
+    keep_selections: bool | None,
+    teachers: Teachers,
+    backend: str,
+) -> Options:
+    """The options of `attach` that concern training, or an error that names the wrong one."""
+    checks.option("indexer", indexer, get_args(Stage))
+    checks.number("index_loss", index_loss, low=0.0)
+    for name, value in (("deterministic", deterministic), ("keep_selections", keep_selections)):
+        if value is not None:
+            checks.flag(name, value)
+    checks.option("teachers", teachers, get_args(Teachers))
+    return Options(indexer, float(index_loss), deterministic, keep_selections, teachers, backend)
+
+
+def check_model(model: Any, options: Options) -> None:
+    """Refuse a model that cannot be trained as asked."""
+    rate = getattr(model.config, "attention_dropout", 0.0)
+    if rate:
+        remedy = "set config.attention_dropout = 0 before training"
+        raise checks.refuse("attention_dropout", "0: tamis has no dropout of attention weights", rate, remedy)
+    check_parameters(model)
+    own = indexer_parameters(model)
+    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if options.indexer == "warmup" and learning - set(own):
+        others = sorted(learning - set(own))
+        received = f"{len(others)} other parameters, such as {others[0]}"
+        remedy = "call requires_grad_(False) on everything but indexer_parameters(model)"
+        raise checks.refuse("model", "one whose indexers alone require gradients in the warm-up", received, remedy)
+    if options.indexer != "frozen" and not learning & set(own):
+        remedy = "call requires_grad_() on indexer_parameters(model), or choose indexer='frozen'"
+        expected = f"one whose indexers require gradients for indexer={options.indexer!r}"
+        raise checks.refuse("model", expected, "none of them does", remedy)
+
+
+def indexer_parameters(model: Any) -> list[str]:
+    """The names of the parameters of a model's indexers, adapters included."""
+    return [name for name, _ in model.named_parameters() if ".indexer." in name]
+
+
+def start(model: Any, options: Options) -> Training:
+    """Freeze the indexers if they are not to learn, and let the loss function add their loss if they are."""
+    own, had_loss = model.loss_function, "_loss_function" in vars(model)
+    thawed = []
+    if options.indexer == "frozen":
+        for name, parameter in model.named_parameters():
+            if ".indexer." in name and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                thawed.append(name)
+    else:
+        model.loss_function = MethodType(loss_with_indexer, model)
+    return Training(options, own, had_loss, thawed)
+
+
+def stop(model: Any, training: Training) -> None:
+    """Undo `start`."""
+    for name, parameter in model.named_parameters():
+        if name in training.thawed:
+            parameter.requires_grad_(True)
+    if training.had_loss:
+        model.loss_function = training.language_loss
+    elif "_loss_function" in vars(model):
+        del model._loss_function
+
+
+__all__ = ["FORWARDS", "check_model", "checked_options", "indexer_parameters", "start", "stop", "training_forward"]

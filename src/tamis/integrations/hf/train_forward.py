@@ -1,0 +1,165 @@
+"""The forward pass of a model that is attached for training, and the loss that its indexers add."""
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.integrations.hf.forward import Attachment, model_forward
+from tamis.integrations.hf.train_step import Collected, Options, Sight, TrainStep
+
+
+@dataclass(eq=False)
+class Training:
+    """The state of a model that is attached for training."""
+
+    options: Options
+    language_loss: Any
+    """The model's own loss function."""
+    had_loss: bool
+    """Whether that function was set on the model itself."""
+    thawed: list[str]
+    """The indexers' parameters that required a gradient before the model was attached."""
+    collected: Collected = field(default_factory=Collected)
+    replay: Any = None
+    """What `replaying` has set: a function of a `Pack` that gives selected rows by layer."""
+
+
+def training_forward(
+    self: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    use_cache: bool | None = None,
+    return_dict: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Replaces the model's `forward`: without a cache if gradients are wanted, otherwise through pages.
+
+    Packed sequences and replayed selections run without a cache in any case.
+    """
+    attachment: Attachment = self._tamis
+    training: Training = attachment.training
+    given = input_ids if input_ids is not None else inputs_embeds
+    records = torch.is_grad_enabled() and _wants_gradients(self, inputs_embeds)
+    sight = None
+    if given is not None and past_key_values is None and (records or training.replay or position_ids is not None):
+        sight = _sight(given, attention_mask, position_ids)
+    if given is None or not (records or training.replay is not None or (sight is not None and sight.packed)):
+        return model_forward(
+            self,
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            return_dict,
+            **kwargs,
+        )
+    if sight is None:
+        remedy = "train on whole sequences, or call the model under torch.no_grad()"
+        raise checks.refuse("past_key_values", "None in training", type(past_key_values).__name__, remedy)
+    step = _step(self, given, sight, records, kwargs.get("num_items_in_batch"))
+    if attachment.family.counts_tokens:
+        position_ids = _positions(sight, given)
+    return type(self).forward(
+        self,
+        input_ids=input_ids,
+        inputs_embeds=inputs_embeds,
+        attention_mask={"indexed_attention": step},
+        position_ids=position_ids,
+        past_key_values=None,
+        use_cache=False,
+        return_dict=return_dict,
+        **kwargs,
+    )
+
+
+def _wants_gradients(base: Any, inputs_embeds: Tensor | None) -> bool:
+    given = inputs_embeds is not None and inputs_embeds.requires_grad
+    return given or any(parameter.requires_grad for parameter in base.parameters())
+
+
+def check_parameters(model: Any) -> None:
+    """Refuse parameters that are not there when a layer reads them."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        remedy = "use FSDP2 (fully_shard), or ZeRO stage 2"
+        raise checks.refuse("model", "not partitioned by DeepSpeed ZeRO-3", "ZeRO-3 parameters", remedy)
+
+
+def _sight(given: Tensor, attention_mask: Any, position_ids: Tensor | None) -> Sight:
+    rows, columns = given.shape[:2]
+    if attention_mask is not None and (
+        not isinstance(attention_mask, Tensor) or attention_mask.shape != (rows, columns)
+    ):
+        remedy = "pass a padding mask; a causal mask is not needed"
+        expected = f"of shape [{rows}, {columns}]"
+        raise checks.refuse("attention_mask", expected, checks.describe(attention_mask), remedy)
+    return Sight.of(rows, columns, attention_mask, position_ids)
+
+
+def _step(base: Any, given: Tensor, sight: Sight, records: bool, items: Any) -> TrainStep:
+    attachment: Attachment = base._tamis
+    training: Training = attachment.training
+    options = training.options
+    check_parameters(base)
+    checkpoints = records and base.training and _checkpoints(base)
+    weight = None
+    if records and options.teaches:
+        if training.collected.unused:
+            warnings.warn(
+                "the index loss of the last step was not used: pass labels, or add take_index_loss(model) to the loss",
+                stacklevel=2,
+            )
+        # A gradient that is accumulated over several batches is divided by the tokens of all of them.
+        tokens = torch.as_tensor(sight.real if items is None else items, dtype=torch.float32, device=given.device)
+        weight = options.index_loss / tokens.clamp_min(1.0)
+    keep = options.keep_selections
+    if keep is None:
+        hidden = base.config.hidden_size * base.embed_tokens.weight.element_size()
+        keep = max(4 * (spec.topk or 0) for spec in attachment.family.specs) <= hidden
+    replayed = None if training.replay is None else training.replay(sight.pack, given.device)
+    step = TrainStep(
+        attachment.family,
+        options,
+        sight,
+        records=records,
+        token_weight=weight,
+        keep=keep and checkpoints,
+        frees_weights=not checkpoints and any(hasattr(p, "to_local") for p in base.layers.parameters()),
+        replayed=replayed,
+    )
+    training.collected.start(step)
+    return step
+
+
+def _checkpoints(base: Any) -> bool:
+    """Whether layers are checkpointed. Reentrant checkpointing is refused, whose first pass records no gradients."""
+    found = [layer for layer in base.layers if getattr(layer, "gradient_checkpointing", False)]
+    for layer in found:
+        if getattr(layer._gradient_checkpointing_func, "keywords", {}).get("use_reentrant"):
+            remedy = "call gradient_checkpointing_enable() without it"
+            raise checks.refuse("use_reentrant", "False for an attached model", "True", remedy)
+    return bool(found)
+
+
+def _positions(sight: Sight, given: Tensor) -> Tensor:
+    """int64 [rows, columns]: the position of each token in its own request, for padding 0."""
+    if sight.pack is None:
+        own = torch.arange(given.shape[1], dtype=torch.int64, device=given.device)
+        return own.unsqueeze(0)
+    return sight.pack.positions.clamp_min(0).long().view(given.shape[:2]).to(given.device)
+
+
+def loss_with_indexer(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Replaces the model's `loss_function`: its own loss and that of the indexers."""
+    training: Training = self.model._tamis.training
+    loss: Tensor = training.language_loss(*args, **kwargs)
+    added = training.collected.take()
+    return loss if added is None else loss + added.to(loss.dtype)

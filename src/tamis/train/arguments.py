@@ -1,0 +1,51 @@
+"""What the functions of `tamis.train` do with their arguments: autocast, dtypes, the deterministic mode."""
+
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+
+DTYPES = (*checks.FLOATS, torch.float64)
+
+
+def in_autocast(first: object, *others: object) -> list[Tensor]:
+    """The tensors in autocast's dtype where it is enabled for their device; otherwise as they are. float64 stays, as
+    everywhere under autocast. What is no tensor is left to its own check."""
+    values: list[object] = [first, *others]
+    if not isinstance(first, Tensor) or first.device.type == "meta" or not torch.is_autocast_enabled(first.device.type):
+        return values  # type: ignore[return-value]
+    dtype = torch.get_autocast_dtype(first.device.type)
+    cast = [isinstance(value, Tensor) and value.dtype in checks.FLOATS for value in values]
+    return [value.to(dtype) if here else value for value, here in zip(values, cast, strict=True)]  # type: ignore[attr-defined, misc]
+
+
+def same_dtype(name: str, value: Tensor, **others: Tensor) -> None:
+    """Refuse tensors of another dtype than the first."""
+    for other_name, other in others.items():
+        if other.dtype != value.dtype:
+            expected = f"{checks.dtype_name(value.dtype)} like {name}"
+            remedy = "convert one of them, or call this under torch.autocast"
+            raise checks.refuse_type(other_name, expected, checks.dtype_name(other.dtype), remedy)
+
+
+def deterministic_mode(given: bool | None) -> bool:
+    """The mode that an argument `deterministic` asks for."""
+    if given is None:
+        return torch.are_deterministic_algorithms_enabled()
+    return checks.flag("deterministic", given)
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether a gradient of any of these will be asked for."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+@overload
+def detached(value: Tensor) -> Tensor: ...
+@overload
+def detached(value: None) -> None: ...
+def detached(value: Tensor | None) -> Tensor | None:
+    """A constant of the same value."""
+    return None if value is None else value.detach()
