@@ -75,7 +75,7 @@ Exits with 1 if a check fails."""
 EXAMPLES = """\
 tamis bench smoke --against none
 tamis bench decode --heads 16,128 --against flashmla --csv results.csv
-tamis bench --shape 128q1s16k --heads 16 --layout v32-fp8 --json
+tamis bench --shape 8q1s1k --heads 16 --layout v32-fp8 --json
 tamis bench --report out --from benchmarks/results/*.csv"""
 
 
