@@ -1,7 +1,7 @@
 """A program that prints by how many bytes a pass of a tiny DeepSeek-V3.2 raises this process's memory.
 
-`python hf_memory.py KIND TOKENS ...`, one line for each number of tokens. KIND is `attached` or `untouched` for a prefill,
-and `trained` for a training step of an attached model.
+`python hf_memory.py KIND TOKENS ...`, one line for each number of tokens. KIND is `attached` or `untouched` for a
+prefill, and `trained` for a training step of an attached model.
 """
 
 import re

@@ -135,8 +135,8 @@ class TrainStep:
         """int32 [T, K] by layer: selections of layers that will run again."""
         self.sources: dict[int, IndexTensors] = {}
         """What an indexer made, by its layer, for the layers that share its selection."""
-        self.losses: dict[tuple[int, int], Tensor] = {}
-        """Losses by the layer of the indexer and the layer whose attention teaches it."""
+        self.losses: dict[tuple[int, int], Tensor | None] = {}
+        """Losses by the layer of the indexer and the layer whose attention teaches it; None once they are taken."""
         self._shared: dict[Hashable, Any] = {}
 
     def device_pack(self, device: torch.device) -> Pack:
@@ -197,7 +197,7 @@ class Collected:
 
     def __init__(self) -> None:
         """Start without any."""
-        self._pending: dict[tuple[int, int], Tensor] = {}
+        self._pending: dict[tuple[int, int], Tensor | None] = {}
         self._values: dict[int, Tensor] = {}
         self._scale: Any = 1.0
 
@@ -214,13 +214,17 @@ class Collected:
     def take(self) -> Tensor | None:
         """The sum of the step's losses, with its graph, once; None if there are none."""
         losses, self._pending = self._pending, {}
-        if not losses:
+        found = {key: loss for key, loss in losses.items() if loss is not None}
+        if not found:
             return None
         weight, real = self._scale
-        for (source, _), loss in losses.items():
+        for (source, _), loss in found.items():
             mean = loss.detach() / (weight * real)
             self._values[source] = self._values[source] + mean if source in self._values else mean
-        return torch.stack(list(losses.values())).sum()
+        # The keys stay, for layers that run again. The losses go: through the graph of checkpointed layers they hold the
+        # step that holds them, and Python cannot collect such a cycle.
+        losses.update(dict.fromkeys(losses))
+        return torch.stack(list(found.values())).sum()
 
     def means(self) -> dict[int, float]:
         """The last step's losses per token, by the layer of the indexer."""
