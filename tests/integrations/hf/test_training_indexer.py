@@ -229,15 +229,19 @@ def test_passes_without_gradients_leave_the_index_loss_alone(model: Any) -> None
 
 @pytest.mark.parametrize("model", ["v32", "glm-shared"], indirect=True)
 def test_nothing_of_a_checkpointed_step_outlives_it(model: Any) -> None:
-    attach(model, train=True, indexer="sparse", deterministic=False, teachers="readers")
+    attach(model, train=True, indexer="sparse", deterministic=False)
     model.gradient_checkpointing_enable()
     steps, plain = [], train_v32.select
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_v32, "select", lambda one, *rest: steps.append(weakref.ref(one)) or plain(one, *rest))
         step(model, input_ids=IDS, labels=IDS)
+        model(IDS, labels=IDS)  # a loss that is dropped
+        model(IDS)  # one that is never taken
+        with pytest.warns(UserWarning, match="not used"):
+            step(model, input_ids=IDS, labels=IDS)
     model.gradient_checkpointing_disable()
     gc.collect()
-    assert steps
+    assert len(steps) > 8
     assert all(one() is None for one in steps)
 
 

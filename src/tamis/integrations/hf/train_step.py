@@ -208,6 +208,7 @@ class Collected:
 
     def start(self, step: TrainStep) -> None:
         """Forget the last step; the losses of the new one will be found in its own dictionary."""
+        _let_go(self._pending)
         self._pending, self._values = step.losses, {}
         self._scale = None if step.token_weight is None else (step.token_weight, step.sight.real)
 
@@ -221,9 +222,7 @@ class Collected:
         for (source, _), loss in found.items():
             mean = loss.detach() / (weight * real)
             self._values[source] = self._values[source] + mean if source in self._values else mean
-        # The keys stay, for layers that run again. The losses go: through the graph of checkpointed layers they hold the
-        # step that holds them, and Python cannot collect such a cycle.
-        losses.update(dict.fromkeys(losses))
+        _let_go(losses)
         return torch.stack(list(found.values())).sum()
 
     def means(self) -> dict[int, float]:
@@ -233,3 +232,9 @@ class Collected:
                 "model", "asked after its loss", "losses that nobody has used", "pass labels, or call take_index_loss"
             )
         return {layer: float(value) for layer, value in self._values.items()}
+
+
+def _let_go(losses: dict[tuple[int, int], Tensor | None]) -> None:
+    """Drop the losses of a step. Through the graph of checkpointed layers they hold the step that holds them, a cycle
+    that Python cannot collect unless a backward pass frees the graph. The keys stay, for layers that run again."""
+    losses.update(dict.fromkeys(losses))
