@@ -8,23 +8,32 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 
 import tamis
 from tamis.cli import main, make_parser
+from tamis.integrations import deep_gemm, flash_mla, flashinfer, transformers
+from tamis.lab import inspection
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 NOT_RUN = {
     "needs a network": ("pip", "git", "cd"),
-    "needs a GPU": ("tamis", "python", "pytest", "vllm"),
+    "without a network": ("pip",),
+    "needs a GPU": ("tamis", "python", "pytest", "vllm", "curl"),
     "takes a minute": ("tamis", "make", "python"),
     "examples": ("tamis",),
 }
 """Titles of blocks that are shown and not run, and the commands they may have. Arguments of `tamis` are parsed."""
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
+
+
+LONGEST = 80
+"""Characters that a line of code may have: beside the site's menus it then fits without scrolling."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +42,21 @@ class Block:
     title: str
     text: str
     line: int
+    prints: str | None
+    """The block of text that comes right after this one."""
 
 
 def blocks(page: str) -> list[Block]:
     text = (ROOT / page).read_text()
     found = []
-    for match in FENCE.finditer(text):
+    matches = list(FENCE.finditer(text))
+    for match, after in zip_longest(matches, matches[1:]):
         language, _, rest = match[1].partition(" ")
         title = re.fullmatch(r'(?:title="([^"]*)")?', rest)
         assert title is not None, f"{page}: {match[1]}"
-        found.append(Block(language, title[1] or "", match[2], text[: match.start(2)].count("\n")))
+        next_to = after is not None and after[1] == "text" and not text[match.end() : after.start()].strip()
+        line = text[: match.start(2)].count("\n")
+        found.append(Block(language, title[1] or "", match[2], line, after[2] if next_to else None))
     return found
 
 
@@ -55,6 +69,14 @@ def test_every_block_is_of_a_kind_that_is_checked(page: str) -> None:
         assert not block.title or (block.language == "sh" and block.title in NOT_RUN), f"{page}:{block.line}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_lines_of_code_fit_the_page(page: str) -> None:
+    for block in blocks(page):
+        if block.language != "text":  # what programs print wraps
+            long = [line for line in block.text.splitlines() if len(line) > LONGEST]
+            assert not long, f"{page}:{block.line}"
+
+
 TOUR = "docs/tour.md"
 """A notebook in Markdown; `tests/tools/test_tour.py` runs it."""
 
@@ -63,32 +85,52 @@ TOUR = "docs/tour.md"
     "page", [page for page in PAGES if page != TOUR and any(b.language == "python" for b in blocks(page))]
 )
 def test_python_blocks_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page is one program; a block of text after one of Python is what it prints."""
+    """A page is one program; a block of text right after one of Python is what it prints."""
     monkeypatch.setitem(sys.modules, "flash_mla", None)  # so that what a block puts there goes away again
     names: dict[str, object] = {}
-    printed = None
     for block in blocks(page):
         if block.language == "python":
             source = "\n" * block.line + block.text  # so that a traceback has the page's line numbers
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(source, page, "exec"), names)
-            printed = out.getvalue()
-        elif block.language == "text" and printed is not None:
-            assert printed == block.text, f"{page}:{block.line}"
-            printed = None
+            assert out.getvalue() == (block.prints or ""), f"{page}:{block.line}"
 
 
-def commands(title: str) -> Iterator[tuple[str, list[str]]]:
-    for page in PAGES:
-        for block in blocks(page):
-            if block.language == "sh" and (block.title in NOT_RUN if title == "any" else block.title == title):
-                for line in block.text.replace("\\\n", " ").splitlines():
-                    if words := shlex.split(line, comments=True):
-                        yield f"{page}:{block.line} {block.title}", words
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words of each command of a block of shell, without variables set for it."""
+    for line in split_commands(block.text):
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            del words[0]
+        if words:
+            yield words
 
 
-@pytest.mark.parametrize("line", sorted({shlex.join(words) for _, words in commands("")}))
-def test_shell_blocks_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def split_commands(text: str) -> list[str]:
+    """Lines of shell, where a line that ends with a backslash, or inside of quotes, goes on in the next one."""
+    found, open_line = [], ""
+    for line in text.replace("\\\n", " ").splitlines():
+        open_line += line
+        try:
+            shlex.split(open_line, comments=True)
+        except ValueError:
+            open_line += "\n"
+        else:
+            found.append(open_line)
+            open_line = ""
+    assert not open_line
+    return found
+
+
+RUN = [(page, block) for page in PAGES for block in blocks(page) if block.language == "sh" and not block.title]
+LINES = sorted({(shlex.join(words), block.prints or "") for _, block in RUN for words in commands(block)})
+
+
+@pytest.mark.parametrize(("line", "prints"), LINES, ids=[line for line, _ in LINES])
+def test_shell_blocks_run(
+    line: str, prints: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A block of text after one of shell is what it prints, with `...` for lines that are left out."""
     words = shlex.split(line)
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M), line
@@ -96,16 +138,19 @@ def test_shell_blocks_run(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert words[0] == "tamis", line
     monkeypatch.chdir(tmp_path)
     assert main(words[1:]) == 0
+    if prints:
+        wanted = re.escape(prints).replace(re.escape("...\n"), r"(?:.*\n)*")
+        assert re.fullmatch(wanted, capsys.readouterr().out), line
 
 
 def test_shell_blocks_that_are_not_run_would_be_accepted() -> None:
-    found = list(commands("any"))
+    found = [(page, block) for page in PAGES for block in blocks(page) if block.language == "sh" and block.title]
     assert found
-    for where, words in found:
-        title = where.split(" ", 1)[1]
-        assert words[0] in NOT_RUN[title], f"{where}: {words}"
-        if words[0] == "tamis" and "--help" not in words:
-            make_parser().parse_args(words[1:])
+    for page, block in found:
+        for words in commands(block):
+            assert words[0] in NOT_RUN[block.title], f"{page}:{block.line} {words}"
+            if words[0] == "tamis" and "--help" not in words:
+                make_parser().parse_args(words[1:])
 
 
 def test_the_example_of_the_readme_is_short() -> None:
@@ -135,11 +180,34 @@ def test_every_feature_names_tests_that_exist() -> None:
         assert len(re.findall(r"(?:^|<br>)`tests/[\w/]+\.py::\w+`", tests)) == int(count) > 0, line
 
 
+def public_names() -> set[str]:
+    """What programs import: the library, its stages, the drop-ins and the inspection."""
+    modules = (tamis.ops, flash_mla, flashinfer, deep_gemm, transformers, inspection)
+    names = set(tamis.__all__) | {name for module in modules for name in module.__all__}
+    refused = {name for name in flash_mla.__all__ if name.startswith(("flash_attn_", "fused_"))}
+    return names - refused - {"__version__", "ops"}
+
+
 def test_the_reference_has_every_public_name() -> None:
-    text = "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
+    text = "".join(path.read_text() for path in REFERENCE)
     listed = {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", text, flags=re.M)}
-    assert set(tamis.__all__) - {"__version__", "ops"} <= listed
-    assert set(tamis.ops.__all__) <= listed
+    assert public_names() - listed == set()
+
+
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
+def test_every_name_of_the_reference_has_an_example(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks after a name use it and print something; `test_python_blocks_run` runs them."""
+    monkeypatch.syspath_prepend(ROOT)
+    from tools.docs.examples import examples
+
+    for name, example in examples(page.read_text()).items():
+        found = re.fullmatch(r"```python\n(.*)\n```\n\n```text\n.+\n```", example, flags=re.S)
+        assert found is not None, f"{name}: a block of Python, then one of text with what it prints"
+        code = [line for line in found[1].splitlines() if line]
+        # A call with many arguments has a line for each of them.
+        assert 2 <= len([line for line in code if not line.startswith((" ", ")", "}"))]) <= 12, name
+        used = [line for line in code if re.search(rf"\b{name.rpartition('.')[2]}\b", line)]
+        assert len(used) > len([line for line in used if "import" in line]), f"{name} is only imported"
 
 
 def test_what_is_generated_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:

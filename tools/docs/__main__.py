@@ -17,6 +17,7 @@ from tools.docs import (
     engines,
     flow,
     hardware,
+    install,
     layouts,
     models,
     parallelism,
@@ -42,6 +43,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     **{f"tour-{number}": partial(tour.picture, number) for number in tour.PICTURES},
 }
 TEXTS: dict[str, Callable[[], str]] = {
+    "ask": lambda: f"```python\n{(ROOT / 'docs/tutorials/ask.py').read_text()}```",
     "backend fields": backends.fields,
     "backend functions": backends.functions,
     "bounds": bounds.bounds,
@@ -51,6 +53,14 @@ TEXTS: dict[str, Callable[[], str]] = {
     "engines": engines.engines,
     "exit codes": commands.exit_codes,
     "hardware": hardware.hardware,
+    "install": install.first,
+    "install cpu": install.cpu,
+    "install extras": install.extras,
+    "install offline": install.offline,
+    "install requirements": install.requirements,
+    "install sizes": install.sizes,
+    "install ways": install.ways,
+    **{f"install {name}": partial(install.extra, name) for name in install.PURPOSES},
     "losses": speed.losses,
     "heads per gpu": parallelism.heads_per_gpu,
     "highlights": results.highlights,
@@ -62,6 +72,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "prompts": speed.prompts,
     "results": lambda: "\n\n".join(text for text in (doors.everything(), results.everything()) if text),
     "selecting": selecting.costs,
+    "tested versions": install.tested,
     "tour": tour.page,
     "vllm releases": vllm.releases,
 }

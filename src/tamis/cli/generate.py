@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from tamis._extras import install_command
 from tamis.cli.data import print_json
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.model import add_model_options, check_model_options, load_model
@@ -16,18 +17,18 @@ if TYPE_CHECKING:
     from tamis.cli.hub import Source
     from tamis.lab.generation import Generated
 
-DETAILS = """\
+DETAILS = f"""\
 Loads a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 checkpoint with Hugging Face transformers, lets tamis do its attention
 (true sparse attention over paged caches), and streams the generated text to stdout; progress goes to stderr. Without
 --checkpoint it makes a tiny random model of the family given with --model, which generates meaningless token ids.
 
-Needs transformers: pip install 'tamis[transformers]'."""
+Needs transformers: {install_command("transformers")}."""
 
 EXAMPLES = """\
 tamis generate --max-new-tokens 16
 tamis generate --model v4 --prompt-ids 1,2,3 --cache bf16 --json
 tamis generate --checkpoint ./model --prompt 'A sieve is' --max-new-tokens 64
-tamis generate --checkpoint deepseek-ai/DeepSeek-V3.2 --revision main --prompt 'A sieve is'"""
+tamis generate --checkpoint deepseek-ai/DeepSeek-V3.2 --prompt 'A sieve is'"""
 
 
 def register(subcommands: Subcommands) -> None:

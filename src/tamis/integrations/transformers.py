@@ -22,13 +22,19 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import Tensor
 
 from tamis import checks
+from tamis._extras import install_command, is_admitted
 
 try:
     import transformers as _transformers
 except ImportError as error:
     raise ImportError(
-        "tamis.integrations.transformers needs Hugging Face transformers: pip install 'tamis[transformers]'"
+        f"tamis.integrations.transformers needs Hugging Face transformers: {install_command('transformers')}"
     ) from error
+if not is_admitted("transformers", _transformers.__version__):
+    raise ImportError(
+        f"tamis.integrations.transformers needs another version of transformers than {_transformers.__version__}: "
+        f"{install_command('transformers')}"
+    )
 
 from tamis.integrations.hf import replay
 from tamis.integrations.hf.cache import TamisCache
