@@ -1,6 +1,8 @@
 """What the indexers of attached models learn, compared with autograd over the untouched model's attention weights."""
 
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ from hf_models import tokens
 from hf_training import Gradients, assert_agree, assert_same, batches, shared, step, trainable
 from torch import Tensor
 
+from tamis.integrations.hf import train_v32
 from tamis.integrations.transformers import attach, detach, index_losses, indexer_parameters, take_index_loss
 
 pytestmark = pytest.mark.own_settings("the models' own")
@@ -208,6 +211,38 @@ def test_programs_with_their_own_loss_take_the_index_loss(model: Any) -> None:
     with pytest.warns(UserWarning, match="index loss of the last step was not used"):
         model(IDS)
     model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("model", ["v32"], indirect=True)
+def test_passes_without_gradients_leave_the_index_loss_alone(model: Any) -> None:
+    """A reference's log-probabilities may be computed between a policy's forward pass and its loss."""
+    attach(model, train=True, indexer="sparse", deterministic=False)
+    model(IDS)
+    with torch.no_grad():
+        model(IDS, position_ids=torch.arange(70).remainder(35).expand(2, -1))
+        model(IDS, labels=IDS)
+    added = take_index_loss(model)
+    assert added is not None
+    assert added.requires_grad
+    assert index_losses(model).keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("model", ["v32", "glm-shared"], indirect=True)
+def test_nothing_of_a_checkpointed_step_outlives_it(model: Any) -> None:
+    attach(model, train=True, indexer="sparse", deterministic=False)
+    model.gradient_checkpointing_enable()
+    steps, plain = [], train_v32.select
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_v32, "select", lambda one, *rest: steps.append(weakref.ref(one)) or plain(one, *rest))
+        step(model, input_ids=IDS, labels=IDS)
+        model(IDS, labels=IDS)  # a loss that is dropped
+        model(IDS)  # one that is never taken
+        with pytest.warns(UserWarning, match="not used"):
+            step(model, input_ids=IDS, labels=IDS)
+    model.gradient_checkpointing_disable()
+    gc.collect()
+    assert len(steps) > 8
+    assert all(one() is None for one in steps)
 
 
 @pytest.mark.parametrize("model", ["v32"], indirect=True)

@@ -30,7 +30,7 @@ V4 = ["q_a_proj", "kv_proj", "gate_proj", "o_b_proj"]
 def adapted(name: str, targets: list[str], **options: Any) -> Any:
     """A model with adapters that change its results from the start."""
     config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
-    return peft.get_peft_model(trainable(name), config)
+    return peft.get_peft_model(trainable(name), config)  # the generator starts anew with every model
 
 
 @pytest.mark.parametrize(("name", "targets"), [("v32", ATTENTION), ("v4", V4)])
@@ -67,6 +67,16 @@ def test_adapters_of_the_indexer_learn() -> None:
     learnt = {name for name, gradient in found.items() if gradient is not None}
     assert learnt == {name for name in indexer_parameters(model) if "lora_" in name}
     assert len(learnt) == 2 * len(INDEXER) * 3
+
+
+def test_adapters_may_come_after_attaching() -> None:
+    expected = step(adapted("v32", ATTENTION), input_ids=IDS, labels=IDS)
+    model = trainable("v32")
+    attach(model, train=True, deterministic=False)
+    config = peft.LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False)
+    found = step(peft.get_peft_model(model, config), input_ids=IDS, labels=IDS)
+    assert relative_error(found[0], expected[0]) < 1e-6
+    assert_agree(found[1], expected[1])
 
 
 def test_dropout_on_absorbed_adapters_is_refused() -> None:

@@ -135,7 +135,8 @@ def _step(base: Any, given: Tensor, sight: Sight, records: bool, items: Any) -> 
         frees_weights=not checkpoints and any(hasattr(p, "to_local") for p in base.layers.parameters()),
         replayed=replayed,
     )
-    training.collected.start(step)
+    if weight is not None:
+        training.collected.start(step)
     return step
 
 
@@ -161,5 +162,6 @@ def loss_with_indexer(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Replaces the model's `loss_function`: its own loss and that of the indexers."""
     training: Training = self.model._tamis.training
     loss: Tensor = training.language_loss(*args, **kwargs)
-    added = training.collected.take()
+    # Without gradients there is none of this pass, and that of an earlier one is not its own.
+    added = training.collected.take() if torch.is_grad_enabled() else None
     return loss if added is None else loss + added.to(loss.dtype)

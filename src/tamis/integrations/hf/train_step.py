@@ -135,8 +135,8 @@ class TrainStep:
         """int32 [T, K] by layer: selections of layers that will run again."""
         self.sources: dict[int, IndexTensors] = {}
         """What an indexer made, by its layer, for the layers that share its selection."""
-        self.losses: dict[tuple[int, int], Tensor] = {}
-        """Losses by the layer of the indexer and the layer whose attention teaches it."""
+        self.losses: dict[tuple[int, int], Tensor | None] = {}
+        """Losses by the layer of the indexer and the layer whose attention teaches it; None once they are taken."""
         self._shared: dict[Hashable, Any] = {}
 
     def device_pack(self, device: torch.device) -> Pack:
@@ -197,7 +197,7 @@ class Collected:
 
     def __init__(self) -> None:
         """Start without any."""
-        self._pending: dict[tuple[int, int], Tensor] = {}
+        self._pending: dict[tuple[int, int], Tensor | None] = {}
         self._values: dict[int, Tensor] = {}
         self._scale: Any = 1.0
 
@@ -208,19 +208,22 @@ class Collected:
 
     def start(self, step: TrainStep) -> None:
         """Forget the last step; the losses of the new one will be found in its own dictionary."""
+        _let_go(self._pending)
         self._pending, self._values = step.losses, {}
         self._scale = None if step.token_weight is None else (step.token_weight, step.sight.real)
 
     def take(self) -> Tensor | None:
         """The sum of the step's losses, with its graph, once; None if there are none."""
         losses, self._pending = self._pending, {}
-        if not losses:
+        found = {key: loss for key, loss in losses.items() if loss is not None}
+        if not found:
             return None
         weight, real = self._scale
-        for (source, _), loss in losses.items():
+        for (source, _), loss in found.items():
             mean = loss.detach() / (weight * real)
             self._values[source] = self._values[source] + mean if source in self._values else mean
-        return torch.stack(list(losses.values())).sum()
+        _let_go(losses)
+        return torch.stack(list(found.values())).sum()
 
     def means(self) -> dict[int, float]:
         """The last step's losses per token, by the layer of the indexer."""
@@ -229,3 +232,9 @@ class Collected:
                 "model", "asked after its loss", "losses that nobody has used", "pass labels, or call take_index_loss"
             )
         return {layer: float(value) for layer, value in self._values.items()}
+
+
+def _let_go(losses: dict[tuple[int, int], Tensor | None]) -> None:
+    """Drop the losses of a step. Through the graph of checkpointed layers they hold the step that holds them, a cycle
+    that Python cannot collect unless a backward pass frees the graph. The keys stay, for layers that run again."""
+    losses.update(dict.fromkeys(losses))
