@@ -37,12 +37,11 @@ class Picture:
 
 
 RESULTS = tuple(str(path) for path in sorted((ROOT / "benchmarks" / "results").glob("*.csv")))
-PROMPT = ("--prompt-tokens", "256", "--needle", "100")
 REPORTS = (
     Picture(
         "report-inspect.png",
         "inspect.html",
-        ("inspect", "--device", "cpu", *PROMPT, "--html", "{folder}/inspect.html"),
+        ("inspect", "--device", "cpu", "--html", "{folder}/inspect.html"),
         1720,
     ),
     Picture("report-bench.png", "bench/report.html", ("bench", "--report", "{folder}/bench", "--from", *RESULTS), 1660),

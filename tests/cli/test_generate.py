@@ -1,6 +1,7 @@
-"""`tamis generate` end to end, on tiny random models and on a checkpoint saved here."""
+"""`tamis generate` end to end, on tiny models and on a checkpoint saved here."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,35 @@ def test_random_models_stream_token_numbers(model: str, capsys: pytest.CaptureFi
     assert "tokens/s), fp8 pages" in found.err
 
 
+@pytest.mark.parametrize("cache", ["fp8", "bf16"])
+def test_the_trained_model_answers(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--device", "cpu", "--prompt-tokens", "400", "--cache", cache, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # The value, then the end.
+    assert found["generated"] == [found["answer"], 1]
+    assert found["prompt"][found["needle"]] == found["answer"]
+    assert found["prompt"][found["needle"] - 1] == found["prompt"][-1]
+    value, end = found["text"].split()
+    assert value.startswith("v")
+    assert end == "</s>"
+
+
+def test_the_trained_model_says_what_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--device", "cpu", "--prompt-tokens", "100", "--seed", "1"]) == 0
+    found = capsys.readouterr()
+    value = found.out.split()[0]
+    assert re.search(rf"the prompt asks for k\d+; its value is {value}, \d+ tokens back \(position \d+\)", found.err)
+
+
+def test_the_trained_model_reads_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--device", "cpu", "--prompt", "<s> w1 k7 v3 w2 k9 v5 w6 k7", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["text"] == "v3 </s>"
+    assert (found["needle"], found["answer"]) == (None, None)
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", *SHORT, "--cache", "bf16", "--seed", "5", "--json"]) == 0
+    assert main(["generate", "--model", "v32", *SHORT, "--cache", "bf16", "--seed", "5", "--json"]) == 0
     first = json.loads(capsys.readouterr().out)
     assert (len(first["prompt"]), len(first["generated"])) == (90, 3)
     assert (first["model"], first["cache"]) == ("DeepseekV32ForCausalLM", "bf16")
@@ -70,7 +98,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["text"] is None
     assert first["prefill_seconds"] > 0
     assert first["tokens_per_second"] > 0
-    assert main(["generate", *SHORT, "--cache", "bf16", "--seed", "5", "--json"]) == 0
+    assert main(["generate", "--model", "v32", *SHORT, "--cache", "bf16", "--seed", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["generated"] == first["generated"]
 
 

@@ -74,10 +74,32 @@ def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: p
     assert not re.search(r"""<(?:script|img|link)[^>]+(?:src|href)=["'](?!data:)""", html)
 
 
+def test_the_trained_model_finds_its_needle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert main(["inspect", "--device", "cpu", "--html", str(page), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["prompt"]) == 512 == 8 * found["model"]["index_topk"]
+    assert found["model"]["weights"] == "tiny, trained by tamis train-demo"
+    assert min(layer["recall"] for layer in found["layers"]) >= 0.95
+    needle = found["needle"]
+    # The value stands behind the key that the prompt ends with, and the second layer attends to it.
+    assert found["prompt"][needle["position"] - 1] == found["prompt"][-1]
+    assert 1 in needle["selected_by"]
+    assert needle["layers"][1]["weight"] > 0.9
+    html = page.read_text(encoding="utf-8")
+    assert "random weights" not in html.lower()
+    assert f"The needle at position {needle['position']:,} is selected by" in html
+
+
+def test_another_needle_can_be_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--device", "cpu", "--prompt-tokens", "100", "--needle", "-1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["needle"]["position"] == 99
+
+
 def test_every_query_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--device", "cpu", "--prompt-ids", "5,6,7,8", "--query", "all", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [sorted(p["position"] for p in q["layers"][2]["selected"]) for q in found["queries"]] == [
+    assert [sorted(p["position"] for p in q["layers"][1]["selected"]) for q in found["queries"]] == [
         [0],
         [0, 1],
         [0, 1, 2],
@@ -89,12 +111,13 @@ def test_every_query_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     ("options", "message"),
     [
         (["--checkpoint", "nowhere"], "a directory with a config.json"),
-        (["--prompt", "a word"], "Use --prompt-ids"),
+        (["--model", "v32", "--prompt", "a word"], "Use --prompt-ids"),
         (["--prompt-file", "nowhere.txt"], "cannot be read"),
         (["--prompt-ids", "1,x"], "--prompt-ids must be numbers joined by commas"),
         (["--prompt-tokens", "0"], "--prompt-tokens must be >= 1"),
-        (["--prompt-tokens", "9", "--query", "9"], "--query must be between -9 and 8"),
-        (["--prompt-tokens", "9", "--needle", "-10"], "--needle must be between -9 and 8"),
+        (["--prompt-tokens", "9"], "--prompt-tokens must be at least 24"),
+        (["--model", "glm", "--prompt-tokens", "9", "--query", "9"], "--query must be between -9 and 8"),
+        (["--model", "v32", "--prompt-tokens", "9", "--needle", "-10"], "--needle must be between -9 and 8"),
         (["--query", "last"], "--query must be numbers joined by commas"),
         (["--compared-queries", "0"], "--compared-queries must be >= 1"),
         (["--html", "nowhere/page.html"], "--html must be a file in an existing folder"),

@@ -26,6 +26,7 @@ from tools.docs import (
     selecting,
     speed,
     tour,
+    training,
     vllm,
 )
 
@@ -39,6 +40,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "selecting": selecting.draw,
     "selecting-speed": selecting.draw_speed,
     "speed": speed.draw,
+    "training": training.draw,
     **{f"layout-{name}": partial(layouts.draw, name) for name in layouts.NAMES},
     **{f"tour-{number}": partial(tour.picture, number) for number in tour.PICTURES},
 }
@@ -74,6 +76,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "selecting": selecting.costs,
     "tested versions": install.tested,
     "tour": tour.page,
+    "train demo": training.measures,
     "vllm releases": vllm.releases,
 }
 PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)

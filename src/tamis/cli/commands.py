@@ -7,13 +7,26 @@ import sys
 from collections.abc import Sequence
 
 from tamis._version import __version__
-from tamis.cli import backends, bench, cache, completion, demo, doctor, generate, inspect, size, verify, was_interrupted
+from tamis.cli import (
+    backends,
+    bench,
+    cache,
+    completion,
+    demo,
+    doctor,
+    generate,
+    inspect,
+    size,
+    train_demo,
+    verify,
+    was_interrupted,
+)
 from tamis.cli.errors import name_option
 from tamis.cli.memory import out_of_memory
 from tamis.cli.parser import EXIT_CODES, OK, USAGE, Parser, example_text
 from tamis.cli.text import one_line
 
-COMMANDS = (demo, generate, inspect, doctor, backends, verify, bench, size, cache, completion)
+COMMANDS = (demo, generate, inspect, train_demo, doctor, backends, verify, bench, size, cache, completion)
 """The commands in the order of the help."""
 
 EXAMPLES = """\

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tamis._extras import install_command
 from tamis.cli.data import print_json
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
-from tamis.cli.model import add_model_options, check_model_options, load_model
+from tamis.cli.model import add_model_options, check_model_options, is_trained, load_model, synthetic_question
 from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import render_table
@@ -27,8 +27,10 @@ SHOWN = 6
 DETAILS = f"""\
 Runs a prompt once through a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 model whose attention runs through tamis, and
 reports, for each indexed layer, which tokens every query selects and how much of the dense attention mass they cover.
-Without --checkpoint it makes a tiny random model; without a prompt it uses random passages that recur. Each query can
-attend to n candidates (tokens, or compressed 4-token entries in V4); the indexer keeps the top k.
+Without --checkpoint it takes the tiny model that `tamis train-demo` made, and without a prompt one that states values
+of keys and ends with a key; the needle is its value. With --model v32, glm or v4 the model has random weights, and
+without a prompt it gets random passages that recur. Each query can attend to n candidates (tokens, or compressed
+4-token entries in V4); the indexer keeps the top k.
 
 - recall: share of dense attention's weight on the selected candidates, mean over heads; also of the worst tenth
 - top-1 hit: how often a head's heaviest candidate is selected
@@ -79,7 +81,8 @@ def register(subcommands: Subcommands) -> None:
         "--needle",
         type=whole(-LARGEST),
         metavar="POSITION",
-        help="position in the prompt to follow: which layers select it, its rank and score (default: none)",
+        help="position in the prompt to follow: which layers select it, its rank and score (default: none, or the "
+        "answer in the trained model's own prompt)",
     )
     parser.add_argument(
         "--compared-queries",
@@ -104,7 +107,10 @@ def run(options: argparse.Namespace) -> int:
     from tamis.lab.html import write_whole
     from tamis.lab.inspection import inspect_model, render_page
 
-    tokens = _prompt(options, text, model, tokenizer)
+    question = None if text is not None else synthetic_question(options, TOKENS)
+    ids = options.prompt_ids if question is None else question.prompt
+    tokens = _prompt(options, text, ids, model, tokenizer)
+    needle = options.needle if options.needle is not None or question is None else question.needle
     chosen = _chosen(options.query, len(tokens))
     if options.needle is not None:
         checks.integer("--needle", options.needle, low=-len(tokens), high=len(tokens) - 1)
@@ -116,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
             backend=options.backend,
             compared_queries=options.compared_queries,
             queries=chosen,
-            needle=options.needle,
+            needle=needle,
             report=progress.update,
         )
     shown = token_text(tokenizer)
@@ -129,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
                 title=parameters["model"],
                 text=shown,
                 parameters=parameters | {"parameters": f"{parameters['parameters']:,}"},
-                random_weights=source is None,
+                random_weights=source is None and not is_trained(options),
             )
             write_whole(options.html, page)
     if options.json:
@@ -179,10 +185,11 @@ def _given_text(options: argparse.Namespace) -> str | None:
         raise ValueError(f"--prompt-file {options.prompt_file} cannot be read: {error}") from error
 
 
-def _prompt(options: argparse.Namespace, text: str | None, model: Any, tokenizer: Any) -> list[int]:
+def _prompt(
+    options: argparse.Namespace, text: str | None, ids: list[int] | None, model: Any, tokenizer: Any
+) -> list[int]:
     from tamis.lab import generation
 
-    ids = options.prompt_ids
     if text is None and ids is None:
         count = TOKENS if options.prompt_tokens is None else options.prompt_tokens
         ids = recurring_prompt(model.config.vocab_size, count, options.seed)
@@ -205,7 +212,9 @@ def _parameters(
 ) -> dict[str, Any]:
     """The model's class, its size and the plain values of its config."""
     count = sum(parameter.numel() for parameter in model.parameters())
-    weights = "tiny, random weights" if source is None else str(source)
+    weights = str(source)
+    if source is None:
+        weights = "tiny, trained by tamis train-demo" if is_trained(options) else "tiny, random weights"
     found = {"model": type(model).__name__, "weights": weights, "parameters": count, "pages": options.cache}
     found |= {"device": machine["name"], "torch": machine["torch"]}
     config = model.config.to_dict()

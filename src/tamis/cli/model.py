@@ -1,4 +1,4 @@
-"""Options and loading of a Hugging Face model, for the commands that run one."""
+"""Options, loading and prompts of a Hugging Face model, for the commands that run one."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,11 @@ from tamis.cli.values import whole
 if TYPE_CHECKING:
     import torch
 
+    from tamis.lab.training.task import Question
+
+
+TRAINED = "trained"
+
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose a model, its cache and its backend."""
@@ -19,11 +24,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         metavar="DIR|ID",
         help="checkpoint to load: a local directory, or an id on the Hugging Face Hub, of which only safetensors, "
-        "configs and tokenizers are downloaded and nothing is run (default: a tiny random model)",
+        "configs and tokenizers are downloaded and nothing is run (default: a tiny model, see --model)",
     )
     add_revision(parser)
     parser.add_argument(
-        "--model", choices=("v32", "glm", "v4"), default="v32", help="architecture of the random model (default: v32)"
+        "--model",
+        choices=(TRAINED, "v32", "glm", "v4"),
+        default=TRAINED,
+        help="without a checkpoint: the tiny model that `tamis train-demo` made, which recalls values of keys, or a "
+        f"tiny model of an architecture with random weights (default: {TRAINED})",
     )
     parser.add_argument(
         "--cache", choices=("fp8", "bf16", "fp32"), default="fp8", help="format of the cached rows (default: fp8)"
@@ -51,7 +60,7 @@ def check_model_options(options: argparse.Namespace) -> None:
 
 
 def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any, Any, hub.Source | None]:
-    """The model, its tokenizer or None, and where it came from; None for a random model."""
+    """The model, its tokenizer or None, and where it came from; None for a tiny model."""
     with waiting("loading the model"):
         try:
             import tamis.integrations.transformers  # noqa: F401  (it says what to install)
@@ -59,6 +68,10 @@ def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any
             raise ValueError(str(error)) from error
         from tamis.lab import generation
 
+        if is_trained(options):
+            from tamis.lab.training.model import shipped_checkpoint
+
+            return *generation.load_model(shipped_checkpoint(), device), None
         if options.checkpoint is None:
             return generation.make_model(options.model, device, options.seed), None, None
     with waiting(f"fetching {options.checkpoint}" if hub.is_hub_id(options.checkpoint) else "loading the model"):
@@ -73,3 +86,22 @@ def load_model(options: argparse.Namespace, device: "torch.device") -> tuple[Any
                 raise
             said = str(error) or type(error).__name__
             raise ValueError(f"--checkpoint {options.checkpoint} cannot be loaded: {said}") from error
+
+
+def is_trained(options: argparse.Namespace) -> bool:
+    """Whether the model is the trained one that is part of tamis."""
+    return options.checkpoint is None and options.model == TRAINED
+
+
+def synthetic_question(options: argparse.Namespace, default: int) -> "Question | None":
+    """The trained model's prompt unless one was given: a question whose answer stands far back. None for others."""
+    if not is_trained(options) or options.prompt is not None or options.prompt_ids is not None:
+        return None
+    from tamis import checks
+    from tamis.lab.training.task import SHORTEST, make_question
+
+    count = default if options.prompt_tokens is None else options.prompt_tokens
+    if count < SHORTEST:
+        remedy = "the trained model's prompts hold keys and values; use --prompt-ids or --model v32"
+        raise checks.refuse("--prompt-tokens", f"at least {SHORTEST}", count, remedy)
+    return make_question(options.seed, count)

@@ -87,7 +87,7 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
     if not (checkpoint / "config.json").is_file():
         raise checks.refuse("--checkpoint", "a directory with a config.json", str(checkpoint), "save a model there")
     local = {"local_files_only": True, "trust_remote_code": False}
-    with _quiet():
+    with quiet():
         kind = transformers.PreTrainedConfig.get_config_dict(checkpoint, local_files_only=True)[0].get("model_type")
         if kind not in _TYPES:
             expected = f"of a model of type {', '.join(_TYPES)}"
@@ -121,7 +121,7 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Within it, transformers logs only errors, since its warnings quote untrusted texts of the checkpoint."""
     logging: Any = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -231,7 +231,7 @@ def generate(
     ids = torch.tensor([prompt], dtype=torch.int64, device=model.device)
     attach(model, cache=cache, backend=backend)
     try:
-        with _quiet():
+        with quiet():
             model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

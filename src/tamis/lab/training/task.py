@@ -1,0 +1,123 @@
+"""The task: recall the value of a key that was stated far back among words without meaning.
+
+A prompt begins with `<s>`. Somewhere in it stand pairs of a key and its value, `k17 v4`. When a key comes up again, the
+next token is its value, and then `</s>`. Values are drawn anew for every prompt, so nothing but the prompt knows them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BOS, EOS = 0, 1
+KEYS, VALUES, WORDS = 96, 64, 94
+FIRST_KEY = 2
+FIRST_VALUE = FIRST_KEY + KEYS
+FIRST_WORD = FIRST_VALUE + VALUES
+VOCABULARY = FIRST_WORD + WORDS
+CHANCE = 1 / VALUES
+"""The share of right answers of somebody who guesses among all values."""
+SHORTEST = 24
+"""The fewest tokens of a prompt: a quarter of it holds two pairs."""
+IGNORED = -100
+"""The label of tokens without a loss, as in transformers."""
+
+
+def vocabulary() -> list[str]:
+    """The text of every token."""
+    kinds = (("k", KEYS), ("v", VALUES), ("w", WORDS))
+    return ["<s>", "</s>", *(f"{letter}{number}" for letter, count in kinds for number in range(count))]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Prompts with their questions, all int64 on the CPU."""
+
+    tokens: Tensor
+    """[B, S]"""
+    labels: Tensor
+    """[B, S], as transformers takes them: what should stand at a position, where that can be known."""
+    stated: Tensor
+    """[B, P]: the positions of the values that are asked for later."""
+    asked: Tensor
+    """[B, P]: the positions of the keys that ask for them."""
+
+    @property
+    def answers(self) -> Tensor:
+        """[B, P]: the right answers."""
+        return self.tokens.gather(1, self.stated)
+
+    def right(self, logits: Tensor) -> Tensor:
+        """bool [B, P]: whether the logits [B, S, vocabulary] give the right answers."""
+        found = logits.argmax(-1).cpu()
+        return found.gather(1, self.asked) == self.answers
+
+
+def make_batch(
+    generator: torch.Generator, count: int, tokens: int, *, pairs: int | None = None, far: bool = False
+) -> Batch:
+    """Random prompts in which every key is stated once and asked for once.
+
+    Args:
+        generator: of the CPU.
+        count: how many prompts.
+        tokens: the length of each; at least `SHORTEST`.
+        pairs: how many keys; by default as many as there is room for.
+        far: whether all keys are stated in the first quarter and asked for in the last.
+    """
+    host: dict[str, Any] = {"generator": generator, "device": "cpu"}
+    # Pairs stand in cells of two tokens, which begin at odd or at even positions.
+    cells = (tokens - 2) // 2
+    quarter = cells // 4
+    if pairs is None:
+        pairs = min(KEYS, quarter if far else cells * 2 // 5)
+    keys = torch.rand(count, KEYS, dtype=torch.float32, **host).argsort(1)[:, :pairs] + FIRST_KEY
+    values = torch.randint(VALUES, (count, pairs), dtype=torch.int64, **host) + FIRST_VALUE
+    if far:
+        early, late = (torch.rand(count, quarter, dtype=torch.float32, **host).argsort(1)[:, :pairs] for _ in range(2))
+        places = torch.stack((early, late + cells - quarter), dim=-1)
+    else:
+        order = torch.rand(count, cells, dtype=torch.float32, **host).argsort(1)[:, : 2 * pairs]
+        places = order.view(count, pairs, 2).sort(-1).values
+    places = 1 + 2 * places + torch.randint(2, (count, 1, 1), dtype=torch.int64, **host)
+    drawn = torch.randint(FIRST_WORD, VOCABULARY, (count, tokens), dtype=torch.int64, **host)
+    drawn[:, 0] = BOS
+    drawn.scatter_(1, places.flatten(1), keys.repeat_interleave(2, dim=1))
+    drawn.scatter_(1, places.flatten(1) + 1, values.repeat_interleave(2, dim=1))
+    asked = places[..., 1]
+    # The tensor has one column more, since an answer may be the last token of its prompt.
+    labels = torch.full((count, tokens + 1), IGNORED, dtype=torch.int64, device="cpu")
+    labels.scatter_(1, asked + 1, values)
+    labels.scatter_(1, asked + 2, EOS)
+    return Batch(drawn, labels[:, :tokens], places[..., 0] + 1, asked)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt that ends with a key, and where the answer stands."""
+
+    prompt: list[int]
+    needle: int
+    """The position of the value that the last key asks for."""
+
+    @property
+    def answer(self) -> int:
+        """The token that should follow the prompt."""
+        return self.prompt[self.needle]
+
+
+def make_question(seed: int, tokens: int) -> Question:
+    """A prompt in whose first quarter keys are stated, whose last quarter asks for all but one of them, and which ends
+    with the one that is left."""
+    if tokens < SHORTEST:
+        raise ValueError(f"tokens must be at least {SHORTEST}, got {tokens}; a shorter prompt has no room for pairs")
+    generator = torch.Generator("cpu").manual_seed(seed)
+    batch = make_batch(generator, 1, tokens, pairs=min(16, tokens // 12), far=True)
+    prompt = batch.tokens[0].tolist()
+    asked = int(batch.asked[0, 0])
+    key = prompt[asked]
+    words = torch.randint(FIRST_WORD, VOCABULARY, (2,), generator=generator, dtype=torch.int64, device="cpu").tolist()
+    prompt[asked : asked + 2] = words
+    prompt[-1] = key
+    return Question(prompt, int(batch.stated[0, 0]))

@@ -1,0 +1,57 @@
+"""The recall task: every question can be answered from its prompt, and only from there."""
+
+import pytest
+import torch
+
+from tamis.lab.training import task
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("tokens", [24, 25, 130, 1024])
+def test_every_key_is_stated_once_and_asked_for_once(tokens: int, far: bool) -> None:
+    batch = task.make_batch(torch.Generator("cpu").manual_seed(3), 5, tokens, far=far)
+    assert batch.tokens.shape == batch.labels.shape == (5, tokens)
+    assert (batch.tokens[:, 0] == task.BOS).all()
+    for prompt, labels, stated, asked in zip(batch.tokens, batch.labels, batch.stated, batch.asked, strict=True):
+        keys = prompt[asked].tolist()
+        assert keys == prompt[stated - 1].tolist()
+        assert all(task.FIRST_KEY <= key < task.FIRST_VALUE for key in keys)
+        assert all((prompt == key).sum() == 2 for key in keys)
+        assert (stated < asked).all()
+        if far:
+            assert (asked - stated >= tokens // 2 - 4).all()
+        values = prompt[stated]
+        assert ((values >= task.FIRST_VALUE) & (values < task.FIRST_WORD)).all()
+        assert labels[asked + 1].tolist() == prompt[asked + 1].tolist() == values.tolist()
+        after = asked[asked + 2 < tokens] + 2
+        assert (labels[after] == task.EOS).all()
+        assert int((labels != task.IGNORED).sum()) == len(asked) + len(after)
+
+
+def test_answers_are_judged_at_the_keys() -> None:
+    batch = task.make_batch(torch.Generator("cpu").manual_seed(0), 2, 64, pairs=4)
+    logits = torch.zeros(2, 64, task.VOCABULARY, dtype=torch.float32, device="cpu")
+    logits[0].scatter_(1, batch.labels[0].roll(-1).clamp_min(0)[:, None], 1.0)
+    assert batch.right(logits).tolist() == [[True] * 4, [False] * 4]
+
+
+@pytest.mark.parametrize("tokens", [24, 512])
+def test_a_question_has_its_answer_in_the_first_quarter_and_nowhere_else(tokens: int) -> None:
+    question = task.make_question(7, tokens)
+    prompt, key = question.prompt, question.prompt[-1]
+    assert len(prompt) == tokens
+    assert [place for place, token in enumerate(prompt) if token == key] == [question.needle - 1, tokens - 1]
+    assert question.needle <= tokens // 4 + 2
+    assert question.answer == prompt[question.needle]
+    assert question == task.make_question(7, tokens) != task.make_question(8, tokens)
+
+
+def test_too_short_a_question_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 24, got 23"):
+        task.make_question(0, 23)
+
+
+def test_the_vocabulary_names_every_token() -> None:
+    words = task.vocabulary()
+    assert len(set(words)) == task.VOCABULARY
+    assert (words[task.FIRST_KEY], words[task.FIRST_VALUE], words[task.FIRST_WORD]) == ("k0", "v0", "w0")

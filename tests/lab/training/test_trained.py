@@ -1,0 +1,53 @@
+"""The checkpoint that is part of tamis: what `tamis train-demo` promises of it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from tamis.integrations.hf.layers import CacheKind  # noqa: E402
+from tamis.lab.generation import load_model, make_model  # noqa: E402
+from tamis.lab.training.measure import attention_recall, right_answers  # noqa: E402
+from tamis.lab.training.model import SIZES, TOPK, shipped_checkpoint  # noqa: E402
+from tamis.lab.training.outcome import ANSWERS_BAR, RANDOM_BAR, RECALL_BAR  # noqa: E402
+from tamis.lab.training.task import vocabulary  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    return load_model(shipped_checkpoint(), torch.device("cpu"))[0]
+
+
+def test_it_is_small_and_has_rows_of_full_width(trained: Any) -> None:
+    assert (shipped_checkpoint() / "model.safetensors").stat().st_size <= 2_000_000
+    assert sum(parameter.numel() for parameter in trained.parameters()) <= 2_000_000
+    config = trained.config
+    assert (config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim) == (512, 64, 128)
+    assert all(getattr(config, name) == value for name, value in SIZES.items() if isinstance(value, int))
+
+
+def test_its_tokenizer_knows_the_task() -> None:
+    tokenizer = load_model(shipped_checkpoint(), torch.device("cpu"))[1]
+    words = vocabulary()
+    assert tokenizer(" ".join(words))["input_ids"] == list(range(len(words)))
+    assert [tokenizer.decode([number]) for number in range(len(words))] == words
+
+
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+def test_it_answers_questions_over_thousands_of_tokens(trained: Any, cache: CacheKind) -> None:
+    # 5 x 96 questions, so that a single wrong answer does not decide.
+    assert right_answers(trained, tokens=1024, prompts=4, cache=cache, seed=11) >= ANSWERS_BAR
+    assert right_answers(trained, tokens=4096, cache=cache, seed=12) >= ANSWERS_BAR
+
+
+def test_a_random_selection_answers_hardly_better_than_chance(trained: Any) -> None:
+    assert right_answers(trained, tokens=4096, selecting="random", seed=12) <= RANDOM_BAR
+
+
+def test_its_indexers_select_nearly_all_of_dense_attention(trained: Any) -> None:
+    assert min(attention_recall(trained, tokens=8 * TOPK, compared=512, seed=13)) >= RECALL_BAR
+    # The measure is not generous: the same prompt through random weights.
+    untrained = make_model("v32", torch.device("cpu"), 0)
+    assert max(attention_recall(untrained, tokens=8 * TOPK, compared=128, seed=13)) < 0.5
