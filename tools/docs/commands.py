@@ -3,17 +3,15 @@
 import argparse
 from collections.abc import Iterator
 
-from tamis.cli.commands import COMMANDS, make_parser
+from tamis.cli.commands import make_parser
 from tamis.cli.parser import MEANINGS
 
 
 def commands() -> str:
     """Every command with its description, examples and options."""
-    parsers = _subparsers()
     parts = []
-    for module in COMMANDS:
-        name = module.__name__.rpartition(".")[2]
-        parts += [f"## tamis {name}", *_command(parsers[name])]
+    for name, parser in _subparsers().items():
+        parts += [f"## tamis {name}", *_command(parser)]
     return "\n\n".join(parts)
 
 
