@@ -53,7 +53,7 @@ def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
     return captured.err
 
 
-COMMANDS = [module.__name__.rpartition(".")[2] for module in tamis.cli.commands.COMMANDS]
+COMMANDS = [module.__name__.rpartition(".")[2].replace("_", "-") for module in tamis.cli.commands.COMMANDS]
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])

@@ -35,15 +35,13 @@ def test_its_tokenizer_knows_the_task() -> None:
     assert [tokenizer.decode([number]) for number in range(len(words))] == words
 
 
-@pytest.mark.parametrize("cache", ["bf16", "fp8"])
-def test_it_answers_questions_over_thousands_of_tokens(trained: Any, cache: CacheKind) -> None:
-    # 5 x 96 questions, so that a single wrong answer does not decide.
-    assert right_answers(trained, tokens=1024, prompts=4, cache=cache, seed=11) >= ANSWERS_BAR
-    assert right_answers(trained, tokens=4096, cache=cache, seed=12) >= ANSWERS_BAR
+@pytest.mark.parametrize(("cache", "tokens"), [("bf16", 2048), ("fp8", 2048), ("fp8", 4096)])
+def test_it_answers_questions_over_thousands_of_tokens(trained: Any, cache: CacheKind, tokens: int) -> None:
+    assert right_answers(trained, tokens=tokens, cache=cache, seed=11) >= ANSWERS_BAR
 
 
 def test_a_random_selection_answers_hardly_better_than_chance(trained: Any) -> None:
-    assert right_answers(trained, tokens=4096, selecting="random", seed=12) <= RANDOM_BAR
+    assert right_answers(trained, tokens=4096, selecting="random", seed=11) <= RANDOM_BAR
 
 
 def test_its_indexers_select_nearly_all_of_dense_attention(trained: Any) -> None:
