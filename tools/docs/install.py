@@ -59,9 +59,7 @@ def ways(*, released: bool = RELEASED) -> str:
     """Each way to install the library, with its commands."""
     index = "Releases are on the package index:\n\n" + _network("pip install tamis")
     clone = _network(f"git clone {REPOSITORY}", "cd tamis", "pip install .")
-    wheel = f"```sh\nmake wheel    # in a clone; writes {WHEEL}\n```\n\n" + _network(
-        f"pip install {WHEEL}"
-    )
+    wheel = f"```sh\nmake wheel    # in a clone; writes {WHEEL}\n```\n\n" + _network(f"pip install {WHEEL}")
     git = _network(f"pip install 'tamis @ git+{REPOSITORY}'")
     parts = {
         "From a clone": clone,
