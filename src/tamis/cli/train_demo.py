@@ -33,8 +33,7 @@ Exits with 1 if the model did not learn the task. Needs transformers: {install_c
 
 EXAMPLES = """\
 tamis train-demo --out recall
-tamis train-demo --quick --json
-tamis generate --checkpoint recall --prompt '<s> w1 k7 v3 w2 k7'"""
+tamis train-demo --quick --json"""
 
 
 def register(subcommands: Subcommands) -> None:
