@@ -138,9 +138,12 @@ def test_the_same_checkpoint_can_be_inspected(
     ("options", "message"),
     [
         (["--checkpoint", "nowhere"], "a directory with a config.json"),
-        (["--prompt", "a word"], "--prompt needs a tokenizer, but the random model has none. Use --prompt-ids"),
+        (
+            ["--model", "v32", "--prompt", "a word"],
+            "--prompt needs a tokenizer, but the random model has none. Use --prompt-ids",
+        ),
         (["--prompt-ids", "1,x"], "--prompt-ids must be numbers joined by commas"),
-        (["--prompt-ids", "1,4096"], "--prompt-ids: token id 4096 is outside the vocabulary (0-4095)."),
+        (["--prompt-ids", "1,256"], "--prompt-ids: token id 256 is outside the vocabulary (0-255)."),
         (["--prompt-tokens", "0"], "--prompt-tokens must be >= 1"),
         (["--max-new-tokens", "0"], "--max-new-tokens must be >= 1"),
         (["--backend", "nonesuch"], "--backend must be one of auto, hopper, triton, reference; got 'nonesuch'."),

@@ -31,7 +31,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         choices=(TRAINED, "v32", "glm", "v4"),
         default=TRAINED,
-        help="without a checkpoint: the tiny model that `tamis train-demo` made, which recalls values of keys, or a "
+        help="without a checkpoint: the tiny model that tamis train-demo made, which recalls values of keys, or a "
         f"tiny model of an architecture with random weights (default: {TRAINED})",
     )
     parser.add_argument(

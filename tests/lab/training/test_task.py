@@ -35,13 +35,16 @@ def test_answers_are_judged_at_the_keys() -> None:
     assert batch.right(logits).tolist() == [[True] * 4, [False] * 4]
 
 
-@pytest.mark.parametrize("tokens", [24, 512])
+@pytest.mark.parametrize("tokens", [24, 25, 48, 512])
 def test_a_question_has_its_answer_in_the_first_quarter_and_nowhere_else(tokens: int) -> None:
     question = task.make_question(7, tokens)
     prompt, key = question.prompt, question.prompt[-1]
     assert len(prompt) == tokens
     assert [place for place, token in enumerate(prompt) if token == key] == [question.needle - 1, tokens - 1]
     assert question.needle <= tokens // 4 + 2
+    # The other questions are left whole: each is followed by its value.
+    others = [place for place, token in enumerate(prompt[:-1]) if task.FIRST_KEY <= token < task.FIRST_VALUE]
+    assert all(task.FIRST_VALUE <= prompt[place + 1] < task.FIRST_WORD for place in others)
     assert question.answer == prompt[question.needle]
     assert question == task.make_question(7, tokens) != task.make_question(8, tokens)
 

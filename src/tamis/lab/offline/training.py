@@ -26,8 +26,8 @@ SIZES = ((HALF, 64, 576, 512), (HALF, 16, 512, 512))
 """Dtype, heads, width and value width that the tests compile: of V3.2 and V4."""
 OTHERS = ((HALF, 128, MAX_WIDTH, MAX_WIDTH), (HALF, 8, 40, 24), (torch.float16, 16, 64, 64), (SINGLE, 16, 80, 80))
 """The widest rows, rows with padding, and products in float32."""
-TESTED = ("sm_86", "sm_90", "gfx942")
-"""The targets that the tests compile for: the least shared memory, Hopper's matrix instruction, AMD's compiler."""
+TESTED = ("sm_86", "sm_90", "sm_100", "gfx942")
+"""The targets that the tests compile for: the least shared memory, each matrix instruction, each compiler."""
 
 
 def zeros(*shape: int, dtype: torch.dtype = SINGLE) -> Tensor:

@@ -113,11 +113,11 @@ def make_question(seed: int, tokens: int) -> Question:
     if tokens < SHORTEST:
         raise ValueError(f"tokens must be at least {SHORTEST}, got {tokens}; a shorter prompt has no room for pairs")
     generator = torch.Generator("cpu").manual_seed(seed)
-    batch = make_batch(generator, 1, tokens, pairs=min(16, tokens // 12), far=True)
+    batch = make_batch(generator, 1, tokens - 1, pairs=min(16, tokens // 12), far=True)
     prompt = batch.tokens[0].tolist()
     asked = int(batch.asked[0, 0])
     key = prompt[asked]
     words = torch.randint(FIRST_WORD, VOCABULARY, (2,), generator=generator, dtype=torch.int64, device="cpu").tolist()
     prompt[asked : asked + 2] = words
-    prompt[-1] = key
+    prompt.append(key)
     return Question(prompt, int(batch.stated[0, 0]))

@@ -189,9 +189,9 @@ def row_gradient_kernel(
             head = first + tl.arange(0, BLOCK_H)
             here = head < heads
             base, share, constant = head_factors(lse, delta, dlse, sink, token * heads + head, head, here)
+            # Heads past the last have no share. Skipped columns are not stored, and touch no other column's sums.
             p = tl.exp2(logits * (scale * _LOG2_E) - base[None, :])
-            p = tl.where(valid[:, None] & here[None, :], p, 0.0)
-            dz = tl.where(valid[:, None], p * (share[None, :] * product + constant[None, :]) * scale, 0.0)
+            dz = p * (share[None, :] * product + constant[None, :]) * scale
             factors = tl.reshape(tl.join(dz, p * share[None, :]), [BLOCK_N, 2 * BLOCK_H]).to(COMPUTE)
             acc = dot(factors, tile, acc, COMPUTE)
             if TAIL > 0:
@@ -242,7 +242,7 @@ def target_kernel(
                 q_tail = load_block(query + LATENT, tail, here, TAIL, COMPUTE, INTERPRETED)
                 logits = dot(tail_keys, tl.trans(q_tail), logits, COMPUTE)
             base, share, _ = head_factors(lse, None, None, sink, token * heads + head, head, here)
-            # exp(z - lse) times the sink's share is the probability under both.
+            # exp(z - lse) times the sink's share is the probability under both. Heads past the last have no share.
             p = tl.exp2(logits * (scale * _LOG2_E) - base[None, :]) * share[None, :]
-            total += tl.sum(tl.where(here[None, :], p, 0.0), 1)
+            total += tl.sum(p, 1)
     tl.store(target + token * columns + column, tl.where(valid, total, 0.0), mask=column < columns)

@@ -54,28 +54,31 @@ def index_loss_kernel(
     factor = load_wide(weights + token * weights_token_stride + head * weights_head_stride, here)
     slots += token * slots_token_stride
     target += token * target_stride
-    running_max, total = -float("inf"), 0.0
-    mass, entropy, expected = 0.0, 0.0, 0.0
+    # Every lane sums up its own columns; the lanes are joined once, at the end.
+    lane_max, lane_total = tl.full([BLOCK_N], float("-inf"), tl.float32), tl.zeros([BLOCK_N], tl.float32)
+    lane_mass, lane_loss = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     for first in tl.range(0, columns, BLOCK_N, num_stages=1):
         slot = load_columns(slots, slots_column_stride, first + lane, columns)
         valid = (slot >= 0) & (slot < count)
         row = keys + tl.where(valid, slot, 0).to(tl.int64) * key_stride
         _, score = score_columns(query, factor, load_block(row, dim, valid, DIM, COMPUTE, INTERPRETED), COMPUTE)
         wanted = tl.load(target + first + lane, mask=valid, other=0.0)
-        mass += tl.sum(wanted, 0)
-        entropy += tl.sum(tl.where(wanted > 0.0, wanted * tl.log(tl.where(wanted > 0.0, wanted, 1.0)), 0.0), 0)
-        expected += tl.sum(tl.where(valid, wanted * score, 0.0), 0)
+        lane_mass += wanted
+        lane_loss += tl.where(wanted > 0.0, wanted * (tl.log(tl.where(wanted > 0.0, wanted, 1.0)) - score), 0.0)
         score = tl.where(valid, score, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(score, 0))
+        new_max = tl.maximum(lane_max, score)
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        total = total * tl.exp(running_max - base) + tl.sum(tl.exp(score - base), 0)
-        running_max = new_max
+        lane_total = lane_total * tl.exp(lane_max - base) + tl.exp(score - base)
+        lane_max = new_max
+    mass, largest = tl.sum(lane_mass, 0), tl.max(lane_max, 0)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(lane_total * tl.exp(lane_max - base), 0)
     # Without a valid column, or without a target, there is no loss.
-    lse = tl.where(total > 0.0, running_max + tl.log(tl.where(total > 0.0, total, 1.0)), 0.0)
+    lse = base + tl.log(tl.where(total > 0.0, total, 1.0))
     unit = 1.0
     if token_weights is not None:
         unit = tl.load(token_weights + token)
-    tl.store(losses + token, unit * (entropy - expected + mass * lse))
+    tl.store(losses + token, unit * (tl.sum(lane_loss, 0) + mass * lse))
     if GRADIENTS:
         dq_acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
         dw_acc = tl.zeros([BLOCK_H], tl.float32)
