@@ -87,6 +87,7 @@ def test_the_trained_model_finds_its_needle(tmp_path: Path, capsys: pytest.Captu
     assert 1 in needle["selected_by"]
     assert needle["layers"][1]["weight"] > 0.9
     html = page.read_text(encoding="utf-8")
+    assert ", trained by tamis train-demo · tamis inspect</title>" in html
     assert "random weights" not in html.lower()
     assert f"The needle at position {needle['position']:,} is selected by" in html
 

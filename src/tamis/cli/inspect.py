@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
         with waiting("writing the page"):
             page = render_page(
                 inspection,
-                title=parameters["model"],
+                title=f"{parameters['model']}{', trained by tamis train-demo' if is_trained(options) else ''}",
                 text=shown,
                 parameters=parameters | {"parameters": f"{parameters['parameters']:,}"},
                 random_weights=source is None and not is_trained(options),
