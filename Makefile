@@ -13,7 +13,7 @@ SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 APT := apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20
 
-.PHONY: setup run test test-numerics test-settings test-vllm test-vllm-releases vllm-environment test-sglang sglang-environment check lint style types docs pytest browser generate screenshots lock wheel check-wheel bench soak clean
+.PHONY: setup run test test-numerics test-settings test-vllm test-vllm-releases vllm-environment test-sglang sglang-environment check lint style types docs pytest browser generate screenshots lock wheel check-wheel test-matrix bench soak clean
 
 setup: $(STAMP)
 
@@ -110,8 +110,15 @@ wheel: setup
 	rm -rf build/lib build/bdist.* dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
+# What the index would refuse or show badly is an error here.
 check-wheel: wheel
 	$(BIN)/pytest -m wheel tests/test_release.py
+	$(BIN)/twine check --strict dist/*
+
+# The wheel with the lowest, the newest and other versions of what it needs, each in an environment of its own, for the
+# table in docs/install.md. Some of them: make test-matrix ENVIRONMENTS='lowest "torch 2.15"'.
+test-matrix: wheel
+	$(BIN)/python -m tools.versions_matrix run $(ENVIRONMENTS)
 
 # The plugin inside the real vLLM, which has an environment of its own: its dependencies would pull gigabytes. Of another
 # release (VLLM=0.29.0), the Python files are unpacked beside it and imported in place of the installed one.

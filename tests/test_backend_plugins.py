@@ -131,6 +131,10 @@ BROKEN = {
     "based": (DECLARED.format("'based', 'x.{stage}', '', base='cpu'"), "base must be one of hopper, triton, reference"),
     "sorted": (DECLARED.format("'sorted', 'x.{stage}', '', before='toy'"), "before must be one of hopper, triton"),
     "staged": (DECLARED.format("'staged', 'x.{stage}', '', stages=('sum',)"), "stages must be some of rotate, "),
+    "trained": (
+        DECLARED.format("'trained', 'x.{stage}', '', trains=('attend',)"),
+        "trains must be some of attend_rows",
+    ),
     "short": (DECLARED.format("'short', 'broken_short', ''"), "module must be a full name with {stage}"),
     "bare": (DECLARED.format("'bare', 'broken_{stage}', '', stages=('index',)"), "there is no module broken_index"),
 }

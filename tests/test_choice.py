@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tamis import LayerSpec, PagedCache, Selection, choose
-from tamis.backends import BACKENDS, STAGES, Backend
+from tamis.backends import BACKENDS, STAGES, TRAINED, Backend
 from tamis.cache.layout import named, v32_fp8
+from tamis.choice import training_kernels
 
 SPEC = LayerSpec(heads=16, topk=2048)
 PICKY = Backend(
@@ -162,3 +163,15 @@ def test_backends_with_one_kind_of_kernels_and_unknown_ones_have_no_more_to_say(
     assert [str(k) for k in choice.kernels][-3:] == ["attend: picky", "combine: triton", "output: triton"]
     assert "\n  " not in choose(SPEC, "cpu").explain()
     assert {k.runs for k in choose(SPEC, "cpu").kernels} == {"reference"}
+
+
+def test_what_trains_on_a_device_and_why_the_rest_does_not() -> None:
+    hopper, triton, reference = training_kernels(torch.device("cuda"), (8, 0))
+    assert str(hopper) == ("hopper: nothing (compute capability 8.0 is not one of 9.x; no kernels with gradients)")
+    assert triton.runs == ("attend_rows", "index_target", "index_loss")
+    assert triton.reasons == ("no kernels with gradients for warmup_loss, compress_rows, fake_quantise",)
+    assert reference.runs == ("warmup_loss", "compress_rows", "fake_quantise")
+    assert reference.reasons == ()
+    found = training_kernels(torch.device("cpu"), None)
+    assert [one.runs for one in found] == [(), (), TRAINED]
+    assert str(found[1]).startswith("triton: nothing (needs a cuda device, not cpu; no kernels with")

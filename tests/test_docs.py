@@ -23,6 +23,7 @@ PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "d
 REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 NOT_RUN = {
     "needs a network": ("pip", "git", "cd"),
+    "without a network": ("pip",),
     "needs a GPU": ("tamis", "python", "pytest", "vllm", "curl"),
     "takes a minute": ("tamis", "make", "python"),
     "examples": ("tamis",),
@@ -96,13 +97,13 @@ def test_python_blocks_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words of each command of a block of shell, without variables set for it."""
+    """The words of each command of a block of shell, without variables set for it, and up to a redirection."""
     for line in split_commands(block.text):
         words = shlex.split(line, comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
             del words[0]
         if words:
-            yield words
+            yield words[: words.index(">")] if ">" in words else words
 
 
 def split_commands(text: str) -> list[str]:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from email.parser import Parser
@@ -99,9 +100,30 @@ def test_the_source_distribution_can_be_tested() -> None:
     with tarfile.open(DIST / f"tamis-{__version__}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"tests/test_release.py", "tests/support/emulator.hpp", "Makefile", "constraints.txt", "mkdocs.yml"} <= names
-    assert {"SECURITY.md", "requirements-lock.txt"} <= names
+    assert {"SECURITY.md", "CITATION.cff", "requirements-lock.txt"} <= names
+    assert {"constraints-vllm.txt", "constraints-sglang.txt", "benchmarks/results/install/versions.csv"} <= names
     assert {"docs/index.md", "tools/docs/__main__.py", "benchmarks/results/h200_decode.csv"} <= names
     assert not [name for name in names if name.endswith(".pyc")]
+
+
+def test_the_metadata_is_what_an_index_shows(wheel: Path) -> None:
+    found = Parser().parsestr(_member(wheel, "METADATA"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert found["Summary"] == project["description"]
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found.get_payload() == (ROOT / "README.md").read_text()
+    assert found["Author"] == found["Maintainer"] == project["authors"][0]["name"]
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found["License-File"] == "LICENSE"
+    assert found["Requires-Python"] == project["requires-python"]
+    assert found.get_all("Classifier") == project["classifiers"]
+    assert found["Keywords"].split(",") == project["keywords"]
+    assert set(found.get_all("Provides-Extra")) == set(project["optional-dependencies"])
+    urls = [line.split(", ") for line in found.get_all("Project-URL") or []]
+    assert dict(urls) == project.get("urls", {})
+    points = _member(wheel, "entry_points.txt")
+    assert "tamis = tamis.cli:main" in points
+    assert "tamis = tamis.integrations.vllm:register" in points
 
 
 def test_the_version_comes_from_one_place(wheel: Path, environment: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "tamis"
 
 ORDER = (
-    ("_version", "checks", "arithmetic"),
+    ("_extras", "_version", "checks", "arithmetic"),
     ("model",),
     ("cache",),
     ("cuda",),

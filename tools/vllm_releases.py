@@ -6,14 +6,15 @@
 A wheel has 250 to 330 MB, nearly all of it kernels that need a GPU. RESULT is a few words, or pytest's JUnit report.
 """
 
-import csv
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from xml.etree import ElementTree
 from zipfile import ZipFile
+
+from tools import records
+from tools.records import Row
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "vllm" / "releases.csv"
 COLUMNS = ("release", "run", "result", "date")
@@ -22,8 +23,6 @@ RELEASES = ("0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0"
 CPU = "tests on CPU tensors"
 RUNS = (CPU, "V3.2 engine, H200", "V4 engine, H200")
 """The columns of the table."""
-
-Row = dict[str, str]
 
 
 def unpack(release: str, folder: Path) -> None:
@@ -39,24 +38,15 @@ def unpack(release: str, folder: Path) -> None:
 
 def summary(report: Path) -> str:
     """How many tests of a JUnit report passed. Failed ones are an error: nothing is recorded of them."""
-    suites = ElementTree.parse(report).getroot().iter("testsuite")
-    counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
-    for suite in suites:
-        for name in counts:
-            counts[name] += int(suite.get(name, 0))
-    failed, skipped = counts["failures"] + counts["errors"], counts["skipped"]
-    if failed:
-        raise SystemExit(f"{report}: {failed} of {counts['tests']} tests failed; nothing is recorded")
-    passed = f"{counts['tests'] - skipped} passed"
-    return f"{passed}, {skipped} skipped" if skipped else passed
+    found = records.counts(report)
+    if found.failed:
+        raise SystemExit(f"{report}: {found.failed} of {sum(found)} tests failed; nothing is recorded")
+    return str(found)
 
 
 def read() -> list[Row]:
     """All recorded rows."""
-    if not RESULTS.exists():
-        return []
-    with RESULTS.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return records.read(RESULTS)
 
 
 def record(release: str, run: str, result: str) -> None:
@@ -67,10 +57,7 @@ def record(release: str, run: str, result: str) -> None:
     row = {"release": release, "run": run, "result": result, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     rows = [old for old in read() if (old["release"], old["run"]) != (release, run)]
     rows = sorted([*rows, row], key=lambda one: (RELEASES.index(one["release"]), RUNS.index(one["run"])))
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    records.write(RESULTS, COLUMNS, rows)
 
 
 def main(arguments: list[str]) -> None:

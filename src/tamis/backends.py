@@ -21,8 +21,8 @@ from tamis.model.spec import LayerSpec
 GROUP = "tamis.backends"
 """The group of entry points in which other packages register backends."""
 STAGES = ("rotate", "compress", "write", "gather", "index", "select", "translate", "attend", "combine", "output")
-TRAINED = ("attend_rows", "index_target", "index_loss", "warmup_loss", "compress_rows")
-"""The functions of `tamis.train` that a backend may have kernels for. The others are plain PyTorch on every device."""
+TRAINED = ("attend_rows", "index_target", "index_loss", "warmup_loss", "compress_rows", "fake_quantise")
+"""The functions of `tamis.train` that a backend may have kernels for. `select_rows` runs the stage `index`."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,12 @@ class Backend:
             return [f"NVRTC was not found; {INSTALL}"]
         return []
 
+    def training_refusals(self, device: torch.device, capability: tuple[int, int] | None) -> list[str]:
+        """Every reason why this backend cannot run all of `tamis.train` on a device; empty if it can."""
+        missing = [function for function in TRAINED if function not in self.trains]
+        lacks = f"no kernels with gradients for {', '.join(missing)}" if self.trains else "no kernels with gradients"
+        return self.device_refusals(device, capability) + ([lacks] if missing else [])
+
     def refusals(self, need: "Need") -> list[str]:
         """Every reason why this backend cannot run a layer; empty if it can."""
         reasons = self.device_refusals(need.device, need.capability)
@@ -160,6 +166,8 @@ BACKENDS = (
         "triton_kernels",
         "portable Triton kernels for any GPU that Triton supports",
         stages=STAGES,
+        trains=("attend_rows", "index_target", "index_loss"),
+        training="triton_gradients",
         devices=("cuda",),  # PyTorch's name for AMD GPUs as well
         query_dtypes=(*checks.FLOATS, torch.float8_e4m3fn),
         max_latent=512,

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from tamis import checks
-from tamis.backends import STAGES, Backend, Need, compute_capability, refuse_broken, registered
+from tamis.backends import STAGES, TRAINED, Backend, Need, compute_capability, refuse_broken, registered
 from tamis.cache.layout import Layout, named
 from tamis.model.spec import LayerSpec
 
@@ -132,4 +132,34 @@ def stage_kernels(backend: Backend, need: Need) -> list[StageKernels]:
             explain = getattr(import_module(name), "explain_kernels", None)
             runs, because = (runs, because) if explain is None else explain(need)
         found.append(StageKernels(stage, runs, tuple(because)))
+    return found
+
+
+@dataclass(frozen=True)
+class TrainingKernels:
+    """The functions of `tamis.train` that one backend runs."""
+
+    backend: str
+    runs: tuple[str, ...]
+    """Those for which it is the first backend with kernels."""
+    reasons: tuple[str, ...]
+    """Why it does not run the others, if it has no kernels for them."""
+
+    def __str__(self) -> str:
+        """The backend, its functions and the reasons in one line."""
+        told = ", ".join(self.runs) or "nothing"
+        return f"{self.backend}: {told}" + (f" ({'; '.join(self.reasons)})" if self.reasons else "")
+
+
+def training_kernels(device: torch.device, capability: tuple[int, int] | None) -> list[TrainingKernels]:
+    """What each backend runs of `tamis.train` on a device, in order of preference.
+
+    Dtypes and sizes of arguments may rule a backend out as well, which the call says.
+    """
+    found, left = [], list(TRAINED)
+    for backend in registered().backends:
+        here = [] if backend.device_refusals(device, capability) else [f for f in left if f in backend.trains]
+        left = [function for function in left if function not in here]
+        reasons = backend.training_refusals(device, capability)
+        found.append(TrainingKernels(backend.name, tuple(here), tuple(reasons)))
     return found

@@ -17,7 +17,7 @@ import torch
 import tamis.backends
 import tamis.cli.commands
 from tamis._version import __version__
-from tamis.backends import STAGES, Backend
+from tamis.backends import STAGES, TRAINED, Backend
 from tamis.choice import choose
 from tamis.cli import main, make_parser
 from tamis.model.spec import LayerSpec
@@ -240,6 +240,9 @@ def test_backends_table_agrees_with_choose(monkeypatch: pytest.MonkeyPatch, caps
     assert all(reason in text for reason in choice.rejected["picky"])
     assert f"torch {torch.__version__}, cpu:" in text
     assert f"{reference.name} runs\n  rotate: {reference.name}\n" in text
+    assert [one["backend"] for one in found["training"]] == ["picky", reference.name, "spare"]
+    assert found["training"][1] == {"backend": reference.name, "runs": list(TRAINED), "reasons": []}
+    assert "\ntraining (tamis.train)\n  picky: nothing (needs a cuda device, not cpu; no kernels" in text
 
 
 def test_backends_fails_when_none_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,11 +171,22 @@ def test_a_checkpoint_without_weights_is_an_error(tmp_path: Path, capsys: pytest
     assert "cannot be loaded" in capsys.readouterr().err
 
 
-def test_without_transformers_the_extra_is_named(
+def test_without_transformers_the_command_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("tamis.integrations.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["generate", "--device", "cpu"]) == 2
-    assert "pip install 'tamis[transformers]'" in capsys.readouterr().err
+    assert "pip install 'transformers>=5.18'" in capsys.readouterr().err
+
+
+def test_a_transformers_that_is_too_old_is_refused_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Models of transformers 5.17 look for their mask under another name, and would fail inside their layers."""
+    for name in [name for name in sys.modules if name.startswith("tamis.integrations.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    assert main(["generate", "--device", "cpu"]) == 2
+    assert "another version of transformers than 5.17.0: pip install 'transformers>=5.18'" in capsys.readouterr().err

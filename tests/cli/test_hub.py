@@ -106,9 +106,9 @@ def test_without_a_network_the_remedy_is_named(
     assert f"run `hf download {ID} --local-dir ./model`, then use --checkpoint ./model" in said
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"need the package huggingface_hub; pip install 'tamis\[transformers\]'"):
+    with pytest.raises(ValueError, match=r"need the package huggingface_hub; pip install 'transformers>=5.18'"):
         hub.fetch("--checkpoint", ID, None, weights=True)
 
 

@@ -45,6 +45,28 @@ def language_patched_once() -> Iterator[None]:
     interpreter._patch_builtin = patch
 
 
+@pytest.fixture(autouse=True, scope="session")
+def masks_that_are_boolean() -> Iterator[None]:
+    """A scalar condition stays boolean when it is combined with a block of conditions.
+
+    Triton's interpreter notes for a comparison the dtype of what was compared, so that a scalar one is spread over a
+    block as int32, and from 3.9 on its loads and stores refuse such masks. Compiled kernels have int1 throughout.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    spread = InterpreterBuilder.create_splat
+
+    def create_splat(builder: Any, shape: Any, scalar: Any) -> Any:
+        found = spread(builder, shape, scalar)
+        if scalar.data.dtype == bool:
+            found.data = found.data.astype(bool)
+        return found
+
+    InterpreterBuilder.create_splat = create_splat
+    yield
+    InterpreterBuilder.create_splat = spread
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where kernels run here."""

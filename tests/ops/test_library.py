@@ -1,12 +1,12 @@
 """The torch ops behind the stages: schemas, fakes, and what they write to."""
 
+import importlib
 from collections.abc import Callable
-from unittest.mock import patch
 
 import pytest
 import torch
 from small_layouts import LAYOUTS
-from torch.utils._python_dispatch import TorchDispatchMode
+from traced_ops import traced
 
 from tamis import IndexRecipe, PagedCache, Selection
 from tamis.cache.layout import Layout, compressor_state, index_fp8, named, rows
@@ -46,27 +46,6 @@ pytestmark = pytest.mark.own_settings("pretends to trace, where a mode does not 
 PAGES, PAGE = 6, 4
 
 
-class Called(Exception):
-    """Carries an op and its arguments out of the code that called it."""
-
-
-class Catcher(TorchDispatchMode):
-    """Stops at the first call of a `tamis` op, before anything is written."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "tamis":
-            assert not kwargs
-            raise Called(func, args)
-        return func(*args, **(kwargs or {}))
-
-
-def traced(run: Callable[[], object]) -> tuple[torch._ops.OpOverload, tuple]:
-    """The op that a piece of code calls while it is traced, and its arguments."""
-    with Catcher(), patch("torch.compiler.is_compiling", return_value=True), pytest.raises(Called) as found:
-        run()
-    return found.value.args
-
-
 def opcheck(run: Callable[[], object], name: str) -> None:
     func, arguments = traced(run)
     assert func.name() == f"tamis::{name}"
@@ -96,12 +75,19 @@ def filled(layout: str | Layout, *, apart: bool = False, scale: float | torch.Te
 def test_the_registered_ops_and_what_they_write_to() -> None:
     written = {
         "attend": ["out"],
+        "attend_rows": [],
+        "attend_rows_backward": [],
         "attend_slots": [],
         "combine_parts": ["out"],
         "compress_kv": ["state_storage", "cache_storage"],
+        "compress_rows": [],
+        "compress_rows_backward": [],
+        "fake_quantise": [],
         "gather_index": [],
         "gather_kv": ["out"],
+        "index_loss": [],
         "index_scores": ["out"],
+        "index_target": [],
         "index_topk": ["out", "scores"],
         "lower_groups": [],
         "ragged_scores": ["out"],
@@ -117,9 +103,11 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "select_window": ["slots", "lengths"],
         "topk_positions": [],
         "translate_positions": [],
+        "warmup_loss": [],
         "write_index_keys": ["cache_storage"],
         "write_kv": ["cache_storage"],
     }
+    importlib.import_module("tamis.train")  # registers its own
     registered = {
         schema.name.removeprefix("tamis::"): schema
         for schema in torch._C._jit_get_all_schemas()

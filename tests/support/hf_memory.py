@@ -1,6 +1,7 @@
-"""A program that prints by how many bytes a prefill of a tiny DeepSeek-V3.2 raises this process's memory.
+"""A program that prints by how many bytes a pass of a tiny DeepSeek-V3.2 raises this process's memory.
 
-`python hf_memory.py attached|untouched TOKENS ...`, one line for each number of tokens.
+`python hf_memory.py KIND TOKENS ...`, one line for each number of tokens. KIND is `attached` or `untouched` for a
+prefill, and `trained` for a training step of an attached model.
 """
 
 import re
@@ -11,6 +12,8 @@ import torch
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 from tamis.integrations.transformers import attach
+
+HEADS = {"attached": 2, "untouched": 2, "trained": 8}
 
 
 def memory(name: str) -> int:
@@ -24,8 +27,8 @@ def main(kind: str, sizes: list[int]) -> None:
     torch.manual_seed(0)
     config = DeepseekV32Config(
         hidden_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+        num_attention_heads=HEADS[kind],
+        num_key_value_heads=HEADS[kind],
         num_hidden_layers=1,
         kv_lora_rank=16,
         q_lora_rank=16,
@@ -44,14 +47,19 @@ def main(kind: str, sizes: list[int]) -> None:
     model = DeepseekV32ForCausalLM(config).eval()
     if kind == "attached":
         attach(model, cache="bf16")
-    with torch.no_grad():
-        for size in (64, *sizes):  # the first one warms up
-            ids = torch.randint(0, config.vocab_size, (1, size))
-            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-            before = memory("VmRSS")
-            model(ids, logits_to_keep=1)
-            if size in sizes:
-                print(memory("VmHWM") - before, flush=True)
+    if kind == "trained":
+        attach(model, train=True, indexer="sparse")
+    for size in (64, *sizes):  # the first one warms up
+        ids = torch.randint(0, config.vocab_size, (1, size))
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        before = memory("VmRSS")
+        if kind == "trained":
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        else:
+            with torch.no_grad():
+                model(ids, logits_to_keep=1)
+        if size in sizes:
+            print(memory("VmHWM") - before, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,23 @@
 """Training steps of tiny models, and what the untouched model computes in their place."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from bounds import relative_error
 from hf_models import build, tokens
 from torch import Tensor
 
+from tamis.integrations.hf import train_v4, train_v32
+
 BOUND = 1e-5
 """Of a gradient's norm: float32 sums of different orders, through three layers; a missing term is orders larger."""
+SEPARATE = 1e-4
+"""The bound for sums over several sequences of V4: gradients of its few mixing scalars cancel over tokens, and two of
+the untouched model's own sums differ by 1e-5 there. A token that sees another sequence changes them by 1e-1."""
 Gradients = dict[str, Tensor | None]
 
 
@@ -30,6 +38,24 @@ def step(model: Any, **inputs: Any) -> tuple[Tensor, Gradients]:
     grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     return loss.detach(), grads
+
+
+@contextmanager
+def trained_selections() -> Iterator[list[Tensor]]:
+    """Collects the selections of training steps, layer by layer."""
+    found: list[Tensor] = []
+
+    def recording(select: Any) -> Any:
+        def record(*args: Any) -> Tensor:
+            found.append(select(*args))
+            return found[-1]
+
+        return record
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (train_v32, train_v4):
+            patch.setattr(module, "select", recording(module.select))
+        yield found
 
 
 def batches(columns: int = 90) -> dict[str, dict[str, Any]]:

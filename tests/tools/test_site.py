@@ -16,7 +16,8 @@ from mkdocs.config import load_config
 from mkdocs.utils.yaml import yaml_load
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("performance", "measurements", "parallelism", "coverage")
+PAGES = ("performance", "measurements", "parallelism", "coverage", "troubleshooting", "vllm", "sglang", "concepts")
+TUTORIALS = tuple(f"tutorials/{name}" for name in ("vllm", "sglang", "transformers", "flash_mla", "engine"))
 ENTER = "\ue007"
 
 pytestmark = pytest.mark.skipif(bool(browser.missing()), reason=browser.missing() or "there is one")
@@ -31,10 +32,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plugins = [plugin for plugin in settings["plugins"] if "mkdocstrings" not in plugin]
     extensions = [extension for extension in settings["markdown_extensions"] if "pymdownx.snippets" not in extension]
     settings |= {"plugins": plugins, "markdown_extensions": extensions, "strict": False, "nav": None, "validation": {}}
+    settings["hooks"] = []  # for pages that document the code
     (folder / "mkdocs.yml").write_text(json.dumps(settings))
     for name in ("scripts", "pictures"):
         shutil.copytree(ROOT / "docs" / name, folder / "docs" / name)
-    for name in ("extra.css", *(f"{page}.md" for page in PAGES)):
+    (folder / "docs" / "tutorials").mkdir()
+    for name in ("extra.css", *(f"{page}.md" for page in (*PAGES, *TUTORIALS))):
         shutil.copy(ROOT / "docs" / name, folder / "docs" / name)
     build(load_config(str(folder / "mkdocs.yml"), site_dir=str(folder / "built")))
     return folder / "built"
@@ -102,12 +105,28 @@ def test_rows_are_sorted_and_hidden_with_the_keyboard(site: Path, window: browse
     assert window.console() == []
 
 
-@pytest.mark.parametrize("page", PAGES)
+def resize(window: browser.Browser, width: int) -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    window.devtools("Emulation.setDeviceMetricsOverride", **metrics)
+
+
+@pytest.mark.parametrize("page", ["vllm", "sglang", "concepts", "troubleshooting", *TUTORIALS])
+def test_code_needs_no_scrolling(page: str, site: Path, window: browser.Browser) -> None:
+    """From 800 pixels on: at 1230 both menus are shown, which leaves the least room. On a phone only commands and what
+    programs print."""
+    window.open(site / f"{page}.html")
+    for width, blocks in ((1400, ""), (1230, ""), (800, ""), (400, ":is(.language-sh, .language-text) ")):
+        resize(window, width)
+        code = f"[...document.querySelectorAll('{blocks}pre > code')]"
+        # Menus move for a moment when the width changes.
+        window.wait(f"{code}.length && {code}.every(block => block.scrollWidth <= block.clientWidth)", seconds=20)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *TUTORIALS])
 def test_no_page_is_wider_than_the_screen(page: str, site: Path, window: browser.Browser) -> None:
     """Tables and pictures that do not fit scroll inside their own boxes."""
     window.open(site / f"{page}.html")
     for width in (400, 800, 1400):
-        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        window.devtools("Emulation.setDeviceMetricsOverride", **metrics)
+        resize(window, width)
         # Bars and menus move for a moment when the width changes.
         window.wait(f"document.documentElement.scrollWidth <= {width}", seconds=20)

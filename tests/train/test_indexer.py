@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 from training import dense_attention, hostile_slots, normal, relative
 
 from tamis import IndexRecipe, PagedCache
-from tamis.cache.layout import index_fp8, index_mxfp4, rows
+from tamis.cache.layout import index_fp8, index_mxfp4, plain_fp8, rows
 from tamis.ops import (
     index_topk,
     pack_index_query,
@@ -209,3 +209,62 @@ def test_targets_of_dense_attention() -> None:
     lse = dense_attention(q, [selection], scale=0.2, value_dim=8).lse
     expected = (torch.einsum("thd,nd->thn", q, own) * 0.2).softmax(2).mean(1)
     assert relative(index_target(q, selection, lse, scale=0.2), expected) < 1e-12
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_targets_of_heads_on_two_ranks_are_summed_before_they_are_normalised(sink: bool) -> None:
+    q, own, window, slots = normal(5, 3, 8), normal(9, 8), normal(4, 8), hostile_slots(5, 6, 9)
+    selections = [Rows(window, hostile_slots(5, 3, 4)), Rows(own, slots)]
+    logit = normal(3) if sink else None
+    lse = attend_rows(q, selections, scale=0.5, value_dim=8, sink=logit).lse
+    expected = index_target(q, selections, lse, scale=0.5, sink=logit)
+    parts = []
+    for heads in (slice(0, 1), slice(1, 3)):
+        given = {"scale": 0.5, "sink": None if logit is None else logit[heads]}
+        parts.append(index_target(q[:, heads], selections, lse[:, heads], normalise=False, **given))
+    assert relative(normalise_target(parts[0] + parts[1]), expected) < 1e-12
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    q, keys, weights = index_inputs(5, 7)
+    slots, target = hostile_slots(5, 4, 7), torch.rand(5, 4).double()
+    bound = torch.zeros(5, dtype=torch.int32)
+    wrong = [
+        (ValueError, "target must be free of negative", lambda: index_loss(q, keys, weights, slots, target - 1)),
+        (TypeError, "target must be float64", lambda: index_loss(q, keys, weights, slots, target.float())),
+        (TypeError, "index_keys must be float64 like", lambda: index_loss(q, keys.float(), weights, slots, target)),
+        (ValueError, "weights must be of shape", lambda: index_loss(q, keys, weights[:, :1], slots, target)),
+        (ValueError, "k must be between 1 and 4096", lambda: select_rows(q, keys, weights, bound, bound, 5000)),
+        (ValueError, "starts must be of shape", lambda: select_rows(q, keys, weights, bound[:2], bound, 3)),
+        (
+            ValueError,
+            "layout must be index-fp8, index-mxfp4 or unquantised rows, got plain-fp8",
+            lambda: select_rows(q, keys, weights, bound, bound, 3, layout=plain_fp8(latent=4, rope=0)),
+        ),
+        (
+            ValueError,
+            r"keys must be of shape \[N=7, D=4\]",
+            lambda: warmup_loss(q, keys[:, :3], None, q, keys, weights, bound, bound, scale=1.0),
+        ),
+        (
+            ValueError,
+            "lse must be of shape",
+            lambda: index_target(q, Rows(keys, slots), torch.zeros(5, 3).double(), scale=1.0),
+        ),
+        (ValueError, "of must be", lambda: index_target(q, Rows(keys, slots), weights, scale=1.0, of=1)),
+    ]
+    for error, message, run in wrong:
+        with pytest.raises(error, match=message):
+            run()
+
+
+def test_autocast_converts_index_queries_and_keys_at_the_door() -> None:
+    leaves = index_inputs(5, 7, dtype=torch.float32)
+    slots, target = hostile_slots(5, 4, 7), normalise_target(torch.rand(5, 4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = index_loss(*leaves, slots, target)
+    half = [x.detach().bfloat16().requires_grad_() for x in leaves[:2]]
+    expected = index_loss(*half, leaves[2], slots, target)
+    assert torch.equal(found, expected)
+    for one, other in zip(torch.autograd.grad(found, leaves[:2]), torch.autograd.grad(expected, half), strict=True):
+        assert torch.equal(one, other.float())

@@ -13,7 +13,7 @@ from tamis.cli.values import whole
 
 if TYPE_CHECKING:
     from tamis.backends import Need
-    from tamis.choice import StageKernels
+    from tamis.choice import StageKernels, TrainingKernels
 
 EXAMPLES = """\
 tamis backends --heads 128 --layout v32-fp8 --page-size 64
@@ -71,11 +71,13 @@ def run(options: argparse.Namespace) -> int:
     need = _need(options)
     verdicts = judge(need)
     prefills = explain_prefills(need, verdicts)
+    training = explain_training(need)
     ok = any(v.state == "chosen" for v in verdicts)
     if options.json:
         layer = {"heads": need.spec.heads, "layout": need.layout.name, "page_size": need.page_size}
         layer |= {"dtype": options.dtype, "topk": options.topk}
         found = {"machine": machine, "layer": layer, "backends": [asdict(v) for v in verdicts], "prefills": prefills}
+        found["training"] = [asdict(kernels) for kernels in training]
         print_json("backends", ok, found)
     else:
         print(machine_line(machine))
@@ -90,6 +92,8 @@ def run(options: argparse.Namespace) -> int:
                 print(f"\n{verdict.name} runs")
                 print("\n".join(f"  {kernels}" for kernels in verdict.kernels))
                 print(f"  prefills: {prefills}")
+        print("\ntraining (tamis.train)")
+        print("\n".join(f"  {kernels}" for kernels in training))
     return OK if ok else FAILED
 
 
@@ -107,6 +111,13 @@ def judge(need: "Need") -> list[Verdict]:
         kernels = [] if reasons else stage_kernels(backend, need)
         verdicts.append(Verdict(backend.name, state, reasons, backend.summary, backend.stages, kernels))
     return [*verdicts, *(Verdict(one.label, "broken", [one.reason], "-", (), []) for one in broken)]
+
+
+def explain_training(need: "Need") -> list["TrainingKernels"]:
+    """What each backend runs of `tamis.train` on the layer's device, and why it does not run the rest."""
+    from tamis.choice import training_kernels
+
+    return training_kernels(need.device, need.capability)
 
 
 def explain_prefills(need: "Need", verdicts: list[Verdict]) -> str | None:

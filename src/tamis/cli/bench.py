@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tamis._extras import install_command
 from tamis.cli import bench_door
 from tamis.cli import options as shared
 from tamis.cli.data import print_json, with_unit
@@ -67,14 +68,14 @@ vllm-gather, for prompts, is vLLM's gather of the keys before either, in its tim
 Selections may differ where scores are nearly equal.
 
 --report draws what was measured, or what files of --csv hold: a roofline, ratios against peers, and latency against
-batch and context. It needs matplotlib: pip install 'tamis[report]'.
+batch and context. It needs matplotlib: {install_command("report")}.
 
 Exits with 1 if a check fails."""
 
 EXAMPLES = """\
 tamis bench smoke --against none
 tamis bench decode --heads 16,128 --against flashmla --csv results.csv
-tamis bench --shape 128q1s16k --heads 16 --layout v32-fp8 --json
+tamis bench --shape 8q1s1k --heads 16 --layout v32-fp8 --json
 tamis bench --report out --from benchmarks/results/*.csv"""
 
 

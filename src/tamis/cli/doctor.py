@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
 
+from tamis._extras import install_command
 from tamis._version import __version__
 from tamis.cli.backends import judge
 from tamis.cli.data import print_json
@@ -48,12 +49,8 @@ PURPOSES = {
 }
 """Packages, whether they are required, and their purpose."""
 
-EXTRAS = {
-    "transformers": "tamis[transformers]",
-    "vllm": "tamis[vllm]",
-    "sglang": "tamis[sglang]",
-    "matplotlib": "tamis[report]",
-}
+EXTRAS = {"transformers": "transformers", "vllm": "vllm", "sglang": "sglang", "matplotlib": "report"}
+"""Packages of extras, and the extras' names."""
 ENGINE_SECONDS = 120
 SGLANG_GROUP, SGLANG_PLUGIN = "sglang.srt.plugins", "tamis.integrations.sglang:register"
 """The group of entry points in which SGLang looks for plugins, and ours."""
@@ -172,9 +169,14 @@ def _packages() -> list[Finding]:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             version = None
-        install = f"pip install '{EXTRAS.get(name, name)}'"
+        install = install_command(EXTRAS[name]) if name in EXTRAS else f"pip install '{_at_least(name, lowest)}'"
         found.append(judge_version(name, version, lowest.get(name), need, purpose, install))
     return found
+
+
+def _at_least(name: str, lowest: dict[str, str]) -> str:
+    """A requirement that a package which is too old does not fulfil, so that pip replaces it."""
+    return f"{name}>={lowest[name]}" if name in lowest else name
 
 
 def judge_version(

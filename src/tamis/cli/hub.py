@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from tamis._extras import install_command
 from tamis.cli.text import one_line
 
 CONFIG = ("config.json",)
@@ -84,7 +85,7 @@ def _download(option: str, text: str, revision: str | None, patterns: tuple[str,
         import huggingface_hub
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
     except ImportError as error:
-        remedy = "pip install 'tamis[transformers]'"
+        remedy = install_command("transformers")
         raise ValueError(f"{option} {text}: ids of the Hub need the package huggingface_hub; {remedy}") from error
     disable_progress_bars()  # our own line shows that something is under way
     try:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tamis._extras import install_command
 from tamis.cli.data import print_json
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.model import add_model_options, check_model_options, is_trained, load_model, synthetic_question
@@ -23,7 +24,7 @@ TOKENS = 512
 SHOWN = 6
 """Number of selected tokens per layer that the table of a query shows."""
 
-DETAILS = """\
+DETAILS = f"""\
 Runs a prompt once through a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 model whose attention runs through tamis, and
 reports, for each indexed layer, which tokens every query selects and how much of the dense attention mass they cover.
 Without --checkpoint it takes the tiny model that `tamis train-demo` made, and without a prompt one that states values
@@ -42,7 +43,7 @@ from the same cached rows, for --compared-queries evenly spaced queries, in chun
 of the prompt. V4 layers select compressed entries, so recall is of the weight on entries, and the window's share is
 shown beside it; layers with a window only, or that attend to every entry, select nothing.
 
-Needs transformers: pip install 'tamis[transformers]'."""
+Needs transformers: {install_command("transformers")}."""
 
 EXAMPLES = """\
 tamis inspect --html report.html

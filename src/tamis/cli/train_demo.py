@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tamis._extras import install_command
 from tamis.cli.data import print_json
 from tamis.cli.machine import describe_machine, let_waiting_threads_sleep, machine_line, pick_device
 from tamis.cli.parser import FAILED, OK, Subcommands, add_command
@@ -16,7 +17,7 @@ from tamis.cli.values import whole
 if TYPE_CHECKING:
     from tamis.lab.training.outcome import Outcome
 
-DETAILS = """\
+DETAILS = f"""\
 Trains a DeepSeek-V3.2-shaped model (two layers, 0.8M parameters, top-k 64) on a CPU to recall the value of a key that
 was stated far back in the prompt, in three stages:
 
@@ -28,7 +29,7 @@ Then the checkpoint is loaded again and served over paged caches: the share of d
 at eight times top-k, and the share of right answers, with the indexers' selection and with a random one. The checkpoint
 that is part of tamis, and the default of `tamis generate` and `tamis inspect`, was made by this command.
 
-Exits with 1 if the model did not learn the task. Needs transformers: pip install 'tamis[transformers]'."""
+Exits with 1 if the model did not learn the task. Needs transformers: {install_command("transformers")}."""
 
 EXAMPLES = """\
 tamis train-demo --out recall

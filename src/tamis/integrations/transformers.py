@@ -14,20 +14,29 @@ and it runs long prompts in chunks. Everything else, `generate` included, is the
 A model that is attached for training computes gradients as well, and its indexers can learn.
 """
 
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor
 
 from tamis import checks
+from tamis._extras import install_command, is_admitted
 
 try:
     import transformers as _transformers
 except ImportError as error:
     raise ImportError(
-        "tamis.integrations.transformers needs Hugging Face transformers: pip install 'tamis[transformers]'"
+        f"tamis.integrations.transformers needs Hugging Face transformers: {install_command('transformers')}"
     ) from error
+if not is_admitted("transformers", _transformers.__version__):
+    raise ImportError(
+        f"tamis.integrations.transformers needs another version of transformers than {_transformers.__version__}: "
+        f"{install_command('transformers')}"
+    )
 
+from tamis.integrations.hf import replay
 from tamis.integrations.hf.cache import TamisCache
 from tamis.integrations.hf.forward import Attachment, model_forward
 from tamis.integrations.hf.layers import (
@@ -39,6 +48,7 @@ from tamis.integrations.hf.layers import (
     v4_forward,
     v32_forward,
 )
+from tamis.layers.recording import Recording
 
 if TYPE_CHECKING:
     from tamis.integrations.hf.train_step import Stage, Teachers
@@ -51,6 +61,8 @@ __all__ = [
     "indexer_parameters",
     "is_attached",
     "new_cache",
+    "recording",
+    "replaying",
     "take_index_loss",
 ]
 
@@ -186,6 +198,34 @@ def take_index_loss(model: Any) -> Tensor | None:
     language loss; None if there is none, or if `labels` were passed and the returned loss contains it already."""
     found: Tensor | None = _training(model).collected.take()
     return found
+
+
+def recording(model: Any, into: Recording, requests: Sequence[Hashable]) -> AbstractContextManager[None]:
+    """A context in which an attached model records what its layers select, for `replaying`.
+
+    Args:
+        model: an attached DeepSeek-V3.2 or GLM.
+        into: a `Recording(topk=config.index_topk)`.
+        requests: a name for every row of the batch.
+    """
+    if not is_attached(model):
+        raise checks.refuse("model", "an attached one", checks.describe(model), "call attach(model) first")
+    return replay.recording(_bare(model).model, into, requests)
+
+
+def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> AbstractContextManager[None]:
+    """A context in which a model that is attached for training attends to the positions of an earlier run.
+
+    Calls run without a cache, with and without gradients. A token that was never recorded is refused: the last token
+    that was generated has not run, so leave it out of `input_ids`.
+
+    Args:
+        model: a DeepSeek-V3.2 or GLM attached with `train=True`.
+        recorded: the selections: from `recording`, or loaded from what an engine captured (`Recording.load`).
+        requests: the names of the batch's sequences, in order; every packed sequence has its own.
+    """
+    _training(model)
+    return replay.replaying(_bare(model).model, recorded, requests)
 
 
 def _training(model: Any) -> Any:

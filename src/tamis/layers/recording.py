@@ -1,6 +1,7 @@
 """`Recording`: the positions that layers selected, kept by request and token for another run over the same tokens."""
 
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -8,6 +9,9 @@ from torch import Tensor
 from tamis import checks
 from tamis.step.lease import needs_latest_plan
 from tamis.step.plan import Plan
+
+if TYPE_CHECKING:
+    from tamis.train.pack import Pack
 
 
 class Recording:
@@ -46,13 +50,31 @@ class Recording:
         for request, found, own in step:
             self._complete(request, found, own)
         for request, found, own in step:
-            key = (layer, request)
-            known = self._rows.get(key, found.new_full((0, self.topk), -1, dtype=found.dtype))
-            missing = int(own.max()) + 1 - len(known)
-            if missing > 0:
-                known = torch.cat((known, known.new_full((missing, self.topk), -1, dtype=known.dtype)))
-            known[own] = found
-            self._rows[key] = known
+            self._keep(layer, request, found, own)
+
+    @torch.inference_mode(False)
+    def load(self, layer: int, request: Hashable, positions: Tensor, first: int = 0) -> None:
+        """Keep selections that an engine captured for consecutive tokens of a request.
+
+        Args:
+            layer: the layer's number.
+            request: the request's name.
+            positions: int32 [tokens, topk], positions in the request in any order, -1 where there are fewer.
+            first: the position of the first of these tokens.
+        """
+        checks.integer("layer", layer, low=0)
+        checks.hashable("request", request)
+        checks.integer("first", first, low=0)
+        remedy = f"pass selections of {self.topk} positions"
+        checks.tensor("positions", positions, f"tokens {self.topk}", (torch.int32,), remedy=remedy)
+        if positions.device.type == "meta":
+            raise checks.refuse("positions", "a tensor with values", "one on meta", "pass what an engine captured")
+        # A copy: what is kept must not change with the caller's tensor.
+        found = positions.detach().to("cpu", copy=True)
+        own = torch.arange(first, first + len(found), dtype=torch.int64, device="cpu")
+        self._complete(request, found, own)
+        if len(found):
+            self._keep(layer, request, found, own)
 
     @needs_latest_plan
     def replay(self, layer: int, requests: Sequence[Hashable], plan: Plan) -> Tensor:
@@ -62,20 +84,54 @@ class Recording:
         """
         result = torch.full((plan.rows, self.topk), -1, dtype=torch.int32, device="cpu")
         for request, tokens, own in _tokens(requests, plan):
-            known = self._rows.get((layer, request))
-            if known is None or int(own.max()) >= len(known):
-                there = 0 if known is None else len(known)
-                received = f"{there} tokens of {request!r} in layer {layer}"
-                raise checks.refuse("recording", f"at least {int(own.max()) + 1} tokens long", received, "record them")
-            found = known[own]
-            self._complete(request, found, own)
-            result[tokens] = found
+            result[tokens] = self._known(layer, request, own)
         return result.to(plan.positions.device)
+
+    def packed(self, layer: int, requests: Sequence[Hashable], pack: "Pack") -> Tensor:
+        """Row numbers int32 [T, topk] for `tamis.train`: the same selections in a pack of whole requests, on the pack's
+        device; -1 for padding.
+
+        Args:
+            layer: the layer's number.
+            requests: the names of the pack's requests, in its order.
+            pack: the requests from their first token on. A token that was never recorded is refused.
+        """
+        from tamis.train.pack import Pack
+
+        checks.instance("pack", pack, Pack)
+        _check_names(requests, len(pack.lengths), "pack")
+        result = torch.full((pack.tokens, self.topk), -1, dtype=torch.int32, device="cpu")
+        for request, first, length in zip(requests, pack.first_rows, pack.lengths, strict=True):
+            if length:
+                found = self._known(layer, request, torch.arange(length, dtype=torch.int64, device="cpu"))
+                result[first : first + length] = torch.where(found >= 0, found + first, -1)
+        return result.to(pack.starts.device)
 
     def forget(self, request: Hashable) -> None:
         """Drop what was recorded of a request in all layers, if anything was."""
         for key in [key for key in self._rows if key[1] == request]:
             del self._rows[key]
+
+    def _keep(self, layer: int, request: Hashable, found: Tensor, own: Tensor) -> None:
+        """Keep the selections of tokens at these positions."""
+        key = (layer, request)
+        known = self._rows.get(key, found.new_full((0, self.topk), -1, dtype=found.dtype))
+        missing = int(own.max()) + 1 - len(known)
+        if missing > 0:
+            known = torch.cat((known, known.new_full((missing, self.topk), -1, dtype=known.dtype)))
+        known[own] = found
+        self._rows[key] = known
+
+    def _known(self, layer: int, request: Hashable, own: Tensor) -> Tensor:
+        """The selections of tokens at these positions; refused if one of them was never recorded."""
+        known = self._rows.get((layer, request))
+        if known is None or int(own.max()) >= len(known):
+            there = 0 if known is None else len(known)
+            received = f"{there} tokens of {request!r} in layer {layer}"
+            raise checks.refuse("recording", f"at least {int(own.max()) + 1} tokens long", received, "record them")
+        found = known[own]
+        self._complete(request, found, own)
+        return found
 
     def _complete(self, request: Hashable, rows: Tensor, own: Tensor) -> None:
         """Refuse rows that are not complete selections: as many distinct visible positions as there can be."""
@@ -93,11 +149,7 @@ class Recording:
 
 def _tokens(requests: Sequence[Hashable], plan: Plan) -> list[tuple[Hashable, Tensor, Tensor]]:
     """Each request of a step with its token rows and their positions, without padding."""
-    for name in checks.sequence("requests", requests):
-        checks.hashable("requests", name)
-    if len(requests) != plan.requests or len(set(requests)) != len(requests):
-        expected = f"{plan.requests} different names, one per request of the plan"
-        raise checks.refuse("requests", expected, list(requests), "name them in the plan's order")
+    _check_names(requests, plan.requests, "plan")
     ids, own = plan.request_ids.cpu(), plan.positions.cpu().long()
     found = []
     for number, request in enumerate(requests):
@@ -105,3 +157,11 @@ def _tokens(requests: Sequence[Hashable], plan: Plan) -> list[tuple[Hashable, Te
         if len(tokens):
             found.append((request, tokens, own[tokens]))
     return found
+
+
+def _check_names(requests: Sequence[Hashable], count: int, of: str) -> None:
+    for name in checks.sequence("requests", requests):
+        checks.hashable("requests", name)
+    if len(requests) != count or len(set(requests)) != len(requests):
+        expected = f"{count} different names, one per request of the {of}"
+        raise checks.refuse("requests", expected, list(requests), f"name them in the {of}'s order")

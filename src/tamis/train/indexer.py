@@ -7,11 +7,12 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache.codec import decode_e2m1, encode_rows
-from tamis.cache.layout import Layout, named
+from tamis.cache.layout import Layout
 from tamis.ops.attention.operations import accumulator
 from tamis.ops.index import MAX_K, WORKSPACE_BYTES, loss_operations, ragged_scores, topk_positions
 from tamis.ops.index.loss_operations import IndexLoss, WarmupLoss
 from tamis.train.arguments import DTYPES, deterministic_mode, in_autocast, recorded, same_dtype
+from tamis.train.quantise import layout_of_width
 
 BYTES_PER_SCORE = 40
 """Memory for selecting from one score in plain torch, at worst; kernels need less."""
@@ -202,13 +203,11 @@ def _encoded(
     if layout is None:
         return q, keys, weights, None
     tokens, heads, dim = q.shape
-    layout = named(layout, dim=dim) if isinstance(layout, str) and layout.startswith("index-") else named(layout)
+    layout = layout_of_width(layout, dim)
     per_row = layout.scales is not None and layout.tile == layout.width
-    if layout.width != dim or not (not layout.quantised or layout.packed or per_row):
-        expected = f"index-fp8, index-mxfp4 or unquantised rows, {dim} wide"
-        raise checks.refuse(
-            "layout", expected, f"{layout.name}, {layout.width} wide", "choose the index cache's format"
-        )
+    if layout.quantised and not layout.packed and not per_row:
+        expected = "index-fp8, index-mxfp4 or unquantised rows"
+        raise checks.refuse("layout", expected, layout.name, "choose the index cache's format")
     values, scales, _ = encode_rows(keys, layout)
     queries, query_scales, _ = encode_rows(q.reshape(-1, dim), layout)
     if scales is None or query_scales is None:

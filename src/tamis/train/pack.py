@@ -19,8 +19,14 @@ INT = NDArray[np.int64]
 class Entries:
     """The compressed entries of a pack's requests, one request after another (V4)."""
 
+    ratio: int
+    """Tokens per span."""
     count: int
     """How many entries there are: one for each span that is complete."""
+    spans: Tensor
+    """int32 [count], the first token of each entry's span."""
+    before: Tensor
+    """int32 [count], the first token of the span before; -1 where a request begins."""
     starts: Tensor
     """int32 [T], the first entry that each token sees."""
     ends: Tensor
@@ -135,14 +141,17 @@ class Pack:
         """The entries of spans of `ratio` tokens. Spans begin with each request and never cross it."""
         checks.integer("ratio", ratio, low=1)
         counts = [length // ratio for length in self.lengths]
-        bases = np.cumsum([0, *counts])
-        # Padding has request -1, which takes the base appended at the end.
-        base = torch.from_numpy(np.append(bases[:-1], 0).astype(np.int32)).to(self.starts.device)
+        bases, device = np.cumsum([0, *counts]), self.starts.device
+        # Padding has request -1, which takes the base at the end.
+        base = torch.from_numpy(np.append(bases[:-1], 0).astype(np.int32)).to(device)
         starts = base[self.request_ids.long()]
         ends = starts + torch.where(self.positions >= 0, (self.positions + 1) // ratio, 0).int()
-        places = [np.arange(count, dtype=np.int32) * ratio for count in counts]
-        positions = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *places])).to(self.starts.device)
-        return Entries(int(bases[-1]), starts, ends, positions)
+        places = np.concatenate([np.zeros(0, np.int64), *(np.arange(count) * ratio for count in counts)])
+        spans = places + np.repeat(np.asarray(self.first_rows, np.int64), counts)
+        before = np.where(places > 0, spans - ratio, -1)
+        on_device = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (spans, before, places))
+        first, previous, positions = on_device
+        return Entries(ratio, int(bases[-1]), first, previous, starts, ends, positions)
 
     def slots_of(self, positions: Tensor) -> Tensor:
         """Rows int32 [T, K] of positions int32 [T, K] in each token's request; -1 stays -1, and padding has none."""

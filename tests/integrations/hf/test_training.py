@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 from bounds import relative_error
-from hf_models import greedy, logits, tokens
+from hf_models import V4_KINDS, greedy, logits, tokens
 from hf_rounding import recorded_selections
-from hf_training import assert_agree, assert_same, batches, shared, step
+from hf_training import BOUND, SEPARATE, assert_agree, assert_same, batches, shared, step, trainable, trained_selections
 
-from tamis.integrations.hf import train_v32
 from tamis.integrations.transformers import attach, detach, index_losses
 
 pytestmark = pytest.mark.own_settings("the models' own")
@@ -28,6 +27,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 each_v32 = pytest.mark.parametrize("model", V32, indirect=True)
+each_family = pytest.mark.parametrize("model", [*V32, "v4"], indirect=True)
+v4_only = pytest.mark.parametrize("model", ["v4"], indirect=True)
 
 
 @each_v32
@@ -42,7 +43,46 @@ def test_loss_and_gradients_are_the_untouched_models(model: Any, batch: str) -> 
     assert index_losses(model) == {}
 
 
-@each_v32
+@v4_only
+@pytest.mark.parametrize("columns", [90, 17, 3])
+def test_v4s_loss_and_gradients_are_the_untouched_models(model: Any, columns: int) -> None:
+    """Seventeen tokens are one entry of the longer spans, and three tokens are none of either."""
+    ids = tokens(2, columns)
+    loss, expected = step(model, input_ids=ids, labels=ids)
+    attach(model, train=True, deterministic=False)
+    found_loss, found = step(model, input_ids=ids, labels=ids)
+    assert relative_error(found_loss, loss) < 1e-6
+    assert_agree(found, expected, BOUND if columns == 90 else SEPARATE, but="")
+
+
+@v4_only
+@pytest.mark.parametrize("batch", ["left", "right", "packed"])
+def test_v4s_sequences_give_what_they_give_alone(model: Any, batch: str) -> None:
+    """An untouched V4 compresses padding, and lets packed sequences see each other's entries."""
+    inputs = batches()[batch]
+    ids, labels = inputs["input_ids"], inputs["labels"].clone()
+    if batch == "packed":
+        labels[:, 60] = -100  # the first token of the second sequence has no predecessor
+        parts = [(row, columns) for row in (0, 1) for columns in (slice(0, 60), slice(60, 90))]
+    else:
+        real = inputs["attention_mask"][1].nonzero()
+        parts = [(0, slice(0, 90)), (1, slice(int(real[0]), int(real[-1]) + 1))]
+    items = int((labels[:, 1:] != -100).sum())
+    alone = [
+        step(model, input_ids=ids[row : row + 1, some], labels=labels[row : row + 1, some], num_items_in_batch=items)
+        for row, some in parts
+    ]
+    expected = {name: sum(grads[name] for _, grads in alone) for name, g in alone[0][1].items() if g is not None}
+    untouched = step(model, **inputs | {"labels": labels}, num_items_in_batch=items)[0]
+    attach(model, train=True, deterministic=False)
+    loss, found = step(model, **inputs | {"labels": labels}, num_items_in_batch=items)
+    total = sum(part for part, _ in alone)
+    assert relative_error(loss, total) < 1e-6
+    assert batch == "right" or relative_error(untouched, total) > 1e-4
+    assert_agree({name: found[name] for name in expected}, expected, SEPARATE, but="")
+
+
+@each_family
 @pytest.mark.parametrize("keep", [False, True])
 def test_checkpointed_layers_give_the_same_bits(model: Any, keep: bool) -> None:
     inputs = batches(70)["left"]
@@ -58,7 +98,7 @@ def test_checkpointed_layers_give_the_same_bits(model: Any, keep: bool) -> None:
     assert index_losses(model) == losses  # recomputed layers are not counted twice
 
 
-@each_v32
+@each_family
 def test_the_same_attachment_serves_between_steps(model: Any) -> None:
     ids = tokens(2, 60)
     attach(model, cache="fp32")
@@ -76,7 +116,7 @@ def test_the_same_attachment_serves_between_steps(model: Any) -> None:
     assert relative_error(served, step(model, **packed)[0]) < 1e-6  # packed sequences do not see each other
 
 
-@each_v32
+@each_family
 def test_detach_restores_the_model(model: Any) -> None:
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     inputs = batches(60)["whole"]
@@ -92,19 +132,17 @@ def test_detach_restores_the_model(model: Any) -> None:
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("model", ["v32"], indirect=True)
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8"])
-def test_layers_select_as_a_cache_of_each_format_would(model: Any, kind: Any) -> None:
+@pytest.mark.parametrize("name", ["v32", "glm-shared", "v4"])
+def test_layers_select_as_a_cache_of_each_format_would(name: str, kind: Any) -> None:
     """Selections of a training step are those of a prefill through pages, for FP8 index keys as well."""
-    ids = tokens(1, 120)
+    changes = {"layer_types": [V4_KINDS[1]], "mlp_layer_types": ["moe"]} if name == "v4" else {}
+    model, ids = trainable(name, num_hidden_layers=1, **changes), tokens(1, 120)
     attach(model, train=True, cache=kind, deterministic=False)
     model.eval()
     with recorded_selections() as served:
         logits(model, ids)
-    chosen, plain = [], train_v32.select
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_v32, "select", lambda *args: chosen.append(plain(*args)) or chosen[-1])
+    with trained_selections() as found:
         step(model, input_ids=ids, labels=ids)
-    # Pages that round change the hidden states of later layers, so that only the first selects from equal bits.
-    for found, expected in list(zip(chosen, served, strict=True))[: 3 if kind == "fp32" else 1]:
-        assert torch.equal(found.sort(1).values, expected.sort(1).values)
+    assert len(found) == len(served) == 1
+    assert torch.equal(found[0].sort(1).values, served[0].sort(1).values)

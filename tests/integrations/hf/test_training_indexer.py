@@ -1,5 +1,8 @@
 """What the indexers of attached models learn, compared with autograd over the untouched model's attention weights."""
 
+import gc
+import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +13,7 @@ from hf_models import tokens
 from hf_training import Gradients, assert_agree, assert_same, batches, shared, step, trainable
 from torch import Tensor
 
+from tamis.integrations.hf import train_v32
 from tamis.integrations.transformers import attach, detach, index_losses, indexer_parameters, take_index_loss
 
 pytestmark = pytest.mark.own_settings("the models' own")
@@ -25,13 +29,12 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     found.requires_grad_(True)
 
 
-each_v32 = pytest.mark.parametrize("model", ["v32", "glm-shared"], indirect=True)
+each_family = pytest.mark.parametrize("model", ["v32", "glm-shared", "v4"], indirect=True)
 
 
+@torch.enable_grad()  # the untouched indexer runs without
 def scores(indexer: Any, hidden: Tensor, residual: Tensor, position_embeddings: Any) -> Tensor:
     """[B, S, S]: an indexer's scores, from its modules and transformers' rotation."""
-    import sys
-
     rope, library = indexer.qk_rope_head_dim, sys.modules[type(indexer).__module__]
     q = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
@@ -43,45 +46,52 @@ def scores(indexer: Any, hidden: Tensor, residual: Tensor, position_embeddings: 
     return torch.einsum("bsh,bsht->bst", weights, torch.einsum("bshd,btd->bsht", q, k.squeeze(2)).relu())
 
 
+def divergence(scores: Tensor, target: Tensor) -> Tensor:
+    """The mean over tokens of KL(target || softmax of the scores), over the columns that are attended to."""
+    target = target.detach()
+    total = target.sum(-1, keepdim=True)
+    target = target / total.masked_fill(total == 0, 1.0)
+    hidden = target == 0
+    # A token that attends to no entry has a softmax over nothing.
+    log_pi = scores.masked_fill(hidden & (total > 0), -torch.inf).log_softmax(-1).masked_fill(hidden, 0.0)
+    return (torch.xlogy(target, target) - target * log_pi).sum() / IDS.numel()
+
+
 def expected_losses(model: Any, teachers: str = "own") -> tuple[dict[int, Tensor], Gradients]:
     """The mean divergence per token of every indexer, and its gradients: autograd over dense tensors.
 
     The attention weights are those that transformers returns, so what is selected is what is not zero.
     """
-    seen: dict[int, Any] = {}
+    seen: dict[int, Tensor] = {}
     hooks = []
     for number, layer in enumerate(model.model.layers):
-        if layer.self_attn.indexer is not None:
-            keep = lambda _, args, __, number=number: seen.__setitem__(number, args)  # noqa: E731
-            hooks.append(layer.self_attn.indexer.register_forward_hook(keep))
+        attention = layer.self_attn
+        if getattr(attention, "indexer", None) is not None:
+            keep = lambda indexer, args, _, number=number: seen.__setitem__(number, scores(indexer, *args[:3]))  # noqa: E731
+            hooks.append(attention.indexer.register_forward_hook(keep))
+        elif hasattr(getattr(attention, "compressor", None), "indexer"):
+            scorer = attention.compressor.indexer.scorer
+            hooks.append(scorer.register_forward_hook(lambda _, __, out, number=number: seen.__setitem__(number, out)))
     model.set_attn_implementation("eager")
-    with torch.no_grad():
-        attentions = model(IDS, output_attentions=True, use_cache=False).attentions
+    attentions = model(IDS, output_attentions=True, use_cache=False).attentions
     for hook in hooks:
         hook.remove()
-    losses, source = {}, 0
+    losses: dict[int, list[Tensor]] = {}
     for number, probabilities in enumerate(attentions):
-        source = number if number in seen else source
-        if number != source and teachers == "own":
-            continue
-        target = probabilities.sum(1)
-        target = target / target.sum(-1, keepdim=True)
-        found = scores(model.model.layers[source].self_attn.indexer, *(x for x in seen[source][:3]))
-        log_pi = found.masked_fill(target == 0, -torch.inf).log_softmax(-1).masked_fill(target == 0, 0.0)
-        loss = (torch.xlogy(target, target) - target * log_pi).sum() / IDS.numel()
-        losses[source] = losses.get(source, 0.0) + loss
-    shares = {
-        source: 2 if teachers == "readers" and source == 0 and "Glm" in type(model).__name__ else 1 for source in losses
-    }
-    losses = {source: loss / shares[source] for source, loss in losses.items()}
+        source = max((layer for layer in seen if layer <= number), default=-1)
+        if source >= 0 and (number == source or (teachers == "readers" and "Glm" in type(model).__name__)):
+            # V4's weights have the window first, one column per token.
+            first = 0 if probabilities.shape[-1] == IDS.shape[1] else IDS.shape[1]
+            losses.setdefault(source, []).append(divergence(seen[source], probabilities.sum(1)[..., first:]))
+    means = {source: torch.stack(found).mean() for source, found in losses.items()}
     model.zero_grad(set_to_none=True)
-    sum(losses.values()).backward()
+    torch.stack(list(means.values())).sum().backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    return {source: loss.detach() for source, loss in losses.items()}, grads
+    return {source: loss.detach() for source, loss in means.items()}, grads
 
 
-@each_v32
+@each_family
 @pytest.mark.parametrize("teachers", ["own", "readers"])
 def test_sparse_losses_and_gradients(model: Any, teachers: Any) -> None:
     losses, expected = expected_losses(model, teachers)
@@ -94,7 +104,7 @@ def test_sparse_losses_and_gradients(model: Any, teachers: Any) -> None:
         assert relative_error(found[name], 2 * expected[name]) < 1e-4, name
 
 
-@each_v32
+@each_family
 def test_the_rest_of_the_model_does_not_notice(model: Any) -> None:
     inputs = batches(70)["right"]
     attach(model, train=True, deterministic=False)
@@ -110,13 +120,13 @@ def test_the_rest_of_the_model_does_not_notice(model: Any) -> None:
     assert all(found[name] is not None for name in learnt)
 
 
-@each_v32
+@each_family
 def test_warmup_teaches_the_indexer_and_nothing_else(model: Any) -> None:
     """With as many positions as there are tokens, dense attention is sparse attention, and so is its loss."""
     own = set(indexer_parameters(model))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in own)
-    dense = trainable("v32" if "V32" in type(model).__name__ else "glm-shared", index_topk=128)
+    dense = trainable(next(name for name in ("v32", "glm-shared", "v4") if shared(name) is model), index_topk=128)
     dense.load_state_dict(model.state_dict())
     attach(dense, train=True, indexer="sparse", deterministic=False)
     loss, expected = step(dense, input_ids=IDS, labels=IDS)
@@ -201,6 +211,38 @@ def test_programs_with_their_own_loss_take_the_index_loss(model: Any) -> None:
     with pytest.warns(UserWarning, match="index loss of the last step was not used"):
         model(IDS)
     model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("model", ["v32"], indirect=True)
+def test_passes_without_gradients_leave_the_index_loss_alone(model: Any) -> None:
+    """A reference's log-probabilities may be computed between a policy's forward pass and its loss."""
+    attach(model, train=True, indexer="sparse", deterministic=False)
+    model(IDS)
+    with torch.no_grad():
+        model(IDS, position_ids=torch.arange(70).remainder(35).expand(2, -1))
+        model(IDS, labels=IDS)
+    added = take_index_loss(model)
+    assert added is not None
+    assert added.requires_grad
+    assert index_losses(model).keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("model", ["v32", "glm-shared"], indirect=True)
+def test_nothing_of_a_checkpointed_step_outlives_it(model: Any) -> None:
+    attach(model, train=True, indexer="sparse", deterministic=False)
+    model.gradient_checkpointing_enable()
+    steps, plain = [], train_v32.select
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_v32, "select", lambda one, *rest: steps.append(weakref.ref(one)) or plain(one, *rest))
+        step(model, input_ids=IDS, labels=IDS)
+        model(IDS, labels=IDS)  # a loss that is dropped
+        model(IDS)  # one that is never taken
+        with pytest.warns(UserWarning, match="not used"):
+            step(model, input_ids=IDS, labels=IDS)
+    model.gradient_checkpointing_disable()
+    gc.collect()
+    assert len(steps) > 8
+    assert all(one() is None for one in steps)
 
 
 @pytest.mark.parametrize("model", ["v32"], indirect=True)

@@ -153,7 +153,7 @@ def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     register()
     (line,) = said(caplog)
     assert "needs vLLM 0.25.x to 0.32.x, but there is no module 'vllm" in line
-    assert line.endswith("install it with pip install 'tamis[vllm]'")
+    assert line.endswith("install it with pip install 'vllm>=0.25,<0.33'")
 
 
 def test_whatever_is_asked_of_the_refused_class_first_answers_with_the_reason(vllm: Any) -> None:

@@ -227,9 +227,9 @@ def _refused(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_without_matplotlib_the_extra_is_named(
+def test_without_matplotlib_the_command_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "--report", str(tmp_path / "out"), "--from", *map(str, LANDED)]) == 2
-    assert "pip install 'tamis[report]'" in capsys.readouterr().err
+    assert "pip install 'matplotlib>=3.9'" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def check(backend: str, step: ExactStep) -> None:
     assert same(scores.cpu(), step.scores), step.name
     found = topk_positions(scores, moved.lengths, step.k, backend=backend)
     assert torch.equal(found.cpu(), expected), step.name
-    if not interpreted(backend) or len(step.q) < 12:
+    if not interpreted(backend) or len(step.q) < 4:
         check_odd_rows(backend, step, moved)
     # 50 KB hold some tokens of a step but not all.
     for room in (50_000,) if interpreted(backend) else (1 << 28, 50_000, 1):
@@ -92,6 +92,8 @@ def test_steps_of_every_format(form: exact_steps.Format, backend: str) -> None:
 def test_as_many_as_are_seen_one_fewer_and_one_more(k: int, backend: str) -> None:
     lengths = [70, 201, 64]
     tokens = [(0, min(70, n)) for n in (k - 1, k, k + 1, 0, 1, 69, 70)] + [(1, min(201, k)), (1, 201), (2, 64), (2, 7)]
+    if interpreted(backend):
+        tokens = tokens[:3] + tokens[8:9]  # as many, one fewer, one more, and all of a longer request
     check(backend, exact_step(f"around {k}", FORMATS[2], lengths, tokens, k))
 
 
@@ -188,9 +190,10 @@ def test_a_token_selects_the_same_alone_in_any_batch_and_in_any_order(number: in
     together = index_topk(*step.inputs, K, backend=backend)
     count = len(ids)
     shuffled = torch.randperm(count, generator=seeded(number)).tolist()
-    step_of_one = 3 if interpreted(backend) else 1
+    step_of_one = 5 if interpreted(backend) else 1
     batches = [[t] for t in range(0, count, step_of_one)]
-    batches += [list(range(count))[::-1], shuffled, shuffled[: count // 2], [3, 3, 7]]
+    batches += [shuffled, [3, 3, 7]]
+    batches += [] if interpreted(backend) else [list(range(count))[::-1], shuffled[: count // 2]]
     for batch in batches:
         some = torch.tensor(batch, device=ids.device)
         # FP8 tensors cannot be indexed on every device, so bytes are.
@@ -239,7 +242,7 @@ def check_chunks(backend: str, layout: Layout, dtype: torch.dtype, heads: int, t
                 some = slice(first, first + size)
                 compare(some, ids[some], table)
             first += size
-    for drafts in (1, 3) if interpreted(backend) else (1, 2, 3, 5, 9):
+    for drafts in (3,) if interpreted(backend) else (1, 2, 3, 5, 9):
         # Every request of this step holds the same pages, so that its tokens see the keys of the prompt.
         requests = -(-tokens // drafts)
         each = torch.arange(tokens, dtype=torch.int32, device=ids.device) // drafts
@@ -248,7 +251,7 @@ def check_chunks(backend: str, layout: Layout, dtype: torch.dtype, heads: int, t
 
 @pytest.mark.parametrize("layout", [index_fp8(), rows(torch.bfloat16, latent=128, rope=0)], ids=lambda one: one.name)
 def test_a_prompt_selects_the_same_in_chunks_as_drafts_and_as_decodes(layout: Layout, backend: str) -> None:
-    check_chunks(backend, layout, torch.bfloat16, 8, 11, 150, 33)
+    check_chunks(backend, layout, torch.bfloat16, 8, 9, 150, 33)
 
 
 @pytest.mark.gpu

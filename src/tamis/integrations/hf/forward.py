@@ -14,7 +14,7 @@ from tamis.integrations.hf.layers import Family, Step
 _RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Attachment:
     """The data that `attach` stores with a model."""
 
@@ -25,6 +25,8 @@ class Attachment:
     """The model's dtype when it was attached."""
     training: Any = None
     """A `Training`, if the model was attached for training."""
+    record: Any = None
+    """What `recording` has set: a function of layer, plan and selected positions."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ def model_forward(
         **kwargs,
     }
     outputs = []
-    for new, inputs in _chunks(self._tamis.family, prepared):
+    for new, inputs in _chunks(self._tamis, prepared):
         outputs.append(type(self).forward(self, **inputs, **options))
         prepared.cache.commit(new)
     return _join(outputs, self.config.return_dict if return_dict is None else return_dict)
@@ -95,16 +97,16 @@ def _prepare(
     return _Prepared(input_ids, inputs_embeds, position_ids, new, cache, given.device, size)
 
 
-def _chunks(family: Family, prepared: _Prepared) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+def _chunks(attachment: Attachment, prepared: _Prepared) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Each chunk's real tokens and model inputs. A chunk is planned when it is asked for, after the one before it was
     committed to the cache."""
-    ids, embeds = prepared.input_ids, prepared.inputs_embeds
+    family, ids, embeds = attachment.family, prepared.input_ids, prepared.inputs_embeds
     size = prepared.columns_at_once
     for start in range(0, prepared.new.shape[1], size):
         columns = slice(start, start + size)
         new = prepared.new[:, columns]
         plan = family.plan(prepared.cache.batch(new))
-        step = Step(family, plan, prepared.cache.paged, _real_tokens(new, prepared.device))
+        step = Step(family, plan, prepared.cache.paged, _real_tokens(new, prepared.device), attachment.record)
         inputs = {
             "input_ids": None if ids is None else ids[:, columns],
             "inputs_embeds": None if embeds is None else embeds[:, columns],

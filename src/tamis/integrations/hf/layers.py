@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from tamis import checks
 from tamis.cache.layout import Layout, compressor_state, index_fp8, rows, v4_fp8, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches
@@ -48,6 +49,8 @@ class Family(Protocol):
     layers: list[Any]
     counts_tokens: bool
     """Whether positions count a request's own tokens, whatever `position_ids` says."""
+    quantised: bool
+    """Whether index keys are kept in FP8."""
 
     def plan(self, batch: Batch) -> Any:
         """The step's metadata, valid until the next step."""
@@ -63,6 +66,8 @@ class Step:
     paged: list[dict[str, PagedCache]]
     real: Tensor | None
     """int64 [T], the numbers of the real tokens among all tokens; None if there is no padding."""
+    record: Any = None
+    """A function of layer, plan and selected positions that keeps them; None if nobody does."""
 
     def pack(self, x: Tensor) -> Tensor:
         """The real tokens' rows [T, ...] of [requests, columns, ...]."""
@@ -214,6 +219,8 @@ def _v32_attend(
         # The whole call has been checked by now, so a refused call does not change the index cache.
         _write_index_keys(indexer, hidden, rotation, caches, step)
     result = layer.run(call)
+    if step.record is not None and indexer is not None:
+        step.record(module.layer_idx, step.plan, result.positions)
     out = module.o_proj(weights.project_value(result.out).flatten(1))
     return step.unpack(out, hidden_states), result.positions
 
@@ -276,7 +283,7 @@ class V4Family:
 
     def __init__(self, base: Any, kind: CacheKind, backend: str, wrap_layer: WrapLayer) -> None:
         """Read a model (the part below the language-model head)."""
-        self._base, self.backend, self._wrap_layer = base, backend, wrap_layer
+        self._base, self.backend, self._wrap_layer, self.quantised = base, backend, wrap_layer, kind == "fp8"
         weight = base.embed_tokens.weight
         self.specs = specs = [LayerSpec.from_hf(base.config, number) for number in range(len(base.layers))]
         latent, rope = specs[0].latent_dim, specs[0].rope_dim
@@ -294,7 +301,7 @@ class V4Family:
         held = [_v4_held(spec, layout, _key_layout(kind, spec.index_dim or 4, weight.dtype), page) for spec in specs]
         self.shape = CacheShape(pools, held, weight.device)
         self.layers: list[SparseV4] = []
-        self._source = 0
+        self._source: list[tuple[int, int]] = []
         self._planners = Planners(
             lambda limits: V4Planner(specs, limits, weight.device, layout=layout, backend=backend),
             {name: pool.page_size for name, pool in pools.items()},
@@ -303,12 +310,21 @@ class V4Family:
     def plan(self, batch: Batch) -> Any:
         """The step's metadata, valid until the next step."""
         longest = int(batch.lengths.max())
-        # The layers share the model's weights, so they are made again when the model was copied or converted.
-        source = self._base.layers[0].self_attn.kv_proj.weight.data_ptr()
+        # The layers share the model's weights, or hold copies of adapted ones. So they are made again when the model
+        # was copied or converted, and after an optimizer's step.
+        source = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._parameters()]
         if source != self._source or len(self.layers[0].cos_sin) < longest:
             self._make_layers(longest + longest // 4 + V4_PAGE)
             self._source = source
         return self._planners.plan(batch)
+
+    def _parameters(self) -> list[Tensor]:
+        """The parameters of all attention modules."""
+        found = [p for layer in self._base.layers for p in layer.self_attn.parameters()]
+        if any(hasattr(p, "to_local") for p in found):  # a DTensor, whose module takes seconds to import
+            remedy = "generate with an unsharded copy of the model"
+            raise checks.refuse("model", "whole when it serves V4", "parameters sharded by fully_shard", remedy)
+        return found
 
     def _make_layers(self, positions: int) -> None:
         """Make the layers, with the angles of the model's own rotary embedding for this many positions."""
@@ -322,11 +338,25 @@ class V4Family:
         self.layers = []
         for number, spec in enumerate(self.specs):
             module = base.layers[number].self_attn
-            weights = V4Weights.from_state_dict(module.state_dict(), groups=base.config.o_groups)
+            weights = V4Weights.from_state_dict(_v4_tensors(module), groups=base.config.o_groups)
             table = tables[module.rope_layer_type]
             eps = base.config.rms_norm_eps
             layer = SparseV4(spec, weights, table, eps=eps, backend=self.backend)
             self.layers.append(self._wrap_layer(number, layer))
+
+
+@torch.no_grad()
+def _v4_tensors(module: Any) -> dict[str, Tensor]:
+    """An attention module's tensors by name. The weight of a linear layer with an adapter is the image of the unit
+    vectors."""
+    found: dict[str, Tensor] = module.state_dict()
+    for name, layer in module.named_modules():
+        base = getattr(layer, "base_layer", None)
+        if isinstance(base, nn.Linear):
+            found = {key: tensor for key, tensor in found.items() if not key.startswith(f"{name}.")}
+            unit = torch.eye(base.in_features, dtype=base.weight.dtype, device=base.weight.device)
+            found[f"{name}.weight"] = layer(unit).T.contiguous()
+    return found
 
 
 def _v4_held(spec: LayerSpec, layout: Layout, keys: Layout, page: int) -> dict[str, Held]:

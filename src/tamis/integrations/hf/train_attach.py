@@ -4,13 +4,15 @@ from types import MethodType
 from typing import Any, get_args
 
 from tamis import checks
-from tamis.integrations.hf.train_forward import Training, loss_with_indexer, training_forward
+from tamis.integrations.hf.train_forward import Training, check_parameters, loss_with_indexer, training_forward
 from tamis.integrations.hf.train_step import Options, Stage, Teachers
+from tamis.integrations.hf.train_v4 import v4_train_forward
 from tamis.integrations.hf.train_v32 import glm_train_forward, v32_train_forward
 
 FORWARDS = {
     "DeepseekV32ForCausalLM": v32_train_forward,
     "GlmMoeDsaForCausalLM": glm_train_forward,
+    "DeepseekV4ForCausalLM": v4_train_forward,
 }
 
 
@@ -38,9 +40,7 @@ def check_model(model: Any, options: Options) -> None:
     if rate:
         remedy = "set config.attention_dropout = 0 before training"
         raise checks.refuse("attention_dropout", "0: tamis has no dropout of attention weights", rate, remedy)
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        remedy = "use FSDP2 (fully_shard), or ZeRO stage 2"
-        raise checks.refuse("model", "not partitioned by DeepSpeed ZeRO-3", "ZeRO-3 parameters", remedy)
+    check_parameters(model)
     own = indexer_parameters(model)
     learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if options.indexer == "warmup" and learning - set(own):

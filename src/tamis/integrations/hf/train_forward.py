@@ -86,6 +86,13 @@ def _wants_gradients(base: Any, inputs_embeds: Tensor | None) -> bool:
     return given or any(parameter.requires_grad for parameter in base.parameters())
 
 
+def check_parameters(model: Any) -> None:
+    """Refuse parameters that are not there when a layer reads them."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        remedy = "use FSDP2 (fully_shard), or ZeRO stage 2"
+        raise checks.refuse("model", "not partitioned by DeepSpeed ZeRO-3", "ZeRO-3 parameters", remedy)
+
+
 def _sight(given: Tensor, attention_mask: Any, position_ids: Tensor | None) -> Sight:
     rows, columns = given.shape[:2]
     if attention_mask is not None and (
@@ -101,6 +108,7 @@ def _step(base: Any, given: Tensor, sight: Sight, records: bool, items: Any) -> 
     attachment: Attachment = base._tamis
     training: Training = attachment.training
     options = training.options
+    check_parameters(base)
     checkpoints = records and base.training and _checkpoints(base)
     weight = None
     if records and options.teaches:
@@ -117,8 +125,18 @@ def _step(base: Any, given: Tensor, sight: Sight, records: bool, items: Any) -> 
         hidden = base.config.hidden_size * base.embed_tokens.weight.element_size()
         keep = max(4 * (spec.topk or 0) for spec in attachment.family.specs) <= hidden
     replayed = None if training.replay is None else training.replay(sight.pack, given.device)
-    step = TrainStep(attachment.family, options, sight, records, weight, keep and checkpoints, replayed)
-    training.collected.start(step)
+    step = TrainStep(
+        attachment.family,
+        options,
+        sight,
+        records=records,
+        token_weight=weight,
+        keep=keep and checkpoints,
+        frees_weights=not checkpoints and any(hasattr(p, "to_local") for p in base.layers.parameters()),
+        replayed=replayed,
+    )
+    if weight is not None:
+        training.collected.start(step)
     return step
 
 
@@ -144,5 +162,6 @@ def loss_with_indexer(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Replaces the model's `loss_function`: its own loss and that of the indexers."""
     training: Training = self.model._tamis.training
     loss: Tensor = training.language_loss(*args, **kwargs)
-    added = training.collected.take()
+    # Without gradients there is none of this pass, and that of an earlier one is not its own.
+    added = training.collected.take() if torch.is_grad_enabled() else None
     return loss if added is None else loss + added.to(loss.dtype)

@@ -1,7 +1,8 @@
 """One training step of an attached model: what its tokens see, what its layers selected, and what its indexers lose."""
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from tamis import checks
 from tamis.integrations.hf.layers import Family
 from tamis.train import Pack
 
+T = TypeVar("T")
 Stage = Literal["frozen", "warmup", "sparse"]
 """What an indexer does in training: "frozen" only selects, "warmup" learns from dense attention over everything that is
 visible, "sparse" learns from attention over what it selected."""
@@ -95,30 +97,62 @@ class Sight:
         return cls(starts.flatten(), ends.flatten(), columns, (mask != 0).sum(), None, None)
 
 
-@dataclass(frozen=True, eq=False)
 class TrainStep:
     """One forward pass with gradients, as the attention modules receive it in place of a mask.
 
     A layer that is checkpointed runs twice. What it leaves here the first time stays, and the second pass reads it.
+    This is no dataclass: FSDP2 takes dataclasses among a layer's arguments apart, and passes a copy on.
     """
 
-    family: Family
-    options: Options
-    sight: Sight
-    records: bool
-    """Whether the pass was started with gradients enabled."""
-    token_weight: Tensor | None
-    """The factor of every token's index loss: the coefficient over the number of tokens; None if there is no loss."""
-    keep: bool = False
-    """Whether selections are kept for layers that run a second time."""
-    replayed: dict[int, Tensor] | None = None
-    """int32 [T, K] by layer: rows that were selected in an earlier run."""
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    """int32 [T, K] by layer: selections of layers that will run again."""
-    sources: dict[int, IndexTensors] = field(default_factory=dict)
-    """What an indexer made, by its layer, for the layers that share its selection."""
-    losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """Losses by the layer of the indexer and the layer whose attention teaches it."""
+    def __init__(
+        self,
+        family: Family,
+        options: Options,
+        sight: Sight,
+        *,
+        records: bool,
+        token_weight: Tensor | None = None,
+        keep: bool = False,
+        frees_weights: bool = False,
+        replayed: dict[int, Tensor] | None = None,
+    ) -> None:
+        """Start with nothing selected and nothing lost.
+
+        Args:
+            family: the model's.
+            options: those of `attach`.
+            sight: what the tokens see.
+            records: whether the pass was started with gradients enabled.
+            token_weight: the factor of every token's index loss: the coefficient over the number of tokens. None if
+                there is no loss.
+            keep: whether selections are kept for layers that run a second time.
+            frees_weights: whether a layer's weights are freed after its forward pass until its output's gradient comes.
+            replayed: int32 [T, K] by layer, rows that were selected in an earlier run.
+        """
+        self.family, self.options, self.sight, self.records = family, options, sight, records
+        self.token_weight, self.keep, self.frees_weights, self.replayed = token_weight, keep, frees_weights, replayed
+        self.kept: dict[int, Tensor] = {}
+        """int32 [T, K] by layer: selections of layers that will run again."""
+        self.sources: dict[int, IndexTensors] = {}
+        """What an indexer made, by its layer, for the layers that share its selection."""
+        self.losses: dict[tuple[int, int], Tensor | None] = {}
+        """Losses by the layer of the indexer and the layer whose attention teaches it; None once they are taken."""
+        self._shared: dict[Hashable, Any] = {}
+
+    def device_pack(self, device: torch.device) -> Pack:
+        """The step's pack on a device."""
+        if self.sight.pack is None:
+            remedy = "compile other parts of the model, or train it without torch.compile"
+            raise checks.refuse("model", "V3.2 or GLM under torch.compile", "V4, whose spans need host values", remedy)
+        pack = self.sight.pack
+        return self.remembered(("pack", str(device)), lambda: pack.to(device))
+
+    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What all layers of a step share, made by the first one that needs it."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        found: T = self._shared[key]
+        return found
 
     def source(self, layer: int) -> int:
         """The layer whose indexer selects for a layer."""
@@ -142,8 +176,19 @@ class TrainStep:
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         return (self.token_weight.to(dtype) / share).expand(len(like))
 
-    def add_loss(self, layer: int, loss: Tensor) -> None:
-        """Keep a layer's index loss, unless the layer runs for the second time."""
+    def add_loss(self, layer: int, loss: Tensor, out: Tensor) -> None:
+        """Keep a layer's index loss, unless the layer runs for the second time.
+
+        Args:
+            layer: the layer's number.
+            loss: its loss.
+            out: its attention's output.
+        """
+        if self.frees_weights and self.records and not out.requires_grad:
+            # The backward pass of the indexer would read weights that fully_shard has freed.
+            remedy = "call model.gradient_checkpointing_enable()"
+            expected = "checkpointed if its layers are sharded and only indexers learn"
+            raise checks.refuse("model", expected, "sharded layers without checkpointing", remedy)
         self.losses.setdefault((self.source(layer), layer), loss)
 
 
@@ -152,7 +197,7 @@ class Collected:
 
     def __init__(self) -> None:
         """Start without any."""
-        self._pending: dict[tuple[int, int], Tensor] = {}
+        self._pending: dict[tuple[int, int], Tensor | None] = {}
         self._values: dict[int, Tensor] = {}
         self._scale: Any = 1.0
 
@@ -163,19 +208,22 @@ class Collected:
 
     def start(self, step: TrainStep) -> None:
         """Forget the last step; the losses of the new one will be found in its own dictionary."""
+        _let_go(self._pending)
         self._pending, self._values = step.losses, {}
         self._scale = None if step.token_weight is None else (step.token_weight, step.sight.real)
 
     def take(self) -> Tensor | None:
         """The sum of the step's losses, with its graph, once; None if there are none."""
         losses, self._pending = self._pending, {}
-        if not losses:
+        found = {key: loss for key, loss in losses.items() if loss is not None}
+        if not found:
             return None
         weight, real = self._scale
-        for (source, _), loss in losses.items():
+        for (source, _), loss in found.items():
             mean = loss.detach() / (weight * real)
             self._values[source] = self._values[source] + mean if source in self._values else mean
-        return torch.stack(list(losses.values())).sum()
+        _let_go(losses)
+        return torch.stack(list(found.values())).sum()
 
     def means(self) -> dict[int, float]:
         """The last step's losses per token, by the layer of the indexer."""
@@ -184,3 +232,9 @@ class Collected:
                 "model", "asked after its loss", "losses that nobody has used", "pass labels, or call take_index_loss"
             )
         return {layer: float(value) for layer, value in self._values.items()}
+
+
+def _let_go(losses: dict[tuple[int, int], Tensor | None]) -> None:
+    """Drop the losses of a step. Through the graph of checkpointed layers they hold the step that holds them, a cycle
+    that Python cannot collect unless a backward pass frees the graph. The keys stay, for layers that run again."""
+    losses.update(dict.fromkeys(losses))

@@ -9,10 +9,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from tamis import checks
 from tamis.integrations.hf.layers import Step, glm_forward, rope_angles, v32_forward
+from tamis.integrations.hf.train_selection import check_pass, index_rows, select, teach
 from tamis.integrations.hf.train_step import IndexTensors, TrainStep
-from tamis.model.recipe import IndexRecipe
-from tamis.model.rope import hadamard, rotate
-from tamis.train import Rows, attend_rows, index_loss, index_target, select_rows, warmup_loss
+from tamis.model.rope import rotate
+from tamis.train import Rows, attend_rows, index_target, warmup_loss
 
 
 def v32_train_forward(
@@ -67,7 +67,8 @@ def _attend(
     if step.options.indexer == "warmup":
         out, slots = _attend_densely(module, (q_nope, q_rope), (latent, k_rope), index, step), None
     else:
-        slots = shared if shared is not None else select(step, layer, index)
+        sight = step.sight
+        slots = shared if shared is not None else select(step, layer, index, sight.starts, sight.ends, sight.longest)
         out = _attend_sparsely(module, (q_nope, q_rope), (latent, k_rope), index, slots, step)
     return module.o_proj(out.flatten(1)).view(hidden_states.shape), slots
 
@@ -90,17 +91,7 @@ def _attend_sparsely(
     chosen, settings = Rows(rows, slots), {"scale": spec.scale, "backend": options.backend}
     attended = attend_rows(q, chosen, value_dim=spec.latent_dim, deterministic=options.deterministic, **settings)
     if index is not None and step.teaches(layer):
-        target = index_target(q, chosen, attended.lse, **settings)
-        weights = step.weights_of_tokens(layer, index.q)
-        loss = index_loss(
-            *index,
-            slots,
-            target.to(weights.dtype),
-            token_weights=weights,
-            deterministic=options.deterministic,
-            backend=options.backend,
-        )
-        step.add_loss(layer, loss)
+        teach(step, layer, index, slots, index_target(q, chosen, attended.lse, **settings), attended.out)
     latent = attended.out.to(q.dtype)
     return torch.bmm(latent.transpose(0, 1), value.transpose(1, 2)).transpose(0, 1)
 
@@ -119,17 +110,18 @@ def _attend_densely(
     key, value = expanded.split([module.qk_nope_head_dim, module.v_head_dim], dim=-1)
     k_rope = row[1].to(key.dtype).unsqueeze(1).expand(-1, spec.heads, -1)
     q, keys = torch.cat((query[0], query[1].to(query[0].dtype)), dim=-1), torch.cat((key, k_rope), dim=-1)
+    if step.sight.requests is None:
+        remedy = "leave attention_mask and position_ids out, or run without torch.compile"
+        raise checks.refuse("attention_mask", "None in the warm-up of a compiled model", "a padding mask", remedy)
+    out = _causal_attention(q, keys, value, step.sight.requests, spec.scale)
     if index is not None and step.teaches(layer):
         starts, ends = (bound.to(q.device) for bound in (step.sight.starts, step.sight.ends))
         weights = step.weights_of_tokens(layer, index.q)
         loss = warmup_loss(
             q, keys, None, *index, starts, ends, scale=spec.scale, token_weights=weights, backend=step.options.backend
         )
-        step.add_loss(layer, loss)
-    if step.sight.requests is None:
-        remedy = "leave attention_mask and position_ids out, or run without torch.compile"
-        raise checks.refuse("attention_mask", "None in the warm-up of a compiled model", "a padding mask", remedy)
-    return _causal_attention(q, keys, value, step.sight.requests, spec.scale)
+        step.add_loss(layer, loss, out)
+    return out
 
 
 def _causal_attention(q: Tensor, keys: Tensor, values: Tensor, requests: list[tuple[int, int]], scale: float) -> Tensor:
@@ -160,53 +152,21 @@ def _index_tensors(
     if indexer is None:
         return step.sources.get(step.source(layer))
     learns = step.teaches(layer)
+    if step.replayed is not None and not learns:
+        return None
     with nullcontext() if learns else torch.no_grad():
-        recipe, quantised = step.family.recipe, step.family.quantised  # type: ignore[attr-defined]
+        recipe = step.family.recipe  # type: ignore[attr-defined]
         hidden, residual = hidden.detach(), residual.detach()
         q = indexer.wq_b(residual).unflatten(1, (indexer.n_heads, indexer.head_dim))
         keys = indexer.k_norm(indexer.wk(hidden)).to(q.dtype)
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         weights = weights.to(wide) * (indexer.n_heads * indexer.head_dim) ** -0.5
-        q, keys = (_rotated(x, turn, recipe, quantised) for x, turn in ((q, angles.unsqueeze(1)), (keys, angles)))
+        q, keys = (index_rows(x, angles, recipe, step) for x in (q, keys))
     found = IndexTensors(q, keys, weights)
     if step.options.teachers == "readers" and step.readers(layer) > 1 and learns:
         step.sources.setdefault(layer, found)
     return found
-
-
-def _rotated(x: Tensor, angles: Tensor, recipe: IndexRecipe, quantised: bool) -> Tensor:
-    """Index queries or keys as a cache would take them; before they are quantised they are rounded to bf16 twice."""
-    rope, rest = x.split([recipe.rope_dim, x.shape[-1] - recipe.rope_dim], dim=-1)
-    turned = torch.cat((rotate(rope, angles, interleaved=recipe.interleaved), rest), dim=-1)
-    if not quantised:
-        return turned
-    turned = turned.bfloat16()
-    return hadamard(turned).bfloat16() if recipe.hadamard else turned
-
-
-def select(step: TrainStep, layer: int, index: IndexTensors | None) -> Tensor:
-    """The rows int32 [T, K] that a layer's tokens attend to."""
-    if step.replayed is not None:
-        return step.replayed[layer]
-    if layer in step.kept:
-        return step.kept[layer]
-    assert index is not None
-    spec, sight = step.family.specs[layer], step.sight
-    assert spec.topk is not None
-    layout = "index-fp8" if step.family.quantised else None  # type: ignore[attr-defined]
-    count = max(1, min(spec.topk, sight.longest))
-    found = select_rows(*index, sight.starts, sight.ends, count, layout=layout, backend=step.options.backend)
-    if step.keep:
-        step.kept[layer] = found
-    return found
-
-
-def check_pass(step: TrainStep) -> None:
-    """Refuse a layer's first pass without gradients within a step that has them."""
-    if step.records and not torch.is_grad_enabled():
-        remedy = "call gradient_checkpointing_enable() without use_reentrant"
-        raise checks.refuse("use_reentrant", "False: a reentrant pass computes no index loss", "True", remedy)
 
 
 def _kv_b_weight(module: Any, latent_dim: int, like: Tensor) -> Tensor:
@@ -214,9 +174,6 @@ def _kv_b_weight(module: Any, latent_dim: int, like: Tensor) -> Tensor:
     linear layer (an adapter, a quantised or a sharded layer)."""
     layer = module.kv_b_proj
     if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter:
-        if hasattr(layer.weight, "ds_id"):
-            remedy = "use FSDP2 (fully_shard), or ZeRO stage 2"
-            raise checks.refuse("model", "not partitioned by DeepSpeed ZeRO-3", "kv_b_proj of ZeRO-3", remedy)
         return layer.weight
     if module.training:
         for name, part in layer.named_modules():

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+from tamis._extras import install_command
 from tamis.integrations._engine_refusal import engine_refusal
 
 SUPPORTED = tuple(f"0.{minor}" for minor in range(25, 33))
@@ -45,7 +46,7 @@ def _unusable(module: str, error: Exception) -> str:
     else:
         # vLLM is installed but cannot be imported; its own error says why.
         reason = f"importing {module} failed with {type(error).__name__}: {error}"
-    return f"it needs {_SPAN}, but {reason}; install it with pip install 'tamis[vllm]'"
+    return f"it needs {_SPAN}, but {reason}; install it with {install_command('vllm')}"
 
 
 def sparse_impl_base() -> type[Any]:

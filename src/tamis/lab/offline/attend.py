@@ -10,6 +10,7 @@ from tamis.cache.layout import Layout, named
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.lab.offline.cuda import CudaCase
+from tamis.lab.offline.training import attend_cases
 from tamis.lab.offline.triton import NATIVE_E4M3, TARGETS, OfflineCase, Target
 from tamis.ops.attention.hopper import few_heads, many_heads, splits
 from tamis.ops.attention.triton_grouped import attend_groups_kernel
@@ -61,13 +62,15 @@ def every_case(target: Target) -> Iterator[tuple[OfflineCase, tuple[object, ...]
 
 
 def triton_cases() -> Iterator[OfflineCase]:
-    """Launches of portable attention that cover the branches of `choose_launch`."""
+    """Launches of portable attention that cover the branches of `choose_launch`, and of its gradients."""
     yield from _cases()
+    yield from attend_cases()
 
 
 def every_triton_case() -> Iterator[OfflineCase]:
-    """Launches of every program of portable attention, over dtypes, formats and widths."""
+    """Launches of every program of portable attention, over dtypes, formats and widths, and of its gradients."""
     yield from _cases(every=True)
+    yield from attend_cases(every=True)
 
 
 def _cases(*, every: bool = False) -> Iterator[OfflineCase]:

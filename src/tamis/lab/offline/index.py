@@ -10,6 +10,7 @@ from tamis.arithmetic import ceil_div
 from tamis.cache.layout import Layout, index_fp8, index_mxfp4, named, rows
 from tamis.cache.paged import PagedCache
 from tamis.lab.offline.cuda import CudaCase
+from tamis.lab.offline.training import index_cases
 from tamis.lab.offline.triton import NATIVE_E4M3, TARGETS, OfflineCase
 from tamis.model.recipe import IndexRecipe
 from tamis.ops.index.hopper import scores
@@ -35,7 +36,8 @@ HOST = torch.device("cpu")
 
 
 def triton_cases() -> Iterator[OfflineCase]:
-    """Preparation, scores in every dtype and format at usual sizes, and top-k."""
+    """Preparation, scores in every dtype and format at usual sizes, top-k, and the loss that trains an indexer."""
+    yield from index_cases()
     yield from _prepare_cases()
     plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -154,6 +156,7 @@ def layouts() -> Iterator[Layout]:
 
 def every_triton_case() -> Iterator[OfflineCase]:
     """The cases of `triton_cases`, and every program over layouts, query dtypes, heads, and shared keys or not."""
+    yield from index_cases(every=True)
     yield from triton_cases()
     seen = set()
     for layout, query, heads, shared, target in product(layouts(), QUERIES, HEADS, (False, True), TARGETS):

@@ -107,11 +107,9 @@ def index_target(call: IndexTarget) -> Tensor:
         keys, _, valid = gather(start, end)
         if keys.shape[1] == 0:
             continue
-        lse = call.lse[start:end].to(wide)
-        if call.sink is not None:
-            lse = torch.logaddexp(lse, call.sink.to(wide))
+        lse = _joint_lse(call.lse[start:end].to(wide), call.sink)
         # Where nothing is valid, or the sink takes everything, no row has a probability.
-        none = lse.isinf()
+        none = ~lse.isfinite()
         logits = multiply(widened(q[start:end], wide), keys.transpose(1, 2), alone=True) * call.scale
         p = torch.exp(logits - lse.masked_fill(none, 0.0).unsqueeze(-1)).masked_fill_(none.unsqueeze(-1), 0.0)
         found[start:end] = p.sum(1).masked_fill_(~valid, 0.0)
@@ -151,9 +149,22 @@ class _Gather:
 
 
 def _share(lse: Tensor, sink: Tensor | None) -> Tensor:
-    """The share of the softmax that the sink leaves to the rows: 1 without a sink, 0 where there are no rows."""
-    share = torch.ones_like(lse) if sink is None else torch.sigmoid(lse - sink.to(lse.dtype))
+    """The share of the softmax that the sink leaves to the rows: 1 without a sink, 0 where there are no rows.
+
+    torch.sigmoid and torch.logaddexp compute the last few numbers of a tensor by other code than the rest, so that bits
+    would depend on the size of the batch; exponentials and logarithms do not.
+    """
+    share = torch.ones_like(lse) if sink is None else 1 / (1 + torch.exp(sink.to(lse.dtype) - lse))
     return share.masked_fill_(lse == -torch.inf, 0.0)
+
+
+def _joint_lse(lse: Tensor, sink: Tensor | None) -> Tensor:
+    """The lse of rows and sink; not finite where there is neither, or where the sink is infinite."""
+    if sink is None:
+        return lse
+    logit = sink.to(lse.dtype)
+    largest = torch.maximum(lse, logit)
+    return largest + torch.log1p(torch.exp(torch.minimum(lse, logit) - largest))
 
 
 def _row_gradients(call: AttendRowsBackward, sums: list[RowSums]) -> list[Tensor]:
@@ -167,4 +178,4 @@ def _sink_gradient(call: AttendRowsBackward, deltas: Tensor) -> Tensor:
         return deltas.new_zeros(0, dtype=deltas.dtype)
     # An empty row has no share in the sink's gradient; its delta is 0, and -inf - -inf would be NaN.
     lse = call.lse.masked_fill(call.lse == -torch.inf, 0.0)
-    return -(deltas * torch.sigmoid(call.sink - lse)).sum(0)
+    return -(deltas / (1 + torch.exp(lse - call.sink))).sum(0)

@@ -79,7 +79,7 @@ class AttendRowsBackward(NamedTuple):
     def fake(self) -> tuple[Tensor, list[Tensor], Tensor]:
         """Gradients of the queries [T, H, width], of the rows [N, width] of every selection and of the sink [H], each
         in the dtype of its argument."""
-        dq = torch.empty_like(self.q, memory_format=torch.contiguous_format) if self.q_wanted else self.q.new_empty(0)
+        dq = self.q.new_empty(self.q.shape if self.q_wanted else (0,), dtype=self.q.dtype)
         shapes = [s.rows.shape if self.rows_wanted else (0,) for s in self.selections]
         drows = [s.rows.new_empty(shape, dtype=self.q.dtype) for s, shape in zip(self.selections, shapes, strict=True)]
         sink = self.lse.new_empty(0, dtype=self.lse.dtype) if self.sink is None else torch.empty_like(self.sink)

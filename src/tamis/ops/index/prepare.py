@@ -34,7 +34,7 @@ def rotate_index(
         raise checks.refuse_type(
             "x", "a bfloat16, float16 or float32 tensor [T, H, D] or [T, D]", checks.describe(x), "convert it"
         )
-    _check_rotations(recipe, positions, cos_sin, x.shape[0], x.shape[-1], x.device)
+    check_rotations(recipe, positions, cos_sin, x.shape[0], x.shape[-1], x.device)
     return rotate_rows(x, positions, cos_sin, recipe, "none").float()
 
 
@@ -86,7 +86,7 @@ def check_quantise_index_query(call: QuantiseIndexQuery) -> None:
     tokens, heads, dim = call.q.shape
     device = call.q.device
     checks.tensor("weights", call.weights, "T H", checks.FLOATS, T=tokens, H=heads, device=device)
-    _check_rotations(call.recipe, call.positions, call.cos_sin, tokens, dim, device)
+    check_rotations(call.recipe, call.positions, call.cos_sin, tokens, dim, device)
     operations.quantise_index_query.check(call)
 
 
@@ -136,7 +136,7 @@ def check_write_index_keys(call: WriteIndexKeys) -> None:
         "keys", keys, "T D", checks.FLOATS, D=dim, device=device, remedy=lambda: f"the keys go to {cache!r}"
     )["T"]
     check_slots(call.slots, cache, "keys", total)
-    _check_rotations(call.recipe, call.positions, call.cos_sin, total, dim, device)
+    check_rotations(call.recipe, call.positions, call.cos_sin, total, dim, device)
     checks.positive_number("norm_eps", call.norm_eps)
     if weight is not None:
         checks.tensor("norm_weight", weight, "D", checks.FLOATS, D=dim, device=device)
@@ -160,7 +160,7 @@ def resolve_recipe(name: str, recipe: IndexRecipe | None, cache: PagedCache) -> 
     return resolved
 
 
-def _check_rotations(
+def check_rotations(
     recipe: IndexRecipe,
     positions: Tensor | None,
     cos_sin: Tensor | None,
@@ -168,6 +168,7 @@ def _check_rotations(
     width: int,
     device: torch.device,
 ) -> None:
+    """Refuse rotations that do not fit rows of this number and width, and positions without a table or the reverse."""
     checks.instance("recipe", recipe, IndexRecipe)
     recipe.check_width(width, "recipe: width")
     if (positions is None) != (cos_sin is None):

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tamis import checks
+from tamis._extras import install_command
 from tamis.lab.bench.record import Row
 from tamis.lab.bench.report.data import latest, most_measured_first, read_rows
 from tamis.lab.html import write_whole
@@ -16,7 +17,7 @@ PAGE = "report.html"
 def check_place(folder: Path) -> None:
     """Refuse, before anything is measured, a folder that cannot be made, and a machine without matplotlib."""
     if find_spec("matplotlib") is None:
-        raise ValueError("--report needs matplotlib to draw: pip install 'tamis[report]'")
+        raise ValueError(f"--report needs matplotlib to draw: {install_command('report')}")
     if (folder.exists() and not folder.is_dir()) or not folder.resolve().parent.is_dir():
         raise checks.refuse("--report", "a folder, or a new one in an existing folder", str(folder), "choose another")
 

@@ -1,0 +1,67 @@
+"""Selections that an attached model records while it generates, and replays in training."""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.layers.recording import Recording
+
+
+@contextmanager
+def recording(base: Any, into: Recording, requests: Sequence[Hashable]) -> Iterator[None]:
+    """Record the selections of all layers with an indexer; see `tamis.integrations.transformers.recording`."""
+    attachment = base._tamis
+    _check(attachment.family, into)
+    names = list(checks.sequence("requests", requests))
+
+    def record(layer: int, plan: Any, positions: Tensor) -> None:
+        into.record(layer, names, plan, positions)
+
+    before, attachment.record = attachment.record, record
+    try:
+        yield
+    finally:
+        attachment.record = before
+
+
+@contextmanager
+def replaying(base: Any, recorded: Recording, requests: Sequence[Hashable]) -> Iterator[None]:
+    """Attend to recorded positions; see `tamis.integrations.transformers.replaying`."""
+    attachment = base._tamis
+    training = attachment.training
+    _check(attachment.family, recorded)
+    if training.options.indexer == "warmup":
+        remedy = "attach with indexer='sparse' or 'frozen'"
+        raise checks.refuse("indexer", "one that selects", "'warmup', whose attention is dense", remedy)
+    names = list(checks.sequence("requests", requests))
+    before, training.replay = training.replay, _replay(attachment.family.specs, recorded, names)
+    try:
+        yield
+    finally:
+        training.replay = before
+
+
+def _replay(specs: list[Any], recorded: Recording, names: list[Hashable]) -> Callable[..., dict[int, Tensor]]:
+    def rows(pack: Any, device: torch.device) -> dict[int, Tensor]:
+        if pack is None:
+            remedy = "replay without torch.compile"
+            raise checks.refuse("replaying", "used eagerly: recordings are on the host", "a compiled model", remedy)
+        own = [layer for layer, spec in enumerate(specs) if not spec.reuse_topk]
+        return {layer: recorded.packed(layer, names, pack).to(device) for layer in own}
+
+    return rows
+
+
+def _check(family: Any, given: Any) -> None:
+    recorded = checks.instance("recording", given, Recording, "make one with Recording(topk=config.index_topk)")
+    if family.counts_tokens:
+        remedy = "V4 selects entries; pass them to tamis.train.attend_rows"
+        raise checks.refuse("model", "DeepSeek-V3.2 or GLM, whose layers select tokens", "DeepSeek-V4", remedy)
+    topk = family.specs[0].topk
+    if recorded.topk != topk:
+        remedy = f"make it with Recording(topk={topk})"
+        raise checks.refuse("recording", f"of {topk} positions per token, like the model", recorded.topk, remedy)

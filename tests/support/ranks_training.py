@@ -1,0 +1,67 @@
+"""What each of two ranks does with a model that `fully_shard` has sharded."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bounds import relative_error
+from hf_models import tokens
+from hf_training import trainable
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tamis.integrations.transformers import attach, indexer_parameters
+
+CASES = [("v32", "sparse", False), ("v32", "warmup", True), ("v4", "sparse", True), ("glm-shared", "frozen", False)]
+"""Model, what its indexers do, and whether its layers are checkpointed."""
+
+
+def attached(name: str, stage: Any) -> Any:
+    model = trainable(name, num_hidden_layers=2) if name != "v4" else trainable(name)
+    own = set(indexer_parameters(model))
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(stage != "warmup" or parameter_name in own)
+    attach(model, train=True, indexer=stage, deterministic=False)
+    return model
+
+
+def sharded(name: str, stage: Any, checkpointed: bool) -> Any:
+    model = attached(name, stage)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def differences() -> dict[str, float]:
+    """By how much each case's worst gradient differs from the unsharded model's over both ranks' rows."""
+    ids, found = tokens(4, 48), {}
+    for case in CASES:
+        whole, model = attached(*case[:2]), sharded(*case)
+        whole(ids, labels=ids).loss.backward()
+        mine = ids[2 * dist.get_rank() :][:2]
+        model(mine, labels=mine).loss.backward()
+        errors = []
+        for (name, parameter), (_, expected) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+            assert (parameter.grad is None) == (expected.grad is None), (case, name)
+            if parameter.grad is not None and expected.grad is not None:
+                errors.append(relative_error(parameter.grad.full_tensor(), expected.grad))
+        found[" ".join(map(str, case))] = max(errors)
+    return found
+
+
+def refusal() -> str:
+    """The message for indexers that learn alone, in layers whose weights are freed before their backward pass."""
+    model, ids = sharded("v32", "warmup", False), tokens(1, 20)
+    try:
+        model(ids, labels=ids)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def both() -> tuple[dict[str, float], str]:
+    torch.use_deterministic_algorithms(False)
+    return differences(), refusal()

@@ -1,0 +1,72 @@
+"""What training holds in memory: nothing of the size of tokens times keys, or tokens times selected rows."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import normal
+
+from tamis.ops.attention import gradients as attention
+from tamis.ops.index import gradients as index
+from tamis.ops.index import reference as scoring
+from tamis.train import Pack, Rows, attend_rows, index_loss, index_target, select_rows, warmup_loss
+
+TOKENS, TOPK = 600, 16
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // max(1, tensor.element_size()))
+        return found
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "WORKING_BYTES", 64 << 10)
+    monkeypatch.setattr(index, "WORKING_BYTES", 64 << 10)
+    monkeypatch.setattr(scoring, "LOGIT_BYTES", 64 << 10)
+    monkeypatch.setattr(index, "QUERY_BLOCK", 32)
+    monkeypatch.setattr(index, "KEY_BLOCK", 64)
+
+
+def test_no_tensor_has_an_element_for_every_token_and_key() -> None:
+    pack = Pack.of([0, TOKENS])
+    index_q, keys, weights = (normal(*s, dtype=torch.float32) for s in ((TOKENS, 2, 8), (TOKENS, 8), (TOKENS, 2)))
+    q, rows = normal(TOKENS, 2, 16, dtype=torch.float32), normal(TOKENS, 16, dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in (index_q, keys, weights, q, rows)]
+    with Largest() as seen:
+        slots = select_rows(index_q, keys, weights, pack.starts, pack.ends, TOPK, workspace_bytes=1 << 20)
+        found = attend_rows(q, Rows(rows, slots), scale=0.2, value_dim=16)
+        target = index_target(q, Rows(rows, slots), found.lse, scale=0.2)
+        sparse = index_loss(index_q, keys, weights, slots, target)
+        dense = warmup_loss(q, rows, found.lse, index_q, keys, weights, pack.starts, pack.ends, scale=0.2)
+        torch.autograd.grad(found.out.sum() + sparse + dense, leaves)
+    assert seen.elements < TOKENS * TOKENS / 4
+    assert seen.elements < TOKENS * TOPK * 16  # gathered rows of all tokens
+
+
+def test_nothing_of_the_size_of_the_selection_is_kept_for_the_loss() -> None:
+    """The backward pass multiplies gradients that the forward pass computed; without gradients there are none."""
+    kept: list[int] = []
+    shapes = ((TOKENS, 2, 8), (TOKENS, 8), (TOKENS, 2))
+    leaves = [normal(*s, dtype=torch.float32).requires_grad_() for s in shapes]
+    slots = torch.randint(0, TOKENS, (TOKENS, 64), dtype=torch.int32)
+    target = torch.rand(TOKENS, 64)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = index_loss(*leaves, slots, target)
+    assert sorted(kept) == sorted(x.numel() for x in leaves)
+    loss.backward()
+    with Largest() as seen:
+        index_loss(*(x.detach() for x in leaves), slots, target)
+    assert seen.elements <= max(target.numel(), 64 << 10)
