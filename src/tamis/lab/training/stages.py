@@ -200,9 +200,8 @@ def _spread_positions(batch: task.Batch, generator: torch.Generator) -> Tensor:
     """
     rows, columns = batch.tokens.shape
     jumps = torch.zeros(rows, columns, dtype=torch.int64, device="cpu")
-    host: dict[str, Any] = {"generator": generator, "dtype": torch.int64, "device": "cpu"}
-    places = torch.randint(1, columns, (rows, 4), **host)
-    jumps.scatter_(1, places, torch.randint(1, (LONGEST - columns) // 4, (rows, 4), **host))
+    places = task.draw(generator, 1, columns, (rows, 4))
+    jumps.scatter_(1, places, task.draw(generator, 1, (LONGEST - columns) // 4, (rows, 4)))
     value = (batch.tokens >= task.FIRST_VALUE) & (batch.tokens < task.FIRST_WORD)
     return torch.arange(columns, dtype=torch.int64, device="cpu") + jumps.masked_fill(value, 0).cumsum(1)
 

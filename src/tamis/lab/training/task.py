@@ -5,7 +5,6 @@ next token is its value, and then `</s>`. Values are drawn anew for every prompt
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,22 +65,20 @@ def make_batch(
         pairs: how many keys; by default as many as there is room for.
         far: whether all keys are stated in the first quarter and asked for in the last.
     """
-    host: dict[str, Any] = {"generator": generator, "device": "cpu"}
     # Pairs stand in cells of two tokens, which begin at odd or at even positions.
     cells = (tokens - 2) // 2
     quarter = cells // 4
     if pairs is None:
         pairs = min(KEYS, quarter if far else cells * 2 // 5)
-    keys = torch.rand(count, KEYS, dtype=torch.float32, **host).argsort(1)[:, :pairs] + FIRST_KEY
-    values = torch.randint(VALUES, (count, pairs), dtype=torch.int64, **host) + FIRST_VALUE
+    keys = _shuffled(generator, count, KEYS)[:, :pairs] + FIRST_KEY
+    values = draw(generator, FIRST_VALUE, FIRST_WORD, (count, pairs))
     if far:
-        early, late = (torch.rand(count, quarter, dtype=torch.float32, **host).argsort(1)[:, :pairs] for _ in range(2))
+        early, late = (_shuffled(generator, count, quarter)[:, :pairs] for _ in range(2))
         places = torch.stack((early, late + cells - quarter), dim=-1)
     else:
-        order = torch.rand(count, cells, dtype=torch.float32, **host).argsort(1)[:, : 2 * pairs]
-        places = order.view(count, pairs, 2).sort(-1).values
-    places = 1 + 2 * places + torch.randint(2, (count, 1, 1), dtype=torch.int64, **host)
-    drawn = torch.randint(FIRST_WORD, VOCABULARY, (count, tokens), dtype=torch.int64, **host)
+        places = _shuffled(generator, count, cells)[:, : 2 * pairs].view(count, pairs, 2).sort(-1).values
+    places = 1 + 2 * places + draw(generator, 0, 2, (count, 1, 1))
+    drawn = draw(generator, FIRST_WORD, VOCABULARY, (count, tokens))
     drawn[:, 0] = BOS
     drawn.scatter_(1, places.flatten(1), keys.repeat_interleave(2, dim=1))
     drawn.scatter_(1, places.flatten(1) + 1, values.repeat_interleave(2, dim=1))
@@ -91,6 +88,16 @@ def make_batch(
     labels.scatter_(1, asked + 1, values)
     labels.scatter_(1, asked + 2, EOS)
     return Batch(drawn, labels[:, :tokens], places[..., 0] + 1, asked)
+
+
+def draw(generator: torch.Generator, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+    """Random int64 numbers from `low` to below `high`."""
+    return torch.randint(low, high, shape, generator=generator, dtype=torch.int64, device="cpu")
+
+
+def _shuffled(generator: torch.Generator, rows: int, count: int) -> Tensor:
+    """int64 [rows, count]: the numbers below `count` in a random order in each row."""
+    return torch.rand(rows, count, generator=generator, dtype=torch.float32, device="cpu").argsort(1)
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,6 @@ def make_question(seed: int, tokens: int) -> Question:
     prompt = batch.tokens[0].tolist()
     asked = int(batch.asked[0, 0])
     key = prompt[asked]
-    words = torch.randint(FIRST_WORD, VOCABULARY, (2,), generator=generator, dtype=torch.int64, device="cpu").tolist()
-    prompt[asked : asked + 2] = words
+    prompt[asked : asked + 2] = draw(generator, FIRST_WORD, VOCABULARY, (2,)).tolist()
     prompt.append(key)
     return Question(prompt, int(batch.stated[0, 0]))
