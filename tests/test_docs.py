@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import tamis
+import tamis.train
 from tamis.cli import main, make_parser
 from tamis.integrations import deep_gemm, flash_mla, flashinfer, transformers
 from tamis.lab import inspection
@@ -182,7 +183,7 @@ def test_every_feature_names_tests_that_exist() -> None:
 
 def public_names() -> set[str]:
     """What programs import: the library, its stages, the drop-ins and the inspection."""
-    modules = (tamis.ops, flash_mla, flashinfer, deep_gemm, transformers, inspection)
+    modules = (tamis.ops, tamis.train, flash_mla, flashinfer, deep_gemm, transformers, inspection)
     names = set(tamis.__all__) | {name for module in modules for name in module.__all__}
     refused = {name for name in flash_mla.__all__ if name.startswith(("flash_attn_", "fused_"))}
     return names - refused - {"__version__", "ops"}
