@@ -114,7 +114,7 @@ def like_an_h200() -> Iterator[None]:
     hopper, triton = (next(b for b in BACKENDS if b.name == name) for name in ("hopper", "triton"))
 
     @cache
-    def module(stage: str, backend: str, device: torch.device) -> object:
+    def module(stage: str, backend: str, device: torch.device, trains: str | None = None) -> object:
         return import_module((hopper if stage in hopper.stages else triton).stage_module(stage))
 
     from triton.runtime.jit import JITFunction

@@ -24,7 +24,7 @@ from tamis.ops import (
 def triton_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The modules of the triton backend, whose checks need no device."""
 
-    def module(stage: str, backend: str, device: torch.device) -> object:
+    def module(stage: str, backend: str, device: torch.device, trains: str | None = None) -> object:
         return import_module(next(b for b in BACKENDS if b.name == "triton").stage_module(stage))
 
     monkeypatch.setattr(library, "implementation", module)

@@ -1,5 +1,6 @@
 """The kernels of training against the reference in float64, interpreted on a CPU or compiled on a GPU."""
 
+import bounds
 import pytest
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from tamis.ops.rows import torch_rows, triton_sums
 MODES = pytest.mark.parametrize("deterministic", [False, True])
 # Sums of at most 80 products, 40 columns and 20 heads in float32: the unit 2**-24, times the number of terms.
 EXACT = 2.0**-24 * 80
-# bf16 operands: each product has two factors of 2**-9 at worst, and gradients are rounded to bf16 once (2**-9).
-ROUNDED = 3e-3
+# bf16 operands and results: errors of up to 2**-8 each that are evenly spread, in the 2-norm of hundreds of numbers.
+ROUNDED = 2.0**-8
 
 
 class Call:
@@ -212,9 +213,9 @@ def test_gradients_of_the_sparse_loss(
     found = index_kernels.index_loss(call)
     wide = [x.cpu().double() if x.is_floating_point() else x.cpu() for x in call[:6]]
     for one, other in zip(found, index.index_loss(IndexLoss(*wide, True, False, "auto")), strict=True):
-        rounded = dtype == torch.bfloat16 and one.dim()
-        # 16-bit gradients are rounded once; everything else is float32.
-        assert float((one.cpu().double() - other).norm() / other.norm()) < (2.0**-9 * 1.01 if rounded else EXACT)
+        # 16-bit gradients are rounded once; everything else is float32. Terms of the loss are as large as scores.
+        size = other.abs().max() + (0.0 if one.dim() else 10.0)
+        bounds.agree(one, other, EXACT * size, one.dtype if one.dim() else None)
     monkeypatch.setattr(index_kernels, "PAIR_BYTES", 2 * 19 * 12 * 4)
     again = index_kernels.index_loss(call)
     assert deterministic is False or all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
