@@ -187,6 +187,7 @@ def test_a_transformers_that_is_too_old_is_refused_with_the_command(
     """Models of transformers 5.17 look for their mask under another name, and would fail inside their layers."""
     for name in [name for name in sys.modules if name.startswith("tamis.integrations.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    # Tests before this one may have imported transformers anew.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.17.0")
     assert main(["generate", "--device", "cpu"]) == 2
     assert "another version of transformers than 5.17.0: pip install 'transformers>=5.18'" in capsys.readouterr().err
