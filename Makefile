@@ -73,7 +73,7 @@ SETTINGS_TESTS := $(filter-out tests/ops/index/test_index_hf.py tests/ops/index/
   tests/ops/write/test_write_bytes.py, $(STAGE_TESTS)) tests/ops/translate/test_triton_translate.py \
   tests/ops/attention/hopper/test_splits.py tests/cache/test_paged.py \
   $(addprefix tests/model/test_,absorb.py rope.py) $(addprefix tests/step/test_,planner.py v4_planner.py) \
-  $(addprefix tests/layers/test_,mla.py v4.py v4_gathered.py) $(wildcard tests/train/test_*.py) \
+  $(addprefix tests/layers/test_,mla.py v4.py v4_gathered.py) \
   $(addprefix tests/integrations/test_,flash_mla_contract.py flashinfer_v4.py deep_gemm.py) \
   tests/integrations/hf/test_transformers_attach.py $(addprefix tests/integrations/vllm/, \
   test_engine_metadata.py test_v4_forward.py $(addprefix classes/test_v4_,engine.py index_metadata.py indices.py))
