@@ -38,16 +38,10 @@ if not is_admitted("transformers", _transformers.__version__):
 
 from tamis.integrations.hf import replay
 from tamis.integrations.hf.cache import TamisCache
-from tamis.integrations.hf.forward import Attachment, model_forward
-from tamis.integrations.hf.layers import (
-    CacheKind,
-    V4Family,
-    V32Family,
-    WrapLayer,
-    glm_forward,
-    v4_forward,
-    v32_forward,
-)
+from tamis.integrations.hf.forward import Attachment, language_model, model_forward
+from tamis.integrations.hf.layers import CacheKind, V32Family, WrapLayer, glm_forward, v32_forward
+from tamis.integrations.hf.mla_models import AxK2Family, Hy4Family, MistralLarge4Family
+from tamis.integrations.hf.v4_layers import V4Family, v4_forward
 from tamis.layers.recording import Recording
 
 if TYPE_CHECKING:
@@ -70,6 +64,9 @@ _MODELS: dict[str, tuple[Any, Any]] = {
     "DeepseekV32ForCausalLM": (V32Family, v32_forward),
     "GlmMoeDsaForCausalLM": (V32Family, glm_forward),
     "DeepseekV4ForCausalLM": (V4Family, v4_forward),
+    "AXK2ForCausalLM": (AxK2Family, v32_forward),
+    "HYV4ForCausalLM": (Hy4Family, glm_forward),
+    "MistralLarge4ForConditionalGeneration": (MistralLarge4Family, glm_forward),
 }
 CHUNK_TOKENS = 4096
 """Prompts longer than this run in chunks of this many tokens, which bounds the memory that activations take."""
@@ -126,7 +123,7 @@ def attach(
     checks.flag("train", train)
     if is_attached(model):
         raise checks.refuse("model", "one that is not attached yet", "an attached one", "call detach(model) first")
-    base = model.model
+    base = language_model(model)
     modules = [layer.self_attn for layer in base.layers]
     if any("forward" in vars(module) for module in (base, *modules)):
         remedy = "load it without device_map or other hooks"
@@ -156,7 +153,7 @@ def detach(model: Any) -> None:
     model = _bare(model)
     if not is_attached(model):
         return
-    base = model.model
+    base = language_model(model)
     if base._tamis.training is not None:
         from tamis.integrations.hf import train_attach
 
@@ -169,14 +166,14 @@ def detach(model: Any) -> None:
 
 def is_attached(model: Any) -> bool:
     """Whether a model's attention runs through tamis."""
-    return getattr(getattr(_bare(model), "model", None), "_tamis", None) is not None
+    return getattr(language_model(_bare(model)), "_tamis", None) is not None
 
 
 def new_cache(model: Any) -> TamisCache:
     """An empty cache for an attached model, to be passed as `past_key_values`."""
     if not is_attached(model):
         raise checks.refuse("model", "an attached one", checks.describe(model), "call attach(model) first")
-    return TamisCache(_bare(model).model._tamis.family.shape)
+    return TamisCache(language_model(_bare(model))._tamis.family.shape)
 
 
 def indexer_parameters(model: Any) -> list[str]:
@@ -210,7 +207,7 @@ def recording(model: Any, into: Recording, requests: Sequence[Hashable]) -> Abst
     """
     if not is_attached(model):
         raise checks.refuse("model", "an attached one", checks.describe(model), "call attach(model) first")
-    return replay.recording(_bare(model).model, into, requests)
+    return replay.recording(language_model(_bare(model)), into, requests)
 
 
 def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> AbstractContextManager[None]:
@@ -225,11 +222,11 @@ def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> 
         requests: the names of the batch's sequences, in order; every packed sequence has its own.
     """
     _training(model)
-    return replay.replaying(_bare(model).model, recorded, requests)
+    return replay.replaying(language_model(_bare(model)), recorded, requests)
 
 
 def _training(model: Any) -> Any:
-    training = _bare(model).model._tamis.training if is_attached(model) else None
+    training = language_model(_bare(model))._tamis.training if is_attached(model) else None
     if training is None:
         raise checks.refuse("model", "one attached for training", checks.describe(model), "attach(model, train=True)")
     return training

@@ -41,6 +41,8 @@ class LayerSpec:
     """Tokens that one compressed entry stands for (V4: 1, 4 or 128)."""
     sink: bool = False
     kind: LayerKind = "tokens"
+    reuse_rows: bool = False
+    """Whether the layer attends to the rows that an earlier layer wrote, and writes none of its own."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not describe a layer."""
@@ -56,6 +58,7 @@ class LayerSpec:
         checks.integer("index_heads", self.index_heads, low=0)
         checks.integer("index_dim", self.index_dim, low=0)
         checks.flag("reuse_topk", self.reuse_topk)
+        checks.flag("reuse_rows", self.reuse_rows)
         checks.flag("sink", self.sink)
         if self.topk is None and self.window is None:
             raise checks.refuse("topk", "given for a layer without a window", None, "pass topk= or window=")

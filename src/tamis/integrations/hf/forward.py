@@ -29,6 +29,13 @@ class Attachment:
     """What `recording` has set: a function of layer, plan and selected positions."""
 
 
+def language_model(model: Any) -> Any:
+    """The part of a model that has the layers; None if there is none. A model that also reads images has one more level
+    of modules."""
+    base = getattr(model, "model", None)
+    return getattr(base, "language_model", base)
+
+
 @dataclass(frozen=True, eq=False)
 class _Prepared:
     """The checked inputs of one forward pass."""
