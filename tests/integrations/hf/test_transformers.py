@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from bounds import relative_error
-from hf_models import build, every_family, every_model, greedy, logits, tokens, v32_only
+from hf_models import build, every_family, every_model, greedy, logits, own_positions, tokens, v32_only
 
 from tamis.integrations.transformers import TamisCache, attach, detach, new_cache
 
@@ -43,7 +43,7 @@ def test_padding_changes_nothing(model: Any, side: str) -> None:
     mask = (columns >= 130 - counts if side == "left" else columns < counts).long()
     alone = [logits(model, ids[row, mask[row] != 0].unsqueeze(0))[0] for row in range(3)]
     attach(model, cache="fp32", chunk_tokens=90)
-    found = logits(model, ids, attention_mask=mask)
+    found = logits(model, ids, attention_mask=mask, **own_positions(model, mask))
     for row, expected in enumerate(alone):
         assert relative_error(found[row, mask[row] != 0], expected) < 1e-4
 
@@ -54,7 +54,7 @@ def test_a_chunk_may_be_nothing_but_padding(model: Any) -> None:
     mask[0, :50] = mask[1, :60] = 0
     alone = [logits(model, ids[:1, 50:])[0], logits(model, ids[1:, 60:])[0]]
     attach(model, cache="fp32", chunk_tokens=2 * 20)
-    found = logits(model, ids, attention_mask=mask)
+    found = logits(model, ids, attention_mask=mask, **own_positions(model, mask))
     assert relative_error(found[0, 50:], alone[0]) < 1e-5
     assert relative_error(found[1, 60:], alone[1]) < 1e-5
 

@@ -56,7 +56,7 @@ class Hy4Family(V32Family):
 
     def sink(self, module: Any) -> Tensor:
         """The logits [H] of the heads' sinks."""
-        sinks: Tensor = module.sinks
+        sinks: Tensor = module.sinks.float()
         return sinks
 
     def apply_gate(self, values: Tensor, gate: Tensor | None) -> Tensor:
