@@ -6,7 +6,6 @@ scores may be swapped by the last bit of a float32. How far these positions are 
 rounding of index keys and queries, is returned as a separate number.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import gcd
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_indexers import index_rows
 from hf_models import transformers
 from torch import Tensor
 
@@ -54,7 +54,9 @@ class RoundedCache(transformers.DynamicCache):
                 layer.update_compressor_states = self._rounding_entries(layer.update_compressor_states)
 
     def _rounding_entries(self, update: Any) -> Any:
-        return lambda name, entries: update(name, self.keys(entries) if name == "indexer" else self.rows(entries, self.rope))
+        return lambda name, entries: update(
+            name, self.keys(entries) if name == "indexer" else self.rows(entries, self.rope)
+        )
 
     def rows(self, x: Tensor, rope_dim: int) -> Tensor:
         """The latent part in tiles (V4: rounded to bf16 first), the rope in bf16."""
@@ -145,33 +147,8 @@ def _lack(scores: Tensor, ratio: int, chosen: Tensor) -> float:
 
 def _token_scores(indexer: Any, kind: str, hidden_states: Tensor, *args: Any, **_: Any) -> Tensor:
     """The scores of all pairs of tokens in models without compression, with keys and queries as FP8 leaves them."""
-    q, k, position_embeddings = _index_rows(indexer, hidden_states, *args)
-    rope, library = indexer.qk_rope_head_dim, sys.modules[type(indexer).__module__]
-    last = type(indexer).__name__ == "HYV4Indexer"
-    adjacent = type(indexer).__name__ in ("GlmMoeDsaIndexer", "MistralLarge4TextIndexer")
-    columns = slice(q.shape[-1] - rope, None) if last else slice(0, rope)
-    if getattr(indexer, "use_rope", True):
-        turn = library.apply_rotary_pos_emb_interleave if adjacent else library.apply_rotary_pos_emb
-        turned = turn(q[..., columns], k[..., columns], *position_embeddings, unsqueeze_dim=2)
-        if adjacent:  # back to pairs: a Hadamard rotation mixes columns in their order
-            turned = tuple(x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in turned)
-        q, k = q.clone(), k.clone()
-        q[..., columns], k[..., columns] = turned
-    q, k = q.float(), k.float()
+    q, k = (x.float() for x in index_rows(indexer, hidden_states, *args))
     if kind == "fp8":
         q, k = (e4m3(bf16(hadamard(bf16(x))), indexer.head_dim) for x in (q, k))
     weights = indexer.weights_proj(hidden_states).float()
-    return torch.einsum("bsh,bsht->bst", weights, torch.einsum("bshd,btd->bsht", q, k.squeeze(2)).relu())
-
-
-def _index_rows(indexer: Any, hidden_states: Tensor, *args: Any) -> tuple[Tensor, Tensor, Any]:
-    """Queries [B, S, H, D] and keys [B, S, 1, D] before the rope, and the cosines and sines."""
-    k = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
-    shape = (indexer.n_heads, indexer.head_dim)
-    if not hasattr(indexer, "softmax_scaling"):
-        residual, position_embeddings = args[:2]
-        return indexer.wq_b(residual).unflatten(-1, shape), k, position_embeddings
-    position_embeddings, _, position_ids = args[:3]
-    q = indexer.wq_b(indexer.q_input_norm(hidden_states)).unflatten(-1, shape)
-    factor = indexer.softmax_scaling.scale * (position_ids + 1).float().log().unsqueeze(-1)
-    return q * (factor + indexer.softmax_scaling.bias).to(q.dtype).unsqueeze(-1), k, position_embeddings
+    return torch.einsum("bsh,bsht->bst", weights, torch.einsum("bshd,btd->bsht", q, k).relu())

@@ -60,7 +60,7 @@ __all__ = [
     "take_index_loss",
 ]
 
-_MODELS: dict[str, tuple[Any, Any]] = {
+_MODELS: dict[str, tuple[Any, Any]] = {  # `names.MODELS` has the same
     "DeepseekV32ForCausalLM": (V32Family, v32_forward),
     "GlmMoeDsaForCausalLM": (V32Family, glm_forward),
     "DeepseekV4ForCausalLM": (V4Family, v4_forward),
@@ -89,8 +89,8 @@ def attach(
     """Run a model's attention through tamis, until `detach`.
 
     Args:
-        model: a `DeepseekV32ForCausalLM`, `GlmMoeDsaForCausalLM` or `DeepseekV4ForCausalLM` on one device, or a
-            `PeftModel` of one.
+        model: a model on one device, with its language-model head, of a kind that the guide's table of models lists;
+            or a `PeftModel` of one.
         cache: the format of the cache pages. "fp8" is the model family's own format (656 or 584 bytes a token at full
             width) with FP8 index keys; "bf16" keeps rows in bf16 and index keys in the model's dtype; "fp32" is exact.
             In training, only the format of index keys matters: rows are selected as from such a cache. The default is
@@ -136,8 +136,8 @@ def attach(
         from tamis.integrations.hf import train_attach
 
         options = train_attach.checked_options(indexer, index_loss, deterministic, keep_selections, teachers, backend)
+        base_forward, forward = train_attach.training_forward, train_attach.training_method(_name(model))
         train_attach.check_model(model, options)
-        base_forward, forward = train_attach.training_forward, train_attach.FORWARDS[_name(model)]
     family = make_family(base, cache, backend, wrap_layer)
     if train:
         training = train_attach.start(model, options)
@@ -237,14 +237,28 @@ def _bare(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def _names(model: Any) -> list[str]:
+    """The names of a model's class and of its bases."""
+    return [kind.__name__ for kind in type(model).__mro__]
+
+
 def _name(model: Any) -> str:
-    return next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in _MODELS), "")
+    """The name by which a model is supported; empty if it is not."""
+    return next((name for name in _names(model) if name in _MODELS), "")
 
 
 def _parts(model: Any) -> tuple[Any, Any]:
+    """The family and the forward method of a model that is supported; others are refused."""
     if _name(model):
         return _MODELS[_name(model)]
-    remedy = f"transformers {_transformers.__version__} has no other models with sparse latent attention"
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "index_topk", None) is None:
+        remedy = "this one has no sparse latent attention, so leave it as it is"
+    elif not any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in _names(model)):
+        remedy = "this is a part of a model: attach the whole, with its language-model head"
+    else:
+        remedy = "this one has an indexer too, but tamis does not support it yet"
     raise checks.refuse("model", f"one of {', '.join(_MODELS)}", type(model).__name__, remedy)
 
 
