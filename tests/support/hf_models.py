@@ -71,6 +71,7 @@ AXK2 = {name: value for name, value in V32.items() if name != "first_k_dense_rep
 HY4 = {name: value for name, value in V32.items() if name != "first_k_dense_replace"} | {
     "v_head_dim": 24,
     "initializer_range": 0.02,  # the model's own default makes its attention count for little
+    "rms_norm_eps": 0.01,  # also that of the norm of index keys, where another one would hardly show otherwise
     "hc_mult": 2,
     "num_hidden_layers": 4,
     "indexer_types": ["full", "shared", "full", "shared"],
