@@ -30,10 +30,9 @@ class Attachment:
 
 
 def language_model(model: Any) -> Any:
-    """The part of a model that has the layers; None if there is none. A model that also reads images has one more level
-    of modules."""
-    base = getattr(model, "model", None)
-    return getattr(base, "language_model", base)
+    """The part of a model that has the decoder layers: below the head, and the language model of a multimodal one."""
+    below = getattr(model, "model", model)
+    return getattr(below, "language_model", below)
 
 
 @dataclass(frozen=True, eq=False)

@@ -258,7 +258,7 @@ def _v32_attend(
     positions = None if position_ids is None else step.pack(position_ids.expand(hidden_states.shape[:2]))
     query = family.query(module, hidden)
     q_nope, q_rope = rotated_query(module, query.heads, angles, positions, family)
-    weights = _absorbed(module, spec, hidden)
+    weights = absorbed(module, spec, hidden)
     rotation: dict[str, Any] = {}
     if indexer is not None and family.layer_recipe(spec).rope_dim:
         # Each token has its own row of angles, so its number is its position in the table.
@@ -344,7 +344,7 @@ def _write_index_keys(
     )
 
 
-def _absorbed(module: Any, spec: LayerSpec, like: Tensor) -> AbsorbedWeights:
+def absorbed(module: Any, spec: LayerSpec, like: Tensor) -> AbsorbedWeights:
     """Views of `kv_b_proj`'s weight, which therefore follow the model to other devices. A quantised layer is applied to
     the unit vectors instead, which gives its exact weight whatever its quantisation."""
     layer = module.kv_b_proj
