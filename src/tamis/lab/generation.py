@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.integrations.hf.layers import CacheKind
-from tamis.integrations.hf.names import MODELS
+from tamis.integrations.hf.names import MODELS, Named
 from tamis.integrations.transformers import attach, detach
 
 _DEFAULT_PROMPT = 256
@@ -92,8 +92,17 @@ _SIZES: dict[str, dict[str, Any]] = {
 def make_model(name: str, device: torch.device, seed: int) -> Any:
     """A tiny model with random weights whose cached rows have their full widths, by its short name."""
     torch.manual_seed(seed)
-    kind = getattr(transformers, next(known.class_name for known in MODELS.values() if known.short == name))
+    kind = _model_class("--model", next(known for known in MODELS.values() if known.short == name))
     return kind(kind.config_class(**_SIZES[name])).eval().to(device)
+
+
+def _model_class(option: str, named: Named) -> Any:
+    """A model's class. Older versions of transformers do not have every model."""
+    found = getattr(transformers, named.class_name, None)
+    if found is None:
+        expected = f"a model of transformers {transformers.__version__}"
+        raise checks.refuse(option, expected, named.title, "install a newer transformers")
+    return found
 
 
 def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
@@ -111,7 +120,7 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
         if not isinstance(kind, str) or kind not in MODELS:
             expected = f"of a model of type {', '.join(MODELS)}"
             raise checks.refuse("--checkpoint", expected, repr(kind), "tamis is for sparse latent attention")
-        model, loaded = getattr(transformers, MODELS[kind].class_name).from_pretrained(
+        model, loaded = _model_class("--checkpoint", MODELS[kind]).from_pretrained(
             checkpoint,
             # Not every CPU supports 16-bit matrix products.
             dtype=torch.float32 if device.type == "cpu" else "auto",

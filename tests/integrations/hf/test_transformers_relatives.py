@@ -4,7 +4,10 @@ What they share with other models is tested with those: logits, greedy tokens, p
 `test_transformers`, formats that round in `test_transformers_rounding`, gradients in `test_training`.
 """
 
+import re
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,13 @@ from bounds import relative_error
 from hf_models import PIXTRAL, build, every_relative, logits, tokens, transformers
 from hf_rounding import recorded_selections, rounded_logits
 
+from tamis import LayerSpec
+from tamis.integrations import transformers as attaching
+from tamis.integrations.hf.forward import language_model
+from tamis.integrations.hf.layers import v32_forward
 from tamis.integrations.transformers import attach, detach, new_cache
 from tamis.lab.inspection import describe_layers, inspect_model
+from tamis.model.known import KNOWN
 
 # What transformers itself computes follows the default device, and an autocast or shorter products as they should.
 pytestmark = pytest.mark.own_settings("the models' own", without=("meta", "cuda", "autocast", "tf32"))
@@ -84,6 +92,42 @@ def test_inspection_reports_every_layer(model: Any) -> None:
         assert layer["choosing"] == 90 - 32
         assert layer["selected"] == 32
         assert 0.2 < layer["recall"] < 1
+
+
+@every_relative
+def test_specs_are_those_of_the_config(model: Any) -> None:
+    attach(model)
+    found = language_model(model)._tamis.family.specs
+    for layer, spec in enumerate(found):
+        expected = LayerSpec.from_hf(model.config, layer)
+        assert abs(spec.scale - expected.scale) < 1e-12
+        assert replace(spec, scale=expected.scale) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.x-k2-light", "AXK2"), ("hy4", "HYV4"), ("mistral-large-4", "MistralLarge4Text")]
+)
+def test_known_sizes_are_the_defaults_of_transformers(name: str, kind: str) -> None:
+    config, known = getattr(transformers, f"{kind}Config")(), KNOWN[name].config
+    assert (config.num_hidden_layers, config.max_position_embeddings) == (
+        known["num_hidden_layers"],
+        known["max_position_embeddings"],
+    )
+    for layer in range(config.num_hidden_layers):
+        assert LayerSpec.from_hf(known, layer) == LayerSpec.from_hf(config, layer)
+
+
+def test_the_class_in_the_documents_is_all_of_ax_k2(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    names: dict[str, Any] = {"torch": torch}
+    exec(next(block for block in blocks if "class AxK2Family" in block), names)
+    model, ids = build("axk2"), tokens(1, 100)
+    expected = logits(model, ids)
+    monkeypatch.setitem(attaching._MODELS, "AXK2ForCausalLM", (names["AxK2Family"], v32_forward))
+    attach(model, cache="fp32")
+    assert type(model.model._tamis.family) is names["AxK2Family"]
+    assert relative_error(logits(model, ids), expected) < 1e-5
 
 
 def bytes_per_token(model: Any) -> list[dict[str, int]]:
