@@ -56,7 +56,7 @@ def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: p
     assert len(found["prompt"]) == found["compared_queries"] == 130
     assert [query["query"] for query in found["queries"]] == [80, 129]
     assert len(found["queries"][1]["layers"]) == layers
-    assert found["model"]["model"].endswith("ForCausalLM")
+    assert found["model"]["model"].endswith(("ForCausalLM", "ForConditionalGeneration"))
     assert found["html"] is None
     assert isinstance(found["model"]["parameters"], int)
     low, high = next(layer for layer in found["layers"] if "recall" in layer)["median_distance"]

@@ -201,7 +201,7 @@ def recording(model: Any, into: Recording, requests: Sequence[Hashable]) -> Abst
     """A context in which an attached model records what its layers select, for `replaying`.
 
     Args:
-        model: an attached DeepSeek-V3.2 or GLM.
+        model: an attached model whose layers select tokens: any but DeepSeek-V4.
         into: a `Recording(topk=config.index_topk)`.
         requests: a name for every row of the batch.
     """
@@ -217,7 +217,7 @@ def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> 
     that was generated has not run, so leave it out of `input_ids`.
 
     Args:
-        model: a DeepSeek-V3.2 or GLM attached with `train=True`.
+        model: one attached with `train=True`, any but DeepSeek-V4.
         recorded: the selections: from `recording`, or loaded from what an engine captured (`Recording.load`).
         requests: the names of the batch's sequences, in order; every packed sequence has its own.
     """
