@@ -153,6 +153,7 @@ built = cache(build)
 
 every_model = pytest.mark.parametrize("model", MODELS, indirect=True)
 every_family = pytest.mark.parametrize("model", [*FAMILIES, *RELATIVES], indirect=True)
+every_kind_of_cache = pytest.mark.parametrize("model", [*FAMILIES, "mistral-large4"], indirect=True)
 every_relative = pytest.mark.parametrize("model", RELATIVES, indirect=True)
 v32_only = pytest.mark.parametrize("model", ["v32"], indirect=True)
 

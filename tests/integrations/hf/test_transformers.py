@@ -5,7 +5,17 @@ from typing import Any
 import pytest
 import torch
 from bounds import relative_error
-from hf_models import build, every_family, every_model, greedy, logits, own_positions, tokens, v32_only
+from hf_models import (
+    build,
+    every_family,
+    every_kind_of_cache,
+    every_model,
+    greedy,
+    logits,
+    own_positions,
+    tokens,
+    v32_only,
+)
 
 from tamis.integrations.transformers import TamisCache, attach, detach, new_cache
 
@@ -104,7 +114,7 @@ def test_many_heads_gather_their_prefills_whatever_the_padding() -> None:
     assert relative_error(found[2, :70], alone[2]) < 1e-4
 
 
-@every_family
+@every_kind_of_cache
 def test_several_turns_share_a_cache(model: Any) -> None:
     first, second = tokens(2, 70), tokens(2, 60)
     whole = torch.cat((greedy(model, first, 20), second), dim=1)

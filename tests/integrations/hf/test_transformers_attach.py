@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from bounds import relative_error
-from hf_models import FAMILIES, build, every_family, greedy, logits, tokens, transformers, v32_only
+from hf_models import FAMILIES, build, every_kind_of_cache, greedy, logits, tokens, transformers, v32_only
 from settings import default_dtype
 
 from tamis.integrations import transformers as attaching
@@ -17,7 +17,7 @@ from tamis.integrations.transformers import attach, detach, is_attached, new_cac
 pytestmark = pytest.mark.own_settings("the models' own", without=("meta", "cuda", "autocast", "tf32"))
 
 
-@every_family
+@every_kind_of_cache
 def test_detach_restores_everything(model: Any) -> None:
     ids = tokens(2, 60)
     expected, tokens_before = logits(model, ids), greedy(model, ids, 8)
@@ -36,7 +36,7 @@ def test_detach_restores_everything(model: Any) -> None:
     detach(torch.nn.Linear(2, 2))
 
 
-@every_family
+@every_kind_of_cache
 def test_a_copied_model_has_its_own_attention(model: Any) -> None:
     ids = tokens(1, 50)
     attach(model, cache="fp32")
@@ -160,7 +160,7 @@ def test_wrong_uses_are_refused(model: Any) -> None:
 
 @pytest.mark.own_settings("makes its own")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@every_family
+@every_kind_of_cache
 def test_an_attached_model_does_not_follow_defaults(model: Any, dtype: torch.dtype) -> None:
     """ "meta" stands for any default device that is not the model's."""
     attach(model)
