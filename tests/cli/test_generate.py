@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 from seeds import reseed
 
 from tamis.cli import main
+from tamis.integrations.hf import names
 
 transformers = pytest.importorskip("transformers")
+
+from tamis.lab import generation  # noqa: E402
+
 SHORT = ("--device", "cpu", "--prompt-tokens", "90", "--max-new-tokens", "3")
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -52,7 +57,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model", ["v32", "glm", "v4"])
+@pytest.mark.parametrize("model", [known.short for known in names.MODELS.values()])
 def test_random_models_stream_token_numbers(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--model", model, *SHORT]) == 0
     found = capsys.readouterr()
@@ -162,7 +167,23 @@ def test_wrong_input(options: list[str], message: str, capsys: pytest.CaptureFix
 def test_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert main(["generate", "--device", "cpu", "--checkpoint", str(tmp_path)]) == 2
-    assert "deepseek_v32, glm_moe_dsa, deepseek_v4, got 'llama'" in capsys.readouterr().err
+    assert f"of a model of type {', '.join(names.MODELS)}, got 'llama'" in capsys.readouterr().err
+
+
+def test_a_model_that_an_older_transformers_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generation, "transformers", SimpleNamespace(__version__="5.18.0"))
+    assert main(["generate", "--device", "cpu", "--model", "axk2"]) == 2
+    expected = "--model must be a model of transformers 5.18.0, got A.X-K2; install a newer transformers"
+    assert expected in capsys.readouterr().err
+
+
+def test_a_checkpoint_with_a_vision_tower(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generation.make_model("mistral-large4", torch.device("cpu"), 0).save_pretrained(tmp_path)
+    assert main(["generate", "--checkpoint", str(tmp_path), *SHORT, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "MistralLarge4ForConditionalGeneration"
 
 
 def test_a_checkpoint_without_weights_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 needs_browser = pytest.mark.skipif(bool(browser.missing()), reason=browser.missing() or "there is one")
 
 
-@pytest.mark.parametrize(("model", "layers"), [("v32", 3), ("glm", 3), ("v4", 1)])
+@pytest.mark.parametrize(("model", "layers"), [("v32", 3), ("glm", 3), ("v4", 1), ("mistral-large4", 4)])
 def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     marked = ("--query", "80,-1", "--needle", "20")
@@ -51,12 +51,12 @@ def test_tables_json_and_page(model: str, layers: int, tmp_path: Path, capsys: p
     assert ("IoU" in text) == (layers > 1)
     assert main(["inspect", "--model", model, *SHORT, *marked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [layer["layer"] for layer in found["layers"]] == [0, 1, 2]
+    assert [layer["layer"] for layer in found["layers"]] == list(range(max(layers, 3)))
     assert sum("recall" in layer for layer in found["layers"]) == layers
     assert len(found["prompt"]) == found["compared_queries"] == 130
     assert [query["query"] for query in found["queries"]] == [80, 129]
     assert len(found["queries"][1]["layers"]) == layers
-    assert found["model"]["model"].endswith("ForCausalLM")
+    assert found["model"]["model"].endswith(("ForCausalLM", "ForConditionalGeneration"))
     assert found["html"] is None
     assert isinstance(found["model"]["parameters"], int)
     low, high = next(layer for layer in found["layers"] if "recall" in layer)["median_distance"]

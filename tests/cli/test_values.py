@@ -7,7 +7,8 @@ import pytest
 
 import tamis.backends
 from tamis.cache.layout import NAMES
-from tamis.cli import bench, bench_door, demo, hub, options, size, values
+from tamis.cli import bench, bench_door, demo, options, size, values
+from tamis.integrations.hf import names
 from tamis.lab import generation
 from tamis.lab.bench import jobs, peers
 from tamis.lab.bench.door import cells
@@ -89,7 +90,7 @@ def test_names_are_those_of_the_library() -> None:
     assert suites == bench.SUITES
     assert set(bench.PEERS) == {*peers.GROUPS, *peers.NAMES, "none"}
     assert cells.DOORS == bench_door.DOORS
-    assert tuple(generation._TYPES) == hub.TYPES
+    assert list(generation._SIZES) == [known.short for known in names.MODELS.values()]
     assert tuple(KNOWN) == size.MODELS
 
 

@@ -192,6 +192,8 @@ def test_wrong_selections_are_refused_and_nothing_is_written() -> None:
     for layer, options, message in cases:
         with pytest.raises(ValueError, match=message):
             layer(q, kv, caches, plan, **options)
+    with pytest.raises(ValueError, match="kv must be None for a layer that reads an earlier layer's rows"):
+        SparseMLA(replace(spec, reuse_rows=True))(q, kv, caches, plan, index=fitting)
     other = Caches(cache, PagedCache(rows(torch.float32, latent=16, rope=0), 120, PAGE * 2))
     with pytest.raises(ValueError, match=r"caches\.index must be of the plan's page size 16, got 32"):
         SparseMLA(spec)(q, kv, other, plan, index=index)

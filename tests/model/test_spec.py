@@ -64,6 +64,28 @@ def test_which_layers_share_top_k() -> None:
     assert not LayerSpec.from_hf({**every_fourth, "num_hidden_layers": 3}, 3).reuse_topk  # a speculative layer
 
 
+def test_layers_of_mistral_large_4() -> None:
+    """Every fourth layer has no rope, if the config says nothing else; its scale counts all columns all the same."""
+    text = {**V32, "model_type": "mistral_large4_text", "rope_scaling": None, "num_hidden_layers": 8}
+    for config in (text, {"text_config": text, "model_type": "mistral_large4"}):
+        specs = [LayerSpec.from_hf(config, layer) for layer in range(8)]
+        assert [spec.rope_dim for spec in specs] == [64, 64, 64, 0] * 2
+        assert {spec.scale for spec in specs} == {192**-0.5}
+        assert not any(spec.reuse_rows or spec.sink for spec in specs)
+    listed = {**text, "no_rope_layers": [0, 1], "kv_source_layers": [0, 1, 1]}
+    assert [LayerSpec.from_hf(listed, layer).rope_dim for layer in range(3)] == [0, 64, 64]
+    assert [LayerSpec.from_hf(listed, layer).reuse_rows for layer in range(4)] == [False, False, True, False]
+    with pytest.raises(ValueError, match=r"config.kv_source_layers\[0\] must be between 0 and 0, got 1"):
+        LayerSpec.from_hf({**text, "kv_source_layers": [1]})
+    with pytest.raises(ValueError, match=r"config.no_rope_layers\[0\] must be between 0 and 1, got 2"):
+        LayerSpec.from_hf({**text, "no_rope_layers": [2]})
+
+
+def test_hy4_has_sinks() -> None:
+    assert LayerSpec.from_hf({**V32, "model_type": "hy_v4"}).sink
+    assert not LayerSpec.from_hf({**V32, "model_type": "axk2"}).sink
+
+
 def test_v4_layer_kinds() -> None:
     window, indexed, plain = (LayerSpec.from_hf(V4, layer) for layer in range(3))
     for spec in (window, indexed, plain):

@@ -61,6 +61,47 @@ V4 = SMALL | {
         "beta_slow": 1,
     },
 }
+AXK2 = {name: value for name, value in V32.items() if name != "first_k_dense_replace"} | {
+    "qk_rope_head_dim": 12,  # of another width than the latent's half, a power of two or the index rope of others
+    "v_head_dim": 24,
+    "gated_norm_rank": 4,
+    "n_group": None,
+    "topk_group": None,
+}
+HY4 = {name: value for name, value in V32.items() if name != "first_k_dense_replace"} | {
+    "v_head_dim": 24,
+    "initializer_range": 0.02,  # the model's own default makes its attention count for little
+    "rms_norm_eps": 0.01,  # also that of the norm of index keys, where another one would hardly show otherwise
+    "hc_mult": 2,
+    "num_hidden_layers": 4,
+    "indexer_types": ["full", "shared", "full", "shared"],
+}
+MISTRAL = {name: value for name, value in V32.items() if name != "q_lora_rank"} | {
+    "num_hidden_layers": 6,
+    "max_position_embeddings": 2560,
+    "no_rope_layers": [1, 0, 1, 0, 1, 1],
+    "kv_source_layers": [0, 1, 2, 1, 2, 5],
+    "indexer_types": ["full", "full", "shared", "shared", "full", "shared"],
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.0,
+    },
+}
+"""Layers with and without rope, each with rows of its own and with those of an earlier layer, and both with their own
+selection and with another's."""
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "image_size": 32,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 64}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v32": ("DeepseekV32", V32),
@@ -68,33 +109,63 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmMoeDsa", V32),
     "glm-shared": ("GlmMoeDsa", V32 | {"indexer_types": ["full", "shared", "full"]}),
     "v4": ("DeepseekV4", V4),
+    "axk2": ("AXK2", AXK2),
+    "hy4": ("HYV4", HY4),
+    "mistral-large4": ("MistralLarge4", MISTRAL),
 }
 FAMILIES = ("v32", "glm-shared", "v4")
+RELATIVES = ("axk2", "hy4", "mistral-large4")
+"""Models of V3.2's family whose attention modules differ from V3.2's."""
+
+
+LEARNED = ("sinks", "position_bias", "k_norm.bias", "q_input_norm.bias", "softmax_scaling.scale", "rotary_emb.alpha")
+"""Parameters and buffers that start as constants, which would hide whether they are used."""
 
 
 def build(name: str, **changes: Any) -> Any:
     kind, numbers = MODELS[name]
     reseed(4)
-    config = getattr(transformers, f"{kind}Config")(**{**numbers, **changes})
+    numbers = {**numbers, **changes}
     with default_dtype(torch.float32), torch.device("cpu"), torch.inference_mode(False):
-        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+        model = _model(kind, numbers).eval()
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("sinks", "position_bias", "k_norm.bias")):
-                parameter.normal_(std=0.1)
+        for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor_name.endswith(LEARNED):
+                tensor.normal_(std=0.1)
+            elif kind == "HYV4" and tensor_name.endswith(("hc.base", "hc.scale", "hc_base", "hc_scale")):
+                tensor.add_(torch.randn_like(tensor), alpha=0.3)  # streams that are alike would have no gradients
     return model
+
+
+def _model(kind: str, numbers: dict[str, Any]) -> Any:
+    if not hasattr(transformers, f"{kind}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    if kind != "MistralLarge4":
+        config = getattr(transformers, f"{kind}Config")(**numbers)
+        return getattr(transformers, f"{kind}ForCausalLM")(config)
+    text = transformers.MistralLarge4TextConfig(**numbers)
+    config = transformers.MistralLarge4Config(text_config=text, vision_config=PIXTRAL, image_token_index=0)
+    return transformers.MistralLarge4ForConditionalGeneration(config)
 
 
 built = cache(build)
 
 
 every_model = pytest.mark.parametrize("model", MODELS, indirect=True)
-every_family = pytest.mark.parametrize("model", FAMILIES, indirect=True)
+every_family = pytest.mark.parametrize("model", [*FAMILIES, *RELATIVES], indirect=True)
+every_kind_of_cache = pytest.mark.parametrize("model", [*FAMILIES, "mistral-large4"], indirect=True)
+every_relative = pytest.mark.parametrize("model", RELATIVES, indirect=True)
 v32_only = pytest.mark.parametrize("model", ["v32"], indirect=True)
 
 
 def tokens(rows: int, columns: int) -> torch.Tensor:
     return torch.randint(1, 128, (rows, columns), generator=seeded(7))
+
+
+def own_positions(model: Any, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Positions without the padding, as `generate` makes them, for models in which more than distances matters."""
+    own = (mask.cumsum(1) - 1).clamp_min(0).long()
+    return {"position_ids": own} if type(model).__name__.startswith("Mistral") else {}
 
 
 @torch.no_grad()

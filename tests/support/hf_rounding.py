@@ -6,7 +6,6 @@ scores may be swapped by the last bit of a float32. How far these positions are 
 rounding of index keys and queries, is returned as a separate number.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import gcd
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_indexers import index_rows
 from hf_models import transformers
 from torch import Tensor
 
@@ -48,18 +48,21 @@ class RoundedCache(transformers.DynamicCache):
         self.kind = kind
         self.v4 = "compress_rates" in config.to_dict()
         self.rope = config.qk_rope_head_dim
+        """Columns of V4's rows; the others come in two parts."""
         for layer in self.layers:
             if hasattr(layer, "update_compressor_states"):
                 layer.update_compressor_states = self._rounding_entries(layer.update_compressor_states)
 
     def _rounding_entries(self, update: Any) -> Any:
-        return lambda name, entries: update(name, self.keys(entries) if name == "indexer" else self.rows(entries))
+        return lambda name, entries: update(
+            name, self.keys(entries) if name == "indexer" else self.rows(entries, self.rope)
+        )
 
-    def rows(self, x: Tensor) -> Tensor:
+    def rows(self, x: Tensor, rope_dim: int) -> Tensor:
         """The latent part in tiles (V4: rounded to bf16 first), the rope in bf16."""
         if self.kind != "fp8":
             return x if self.kind == "fp32" else bf16(x).to(x.dtype)
-        latent, rope = x.split([x.shape[-1] - self.rope, self.rope], dim=-1)
+        latent, rope = x.split([x.shape[-1] - rope_dim, rope_dim], dim=-1)
         tile = gcd(latent.shape[-1], 64 if self.v4 else 128)
         return torch.cat((e4m3(bf16(latent) if self.v4 else latent, tile), bf16(rope)), dim=-1).to(x.dtype)
 
@@ -70,10 +73,10 @@ class RoundedCache(transformers.DynamicCache):
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """V4 has one tensor for both; the others have the latent part for keys and the rope for values."""
         if keys is values:
-            rounded = self.rows(keys)
+            rounded = self.rows(keys, self.rope)
             return super().update(rounded, rounded, layer_idx, *args, **kwargs)
-        parts = self.rows(torch.cat((keys, values), dim=-1)).split([keys.shape[-1], values.shape[-1]], dim=-1)
-        return super().update(*parts, layer_idx, *args, **kwargs)
+        both = self.rows(torch.cat((keys, values), dim=-1), values.shape[-1])
+        return super().update(*both.split([keys.shape[-1], values.shape[-1]], dim=-1), layer_idx, *args, **kwargs)
 
 
 @contextmanager
@@ -109,7 +112,7 @@ def rounded_logits(model: Any, ids: Tensor, kind: str, selections: list[Tensor])
         else:
             hooks.append(indexer.register_forward_hook(_judge_tokens(chosen, kind, lacks), with_kwargs=True))
     try:
-        found = model(ids, past_key_values=RoundedCache(model.config, kind)).logits
+        found = model(ids, past_key_values=RoundedCache(model.config.get_text_config(), kind)).logits
     finally:
         for hook in hooks:
             hook.remove()
@@ -142,20 +145,10 @@ def _lack(scores: Tensor, ratio: int, chosen: Tensor) -> float:
     return float(((best_left - worst_taken) / size.clamp_min(1e-30)).amax())
 
 
-def _token_scores(
-    indexer: Any, kind: str, hidden_states: Tensor, q_resid: Tensor, position_embeddings: Any, *_: Any, **__: Any
-) -> Tensor:
-    """V3.2's and GLM's scores of all pairs of tokens, with keys and queries as FP8 leaves them."""
-    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
-    k = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
-    rope, library = indexer.qk_rope_head_dim, sys.modules[type(indexer).__module__]
-    adjacent = type(indexer).__name__ == "GlmMoeDsaIndexer"
-    turn = library.apply_rotary_pos_emb_interleave if adjacent else library.apply_rotary_pos_emb
-    turned = turn(q[..., :rope], k[..., :rope], *position_embeddings, unsqueeze_dim=2)
-    if adjacent:  # back to pairs: a Hadamard rotation mixes columns in their order
-        turned = tuple(x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in turned)
-    q, k = (torch.cat((front, x[..., rope:]), dim=-1).float() for front, x in zip(turned, (q, k), strict=True))
+def _token_scores(indexer: Any, kind: str, hidden_states: Tensor, *args: Any, **_: Any) -> Tensor:
+    """The scores of all pairs of tokens in models without compression, with keys and queries as FP8 leaves them."""
+    q, k = (x.float() for x in index_rows(indexer, hidden_states, *args))
     if kind == "fp8":
         q, k = (e4m3(bf16(hadamard(bf16(x))), indexer.head_dim) for x in (q, k))
     weights = indexer.weights_proj(hidden_states).float()
-    return torch.einsum("bsh,bsht->bst", weights, torch.einsum("bshd,btd->bsht", q, k.squeeze(2)).relu())
+    return torch.einsum("bsh,bsht->bst", weights, torch.einsum("bshd,btd->bsht", q, k).relu())

@@ -18,6 +18,12 @@ BOUND = 1e-5
 SEPARATE = 1e-4
 """The bound for sums over several sequences of V4: gradients of its few mixing scalars cancel over tokens, and two of
 the untouched model's own sums differ by 1e-5 there. A token that sees another sequence changes them by 1e-1."""
+MIXING = 1e-3
+"""The bound for the scalars that mix Hy4's streams, whose gradients cancel over tokens and streams: with other random
+numbers the float32 noise of the layers moves them by 3e-4."""
+FLIPPED = 1e-3
+"""The bound for gradients of an indexer whose inputs differ by float32's noise: now and then that carries one of its
+products over the edge of its ReLU, which changes a gradient by 1e-4."""
 Gradients = dict[str, Tensor | None]
 
 

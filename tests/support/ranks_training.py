@@ -10,14 +10,18 @@ from hf_training import trainable
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tamis.integrations.hf.forward import language_model
 from tamis.integrations.transformers import attach, indexer_parameters
 
-CASES = [("v32", "sparse", False), ("v32", "warmup", True), ("v4", "sparse", True), ("glm-shared", "frozen", False)]
+CASES = [
+    *(("v32", "sparse", False), ("v32", "warmup", True), ("v4", "sparse", True), ("glm-shared", "frozen", False)),
+    ("mistral-large4", "frozen", True),
+]
 """Model, what its indexers do, and whether its layers are checkpointed."""
 
 
 def attached(name: str, stage: Any) -> Any:
-    model = trainable(name, num_hidden_layers=2) if name != "v4" else trainable(name)
+    model = trainable(name) if name in ("v4", "mistral-large4") else trainable(name, num_hidden_layers=2)
     own = set(indexer_parameters(model))
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(stage != "warmup" or parameter_name in own)
@@ -30,7 +34,7 @@ def sharded(name: str, stage: Any, checkpointed: bool) -> Any:
     if checkpointed:
         model.gradient_checkpointing_enable()
     mesh = init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
+    for layer in language_model(model).layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 

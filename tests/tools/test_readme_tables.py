@@ -54,6 +54,9 @@ def test_bytes_per_token_by_hand() -> None:
     found = {title: bytes_ for title, _, bytes_, *_ in lines(models.models())}
     assert found["DeepSeek-V3.2"] == f"{61 * (656 + 132):,} bytes"
     assert found["GLM-5"] == f"{78 * (656 + 132):,} bytes"
+    assert found["A.X-K2-Light"] == f"{48 * (208 + 132):,} bytes"
+    assert found["Hy4"] == f"{34 * 656 + 10 * 132:,} bytes"
+    assert found["Mistral Large 4"] == f"{54 * 656 + 18 * 528 + 72 * 132:,} bytes"
     # 64 entries of 584 bytes fill a page of 256 tokens, rounded up to a multiple of 576 bytes; beside it keys of 132
     # bytes for every fourth token. In the other layers a page holds 2 entries of 128 tokens.
     page = -(-64 * 584 // 576) * 576

@@ -67,6 +67,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "heads per gpu": parallelism.heads_per_gpu,
     "highlights": results.highlights,
     "models": models.models,
+    "supported models": models.supported,
     "doors": doors.headline,
     "parallel decodes": parallelism.decodes,
     "parallel memory": parallelism.memory,

@@ -136,8 +136,8 @@ def layer_caches(
         return CachePart("index keys", made, tokens, size)
 
     if spec.kind == "tokens":
-        latent = CachePart("latent rows", layout, 1, size)
-        return (latent,) if spec.reuse_topk or not spec.index_dim else (latent, keys(1))
+        latent = () if spec.reuse_rows else (CachePart("latent rows", layout, 1, size),)
+        return latent if spec.reuse_topk or not spec.index_dim else (*latent, keys(1))
     assert spec.window is not None  # as LayerSpec has checked
     window = CachePart(f"window of {spec.window}", layout, 1, _WINDOW_PAGE, spec.window)
     if spec.kind == "window":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tamis._extras import install_command
 from tamis.cli.data import print_json
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
-from tamis.cli.model import add_model_options, check_model_options, load_model, synthetic_question
+from tamis.cli.model import add_model_options, check_model_options, load_model, model_titles, synthetic_question
 from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import Progress
 from tamis.cli.text import printable
@@ -22,11 +22,11 @@ QUESTION_TOKENS = 1024
 """Length of the trained model's prompt."""
 
 DETAILS = f"""\
-Loads a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 checkpoint with Hugging Face transformers, lets tamis do its attention
-(true sparse attention over paged caches), and streams the generated text to stdout; progress goes to stderr. Without
---checkpoint it takes the tiny model that `tamis train-demo` made: its prompt states values of keys among words without
-meaning and ends with one of the keys, and the model answers with the value. With --model v32, glm or v4 it makes a tiny
-random model of that family, which generates meaningless token ids.
+Loads a checkpoint of {model_titles()} with
+Hugging Face transformers, lets tamis do its attention (true sparse attention over paged caches), and streams the
+generated text to stdout; progress goes to stderr. Without --checkpoint it takes the tiny model that `tamis train-demo`
+made: its prompt states values of keys among words without meaning and ends with one of the keys, and the model answers
+with the value. With another --model it makes a tiny random model, which generates meaningless token ids.
 
 Needs transformers: {install_command("transformers")}."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tamis._extras import install_command
 from tamis.cli.text import one_line
+from tamis.integrations.hf.names import MODELS
 
 CONFIG = ("config.json",)
 FILES = (
@@ -19,8 +20,6 @@ FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja"),
 )
 """Patterns of the files that are fetched."""
-TYPES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
-"""The model types that can be run, those of `tamis.lab.generation`; a test compares the two."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
@@ -75,8 +74,8 @@ def _check_type(option: str, text: str, folder: Path) -> None:
         kind = config.get("model_type")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{option} {text} has no readable config.json: {error}") from error
-    if kind not in TYPES:
-        known = ", ".join(TYPES)
+    if kind not in MODELS:
+        known = ", ".join(MODELS)
         raise ValueError(f"{option} {text} must be a model of type {known}, got {kind!r}; nothing else was downloaded")
 
 

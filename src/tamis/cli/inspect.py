@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from tamis._extras import install_command
 from tamis.cli.data import print_json
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
-from tamis.cli.model import add_model_options, check_model_options, is_trained, load_model, synthetic_question
+from tamis.cli.model import (
+    add_model_options,
+    check_model_options,
+    is_trained,
+    load_model,
+    model_titles,
+    synthetic_question,
+)
 from tamis.cli.parser import OK, Subcommands, add_command
 from tamis.cli.progress import Progress, waiting
 from tamis.cli.table import render_table
@@ -25,10 +32,10 @@ SHOWN = 6
 """Number of selected tokens per layer that the table of a query shows."""
 
 DETAILS = f"""\
-Runs a prompt once through a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 model whose attention runs through tamis, and
-reports, for each indexed layer, which tokens every query selects and how much of the dense attention mass they cover.
-Without --checkpoint it takes the tiny model that `tamis train-demo` made, and without a prompt one that states values
-of keys and ends with a key; the needle is its value. With --model v32, glm or v4 the model has random weights, and
+Runs a prompt once through a model whose attention runs through tamis, and reports, for each indexed layer, which tokens
+every query selects and how much of the dense attention mass they cover. The model is a checkpoint of {model_titles()}.
+Without --checkpoint it is the tiny model that `tamis train-demo` made, and without a prompt it gets one that states
+values of keys and ends with a key; the needle is its value. With another --model the model has random weights, and
 without a prompt it gets random passages that recur. Each query can attend to n candidates (tokens, or compressed
 4-token entries in V4); the indexer keeps the top k.
 
@@ -192,7 +199,7 @@ def _prompt(
 
     if text is None and ids is None:
         count = TOKENS if options.prompt_tokens is None else options.prompt_tokens
-        ids = recurring_prompt(model.config.vocab_size, count, options.seed)
+        ids = recurring_prompt(model.config.get_text_config().vocab_size, count, options.seed)
     return generation.prompt_ids(model, tokenizer, text=text, ids=ids, count=None, seed=options.seed)
 
 

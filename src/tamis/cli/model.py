@@ -8,6 +8,7 @@ from tamis.cli import options as shared
 from tamis.cli.memory import out_of_memory
 from tamis.cli.progress import waiting
 from tamis.cli.values import whole
+from tamis.integrations.hf.names import MODELS
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 
 TRAINED = "trained"
+
+
+def model_titles() -> str:
+    """The models that can be loaded, as texts enumerate them."""
+    *others, last = (known.title for known in MODELS.values())
+    return f"{', '.join(others)} or {last}"
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +36,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_revision(parser)
     parser.add_argument(
         "--model",
-        choices=(TRAINED, "v32", "glm", "v4"),
+        choices=(TRAINED, *(known.short for known in MODELS.values())),
         default=TRAINED,
         help="without a checkpoint: the tiny model that tamis train-demo made, which recalls values of keys, or a "
         f"tiny model of an architecture with random weights (default: {TRAINED})",

@@ -18,16 +18,20 @@ from tamis.cli.values import memory, whole
 if TYPE_CHECKING:
     from tamis.cache.sizes import CacheSizes
 
-MODELS = ("deepseek-v3.2", "glm-5", "deepseek-v4-flash", "deepseek-v4-pro")
+MODELS = (
+    *("deepseek-v3.2", "glm-5", "deepseek-v4-flash", "deepseek-v4-pro"),
+    *("a.x-k2-light", "hy4", "mistral-large-4"),
+)
 """The models of `tamis.model.known`, whose neighbours import torch; a test compares the two."""
 
 COLUMNS = ("bytes_per_token_and_layer", "bytes_per_token", "bytes_per_request_and_layer", "bytes_per_request")
 
 DETAILS = """\
-Counts what tamis' caches store. In DeepSeek-V3.2 and GLM-5 every layer keeps a latent row per token (656 bytes in FP8)
-and, if it has an indexer, an index key (132 bytes). In DeepSeek-V4 every layer keeps a window of the last raw tokens;
-compressed layers add an entry per 4 or 128 tokens, index keys (one per entry of 4 tokens), and the state that a
-compressor carries from token to token. Windows and states do not grow with the context.
+Counts what tamis' caches store. In DeepSeek-V3.2, GLM-5 and their relatives a layer keeps a latent row per token (656
+bytes in FP8 at 512 + 64 columns), unless it reads the rows of an earlier layer, and, if it has an indexer, an index key
+(132 bytes). In DeepSeek-V4 every layer keeps a window of the last raw tokens; compressed layers add an entry per 4 or
+128 tokens, index keys (one per entry of 4 tokens), and the state that a compressor carries from token to token. Windows
+and states do not grow with the context.
 
 Sizes are in whole pages, with their padding, for requests that decode; while a prompt is prefilled, windows and states
 hold its newest chunk as well. An engine may pad pages further to lay several caches into one pool.

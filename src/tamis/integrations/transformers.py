@@ -38,16 +38,10 @@ if not is_admitted("transformers", _transformers.__version__):
 
 from tamis.integrations.hf import replay
 from tamis.integrations.hf.cache import TamisCache
-from tamis.integrations.hf.forward import Attachment, model_forward
-from tamis.integrations.hf.layers import (
-    CacheKind,
-    V4Family,
-    V32Family,
-    WrapLayer,
-    glm_forward,
-    v4_forward,
-    v32_forward,
-)
+from tamis.integrations.hf.forward import Attachment, language_model, model_forward
+from tamis.integrations.hf.layers import CacheKind, V32Family, WrapLayer, glm_forward, v32_forward
+from tamis.integrations.hf.mla_models import AxK2Family, Hy4Family, MistralLarge4Family
+from tamis.integrations.hf.v4_layers import V4Family, v4_forward
 from tamis.layers.recording import Recording
 
 if TYPE_CHECKING:
@@ -66,10 +60,13 @@ __all__ = [
     "take_index_loss",
 ]
 
-_MODELS: dict[str, tuple[Any, Any]] = {
+_MODELS: dict[str, tuple[Any, Any]] = {  # `names.MODELS` has the same
     "DeepseekV32ForCausalLM": (V32Family, v32_forward),
     "GlmMoeDsaForCausalLM": (V32Family, glm_forward),
     "DeepseekV4ForCausalLM": (V4Family, v4_forward),
+    "AXK2ForCausalLM": (AxK2Family, v32_forward),
+    "HYV4ForCausalLM": (Hy4Family, glm_forward),
+    "MistralLarge4ForConditionalGeneration": (MistralLarge4Family, glm_forward),
 }
 CHUNK_TOKENS = 4096
 """Prompts longer than this run in chunks of this many tokens, which bounds the memory that activations take."""
@@ -92,8 +89,8 @@ def attach(
     """Run a model's attention through tamis, until `detach`.
 
     Args:
-        model: a `DeepseekV32ForCausalLM`, `GlmMoeDsaForCausalLM` or `DeepseekV4ForCausalLM` on one device, or a
-            `PeftModel` of one.
+        model: a model on one device, with its language-model head, of a kind that the guide's table of models lists;
+            or a `PeftModel` of one.
         cache: the format of the cache pages. "fp8" is the model family's own format (656 or 584 bytes a token at full
             width) with FP8 index keys; "bf16" keeps rows in bf16 and index keys in the model's dtype; "fp32" is exact.
             In training, only the format of index keys matters: rows are selected as from such a cache. The default is
@@ -126,7 +123,7 @@ def attach(
     checks.flag("train", train)
     if is_attached(model):
         raise checks.refuse("model", "one that is not attached yet", "an attached one", "call detach(model) first")
-    base = model.model
+    base = language_model(model)
     modules = [layer.self_attn for layer in base.layers]
     if any("forward" in vars(module) for module in (base, *modules)):
         remedy = "load it without device_map or other hooks"
@@ -139,8 +136,8 @@ def attach(
         from tamis.integrations.hf import train_attach
 
         options = train_attach.checked_options(indexer, index_loss, deterministic, keep_selections, teachers, backend)
+        base_forward, forward = train_attach.training_forward, train_attach.training_method(_name(model))
         train_attach.check_model(model, options)
-        base_forward, forward = train_attach.training_forward, train_attach.FORWARDS[_name(model)]
     family = make_family(base, cache, backend, wrap_layer)
     if train:
         training = train_attach.start(model, options)
@@ -156,7 +153,7 @@ def detach(model: Any) -> None:
     model = _bare(model)
     if not is_attached(model):
         return
-    base = model.model
+    base = language_model(model)
     if base._tamis.training is not None:
         from tamis.integrations.hf import train_attach
 
@@ -169,14 +166,14 @@ def detach(model: Any) -> None:
 
 def is_attached(model: Any) -> bool:
     """Whether a model's attention runs through tamis."""
-    return getattr(getattr(_bare(model), "model", None), "_tamis", None) is not None
+    return getattr(language_model(_bare(model)), "_tamis", None) is not None
 
 
 def new_cache(model: Any) -> TamisCache:
     """An empty cache for an attached model, to be passed as `past_key_values`."""
     if not is_attached(model):
         raise checks.refuse("model", "an attached one", checks.describe(model), "call attach(model) first")
-    return TamisCache(_bare(model).model._tamis.family.shape)
+    return TamisCache(language_model(_bare(model))._tamis.family.shape)
 
 
 def indexer_parameters(model: Any) -> list[str]:
@@ -204,13 +201,13 @@ def recording(model: Any, into: Recording, requests: Sequence[Hashable]) -> Abst
     """A context in which an attached model records what its layers select, for `replaying`.
 
     Args:
-        model: an attached DeepSeek-V3.2 or GLM.
+        model: an attached model whose layers select tokens: any but DeepSeek-V4.
         into: a `Recording(topk=config.index_topk)`.
         requests: a name for every row of the batch.
     """
     if not is_attached(model):
         raise checks.refuse("model", "an attached one", checks.describe(model), "call attach(model) first")
-    return replay.recording(_bare(model).model, into, requests)
+    return replay.recording(language_model(_bare(model)), into, requests)
 
 
 def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> AbstractContextManager[None]:
@@ -220,16 +217,16 @@ def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> 
     that was generated has not run, so leave it out of `input_ids`.
 
     Args:
-        model: a DeepSeek-V3.2 or GLM attached with `train=True`.
+        model: one attached with `train=True`, any but DeepSeek-V4.
         recorded: the selections: from `recording`, or loaded from what an engine captured (`Recording.load`).
         requests: the names of the batch's sequences, in order; every packed sequence has its own.
     """
     _training(model)
-    return replay.replaying(_bare(model).model, recorded, requests)
+    return replay.replaying(language_model(_bare(model)), recorded, requests)
 
 
 def _training(model: Any) -> Any:
-    training = _bare(model).model._tamis.training if is_attached(model) else None
+    training = language_model(_bare(model))._tamis.training if is_attached(model) else None
     if training is None:
         raise checks.refuse("model", "one attached for training", checks.describe(model), "attach(model, train=True)")
     return training
@@ -240,14 +237,28 @@ def _bare(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def _names(model: Any) -> list[str]:
+    """The names of a model's class and of its bases."""
+    return [kind.__name__ for kind in type(model).__mro__]
+
+
 def _name(model: Any) -> str:
-    return next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in _MODELS), "")
+    """The name by which a model is supported; empty if it is not."""
+    return next((name for name in _names(model) if name in _MODELS), "")
 
 
 def _parts(model: Any) -> tuple[Any, Any]:
+    """The family and the forward method of a model that is supported; others are refused."""
     if _name(model):
         return _MODELS[_name(model)]
-    remedy = f"transformers {_transformers.__version__} has no other models with sparse latent attention"
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "index_topk", None) is None:
+        remedy = "this one has no sparse latent attention, so leave it as it is"
+    elif not any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in _names(model)):
+        remedy = "this is a part of a model: attach the whole, with its language-model head"
+    else:
+        remedy = "this one has an indexer too, but tamis does not support it yet"
     raise checks.refuse("model", f"one of {', '.join(_MODELS)}", type(model).__name__, remedy)
 
 

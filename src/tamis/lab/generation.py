@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -13,12 +13,9 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.integrations.hf.layers import CacheKind
+from tamis.integrations.hf.names import MODELS, Named
 from tamis.integrations.transformers import attach, detach
 
-ModelName = Literal["v32", "glm", "v4"]
-_TYPES = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa", "deepseek_v4": "DeepseekV4"}
-"""Model types that can be attached, and the prefixes of their classes in transformers."""
-_NAMES = dict(zip(("v32", "glm", "v4"), _TYPES, strict=True))
 _DEFAULT_PROMPT = 256
 
 _TINY: dict[str, Any] = {
@@ -62,19 +59,50 @@ _TINY_V4 = _TINY | {
     "num_nextn_predict_layers": 0,
     "rope_parameters": {"rope_type": "default"},
 }
+_TINY_MISTRAL = {
+    # Every second layer has no rope, and the last two attend to the rows of the first two.
+    "text_config": _TINY_V32
+    | {
+        "model_type": "mistral_large4_text",
+        "num_hidden_layers": 4,
+        "no_rope_layer_interval": 2,
+        "kv_source_layers": [0, 1, 0, 1],
+        "indexer_types": ["full", "full", "shared", "full"],
+    },
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 64,
+        "patch_size": 16,
+    },
+}
 _SIZES: dict[str, dict[str, Any]] = {
     "v32": _TINY_V32,
     "glm": _TINY_V32 | {"indexer_types": ["full", "shared", "full"]},
     "v4": _TINY_V4,
+    "axk2": _TINY_V32 | {"kv_lora_rank": 128, "qk_rope_head_dim": 32, "n_group": None, "topk_group": None},
+    "hy4": _TINY_V32 | {"hc_mult": 2, "indexer_types": ["full", "shared", "full"]},
+    "mistral-large4": _TINY_MISTRAL,
 }
 
 
-def make_model(name: ModelName, device: torch.device, seed: int) -> Any:
-    """A tiny model with random weights whose cached rows have their full widths."""
+def make_model(name: str, device: torch.device, seed: int) -> Any:
+    """A tiny model with random weights whose cached rows have their full widths, by its short name."""
     torch.manual_seed(seed)
-    kind = _TYPES[_NAMES[name]]
-    config = getattr(transformers, f"{kind}Config")(**_SIZES[name])
-    return getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(device)
+    kind = _model_class("--model", next(known for known in MODELS.values() if known.short == name))
+    return kind(kind.config_class(**_SIZES[name])).eval().to(device)
+
+
+def _model_class(option: str, named: Named) -> Any:
+    """A model's class. Older versions of transformers do not have every model."""
+    found = getattr(transformers, named.class_name, None)
+    if found is None:
+        expected = f"a model of transformers {transformers.__version__}"
+        raise checks.refuse(option, expected, named.title, "install a newer transformers")
+    return found
 
 
 def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
@@ -89,10 +117,10 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
     local = {"local_files_only": True, "trust_remote_code": False}
     with quiet():
         kind = transformers.PreTrainedConfig.get_config_dict(checkpoint, local_files_only=True)[0].get("model_type")
-        if kind not in _TYPES:
-            expected = f"of a model of type {', '.join(_TYPES)}"
+        if not isinstance(kind, str) or kind not in MODELS:
+            expected = f"of a model of type {', '.join(MODELS)}"
             raise checks.refuse("--checkpoint", expected, repr(kind), "tamis is for sparse latent attention")
-        model, loaded = getattr(transformers, f"{_TYPES[kind]}ForCausalLM").from_pretrained(
+        model, loaded = _model_class("--checkpoint", MODELS[kind]).from_pretrained(
             checkpoint,
             # Not every CPU supports 16-bit matrix products.
             dtype=torch.float32 if device.type == "cpu" else "auto",
@@ -139,7 +167,7 @@ def prompt_ids(
     model: Any, tokenizer: Any, *, text: str | None, ids: list[int] | None, count: int | None, seed: int
 ) -> list[int]:
     """Token ids from a text, from given ids, or at random."""
-    vocab: int = model.config.vocab_size
+    vocab: int = model.config.get_text_config().vocab_size
     if text is not None:
         if tokenizer is None:
             which = "checkpoint" if model.name_or_path else "random model"

@@ -191,6 +191,9 @@ class MlaChecks:
     ) -> None:
         """Refuse rows and index keys that do not fit their caches."""
         if kv is not None:
+            if self.spec.reuse_rows:
+                remedy = "pass None, and the cache that the earlier layer wrote"
+                raise checks.refuse("kv", "None for a layer that reads an earlier layer's rows", "rows", remedy)
             check_rows(kv, caches.latent)
         if index is not None:
             checks.instance("index", index, IndexInputs)

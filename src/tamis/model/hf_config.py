@@ -7,15 +7,16 @@ from tamis import checks
 
 
 def fields_of(config: Any) -> Mapping[str, Any]:
-    """The settings of a config object or dictionary."""
+    """The settings of a config object or dictionary; those of its language model if the config has others besides."""
     if isinstance(config, Mapping):
-        return config
+        text = config.get("text_config")
+        return text if isinstance(text, Mapping) and "index_topk" not in config else config
     to_dict = getattr(config, "to_dict", None)
     found = to_dict() if callable(to_dict) and not isinstance(config, type) else None
     if not isinstance(found, Mapping):
         expected = "a Hugging Face config or its dictionary"
         raise checks.refuse_type("config", expected, checks.describe(config), "pass model.config")
-    return found
+    return fields_of(found)
 
 
 def whole(fields: Mapping[str, Any], name: str, *, low: int = 1, default: int | None = None) -> int:
@@ -64,3 +65,15 @@ def rope_width(fields: Mapping[str, Any]) -> int:
     """The number of rotated columns of a V4 head."""
     given = whole(fields, "qk_rope_head_dim", low=0, default=0)
     return given or int(whole(fields, "head_dim") * real(fields, "partial_rotary_factor", 0.125))
+
+
+def has_rope(fields: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer of the V3.2 family has a rope: all of them but some of Mistral Large 4."""
+    flags = listed(fields, "no_rope_layers")
+    if flags is not None:
+        return (
+            layer >= len(flags) or checks.integer(f"config.no_rope_layers[{layer}]", flags[layer], low=0, high=1) == 1
+        )
+    usual = 4 if fields.get("model_type") == "mistral_large4_text" else 0
+    interval = whole(fields, "no_rope_layer_interval", low=0, default=usual)
+    return interval == 0 or (layer + 1) % interval != 0

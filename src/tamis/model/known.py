@@ -52,6 +52,33 @@ _V4_PRO = _V4_FLASH | {
     "index_topk": 1024,
     "compress_ratios": [128, 128, *[4, 128] * 29, 4],
 }
+_AX_K2 = _V32 | {
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "index_n_heads": 16,
+    "max_position_embeddings": 131072,
+}
+_HY4 = _V32 | {
+    "model_type": "hy_v4",
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "qk_nope_head_dim": 192,
+    "index_n_heads": 16,
+    "indexer_types": ["full", *["full", "shared", "shared", "shared"] * 8, "full"],
+    "max_position_embeddings": 262144,
+}
+_MISTRAL_LARGE_4 = _V32 | {
+    "model_type": "mistral_large4_text",
+    "num_hidden_layers": 72,
+    "num_attention_heads": 64,
+    "qk_nope_head_dim": 64,
+    "index_n_heads": 32,
+    "no_rope_layers": [1, 1, 1, 0] * 18,
+    "max_position_embeddings": 1048576,
+}
 
 _V4_SOURCE = "the fields of the checkpoint's config.json"
 
@@ -64,5 +91,12 @@ KNOWN: Mapping[str, KnownModel] = {
     ),
     "deepseek-v4-flash": KnownModel("DeepSeek-V4-Flash", _V4_SOURCE, _V4_FLASH),
     "deepseek-v4-pro": KnownModel("DeepSeek-V4-Pro", _V4_SOURCE, _V4_PRO),
+    "a.x-k2-light": KnownModel("A.X-K2-Light", "the defaults of transformers' AXK2Config", _AX_K2),
+    "hy4": KnownModel("Hy4", "the defaults of transformers' HYV4Config; checkpoints may differ", _HY4),
+    "mistral-large-4": KnownModel(
+        "Mistral Large 4",
+        "the defaults of transformers' MistralLarge4TextConfig, where no layer reads another's rows or selection",
+        _MISTRAL_LARGE_4,
+    ),
 }
 """Models by the names of `tamis size --model`."""

@@ -43,19 +43,28 @@ class IndexRecipe:
             check_hadamard(width, name)
 
     @classmethod
-    def from_hf(cls, config: Any, *, hadamard: bool = False) -> Self:
-        """From a Hugging Face config (object or dict) of the V3.2 family (V3.2, GLM-5.x) or the V4 family.
+    def from_hf(cls, config: Any, layer: int = 0, *, hadamard: bool = False) -> Self:
+        """From a Hugging Face config (object or dict) of the V3.2 family (V3.2, GLM-5.x, A.X-K2, Hy4, Mistral Large 4)
+        or the V4 family.
 
         In the V3.2 family `indexer_rope_interleave` decides which pairs are rotated. Without it they are adjacent in
-        GLM-MoE-DSA and halves in other models, as in transformers.
+        GLM-MoE-DSA and Mistral Large 4, and halves in other models, as in transformers. They are the last columns in
+        Hy4, and the first in other models.
+
+        Args:
+            config: the model's config.
+            layer: index of the layer. Some layers of Mistral Large 4 have no rope.
+            hadamard: whether rows are multiplied by the Hadamard matrix.
         """
         fields = hf_config.fields_of(config)
         if hf_config.whole(fields, "kv_lora_rank", low=0, default=0):
             rope = hf_config.whole(fields, "qk_rope_head_dim", low=0, default=0)
             pairs = fields.get("indexer_rope_interleave")
-            usual = str(fields.get("model_type")) == "glm_moe_dsa"
+            kind = str(fields.get("model_type"))
+            usual = kind in ("glm_moe_dsa", "mistral_large4_text")
             interleaved = usual if pairs is None else checks.flag("config.indexer_rope_interleave", pairs)
-            return cls(rope, interleaved=interleaved, hadamard=hadamard)
+            rope = rope if hf_config.has_rope(fields, checks.integer("layer", layer, low=0)) else 0
+            return cls(rope, interleaved=interleaved, rope_first=kind != "hy_v4", hadamard=hadamard)
         if fields.get("head_dim") is None:
             raise checks.refuse("config", "one with 'kv_lora_rank' or 'head_dim'", "none", "this model has no indexer")
         return cls.of_v4(hf_config.rope_width(fields), hadamard=hadamard)

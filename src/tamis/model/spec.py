@@ -41,6 +41,8 @@ class LayerSpec:
     """Tokens that one compressed entry stands for (V4: 1, 4 or 128)."""
     sink: bool = False
     kind: LayerKind = "tokens"
+    reuse_rows: bool = False
+    """Whether the layer attends to the rows that an earlier layer wrote, and writes none of its own."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not describe a layer."""
@@ -56,6 +58,7 @@ class LayerSpec:
         checks.integer("index_heads", self.index_heads, low=0)
         checks.integer("index_dim", self.index_dim, low=0)
         checks.flag("reuse_topk", self.reuse_topk)
+        checks.flag("reuse_rows", self.reuse_rows)
         checks.flag("sink", self.sink)
         if self.topk is None and self.window is None:
             raise checks.refuse("topk", "given for a layer without a window", None, "pass topk= or window=")
@@ -73,7 +76,8 @@ class LayerSpec:
 
     @classmethod
     def from_hf(cls, config: Any, layer: int = 0, *, tensor_parallel: int = 1) -> Self:
-        """From a Hugging Face config (object or dict) of the V3.2 family (V3.2, GLM-5.x) or the V4 family.
+        """From a Hugging Face config (object or dict) of the V3.2 family (V3.2, GLM-5.x, A.X-K2, Hy4, Mistral Large 4)
+        or the V4 family.
 
         Args:
             config: the model's config.
@@ -100,13 +104,15 @@ class LayerSpec:
         return cls(
             heads,
             latent,
-            rope,
+            rope if hf_config.has_rope(fields, layer) else 0,
             latent,
             Rope.from_hf(fields, rope).softmax_scale(query),
             topk=hf_config.whole(fields, "index_topk"),
             index_heads=hf_config.whole(fields, "index_n_heads", low=0, default=0),
             index_dim=hf_config.whole(fields, "index_head_dim", low=0, default=0),
             reuse_topk=_reuses_topk(fields, layer),
+            sink=fields.get("model_type") == "hy_v4",
+            reuse_rows=_reuses_rows(fields, layer),
         )
 
     @classmethod
@@ -148,6 +154,14 @@ def _reuses_topk(fields: Mapping[str, Any], layer: int) -> bool:
     frequency = hf_config.whole(fields, "index_topk_freq", low=0, default=1) or 1
     offset = hf_config.whole(fields, "index_skip_topk_offset", low=0, default=2)
     return max(layer - offset + 1, 0) % frequency != 0
+
+
+def _reuses_rows(fields: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer attends to an earlier layer's rows."""
+    sources = hf_config.listed(fields, "kv_source_layers")
+    if sources is None or layer >= len(sources):
+        return False
+    return checks.integer(f"config.kv_source_layers[{layer}]", sources[layer], low=0, high=layer) != layer
 
 
 def _v4_kind(fields: Mapping[str, Any], layer: int) -> tuple[LayerKind, int]:

@@ -18,7 +18,7 @@ MASK = torch.ones_like(IDS)
 MASK[1, :25] = 0
 
 
-@pytest.fixture(params=["v32", "glm-shared"])
+@pytest.fixture(params=["v32", "glm-shared", "hy4"])
 def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A model with peaked attention, attached for training with exact pages."""
     found = shared(request.param)

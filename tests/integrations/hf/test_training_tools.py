@@ -33,7 +33,10 @@ def adapted(name: str, targets: list[str], **options: Any) -> Any:
     return peft.get_peft_model(trainable(name), config)  # the generator starts anew with every model
 
 
-@pytest.mark.parametrize(("name", "targets"), [("v32", ATTENTION), ("v4", V4)])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("v32", ATTENTION), ("v4", V4), ("axk2", ["q_gate_proj", "kv_b_proj"]), ("mistral-large4", ["kv_b_proj"])],
+)
 def test_adapters_get_the_untouched_models_gradients(name: str, targets: list[str]) -> None:
     model = adapted(name, targets)
     loss, expected = step(model, input_ids=IDS, labels=IDS)

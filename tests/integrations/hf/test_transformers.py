@@ -5,7 +5,17 @@ from typing import Any
 import pytest
 import torch
 from bounds import relative_error
-from hf_models import build, every_family, every_model, greedy, logits, tokens, v32_only
+from hf_models import (
+    build,
+    every_family,
+    every_kind_of_cache,
+    every_model,
+    greedy,
+    logits,
+    own_positions,
+    tokens,
+    v32_only,
+)
 
 from tamis.integrations.transformers import TamisCache, attach, detach, new_cache
 
@@ -43,7 +53,7 @@ def test_padding_changes_nothing(model: Any, side: str) -> None:
     mask = (columns >= 130 - counts if side == "left" else columns < counts).long()
     alone = [logits(model, ids[row, mask[row] != 0].unsqueeze(0))[0] for row in range(3)]
     attach(model, cache="fp32", chunk_tokens=90)
-    found = logits(model, ids, attention_mask=mask)
+    found = logits(model, ids, attention_mask=mask, **own_positions(model, mask))
     for row, expected in enumerate(alone):
         assert relative_error(found[row, mask[row] != 0], expected) < 1e-4
 
@@ -54,7 +64,7 @@ def test_a_chunk_may_be_nothing_but_padding(model: Any) -> None:
     mask[0, :50] = mask[1, :60] = 0
     alone = [logits(model, ids[:1, 50:])[0], logits(model, ids[1:, 60:])[0]]
     attach(model, cache="fp32", chunk_tokens=2 * 20)
-    found = logits(model, ids, attention_mask=mask)
+    found = logits(model, ids, attention_mask=mask, **own_positions(model, mask))
     assert relative_error(found[0, 50:], alone[0]) < 1e-5
     assert relative_error(found[1, 60:], alone[1]) < 1e-5
 
@@ -104,7 +114,7 @@ def test_many_heads_gather_their_prefills_whatever_the_padding() -> None:
     assert relative_error(found[2, :70], alone[2]) < 1e-4
 
 
-@every_family
+@every_kind_of_cache
 def test_several_turns_share_a_cache(model: Any) -> None:
     first, second = tokens(2, 70), tokens(2, 60)
     whole = torch.cat((greedy(model, first, 20), second), dim=1)

@@ -6,16 +6,18 @@ from typing import Any
 import pytest
 import torch
 from bounds import relative_error
-from hf_models import FAMILIES, build, every_family, greedy, logits, tokens, transformers, v32_only
+from hf_models import FAMILIES, build, every_kind_of_cache, greedy, logits, tokens, transformers, v32_only
 from settings import default_dtype
 
+from tamis.integrations import transformers as attaching
+from tamis.integrations.hf import train_attach
 from tamis.integrations.transformers import attach, detach, is_attached, new_cache
 
 # What transformers itself computes follows the default device, and an autocast or shorter products as they should.
 pytestmark = pytest.mark.own_settings("the models' own", without=("meta", "cuda", "autocast", "tf32"))
 
 
-@every_family
+@every_kind_of_cache
 def test_detach_restores_everything(model: Any) -> None:
     ids = tokens(2, 60)
     expected, tokens_before = logits(model, ids), greedy(model, ids, 8)
@@ -34,7 +36,7 @@ def test_detach_restores_everything(model: Any) -> None:
     detach(torch.nn.Linear(2, 2))
 
 
-@every_family
+@every_kind_of_cache
 def test_a_copied_model_has_its_own_attention(model: Any) -> None:
     ids = tokens(1, 50)
     attach(model, cache="fp32")
@@ -91,10 +93,11 @@ def test_wrong_attachments_are_refused(model: Any) -> None:
     with pytest.raises(ValueError, match="nonesuch"):
         attach(model, backend="nonesuch")
     assert not is_attached(model)
-    with pytest.raises(
-        ValueError, match="DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM, DeepseekV4ForCausalLM, got Lin"
-    ):
+    known = "DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM, DeepseekV4ForCausalLM, .*"
+    with pytest.raises(ValueError, match=rf"{known}, got Linear; this one has no sparse latent attention"):
         attach(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=rf"{known}, got DeepseekV32Model; this is a part of a model"):
+        attach(model.model)
     with pytest.raises(ValueError, match="call attach"):
         new_cache(model)
     attach(model)
@@ -107,6 +110,20 @@ def test_wrong_attachments_are_refused(model: Any) -> None:
             attach(model)
     finally:
         del model.model.forward
+
+
+def test_the_refusal_names_what_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made from the list of models, in inference as in training."""
+    model, name = build("axk2"), "AXK2ForCausalLM"
+    monkeypatch.setattr(train_attach, "FORWARDS", {n: f for n, f in train_attach.FORWARDS.items() if n != name})
+    with pytest.raises(ValueError, match=rf"for train=True, got {name}; attach it without train=True") as refused:
+        attach(model, train=True)
+    assert all(known in str(refused.value) for known in train_attach.FORWARDS)
+    monkeypatch.setattr(attaching, "_MODELS", {n: parts for n, parts in attaching._MODELS.items() if n != name})
+    with pytest.raises(ValueError, match=rf"got {name}; this one has an indexer too, but tamis does not") as refused:
+        attach(model)
+    assert str(refused.value).startswith(f"model must be one of {', '.join(attaching._MODELS)}, got")
+    assert not is_attached(model)
 
 
 @v32_only
@@ -143,7 +160,7 @@ def test_wrong_uses_are_refused(model: Any) -> None:
 
 @pytest.mark.own_settings("makes its own")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@every_family
+@every_kind_of_cache
 def test_an_attached_model_does_not_follow_defaults(model: Any, dtype: torch.dtype) -> None:
     """ "meta" stands for any default device that is not the model's."""
     attach(model)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from bounds import relative_error
-from hf_models import built, every_family, logits, tokens, v32_only
+from hf_models import built, every_kind_of_cache, logits, tokens, v32_only
 
 from tamis.integrations.transformers import TamisCache, attach, detach, new_cache
 
 
-@every_family
+@every_kind_of_cache
 def test_a_copied_cache_goes_its_own_way(model: Any) -> None:
     ids = tokens(1, 130)
     attach(model, cache="fp32")
@@ -27,7 +27,7 @@ def test_a_copied_cache_goes_its_own_way(model: Any) -> None:
     assert (held.get_seq_length(), other.get_seq_length()) == (130, 177)
 
 
-@every_family
+@every_kind_of_cache
 def test_requests_are_repeated_and_selected(model: Any) -> None:
     ids = tokens(2, 100)
     attach(model, cache="fp32")
@@ -68,11 +68,11 @@ def test_what_v4_has_let_go_cannot_come_back(model: Any) -> None:
     assert all(held.depths[name] <= before[name] + 4 for name in before)
 
 
-@every_family
+@every_kind_of_cache
 def test_pages_are_of_the_format_asked_for(model: Any) -> None:
     for kind, dtype in (("fp8", torch.uint8), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
         attach(model, cache=kind)
-        held = model.model._tamis.family.shape.layers[1]
+        held = new_cache(model).shape.layers[1]
         assert held["window" if "window" in held else "latent"].layout.element == dtype
         detach(model)
 

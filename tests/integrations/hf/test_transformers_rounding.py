@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bounds import relative_error
-from hf_models import FAMILIES, build, every_model, logits, tokens
+from hf_models import FAMILIES, RELATIVES, build, every_model, logits, tokens
 from hf_rounding import recorded_selections, rounded_logits
 
 from tamis.integrations.transformers import attach, detach
@@ -38,7 +38,7 @@ def test_rounding_is_the_only_difference(model: Any, kind: Any) -> None:
     assert lack < KEY_EDGE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *RELATIVES])
 def test_fp8_selections_are_not_those_of_exact_keys(name: str) -> None:
     """Check that the test above, with its allowance for values at an edge, can tell the two apart."""
     model, ids = build(name), tokens(2, 200)
@@ -49,7 +49,7 @@ def test_fp8_selections_are_not_those_of_exact_keys(name: str) -> None:
     assert rounded_logits(model, ids, "fp32", selections)[1] > 5 * KEY_EDGE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *RELATIVES])
 @pytest.mark.parametrize("kind", ["fp32", *STEPS])
 def test_16_bit_models_are_as_exact_as_untouched(name: str, kind: Any) -> None:
     """Both compute the same thing in float16 and are compared with it in float32: their errors are of one size."""

@@ -14,6 +14,7 @@ from seeds import numpy_seeded, seeded
 
 transformers = pytest.importorskip("transformers")
 
+from tamis.integrations.hf.forward import language_model  # noqa: E402
 from tamis.integrations.transformers import attach, detach, is_attached  # noqa: E402
 from tamis.lab.generation import make_model  # noqa: E402
 from tamis.lab.inspection import (  # noqa: E402
@@ -53,28 +54,31 @@ def dense_weights(name: str, layer: int) -> torch.Tensor:
     """Weights [H, T, S] of transformers' attention when its indexer may select everything."""
     other = copy.deepcopy(model(name))
     other.set_attn_implementation("eager")
-    attention = other.model.layers[layer].self_attn
+    attention = language_model(other).layers[layer].self_attn
     indexer = attention.indexer if hasattr(attention, "indexer") else attention.compressor.indexer
     indexer.index_topk = TOKENS
     with torch.no_grad():
-        return other.model(torch.tensor([prompt()]), output_attentions=True).attentions[layer][0]
+        return language_model(other)(torch.tensor([prompt()]), output_attentions=True).attentions[layer][0]
 
 
 def chosen_by_transformers(name: str, layer: int) -> torch.Tensor:
     """The selection of the unattached model's indexer."""
-    attention = model(name).model.layers[layer].self_attn
+    attention = language_model(model(name)).layers[layer].self_attn
     indexer = attention.indexer if hasattr(attention, "indexer") else attention.compressor.indexer
     found = []
     hook = indexer.register_forward_hook(lambda module, args, output: found.append(output))
     try:
         with torch.no_grad():
-            model(name).model(torch.tensor([prompt()]))
+            language_model(model(name))(torch.tensor([prompt()]))
     finally:
         hook.remove()
     return found[0][0]
 
 
-@pytest.mark.parametrize(("name", "layer", "ratio"), [("v32", 0, 1), ("glm", 0, 1), ("v4", 1, 4)])
+@pytest.mark.parametrize(
+    ("name", "layer", "ratio"),
+    [("v32", 0, 1), ("glm", 0, 1), ("v4", 1, 4), ("axk2", 0, 1), ("hy4", 0, 1), ("mistral-large4", 1, 1)],
+)
 def test_selections_and_recall_are_those_of_transformers(name: str, layer: int, ratio: int) -> None:
     notes = inspected(name).layer(layer)
     theirs = chosen_by_transformers(name, layer).tolist()

@@ -280,6 +280,12 @@ def test_recipes_of_models() -> None:
     assert IndexRecipe.from_hf(v32 | {"indexer_rope_interleave": True}).interleaved
     assert IndexRecipe.from_hf(v32 | {"model_type": "glm_moe_dsa"}).interleaved
     assert not IndexRecipe.from_hf(v32 | {"model_type": "glm_moe_dsa", "indexer_rope_interleave": False}).interleaved
+    assert IndexRecipe.from_hf(v32 | {"model_type": "hy_v4"}) == IndexRecipe(64, rope_first=False)
+    adjacent = IndexRecipe.from_hf(v32 | {"model_type": "hy_v4", "indexer_rope_interleave": True})
+    assert adjacent == IndexRecipe(64, interleaved=True, rope_first=False)
+    mistral = {"text_config": v32 | {"model_type": "mistral_large4_text", "index_topk": 8}}
+    assert IndexRecipe.from_hf(mistral) == IndexRecipe(64, interleaved=True)
+    assert IndexRecipe.from_hf(mistral, 3) == IndexRecipe(0, interleaved=True)
     v4 = IndexRecipe.from_hf({"head_dim": 512, "qk_rope_head_dim": 64}, hadamard=True)
     assert v4 == IndexRecipe(64, interleaved=True, rope_first=False, hadamard=True)
     with pytest.raises(ValueError, match="this model has no indexer"):

@@ -1,27 +1,24 @@
-"""The attention modules of Hugging Face transformers on tamis: one class per family of models.
+"""The attention modules of Hugging Face transformers on tamis: DeepSeek-V3.2 and its family.
 
 The forward pass of a model (`forward`) plans a step once. Each attention module then gets that `Step` in place of a
-mask.
+mask. Models that differ from V3.2 in more than numbers are in `mla_models`, and DeepSeek-V4 is in `v4_layers`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import gcd, lcm
-from typing import Any, Literal, Protocol
+from functools import partial
+from math import gcd
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tamis import checks
-from tamis.cache.layout import Layout, compressor_state, index_fp8, rows, v4_fp8, v32_fp8
+from tamis.cache.layout import Layout, index_fp8, rows, v32_fp8
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches
-from tamis.cache.v4_caches import STATE_PAGE_SIZES, V4Caches
 from tamis.choice import choose
 from tamis.integrations.hf.cache import MAIN_POOL, CacheShape, Held, Pool
 from tamis.layers.mla import SparseMLA
-from tamis.layers.v4 import SparseV4
-from tamis.layers.v4_weights import V4Weights
 from tamis.model.absorb import AbsorbedWeights
 from tamis.model.recipe import IndexRecipe
 from tamis.model.rope import rotate
@@ -30,14 +27,12 @@ from tamis.ops import IndexInputs, quantise_index_query, rotate_index, write_ind
 from tamis.step.batch import Batch
 from tamis.step.plan import Limits
 from tamis.step.planner import Planner
-from tamis.step.v4_plan import WINDOW_POOL, state_pool
-from tamis.step.v4_planner import V4Planner
 
 CacheKind = Literal["fp8", "bf16", "fp32"]
 WrapLayer = Callable[[int, Any], Any]
 """Takes a layer's number and the layer (a `SparseMLA` or a `SparseV4`); returns the layer that runs in its place."""
-_PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
-PAGE, V4_PAGE, WINDOW_PAGE = 64, 256, 64
+PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PAGE = 64
 """Tokens per page."""
 
 
@@ -104,7 +99,7 @@ class Planners:
         return self._planner.plan(batch)
 
 
-def _key_layout(kind: CacheKind, dim: int, dtype: torch.dtype) -> Layout:
+def key_layout(kind: CacheKind, dim: int, dtype: torch.dtype) -> Layout:
     """The format of index keys. Rounding a key can change what is selected, so that beside bf16 rows the keys keep the
     model's own dtype."""
     if kind == "fp8":
@@ -112,53 +107,110 @@ def _key_layout(kind: CacheKind, dim: int, dtype: torch.dtype) -> Layout:
     return rows(torch.float32 if kind == "fp32" else dtype, latent=dim, rope=0)
 
 
+class Query(NamedTuple):
+    """A layer's queries before their rope, and what is projected together with them."""
+
+    heads: Tensor
+    """[T, H, P + R]: the columns without rope first."""
+    index_input: Tensor
+    """[T, N], from which the indexer projects its own queries."""
+    gate: Tensor | None = None
+    """[T, H * V]: the output's gate before its sigmoid; None if there is none."""
+
+
 class V32Family:
-    """DeepSeek-V3.2 and GLM-MoE-DSA: latent rows and index keys of every token, in one pool."""
+    """DeepSeek-V3.2 and GLM-MoE-DSA: latent rows and index keys of every token, in one pool.
+
+    The methods below `plan` are what other models of the family override (`mla_models`).
+    """
 
     counts_tokens = False
+    interleaved = True
+    """Whether the rope of attention rotates pairs (2i, 2i+1); otherwise pairs (i, i + R/2)."""
 
     def __init__(self, base: Any, kind: CacheKind, backend: str, wrap_layer: WrapLayer) -> None:
         """Read a model (the part below the language-model head)."""
         config, device, dtype = base.config, base.embed_tokens.weight.device, base.embed_tokens.weight.dtype
-        modules = [layer.self_attn for layer in base.layers]
-        self.specs = specs = [_v32_spec(config, module) for module in modules]
-        latent = specs[0].latent_dim
-        dim, rope = config.index_head_dim, specs[0].rope_dim
-        if kind == "fp8":
-            layout = v32_fp8(latent=latent, rope=rope, tile=gcd(latent, 128))
-        else:
-            layout = rows(_PLAIN[kind], latent=latent, rope=rope)
-        keys = _key_layout(kind, dim, dtype)
+        self.specs = specs = [self.spec(config, layer.self_attn) for layer in base.layers]
+        dim = config.index_head_dim
+        keys = key_layout(kind, dim, dtype)
         # The Hadamard rotation makes FP8 keys more exact; without FP8 it would only cost time.
         self.recipe = IndexRecipe.from_hf(config, hadamard=kind == "fp8" and dim & (dim - 1) == 0)
-        choose(specs[0], device, layout=layout, dtype=dtype, page_size=PAGE, prefer=backend)
         self.backend, self.quantised = backend, kind == "fp8"
-        self.layers = [wrap_layer(number, SparseMLA(spec, backend=backend)) for number, spec in enumerate(specs)]
-        held = [
-            {"latent": Held(MAIN_POOL, layout, PAGE)}
-            | ({} if spec.reuse_topk else {"index": Held(MAIN_POOL, keys, PAGE, self.recipe)})
-            for spec in specs
-        ]
+        self._planners: dict[int, Planners] = {}
+        held = []
+        for spec in specs:
+            layout = _row_layout(kind, spec)
+            if spec.rope_dim not in self._planners:
+                choose(spec, device, layout=layout, dtype=dtype, page_size=PAGE, prefer=backend)
+                make = partial(Planner, spec, device=device, layout=layout)
+                self._planners[spec.rope_dim] = Planners(make, {MAIN_POOL: PAGE})
+            own = {} if spec.reuse_rows else {"latent": Held(MAIN_POOL, layout, PAGE)}
+            if not spec.reuse_topk:
+                own["index"] = Held(MAIN_POOL, keys, PAGE, self.layer_recipe(spec))
+            held.append(own)
         self.shape = CacheShape({MAIN_POOL: Pool(PAGE)}, held, device)
-        self._planners = Planners(lambda limits: Planner(specs[0], limits, device, layout=layout), {MAIN_POOL: PAGE})
+        self.layers = [wrap_layer(number, SparseMLA(spec, backend=backend)) for number, spec in enumerate(specs)]
 
     def plan(self, batch: Batch) -> Any:
-        """The step's metadata, valid until the next step."""
-        return self._planners.plan(batch)
+        """The step's metadata, valid until the next step. Layers of another rope width have a plan of their own."""
+        plans = {rope: planners.plan(batch) for rope, planners in self._planners.items()}
+        return plans if len(plans) > 1 else next(iter(plans.values()))
+
+    def layer_plan(self, plan: Any, spec: LayerSpec) -> Any:
+        """The plan of one layer."""
+        return plan[spec.rope_dim] if len(self._planners) > 1 else plan
+
+    def spec(self, config: Any, module: Any) -> LayerSpec:
+        """The numbers of one attention module."""
+        return LayerSpec(
+            config.num_attention_heads,
+            config.kv_lora_rank,
+            module.qk_rope_head_dim,
+            config.kv_lora_rank,
+            module.scaling,
+            topk=config.index_topk,
+            index_heads=config.index_n_heads,
+            index_dim=config.index_head_dim,
+            reuse_topk=module.indexer is None,
+        )
+
+    def layer_recipe(self, spec: LayerSpec) -> IndexRecipe:
+        """How the index queries and keys of a layer are rotated."""
+        return self.recipe
+
+    def row_source(self, layer: int) -> int:
+        """The number of the layer whose rows a layer attends to."""
+        return layer
+
+    def query(self, module: Any, hidden: Tensor) -> Query:
+        """The queries of the tokens [T, N]."""
+        residual = module.q_a_layernorm(module.q_a_proj(hidden))
+        return Query(module.q_b_proj(residual).unflatten(1, (module.num_heads, -1)), residual)
+
+    def index_query(self, indexer: Any, index_input: Tensor, positions: Tensor | None) -> Tensor:
+        """The indexer's queries [T, H, D] before their rope."""
+        found: Tensor = indexer.wq_b(index_input).unflatten(1, (indexer.n_heads, indexer.head_dim))
+        return found
+
+    def scale_query(self, module: Any, q: Tensor, positions: Tensor | None) -> Tensor:
+        """The rotated queries [T, H, P + R] times what depends on the positions [T] of their tokens."""
+        return q
+
+    def sink(self, module: Any) -> Tensor | None:
+        """The logits [H] of the heads' sinks; None if there are none."""
+        return None
+
+    def apply_gate(self, values: Tensor, gate: Tensor | None) -> Tensor:
+        """The attention's output [T, H * V] times its gate."""
+        return values
 
 
-def _v32_spec(config: Any, module: Any) -> LayerSpec:
-    return LayerSpec(
-        config.num_attention_heads,
-        config.kv_lora_rank,
-        config.qk_rope_head_dim,
-        config.kv_lora_rank,
-        module.scaling,
-        topk=config.index_topk,
-        index_heads=config.index_n_heads,
-        index_dim=config.index_head_dim,
-        reuse_topk=module.indexer is None,
-    )
+def _row_layout(kind: CacheKind, spec: LayerSpec) -> Layout:
+    """The format of a layer's rows."""
+    if kind == "fp8":
+        return v32_fp8(latent=spec.latent_dim, rope=spec.rope_dim, tile=gcd(spec.latent_dim, 128))
+    return rows(PLAIN[kind], latent=spec.latent_dim, rope=spec.rope_dim)
 
 
 def v32_forward(
@@ -179,50 +231,80 @@ def glm_forward(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Step,
     prev_topk_indices: Tensor | None = None,
+    position_ids: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None, Tensor]:
     """Replaces `GlmMoeDsaAttention.forward`. The indices that it returns for layers that share them are packed
     positions, without rows for padding."""
     shared = prev_topk_indices if self.indexer is None else None
-    out, positions = _v32_attend(self, hidden_states, position_embeddings, attention_mask, shared)
+    out, positions = _v32_attend(self, hidden_states, position_embeddings, attention_mask, shared, position_ids)
     return out, None, positions
 
 
 def _v32_attend(
-    module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], step: Step, shared: Tensor | None
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    step: Step,
+    shared: Tensor | None,
+    position_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    layer: SparseMLA = step.family.layers[module.layer_idx]
-    spec, caches = layer.spec, Caches(**step.paged[module.layer_idx])
+    family, number, indexer = step.family, module.layer_idx, module.indexer
+    layer: SparseMLA = family.layers[number]
+    spec, plan = layer.spec, family.layer_plan(step.plan, layer.spec)
+    caches = Caches(step.paged[family.row_source(number)]["latent"], step.paged[number].get("index"))
     hidden = step.pack(hidden_states)
     angles = step.pack(rope_angles(position_embeddings, hidden_states))
-    residual = module.q_a_layernorm(module.q_a_proj(hidden))
-    q_nope, q_rope = (
-        module.q_b_proj(residual).unflatten(1, (spec.heads, -1)).split([module.qk_nope_head_dim, spec.rope_dim], dim=-1)
-    )
-    latent, k_rope = module.kv_a_proj_with_mqa(hidden).split([spec.latent_dim, spec.rope_dim], dim=-1)
-    rotation: dict[str, Any] = {
+    positions = None if position_ids is None else step.pack(position_ids.expand(hidden_states.shape[:2]))
+    query = family.query(module, hidden)
+    q_nope, q_rope = rotated_query(module, query.heads, angles, positions, family)
+    weights = absorbed(module, spec, hidden)
+    rotation: dict[str, Any] = {}
+    if indexer is not None and family.layer_recipe(spec).rope_dim:
         # Each token has its own row of angles, so its number is its position in the table.
-        "positions": torch.arange(len(hidden), dtype=torch.int64, device=hidden.device),
-        "cos_sin": angles,
-    }
-    indexer = module.indexer
-    weights = _absorbed(module, spec)
+        own = torch.arange(len(hidden), dtype=torch.int64, device=hidden.device)
+        rotation = {"positions": own, "cos_sin": angles}
+    index = None
+    if indexer is not None:
+        index_q = family.index_query(indexer, query.index_input, positions)
+        index = _index_inputs(indexer, index_q, hidden, rotation, family, family.layer_recipe(spec))
     call = layer.prepare(
-        (weights.absorb_query(q_nope), rotate(q_rope, angles.unsqueeze(1), interleaved=True)),
-        (module.kv_a_layernorm(latent), rotate(k_rope, angles, interleaved=True)),
+        (weights.absorb_query(q_nope), q_rope),
+        None if spec.reuse_rows else new_rows(module, hidden, angles, family),
         caches,
-        step.plan,
+        plan,
         positions=shared,
-        index=None if indexer is None else _index_inputs(indexer, hidden, residual, rotation, step.family),
+        index=index,
+        sink=family.sink(module),
     )
     if indexer is not None:
         # The whole call has been checked by now, so a refused call does not change the index cache.
-        _write_index_keys(indexer, hidden, rotation, caches, step)
+        _write_index_keys(indexer, hidden, rotation, caches, plan, family.backend)
     result = layer.run(call)
     if step.record is not None and indexer is not None:
-        step.record(module.layer_idx, step.plan, result.positions)
-    out = module.o_proj(weights.project_value(result.out).flatten(1))
-    return step.unpack(out, hidden_states), result.positions
+        step.record(number, plan, result.positions)
+    values = family.apply_gate(weights.project_value(result.out).flatten(1), query.gate)
+    return step.unpack(module.o_proj(values), hidden_states), result.positions
+
+
+def rotated_query(
+    module: Any, heads: Tensor, angles: Tensor, positions: Tensor | None, family: Any
+) -> tuple[Tensor, Tensor]:
+    """The parts [T, H, P] and [T, H, R] of queries: without rope, and rotated."""
+    sizes = [module.qk_nope_head_dim, module.qk_rope_head_dim]
+    nope, rope = heads.split(sizes, dim=-1)
+    if rope.shape[-1]:
+        rope = rotate(rope, angles.unsqueeze(1), interleaved=family.interleaved)
+    nope, rope = family.scale_query(module, torch.cat((nope, rope), dim=-1), positions).split(sizes, dim=-1)
+    return nope, rope
+
+
+def new_rows(module: Any, hidden: Tensor, angles: Tensor, family: Any) -> tuple[Tensor, Tensor]:
+    """The tokens' own rows: the latent part [T, L], and the rope [T, R]."""
+    latent, rope = module.kv_a_proj_with_mqa(hidden).split([module.kv_lora_rank, module.qk_rope_head_dim], dim=-1)
+    if rope.shape[-1]:
+        rope = rotate(rope, angles, interleaved=family.interleaved)
+    return module.kv_a_layernorm(latent), rope
 
 
 def rope_angles(position_embeddings: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
@@ -231,153 +313,44 @@ def rope_angles(position_embeddings: tuple[Tensor, Tensor], like: Tensor) -> Ten
     return torch.cat((cos, sin), dim=-1).float().expand(*like.shape[:2], -1)
 
 
-def _index_inputs(indexer: Any, hidden: Tensor, residual: Tensor, rotation: dict[str, Any], family: Any) -> IndexInputs:
-    """The indexer's queries and weights for the step's tokens. The keys are not among them: `_write_index_keys` norms,
-    rotates and writes them in one pass."""
-    q = indexer.wq_b(residual).unflatten(1, (indexer.n_heads, indexer.head_dim))
+def _index_inputs(
+    indexer: Any, q: Tensor, hidden: Tensor, rotation: dict[str, Any], family: Any, recipe: IndexRecipe
+) -> IndexInputs:
+    """The indexer's rotated queries and its weights for the step's tokens. The keys are not among them:
+    `_write_index_keys` norms, rotates and writes them in one pass."""
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
     if family.quantised:
-        q, weights = quantise_index_query(q, weights, family.recipe, **rotation, backend=family.backend)
+        q, weights = quantise_index_query(q, weights, recipe, **rotation, backend=family.backend)
     else:
-        q = rotate_index(q, family.recipe, **rotation).to(q.dtype)
+        q = rotate_index(q, recipe, **rotation).to(q.dtype)
         weights = weights.float() * (indexer.n_heads * indexer.head_dim) ** -0.5
-    return IndexInputs(q, weights, recipe=family.recipe)
+    return IndexInputs(q, weights, recipe=recipe)
 
 
-def _write_index_keys(indexer: Any, hidden: Tensor, rotation: dict[str, Any], caches: Caches, step: Step) -> None:
+def _write_index_keys(
+    indexer: Any, hidden: Tensor, rotation: dict[str, Any], caches: Caches, plan: Any, backend: str
+) -> None:
     norm = indexer.k_norm
     assert caches.index is not None
     write_index_keys(
         indexer.wk(hidden),
         caches.index,
-        step.plan.slots,
+        plan.slots,
         norm_weight=norm.weight,
         norm_bias=norm.bias,
         norm_eps=norm.eps,
         **rotation,
-        backend=step.family.backend,
+        backend=backend,
     )
 
 
-def _absorbed(module: Any, spec: LayerSpec) -> AbsorbedWeights:
+def absorbed(module: Any, spec: LayerSpec, like: Tensor) -> AbsorbedWeights:
     """Views of `kv_b_proj`'s weight, which therefore follow the model to other devices. A quantised layer is applied to
     the unit vectors instead, which gives its exact weight whatever its quantisation."""
     layer = module.kv_b_proj
     if type(layer) is nn.Linear:
         weight = layer.weight
     else:
-        norm = module.kv_a_layernorm.weight
-        weight = layer(torch.eye(spec.latent_dim, dtype=norm.dtype, device=norm.device)).T
+        weight = layer(torch.eye(spec.latent_dim, dtype=like.dtype, device=like.device)).T
     key, value = weight.unflatten(0, (spec.heads, -1)).split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
     return AbsorbedWeights(key, value.transpose(1, 2))
-
-
-class V4Family:
-    """DeepSeek-V4: the raw tokens of the window, compressed entries, index keys and compressor state.
-
-    Window and state have pools of their own, in which rows that have left the window, or that have been compressed, are
-    overwritten.
-    """
-
-    counts_tokens = True
-
-    def __init__(self, base: Any, kind: CacheKind, backend: str, wrap_layer: WrapLayer) -> None:
-        """Read a model (the part below the language-model head)."""
-        self._base, self.backend, self._wrap_layer, self.quantised = base, backend, wrap_layer, kind == "fp8"
-        weight = base.embed_tokens.weight
-        self.specs = specs = [LayerSpec.from_hf(base.config, number) for number in range(len(base.layers))]
-        latent, rope = specs[0].latent_dim, specs[0].rope_dim
-        if kind == "fp8":
-            layout: Layout = v4_fp8(latent=latent, rope=rope, tile=gcd(latent, 64))
-        else:
-            layout = rows(_PLAIN[kind], latent=latent, rope=rope)
-        choose(specs[0], weight.device, layout=layout, dtype=weight.dtype, prefer=backend)
-        page = lcm(V4_PAGE, *(spec.compress for spec in specs))
-        pools = {MAIN_POOL: Pool(page), WINDOW_POOL: Pool(WINDOW_PAGE, specs[0].window)}
-        for spec in specs:
-            if spec.kind != "window":
-                spans = 2 if spec.kind == "overlapping" else 1
-                pools[state_pool(spec.compress)] = Pool(STATE_PAGE_SIZES[spec.kind], spans * spec.compress)
-        held = [_v4_held(spec, layout, _key_layout(kind, spec.index_dim or 4, weight.dtype), page) for spec in specs]
-        self.shape = CacheShape(pools, held, weight.device)
-        self.layers: list[SparseV4] = []
-        self._source: list[tuple[int, int]] = []
-        self._planners = Planners(
-            lambda limits: V4Planner(specs, limits, weight.device, layout=layout, backend=backend),
-            {name: pool.page_size for name, pool in pools.items()},
-        )
-
-    def plan(self, batch: Batch) -> Any:
-        """The step's metadata, valid until the next step."""
-        longest = int(batch.lengths.max())
-        # The layers share the model's weights, or hold copies of adapted ones. So they are made again when the model
-        # was copied or converted, and after an optimizer's step.
-        source = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._parameters()]
-        if source != self._source or len(self.layers[0].cos_sin) < longest:
-            self._make_layers(longest + longest // 4 + V4_PAGE)
-            self._source = source
-        return self._planners.plan(batch)
-
-    def _parameters(self) -> list[Tensor]:
-        """The parameters of all attention modules."""
-        found = [p for layer in self._base.layers for p in layer.self_attn.parameters()]
-        if any(hasattr(p, "to_local") for p in found):  # a DTensor, whose module takes seconds to import
-            remedy = "generate with an unsharded copy of the model"
-            raise checks.refuse("model", "whole when it serves V4", "parameters sharded by fully_shard", remedy)
-        return found
-
-    def _make_layers(self, positions: int) -> None:
-        """Make the layers, with the angles of the model's own rotary embedding for this many positions."""
-        base = self._base
-        at = torch.arange(positions, dtype=torch.int64, device=self.shape.device).unsqueeze(0)
-        like = torch.zeros(1, dtype=torch.float32, device=self.shape.device)
-        tables = {
-            name: torch.cat(base.rotary_emb(like, position_ids=at, layer_type=name), dim=-1)[0]
-            for name in ("main", "compress")
-        }
-        self.layers = []
-        for number, spec in enumerate(self.specs):
-            module = base.layers[number].self_attn
-            weights = V4Weights.from_state_dict(_v4_tensors(module), groups=base.config.o_groups)
-            table = tables[module.rope_layer_type]
-            eps = base.config.rms_norm_eps
-            layer = SparseV4(spec, weights, table, eps=eps, backend=self.backend)
-            self.layers.append(self._wrap_layer(number, layer))
-
-
-@torch.no_grad()
-def _v4_tensors(module: Any) -> dict[str, Tensor]:
-    """An attention module's tensors by name. The weight of a linear layer with an adapter is the image of the unit
-    vectors."""
-    found: dict[str, Tensor] = module.state_dict()
-    for name, layer in module.named_modules():
-        base = getattr(layer, "base_layer", None)
-        if isinstance(base, nn.Linear):
-            found = {key: tensor for key, tensor in found.items() if not key.startswith(f"{name}.")}
-            unit = torch.eye(base.in_features, dtype=base.weight.dtype, device=base.weight.device)
-            found[f"{name}.weight"] = layer(unit).T.contiguous()
-    return found
-
-
-def _v4_held(spec: LayerSpec, layout: Layout, keys: Layout, page: int) -> dict[str, Held]:
-    held = {"window": Held(WINDOW_POOL, layout, WINDOW_PAGE)}
-    if spec.kind == "window":
-        return held
-    overlapping, pool = spec.kind == "overlapping", state_pool(spec.compress)
-    state = compressor_state(dim=spec.head_dim, overlapping=overlapping)
-    held["entries"] = Held(MAIN_POOL, layout, page // spec.compress)
-    held["state"] = Held(pool, state, STATE_PAGE_SIZES[spec.kind])
-    if overlapping:
-        held["index"] = Held(MAIN_POOL, keys, page // spec.compress)
-        state = compressor_state(dim=spec.index_dim, overlapping=True)
-        held["index_state"] = Held(pool, state, STATE_PAGE_SIZES[spec.kind])
-    return held
-
-
-def v4_forward(self: Any, hidden_states: Tensor, *, attention_mask: Step, **_: Any) -> tuple[Tensor, None]:
-    """Replaces `DeepseekV4Attention.forward`. Positions count a request's own tokens: padding is neither compressed nor
-    counted."""
-    step = attention_mask
-    layer: SparseV4 = step.family.layers[self.layer_idx]
-    out = layer(step.pack(hidden_states), V4Caches(**step.paged[self.layer_idx]), step.plan)
-    return step.unpack(out, hidden_states), None

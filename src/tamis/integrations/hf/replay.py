@@ -60,7 +60,7 @@ def _check(family: Any, given: Any) -> None:
     recorded = checks.instance("recording", given, Recording, "make one with Recording(topk=config.index_topk)")
     if family.counts_tokens:
         remedy = "V4 selects entries; pass them to tamis.train.attend_rows"
-        raise checks.refuse("model", "DeepSeek-V3.2 or GLM, whose layers select tokens", "DeepSeek-V4", remedy)
+        raise checks.refuse("model", "one whose layers select tokens", "DeepSeek-V4", remedy)
     topk = family.specs[0].topk
     if recorded.topk != topk:
         remedy = f"make it with Recording(topk={topk})"

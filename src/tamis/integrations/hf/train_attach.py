@@ -13,7 +13,19 @@ FORWARDS = {
     "DeepseekV32ForCausalLM": v32_train_forward,
     "GlmMoeDsaForCausalLM": glm_train_forward,
     "DeepseekV4ForCausalLM": v4_train_forward,
+    "AXK2ForCausalLM": v32_train_forward,
+    "HYV4ForCausalLM": glm_train_forward,
+    "MistralLarge4ForConditionalGeneration": glm_train_forward,
 }
+"""By class. What is not listed here is refused by `training_method`."""
+
+
+def training_method(name: str) -> Any:
+    """The forward method of an attention module in training, by the class of its model."""
+    if name not in FORWARDS:
+        remedy = "attach it without train=True"
+        raise checks.refuse("model", f"one of {', '.join(FORWARDS)} for train=True", name, remedy)
+    return FORWARDS[name]
 
 
 def checked_options(
@@ -36,7 +48,7 @@ def checked_options(
 
 def check_model(model: Any, options: Options) -> None:
     """Refuse a model that cannot be trained as asked."""
-    rate = getattr(model.config, "attention_dropout", 0.0)
+    rate = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
     if rate:
         remedy = "set config.attention_dropout = 0 before training"
         raise checks.refuse("attention_dropout", "0: tamis has no dropout of attention weights", rate, remedy)
@@ -84,4 +96,13 @@ def stop(model: Any, training: Training) -> None:
         del model._loss_function
 
 
-__all__ = ["FORWARDS", "check_model", "checked_options", "indexer_parameters", "start", "stop", "training_forward"]
+__all__ = [
+    "FORWARDS",
+    "check_model",
+    "checked_options",
+    "indexer_parameters",
+    "start",
+    "stop",
+    "training_forward",
+    "training_method",
+]

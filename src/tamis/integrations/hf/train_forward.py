@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.integrations.hf.forward import Attachment, model_forward
+from tamis.integrations.hf.forward import Attachment, language_model, model_forward
 from tamis.integrations.hf.train_step import Collected, Options, Sight, TrainStep
 
 
@@ -160,7 +160,7 @@ def _positions(sight: Sight, given: Tensor) -> Tensor:
 
 def loss_with_indexer(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Replaces the model's `loss_function`: its own loss and that of the indexers."""
-    training: Training = self.model._tamis.training
+    training: Training = language_model(self)._tamis.training
     loss: Tensor = training.language_loss(*args, **kwargs)
     # Without gradients there is none of this pass, and that of an earlier one is not its own.
     added = training.collected.take() if torch.is_grad_enabled() else None

@@ -1,5 +1,7 @@
 """The indexer of a layer in training: its rotations, its selection, and its loss over what it selected."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,9 @@ from tamis.train import fake_quantise, index_loss, select_rows
 
 
 def rotated(x: Tensor, angles: Tensor, recipe: IndexRecipe, *, inverse: bool = False) -> Tensor:
-    """Rows [T, D] or [T, H, D] whose rope is rotated by the angles [T, R]."""
+    """Rows [T, D] or [T, H, D] whose rope is rotated by the angles [T, R], if they have a rope."""
+    if not recipe.rope_dim:
+        return x
     sizes, turn = [recipe.rope_dim, x.shape[-1] - recipe.rope_dim], {"interleaved": recipe.interleaved}
     angles = angles if x.dim() == 2 else angles.unsqueeze(1)
     if recipe.rope_first:
@@ -25,8 +29,10 @@ def index_rows(x: Tensor, angles: Tensor, recipe: IndexRecipe, step: TrainStep) 
     """Index queries or keys, rotated, as they would be read from the step's kind of index cache."""
     if not step.family.quantised:
         return rotated(x, angles, recipe)
-    own = torch.arange(len(x), dtype=torch.int64, device=x.device)
-    return fake_quantise(x, "index-fp8", recipe, positions=own, cos_sin=angles.float(), backend=step.options.backend)
+    where: dict[str, Any] = {}
+    if recipe.rope_dim:
+        where = {"positions": torch.arange(len(x), dtype=torch.int64, device=x.device), "cos_sin": angles.float()}
+    return fake_quantise(x, "index-fp8", recipe, **where, backend=step.options.backend)
 
 
 def select(step: TrainStep, layer: int, index: IndexTensors | None, starts: Tensor, ends: Tensor, most: int) -> Tensor:

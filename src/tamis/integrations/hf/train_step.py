@@ -133,6 +133,8 @@ class TrainStep:
         self.token_weight, self.keep, self.frees_weights, self.replayed = token_weight, keep, frees_weights, replayed
         self.kept: dict[int, Tensor] = {}
         """int32 [T, K] by layer: selections of layers that will run again."""
+        self.rows: dict[int, tuple[Tensor, Tensor]] = {}
+        """The rows [T, L] and [T, R] by layer that later layers attend to as well."""
         self.sources: dict[int, IndexTensors] = {}
         """What an indexer made, by its layer, for the layers that share its selection."""
         self.losses: dict[tuple[int, int], Tensor | None] = {}

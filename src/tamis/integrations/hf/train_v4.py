@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tamis.integrations.hf.layers import Step, v4_forward
+from tamis.integrations.hf.layers import Step
 from tamis.integrations.hf.train_selection import check_pass, index_rows, rotated, select, teach
 from tamis.integrations.hf.train_step import IndexTensors, TrainStep
+from tamis.integrations.hf.v4_layers import v4_forward
 from tamis.model.recipe import IndexRecipe
 from tamis.train import Entries, Rows, attend_rows, compress_rows, index_target, warmup_loss
 

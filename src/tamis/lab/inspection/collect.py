@@ -14,6 +14,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.arithmetic import float32_products, without_autocast
 from tamis.cache.paged import PagedCache
+from tamis.integrations.hf.forward import language_model
 from tamis.integrations.hf.layers import CacheKind
 from tamis.integrations.transformers import attach, detach
 from tamis.lab.inspection.notes import Extent, LayerNotes
@@ -106,7 +107,9 @@ def inspect_model(
         watch.total = len(prompt) * len(notes)
         with torch.no_grad():
             # The model without its head: the logits are not needed.
-            model.model(input_ids=torch.tensor([prompt], dtype=torch.int64, device=model.device), use_cache=False)
+            language_model(model)(
+                input_ids=torch.tensor([prompt], dtype=torch.int64, device=model.device), use_cache=False
+            )
     finally:
         detach(model)
     return Inspection(prompt, specs, list(notes.values()), extent, cache, marked)
@@ -118,7 +121,7 @@ def _resolved(name: str, position: int, tokens: int) -> int:
 
 
 def _specs(model: Any) -> list[LayerSpec]:
-    specs: list[LayerSpec] = model.model._tamis.family.specs
+    specs: list[LayerSpec] = language_model(model)._tamis.family.specs
     return specs
 
 
