@@ -34,7 +34,7 @@ class KnownCall(NamedTuple):
             selections = [Selection(call.cache, positions, None, *call.table)]
             attend = Prepared.of(call.attend._replace(selections=selections), None)
         return cls(
-            [write_kv.prepared(write) or write_kv for write in call.writes],
+            [write_kv.prepared(write) or write_kv for write in call.writes if isinstance(write, WriteKv)],
             None if call.index_topk is None else PreparedTopk.of(call.index_topk),
             attend,
             None if given.out is None else memory.Apart(given.out, *given.read),
@@ -87,6 +87,8 @@ def _must_be_checked(scale: float, given: Arguments) -> bool:
         return True
     if plan is not None and (not plan.requests or (plan.prefill is not None and plan.prefill.chunks)):
         return True
+    if index is not None and plan is not None and plan.groups is not None:
+        return True  # the pooling of index keys is not prepared
     latent, keys = caches.latent.storage, None if caches.index is None else caches.index.storage
     tensors = (q, positions, sink, out, latent, keys, *(kv if isinstance(kv, tuple) else (kv,)))
     if index is not None:

@@ -7,15 +7,16 @@ from tamis import checks
 
 
 def fields_of(config: Any) -> Mapping[str, Any]:
-    """The settings of a config object or dictionary."""
+    """The settings of a config object or dictionary; those of its language model if the config has others besides."""
     if isinstance(config, Mapping):
-        return config
+        text = config.get("text_config")
+        return text if isinstance(text, Mapping) and "index_topk" not in config else config
     to_dict = getattr(config, "to_dict", None)
     found = to_dict() if callable(to_dict) and not isinstance(config, type) else None
     if not isinstance(found, Mapping):
         expected = "a Hugging Face config or its dictionary"
         raise checks.refuse_type("config", expected, checks.describe(config), "pass model.config")
-    return found
+    return fields_of(found)
 
 
 def whole(fields: Mapping[str, Any], name: str, *, low: int = 1, default: int | None = None) -> int:

@@ -41,6 +41,9 @@ class LayerSpec:
     """Tokens that one compressed entry stands for (V4: 1, 4 or 128)."""
     sink: bool = False
     kind: LayerKind = "tokens"
+    kpool: int = 1
+    """Tokens per pooled index key. The indexer selects `topk / kpool` groups of so many tokens, and every token also
+    attends to the last tokens, which are in no whole group (GLM-5.3-Flash)."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not describe a layer."""
@@ -60,6 +63,10 @@ class LayerSpec:
         if self.topk is None and self.window is None:
             raise checks.refuse("topk", "given for a layer without a window", None, "pass topk= or window=")
         checks.option("kind", self.kind, get_args(LayerKind))
+        checks.integer("kpool", self.kpool, low=1)
+        if self.kpool > 1 and (self.kind != "tokens" or self.topk is None or self.topk % self.kpool):
+            expected = f"a multiple of kpool={self.kpool}, in a layer of kind 'tokens'"
+            raise checks.refuse("topk", expected, f"{self.topk} of kind {self.kind!r}", "pooled keys select groups")
         if self.kind != "tokens" and self.window is None:
             raise checks.refuse("window", f"given for a layer of kind {self.kind!r}", None, "pass window=")
         if self.kind == "overlapping" and (self.topk is None or not self.index_heads or not self.index_dim):
@@ -71,12 +78,23 @@ class LayerSpec:
         """The width of a query head and of a cached row."""
         return self.latent_dim + self.rope_dim
 
+    @property
+    def columns(self) -> int | None:
+        """The most positions that a token attends to, which is the width of a selection: `topk`, and with pooled index
+        keys the tokens of an incomplete group besides. None for layers that select nothing."""
+        return None if self.topk is None else self.topk + self.kpool - 1
+
+    @property
+    def index_topk(self) -> int | None:
+        """How many index keys are selected per token: `topk`, or the groups of that many tokens."""
+        return None if self.topk is None else self.topk // self.kpool
+
     @classmethod
     def from_hf(cls, config: Any, layer: int = 0, *, tensor_parallel: int = 1) -> Self:
         """From a Hugging Face config (object or dict) of the V3.2 family (V3.2, GLM-5.x) or the V4 family.
 
         Args:
-            config: the model's config.
+            config: the model's config, or one that has it as its `text_config`.
             layer: index of the layer. Layers differ in whether they reuse a selection and in how they compress.
             tensor_parallel: the number of ranks that share the heads.
         """
@@ -107,6 +125,7 @@ class LayerSpec:
             index_heads=hf_config.whole(fields, "index_n_heads", low=0, default=0),
             index_dim=hf_config.whole(fields, "index_head_dim", low=0, default=0),
             reuse_topk=_reuses_topk(fields, layer),
+            kpool=_kpool(fields, layer),
         )
 
     @classmethod
@@ -130,6 +149,20 @@ class LayerSpec:
             sink=True,
             kind=kind,
         )
+
+
+def _kpool(fields: Mapping[str, Any], layer: int) -> int:
+    """Tokens per pooled index key. Layers of linear attention (KDA) are refused."""
+    names = hf_config.listed(fields, "layer_types") or ()
+    if layer < len(names) and names[layer] == "linear_attention":
+        remedy = "its state is the model's own; ask for a layer of indexed attention"
+        raise checks.refuse(f"config.layer_types[{layer}]", "a layer with a latent cache", repr(names[layer]), remedy)
+    kpool = hf_config.whole(fields, "index_kpool", default=1)
+    tail = fields.get("index_kpool_always_select_tail")
+    if kpool > 1 and tail is not None and not checks.flag("config.index_kpool_always_select_tail", tail):
+        remedy = "without the tail, a token before the first whole group would attend to nothing"
+        raise checks.refuse("config.index_kpool_always_select_tail", "True", tail, remedy)
+    return kpool
 
 
 _KINDS = ("full", "shared")
