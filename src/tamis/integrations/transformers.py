@@ -39,6 +39,7 @@ if not is_admitted("transformers", _transformers.__version__):
 from tamis.integrations.hf import replay
 from tamis.integrations.hf.cache import TamisCache
 from tamis.integrations.hf.forward import Attachment, model_forward
+from tamis.integrations.hf.glm5_next import Glm5NextFamily, glm5_next_forward
 from tamis.integrations.hf.layers import (
     CacheKind,
     V4Family,
@@ -70,6 +71,9 @@ _MODELS: dict[str, tuple[Any, Any]] = {
     "DeepseekV32ForCausalLM": (V32Family, v32_forward),
     "GlmMoeDsaForCausalLM": (V32Family, glm_forward),
     "DeepseekV4ForCausalLM": (V4Family, v4_forward),
+    "Glm5NextForConditionalGeneration": (Glm5NextFamily, glm5_next_forward),
+    "Glm5NextModel": (Glm5NextFamily, glm5_next_forward),
+    "Glm5NextTextModel": (Glm5NextFamily, glm5_next_forward),
 }
 CHUNK_TOKENS = 4096
 """Prompts longer than this run in chunks of this many tokens, which bounds the memory that activations take."""
@@ -92,10 +96,10 @@ def attach(
     """Run a model's attention through tamis, until `detach`.
 
     Args:
-        model: a `DeepseekV32ForCausalLM`, `GlmMoeDsaForCausalLM` or `DeepseekV4ForCausalLM` on one device, or a
-            `PeftModel` of one.
-        cache: the format of the cache pages. "fp8" is the model family's own format (656 or 584 bytes a token at full
-            width) with FP8 index keys; "bf16" keeps rows in bf16 and index keys in the model's dtype; "fp32" is exact.
+        model: a `DeepseekV32ForCausalLM`, `GlmMoeDsaForCausalLM`, `DeepseekV4ForCausalLM` or
+            `Glm5NextForConditionalGeneration` (or its `Glm5NextTextModel`) on one device, or a `PeftModel` of one.
+        cache: the format of the cache pages. "fp8" is the model family's own format (656, 584 or, for GLM-5.3-Flash,
+            528 bytes a token at full width) with FP8 index keys; "bf16" keeps rows in bf16 and index keys in the model's dtype; "fp32" is exact.
             In training, only the format of index keys matters: rows are selected as from such a cache. The default is
             "fp8", and "bf16" with `train=True`.
         backend: a name from `tamis backends`, or "auto".
@@ -126,8 +130,8 @@ def attach(
     checks.flag("train", train)
     if is_attached(model):
         raise checks.refuse("model", "one that is not attached yet", "an attached one", "call detach(model) first")
-    base = model.model
-    modules = [layer.self_attn for layer in base.layers]
+    base = _base(model)
+    modules = _attention_modules(base)
     if any("forward" in vars(module) for module in (base, *modules)):
         remedy = "load it without device_map or other hooks"
         raise checks.refuse("model", "one with its own forward methods", "replaced forward methods", remedy)
@@ -138,6 +142,9 @@ def attach(
     if train:
         from tamis.integrations.hf import train_attach
 
+        if _name(model) not in train_attach.FORWARDS:
+            remedy = "attach it for inference"
+            raise checks.refuse("model", f"one of {', '.join(train_attach.FORWARDS)} to train", _name(model), remedy)
         options = train_attach.checked_options(indexer, index_loss, deterministic, keep_selections, teachers, backend)
         train_attach.check_model(model, options)
         base_forward, forward = train_attach.training_forward, train_attach.FORWARDS[_name(model)]
@@ -146,7 +153,8 @@ def attach(
         training = train_attach.start(model, options)
     base._tamis = Attachment(family, chunk_tokens, dtype, training)
     base.forward = MethodType(base_forward, base)
-    model._prepare_cache_for_generation = MethodType(_prepare_cache, model)
+    if hasattr(model, "generate"):
+        model._prepare_cache_for_generation = MethodType(_prepare_cache, model)
     for module in modules:
         module.forward = MethodType(forward, module)
 
@@ -156,27 +164,27 @@ def detach(model: Any) -> None:
     model = _bare(model)
     if not is_attached(model):
         return
-    base = model.model
+    base = _base(model)
     if base._tamis.training is not None:
         from tamis.integrations.hf import train_attach
 
         train_attach.stop(model, base._tamis.training)
-    for module in (base, *(layer.self_attn for layer in base.layers)):
+    for module in (base, *_attention_modules(base)):
         del module.forward
-    del model._prepare_cache_for_generation
+    vars(model).pop("_prepare_cache_for_generation", None)
     del base._tamis
 
 
 def is_attached(model: Any) -> bool:
     """Whether a model's attention runs through tamis."""
-    return getattr(getattr(_bare(model), "model", None), "_tamis", None) is not None
+    return getattr(_base(_bare(model)), "_tamis", None) is not None
 
 
 def new_cache(model: Any) -> TamisCache:
     """An empty cache for an attached model, to be passed as `past_key_values`."""
     if not is_attached(model):
         raise checks.refuse("model", "an attached one", checks.describe(model), "call attach(model) first")
-    return TamisCache(_bare(model).model._tamis.family.shape)
+    return TamisCache(_base(_bare(model))._tamis.family.shape)
 
 
 def indexer_parameters(model: Any) -> list[str]:
@@ -205,12 +213,12 @@ def recording(model: Any, into: Recording, requests: Sequence[Hashable]) -> Abst
 
     Args:
         model: an attached DeepSeek-V3.2 or GLM.
-        into: a `Recording(topk=config.index_topk)`.
+        into: a `Recording(topk=config.index_topk)`, or of `LayerSpec.columns` positions if index keys are pooled.
         requests: a name for every row of the batch.
     """
     if not is_attached(model):
         raise checks.refuse("model", "an attached one", checks.describe(model), "call attach(model) first")
-    return replay.recording(_bare(model).model, into, requests)
+    return replay.recording(_base(_bare(model)), into, requests)
 
 
 def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> AbstractContextManager[None]:
@@ -225,11 +233,11 @@ def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> 
         requests: the names of the batch's sequences, in order; every packed sequence has its own.
     """
     _training(model)
-    return replay.replaying(_bare(model).model, recorded, requests)
+    return replay.replaying(_base(_bare(model)), recorded, requests)
 
 
 def _training(model: Any) -> Any:
-    training = _bare(model).model._tamis.training if is_attached(model) else None
+    training = _base(_bare(model))._tamis.training if is_attached(model) else None
     if training is None:
         raise checks.refuse("model", "one attached for training", checks.describe(model), "attach(model, train=True)")
     return training
@@ -238,6 +246,17 @@ def _training(model: Any) -> Any:
 def _bare(model: Any) -> Any:
     """The model inside a `PeftModel`, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _base(model: Any) -> Any:
+    """The part of a model that has the decoder layers: below the head, and the language model of a multimodal one."""
+    below = getattr(model, "model", model)
+    return getattr(below, "language_model", below)
+
+
+def _attention_modules(base: Any) -> list[Any]:
+    """The attention modules that tamis runs. Layers of linear attention are the model's own."""
+    return [layer.self_attn for layer in base.layers if getattr(layer, "block_type", "") != "linear_attention"]
 
 
 def _name(model: Any) -> str:

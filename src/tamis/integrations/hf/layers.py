@@ -36,7 +36,7 @@ from tamis.step.v4_planner import V4Planner
 CacheKind = Literal["fp8", "bf16", "fp32"]
 WrapLayer = Callable[[int, Any], Any]
 """Takes a layer's number and the layer (a `SparseMLA` or a `SparseV4`); returns the layer that runs in its place."""
-_PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PAGE, V4_PAGE, WINDOW_PAGE = 64, 256, 64
 """Tokens per page."""
 
@@ -45,7 +45,8 @@ class Family(Protocol):
     """The differences between families of models: the caches that their layers keep, and the planning of a step."""
 
     shape: CacheShape
-    specs: list[LayerSpec]
+    specs: list[Any]
+    """The `LayerSpec` of each layer; None for layers of linear attention, which are the model's own."""
     layers: list[Any]
     counts_tokens: bool
     """Whether positions count a request's own tokens, whatever `position_ids` says."""
@@ -104,7 +105,7 @@ class Planners:
         return self._planner.plan(batch)
 
 
-def _key_layout(kind: CacheKind, dim: int, dtype: torch.dtype) -> Layout:
+def key_layout(kind: CacheKind, dim: int, dtype: torch.dtype) -> Layout:
     """The format of index keys. Rounding a key can change what is selected, so that beside bf16 rows the keys keep the
     model's own dtype."""
     if kind == "fp8":
@@ -127,8 +128,8 @@ class V32Family:
         if kind == "fp8":
             layout = v32_fp8(latent=latent, rope=rope, tile=gcd(latent, 128))
         else:
-            layout = rows(_PLAIN[kind], latent=latent, rope=rope)
-        keys = _key_layout(kind, dim, dtype)
+            layout = rows(PLAIN[kind], latent=latent, rope=rope)
+        keys = key_layout(kind, dim, dtype)
         # The Hadamard rotation makes FP8 keys more exact; without FP8 it would only cost time.
         self.recipe = IndexRecipe.from_hf(config, hadamard=kind == "fp8" and dim & (dim - 1) == 0)
         choose(specs[0], device, layout=layout, dtype=dtype, page_size=PAGE, prefer=backend)
@@ -206,7 +207,7 @@ def _v32_attend(
         "cos_sin": angles,
     }
     indexer = module.indexer
-    weights = _absorbed(module, spec)
+    weights = absorbed(module, spec)
     call = layer.prepare(
         (weights.absorb_query(q_nope), rotate(q_rope, angles.unsqueeze(1), interleaved=True)),
         (module.kv_a_layernorm(latent), rotate(k_rope, angles, interleaved=True)),
@@ -259,7 +260,7 @@ def _write_index_keys(indexer: Any, hidden: Tensor, rotation: dict[str, Any], ca
     )
 
 
-def _absorbed(module: Any, spec: LayerSpec) -> AbsorbedWeights:
+def absorbed(module: Any, spec: LayerSpec) -> AbsorbedWeights:
     """Views of `kv_b_proj`'s weight, which therefore follow the model to other devices. A quantised layer is applied to
     the unit vectors instead, which gives its exact weight whatever its quantisation."""
     layer = module.kv_b_proj
@@ -290,7 +291,7 @@ class V4Family:
         if kind == "fp8":
             layout: Layout = v4_fp8(latent=latent, rope=rope, tile=gcd(latent, 64))
         else:
-            layout = rows(_PLAIN[kind], latent=latent, rope=rope)
+            layout = rows(PLAIN[kind], latent=latent, rope=rope)
         choose(specs[0], weight.device, layout=layout, dtype=weight.dtype, prefer=backend)
         page = lcm(V4_PAGE, *(spec.compress for spec in specs))
         pools = {MAIN_POOL: Pool(page), WINDOW_POOL: Pool(WINDOW_PAGE, specs[0].window)}
@@ -298,7 +299,7 @@ class V4Family:
             if spec.kind != "window":
                 spans = 2 if spec.kind == "overlapping" else 1
                 pools[state_pool(spec.compress)] = Pool(STATE_PAGE_SIZES[spec.kind], spans * spec.compress)
-        held = [_v4_held(spec, layout, _key_layout(kind, spec.index_dim or 4, weight.dtype), page) for spec in specs]
+        held = [_v4_held(spec, layout, key_layout(kind, spec.index_dim or 4, weight.dtype), page) for spec in specs]
         self.shape = CacheShape(pools, held, weight.device)
         self.layers: list[SparseV4] = []
         self._source: list[tuple[int, int]] = []
