@@ -61,6 +61,26 @@ V4 = SMALL | {
         "beta_slow": 1,
     },
 }
+GLM5_NEXT = V32 | {
+    "num_hidden_layers": 4,
+    "qk_rope_head_dim": 0,
+    "index_kpool": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 2,
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "dense", "dense"],
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 3,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "out_hidden_size": 64,
+    "projection_intermediate_size": 32,
+    "image_size": 28,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 64}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v32": ("DeepseekV32", V32),
@@ -68,20 +88,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmMoeDsa", V32),
     "glm-shared": ("GlmMoeDsa", V32 | {"indexer_types": ["full", "shared", "full"]}),
     "v4": ("DeepseekV4", V4),
+    "glm5-next": ("Glm5Next", GLM5_NEXT | {"indexer_types": ["full", "full", "shared", "full"]}),
+    "glm5-next-16": ("Glm5Next", GLM5_NEXT | {"index_kpool": 16}),
 }
-FAMILIES = ("v32", "glm-shared", "v4")
+FAMILIES = ("v32", "glm-shared", "v4", "glm5-next")
 
 
 def build(name: str, **changes: Any) -> Any:
     kind, numbers = MODELS[name]
     reseed(4)
-    config = getattr(transformers, f"{kind}Config")(**{**numbers, **changes})
+    numbers, suffix = {**numbers, **changes}, "ForCausalLM"
+    if kind == "Glm5Next":
+        numbers, suffix = {"text_config": numbers, "vision_config": VISION}, "ForConditionalGeneration"
+    config = getattr(transformers, f"{kind}Config")(**numbers)
     with default_dtype(torch.float32), torch.device("cpu"), torch.inference_mode(False):
-        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+        model = getattr(transformers, f"{kind}{suffix}")(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("sinks", "position_bias", "k_norm.bias")):
                 parameter.normal_(std=0.1)
+            if parameter_name.endswith(("kpool_compress_ape", "kpool_compress_gate")):
+                parameter.normal_()
     return model
 
 
@@ -91,6 +118,11 @@ built = cache(build)
 every_model = pytest.mark.parametrize("model", MODELS, indirect=True)
 every_family = pytest.mark.parametrize("model", FAMILIES, indirect=True)
 v32_only = pytest.mark.parametrize("model", ["v32"], indirect=True)
+
+
+def base_of(model: Any) -> Any:
+    """The part of a model that has the decoder layers."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def tokens(rows: int, columns: int) -> torch.Tensor:

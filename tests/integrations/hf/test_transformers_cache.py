@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bounds import relative_error
-from hf_models import built, every_family, logits, tokens, v32_only
+from hf_models import base_of, built, every_family, logits, tokens, v32_only
 
 from tamis.integrations.transformers import TamisCache, attach, detach, new_cache
 
@@ -72,7 +72,7 @@ def test_what_v4_has_let_go_cannot_come_back(model: Any) -> None:
 def test_pages_are_of_the_format_asked_for(model: Any) -> None:
     for kind, dtype in (("fp8", torch.uint8), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
         attach(model, cache=kind)
-        held = model.model._tamis.family.shape.layers[1]
+        held = base_of(model)._tamis.family.shape.layers[1]
         assert held["window" if "window" in held else "latent"].layout.element == dtype
         detach(model)
 
