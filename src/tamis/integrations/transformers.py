@@ -98,8 +98,9 @@ def attach(
     Args:
         model: a `DeepseekV32ForCausalLM`, `GlmMoeDsaForCausalLM`, `DeepseekV4ForCausalLM` or
             `Glm5NextForConditionalGeneration` (or its `Glm5NextTextModel`) on one device, or a `PeftModel` of one.
-        cache: the format of the cache pages. "fp8" is the model family's own format (656, 584 or, for GLM-5.3-Flash,
-            528 bytes a token at full width) with FP8 index keys; "bf16" keeps rows in bf16 and index keys in the model's dtype; "fp32" is exact.
+        cache: the format of the cache pages. "fp8" is the model family's own format (656, 584 or 528 bytes a token at
+            full width) with FP8 index keys; "bf16" keeps rows in bf16 and index keys in the model's dtype; "fp32" is
+            exact.
             In training, only the format of index keys matters: rows are selected as from such a cache. The default is
             "fp8", and "bf16" with `train=True`.
         backend: a name from `tamis backends`, or "auto".

@@ -11,9 +11,8 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches, Selection
 from tamis.cache.shard import Shard
 from tamis.layers.batch_invariance import fixed_splits
-from tamis.layers.mla_checks import Arguments, Call, MlaChecks, no_positions
-from tamis.layers.mla_memory import KnownCall, LayerMemory, number_of
-from tamis.layers.mla_pooled import Write, groups_of, pooling, positions_of_groups, run_write
+from tamis.layers.mla_checks import Arguments, Call, MlaChecks, Write, no_positions
+from tamis.layers.mla_memory import KnownCall, LayerMemory, number_of, run_write
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, IndexInputs
 from tamis.ops.attention import folded_scale, new_output
@@ -90,8 +89,9 @@ class SparseMLA:
         self.index_workspace_bytes = checks.integer("index_workspace_bytes", index_workspace_bytes, low=1, high=most)
         self._shard = (self.shard.ranks, self.shard.rank, self.shard.interleave)
         self._checks = MlaChecks(spec, backend)
+        self._pooled = self._checks.pooled
         own = self.shard if self.shard.ranks > 1 else None
-        if own is not None and spec.kpool > 1:
+        if own is not None and self._pooled is not None:
             remedy = "the tokens of a group would be on several ranks"
             raise checks.refuse("shard", "of one rank for a layer with pooled index keys", own, remedy)
         self._over = None if index_group is None else ranks_of_layer(index_group, own, index_share)
@@ -290,15 +290,15 @@ class SparseMLA:
         calls: list[Write] = [] if kv is None else [write_call(kv, caches.latent, plan.slots, self.backend)]
         if index is None or index.keys is None or caches.index is None:
             return calls
-        if self.spec.kpool == 1:
+        if self._pooled is None:
             calls.append(write_call(index.keys, caches.index, plan.slots, self.backend))
         elif plan.requests:
-            calls.append(pooling(index, caches, plan, self.spec, self.backend))
+            calls.append(self._pooled.write(index, caches, plan))
         return calls
 
     def _index(self, index: IndexInputs, caches: Caches, plan: Plan, known: KnownCall | None = None) -> IndexTopk:
         topk, keys, prepared = self.spec.index_topk, caches.index, None if known is None else known.index_topk
-        visible = plan.visible if self.spec.kpool == 1 else groups_of(plan, self.spec).visible
+        visible = plan.visible if self._pooled is None else self._pooled.groups(plan).visible
         assert topk is not None
         assert keys is not None
         # Inputs may be wrong here, but the plan has rows.
@@ -373,7 +373,7 @@ class SparseMLA:
     def _selected(self, call: IndexTopk, plan: Plan, known: KnownCall | None = None) -> Tensor:
         """The positions that the indexer selects; those of whole groups if its keys are pooled."""
         chosen = self._select(call, known)
-        return chosen if self.spec.kpool == 1 else positions_of_groups(chosen, plan, self.spec, self.backend)
+        return chosen if self._pooled is None else self._pooled.positions(chosen, plan)
 
     def _select(self, call: IndexTopk, known: KnownCall | None = None) -> Tensor:
         """Run the indexer. Tools that watch a layer override this."""

@@ -1,7 +1,7 @@
 """The checks of a `SparseMLA` call, all of which run before its first write, and the operations of a call (`Call`)."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from tamis.cache.layout import rows as plain_rows
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches, Selection
 from tamis.choice import choose
-from tamis.layers.mla_pooled import Write, check_pooled, check_pooling
 from tamis.model.spec import LayerSpec
 from tamis.ops import IndexInputs
 from tamis.ops.attention import check_attend, check_query, check_scales
@@ -28,8 +27,14 @@ from tamis.ops.pairs import join_pair
 from tamis.ops.translate import check_translate_positions
 from tamis.ops.translate.operations import TranslatePositions
 from tamis.ops.write import check_rows, check_write_kv
+from tamis.ops.write.operations import WriteKv
 from tamis.step.plan import Plan
 
+if TYPE_CHECKING:
+    from tamis.layers.mla_pooled import PooledKeys
+
+Write: TypeAlias = WriteKv | CompressKv
+"""A write of a layer call: of rows, of index keys, or of pooled index keys."""
 DTYPES = (*checks.FLOATS, torch.float64, torch.float8_e4m3fn)
 _INDEX_NAMES = {"q": "index.q", "weights": "index.weights", "cache": "caches.index"}
 
@@ -132,6 +137,7 @@ class MlaChecks:
     def __init__(self, spec: LayerSpec, backend: str) -> None:
         """Remember the layer."""
         self.spec, self.backend = spec, backend
+        self.pooled = _pooled_keys(spec, backend) if spec.kpool > 1 else None
         self._gathered = {d: plain_rows(d, latent=spec.latent_dim, rope=spec.rope_dim) for d in checks.FLOATS}
         self._columns = f"rows {spec.columns or 'K'}"
 
@@ -173,8 +179,9 @@ class MlaChecks:
         """Refuse caches that do not fit the layer and the plan."""
         cache, spec = caches.latent, self.spec
         checks.instance("caches", cache, PagedCache)
-        if caches.index is not None:
-            checks.instance("caches.index", caches.index, PagedCache)
+        for name, held in (("index", caches.index), ("index_state", caches.index_state)):
+            if held is not None:
+                checks.instance(f"caches.{name}", held, PagedCache)
         if cache.page_size != plan.page_size:
             raise checks.refuse(
                 "caches", f"of the plan's page size {plan.page_size}", cache.page_size, "use one page size for both"
@@ -196,9 +203,8 @@ class MlaChecks:
             check_rows(kv, caches.latent)
         if index is not None:
             checks.instance("index", index, IndexInputs)
-            if self.spec.kpool > 1:
-                self._index_cache(caches, plan)
-                check_pooled(self.spec, index, caches, plan)
+            if self.pooled is not None:
+                self.pooled.check(index, self._index_cache(caches, plan), caches.index_state, plan)
             elif index.gates is not None or index.gate_bias is not None:
                 remedy = "only layers with pooled keys have gates"
                 raise checks.refuse("index.gates", "None for a layer with kpool=1", "gates", remedy)
@@ -211,7 +217,8 @@ class MlaChecks:
         """Refuse what the writes of rows and index keys refuse."""
         for call in calls:
             if isinstance(call, CompressKv):
-                check_pooling(call)
+                assert self.pooled is not None
+                self.pooled.check_write(call)
                 continue
             keys = call.cache is caches.index
             name, where = ("index.keys", "caches.index") if keys else ("kv", "caches.latent")
@@ -316,6 +323,12 @@ class MlaChecks:
             expected = f"of the plan's page size {plan.page_size}{pooled}"
             raise checks.refuse("caches.index", expected, cache.page_size, "share one block table")
         return cache
+
+
+def _pooled_keys(spec: LayerSpec, backend: str) -> "PooledKeys":
+    from tamis.layers.mla_pooled import PooledKeys  # which programs without such a model need not load
+
+    return PooledKeys(spec, backend)
 
 
 def no_positions(spec: LayerSpec, plan: Plan) -> Tensor:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache.selection import Selection
-from tamis.layers.mla_checks import Arguments, Call
+from tamis.layers.mla_checks import Arguments, Call, Write
 from tamis.ops import memory
 from tamis.ops.attention import Prepared
+from tamis.ops.compress.operations import CompressKv, compress_kv
 from tamis.ops.index.prepared import PreparedTopk
 from tamis.ops.memory import sign
 from tamis.ops.write.operations import WriteKv, write_kv
@@ -62,6 +63,14 @@ class LayerMemory(memory.Memory[KnownCall]):
             return None if layer is None or _must_be_checked(scale, given) else (layer, *_traits(given))
         except memory.NOT_ARGUMENTS:
             return None
+
+
+def run_write(call: Write) -> None:
+    """Run a write of a call that was not prepared."""
+    if isinstance(call, CompressKv):
+        compress_kv(call)
+    else:
+        write_kv(call)
 
 
 def number_of(*options: object) -> int | None:

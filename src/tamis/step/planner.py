@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,10 +16,12 @@ from tamis.step.batch import Batch, PageMap
 from tamis.step.batch_checks import HostLengths, check_batch
 from tamis.step.buffers import Arena, Staging, TableBuffer, Views, outside_modes
 from tamis.step.gathering import automatic_mode, gathering_saves
-from tamis.step.groups import GroupBuffers
 from tamis.step.lease import Lease, Use
 from tamis.step.plan import Chunk, DecodePart, Limits, Mode, Plan, PrefillPart
 from tamis.step.split import BatchSplit, chunk_starts, pack_chunks, split_batch
+
+if TYPE_CHECKING:
+    from tamis.step.groups import GroupBuffers
 
 _LENGTHS_IN_WORKSPACE = 5
 """By default the workspace holds this many of the longest requests, if all prefills are gathered."""
@@ -88,7 +91,7 @@ class Planner:
             shape = (self._workspace_rows, self.layout.width)
             self._workspace = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
         self._threshold = limits.threshold
-        self._groups = GroupBuffers(spec, limits, self.device) if spec.kpool > 1 else None
+        self._groups = _group_buffers(spec, limits, self.device) if spec.kpool > 1 else None
         self.lease = Lease()
 
     @outside_modes
@@ -279,6 +282,12 @@ def _workspace_rows(mode: Mode, limits: Limits) -> int:
     if mode == "auto":
         return min(limits.max_length, _ROWS_IN_WORKSPACE)
     return _LENGTHS_IN_WORKSPACE * limits.max_length
+
+
+def _group_buffers(spec: LayerSpec, limits: Limits, device: torch.device) -> "GroupBuffers":
+    from tamis.step.groups import GroupBuffers  # which programs without pooled index keys need not load
+
+    return GroupBuffers(spec, limits, device)
 
 
 def _slots_of(pool: str) -> str:

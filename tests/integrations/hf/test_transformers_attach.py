@@ -92,7 +92,7 @@ def test_wrong_attachments_are_refused(model: Any) -> None:
         attach(model, backend="nonesuch")
     assert not is_attached(model)
     with pytest.raises(
-        ValueError, match="DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM, DeepseekV4ForCausalLM, .*, got Lin"
+        ValueError, match=r"DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM, DeepseekV4ForCausalLM, .*, got Lin"
     ):
         attach(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="call attach"):

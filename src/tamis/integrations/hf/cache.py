@@ -265,7 +265,7 @@ class TamisCache(Cache):
             ]
             self._move(name, moves, depth * len(taken))
         for state in self.states.values():
-            state.reorder_cache(rows)
+            state.reorder_cache(rows)  # type: ignore[arg-type]
         self.kept = self.kept[rows.cpu()]
 
     def _move(self, pool: str, moves: list[tuple[int, int]], pages: int) -> None:

@@ -161,10 +161,10 @@ def group_rows(
 ):  # fmt: skip
     """Write the positions of one token: those of its groups' tokens, then those of the tail."""
     token = tl.program_id(0).to(tl.int64)
-    seen = tl.maximum(tl.load(visible + token), 0)
+    seen = tl.maximum(tl.load(visible + token), 0).to(tl.int64)  # sums may exceed 32 bits
     whole = seen // SIZE
     count = 0
-    for block in range(BLOCKS):
+    for block in range(tl.cdiv(groups, BLOCK)):
         column = block * BLOCK + tl.arange(0, BLOCK)
         source = chosen + token * chosen_stride + column.to(tl.int64) * chosen_column_stride
         group = tl.load(source, mask=column < groups, other=-1)
@@ -179,4 +179,5 @@ def group_rows(
         column = block * BLOCK + tl.arange(0, BLOCK)
         tail = whole * SIZE + column - filled
         found = tl.where(tail < seen, tail, -1)
-        tl.store(positions + token * positions_stride + column, found, mask=(column >= filled) & (column < columns))
+        beyond = (column >= filled) & (column < columns)
+        tl.store(positions + token * positions_stride + column, found.to(tl.int32), mask=beyond)
