@@ -214,7 +214,7 @@ def recording(model: Any, into: Recording, requests: Sequence[Hashable]) -> Abst
 
     Args:
         model: an attached DeepSeek-V3.2 or GLM.
-        into: a `Recording(topk=config.index_topk)`, or of `LayerSpec.columns` positions if index keys are pooled.
+        into: a `Recording(topk=config.index_topk)`, with `kpool=config.index_kpool` if index keys are pooled.
         requests: a name for every row of the batch.
     """
     if not is_attached(model):
