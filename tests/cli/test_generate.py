@@ -52,7 +52,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model", ["v32", "glm", "v4"])
+@pytest.mark.parametrize("model", ["v32", "glm", "v4", "glm5-next"])
 def test_random_models_stream_token_numbers(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--model", model, *SHORT]) == 0
     found = capsys.readouterr()
@@ -162,7 +162,7 @@ def test_wrong_input(options: list[str], message: str, capsys: pytest.CaptureFix
 def test_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert main(["generate", "--device", "cpu", "--checkpoint", str(tmp_path)]) == 2
-    assert "deepseek_v32, glm_moe_dsa, deepseek_v4, got 'llama'" in capsys.readouterr().err
+    assert "deepseek_v32, glm_moe_dsa, deepseek_v4, glm5_next, got 'llama'" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_weights_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

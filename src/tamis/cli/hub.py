@@ -19,7 +19,7 @@ FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja"),
 )
 """Patterns of the files that are fetched."""
-TYPES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
+TYPES = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4", "glm5_next")
 """The model types that can be run, those of `tamis.lab.generation`; a test compares the two."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 

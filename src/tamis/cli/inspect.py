@@ -25,11 +25,11 @@ SHOWN = 6
 """Number of selected tokens per layer that the table of a query shows."""
 
 DETAILS = f"""\
-Runs a prompt once through a DeepSeek-V3.2, GLM-MoE-DSA or DeepSeek-V4 model whose attention runs through tamis, and
-reports, for each indexed layer, which tokens every query selects and how much of the dense attention mass they cover.
-Without --checkpoint it takes the tiny model that `tamis train-demo` made, and without a prompt one that states values
-of keys and ends with a key; the needle is its value. With --model v32, glm or v4 the model has random weights, and
-without a prompt it gets random passages that recur. Each query can attend to n candidates (tokens, or compressed
+Runs a prompt once through a DeepSeek-V3.2, GLM-MoE-DSA, GLM-5.3-Flash or DeepSeek-V4 model whose attention runs through
+tamis, and reports, for each indexed layer, which tokens every query selects and how much of the dense attention mass
+they cover. Without --checkpoint it takes the tiny model that `tamis train-demo` made, and without a prompt one that
+states values of keys and ends with a key; the needle is its value. With another --model the model has random weights,
+and without a prompt it gets random passages that recur. Each query can attend to n candidates (tokens, or compressed
 4-token entries in V4); the indexer keeps the top k.
 
 - recall: share of dense attention's weight on the selected candidates, mean over heads; also of the worst tenth
@@ -41,7 +41,9 @@ without a prompt it gets random passages that recur. Each query can attend to n 
 These are means over queries with more candidates than top-k; the others select everything. Dense attention is computed
 from the same cached rows, for --compared-queries evenly spaced queries, in chunks: memory does not grow with the square
 of the prompt. V4 layers select compressed entries, so recall is of the weight on entries, and the window's share is
-shown beside it; layers with a window only, or that attend to every entry, select nothing.
+shown beside it; layers with a window only, or that attend to every entry, select nothing. GLM-5.3-Flash selects whole
+groups of tokens: each token has its group's score, and tokens of the incomplete last group, which are always selected,
+are listed with the lowest selected score. Its layers of linear attention select nothing.
 
 Needs transformers: {install_command("transformers")}."""
 
@@ -192,7 +194,7 @@ def _prompt(
 
     if text is None and ids is None:
         count = TOKENS if options.prompt_tokens is None else options.prompt_tokens
-        ids = recurring_prompt(model.config.vocab_size, count, options.seed)
+        ids = recurring_prompt(model.config.get_text_config().vocab_size, count, options.seed)
     return generation.prompt_ids(model, tokenizer, text=text, ids=ids, count=None, seed=options.seed)
 
 

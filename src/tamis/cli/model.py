@@ -29,7 +29,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_revision(parser)
     parser.add_argument(
         "--model",
-        choices=(TRAINED, "v32", "glm", "v4"),
+        choices=(TRAINED, "v32", "glm", "v4", "glm5-next"),
         default=TRAINED,
         help="without a checkpoint: the tiny model that tamis train-demo made, which recalls values of keys, or a "
         f"tiny model of an architecture with random weights (default: {TRAINED})",

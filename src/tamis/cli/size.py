@@ -18,7 +18,7 @@ from tamis.cli.values import memory, whole
 if TYPE_CHECKING:
     from tamis.cache.sizes import CacheSizes
 
-MODELS = ("deepseek-v3.2", "glm-5", "deepseek-v4-flash", "deepseek-v4-pro")
+MODELS = ("deepseek-v3.2", "glm-5", "glm-5.3-flash", "deepseek-v4-flash", "deepseek-v4-pro")
 """The models of `tamis.model.known`, whose neighbours import torch; a test compares the two."""
 
 COLUMNS = ("bytes_per_token_and_layer", "bytes_per_token", "bytes_per_request_and_layer", "bytes_per_request")

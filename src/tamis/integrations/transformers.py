@@ -38,7 +38,7 @@ if not is_admitted("transformers", _transformers.__version__):
 
 from tamis.integrations.hf import replay
 from tamis.integrations.hf.cache import TamisCache
-from tamis.integrations.hf.forward import Attachment, model_forward
+from tamis.integrations.hf.forward import Attachment, language_model, model_forward
 from tamis.integrations.hf.glm5_next import Glm5NextFamily, glm5_next_forward
 from tamis.integrations.hf.layers import (
     CacheKind,
@@ -131,7 +131,7 @@ def attach(
     checks.flag("train", train)
     if is_attached(model):
         raise checks.refuse("model", "one that is not attached yet", "an attached one", "call detach(model) first")
-    base = _base(model)
+    base = language_model(model)
     modules = _attention_modules(base)
     if any("forward" in vars(module) for module in (base, *modules)):
         remedy = "load it without device_map or other hooks"
@@ -165,7 +165,7 @@ def detach(model: Any) -> None:
     model = _bare(model)
     if not is_attached(model):
         return
-    base = _base(model)
+    base = language_model(model)
     if base._tamis.training is not None:
         from tamis.integrations.hf import train_attach
 
@@ -178,14 +178,14 @@ def detach(model: Any) -> None:
 
 def is_attached(model: Any) -> bool:
     """Whether a model's attention runs through tamis."""
-    return getattr(_base(_bare(model)), "_tamis", None) is not None
+    return getattr(language_model(_bare(model)), "_tamis", None) is not None
 
 
 def new_cache(model: Any) -> TamisCache:
     """An empty cache for an attached model, to be passed as `past_key_values`."""
     if not is_attached(model):
         raise checks.refuse("model", "an attached one", checks.describe(model), "call attach(model) first")
-    return TamisCache(_base(_bare(model))._tamis.family.shape)
+    return TamisCache(language_model(_bare(model))._tamis.family.shape)
 
 
 def indexer_parameters(model: Any) -> list[str]:
@@ -219,7 +219,7 @@ def recording(model: Any, into: Recording, requests: Sequence[Hashable]) -> Abst
     """
     if not is_attached(model):
         raise checks.refuse("model", "an attached one", checks.describe(model), "call attach(model) first")
-    return replay.recording(_base(_bare(model)), into, requests)
+    return replay.recording(language_model(_bare(model)), into, requests)
 
 
 def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> AbstractContextManager[None]:
@@ -234,11 +234,11 @@ def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> 
         requests: the names of the batch's sequences, in order; every packed sequence has its own.
     """
     _training(model)
-    return replay.replaying(_base(_bare(model)), recorded, requests)
+    return replay.replaying(language_model(_bare(model)), recorded, requests)
 
 
 def _training(model: Any) -> Any:
-    training = _base(_bare(model))._tamis.training if is_attached(model) else None
+    training = language_model(_bare(model))._tamis.training if is_attached(model) else None
     if training is None:
         raise checks.refuse("model", "one attached for training", checks.describe(model), "attach(model, train=True)")
     return training
@@ -247,12 +247,6 @@ def _training(model: Any) -> Any:
 def _bare(model: Any) -> Any:
     """The model inside a `PeftModel`, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _base(model: Any) -> Any:
-    """The part of a model that has the decoder layers: below the head, and the language model of a multimodal one."""
-    below = getattr(model, "model", model)
-    return getattr(below, "language_model", below)
 
 
 def _attention_modules(base: Any) -> list[Any]:

@@ -15,10 +15,15 @@ from tamis import checks
 from tamis.integrations.hf.layers import CacheKind
 from tamis.integrations.transformers import attach, detach
 
-ModelName = Literal["v32", "glm", "v4"]
-_TYPES = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa", "deepseek_v4": "DeepseekV4"}
-"""Model types that can be attached, and the prefixes of their classes in transformers."""
-_NAMES = dict(zip(("v32", "glm", "v4"), _TYPES, strict=True))
+ModelName = Literal["v32", "glm", "v4", "glm5-next"]
+_TYPES = {
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
+    "glm5_next": "Glm5NextForConditionalGeneration",
+}
+"""Model types that can be attached, and their classes in transformers."""
+_NAMES = dict(zip(("v32", "glm", "v4", "glm5-next"), _TYPES, strict=True))
 _DEFAULT_PROMPT = 256
 
 _TINY: dict[str, Any] = {
@@ -62,19 +67,38 @@ _TINY_V4 = _TINY | {
     "num_nextn_predict_layers": 0,
     "rope_parameters": {"rope_type": "default"},
 }
+_TINY_GLM5_NEXT = _TINY_V32 | {
+    "num_hidden_layers": 4,
+    "qk_rope_head_dim": 0,
+    "index_kpool": 4,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "linear_num_heads": 4,
+    "linear_head_dim": 32,
+    "mlp_layer_types": ["dense"] * 4,
+    "hc_mult": 2,
+}
+_TINY_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "out_hidden_size": 256,
+    "projection_intermediate_size": 32,
+}
 _SIZES: dict[str, dict[str, Any]] = {
     "v32": _TINY_V32,
     "glm": _TINY_V32 | {"indexer_types": ["full", "shared", "full"]},
     "v4": _TINY_V4,
+    "glm5-next": {"text_config": _TINY_GLM5_NEXT, "vision_config": _TINY_VISION},
 }
 
 
 def make_model(name: ModelName, device: torch.device, seed: int) -> Any:
     """A tiny model with random weights whose cached rows have their full widths."""
     torch.manual_seed(seed)
-    kind = _TYPES[_NAMES[name]]
-    config = getattr(transformers, f"{kind}Config")(**_SIZES[name])
-    return getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(device)
+    kind = getattr(transformers, _TYPES[_NAMES[name]])
+    with quiet():
+        return kind(kind.config_class(**_SIZES[name])).eval().to(device)
 
 
 def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
@@ -92,7 +116,7 @@ def load_model(checkpoint: Path, device: torch.device) -> tuple[Any, Any]:
         if kind not in _TYPES:
             expected = f"of a model of type {', '.join(_TYPES)}"
             raise checks.refuse("--checkpoint", expected, repr(kind), "tamis is for sparse latent attention")
-        model, loaded = getattr(transformers, f"{_TYPES[kind]}ForCausalLM").from_pretrained(
+        model, loaded = getattr(transformers, _TYPES[kind]).from_pretrained(
             checkpoint,
             # Not every CPU supports 16-bit matrix products.
             dtype=torch.float32 if device.type == "cpu" else "auto",
@@ -139,7 +163,7 @@ def prompt_ids(
     model: Any, tokenizer: Any, *, text: str | None, ids: list[int] | None, count: int | None, seed: int
 ) -> list[int]:
     """Token ids from a text, from given ids, or at random."""
-    vocab: int = model.config.vocab_size
+    vocab: int = model.config.get_text_config().vocab_size
     if text is not None:
         if tokenizer is None:
             which = "checkpoint" if model.name_or_path else "random model"

@@ -9,6 +9,7 @@ from hf_models import GLM5_NEXT, base_of, build, greedy, logits, tokens
 
 from tamis import LayerSpec
 from tamis.integrations.transformers import attach, detach, is_attached, new_cache, recording
+from tamis.lab.inspection import describe_layers, describe_query, inspect_model
 from tamis.layers.mla import SparseMLA
 from tamis.layers.recording import Recording
 
@@ -144,6 +145,37 @@ def test_refusals(model: Any) -> None:
     attach(model)
     with pytest.raises(ValueError, match=r"Recording\(topk=32, kpool=4\)"), recording(model, Recording(topk=32), ["a"]):
         logits(model, tokens(1, 8))
+
+
+@glm5_next
+def test_inspection(model: Any) -> None:
+    """Selections, scores and recall against the model's own indexer and its attention without a selection."""
+    ids = tokens(1, 120)
+    chosen: list[torch.Tensor] = []
+    hook = indexers(model)[0].register_forward_hook(lambda *args: chosen.append(args[-1][0]))
+    logits(model, ids)
+    hook.remove()
+    other = build("glm5-next")
+    other.set_attn_implementation("eager")
+    for indexer in indexers(other):
+        indexer.index_topk = 200
+    with torch.no_grad():
+        weights = other(ids, output_attentions=True).attentions[0][0]
+    found = inspect_model(model, ids[0].tolist(), cache="fp32", needle=40)
+    assert [notes.number for notes in found.layers] == [1, 2]
+    assert [layer["attends_to"][:6] for layer in describe_layers(found)] == ["a stat", "groups", "groups", "a stat"]
+    notes = found.layer(1)
+    for query in range(120):
+        own = {p for p in notes.rows[query].tolist() if p >= 0}
+        assert own == {p for p in chosen[0][query].tolist() if p >= 0}
+        dense = weights[:, query, : query + 1]
+        assert float(dense[:, sorted(own)].sum(1).mean()) == pytest.approx(notes.recall[query], abs=2e-5)
+        scores = dict(zip(notes.rows[query].tolist(), notes.scores[query].tolist(), strict=True))
+        for token in own:
+            group = token // 4 * 4
+            alike = scores[group] if group + 4 <= query + 1 else notes.cut[query]
+            assert scores[token] == pytest.approx(alike)
+    assert describe_query(found, 119, str)["layers"][0]["selected"]
 
 
 def test_a_pool_of_one_token_is_no_pool() -> None:

@@ -29,6 +29,12 @@ class Attachment:
     """What `recording` has set: a function of layer, plan and selected positions."""
 
 
+def language_model(model: Any) -> Any:
+    """The part of a model that has the decoder layers: below the head, and the language model of a multimodal one."""
+    below = getattr(model, "model", model)
+    return getattr(below, "language_model", below)
+
+
 @dataclass(frozen=True, eq=False)
 class _Prepared:
     """The checked inputs of one forward pass."""

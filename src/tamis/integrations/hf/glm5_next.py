@@ -91,7 +91,7 @@ def glm5_next_forward(
     hidden = step.pack(hidden_states)
     residual = self.q_a_layernorm(self.q_a_proj(hidden))
     q = self.q_b_proj(residual).unflatten(1, (spec.heads, -1))
-    result = layer(
+    call = layer.prepare(
         weights.absorb_query(q),
         self.kv_a_layernorm(self.kv_a_proj_with_mqa(hidden)),
         Caches(**step.paged[self.layer_idx]),
@@ -99,6 +99,7 @@ def glm5_next_forward(
         positions=prev_topk_indices if indexer is None else None,
         index=None if indexer is None else _index_inputs(indexer, hidden, residual, spec, step.family),
     )
+    result = layer.run(call)
     if step.record is not None and indexer is not None:
         step.record(self.layer_idx, step.plan, result.positions)
     out = self.o_proj(weights.project_value(result.out).flatten(1))
