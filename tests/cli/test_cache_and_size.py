@@ -218,7 +218,7 @@ def test_no_help_of_an_option_could_be_run_by_a_shell() -> None:
 
 
 def test_sizes_of_pooled_index_keys() -> None:
-    """528 bytes a row, a key of 132 bytes for 4 tokens, and the keys and gates of the last 4 tokens in two pages of 8."""
+    """Rows of 528 bytes, a key of 132 for 4 tokens, and keys and gates of the last 4 tokens in two pages of 8."""
     from tamis.cache.sizes import cache_sizes
     from tamis.model.known import KNOWN
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from tamis.cache.sizes import cache_sizes
 from tamis.integrations.sglang.versions import SUPPORTED as SGLANG
 from tamis.integrations.vllm.versions import SUPPORTED as VLLM
+from tamis.model.hf_config import is_linear
 from tamis.model.known import KNOWN
 from tamis.model.spec import LayerSpec
 from tools.docs.markdown import table
@@ -25,7 +26,6 @@ class Model(NamedTuple):
 
 
 PARTLY = (
-    Model("GLM-5.3-Flash", "64 heads, rows of 512 without rope, pooled keys", "-", ("-", "-", f"{NEWEST}, on Triton")),
     Model("DeepSeek-V4.1", "as V4, with shared entries", "-", ("-", "-", f"{NEWEST}, on Hopper")),
     Model("Hy4", "rows of 512 + 64, sinks", "-", ("-", "-", f"{NEWEST}, bf16 cache")),
 )
@@ -46,13 +46,16 @@ def _known(name: str) -> Model:
     model = KNOWN[name]
     spec = LayerSpec.from_hf(model.config, _indexed(name))
     window = f"window {spec.window} + " if spec.window else ""
-    width = f"{spec.latent_dim} + {spec.rope_dim}"
-    attention = f"{spec.heads} heads, rows of {width}, {window}top-k {spec.topk}"
+    width = f"{spec.latent_dim} + {spec.rope_dim}" if spec.rope_dim else f"{spec.latent_dim} without rope"
+    pooled = f" in groups of {spec.kpool}" if spec.kpool > 1 else ""
+    attention = f"{spec.heads} heads, rows of {width}, {window}top-k {spec.topk}{pooled}"
     token = cache_sizes(model.config).bytes_per_token
-    return Model(model.title, attention, f"{float(token):,.0f} bytes", EVERYWHERE)
+    where = EVERYWHERE if spec.kpool == 1 else (EVERYWHERE[0], VLLM[-1], NEWEST)
+    return Model(model.title, attention, f"{float(token):,.0f} bytes", where)
 
 
 def _indexed(name: str) -> int:
     """The number of a layer that selects by an indexer."""
     config = KNOWN[name].config
-    return next(layer for layer in range(config["num_hidden_layers"]) if LayerSpec.from_hf(config, layer).index_dim)
+    layers = (layer for layer in range(config["num_hidden_layers"]) if not is_linear(config, layer))
+    return next(layer for layer in layers if LayerSpec.from_hf(config, layer).index_dim)

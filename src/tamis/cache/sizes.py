@@ -188,9 +188,8 @@ def cache_sizes(
     checks.integer("mtp_layers", mtp_layers, low=0, high=layers)
     found: dict[tuple[LayerKind, tuple[CachePart, ...]], int] = {}
     heads = 0
-    kinds = hf_config.listed(fields, "layer_types") or ()
     for number in range(layers + mtp_layers):
-        if number < len(kinds) and kinds[number] == "linear_attention":
+        if hf_config.is_linear(fields, number):
             continue
         spec = LayerSpec.from_hf(fields, number, tensor_parallel=tensor_parallel)
         heads = spec.heads

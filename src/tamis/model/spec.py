@@ -153,10 +153,9 @@ class LayerSpec:
 
 def _kpool(fields: Mapping[str, Any], layer: int) -> int:
     """Tokens per pooled index key. Layers of linear attention (KDA) are refused."""
-    names = hf_config.listed(fields, "layer_types") or ()
-    if layer < len(names) and names[layer] == "linear_attention":
+    if hf_config.is_linear(fields, layer):
         remedy = "its state is the model's own; ask for a layer of indexed attention"
-        raise checks.refuse(f"config.layer_types[{layer}]", "a layer with a latent cache", repr(names[layer]), remedy)
+        raise checks.refuse(f"config.layer_types[{layer}]", "a layer with a latent cache", "'linear_attention'", remedy)
     kpool = hf_config.whole(fields, "index_kpool", default=1)
     tail = fields.get("index_kpool_always_select_tail")
     if kpool > 1 and tail is not None and not checks.flag("config.index_kpool_always_select_tail", tail):

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import Cache
 
 from tamis import checks
 from tamis.arithmetic import ceil_div
@@ -77,7 +77,7 @@ class TamisCache(Cache):
         self.depths = dict.fromkeys(shape.pools, 0)
         """Pages per request, by pool."""
         self.paged: list[dict[str, PagedCache]] = [{} for _ in shape.layers]
-        self.states = {layer: LinearAttentionLayer() for layer in shape.linear}
+        self.states = _linear_states(shape.linear)
         """The states of layers of linear attention, which the model itself reads and writes."""
 
     @property
@@ -160,7 +160,7 @@ class TamisCache(Cache):
         self.kept = None
         self.depths = dict.fromkeys(self.depths, 0)
         self.paged = [{} for _ in self.paged]
-        self.states = {layer: LinearAttentionLayer() for layer in self.states}
+        self.states = _linear_states(self.shape.linear)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` columns. As in transformers, the argument is negative."""
@@ -265,7 +265,7 @@ class TamisCache(Cache):
             ]
             self._move(name, moves, depth * len(taken))
         for state in self.states.values():
-            state.reorder_cache(rows)  # type: ignore[arg-type]
+            state.reorder_cache(rows)
         self.kept = self.kept[rows.cpu()]
 
     def _move(self, pool: str, moves: list[tuple[int, int]], pages: int) -> None:
@@ -280,3 +280,12 @@ class TamisCache(Cache):
                 if moves:
                     fresh.storage.view(torch.uint8)[target] = paged[name].storage.view(torch.uint8)[source]
                 paged[name] = fresh
+
+
+def _linear_states(layers: Sequence[int]) -> dict[int, Any]:
+    """Empty states of transformers for layers of linear attention."""
+    if not layers:
+        return {}
+    from transformers.cache_utils import LinearAttentionLayer  # older versions have none, and no model that needs it
+
+    return {layer: LinearAttentionLayer() for layer in layers}

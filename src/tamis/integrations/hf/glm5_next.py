@@ -16,6 +16,7 @@ from tamis.choice import choose
 from tamis.integrations.hf.cache import MAIN_POOL, CacheShape, Held, Pool
 from tamis.integrations.hf.layers import PAGE, PLAIN, CacheKind, Planners, Step, WrapLayer, absorbed, key_layout
 from tamis.layers.mla import SparseMLA
+from tamis.model import hf_config
 from tamis.model.recipe import IndexRecipe
 from tamis.model.rope import hadamard
 from tamis.model.spec import LayerSpec
@@ -39,9 +40,10 @@ class Glm5NextFamily:
     def __init__(self, base: Any, kind: CacheKind, backend: str, wrap_layer: WrapLayer) -> None:
         """Read a model (its language model, below the head)."""
         config, device, dtype = base.config, base.embed_tokens.weight.device, base.embed_tokens.weight.dtype
-        linear_layers = {n for n, name in enumerate(config.layer_types) if name == "linear_attention"}
+        fields = hf_config.fields_of(config)
+        linear_layers = tuple(number for number in range(len(base.layers)) if hf_config.is_linear(fields, number))
         self.specs = [
-            None if number in linear_layers else LayerSpec.from_hf(config, number) for number in range(len(base.layers))
+            None if number in linear_layers else LayerSpec.from_hf(fields, number) for number in range(len(base.layers))
         ]
         spec = next(spec for spec in self.specs if spec is not None)
         layout: Layout
@@ -69,7 +71,7 @@ class Glm5NextFamily:
             for own in self.specs
         ]
         pools = {MAIN_POOL: Pool(page)} | ({single: Pool(STATE_PAGE, spec.kpool)} if pooled else {})
-        self.shape = CacheShape(pools, held, device, linear=tuple(sorted(linear_layers)))
+        self.shape = CacheShape(pools, held, device, linear=linear_layers)
         self._planners = Planners(
             lambda limits: Planner(spec, limits, device, layout=layout),
             {name: pool.page_size for name, pool in pools.items()},
