@@ -165,6 +165,10 @@ def test_known_models_are_those_of_transformers() -> None:
         if kind == "DeepseekV4":
             del own["qk_rope_head_dim"]
         assert {field: config[field] for field in own} == own
+    flash = dict(KNOWN["glm-5.3-flash"].config)
+    assert flash.pop("index_kpool") == 4  # the checkpoint's; the class has another default
+    config = transformers.Glm5NextTextConfig().to_dict()
+    assert {field: config[field] for field in flash} == flash
     for name in ("deepseek-v4-flash", "deepseek-v4-pro"):
         config = KNOWN[name].config
         assert len(config["compress_ratios"]) == config["num_hidden_layers"]
@@ -211,3 +215,15 @@ def test_no_help_of_an_option_could_be_run_by_a_shell() -> None:
     texts = [action.help or "" for action in (*actions, *commands._choices_actions)]
     assert len(texts) > 60
     assert [text for text in texts if set(text) & set('`$"\\')] == []
+
+
+def test_sizes_of_pooled_index_keys() -> None:
+    """Rows of 528 bytes, a key of 132 for 4 tokens, and keys and gates of the last 4 tokens in two pages of 8."""
+    from tamis.cache.sizes import cache_sizes
+    from tamis.model.known import KNOWN
+
+    sizes = cache_sizes(KNOWN["glm-5.3-flash"].config)
+    assert (sizes.layers, sizes.heads, sizes.bytes_per_token) == (11, 64, 11 * (528 + 33))
+    assert sizes.bytes_per_request(6400) == 11 * (6400 * (528 + 33) + 2 * 8 * 1024)
+    with pytest.raises(ValueError, match="page_size must be a multiple of kpool=4, got 6"):
+        cache_sizes(KNOWN["glm-5.3-flash"].config, page_size=6)

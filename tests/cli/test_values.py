@@ -116,3 +116,12 @@ def test_an_unknown_backend_is_left_to_the_package_that_may_add_it(monkeypatch: 
     monkeypatch.delitem(sys.modules, "tamis.backends")
     monkeypatch.setattr(options.metadata, "entry_points", lambda group: [group])
     assert options.backend("other") == "other"
+
+
+def test_layouts_without_a_rope_are_those_of_the_benchmark() -> None:
+    from tamis.cli.options import NO_ROPE_LAYOUTS
+    from tamis.lab.bench.jobs import WITHOUT_ROPE, make_jobs
+
+    assert tuple(WITHOUT_ROPE) == NO_ROPE_LAYOUTS
+    (job,) = make_jobs(None, shapes=["4q1s512"], layouts=["v32-fp8-512"])
+    assert (job.row_layout.row_bytes, job.row_layout.width) == (528, 512)

@@ -33,6 +33,7 @@ from tamis.ops import (
     select_chosen,
     select_entries,
     select_gathered,
+    select_groups,
     select_window,
     topk_positions,
     translate_positions,
@@ -100,6 +101,7 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "select_chosen": ["slots", "lengths"],
         "select_entries": ["completed", "visible", "lengths", "every"],
         "select_gathered": ["slots", "lengths"],
+        "select_groups": ["positions"],
         "select_window": ["slots", "lengths"],
         "topk_positions": [],
         "translate_positions": [],
@@ -305,6 +307,8 @@ def test_select() -> None:
     opcheck(lambda: select_entries(positions, ids, table, own=own, **outputs, **numbers), "select_entries")
     chosen = torch.randint(-1, 4, (3, 8), dtype=torch.int32)
     opcheck(lambda: select_chosen(chosen, ids, table, own=own, page_size=2, **out), "select_chosen")
+    seen = ints([18, 0, 40])
+    opcheck(lambda: select_groups(chosen, seen, size=4, positions=torch.zeros(3, 36).int()), "select_groups")
     sizes = {"ratio": 4, "window": 6, "entries": 3, "rows": 9, "columns": 8, "slots": wide, "lengths": each}
     for picked in (chosen, None):
         opcheck(lambda: select_gathered(positions, ids, ints([0, 4]), picked, **sizes), "select_gathered")  # noqa: B023

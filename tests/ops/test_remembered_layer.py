@@ -11,8 +11,10 @@ from remembered import Change, Given, added, calls_of, compare, every_other, in_
 from torch import Tensor
 
 from tamis import Batch, Caches, IndexRecipe, LayerSpec, Limits, PagedCache, PagePool, Planner, Shard, SparseMLA
+from tamis.cache.layout import compressor_state
 from tamis.ops import IndexInputs
 from tamis.ops.index.over_ranks import OverRanks
+from tamis.step.plan import Plan
 
 pytestmark = pytest.mark.own_settings("changes settings itself")
 BF16 = torch.bfloat16
@@ -51,10 +53,24 @@ def own_index() -> Given:
     return given | {"index.weights": zeros(TOKENS, 8, dtype=torch.float32), "index.keys": zeros(TOKENS, 128)}
 
 
+def pooled_plan(tokens: int = TOKENS, state_page: int = 4) -> Plan:
+    limits = Limits(16, 16, 1024, 64, {"state4": state_page})
+    pools = {"state4": PagePool(600, state_page)}
+    planner = Planner(spec(kpool=4), limits, mode="mixed")
+    return planner.plan(Batch.build([1] * tokens, [700] * tokens, PagePool(600, 64), other_pools=pools))
+
+
+def pooled_index() -> Given:
+    state = PagedCache(compressor_state(dim=128, overlapping=False), 600, 4)
+    given = own_index() | {"layer": SparseMLA(spec(kpool=4)), "plan": pooled_plan()}
+    given |= {"index_cache": PagedCache("index-fp8", 600, 16), "index_state": state}
+    return given | {"index.gates": zeros(TOKENS, 128), "index.gate_bias": zeros(4, 128)}
+
+
 def run_layer(given: Given) -> Any:
     given = dict(given)
     inputs = {name.removeprefix("index."): given.pop(name) for name in list(given) if name.startswith("index.")}
-    caches = Caches(given.pop("cache"), given.pop("index_cache", None))
+    caches = Caches(given.pop("cache"), given.pop("index_cache", None), given.pop("index_state", None))
     if inputs:
         given["index"] = IndexInputs(**inputs)
     return given.pop("layer")(given.pop("q"), given.pop("kv"), caches, given.pop("plan"), **given)
@@ -151,6 +167,47 @@ def test_given_positions(pretended: Pretended, name: str) -> None:
 def test_own_index(pretended: Pretended, name: str) -> None:
     base = own_index()
     compare(pretended, run_layer, base, INDEX[name](dict(base)))
+
+
+POOLED: dict[str, Change] = {
+    "nothing": lambda given: given,
+    "no keys": added(**{"index.keys": None, "index.gates": None, "index.gate_bias": None}),
+    "no gates": added(**{"index.gates": None}),
+    "gates with gaps": in_place("index.gates", widened),
+    "gates float32": in_place("index.gates", Tensor.float),
+    "gates with a gradient": in_place("index.gates", lambda gates: gates.clone().requires_grad_()),
+    "a narrow bias": in_place("index.gate_bias", lambda bias: bias[:3]),
+    "no state": added(index_state=None),
+    "state of other pages": added(index_state=lambda: PagedCache(compressor_state(dim=128, overlapping=False), 600, 8)),
+    "more state": added(index_state=lambda: PagedCache(compressor_state(dim=128, overlapping=False), 700, 4)),
+    "pages of tokens": added(index_cache=lambda: PagedCache("index-fp8", 600, 64)),
+    "recipe": added(
+        **{"index.recipe": IndexRecipe(0, hadamard=True)},
+        index_cache=lambda: PagedCache("index-fp8", 600, 16, recipe=IndexRecipe(0, hadamard=True)),
+    ),
+    "plan of other state": lambda given: given | {"plan": pooled_plan(state_page=8)},
+    "plan without groups": lambda given: given | {"plan": Step().plan},
+    "keys of tokens": lambda given: given | {"layer": SparseMLA(spec())},
+    "plain": lambda given: own_index() | {"plan": given["plan"]},
+    "plain with gates": lambda given: own_index() | {"index.gates": given["index.gates"]},
+    "given output": lambda given: given | {"out": out_of(given)},
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_pooled_index(pretended: Pretended, name: str) -> None:
+    base = pooled_index()
+    changed = POOLED[name](dict(base))
+    pretended.launches()  # those of the planners
+    compare(pretended, run_layer, base, changed)
+
+
+def test_gates_are_refused_after_calls_without_them(pretended: Pretended) -> None:
+    """A layer without pooled keys has remembered calls that differ in nothing else."""
+    for _ in range(2):
+        run_layer(own_index())
+    with pytest.raises(ValueError, match=r"index\.gates must be None for a layer with kpool=1"):
+        run_layer(own_index() | {"index.gates": zeros(TOKENS, 128)})
 
 
 def without_plan(heads: int = 16, tokens: int = TOKENS) -> Given:

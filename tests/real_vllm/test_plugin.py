@@ -57,7 +57,7 @@ def test_it_is_chosen(current: VllmConfig, cache_dtype: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [
-        ({"head_size": 128}, ["head size 128 is not one of 576"]),
+        ({"head_size": 128}, ["head size 128 is not one of 576, 512"]),
         ({"kv_cache_dtype": "int8_per_token_head"}, ["cache dtype 'int8_per_token_head' is not one of auto"]),
         ({"use_sparse": False}, ["the layer is not sparse"]),
         ({"use_mla": False, "head_size": 64}, ["not latent attention", "head size 64"]),

@@ -7,13 +7,14 @@ import torch
 from reliability.bad_values import Arguments, Case, faults
 from reliability.test_atomicity import PAGE, T, ints, plain
 
-from tamis.ops import select_chosen, select_entries, select_gathered, select_window
+from tamis.ops import select_chosen, select_entries, select_gathered, select_groups, select_window
 
 # The stage `select` looks at no value, and absent pages are skipped everywhere.
 SKIPPED = frozenset(
     f"{name} huge"
     for name in (
         *("positions", "request_ids", "block_table", "own", "context", "length", "chosen", "first", "decode_window"),
+        "visible",
         *("decode_entries", "decode_lengths", "prefill_entries", "query_starts", "request_lengths", "window_table"),
         "entry_table",
     )
@@ -84,7 +85,14 @@ def workspace() -> Case:
     return Case(plain(select_gathered), given, buffers, SKIPPED | free, frozenset(buffers))
 
 
-CASES = {made.__name__: cache(made) for made in (window, entries, chosen, workspace)}
+def groups() -> Case:
+    buffers = {"positions": torch.full((T, 15), 7).int()}
+    given = {"chosen": torch.zeros(T, 3).int(), "visible": ints([9] * T), "size": 4, "backend": "auto"} | buffers
+    free = {"positions none", "positions axis 1 longer", "chosen axis 1 shorter"}
+    return Case(plain(select_groups), given, buffers, SKIPPED | free, frozenset(buffers))
+
+
+CASES = {made.__name__: cache(made) for made in (window, entries, chosen, workspace, groups)}
 ROWS = [(name, argument) for name, made in CASES.items() for argument in made().arguments]
 
 

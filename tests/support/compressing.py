@@ -34,6 +34,8 @@ class Compressor:
     scale: float = 1.0
     length: int = 1100
     hadamard: bool = False
+    pooled_only: bool = False
+    """Whether entries are neither normalised nor rotated, as GLM-5.3-Flash's index keys are."""
     stage: Callable[[CompressKv], None] | None = None
     """A backend's implementation to run instead of the public `compress_kv`."""
     device: torch.device | str = "cpu"
@@ -45,7 +47,7 @@ class Compressor:
         state = compressor_state(dim=self.dim, overlapping=self.overlapping)
         self.state = PagedCache(state, 700, self.state_page, self.device)
         self.state.storage.fill_(torch.nan)
-        recipe = IndexRecipe.of_v4(self.rope, hadamard=True) if self.hadamard else None
+        recipe = IndexRecipe.of_v4(0 if self.pooled_only else self.rope, hadamard=True) if self.hadamard else None
         self.cache = PagedCache(self.layout, 600, self.entry_page, self.device, scale=self.scale, recipe=recipe)
         self.state_pool = PagePool(700, self.state_page, seed=seed_of(1))
         self.entry_pool = PagePool(600, self.entry_page, seed=seed_of(2))
@@ -53,6 +55,7 @@ class Compressor:
         self.norm = torch.rand(self.dim) + 0.5
         self.rotary = Rope(self.rope, theta=160000.0)
         self.cos_sin = self.rotary.cos_sin_table(self.length)
+        self.after = (None, None) if self.pooled_only else (self.norm, self.cos_sin)
 
     def tokens(self, request: object, count: int) -> tuple[Tensor, Tensor]:
         """The request's values and scores, the same in every call."""
@@ -88,8 +91,8 @@ class Compressor:
     def call(self, values: Tensor, scores: Tensor, positions: Tensor, pages: StatePages, slots: Tensor) -> None:
         if self.stage is not None:
             tokens = (positions, pages.slots, pages.request_ids, pages.block_table, slots)
-            inputs = (values, scores, *tokens, self.bias, self.norm, self.cos_sin)
-            values, scores, *rest = (t.to(self.device) for t in inputs)
+            inputs = (values, scores, *tokens, self.bias, *self.after)
+            values, scores, *rest = (None if t is None else t.to(self.device) for t in inputs)
             self.stage(CompressKv(values, scores, self.state, self.cache, *rest, 1e-6, self.hadamard, "auto"))
             return
         compress_kv(
@@ -101,8 +104,8 @@ class Compressor:
             pages=pages,
             slots=slots,
             bias=self.bias,
-            norm_weight=self.norm,
-            cos_sin=self.cos_sin,
+            norm_weight=self.after[0],
+            cos_sin=self.after[1],
         )
 
     def run(self, request: object, count: int, chunk: int, start: int = 0) -> None:
@@ -128,6 +131,10 @@ class Compressor:
                 pooled = torch.cat((values[before, : self.dim], pooled))
                 weights = torch.cat((biased[before, : self.dim], weights))
             mean, error = bounds.softmax_mean(weights, pooled)
+            if self.pooled_only:
+                made.append(mean)
+                errors.append(error)
+                continue
             size = (mean.square().mean() + 1e-6).sqrt()
             normed = mean / size * self.norm
             # The norm passes on the error of the mean, and divides by a size that has an error as well.
@@ -159,3 +166,5 @@ class Compressor:
 
 C4, C128 = {"ratio": 4, "overlapping": True}, {"ratio": 128, "overlapping": False, "state_page": 8}
 C16 = {"ratio": 16, "overlapping": False}
+KPOOL = {"ratio": 4, "overlapping": False, "pooled_only": True}
+"""GLM-5.3-Flash's index keys."""

@@ -102,6 +102,26 @@ PIXTRAL = {
     "patch_size": 4,
     "image_size": 32,
 }
+GLM5_NEXT = V32 | {
+    "num_hidden_layers": 4,
+    "qk_rope_head_dim": 0,
+    "index_kpool": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 2,
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "dense", "dense"],
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 3,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "out_hidden_size": 64,
+    "projection_intermediate_size": 32,
+    "image_size": 28,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 64}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v32": ("DeepseekV32", V32),
@@ -112,8 +132,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "axk2": ("AXK2", AXK2),
     "hy4": ("HYV4", HY4),
     "mistral-large4": ("MistralLarge4", MISTRAL),
+    "glm5-next": ("Glm5Next", GLM5_NEXT | {"indexer_types": ["full", "full", "shared", "full"]}),
+    "glm5-next-16": ("Glm5Next", GLM5_NEXT | {"index_kpool": 16}),
 }
-FAMILIES = ("v32", "glm-shared", "v4")
+FAMILIES = ("v32", "glm-shared", "v4", "glm5-next")
 RELATIVES = ("axk2", "hy4", "mistral-large4")
 """Models of V3.2's family whose attention modules differ from V3.2's."""
 
@@ -134,12 +156,17 @@ def build(name: str, **changes: Any) -> Any:
                 tensor.normal_(std=0.1)
             elif kind == "HYV4" and tensor_name.endswith(("hc.base", "hc.scale", "hc_base", "hc_scale")):
                 tensor.add_(torch.randn_like(tensor), alpha=0.3)  # streams that are alike would have no gradients
+            elif tensor_name.endswith(("kpool_compress_ape", "kpool_compress_gate")):
+                tensor.normal_()
     return model
 
 
 def _model(kind: str, numbers: dict[str, Any]) -> Any:
     if not hasattr(transformers, f"{kind}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    if kind == "Glm5Next":
+        config = transformers.Glm5NextConfig(text_config=numbers, vision_config=VISION)
+        return transformers.Glm5NextForConditionalGeneration(config)
     if kind != "MistralLarge4":
         config = getattr(transformers, f"{kind}Config")(**numbers)
         return getattr(transformers, f"{kind}ForCausalLM")(config)
@@ -156,6 +183,11 @@ every_family = pytest.mark.parametrize("model", [*FAMILIES, *RELATIVES], indirec
 every_kind_of_cache = pytest.mark.parametrize("model", [*FAMILIES, "mistral-large4"], indirect=True)
 every_relative = pytest.mark.parametrize("model", RELATIVES, indirect=True)
 v32_only = pytest.mark.parametrize("model", ["v32"], indirect=True)
+
+
+def base_of(model: Any) -> Any:
+    """The part of a model that has the decoder layers."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def tokens(rows: int, columns: int) -> torch.Tensor:

@@ -109,6 +109,8 @@ def rounded_logits(model: Any, ids: Tensor, kind: str, selections: list[Tensor])
         if hasattr(indexer, "scorer"):
             hooks.append(indexer.scorer.register_forward_hook(_judge_entries(chosen, indexer.compress_rate, lacks)))
             hooks.append(indexer.register_forward_hook(lambda *_, chosen=chosen: chosen.long()))
+        elif hasattr(indexer, "index_kpool"):
+            hooks.append(indexer.register_forward_hook(_judge_groups(chosen, kind, lacks), with_kwargs=True))
         else:
             hooks.append(indexer.register_forward_hook(_judge_tokens(chosen, kind, lacks), with_kwargs=True))
     try:
@@ -124,6 +126,19 @@ def _judge_tokens(chosen: Tensor, kind: str, lacks: list[float]) -> Any:
     def hook(indexer: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
         lacks.append(_lack(_token_scores(indexer, kind, *args, **kwargs), 1, chosen))
         return chosen.masked_fill(chosen < 0, chosen.shape[1] - 1)  # short rows name the last token, which is masked
+
+    return hook
+
+
+def _judge_groups(chosen: Tensor, kind: str, lacks: list[float]) -> Any:
+    def hook(indexer: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        size = indexer.index_kpool
+        lacks.append(_lack(_group_scores(indexer, kind, **kwargs), size, chosen))
+        inside = torch.where(chosen.unsqueeze(-1) < 0, -1, chosen.unsqueeze(-1) * size + torch.arange(size))
+        seen = torch.arange(1, chosen.shape[1] + 1).unsqueeze(1)
+        tail = seen // size * size + torch.arange(size - 1)
+        tail = torch.where(tail < seen, tail, -1).expand(len(chosen), -1, -1)
+        return torch.cat((inside.flatten(-2), tail), dim=-1).int()
 
     return hook
 
@@ -148,6 +163,20 @@ def _lack(scores: Tensor, ratio: int, chosen: Tensor) -> float:
 def _token_scores(indexer: Any, kind: str, hidden_states: Tensor, *args: Any, **_: Any) -> Tensor:
     """The scores of all pairs of tokens in models without compression, with keys and queries as FP8 leaves them."""
     q, k = (x.float() for x in index_rows(indexer, hidden_states, *args))
+    if kind == "fp8":
+        q, k = (e4m3(bf16(hadamard(bf16(x))), indexer.head_dim) for x in (q, k))
+    weights = indexer.weights_proj(hidden_states).float()
+    return torch.einsum("bsh,bsht->bst", weights, torch.einsum("bshd,btd->bsht", q, k).relu())
+
+
+def _group_scores(indexer: Any, kind: str, hidden_states: Tensor, q_resid: Tensor, **_: Any) -> Tensor:
+    """GLM-5.3-Flash's scores of all whole groups of tokens, with their keys and the queries as FP8 leaves them."""
+    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim)).float()
+    groups = hidden_states.shape[1] // indexer.index_kpool
+    k = indexer.k_norm(indexer.wk(hidden_states)).float()
+    gates = torch.nn.functional.linear(hidden_states, indexer.index_kpool_compress_gate).float()
+    k, gates = (x[:, : groups * indexer.index_kpool].unflatten(1, (groups, -1)) for x in (k, gates))
+    k = ((gates + indexer.index_kpool_compress_ape.float()).softmax(2) * k).sum(2)
     if kind == "fp8":
         q, k = (e4m3(bf16(hadamard(bf16(x))), indexer.head_dim) for x in (q, k))
     weights = indexer.weights_proj(hidden_states).float()

@@ -12,6 +12,7 @@ from tamis.integrations.hf.names import MODELS as ATTACHED
 from tamis.integrations.hf.train_attach import FORWARDS
 from tamis.integrations.sglang.versions import SUPPORTED as SGLANG
 from tamis.integrations.vllm.versions import SUPPORTED as VLLM
+from tamis.model.hf_config import is_linear
 from tamis.model.known import KNOWN
 from tamis.model.spec import LayerSpec
 from tools.docs.markdown import table
@@ -135,13 +136,16 @@ MODELS = (
     Model(
         "GLM-5.3-Flash",
         (
+            *attached("glm5-next"),
+            "tests/layers/test_mla_pooled.py",
+            "tests/real_vllm/test_no_rope.py",
             "tests/real_sglang/test_dsa.py::test_rows_without_rope",
             "tests/real_sglang/test_dsa.py::test_indices_with_gaps_and_a_tail",
         ),
-        sglang=f"{NEWEST}, on Triton",
-        layers="selects groups of tokens by pooled keys; without rope; linear attention, which is the model's own",
-        attention="64 heads, rows of 512 without rope, pooled keys",
-        formats="528 in FP8, 1,024 in bf16",
+        "glm5_next",
+        ("glm-5.3-flash",),
+        vllm=VLLM[-1],
+        sglang=NEWEST,
     ),
     Model(
         "DeepSeek-V4.1",
@@ -183,13 +187,17 @@ def _sizes(model: Model) -> Iterable[tuple[str, ...]]:
         spec = next(spec for spec in _specs(found.config) if spec.index_dim)
         window = f"window {spec.window} + " if spec.window else ""
         sinks = ", sinks" if spec.sink and spec.kind == "tokens" else ""
-        attention = f"{spec.heads} heads, rows of {spec.latent_dim} + {spec.rope_dim}, {window}top-k {spec.topk}{sinks}"
+        width = f"{spec.latent_dim} + {spec.rope_dim}" if spec.rope_dim else f"{spec.latent_dim} without rope"
+        pooled = f" in groups of {spec.kpool}" if spec.kpool > 1 else ""
+        attention = f"{spec.heads} heads, rows of {width}, {window}top-k {spec.topk}{pooled}{sinks}"
         token = cache_sizes(found.config).bytes_per_token
         yield found.title, attention, f"{float(token):,.0f} bytes", *_where(model)
 
 
 def _specs(config: Mapping[str, Any]) -> list[LayerSpec]:
-    return [LayerSpec.from_hf(config, layer) for layer in range(config["num_hidden_layers"])]
+    """The layers that attend to cached rows."""
+    layers = range(config["num_hidden_layers"])
+    return [LayerSpec.from_hf(config, layer) for layer in layers if not is_linear(config, layer)]
 
 
 def _example(model: Model) -> list[LayerSpec]:
@@ -203,14 +211,17 @@ def _layers(model: Model) -> str:
     specs = _example(model)
     tokens = [spec for spec in specs if spec.kind == "tokens"]
     found = {
-        "selects tokens": any(not spec.reuse_topk for spec in tokens),
+        "selects tokens": any(not spec.reuse_topk and spec.kpool == 1 for spec in tokens),
+        "selects groups of tokens by pooled keys": any(spec.kpool > 1 for spec in tokens),
         "uses the selection of an earlier layer": any(spec.reuse_topk for spec in tokens),
-        "some without rope": any(spec.rope_dim == 0 for spec in tokens),
+        "without rope": bool(tokens) and all(spec.rope_dim == 0 for spec in tokens),
+        "some without rope": len({spec.rope_dim == 0 for spec in tokens}) == 2,
         "reads the rows of an earlier layer": any(spec.reuse_rows for spec in tokens),
         "window of the last tokens": any(spec.kind == "window" for spec in specs),
         "window and selected entries": any(spec.kind == "overlapping" for spec in specs),
         "window and all entries": any(spec.kind == "plain" for spec in specs),
         "sinks": any(spec.sink for spec in specs),
+        "linear attention, which is the model's own": len(specs) < KNOWN[model.known[0]].config["num_hidden_layers"],
     }
     return "; ".join(what for what, there in found.items() if there)
 

@@ -58,3 +58,7 @@ class Caches:
 
     latent: PagedCache
     index: PagedCache | None = None
+    """Index keys: one per token or, if they are pooled, one per group of tokens."""
+    index_state: PagedCache | None = None
+    """The keys and gates of tokens whose group is not complete, if index keys are pooled: a cache of
+    `tamis.cache.layout.compressor_state`."""

@@ -33,7 +33,7 @@ class CachePart:
     what: str
     layout: Layout
     tokens_per_row: int
-    """Tokens that a row stands for: 4 or 128 for V4's entries, 1 otherwise."""
+    """Tokens that a row stands for: 4 or 128 for V4's entries, those of a group for pooled keys, 1 otherwise."""
     page_size: int
     """Tokens that a page stands for."""
     kept: int | None = None
@@ -79,7 +79,7 @@ class CacheSizes:
 
     @property
     def layers(self) -> int:
-        """The number of layers."""
+        """The number of layers with caches."""
         return sum(group.count for group in self.groups)
 
     @property
@@ -137,7 +137,14 @@ def layer_caches(
 
     if spec.kind == "tokens":
         latent = () if spec.reuse_rows else (CachePart("latent rows", layout, 1, size),)
-        return latent if spec.reuse_topk or not spec.index_dim else (*latent, keys(1))
+        if spec.reuse_topk or not spec.index_dim:
+            return latent
+        if spec.kpool == 1:
+            return (*latent, keys(1))
+        if size % spec.kpool:
+            raise checks.refuse("page_size", f"a multiple of kpool={spec.kpool}", size)
+        single = compressor_state(dim=spec.index_dim, overlapping=False)
+        return (*latent, keys(spec.kpool), CachePart("index state", single, 1, STATE_PAGE_SIZES["plain"], spec.kpool))
     assert spec.window is not None  # as LayerSpec has checked
     window = CachePart(f"window of {spec.window}", layout, 1, _WINDOW_PAGE, spec.window)
     if spec.kind == "window":
@@ -166,7 +173,7 @@ def cache_sizes(
     tensor_parallel: int = 1,
     mtp_layers: int = 0,
 ) -> CacheSizes:
-    """The caches of a model, from its Hugging Face config.
+    """The caches of a model, from its Hugging Face config. The states of linear attention are not among them.
 
     Args:
         config: the config (object or dict) of a model of the V3.2 or the V4 family.
@@ -182,6 +189,8 @@ def cache_sizes(
     found: dict[tuple[LayerKind, tuple[CachePart, ...]], int] = {}
     heads = 0
     for number in range(layers + mtp_layers):
+        if hf_config.is_linear(fields, number):
+            continue
         spec = LayerSpec.from_hf(fields, number, tensor_parallel=tensor_parallel)
         heads = spec.heads
         key = (spec.kind, layer_caches(spec, cache=cache, index=index, page_size=page_size))

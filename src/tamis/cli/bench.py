@@ -109,10 +109,10 @@ def register(subcommands: Subcommands) -> None:
     parser.add_argument("--topk", type=wholes(1), default=[], metavar="N,...", help="selected rows per token")
     parser.add_argument(
         "--layout",
-        type=names((*shared.LATENT_LAYOUTS, *shared.INDEX_LAYOUTS)),
+        type=names((*shared.LATENT_LAYOUTS, *shared.NO_ROPE_LAYOUTS, *shared.INDEX_LAYOUTS)),
         default=[],
         metavar="NAME,...",
-        help="byte formats of the rows or keys",
+        help="byte formats of the rows or keys; v32-fp8-512 and v32-bf16-512 are rows without a rope",
     )
     parser.add_argument(
         "--against",

@@ -48,7 +48,9 @@ without a prompt it gets random passages that recur. Each query can attend to n 
 These are means over queries with more candidates than top-k; the others select everything. Dense attention is computed
 from the same cached rows, for --compared-queries evenly spaced queries, in chunks: memory does not grow with the square
 of the prompt. V4 layers select compressed entries, so recall is of the weight on entries, and the window's share is
-shown beside it; layers with a window only, or that attend to every entry, select nothing.
+shown beside it; layers with a window only, or that attend to every entry, select nothing. GLM-5.3-Flash selects whole
+groups of tokens: each token has its group's score, and tokens of the incomplete last group, which are always selected,
+are listed with the lowest selected score. Its layers of linear attention select nothing.
 
 Needs transformers: {install_command("transformers")}."""
 

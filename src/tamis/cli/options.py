@@ -15,6 +15,8 @@ LATENT_LAYOUTS = (
 )
 INDEX_LAYOUTS = ("index-fp8", "index-mxfp4")
 """The byte formats of `tamis.cache.layout`; a test compares the two."""
+NO_ROPE_LAYOUTS = ("v32-fp8-512", "v32-bf16-512")
+"""Rows without a rope for `tamis bench`, as in `tamis.lab.bench.jobs`; a test compares the two."""
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tamis.cache.sizes import CacheSizes
 
 MODELS = (
-    *("deepseek-v3.2", "glm-5", "deepseek-v4-flash", "deepseek-v4-pro"),
+    *("deepseek-v3.2", "glm-5", "glm-5.3-flash", "deepseek-v4-flash", "deepseek-v4-pro"),
     *("a.x-k2-light", "hy4", "mistral-large-4"),
 )
 """The models of `tamis.model.known`, whose neighbours import torch; a test compares the two."""

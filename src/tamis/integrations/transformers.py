@@ -39,6 +39,7 @@ if not is_admitted("transformers", _transformers.__version__):
 from tamis.integrations.hf import replay
 from tamis.integrations.hf.cache import TamisCache
 from tamis.integrations.hf.forward import Attachment, language_model, model_forward
+from tamis.integrations.hf.glm5_next import Glm5NextFamily, glm5_next_forward
 from tamis.integrations.hf.layers import CacheKind, V32Family, WrapLayer, glm_forward, v32_forward
 from tamis.integrations.hf.mla_models import AxK2Family, Hy4Family, MistralLarge4Family
 from tamis.integrations.hf.v4_layers import V4Family, v4_forward
@@ -67,6 +68,9 @@ _MODELS: dict[str, tuple[Any, Any]] = {  # `names.MODELS` has the same
     "AXK2ForCausalLM": (AxK2Family, v32_forward),
     "HYV4ForCausalLM": (Hy4Family, glm_forward),
     "MistralLarge4ForConditionalGeneration": (MistralLarge4Family, glm_forward),
+    "Glm5NextForConditionalGeneration": (Glm5NextFamily, glm5_next_forward),
+    "Glm5NextModel": (Glm5NextFamily, glm5_next_forward),
+    "Glm5NextTextModel": (Glm5NextFamily, glm5_next_forward),
 }
 CHUNK_TOKENS = 4096
 """Prompts longer than this run in chunks of this many tokens, which bounds the memory that activations take."""
@@ -90,9 +94,10 @@ def attach(
 
     Args:
         model: a model on one device, with its language-model head, of a kind that the guide's table of models lists;
-            or a `PeftModel` of one.
-        cache: the format of the cache pages. "fp8" is the model family's own format (656 or 584 bytes a token at full
-            width) with FP8 index keys; "bf16" keeps rows in bf16 and index keys in the model's dtype; "fp32" is exact.
+            or a `PeftModel` of one. Of GLM-5.3-Flash also the part below the head.
+        cache: the format of the cache pages. "fp8" is the model family's own format (656, 584 or 528 bytes a token at
+            full width) with FP8 index keys; "bf16" keeps rows in bf16 and index keys in the model's dtype; "fp32" is
+            exact.
             In training, only the format of index keys matters: rows are selected as from such a cache. The default is
             "fp8", and "bf16" with `train=True`.
         backend: a name from `tamis backends`, or "auto".
@@ -124,7 +129,7 @@ def attach(
     if is_attached(model):
         raise checks.refuse("model", "one that is not attached yet", "an attached one", "call detach(model) first")
     base = language_model(model)
-    modules = [layer.self_attn for layer in base.layers]
+    modules = _attention_modules(base)
     if any("forward" in vars(module) for module in (base, *modules)):
         remedy = "load it without device_map or other hooks"
         raise checks.refuse("model", "one with its own forward methods", "replaced forward methods", remedy)
@@ -135,6 +140,9 @@ def attach(
     if train:
         from tamis.integrations.hf import train_attach
 
+        if _name(model) not in train_attach.FORWARDS:
+            remedy = "attach it for inference"
+            raise checks.refuse("model", f"one of {', '.join(train_attach.FORWARDS)} to train", _name(model), remedy)
         options = train_attach.checked_options(indexer, index_loss, deterministic, keep_selections, teachers, backend)
         base_forward, forward = train_attach.training_forward, train_attach.training_method(_name(model))
         train_attach.check_model(model, options)
@@ -143,7 +151,8 @@ def attach(
         training = train_attach.start(model, options)
     base._tamis = Attachment(family, chunk_tokens, dtype, training)
     base.forward = MethodType(base_forward, base)
-    model._prepare_cache_for_generation = MethodType(_prepare_cache, model)
+    if hasattr(model, "generate"):
+        model._prepare_cache_for_generation = MethodType(_prepare_cache, model)
     for module in modules:
         module.forward = MethodType(forward, module)
 
@@ -158,9 +167,9 @@ def detach(model: Any) -> None:
         from tamis.integrations.hf import train_attach
 
         train_attach.stop(model, base._tamis.training)
-    for module in (base, *(layer.self_attn for layer in base.layers)):
+    for module in (base, *_attention_modules(base)):
         del module.forward
-    del model._prepare_cache_for_generation
+    vars(model).pop("_prepare_cache_for_generation", None)
     del base._tamis
 
 
@@ -202,7 +211,7 @@ def recording(model: Any, into: Recording, requests: Sequence[Hashable]) -> Abst
 
     Args:
         model: an attached model whose layers select tokens: any but DeepSeek-V4.
-        into: a `Recording(topk=config.index_topk)`.
+        into: a `Recording(topk=config.index_topk)`, with `kpool=config.index_kpool` if index keys are pooled.
         requests: a name for every row of the batch.
     """
     if not is_attached(model):
@@ -240,6 +249,11 @@ def _bare(model: Any) -> Any:
 def _names(model: Any) -> list[str]:
     """The names of a model's class and of its bases."""
     return [kind.__name__ for kind in type(model).__mro__]
+
+
+def _attention_modules(base: Any) -> list[Any]:
+    """The attention modules that tamis runs. Layers of linear attention are the model's own."""
+    return [layer.self_attn for layer in base.layers if getattr(layer, "block_type", "") != "linear_attention"]
 
 
 def _name(model: Any) -> str:

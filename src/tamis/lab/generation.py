@@ -79,6 +79,24 @@ _TINY_MISTRAL = {
         "patch_size": 16,
     },
 }
+_TINY_GLM5_NEXT = _TINY_V32 | {
+    "num_hidden_layers": 4,
+    "qk_rope_head_dim": 0,
+    "index_kpool": 4,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "linear_num_heads": 4,
+    "linear_head_dim": 32,
+    "mlp_layer_types": ["dense"] * 4,
+    "hc_mult": 2,
+}
+_TINY_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 32,
+    "out_hidden_size": 256,
+    "projection_intermediate_size": 32,
+}
 _SIZES: dict[str, dict[str, Any]] = {
     "v32": _TINY_V32,
     "glm": _TINY_V32 | {"indexer_types": ["full", "shared", "full"]},
@@ -86,6 +104,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "axk2": _TINY_V32 | {"kv_lora_rank": 128, "qk_rope_head_dim": 32, "n_group": None, "topk_group": None},
     "hy4": _TINY_V32 | {"hc_mult": 2, "indexer_types": ["full", "shared", "full"]},
     "mistral-large4": _TINY_MISTRAL,
+    "glm5-next": {"text_config": _TINY_GLM5_NEXT, "vision_config": _TINY_VISION},
 }
 
 

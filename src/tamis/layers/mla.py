@@ -11,8 +11,8 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches, Selection
 from tamis.cache.shard import Shard
 from tamis.layers.batch_invariance import fixed_splits
-from tamis.layers.mla_checks import Arguments, Call, MlaChecks, no_positions
-from tamis.layers.mla_memory import KnownCall, LayerMemory, number_of
+from tamis.layers.mla_checks import Arguments, Call, MlaChecks, Write, no_positions
+from tamis.layers.mla_memory import KnownCall, LayerMemory, number_of, run_write
 from tamis.model.spec import LayerSpec
 from tamis.ops import Attended, IndexInputs
 from tamis.ops.attention import folded_scale, new_output
@@ -25,7 +25,6 @@ from tamis.ops.index.prepared import new_positions
 from tamis.ops.lse import LseForm
 from tamis.ops.translate.operations import TranslatePositions, translate_positions
 from tamis.ops.write import write_call
-from tamis.ops.write.operations import WriteKv, write_kv
 from tamis.step.lease import needs_latest_plan
 from tamis.step.plan import Plan
 
@@ -46,7 +45,7 @@ class LayerOutput(NamedTuple):
     max_logits: Tensor | None
     """float32 [rows, H], the largest scaled logit; -inf where nothing was selected."""
     positions: Tensor
-    """int32 [rows, K], selected or given: for the layers that share them, or for a `Recording`."""
+    """int32 [rows, spec.columns], selected or given: for the layers that share them, or for a `Recording`."""
 
 
 class SparseMLA:
@@ -90,7 +89,11 @@ class SparseMLA:
         self.index_workspace_bytes = checks.integer("index_workspace_bytes", index_workspace_bytes, low=1, high=most)
         self._shard = (self.shard.ranks, self.shard.rank, self.shard.interleave)
         self._checks = MlaChecks(spec, backend)
+        self._pooled = self._checks.pooled
         own = self.shard if self.shard.ranks > 1 else None
+        if own is not None and self._pooled is not None:
+            remedy = "the tokens of a group would be on several ranks"
+            raise checks.refuse("shard", "of one rank for a layer with pooled index keys", own, remedy)
         self._over = None if index_group is None else ranks_of_layer(index_group, own, index_share)
         self._kind = number_of(spec, backend, self._shard, batch_invariant, index_workspace_bytes, self._over is None)
 
@@ -214,10 +217,10 @@ class SparseMLA:
         calls = self._writes(kv, index, caches, plan)
         self._checks.writes(calls, caches)
         for call in calls:
-            write_kv(call)
+            run_write(call)
 
     def select(self, index: IndexInputs, caches: Caches, plan: Plan) -> Tensor:
-        """Positions int32 [rows, topk] by this layer's indexer, in ascending order; later layers may share them.
+        """Positions int32 [rows, spec.columns] by this layer's indexer, ascending; later layers may share them.
 
         The keys of the step's tokens must be in the index cache: `write` puts them there.
         """
@@ -229,7 +232,7 @@ class SparseMLA:
                 return no_positions(self.spec, plan)
             call = self._index(index, caches, plan)
             self._checks.index_topk(call, plan)
-        return self._select(call)
+        return self._selected(call, plan)
 
     def _prepare_step(self, *given: Any) -> Call:
         """The operations of a call with a plan. If ranks select together, all of them pass their checks, or none."""
@@ -267,11 +270,11 @@ class SparseMLA:
         out: Any = new_output(q, self.spec.value_dim) if given.out is None and known is None else given.out
         splits = None
         if self.batch_invariant:
-            splits = fixed_splits((self.spec.topk or 0) if positions is None else positions.shape[1])
+            splits = fixed_splits((self.spec.columns or 0) if positions is None else positions.shape[1])
         scales, sink = folded_scale(self.spec.scale, given.q_scale), contiguous_sink(given.sink)
         attention = Attend(q, [], *scales, splits, sink, out, True, _LSE, self.backend)
-        writes, gathers = [], []
-        index = translate = None
+        writes: list[Write] = []
+        gathers, index, translate = [], None, None
         if plan is not None and plan.requests:
             writes = self._writes(given.kv, given.index_inputs, given.caches, plan)
             if given.index_inputs is not None:
@@ -283,14 +286,19 @@ class SparseMLA:
 
     def _writes(
         self, kv: Tensor | tuple[Tensor, Tensor] | None, index: IndexInputs | None, caches: Caches, plan: Plan
-    ) -> list[WriteKv]:
-        calls = [] if kv is None else [write_call(kv, caches.latent, plan.slots, self.backend)]
-        if index is not None and index.keys is not None and caches.index is not None:
+    ) -> list[Write]:
+        calls: list[Write] = [] if kv is None else [write_call(kv, caches.latent, plan.slots, self.backend)]
+        if index is None or index.keys is None or caches.index is None:
+            return calls
+        if self._pooled is None:
             calls.append(write_call(index.keys, caches.index, plan.slots, self.backend))
+        elif plan.requests:
+            calls.append(self._pooled.write(index, caches, plan))
         return calls
 
     def _index(self, index: IndexInputs, caches: Caches, plan: Plan, known: KnownCall | None = None) -> IndexTopk:
-        topk, keys, prepared = self.spec.topk, caches.index, None if known is None else known.index_topk
+        topk, keys, prepared = self.spec.index_topk, caches.index, None if known is None else known.index_topk
+        visible = plan.visible if self._pooled is None else self._pooled.groups(plan).visible
         assert topk is not None
         assert keys is not None
         # Inputs may be wrong here, but the plan has rows.
@@ -301,7 +309,7 @@ class SparseMLA:
             keys,
             plan.request_ids,
             plan.block_table,
-            plan.visible if self._over is None else self._over.local_lengths(plan.visible),
+            visible if self._over is None else self._over.local_lengths(visible),
             topk,
             self.index_workspace_bytes,
             plan.rows,
@@ -340,11 +348,12 @@ class SparseMLA:
         if call.plan is not None and call.plan.requests == 0:
             return self._nothing(call)
         for number, write in enumerate(call.writes):
-            run = write_kv if known is None else known.writes[number]
+            run: Any = run_write if known is None else known.writes[number]
             run(write)
         positions, attention = call.positions, call.attend
         if call.index_topk is not None:
-            positions = self._select(call.index_topk, known)
+            assert call.plan is not None
+            positions = self._selected(call.index_topk, call.plan, known)
         assert positions is not None
         found = None if known is None else known.attended(call, positions)
         if found is not None:
@@ -360,6 +369,11 @@ class SparseMLA:
                 return self._attend_gathered(call, positions, slots)
             selection = Selection(call.cache, slots)
         return LayerOutput(attention.out, *attend(attention._replace(selections=[selection])), positions)
+
+    def _selected(self, call: IndexTopk, plan: Plan, known: KnownCall | None = None) -> Tensor:
+        """The positions that the indexer selects; those of whole groups if its keys are pooled."""
+        chosen = self._select(call, known)
+        return chosen if self._pooled is None else self._pooled.positions(chosen, plan)
 
     def _select(self, call: IndexTopk, known: KnownCall | None = None) -> Tensor:
         """Run the indexer. Tools that watch a layer override this."""

@@ -1,6 +1,7 @@
 """The checks of a `SparseMLA` call, all of which run before its first write, and the operations of a call (`Call`)."""
 
-from typing import Any, NamedTuple, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from tamis.ops import IndexInputs
 from tamis.ops.attention import check_attend, check_query, check_scales
 from tamis.ops.attention.operations import Attend
 from tamis.ops.combine import check_output, check_sink
+from tamis.ops.compress.operations import CompressKv
 from tamis.ops.gather import check_gather_kv
 from tamis.ops.gather.operations import GatherKv
 from tamis.ops.index import MAX_K, QUERY_DTYPES, check_index_topk, check_layout
@@ -28,6 +30,11 @@ from tamis.ops.write import check_rows, check_write_kv
 from tamis.ops.write.operations import WriteKv
 from tamis.step.plan import Plan
 
+if TYPE_CHECKING:
+    from tamis.layers.mla_pooled import PooledKeys
+
+Write: TypeAlias = WriteKv | CompressKv
+"""A write of a layer call: of rows, of index keys, or of pooled index keys."""
 DTYPES = (*checks.FLOATS, torch.float64, torch.float8_e4m3fn)
 _INDEX_NAMES = {"q": "index.q", "weights": "index.weights", "cache": "caches.index"}
 
@@ -81,6 +88,7 @@ class Arguments(NamedTuple):
         found["sink"] = self.sink
         if index is not None:
             found |= {"index.q": index.q, "index.weights": index.weights, "index.keys": index.keys}
+            found |= {"index.gates": index.gates, "index.gate_bias": index.gate_bias}
         return found
 
     @property
@@ -88,8 +96,7 @@ class Arguments(NamedTuple):
         """All tensors with which `out` must not share memory."""
         plan, caches = self.plan, self.caches
         found = [*self.inputs.values(), *self.table, caches.latent.storage]
-        if caches.index is not None:
-            found.append(caches.index.storage)
+        found += [held.storage for held in (caches.index, caches.index_state) if held is not None]
         return found if plan is None else [*found, plan.positions, plan.slots, plan.workspace]
 
 
@@ -102,7 +109,7 @@ class Call(NamedTuple):
     """The cache of latent rows."""
     table: tuple[Tensor, Tensor]
     """Request ids int32 [rows] and block table int32 [requests, pages]."""
-    writes: list[WriteKv]
+    writes: Sequence[Write]
     """The writes of the new tokens' rows and of their index keys."""
     index_topk: IndexTopk | None
     """The layer's own indexer; None if positions are given."""
@@ -130,8 +137,9 @@ class MlaChecks:
     def __init__(self, spec: LayerSpec, backend: str) -> None:
         """Remember the layer."""
         self.spec, self.backend = spec, backend
+        self.pooled = _pooled_keys(spec, backend) if spec.kpool > 1 else None
         self._gathered = {d: plain_rows(d, latent=spec.latent_dim, rope=spec.rope_dim) for d in checks.FLOATS}
-        self._columns = f"rows {spec.topk or 'K'}"
+        self._columns = f"rows {spec.columns or 'K'}"
 
     def arguments(self, given: Arguments) -> None:
         """Refuse arguments that do not fit each other, before operations are built of them."""
@@ -171,8 +179,9 @@ class MlaChecks:
         """Refuse caches that do not fit the layer and the plan."""
         cache, spec = caches.latent, self.spec
         checks.instance("caches", cache, PagedCache)
-        if caches.index is not None:
-            checks.instance("caches.index", caches.index, PagedCache)
+        for name, held in (("index", caches.index), ("index_state", caches.index_state)):
+            if held is not None:
+                checks.instance(f"caches.{name}", held, PagedCache)
         if cache.page_size != plan.page_size:
             raise checks.refuse(
                 "caches", f"of the plan's page size {plan.page_size}", cache.page_size, "use one page size for both"
@@ -197,14 +206,23 @@ class MlaChecks:
             check_rows(kv, caches.latent)
         if index is not None:
             checks.instance("index", index, IndexInputs)
-            if index.keys is not None:
-                cache = _index_cache(caches, plan)
+            if self.pooled is not None:
+                self.pooled.check(index, self._index_cache(caches, plan), caches.index_state, plan)
+            elif index.gates is not None or index.gate_bias is not None:
+                remedy = "only layers with pooled keys have gates"
+                raise checks.refuse("index.gates", "None for a layer with kpool=1", "gates", remedy)
+            elif index.keys is not None:
+                cache = self._index_cache(caches, plan)
                 check_layout(cache, "caches.index")
                 check_rows(index.keys, cache, name="index.keys")
 
-    def writes(self, calls: list[WriteKv], caches: Caches) -> None:
+    def writes(self, calls: Sequence[Write], caches: Caches) -> None:
         """Refuse what the writes of rows and index keys refuse."""
         for call in calls:
+            if isinstance(call, CompressKv):
+                assert self.pooled is not None
+                self.pooled.check_write(call)
+                continue
             keys = call.cache is caches.index
             name, where = ("index.keys", "caches.index") if keys else ("kv", "caches.latent")
             check_write_kv(call, name=name, where=where)
@@ -218,9 +236,10 @@ class MlaChecks:
         if spec.reuse_topk:
             remedy = "pass positions=, those of the last layer that has an indexer"
             raise checks.refuse("index", "None for a layer that shares an earlier layer's selection", "inputs", remedy)
-        if spec.topk > MAX_K:
-            raise checks.refuse("spec.topk", f"at most {MAX_K} for an indexer", spec.topk, "pass positions instead")
-        cache = _index_cache(caches, plan)
+        if (spec.index_topk or 0) > MAX_K:
+            expected = f"at most {MAX_K} keys for an indexer"
+            raise checks.refuse("spec.topk", expected, spec.index_topk, "pass positions instead")
+        cache = self._index_cache(caches, plan)
         if cache.recipe is not None and index.recipe is None:
             raise checks.refuse(
                 "index.recipe", f"that of the cache, {cache.recipe}", None, "say how q and keys were prepared"
@@ -258,7 +277,7 @@ class MlaChecks:
 
     def _check_positions(self, positions: Tensor, q: Tensor, plan: Plan | None) -> None:
         # A selection of another width comes from another layer or setting, and would silently attend to fewer rows.
-        remedy = "it has one row per token of the plan, as wide as the spec's topk and padded with -1"
+        remedy = "it has one row per token of the plan, as wide as the spec's columns (its topk) and padded with -1"
         sizes: dict[str, Any] = {"rows": q.shape[0], "device": q.device}
         checks.tensor("positions", positions, self._columns, (torch.int32,), remedy=remedy, **sizes)
         if plan is None or not checks.visible(positions) or not checks.visible(plan.positions):
@@ -294,22 +313,27 @@ class MlaChecks:
 
     def placeholder(self, q: Tensor) -> Tensor:
         """Empty positions int32 [rows, topk], which are checked in place of those that an indexer will select."""
-        return torch.empty((q.shape[0], self.spec.topk or 0), dtype=torch.int32, device=q.device)
+        return torch.empty((q.shape[0], self.spec.columns or 0), dtype=torch.int32, device=q.device)
+
+    def _index_cache(self, caches: Caches, plan: Plan) -> PagedCache:
+        """The cache of index keys, which shares the plan's block table with the latent one."""
+        cache, page_size = caches.index, plan.page_size // self.spec.kpool
+        if cache is None:
+            raise checks.refuse("caches.index", "a cache of index keys", None, "pass Caches(latent, index)")
+        checks.instance("caches.index", cache, PagedCache)
+        if cache.page_size != page_size:
+            pooled = f" / kpool={self.spec.kpool}" if self.spec.kpool > 1 else ""
+            expected = f"of the plan's page size {plan.page_size}{pooled}"
+            raise checks.refuse("caches.index", expected, cache.page_size, "share one block table")
+        return cache
+
+
+def _pooled_keys(spec: LayerSpec, backend: str) -> "PooledKeys":
+    from tamis.layers.mla_pooled import PooledKeys  # which programs without such a model need not load
+
+    return PooledKeys(spec, backend)
 
 
 def no_positions(spec: LayerSpec, plan: Plan) -> Tensor:
     """The positions of a step without requests."""
-    return torch.full((plan.rows, spec.topk or 0), -1, dtype=torch.int32, device=plan.positions.device)
-
-
-def _index_cache(caches: Caches, plan: Plan) -> PagedCache:
-    """The cache of index keys, which shares the plan's block table with the latent one."""
-    cache = caches.index
-    if cache is None:
-        raise checks.refuse("caches.index", "a cache of index keys", None, "pass Caches(latent, index)")
-    checks.instance("caches.index", cache, PagedCache)
-    if cache.page_size != plan.page_size:
-        raise checks.refuse(
-            "caches.index", f"of the plan's page size {plan.page_size}", cache.page_size, "share one block table"
-        )
-    return cache
+    return torch.full((plan.rows, spec.columns or 0), -1, dtype=torch.int32, device=plan.positions.device)

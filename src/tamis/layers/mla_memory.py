@@ -3,24 +3,25 @@
 from collections.abc import Callable
 from functools import cache
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from tamis import checks
 from tamis.cache.selection import Selection
-from tamis.layers.mla_checks import Arguments, Call
+from tamis.layers.mla_checks import Arguments, Call, Write
 from tamis.ops import memory
 from tamis.ops.attention import Prepared
+from tamis.ops.compress.operations import CompressKv, compress_kv
 from tamis.ops.index.prepared import PreparedTopk
 from tamis.ops.memory import sign
-from tamis.ops.write.operations import WriteKv, write_kv
+from tamis.ops.write.operations import write_kv
 
 
 class KnownCall(NamedTuple):
     """A call that passed all checks, and its operations as far as they could be prepared."""
 
-    writes: list[Callable[[WriteKv], None]]
+    writes: list[Callable[[Any], None]]
     index_topk: PreparedTopk | None
     attend: Prepared | None
     apart: memory.Apart | None
@@ -34,7 +35,7 @@ class KnownCall(NamedTuple):
             selections = [Selection(call.cache, positions, None, *call.table)]
             attend = Prepared.of(call.attend._replace(selections=selections), None)
         return cls(
-            [write_kv.prepared(write) or write_kv for write in call.writes],
+            [_prepared_write(write) for write in call.writes],
             None if call.index_topk is None else PreparedTopk.of(call.index_topk),
             attend,
             None if given.out is None else memory.Apart(given.out, *given.read),
@@ -64,6 +65,14 @@ class LayerMemory(memory.Memory[KnownCall]):
             return None
 
 
+def run_write(call: Write) -> None:
+    """Run a write of a call that was not prepared."""
+    if isinstance(call, CompressKv):
+        compress_kv(call)
+    else:
+        write_kv(call)
+
+
 def number_of(*options: object) -> int | None:
     """A number for all layers with the same options; None if they cannot be compared, and will be refused."""
     try:
@@ -87,11 +96,12 @@ def _must_be_checked(scale: float, given: Arguments) -> bool:
         return True
     if plan is not None and (not plan.requests or (plan.prefill is not None and plan.prefill.chunks)):
         return True
-    latent, keys = caches.latent.storage, None if caches.index is None else caches.index.storage
-    tensors = (q, positions, sink, out, latent, keys, *(kv if isinstance(kv, tuple) else (kv,)))
+    held = (caches.latent, caches.index, caches.index_state)
+    written = (*(None if one is None else one.storage for one in held), out)
+    tensors = (q, positions, sink, *written, *(kv if isinstance(kv, tuple) else (kv,)))
     if index is not None:
-        tensors += (index.q, index.weights, index.keys)
-    if memory.has_gradient(*tensors) or any(t is not None and checks.frozen(t) for t in (latent, keys, out)):
+        tensors += (index.q, index.weights, index.keys, index.gates, index.gate_bias)
+    if memory.has_gradient(*tensors) or any(t is not None and checks.frozen(t) for t in written):
         return True
     if isinstance(q_scale, Tensor):
         return memory.has_gradient(q_scale)
@@ -106,7 +116,7 @@ def _traits(given: Arguments) -> memory.Signature:
     if caches.index is not None:
         keys = (caches.index.recipe, *memory.sign_cache(caches.index))
     if index is not None:
-        inputs = (index.recipe, sign(index.q), sign(index.weights), sign(index.keys))
+        inputs = (index.recipe, sign(index.q), sign(index.weights), sign(index.keys), *_pooled_traits(given))
     return (
         (*map(sign, kv),) if isinstance(kv, tuple) else sign(kv),
         isinstance(kv, tuple),
@@ -117,3 +127,27 @@ def _traits(given: Arguments) -> memory.Signature:
         *map(sign, (q, positions, sink, out)),
         *memory.sign_cache(caches.latent),
     )
+
+
+def _pooled_traits(given: Arguments) -> memory.Signature:
+    """What the pooling of index keys depends on, and whether anything was given for it."""
+    index, state, groups = (
+        given.index_inputs,
+        given.caches.index_state,
+        None if given.plan is None else given.plan.groups,
+    )
+    assert index is not None
+    if groups is None and state is None and index.gates is None and index.gate_bias is None:
+        return ()
+    kept = () if state is None else memory.sign_cache(state)
+    traits = (sign(index.gates), sign(index.gate_bias), state is None, *kept)
+    if groups is None:
+        return traits
+    tensors = (groups.slots, groups.visible, groups.state.slots, groups.state.block_table)
+    return (*traits, groups.size, groups.state_page_size, *map(sign, tensors))
+
+
+def _prepared_write(write: Write) -> Callable[[Any], None]:
+    if isinstance(write, CompressKv):
+        return compress_kv
+    return write_kv.prepared(write) or write_kv

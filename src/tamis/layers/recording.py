@@ -23,9 +23,11 @@ class Recording:
     step, or an incomplete one, is refused.
     """
 
-    def __init__(self, topk: int) -> None:
-        """Start empty, for selections of `topk` positions per token."""
-        self.topk = checks.integer("topk", topk, low=1)
+    def __init__(self, topk: int, kpool: int = 1) -> None:
+        """Start empty, for the selections of a layer with this `LayerSpec.topk` and `LayerSpec.kpool`."""
+        self.topk, self.kpool = checks.integer("topk", topk, low=1), checks.integer("kpool", kpool, low=1)
+        self.columns = self.topk + self.kpool - 1
+        """The most positions of a token, as `LayerSpec.columns`."""
         self._rows: dict[tuple[int, Hashable], Tensor] = {}
 
     # The rows outlive the call. Made inside inference_mode, they could not be written to outside of it.
@@ -38,11 +40,11 @@ class Recording:
             layer: the layer's number. Layers that share a selection need not be recorded.
             requests: the names of the plan's requests, in the plan's order.
             plan: the step's plan.
-            positions: int32 [rows, topk], from a `LayerOutput`.
+            positions: int32 [rows, columns], from a `LayerOutput`.
         """
         checks.integer("layer", layer, low=0)
-        remedy = f"record selections of {self.topk} positions"
-        checks.tensor("positions", positions, f"rows {self.topk}", (torch.int32,), rows=plan.rows, remedy=remedy)
+        remedy = f"record selections of {self.columns} positions"
+        checks.tensor("positions", positions, f"rows {self.columns}", (torch.int32,), rows=plan.rows, remedy=remedy)
         if positions.device.type == "meta":
             raise checks.refuse("positions", "a tensor with values", "one on meta", "record what a layer selected")
         chosen = positions.cpu()
@@ -59,14 +61,14 @@ class Recording:
         Args:
             layer: the layer's number.
             request: the request's name.
-            positions: int32 [tokens, topk], positions in the request in any order, -1 where there are fewer.
+            positions: int32 [tokens, columns], positions in the request in any order, -1 where there are fewer.
             first: the position of the first of these tokens.
         """
         checks.integer("layer", layer, low=0)
         checks.hashable("request", request)
         checks.integer("first", first, low=0)
-        remedy = f"pass selections of {self.topk} positions"
-        checks.tensor("positions", positions, f"tokens {self.topk}", (torch.int32,), remedy=remedy)
+        remedy = f"pass selections of {self.columns} positions"
+        checks.tensor("positions", positions, f"tokens {self.columns}", (torch.int32,), remedy=remedy)
         if positions.device.type == "meta":
             raise checks.refuse("positions", "a tensor with values", "one on meta", "pass what an engine captured")
         # A copy: what is kept must not change with the caller's tensor.
@@ -78,17 +80,17 @@ class Recording:
 
     @needs_latest_plan
     def replay(self, layer: int, requests: Sequence[Hashable], plan: Plan) -> Tensor:
-        """Positions int32 [rows, topk] for a step of the same requests, on the plan's device; -1 for padded rows.
+        """Positions int32 [rows, columns] for a step of the same requests, on the plan's device; -1 for padded rows.
 
         A step with a token that was never recorded is refused.
         """
-        result = torch.full((plan.rows, self.topk), -1, dtype=torch.int32, device="cpu")
+        result = torch.full((plan.rows, self.columns), -1, dtype=torch.int32, device="cpu")
         for request, tokens, own in _tokens(requests, plan):
             result[tokens] = self._known(layer, request, own)
         return result.to(plan.positions.device)
 
     def packed(self, layer: int, requests: Sequence[Hashable], pack: "Pack") -> Tensor:
-        """Row numbers int32 [T, topk] for `tamis.train`: the same selections in a pack of whole requests, on the pack's
+        """Row numbers int32 [T, columns] for `tamis.train`: the same selections in a pack of whole requests, on its
         device; -1 for padding.
 
         Args:
@@ -100,7 +102,7 @@ class Recording:
 
         checks.instance("pack", pack, Pack)
         _check_names(requests, len(pack.lengths), "pack")
-        result = torch.full((pack.tokens, self.topk), -1, dtype=torch.int32, device="cpu")
+        result = torch.full((pack.tokens, self.columns), -1, dtype=torch.int32, device="cpu")
         for request, first, length in zip(requests, pack.first_rows, pack.lengths, strict=True):
             if length:
                 found = self._known(layer, request, torch.arange(length, dtype=torch.int64, device="cpu"))
@@ -115,10 +117,10 @@ class Recording:
     def _keep(self, layer: int, request: Hashable, found: Tensor, own: Tensor) -> None:
         """Keep the selections of tokens at these positions."""
         key = (layer, request)
-        known = self._rows.get(key, found.new_full((0, self.topk), -1, dtype=found.dtype))
+        known = self._rows.get(key, found.new_full((0, self.columns), -1, dtype=found.dtype))
         missing = int(own.max()) + 1 - len(known)
         if missing > 0:
-            known = torch.cat((known, known.new_full((missing, self.topk), -1, dtype=known.dtype)))
+            known = torch.cat((known, known.new_full((missing, self.columns), -1, dtype=known.dtype)))
         known[own] = found
         self._rows[key] = known
 
@@ -135,7 +137,8 @@ class Recording:
 
     def _complete(self, request: Hashable, rows: Tensor, own: Tensor) -> None:
         """Refuse rows that are not complete selections: as many distinct visible positions as there can be."""
-        wanted = (own + 1).clamp_max(self.topk)
+        seen = own + 1
+        wanted = (seen - seen % self.kpool).clamp_max(self.topk) + seen % self.kpool
         ordered = rows.sort(dim=1).values
         twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
         wrong = ((rows >= 0).sum(1) != wanted) | (rows > own.unsqueeze(1)).any(1) | twice

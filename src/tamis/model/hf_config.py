@@ -61,6 +61,12 @@ def listed(fields: Mapping[str, Any], name: str) -> Sequence[Any] | None:
     return value
 
 
+def is_linear(fields: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer has linear attention, which keeps a state and no rows (KDA in GLM-5.3-Flash)."""
+    names = listed(fields, "layer_types") or ()
+    return layer < len(names) and names[layer] == "linear_attention"
+
+
 def rope_width(fields: Mapping[str, Any]) -> int:
     """The number of rotated columns of a V4 head."""
     given = whole(fields, "qk_rope_head_dim", low=0, default=0)

@@ -79,6 +79,14 @@ _MISTRAL_LARGE_4 = _V32 | {
     "no_rope_layers": [1, 1, 1, 0] * 18,
     "max_position_embeddings": 1048576,
 }
+_GLM5_FLASH = _GLM5 | {
+    "num_hidden_layers": 45,
+    "qk_nope_head_dim": 256,
+    "qk_rope_head_dim": 0,
+    "index_kpool": 4,
+    "layer_types": ["indexed_attention" if layer % 4 == 3 else "linear_attention" for layer in range(45)],
+    "max_position_embeddings": 1048576,
+}
 
 _V4_SOURCE = "the fields of the checkpoint's config.json"
 
@@ -88,6 +96,12 @@ KNOWN: Mapping[str, KnownModel] = {
     ),
     "glm-5": KnownModel(
         "GLM-5", "the defaults of transformers' GlmMoeDsaConfig, where every layer has an indexer of its own", _GLM5
+    ),
+    "glm-5.3-flash": KnownModel(
+        "GLM-5.3-Flash",
+        "the defaults of transformers' Glm5NextTextConfig, with the checkpoint's groups of 4 tokens per index key; the "
+        "states of its layers of linear attention are not counted",
+        _GLM5_FLASH,
     ),
     "deepseek-v4-flash": KnownModel("DeepSeek-V4-Flash", _V4_SOURCE, _V4_FLASH),
     "deepseek-v4-pro": KnownModel("DeepSeek-V4-Pro", _V4_SOURCE, _V4_PRO),

@@ -43,6 +43,9 @@ class LayerSpec:
     kind: LayerKind = "tokens"
     reuse_rows: bool = False
     """Whether the layer attends to the rows that an earlier layer wrote, and writes none of its own."""
+    kpool: int = 1
+    """Tokens per pooled index key. The indexer selects `topk / kpool` groups of so many tokens, and every token also
+    attends to the last tokens, which are in no whole group (GLM-5.3-Flash)."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not describe a layer."""
@@ -63,6 +66,10 @@ class LayerSpec:
         if self.topk is None and self.window is None:
             raise checks.refuse("topk", "given for a layer without a window", None, "pass topk= or window=")
         checks.option("kind", self.kind, get_args(LayerKind))
+        checks.integer("kpool", self.kpool, low=1)
+        if self.kpool > 1 and (self.kind != "tokens" or self.topk is None or self.topk % self.kpool):
+            expected = f"a multiple of kpool={self.kpool}, in a layer of kind 'tokens'"
+            raise checks.refuse("topk", expected, f"{self.topk} of kind {self.kind!r}", "pooled keys select groups")
         if self.kind != "tokens" and self.window is None:
             raise checks.refuse("window", f"given for a layer of kind {self.kind!r}", None, "pass window=")
         if self.kind == "overlapping" and (self.topk is None or not self.index_heads or not self.index_dim):
@@ -74,13 +81,24 @@ class LayerSpec:
         """The width of a query head and of a cached row."""
         return self.latent_dim + self.rope_dim
 
+    @property
+    def columns(self) -> int | None:
+        """The most positions that a token attends to, which is the width of a selection: `topk`, and with pooled index
+        keys the tokens of an incomplete group besides. None for layers that select nothing."""
+        return None if self.topk is None else self.topk + self.kpool - 1
+
+    @property
+    def index_topk(self) -> int | None:
+        """How many index keys are selected per token: `topk`, or the groups of that many tokens."""
+        return None if self.topk is None else self.topk // self.kpool
+
     @classmethod
     def from_hf(cls, config: Any, layer: int = 0, *, tensor_parallel: int = 1) -> Self:
         """From a Hugging Face config (object or dict) of the V3.2 family (V3.2, GLM-5.x, A.X-K2, Hy4, Mistral Large 4)
         or the V4 family.
 
         Args:
-            config: the model's config.
+            config: the model's config, or one that has it as its `text_config`.
             layer: index of the layer. Layers differ in whether they reuse a selection and in how they compress.
             tensor_parallel: the number of ranks that share the heads.
         """
@@ -113,6 +131,7 @@ class LayerSpec:
             reuse_topk=_reuses_topk(fields, layer),
             sink=fields.get("model_type") == "hy_v4",
             reuse_rows=_reuses_rows(fields, layer),
+            kpool=_kpool(fields, layer),
         )
 
     @classmethod
@@ -136,6 +155,19 @@ class LayerSpec:
             sink=True,
             kind=kind,
         )
+
+
+def _kpool(fields: Mapping[str, Any], layer: int) -> int:
+    """Tokens per pooled index key. Layers of linear attention (KDA) are refused."""
+    if hf_config.is_linear(fields, layer):
+        remedy = "its state is the model's own; ask for a layer of indexed attention"
+        raise checks.refuse(f"config.layer_types[{layer}]", "a layer with a latent cache", "'linear_attention'", remedy)
+    kpool = hf_config.whole(fields, "index_kpool", default=1)
+    tail = fields.get("index_kpool_always_select_tail")
+    if kpool > 1 and tail is not None and not checks.flag("config.index_kpool_always_select_tail", tail):
+        remedy = "without the tail, a token before the first whole group would attend to nothing"
+        raise checks.refuse("config.index_kpool_always_select_tail", "True", tail, remedy)
+    return kpool
 
 
 _KINDS = ("full", "shared")

@@ -15,7 +15,7 @@ from tamis.ops.index.mxfp4 import PackedQuery, pack_index_query, unpack_index_qu
 from tamis.ops.index.prepare import quantise_index_query, rotate_index, write_index_keys
 from tamis.ops.output import Fp8Heads, lower_groups, quantise_blocks, rotate_to_fp8
 from tamis.ops.rotate import Rotated, norm_rows, rotate_and_write, rotate_heads
-from tamis.ops.select import select_chosen, select_entries, select_gathered, select_window
+from tamis.ops.select import select_chosen, select_entries, select_gathered, select_groups, select_window
 from tamis.ops.translate import Translated, translate_positions
 from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
 
@@ -51,6 +51,7 @@ __all__ = [
     "select_chosen",
     "select_entries",
     "select_gathered",
+    "select_groups",
     "select_window",
     "topk_positions",
     "translate_positions",

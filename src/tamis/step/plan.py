@@ -118,6 +118,23 @@ class PrefillPart:
 
 
 @dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """Groups of tokens that have one pooled index key each. Group j of a request has its tokens j * size to
+    j * size + size - 1."""
+
+    size: int
+    """Tokens per group."""
+    slots: Tensor
+    """int64 [rows]: the slot of the pooled key that this token completes; -1 for tokens that complete none."""
+    visible: Tensor
+    """int32 [rows]: the number of groups that are complete at this token; 0 for padding. The indexer scores these."""
+    state: PageMap
+    """Block table of the pool with the keys and gates of single tokens, and int64 [rows] slots for the step's."""
+    state_page_size: int
+    """Tokens per page of that pool."""
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The metadata of one step, which all layers share. Tensors are views of the planner's buffers."""
 
@@ -156,6 +173,8 @@ class Plan:
     """Block tables and slots of the further pools, by name."""
     use: Use
     """Knows whether this is still the planner's latest plan; see `using`."""
+    groups: GroupPlan | None = None
+    """The groups of layers with pooled index keys; None if the planner's layers have none."""
 
     @cached_property
     def signature(self) -> memory.Signature:

@@ -1,7 +1,8 @@
 """`Planner.plan(batch)`: the metadata of one step, in buffers that never move."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from tamis.step.gathering import automatic_mode, gathering_saves
 from tamis.step.lease import Lease, Use
 from tamis.step.plan import Chunk, DecodePart, Limits, Mode, Plan, PrefillPart
 from tamis.step.split import BatchSplit, chunk_starts, pack_chunks, split_batch
+
+if TYPE_CHECKING:
+    from tamis.step.groups import GroupBuffers
 
 _LENGTHS_IN_WORKSPACE = 5
 """By default the workspace holds this many of the longest requests, if all prefills are gathered."""
@@ -52,7 +56,8 @@ class Planner:
 
         Args:
             spec: the numbers that all layers share (heads, top-k).
-            limits: the largest step.
+            limits: the largest step. If index keys are pooled (`LayerSpec.kpool`), `other_page_sizes` must have the
+                pool of single tokens, "state4" for groups of 4.
             device: where the tensors of a step live.
             layout: the latent cache's format, which decides whether a workspace is useful.
             mode: "mixed" sends all tokens through one call that reads the cache directly; "separate" gathers the
@@ -86,6 +91,7 @@ class Planner:
             shape = (self._workspace_rows, self.layout.width)
             self._workspace = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
         self._threshold = limits.threshold
+        self._groups = _group_buffers(spec, limits, self.device) if spec.kpool > 1 else None
         self.lease = Lease()
 
     @outside_modes
@@ -98,6 +104,8 @@ class Planner:
     def prepare(self, batch: Batch) -> "Prepared":
         """The first half of `plan`: check the batch and compute what the host computes. No buffer is written."""
         known = check_batch(batch, self.limits, self._tables, self._arena.device)
+        if self._groups is not None:
+            self._groups.check(list(batch.other_pages))
         split = self._split(known, batch.prefilling)
         prefill_lengths = known.lengths[split.decodes :].tolist() if split.prefills else []
         chunks = self.chunks(known.queries[split.decodes :].tolist(), prefill_lengths) if split.prefills else []
@@ -172,7 +180,7 @@ class Planner:
         pages = self._fill_pages("", batch.pages, rows)
         others = {name: self._fill_pages(name, given, rows) for name, given in batch.other_pages.items()}
         gathers = bool(prepared.chunks) if self.mode == "auto" else self.mode == "separate"
-        return Plan(
+        plan = Plan(
             requests=requests,
             tokens=tokens,
             rows=rows,
@@ -195,6 +203,7 @@ class Planner:
             other_pages=others,
             use=use,
         )
+        return plan if self._groups is None else replace(plan, groups=self._groups.fill(plan))
 
     def _fill_positions(self, lengths: Tensor, known: HostLengths) -> None:
         """Add the lengths, which only the device knows, to what was uploaded as positions and as visible tokens."""
@@ -273,6 +282,12 @@ def _workspace_rows(mode: Mode, limits: Limits) -> int:
     if mode == "auto":
         return min(limits.max_length, _ROWS_IN_WORKSPACE)
     return _LENGTHS_IN_WORKSPACE * limits.max_length
+
+
+def _group_buffers(spec: LayerSpec, limits: Limits, device: torch.device) -> "GroupBuffers":
+    from tamis.step.groups import GroupBuffers  # which programs without pooled index keys need not load
+
+    return GroupBuffers(spec, limits, device)
 
 
 def _slots_of(pool: str) -> str:

@@ -83,8 +83,10 @@ def test_generate_with_left_padding(model: Any) -> None:
 @every_family
 @pytest.mark.parametrize("kind", ["fp32", "fp8"])
 def test_chunks_and_single_tokens_give_what_the_whole_gives(model: Any, kind: Any) -> None:
-    ids = tokens(2, 150)
     attach(model, cache=kind)
+    if kind == "fp8" and new_cache(model).states:
+        pytest.skip("sums of linear attention depend on chunks, and FP8 codes on the last bits; see test_mla_pooled")
+    ids = tokens(2, 150)
     expected = logits(model, ids)
     detach(model)
     attach(model, cache=kind, chunk_tokens=2 * 37)

@@ -201,7 +201,7 @@ def test_declared_capabilities() -> None:
     assert backend.is_sparse()
     assert backend.accept_output_buffer
     assert backend.supports_sink()
-    assert backend.get_supported_head_sizes() == [576]
+    assert backend.get_supported_head_sizes() == [576, 512]
     assert backend.get_supported_kernel_block_sizes() == backend.get_supported_kernel_block_sizes(object()) == [64]
     assert backend.get_required_kv_cache_layout() is None
     assert {torch.bfloat16, torch.float16} <= set(backend.supported_dtypes)

@@ -3,7 +3,7 @@
 import bounds
 import pytest
 import torch
-from compressing import C4, C16, C128, DIM, EXACT, PADDING, ROPE, Compressor
+from compressing import C4, C16, C128, DIM, EXACT, KPOOL, PADDING, ROPE, Compressor
 from seeds import reseed
 from torch import Tensor
 
@@ -22,7 +22,9 @@ def test_prompts_in_one_step(kind, length: int) -> None:
     compressor.check("a", length // compressor.ratio)
 
 
-@pytest.mark.parametrize("kind", [C4, C128, C16, {"ratio": 3, "overlapping": True}, {"ratio": 1, "overlapping": False}])
+@pytest.mark.parametrize(
+    "kind", [C4, C128, C16, KPOOL, {"ratio": 3, "overlapping": True}, {"ratio": 1, "overlapping": False}]
+)
 @pytest.mark.parametrize("chunk", [1, 37, 299])
 def test_any_chunks_give_the_same_entries(kind, chunk: int) -> None:
     compressor = Compressor(**kind)

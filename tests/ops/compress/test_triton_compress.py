@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compressing import C4, C16, C128, PADDING, Compressor
+from compressing import C4, C16, C128, KPOOL, PADDING, Compressor
 from seeds import reseed
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from tamis.ops.compress.triton_kernels import compress_kv, compress_kv_kernel
 from tamis.ops.rows.triton_rows import interpreted
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on the interpreter's NaN
-KINDS = [C4, C128, C16, {"ratio": 3, "overlapping": True}, {"ratio": 1, "overlapping": False}]
+KINDS = [C4, C128, C16, KPOOL, {"ratio": 3, "overlapping": True}, {"ratio": 1, "overlapping": False}]
 
 
 @pytest.fixture
@@ -132,8 +132,9 @@ def test_index_keys_turned_by_hadamard(both, layout: Layout) -> None:
     kernel.check("a", 10, 0.15 if layout.packed else 4e-2)
 
 
-def test_exact_entries_turned_by_hadamard(both) -> None:
-    kernel, _ = both(**C4, layout=rows(torch.float32, latent=32, rope=0), length=44, hadamard=True)
+@pytest.mark.parametrize("kind", [C4, KPOOL])
+def test_exact_entries_turned_by_hadamard(both, kind) -> None:
+    kernel, _ = both(**kind, layout=rows(torch.float32, latent=32, rope=0), length=44, hadamard=True)
     kernel.run("a", 42, 7)
     kernel.check("a", 10)
 

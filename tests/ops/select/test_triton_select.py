@@ -13,7 +13,7 @@ from tamis.lab.testing.cases import to_device
 from tamis.lab.testing.select_cases import SelectCase, expected_rows, select_cases
 from tamis.ops.rows.triton_rows import interpreted
 from tamis.ops.select import reference, triton_kernels
-from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectWindow
+from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectGroups, SelectWindow
 from tamis.ops.select.triton_device import window_rows
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
@@ -22,6 +22,7 @@ CALLS: dict[str, Any] = {
     "select_entries": SelectEntries,
     "select_chosen": SelectChosen,
     "select_gathered": SelectGathered,
+    "select_groups": SelectGroups,
 }
 
 
@@ -77,6 +78,7 @@ def test_rows_of_any_width(width: int, device: torch.device) -> None:
     check("select_entries", device, (*tokens, 4, 2, width, 3), (*vectors, empty(5, width)))
     check("select_window", device, (*tokens, None, None, 2, width), (empty(5, width + 3), empty(5)))
     chosen = torch.randint(-1, 5000, (5, width), dtype=torch.int32)
+    check("select_groups", device, (chosen, positions + 1, 4), (empty(5, 4 * width + 3),))
     check("select_chosen", device, (chosen, ids, table, None, 2), (empty(5, width), empty(5)))
     check("select_chosen", device, (chosen.T.contiguous().T, ids, table, None, 2), (empty(5, width), empty(5)))
 
@@ -109,6 +111,20 @@ def test_gathered_rows(device: torch.device, step: RandomStep, ratio: int, index
     check("select_gathered", device, inputs, (empty(step.tokens, columns + step.window + 3), empty(step.tokens)))
 
 
+@given(random_step(), st.sampled_from([1, 3, 4, 16]), st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_groups(device: torch.device, step: RandomStep, size: int, more: int) -> None:
+    width = step.chosen.shape[1] * size + size - 1 + more
+    check("select_groups", device, (step.chosen, step.positions + 1, size), (empty(step.tokens, width),))
+    turned = step.chosen.T.contiguous().T
+    check("select_groups", device, (turned, step.positions + 1, size), (empty(step.tokens, width),))
+
+
+def test_hostile_groups(device: torch.device) -> None:
+    chosen = int32([[INT_MAX, 0, INT_MIN, 3, INT_MAX // 4, 1]] * 5)
+    check("select_groups", device, (chosen, int32([INT_MAX, INT_MIN, 0, 13, 16]), 4), (empty(5, 27),))
+
+
 def test_hostile_tables_and_requests(device: torch.device) -> None:
     table = int32([[2**29, 3, INT_MAX, INT_MIN], [2**25, 2**25 - 1, -1, 0]])
     positions, ids = int32([255, 200, 255, 130, 7, 7]), int32([0, 1, INT_MAX, INT_MIN, -1, 2])
@@ -129,7 +145,7 @@ def test_the_cases_of_the_installed_checks(device: torch.device, case: SelectCas
     tokens = (here.positions, here.request_ids, here.block_table, here.own)
     expected = expected_rows(case)
     outputs = [torch.full_like(e, 77, dtype=torch.int32, device=device) for e in expected]
-    window, lengths, _, visible, shown, every, slots, counts, rows, row_lengths = outputs
+    window, lengths, _, visible, shown, every, slots, counts, rows, row_lengths, of_groups = outputs
     completed = outputs[2] = outputs[2].long()
     spans = (None, None, case.page_size, case.window)
     triton_kernels.select_window(SelectWindow(*tokens, *spans, window, lengths, "triton"))
@@ -141,6 +157,8 @@ def test_the_cases_of_the_installed_checks(device: torch.device, case: SelectCas
     sizes = (0, case.ratio, case.window, 20, 50, case.columns)
     gathered = SelectGathered(*tokens[:2], first, here.chosen, *sizes, rows, row_lengths, "triton")
     triton_kernels.select_gathered(gathered)
+    seen = here.positions + 1
+    triton_kernels.select_groups(SelectGroups(here.groups, seen, case.group_size, of_groups, "triton"))
     for number, (found, wanted) in enumerate(zip(outputs, expected, strict=True)):
         assert torch.equal(found.cpu().long(), wanted), number
 

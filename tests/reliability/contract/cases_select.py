@@ -206,4 +206,27 @@ def select_gathered(draw: Draw) -> Call:
     return Call("ops.select_gathered", ops.select_gathered, arguments, check, written, optional=("chosen",))
 
 
-CASES = (select_window, select_window, select_entries, select_entries, select_chosen, select_gathered)
+def select_groups(draw: Draw) -> Call:
+    total, size, columns = draw.size(0, 4), draw.pick([1, 3, 4]), draw.pick([0, 1, 5])
+    width = columns * size + size - 1 + draw.size(0, 2)
+    arguments: Arguments = {
+        "chosen": hostile_slots(draw, 9, total, columns),
+        "visible": draw.ints(-2, 40, total),
+        "size": size,
+        "positions": draw.rows_apart(draw.ints(-9, 9, total, width)),
+        "backend": "auto",
+    }
+
+    def check(_: Tensor, before: Arguments, after: Arguments) -> None:
+        rows, size = [], before["size"]
+        for chosen, seen in zip(before["chosen"].tolist(), before["visible"].tolist(), strict=True):
+            whole = max(seen, 0) // size
+            row = [n * size + inside for n in chosen if 0 <= n < whole for inside in range(size)]
+            rows.append([*row, *range(whole * size, seen)])
+        check_rows("positions", after["positions"], rows)
+        unchanged_beside(before, after, "positions")
+
+    return Call("ops.select_groups", ops.select_groups, arguments, check, ("positions",), optional=("positions",))
+
+
+CASES = (select_window, select_window, select_entries, select_entries, select_chosen, select_gathered, select_groups)

@@ -56,6 +56,8 @@ class CacheShape:
     layers: Sequence[Mapping[str, Held]]
     """For each layer, its caches under the field names of `Caches` or `V4Caches`."""
     device: torch.device
+    linear: tuple[int, ...] = ()
+    """The numbers of the layers of linear attention, which keep states of their own and no pages."""
 
 
 class TamisCache(Cache):
@@ -75,6 +77,8 @@ class TamisCache(Cache):
         self.depths = dict.fromkeys(shape.pools, 0)
         """Pages per request, by pool."""
         self.paged: list[dict[str, PagedCache]] = [{} for _ in shape.layers]
+        self.states = _linear_states(shape.linear)
+        """The states of layers of linear attention, which the model itself reads and writes."""
 
     @property
     def batch_size(self) -> int:
@@ -105,8 +109,8 @@ class TamisCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether every token's rows are still there."""
-        return all(pool.keep is None for pool in self.shape.pools.values())
+        """Whether every token's rows are still there, and no layer has only a state of all tokens."""
+        return not self.states and all(pool.keep is None for pool in self.shape.pools.values())
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -129,11 +133,34 @@ class TamisCache(Cache):
         """Always refused, like `update`."""
         self.update()
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of a convolution before linear attention; None before the first step."""
+        state = self.states[layer_idx]
+        return state.conv_states[state_idx] if state.has_previous_state[state_idx] else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of linear attention; None before the first step."""
+        state = self.states[layer_idx]
+        return state.recurrent_states[state_idx] if state.has_previous_state[state_idx] else None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Keep the last inputs of a convolution, and return them with the new ones."""
+        found: Tensor = self.states[layer_idx].update_conv_state(conv_states, state_idx, **kwargs)
+        return found
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Keep the state of linear attention."""
+        found: Tensor = self.states[layer_idx].update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return found
+
     def reset(self) -> None:
         """Forget all tokens and free all pages."""
         self.kept = None
         self.depths = dict.fromkeys(self.depths, 0)
         self.paged = [{} for _ in self.paged]
+        self.states = _linear_states(self.shape.linear)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` columns. As in transformers, the argument is negative."""
@@ -141,7 +168,7 @@ class TamisCache(Cache):
         if tokens_to_remove == 0 or self.kept is None:
             return
         if not self.is_croppable:
-            remedy = "the windows and compressor states of earlier tokens are gone, so start again"
+            remedy = "what the model kept of earlier tokens (windows, states) is gone, so start again"
             raise checks.refuse("tokens_to_remove", "0 for this model", tokens_to_remove, remedy)
         self.kept = self.kept[:, :tokens_to_remove]
 
@@ -237,6 +264,8 @@ class TamisCache(Cache):
                 (page * before + old, page * len(taken) + row) for row, old in enumerate(taken) for page in range(depth)
             ]
             self._move(name, moves, depth * len(taken))
+        for state in self.states.values():
+            state.reorder_cache(rows)
         self.kept = self.kept[rows.cpu()]
 
     def _move(self, pool: str, moves: list[tuple[int, int]], pages: int) -> None:
@@ -251,3 +280,12 @@ class TamisCache(Cache):
                 if moves:
                     fresh.storage.view(torch.uint8)[target] = paged[name].storage.view(torch.uint8)[source]
                 paged[name] = fresh
+
+
+def _linear_states(layers: Sequence[int]) -> dict[int, Any]:
+    """Empty states of transformers for layers of linear attention."""
+    if not layers:
+        return {}
+    from transformers.cache_utils import LinearAttentionLayer  # older versions have none, and no model that needs it
+
+    return {layer: LinearAttentionLayer() for layer in layers}

@@ -63,15 +63,16 @@ def model_forward(
     """Replaces the model's `forward`."""
     prepared = _prepare(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, kwargs)
     use_cache = self.config.use_cache if use_cache is None else use_cache
-    options = {
-        "past_key_values": prepared.cache if use_cache or past_key_values is not None else None,
-        "use_cache": use_cache,
-        **kwargs,
-    }
+    kept = use_cache or past_key_values is not None
+    # Layers of linear attention find their states in the cache, also from one chunk to the next.
+    given = prepared.cache if kept or prepared.cache.states else None
+    options = {"past_key_values": given, "use_cache": use_cache, **kwargs}
     outputs = []
     for new, inputs in _chunks(self._tamis, prepared):
         outputs.append(type(self).forward(self, **inputs, **options))
         prepared.cache.commit(new)
+    if not kept:
+        outputs[-1].past_key_values = None
     return _join(outputs, self.config.return_dict if return_dict is None else return_dict)
 
 
@@ -116,7 +117,7 @@ def _chunks(attachment: Attachment, prepared: _Prepared) -> Iterator[tuple[Tenso
         inputs = {
             "input_ids": None if ids is None else ids[:, columns],
             "inputs_embeds": None if embeds is None else embeds[:, columns],
-            "attention_mask": {"indexed_attention": step},
+            "attention_mask": {"indexed_attention": step, "linear_attention": new.to(prepared.device)},
             "position_ids": prepared.position_ids[:, columns],
             "return_dict": True,
         }

@@ -40,7 +40,8 @@ class Family(Protocol):
     """The differences between families of models: the caches that their layers keep, and the planning of a step."""
 
     shape: CacheShape
-    specs: list[LayerSpec]
+    specs: list[Any]
+    """The `LayerSpec` of each layer; None for layers of linear attention, which are the model's own."""
     layers: list[Any]
     counts_tokens: bool
     """Whether positions count a request's own tokens, whatever `position_ids` says."""

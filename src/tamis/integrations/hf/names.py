@@ -21,5 +21,6 @@ MODELS: Mapping[str, Named] = {
     "axk2": Named("A.X-K2", "axk2", "AXK2ForCausalLM"),
     "hy_v4": Named("Hy4", "hy4", "HYV4ForCausalLM"),
     "mistral_large4": Named("Mistral Large 4", "mistral-large4", "MistralLarge4ForConditionalGeneration"),
+    "glm5_next": Named("GLM-5.3-Flash", "glm5-next", "Glm5NextForConditionalGeneration"),
 }
 """By the `model_type` of their configs."""

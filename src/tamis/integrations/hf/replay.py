@@ -61,7 +61,7 @@ def _check(family: Any, given: Any) -> None:
     if family.counts_tokens:
         remedy = "V4 selects entries; pass them to tamis.train.attend_rows"
         raise checks.refuse("model", "one whose layers select tokens", "DeepSeek-V4", remedy)
-    topk = family.specs[0].topk
-    if recorded.topk != topk:
-        remedy = f"make it with Recording(topk={topk})"
+    topk, kpool = next((spec.topk, spec.kpool) for spec in family.specs if spec is not None)
+    if (recorded.topk, recorded.kpool) != (topk, kpool):
+        remedy = f"make it with Recording(topk={topk}{f', kpool={kpool}' if kpool > 1 else ''})"
         raise checks.refuse("recording", f"of {topk} positions per token, like the model", recorded.topk, remedy)

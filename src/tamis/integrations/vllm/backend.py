@@ -9,10 +9,8 @@ from tamis.cache.layout import for_engine
 from tamis.choice import choose
 from tamis.integrations.vllm.impl import SparseImpl
 from tamis.integrations.vllm.metadata import SparseMetadata, SparseMetadataBuilder, model_field
+from tamis.integrations.vllm.row_formats import HEAD_SIZES, ROPE, row_layout, row_rope
 from tamis.model.spec import LayerSpec
-
-_ROPE = 64
-"""The rope width of every model family that vLLM runs sparsely. It does not follow from the head size."""
 
 
 class TamisSparseBackend:
@@ -57,8 +55,8 @@ class TamisSparseBackend:
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """The row widths of the models that use this backend."""
-        return [576]
+        """The row widths of the models that use this backend: 512 + 64, and 512 of models without a rope."""
+        return list(HEAD_SIZES)
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -118,12 +116,14 @@ class TamisSparseBackend:
         flags = [m for m in more if isinstance(m, bool)]
         capability = next((m for m in more if m is not None and not isinstance(m, bool)), device_capability)
         known_size = head_size in cls.get_supported_head_sizes()
+        rope = None if model_config is None else model_field(model_config, "qk_rope_head_dim")
         known_cache = kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
         refusals = {
             "the layer is not latent attention (MLA)": not use_mla,
             "the layer is not sparse": not use_sparse,
             "bidirectional multimodal prefixes are not supported": bool(others.get("use_mm_prefix", any(flags))),
             f"head size {head_size} is not one of {_listed(cls.get_supported_head_sizes())}": not known_size,
+            wide_rope(head_size, rope): head_size == 512 and bool(rope),
             f"cache dtype {kv_cache_dtype!r} is not one of {_listed(cls.supported_kv_cache_dtypes)}": not known_cache,
             "the model config has no index_topk": (
                 model_config is not None and model_field(model_config, "index_topk") is None
@@ -131,8 +131,9 @@ class TamisSparseBackend:
         }
         reasons = [reason for reason, applies in refusals.items() if applies]
         # Unsupported values are replaced by usual ones here, so that the device's own reasons are listed as well.
-        spec = _spec(head_size if known_size else 576, has_sink)
         cache = kv_cache_dtype if known_cache and kv_cache_dtype is not None else "auto"
+        columns = row_rope(cache, HEAD_SIZES.get(head_size, ROPE))
+        spec = LayerSpec(heads=1, latent_dim=512, rope_dim=columns, value_dim=512, topk=1, sink=has_sink)
         refusal = _device_refusal(spec, _pair(capability), cache=cache, dtype=dtype, block_size=block_size)
         return "; ".join(reasons + ([refusal] if refusal else [])) or None
 
@@ -140,11 +141,12 @@ class TamisSparseBackend:
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[pages, page size, row]; a row of `fp8_ds_mla` is 656 bytes for 576 numbers and 584 for 512."""
+        """[pages, page size, row]; a row of `fp8_ds_mla` is 656 bytes for 576 numbers and 584 for 512 (DeepSeek-V4's:
+        versions of vLLM that ask for a shape do not have models without a rope)."""
         if num_kv_heads != 1:
             raise checks.refuse("num_kv_heads", "1", num_kv_heads, "latent attention keeps one row for all heads")
-        spec = _spec(head_size, False)
-        layout = for_engine(cache_dtype_str, latent=spec.latent_dim, rope=spec.rope_dim)
+        checks.integer("head_size", head_size, low=ROPE + 1)
+        layout = for_engine(cache_dtype_str, latent=head_size - ROPE, rope=ROPE)
         return (num_blocks, block_size, layout.row_elements)
 
     @classmethod
@@ -153,10 +155,9 @@ class TamisSparseBackend:
         return None
 
 
-def _spec(head_size: int, sink: bool) -> LayerSpec:
-    checks.integer("head_size", head_size, low=_ROPE + 1)
-    latent = head_size - _ROPE
-    return LayerSpec(heads=1, latent_dim=latent, rope_dim=_ROPE, value_dim=latent, topk=1, sink=sink)
+def wide_rope(head_size: int, rope: int | None) -> str:
+    """The reason against rows of 512 columns that have a rope."""
+    return f"head size {head_size} is for models without a rope, and this one has {rope} columns of it"
 
 
 def _device_refusal(
@@ -168,7 +169,7 @@ def _device_refusal(
     block_size: int | None = None,
 ) -> str | None:
     floats = dtype if dtype in checks.FLOATS else torch.bfloat16
-    layout = for_engine(cache, latent=spec.latent_dim, rope=spec.rope_dim, dtype=floats)
+    layout = row_layout(cache, spec.latent_dim, spec.rope_dim, floats)
     device = "cpu" if capability is None else "cuda"
     try:
         choose(spec, device, layout=layout, dtype=dtype, page_size=block_size or 64, capability=capability)

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache.layout import for_engine
 from tamis.cache.paged import PagedCache
 from tamis.cache.shard import Shard
 from tamis.integrations.vllm.context_parallel import Ranks, attend_gathered
 from tamis.integrations.vllm.index_group import join_group
 from tamis.integrations.vllm.metadata import SparseMetadata
+from tamis.integrations.vllm.row_formats import row_layout, row_rope
 from tamis.layers.mla import LayerOutput, SparseMLA
 from tamis.layers.mla_checks import Call
 from tamis.model.absorb import AbsorbedWeights
@@ -108,9 +108,10 @@ class SparseImpl:
             # Context-parallel ranks exchange their queries first, so each rank attends for the heads of several ranks.
             heads=num_heads * Ranks(self.dcp_world_size, self.pcp_world_size).query_groups,
             latent_dim=latent,
-            rope_dim=rope,
+            rope_dim=row_rope(kv_cache_dtype, rope),
             value_dim=latent,
             scale=self.scale,
+            # With pooled index keys the engine's selections are wider than its top-k, and have gaps.
             topk=_USUAL_TOPK if buffer is None else buffer.shape[-1],
             sink=self.sinks is not None,
         )
@@ -184,7 +185,7 @@ class SparseImpl:
         if metadata.num_reqs == 0 or rows == 0:
             return None
         if metadata.gathers:
-            plan = metadata.plan_for(rows)
+            plan = metadata.plan_for(rows, positions.shape[1])
             return self._attention.prepare(
                 q, None, cache, plan, positions=positions, sink=sink, q_scale=q_scale, out=out
             )
@@ -217,6 +218,8 @@ class SparseImpl:
             return
         cache = self._wrap(kv_cache, kv_cache_dtype or self.kv_cache_dtype, k_scale)
         rope = k_pe.squeeze(1) if k_pe.dim() == 3 else k_pe
+        if rope.shape[1] == 0 and self._padding:
+            rope = kv_c_normed.new_zeros((len(kv_c_normed), self._padding), dtype=kv_c_normed.dtype)
         write_kv((kv_c_normed, rope), cache, slot_mapping.flatten(), backend=self.tamis_backend)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -307,11 +310,11 @@ class SparseImpl:
         # An engine passes the same tensor in every step, and wrapping it takes longer than launching a kernel.
         if self._wrapped is not None and self._wrapped[0] is storage and self._wrapped[1] == cache_dtype:
             return self._wrapped[2]
-        latent, rope = self.kv_lora_rank, self.qk_rope_head_dim
+        latent, rope = self.kv_lora_rank, self._attention.spec.rope_dim
         # Some backends call packed rows "fp8" as well. Only packed rows are wider than latent + rope bytes.
         packed = cache_dtype in ("fp8", "fp8_e4m3") and storage.shape[-1] != latent + rope
         held = storage.dtype if cache_dtype == "auto" else torch.bfloat16
-        layout = for_engine("fp8_ds_mla" if packed else cache_dtype, latent=latent, rope=rope, dtype=held)
+        layout = row_layout("fp8_ds_mla" if packed else cache_dtype, latent, rope, held)
         if layout.scale_mode == "tensor":
             return PagedCache.wrap(storage, layout, scale=scale)
         self._wrapped = (storage, cache_dtype, PagedCache.wrap(storage, layout))
@@ -324,8 +327,20 @@ class SparseImpl:
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
         return Attended(out.zero_(), lse, None)
 
+    @property
+    def _padding(self) -> int:
+        """Columns of zeros that rows have and queries have not: where vLLM keeps rows without a rope in wider ones."""
+        return self._attention.spec.rope_dim - self.qk_rope_head_dim
+
     def _joined(self, q: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        return join_pair("q", q)
+        if isinstance(q, tuple) and self.qk_rope_head_dim == 0 and q[1].shape[-1] == 0:
+            q = q[0]
+        joined = join_pair("q", q)
+        if not self._padding:
+            return joined
+        padded = joined.new_zeros((*joined.shape[:-1], joined.shape[-1] + self._padding), dtype=joined.dtype)
+        padded[..., : joined.shape[-1]] = joined
+        return padded
 
     def _positions(self, rows: int) -> Tensor:
         buffer = self.topk_indices_buffer
@@ -357,7 +372,7 @@ def _width_refusals(head_size: int, latent: int | None, rope: int | None, cache_
     if latent + rope != head_size:
         return [f"head_size {head_size} is not kv_lora_rank + qk_rope_head_dim = {latent} + {rope}"]
     try:
-        for_engine(cache_dtype, latent=latent, rope=rope)
+        row_layout(cache_dtype, latent, rope)
     except ValueError as error:
         return [str(error)]
     return []

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache.layout import for_engine
 from tamis.integrations.vllm.context_parallel import GatheredPrefills, Gathering, Ranks
 from tamis.integrations.vllm.engine_batch import (
     block_table,
@@ -22,6 +21,7 @@ from tamis.integrations.vllm.engine_step import EngineStep
 from tamis.integrations.vllm.fp8_metadata import FP8KernelMetadata, FP8SeparatePrefillDecode, separate_metadata
 from tamis.integrations.vllm.held_requests import HeldRequests
 from tamis.integrations.vllm.index_group import StepSlots
+from tamis.integrations.vllm.row_formats import row_layout, row_rope
 from tamis.model.spec import LayerSpec
 from tamis.step.batch_checks import check_starts
 from tamis.step.buffers import outside_modes
@@ -173,9 +173,12 @@ class SparseMetadata:
         self._check_rows(rows)
         return self.req_id_per_token[:rows] if step is None else step.held.buffer[:rows]
 
-    def plan_for(self, rows: int) -> Plan:
-        """The plan for a query of `rows` rows, as in `request_ids`."""
+    def plan_for(self, rows: int, columns: int | None = None) -> Plan:
+        """The plan for a query of `rows` rows, as in `request_ids`, and for selections of so many columns: as many as
+        the engine's buffer has, which is wider than top-k if index keys are pooled."""
         plan = self.plan
+        if columns is not None and columns != plan.topk:
+            plan = replace(plan, topk=columns)
         if rows == plan.rows:
             return plan
         self._check_rows(rows)
@@ -265,14 +268,12 @@ class SparseMetadataBuilder:
             # Under context parallelism each rank attends for the heads of several ranks.
             heads=self.model_config.get_num_attention_heads(vllm_config.parallel_config) * self.ranks.query_groups,
             latent_dim=dims.kv_lora_rank,
-            rope_dim=dims.qk_rope_head_dim,
+            rope_dim=row_rope(cache_dtype, dims.qk_rope_head_dim),
             value_dim=dims.kv_lora_rank,
             topk=topk,
         )
         self.limits = self._limits(workspace_rows)
-        layout = for_engine(
-            cache_dtype, latent=dims.kv_lora_rank, rope=dims.qk_rope_head_dim, dtype=self.model_config.dtype
-        )
+        layout = row_layout(cache_dtype, dims.kv_lora_rank, dims.qk_rope_head_dim, self.model_config.dtype)
         self.planner = Planner(self.spec, self.limits, self.device, layout=layout, mode=mode)
         self._gathering = (
             Gathering(self.ranks, self.limits, layout, self.device) if self.ranks.gather_prefills else None

@@ -11,7 +11,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.parallel_state import get_dcp_group
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
-from tamis.integrations.vllm.backend import TamisSparseBackend
+from tamis.integrations.vllm.backend import TamisSparseBackend, wide_rope
 from tamis.integrations.vllm.context_parallel import Ranks
 from tamis.integrations.vllm.impl import SparseImpl
 from tamis.integrations.vllm.indexer import IndexerOptions
@@ -159,9 +159,11 @@ def _refusals(config: Any) -> list[str]:
     if config is None:
         return []
     ranks = Ranks.read(config.parallel_config)
+    widths = [model_field(config.model_config, name) or 0 for name in ("kv_lora_rank", "qk_rope_head_dim")]
     host_backed = getattr(config.attention_config, "hisparse_config", None) is not None
     refusals = {
         "caches in host memory (HiSparse) are not supported": host_backed,
+        wide_rope(512, widths[1]): sum(widths) == 512 and widths[1] > 0,
         # vLLM numbers the ranks of such a group in another order than torch, which gathers what they merge.
         "rows shared over tensor- and prefill-parallel ranks at once (TP x PCP) are not supported, because vLLM merges "
         f"wrong ones; use --decode-context-parallel-size {ranks.prefill} or 1": 1 < ranks.prefill < ranks.decode,

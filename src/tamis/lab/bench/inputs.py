@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tamis.arithmetic import ceil_div
-from tamis.cache.layout import Layout, named
+from tamis.cache.layout import Layout
 from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Selection
 from tamis.lab.bench.index_sets import IndexSet, ScoreSet, TopkSet, index_sets, score_sets, topk_sets
@@ -254,7 +254,7 @@ def prepare(job: Job, device: torch.device, seed: int = 0, drawn: RandomInputs |
 def _attend(job: Job, drawn: RandomInputs) -> Prepared:
     assert job.heads is not None
     assert job.topk is not None
-    layout = named(job.layout)
+    layout = job.row_layout
     # A V4 row is key and value as a whole; in V3.2 the rope dimensions are key only.
     value_dim = layout.width if job.layout.startswith("v4") else layout.latent
     queries, lengths = parse_shape(job.shape)
@@ -317,7 +317,7 @@ def _slots(positions: Tensor, table: Tensor, ids: Tensor, page_size: int) -> Ten
 
 
 def _write(job: Job, drawn: RandomInputs) -> Prepared:
-    layout, tokens = named(job.layout), sum(parse_shape(job.shape)[0])
+    layout, tokens = job.row_layout, sum(parse_shape(job.shape)[0])
     cost = write_cost(tokens, layout)
     sets: list[InputSet] = []
     for _ in range(set_count(cost.bytes, drawn.device)):
@@ -330,7 +330,7 @@ def _write(job: Job, drawn: RandomInputs) -> Prepared:
 
 
 def _gather(job: Job, drawn: RandomInputs) -> Prepared:
-    layout, lengths = named(job.layout), parse_shape(job.shape)[1]
+    layout, lengths = job.row_layout, parse_shape(job.shape)[1]
     cost = gather_cost(sum(lengths), layout, job.page_size)
     starts = torch.tensor([sum(lengths[:n]) for n in range(len(lengths))], dtype=torch.int32, device=drawn.device)
     counts = torch.tensor(lengths, dtype=torch.int32, device=drawn.device)
@@ -384,7 +384,7 @@ def _select(job: Job, drawn: RandomInputs) -> Prepared:
 def _compress(job: Job, drawn: RandomInputs) -> Prepared:
     assert job.heads is not None
     queries, lengths = parse_shape(job.shape)
-    make = partial(compress_sets, queries, lengths, job.heads, named(job.layout), drawn.device)
+    make = partial(compress_sets, queries, lengths, job.heads, job.row_layout, drawn.device)
     first, cost = make(seed=0)
     more = range(1, set_count(cost.bytes, drawn.device))
     return Prepared(job, [first, *(make(seed=seed)[0] for seed in more)], cost)

@@ -7,14 +7,16 @@ from itertools import product
 import torch
 
 from tamis import checks
-from tamis.cache.layout import NAMES
+from tamis.cache.layout import NAMES, Layout, named, rows, v32_fp8
 from tamis.step.batch import parse_shape
 
 PAGE_SIZE = 64
 INDEXER = ("scores", "topk", "topk-ties", "index")
 KEYS = ("index-fp8",)
 SCORES = ("float32",)
-LATENT = tuple(name for name in NAMES if not name.startswith("index"))
+WITHOUT_ROPE = {"v32-fp8-512": v32_fp8(rope=0), "v32-bf16-512": rows(rope=0)}
+"""Rows of models without a rope (GLM-5.3-Flash): 528 bytes, and 512 bf16 numbers."""
+LATENT = (*(name for name in NAMES if not name.startswith("index")), *WITHOUT_ROPE)
 INDEX = tuple(name for name in NAMES if name.startswith("index"))
 
 
@@ -36,6 +38,11 @@ class Job:
     window: int = 0
     """Consecutive rows that each token also attends to, from a second cache (V4)."""
     page_size: int = PAGE_SIZE
+
+    @property
+    def row_layout(self) -> Layout:
+        """The byte format."""
+        return WITHOUT_ROPE.get(self.layout) or named(self.layout)
 
     @property
     def stages(self) -> tuple[str, ...]:

@@ -2,6 +2,9 @@
 
 Layers select exactly as without inspection (`index_topk` equals `index_scores`, then `topk_positions`), but a few
 queries at a time, so that not all scores are held at once. Dense attention is computed from the same cached rows.
+
+If index keys are pooled, every token of a group has the group's score. The tokens of the incomplete last group, which
+are always selected, have no score: they are recorded with the lowest one of those that are selected.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +27,9 @@ from tamis.layers.mla_checks import Call
 from tamis.layers.v4 import SparseV4
 from tamis.layers.v4_checks import V4Call
 from tamis.model.spec import LayerSpec
-from tamis.ops import Rotated, gather_kv, index_scores, read_kv, topk_positions
+from tamis.ops import Rotated, gather_kv, index_scores, read_kv, select_groups, topk_positions
 from tamis.ops.index.operations import IndexTopk
+from tamis.step.plan import Plan
 
 SCORE_ELEMENTS = 4 << 20
 """The most scores held at once."""
@@ -41,8 +45,8 @@ class Inspection:
 
     tokens: list[int]
     """The prompt."""
-    specs: list[LayerSpec]
-    """The specs of all layers."""
+    specs: list[LayerSpec | None]
+    """The specs of all layers; None for layers of linear attention."""
     layers: list[LayerNotes]
     """Records of the layers with a selection, in order; also of layers that share that of another."""
     extent: Extent
@@ -98,7 +102,7 @@ def inspect_model(
         extent = Extent.plan(specs, len(prompt), compared_queries, asked)
         source = None
         for number, spec in enumerate(specs):
-            if spec.topk is None:
+            if spec is None or spec.topk is None:
                 continue
             if not spec.reuse_topk:
                 source = number
@@ -120,8 +124,8 @@ def _resolved(name: str, position: int, tokens: int) -> int:
     return position % tokens
 
 
-def _specs(model: Any) -> list[LayerSpec]:
-    specs: list[LayerSpec] = language_model(model)._tamis.family.specs
+def _specs(model: Any) -> list[LayerSpec | None]:
+    specs: list[LayerSpec | None] = language_model(model)._tamis.family.specs
     return specs
 
 
@@ -158,8 +162,8 @@ class _WatchedMLA(SparseMLA):
         _compare(notes, call.attend.q, rows, own, own + 1, result.positions)
         return result
 
-    def _select(self, call: IndexTopk, known: object = None) -> Tensor:
-        return _select(self._watch, self._number, call, call.lengths - 1)
+    def _selected(self, call: IndexTopk, plan: Plan, known: object = None) -> Tensor:
+        return _select(self._watch, self._number, call, plan.positions, self.spec.kpool)
 
 
 class _WatchedV4(SparseV4):
@@ -201,19 +205,34 @@ class _WatchedV4(SparseV4):
             _compare(notes, q, rows, own, entries.visible, chosen, parts)
 
 
-def _select(watch: _Watch, number: int, call: IndexTopk, own: Tensor) -> Tensor:
-    """Select as `index_topk` does, and record the scores; `own` are the positions of the queries."""
+def _select(watch: _Watch, number: int, call: IndexTopk, own: Tensor, kpool: int = 1) -> Tensor:
+    """Select as `index_topk` does, and record the scores; `own` are the positions of the queries. If keys are pooled,
+    groups are selected, and their tokens are returned."""
     notes = watch.notes[number]
     width = max(1, int(call.lengths.max()))
     found = []
     for part, some in call.chunks(SCORE_ELEMENTS // width):
         paged = (some.cache, some.request_ids, some.block_table, some.lengths)
         scores = index_scores(some.q, some.weights, *paged, width=width, backend=some.backend)
-        positions = topk_positions(scores, some.lengths, notes.topk, backend=some.backend)
-        notes.add_selection(own[part], some.lengths, positions, scores)
+        positions, visible = topk_positions(scores, some.lengths, call.k, backend=some.backend), some.lengths
+        if kpool > 1:
+            visible = own[part] + 1
+            scores = _token_scores(scores, positions, visible, kpool)
+            positions = select_groups(positions, visible, size=kpool, backend=some.backend)
+        notes.add_selection(own[part], visible, positions, scores)
         found.append(positions)
         watch.advance(len(positions))
     return torch.cat(found)
+
+
+def _token_scores(scores: Tensor, groups: Tensor, visible: Tensor, size: int) -> Tensor:
+    """The scores of tokens, from those of their groups; tokens of an incomplete group have the lowest selected one."""
+    chosen = scores.gather(1, groups.clamp_min(0).long()).masked_fill(groups < 0, torch.inf).amin(1, keepdim=True)
+    least = chosen.masked_fill(chosen == torch.inf, 0.0)
+    found = torch.nn.functional.pad(scores.repeat_interleave(size, dim=1), (0, size), value=-torch.inf)
+    token = torch.arange(found.shape[1], dtype=torch.int64, device=found.device)
+    seen = visible.unsqueeze(1)
+    return torch.where((token >= seen // size * size) & (token < seen), least, found)
 
 
 def _all_rows(cache: PagedCache, block_table: Tensor, count: int, backend: str) -> Tensor:

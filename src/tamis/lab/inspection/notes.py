@@ -43,20 +43,20 @@ class Extent:
     """Rows and columns of the maps of the whole prompt."""
 
     @classmethod
-    def plan(cls, specs: Sequence[LayerSpec], tokens: int, compared: int, asked: Sequence[int]) -> "Extent":
+    def plan(cls, specs: Sequence[LayerSpec | None], tokens: int, compared: int, asked: Sequence[int]) -> "Extent":
         """Choose the queries for a model's layers and a prompt.
 
         Args:
-            specs: the specs of all layers.
+            specs: the specs of all layers; None for those of linear attention.
             tokens: length of the prompt.
             compared: number of queries for which to compute dense attention.
             asked: queries whose selections must be kept.
         """
-        selecting = [spec for spec in specs if spec.topk is not None]
+        selecting = [spec for spec in specs if spec is not None and spec.topk is not None]
         # Models with many layers get smaller maps, so that the page stays small enough for a browser.
         grid = min(tokens, 512 if len(selecting) <= 12 else 256)
         maps = 4 * len(selecting) * grid * grid // 2
-        each = sum(min(s.topk or 0, max(1, tokens // s.compress)) for s in selecting if not s.reuse_topk)
+        each = sum(min(s.columns or 0, max(1, tokens // s.compress)) for s in selecting if not s.reuse_topk)
         room = max(8, (PAGE_BYTES - maps) // (CANDIDATE_BYTES * max(each, 1)))
         wanted = torch.tensor(asked, dtype=torch.int64, device="cpu")
         kept = torch.cat((evenly_spaced(tokens, max(room, KEPT_QUERIES)), wanted)).unique()
@@ -82,9 +82,9 @@ class LayerNotes:
         a factor of the model that the layer leaves out because it does not change the order. `needle` is a position
         of the prompt to follow.
         """
-        assert spec.topk is not None
+        assert spec.columns is not None
         self.number, self.spec, self.extent, self.source = number, spec, extent, source
-        self.topk, self.ratio, self.score_factor = spec.topk, spec.compress, score_factor
+        self.topk, self.ratio, self.score_factor = spec.columns, spec.compress, score_factor
         self.candidates = max(1, extent.tokens // self.ratio)
         """The number of candidates: tokens, or compressed entries."""
         tokens, grid = extent.tokens, extent.grid

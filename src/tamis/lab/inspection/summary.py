@@ -31,11 +31,15 @@ def describe_layers(inspection: Inspection) -> list[dict[str, Any]]:
     return [_describe(number, spec, noted.get(number), inspection) for number, spec in enumerate(inspection.specs)]
 
 
-def _describe(number: int, spec: LayerSpec, notes: LayerNotes | None, inspection: Inspection) -> dict[str, Any]:
+def _describe(number: int, spec: LayerSpec | None, notes: LayerNotes | None, inspection: Inspection) -> dict[str, Any]:
+    if spec is None:
+        none = dict.fromkeys(("ratio", "topk", "window"))
+        return {"layer": number, "kind": "linear", **none, "attends_to": "a state of all tokens (linear attention)"}
     base = {"layer": number, "kind": spec.kind, "ratio": spec.compress, "topk": spec.topk, "window": spec.window}
     if notes is None:
         return base | {"attends_to": _WITHOUT_SELECTION[spec.kind].format(window=spec.window, compress=spec.compress)}
     unit = "tokens" if spec.compress == 1 else f"entries of {spec.compress}"
+    unit = unit if spec.kpool == 1 else f"groups of {spec.kpool} tokens"
     origin = inspection.source(notes)
     choosing = notes.choosing
     counted = choosing if choosing.any() else notes.visible > 0

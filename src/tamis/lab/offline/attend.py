@@ -133,6 +133,8 @@ def few_heads_cases() -> Iterator[CudaCase]:
     for kind, shapes, dtypes in (
         ("fp8", few_heads.FP8_ROWS, few_heads.QUERY_DTYPES),
         ("bf16", few_heads.BF16_ROWS, (torch.bfloat16,)),
+        ("528-byte fp8", few_heads.FP8_NO_ROPE, few_heads.QUERY_DTYPES),
+        ("512-wide bf16", few_heads.BF16_NO_ROPE, (torch.bfloat16,)),
     ):
         distinct = dict.fromkeys((shapes.few_tokens, shapes.many_tokens, shapes.more_heads))
         for shape, dtype in product(distinct, dtypes):
@@ -143,7 +145,8 @@ def few_heads_cases() -> Iterator[CudaCase]:
 
 def many_heads_cases() -> Iterator[CudaCase]:
     """Each kind of rows, with one selection and with two."""
-    for kind in (many_heads.V32_FP8, many_heads.V4_FP8, many_heads.V32_BF16):
+    kinds = (many_heads.V32_FP8, many_heads.V4_FP8, many_heads.V32_BF16, many_heads.NOPE_FP8, many_heads.NOPE_BF16)
+    for kind in kinds:
         for count in range(1, many_heads.SELECTIONS + 1):
             label = f"attend, many heads, {kind.layout}, selections: {count}"
             yield CudaCase(label, many_heads.program(kind, count, False), many_heads.SHARED_BYTES)

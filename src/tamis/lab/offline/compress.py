@@ -12,7 +12,8 @@ from tamis.ops.compress.triton_kernels import compress_kv_kernel, launch_argumen
 
 
 def triton_cases() -> Iterator[OfflineCase]:
-    """Every layout of entries, both kinds of spans, with and without the Hadamard rotation."""
+    """Every layout of entries, both kinds of spans, with and without the Hadamard rotation; pooled keys."""
+    pooled = [(index_fp8(), size, False, torch.bfloat16, True) for size in (4, 16)]
     kinds: list[tuple[Layout, int, bool, torch.dtype, bool]] = [
         (named("v4-fp8"), 4, True, torch.float32, False),
         (named("v4-fp8"), 128, False, torch.float32, False),
@@ -24,17 +25,17 @@ def triton_cases() -> Iterator[OfflineCase]:
         (index_mxfp4(), 4, True, torch.float32, False),
         (index_mxfp4(), 4, True, torch.float32, True),
     ]
-    for layout, ratio, overlapping, dtype, hadamard in kinds:
+    for layout, ratio, overlapping, dtype, hadamard in [*kinds, *pooled]:
         state = PagedCache(compressor_state(dim=layout.width, overlapping=overlapping), 2, 4)
         channels = state.layout.width // 2
         tokens = torch.empty(2, channels, dtype=dtype, device="cpu")
         ids = torch.zeros(2, dtype=torch.int32, device="cpu")
         pages = (ids, ids.long(), ids, torch.zeros(2, 32, dtype=torch.int32, device="cpu"), ids.long())
-        weights = (
-            torch.empty(ratio, channels, dtype=torch.float32, device="cpu"),
-            torch.empty(layout.width, dtype=torch.float32, device="cpu"),
-            torch.empty(9, 64, dtype=torch.float32, device="cpu"),
-        )
+        norm: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if overlapping or not hadamard:
+            angles = torch.empty(9, 64, dtype=torch.float32, device="cpu")
+            norm = (torch.empty(layout.width, dtype=torch.float32, device="cpu"), angles)
+        weights = (torch.empty(ratio, channels, dtype=torch.float32, device="cpu"), *norm)
         cache = PagedCache(layout, 2, 2)
         call = CompressKv(tokens, tokens, state, cache, *pages, *weights, 1e-6, hadamard, "triton")
         arguments = launch_arguments(call)

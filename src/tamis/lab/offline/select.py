@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 
 from tamis.lab.offline.triton import OfflineCase
-from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectWindow
-from tamis.ops.select.triton_kernels import RowKernel, chosen_kernel, entry_kernel, gathered_kernel, window_kernel
+from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectGroups, SelectWindow
+from tamis.ops.select.triton_kernels import (
+    RowKernel,
+    chosen_kernel,
+    entry_kernel,
+    gathered_kernel,
+    group_kernel,
+    window_kernel,
+)
 
 
 def triton_cases() -> Iterator[OfflineCase]:
@@ -39,6 +46,9 @@ def triton_cases() -> Iterator[OfflineCase]:
         for what, chosen in (("chosen", rows), ("all", None)):
             gathered = SelectGathered(each, each, two[0], chosen, *sizes, long_rows, each, "triton")
             yield case(f"select gathered, {what}{label}", gathered_kernel(gathered))
+        for size in (4, 16):
+            groups = SelectGroups(rows, each, size, ints(tokens, topk * size + size - 1), "triton")
+            yield case(f"select groups of {size}{label}", group_kernel(groups))
 
     yield from cases("", 64, 64, 128, 512)
     # Triton turns arguments that are 1 into constants, which gives another program.

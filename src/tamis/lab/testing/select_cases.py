@@ -32,6 +32,16 @@ class SelectCase:
         """The number of requests."""
         return len(self.block_table)
 
+    @property
+    def group_size(self) -> int:
+        """Tokens per group of `select_groups`."""
+        return min(self.ratio, 16)
+
+    @property
+    def groups(self) -> Tensor:
+        """int32 [T, K], the groups that are chosen in `select_groups`."""
+        return self.chosen[:, :70]
+
     def slot(self, token: int, position: int) -> int:
         """The slot of a position of a token's request."""
         return oracle.slot_of(position, self.block_table[int(self.request_ids[token])].tolist(), self.page_size)
@@ -68,9 +78,9 @@ def expected_rows(case: SelectCase) -> list[Tensor]:
 
     Windows and their lengths; completed entries, visible entries, lengths and slots of all entries; chosen slots and
     lengths; gathered rows and lengths, for a workspace of 50 rows per request: 20 entries, then raw tokens from
-    position 3.
+    position 3; positions of the tokens of chosen groups.
     """
-    found: list[list[list[int]]] = [[] for _ in range(10)]
+    found: list[list[list[int]]] = [[] for _ in range(11)]
     for token in range(len(case.positions)):
         position, real = int(case.positions[token]), case.real(token)
         seen = range(max(0, position + 1 - case.window), position + 1) if real else range(0)
@@ -93,6 +103,7 @@ def expected_rows(case: SelectCase) -> list[Tensor]:
             [len(slots)],
             _padded(gathered, case.columns + case.window),
             [len(gathered)],
+            _group_row(case, token),
         )
         for rows_so_far, row in zip(found, rows, strict=True):
             rows_so_far.append(row)
@@ -109,6 +120,12 @@ def _gathered_row(case: SelectCase, token: int) -> list[int]:
     raw = [x - 3 for x in range(max(0, position + 1 - case.window), position + 1)]
     row = [request * 50 + n if 0 <= n < 20 else -1 for n in numbers]
     return row + [request * 50 + 20 + x if 0 <= x < 30 else -1 for x in raw]
+
+
+def _group_row(case: SelectCase, token: int) -> list[int]:
+    size, seen, chosen = case.group_size, int(case.positions[token]) + 1, case.groups[token].tolist()
+    row = [n * size + inside for n in chosen if 0 <= n < seen // size for inside in range(size)]
+    return _padded([*row, *range(seen // size * size, seen)], len(chosen) * size + size - 1)
 
 
 def _padded(row: list[int], width: int) -> list[int]:

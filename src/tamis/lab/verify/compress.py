@@ -40,12 +40,15 @@ class CompressCase:
     ratio: int
     overlapping: bool
     recipe: IndexRecipe | None = None
+    pooled: bool = False
+    """Whether entries are only pooled, without norm and rope, as GLM-5.3-Flash's index keys are."""
 
     @property
     def name(self) -> str:
         """The name in reports."""
         turned = ", by Hadamard" * (self.recipe is not None)
-        return f"{self.layout.name}, {self.ratio} tokens{', overlapping' * self.overlapping}{turned}"
+        only = ", only pooled" * self.pooled
+        return f"{self.layout.name}, {self.ratio} tokens{', overlapping' * self.overlapping}{turned}{only}"
 
     @property
     def channels(self) -> int:
@@ -58,7 +61,8 @@ def _compress_cases() -> list[CompressCase]:
     kinds = [(4, True), (128, False), (16, False), (3, True)]
     found = [CompressCase(layout, *kind) for layout in layouts() for kind in kinds[:2]]
     turned = CompressCase(index_fp8(), 4, True, IndexRecipe.of_v4(ROTARY.dim, hadamard=True))
-    return [*found, turned, *(CompressCase(small, *kind) for kind in kinds[2:])]
+    pooled = [CompressCase(index_fp8(), size, False, IndexRecipe(0, hadamard=True), True) for size in (4, 16)]
+    return [*found, turned, *(CompressCase(small, *kind) for kind in kinds[2:]), *pooled]
 
 
 def _tokens(case: CompressCase) -> list[Tensor]:
@@ -104,8 +108,8 @@ class _Compressor:
             pages=pages,
             slots=slots,
             bias=self.bias,
-            norm_weight=self.weight,
-            cos_sin=self.table,
+            norm_weight=None if self.case.pooled else self.weight,
+            cos_sin=None if self.case.pooled else self.table,
             backend=self.target.backend,
         )
 
@@ -150,5 +154,9 @@ def _compress(target: Target, case: CompressCase) -> Trial:
         made.append((shares.softmax(0) * pooled).sum(0))
     angles = ROTARY.cos_sin_table(LENGTH)[: len(made) * ratio : ratio]
     recipe = case.recipe or IndexRecipe.of_v4(ROTARY.dim)
-    entries = index_rows(normed(torch.stack(made)) * weight, angles, recipe)
+    entries = torch.stack(made)
+    if case.pooled:
+        entries = index_rows(entries, angles[:, :0], recipe)
+    else:
+        entries = index_rows(normed(entries) * weight, angles, recipe)
     return norm_error(_compressed(target, case)[0], entries)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tamis.lab.testing.select_cases import SelectCase, expected_rows, select_cases
 from tamis.lab.verify.check import Check, Target, Trial, named_calls
 from tamis.lab.verify.repeat import count_differences, graph_check, repeat_check
-from tamis.ops import select_chosen, select_entries, select_gathered, select_window
+from tamis.ops import select_chosen, select_entries, select_gathered, select_groups, select_window
 
 
 def select_checks(target: Target) -> Iterator[Check]:
@@ -92,4 +92,7 @@ def _call(
         lengths=row_lengths,
         backend=backend,
     )
-    return [window, window_lengths, completed, visible, lengths, every, slots, counts, rows, row_lengths]
+    found = [window, window_lengths, completed, visible, lengths, every, slots, counts, rows, row_lengths]
+    picked, size = chosen[:, : case.groups.shape[1]], case.group_size
+    tokens_of_groups = stale(tokens, picked.shape[1] * size + size - 1)
+    return [*found, select_groups(picked, positions + 1, size=size, positions=tokens_of_groups, backend=backend)]

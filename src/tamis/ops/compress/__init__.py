@@ -36,8 +36,8 @@ def compress_kv(
     pages: StatePages,
     slots: Tensor,
     bias: Tensor,
-    norm_weight: Tensor,
-    cos_sin: Tensor,
+    norm_weight: Tensor | None = None,
+    cos_sin: Tensor | None = None,
     eps: float = 1e-6,
     backend: str = "auto",
 ) -> None:
@@ -49,6 +49,7 @@ def compress_kv(
     the next one's, so that 2r tokens are pooled. The result is RMS-normalised, rotated in its last channels at the
     position of the span's first token, rounded once (to bf16 before FP8), and written. If the cache records a recipe
     with a Hadamard rotation (index keys), the rounded entry is multiplied by the Hadamard matrix and rounded again.
+    GLM-5.3-Flash pools index keys without norm and rotation: both are optional.
 
     An entry depends on positions alone, not on how tokens were divided into steps: what earlier steps computed is read
     from the state pages, of which the last r (2r) tokens of each request must be kept. Running a token again overwrites
@@ -58,15 +59,16 @@ def compress_kv(
         values: [T, C] in bf16, fp16 or fp32; C is D, or 2D where spans overlap.
         scores: [T, C], without the bias.
         state: a cache of `tamis.cache.layout.compressor_state`, 2C wide.
-        cache: the entries, D wide, in any layout; a recipe that it records must be V4's, with or without Hadamard.
+        cache: the entries, D wide, in any layout; a recipe that it records must be V4's, or without `cos_sin` one of no
+            rotated column, with or without Hadamard.
         positions: integer [T], absolute; negative for padding. Tokens of one request are in ascending order.
         pages: where the state is.
         slots: int32 or int64 [T], the slot of the entry that each token completes. Only tokens with
             (position + 1) % r == 0 and a slot that is not negative write one.
         bias: [r, C].
-        norm_weight: [D].
+        norm_weight: [D]; None if entries are not normalised.
         cos_sin: float32 [max_positions, R] from `tamis.model.rope.Rope.cos_sin_table`; the last R channels are rotated,
-            in pairs (2i, 2i+1).
+            in pairs (2i, 2i+1). None if entries are not rotated.
         eps: epsilon of the norm.
         backend: a name from `tamis backends`, or "auto".
     """
@@ -77,7 +79,7 @@ def compress_kv(
     hadamard = has_hadamard(cache)
     call = CompressKv(values, scores, state, cache, *where, bias, norm_weight, cos_sin, eps, hadamard, backend)
     check_compress_kv(call)
-    check_recipe(cache, cos_sin.shape[1], "cache")
+    check_recipe(cache, 0 if cos_sin is None else cos_sin.shape[1], "cache")
     operations.compress_kv(call)
 
 
@@ -100,8 +102,10 @@ def check_compress_kv(call: CompressKv, names: tuple[str, str] = ("state", "cach
     ratio = checks.tensor("bias", call.bias, "r C", checks.FLOATS, C=channels, device=device)["r"]
     if ratio == 0:
         raise checks.refuse("bias", "at least one row", list(call.bias.shape), "one row for each token of a span")
-    checks.tensor("norm_weight", call.norm_weight, "D", checks.FLOATS, D=width, device=device)
-    _check_angles(call, ratio, width)
+    if call.norm_weight is not None:
+        checks.tensor("norm_weight", call.norm_weight, "D", checks.FLOATS, D=width, device=device)
+    if call.cos_sin is not None:
+        _check_angles(call, call.cos_sin, ratio, width)
     checks.positive_number("eps", call.eps)
     checks.changeable(names[0], state.storage)
     checks.changeable(names[1], cache.storage)
@@ -113,7 +117,8 @@ def check_recipe(cache: PagedCache, rotary: int, name: str) -> None:
     if cache.recipe is None:
         return
     made = IndexRecipe.of_v4(rotary, hadamard=cache.recipe.hadamard)
-    if cache.recipe != made:
+    same = cache.recipe == made if rotary else cache.recipe.rope_dim == 0  # without a rope there are no pairs to choose
+    if not same:
         raise checks.refuse(f"{name}.recipe", f"{made}, as entries are rotated", cache.recipe, "use a cache of V4 keys")
     cache.recipe.check_width(cache.layout.width, f"{name}: width")
 
@@ -145,12 +150,12 @@ def _check_slots(call: CompressKv, total: int, names: tuple[str, str]) -> None:
     checks.values_between("pages.request_ids", call.request_ids, 0, table["B"] - 1, remedy)
 
 
-def _check_angles(call: CompressKv, ratio: int, width: int) -> None:
+def _check_angles(call: CompressKv, cos_sin: Tensor, ratio: int, width: int) -> None:
     """Refuse a table of angles that does not fit the entries, ends before the positions, or is not finite."""
     positions = call.positions
-    table = checks.tensor("cos_sin", call.cos_sin, "P R", (torch.float32,), device=call.state.device)
+    table = checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), device=call.state.device)
     check_rotary(table["R"], width)
     checks.values_between("positions", positions, -(2**62), table["P"] - 1, "make a longer cos_sin table")
     # An entry is rotated at the position of its span's first token.
     first = torch.where(positions >= ratio - 1, positions + 1 - ratio, -1) if checks.visible(positions) else positions
-    checks.finite_rows("cos_sin", call.cos_sin, first)
+    checks.finite_rows("cos_sin", cos_sin, first)

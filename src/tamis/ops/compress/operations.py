@@ -34,10 +34,10 @@ class CompressKv(NamedTuple):
     """int32 or int64 [T], the slot of the entry if the token ends a span; negative slots are not written."""
     bias: Tensor
     """bf16, fp16 or fp32 [r, C]; row i is added to the scores of the i-th token of a span."""
-    norm_weight: Tensor
-    """bf16, fp16 or fp32 [D]."""
-    cos_sin: Tensor
-    """float32 [P, R]; the last R channels are rotated, R/2 cosines before R/2 sines."""
+    norm_weight: Tensor | None
+    """bf16, fp16 or fp32 [D]; None if entries are not normalised."""
+    cos_sin: Tensor | None
+    """float32 [P, R]; the last R channels are rotated, R/2 cosines before R/2 sines. None: they are not."""
     eps: float
     """Epsilon of the norm."""
     hadamard: bool

@@ -29,8 +29,10 @@ def compress_kv(call: CompressKv) -> None:
     for part in tokens.split(step):
         found = span_slots(state, position[part], call.request_ids[part], call.block_table, span)
         pooled = pool_rows(state, found, cache.layout.width)
-        entries = rms_norm(pooled, call.norm_weight.float(), call.eps)
-        insert(rotate_tail(entries, position[part] + 1 - ratio, call.cos_sin), cache, slots[part], call.hadamard)
+        entries = pooled if call.norm_weight is None else rms_norm(pooled, call.norm_weight.float(), call.eps)
+        if call.cos_sin is not None:
+            entries = rotate_tail(entries, position[part] + 1 - ratio, call.cos_sin)
+        insert(entries, cache, slots[part], call.hadamard)
 
 
 def span_slots(state: PagedCache, last: Tensor, request_ids: Tensor, block_table: Tensor, span: int) -> Tensor:

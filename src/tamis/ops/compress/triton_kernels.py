@@ -131,8 +131,10 @@ def compress_kv_kernel(
             request_ids, block_table, table_stride, requests, table_width, bias, state, state_page_stride, state_pages,
             RATIO, WIDTH, SERIES, STATE_PAGE, ROWS, BLOCK,
         )  # fmt: skip
-        entry = norm_row(entry, norm_weight, eps, WIDTH, BLOCK)
-        entry = rotate_row(entry, cos_sin, position + 1 - RATIO, table_rows, WIDTH, ROTARY, False, BLOCK)
+        if norm_weight is not None:
+            entry = norm_row(entry, norm_weight, eps, WIDTH, BLOCK)
+        if cos_sin is not None:
+            entry = rotate_row(entry, cos_sin, position + 1 - RATIO, table_rows, WIDTH, ROTARY, False, BLOCK)
         entry = hadamard_row(entry, cache, HADAMARD_STEPS, NATIVE_BF16, BLOCK)
         insert_row(
             entry, slot.to(tl.int32), cache, page_stride, scale, PAGE_SIZE, MODE, LATENT, ROPE, TILE, VALUES_START,
@@ -176,9 +178,9 @@ def launch_arguments(call: CompressKv) -> dict[str, Any]:
         "table_width": block_table.shape[1],
         "slots": call.slots.contiguous(),
         "bias": call.bias.contiguous(),
-        "norm_weight": call.norm_weight.contiguous(),
-        "cos_sin": call.cos_sin.contiguous(),
-        "table_rows": call.cos_sin.shape[0],
+        "norm_weight": None if call.norm_weight is None else call.norm_weight.contiguous(),
+        "cos_sin": None if call.cos_sin is None else call.cos_sin.contiguous(),
+        "table_rows": 0 if call.cos_sin is None else call.cos_sin.shape[0],
         "eps": call.eps,
         "state": state.storage,
         "state_page_stride": state.page_stride // state.storage.element_size(),
@@ -187,7 +189,7 @@ def launch_arguments(call: CompressKv) -> dict[str, Any]:
         "RATIO": ratio,
         "SERIES": series,
         "WIDTH": cache.layout.width,
-        "ROTARY": call.cos_sin.shape[1],
+        "ROTARY": 0 if call.cos_sin is None else call.cos_sin.shape[1],
         "STATE_PAGE": state.page_size,
         "ROWS": min(triton.next_power_of_2(ratio * series), max(1, SPAN_VALUES // rows["BLOCK"])),
         "HADAMARD_STEPS": hadamard_steps(cache.layout.width) if call.hadamard else 0,

@@ -48,6 +48,12 @@ class IndexInputs:
     that they are there already."""
     recipe: IndexRecipe | None = None
     """How q and keys were prepared. It must be the cache's recipe if the cache records one."""
+    gates: Tensor | None = None
+    """[T, index_dim], only for a layer with pooled keys (`LayerSpec.kpool`): the weight of a key in its group's key is
+    the softmax of its gates over the group, per channel. Such keys are given normed, but without Hadamard rotation: the
+    layer applies that of the recipe to the group's key."""
+    gate_bias: Tensor | None = None
+    """[kpool, index_dim], given with the gates: row i is added to the gates of the i-th token of a group."""
 
 
 def index_scores(

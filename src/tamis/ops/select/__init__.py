@@ -1,4 +1,5 @@
-"""Stage `select`: which rows each token of a step attends to and writes, where no indexer decides it (DeepSeek-V4).
+"""Stage `select`: which rows each token of a step attends to and writes, where no indexer decides it (DeepSeek-V4), or
+where an indexer decides it for whole groups of tokens (GLM-5.3-Flash).
 
 Everything follows from positions and block tables, so most of it is made once per step and shared by all layers. The
 functions write whole rows into buffers of the caller, who can keep them at one address for captured graphs. They read
@@ -6,12 +7,21 @@ no value on the host and change no table. A token that is padding (negative posi
 negative slot of its own selects nothing: -1 in its row and a length of 0.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from tamis import checks
 from tamis.ops.select import operations
-from tamis.ops.select.operations import MOST_COLUMNS, SelectChosen, SelectEntries, SelectGathered, SelectWindow
+from tamis.ops.select.operations import (
+    MOST_COLUMNS,
+    SelectChosen,
+    SelectEntries,
+    SelectGathered,
+    SelectGroups,
+    SelectWindow,
+)
 
 
 def select_window(
@@ -244,6 +254,53 @@ def check_select_gathered(call: SelectGathered) -> None:
     read = (call.positions, call.request_ids, call.first, call.chosen)
     _check_written({"slots": call.slots, "lengths": call.lengths}, *read)
     operations.select_gathered.check(call)
+
+
+def select_groups(
+    chosen: Tensor, visible: Tensor, *, size: int, positions: Tensor | None = None, backend: str = "auto"
+) -> Tensor:
+    """Positions of the tokens of chosen groups, then those of the tail: int32 [T, C], -1 beyond.
+
+    Group j of a request has its tokens `j * size` to `j * size + size - 1`. Every token also attends to the tail: the
+    tokens up to itself that are in no whole group yet, at most `size - 1`. If groups are in ascending order, as
+    `index_topk` selects them over pooled keys, so are the positions.
+
+    Args:
+        chosen: int32 [T, K], numbers of groups within the request. A negative number is skipped, and so is a group of
+            which the token does not see every token.
+        visible: int32 [T], how many tokens of its request each token sees (its position + 1); 0 for padding, which
+            selects nothing.
+        size: tokens per group.
+        positions: int32 [T, C] to write: C is `K * size + size - 1`, the default, or more.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    # The check sees `positions` as they were given; memory is allocated once the other arguments are right.
+    call = SelectGroups(chosen, visible, size, cast("Tensor", positions), backend)
+    check_select_groups(call)
+    if positions is None:
+        shape = (chosen.shape[0], columns_of_groups(chosen.shape[1], size))
+        call = call._replace(positions=torch.empty(shape, dtype=torch.int32, device=chosen.device))
+    operations.select_groups(call)
+    return call.positions
+
+
+def columns_of_groups(groups: int, size: int) -> int:
+    """The most positions that a token attends to if so many groups are selected: all of theirs, and the tail."""
+    return groups * size + size - 1
+
+
+def check_select_groups(call: SelectGroups) -> None:
+    """Refuse what `select_groups` refuses; `positions` may be None."""
+    device = checks.same_device(chosen=call.chosen, visible=call.visible, positions=call.positions)
+    given = checks.tensor("chosen", call.chosen, "T K", (torch.int32,))
+    total, size = given["T"], checks.integer("size", call.size, low=1)
+    checks.tensor("visible", call.visible, "T", (torch.int32,), T=total)
+    if call.positions is not None:
+        width, needed = _check_rows("positions", call.positions, total, device), columns_of_groups(given["K"], size)
+        if width < needed:
+            raise checks.refuse("positions", f"at least K * size + size - 1 = {needed} wide", width, "allocate more")
+        _check_written({"positions": call.positions}, call.chosen, call.visible)
+    operations.select_groups.check(call)
 
 
 def _check_written(buffers: dict[str, Tensor | None], *inputs: Tensor | None) -> None:

@@ -154,7 +154,30 @@ class SelectGathered(NamedTuple):
         """Nothing is returned."""
 
 
+class SelectGroups(NamedTuple):
+    """Positions of the tokens of the groups that an indexer chose, and of the last tokens, which have no group yet.
+
+    Group j of a request has the tokens j * size to j * size + size - 1. A token that sees n tokens sees n // size whole
+    groups and a tail of n % size tokens.
+    """
+
+    chosen: Tensor
+    """int32 [T, K], numbers of groups within the request; those that a token does not see whole are skipped."""
+    visible: Tensor
+    """int32 [T], how many tokens of its request a token sees, itself included; 0 for padding, which selects nothing."""
+    size: int
+    """Tokens per group."""
+    positions: Written[Tensor]
+    """int32 [T, C], C >= K * size + size - 1: tokens of the groups, then the tail, -1 beyond."""
+    backend: str
+    """A name from `tamis backends`, or "auto"."""
+
+    def fake(self) -> None:
+        """Nothing is returned."""
+
+
 select_window = Operation("select", SelectWindow, SelectWindow.fake)
 select_entries = Operation("select", SelectEntries, SelectEntries.fake)
 select_chosen = Operation("select", SelectChosen, SelectChosen.fake)
 select_gathered = Operation("select", SelectGathered, SelectGathered.fake)
+select_groups = Operation("select", SelectGroups, SelectGroups.fake)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tamis.cache.slots import slots_of
-from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectWindow
+from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectGroups, SelectWindow
 
 
 def select_window(call: SelectWindow) -> None:
@@ -74,6 +74,22 @@ def select_gathered(call: SelectGathered) -> None:
 def _columns(table: Tensor) -> Tensor:
     """int64 [1, C], the numbers of a table's columns."""
     return torch.arange(table.shape[1], dtype=torch.int64, device=table.device).unsqueeze(0)
+
+
+def select_groups(call: SelectGroups) -> None:
+    """Positions of the tokens of chosen groups, then of the tail; see `tamis.ops.select_groups`."""
+    size, seen = call.size, call.visible.long().clamp_min(0).unsqueeze(1)
+    groups = call.chosen.long()
+    known = (groups >= 0) & (groups < seen // size)
+    order = torch.argsort((~known).to(torch.uint8), dim=1, stable=True)
+    groups = torch.where(known, groups, -1).gather(1, order)
+    inside = torch.arange(size, dtype=torch.int64, device=groups.device)
+    tokens = torch.where(groups.unsqueeze(2) >= 0, groups.unsqueeze(2) * size + inside, -1).flatten(1)
+    column, count = _columns(call.positions), known.sum(1, keepdim=True) * size
+    in_groups = torch.full((len(groups), call.positions.shape[1]), -1, dtype=torch.int64, device=groups.device)
+    in_groups[:, : tokens.shape[1]] = tokens
+    tail = seen // size * size + column - count
+    call.positions.copy_(torch.where(column < count, in_groups, torch.where(tail < seen, tail, -1)))
 
 
 def _tokens(positions: Tensor, request_ids: Tensor, requests: int, own: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -152,3 +152,32 @@ def gathered_rows(
         found = tl.where(column < picked + recent, found, -1)
         tl.store(slots + token * slots_stride + column, found.to(tl.int32), mask=column < columns)
     tl.store(lengths + token, picked + recent)
+
+
+@triton.jit(do_not_specialize=["groups", "columns"])
+def group_rows(
+    chosen, chosen_stride, chosen_column_stride, groups, visible, positions, positions_stride, columns,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Write the positions of one token: those of its groups' tokens, then those of the tail."""
+    token = tl.program_id(0).to(tl.int64)
+    seen = tl.maximum(tl.load(visible + token), 0).to(tl.int64)  # sums may exceed 32 bits
+    whole = seen // SIZE
+    count = 0
+    for block in range(tl.cdiv(groups, BLOCK)):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        source = chosen + token * chosen_stride + column.to(tl.int64) * chosen_column_stride
+        group = tl.load(source, mask=column < groups, other=-1)
+        known = (group >= 0) & (group < whole)
+        target = (count + tl.cumsum(known.to(tl.int32), 0) - 1) * SIZE
+        for inside in tl.static_range(SIZE):
+            found = group * SIZE + inside
+            tl.store(positions + token * positions_stride + target + inside, found, mask=known)
+        count += tl.sum(known.to(tl.int32), 0)
+    filled = count * SIZE
+    for block in range(BLOCKS):
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        tail = whole * SIZE + column - filled
+        found = tl.where(tail < seen, tail, -1)
+        beyond = (column >= filled) & (column < columns)
+        tl.store(positions + token * positions_stride + column, found.to(tl.int32), mask=beyond)

@@ -4,14 +4,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import triton
 from torch import Tensor
 
 from tamis.cuda.device import current_stream
 from tamis.ops.rows.triton_launch import TritonLaunch, can_prepare
 from tamis.ops.rows.triton_rows import launching_on
-from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectWindow
-from tamis.ops.select.triton_device import chosen_rows, entry_rows, gathered_rows, window_rows
+from tamis.ops.select.operations import SelectChosen, SelectEntries, SelectGathered, SelectGroups, SelectWindow
+from tamis.ops.select.triton_device import chosen_rows, entry_rows, gathered_rows, group_rows, window_rows
 
 LARGEST_BLOCK = 1024
 """Columns that a program handles at once."""
@@ -30,6 +31,12 @@ class RowKernel(NamedTuple):
     """Columns of the row that a program writes."""
 
     @property
+    def device(self) -> torch.device:
+        """Where the tokens are."""
+        found: torch.device = next(value for value in self.arguments.values() if isinstance(value, Tensor)).device
+        return found
+
+    @property
     def constants(self) -> dict[str, int]:
         """The block size, and the number of blocks of a row."""
         return _shape(self.columns)[0]
@@ -43,7 +50,7 @@ class RowKernel(NamedTuple):
         """Launch it, unless there is no token."""
         if self.programs:
             constants, options = _shape(self.columns)
-            with launching_on(self.arguments["request_ids"].device):
+            with launching_on(self.device):
                 self.kernel[(self.programs,)](**self.arguments, **constants, **options)
 
 
@@ -100,6 +107,11 @@ def select_chosen(call: SelectChosen) -> None:
 def select_gathered(call: SelectGathered) -> None:
     """As `reference.select_gathered`."""
     gathered_kernel(call).launch()
+
+
+def select_groups(call: SelectGroups) -> None:
+    """As `reference.select_groups`."""
+    group_kernel(call).launch()
 
 
 def window_kernel(call: SelectWindow) -> RowKernel:
@@ -165,6 +177,20 @@ def gathered_kernel(call: SelectGathered) -> RowKernel:
         "WINDOW": call.window,
     }
     return RowKernel(gathered_rows, len(call.positions), arguments, call.slots.shape[1])
+
+
+def group_kernel(call: SelectGroups) -> RowKernel:
+    """The launch of `group_rows`."""
+    arguments = {
+        **_strided("chosen", call.chosen),
+        "groups": call.chosen.shape[1],
+        "visible": call.visible.contiguous(),
+        "positions": call.positions,
+        "positions_stride": call.positions.stride(0),
+        "columns": call.positions.shape[1],
+        "SIZE": call.size,
+    }
+    return RowKernel(group_rows, len(call.chosen), arguments, call.positions.shape[1])
 
 
 def _token_arguments(call: SelectWindow | SelectEntries | SelectChosen) -> dict[str, Any]:

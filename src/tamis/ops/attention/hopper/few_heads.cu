@@ -1,8 +1,9 @@
-// Sparse attention of 16 heads per CTA with mma.sync (m16n8k16), on Hopper, over FP8 rows of 656 bytes or bf16 rows of 1152.
+// Sparse attention of 16 heads per CTA with mma.sync (m16n8k16), on Hopper, over FP8 rows of 656 bytes or bf16 rows of 1152,
+// or over rows without a rope, of 528 and 1024 bytes.
 // With more heads the grid has more CTAs along its y axis, which read the same rows.
 //
 // Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
-// The first 512 columns of a row are values; all 576 are keys.
+// The first 512 columns of a row are values; all 576, or 512 without a rope, are keys.
 //
 // Roles. CTAs are persistent and take one work item after the other (see `few_heads_items.cuh`). A CTA has one or two
 // streams. A stream is a ring of rows in shared memory (see `row_ring.cuh`) with two producer warps, which copy rows, and
@@ -32,7 +33,7 @@
 // A consumer warp issues about 700 instructions per stage, and a scheduler has two of these warps: 1,400 issue slots. From
 // 64 tokens on the issue slots are the bound.
 //
-// Defined by the host: BF16_ROWS (1: bf16, 0: FP8), RING_STREAMS, RING_STAGES, PER_SM (CTAs per SM), QUERY_FP16 (1: queries
+// Defined by the host: BF16_ROWS (1: bf16, 0: FP8), ROPE_COLUMNS (64 or 0), RING_STREAMS, RING_STAGES, PER_SM (CTAs per SM), QUERY_FP16 (1: queries
 // are fp16, for FP8 rows only; 0: bf16), THREADS, SHARED_BYTES, PARAMS_BYTES.
 
 #include "instructions.cuh"
@@ -43,12 +44,13 @@ typedef unsigned short u16;
 
 // ---- Shapes
 
-// A row has four tiles of 128 e4m3 codes, a float32 scale per tile and 64 bf16 rope columns, or 512 + 64 bf16 columns.
+// A row has four tiles of 128 e4m3 codes, a float32 scale per tile and 64 bf16 rope columns, or 512 + 64 bf16 columns. Rows of
+// models without a rope end before the rope columns.
 constexpr int TILES = 4, TILE = 128, SCALES_AT = 512;
 constexpr int TILE_BYTES = BF16_ROWS ? 2 * TILE : TILE, ROPE_AT = BF16_ROWS ? 1024 : 528;
 
 struct RingShape {
-    static constexpr int ROW_BYTES = BF16_ROWS ? 1152 : 656;
+    static constexpr int ROW_BYTES = (BF16_ROWS ? 1024 : 528) + 2 * ROPE_COLUMNS;
     // The pitch is an odd multiple of 16 bytes, so that ldmatrix reads the rows of a matrix from different banks.
     static constexpr int PITCH = ROW_BYTES / 16 % 2 ? ROW_BYTES : ROW_BYTES + 16;
     // A warp issues the copies of its lanes one by one, slower than memory delivers rows, so a stream has two warps for it.
@@ -174,8 +176,8 @@ struct Query {
                 latent[step][half] = four.x;
                 latent[step][half + 2] = four.y;
             }
-            rope_in[half] = exists ? load_two(rope_at) : 0;
-            rope_in[half + 2] = exists ? load_two(rope_at + 8) : 0;
+            rope_in[half] = exists && ROPE_COLUMNS ? load_two(rope_at) : 0;
+            rope_in[half + 2] = exists && ROPE_COLUMNS ? load_two(rope_at + 8) : 0;
         }
         if (BF16_ROWS) {
 #pragma unroll
@@ -334,7 +336,7 @@ __device__ __forceinline__ void multiply_keys(
 #pragma unroll
         for (int i = 0; i < 4; ++i) products[tile][i] = latent_products[tile][i] = 0.0f;
     }
-    multiply_rope(query, me, rows, products);
+    if (ROPE_COLUMNS) multiply_rope(query, me, rows, products);
     if (BF16_ROWS) {
         multiply_bf16_keys(query, columns, products);
         return;

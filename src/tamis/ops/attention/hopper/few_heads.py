@@ -76,10 +76,13 @@ class CtaShape:
     """The duration of a launch, of a work item outside its loop, and of a step, on an H200; see `estimate`."""
 
 
-def mma_shape(streams: int, stages: int, *, per_sm: int, shared: int, bf16_rows: bool = False) -> CtaShape:
+def mma_shape(
+    streams: int, stages: int, *, per_sm: int, shared: int, bf16_rows: bool = False, rope: int = 64
+) -> CtaShape:
     """A shape of `few_heads.cu` with a number of streams, each a ring of `stages` stages and a consumer warpgroup."""
     defines = (
         ("BF16_ROWS", int(bf16_rows)),
+        ("ROPE_COLUMNS", rope),
         ("RING_STREAMS", streams),
         ("RING_STAGES", stages),
         ("PER_SM", per_sm),
@@ -89,9 +92,9 @@ def mma_shape(streams: int, stages: int, *, per_sm: int, shared: int, bf16_rows:
     return CtaShape("few_heads", MMA_HEADS, threads, per_sm, shared, columns, 800, 2, defines, (2.7, 2.3, 1.55))
 
 
-def wgmma_shape(heads: int, stages: int, *, shared: int) -> CtaShape:
+def wgmma_shape(heads: int, stages: int, *, shared: int, rope: int = 64) -> CtaShape:
     """A shape of `heads_as_columns.cu`, for FP8 rows, with 16 or 32 heads and a ring of `stages` stages."""
-    defines = (("HEADS", heads), ("RING_STAGES", stages))
+    defines = (("HEADS", heads), ("ROPE_COLUMNS", rope), ("RING_STAGES", stages))
     # Two consumer warpgroups, which take 64 rows each at a time, and one warpgroup of producers.
     times = (7.4, 5.6, 3.45) if heads == 32 else (5.4, 3.0, 3.0)
     return CtaShape("heads_as_columns", heads, 384, 1, shared, 4 * STAGE_ROWS, 2500, 1, defines, times)
@@ -122,6 +125,36 @@ BF16_ROWS = Shapes(
     more_heads=_TWO_PER_SM,
     few_pairs=16,
 )
+# Rows without a rope (GLM-5.3-Flash) have the shapes of rows with one, and need less shared memory.
+FP8_NO_ROPE = Shapes(
+    few_tokens=mma_shape(2, 3, per_sm=1, shared=172_176, rope=0),
+    many_tokens=wgmma_shape(16, 9, shared=190_560, rope=0),
+    more_heads=wgmma_shape(32, 7, shared=194_928, rope=0),
+    few_pairs=None,
+)
+_TWO_PER_SM_NO_ROPE = mma_shape(1, 2, per_sm=2, shared=82_992, bf16_rows=True, rope=0)
+BF16_NO_ROPE = Shapes(
+    few_tokens=mma_shape(2, 2, per_sm=1, shared=202_848, bf16_rows=True, rope=0),
+    many_tokens=_TWO_PER_SM_NO_ROPE,
+    more_heads=_TWO_PER_SM_NO_ROPE,
+    few_pairs=16,
+)
+
+
+class RowKind(NamedTuple):
+    """Rows that these kernels read."""
+
+    bf16: bool
+    """Whether they are bf16; otherwise they are FP8."""
+    rope: int
+    """Rope columns: 64 or 0."""
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes for these rows."""
+        if self.rope:
+            return BF16_ROWS if self.bf16 else FP8_ROWS
+        return BF16_NO_ROPE if self.bf16 else FP8_NO_ROPE
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
@@ -132,10 +165,10 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
         return f"values are {value_dim} wide, not {VALUE_DIM}"
     for selection in selections:
         held = selection.cache
-        bf16_rows = _rows_are_bf16(held.layout.key)
-        if bf16_rows is None:
+        kind = row_kind(held.layout.key)
+        if kind is None:
             return f"rows are {held.layout.name}, not v32-fp8 or v32-bf16"
-        if bf16_rows and q.dtype != torch.bfloat16:
+        if kind.bf16 and q.dtype != torch.bfloat16:
             return f"queries are {checks.dtype_name(q.dtype)}, not bfloat16, over {held.layout.name} rows"
         if held.page_stride % COPY_ALIGNMENT or held.storage.data_ptr() % COPY_ALIGNMENT:
             return f"rows do not start at multiples of {COPY_ALIGNMENT} bytes"
@@ -147,23 +180,31 @@ def source(q: Tensor, selections: Sequence[Selection], sms: int) -> str:
     tokens, heads, _ = q.shape
     names = []
     for selection in selections:
-        bf16_rows, columns = bool(_rows_are_bf16(selection.cache.layout.key)), selection.slots.shape[1]
-        names.append(choose_shape(tokens, heads, sms, bf16_rows, columns).source)
+        kind, columns = _kind_of(selection), selection.slots.shape[1]
+        names.append(choose_shape(tokens, heads, sms, kind.bf16, columns, kind.rope).source)
     return " and ".join(f"{name}.cu" for name in dict.fromkeys(names))
 
 
 @cache
-def _rows_are_bf16(key: str) -> bool | None:
-    """Whether rows of a layout are those of v32-bf16 (True), of v32-fp8 (False), or of neither.
+def row_kind(key: str) -> RowKind | None:
+    """The kind of a layout's rows; None if these kernels do not read them.
 
     The layout is given by its key, since a string's hash is computed once and a layout's on every call.
     """
     layout = from_key(key)
-    for bf16_rows, usual, modes in ((True, rows(), ("none",)), (False, v32_fp8(), ("pow2", "exact"))):
+    for kind in (RowKind(bf16, rope) for bf16 in (True, False) for rope in (64, 0)):
+        usual = rows(rope=kind.rope) if kind.bf16 else v32_fp8(rope=kind.rope)
+        modes = ("none",) if kind.bf16 else ("pow2", "exact")
         fields = ("latent", "rope", "tile", "values", "scales", "tail")
         if layout.scale_mode in modes and all(getattr(layout, field) == getattr(usual, field) for field in fields):
-            return bf16_rows
+            return kind
     return None
+
+
+def _kind_of(selection: Selection) -> RowKind:
+    found = row_kind(selection.cache.layout.key)
+    assert found is not None  # `refusal` has refused other layouts
+    return found
 
 
 def suits(tokens: int | None, heads: int, bf16_rows: bool) -> bool:
@@ -179,12 +220,12 @@ def _few_pairs(tokens: int | None, heads: int, bf16_rows: bool) -> bool:
     return tokens is not None and most is not None and tokens * ceil_div(heads, MMA_HEADS) <= most
 
 
-def choose_shape(tokens: int | None, heads: int, sms: int, bf16_rows: bool, columns: int) -> CtaShape:
+def choose_shape(tokens: int | None, heads: int, sms: int, bf16_rows: bool, columns: int, rope: int = 64) -> CtaShape:
     """The fastest shape; without a number of tokens, one shape for any number of tokens.
 
     CTAs with two streams need fewer splits of a token, so they are fastest if there are few tokens.
     """
-    shapes = BF16_ROWS if bf16_rows else FP8_ROWS
+    shapes = RowKind(bf16_rows, rope).shapes
     if heads > MMA_HEADS and tokens is not None and shapes.few_pairs is None:
         both = (shapes.few_tokens, shapes.more_heads)
         return min(both, key=lambda shape: _duration(shape, tokens, heads, columns, sms))
@@ -198,8 +239,8 @@ def estimate(q: Tensor, selections: Sequence[Selection], sms: int) -> float:
     tokens, heads, _ = q.shape
     total = 0.0
     for selection in selections:
-        columns = selection.slots.shape[1]
-        total += _duration(choose_shape(tokens, heads, sms, False, columns), tokens, heads, columns, sms)
+        columns, rope = selection.slots.shape[1], _kind_of(selection).rope
+        total += _duration(choose_shape(tokens, heads, sms, False, columns, rope), tokens, heads, columns, sms)
     return total
 
 
@@ -247,13 +288,13 @@ class Plan(NamedTuple):
 
 @lru_cache(1024)
 def plan_launch(
-    tokens: int, heads: int, columns: int, splits: int | None, sms: int, bf16_rows: bool, direct: bool
+    tokens: int, heads: int, columns: int, splits: int | None, sms: int, kind: RowKind, direct: bool
 ) -> Plan:
     """Choose shape and splits. `direct`: whether whole tokens can be written to the output.
 
     Both decide how a row is rounded, so with given splits they do not depend on the number of tokens.
     """
-    shape = choose_shape(tokens if splits is None else None, heads, sms, bf16_rows, columns)
+    shape = choose_shape(tokens if splits is None else None, heads, sms, kind.bf16, columns, kind.rope)
     if splits is None:
         whole, splits = _shape_splits(shape, tokens, heads, columns, sms, direct=direct)
     else:
@@ -265,8 +306,8 @@ def plan_launch(
 
 def _plan(q: Tensor, selection: Selection, splits: int | None, direct: bool) -> Plan:
     tokens, heads, _ = q.shape
-    bf16_rows = bool(_rows_are_bf16(selection.cache.layout.key))
-    return plan_launch(tokens, heads, selection.slots.shape[1], splits, sm_count(q.device), bf16_rows, direct)
+    columns, sms = selection.slots.shape[1], sm_count(q.device)
+    return plan_launch(tokens, heads, columns, splits, sms, _kind_of(selection), direct)
 
 
 def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,5 @@
-// Sparse attention of 16 or 32 heads per CTA with wgmma, on Hopper, over FP8 rows of 656 bytes. With more heads the grid has
+// Sparse attention of 16 or 32 heads per CTA with wgmma, on Hopper, over FP8 rows of 656 bytes, or of 528 without a rope.
+// With more heads the grid has
 // more CTAs along its y axis, which read the same rows.
 //
 // Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
@@ -27,7 +28,7 @@
 // SM, the products 1,090 cycles of the tensor cores. Measured: 4,150 cycles per 64 rows and SM (70.4 us for 128 tokens of
 // 2,048 rows on 132 SMs at 1.83 GHz). The begin and end of a work item take 13,000 cycles, so splits are long.
 //
-// Defined by the host: HEADS (16 or 32), RING_STAGES, QUERY_FP16 (1: queries are fp16, 0: bf16), THREADS, SHARED_BYTES,
+// Defined by the host: HEADS (16 or 32), ROPE_COLUMNS (64 or 0), RING_STAGES, QUERY_FP16 (1: queries are fp16, 0: bf16), THREADS, SHARED_BYTES,
 // PARAMS_BYTES.
 
 #include "instructions.cuh"
@@ -40,14 +41,14 @@ typedef unsigned short u16;
 
 // ---- Shapes
 
-// A row has four tiles of 128 e4m3 codes, a float32 scale per tile and 64 bf16 rope columns.
+// A row has four tiles of 128 e4m3 codes, a float32 scale per tile and 64 bf16 rope columns, or none.
 constexpr int TILES = 4, TILE = 128, SCALES_AT = 512, ROPE_AT = 528;
 constexpr int WARPGROUPS = 2, WARPS = 4, WARPGROUP = 32 * WARPS, CONSUMERS = WARPGROUPS * WARPGROUP;
 constexpr int PASS_STAGES = 2;  // ring stages that a warpgroup takes at a time: 64 rows
 
 struct RingShape {
     // The pitch is an odd multiple of 16 bytes, so that ldmatrix reads the rows of a matrix from different banks.
-    static constexpr int ROW_BYTES = 656, PITCH = ROW_BYTES;
+    static constexpr int ROW_BYTES = 528 + 2 * ROPE_COLUMNS, PITCH = ROW_BYTES;
     static constexpr int PRODUCERS = 4, SHARED_STAGES = 8;
     static constexpr int STAGES = RING_STAGES, STREAMS = 1, ROUND = PASS_STAGES * WARPGROUPS;
 };
@@ -58,7 +59,7 @@ constexpr int PITCH = RingShape::PITCH;
 // 2 * pair + 1 of every octet: index 4 * octet + 2 * (0 for `row`, 1 for `row + 8`) + (0 or 1 for the head).
 constexpr int OCTETS = HEADS / 8, FRAGMENT = 4 * OCTETS;
 constexpr int VALUE_BLOCKS = 2 * TILES;  // accumulators of 64 columns of the values each
-using Queries = QueryTiles<HEADS, CONSUMERS, QUERY_FP16 ? FP16 : BF16>;
+using Queries = QueryTiles<HEADS, CONSUMERS, QUERY_FP16 ? FP16 : BF16, ROPE_COLUMNS>;
 constexpr int ROPE_TERMS = Queries::ROPE_TERMS;
 constexpr int HEAD_TILE = Queries::TILE_BYTES;  // bytes of a tile of a B operand: 64 elements for each head
 // Codes are loaded this many steps before they are converted, since ldmatrix has a long latency while wgmma reads shared
@@ -88,7 +89,7 @@ struct SharedMemoryPlan {
     static constexpr int WARPGROUP_WEIGHTS = TILES * HEAD_TILE;
 
     static constexpr int QUERY = 0;                                                // [8 + 2] tiles: latent columns, rope terms
-    static constexpr int WEIGHTS = QUERY + (Queries::LATENT_TILES + 2) * HEAD_TILE;  // [warpgroup][tile] weights times scales
+    static constexpr int WEIGHTS = QUERY + (Queries::LATENT_TILES + (ROPE_COLUMNS ? 2 : 0)) * HEAD_TILE;  // [warpgroup][tile] weights times scales
     static constexpr int ROWS = WEIGHTS + WARPGROUPS * WARPGROUP_WEIGHTS;          // [stage][row]
     static constexpr int LOGIT_SCALES = ROWS + Ring::ALL_STAGES * Ring::STAGE_BYTES;  // [head] from products to logits
     static constexpr int REFERENCES = LOGIT_SCALES + PER_HEAD;                     // [warpgroup][kind][head]
@@ -282,7 +283,13 @@ __device__ __forceinline__ void multiply_keys(const Consumer& me, u32 keys, floa
         }
         if (step + KEYS_AHEAD < STEPS) load(step + KEYS_AHEAD);
     };
-    {
+    if (ROPE_COLUMNS == 0) {
+#pragma unroll
+        for (int i = 0; i < KEYS_AHEAD; ++i) load(i);
+#pragma unroll
+        for (int i = 0; i < FRAGMENT; ++i) products[i] = 0.0f;
+        dequantise(0);
+    } else {
         u32 rope[4][4];
 #pragma unroll
         for (int step = 0; step < 4; ++step) ldmatrix_x4(rope[step], at + ROPE_AT + 32 * step);
@@ -316,7 +323,7 @@ __device__ __forceinline__ void multiply_keys(const Consumer& me, u32 keys, floa
         }
         if (here % 4 < 3) continue;
         const float2 scales = scales_of(me, keys, here / 4);
-        if (here == 3) wgmma_wait<0>(products);
+        if (here == 3 && ROPE_COLUMNS) wgmma_wait<0>(products);
         wgmma_wait<0>(tile_products);
 #pragma unroll
         for (int i = 0; i < FRAGMENT; ++i) {

@@ -1,7 +1,7 @@
 // Sparse attention of 64 heads per CTA with wgmma, on Hopper, over FP8 rows: one CTA per work item (see `items.cuh`).
 //
 // Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
-// Rows are V3.2's (512 e4m3, four float32 scales, 64 bf16; the first 512 columns are values) or V4's (448 e4m3 and 64
+// Rows are V3.2's (512 e4m3, four float32 scales, 64 bf16 or none; the first 512 columns are values) or V4's (448 e4m3 and 64
 // bf16, scale exponents in a plane of their own; all 512 columns are values).
 //
 // Roles of the four warpgroups, for every block of 64 rows:
@@ -29,7 +29,7 @@
 //
 // Splits of a token are merged by `merge_splits.cu`, or in a cluster of CTAs (`cluster_merge.cuh`).
 //
-// Defined by the host: V4 (0 or 1), SELECTIONS (1 or 2), MERGE_IN_CLUSTER (0 or 1), THREADS, SHARED_BYTES, PARAMS_BYTES, and the
+// Defined by the host: V4 (0 or 1), ROPE_COLUMNS (64, or 0 for rows of 528 bytes), SELECTIONS (1 or 2), MERGE_IN_CLUSTER (0 or 1), THREADS, SHARED_BYTES, PARAMS_BYTES, and the
 // registers per thread of the roles: SCORE_REGISTERS, WEIGH_REGISTERS, DEQUANTISE_REGISTERS.
 #include "cluster_merge.cuh"
 #include "instructions.cuh"
@@ -42,13 +42,13 @@
 
 constexpr int WARPS = 4, PRODUCER_WARPS = 8;            // warps of a warpgroup; of the two that dequantise
 constexpr int WARP_ROWS = BLOCK_ROWS / PRODUCER_WARPS;  // rows of a block that one producer warp copies
-constexpr int WIDTH = V4 ? 512 : 576, TILES = WIDTH / 64;  // columns of a row, and tiles of 64 columns
+constexpr int WIDTH = V4 ? 512 : 512 + ROPE_COLUMNS, TILES = WIDTH / 64;  // columns of a row, and tiles of 64 columns
 constexpr int LATENT = V4 ? 448 : 512;                     // columns in e4m3
-constexpr int ROW_BYTES = V4 ? 576 : 656;                  // without V4's exponent bytes
+constexpr int ROW_BYTES = V4 ? 576 : 528 + 2 * ROPE_COLUMNS;  // without V4's exponent bytes
 constexpr int SECOND_HALF_BYTES = 256;                     // columns 0 to 255, the half that is filled second
 constexpr int SCALES_AT = V4 ? 576 : 512, ROPE_AT = V4 ? 448 : 528;  // offsets in a raw row
 // V4's raw rows are padded, so that four of them are 64 bytes modulo 128 and lie in different banks.
-constexpr int RAW_BYTES = V4 ? 592 : 656;
+constexpr int RAW_BYTES = V4 ? 592 : ROW_BYTES;
 // Whether the next block's rows are looked up before this block's have arrived: faster for V4's short rows.
 constexpr bool LOOKS_AHEAD = V4;
 constexpr u32 TILE_BYTES = 64 * 128, STAGE_BYTES = 4 * TILE_BYTES;
@@ -327,7 +327,7 @@ __device__ __forceinline__ void dequantise_rows(u32 memory, const Work<SELECTION
         if (V4) upper.load(source, 4);
         store_half(upper, stage.tiles(memory), target, scales, 4, small);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < (ROPE_COLUMNS ? 2 : 0); ++i) {
             const uint4 x = shared_load4(source[i] + ROPE_AT + 8 * unit);  // V4's second load of it: saves registers
             shared_store4(rope_to + target[i], V4 ? bf16_to_fp16(x, scales[i].inverse()) : scale_bf16(x, scales[i].inverse()));
         }
@@ -523,7 +523,7 @@ __device__ __forceinline__ void score(u32 memory, int blocks, float scale, const
         const u32 tile = memory + WEIGHTS + buffer * TILE_BYTES, row_scales = memory + ROW_SCALE + buffer * BLOCK_ROWS * 8;
         u32 weights[4][4];
         const float2 rescales = online_softmax(s, row_scales, upper, lower, reference, weights);
-        if (!V4) named_barrier_sync(SCORE_BARRIER, WARPS * 32);  // all four warps have read the rope columns there
+        if (!V4 && ROPE_COLUMNS) named_barrier_sync(SCORE_BARRIER, WARPS * 32);  // all four warps have read the rope columns there
 #pragma unroll
         for (int step = 0; step < 4; ++step) stmatrix_x4(tile + (target ^ step * 32), weights[step]);
         if (lane % 4 == 0) {

@@ -83,9 +83,13 @@ class RowKernel(NamedTuple):
 # otherwise a warpgroup waits for registers for ever. Two warpgroups dequantise, and two attend.
 _FP8 = (("SCORE_REGISTERS", 160), ("WEIGH_REGISTERS", 224), ("DEQUANTISE_REGISTERS", 64))
 _BF16 = (("ATTEND_REGISTERS", 216), ("GATHER_REGISTERS", 72))
-V32_FP8 = RowKernel("v32-fp8", "many_heads.cu", (("V4", 0), *_FP8), 512, 64, False)
-V4_FP8 = RowKernel("v4-fp8", "many_heads.cu", (("V4", 1), *_FP8), 512, 64, False)
-V32_BF16 = RowKernel("v32-bf16", "many_heads_bf16.cu", _BF16, 384, 128, True)
+_ROPE, _NO_ROPE = ("ROPE_COLUMNS", 64), ("ROPE_COLUMNS", 0)
+V32_FP8 = RowKernel("v32-fp8", "many_heads.cu", (("V4", 0), _ROPE, *_FP8), 512, 64, False)
+V4_FP8 = RowKernel("v4-fp8", "many_heads.cu", (("V4", 1), _ROPE, *_FP8), 512, 64, False)
+V32_BF16 = RowKernel("v32-bf16", "many_heads_bf16.cu", (_ROPE, *_BF16), 384, 128, True)
+# GLM-5.3-Flash's rows, which have no rope.
+NOPE_FP8 = RowKernel(v32_fp8(rope=0).name, "many_heads.cu", (("V4", 0), _NO_ROPE, *_FP8), 512, 64, False)
+NOPE_BF16 = RowKernel(rows(rope=0).name, "many_heads_bf16.cu", (_NO_ROPE, *_BF16), 384, 128, True)
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
@@ -123,7 +127,13 @@ def _bytes_of(layout: Layout) -> tuple[Any, ...]:
     return layout.latent, layout.rope, layout.values, layout.scales, layout.tail, layout.tile
 
 
-_KERNELS = {_bytes_of(v32_fp8()): V32_FP8, _bytes_of(v4_fp8()): V4_FP8, _bytes_of(rows()): V32_BF16}
+_KERNELS = {
+    _bytes_of(v32_fp8()): V32_FP8,
+    _bytes_of(v4_fp8()): V4_FP8,
+    _bytes_of(rows()): V32_BF16,
+    _bytes_of(v32_fp8(rope=0)): NOPE_FP8,
+    _bytes_of(rows(rope=0)): NOPE_BF16,
+}
 
 
 def attend_slots(call: AttendSlots) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,21 +2,22 @@
 //
 // A tile has 64 elements of 16 bits, 128 bytes, for each head. Tiles 0 to 7 are the 512 latent columns in fp16. Within 16
 // columns, those whose codes are in the lower half of a word come first, as in the fragments of the keys. The next tile is
-// the 64 rope columns in bf16. An fp16 query has more bits than bf16 holds, so its rope columns are the sum of two tiles.
+// the 64 rope columns in bf16. An fp16 query has more bits than bf16 holds, so its rope columns are the sum of two tiles. Rows
+// without a rope (ROPE 0 instead of 64) need none of them.
 #pragma once
 #include "few_heads_items.cuh"
 
-template <int N_HEADS, int N_THREADS, Operand TYPE>
+template <int N_HEADS, int N_THREADS, Operand TYPE, int ROPE>
 struct QueryTiles {
     static constexpr int ROPE_TERMS = TYPE == FP16 ? 2 : 1;
     static constexpr int TILE_BYTES = N_HEADS * 128, LATENT_TILES = 8;
     static constexpr int HEAD_THREADS = N_THREADS / N_HEADS;  // neighbouring threads that load one head
     static constexpr int GROUPS = 32 / HEAD_THREADS;          // groups of 16 latent columns that a thread loads
-    static constexpr int ROPE_GROUPS = 16 / HEAD_THREADS;     // groups of 4 rope columns that a thread loads
+    static constexpr int ROPE_GROUPS = ROPE / 4 / HEAD_THREADS;  // groups of 4 rope columns that a thread loads
 
     const int head;   // that this thread loads
     const int share;  // number of this thread among those of the head
-    uint2 latent[GROUPS][4], rope[ROPE_GROUPS];
+    uint2 latent[GROUPS][4], rope[ROPE_GROUPS ? ROPE_GROUPS : 1];
 
     __device__ __forceinline__ explicit QueryTiles(int thread)
         : head(thread / HEAD_THREADS), share(thread % HEAD_THREADS) {}
