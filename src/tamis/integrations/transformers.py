@@ -140,9 +140,6 @@ def attach(
     if train:
         from tamis.integrations.hf import train_attach
 
-        if _name(model) not in train_attach.FORWARDS:
-            remedy = "attach it for inference"
-            raise checks.refuse("model", f"one of {', '.join(train_attach.FORWARDS)} to train", _name(model), remedy)
         options = train_attach.checked_options(indexer, index_loss, deterministic, keep_selections, teachers, backend)
         base_forward, forward = train_attach.training_forward, train_attach.training_method(_name(model))
         train_attach.check_model(model, options)
