@@ -82,7 +82,7 @@ class RowKernel(NamedTuple):
 # The registers of all warpgroups must add up to at most 4 x 128 or 3 x 168, which a launch of 512 or 384 threads gets;
 # otherwise a warpgroup waits for registers for ever. Two warpgroups dequantise, and two attend.
 _FP8 = (("SCORE_REGISTERS", 160), ("WEIGH_REGISTERS", 224), ("DEQUANTISE_REGISTERS", 64))
-_BF16 = (("ATTEND_REGISTERS", 216), ("GATHER_REGISTERS", 72))
+_BF16 = (("ATTEND_REGISTERS", 224), ("GATHER_REGISTERS", 56))
 V32_FP8 = RowKernel("v32-fp8", "many_heads.cu", (("V4", 0), *_FP8), 512, 64, False)
 V4_FP8 = RowKernel("v4-fp8", "many_heads.cu", (("V4", 1), *_FP8), 512, 64, False)
 V32_BF16 = RowKernel("v32-bf16", "many_heads_bf16.cu", _BF16, 384, 128, True)
