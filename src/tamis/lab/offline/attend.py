@@ -143,7 +143,7 @@ def few_heads_cases() -> Iterator[CudaCase]:
 
 def many_heads_cases() -> Iterator[CudaCase]:
     """Each kind of rows, with one selection and with two."""
-    for kind in (many_heads.V32_FP8, many_heads.V4_FP8, many_heads.V32_BF16):
+    for kind in (many_heads.V32_FP8, many_heads.V4_FP8, many_heads.V32_BF16, many_heads.V4_BF16):
         for count in range(1, many_heads.SELECTIONS + 1):
             label = f"attend, many heads, {kind.layout}, selections: {count}"
             yield CudaCase(label, many_heads.program(kind, count, False), many_heads.SHARED_BYTES)

@@ -2,7 +2,7 @@
 // work item after the other (see `items.cuh`).
 //
 // Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
-// Rows are V3.2's: 576 bf16 columns, of which the first 512 are values.
+// Rows have WIDTH bf16 columns, 576 in V3.2 and 512 in V4, of which the first 512 are values.
 //
 // Roles of the three warpgroups, for every pair of blocks of 64 rows, which fill the two stages of a ring:
 //   2     gather  Producer. Copies rows with cp.async straight into swizzled tiles, and the queries of the next work item.
@@ -14,24 +14,25 @@
 // all registers, are not held twice. The order of a pair of blocks, left to right, where QK is the product with keys, PV the
 // product with values, and what stands below one another runs at the same time:
 //
-//   warpgroup 0   softmax 0, publish    PV of stage 0    (wait)           PV of stage 1, next QK of stage 0
-//   warpgroup 1   QK of stage 1         PV of stage 0    softmax 1        publish, PV of stage 1
+//   warpgroup 0   softmax 0, publish    PV of stage 0                      PV of stage 1, next QK of stage 0
+//   warpgroup 1   QK of stage 1         PV of stage 0 under softmax 1      PV of stage 1
 //
-// Each warpgroup issues products behind others that are still running where it can: warpgroup 0 its next QK behind the PV of
-// stage 1, warpgroup 1 the PV of stage 0 behind its QK.
+// Warpgroup 0 issues its next QK behind products that still run. Both warpgroups rescale and issue the two quarters of their
+// accumulators one after the other, so that products with the first run while the second is rescaled.
 //
 // Shared memory (227 KiB) holds the queries, the ring of two stages (72 KiB each) and the published weights. The columns of a
-// stage are five chunks with an empty mbarrier each. A chunk is refilled as soon as it has been read for the last time:
+// stage are five chunks with an empty mbarrier each, of which the first is empty if rows have 512 columns. A chunk is refilled as soon as it has been read for the last time:
 // columns 512 and up, which are only keys, after the product with queries; a quarter of the values after the warpgroup that
 // holds these columns of the output has added it.
 //
-// Budget for a pair of blocks (H200): 4,352 cycles of wgmma, 2,304 with keys and 2,048 with values, and 144 KiB of rows.
+// Budget for a pair of blocks of 576 columns (H200): 4,352 cycles of wgmma, 2,304 with keys and 2,048 with values; 144 KiB of
+// rows, 4,400 cycles from L2; 4,650 wavefronts of shared memory.
 //
 // Weights are relative to the exact running max, which the warpgroups pass to one another with the weights: the largest
 // weight is one, which rounding to bf16 leaves as it is. The output is divided by the sum of the rounded weights; the lse
 // is computed from the weights before rounding.
 //
-// Defined by the host: SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles:
+// Defined by the host: WIDTH, SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles:
 // ATTEND_REGISTERS, GATHER_REGISTERS.
 #include "instructions.cuh"
 #include "items.cuh"
@@ -41,22 +42,23 @@
 // ---- Shapes
 
 constexpr int WARPS = 4;  // warps of a warpgroup
-constexpr int WIDTH = 576, TILES = WIDTH / 64, ROW_BYTES = WIDTH * 2;
+constexpr int TILES = WIDTH / 64, ROW_BYTES = WIDTH * 2;
+static_assert(WIDTH == 576 || WIDTH == 512, "rows have 512 columns of values, and at most 64 more");
 constexpr int STAGES = 2;  // of the ring; a stage holds a block of 64 rows
 constexpr int CHUNKS = 5;  // of the columns of a stage
 constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;  // rows of a block that one producer warp copies
 
 // The chunks of a stage in the order in which they are released: columns 512 and up; the two quarters of the values that the
-// stage's own warpgroup adds, which has the weights first; the two that the other warpgroup adds. They are filled in three
-// loads with a full mbarrier each, the first three chunks together.
+// stage's own warpgroup adds, which has the weights first; the two that the other warpgroup adds. They are filled in four
+// loads with a full mbarrier each, the first two chunks together.
 __device__ constexpr int chunk_of(int stage, int half, int quarter) { return (half == stage ? 1 : 3) + quarter; }
 __device__ constexpr int first_tile(int stage, int chunk) {
     return chunk == 0 ? 8 : (chunk < 3 ? stage : 1 - stage) * 4 + (chunk - 1) % 2 * 2;
 }
-__device__ constexpr int tiles_of(int chunk) { return chunk == 0 ? 1 : 2; }
-constexpr int LOADS = 3;
-__device__ constexpr int first_chunk(int load) { return load == 0 ? 0 : load + 2; }
-__device__ constexpr int last_chunk(int load) { return load + 2; }
+__device__ constexpr int tiles_of(int chunk) { return chunk == 0 ? TILES - 8 : 2; }
+constexpr int LOADS = 4;
+__device__ constexpr int first_chunk(int load) { return load == 0 ? 0 : load + 1; }
+__device__ constexpr int last_chunk(int load) { return load + 1; }
 
 // ---- Shared memory
 
@@ -193,9 +195,9 @@ struct Softmax {
     // Raises the running max to a block's largest logit, if that is higher; returns the rescale factor of the accumulators.
     __device__ __forceinline__ float raise(float logit) {
         max_logit = fmaxf(max_logit, logit);
-        if (!(logit > running_max)) return 1.0f;
-        const float factor = fast_exp2(running_max - logit);
-        running_max = logit;
+        const float before = running_max;
+        running_max = fmaxf(before, logit);
+        const float factor = fast_exp2(before - running_max);
         rescale_sums(factor);
         return factor;
     }
@@ -212,15 +214,20 @@ __device__ __forceinline__ void mask(float (&s)[32], uint4 present) {
     }
 }
 
-// Turns the products of a block into weights, as float32 in place and as fragments; returns the rescale factors of both heads.
-// `scale` turns products of queries and rows into logits in base 2. `add_sums` is separate, since nobody waits for the sums.
-__device__ __forceinline__ float2 online_softmax(float (&s)[32], float scale, Softmax& upper, Softmax& lower, u32 (&weights)[4][4]) {
+// The online softmax of a block is in three parts, so that products are issued between them: `raise_max`, which returns the
+// rescale factors of both heads; `exponentials`, which turns the products into weights, as float32 in place and as fragments;
+// and `add_sums`, for which nobody waits. `scale` turns products of queries and rows into logits in base 2.
+__device__ __forceinline__ float2 raise_max(const float (&s)[32], float scale, Softmax& upper, Softmax& lower) {
     float largest[8];  // several short chains of fmaxf, since nothing hides the latency of a long one
 #pragma unroll
     for (int i = 0; i < 8; ++i) largest[i] = fmaxf(fmaxf(s[i], s[8 + i]), fmaxf(s[16 + i], s[24 + i]));
     const float above = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[4], largest[5]));
     const float below = fmaxf(fmaxf(largest[2], largest[3]), fmaxf(largest[6], largest[7]));
-    const float2 rescales = {upper.raise(max_over_lanes<1, 4>(above) * scale), lower.raise(max_over_lanes<1, 4>(below) * scale)};
+    return {upper.raise(max_over_lanes<1, 4>(above) * scale), lower.raise(max_over_lanes<1, 4>(below) * scale)};
+}
+
+__device__ __forceinline__ void exponentials(
+    float (&s)[32], float scale, const Softmax& upper, const Softmax& lower, u32 (&weights)[4][4]) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         const float running_max = i % 2 ? lower.running_max : upper.running_max;
@@ -228,7 +235,6 @@ __device__ __forceinline__ float2 online_softmax(float (&s)[32], float scale, So
         s[2 * i + 1] = fast_exp2(s[2 * i + 1] * scale - running_max);
         weights[i / 4][i % 4] = pack_bf16(s[2 * i], s[2 * i + 1]);
     }
-    return rescales;
 }
 
 // Adds a block's weights to the sums of both heads.
@@ -277,7 +283,7 @@ struct Consumer {
 #pragma unroll
             for (int step = 0; step < 4 * tiles_of(chunk); ++step) {
                 const u32 at = (first_tile(GROUP, chunk) + step / 4) * TILE_BYTES + step % 4 * 32;
-                wgmma_ss<BF16>(s, advance(queries, at), advance(keys, at), chunk + step > 0);
+                wgmma_ss<BF16>(s, advance(queries, at), advance(keys, at), chunk + step > (TILES == 8));
             }
         }
         wgmma_commit();
@@ -318,27 +324,40 @@ struct Consumer {
         mbarrier_arrive(weights_full(GROUP));
     }
 
-    // Receives the weights and the running max of the other warpgroup's stage, and rescales the accumulators.
-    __device__ __forceinline__ void receive(u32 (&weights)[4][4]) {
+    // Receives what the other warpgroup has published: the weights, and the factors and running max for `follow`.
+    __device__ __forceinline__ uint4 receive(u32 (&weights)[4][4]) {
         mbarrier_wait(weights_full(1 - GROUP), parity);
         parity ^= 1;
-        const uint4 published = shared_load4(rescale_of_head());
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             const uint4 words = shared_load4(fragment(step));
             weights[step][0] = words.x, weights[step][1] = words.y, weights[step][2] = words.z, weights[step][3] = words.w;
         }
-        const float above = __uint_as_float(published.x), below = __uint_as_float(published.y);
-        upper.running_max = __uint_as_float(published.z);
-        lower.running_max = __uint_as_float(published.w);
-        upper.rescale_sums(above);
-        lower.rescale_sums(below);
-        rescale(values, above, below);
+        return shared_load4(rescale_of_head());
     }
 
-    // Issues the products of weights with a stage's values in this warpgroup's columns, as two groups.
-    __device__ __forceinline__ void issue_values(const u32 (&weights)[4][4], int stage) {
+    // Adopts the other warpgroup's running max; returns the rescale factors of both heads.
+    __device__ __forceinline__ float2 follow(uint4 published) {
+        const float2 rescales = {__uint_as_float(published.x), __uint_as_float(published.y)};
+        upper.running_max = __uint_as_float(published.z);
+        lower.running_max = __uint_as_float(published.w);
+        upper.rescale_sums(rescales.x);
+        lower.rescale_sums(rescales.y);
+        return rescales;
+    }
+
+    // Rescales a quarter of the accumulators. A test whether the factors are 1 would be a branch between wgmma and their wait.
+    __device__ __forceinline__ void rescale_quarter(int quarter, float2 rescales) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) values[quarter][i] *= i & 2 ? rescales.y : rescales.x;
+    }
+
+    // Rescales the accumulators and issues the products of weights with a stage's values in this warpgroup's columns, as two
+    // groups.
+    __device__ __forceinline__ void issue_values(const u32 (&weights)[4][4], int stage, float2 rescales) {
+        rescale_quarter(0, rescales);
         issue_quarter(weights, stage, 0);
+        rescale_quarter(1, rescales);
         issue_quarter(weights, stage, 1);
     }
 
@@ -448,23 +467,23 @@ __device__ __forceinline__ void attend_first(u32 memory, int items, float scale,
             for (int left = pairs;; --left) {
                 u32 weights[4][4];
                 consumer.finish_scores(s, left == 1);
-                const float2 rescales = online_softmax(s, scale, consumer.upper, consumer.lower, weights);
+                const float2 rescales = raise_max(s, scale, consumer.upper, consumer.lower);
+                exponentials(s, scale, consumer.upper, consumer.lower, weights);
                 consumer.publish(weights, rescales);
-                rescale(consumer.values, rescales.x, rescales.y);
-                consumer.issue_values(weights, 0);
+                consumer.issue_values(weights, 0, rescales);
                 add_sums(s, weights, consumer.upper, consumer.lower);
                 consumer.finish_values<0>(0);
-                consumer.receive(weights);
+                const float2 others = consumer.follow(consumer.receive(weights));
                 if (left == 1) {
-                    consumer.issue_values(weights, 1);
+                    consumer.issue_values(weights, 1, others);
                     consumer.finish_values<0>(1);
                     break;
                 }
-                consumer.issue_values(weights, 1);
+                consumer.issue_values(weights, 1, others);
                 consumer.score(s, 0);
                 consumer.finish_values<1>(1);
-                consumer.score(s, 1);
-                consumer.score(s, 2);
+#pragma unroll
+                for (int load = 1; load < LOADS; ++load) consumer.score(s, load);
             }
         }
         if (item + gridDim.x >= items) let_next_kernel_start();
@@ -484,14 +503,19 @@ __device__ __forceinline__ void attend_second(u32 memory, int items, float scale
         for (int left = pairs; left > 0; --left) {
             u32 first[4][4], second[4][4];
             consumer.score(s);
+            const uint4 published = consumer.receive(first);  // while the products run
             consumer.finish_scores(s, left == 1);
-            consumer.receive(first);
-            consumer.issue_values(first, 0);
-            const float2 rescales = online_softmax(s, scale, consumer.upper, consumer.lower, second);
+            const float2 others = consumer.follow(published);
+            const float2 rescales = raise_max(s, scale, consumer.upper, consumer.lower);
+            consumer.issue_values(first, 0, others);
+            exponentials(s, scale, consumer.upper, consumer.lower, second);
             consumer.publish(second, rescales);
-            consumer.finish_values<0>(0);
-            rescale(consumer.values, rescales.x, rescales.y);
-            consumer.issue_values(second, 1);
+            consumer.finish_quarter<1>(0, 0);
+            consumer.rescale_quarter(0, rescales);
+            consumer.issue_quarter(second, 1, 0);
+            consumer.finish_quarter<1>(0, 1);
+            consumer.rescale_quarter(1, rescales);
+            consumer.issue_quarter(second, 1, 1);
             add_sums(s, second, consumer.upper, consumer.lower);
             consumer.finish_values<0>(1);
         }
