@@ -49,16 +49,16 @@ constexpr int CHUNKS = 5;  // of the columns of a stage
 constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;  // rows of a block that one producer warp copies
 
 // The chunks of a stage in the order in which they are released: columns 512 and up; the two quarters of the values that the
-// stage's own warpgroup adds, which has the weights first; the two that the other warpgroup adds. They are filled in four
-// loads with a full mbarrier each, the first two chunks together.
+// stage's own warpgroup adds, which has the weights first; the two that the other warpgroup adds. They are filled in three
+// loads with a full mbarrier each, the first three chunks together.
 __device__ constexpr int chunk_of(int stage, int half, int quarter) { return (half == stage ? 1 : 3) + quarter; }
 __device__ constexpr int first_tile(int stage, int chunk) {
     return chunk == 0 ? 8 : (chunk < 3 ? stage : 1 - stage) * 4 + (chunk - 1) % 2 * 2;
 }
 __device__ constexpr int tiles_of(int chunk) { return chunk == 0 ? TILES - 8 : 2; }
-constexpr int LOADS = 4;
-__device__ constexpr int first_chunk(int load) { return load == 0 ? 0 : load + 1; }
-__device__ constexpr int last_chunk(int load) { return load + 1; }
+constexpr int LOADS = 3;
+__device__ constexpr int first_chunk(int load) { return load == 0 ? 0 : load + 2; }
+__device__ constexpr int last_chunk(int load) { return load + 2; }
 
 // ---- Shared memory
 
