@@ -23,9 +23,7 @@ ERRORS = {"error": 4e-3, "lse_error": 1e-4}
 def emulated(host_folder: Path) -> Callable[..., Emulated]:
     """The kernel of a number of selections and a width of rows."""
     kernels = {"v32-bf16": many.V32_BF16, "v4-bf16": many.V4_BF16}
-    return functools.cache(
-        lambda selections=1, layout="v32-bf16": Emulated(host_folder, kernels[layout], selections)
-    )
+    return functools.cache(lambda selections=1, layout="v32-bf16": Emulated(host_folder, kernels[layout], selections))
 
 
 @pytest.mark.parametrize("columns", [1, 64, 65, 330])

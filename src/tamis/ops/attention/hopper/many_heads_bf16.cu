@@ -26,7 +26,7 @@
 // holds these columns of the output has added it.
 //
 // Budget for a pair of blocks of 576 columns (H200): 4,352 cycles of wgmma, 2,304 with keys and 2,048 with values; 144 KiB of
-// rows, 4,400 cycles from L2; 4,650 wavefronts of shared memory.
+// rows, 4,400 cycles from L2; 4,850 wavefronts of shared memory.
 //
 // Weights are relative to the exact running max, which the warpgroups pass to one another with the weights: the largest
 // weight is one, which rounding to bf16 leaves as it is. The output is divided by the sum of the rounded weights; the lse
