@@ -22,8 +22,8 @@ from tamis.step.split import BatchSplit, chunk_starts, pack_chunks, split_batch
 _LENGTHS_IN_WORKSPACE = 5
 """By default the workspace holds this many of the longest requests, if all prefills are gathered."""
 _WORKSPACE_BYTES = 256 << 20
-"""By default the workspace holds the longest request and has at most this size, if prefills are gathered only where that
-is faster. Requests of more rows are read directly."""
+"""By default the workspace holds the longest request and has at most this size, if prefills are gathered only where
+that is faster. Requests of more rows are read directly."""
 
 _PER_TOKEN = {"request_ids": 0, "positions": -1, "visible": 0, "prefill_ids": -1}
 _PER_REQUEST = {"query_starts": 0, "lengths": 0, "workspace_starts": 0}
