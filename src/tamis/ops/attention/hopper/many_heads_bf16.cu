@@ -21,9 +21,9 @@
 // accumulators one after the other, so that products with the first run while the second is rescaled.
 //
 // Shared memory (227 KiB) holds the queries, the ring of two stages (72 KiB each) and the published weights. The columns of a
-// stage are five chunks with an empty mbarrier each, of which the first is empty if rows have 512 columns. A chunk is refilled as soon as it has been read for the last time:
-// columns 512 and up, which are only keys, after the product with queries; a quarter of the values after the warpgroup that
-// holds these columns of the output has added it.
+// stage are five chunks with an empty mbarrier each; the first has no columns if rows have 512. A chunk is refilled as soon as
+// it has been read for the last time: columns 512 and up, which are only keys, after the product with queries; a quarter of
+// the values after the warpgroup that holds these columns of the output has added it.
 //
 // Budget for a pair of blocks of 576 columns (H200): 4,352 cycles of wgmma, 2,304 with keys and 2,048 with values; 144 KiB of
 // rows, 4,400 cycles from L2; 4,850 wavefronts of shared memory.
@@ -32,8 +32,8 @@
 // weight is one, which rounding to bf16 leaves as it is. The output is divided by the sum of the rounded weights; the lse
 // is computed from the weights before rounding.
 //
-// Defined by the host: WIDTH, SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles:
-// ATTEND_REGISTERS, GATHER_REGISTERS.
+// Defined by the host: WIDTH, SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the
+// roles: ATTEND_REGISTERS, GATHER_REGISTERS.
 #include "instructions.cuh"
 #include "items.cuh"
 #include "softmax.cuh"
