@@ -127,7 +127,7 @@ def test_an_explanation_says_why_portable_kernels_run_where_hopper_has_some() ->
     found = explained(16, "v32-bf16", value_dim=256)["attend"]
     assert found == f"triton, because {few}values are 256 wide, not 512{many}values are 256 wide, not 512"
     found = explained(16, "v32-fp16")["attend"]
-    rows = "v32-fp16, not all v32-fp8, all v4-fp8, or all v32-bf16"
+    rows = "v32-fp16, not all v32-fp8, all v4-fp8, all v32-bf16, or all v4-bf16"
     assert found == f"triton, because {few}rows are v32-fp16, not v32-fp8 or v32-bf16{many}caches are {rows}"
     # fp16 queries over V3.2's FP8 rows are for those of few heads, however many there are.
     found = explained(128, "v32-fp8", torch.float16)["attend"]

@@ -7,15 +7,16 @@ import pytest
 from step.test_planner import make_batch
 
 from tamis import LayerSpec, Limits, Planner
+from tamis.cache.layout import named
 from tamis.step import planner as planning
 from tamis.step.gathering import explain_prefills, gathering_saves
 
 K = 1024
 MEASURED = {  # (heads, context): microseconds for 4096 queries of top-k 2048, read directly and gathered first
-    (64, 8 * K): (2485, 2125 + 3.4),
-    (64, 128 * K): (2746, 2180 + 55),
-    (128, 8 * K): (4986, 4212 + 3.4),
-    (128, 128 * K): (5415, 4529 + 55),
+    (64, 8 * K): (2709, 1855),
+    (64, 128 * K): (2996, 2310),
+    (128, 8 * K): (5452, 3698),
+    (128, 128 * K): (5718, 4170),
 }
 
 
@@ -23,7 +24,7 @@ MEASURED = {  # (heads, context): microseconds for 4096 queries of top-k 2048, r
 def test_the_rule_is_close_to_what_was_measured(heads: int, length: int) -> None:
     direct, gathered = MEASURED[heads, length]
     # The measured call began at the context, so its queries saw all of it.
-    assert gathering_saves([(4 * K, length)], heads, 2 * K) == pytest.approx(direct - gathered, rel=0.25)
+    assert gathering_saves([(4 * K, length)], heads, 2 * K) == pytest.approx(direct - gathered, rel=0.1)
 
 
 def test_few_heads_and_few_queries_over_a_long_context_stay_direct() -> None:
@@ -34,7 +35,7 @@ def test_few_heads_and_few_queries_over_a_long_context_stay_direct() -> None:
     assert gathering_saves([(512, 128 * K)], 128, 2 * K) > 0
     assert gathering_saves([(512, 4 * K)], 64, 2 * K) > 0
     assert gathering_saves([(16, 1 * K)], 128, 2 * K) < 0  # the launches cost more
-    assert gathering_saves([(4 * K, 8 * K), *[(1, 128 * K)] * 8], 64, 2 * K) < 0  # all rows would be gathered
+    assert gathering_saves([(4 * K, 8 * K), *[(1, 128 * K)] * 16], 64, 2 * K) < 0  # all rows would be gathered
     assert gathering_saves([], 128, 2 * K) < 0
 
 
@@ -88,7 +89,8 @@ def test_what_the_user_asked_for_is_kept() -> None:
 def test_the_workspace_has_room_for_the_longest_request_and_no_more_than_a_limit() -> None:
     def rows(length: int) -> int:
         limits = Limits(max_tokens=1, max_requests=1, max_length=length, page_size=64)
-        return planning._workspace_rows("auto", limits)
+        return planning._workspace_rows("auto", limits, named("v32-fp8"))
 
     assert rows(1000) == 1000
-    assert rows(1 << 20) == 256 * K
+    assert rows(1 << 20) == 233016
+    assert 233016 * 576 * 2 <= 256 * K * K < 233017 * 576 * 2  # 256 MiB

@@ -12,11 +12,13 @@ FORMATS = {"v32-bf16": "bf16", "v32-fp8": "FP8"}
 GATHER = ("h200_prefill", "flashmla-gather", "FP8, gather")
 """The file, the peer and the name of what vLLM does with prompts over FP8 rows from 32 heads on. `tamis bench door` has
 no such rows."""
+PROMPT = parse_shape("1q4ks8k")
+"""The shape of the prompts in the plot."""
 
 PROMPTS = {
     "bf16": "bf16 rows, against FlashMLA's prefill",
     "FP8": "FP8 pages, against FlashMLA over the same pages",
-    GATHER[2]: "FP8 pages, against vLLM's gather into bf16 rows and FlashMLA's prefill",
+    GATHER[2]: "FP8 pages, against a gather into bf16 rows and FlashMLA's prefill",
 }
 """The groups of prompts in words."""
 
@@ -31,7 +33,7 @@ def draw() -> str:
     ]
     if gathered := _gathered(rows):
         others = ", ".join(sorted({row["peer_build"] for row in gathered})).replace("vllm", "vLLM")
-        notes.append(f"{GATHER[2]}: against vLLM's gather of FP8 rows into bf16 rows, followed by FlashMLA ({others}).")
+        notes.append(f"{GATHER[2]}: against a gather of FP8 rows into bf16 rows, followed by FlashMLA ({others}).")
     return draw_rows("Speedup over FlashMLA by heads and requests", notes, _panels(rows))
 
 
@@ -79,7 +81,7 @@ def _decodes(title: str, decodes: Sequence[Row], layout: str, topk: str) -> Pane
 
 def _prompts(rows: Sequence[Row]) -> Panel:
     """A group per format, a bar per head count; last, against the gather that vLLM does instead."""
-    prompts = [row for row in rows if doors.is_prompt(row)]
+    prompts = [row for row in rows if doors.is_prompt(row) and parse_shape(row["shape"]) == PROMPT]
     groups = {words: [row for row in prompts if row["layout"] == layout] for layout, words in FORMATS.items()}
     groups[GATHER[2]] = _gathered(rows)
     bars = [Group(words, [_bar(row, row["heads"]) for row in some]) for words, some in groups.items() if some]
@@ -87,10 +89,11 @@ def _prompts(rows: Sequence[Row]) -> Panel:
 
 
 def _gathered(rows: Sequence[Row]) -> list[Row]:
-    """The rows against vLLM's gather, of the shapes of the prompts among `rows`."""
-    shapes = [parse_shape(row["shape"]) for row in rows if doors.is_prompt(row)]
+    """The rows against a gather and FlashMLA; none if there are no prompts among `rows`."""
     file, peer, _ = GATHER
-    return [row for row in read(file) if row["peer"] == peer and parse_shape(row["shape"]) in shapes]
+    if not any(doors.is_prompt(row) for row in rows):
+        return []
+    return [row for row in read(file) if row["peer"] == peer and parse_shape(row["shape"]) == PROMPT]
 
 
 def _bar(row: Row, label: str) -> tuple[str, float]:

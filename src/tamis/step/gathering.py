@@ -15,13 +15,13 @@ own for FP8 rows at every head count."""
 DIRECT_HEADS = 32
 """Up to this many heads, such kernels are always faster than gathering."""
 
-_SAVED_PS = 0.68
-"""Picoseconds saved per query token, selected row and head: (0.607 - 0.519) us / (2048 rows * 64 heads) at 8K."""
-_SAVED_MORE_PS = 0.25
-"""What comes on top at long contexts, whose FP8 rows do not fit into the L2 cache: about 0.93 ps in all at 128K."""
+_SAVED_PS = 1.66
+"""Picoseconds saved per query token, selected row and head: (0.661 - 0.443) us / (2048 rows * 64 heads) at 8K."""
+_SAVED_LESS_PS = 0.14
+"""How much less is saved at long contexts, whose 16-bit rows do not fit into the L2 cache: 1.52 ps in all at 128K."""
 _LONG_CONTEXT = 128 << 10
-_GATHER_PS = 420.0
-"""Picoseconds to gather one row: 55 us for 128K rows."""
+_GATHER_PS = 550.0
+"""Picoseconds to gather one row: 67 to 76 us for 128K rows."""
 _FIXED_PS = 40e6
 """Picoseconds for the additional launches, with part of their time on the host: translating positions, gathering, and a
 second call of attention."""
@@ -41,7 +41,7 @@ def gathering_saves(requests: Iterable[tuple[int, int]], heads: int, topk: int |
     for new, length in requests:
         seen = length - new / 2  # by a token in the middle
         rows = seen if topk is None else min(seen, topk)
-        saved += new * rows * heads * (_SAVED_PS + _SAVED_MORE_PS * min(1.0, length / _LONG_CONTEXT))
+        saved += new * rows * heads * (_SAVED_PS - _SAVED_LESS_PS * min(1.0, length / _LONG_CONTEXT))
         cost += length * _GATHER_PS
     return (saved - cost) / 1e6
 

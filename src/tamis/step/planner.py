@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 _LENGTHS_IN_WORKSPACE = 5
 """By default the workspace holds this many of the longest requests, if all prefills are gathered."""
-_ROWS_IN_WORKSPACE = 256 << 10
-"""By default the workspace holds the longest request and at most this many rows, if prefills are gathered only where
-that is faster. Longer ones are read directly."""
+_WORKSPACE_BYTES = 256 << 20
+"""By default the workspace holds the longest request and has at most this size, if prefills are gathered only where
+that is faster. Requests of more rows are read directly."""
 
 _PER_TOKEN = {"request_ids": 0, "positions": -1, "visible": 0, "prefill_ids": -1}
 _PER_REQUEST = {"query_starts": 0, "lengths": 0, "workspace_starts": 0}
@@ -85,7 +85,7 @@ class Planner:
         located = {"located": self._arena.narrow[self._arena.row["positions"] :][:2].T}
         """int32 [columns, 2]: positions and visible."""
         self._views = Views(self._arena.views | located)
-        self._workspace_rows = _workspace_rows(self.mode, limits)
+        self._workspace_rows = _workspace_rows(self.mode, limits, self.layout)
         self._workspace = None
         if self.mode != "mixed":
             shape = (self._workspace_rows, self.layout.width)
@@ -276,11 +276,11 @@ def _resolve_mode(mode: Mode, spec: LayerSpec, layout: Layout, device: torch.dev
     return mode
 
 
-def _workspace_rows(mode: Mode, limits: Limits) -> int:
+def _workspace_rows(mode: Mode, limits: Limits, layout: Layout) -> int:
     if limits.workspace_rows is not None:
         return limits.workspace_rows
     if mode == "auto":
-        return min(limits.max_length, _ROWS_IN_WORKSPACE)
+        return min(limits.max_length, _WORKSPACE_BYTES // (torch.bfloat16.itemsize * layout.width))
     return _LENGTHS_IN_WORKSPACE * limits.max_length
 
 

@@ -21,8 +21,9 @@ ERRORS = {"error": 4e-3, "lse_error": 1e-4}
 
 @pytest.fixture(scope="session")
 def emulated(host_folder: Path) -> Callable[..., Emulated]:
-    """The kernel of a number of selections."""
-    return functools.cache(lambda selections=1: Emulated(host_folder, many.V32_BF16, selections))
+    """The kernel of a number of selections and a width of rows."""
+    kernels = {"v32-bf16": many.V32_BF16, "v4-bf16": many.V4_BF16}
+    return functools.cache(lambda selections=1, layout="v32-bf16": Emulated(host_folder, kernels[layout], selections))
 
 
 @pytest.mark.parametrize("columns", [1, 64, 65, 330])
@@ -32,6 +33,18 @@ def test_the_source_attends_as_the_reference(emulated, columns: int) -> None:
     q, selections = queries(2, 64, 576), [Selection(cache, choose(2, columns, cache))]
     for seed in range(3):
         _, splits = emulated()(q, selections, scale=0.05, seed=seed)
+        close(merged(*splits), expected(q, selections, 0.05), **ERRORS)
+
+
+@pytest.mark.parametrize("columns", [64, 330])
+def test_rows_of_v4_are_values_in_all_columns(emulated, columns: int) -> None:
+    """Tokens have different lengths and share CTAs, so that stages without rows and with them follow one another."""
+    reseed(columns)
+    cache = filled("v4-bf16", 500)
+    lengths = torch.tensor([columns, 0, columns // 2], dtype=torch.int32)
+    q, selections = queries(3, 64, 512), [Selection(cache, choose(3, columns, cache), lengths)]
+    for seed in range(2):
+        _, splits = emulated(layout="v4-bf16")(q, selections, scale=0.05, seed=seed, ctas=2)
         close(merged(*splits), expected(q, selections, 0.05), **ERRORS)
 
 
@@ -138,15 +151,16 @@ def test_logits_that_grow_from_block_to_block(emulated) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["v32-bf16", "v4-bf16"])
 @pytest.mark.parametrize("heads", [17, 64, 128])
-def test_the_device_attends_as_the_reference(heads: int) -> None:
+def test_the_device_attends_as_the_reference(heads: int, layout: str) -> None:
     reseed(heads)
-    caches = filled("v32-bf16", 4096, page_size=64), filled("v32-bf16", 3000, page_size=64, seed=2)
+    caches = filled(layout, 4096, page_size=64), filled(layout, 3000, page_size=64, seed=2)
     lengths = torch.randint(0, 1025, (300,), dtype=torch.int32), torch.randint(0, 301, (300,), dtype=torch.int32)
     lengths[0][0] = lengths[1][0] = 0
     pairs = zip(caches, (1024, 300), lengths, strict=True)
     selections = [Selection(cache, choose(300, columns, cache), length) for cache, columns, length in pairs]
-    q, sink = queries(300, heads, 576), torch.randn(heads)
+    q, sink = queries(300, heads, caches[0].layout.width), torch.randn(heads)
     wanted = expected(q, selections, 0.05, sink)
     placed = [on_gpu(s) for s in selections]
     for splits in (None, 1, 5):
@@ -160,9 +174,12 @@ def test_calls_that_the_kernel_takes() -> None:
     cache, slots = PagedCache("v32-bf16", 2, 16), torch.zeros(1, 4, dtype=torch.int32)
     q, good = torch.zeros(1, 64, 576, dtype=torch.bfloat16), Selection(cache, slots)
     assert many.refusal(q, [good, good], 512) is None
-    for other in ("v32-fp8", "v32-fp16"):
+    for other in ("v32-fp8", "v32-fp16", "v4-bf16"):
         mixed = [good, Selection(PagedCache(other, 2, 16), slots)]
         assert "not all v32-fp8" in (many.refusal(q, mixed, 512) or "")
+    narrow = [Selection(PagedCache("v4-bf16", 2, 16), slots)]
+    assert many.refusal(q[:, :17, :512], narrow, 512) is None
+    assert "queries have 16 heads" in (many.refusal(q[:, :16, :512], narrow, 512) or "")
 
 
 def test_warpgroups_share_the_registers_of_a_launch() -> None:

@@ -40,6 +40,8 @@ from tamis.ops.lse import LseForm
 NAME = "many heads"
 HEADS = 64
 """Heads of a work item."""
+FEW_HEADS = 16
+"""Up to so many heads, the kernel for v4-bf16 rows would compute mostly padding, and is not measured."""
 SELECTIONS = 2
 """The most selections that one launch takes."""
 MAX_PAGE_SIZE = 2**22
@@ -82,14 +84,15 @@ class RowKernel(NamedTuple):
 # The registers of all warpgroups must add up to at most 4 x 128 or 3 x 168, which a launch of 512 or 384 threads gets;
 # otherwise a warpgroup waits for registers for ever. Two warpgroups dequantise, and two attend.
 _FP8 = (("SCORE_REGISTERS", 160), ("WEIGH_REGISTERS", 224), ("DEQUANTISE_REGISTERS", 64))
-_BF16 = (("ATTEND_REGISTERS", 216), ("GATHER_REGISTERS", 72))
+_BF16 = (("ATTEND_REGISTERS", 224), ("GATHER_REGISTERS", 56))
 _ROPE, _NO_ROPE = ("ROPE_COLUMNS", 64), ("ROPE_COLUMNS", 0)
 V32_FP8 = RowKernel("v32-fp8", "many_heads.cu", (("V4", 0), _ROPE, *_FP8), 512, 64, False)
 V4_FP8 = RowKernel("v4-fp8", "many_heads.cu", (("V4", 1), _ROPE, *_FP8), 512, 64, False)
-V32_BF16 = RowKernel("v32-bf16", "many_heads_bf16.cu", (_ROPE, *_BF16), 384, 128, True)
+V32_BF16 = RowKernel("v32-bf16", "many_heads_bf16.cu", (("WIDTH", 576), *_BF16), 384, 128, True)
+V4_BF16 = RowKernel("v4-bf16", "many_heads_bf16.cu", (("WIDTH", 512), *_BF16), 384, 128, True)
 # GLM-5.3-Flash's rows, which have no rope.
+NOPE_BF16 = RowKernel(rows(rope=0).name, "many_heads_bf16.cu", (("WIDTH", 512), *_BF16), 384, 128, True)
 NOPE_FP8 = RowKernel(v32_fp8(rope=0).name, "many_heads.cu", (("V4", 0), _NO_ROPE, *_FP8), 512, 64, False)
-NOPE_BF16 = RowKernel(rows(rope=0).name, "many_heads_bf16.cu", (_NO_ROPE, *_BF16), 384, 128, True)
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:
@@ -103,7 +106,9 @@ def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str |
     kernels = {kernel_of(s.cache.layout) for s in selections}
     if None in kernels or len(kernels) > 1:
         found = ", ".join(dict.fromkeys(s.cache.layout.name for s in selections))
-        return f"caches are {found}, not all v32-fp8, all v4-fp8, or all v32-bf16"
+        return f"caches are {found}, not all v32-fp8, all v4-fp8, all v32-bf16, or all v4-bf16"
+    if kernels == {V4_BF16} and q.shape[1] <= FEW_HEADS:
+        return f"queries have {q.shape[1]} heads, not more than {FEW_HEADS} as this kernel takes with v4-bf16 rows"
     for held in (s.cache for s in selections):
         if held.page_stride % 16 or held.storage.data_ptr() % 16:
             return "rows do not start at multiples of 16 bytes"
@@ -132,6 +137,7 @@ _KERNELS = {
     _bytes_of(v4_fp8()): V4_FP8,
     _bytes_of(rows()): V32_BF16,
     _bytes_of(v32_fp8(rope=0)): NOPE_FP8,
+    _bytes_of(rows(latent=448)): V4_BF16,
     _bytes_of(rows(rope=0)): NOPE_BF16,
 }
 

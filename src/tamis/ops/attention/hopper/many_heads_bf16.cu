@@ -2,30 +2,38 @@
 // work item after the other (see `items.cuh`).
 //
 // Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
-// Rows are V3.2's, 576 bf16 columns of which the first 512 are values, or have these 512 columns alone.
+// Rows have WIDTH bf16 columns, 576 in V3.2 and 512 in V4, of which the first 512 are values.
 //
 // Roles of the three warpgroups, for every pair of blocks of 64 rows, which fill the two stages of a ring:
 //   2     gather  Producer. Copies rows with cp.async straight into swizzled tiles, and the queries of the next work item.
 //   0, 1  attend  Consumers. Warpgroup g multiplies queries with the keys of stage g, does the online softmax, and publishes
-//                 the weights. It holds half g of the output's columns as accumulators and adds both stages to them: stage
-//                 g with weights from registers, the other one with the published weights.
+//                 the weights. It holds half g of the output's columns as accumulators and adds both stages to them, stage
+//                 0 first: stage g with weights from registers, the other one with the published weights.
 //
 // The softmax of one warpgroup thus overlaps with wgmma of the other, and the accumulators of the output, which are half of
-// all registers, are not held twice.
+// all registers, are not held twice. The order of a pair of blocks, left to right, where QK is the product with keys, PV the
+// product with values, and what stands below one another runs at the same time:
+//
+//   warpgroup 0   softmax 0, publish    PV of stage 0                      PV of stage 1, next QK of stage 0
+//   warpgroup 1   QK of stage 1         PV of stage 0 under softmax 1      PV of stage 1
+//
+// Warpgroup 0 issues its next QK behind products that still run. Both warpgroups rescale and issue the two quarters of their
+// accumulators one after the other, so that products with the first run while the second is rescaled.
 //
 // Shared memory (227 KiB) holds the queries, the ring of two stages (72 KiB each) and the published weights. The columns of a
-// stage are five chunks with an empty mbarrier each. A chunk is refilled as soon as it has been read for the last time:
-// columns 512 and up, which are only keys, after the product with queries; a quarter of the values after the warpgroup that
-// holds these columns of the output has added it.
+// stage are five chunks with an empty mbarrier each; the first has no columns if rows have 512. A chunk is refilled as soon as
+// it has been read for the last time: columns 512 and up, which are only keys, after the product with queries; a quarter of
+// the values after the warpgroup that holds these columns of the output has added it.
 //
-// Budget for a pair of blocks (H200): 4,352 cycles of wgmma, 2,304 with keys and 2,048 with values, and 144 KiB of rows.
+// Budget for a pair of blocks of 576 columns (H200): 4,352 cycles of wgmma, 2,304 with keys and 2,048 with values; 144 KiB of
+// rows, 4,400 cycles from L2; 4,850 wavefronts of shared memory.
 //
 // Weights are relative to the exact running max, which the warpgroups pass to one another with the weights: the largest
 // weight is one, which rounding to bf16 leaves as it is. The output is divided by the sum of the rounded weights; the lse
 // is computed from the weights before rounding.
 //
-// Defined by the host: ROPE_COLUMNS (64 or 0), SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles:
-// ATTEND_REGISTERS, GATHER_REGISTERS.
+// Defined by the host: WIDTH, SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the
+// roles: ATTEND_REGISTERS, GATHER_REGISTERS.
 #include "instructions.cuh"
 #include "items.cuh"
 #include "softmax.cuh"
@@ -34,19 +42,20 @@
 // ---- Shapes
 
 constexpr int WARPS = 4;  // warps of a warpgroup
-constexpr int WIDTH = 512 + ROPE_COLUMNS, TILES = WIDTH / 64, ROW_BYTES = WIDTH * 2;
+constexpr int TILES = WIDTH / 64, ROW_BYTES = WIDTH * 2;
+static_assert(WIDTH == 576 || WIDTH == 512, "rows have 512 columns of values, and at most 64 more");
 constexpr int STAGES = 2;  // of the ring; a stage holds a block of 64 rows
 constexpr int CHUNKS = 5;  // of the columns of a stage
 constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;  // rows of a block that one producer warp copies
 
 // The chunks of a stage in the order in which they are released: columns 512 and up; the two quarters of the values that the
-// other warpgroup adds, which it does first; the two that the stage's own warpgroup adds. They are filled in three loads
-// with a full mbarrier each, the first three chunks together.
-__device__ constexpr int chunk_of(int stage, int half, int quarter) { return (half == stage ? 3 : 1) + quarter; }
+// stage's own warpgroup adds, which has the weights first; the two that the other warpgroup adds. They are filled in three
+// loads with a full mbarrier each, the first three chunks together.
+__device__ constexpr int chunk_of(int stage, int half, int quarter) { return (half == stage ? 1 : 3) + quarter; }
 __device__ constexpr int first_tile(int stage, int chunk) {
-    return chunk == 0 ? 8 : (chunk < 3 ? 1 - stage : stage) * 4 + (chunk - 1) % 2 * 2;
+    return chunk == 0 ? 8 : (chunk < 3 ? stage : 1 - stage) * 4 + (chunk - 1) % 2 * 2;
 }
-__device__ constexpr int tiles_of(int chunk) { return chunk == 0 ? ROPE_COLUMNS / 64 : 2; }
+__device__ constexpr int tiles_of(int chunk) { return chunk == 0 ? TILES - 8 : 2; }
 constexpr int LOADS = 3;
 __device__ constexpr int first_chunk(int load) { return load == 0 ? 0 : load + 2; }
 __device__ constexpr int last_chunk(int load) { return load + 2; }
@@ -186,9 +195,9 @@ struct Softmax {
     // Raises the running max to a block's largest logit, if that is higher; returns the rescale factor of the accumulators.
     __device__ __forceinline__ float raise(float logit) {
         max_logit = fmaxf(max_logit, logit);
-        if (!(logit > running_max)) return 1.0f;
-        const float factor = fast_exp2(running_max - logit);
-        running_max = logit;
+        const float before = running_max;
+        running_max = fmaxf(before, logit);
+        const float factor = fast_exp2(before - running_max);
         rescale_sums(factor);
         return factor;
     }
@@ -205,24 +214,38 @@ __device__ __forceinline__ void mask(float (&s)[32], uint4 present) {
     }
 }
 
-// Turns the products of a block into weights, as fragments; returns the rescale factors of both heads. `scale` turns products
-// of queries and rows into logits in base 2.
-__device__ __forceinline__ float2 online_softmax(float (&s)[32], float scale, Softmax& upper, Softmax& lower, u32 (&weights)[4][4]) {
+// The online softmax of a block is in three parts, so that products are issued between them: `raise_max`, which returns the
+// rescale factors of both heads; `exponentials`, which turns the products into weights, as float32 in place and as fragments;
+// and `add_sums`, for which nobody waits. `scale` turns products of queries and rows into logits in base 2.
+__device__ __forceinline__ float2 raise_max(const float (&s)[32], float scale, Softmax& upper, Softmax& lower) {
     float largest[8];  // several short chains of fmaxf, since nothing hides the latency of a long one
 #pragma unroll
     for (int i = 0; i < 8; ++i) largest[i] = fmaxf(fmaxf(s[i], s[8 + i]), fmaxf(s[16 + i], s[24 + i]));
     const float above = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[4], largest[5]));
     const float below = fmaxf(fmaxf(largest[2], largest[3]), fmaxf(largest[6], largest[7]));
-    const float2 rescales = {upper.raise(max_over_lanes<1, 4>(above) * scale), lower.raise(max_over_lanes<1, 4>(below) * scale)};
+    return {upper.raise(max_over_lanes<1, 4>(above) * scale), lower.raise(max_over_lanes<1, 4>(below) * scale)};
+}
+
+__device__ __forceinline__ void exponentials(
+    float (&s)[32], float scale, const Softmax& upper, const Softmax& lower, u32 (&weights)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const float running_max = i % 2 ? lower.running_max : upper.running_max;
+        s[2 * i] = fast_exp2(s[2 * i] * scale - running_max);
+        s[2 * i + 1] = fast_exp2(s[2 * i + 1] * scale - running_max);
+        weights[i / 4][i % 4] = pack_bf16(s[2 * i], s[2 * i + 1]);
+    }
+}
+
+// Adds a block's weights to the sums of both heads.
+__device__ __forceinline__ void add_sums(const float (&s)[32], const u32 (&weights)[4][4], Softmax& upper, Softmax& lower) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         Softmax& head = i % 2 ? lower : upper;
-        const float a = fast_exp2(s[2 * i] * scale - head.running_max), b = fast_exp2(s[2 * i + 1] * scale - head.running_max);
-        const u32 pair = weights[i / 4][i % 4] = pack_bf16(a, b);
-        head.sum += a + b;
+        const u32 pair = weights[i / 4][i % 4];
+        head.sum += s[2 * i] + s[2 * i + 1];
         head.rounded_sum += __uint_as_float(pair << 16) + __uint_as_float(pair & 0xFFFF0000u);
     }
-    return rescales;
 }
 
 // ---- Consumers
@@ -233,7 +256,8 @@ struct Consumer {
     u32 memory;            // address of shared memory
     float scale;           // turns products of queries and rows into logits in base 2
     int lane, warp, head;  // warp of the warpgroup; head `upper` of the lane
-    u32 parity = 0;        // of the current pass over the ring
+    u32 load_parity = 0;   // of the current pass over the ring
+    u32 parity = 0;        // of the current exchange of weights
     Softmax upper, lower;
     float values[2][64];   // accumulators of the output: two quarters of its columns
 
@@ -249,32 +273,36 @@ struct Consumer {
         for (int i = 0; i < 128; ++i) values[i / 64][i % 64] = 0.0f;
     }
 
-    // Issues the products of queries with the keys of the warpgroup's stage, load by load as they arrive.
-    __device__ __forceinline__ void score(float (&s)[32]) const {
+    // Issues the products of queries with the keys of the warpgroup's stage that a load brings, once it has arrived.
+    __device__ __forceinline__ void score(float (&s)[32], int load) {
+        mbarrier_wait(full(memory, GROUP, load), load_parity);  // cp.async, unlike stores, needs no fence before wgmma
+        const auto queries = k_major(memory + QUERIES), keys = k_major(memory + RING + GROUP * STAGE_BYTES);
+        wgmma_fence();
 #pragma unroll
-        for (int load = 0; load < LOADS; ++load) {
-            mbarrier_wait(full(memory, GROUP, load), parity);  // cp.async, unlike stores, needs no fence before wgmma
-            const auto queries = k_major(memory + QUERIES), keys = k_major(memory + RING + GROUP * STAGE_BYTES);
-            wgmma_fence();
+        for (int chunk = first_chunk(load); chunk <= last_chunk(load); ++chunk) {
 #pragma unroll
-            for (int chunk = first_chunk(load); chunk <= last_chunk(load); ++chunk) {
-#pragma unroll
-                for (int step = 0; step < 4 * tiles_of(chunk); ++step) {
-                    const u32 at = (first_tile(GROUP, chunk) + step / 4) * TILE_BYTES + step % 4 * 32;
-                    wgmma_ss<BF16>(s, advance(queries, at), advance(keys, at), chunk + step > (ROPE_COLUMNS == 0));
-                }
+            for (int step = 0; step < 4 * tiles_of(chunk); ++step) {
+                const u32 at = (first_tile(GROUP, chunk) + step / 4) * TILE_BYTES + step % 4 * 32;
+                wgmma_ss<BF16>(s, advance(queries, at), advance(keys, at), chunk + step > (TILES == 8));
             }
-            wgmma_commit();
         }
+        wgmma_commit();
+        if (load == LOADS - 1) load_parity ^= 1;
     }
 
-    // Waits for these products; returns which rows exist.
-    __device__ __forceinline__ uint4 wait_for_scores(float (&s)[32]) const {
+    __device__ __forceinline__ void score(float (&s)[32]) {
+#pragma unroll
+        for (int load = 0; load < LOADS; ++load) score(s, load);
+    }
+
+    // Waits for these products, and masks them. `last`: of the work item.
+    __device__ __forceinline__ void finish_scores(float (&s)[32], bool last) const {
         const uint4 present = shared_load4(memory + PRESENT + GROUP * WARPS * 4);
         wgmma_wait<0>(s);
         __syncwarp();  // every lane has read `present`
         if (lane == 0) mbarrier_arrive(empty(memory, GROUP, 0));
-        return present;
+        if (last) release_queries();
+        mask(s, present);
     }
 
     // Weights pass between the two warps of the same heads, one of each warpgroup, as fragments of the A operand.
@@ -282,13 +310,9 @@ struct Consumer {
     __device__ __forceinline__ u32 rescale_of_head() const { return memory + RESCALE + (warp * 8 + lane / 4) * 16; }
     __device__ __forceinline__ u32 weights_full(int group) const { return memory + WEIGHTS_FULL + (group * WARPS + warp) * 8; }
 
-    // Does the softmax of the warpgroup's own stage, publishes the weights, and adds its values. If the other warpgroup has
-    // another block in this work item (`more`), the products wait until its keys have been multiplied, so that they run
-    // during the other warpgroup's softmax.
-    __device__ __forceinline__ void add_own(float (&s)[32], uint4 present, bool more) {
-        u32 weights[4][4];
-        mask(s, present);
-        const float2 rescales = online_softmax(s, scale, upper, lower, weights);
+    // Publishes the weights of the warpgroup's own stage. The other warpgroup has received what was there before: it is the one
+    // that published last.
+    __device__ __forceinline__ void publish(const u32 (&weights)[4][4], float2 rescales) const {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             shared_store4(fragment(step), make_uint4(weights[step][0], weights[step][1], weights[step][2], weights[step][3]));
@@ -298,36 +322,50 @@ struct Consumer {
                                                         __float_as_uint(upper.running_max), __float_as_uint(lower.running_max)));
         }
         mbarrier_arrive(weights_full(GROUP));
-        rescale(values, rescales.x, rescales.y);
-        if (more) mbarrier_wait(empty(memory, 1 - GROUP, 0), parity ^ GROUP);
-        add_values(weights, GROUP);
     }
 
-    // Adds the values of the other warpgroup's stage, with the weights and the running max that it published.
-    __device__ __forceinline__ void add_other() {
-        u32 weights[4][4];
+    // Receives what the other warpgroup has published: the weights, and the factors and running max for `follow`.
+    __device__ __forceinline__ uint4 receive(u32 (&weights)[4][4]) {
         mbarrier_wait(weights_full(1 - GROUP), parity);
-        const uint4 published = shared_load4(rescale_of_head());
+        parity ^= 1;
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             const uint4 words = shared_load4(fragment(step));
             weights[step][0] = words.x, weights[step][1] = words.y, weights[step][2] = words.z, weights[step][3] = words.w;
         }
-        const float above = __uint_as_float(published.x), below = __uint_as_float(published.y);
-        upper.running_max = __uint_as_float(published.z);
-        lower.running_max = __uint_as_float(published.w);
-        upper.rescale_sums(above);
-        lower.rescale_sums(below);
-        rescale(values, above, below);
-        add_values(weights, 1 - GROUP);
+        return shared_load4(rescale_of_head());
     }
 
-    // Adds a stage's values in this warpgroup's columns, and releases their chunks.
-    __device__ __forceinline__ void add_values(const u32 (&weights)[4][4], int stage) {
+    // Adopts the other warpgroup's running max; returns the rescale factors of both heads.
+    __device__ __forceinline__ float2 follow(uint4 published) {
+        const float2 rescales = {__uint_as_float(published.x), __uint_as_float(published.y)};
+        upper.running_max = __uint_as_float(published.z);
+        lower.running_max = __uint_as_float(published.w);
+        upper.rescale_sums(rescales.x);
+        lower.rescale_sums(rescales.y);
+        return rescales;
+    }
+
+    // Rescales a quarter of the accumulators. A test whether the factors are 1 would be a branch between wgmma and their wait.
+    __device__ __forceinline__ void rescale_quarter(int quarter, float2 rescales) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) values[quarter][i] *= i & 2 ? rescales.y : rescales.x;
+    }
+
+    // Rescales the accumulators and issues the products of weights with a stage's values in this warpgroup's columns, as two
+    // groups.
+    __device__ __forceinline__ void issue_values(const u32 (&weights)[4][4], int stage, float2 rescales) {
+        rescale_quarter(0, rescales);
         issue_quarter(weights, stage, 0);
+        rescale_quarter(1, rescales);
         issue_quarter(weights, stage, 1);
-        finish_quarter<1>(stage, 0);
-        finish_quarter<0>(stage, 1);
+    }
+
+    // Waits for these products, while PENDING later groups are in flight, and releases their chunks.
+    template <int PENDING>
+    __device__ __forceinline__ void finish_values(int stage) {
+        finish_quarter<PENDING + 1>(stage, 0);
+        finish_quarter<PENDING>(stage, 1);
     }
 
     __device__ __forceinline__ void issue_quarter(const u32 (&weights)[4][4], int stage, int quarter) {
@@ -401,26 +439,85 @@ struct Consumer {
     }
 };
 
-// Warpgroups 0 and 1. `output_of` computes the destination of an item's results, at its end, when registers are free.
-template <int GROUP, class OutputOf>
-__device__ __forceinline__ void attend(u32 memory, int items, float scale, const OutputOf& output_of) {
-    Consumer<GROUP> consumer(memory, scale);
+// The queries of a work item: waits for them, and returns the item's pairs of blocks. An item without any releases them.
+template <int GROUP>
+__device__ __forceinline__ int next_item(const Consumer<GROUP>& consumer, u32& item_parity) {
+    mbarrier_wait(consumer.memory + QUERIES_FULL, item_parity);
+    item_parity ^= 1;
+    const int pairs = warp_uniform(shared_load(consumer.memory + PAIRS));
+    if (pairs == 0) consumer.release_queries();
+    return pairs;
+}
+
+// Warpgroup 0. `output_of` computes the destination of an item's results, at its end, when registers are free.
+//
+// The compiler serialises all wgmma of a kernel if a branch, a loop's exit included, lies between wgmma and a wait for some of
+// them. The last pair is therefore told apart before its last products are issued.
+template <class OutputOf>
+__device__ __forceinline__ void attend_first(u32 memory, int items, float scale, const OutputOf& output_of) {
+    Consumer<0> consumer(memory, scale);
     float s[32];
     u32 item_parity = 0;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        mbarrier_wait(memory + QUERIES_FULL, item_parity);
-        item_parity ^= 1;
-        const int pairs = shared_load(memory + PAIRS);
+        const int pairs = next_item(consumer, item_parity);
         consumer.start_item();
-        if (pairs == 0) consumer.release_queries();
-        for (int pair = 0; pair < pairs; ++pair) {
-            if (GROUP == 1) consumer.add_other();
+        if (pairs > 0) {
             consumer.score(s);
-            const uint4 present = consumer.wait_for_scores(s);
-            if (pair == pairs - 1) consumer.release_queries();
-            consumer.add_own(s, present, GROUP == 0 || pair < pairs - 1);
-            if (GROUP == 0) consumer.add_other();
-            consumer.parity ^= 1;
+            wgmma_wait<0>(s);
+            for (int left = pairs;; --left) {
+                u32 weights[4][4];
+                consumer.finish_scores(s, left == 1);
+                const float2 rescales = raise_max(s, scale, consumer.upper, consumer.lower);
+                exponentials(s, scale, consumer.upper, consumer.lower, weights);
+                consumer.publish(weights, rescales);
+                consumer.issue_values(weights, 0, rescales);
+                add_sums(s, weights, consumer.upper, consumer.lower);
+                consumer.finish_values<0>(0);
+                const float2 others = consumer.follow(consumer.receive(weights));
+                if (left == 1) {
+                    consumer.issue_values(weights, 1, others);
+                    consumer.finish_values<0>(1);
+                    break;
+                }
+                consumer.issue_values(weights, 1, others);
+                consumer.score(s, 0);
+                consumer.finish_values<1>(1);
+#pragma unroll
+                for (int load = 1; load < LOADS; ++load) consumer.score(s, load);
+            }
+        }
+        if (item + gridDim.x >= items) let_next_kernel_start();
+        consumer.store(pairs == 0, output_of(item));
+    }
+}
+
+// Warpgroup 1.
+template <class OutputOf>
+__device__ __forceinline__ void attend_second(u32 memory, int items, float scale, const OutputOf& output_of) {
+    Consumer<1> consumer(memory, scale);
+    float s[32];
+    u32 item_parity = 0;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const int pairs = next_item(consumer, item_parity);
+        consumer.start_item();
+        for (int left = pairs; left > 0; --left) {
+            u32 first[4][4], second[4][4];
+            consumer.score(s);
+            const uint4 published = consumer.receive(first);  // while the products run
+            consumer.finish_scores(s, left == 1);
+            const float2 others = consumer.follow(published);
+            const float2 rescales = raise_max(s, scale, consumer.upper, consumer.lower);
+            consumer.issue_values(first, 0, others);
+            exponentials(s, scale, consumer.upper, consumer.lower, second);
+            consumer.publish(second, rescales);
+            consumer.finish_quarter<1>(0, 0);
+            consumer.rescale_quarter(0, rescales);
+            consumer.issue_quarter(second, 1, 0);
+            consumer.finish_quarter<1>(0, 1);
+            consumer.rescale_quarter(1, rescales);
+            consumer.issue_quarter(second, 1, 1);
+            add_sums(s, second, consumer.upper, consumer.lower);
+            consumer.finish_values<0>(1);
         }
         if (item + gridDim.x >= items) let_next_kernel_start();
         consumer.store(pairs == 0, output_of(item));
@@ -464,6 +561,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_many_heads(const
     }
     warpgroup_reg_alloc<ATTEND_REGISTERS>();
     const float scale = query.scale * (query.scale_factor == nullptr ? 1.0f : *query.scale_factor) * LOG2_E;
-    if (warpgroup == 0) attend<0>(memory, items.count(), scale, output_of);
-    else attend<1>(memory, items.count(), scale, output_of);
+    if (warpgroup == 0) attend_first(memory, items.count(), scale, output_of);
+    else attend_second(memory, items.count(), scale, output_of);
 }
