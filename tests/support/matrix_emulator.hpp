@@ -267,6 +267,13 @@ inline void named_barrier_arrive(u32 name, u32 threads) {
     emulator::maybe_pause();
 }
 
+inline void reduce_add4(float* address, float4 v, bool valid) {
+    if (!valid) return;
+    if (reinterpret_cast<uintptr_t>(address) % 16) emulator::fail("a reduction is not aligned");
+    const float four[4] = {v.x, v.y, v.z, v.w};
+    for (int i = 0; i < 4; ++i) atomicAdd(address + i, four[i]);
+}
+
 template <int REGISTERS>
 void warpgroup_reg_dealloc() {}
 
@@ -282,6 +289,14 @@ inline void stmatrix_x4(u32 address, const u32 (&fragment)[4]) {
     u32 rows[32];
     std::memcpy(rows, emulator::exchange(address), sizeof rows);
     for (int i = 0; i < 4; ++i) *shared_word(rows[8 * i + lane / 4] + lane % 4 * 4) = fragment[i];
+}
+
+inline void stmatrix_x2(u32 address, const u32 (&fragment)[2]) {
+    const int lane = threadIdx.x % 32;
+    u32 rows[32];
+    std::memcpy(rows, emulator::exchange(address), sizeof rows);
+    if (rows[lane % 16] % 16) emulator::fail("a matrix row is not aligned");
+    for (int i = 0; i < 2; ++i) *shared_word(rows[8 * i + lane / 4] + lane % 4 * 4) = fragment[i];
 }
 
 inline void stmatrix_x4_trans(u32 address, const u32 (&fragment)[4]) {

@@ -1,0 +1,194 @@
+"""Gradients of attention over rows on Hopper: launches of `gradients.cu`, the portable kernels for everything else."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tamis import checks
+from tamis.arithmetic import ceil_div
+from tamis.cache.selection import Rows
+from tamis.cuda.compiler import Program
+from tamis.cuda.device import device_index
+from tamis.cuda.launch import Launch, kernel
+from tamis.cuda.params import Float, Int, Long, Pointer, params_bytes, pointer
+from tamis.ops.attention import hopper, triton_gradients
+from tamis.ops.attention.row_operations import AttendRows, AttendRowsBackward
+from tamis.ops.attention.triton_gradients import Given, delta_of, join, row_gradients, sink_gradient
+from tamis.ops.rows.triton_sums import PairScales, RowSums
+
+VALUE_DIM = 512
+WIDTHS = (512, 576)
+"""Widths of rows: of V4 and of V3.2."""
+HEADS = (16, 32, 64)
+"""Heads of a CTA: one kernel each."""
+THREADS = 384
+SHARED_BYTES = 227 * 1024
+REGISTERS = (("COMPUTE_REGISTERS", 224), ("GATHER_REGISTERS", 56))
+"""Per thread of the roles. Two computing warpgroups and a gathering one may have 504 together."""
+UNIT = 8
+"""Numbers that a thread copies at a time: 16 bytes, to which addresses are aligned."""
+PAIR_BYTES = 512 << 20
+"""Memory for the contributions of some tokens in the deterministic mode."""
+
+index_target = triton_gradients.index_target
+check_attend_rows = triton_gradients.check_attend_rows
+check_attend_rows_backward = check_index_target = check_attend_rows
+
+
+class GradientParams(NamedTuple):
+    """The parameters of `gradients.cu`."""
+
+    q: Pointer
+    dout: Pointer
+    rows: Pointer
+    slots: Pointer
+    lengths: Pointer
+    lse: Pointer
+    delta: Pointer
+    dlse: Pointer
+    sink: Pointer
+    dq: Pointer
+    drows: Pointer
+    pairs: Pointer
+    pair_scales: Pointer
+    q_token_stride: Long
+    q_head_stride: Long
+    dout_token_stride: Long
+    dout_head_stride: Long
+    row_stride: Long
+    slots_token_stride: Long
+    slots_column_stride: Long
+    heads: Int
+    parts: Int
+    columns: Int
+    count: Int
+    first_token: Int
+    scale: Float
+
+
+def attend_rows(call: AttendRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `gradients.attend_rows`. The forward pass is that of inference."""
+    return triton_gradients.attend_rows_with(call, hopper.attend)
+
+
+def attend_rows_backward(call: AttendRowsBackward) -> tuple[Tensor, list[Tensor], Tensor]:
+    """As `gradients.attend_rows_backward`."""
+    if refusal(call) is not None:
+        return triton_gradients.attend_rows_backward(call)
+    rows = join(call.selections)
+    rows = Rows(aligned(rows.rows), rows.slots, rows.lengths)
+    dout = None if call.dout is None else aligned(call.dout)
+    delta = delta_of(call, dout)
+    dlse = None if call.dlse is None else call.dlse.contiguous()
+    q, lse = aligned(call.q.detach()), call.lse.contiguous()
+    given = Given(q, rows, dout, lse, delta, dlse, call.sink, call.scale, call.out.shape[2])
+    dq = torch.empty(call.q.shape if call.q_wanted else 0, dtype=call.q.dtype, device=call.q.device)
+    run = _ordered if call.deterministic and call.rows_wanted else _added
+    summed = run(given, dq, _on_device(given, ordered=run is _ordered), wanted=call.rows_wanted)
+    return dq, row_gradients(call, summed), sink_gradient(call, delta)
+
+
+def refusal(call: AttendRowsBackward) -> str | None:
+    """Why these kernels do not take a call, or None if they do."""
+    width, value_dim = call.q.shape[2], call.out.shape[2]
+    if call.q.dtype != torch.bfloat16:
+        return f"queries are {checks.dtype_name(call.q.dtype)}, not bfloat16"
+    if width not in WIDTHS or value_dim != VALUE_DIM:
+        return f"rows are {width} wide with values of {value_dim}, not 512 or 576 with values of 512"
+    return None
+
+
+def aligned(values: Tensor) -> Tensor:
+    """A tensor whose last axis is contiguous and whose rows start at multiples of 16 bytes."""
+    strides = values.stride()
+    fits = strides[-1] == 1 and all(stride % UNIT == 0 for stride in strides[:-1]) and values.data_ptr() % 16 == 0
+    return values if fits else values.contiguous().clone() if values.is_contiguous() else values.contiguous()
+
+
+Launcher = Callable[[tuple[int, int, int], GradientParams], None]
+
+
+def _added(given: Given, dq: Tensor, launch: Launcher, *, wanted: bool) -> Tensor:
+    """The queries' gradient, and the rows' as float32 sums, if they are wanted."""
+    drows = torch.zeros(given.rows.rows.shape if wanted else 0, dtype=torch.float32, device=given.q.device)
+    tokens = len(given.q)
+    params = gradient_params(given, dq, drows if wanted else None)
+    if tokens:
+        launch((tokens * params.parts, 1, 1), params)
+    return drows
+
+
+def _ordered(given: Given, dq: Tensor, launch: Launcher, *, wanted: bool) -> Tensor:
+    """The same with sums in one order: contributions of some tokens at a time are stored, then added up."""
+    (tokens, columns), (_, width) = given.rows.slots.shape, given.rows.rows.shape
+    device, parts = given.q.device, ceil_div(given.q.shape[1], heads_of(given.q.shape[1]))
+    step = max(1, PAIR_BYTES // max(1, 2 * columns * parts * width))
+    pairs = torch.empty(min(step, tokens) * columns * parts, width, dtype=torch.float16, device=device)
+    scales = torch.empty(len(pairs), scale_count(width), dtype=torch.float32, device=device)
+    sums = RowSums(given.rows.rows, PairScales(parts, VALUE_DIM))
+    slots = triton_gradients.counted_slots(given.rows)
+    for start in range(0, tokens, step):
+        end = min(start + step, tokens)
+        params = gradient_params(given, dq, None, start, pairs, scales)
+        launch(((end - start) * params.parts, 1, 1), params)
+        sums.add(slots[start:end].flatten(), pairs, scales)
+    return sums.result()
+
+
+def gradient_params(
+    given: Given,
+    dq: Tensor,
+    drows: Tensor | None,
+    first_token: int = 0,
+    pairs: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> GradientParams:
+    """The parameters of a launch for the tokens from `first_token` on."""
+    q, dout, rows, slots = given.q, given.dout, given.rows.rows, given.rows.slots
+    return GradientParams(
+        *(pointer(q), pointer(dout), pointer(rows), pointer(slots), pointer(given.rows.lengths)),
+        *(pointer(given.lse), pointer(given.delta), pointer(given.dlse), pointer(given.sink)),
+        *(pointer(dq) if dq.numel() else 0, pointer(drows), pointer(pairs), pointer(scales)),
+        *(q.stride(0), q.stride(1), *((0, 0) if dout is None else (dout.stride(0), dout.stride(1)))),
+        *(rows.stride(0), slots.stride(0), slots.stride(1)),
+        *(q.shape[1], ceil_div(q.shape[1], heads_of(q.shape[1])), slots.shape[1], len(rows), first_token, given.scale),
+    )
+
+
+def heads_of(heads: int) -> int:
+    """Heads of a CTA for a number of heads."""
+    return next((size for size in HEADS if heads <= size), HEADS[-1])
+
+
+def scale_count(width: int) -> int:
+    """Scales of a pair: one for 64 columns of its value, and one for 32 columns after it."""
+    return VALUE_DIM // 64 + (width - VALUE_DIM) // 32
+
+
+def program(width: int, heads: int, *, ordered: bool) -> Program:
+    """The source for rows of a width and CTAs of a number of heads."""
+    return Program.packaged(
+        __package__,
+        "gradients.cu",
+        WIDTH=width,
+        HEADS=heads,
+        ORDERED=int(ordered),
+        THREADS=THREADS,
+        SHARED_BYTES=SHARED_BYTES,
+        PARAMS_BYTES=params_bytes(GradientParams),
+        **dict(REGISTERS),
+    )
+
+
+def _on_device(given: Given, *, ordered: bool) -> Launcher:
+    width, heads = given.q.shape[2], heads_of(given.q.shape[1])
+    return _launch(width, heads, ordered, device_index(given.q.device))
+
+
+@cache
+def _launch(width: int, heads: int, ordered: bool, device: int) -> Launch:
+    loaded = kernel(program(width, heads, ordered=ordered), "attention_gradients", device)
+    return Launch(loaded, GradientParams, threads=THREADS, shared=SHARED_BYTES)

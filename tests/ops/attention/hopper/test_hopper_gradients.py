@@ -1,0 +1,136 @@
+"""Gradients of attention in CUDA C++: the source runs on the host, warps in random order, against float64."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import on_host
+import pytest
+import torch
+from seeds import reseed
+from torch import Tensor
+from training import hostile_slots, normal
+
+from tamis.cache.selection import Rows
+from tamis.ops.attention import gradients as exact
+from tamis.ops.attention.hopper import gradients as kernels
+from tamis.ops.attention.row_operations import AttendRows, AttendRowsBackward
+from tamis.ops.attention.triton_gradients import Given, counted_slots
+from tamis.ops.rows.triton_sums import PairScales, RowSums
+
+ENTRY = """
+extern "C" __attribute__((visibility("default"))) void run(int ctas, int seed, const GradientParams* params) {
+  emulator::random_order.seed(seed);
+  for (int cta = 0; cta < ctas; ++cta) {
+    emulator::start_wgmma_cta(ctas);
+    emulator::run_cluster(cta, 1, USED, [&] { attention_gradients(*params); });
+    emulator::check_finished();
+  }
+}
+"""
+SCALE = 0.06
+# The table of errors: p and dz are rounded to bf16 as operands, and dq once more.
+ERROR = 2.6e-3
+
+
+class Emulated:
+    """The kernel of a width and a number of heads per CTA, compiled for the host."""
+
+    def __init__(self, folder: Path, width: int, heads: int, ordered: bool) -> None:
+        program = kernels.program(width, heads, ordered=ordered)
+        source = f'#include "warpgroup_emulator.hpp"\n{program.source}{ENTRY}'
+        self.run = on_host.load(folder, source, [*program.options, "-I", str(Path(kernels.__file__).parent)]).run
+
+    def __call__(self, grid: tuple[int, int, int], params: kernels.GradientParams) -> None:
+        self.run(grid[0], 3, on_host.packed(params))
+
+
+@pytest.fixture(scope="session")
+def emulated(host_folder: Path) -> Callable[..., Emulated]:
+    return functools.cache(lambda width, heads, ordered: Emulated(host_folder, width, heads, ordered))
+
+
+class Call:
+    """Arguments in bf16, and what must come out, in float64."""
+
+    def __init__(
+        self, *, heads: int, columns: int, tokens: int = 2, width: int = 576, count: int = 90, options: bool = False
+    ) -> None:
+        reseed(heads + columns)
+        self.q, self.rows = (normal(*s, dtype=torch.bfloat16) for s in ((tokens, heads, width), (count, width)))
+        slots = hostile_slots(tokens, columns, count)
+        slots = slots if options else torch.where(slots < 0, 3, slots)
+        lengths = torch.full((tokens,), max(0, columns - 3), dtype=torch.int32) if options else None
+        self.selection = Rows(self.rows, slots, lengths)
+        self.dout = normal(tokens, heads, 512, dtype=torch.bfloat16)
+        self.dlse = normal(tokens, heads, dtype=torch.float32) if options else None
+        self.sink = normal(heads, dtype=torch.float32) if options else None
+        wide = Rows(self.rows.double(), slots, lengths)
+        sink = None if self.sink is None else self.sink.double()
+        forward = AttendRows(self.q.double(), [wide], SCALE, 512, sink, True, False, "")
+        out, self.lse, _, rest = exact.attend_rows(forward)
+        back = (forward.q, [wide], SCALE, sink, out, rest, self.lse, self.dout.double(), self.dlse)
+        self.dq, (self.drows,), _ = exact.attend_rows_backward(AttendRowsBackward(*back, True, True, False, ""))
+        self.delta = (out * self.dout.double()).sum(-1).float()
+
+    @property
+    def given(self) -> Given:
+        lse = self.lse.float()
+        return Given(self.q, self.selection, self.dout, lse, self.delta, self.dlse, self.sink, SCALE, 512)
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    assert float((found.double() - expected).norm()) <= ERROR * float(expected.norm())
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        (64, {"columns": 130}),
+        (9, {"columns": 70, "options": True}),
+        (24, {"columns": 64, "options": True, "width": 512}),
+        (70, {"columns": 5, "options": True, "tokens": 1}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_gradients_on_the_host(emulated, heads: int, options: dict, ordered: bool, monkeypatch) -> None:
+    call = Call(heads=heads, **options)
+    launch = emulated(call.q.shape[2], kernels.heads_of(heads), ordered)
+    dq = torch.full_like(call.q, torch.nan)
+    if ordered:
+        monkeypatch.setattr(kernels, "PAIR_BYTES", 1)  # a token at a time
+    summed = (kernels._ordered if ordered else kernels._added)(call.given, dq, launch, wanted=True)
+    check(dq, call.dq)
+    check(summed, call.drows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("heads", "width"), [(3, 576), (16, 512), (17, 576), (40, 576), (128, 576), (100, 512)])
+def test_gradients_on_a_device(heads: int, width: int, deterministic: bool, device: torch.device) -> None:
+    reseed(heads)
+    tokens, counts, columns = 6, (300, 40), (330, 33)
+    q, dout = normal(tokens, heads, width, dtype=torch.bfloat16), normal(heads, tokens, 512, dtype=torch.bfloat16)
+    sink, dlse = normal(heads, dtype=torch.float32), normal(tokens, heads, dtype=torch.float32)
+    selections = [Rows(normal(n, width, dtype=torch.bfloat16), hostile_slots(tokens, k, n)) for n, k in zip(counts, columns, strict=True)]
+    selections[0] = Rows(selections[0].rows, selections[0].slots, torch.tensor([330, 64, 0, 65, 1, 200], dtype=torch.int32))
+
+    def run(module, place, dtype: torch.dtype) -> list[Tensor]:
+        some = [Rows(s.rows.to(place, dtype), s.slots.to(place), None if s.lengths is None else s.lengths.to(place)) for s in selections]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        given, extra = q.to(place, dtype), sink.to(place, wide)
+        forward = AttendRows(given, some, SCALE, 512, extra, True, deterministic, "auto")
+        out, lse, _, rest = module.attend_rows(forward)
+        upstream = dout.to(place, dtype).transpose(0, 1)
+        back = (given, some, SCALE, extra, out, rest, lse, upstream, dlse.to(place, wide), True, True, deterministic, "auto")
+        dq, drows, dsink = module.attend_rows_backward(AttendRowsBackward(*back))
+        return [out, lse, dq, *drows, dsink]
+
+    found = run(kernels, device, torch.bfloat16)
+    for one, other in zip(found, run(exact, torch.device("cpu"), torch.float64), strict=True):
+        one, other = (x.cpu().double().nan_to_num(nan=torch.inf, neginf=0.0) for x in (one, other))
+        assert float((one - other).norm()) <= ERROR * float(other.norm())
+    if deterministic:
+        for _ in range(3):
+            assert all(torch.equal(one, other) for one, other in zip(found, run(kernels, device, torch.bfloat16), strict=True))
