@@ -291,14 +291,6 @@ inline void stmatrix_x4(u32 address, const u32 (&fragment)[4]) {
     for (int i = 0; i < 4; ++i) *shared_word(rows[8 * i + lane / 4] + lane % 4 * 4) = fragment[i];
 }
 
-inline void stmatrix_x2(u32 address, const u32 (&fragment)[2]) {
-    const int lane = threadIdx.x % 32;
-    u32 rows[32];
-    std::memcpy(rows, emulator::exchange(address), sizeof rows);
-    if (rows[lane % 16] % 16) emulator::fail("a matrix row is not aligned");
-    for (int i = 0; i < 2; ++i) *shared_word(rows[8 * i + lane / 4] + lane % 4 * 4) = fragment[i];
-}
-
 inline void stmatrix_x4_trans(u32 address, const u32 (&fragment)[4]) {
     if (address % 16) emulator::fail("a matrix row is not aligned");
     const int lane = threadIdx.x % 32;

@@ -270,11 +270,6 @@ __device__ __forceinline__ void stmatrix_x4_trans(u32 address, const u32 (&m)[4]
                  ::"r"(address), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
 }
 
-// Stores two matrices; lanes 0 to 15 give addresses.
-__device__ __forceinline__ void stmatrix_x2(u32 address, const u32 (&m)[2]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(m[0]), "r"(m[1]) : "memory");
-}
-
 // d[16, 8] += a[16, 16] b[16, 8]
 template <Operand TYPE>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {

@@ -38,12 +38,10 @@ __device__ __forceinline__ void wgmma_wait(float (&accumulators)[N]) {
 // `ss` has both operands in shared memory, `rs` has a in registers, as a fragment. a is K-major. A thread has N / 2
 // accumulators d, whose number selects the instruction. If `accumulate` is 0, d is overwritten.
 
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define D16(i) D8(i), D8(i + 8)
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
-#define NAMES4 "%0, %1, %2, %3"
 #define NAMES8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES16 NAMES8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES32 NAMES16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -60,12 +58,7 @@ __device__ __forceinline__ void wgmma_wait(float (&accumulators)[N]) {
     }
 #define IF(NAME) "{\n.reg .pred p;\nsetp.ne.b32 p, " NAME ", 0;\n"
 
-// d[64, 8] (+)= a[64, 16] b[8, 16]^T, b K-major; with 16 and 32 columns below.
-template <Operand TYPE>
-__device__ __forceinline__ void wgmma_ss(float (&d)[4], unsigned long long a, unsigned long long b, int accumulate) {
-    WGMMA(IF("%6"), "m64n8k16", NAMES4 "}, %4, %5, p, 1, 1, 0, 0;\n}", D4(0), "l"(a), "l"(b), "r"(accumulate))
-}
-
+// d[64, 16] (+)= a[64, 16] b[16, 16]^T, b K-major; with 32 columns below.
 template <Operand TYPE>
 __device__ __forceinline__ void wgmma_ss(float (&d)[8], unsigned long long a, unsigned long long b, int accumulate) {
     WGMMA(IF("%10"), "m64n16k16", NAMES8 "}, %8, %9, p, 1, 1, 0, 0;\n}", D8(0), "l"(a), "l"(b), "r"(accumulate))
@@ -139,12 +132,10 @@ __device__ __forceinline__ void wgmma_rs_e4m3(float (&d)[32], const u32 (&a)[4],
                  : D32(0) : FRAGMENT, "l"(b), "r"(accumulate));
 }
 
-#undef D4
 #undef D8
 #undef D16
 #undef D32
 #undef D64
-#undef NAMES4
 #undef NAMES8
 #undef NAMES16
 #undef NAMES32

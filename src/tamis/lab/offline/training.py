@@ -76,5 +76,5 @@ def index_cases(*, every: bool = False) -> Iterator[OfflineCase]:
         label = f"index: loss, {checks.dtype_name(dtype)} {heads} heads of {dim}"
         yield OfflineCase.of_launch(index.index_loss_kernel, arguments, options, label, targets)
     order = zeros(8192, dtype=torch.int64)
-    arguments = RowSums(zeros(64, 576)).arguments(zeros(8192, 576), None, order, order)
+    arguments = RowSums(zeros(64, 576)).arguments(zeros(8192, 576), order, order)
     yield OfflineCase.of_launch(sum_rows_kernel, arguments, sum_options(arguments), "index: ordered sums", targets)

@@ -6,7 +6,7 @@ row's contributions in the order of tokens and columns. One program then adds up
 leaves of a block is continued by the next chunk, so the sums do not depend on the chunks.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,37 +21,10 @@ UNROLLED = 8
 """Contributions whose loads are issued together: additions wait for each other, loads need not."""
 
 
-class PairScales(NamedTuple):
-    """Pairs that are fp16, relative to float32 scales; without it they are float32."""
-
-    parts: int
-    """Summands of a pair, one after the other."""
-    value_dim: int
-    """Columns that have a scale for every 64; those after them have one for every 32."""
-
-
-@triton.jit
-def load_pair(
-    pairs, scales, pair, column, mask, WIDTH: tl.constexpr, PARTS: tl.constexpr, VALUE_DIM: tl.constexpr
-):  # fmt: skip
-    """The contribution of one pair, in float32."""
-    if scales is None:
-        value = tl.load(pairs + pair * WIDTH + column, mask=mask, other=0.0)
-    else:
-        SCALES: tl.constexpr = VALUE_DIM // 64 + (WIDTH - VALUE_DIM) // 32
-        group = tl.where(column < VALUE_DIM, column // 64, VALUE_DIM // 64 + (column - VALUE_DIM) // 32)
-        value = tl.zeros_like(column).to(tl.float32)
-        for part in tl.static_range(PARTS):
-            number = pair * PARTS + part
-            scale = tl.load(scales + number * SCALES + group, mask=mask, other=0.0)
-            value += tl.load(pairs + number * WIDTH + column, mask=mask, other=0.0).to(tl.float32) * scale
-    return value
-
-
 @triton.jit
 def sum_rows_kernel(
-    pairs, scales, order, offsets, counts, total, block, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLLED: tl.constexpr, PARTS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    pairs, order, offsets, counts, total, block,
+    WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """Add the listed pairs [., WIDTH] of one row to its sums, for BLOCK_D columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -68,7 +41,7 @@ def sum_rows_kernel(
             for step in tl.static_range(UNROLLED):
                 here = first + step < end
                 pair = tl.load(order + first + step, mask=here, other=0)
-                value = load_pair(pairs, scales, pair, column, inside & here, WIDTH, PARTS, VALUE_DIM)
+                value = tl.load(pairs + pair * WIDTH + column, mask=inside & here, other=0.0)
                 partial = tl.where(here, partial + value, partial)
                 done += here.to(tl.int64)
                 full = here & (done % BLOCK == 0)
@@ -81,22 +54,21 @@ def sum_rows_kernel(
 class RowSums:
     """Sums by row of pairs that arrive in chunks, in the order of tokens and columns."""
 
-    def __init__(self, rows: Tensor, scaled: PairScales | None = None) -> None:
+    def __init__(self, rows: Tensor) -> None:
         """Start at zero, for float32 sums of the shape of `rows`."""
-        self._scaled = scaled
         count, width = rows.shape
         self._total = torch.zeros(count, width, dtype=torch.float32, device=rows.device)
         self._block = torch.zeros_like(self._total)
         self._counts = torch.zeros(count, dtype=torch.int64, device=rows.device)
 
-    def add(self, slots: Tensor, pairs: Tensor, scales: Tensor | None = None) -> None:
-        """Add pairs [n, width], contiguous, to the rows of their slots int32 [n]; a slot that is the number of rows
-        means skip, and its pair is not read. They are float32, or fp16 with scales."""
+    def add(self, slots: Tensor, pairs: Tensor) -> None:
+        """Add pairs float32 [n, width], contiguous, to the rows of their slots int32 [n]; a slot that is the number of
+        rows means skip, and its pair is not read."""
         count = len(self._counts)
         ordered, order = slots.sort(stable=True)
         rows = torch.arange(count + 1, dtype=slots.dtype, device=slots.device)
         offsets = torch.searchsorted(ordered, rows)
-        arguments = self.arguments(pairs, scales, order, offsets)
+        arguments = self.arguments(pairs, order, offsets)
         if count and pairs.numel():
             with launching_on(pairs.device):
                 sum_rows_kernel[(count, triton.cdiv(arguments["WIDTH"], arguments["BLOCK_D"]))](
@@ -104,13 +76,11 @@ class RowSums:
                 )
         self._counts += offsets[1:] - offsets[:-1]
 
-    def arguments(self, pairs: Tensor, scales: Tensor | None, order: Tensor, offsets: Tensor) -> dict[str, Any]:
+    def arguments(self, pairs: Tensor, order: Tensor, offsets: Tensor) -> dict[str, Any]:
         """Arguments of `sum_rows_kernel`."""
         width = self._total.shape[1]
-        parts, value_dim = (1, width) if self._scaled is None else self._scaled
         return {
             "pairs": pairs,
-            "scales": scales,
             "order": order,
             "offsets": offsets,
             "counts": self._counts,
@@ -120,8 +90,6 @@ class RowSums:
             "BLOCK_D": min(1024, triton.next_power_of_2(width)),
             "BLOCK": BLOCK,
             "UNROLLED": UNROLLED,
-            "PARTS": parts,
-            "VALUE_DIM": value_dim,
         }
 
     def result(self) -> Tensor:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import on_host
 import pytest
@@ -12,42 +13,47 @@ from torch import Tensor
 from training import hostile_slots, normal
 
 from tamis.cache.selection import Rows
+from tamis.cuda.compiler import Program
 from tamis.ops.attention import gradients as exact
 from tamis.ops.attention.hopper import gradients as kernels
+from tamis.ops.attention.hopper import ordered_sums
+from tamis.ops.attention.hopper.ordered_sums import OrderedSums
 from tamis.ops.attention.row_operations import AttendRows, AttendRowsBackward
-from tamis.ops.attention.triton_gradients import Given, counted_slots
-from tamis.ops.rows.triton_sums import PairScales, RowSums
+from tamis.ops.attention.triton_gradients import Given
 
 ENTRY = """
-extern "C" __attribute__((visibility("default"))) void run(int ctas, int seed, const GradientParams* params) {
+extern "C" __attribute__((visibility("default"))) void run(int ctas, int seed, const {params}* params) {{
   emulator::random_order.seed(seed);
-  for (int cta = 0; cta < ctas; ++cta) {
+  for (int cta = 0; cta < ctas; ++cta) {{
     emulator::start_wgmma_cta(ctas);
-    emulator::run_cluster(cta, 1, USED, [&] { attention_gradients(*params); });
+    emulator::run_cluster(cta, 1, {shared}, [&] {{ {kernel}(*params); }});
     emulator::check_finished();
-  }
-}
+  }}
+}}
 """
+ENTRIES = {
+    "gradients.cu": {"params": "GradientParams", "shared": "USED", "kernel": "attention_gradients"},
+    "ordered_sums.cu": {"params": "SumParams", "shared": "0", "kernel": "ordered_sums"},
+}
 SCALE = 0.06
 # The table of errors: p and dz are rounded to bf16 as operands, and dq once more.
 ERROR = 2.6e-3
 
 
 class Emulated:
-    """The kernel of a width and a number of heads per CTA, compiled for the host."""
+    """A program, compiled for the host."""
 
-    def __init__(self, folder: Path, width: int, heads: int, ordered: bool) -> None:
-        program = kernels.program(width, heads, ordered=ordered)
-        source = f'#include "warpgroup_emulator.hpp"\n{program.source}{ENTRY}'
+    def __init__(self, folder: Path, program: Program) -> None:
+        source = f'#include "warpgroup_emulator.hpp"\n{program.source}{ENTRY.format(**ENTRIES[program.name])}'
         self.run = on_host.load(folder, source, [*program.options, "-I", str(Path(kernels.__file__).parent)]).run
 
-    def __call__(self, grid: tuple[int, int, int], params: kernels.GradientParams) -> None:
+    def __call__(self, grid: tuple[int, int, int], params: tuple[Any, ...]) -> None:
         self.run(grid[0], 3, on_host.packed(params))
 
 
 @pytest.fixture(scope="session")
-def emulated(host_folder: Path) -> Callable[..., Emulated]:
-    return functools.cache(lambda width, heads, ordered: Emulated(host_folder, width, heads, ordered))
+def emulated(host_folder: Path) -> Callable[[Program], Emulated]:
+    return functools.cache(lambda program: Emulated(host_folder, program))
 
 
 class Call:
@@ -83,26 +89,39 @@ def check(found: Tensor, expected: Tensor) -> None:
     assert float((found.double() - expected).norm()) <= ERROR * float(expected.norm())
 
 
-@pytest.mark.parametrize(
-    ("heads", "options"),
-    [
-        (64, {"columns": 130}),
-        (9, {"columns": 70, "options": True}),
-        (24, {"columns": 64, "options": True, "width": 512}),
-        (70, {"columns": 5, "options": True, "tokens": 1}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("ordered", [False, True])
-def test_gradients_on_the_host(emulated, heads: int, options: dict, ordered: bool, monkeypatch) -> None:
+CASES = [
+    (64, {"columns": 130}),
+    (9, {"columns": 70, "options": True}),
+    (24, {"columns": 64, "options": True, "width": 512}),
+    (70, {"columns": 5, "options": True, "tokens": 1}),
+]
+
+
+@pytest.mark.parametrize(("heads", "options"), CASES, ids=str)
+def test_gradients_on_the_host(emulated, heads: int, options: dict) -> None:
     call = Call(heads=heads, **options)
-    launch = emulated(call.q.shape[2], kernels.heads_of(heads), ordered)
     dq = torch.full_like(call.q, torch.nan)
-    if ordered:
-        monkeypatch.setattr(kernels, "PAIR_BYTES", 1)  # a token at a time
-    summed = (kernels._ordered if ordered else kernels._added)(call.given, dq, launch, wanted=True)
+    launch = emulated(kernels.program(call.q.shape[2], kernels.heads_of(heads), ordered=False))
+    summed = kernels.add_at_once(call.given, dq, launch, wanted=True)
     check(dq, call.dq)
     check(summed, call.drows)
+
+
+@pytest.mark.parametrize(("heads", "options"), CASES[1:], ids=str)
+def test_ordered_gradients_on_the_host(emulated, heads: int, options: dict, monkeypatch) -> None:
+    call = Call(heads=heads, **options)
+    width, parts = call.q.shape[2], kernels.parts_of(heads)
+    launch = emulated(kernels.program(width, kernels.heads_of(heads), ordered=True))
+    found = []
+    for size in (1, 1 << 30):  # a token at a time, and all of them
+        monkeypatch.setattr(kernels, "PAIR_BYTES", size)
+        monkeypatch.setattr(kernels, "LISTED_PAIRS", size)
+        dq = torch.full_like(call.q, torch.nan)
+        sums = OrderedSums(call.rows, emulated(ordered_sums.program(width, parts)))
+        found.append((dq, kernels.add_in_order(call.given, dq, launch, sums, sms=2)))
+        check(dq, call.dq)
+        check(found[-1][1], call.drows)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.gpu
@@ -113,17 +132,39 @@ def test_gradients_on_a_device(heads: int, width: int, deterministic: bool, devi
     tokens, counts, columns = 6, (300, 40), (330, 33)
     q, dout = normal(tokens, heads, width, dtype=torch.bfloat16), normal(heads, tokens, 512, dtype=torch.bfloat16)
     sink, dlse = normal(heads, dtype=torch.float32), normal(tokens, heads, dtype=torch.float32)
-    selections = [Rows(normal(n, width, dtype=torch.bfloat16), hostile_slots(tokens, k, n)) for n, k in zip(counts, columns, strict=True)]
-    selections[0] = Rows(selections[0].rows, selections[0].slots, torch.tensor([330, 64, 0, 65, 1, 200], dtype=torch.int32))
+    selections = [
+        Rows(normal(n, width, dtype=torch.bfloat16), hostile_slots(tokens, k, n))
+        for n, k in zip(counts, columns, strict=True)
+    ]
+    selections[0] = Rows(
+        selections[0].rows, selections[0].slots, torch.tensor([330, 64, 0, 65, 1, 200], dtype=torch.int32)
+    )
 
     def run(module, place, dtype: torch.dtype) -> list[Tensor]:
-        some = [Rows(s.rows.to(place, dtype), s.slots.to(place), None if s.lengths is None else s.lengths.to(place)) for s in selections]
+        some = [
+            Rows(s.rows.to(place, dtype), s.slots.to(place), None if s.lengths is None else s.lengths.to(place))
+            for s in selections
+        ]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         given, extra = q.to(place, dtype), sink.to(place, wide)
         forward = AttendRows(given, some, SCALE, 512, extra, True, deterministic, "auto")
         out, lse, _, rest = module.attend_rows(forward)
         upstream = dout.to(place, dtype).transpose(0, 1)
-        back = (given, some, SCALE, extra, out, rest, lse, upstream, dlse.to(place, wide), True, True, deterministic, "auto")
+        back = (
+            given,
+            some,
+            SCALE,
+            extra,
+            out,
+            rest,
+            lse,
+            upstream,
+            dlse.to(place, wide),
+            True,
+            True,
+            deterministic,
+            "auto",
+        )
         dq, drows, dsink = module.attend_rows_backward(AttendRowsBackward(*back))
         return [out, lse, dq, *drows, dsink]
 
@@ -133,4 +174,6 @@ def test_gradients_on_a_device(heads: int, width: int, deterministic: bool, devi
         assert float((one - other).norm()) <= ERROR * float(other.norm())
     if deterministic:
         for _ in range(3):
-            assert all(torch.equal(one, other) for one, other in zip(found, run(kernels, device, torch.bfloat16), strict=True))
+            assert all(
+                torch.equal(one, other) for one, other in zip(found, run(kernels, device, torch.bfloat16), strict=True)
+            )

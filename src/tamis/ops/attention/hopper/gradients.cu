@@ -7,8 +7,8 @@
 //
 // Roles of the three warpgroups:
 //   2     gather   Producer. Copies the rows of a block with cp.async straight into swizzled tiles.
-//   0, 1  compute  Consumers. Warpgroup g computes S and dP of half g of the heads, and publishes dz and p in shared memory.
-//                  Then it computes the columns of dq and drows that belong to it: 256 columns of the values, and half of
+//   0, 1  compute  Consumers. Warpgroup 0 computes S and p, warpgroup 1 dP and, with p, dz. When both are in shared memory
+//                  as bf16 operands, a warpgroup computes the columns of dq and drows that belong to it: 256 columns of the values, and half of
 //                  the columns after them.
 //
 // Rows are read for the last time by dq, so that the next block is gathered while drows are computed and leave. With 64 heads
@@ -78,11 +78,16 @@ constexpr u32 SLOTS = FACTORS + HEADS * 16;                   // [STAGES][64] ro
 constexpr u32 FULL = SLOTS + STAGES * BLOCK_ROWS * 4;         // [STAGES] mbarriers, as all that follow
 constexpr u32 EMPTY = FULL + STAGES * 8;                      // [STAGES]
 constexpr u32 LOADED = EMPTY + STAGES * 8;                    // queries and output gradients are there
-constexpr u32 USED = LOADED + 8;
+
+// p in float32, from one warpgroup to the other: [HEADS / 8][128 threads][4]. Unless heads are few, it lies where dz and p
+// go next.
+constexpr u32 HANDED = HEADS > 16 ? SLOPES : (LOADED + 8 + 15) / 16 * 16, HANDED_STEP = WARPS * 32 * 16;
+constexpr u32 USED = HEADS > 16 ? LOADED + 8 : HANDED + HEADS / 8 * HANDED_STEP;
 static_assert(USED <= SHARED_BYTES && SLOPES % 1024 == 0 && FULL % 8 == 0, "shared memory is too small or not aligned");
 
-// Named barriers of the consumers: the last block's dz and p have been read; this block's have been written.
-constexpr u32 FACTORS_FREE = 1, FACTORS_WRITTEN = 2;
+// Named barriers of the consumers: the last block's dz and p have been read; p has been handed over; it has been taken; this
+// block's dz and p have been written.
+constexpr u32 FACTORS_FREE = 1, P_HANDED = 2, P_TAKEN = 3, FACTORS_WRITTEN = 4;
 
 __device__ __forceinline__ u32 full(u32 memory, int stage) { return memory + FULL + stage * 8; }
 __device__ __forceinline__ u32 empty(u32 memory, int stage) { return memory + EMPTY + stage * 8; }
@@ -168,26 +173,149 @@ __device__ __forceinline__ void gather(u32 memory, const GradientParams& given, 
 
 // ---- Consumers
 
-// Where the gradient of a lane's row goes.
-struct RowTarget {
-    bool exists;
-    float* sum;            // [WIDTH] the row's gradient, to which it is added; or
-    unsigned short* pair;  // [WIDTH] the pair's place,
-    float* scales;         // [SCALES] and its scales
-
-    __device__ __forceinline__ RowTarget(const GradientParams& given, const Item& item, int slot, int column) {
-        const long long number = (static_cast<long long>(item.place) * given.columns + column) * given.parts + item.part;
-        exists = slot >= 0 && (ORDERED || given.drows != nullptr);
-        sum = given.drows + static_cast<long long>(slot) * WIDTH;
-        pair = given.pairs + number * WIDTH;
-        scales = given.pair_scales + number * SCALES;
+// Exchanges half of two groups of four words with the lane whose number differs in bit MASK. Each lane keeps the first group
+// if its own bit is not set, else the second; the words that it gets are the other lane's of the same group.
+template <int MASK, class T>
+__device__ __forceinline__ void exchange(const T (&first)[4], const T (&second)[4], T (&own)[4], T (&got)[4]) {
+    const bool set = threadIdx.x & MASK;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        got[i] = __shfl_xor_sync(FULL_MASK, set ? first[i] : second[i], MASK);
+        own[i] = set ? second[i] : first[i];
     }
+}
+
+// The gradients of a block's rows on their way to memory. A lane of wgmma's accumulators has pairs of columns of two rows, and
+// the four lanes of a row all of its 64 columns, or 32 after the values; they exchange numbers, so that a store covers more.
+struct RowSums {
+    // Adds to float32 sums. Eight lanes, which have rows 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of the warp's 16, add 32 columns of
+    // one of them at a time, 128 bytes: for L2, four sectors in one request take as long as one.
+    float* sums;
+    int slots[4];  // of these rows; -1 if a row does not exist
+
+    __device__ __forceinline__ RowSums(const GradientParams& given, const Item&, u32 block_slots, int) : sums(given.drows) {
+        const u32 first = block_slots + (threadIdx.x / 32 % WARPS * 16 + threadIdx.x % 32 / 8 * 2) * 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) slots[i] = sums == nullptr ? -1 : static_cast<int>(shared_load(first + (i / 2 * 8 + i % 2) * 4));
+    }
+
+    // Hands over 2 * N columns from `first` on.
+    template <int N>
+    __device__ __forceinline__ void emit(const float (&drows)[N], int first, int) const {
+        const int lane = threadIdx.x % 32;
+        const int column = first + (lane / 4 % 2 * 2 + lane % 2) * 8 + lane / 2 % 2 * 4;
+#pragma unroll
+        for (int half = 0; half < N / 16; ++half) {  // 32 columns
+            float quads[2][2][4];  // [16 columns][upper or lower row]: four neighbouring columns of this lane
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float(&at)[16] = *reinterpret_cast<const float(*)[16]>(&drows[half * 16]);
+                const float even[4] = {at[8 * i], at[8 * i + 1], at[8 * i + 2], at[8 * i + 3]};
+                const float odd[4] = {at[8 * i + 4], at[8 * i + 5], at[8 * i + 6], at[8 * i + 7]};
+                float own[4], got[4];
+                exchange<1>(even, odd, own, got);
+#pragma unroll
+                for (int row = 0; row < 2; ++row) {
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) {
+                        quads[i][row][k] = lane & 1 ? got[2 * row + k] : own[2 * row + k];
+                        quads[i][row][2 + k] = lane & 1 ? own[2 * row + k] : got[2 * row + k];
+                    }
+                }
+            }
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                float own[4], got[4];
+                exchange<4>(quads[0][row], quads[1][row], own, got);
+                float first_row[4], second_row[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    first_row[k] = lane & 4 ? got[k] : own[k];
+                    second_row[k] = lane & 4 ? own[k] : got[k];
+                }
+                add(slots[2 * row], column + half * 32, first_row);
+                add(slots[2 * row + 1], column + half * 32, second_row);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void add(int slot, int column, const float (&four)[4]) const {
+        reduce_add4(sums + static_cast<long long>(slot) * WIDTH + column, make_float4(four[0], four[1], four[2], four[3]), slot >= 0);
+    }
+};
+
+struct RowPairs {
+    // Stores fp16 numbers with a scale, for the upper and the lower row of a lane; four lanes store 32 columns at a time.
+    bool exists[2];
+    unsigned short* pairs[2];  // [WIDTH]
+    float* scales[2];          // [SCALES]
+
+    __device__ __forceinline__ RowPairs(const GradientParams& given, const Item& item, u32 block_slots, int block) {
+        const int row = threadIdx.x / 32 % WARPS * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const long long column = static_cast<long long>(item.place) * given.columns + block * BLOCK_ROWS + row + 8 * i;
+            const long long number = column * given.parts + item.part;
+            exists[i] = static_cast<int>(shared_load(block_slots + (row + 8 * i) * 4)) >= 0;
+            pairs[i] = given.pairs + number * WIDTH;
+            scales[i] = given.pair_scales + number * SCALES;
+        }
+    }
+
+    // As above. The largest number of a row becomes 2**14 or more; the columns have one scale, number `group`.
+    template <int N>
+    __device__ __forceinline__ void emit(const float (&drows)[N], int first, int group) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            float largest = 0.0f;
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                if (i / 2 % 2 == row) largest = fmaxf(largest, fabsf(drows[i]));
+            }
+            const u32 exponent = max(__float_as_uint(max_over_lanes<1, 4>(largest)) >> 23, 15u);
+            const float factor = __uint_as_float(268 - exponent << 23);
+            if (exists[row] && lane % 4 == 0) scales[row][group] = __uint_as_float(exponent - 14 << 23);
+#pragma unroll
+            for (int half = 0; half < N / 16; ++half) {  // 32 columns, of which a lane stores eight
+                u32 words[4], swapped[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int at = half * 16 + i * 4 + row * 2;
+                    words[i] = pack_fp16(drows[at] * factor, drows[at + 1] * factor);
+                }
+                // A transposition of four words over four lanes, in two steps.
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const u32 got = __shfl_xor_sync(FULL_MASK, lane & 1 ? words[2 * i] : words[2 * i + 1], 1);
+                    swapped[2 * i] = lane & 1 ? got : words[2 * i];
+                    swapped[2 * i + 1] = lane & 1 ? words[2 * i + 1] : got;
+                }
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const u32 got = __shfl_xor_sync(FULL_MASK, lane & 2 ? swapped[i] : swapped[2 + i], 2);
+                    words[i] = lane & 2 ? got : swapped[i];
+                    words[2 + i] = lane & 2 ? swapped[2 + i] : got;
+                }
+                const uint4 eight = make_uint4(words[0], words[1], words[2], words[3]);
+                if (exists[row]) *reinterpret_cast<uint4*>(pairs[row] + first + half * 32 + lane % 4 * 8) = eight;
+            }
+        }
+    }
+};
+
+template <bool PAIRS>
+struct RowGradients : RowSums {
+    using RowSums::RowSums;
+};
+template <>
+struct RowGradients<true> : RowPairs {
+    using RowPairs::RowPairs;
 };
 
 // A thread of consumer warpgroup GROUP.
 template <int GROUP>
 struct Consumer {
-    static constexpr int HALF = HEADS / 2;                     // heads whose p and dz this warpgroup computes
     static constexpr bool HAS_TAIL = TILES > VALUE_TILES;      // whether rows have columns after the values
     static constexpr int OWN_TILES = 4;                        // tiles of the values' columns of dq and drows
 
@@ -206,68 +334,78 @@ struct Consumer {
         for (int i = 0; i < 16; ++i) dq_tail[i] = 0.0f;
     }
 
-    // Computes p, in place of the logits, and dz times the softmax scale of this warpgroup's heads. `upper` and `lower` say
-    // whether the lane's two rows exist.
-    __device__ __forceinline__ void score(u32 rows, bool upper, bool lower, float (&p)[HALF / 2], float (&dz)[HALF / 2]) const {
-        const auto keys = k_major(rows);
-        const auto queries = k_major(memory + QUERIES + GROUP * HALF * 128);
-        const auto upstream = k_major(memory + UPSTREAM + GROUP * HALF * 128);
+    // Computes the products of the block's rows with queries (GROUP 0) or with output gradients (GROUP 1).
+    __device__ __forceinline__ void multiply(u32 rows, float (&products)[HEADS / 2]) const {
+        constexpr int STEPS = (GROUP == 0 ? TILES : VALUE_TILES) * 4;
+        const auto keys = k_major(rows), heads = k_major(memory + (GROUP == 0 ? QUERIES : UPSTREAM));
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < TILES * 4; ++step) {
+        for (int step = 0; step < STEPS; ++step) {
             const u32 tile = step / 4, at = step % 4 * 32;
-            wgmma_ss<BF16>(p, advance(keys, tile * TILE_BYTES + at), advance(queries, tile * HEAD_TILE_BYTES + at), step > 0);
+            wgmma_ss<BF16>(products, advance(keys, tile * TILE_BYTES + at), advance(heads, tile * HEAD_TILE_BYTES + at), step > 0);
         }
         wgmma_commit();
-#pragma unroll
-        for (int step = 0; step < VALUE_TILES * 4; ++step) {
-            const u32 tile = step / 4, at = step % 4 * 32;
-            wgmma_ss<BF16>(dz, advance(keys, tile * TILE_BYTES + at), advance(upstream, tile * HEAD_TILE_BYTES + at), step > 0);
-        }
-        wgmma_commit();
-        const u32 factors = memory + FACTORS + (GROUP * HALF + lane % 4 * 2) * 16;
-        wgmma_wait<1>(p);
-#pragma unroll
-        for (int i = 0; i < HALF / 4; ++i) {  // the lane's heads
-            const float base = load_float(factors + (i / 2 * 8 + i % 2) * 16);
-            const int above = i / 2 * 4 + i % 2, below = above + 2;
-            p[above] = upper ? fast_exp2(p[above] * (scale * LOG2_E) - base) : 0.0f;
-            p[below] = lower ? fast_exp2(p[below] * (scale * LOG2_E) - base) : 0.0f;
-        }
-        wgmma_wait<0>(dz);
-#pragma unroll
-        for (int i = 0; i < HALF / 4; ++i) {
-            const uint4 of = shared_load4(factors + (i / 2 * 8 + i % 2) * 16);
-            const float share = __uint_as_float(of.y), constant = __uint_as_float(of.z);
-            const int above = i / 2 * 4 + i % 2, below = above + 2;
-            dz[above] = upper ? p[above] * (share * dz[above] + constant) * scale : 0.0f;
-            dz[below] = lower ? p[below] * (share * dz[below] + constant) * scale : 0.0f;
-            p[above] *= share;
-            p[below] *= share;
-        }
+        wgmma_wait<0>(products);
     }
 
-    // Writes numbers of this warpgroup's heads to a tile as bf16.
-    __device__ __forceinline__ void publish(u32 tile, const float (&numbers)[HALF / 2]) const {
-        const int row = warp * 16 + lane % 16;
-        if constexpr (HALF == 8) {
-            // Two matrices; the upper lanes' addresses are not used.
-            const u32 two[2] = {pack_bf16(numbers[0], numbers[1]), pack_bf16(numbers[2], numbers[3])};
-            stmatrix_x2(tile_address(tile, row, GROUP), two);
-        } else {
+    // Turns the products of both warpgroups into p and dz times the softmax scale, and publishes them. `upper` and `lower` say
+    // whether the lane's two rows exist. Warpgroup 0 hands p over in float32, each thread to the one with the same products.
+    __device__ __forceinline__ void publish_factors(float (&x)[HEADS / 2], bool upper, bool lower) const {
+        const u32 factors = memory + FACTORS + lane % 4 * 2 * 16, handed = memory + HANDED + (warp * 32 + lane) * 16;
+        if constexpr (GROUP == 0) {
 #pragma unroll
-            for (int i = 0; i < HALF / 16; ++i) {
-                u32 four[4];
-#pragma unroll
-                for (int k = 0; k < 4; ++k) four[k] = pack_bf16(numbers[8 * i + 2 * k], numbers[8 * i + 2 * k + 1]);
-                stmatrix_x4(tile_address(tile, row, GROUP * HALF / 8 + 2 * i + lane / 16), four);
+            for (int i = 0; i < HEADS / 4; ++i) {  // the lane's heads
+                const float base = load_float(factors + (i / 2 * 8 + i % 2) * 16);
+                const int above = i / 2 * 4 + i % 2, below = above + 2;
+                x[above] = upper ? fast_exp2(x[above] * (scale * LOG2_E) - base) : 0.0f;
+                x[below] = lower ? fast_exp2(x[below] * (scale * LOG2_E) - base) : 0.0f;
             }
         }
+        named_barrier_sync(FACTORS_FREE, CONSUMERS);
+        if constexpr (GROUP == 0) {
+#pragma unroll
+            for (int i = 0; i < HEADS / 8; ++i) {
+                shared_store4(handed + i * HANDED_STEP, make_uint4(__float_as_uint(x[4 * i]), __float_as_uint(x[4 * i + 1]),
+                                                                  __float_as_uint(x[4 * i + 2]), __float_as_uint(x[4 * i + 3])));
+            }
+        }
+        named_barrier_sync(P_HANDED, CONSUMERS);
+#pragma unroll
+        for (int i = 0; i < HEADS / 8; ++i) {
+            uint4 p;
+            if constexpr (GROUP == 1) p = shared_load4(handed + i * HANDED_STEP);
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const uint4 of = shared_load4(factors + (i * 8 + k) * 16);
+                const float share = __uint_as_float(of.y), constant = __uint_as_float(of.z);
+                float &above = x[4 * i + k], &below = x[4 * i + 2 + k];
+                if constexpr (GROUP == 0) {
+                    above *= share;
+                    below *= share;
+                } else {
+                    above = upper ? __uint_as_float(k ? p.y : p.x) * (share * above + constant) * scale : 0.0f;
+                    below = lower ? __uint_as_float(k ? p.w : p.z) * (share * below + constant) * scale : 0.0f;
+                }
+            }
+        }
+        if (HANDED == SLOPES) named_barrier_sync(P_TAKEN, CONSUMERS);
+        publish(x);
+        fence_async_proxy();
+        named_barrier_sync(FACTORS_WRITTEN, CONSUMERS);
     }
 
-    // The address of a 16-byte unit, counted from the first column of dz or p, which need not be the tile's first.
-    __device__ __forceinline__ u32 tile_address(u32 first, int row, int unit) const {
-        return memory + SLOPES + (first - SLOPES) / TILE_BYTES * TILE_BYTES + swizzled(row, (first - SLOPES) % TILE_BYTES / 16 + unit);
+    // Writes p (GROUP 0) or dz (GROUP 1) of all heads as bf16.
+    __device__ __forceinline__ void publish(const float (&numbers)[HEADS / 2]) const {
+        constexpr u32 FIRST = GROUP == 0 ? WEIGHTS - SLOPES : 0;
+        const u32 tile = memory + SLOPES + FIRST / TILE_BYTES * TILE_BYTES;
+        const int row = warp * 16 + lane % 16, unit = FIRST % TILE_BYTES / 16 + lane / 16;
+#pragma unroll
+        for (int i = 0; i < HEADS / 16; ++i) {
+            u32 four[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) four[k] = pack_bf16(numbers[8 * i + 2 * k], numbers[8 * i + 2 * k + 1]);
+            stmatrix_x4(tile + swizzled(row, unit + 2 * i), four);
+        }
     }
 
     // Issues dq += dz^T rows.
@@ -325,65 +463,6 @@ struct Consumer {
         wgmma_commit();
     }
 
-    // Exchanges accumulators between neighbouring lanes: an even lane then has four numbers of its upper row for every eight
-    // columns, an odd one of its lower row.
-    template <int N>
-    __device__ __forceinline__ void share_rows(float (&drows)[N]) const {
-        const bool odd = lane & 1;
-#pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            const float first = __shfl_xor_sync(FULL_MASK, odd ? drows[i] : drows[i + 2], 1);
-            const float second = __shfl_xor_sync(FULL_MASK, odd ? drows[i + 1] : drows[i + 3], 1);
-            drows[i] = odd ? first : drows[i];
-            drows[i + 1] = odd ? second : drows[i + 1];
-            drows[i + 2] = odd ? drows[i + 2] : first;
-            drows[i + 3] = odd ? drows[i + 3] : second;
-        }
-    }
-
-    // Adds the numbers of a lane's row to the gradient of that row.
-    template <int N>
-    __device__ __forceinline__ void add_rows(const float (&drows)[N], bool exists, float* to) const {
-#pragma unroll
-        for (int i = 0; i < N; i += 4) {
-            reduce_add4(to + 2 * i, make_float4(drows[i], drows[i + 1], drows[i + 2], drows[i + 3]), exists);
-        }
-    }
-
-    // Stores these numbers as fp16 relative to the scale that the largest of them asks for, which becomes 2**14 or more.
-    // `exists` is the same in the two lanes of a row.
-    template <int N>
-    __device__ __forceinline__ void store_pairs(const float (&drows)[N], bool exists, unsigned short* to, float* scale_to) const {
-        float largest = 0.0f;
-#pragma unroll
-        for (int i = 0; i < N; ++i) largest = fmaxf(largest, fabsf(drows[i]));
-        largest = max_over_lanes<2, 4>(largest);
-        const u32 exponent = max(__float_as_uint(largest) >> 23, 15u);
-        const float factor = __uint_as_float(268 - exponent << 23);
-        const bool second = lane & 2;
-        if (exists && !second) *scale_to = __uint_as_float(exponent - 14 << 23);
-        // Of every 16 columns, the first lane of a row gets the first eight and the second lane the others.
-#pragma unroll
-        for (int i = 0; i < N; i += 8) {
-            u32 words[4], other[2];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) words[k] = pack_fp16(drows[i + 2 * k] * factor, drows[i + 2 * k + 1] * factor);
-#pragma unroll
-            for (int k = 0; k < 2; ++k) other[k] = __shfl_xor_sync(FULL_MASK, second ? words[k] : words[2 + k], 2);
-            const uint4 eight = second ? make_uint4(other[0], other[1], words[2], words[3])
-                                       : make_uint4(words[0], words[1], other[0], other[1]);
-            if (exists) *reinterpret_cast<uint4*>(to + 2 * i + (second ? 8 : 0)) = eight;
-        }
-    }
-
-    // Hands over the gradient of the block's rows in 2 * N columns from `first` on; the columns have one scale, number `group`.
-    template <int N>
-    __device__ __forceinline__ void emit(float (&drows)[N], const RowTarget& target, int first, int group) const {
-        share_rows(drows);
-        if constexpr (ORDERED) store_pairs(drows, target.exists, target.pair + first, target.scales + group);
-        else add_rows(drows, target.exists, target.sum + first + lane % 4 / 2 * 4);
-    }
-
     // Writes the gradient of the queries.
     __device__ __forceinline__ void store_queries(unsigned short* to, int heads) const {
         const int head = warp * 16 + lane / 4;
@@ -411,42 +490,38 @@ struct Consumer {
 template <int GROUP>
 __device__ __forceinline__ void compute(u32 memory, const GradientParams& given, const Item& item) {
     Consumer<GROUP> consumer(memory, given.scale);
-    const int lane = consumer.lane, upper = consumer.warp * 16 + lane / 4, own = upper + (lane & 1) * 8;
+    const int lane = consumer.lane, upper = consumer.warp * 16 + lane / 4;
     mbarrier_wait(memory + LOADED, 0);
     for (int block = 0; block < item.blocks; ++block) {
         const int stage = block % STAGES;
         const u32 rows = memory + ROWS + stage * STAGE_BYTES;
         mbarrier_wait(full(memory, stage), block / STAGES & 1);
-        const int above = shared_load(memory + SLOTS + (stage * BLOCK_ROWS + upper) * 4);
-        const int below = shared_load(memory + SLOTS + (stage * BLOCK_ROWS + upper + 8) * 4);
+        const u32 slots = memory + SLOTS + stage * BLOCK_ROWS * 4;
+        const bool above = static_cast<int>(shared_load(slots + upper * 4)) >= 0;
+        const bool below = static_cast<int>(shared_load(slots + (upper + 8) * 4)) >= 0;
         {
-            float p[HEADS / 4], dz[HEADS / 4];
-            consumer.score(rows, above >= 0, below >= 0, p, dz);
-            named_barrier_sync(FACTORS_FREE, CONSUMERS);
-            consumer.publish(SLOPES, dz);
-            consumer.publish(WEIGHTS, p);
+            float products[HEADS / 2];
+            consumer.multiply(rows, products);
+            consumer.publish_factors(products, above, below);
         }
-        fence_async_proxy();
-        named_barrier_sync(FACTORS_WRITTEN, CONSUMERS);
         float drows[32];
         consumer.issue_queries(rows);
         consumer.issue_rows(drows, GROUP * 4);
         consumer.template finish_queries<1>();
+        const RowGradients<ORDERED> target(given, item, slots, block);
         __syncwarp();  // every lane has read its slots
         if (lane == 0) mbarrier_arrive(empty(memory, stage));
-        const int slot = lane & 1 ? below : above, column = block * BLOCK_ROWS + own;
-        const RowTarget target(given, item, slot, column);
 #pragma unroll 1
         for (int i = 0; i < consumer.OWN_TILES; ++i) {
             if (i > 0) consumer.issue_rows(drows, GROUP * 4 + i);
             wgmma_wait<0>(drows);
-            consumer.emit(drows, target, (GROUP * 4 + i) * 64, GROUP * 4 + i);
+            target.emit(drows, (GROUP * 4 + i) * 64, GROUP * 4 + i);
         }
         if constexpr (consumer.HAS_TAIL) {
             float tail[16];
             consumer.issue_tail(tail);
             wgmma_wait<0>(tail);
-            consumer.emit(tail, target, VALUE_TILES * 64 + GROUP * 32, VALUE_TILES + GROUP);
+            target.emit(tail, VALUE_TILES * 64 + GROUP * 32, VALUE_TILES + GROUP);
         }
     }
     if (given.dq != nullptr) {

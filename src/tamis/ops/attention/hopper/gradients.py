@@ -11,13 +11,14 @@ from tamis import checks
 from tamis.arithmetic import ceil_div
 from tamis.cache.selection import Rows
 from tamis.cuda.compiler import Program
-from tamis.cuda.device import device_index
+from tamis.cuda.device import device_index, sm_count
 from tamis.cuda.launch import Launch, kernel
 from tamis.cuda.params import Float, Int, Long, Pointer, params_bytes, pointer
 from tamis.ops.attention import hopper, triton_gradients
+from tamis.ops.attention.hopper import ordered_sums
+from tamis.ops.attention.hopper.ordered_sums import OrderedSums
 from tamis.ops.attention.row_operations import AttendRows, AttendRowsBackward
-from tamis.ops.attention.triton_gradients import Given, delta_of, join, row_gradients, sink_gradient
-from tamis.ops.rows.triton_sums import PairScales, RowSums
+from tamis.ops.attention.triton_gradients import Given, counted_slots, delta_of, join, row_gradients, sink_gradient
 
 VALUE_DIM = 512
 WIDTHS = (512, 576)
@@ -30,8 +31,10 @@ REGISTERS = (("COMPUTE_REGISTERS", 224), ("GATHER_REGISTERS", 56))
 """Per thread of the roles. Two computing warpgroups and a gathering one may have 504 together."""
 UNIT = 8
 """Numbers that a thread copies at a time: 16 bytes, to which addresses are aligned."""
-PAIR_BYTES = 512 << 20
+PAIR_BYTES = 768 << 20
 """Memory for the contributions of some tokens in the deterministic mode."""
+LISTED_PAIRS = 8 << 20
+"""Pairs of token and row that are sorted by row at a time."""
 
 index_target = triton_gradients.index_target
 check_attend_rows = triton_gradients.check_attend_rows
@@ -86,8 +89,14 @@ def attend_rows_backward(call: AttendRowsBackward) -> tuple[Tensor, list[Tensor]
     q, lse = aligned(call.q.detach()), call.lse.contiguous()
     given = Given(q, rows, dout, lse, delta, dlse, call.sink, call.scale, call.out.shape[2])
     dq = torch.empty(call.q.shape if call.q_wanted else 0, dtype=call.q.dtype, device=call.q.device)
-    run = _ordered if call.deterministic and call.rows_wanted else _added
-    summed = run(given, dq, _on_device(given, ordered=run is _ordered), wanted=call.rows_wanted)
+    ordered = call.deterministic and call.rows_wanted
+    device, parts = device_index(q.device), parts_of(q.shape[1])
+    launch = on_device(q.shape[2], heads_of(q.shape[1]), ordered, device)
+    if ordered:
+        sums = OrderedSums(rows.rows, ordered_sums.on_device(q.shape[2], parts, device))
+        summed = add_in_order(given, dq, launch, sums, sm_count(q.device))
+    else:
+        summed = add_at_once(given, dq, launch, wanted=call.rows_wanted)
     return dq, row_gradients(call, summed), sink_gradient(call, delta)
 
 
@@ -111,30 +120,33 @@ def aligned(values: Tensor) -> Tensor:
 Launcher = Callable[[tuple[int, int, int], GradientParams], None]
 
 
-def _added(given: Given, dq: Tensor, launch: Launcher, *, wanted: bool) -> Tensor:
+def add_at_once(given: Given, dq: Tensor, launch: Launcher, *, wanted: bool) -> Tensor:
     """The queries' gradient, and the rows' as float32 sums, if they are wanted."""
     drows = torch.zeros(given.rows.rows.shape if wanted else 0, dtype=torch.float32, device=given.q.device)
-    tokens = len(given.q)
     params = gradient_params(given, dq, drows if wanted else None)
-    if tokens:
-        launch((tokens * params.parts, 1, 1), params)
+    if len(given.q):
+        launch((len(given.q) * params.parts, 1, 1), params)
     return drows
 
 
-def _ordered(given: Given, dq: Tensor, launch: Launcher, *, wanted: bool) -> Tensor:
+def add_in_order(given: Given, dq: Tensor, launch: Launcher, sums: OrderedSums, sms: int) -> Tensor:
     """The same with sums in one order: contributions of some tokens at a time are stored, then added up."""
-    (tokens, columns), (_, width) = given.rows.slots.shape, given.rows.rows.shape
-    device, parts = given.q.device, ceil_div(given.q.shape[1], heads_of(given.q.shape[1]))
+    (tokens, columns), width = given.rows.slots.shape, given.rows.rows.shape[1]
+    parts, device = parts_of(given.q.shape[1]), given.q.device
     step = max(1, PAIR_BYTES // max(1, 2 * columns * parts * width))
-    pairs = torch.empty(min(step, tokens) * columns * parts, width, dtype=torch.float16, device=device)
+    # Whole waves of CTAs, one on each SM.
+    step = min(tokens, step // sms * sms or step)
+    listed = max(step, LISTED_PAIRS // max(1, columns) // max(1, step) * step)
+    pairs = torch.empty(step * columns * parts, width, dtype=torch.float16, device=device)
     scales = torch.empty(len(pairs), scale_count(width), dtype=torch.float32, device=device)
-    sums = RowSums(given.rows.rows, PairScales(parts, VALUE_DIM))
-    slots = triton_gradients.counted_slots(given.rows)
-    for start in range(0, tokens, step):
-        end = min(start + step, tokens)
-        params = gradient_params(given, dq, None, start, pairs, scales)
-        launch(((end - start) * params.parts, 1, 1), params)
-        sums.add(slots[start:end].flatten(), pairs, scales)
+    slots = counted_slots(given.rows)
+    for first in range(0, tokens, max(1, listed)):
+        sums.list_pairs(slots[first : first + listed].flatten())
+        last = min(first + listed, tokens)
+        for start in range(first, last, step):
+            end = min(start + step, last)
+            launch(((end - start) * parts, 1, 1), gradient_params(given, dq, None, start, pairs, scales))
+            sums.add((start - first) * columns, (end - first) * columns, pairs, scales)
     return sums.result()
 
 
@@ -154,13 +166,18 @@ def gradient_params(
         *(pointer(dq) if dq.numel() else 0, pointer(drows), pointer(pairs), pointer(scales)),
         *(q.stride(0), q.stride(1), *((0, 0) if dout is None else (dout.stride(0), dout.stride(1)))),
         *(rows.stride(0), slots.stride(0), slots.stride(1)),
-        *(q.shape[1], ceil_div(q.shape[1], heads_of(q.shape[1])), slots.shape[1], len(rows), first_token, given.scale),
+        *(q.shape[1], parts_of(q.shape[1]), slots.shape[1], len(rows), first_token, given.scale),
     )
 
 
 def heads_of(heads: int) -> int:
     """Heads of a CTA for a number of heads."""
     return next((size for size in HEADS if heads <= size), HEADS[-1])
+
+
+def parts_of(heads: int) -> int:
+    """CTAs of a token."""
+    return ceil_div(heads, heads_of(heads))
 
 
 def scale_count(width: int) -> int:
@@ -183,12 +200,8 @@ def program(width: int, heads: int, *, ordered: bool) -> Program:
     )
 
 
-def _on_device(given: Given, *, ordered: bool) -> Launcher:
-    width, heads = given.q.shape[2], heads_of(given.q.shape[1])
-    return _launch(width, heads, ordered, device_index(given.q.device))
-
-
 @cache
-def _launch(width: int, heads: int, ordered: bool, device: int) -> Launch:
+def on_device(width: int, heads: int, ordered: bool, device: int) -> Launch:
+    """The kernel, ready to launch."""
     loaded = kernel(program(width, heads, ordered=ordered), "attention_gradients", device)
     return Launch(loaded, GradientParams, threads=THREADS, shared=SHARED_BYTES)

@@ -1,0 +1,111 @@
+// Adds up the contributions of pairs of token and row to the rows' gradients, in the order of tokens and columns.
+//
+// `gradients.cu` stores the pairs of some tokens at a time as fp16 numbers with scales. A sort has listed the pairs of every
+// row in order; a CTA continues the list of one row up to the last pair that is stored, eight columns per thread. Sums are
+// those of `torch_rows.RowSums`: blocks of 256 pairs one after the other, then the blocks. Additions wait for each other, but
+// the loads of eight pairs do not.
+//
+// Defined by the host: WIDTH (512 or 576), PARTS (summands of a pair: blocks of heads), THREADS, PARAMS_BYTES.
+#include "instructions.cuh"
+
+struct SumParams {
+    const unsigned short* pairs;  // [pairs, PARTS, WIDTH], fp16
+    const float* scales;          // [pairs, PARTS, SCALES]
+    const long long* order;       // [listed pairs], numbers of pairs, each row's in ascending order
+    const long long* ends;        // [N], where the list of a row ends
+    long long* cursors;           // [N], where it continues
+    int* counts;                  // [N], pairs that have been added
+    float* total;                 // [N, WIDTH], sums of whole blocks
+    float* block;                 // [N, WIDTH], the sum of the last block
+    long long first_pair;         // the number of the first stored pair
+    long long last_pair;          // one past that of the last
+};
+
+static_assert(sizeof(SumParams) == PARAMS_BYTES, "SumParams differs from its twin in ordered_sums.py");
+
+constexpr int VALUE_DIM = 512, SCALES = VALUE_DIM / 64 + (WIDTH - VALUE_DIM) / 32;
+constexpr int BLOCK_PAIRS = 256, UNROLLED = 8, COLUMNS = 8;
+
+// Eight sums of a thread.
+struct Sums {
+    float numbers[COLUMNS];
+
+    __device__ __forceinline__ void load(const float* from) {
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(from + i);
+            numbers[i] = four.x, numbers[i + 1] = four.y, numbers[i + 2] = four.z, numbers[i + 3] = four.w;
+        }
+    }
+    __device__ __forceinline__ void store(float* to) const {
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i += 4) {
+            *reinterpret_cast<float4*>(to + i) = make_float4(numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3]);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) ordered_sums(const __grid_constant__ SumParams given) {
+    const int row = blockIdx.x, column = threadIdx.x * COLUMNS;
+    const long long end = given.ends[row];
+    long long at = given.cursors[row];
+    int count = given.counts[row];
+    __syncthreads();  // the first thread writes these numbers at the end
+    if (at >= end || given.order[at] >= given.last_pair || column >= WIDTH) return;
+    const int group = column < VALUE_DIM ? column / 64 : VALUE_DIM / 64 + (column - VALUE_DIM) / 32;
+    const long long place = static_cast<long long>(row) * WIDTH + column;
+    Sums total, block;
+    total.load(given.total + place);
+    block.load(given.block + place);
+    bool more = true;
+    while (more) {
+        uint4 words[UNROLLED][PARTS];
+        float scales[UNROLLED][PARTS];
+        bool here[UNROLLED];
+#pragma unroll
+        for (int i = 0; i < UNROLLED; ++i) {
+            const long long pair = at + i < end ? given.order[at + i] : given.last_pair;
+            here[i] = pair < given.last_pair;
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                const long long number = (pair - given.first_pair) * PARTS + part;
+                if (here[i]) {
+                    words[i][part] = *reinterpret_cast<const uint4*>(given.pairs + number * WIDTH + column);
+                    scales[i][part] = given.scales[number * SCALES + group];
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < UNROLLED; ++i) {
+            if (!here[i]) continue;
+#pragma unroll
+            for (int word = 0; word < 4; ++word) {
+                float2 sum = {0.0f, 0.0f};
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part) {
+                    const uint4& of = words[i][part];
+                    const float2 two = unpack_fp16(word == 0 ? of.x : word == 1 ? of.y : word == 2 ? of.z : of.w);
+                    sum.x += two.x * scales[i][part];
+                    sum.y += two.y * scales[i][part];
+                }
+                block.numbers[2 * word] += sum.x;
+                block.numbers[2 * word + 1] += sum.y;
+            }
+            if (++count % BLOCK_PAIRS == 0) {
+#pragma unroll
+                for (int k = 0; k < COLUMNS; ++k) {
+                    total.numbers[k] += block.numbers[k];
+                    block.numbers[k] = 0.0f;
+                }
+            }
+            ++at;
+        }
+        more = here[UNROLLED - 1];
+    }
+    total.store(given.total + place);
+    block.store(given.block + place);
+    if (threadIdx.x == 0) {
+        given.cursors[row] = at;
+        given.counts[row] = count;
+    }
+}
