@@ -152,7 +152,7 @@ BACKENDS = (
         "CUDA C++ for NVIDIA's Hopper, compiled at first use; the portable kernels where it has none",
         stages=("index", "attend"),
         base="triton",
-        trains=("attend_rows",),
+        trains=("attend_rows", "index_loss"),
         training="hopper.gradients",
         devices=("cuda",),
         compute_capabilities=(9,),

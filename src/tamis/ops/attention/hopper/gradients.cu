@@ -24,6 +24,7 @@
 // Defined by the host: WIDTH (512 or 576), HEADS (16, 32 or 64), ORDERED, THREADS, SHARED_BYTES, PARAMS_BYTES, and the
 // registers per thread of the roles: COMPUTE_REGISTERS, GATHER_REGISTERS.
 #include "instructions.cuh"
+#include "row_gradients.cuh"
 #include "softmax.cuh"
 #include "tile_copier.cuh"
 #include "warpgroups.cuh"
@@ -41,7 +42,7 @@ struct GradientParams {
     unsigned short* dq;          // [T, H, WIDTH], bf16, or null
     float* drows;                // [N, WIDTH], or null; not read with ORDERED
     unsigned short* pairs;       // [places, K, parts, WIDTH], fp16, with ORDERED
-    float* pair_scales;          // [places, K, parts, SCALES], with ORDERED
+    float* pair_scales;          // [places, K, parts, scales], with ORDERED
     long long q_token_stride;    // in elements, as all strides
     long long q_head_stride;
     long long dout_token_stride;
@@ -64,7 +65,6 @@ static_assert(sizeof(GradientParams) == PARAMS_BYTES, "GradientParams differs fr
 constexpr int BLOCK_ROWS = 64, VALUE_TILES = 512 / 64, TILES = WIDTH / 64;
 constexpr int STAGES = HEADS == 64 ? 1 : 2;  // blocks of rows in shared memory
 constexpr int CONSUMERS = 2 * WARPS * 32;    // threads
-constexpr int SCALES = VALUE_TILES + 2 * (TILES - VALUE_TILES);  // of a pair: for 64 columns, after the values for 32
 constexpr u32 STAGE_BYTES = TILES * TILE_BYTES, HEAD_TILE_BYTES = HEADS * 128;
 
 constexpr u32 ROWS = 0;                                       // [STAGES][TILES][64 rows][64 columns] bf16
@@ -172,146 +172,6 @@ __device__ __forceinline__ void gather(u32 memory, const GradientParams& given, 
 }
 
 // ---- Consumers
-
-// Exchanges half of two groups of four words with the lane whose number differs in bit MASK. Each lane keeps the first group
-// if its own bit is not set, else the second; the words that it gets are the other lane's of the same group.
-template <int MASK, class T>
-__device__ __forceinline__ void exchange(const T (&first)[4], const T (&second)[4], T (&own)[4], T (&got)[4]) {
-    const bool set = threadIdx.x & MASK;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        got[i] = __shfl_xor_sync(FULL_MASK, set ? first[i] : second[i], MASK);
-        own[i] = set ? second[i] : first[i];
-    }
-}
-
-// The gradients of a block's rows on their way to memory. A lane of wgmma's accumulators has pairs of columns of two rows, and
-// the four lanes of a row all of its 64 columns, or 32 after the values; they exchange numbers, so that a store covers more.
-struct RowSums {
-    // Adds to float32 sums. Eight lanes, which have rows 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of the warp's 16, add 32 columns of
-    // one of them at a time, 128 bytes: for L2, four sectors in one request take as long as one.
-    float* sums;
-    int slots[4];  // of these rows; -1 if a row does not exist
-
-    __device__ __forceinline__ RowSums(const GradientParams& given, const Item&, u32 block_slots, int) : sums(given.drows) {
-        const u32 first = block_slots + (threadIdx.x / 32 % WARPS * 16 + threadIdx.x % 32 / 8 * 2) * 4;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) slots[i] = sums == nullptr ? -1 : static_cast<int>(shared_load(first + (i / 2 * 8 + i % 2) * 4));
-    }
-
-    // Hands over 2 * N columns from `first` on.
-    template <int N>
-    __device__ __forceinline__ void emit(const float (&drows)[N], int first, int) const {
-        const int lane = threadIdx.x % 32;
-        const int column = first + (lane / 4 % 2 * 2 + lane % 2) * 8 + lane / 2 % 2 * 4;
-#pragma unroll
-        for (int half = 0; half < N / 16; ++half) {  // 32 columns
-            float quads[2][2][4];  // [16 columns][upper or lower row]: four neighbouring columns of this lane
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float(&at)[16] = *reinterpret_cast<const float(*)[16]>(&drows[half * 16]);
-                const float even[4] = {at[8 * i], at[8 * i + 1], at[8 * i + 2], at[8 * i + 3]};
-                const float odd[4] = {at[8 * i + 4], at[8 * i + 5], at[8 * i + 6], at[8 * i + 7]};
-                float own[4], got[4];
-                exchange<1>(even, odd, own, got);
-#pragma unroll
-                for (int row = 0; row < 2; ++row) {
-#pragma unroll
-                    for (int k = 0; k < 2; ++k) {
-                        quads[i][row][k] = lane & 1 ? got[2 * row + k] : own[2 * row + k];
-                        quads[i][row][2 + k] = lane & 1 ? own[2 * row + k] : got[2 * row + k];
-                    }
-                }
-            }
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-                float own[4], got[4];
-                exchange<4>(quads[0][row], quads[1][row], own, got);
-                float first_row[4], second_row[4];
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    first_row[k] = lane & 4 ? got[k] : own[k];
-                    second_row[k] = lane & 4 ? own[k] : got[k];
-                }
-                add(slots[2 * row], column + half * 32, first_row);
-                add(slots[2 * row + 1], column + half * 32, second_row);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void add(int slot, int column, const float (&four)[4]) const {
-        reduce_add4(sums + static_cast<long long>(slot) * WIDTH + column, make_float4(four[0], four[1], four[2], four[3]), slot >= 0);
-    }
-};
-
-struct RowPairs {
-    // Stores fp16 numbers with a scale, for the upper and the lower row of a lane; four lanes store 32 columns at a time.
-    bool exists[2];
-    unsigned short* pairs[2];  // [WIDTH]
-    float* scales[2];          // [SCALES]
-
-    __device__ __forceinline__ RowPairs(const GradientParams& given, const Item& item, u32 block_slots, int block) {
-        const int row = threadIdx.x / 32 % WARPS * 16 + threadIdx.x % 32 / 4;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const long long column = static_cast<long long>(item.place) * given.columns + block * BLOCK_ROWS + row + 8 * i;
-            const long long number = column * given.parts + item.part;
-            exists[i] = static_cast<int>(shared_load(block_slots + (row + 8 * i) * 4)) >= 0;
-            pairs[i] = given.pairs + number * WIDTH;
-            scales[i] = given.pair_scales + number * SCALES;
-        }
-    }
-
-    // As above. The largest number of a row becomes 2**14 or more; the columns have one scale, number `group`.
-    template <int N>
-    __device__ __forceinline__ void emit(const float (&drows)[N], int first, int group) const {
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            float largest = 0.0f;
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                if (i / 2 % 2 == row) largest = fmaxf(largest, fabsf(drows[i]));
-            }
-            const u32 exponent = max(__float_as_uint(max_over_lanes<1, 4>(largest)) >> 23, 15u);
-            const float factor = __uint_as_float(268 - exponent << 23);
-            if (exists[row] && lane % 4 == 0) scales[row][group] = __uint_as_float(exponent - 14 << 23);
-#pragma unroll
-            for (int half = 0; half < N / 16; ++half) {  // 32 columns, of which a lane stores eight
-                u32 words[4], swapped[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int at = half * 16 + i * 4 + row * 2;
-                    words[i] = pack_fp16(drows[at] * factor, drows[at + 1] * factor);
-                }
-                // A transposition of four words over four lanes, in two steps.
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const u32 got = __shfl_xor_sync(FULL_MASK, lane & 1 ? words[2 * i] : words[2 * i + 1], 1);
-                    swapped[2 * i] = lane & 1 ? got : words[2 * i];
-                    swapped[2 * i + 1] = lane & 1 ? words[2 * i + 1] : got;
-                }
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const u32 got = __shfl_xor_sync(FULL_MASK, lane & 2 ? swapped[i] : swapped[2 + i], 2);
-                    words[i] = lane & 2 ? got : swapped[i];
-                    words[2 + i] = lane & 2 ? swapped[2 + i] : got;
-                }
-                const uint4 eight = make_uint4(words[0], words[1], words[2], words[3]);
-                if (exists[row]) *reinterpret_cast<uint4*>(pairs[row] + first + half * 32 + lane % 4 * 8) = eight;
-            }
-        }
-    }
-};
-
-template <bool PAIRS>
-struct RowGradients : RowSums {
-    using RowSums::RowSums;
-};
-template <>
-struct RowGradients<true> : RowPairs {
-    using RowPairs::RowPairs;
-};
 
 // A thread of consumer warpgroup GROUP.
 template <int GROUP>
@@ -508,20 +368,22 @@ __device__ __forceinline__ void compute(u32 memory, const GradientParams& given,
         consumer.issue_queries(rows);
         consumer.issue_rows(drows, GROUP * 4);
         consumer.template finish_queries<1>();
-        const RowGradients<ORDERED> target(given, item, slots, block);
+        const long long first_pair = static_cast<long long>(item.place) * given.columns + block * BLOCK_ROWS;
+        const RowGradients<ORDERED, WIDTH, VALUE_TILES * 64> target(
+            given.drows, given.pairs, given.pair_scales, slots, first_pair * given.parts + item.part, given.parts);
         __syncwarp();  // every lane has read its slots
         if (lane == 0) mbarrier_arrive(empty(memory, stage));
 #pragma unroll 1
         for (int i = 0; i < consumer.OWN_TILES; ++i) {
             if (i > 0) consumer.issue_rows(drows, GROUP * 4 + i);
             wgmma_wait<0>(drows);
-            target.emit(drows, (GROUP * 4 + i) * 64, GROUP * 4 + i);
+            target.emit(drows, (GROUP * 4 + i) * 64);
         }
         if constexpr (consumer.HAS_TAIL) {
             float tail[16];
             consumer.issue_tail(tail);
             wgmma_wait<0>(tail);
-            target.emit(tail, VALUE_TILES * 64 + GROUP * 32, VALUE_TILES + GROUP);
+            target.emit(tail, VALUE_TILES * 64 + GROUP * 32);
         }
     }
     if (given.dq != nullptr) {

@@ -13,12 +13,12 @@ from tamis.cache.selection import Rows
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
 from tamis.cuda.launch import Launch, kernel
-from tamis.cuda.params import Float, Int, Long, Pointer, params_bytes, pointer
+from tamis.cuda.params import Float, Int, Long, Pointer, aligned, params_bytes, pointer
 from tamis.ops.attention import hopper, triton_gradients
-from tamis.ops.attention.hopper import ordered_sums
-from tamis.ops.attention.hopper.ordered_sums import OrderedSums
 from tamis.ops.attention.row_operations import AttendRows, AttendRowsBackward
 from tamis.ops.attention.triton_gradients import Given, counted_slots, delta_of, join, row_gradients, sink_gradient
+from tamis.ops.rows import ordered_sums
+from tamis.ops.rows.ordered_sums import OrderedSums, PairForm, sum_in_order
 
 VALUE_DIM = 512
 WIDTHS = (512, 576)
@@ -29,12 +29,6 @@ THREADS = 384
 SHARED_BYTES = 227 * 1024
 REGISTERS = (("COMPUTE_REGISTERS", 224), ("GATHER_REGISTERS", 56))
 """Per thread of the roles. Two computing warpgroups and a gathering one may have 504 together."""
-UNIT = 8
-"""Numbers that a thread copies at a time: 16 bytes, to which addresses are aligned."""
-PAIR_BYTES = 768 << 20
-"""Memory for the contributions of some tokens in the deterministic mode."""
-LISTED_PAIRS = 8 << 20
-"""Pairs of token and row that are sorted by row at a time."""
 
 index_target = triton_gradients.index_target
 check_attend_rows = triton_gradients.check_attend_rows
@@ -90,10 +84,10 @@ def attend_rows_backward(call: AttendRowsBackward) -> tuple[Tensor, list[Tensor]
     given = Given(q, rows, dout, lse, delta, dlse, call.sink, call.scale, call.out.shape[2])
     dq = torch.empty(call.q.shape if call.q_wanted else 0, dtype=call.q.dtype, device=call.q.device)
     ordered = call.deterministic and call.rows_wanted
-    device, parts = device_index(q.device), parts_of(q.shape[1])
+    device = device_index(q.device)
     launch = on_device(q.shape[2], heads_of(q.shape[1]), ordered, device)
     if ordered:
-        sums = OrderedSums(rows.rows, ordered_sums.on_device(q.shape[2], parts, device))
+        sums = OrderedSums(rows.rows, ordered_sums.on_device(pair_form(q), device))
         summed = add_in_order(given, dq, launch, sums, sm_count(q.device))
     else:
         summed = add_at_once(given, dq, launch, wanted=call.rows_wanted)
@@ -110,13 +104,6 @@ def refusal(call: AttendRowsBackward) -> str | None:
     return None
 
 
-def aligned(values: Tensor) -> Tensor:
-    """A tensor whose last axis is contiguous and whose rows start at multiples of 16 bytes."""
-    strides = values.stride()
-    fits = strides[-1] == 1 and all(stride % UNIT == 0 for stride in strides[:-1]) and values.data_ptr() % 16 == 0
-    return values if fits else values.contiguous().clone() if values.is_contiguous() else values.contiguous()
-
-
 Launcher = Callable[[tuple[int, int, int], GradientParams], None]
 
 
@@ -131,23 +118,14 @@ def add_at_once(given: Given, dq: Tensor, launch: Launcher, *, wanted: bool) -> 
 
 def add_in_order(given: Given, dq: Tensor, launch: Launcher, sums: OrderedSums, sms: int) -> Tensor:
     """The same with sums in one order: contributions of some tokens at a time are stored, then added up."""
-    (tokens, columns), width = given.rows.slots.shape, given.rows.rows.shape[1]
-    parts, device = parts_of(given.q.shape[1]), given.q.device
-    step = max(1, PAIR_BYTES // max(1, 2 * columns * parts * width))
-    # Whole waves of CTAs, one on each SM.
-    step = min(tokens, step // sms * sms or step)
-    listed = max(step, LISTED_PAIRS // max(1, columns) // max(1, step) * step)
-    pairs = torch.empty(step * columns * parts, width, dtype=torch.float16, device=device)
-    scales = torch.empty(len(pairs), scale_count(width), dtype=torch.float32, device=device)
-    slots = counted_slots(given.rows)
-    for first in range(0, tokens, max(1, listed)):
-        sums.list_pairs(slots[first : first + listed].flatten())
-        last = min(first + listed, tokens)
-        for start in range(first, last, step):
-            end = min(start + step, last)
-            launch(((end - start) * parts, 1, 1), gradient_params(given, dq, None, start, pairs, scales))
-            sums.add((start - first) * columns, (end - first) * columns, pairs, scales)
-    return sums.result()
+    form = pair_form(given.q)
+    if given.rows.slots.shape[1] == 0:
+        dq.zero_()
+
+    def store(start: int, end: int, pairs: Tensor, scales: Tensor) -> None:
+        launch(((end - start) * form.parts, 1, 1), gradient_params(given, dq, None, start, pairs, scales))
+
+    return sum_in_order(sums, form, counted_slots(given.rows), store, sms)
 
 
 def gradient_params(
@@ -180,9 +158,9 @@ def parts_of(heads: int) -> int:
     return ceil_div(heads, heads_of(heads))
 
 
-def scale_count(width: int) -> int:
-    """Scales of a pair: one for 64 columns of its value, and one for 32 columns after it."""
-    return VALUE_DIM // 64 + (width - VALUE_DIM) // 32
+def pair_form(q: Tensor) -> PairForm:
+    """How the contributions of pairs of token and row are stored for such queries."""
+    return PairForm(q.shape[2], VALUE_DIM, parts_of(q.shape[1]))
 
 
 def program(width: int, heads: int, *, ordered: bool) -> Program:

@@ -1,11 +1,12 @@
 // Adds up the contributions of pairs of token and row to the rows' gradients, in the order of tokens and columns.
 //
-// `gradients.cu` stores the pairs of some tokens at a time as fp16 numbers with scales. A sort has listed the pairs of every
+// `row_gradients.cuh` stores the pairs of some tokens at a time as fp16 numbers with scales. A sort has listed the pairs of every
 // row in order; a CTA continues the list of one row up to the last pair that is stored, eight columns per thread. Sums are
 // those of `torch_rows.RowSums`: blocks of 256 pairs one after the other, then the blocks. Additions wait for each other, but
 // the loads of eight pairs do not.
 //
-// Defined by the host: WIDTH (512 or 576), PARTS (summands of a pair: blocks of heads), THREADS, PARAMS_BYTES.
+// Defined by the host: WIDTH, VALUES (columns that have a scale for every 64; those after them have one for every 32), PARTS
+// (summands of a pair), THREADS, PARAMS_BYTES.
 #include "instructions.cuh"
 
 struct SumParams {
@@ -23,7 +24,7 @@ struct SumParams {
 
 static_assert(sizeof(SumParams) == PARAMS_BYTES, "SumParams differs from its twin in ordered_sums.py");
 
-constexpr int VALUE_DIM = 512, SCALES = VALUE_DIM / 64 + (WIDTH - VALUE_DIM) / 32;
+constexpr int SCALES = VALUES / 64 + (WIDTH - VALUES) / 32;
 constexpr int BLOCK_PAIRS = 256, UNROLLED = 8, COLUMNS = 8;
 
 // Eight sums of a thread.
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) ordered_sums(const __grid_
     int count = given.counts[row];
     __syncthreads();  // the first thread writes these numbers at the end
     if (at >= end || given.order[at] >= given.last_pair || column >= WIDTH) return;
-    const int group = column < VALUE_DIM ? column / 64 : VALUE_DIM / 64 + (column - VALUE_DIM) / 32;
+    const int group = column < VALUES ? column / 64 : VALUES / 64 + (column - VALUES) / 32;
     const long long place = static_cast<long long>(row) * WIDTH + column;
     Sums total, block;
     total.load(given.total + place);

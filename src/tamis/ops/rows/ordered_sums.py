@@ -1,4 +1,4 @@
-"""Sums of gradients by row in one order, on Hopper: launches of `ordered_sums.cu`."""
+"""Sums of gradients by row in one order, in CUDA C++: launches of `ordered_sums.cu`."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,6 +14,10 @@ from tamis.cuda.params import Long, Pointer, params_bytes, pointer
 
 COLUMNS = 8
 """Columns of a thread."""
+PAIR_BYTES = 768 << 20
+"""Memory for the contributions of some tokens."""
+LISTED_PAIRS = 8 << 20
+"""Pairs of token and row that are sorted by row at a time."""
 
 
 class SumParams(NamedTuple):
@@ -65,14 +69,62 @@ class OrderedSums:
         return self._total + self._block
 
 
-def program(width: int, parts: int) -> Program:
-    """The source for rows of a width and pairs of a number of summands."""
+class PairForm(NamedTuple):
+    """How kernels store the contributions of pairs of token and row; see `row_gradients.cuh`."""
+
+    width: int
+    """Columns of a row."""
+    values: int
+    """How many of them have a scale for every 64; those after them have one for every 32."""
+    parts: int
+    """Summands of a pair."""
+
+    @property
+    def scales(self) -> int:
+        """Scales of a summand."""
+        return self.values // 64 + (self.width - self.values) // 32
+
+
+Pairs = Callable[[int, int, Tensor, Tensor], None]
+"""Stores the pairs of tokens from a first up to a last, and their scales, at the beginning of two tensors."""
+
+
+def sum_in_order(sums: OrderedSums, form: PairForm, slots: Tensor, store: Pairs, sms: int) -> Tensor:
+    """Sums by row [rows, width] of what `store` stores, some tokens at a time.
+
+    Args:
+        sums: where they are added up.
+        form: how pairs are stored.
+        slots: int32 [T, K], the row of every pair; the number of rows means skip.
+        store: stores the pairs of some tokens.
+        sms: SMs of the device. Tokens are taken in whole waves of CTAs, one on each SM.
+    """
+    tokens, columns = slots.shape
+    numbers = columns * form.parts * form.width
+    step = max(1, PAIR_BYTES // max(1, 2 * numbers))
+    step = max(1, min(tokens, step // sms * sms or step))
+    listed = max(1, LISTED_PAIRS // max(1, columns) // step) * step
+    pairs = torch.empty(step * columns * form.parts, form.width, dtype=torch.float16, device=slots.device)
+    scales = torch.empty(len(pairs), form.scales, dtype=torch.float32, device=slots.device)
+    for first in range(0, tokens if columns else 0, listed):
+        last = min(first + listed, tokens)
+        sums.list_pairs(slots[first:last].flatten())
+        for start in range(first, last, step):
+            end = min(start + step, last)
+            store(start, end, pairs, scales)
+            sums.add((start - first) * columns, (end - first) * columns, pairs, scales)
+    return sums.result()
+
+
+def program(form: PairForm) -> Program:
+    """The source for a form of pairs."""
     return Program.packaged(
         __package__,
         "ordered_sums.cu",
-        WIDTH=width,
-        PARTS=parts,
-        THREADS=threads(width),
+        WIDTH=form.width,
+        VALUES=form.values,
+        PARTS=form.parts,
+        THREADS=threads(form.width),
         PARAMS_BYTES=params_bytes(SumParams),
     )
 
@@ -83,7 +135,6 @@ def threads(width: int) -> int:
 
 
 @cache
-def on_device(width: int, parts: int, device: int) -> Launch:
+def on_device(form: PairForm, device: int) -> Launch:
     """The kernel, ready to launch."""
-    loaded = kernel(program(width, parts), "ordered_sums", device)
-    return Launch(loaded, SumParams, threads=threads(width))
+    return Launch(kernel(program(form), "ordered_sums", device), SumParams, threads=threads(form.width))
