@@ -99,7 +99,7 @@ def pointer(tensor: Tensor | None) -> int:
 
 
 def aligned(values: Tensor) -> Tensor:
-    """A tensor as copies of 16 bytes read it: its last axis is contiguous and its rows start at multiples of 16 bytes."""
+    """A tensor as copies of 16 bytes read it: the last axis contiguous, every row aligned."""
     unit = 16 // values.element_size()
     *strides, last = values.stride()
     if last == 1 and all(stride % unit == 0 for stride in strides) and values.data_ptr() % 16 == 0:

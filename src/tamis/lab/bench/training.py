@@ -269,9 +269,25 @@ class TrainBench:
     ) -> TrainRow:
         machine = self.machine
         return TrainRow(
-            *(timestamp(), machine.gpu, machine.driver, machine.torch, machine.triton, machine.tamis, machine.commit),
-            *(stage, name, build, *shape, self.repeats, times.median_us / 1e3, times.p10 / 1e3, times.p90 / 1e3),
-            *(STAGES[stage].operations(shape) / times.median_us / 1e6, peak, error, ratio),
+            time=timestamp(),
+            gpu=machine.gpu,
+            driver=machine.driver,
+            torch=machine.torch,
+            triton=machine.triton,
+            tamis=machine.tamis,
+            commit=machine.commit,
+            stage=stage,
+            version=name,
+            build=build,
+            **shape._asdict(),
+            repeats=self.repeats,
+            median_ms=times.median_us / 1e3,
+            p10=times.p10 / 1e3,
+            p90=times.p90 / 1e3,
+            tflops=STAGES[stage].operations(shape) / times.median_us / 1e6,
+            peak_mb=peak,
+            error=error,
+            ratio=ratio,
         )
 
 

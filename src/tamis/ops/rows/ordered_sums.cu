@@ -58,6 +58,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) ordered_sums(const __grid_
     Sums total, block;
     total.load(given.total + place);
     block.load(given.block + place);
+    // Numbers of the next pairs, counted from the first stored one; NONE after the last. They are loaded while the numbers
+    // before them are used, since the address of a pair depends on its number.
+    constexpr int NONE = -1;
+    const auto pair_at = [&](long long place_in_list) -> int {
+        if (place_in_list >= end) return NONE;
+        const long long pair = given.order[place_in_list];
+        return pair < given.last_pair ? static_cast<int>(pair - given.first_pair) : NONE;
+    };
+    int next[UNROLLED];
+#pragma unroll
+    for (int i = 0; i < UNROLLED; ++i) next[i] = pair_at(at + i);
     bool more = true;
     while (more) {
         uint4 words[UNROLLED][PARTS];
@@ -65,17 +76,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) ordered_sums(const __grid_
         bool here[UNROLLED];
 #pragma unroll
         for (int i = 0; i < UNROLLED; ++i) {
-            const long long pair = at + i < end ? given.order[at + i] : given.last_pair;
-            here[i] = pair < given.last_pair;
+            here[i] = next[i] != NONE;
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
-                const long long number = (pair - given.first_pair) * PARTS + part;
+                const long long number = static_cast<long long>(next[i]) * PARTS + part;
                 if (here[i]) {
                     words[i][part] = *reinterpret_cast<const uint4*>(given.pairs + number * WIDTH + column);
                     scales[i][part] = given.scales[number * SCALES + group];
                 }
             }
         }
+        more = here[UNROLLED - 1];
+#pragma unroll
+        for (int i = 0; i < UNROLLED; ++i) next[i] = more ? pair_at(at + UNROLLED + i) : NONE;
 #pragma unroll
         for (int i = 0; i < UNROLLED; ++i) {
             if (!here[i]) continue;
@@ -101,7 +114,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) ordered_sums(const __grid_
             }
             ++at;
         }
-        more = here[UNROLLED - 1];
     }
     total.store(given.total + place);
     block.store(given.block + place);

@@ -61,8 +61,20 @@ class OrderedSums:
         """Add the pairs from number `first` up to `last`, which lie at the beginning of fp16 `pairs`, with scales."""
         if self._listed is None or not len(self._counts):
             return
-        held = (pairs, scales, *self._listed, self._counts, self._total, self._block)
-        self._launch((len(self._counts), 1, 1), SumParams(*(pointer(x) for x in held), first, last))
+        order, ends, cursors = self._listed
+        params = SumParams(
+            pairs=pointer(pairs),
+            scales=pointer(scales),
+            order=pointer(order),
+            ends=pointer(ends),
+            cursors=pointer(cursors),
+            counts=pointer(self._counts),
+            total=pointer(self._total),
+            block=pointer(self._block),
+            first_pair=first,
+            last_pair=last,
+        )
+        self._launch((len(self._counts), 1, 1), params)
 
     def result(self) -> Tensor:
         """The sums [rows, width]."""

@@ -53,7 +53,7 @@ struct GradientParams {
     int heads;                   // H
     int parts;                   // CTAs of a token: H / HEADS, rounded up
     int columns;                 // K
-    int count;                   // N
+    int row_count;               // N
     int first_token;             // of the launch
     float scale;                 // softmax scale
 };
@@ -153,7 +153,7 @@ __device__ __forceinline__ void gather(u32 memory, const GradientParams& given, 
         const int column = block * BLOCK_ROWS + own;
         if (column >= item.end) return -1;
         const int slot = slots[column * given.slots_column_stride];
-        return slot >= 0 && slot < given.count ? slot : -1;
+        return slot >= 0 && slot < given.row_count ? slot : -1;
     };
     TileCopier copier;
     int next = slot_of(0);

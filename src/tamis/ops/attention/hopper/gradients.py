@@ -61,7 +61,7 @@ class GradientParams(NamedTuple):
     heads: Int
     parts: Int
     columns: Int
-    count: Int
+    row_count: Int
     first_token: Int
     scale: Float
 
@@ -138,13 +138,34 @@ def gradient_params(
 ) -> GradientParams:
     """The parameters of a launch for the tokens from `first_token` on."""
     q, dout, rows, slots = given.q, given.dout, given.rows.rows, given.rows.slots
+    dout_strides = (0, 0, 0) if dout is None else dout.stride()
     return GradientParams(
-        *(pointer(q), pointer(dout), pointer(rows), pointer(slots), pointer(given.rows.lengths)),
-        *(pointer(given.lse), pointer(given.delta), pointer(given.dlse), pointer(given.sink)),
-        *(pointer(dq) if dq.numel() else 0, pointer(drows), pointer(pairs), pointer(scales)),
-        *(q.stride(0), q.stride(1), *((0, 0) if dout is None else (dout.stride(0), dout.stride(1)))),
-        *(rows.stride(0), slots.stride(0), slots.stride(1)),
-        *(q.shape[1], parts_of(q.shape[1]), slots.shape[1], len(rows), first_token, given.scale),
+        q=pointer(q),
+        dout=pointer(dout),
+        rows=pointer(rows),
+        slots=pointer(slots),
+        lengths=pointer(given.rows.lengths),
+        lse=pointer(given.lse),
+        delta=pointer(given.delta),
+        dlse=pointer(given.dlse),
+        sink=pointer(given.sink),
+        dq=pointer(dq) if dq.numel() else 0,
+        drows=pointer(drows),
+        pairs=pointer(pairs),
+        pair_scales=pointer(scales),
+        q_token_stride=q.stride(0),
+        q_head_stride=q.stride(1),
+        dout_token_stride=dout_strides[0],
+        dout_head_stride=dout_strides[1],
+        row_stride=rows.stride(0),
+        slots_token_stride=slots.stride(0),
+        slots_column_stride=slots.stride(1),
+        heads=q.shape[1],
+        parts=parts_of(q.shape[1]),
+        columns=slots.shape[1],
+        row_count=len(rows),
+        first_token=first_token,
+        scale=given.scale,
     )
 
 

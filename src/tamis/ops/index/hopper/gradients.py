@@ -1,4 +1,4 @@
-"""The indexer's loss and its gradients on Hopper: launches of `index_loss.cu`, the portable kernel for everything else."""
+"""The indexer's loss and its gradients on Hopper: launches of `index_loss.cu`, otherwise the portable kernel."""
 
 from collections.abc import Callable
 from functools import cache
@@ -53,7 +53,7 @@ class IndexLossParams(NamedTuple):
     target_stride: Long
     heads: Int
     columns: Int
-    count: Int
+    key_count: Int
     first_token: Int
 
 
@@ -106,12 +106,29 @@ class Prepared:
     ) -> IndexLossParams:
         """The parameters of a launch for the tokens from `first_token` on."""
         q, slots = self.q, self.slots
-        read = (q, self.keys, self.weights, slots, self.target, self.token_weights)
-        written = (self.losses, self.dq if self.dq.numel() else None, self.dweights, dkeys, pairs, scales)
         return IndexLossParams(
-            *(pointer(x) for x in (*read, *written)),
-            *(q.stride(0), q.stride(1), self.keys.stride(0), slots.stride(0), slots.stride(1), self.target.stride(0)),
-            *(q.shape[1], slots.shape[1], len(self.keys), first_token),
+            q=pointer(q),
+            keys=pointer(self.keys),
+            weights=pointer(self.weights),
+            slots=pointer(slots),
+            target=pointer(self.target),
+            token_weights=pointer(self.token_weights),
+            losses=pointer(self.losses),
+            dq=pointer(self.dq) if self.dq.numel() else 0,
+            dweights=pointer(self.dweights),
+            dkeys=pointer(dkeys),
+            pairs=pointer(pairs),
+            pair_scales=pointer(scales),
+            q_token_stride=q.stride(0),
+            q_head_stride=q.stride(1),
+            key_stride=self.keys.stride(0),
+            slots_token_stride=slots.stride(0),
+            slots_column_stride=slots.stride(1),
+            target_stride=self.target.stride(0),
+            heads=q.shape[1],
+            columns=slots.shape[1],
+            key_count=len(self.keys),
+            first_token=first_token,
         )
 
     def results(self, call: IndexLoss, dkeys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -44,7 +44,7 @@ struct IndexLossParams {
     long long target_stride;
     int heads;                   // H
     int columns;                 // K
-    int count;                   // N
+    int key_count;               // N
     int first_token;             // of the launch
 };
 
@@ -96,14 +96,30 @@ __device__ __forceinline__ void gather(u32 memory, const IndexLossParams& given,
     const int warp = threadIdx.x / 32 % WARPS, lane = threadIdx.x % 32, own = warp * WARP_ROWS + lane % WARP_ROWS;
     const int* const slots = given.slots + item.token * given.slots_token_stride;
     const float* const target = given.target + item.token * given.target_stride;
-    TileCopier copier;
-    int visit = 0, stage = 0;
-    u32 parity = 1;
-    for (; visit < item.passes * item.blocks; ++visit) {
+    const int visits = item.passes * item.blocks;
+    // A key of a visit. Slots and targets are loaded AHEAD visits before they are used: a load takes longer than a visit.
+    struct Key {
+        int slot;  // -1: none
+        float wanted;
+    };
+    const auto key_of = [&](int visit) -> Key {
         const int column = visit % item.blocks * BLOCK_KEYS + own;
-        int slot = column < given.columns ? slots[column * given.slots_column_stride] : -1;
-        slot = slot >= 0 && slot < given.count ? slot : -1;
-        const float wanted = slot >= 0 ? target[column] : 0.0f;
+        if (visit >= visits || column >= given.columns) return {-1, 0.0f};
+        return {slots[column * given.slots_column_stride], target[column]};
+    };
+    constexpr int AHEAD = 3;
+    Key keys[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) keys[i] = key_of(i);
+    TileCopier copier;
+    int stage = 0;
+    u32 parity = 1;
+    for (int visit = 0; visit < visits; ++visit) {
+        const int slot = keys[0].slot >= 0 && keys[0].slot < given.key_count ? keys[0].slot : -1;
+        const float wanted = slot >= 0 ? keys[0].wanted : 0.0f;
+#pragma unroll
+        for (int i = 1; i < AHEAD; ++i) keys[i - 1] = keys[i];
+        keys[AHEAD - 1] = key_of(visit + AHEAD);
         copier.take(slot < 0 ? nullptr : reinterpret_cast<const unsigned char*>(given.keys + slot * given.key_stride));
         mbarrier_wait(empty(memory, stage), parity);
         if (lane < WARP_ROWS) {
