@@ -358,12 +358,13 @@ class Peer:
         tokens, topk, device = inputs.shape.tokens, inputs.shape.topk, inputs.q.device
         own = torch.arange(tokens, dtype=torch.int32, device=device).unsqueeze(1)
         slots = torch.arange(topk, dtype=torch.int32, device=device).expand(tokens, topk)
-        slots = torch.where(slots <= own, slots, inputs.shape.rows - 1).contiguous()
-        whole = slots.view(1, tokens, 1, topk)
+        seen = torch.where(slots <= own, slots, -1)
+        # A row that it masks, in place of a number that it would read before the tensor.
+        whole = torch.where(slots <= own, slots, inputs.shape.rows - 1).view(1, tokens, 1, topk)
         dq, _ = differentiate(whole, *attend(whole))
         last = Inputs.__new__(Inputs)
         last.__dict__ |= inputs.first(CHECKED).__dict__
-        last.q, last.dout, last.slots = inputs.q[-CHECKED:], inputs.dout[-CHECKED:], slots[-CHECKED:]
+        last.q, last.dout, last.slots = inputs.q[-CHECKED:], inputs.dout[-CHECKED:], seen[-CHECKED:]
         return relative_error(dq[0, -CHECKED:], _exact(last, "backward")[0])
 
 
