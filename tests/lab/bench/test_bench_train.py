@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tamis.cli import bench_train
-from tamis.cli import main
+from tamis.cli import bench_train, main
 from tamis.lab.bench import training
 from tamis.lab.bench.record import Machine
 from tamis.lab.bench.training import STAGES, TRAIN_COLUMNS, Inputs, Peer, Shape, TrainBench, default_shapes
