@@ -30,7 +30,9 @@ struct RowSums {
     __device__ __forceinline__ RowSums(float* sums, u32 block_slots) : sums(sums) {
         const u32 first = block_slots + (threadIdx.x / 32 % WARPS * 16 + threadIdx.x % 32 / 8 * 2) * 4;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) slots[i] = sums == nullptr ? -1 : static_cast<int>(shared_load(first + (i / 2 * 8 + i % 2) * 4));
+        for (int i = 0; i < 4; ++i) {
+            slots[i] = sums == nullptr ? -1 : static_cast<int>(shared_load(first + (i / 2 * 8 + i % 2) * 4));
+        }
     }
 
     // Hands over 2 * N columns, 32 or 64, from `first` on.
@@ -74,7 +76,8 @@ struct RowSums {
     }
 
     __device__ __forceinline__ void add(int slot, int column, const float (&four)[4]) const {
-        reduce_add4(sums + static_cast<long long>(slot) * ROW_WIDTH + column, make_float4(four[0], four[1], four[2], four[3]), slot >= 0);
+        float* const to = sums + static_cast<long long>(slot) * ROW_WIDTH + column;
+        reduce_add4(to, make_float4(four[0], four[1], four[2], four[3]), slot >= 0);
     }
 };
 
@@ -151,6 +154,7 @@ struct RowGradients : RowSums<ROW_WIDTH> {
 
 template <int ROW_WIDTH, int VALUES>
 struct RowGradients<true, ROW_WIDTH, VALUES> : RowPairs<ROW_WIDTH, VALUES> {
-    __device__ __forceinline__ RowGradients(float*, unsigned short* pairs, float* scales, u32 block_slots, long long first, int step)
+    __device__ __forceinline__ RowGradients(
+        float*, unsigned short* pairs, float* scales, u32 block_slots, long long first, int step)
         : RowPairs<ROW_WIDTH, VALUES>(pairs, scales, block_slots, first, step) {}
 };

@@ -7,19 +7,18 @@
 //
 // Roles of the three warpgroups:
 //   2     gather   Producer. Copies the rows of a block with cp.async straight into swizzled tiles.
-//   0, 1  compute  Consumers. Warpgroup 0 computes S and p, warpgroup 1 dP and, with p, dz. When both are in shared memory
-//                  as bf16 operands, a warpgroup computes the columns of dq and drows that belong to it: 256 columns of the values, and half of
-//                  the columns after them.
+//   0, 1  compute  Consumers. Warpgroup 0 computes S and p, warpgroup 1 dP and, with p, dz. When p and dz are in shared
+//                  memory as bf16 operands, each computes the columns of dq and drows that belong to it: 256 columns of the
+//                  values, and half of the columns after them.
 //
 // Rows are read for the last time by dq, so that the next block is gathered while drows are computed and leave. With 64 heads
 // there is no shared memory for a second stage of rows: queries take 72 KiB, output gradients 64, rows 72, dz and p 16.
 //
-// Gradients of rows are added to a float32 tensor with reductions of 16 bytes (ORDERED 0). With ORDERED 1, each pair of token
-// and row has a place of its own, from which another kernel adds them up in order. There they are fp16, relative to a scale
-// for 64 or 32 columns, which is a power of two: half of the bytes of float32, and errors of 2**-12 of the largest number.
+// Gradients of rows are added to a float32 tensor by reductions (ORDERED 0), or stored by pair of token and row, from where
+// `ordered_sums.cu` adds them up in order (ORDERED 1); see `row_gradients.cuh`.
 //
-// Budget for a block at 64 heads (H200): 5,504 cycles of wgmma, about 1,100 more since S and dP have 32 columns each and
-// wait for shared memory; 147 KB of reductions, for which L2 takes 9,200 cycles when all SMs send them.
+// Budget for a block at 64 heads (H200): 5,504 cycles of wgmma; 147 KB of reductions, for which L2 takes 9,200 cycles when all
+// SMs send them.
 //
 // Defined by the host: WIDTH (512 or 576), HEADS (16, 32 or 64), ORDERED, THREADS, SHARED_BYTES, PARAMS_BYTES, and the
 // registers per thread of the roles: COMPUTE_REGISTERS, GATHER_REGISTERS.
@@ -73,7 +72,7 @@ constexpr u32 UPSTREAM = QUERIES + TILES * HEAD_TILE_BYTES;   // [VALUE_TILES][H
 // dz and p, [64 rows][HEADS]: a tile each for 64 heads, else both in one, dz in the first columns.
 constexpr u32 SLOPES = UPSTREAM + VALUE_TILES * HEAD_TILE_BYTES;
 constexpr u32 WEIGHTS = HEADS == 64 ? SLOPES + TILE_BYTES : SLOPES + HEADS * 2;
-constexpr u32 FACTORS = SLOPES + (HEADS == 64 ? 2 : 1) * TILE_BYTES;  // [HEADS][4] see HeadFactors
+constexpr u32 FACTORS = SLOPES + (HEADS == 64 ? 2 : 1) * TILE_BYTES;  // [HEADS][4] see `store_factors`
 constexpr u32 SLOTS = FACTORS + HEADS * 16;                   // [STAGES][64] row numbers, -1 where there is none
 constexpr u32 FULL = SLOTS + STAGES * BLOCK_ROWS * 4;         // [STAGES] mbarriers, as all that follow
 constexpr u32 EMPTY = FULL + STAGES * 8;                      // [STAGES]
@@ -140,7 +139,8 @@ __device__ __forceinline__ void store_factors(u32 memory, const GradientParams& 
             if (given.dlse != nullptr) constant += given.dlse[at];
         }
     }
-    shared_store4(memory + FACTORS + head * 16, make_uint4(__float_as_uint(base), __float_as_uint(share), __float_as_uint(constant), 0));
+    shared_store4(memory + FACTORS + head * 16,
+                  make_uint4(__float_as_uint(base), __float_as_uint(share), __float_as_uint(constant), 0));
 }
 
 // ---- Producer
@@ -202,7 +202,8 @@ struct Consumer {
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const u32 tile = step / 4, at = step % 4 * 32;
-            wgmma_ss<BF16>(products, advance(keys, tile * TILE_BYTES + at), advance(heads, tile * HEAD_TILE_BYTES + at), step > 0);
+            wgmma_ss<BF16>(
+                products, advance(keys, tile * TILE_BYTES + at), advance(heads, tile * HEAD_TILE_BYTES + at), step > 0);
         }
         wgmma_commit();
         wgmma_wait<0>(products);
@@ -277,7 +278,8 @@ struct Consumer {
         for (int step = 0; step < 4; ++step) {
 #pragma unroll
             for (int quarter = 0; quarter < 2; ++quarter) {
-                wgmma_ss_mn_mn<BF16>(dq[quarter], advance(slopes, step * 2048), advance(values, quarter * 2 * TILE_BYTES + step * 2048));
+                const u32 at = quarter * 2 * TILE_BYTES + step * 2048;
+                wgmma_ss_mn_mn<BF16>(dq[quarter], advance(slopes, step * 2048), advance(values, at));
             }
             if constexpr (HAS_TAIL) {
                 wgmma_ss_mn_mn<BF16>(dq_tail, advance(slopes, step * 2048), advance(tail, step * 2048));

@@ -233,7 +233,8 @@ struct Consumer {
 
     // Turns the products of a block into slopes of the loss by y, in two bf16 terms, as fragments of the A operand and in shared
     // memory; adds to the gradients of the lane's heads' weights. `above` and `below` are the slopes by the two scores.
-    __device__ __forceinline__ void differentiate(const float (&y)[32], float above, float below, u32 (&terms)[2][4][4], float (&dw)[16]) const {
+    __device__ __forceinline__ void differentiate(
+        const float (&y)[32], float above, float below, u32 (&terms)[2][4][4], float (&dw)[16]) const {
         const u32 tiles = memory + SLOPES + group * 2 * TILE_BYTES;
 #pragma unroll
         for (int step = 0; step < 4; ++step) {  // 16 heads
@@ -258,7 +259,8 @@ struct Consumer {
 
     // Issues the gradients of queries, dq += slopes^T keys, and of the block's keys, slopes q.
     __device__ __forceinline__ void issue(int stage, const u32 (&terms)[2][4][4], float (&dq)[64], float (&dkeys)[64]) const {
-        const auto keys = mn_major(memory + KEYS + stage * STAGE_BYTES, TILE_BYTES), queries = mn_major(memory + QUERIES, TILE_BYTES);
+        const auto keys = mn_major(memory + KEYS + stage * STAGE_BYTES, TILE_BYTES);
+        const auto queries = mn_major(memory + QUERIES, TILE_BYTES);
         const auto slopes = mn_major(memory + SLOPES + group * 2 * TILE_BYTES, TILE_BYTES);
 #pragma unroll
         for (int i = 0; i < 64; ++i) dkeys[i] = 0.0f;
@@ -282,7 +284,8 @@ __device__ __forceinline__ Statistics merged(u32 memory, Statistics own, const C
     own.merge_lanes();
     const u32 place = memory + STATISTICS + (consumer.group * WARPS + consumer.warp) * 16;
     if (consumer.lane == 0) {
-        shared_store4(place, make_uint4(__float_as_uint(own.largest), __float_as_uint(own.total), __float_as_uint(own.mass), __float_as_uint(own.loss)));
+        shared_store4(place, make_uint4(__float_as_uint(own.largest), __float_as_uint(own.total), __float_as_uint(own.mass),
+                                        __float_as_uint(own.loss)));
     }
     named_barrier_sync(BOTH, CONSUMERS);
     Statistics all;
@@ -295,7 +298,8 @@ __device__ __forceinline__ Statistics merged(u32 memory, Statistics own, const C
 }
 
 // Adds up what both warpgroups have of the gradients of queries and weights, and writes the results.
-__device__ __forceinline__ void store(const Consumer& consumer, const IndexLossParams& given, const Item& item, float (&dq)[64], float (&dw)[16]) {
+__device__ __forceinline__ void store(
+    const Consumer& consumer, const IndexLossParams& given, const Item& item, float (&dq)[64], float (&dw)[16]) {
     const u32 memory = consumer.memory;
     const int lane = consumer.lane, warp = consumer.warp;
 #pragma unroll
@@ -306,7 +310,7 @@ __device__ __forceinline__ void store(const Consumer& consumer, const IndexLossP
             store_float(memory + WEIGHT_SUMS + ((consumer.group * WARPS + warp) * HEADS + head) * 4, dw[i]);
         }
     }
-    // The first warpgroup's last block may still be read by its own products only, which it has waited for.
+    // Both warpgroups have waited for their last products, so that nothing reads keys any more.
     named_barrier_sync(BOTH, CONSUMERS);
     const u32 sums = memory + QUERY_SUMS + (warp * 32 + lane) * 16;
     if (consumer.group == 1) {
