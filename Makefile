@@ -71,7 +71,7 @@ test-numerics: setup
 # all settings: tf32 leads to products in float64, which autocast leaves alone, so they are apart.
 SETTINGS_TESTS := $(filter-out tests/ops/index/test_index_hf.py tests/ops/index/test_index_mxfp4.py \
   tests/ops/write/test_write_bytes.py, $(STAGE_TESTS)) tests/ops/translate/test_triton_translate.py \
-  tests/ops/attention/hopper/test_splits.py tests/cache/test_paged.py \
+  tests/ops/attention/hopper/test_splits.py tests/cache/test_paged.py tests/train \
   $(addprefix tests/model/test_,absorb.py rope.py) $(addprefix tests/step/test_,planner.py v4_planner.py) \
   $(addprefix tests/layers/test_,mla.py v4.py v4_gathered.py) \
   $(addprefix tests/integrations/test_,flash_mla_contract.py flashinfer_v4.py deep_gemm.py) \

@@ -152,6 +152,8 @@ BACKENDS = (
         "CUDA C++ for NVIDIA's Hopper, compiled at first use; the portable kernels where it has none",
         stages=("index", "attend"),
         base="triton",
+        trains=("attend_rows", "index_loss"),
+        training="hopper.gradients",
         devices=("cuda",),
         compute_capabilities=(9,),
         compiled_at_first_use=True,

@@ -9,9 +9,12 @@ from typing import NamedTuple, get_type_hints
 import pytest
 
 from tamis.cuda.params import Float, Int, Long, Pointer, field_places, params_bytes, params_format
+from tamis.ops.attention.hopper import gradients as attention_gradients
 from tamis.ops.attention.hopper import many_heads, splits
 from tamis.ops.attention.hopper import params as attention
+from tamis.ops.index.hopper import gradients as index_gradients
 from tamis.ops.index.hopper import topk
+from tamis.ops.rows import ordered_sums
 
 ATTENTION = "tamis.ops.attention.hopper"
 STRUCTS = [
@@ -22,6 +25,9 @@ STRUCTS = [
     (many_heads.ManyHeadsParams, ATTENTION, "items.cuh"),
     (splits.MergeParams, ATTENTION, "merge_splits.cu"),
     (topk.TopkParams, "tamis.ops.index.hopper", "topk.cu"),
+    (attention_gradients.GradientParams, ATTENTION, "gradients.cu"),
+    (index_gradients.IndexLossParams, "tamis.ops.index.hopper", "index_loss.cu"),
+    (ordered_sums.SumParams, "tamis.ops.rows", "ordered_sums.cu"),
 ]
 TYPES = {"int": "i", "long long": "q", "float": "f"}
 

@@ -267,6 +267,13 @@ inline void named_barrier_arrive(u32 name, u32 threads) {
     emulator::maybe_pause();
 }
 
+inline void reduce_add4(float* address, float4 v, bool valid) {
+    if (!valid) return;
+    if (reinterpret_cast<uintptr_t>(address) % 16) emulator::fail("a reduction is not aligned");
+    const float four[4] = {v.x, v.y, v.z, v.w};
+    for (int i = 0; i < 4; ++i) atomicAdd(address + i, four[i]);
+}
+
 template <int REGISTERS>
 void warpgroup_reg_dealloc() {}
 

@@ -24,7 +24,7 @@ struct Product {
     float rows[2][32];        // the thread's two rows of a, if it is in registers
     int depth = 16;           // K
     int bytes = 2;            // of an element
-    bool b_is_mn_major = false;
+    bool b_is_mn_major = false, a_is_mn_major = false;
 };
 
 // The products of each thread that are not committed yet, and the committed groups. `eager`: products run when issued.
@@ -66,7 +66,10 @@ inline void run(const Product& product) {
     if (!product.from_registers) {
         const TileOperand from(product.a);
         for (int below = 0; below < 2; ++below) {
-            for (int k = 0; k < 16; ++k) a[below][k] = product.value(from.k_major(row + 8 * below, k));
+            for (int k = 0; k < 16; ++k) {
+                const int m = row + 8 * below;
+                a[below][k] = product.value(product.a_is_mn_major ? from.mn_major(k, m) : from.k_major(m, k));
+            }
         }
     }
     const TileOperand from(product.b);
@@ -136,9 +139,23 @@ void wgmma_wait() {
     wgmma_wait<PENDING>(nothing);
 }
 
-template <Operand TYPE>
-void wgmma_ss(float (&d)[32], unsigned long long a, unsigned long long b, int accumulate) {
-    emulator::issue({d, 64, accumulate != 0, false, a, b, emulator::operand_value<TYPE>});
+template <Operand TYPE, int N>
+void wgmma_ss(float (&d)[N], unsigned long long a, unsigned long long b, int accumulate) {
+    emulator::issue({d, 2 * N, accumulate != 0, false, a, b, emulator::operand_value<TYPE>});
+}
+
+template <Operand TYPE, int N>
+void wgmma_ss_k_mn(float (&d)[N], unsigned long long a, unsigned long long b, int accumulate) {
+    emulator::Product product = {d, 2 * N, accumulate != 0, false, a, b, emulator::operand_value<TYPE>};
+    product.b_is_mn_major = true;
+    emulator::issue(product);
+}
+
+template <Operand TYPE, int N>
+void wgmma_ss_mn_mn(float (&d)[N], unsigned long long a, unsigned long long b) {
+    emulator::Product product = {d, 2 * N, true, false, a, b, emulator::operand_value<TYPE>};
+    product.b_is_mn_major = product.a_is_mn_major = true;
+    emulator::issue(product);
 }
 
 template <Operand TYPE>

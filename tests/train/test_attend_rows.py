@@ -240,6 +240,7 @@ def test_autocast_converts_queries_and_rows_at_the_door() -> None:
         assert torch.equal(one, other.float())
 
 
+@pytest.mark.own_settings("autocast makes dtypes alike that are refused without it", without=("autocast",))
 def test_wrong_arguments_are_refused_by_name() -> None:
     case = Case()
     good, long = case.selections(), Rows(case.rows[0], case.slots[0].long())

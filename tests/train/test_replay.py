@@ -41,6 +41,7 @@ class Rollout:
                 done[name] += new[name]
 
 
+@pytest.mark.own_settings("autocast is for training; the rollout is served in float32", without=("autocast",))
 def test_a_rollout_in_steps_is_trained_on_in_one_pass() -> None:
     rollout = Rollout()
     pack = Pack.of([0, 14, 23])

@@ -26,6 +26,7 @@ from tools.docs import (
     selecting,
     speed,
     tour,
+    train_times,
     training,
     vllm,
 )
@@ -73,11 +74,14 @@ TEXTS: dict[str, Callable[[], str]] = {
     "parallel memory": parallelism.memory,
     "parallel prompts": parallelism.prompts,
     "prompts": speed.prompts,
-    "results": lambda: "\n\n".join(text for text in (doors.everything(), results.everything()) if text),
+    "results": lambda: "\n\n".join(
+        text for text in (doors.everything(), results.everything(), train_times.everything()) if text
+    ),
     "selecting": selecting.costs,
     "tested versions": install.tested,
     "tour": tour.page,
     "train demo": training.measures,
+    "train times": train_times.headline,
     "vllm releases": vllm.releases,
 }
 PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)

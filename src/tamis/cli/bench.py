@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tamis._extras import install_command
-from tamis.cli import bench_door
+from tamis.cli import bench_door, bench_train
 from tamis.cli import options as shared
 from tamis.cli.data import print_json, with_unit
 from tamis.cli.machine import check_backend, describe_machine, let_waiting_threads_sleep, machine_line, pick_device
@@ -58,6 +58,8 @@ each selected row, key, score, index, query and output once.
 
 {bench_door.DETAILS}
 
+{bench_train.DETAILS}
+
 Peers run in turn with ours, in the same process, on the same inputs. flashmla stands for every build of FlashMLA that
 is found: flashmla-sgl (sgl-flash-mla, its kernels for Hopper), flashmla-vllm (the copy in vLLM's wheel) and
 flashmla-plain (a package flash_mla without use_legacy); the fastest of them has the ratio. Before their time starts,
@@ -90,7 +92,7 @@ def register(subcommands: Subcommands) -> None:
         example=EXAMPLES,
         usage="[suite] [options]",
     )
-    suites = (*SUITES, bench_door.SUITE)
+    suites = (*SUITES, bench_door.SUITE, bench_train.SUITE)
     parser.add_argument("suite", nargs="?", choices=suites, metavar="suite", help="one of the above (default: smoke)")
     shared.add_device(parser)
     shared.add_backend(parser)
@@ -141,10 +143,13 @@ def register(subcommands: Subcommands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Verify, measure, and print the table or the JSON object; with --from, draw earlier measurements instead."""
     bench_door.check_options(options)
+    bench_train.check_options(options)
     _check_options(options)
     let_waiting_threads_sleep()
     if options.suite == bench_door.SUITE:
         return bench_door.run(options)
+    if options.suite == bench_train.SUITE:
+        return bench_train.run(options)
     if options.report is not None:
         from tamis.lab.bench.report import check_place
 

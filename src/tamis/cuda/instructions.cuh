@@ -171,6 +171,15 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
     } while (!ended);
 }
 
+// ---- Reductions in global memory
+
+// Adds four numbers, each of them atomically, at an address that is a multiple of 16, if `valid`. The order of additions by
+// several threads is not defined. The predicate is part of the instruction: a branch would make wgmma wait before it.
+__device__ __forceinline__ void reduce_add4(float* address, float4 v, bool valid) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}"
+                 ::"l"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(static_cast<int>(valid)) : "memory");
+}
+
 // ---- Copies from global to shared memory
 
 // Starts a bulk copy of a multiple of 16 bytes. Both addresses are multiples of 16. The mbarrier counts bytes as they arrive.

@@ -10,6 +10,7 @@ import struct
 from functools import cache
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
+import torch
 from torch import Tensor
 
 Pointer = Annotated[int, "P"]
@@ -95,3 +96,12 @@ def params_bytes(params: type) -> int:
 def pointer(tensor: Tensor | None) -> int:
     """The address of a tensor's memory; 0, a null pointer, for None."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def aligned(values: Tensor) -> Tensor:
+    """A tensor as copies of 16 bytes read it: the last axis contiguous, every row aligned."""
+    unit = 16 // values.element_size()
+    *strides, last = values.stride()
+    if last == 1 and all(stride % unit == 0 for stride in strides) and values.data_ptr() % 16 == 0:
+        return values
+    return values.clone(memory_format=torch.contiguous_format)

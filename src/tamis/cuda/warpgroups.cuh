@@ -58,6 +58,17 @@ __device__ __forceinline__ void wgmma_wait(float (&accumulators)[N]) {
     }
 #define IF(NAME) "{\n.reg .pred p;\nsetp.ne.b32 p, " NAME ", 0;\n"
 
+// d[64, 16] (+)= a[64, 16] b[16, 16]^T, b K-major; with 32 columns below.
+template <Operand TYPE>
+__device__ __forceinline__ void wgmma_ss(float (&d)[8], unsigned long long a, unsigned long long b, int accumulate) {
+    WGMMA(IF("%10"), "m64n16k16", NAMES8 "}, %8, %9, p, 1, 1, 0, 0;\n}", D8(0), "l"(a), "l"(b), "r"(accumulate))
+}
+
+template <Operand TYPE>
+__device__ __forceinline__ void wgmma_ss(float (&d)[16], unsigned long long a, unsigned long long b, int accumulate) {
+    WGMMA(IF("%18"), "m64n32k16", NAMES16 "}, %16, %17, p, 1, 1, 0, 0;\n}", D16(0), "l"(a), "l"(b), "r"(accumulate))
+}
+
 // d[64, 64] (+)= a[64, 16] b[64, 16]^T, b K-major.
 template <Operand TYPE>
 __device__ __forceinline__ void wgmma_ss(float (&d)[32], unsigned long long a, unsigned long long b, int accumulate) {
@@ -86,6 +97,28 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[32], const u32 (&a)[4], unsi
 template <Operand TYPE>
 __device__ __forceinline__ void wgmma_ss(float (&d)[64], unsigned long long a, unsigned long long b) {
     WGMMA("", "m64n128k16", NAMES64 "}, %64, %65, 1, 1, 1, 0, 1;", D64(0), "l"(a), "l"(b))
+}
+
+// d[64, 64] (+)= a[64, 16] b[16, 64], a K-major, b MN-major; with 32 columns first.
+template <Operand TYPE>
+__device__ __forceinline__ void wgmma_ss_k_mn(float (&d)[16], unsigned long long a, unsigned long long b, int accumulate) {
+    WGMMA(IF("%18"), "m64n32k16", NAMES16 "}, %16, %17, p, 1, 1, 0, 1;\n}", D16(0), "l"(a), "l"(b), "r"(accumulate))
+}
+
+template <Operand TYPE>
+__device__ __forceinline__ void wgmma_ss_k_mn(float (&d)[32], unsigned long long a, unsigned long long b, int accumulate) {
+    WGMMA(IF("%34"), "m64n64k16", NAMES32 "}, %32, %33, p, 1, 1, 0, 1;\n}", D32(0), "l"(a), "l"(b), "r"(accumulate))
+}
+
+// d[64, 32] += a[16, 64]^T b[16, 32], both MN-major; with 128 columns below.
+template <Operand TYPE>
+__device__ __forceinline__ void wgmma_ss_mn_mn(float (&d)[16], unsigned long long a, unsigned long long b) {
+    WGMMA("", "m64n32k16", NAMES16 "}, %16, %17, 1, 1, 1, 1, 1;", D16(0), "l"(a), "l"(b))
+}
+
+template <Operand TYPE>
+__device__ __forceinline__ void wgmma_ss_mn_mn(float (&d)[64], unsigned long long a, unsigned long long b) {
+    WGMMA("", "m64n128k16", NAMES64 "}, %64, %65, 1, 1, 1, 1, 1;", D64(0), "l"(a), "l"(b))
 }
 
 template <Operand TYPE>

@@ -12,7 +12,7 @@ from tamis.cache.selection import Selection
 from tamis.lab.offline.cuda import CudaCase
 from tamis.lab.offline.training import attend_cases
 from tamis.lab.offline.triton import NATIVE_E4M3, TARGETS, OfflineCase, Target
-from tamis.ops.attention.hopper import few_heads, many_heads, splits
+from tamis.ops.attention.hopper import few_heads, gradients, many_heads, splits
 from tamis.ops.attention.triton_grouped import attend_groups_kernel
 from tamis.ops.attention.triton_kernels import (
     MAX_LATENT,
@@ -24,6 +24,8 @@ from tamis.ops.attention.triton_kernels import (
     shared_bytes,
 )
 from tamis.ops.attention.triton_rowwise import attend_rows_kernel
+from tamis.ops.rows import ordered_sums
+from tamis.ops.rows.ordered_sums import PairForm
 
 QUERIES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 HEADS = (16, 64)
@@ -121,11 +123,22 @@ def _case(
 
 
 def cuda_cases() -> Iterator[CudaCase]:
-    """The merge of splits and both attention kernels, in every variant that is launched."""
+    """The merge of splits, both attention kernels and gradients, in every variant that is launched."""
     for batch in splits.MERGE_BATCHES:
         yield CudaCase(f"attend, merging splits, {batch} at once", splits.merge_program(batch), 0)
     yield from few_heads_cases()
     yield from many_heads_cases()
+    yield from gradient_cases()
+
+
+def gradient_cases() -> Iterator[CudaCase]:
+    """Gradients for each width, number of heads and order of sums, and the sums in order."""
+    for width, heads, ordered in product(gradients.WIDTHS, gradients.HEADS, (False, True)):
+        label = f"attend, gradients of rows of {width}, {heads} heads{', in order' if ordered else ''}"
+        yield CudaCase(label, gradients.program(width, heads, ordered=ordered), gradients.SHARED_BYTES)
+    for width, parts in product(gradients.WIDTHS, (1, 2)):
+        form = PairForm(width, gradients.VALUE_DIM, parts)
+        yield CudaCase(f"attend, sums in order, rows of {width}, parts: {parts}", ordered_sums.program(form), 0)
 
 
 def few_heads_cases() -> Iterator[CudaCase]:

@@ -13,7 +13,7 @@ from tamis.lab.offline.cuda import CudaCase
 from tamis.lab.offline.training import index_cases
 from tamis.lab.offline.triton import NATIVE_E4M3, TARGETS, OfflineCase
 from tamis.model.recipe import IndexRecipe
-from tamis.ops.index.hopper import scores
+from tamis.ops.index.hopper import gradients, scores
 from tamis.ops.index.hopper.topk import Variant, program
 from tamis.ops.index.operations import (
     IndexScores,
@@ -26,6 +26,7 @@ from tamis.ops.index.scoring import MAX_DIM, paged_keys, ragged_keys, score_laun
 from tamis.ops.index.triton_prepare import OPTIONS, insert_keys, key_arguments, quantise_queries, query_arguments
 from tamis.ops.index.triton_scores import E4M3, score_keys
 from tamis.ops.index.triton_topk import choose_topk_launch, topk_launches
+from tamis.ops.rows import ordered_sums
 
 QUERIES = (torch.bfloat16, torch.float16, torch.float32, E4M3)
 HEADS = (1, 16, 17, 32, 64, 128)
@@ -135,7 +136,8 @@ def _prepare_cases() -> Iterator[OfflineCase]:
 
 
 def cuda_cases() -> Iterator[CudaCase]:
-    """Scores of every format, number of heads and size of tiles, and top-k with each number of threads per CTA."""
+    """Scores of every format, number of heads and size of tiles, top-k with each number of threads per CTA, and the
+    loss with each order of sums."""
     sizes = {"e4m3": (1,), "bf16": (2,), "e2m1": (1, 2)}  # bytes of a query's number
     for (name, found), heads, columns in product(scores.FORMATS.items(), scores.HEADS, scores.TILES):
         for size in sizes[name]:
@@ -143,6 +145,10 @@ def cuda_cases() -> Iterator[CudaCase]:
             yield CudaCase(label, scores.program(found, heads, size, columns), scores.SHARED_BYTES)
     for threads in (512, 1024):
         yield CudaCase(f"index, top-k, {threads} threads", program(threads), Variant(1, threads, 1).shared)
+    for ordered in (False, True):
+        label = f"index, loss{', in order' if ordered else ''}"
+        yield CudaCase(label, gradients.program(ordered=ordered), gradients.SHARED_BYTES)
+    yield CudaCase("index, sums in order", ordered_sums.program(gradients.FORM), 0)
 
 
 def layouts() -> Iterator[Layout]:

@@ -14,6 +14,7 @@ from tamis.ops.attention.triton_backward import (
     delta_kernel,
     query_gradient_kernel,
     row_gradient_kernel,
+    split_kernel,
     target_kernel,
 )
 from tamis.ops.attention.triton_gradients import MAX_WIDTH
@@ -43,6 +44,8 @@ def attend_cases(*, every: bool = False) -> Iterator[OfflineCase]:
     out, lse = zeros(4, 64, 512, dtype=HALF), zeros(4, 64)
     arguments = attention.delta_arguments(out, out, out, lse)
     targets = tuple(TARGETS) if every else TESTED
+    split = attention.split_arguments(zeros(4, 64, 512), out, out)
+    yield OfflineCase.of_launch(split_kernel, split, {"num_warps": 4}, "attend: wide output in two parts", targets)
     yield OfflineCase.of_launch(delta_kernel, arguments, {"num_warps": 1}, "attend: delta of gradients", targets)
 
 

@@ -19,6 +19,17 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def split_kernel(wide, out, rest, count, BLOCK: tl.constexpr):
+    """Divide float32 numbers into what their dtype holds and what rounding cuts off."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    value = tl.load(wide + at, mask=inside, other=0.0)
+    rounded = value.to(out.dtype.element_ty)
+    tl.store(out + at, rounded, mask=inside)
+    tl.store(rest + at, (value - rounded.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def delta_kernel(
     out, rest, dout, dout_token_stride, dout_head_stride, dout_column_stride, delta, heads,
     VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,

@@ -4,6 +4,7 @@ Several selections are joined into one first: their rows are few beside the quer
 slots costs little, and every kernel handles one list.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from tamis.ops.attention.triton_backward import (
     delta_kernel,
     query_gradient_kernel,
     row_gradient_kernel,
+    split_kernel,
     target_kernel,
 )
 from tamis.ops.lse import LseForm
@@ -36,6 +38,8 @@ PAIR_BYTES = 512 << 20
 """Memory for the contributions of some tokens in the deterministic mode."""
 
 
+SPLIT_BLOCK = 4096
+"""Numbers of a program that divides a wide output."""
 SCRATCH = 16 << 10
 """Shared memory beside the operands, at most: operands that change their layout pass through it."""
 
@@ -86,6 +90,13 @@ def choose_blocks(
 
 def attend_rows(call: AttendRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `gradients.attend_rows`."""
+    return attend_rows_with(call, triton_kernels.attend)
+
+
+def attend_rows_with(
+    call: AttendRows, attend: Callable[[Attend], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The forward pass by the attention of a backend."""
     q, rows = call.q.detach(), join(call.selections)
     shape = (*q.shape[:2], call.value_dim)
     if rows.slots.shape[1] == 0 or len(rows.rows) == 0 or len(q) == 0:
@@ -94,16 +105,20 @@ def attend_rows(call: AttendRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     latent = min(q.shape[2], triton_kernels.MAX_LATENT)
     layout = row_layout(q.dtype, latent=latent, rope=q.shape[2] - latent)
     selection = Selection(PagedCache.rebuilt(rows.rows.unsqueeze(1), layout, 1.0), rows.slots, rows.lengths)
-    wide = torch.empty(shape, dtype=torch.float32, device=q.device)
+    # Without a rest there is no use for a wide output.
+    dtype = torch.float32 if call.has_rest else q.dtype
+    found = torch.empty(shape, dtype=dtype, device=q.device)
     # A number of splits that follows the batch would change a token's bits with it.
     splits = 1 if call.deterministic else None
-    lse, max_logits = triton_kernels.attend(
-        Attend(q, [selection], call.scale, None, splits, call.sink, wide, False, LseForm(), call.backend)
+    lse, max_logits = attend(
+        Attend(q, [selection], call.scale, None, splits, call.sink, found, False, LseForm(), call.backend)
     )
-    if q.dtype == torch.float32:
-        return wide, lse, max_logits, wide.new_empty(0, dtype=q.dtype)
-    out = wide.to(q.dtype)
-    rest = wide.sub_(out).to(q.dtype) if call.has_rest else out.new_empty(0, dtype=q.dtype)
+    if not call.has_rest:
+        return found, lse, max_logits, found.new_empty(0, dtype=q.dtype)
+    out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    rest = torch.empty_like(out)
+    with launching_on(q.device):
+        split_kernel[(triton.cdiv(found.numel(), SPLIT_BLOCK),)](**split_arguments(found, out, rest))
     return out, lse, max_logits, rest
 
 
@@ -111,14 +126,20 @@ def attend_rows_backward(call: AttendRowsBackward) -> tuple[Tensor, list[Tensor]
     """As `gradients.attend_rows_backward`."""
     q, rows = contiguous_columns(call.q.detach()), join(call.selections)
     dout = None if call.dout is None else contiguous_columns(call.dout)
-    delta = _delta(call, dout)
+    delta = delta_of(call, dout)
     given = Given(q, rows, dout, call.lse, delta, call.dlse, call.sink, call.scale, call.out.shape[2])
     dq = _query_gradient(given) if call.q_wanted else q.new_empty(0, dtype=q.dtype)
-    drows = [s.rows.new_empty(0, dtype=q.dtype) for s in call.selections]
+    summed = dq
     if call.rows_wanted:
         summed = _ordered_row_gradient(given) if call.deterministic else _row_gradient(given)
-        drows = list(summed.to(q.dtype).split([len(s.rows) for s in call.selections]))
-    return dq, drows, _sink_gradient(call, delta)
+    return dq, row_gradients(call, summed), sink_gradient(call, delta)
+
+
+def row_gradients(call: AttendRowsBackward, summed: Tensor) -> list[Tensor]:
+    """The gradients of all selections' rows, in their dtype, from the sums of the joined ones."""
+    if not call.rows_wanted:
+        return [s.rows.new_empty(0, dtype=call.q.dtype) for s in call.selections]
+    return list(summed.to(call.q.dtype).split([len(s.rows) for s in call.selections]))
 
 
 def index_target(call: IndexTarget) -> Tensor:
@@ -193,12 +214,18 @@ def counted(selection: Rows) -> Tensor:
     return valid
 
 
+def counted_slots(selection: Rows) -> Tensor:
+    """The slots [T, K]; the number of rows in place of those that do not count."""
+    return torch.where(counted(selection), selection.slots, len(selection.rows))
+
+
 def contiguous_columns(values: Tensor) -> Tensor:
     """A tensor whose last axis is contiguous, as kernels read it."""
     return values if values.stride(-1) == 1 or values.shape[-1] == 1 else values.contiguous()
 
 
-def _delta(call: AttendRowsBackward, dout: Tensor | None) -> Tensor | None:
+def delta_of(call: AttendRowsBackward, dout: Tensor | None) -> Tensor | None:
+    """The sum of the output times its gradient, of each token and head."""
     if dout is None:
         return None
     delta = torch.empty_like(call.lse)
@@ -227,11 +254,11 @@ def _row_gradient(given: Given) -> Tensor:
 def _ordered_row_gradient(given: Given) -> Tensor:
     """Chunks of tokens whose pairs fit `PAIR_BYTES`: each pair's gradient is stored, then added up in order."""
     rows, (tokens, columns) = given.rows, given.rows.slots.shape
-    count, width = rows.rows.shape
+    width = rows.rows.shape[1]
     sums = RowSums(rows.rows)
     step = max(1, PAIR_BYTES // max(1, 4 * columns * width))
     pairs = torch.empty(min(step, tokens) * columns, width, dtype=torch.float32, device=given.q.device)
-    slots = torch.where(counted(rows), rows.slots, count)
+    slots = counted_slots(rows)
     for start in range(0, tokens if columns else 0, step):
         end = min(start + step, tokens)
         _launch_rows(given, pairs, start, end, pairs=True)
@@ -247,7 +274,8 @@ def _launch_rows(given: Given, target: Tensor, start: int, end: int, *, pairs: b
             row_gradient_kernel[(programs,)](**arguments, **options)
 
 
-def _sink_gradient(call: AttendRowsBackward, delta: Tensor | None) -> Tensor:
+def sink_gradient(call: AttendRowsBackward, delta: Tensor | None) -> Tensor:
+    """The gradient of the sink; empty without one."""
     if call.sink is None:
         return call.lse.new_empty(0, dtype=call.lse.dtype)
     if delta is None:
@@ -256,6 +284,11 @@ def _sink_gradient(call: AttendRowsBackward, delta: Tensor | None) -> Tensor:
     empty = call.lse == -torch.inf
     lse = call.lse.masked_fill(empty, 0.0)
     return -(delta.masked_fill(empty, 0.0) * torch.sigmoid(call.sink - lse)).sum(0)
+
+
+def split_arguments(wide: Tensor, out: Tensor, rest: Tensor) -> dict[str, Any]:
+    """Arguments of `split_kernel`."""
+    return {"wide": wide, "out": out, "rest": rest, "count": wide.numel(), "BLOCK": SPLIT_BLOCK}
 
 
 def delta_arguments(out: Tensor, rest: Tensor | None, dout: Tensor, delta: Tensor) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from tamis import checks
 from tamis.lab.bench.door.record import DOOR_COLUMNS
 from tamis.lab.bench.record import COLUMNS, Row
 from tamis.lab.bench.roofline import MEASURED
+from tamis.lab.bench.training import TRAIN_COLUMNS
 from tamis.step.batch import parse_shape
 
 STEP_COLUMNS = (
@@ -56,8 +57,8 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
             with path.open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
                 header = reader.fieldnames or []
-                if set(DOOR_COLUMNS) <= set(header):
-                    continue  # rows of `tamis bench door` have other times, and no roofline to be drawn under
+                if any(set(columns) <= set(header) for columns in (DOOR_COLUMNS, TRAIN_COLUMNS)):
+                    continue  # rows of `tamis bench door` and `train` have other times, and no roofline
                 read = _step if set(STEP_COLUMNS) <= set(header) else _row if set(header) >= NEEDED else None
                 if read is None:
                     expected = "a file that tamis bench --csv wrote"

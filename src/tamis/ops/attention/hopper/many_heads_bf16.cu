@@ -37,16 +37,15 @@
 #include "instructions.cuh"
 #include "items.cuh"
 #include "softmax.cuh"
+#include "tile_copier.cuh"
 #include "warpgroups.cuh"
 
 // ---- Shapes
 
-constexpr int WARPS = 4;  // warps of a warpgroup
 constexpr int TILES = WIDTH / 64, ROW_BYTES = WIDTH * 2;
 static_assert(WIDTH == 576 || WIDTH == 512, "rows have 512 columns of values, and at most 64 more");
 constexpr int STAGES = 2;  // of the ring; a stage holds a block of 64 rows
 constexpr int CHUNKS = 5;  // of the columns of a stage
-constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;  // rows of a block that one producer warp copies
 
 // The chunks of a stage in the order in which they are released: columns 512 and up; the two quarters of the values that the
 // stage's own warpgroup adds, which has the weights first; the two that the other warpgroup adds. They are filled in three
@@ -62,7 +61,7 @@ __device__ constexpr int last_chunk(int load) { return load + 2; }
 
 // ---- Shared memory
 
-constexpr u32 TILE_BYTES = 64 * 128, STAGE_BYTES = TILES * TILE_BYTES;
+constexpr u32 STAGE_BYTES = TILES * TILE_BYTES;
 constexpr u32 QUERIES = 0;                               // [TILES][64 heads][64 columns] bf16
 constexpr u32 RING = QUERIES + STAGE_BYTES;              // [STAGES][TILES][64 rows][64 columns] bf16
 constexpr u32 WEIGHTS = RING + STAGES * STAGE_BYTES;     // [WARPS][4][32] fragments, written by the warpgroups in turn
@@ -85,43 +84,6 @@ __device__ __forceinline__ u32 full(u32 memory, int stage, int load) { return me
 __device__ __forceinline__ u32 empty(u32 memory, int stage, int chunk) { return memory + EMPTY + (stage * CHUNKS + chunk) * 8; }
 
 // ---- Producer
-
-// Copies a warp's 16 rows of 1152 bytes, or the queries of 16 heads, into tiles. Eight lanes copy 128 bytes of a row at a
-// time; a lane copies one 16-byte unit of the rows lane / 8 + 4 * i.
-struct TileCopier {
-    u32 target[2];                 // offsets in a tile for i = 0 and 1; those for i = 2 and 3 are eight rows, 1024 bytes, on
-    const unsigned char* from[4];  // null if the row does not exist: zeros are written
-
-    __device__ __forceinline__ TileCopier() {
-        const int row = threadIdx.x / 32 % WARPS * WARP_ROWS + threadIdx.x % 32 / 8, unit = threadIdx.x % 8;
-        target[0] = swizzled(row, unit);
-        target[1] = swizzled(row + 4, unit);
-    }
-
-    // Sets the rows to copy: lane i < 16 gives the address of row i.
-    __device__ __forceinline__ void take(const unsigned char* row) {
-        const auto address = reinterpret_cast<unsigned long long>(row);
-        const int unit = threadIdx.x % 8, first = threadIdx.x % 32 / 8;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 low = __shfl_sync(FULL_MASK, static_cast<u32>(address), first + 4 * i);
-            const u32 high = __shfl_sync(FULL_MASK, static_cast<u32>(address >> 32), first + 4 * i);
-            const auto whole = static_cast<unsigned long long>(high) << 32 | low;
-            from[i] = whole == 0 ? nullptr : reinterpret_cast<const unsigned char*>(whole) + unit * 16;
-        }
-    }
-
-    __device__ __forceinline__ void copy(u32 tiles, int first, int count) const {
-#pragma unroll
-        for (int tile = first; tile < first + count; ++tile) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 to = tiles + tile * TILE_BYTES + target[i % 2] + i / 2 * 1024;
-                cp_async_zfill<16>(to, from[i] + tile * 128, from[i] != nullptr);
-            }
-        }
-    }
-};
 
 // Copies the rows and queries of all work items of this CTA. `query_of` returns the address of a head's query, or null.
 template <class WorkOf, class QueryOf>

@@ -1,4 +1,4 @@
-// Helpers of the online softmax that all attention kernels share. Logits are in base 2, so that exp2 gives the weights.
+// Helpers of the softmax that attention and the loss of the indexer share. Logits are in base 2, so that exp2 gives the weights.
 #pragma once
 #include "instructions.cuh"
 
