@@ -203,6 +203,7 @@ class SparseV4:
             self.eps,
             made.index_q,
             has_hadamard(caches.index),
+            True,
             self.backend,
         )
         compressions = []

@@ -18,14 +18,14 @@ from tamis.model.spec import LayerSpec
 from tamis.ops import memory
 from tamis.ops.attention import Prepared, check_attend, check_query
 from tamis.ops.attention.operations import Attend
-from tamis.ops.compress import check_compress_kv, check_recipe
+from tamis.ops.compress import check_compress_kv
 from tamis.ops.compress.operations import CompressKv
 from tamis.ops.index import check_index_topk, check_layout
 from tamis.ops.index.operations import IndexTopk
 from tamis.ops.index.prepared import PreparedTopk
 from tamis.ops.output import check_rotate_to_fp8
 from tamis.ops.output.operations import RotateToFp8
-from tamis.ops.rotate import check_rotate_and_write, check_rotate_heads
+from tamis.ops.rotate import check_recipe, check_rotate_and_write, check_rotate_heads
 from tamis.ops.rotate.operations import RotateAndWrite, RotateHeads
 from tamis.step.v4_plan import EntryPlan, V4Plan
 
