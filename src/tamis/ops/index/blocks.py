@@ -33,6 +33,8 @@ def index_topk_and_blocks(
     blocks: int,
     block_size: int,
     workspace_bytes: int = WORKSPACE_BYTES,
+    out: Tensor | None = None,
+    blocks_out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The k best positions of each token, as by `index_topk`, and its best blocks of positions.
@@ -51,15 +53,18 @@ def index_topk_and_blocks(
         blocks: how many blocks to select, 1 to 4096.
         block_size: positions per block.
         workspace_bytes: as in `index_topk`.
+        out: int32 [T, k], contiguous, to write the positions into.
+        blocks_out: int32 [T, blocks], contiguous, to write the blocks into.
         backend: a name from `tamis backends`, or "auto".
     """
     inputs = (q, weights, cache, request_ids, block_table, lengths)
-    missing = cast("Tensor", None)
-    call = IndexTopkAndBlocks(*inputs, k, block_size, workspace_bytes, 0, missing, missing, backend)
+    given = (cast("Tensor", out), cast("Tensor", blocks_out))
+    call = IndexTopkAndBlocks(*inputs, k, block_size, workspace_bytes, 0, *given, backend)
     check_index_topk_and_blocks(call, blocks)
-    out, found = new_positions(q, k), new_positions(q, blocks)
-    block_operations.index_topk_and_blocks(call._replace(batch=q.shape[0], out=out, blocks=found))
-    return out, found
+    found = new_positions(q, k) if out is None else out
+    best = new_positions(q, blocks) if blocks_out is None else blocks_out
+    block_operations.index_topk_and_blocks(call._replace(batch=q.shape[0], out=found, blocks=best))
+    return found, best
 
 
 def check_index_topk_and_blocks(
@@ -69,6 +74,14 @@ def check_index_topk_and_blocks(
     check_index_topk(call.topk, sizes, **names)
     checks.integer("blocks", blocks, low=1, high=MAX_K)
     checks.integer("block_size", call.block_size, low=1, high=MAX_WITHIN)
+    if call.blocks is not None:
+        tokens, device = call.q.shape[0], call.q.device
+        checks.tensor("blocks_out", call.blocks, "T N", (torch.int32,), T=tokens, N=blocks, device=device)
+        if not call.blocks.is_contiguous():
+            received = f"strides {call.blocks.stride()}"
+            raise checks.refuse("blocks_out", "contiguous", received, "allocate it as [T, blocks]")
+        held = () if call.out is None else (call.out,)
+        checks.writable("blocks_out", call.blocks, *call.topk.read, *held)
     block_operations.index_topk_and_blocks.check(call, **names)
 
 
@@ -84,6 +97,7 @@ def index_topk_within(
     *,
     block_size: int,
     workspace_bytes: int = WORKSPACE_BYTES,
+    out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """The k best positions of each token among those in its candidate blocks: int32 [T, k], ascending, then -1.
@@ -103,13 +117,14 @@ def index_topk_within(
         k: how many positions to select, 1 to 4096.
         block_size: positions per block.
         workspace_bytes: as in `index_topk`.
+        out: int32 [T, k], contiguous, to write into.
         backend: a name from `tamis backends`, or "auto".
     """
     inputs = (q, weights, cache, request_ids, block_table, lengths)
     numbers = (k, block_size, workspace_bytes)
-    call = IndexTopkWithin(*inputs, candidates, *numbers, cast("Tensor", None), backend)
+    call = IndexTopkWithin(*inputs, candidates, *numbers, cast("Tensor", out), backend)
     check_index_topk_within(call)
-    call = call._replace(out=new_positions(q, k))
+    call = call._replace(out=new_positions(q, k) if out is None else out)
     block_operations.index_topk_within(call)
     return call.out
 
@@ -119,6 +134,8 @@ def check_index_topk_within(call: IndexTopkWithin, sizes: Mapping[str, int] | No
     check_index_topk(call.topk, sizes, **names)
     checks.integer("block_size", call.block_size, low=1, high=MAX_WITHIN)
     check_candidates(call.candidates, call.q, call.block_size, names.get("candidates", "candidates"))
+    if call.out is not None:
+        checks.writable("out", call.out, call.candidates)
     block_operations.index_topk_within.check(call, **names)
 
 
