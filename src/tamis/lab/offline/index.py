@@ -147,20 +147,23 @@ def _prepare_cases() -> Iterator[OfflineCase]:
 def _block_cases() -> Iterator[OfflineCase]:
     """Selection in two levels: block maxima, scores of candidates, and their positions."""
     ids = torch.zeros(4, dtype=torch.int32, device=HOST)
-    for layout, query, heads in (
-        (named("index-fp8"), E4M3, 32),
-        (named("index-fp8"), torch.bfloat16, 32),
-        (named("index-mxfp4"), torch.bfloat16, 128),
-        (rows(torch.bfloat16, latent=96, rope=0), torch.float32, 5),
+    plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
+    for layout, query, heads, targets in (
+        (named("index-fp8"), E4M3, 32, NATIVE_E4M3),
+        (named("index-fp8"), E4M3, 32, plain),
+        (named("index-fp8"), torch.bfloat16, 32, NATIVE_E4M3),
+        (named("index-mxfp4"), torch.bfloat16, 128, tuple(TARGETS)),
+        (rows(torch.bfloat16, latent=96, rope=0), torch.float32, 5, tuple(TARGETS)),
     ):
         q, weights, out = _scored(heads, layout.width, query)
         cache, table = PagedCache(layout, 2, 64), torch.zeros(4, 32, dtype=torch.int32, device=HOST)
         candidates = torch.zeros(4, 256, dtype=torch.int32, device=HOST)
         chosen = torch.empty(4, 512, dtype=torch.int32, device=HOST)
         call = IndexTopkWithin(q, weights, cache, ids, table, ids, candidates, 512, 8, 1 << 28, chosen, "triton")
-        arguments, options, _ = candidate_arguments(call, out, native=False, sms=SMS)
+        native = targets == NATIVE_E4M3
+        arguments, options, _ = candidate_arguments(call, out, native=native, sms=SMS)
         label = f"index: {heads} heads of {checks.dtype_name(query)} over candidates in {layout.name}"
-        yield OfflineCase.of_launch(score_candidates, arguments, options, label)
+        yield OfflineCase.of_launch(score_candidates, arguments, options, label, targets)
     yield OfflineCase.of_launch(candidate_positions, position_arguments(call), {}, "index: positions of candidates")
     arguments = maxima_arguments(out, ids, torch.empty(4, 256, dtype=torch.float32, device=HOST), 8, 2048)
     yield OfflineCase.of_launch(block_maxima, arguments, {}, "index: block maxima")
