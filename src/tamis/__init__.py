@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tamis.layers.recording import Recording
     from tamis.layers.v4 import SparseV4
     from tamis.layers.v4_weights import V4Weights
-    from tamis.layers.v41 import SparseV41
-    from tamis.layers.v41_weights import V41Weights
     from tamis.model.recipe import IndexRecipe
     from tamis.model.spec import LayerSpec
     from tamis.step.batch import Batch, PageMap
@@ -48,8 +46,6 @@ _HOME = {
     "Shard": "tamis.cache.shard",
     "SparseMLA": "tamis.layers.mla",
     "SparseV4": "tamis.layers.v4",
-    "SparseV41": "tamis.layers.v41",
-    "V41Weights": "tamis.layers.v41_weights",
     "V4Caches": "tamis.cache.v4_caches",
     "V4Plan": "tamis.step.v4_plan",
     "V4Planner": "tamis.step.v4_planner",
@@ -74,12 +70,10 @@ __all__ = [
     "Shard",
     "SparseMLA",
     "SparseV4",
-    "SparseV41",
     "V4Caches",
     "V4Plan",
     "V4Planner",
     "V4Weights",
-    "V41Weights",
     "__version__",
     "choose",
     "ops",

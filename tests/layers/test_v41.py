@@ -14,9 +14,9 @@ from seeds import seed_of, seeded
 from torch import Tensor
 from v41_model import CONFIG, Definition, Stored, table_of, weights_of
 
-from tamis import Batch, LayerSpec, Limits, PagePool, SparseV4, SparseV41, V4Caches, V4Planner
+from tamis import Batch, LayerSpec, Limits, PagePool, SparseV4, V4Caches, V4Planner
 from tamis.cache.layout import named, rows
-from tamis.layers.v41 import V41Selection
+from tamis.layers.v41 import SparseV41, V41Selection
 from tamis.model.v41 import Candidates, sharing
 from tamis.step.v4_plan import V4Plan
 
