@@ -26,7 +26,7 @@ class Model(NamedTuple):
 
 PARTLY = (
     Model("GLM-5.3-Flash", "64 heads, rows of 512 without rope, pooled keys", "-", ("-", "-", f"{NEWEST}, on Triton")),
-    Model("DeepSeek-V4.1", "as V4, with shared entries", "-", ("-", "-", f"{NEWEST}, on Hopper")),
+    Model("DeepSeek-V4.1", "as V4, with shared entries", "-", ("-", "0.32, on Hopper", f"{NEWEST}, on Hopper")),
     Model("Hy4", "rows of 512 + 64, sinks", "-", ("-", "-", f"{NEWEST}, bf16 cache")),
 )
 """Models of which an engine prepares the selection, so that tamis runs their attention there and nowhere else."""
