@@ -1,5 +1,9 @@
 """DeepSeek-V4.1: vLLM's layers on tamis, with entries and selections of other layers, on Hopper and nowhere else."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -237,6 +241,20 @@ def test_ranks_cannot_share_a_selection_in_two_levels(built: Built) -> None:
         built(indexer="tamis", share_indexer=True),
     ):
         pass
+
+
+def test_vllms_own_kernels_agree() -> None:
+    """vLLM's Triton kernels in Triton's interpreter, which truncates: bf16 to within 2**-7, e4m3 to within 2**-3."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    program = Path(__file__).with_name("v41_kernels.py")
+    done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found.pop("blocks"), found.pop("masked")) == (0.0, 0.0)
+    assert len(found) == 10
+    for name, gap in found.items():
+        assert gap < 2.0 ** (-7 if name.startswith(("latents", "rope")) else -3), name
 
 
 def test_bounds_are_those_of_the_arithmetic() -> None:
