@@ -7,7 +7,7 @@ import torch
 
 from tamis import LayerSpec, backends
 from tamis.backends import BACKENDS, STAGES, Need, backend_for_stage
-from tamis.cache.layout import index_mxfp4, named, v32_fp8
+from tamis.cache.layout import named, v32_fp8
 
 SPEC = LayerSpec(heads=16, topk=2048)
 NEED = Need(SPEC, torch.device("cuda"), (8, 0), torch.bfloat16, named("v32-bf16"), 64)
@@ -39,14 +39,13 @@ def test_portable_kernels_are_preferred_on_a_gpu_and_say_what_they_cannot_do() -
     assert BACKENDS[1].refusals(odd) == ["tiles of 96 values are not a power of two"]
 
 
-def test_rows_of_two_values_to_a_byte_are_for_index_keys() -> None:
-    """Read as FP8 they would be garbage: attention kernels refuse them by name."""
-    packed = index_mxfp4(dim=576)
-    need = replace(NEED, capability=(9, 0), layout=packed)
-    for backend in BACKENDS[:2]:
-        refused = [reason for reason in backend.refusals(need) if "two values to a byte" in reason]
-        assert refused == ["cache layout index-mxfp4[576] has two values to a byte, which only index keys may have"]
-    assert BACKENDS[2].refusals(need) == []
+def test_rows_of_two_values_to_a_byte_are_refused_where_they_would_be_garbage() -> None:
+    """A backend of another package does not read them unless it says so; those of the library do."""
+    need = replace(NEED, capability=(9, 0), layout=named("v41-fp4"))
+    for backend in BACKENDS:
+        assert not [reason for reason in backend.refusals(need) if "two values" in reason]
+        refused = [reason for reason in replace(backend, packed_rows=False).refusals(need) if "two values" in reason]
+        assert refused == ["attention does not read v41-fp4, which has two values to a byte"]
 
 
 def test_hopper_kernels_are_for_hopper_and_leave_the_rest_to_their_base(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ class Backend:
         if self.power_of_two_tiles and tile & (tile - 1):
             reasons.append(f"tiles of {tile} values are not a power of two")
         if need.layout.packed and not self.packed_rows:
-            reasons.append(f"cache layout {need.layout.name} has two values to a byte, which only index keys may have")
+            reasons.append(f"attention does not read {need.layout.name}, which has two values to a byte")
         if not self.heads[0] <= need.spec.heads <= self.heads[1]:
             reasons.append(f"{need.spec.heads} heads are not between {self.heads[0]} and {self.heads[1]}")
         return reasons
@@ -162,6 +162,7 @@ BACKENDS = (
         max_latent=512,
         max_rope=256,
         power_of_two_tiles=True,
+        packed_rows=True,
     ),
     Backend(
         "triton",
@@ -175,6 +176,7 @@ BACKENDS = (
         max_latent=512,
         max_rope=256,
         power_of_two_tiles=True,
+        packed_rows=True,
     ),
     Backend(
         "reference",

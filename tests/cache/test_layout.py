@@ -28,6 +28,8 @@ def fields(found: Layout) -> list[Field]:
         ("v4-fp32", 448, 64, FP32, 512, 2048, 4),
         ("v4-fp8", 448, 64, U8, 584, 584, 2),
         ("plain-fp8", 512, 64, torch.float8_e4m3fn, 576, 576, 1),
+        ("v41-fp8", 512, 0, U8, 528, 528, 1),
+        ("v41-fp4", 512, 0, U8, 288, 288, 1),
         ("index-fp8", 128, 0, U8, 132, 132, 4),
         ("index-mxfp4", 128, 0, U8, 68, 68, 1),
     ],
@@ -42,7 +44,7 @@ def test_named_layout_has_the_sizes_of_the_specification(
 
 
 def test_every_name_is_covered_above() -> None:
-    assert len(layout.NAMES) == 11
+    assert len(layout.NAMES) == 13
     assert all(named(name).name == name for name in layout.NAMES)
 
 
@@ -55,6 +57,8 @@ def test_every_name_is_covered_above() -> None:
         ("v32-fp8", Field(U8, 512, 0, 656), Field(FP32, 4, 512, 656), Field(BF16, 64, 528, 656)),
         ("v4-fp8", Field(U8, 448, 0, 576), Field(U8, 8, 0, 8, plane=576), Field(BF16, 64, 448, 576)),
         ("plain-fp8", Field(U8, 576, 0, 576), None, None),
+        ("v41-fp8", Field(U8, 512, 0, 512), Field(U8, 16, 0, 16, plane=512), None),
+        ("v41-fp4", Field(U8, 256, 0, 256), Field(U8, 32, 0, 32, plane=256), None),
         ("index-fp8", Field(U8, 128, 0, 128), Field(FP32, 1, 0, 4, plane=128), None),
         ("index-mxfp4", Field(U8, 64, 0, 64), Field(U8, 4, 0, 4, plane=64), None),
     ],

@@ -18,8 +18,12 @@ def random_bytes(*shape: int, seed: int = 0) -> Tensor:
 
 
 def some_rows(count: int, width: int, seed: int = 0) -> Tensor:
-    """Rows that every format stores without error: small integers times a power of two."""
-    return torch.randint(-4, 5, (count, width), generator=seeded(seed)).float() / 4
+    """Rows that every format stores without error: numbers of e2m1 times a power of two, with the largest one in each
+    group of 16, so that a scale is a power of two too."""
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    numbers = torch.cat((sizes, -sizes))[torch.randint(0, 16, (count, width), generator=seeded(seed))]
+    numbers[:, ::16] = 6.0
+    return numbers / 4 + 0.0
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -121,7 +121,7 @@ def test_v4_layer_kinds() -> None:
         ({"topk": None}, "topk must be given for a layer without a window"),
         ({"rope_dim": -1}, "rope_dim must be >= 0"),
         ({"compress": 0}, "compress must be >= 1"),
-        ({"kind": "linear"}, "kind must be one of 'tokens', 'window', 'overlapping', 'plain', got 'linear'"),
+        ({"kind": "linear"}, "kind must be one of 'tokens', 'window', 'overlapping', 'plain', 'indexed', got 'linear'"),
         ({"kind": "plain"}, "window must be given for a layer of kind 'plain'"),
         ({"kind": "overlapping", "window": 8}, "topk must be given, with index_heads and index_dim"),
     ],

@@ -21,8 +21,11 @@ from tamis.ops import (
     gather_kv,
     index_scores,
     index_topk,
+    index_topk_and_blocks,
+    index_topk_within,
     lower_groups,
     norm_rows,
+    pool_kv,
     quantise_blocks,
     quantise_index_query,
     ragged_scores,
@@ -39,6 +42,7 @@ from tamis.ops import (
     translate_positions,
     write_index_keys,
     write_kv,
+    write_rotated,
 )
 from tamis.ops.attention import reference as attend_reference
 
@@ -90,10 +94,13 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "index_scores": ["out"],
         "index_target": [],
         "index_topk": ["out", "scores"],
+        "index_topk_and_blocks": ["out", "blocks"],
+        "index_topk_within": ["out"],
         "lower_groups": [],
         "ragged_scores": ["out"],
         "read_kv": [],
         "norm_rows": [],
+        "pool_kv": ["state_storage"],
         "quantise_index_query": [],
         "rotate_and_write": ["cache_storage"],
         "rotate_heads": [],
@@ -108,6 +115,7 @@ def test_the_registered_ops_and_what_they_write_to() -> None:
         "warmup_loss": [],
         "write_index_keys": ["cache_storage"],
         "write_kv": ["cache_storage"],
+        "write_rotated": ["cache_storage"],
     }
     importlib.import_module("tamis.train")  # registers its own
     registered = {
@@ -156,6 +164,15 @@ def test_compress(layout: Layout, overlapping: bool) -> None:
     opcheck(run, "compress_kv")
 
 
+def test_pool_kv() -> None:
+    state = PagedCache(compressor_state(dim=8, overlapping=False), 6, 4)
+    pages = StatePages(torch.tensor([5, -1, 6]), ints([0, 0, 1]), ints([[1, 2], [3, 4]]))
+    x = torch.randn(8, 3).t()
+    where = {"positions": torch.tensor([1, -1, 2]), "pages": pages, "norm_weight": torch.ones(8), "ratio": 2}
+    opcheck(lambda: pool_kv(x, x, state, dtype=torch.float32, **where), "pool_kv")
+    opcheck(lambda: pool_kv(x.half(), x.half(), state, **where), "pool_kv")
+
+
 def test_fp8_output() -> None:
     x, positions, table = torch.randn(3, 2, 64).transpose(0, 1), torch.tensor([2, -1]), torch.randn(4, 6)
     opcheck(lambda: rotate_to_fp8(x, positions, table, tile=32), "rotate_to_fp8")
@@ -191,6 +208,16 @@ def test_rotate_and_write(layout: Layout) -> None:
         ),
         "rotate_and_write",
     )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_write_rotated(layout: Layout) -> None:
+    cache = filled(layout, apart=True, scale=torch.tensor(0.5) if layout.scale_mode == "tensor" else 1.0)
+    where = {"positions": torch.tensor([2, -1]), "cos_sin": torch.randn(4, 6), "span": 2}
+    rows = torch.randn(2, layout.width)
+    opcheck(lambda: write_rotated(rows, cache, torch.tensor([7]), **where), "write_rotated")
+    norm = torch.ones(layout.width).half()
+    opcheck(lambda: write_rotated(rows.half(), cache, torch.tensor([7, 3]), norm_weight=norm, **where), "write_rotated")
 
 
 def test_write_and_read_in_other_forms() -> None:
@@ -232,6 +259,9 @@ def test_index(layout: str | Layout, dtype: torch.dtype) -> None:
     opcheck(lambda: index_topk(*paged, 6), "index_topk")
     opcheck(lambda: index_topk(*paged, 6, workspace_bytes=1), "index_topk")
     opcheck(lambda: index_topk(*paged, 6, out=torch.empty(len(paged[0]), 6, dtype=torch.int32)), "index_topk")
+    opcheck(lambda: index_topk_and_blocks(*paged, 6, blocks=2, block_size=3), "index_topk_and_blocks")
+    candidates = ints([[0, 1], [1, -1], [0, 2]])
+    opcheck(lambda: index_topk_within(*paged, candidates, 6, block_size=3), "index_topk_within")
     opcheck(lambda: index_scores(*paged), "index_scores")
     opcheck(lambda: index_scores(*paged, out=torch.zeros(3, 20)[:, :9]), "index_scores")
 

@@ -91,7 +91,7 @@ def test_a_model_checks_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     checked(vllm_config=chosen)
     assert type(chosen.compilation_config.static_forward_context["layers.0.attn"]) is TamisV4Attention
     # A later vLLM may choose elsewhere: then nothing was replaced, and nothing may run silently.
-    monkeypatch.setattr(v4_plugin, "replace_attention", lambda: None)
+    monkeypatch.setattr(v4_plugin, "replace_attention", lambda *_: None)
     monkeypatch.setattr(model, "_select_dsv4_attn_cls", lambda _: flashmla.DeepseekV4FlashMLAAttention)
     with pytest.raises(RuntimeError, match="CUSTOM was chosen, but vLLM built DeepseekV4FlashMLAAttention"):
         checked(vllm_config=config_with(AttentionBackendEnum.CUSTOM))

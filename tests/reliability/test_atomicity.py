@@ -19,11 +19,13 @@ from tamis.ops import (
     compress_kv,
     gather_kv,
     index_scores,
+    pool_kv,
     ragged_scores,
     rotate_and_write,
     write_index_keys,
     write_kv,
     write_normed_kv,
+    write_rotated,
 )
 
 T, H, LATENT, ROPE, PAGE, PAGES = 5, 3, 24, 8, 4, 9
@@ -131,6 +133,49 @@ def rotate() -> Case:
     free |= {f"{name} axis 1 {how}" for name in ("q", "index_q") for how in ("longer", "shorter")}
     # Any even number of columns can be rotated.
     return Case(plain(rotate_and_write), given, {"cache": cache.storage}, ANY_CACHE | free)
+
+
+def rotate_rows() -> Case:
+    cache = latent()
+    given = {
+        "rows": torch.randn(T, D),
+        "cache": cache,
+        "slots": torch.arange(20, 20 + T),
+        "positions": torch.arange(T),
+        "cos_sin": TABLE,
+        "norm_weight": torch.randn(D),
+        "eps": 1e-6,
+        "span": 2,
+        "backend": "auto",
+    }
+    free = {"slots axis 0 shorter", "cos_sin axis 0 longer", "cos_sin axis 0 shorter", "norm_weight none"}
+    return Case(plain(write_rotated), given, {"cache": cache.storage}, ANY_CACHE | free)
+
+
+def pool() -> Case:
+    state, table = PagedCache(compressor_state(dim=D, overlapping=False), PAGES, PAGE), ints([[0, 1, 2]])
+    given = {
+        "values": torch.randn(8, D),
+        "scores": torch.randn(8, D),
+        "state": state,
+        "positions": torch.arange(8),
+        "pages.slots": torch.arange(8),
+        "pages.request_ids": ints([0] * 8),
+        "pages.block_table": table,
+        "norm_weight": torch.randn(D),
+        "ratio": 2,
+        "eps": 1e-6,
+        "backend": "auto",
+    }
+
+    def run(a: Arguments) -> object:
+        pages = StatePages(*(a[f"pages.{name}"] for name in ("slots", "request_ids", "block_table")))
+        return pool_kv(**{n: v for n, v in a.items() if not n.startswith("pages")}, pages=pages)
+
+    free = {"pages.block_table axis 0 longer", "pages.block_table axis 1 longer", "pages.block_table axis 1 shorter"}
+    # No table of angles ends before a position, and positions past 32 bits count as padding.
+    free |= {"state page size", "pages.block_table huge", "positions huge"}
+    return Case(run, given, {"state": state.storage}, frozenset(free))
 
 
 def compress() -> Case:
@@ -326,7 +371,8 @@ def flashinfer_v4() -> Case:
 CASES = {
     f.__name__: cache(f)
     for f in (
-        *(write_rows, write_pairs, write_normed, write_keys, rotate, compress, gather, attention, combine),
+        *(write_rows, write_pairs, write_normed, write_keys, rotate, rotate_rows, compress, pool, gather),
+        *(attention, combine),
         *(paged_scores, gathered_scores, flashinfer, flashinfer_v4),
     )
 }

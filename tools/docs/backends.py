@@ -12,14 +12,17 @@ from tools.docs.markdown import table
 
 PAGE = "reference/backends.md"
 """The page with every field of the functions' arguments."""
+MORE_OPERATIONS = {"index": ("block_operations",)}
+"""Further modules that declare operations of a stage."""
 DEFAULTS = {"STAGES": "all", "checks.FLOATS": "bf16, fp16, fp32"}
 """Words for defaults that are names in the code."""
 
 
 def operations(stage: str) -> list[Operation[tuple[object, ...], object]]:
     """The operations of a stage in the order of their declaration."""
-    module = import_module(f"tamis.ops.{'attention' if stage == 'attend' else stage}.operations")
-    found = [value for value in vars(module).values() if isinstance(value, Operation)]
+    package = f"tamis.ops.{'attention' if stage == 'attend' else stage}"
+    modules = [import_module(f"{package}.{name}") for name in ("operations", *MORE_OPERATIONS.get(stage, ()))]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Operation)]
     return [operation for operation in found if operation.stage == stage]
 
 

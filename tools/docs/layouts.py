@@ -6,7 +6,7 @@ from tamis.cache.layout import Field, Layout, named
 from tamis.checks import dtype_name
 from tools.docs.svg import Picture
 
-NAMES = ("v32-fp8", "v32-bf16", "plain-fp8", "v4-fp8", "v4-bf16", "index-fp8", "index-mxfp4")
+NAMES = ("v32-fp8", "v32-bf16", "plain-fp8", "v4-fp8", "v4-bf16", "v41-fp8", "v41-fp4", "index-fp8", "index-mxfp4")
 PAGE_SIZE = 64
 LEFT, WIDTH = 24, 712
 

@@ -149,11 +149,17 @@ MODELS = (
     ),
     Model(
         "DeepSeek-V4.1",
-        ("tests/real_sglang/test_v4.py::test_window_and_entries_are_attended_to",),
+        (
+            "tests/layers/test_v41.py::test_every_layer_in_chunks",
+            "tests/ops/index/test_index_blocks.py::test_both_levels_are_exact",
+            "tests/real_vllm/test_v41.py::test_vllms_layer_attends",
+            "tests/real_vllm/test_v41.py::test_two_level_selection",
+        ),
+        vllm=f"{VLLM[-1]}, on Hopper",
         sglang=f"{NEWEST}, on Hopper",
-        layers="as V4, with entries and selections of earlier layers",
+        layers="as V4, with entries of 1 or 2 tokens; entries and selections of earlier layers; selects in two levels",
         attention="as V4, with shared entries",
-        formats="those of V4 on Hopper",
+        formats="those of V4 on Hopper; elsewhere 528 or 288",
     ),
 )
 

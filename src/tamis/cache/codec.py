@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
-from tamis.cache.layout import E2M1_MAX, E4M3_MAX, Field, Layout
+from tamis.cache.layout import E2M1_MAX, E4M3_MAX, E4M3_NAN, Field, Layout
 
 if TYPE_CHECKING:
     from tamis.cache.paged import PagedCache
@@ -36,10 +36,14 @@ def to_e2m1(x: Tensor) -> Tensor:
 
 def decode_e2m1(codes: Tensor, exponents: Tensor) -> Tensor:
     """float32 values [..., D] of packed rows [..., D / 2] under exponent bytes [..., tiles]; see `Layout.packed`."""
+    return scaled_e2m1(codes, torch.exp2(exponents.float() - 127).masked_fill(exponents == 255, torch.nan))
+
+
+def scaled_e2m1(codes: Tensor, factors: Tensor) -> Tensor:
+    """float32 values [..., D] of packed rows [..., D / 2] times the factors [..., tiles] of their tiles."""
     code = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     size = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32, device=codes.device)
-    values = torch.cat((size, -size))[code.long()].unflatten(-1, (exponents.shape[-1], -1))
-    factors = torch.exp2(exponents.float() - 127).masked_fill(exponents == 255, torch.nan)
+    values = torch.cat((size, -size))[code.long()].unflatten(-1, (factors.shape[-1], -1))
     rows: Tensor = (values * factors.unsqueeze(-1)).flatten(-2)
     return rows
 
@@ -62,6 +66,9 @@ def tile_scales(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     smallest = divide(amax, layout.largest).clamp_min(layout.scale_floor)
     if layout.scale_mode == "exact":
         return smallest, smallest
+    if layout.scale_mode == "e4m3":
+        bytes_ = to_e4m3(smallest)
+        return bytes_.view(torch.float8_e4m3fn).float(), bytes_.masked_fill(values.isnan().any(-1), E4M3_NAN)
     exponent = exponent_above(smallest)
     scale = torch.ldexp(torch.ones_like(smallest), exponent)
     if layout.scale_mode == "pow2":
@@ -129,7 +136,10 @@ def decode_rows(cache: "PagedCache", slots: Tensor) -> Tensor:
         return raw.float()
     if layout.packed:
         assert layout.scales is not None
-        return decode_e2m1(raw, fetch_field(cache, layout.scales, slots))
+        scales = fetch_field(cache, layout.scales, slots)
+        if layout.scale_mode == "e4m3":
+            return scaled_e2m1(raw, scales.view(torch.float8_e4m3fn).float())
+        return decode_e2m1(raw, scales)
     values = raw.view(torch.float8_e4m3fn)
     if layout.scale_mode == "tensor":
         return values.float().mul_(cache.scale)

@@ -16,6 +16,8 @@ v32-fp8        512 e4m3, 4 float32 scales (128 values each), 64 bf16            
 v4-bf16        448 latent + 64 rope (also v4-fp16, v4-fp32)                                1024
 v4-fp8         planar: rows of 448 e4m3 + 64 bf16, then per row 7 exponent bytes + 1 pad   584
 plain-fp8      576 e4m3, one scale for the whole cache (also 512 wide)                     576
+v41-fp8        planar: rows of 512 e4m3, then per row 16 exponent bytes (32 values each)   528
+v41-fp4        planar: rows of 256 bytes of e2m1 pairs, then per row 32 e4m3 scales        288
 index-fp8      planar: rows of 128 e4m3, then one float32 scale per row                    132
 index-mxfp4    planar: rows of 64 bytes of e2m1 pairs, then 4 exponent bytes per row       68
 state-fp32     a compressor's carried state: values, then scores (`compressor_state`)      8 per value
@@ -34,6 +36,8 @@ from tamis import checks
 from tamis.arithmetic import round_up
 
 E4M3_MAX = 448.0
+E4M3_NAN = 0x7F
+"""The byte of e4m3's NaN."""
 E2M1_MAX = 6.0
 SMALLEST_NORMAL = 1.1754943508222875e-38
 """Smallest normal float32: the floor of an exact scale, so that an all-zero tile is not divided by zero."""
@@ -41,9 +45,12 @@ SMALLEST_NORMAL = 1.1754943508222875e-38
 OUTPUT_SCALE_FLOOR = 1e-10 / E4M3_MAX
 """Smallest scale of attention's output in FP8: the largest magnitude of a tile counts as at least 1e-10."""
 
-ScaleMode = Literal["none", "tensor", "pow2", "exact", "exponent"]
+SMALLEST_E4M3 = 2.0**-9
+"""Smallest positive e4m3 number: the floor of a scale in e4m3."""
+
+ScaleMode = Literal["none", "tensor", "pow2", "exact", "exponent", "e4m3"]
 """How values are scaled: not at all; by one factor of the whole cache; per tile by a float32 that is a power of two or
-exactly amax/448; per tile by a stored exponent byte (2**(byte - 127))."""
+exactly amax/448; per tile by a stored exponent byte (2**(byte - 127)); per tile by a stored e4m3 byte."""
 
 Rounding = Literal["bf16", "none"]
 
@@ -114,7 +121,8 @@ class Layout:
     def packed(self) -> bool:
         """Whether values are e2m1, two to a byte: value 2i in the low four bits of byte i, 2i + 1 in the high ones.
 
-        The exponent byte 255 then makes its whole tile NaN, since e2m1 itself has no NaN.
+        A scale that is NaN (the exponent byte 255, or e4m3's NaN) then makes its whole tile NaN, since e2m1 itself has
+        none.
         """
         return self.quantised and 2 * self.values.count == self.latent
 
@@ -250,6 +258,44 @@ def v4_fp8(
     )
 
 
+def v41_fp8(*, latent: int = 448, rope: int = 64, rounding: Rounding = "none", page_align: int = 512) -> Layout:
+    """DeepSeek-V4.1's rows of 528 bytes: e4m3 values, then an exponent byte per 32 of them, in planes as in `v4_fp8`.
+
+    The rope part is quantised like the rest, so that the whole row counts as latent. Engines have these rows on
+    compute capability 10.x, in pages of a multiple of 512 bytes.
+    """
+    _widths(latent, rope)
+    built = v4_fp8(latent=latent + rope, rope=0, rounding=rounding, tile=32, page_align=page_align)
+    return replace(built, name="v41-fp8" if (latent, rope) == (448, 64) else f"v41-fp8[{latent}+{rope}]")
+
+
+def v41_fp4(*, latent: int = 448, rope: int = 64, rounding: Rounding = "none", page_align: int = 256) -> Layout:
+    """DeepSeek-V4.1's entries of 288 bytes: e2m1 pairs, then an e4m3 scale per 16 values, in planes.
+
+    A scale is amax / 6, rounded to e4m3 and at least its smallest number. The rope part is quantised like the rest.
+    Engines have these rows on compute capability 10.x, in pages of a multiple of 256 bytes (SGLang) or 512 (vLLM).
+    """
+    _widths(latent, rope)
+    tile, width = 16, latent + rope
+    _widths(width, 0, tile)
+    checks.option("rounding", rounding, ("bf16", "none"))
+    size, scales = width // 2, width // tile
+    return Layout(
+        "v41-fp4" if (latent, rope) == (448, 64) else f"v41-fp4[{latent}+{rope}]",
+        width,
+        0,
+        torch.uint8,
+        size + scales,
+        values=Field(torch.uint8, size, 0, size),
+        scales=Field(torch.uint8, scales, 0, scales, plane=size),
+        tile=tile,
+        scale_mode="e4m3",
+        scale_floor=SMALLEST_E4M3,
+        rounding=rounding,
+        page_align=checks.integer("page_align", page_align, low=1),
+    )
+
+
 def plain_fp8(*, latent: int = 512, rope: int = 64) -> Layout:
     """e4m3 rows under one scale for the whole cache, which `PagedCache.scale` carries."""
     _widths(latent, rope)
@@ -341,6 +387,8 @@ _BUILDERS: dict[str, Callable[..., Layout]] = {
     "v4-fp16": _plain(torch.float16, 448, "v4-fp16"),
     "v4-fp32": _plain(torch.float32, 448, "v4-fp32"),
     "v4-fp8": v4_fp8,
+    "v41-fp8": v41_fp8,
+    "v41-fp4": v41_fp4,
     "plain-fp8": plain_fp8,
     "index-fp8": index_fp8,
     "index-mxfp4": index_mxfp4,

@@ -147,7 +147,7 @@ def layer_caches(
         return (*latent, keys(spec.kpool), CachePart("index state", single, 1, STATE_PAGE_SIZES["plain"], spec.kpool))
     assert spec.window is not None  # as LayerSpec has checked
     window = CachePart(f"window of {spec.window}", layout, 1, _WINDOW_PAGE, spec.window)
-    if spec.kind == "window":
+    if spec.kind == "window" or spec.reuse_entries:
         return (window,)
     if size % spec.compress:
         raise checks.refuse("page_size", f"a multiple of the ratio {spec.compress}", size)
@@ -159,6 +159,8 @@ def layer_caches(
         return CachePart(what, compressor_state(dim=dim, overlapping=overlapping), 1, page, span)
 
     carried = state("compressor state", spec.head_dim)
+    if spec.kind == "indexed":  # an entry of one token needs no state
+        return (window, entries, keys(spec.compress), *((carried,) if spec.compress > 1 else ()))
     if not overlapping:
         return (window, entries, carried)
     return (window, entries, keys(spec.compress), carried, state("index state", spec.index_dim))

@@ -12,14 +12,14 @@ from tamis.cache.paged import PagedCache
 from tamis.model.recipe import IndexRecipe
 from tamis.model.spec import LayerKind, LayerSpec
 
-STATE_PAGE_SIZES: Mapping[LayerKind, int] = {"overlapping": 4, "plain": 8}
+STATE_PAGE_SIZES: Mapping[LayerKind, int] = {"overlapping": 4, "plain": 8, "indexed": 8}
 """Tokens per page of compressor state, by the kind of the layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class V4Caches:
     """The caches of one layer. Every layer has a window; compressed layers also have entries and state, and layers with
-    overlapping spans have index keys."""
+    overlapping spans have index keys. In V4.1 several layers read the entries and index keys of one."""
 
     window: PagedCache
     """Raw tokens."""
@@ -47,6 +47,7 @@ class V4Caches:
         index_layout: str | Layout = "index-fp8",
         hadamard: bool = False,
         device: torch.device | str = "cpu",
+        source: "V4Caches | None" = None,
     ) -> Self:
         """Zeroed caches for a layer, in pages of the sizes that a `V4Plan` is made for.
 
@@ -63,6 +64,8 @@ class V4Caches:
             hadamard: whether index keys, and the queries that are compared with them, are multiplied by the Hadamard
                 matrix. Scores stay the same, and the quantisation error gets smaller.
             device: where the caches are.
+            source: the caches of the layer whose entries this one reads, for a spec with `reuse_entries` (V4.1). Only
+                a window is allocated then.
         """
         checks.instance("spec", spec, LayerSpec)
         checks.flag("hadamard", hadamard)
@@ -73,6 +76,12 @@ class V4Caches:
         for name, size in sizes.items():
             checks.integer(name, size, low=1)
         window = PagedCache(layout, window_pages, window_page_size, device)
+        if spec.reuse_entries != (source is not None):
+            expected = "given for a layer that reads another's entries" if spec.reuse_entries else "None for this layer"
+            raise checks.refuse("source", expected, checks.describe(source), "see LayerSpec.reuse_entries")
+        if source is not None:
+            checks.instance("source", source, V4Caches)
+            return cls(window, source.entries, index=source.index)
         if spec.kind == "window":
             return cls(window)
         entries_per_page, rest = divmod(checks.integer("page_size", page_size, low=1), spec.compress)
@@ -85,9 +94,11 @@ class V4Caches:
             return PagedCache(compressor_state(dim=dim, overlapping=overlapping), state_pages, rows, device)
 
         entries = PagedCache(layout, pages, entries_per_page, device)
-        if not overlapping:
+        if spec.kind == "plain":
             return cls(window, entries, state(spec.head_dim))
         recipe = IndexRecipe.of_v4(spec.rope_dim, hadamard=hadamard)
         recipe.check_width(spec.index_dim, "spec.index_dim: width")
         index = PagedCache(index_layout, pages, entries_per_page, device, recipe=recipe)
+        if spec.kind == "indexed":
+            return cls(window, entries, state(spec.head_dim) if spec.compress > 1 else None, index)
         return cls(window, entries, state(spec.head_dim), index, state(spec.index_dim))

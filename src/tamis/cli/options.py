@@ -11,7 +11,7 @@ BACKEND_GROUP = "tamis.backends"
 """The group of entry points by which other packages add backends."""
 LATENT_LAYOUTS = (
     *("v32-bf16", "v32-fp16", "v32-fp32", "v32-fp8"),
-    *("v4-bf16", "v4-fp16", "v4-fp32", "v4-fp8", "plain-fp8"),
+    *("v4-bf16", "v4-fp16", "v4-fp32", "v4-fp8", "v41-fp8", "v41-fp4", "plain-fp8"),
 )
 INDEX_LAYOUTS = ("index-fp8", "index-mxfp4")
 """The byte formats of `tamis.cache.layout`; a test compares the two."""

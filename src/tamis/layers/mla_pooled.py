@@ -13,9 +13,10 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.selection import Caches
 from tamis.model.spec import LayerSpec
 from tamis.ops import IndexInputs
-from tamis.ops.compress import check_compress_kv, check_recipe, has_hadamard
+from tamis.ops.compress import check_compress_kv, has_hadamard
 from tamis.ops.compress.operations import CompressKv
 from tamis.ops.index import check_layout
+from tamis.ops.rotate import check_recipe
 from tamis.ops.select.operations import SelectGroups, select_groups
 from tamis.step.plan import GroupPlan, Plan
 

@@ -203,6 +203,7 @@ class SparseV4:
             self.eps,
             made.index_q,
             has_hadamard(caches.index),
+            True,
             self.backend,
         )
         compressions = []
@@ -262,10 +263,7 @@ class SparseV4:
         return Attend(q, selections, spec.scale, None, splits, sink, out, False, LseForm(), self.backend)
 
     def _output_rotation(self, attended: Tensor, plan: V4Plan) -> RotateHeads | RotateToFp8:
-        tile, positions = self.weights.output_tile, plan.step.positions
-        if tile is None:
-            return RotateHeads(attended, positions, self.cos_sin, None, True, self.backend)
-        return RotateToFp8(attended, positions, self.cos_sin, tile, True, self.backend)
+        return output_rotation(self.weights, self.cos_sin, attended, plan, self.backend)
 
     def _write(self, writes: V4Writes) -> Rotated:
         queries = run_rotate_and_write(writes.rotation)
@@ -302,20 +300,33 @@ class SparseV4:
         return attention.out
 
     def _output(self, attended: Tensor, call: RotateHeads | RotateToFp8) -> Tensor:
-        """The grouped output projection: each group of heads to a low rank, then all of them to hidden states."""
-        weights, wide = self.weights, _product_dtype(attended)
-        groups = weights.o_a.shape[0]
-        with without_autocast(attended.device):
-            if isinstance(call, RotateToFp8):
-                assert weights.o_a_scales is not None
-                parts = rotate_to_fp8(call._replace(x=attended))
-                values, scales = (_grouped(part, groups) for part in parts)
-                lower = LowerGroups(values, scales, weights.o_a, weights.o_a_scales, attended.dtype, self.backend)
-                return _product(lower_groups(lower).flatten(1), weights.o_b, wide)
-            rotated = rotate_heads(call._replace(x=attended))
-            grouped = _grouped(rotated, groups).transpose(0, 1)
-            lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2))
-            return _product(lowered.transpose(0, 1).to(rotated.dtype).flatten(1), weights.o_b, wide)
+        return project_output(self.weights, attended, call)
+
+
+def output_rotation(
+    weights: V4Weights, cos_sin: Tensor, attended: Tensor, plan: V4Plan, backend: str
+) -> RotateHeads | RotateToFp8:
+    """The rotation of attention's output back, with quantisation if the weights of the output projection are FP8."""
+    tile, positions = weights.output_tile, plan.step.positions
+    if tile is None:
+        return RotateHeads(attended, positions, cos_sin, None, True, backend)
+    return RotateToFp8(attended, positions, cos_sin, tile, True, backend)
+
+
+def project_output(weights: V4Weights, attended: Tensor, call: RotateHeads | RotateToFp8) -> Tensor:
+    """The grouped output projection: each group of heads to a low rank, then all of them to hidden states."""
+    wide, groups = _product_dtype(attended), weights.o_a.shape[0]
+    with without_autocast(attended.device):
+        if isinstance(call, RotateToFp8):
+            assert weights.o_a_scales is not None
+            parts = rotate_to_fp8(call._replace(x=attended))
+            values, scales = (_grouped(part, groups) for part in parts)
+            lower = LowerGroups(values, scales, weights.o_a, weights.o_a_scales, attended.dtype, call.backend)
+            return _product(lower_groups(lower).flatten(1), weights.o_b, wide)
+        rotated = rotate_heads(call._replace(x=attended))
+        grouped = _grouped(rotated, groups).transpose(0, 1)
+        lowered = torch.bmm(grouped.to(wide), weights.o_a.to(wide).transpose(1, 2))
+        return _product(lowered.transpose(0, 1).to(rotated.dtype).flatten(1), weights.o_b, wide)
 
 
 def project(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -18,14 +18,14 @@ from tamis.model.spec import LayerSpec
 from tamis.ops import memory
 from tamis.ops.attention import Prepared, check_attend, check_query
 from tamis.ops.attention.operations import Attend
-from tamis.ops.compress import check_compress_kv, check_recipe
+from tamis.ops.compress import check_compress_kv
 from tamis.ops.compress.operations import CompressKv
 from tamis.ops.index import check_index_topk, check_layout
 from tamis.ops.index.operations import IndexTopk
 from tamis.ops.index.prepared import PreparedTopk
 from tamis.ops.output import check_rotate_to_fp8
 from tamis.ops.output.operations import RotateToFp8
-from tamis.ops.rotate import check_rotate_and_write, check_rotate_heads
+from tamis.ops.rotate import check_recipe, check_rotate_and_write, check_rotate_heads
 from tamis.ops.rotate.operations import RotateAndWrite, RotateHeads
 from tamis.step.v4_plan import EntryPlan, V4Plan
 
@@ -92,8 +92,9 @@ class V4Checks:
     def __init__(self, spec: LayerSpec, weights: V4Weights, cos_sin: Tensor, eps: float, backend: str) -> None:
         """Remember the layer, and refuse parts of it that do not fit each other."""
         checks.instance("spec", spec, LayerSpec)
-        if spec.kind == "tokens":
-            raise checks.refuse("spec", "of a V4 kind", repr(spec.kind), "use SparseMLA, or LayerSpec.from_hf")
+        if spec.kind in ("tokens", "indexed"):
+            other = "SparseMLA" if spec.kind == "tokens" else "SparseV41"
+            raise checks.refuse("spec", "of a V4 kind", repr(spec.kind), f"use {other}, or LayerSpec.from_hf")
         checks.instance("weights", weights, V4Weights)
         weights.check(spec)
         checks.tensor("cos_sin", cos_sin, "P R", (torch.float32,), R=spec.rope_dim, device=weights.kv.device)
@@ -121,7 +122,7 @@ class V4Checks:
             raise checks.refuse(
                 "plan.window.size", f"the layer's {spec.window}", plan.window.size, "plan with the layer's spec"
             )
-        _check_cache("window", caches.window, plan.window.page_size, spec.head_dim, device)
+        check_cache("window", caches.window, plan.window.page_size, spec.head_dim, device)
         if spec.kind != "window":
             self._check_compressed(caches, entry_plan(spec, plan))
         if torch.is_grad_enabled():
@@ -221,14 +222,14 @@ class V4Checks:
             if getattr(caches, name) is None:
                 raise checks.refuse(f"caches.{name}", f"given for a layer of kind {spec.kind!r}", None, "allocate it")
         assert caches.entries is not None
-        _check_cache("entries", caches.entries, entries.page_size, spec.head_dim, device)
+        check_cache("entries", caches.entries, entries.page_size, spec.head_dim, device)
         check_recipe(caches.entries, spec.rope_dim, "caches.entries")
         spans = 2 if overlapping else 1
-        _check_cache("state", caches.state, entries.state_page_size, 2 * spans * spec.head_dim, device)
+        check_cache("state", caches.state, entries.state_page_size, 2 * spans * spec.head_dim, device)
         if overlapping:
             assert caches.index is not None
-            _check_cache("index", caches.index, entries.page_size, spec.index_dim, device)
-            _check_cache("index_state", caches.index_state, entries.state_page_size, 2 * spans * spec.index_dim, device)
+            check_cache("index", caches.index, entries.page_size, spec.index_dim, device)
+            check_cache("index_state", caches.index_state, entries.state_page_size, 2 * spans * spec.index_dim, device)
             check_layout(caches.index, "caches.index")
             check_recipe(caches.index, spec.rope_dim, "caches.index")
             if entries.columns != spec.topk:
@@ -258,7 +259,8 @@ def entry_plan(spec: LayerSpec, plan: V4Plan) -> EntryPlan:
     return entries
 
 
-def _check_cache(name: str, cache: PagedCache | None, page_size: int, width: int, device: torch.device) -> None:
+def check_cache(name: str, cache: PagedCache | None, page_size: int, width: int, device: torch.device) -> None:
+    """Refuse a cache of other pages or rows than the plan and the layer have, or on another device."""
     checks.instance(f"caches.{name}", cache, PagedCache)
     assert cache is not None
     if cache.page_size != page_size:

@@ -138,7 +138,8 @@ class V4Weights:
         return found
 
     def _check_parts(self, spec: LayerSpec, rank: int, hidden: int) -> None:
-        wanted = {"compressor": spec.kind != "window", "indexer": spec.kind == "overlapping"}
+        # The compressor and the indexer of V4.1 are others, which `V41Weights` holds.
+        wanted = {"compressor": spec.kind in ("overlapping", "plain"), "indexer": spec.kind == "overlapping"}
         for name, needed in wanted.items():
             if (getattr(self, name) is not None) != needed:
                 expected = f"{'given' if needed else 'None'} for a layer of kind {spec.kind!r}"

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from tamis import checks
-from tamis.model import hf_config
+from tamis.model import hf_config, v41
 from tamis.model.rope import Rope
 
-LayerKind = Literal["tokens", "window", "overlapping", "plain"]
+LayerKind = Literal["tokens", "window", "overlapping", "plain", "indexed"]
 """The rows that a layer attends to. "tokens": tokens that an indexer selects (V3.2). The others are V4's, with a window
 of the last raw tokens: "window" has nothing else, "overlapping" adds entries of overlapping spans that an indexer
-selects (C4A), and "plain" adds all entries of plain spans (C128A)."""
+selects (C4A), "plain" adds all entries of plain spans (C128A), and "indexed" adds entries of plain spans that an
+indexer selects (V4.1)."""
 _V4_KINDS: dict[str, LayerKind] = {
     "sliding_attention": "window",
     "compressed_sparse_attention": "overlapping",
@@ -38,7 +39,7 @@ class LayerSpec:
     window: int | None = None
     """Raw tokens in the window (V4), the query's own included."""
     compress: int = 1
-    """Tokens that one compressed entry stands for (V4: 1, 4 or 128)."""
+    """Tokens that one compressed entry stands for (V4: 1, 4 or 128; V4.1: 1 or 2)."""
     sink: bool = False
     kind: LayerKind = "tokens"
     reuse_rows: bool = False
@@ -46,6 +47,10 @@ class LayerSpec:
     kpool: int = 1
     """Tokens per pooled index key. The indexer selects `topk / kpool` groups of so many tokens, and every token also
     attends to the last tokens, which are in no whole group (GLM-5.3-Flash)."""
+    reuse_entries: bool = False
+    """Whether the layer reads entries that an earlier layer makes, without a compressor of its own (V4.1)."""
+    candidates: v41.Candidates | None = None
+    """How the layer's indexer selects in two levels (V4.1); None if it selects from all entries alone."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not describe a layer."""
@@ -75,6 +80,25 @@ class LayerSpec:
         if self.kind == "overlapping" and (self.topk is None or not self.index_heads or not self.index_dim):
             expected = "given, with index_heads and index_dim, for a layer of kind 'overlapping'"
             raise checks.refuse("topk", expected, self.topk, "its entries are selected by an indexer")
+        self._check_sharing()
+
+    def _check_sharing(self) -> None:
+        indexed = self.kind == "indexed"
+        checks.flag("reuse_entries", self.reuse_entries)
+        if indexed and (self.topk is None or not self.index_heads or not self.index_dim):
+            expected = "given, with index_heads and index_dim, for a layer of kind 'indexed'"
+            raise checks.refuse("topk", expected, self.topk, "an indexer selects its entries")
+        if self.reuse_entries and not indexed:
+            expected = f"False for a layer of kind {self.kind!r}"
+            raise checks.refuse("reuse_entries", expected, True, "pass kind='indexed'")
+        if indexed and self.reuse_topk and not self.reuse_entries:
+            remedy = "a layer that makes entries selects from them"
+            raise checks.refuse("reuse_topk", "False for a layer that makes entries", True, remedy)
+        if self.candidates is not None:
+            checks.instance("candidates", self.candidates, v41.Candidates)
+            if not indexed or self.reuse_topk:
+                expected = "None for a layer without an indexer of V4.1"
+                raise checks.refuse("candidates", expected, self.candidates, "only layers that select have candidates")
 
     @property
     def head_dim(self) -> int:
@@ -95,7 +119,7 @@ class LayerSpec:
     @classmethod
     def from_hf(cls, config: Any, layer: int = 0, *, tensor_parallel: int = 1) -> Self:
         """From a Hugging Face config (object or dict) of the V3.2 family (V3.2, GLM-5.x, A.X-K2, Hy4, Mistral Large 4)
-        or the V4 family.
+        or the V4 family (V4, V4.1).
 
         Args:
             config: the model's config, or one that has it as its `text_config`.
@@ -112,6 +136,8 @@ class LayerSpec:
             )
         if hf_config.whole(fields, "kv_lora_rank", low=0, default=0):
             return cls._v32(fields, layer, heads)
+        if v41.is_v41(fields):
+            return cls._v41(fields, layer, heads)
         return cls._v4(fields, layer, heads)
 
     @classmethod
@@ -154,6 +180,30 @@ class LayerSpec:
             compress=ratio,
             sink=True,
             kind=kind,
+        )
+
+    @classmethod
+    def _v41(cls, fields: Mapping[str, Any], layer: int, heads: int) -> Self:
+        width, rope = hf_config.whole(fields, "head_dim"), hf_config.rope_width(fields)
+        if rope >= width:
+            raise checks.refuse("config.qk_rope_head_dim", f"below head_dim, {width}", rope, "fix the config")
+        found = v41.sharing(fields, layer)
+        shape = (heads, width - rope, rope, width, width**-0.5)
+        window = hf_config.whole(fields, "sliding_window")
+        if found.ratio == 0:
+            return cls(*shape, window=window, sink=True, kind="window")
+        return cls(
+            *shape,
+            topk=hf_config.whole(fields, "index_topk"),
+            index_heads=hf_config.whole(fields, "index_n_heads"),
+            index_dim=hf_config.whole(fields, "index_head_dim"),
+            reuse_topk=found.selection_of != layer,
+            window=window,
+            compress=found.ratio,
+            sink=True,
+            kind="indexed",
+            reuse_entries=found.entries_of != layer,
+            candidates=found.candidates,
         )
 
 

@@ -8,13 +8,14 @@ backend and makes each operation a torch op for torch.compile.
 
 from tamis.ops.attention import attend, attend_slots
 from tamis.ops.combine import Attended, Partials, combine_parts
-from tamis.ops.compress import StatePages, compress_kv
+from tamis.ops.compress import StatePages, compress_kv, pool_kv
 from tamis.ops.gather import gather_index, gather_kv, read_kv
 from tamis.ops.index import IndexInputs, index_scores, index_topk, ragged_scores, topk_positions
+from tamis.ops.index.blocks import index_topk_and_blocks, index_topk_within
 from tamis.ops.index.mxfp4 import PackedQuery, pack_index_query, unpack_index_query
 from tamis.ops.index.prepare import quantise_index_query, rotate_index, write_index_keys
 from tamis.ops.output import Fp8Heads, lower_groups, quantise_blocks, rotate_to_fp8
-from tamis.ops.rotate import Rotated, norm_rows, rotate_and_write, rotate_heads
+from tamis.ops.rotate import Rotated, norm_rows, rotate_and_write, rotate_heads, write_rotated
 from tamis.ops.select import select_chosen, select_entries, select_gathered, select_groups, select_window
 from tamis.ops.translate import Translated, translate_positions
 from tamis.ops.write import quantise_per_tensor, write_kv, write_normed_kv
@@ -36,9 +37,12 @@ __all__ = [
     "gather_kv",
     "index_scores",
     "index_topk",
+    "index_topk_and_blocks",
+    "index_topk_within",
     "lower_groups",
     "norm_rows",
     "pack_index_query",
+    "pool_kv",
     "quantise_blocks",
     "quantise_index_query",
     "quantise_per_tensor",
@@ -59,4 +63,5 @@ __all__ = [
     "write_index_keys",
     "write_kv",
     "write_normed_kv",
+    "write_rotated",
 ]

@@ -69,6 +69,8 @@ class V4Planner:
             backend: a name from `tamis backends`, or "auto".
         """
         checks.option("mode", mode, ("mixed", "separate"))
+        if mode == "separate" and any(spec.kind == "indexed" for spec in specs):
+            raise checks.refuse("mode", "'mixed' for layers of V4.1", repr(mode), "their prefills read the pages")
         by_ratio = _by_ratio(specs)
         window = _one_window(specs)
         _check_pools(limits, list(by_ratio))
@@ -272,7 +274,7 @@ def _by_ratio(specs: Sequence[LayerSpec]) -> dict[int, LayerSpec]:
     """One layer of each ratio. Layers of one ratio share buffers, so they must select entries in the same way."""
     found: dict[int, LayerSpec] = {}
     for spec in specs:
-        if spec.kind not in ("overlapping", "plain"):
+        if spec.kind not in ("overlapping", "plain", "indexed"):
             continue
         other = found.setdefault(spec.compress, spec)
         if (other.kind, other.topk) != (spec.kind, spec.topk):

@@ -10,7 +10,7 @@ from torch import Tensor
 from tamis import PagedCache, Selection
 from tamis.arithmetic import ceil_div
 from tamis.cache.codec import write_rows
-from tamis.cache.layout import Layout, index_fp8, index_mxfp4, named, plain_fp8, rows, v4_fp8, v32_fp8
+from tamis.cache.layout import Layout, index_fp8, named, plain_fp8, rows, v4_fp8, v32_fp8
 from tamis.lab.testing.cases import INT_MAX, INT_MIN
 from tamis.ops.attention import triton_kernels
 from tamis.ops.combine import reference as combine_reference
@@ -290,13 +290,6 @@ def test_combine(parts: int, width: int, device: torch.device) -> None:
     strided = torch.full((3, width, 7), torch.nan, dtype=torch.bfloat16, device=device).transpose(1, 2)[:, ::2][:, :3]
     combine_kernels.combine_parts(combine_call(out, lse, sink, strided))
     assert torch.equal(strided, found.bfloat16())
-
-
-def test_packed_rows_are_refused(device: torch.device) -> None:
-    selection = Selection(PagedCache(index_mxfp4(), 2, 4, device), torch.zeros(1, 3, dtype=torch.int32, device=device))
-    q = torch.zeros(1, 2, 128, device=device)
-    with pytest.raises(ValueError, match=r"^cache must be in e4m3 .*got index-mxfp4; pass backend='reference'"):
-        triton_kernels.check_attend(attend_slots_call(q, [selection], scale=1.0, value_dim=128, splits=None))
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,14 @@ def test_rotation_at_positions_without_angles(guards: Guards, layout: str, monke
     given = [guards.given(t) for t in (positions, table, weight)]
     with guards.allocations(monkeypatch):
         tokens = (guards.given(q), guards.given(kv), cache, guards.given(slots))
-        found, _ = rotate_kernels.rotate_and_write(RotateAndWrite(*tokens, *given, 1e-6, None, False, "triton"))
+        found, _ = rotate_kernels.rotate_and_write(RotateAndWrite(*tokens, *given, 1e-6, None, False, True, "triton"))
         turned = rotate_kernels.rotate_heads(RotateHeads(guards.given(q), *given[:2], None, True, "triton"))
         to_fp8 = RotateToFp8(guards.given(q), *given[:2], 128, True, "triton")
         codes, exponents = output_kernels.rotate_to_fp8(to_fp8)
     guards.check()
     host = PagedCache(cache.layout, 5, 7)
     written = torch.where(inside, slots, -1)
-    rest = (at, angles, weight, 1e-6, None, False, "reference")
+    rest = (at, angles, weight, 1e-6, None, False, True, "reference")
     wanted, _ = rotate_reference.rotate_and_write(RotateAndWrite(q, kv, host, written, *rest))
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-5, atol=1e-5)
     expected = rotate_reference.rotate_heads(RotateHeads(q, at, angles, None, True, "reference"))

@@ -57,6 +57,12 @@ class Place:
     size: int
 
 
+KINDS = ("v32-fp8", "v4-fp8", "v41-fp8", "v41-fp4", "plain-fp8", "index-fp8", "index-mxfp4")
+"""The formats that are not rows of plain numbers, by the beginning of their names."""
+PAIRED = ("v41-fp4", "index-mxfp4")
+"""Those with two values to a byte."""
+
+
 @dataclass(frozen=True)
 class Format:
     """A byte format as the documents describe it, for pages of one size."""
@@ -74,7 +80,7 @@ class Format:
     def of(cls, cache: PagedCache) -> "Format":
         told = cache.layout
         kind = next(
-            (k for k in ("v32-fp8", "v4-fp8", "plain-fp8", "index-fp8", "index-mxfp4") if told.name.startswith(k)),
+            (k for k in KINDS if told.name.startswith(k)),
             "rows",
         )
         return cls(
@@ -90,7 +96,7 @@ class Format:
         """The smallest scale, so that a tile of zeros divides by something."""
         if self.kind == "v32-fp8":
             return 1e-4 if self.mode == "pow2" else 2.0**-126
-        return 2.0**-126 if self.kind == "index-mxfp4" else 1e-4 / 448
+        return {"index-mxfp4": 2.0**-126, "v41-fp4": 2.0**-9}.get(self.kind, 1e-4 / 448)
 
     def places(self) -> tuple[Place, Place | None, Place | None]:
         """Values, scales, tail."""
@@ -102,9 +108,9 @@ class Format:
             return Place(0, self.width, self.width), None, None
         if self.kind == "index-fp8":
             return Place(0, latent, latent), Place(latent * page, 4, 4), None
-        if self.kind == "index-mxfp4":
-            half = latent // 2
-            return Place(0, half, half), Place(half * page, latent // 32, latent // 32), None
+        if self.kind in PAIRED:
+            half, scales = latent // 2, latent // self.tile
+            return Place(0, half, half), Place(half * page, scales, scales), None
         tiles = latent // self.tile
         if self.kind == "v32-fp8":
             scales = _up(latent, 4)
@@ -152,12 +158,15 @@ def byte_of(cache: PagedCache, form: Format, place: Place, slot: int) -> int:
 
 def scales_of(form: Format, tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Factors of tiles [..., tile] float32, and what is stored for them."""
-    largest = np.float32(6.0 if form.kind == "index-mxfp4" else 448.0)
+    largest = np.float32(6.0 if form.kind in PAIRED else 448.0)
     size = np.abs(tiles)
     size = np.where(np.isnan(size), np.float32(0), np.minimum(size, np.finfo(np.float32).max))
     smallest = np.maximum((size.max(-1) / largest).astype(np.float32), np.float32(form.floor))
     if form.mode == "exact":
         return smallest, smallest
+    if form.mode == "e4m3":
+        codes = to_e4m3(smallest)
+        return E4M3[codes].astype(np.float32), np.where(np.isnan(tiles).any(-1), 127, codes).astype(np.uint8)
     mantissa, exponent = np.frexp(smallest.astype(np.float64))
     exponent = exponent - (mantissa == 0.5)
     factor = np.exp2(exponent.astype(np.float64)).astype(np.float32)
@@ -187,7 +196,7 @@ def encode(form: Format, values: Tensor, scale: float | Tensor = 1.0) -> Encoded
     with np.errstate(all="ignore"):
         factor, stored = scales_of(form, tiles)
         scaled = (tiles / factor[..., None]).astype(np.float32)
-    codes = to_e2m1(scaled) if form.kind == "index-mxfp4" else to_e4m3(scaled)
+    codes = to_e2m1(scaled) if form.kind in PAIRED else to_e4m3(scaled)
     _, scales, tail = form.places()
     assert scales is not None
     raw = np.ascontiguousarray(stored).view(np.uint8).reshape(count, -1)
@@ -229,13 +238,14 @@ def decode_row(
     if form.kind == "plain-fp8":
         return E4M3[values] * np.float64(np.float32(scale))
     assert scales is not None
-    if form.kind == "index-mxfp4":
+    if form.kind in PAIRED:
         codes = np.stack((values & 15, values >> 4), -1).reshape(-1)
         numbers = np.where(codes & 8, -E2M1[codes & 7], E2M1[codes & 7])
         factor = np.where(scales == 255, np.nan, np.exp2(scales.astype(np.float64) - 127))
+        factor = E4M3[scales] if form.mode == "e4m3" else factor
         return (numbers.reshape(len(scales), -1) * factor[:, None]).reshape(-1)
     numbers = E4M3[values].reshape(form.latent // form.tile, form.tile)
-    if form.kind == "v4-fp8":
+    if form.kind in ("v4-fp8", "v41-fp8"):
         factor = np.exp2(scales[: len(numbers)].astype(np.float64) - 127)
     else:
         factor = scales.view(np.float32).astype(np.float64)

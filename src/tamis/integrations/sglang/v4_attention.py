@@ -1,4 +1,6 @@
-"""Attention of DeepSeek-V4's layers over SGLang's pages, in one call of tamis. This module does not import SGLang.
+"""Attention of DeepSeek-V4's and V4.1's layers over SGLang's pages, in one call of tamis.
+
+This module does not import SGLang.
 
 The window and the compressed entries are two selections under one softmax. Decode, extend, target-verify and
 draft-extend steps differ only in the slots that SGLang's metadata lists, so they are one function. Pages are read where
@@ -6,6 +8,7 @@ they lie: prefills need no workspace of dequantised rows. Heads are not padded i
 the result has the same shape, with zeros for the padding.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,17 +33,19 @@ _ENTRIES = {
 """The names of slots and lengths in SGLang's metadata, by a layer's compression ratio."""
 
 
-def describe(heads: int, device: torch.device | str) -> str:
+def describe(heads: int, device: torch.device | str, ratios: Sequence[int] = ()) -> str:
     """What is served, for the log. A device that no kernel of tamis runs on is refused, with every reason.
 
     Args:
         heads: the number of heads that a rank has.
         device: where the pool is.
+        ratios: the compression ratios of the model's layers; entries of 1 or 2 tokens are V4.1's.
     """
     layout = v4_fp8()
     spec = LayerSpec(heads, layout.latent, layout.rope, window=_WINDOW, kind="window")
     kernels = choose(spec, device, layout=layout).name
-    return f"DeepSeek-V4: fp8 rows of {layout.row_bytes} bytes, {heads} heads, kernels {kernels}"
+    model = "DeepSeek-V4.1" if {1, 2}.intersection(ratios) else "DeepSeek-V4"
+    return f"{model}: fp8 rows of {layout.row_bytes} bytes, {heads} heads, kernels {kernels}"
 
 
 class Pages:

@@ -32,7 +32,8 @@ class _Attention:
             check_served(self_, parallel.attn_cp_size)
             self._pages = Pages(self_.token_to_kv_pool)
             heads = max(1, self_.model_runner.model_config.num_attention_heads // parallel.attn_tp_size)
-            announce(f"tamis {__version__} serves {describe(heads, self_.device)}")
+            ratios = getattr(self_.token_to_kv_pool, "present_ratios", ())
+            announce(f"tamis {__version__} serves {describe(heads, self_.device, ratios)}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attention of one layer, as SGLang's `forward`."""

@@ -3,12 +3,13 @@
 `register` is the plugin's entry point. vLLM then loads what it needs:
 
 - V3.2 and GLM-5: `plugin`, whose classes derive from `backend`, `metadata` and `impl`;
-- DeepSeek-V4: `v4_plugin` and `v4_caches`, then `v4_layer`, which calls `v4_forward`;
+- DeepSeek-V4 and V4.1: `v4_plugin` and `v4_caches`, then `v4_layer` or `v41_layer`, which call `v4_forward`;
 - the lightning indexer of both, if it is asked for: `indexer_plugin`, which calls `indexer`.
 
-Only `plugin`, `indexer_plugin`, `v4_plugin` and `v4_layer` import vLLM. The other modules have vLLM's names, shapes and
-call order but take any objects with the same attributes, so that they can be tested without vLLM. `classes` holds V4's
-backend, builders and impl for engines that construct attention by class, which vLLM does not do for V4.
+Only `plugin`, `indexer_plugin`, `v4_plugin`, `v4_layer` and `v41_layer` import vLLM. The other modules have vLLM's
+names, shapes and call order but take any objects with the same attributes, so that they can be tested without vLLM.
+`classes` holds V4's backend, builders and impl for engines that construct attention by class, which vLLM does not do
+for V4.
 """
 
 from importlib import import_module

@@ -17,7 +17,7 @@ from tamis import checks
 from tamis.cache.paged import PagedCache
 from tamis.cache.shard import Shard
 from tamis.integrations.vllm.engine_batch import block_table, first, host_values
-from tamis.ops import index_topk
+from tamis.ops import index_topk, index_topk_and_blocks, index_topk_within
 from tamis.step.buffers import outside_modes
 
 _NAMES = ("tamis", "vllm")
@@ -186,6 +186,18 @@ class IndexerMetadataBuilder:
         return int(vllm_config.scheduler_config.max_num_batched_tokens)
 
 
+@dataclass(frozen=True, eq=False)
+class CandidateBlocks:
+    """How a layer of DeepSeek-V4.1 selects in two levels; see `tamis.ops.index_topk_within`."""
+
+    buffer: Tensor
+    """int32 [max tokens, blocks], which all layers share; blocks of tamis are in ascending order."""
+    block_size: int
+    """Index keys per block."""
+    writes: bool
+    """Whether this layer selects the blocks. The others select within them."""
+
+
 def select_positions(
     q: Tensor,
     weights: Tensor,
@@ -195,6 +207,7 @@ def select_positions(
     buffer: Tensor,
     group: ProcessGroup | None = None,
     shard: Shard | None = None,
+    candidates: CandidateBlocks | None = None,
 ) -> None:
     """Write each token's positions into its row of vLLM's buffer, and -1 into the rows of padding.
 
@@ -207,20 +220,19 @@ def select_positions(
         buffer: int32 [T or more, k].
         group: the ranks that share the work, or the keys; None if this one does all of it.
         shard: the part of the keys that this rank holds; None if it holds all.
+        candidates: the blocks that it selects too, or selects within; None for one level. Not with a group.
     """
     rows, padded = metadata.num_actual_tokens, q.shape[0]
+    where = (metadata.request_ids, metadata.block_table, metadata.lengths)
     if rows:
-        index_topk(
-            first(q, rows),
-            first(weights, rows),
-            cache,
-            metadata.request_ids,
-            metadata.block_table,
-            metadata.lengths,
-            k,
-            out=first(buffer, rows),
-            group=group,
-            shard=shard,
-        )
+        given, out = (first(q, rows), first(weights, rows), cache, *where), first(buffer, rows)
+        if candidates is None:
+            index_topk(*given, k, out=out, group=group, shard=shard)
+        elif candidates.writes:
+            held, size = first(candidates.buffer, rows), candidates.block_size
+            index_topk_and_blocks(*given, k, blocks=held.shape[1], block_size=size, out=out, blocks_out=held)
+        else:
+            held = first(candidates.buffer, rows)
+            index_topk_within(*given, held, k, block_size=candidates.block_size, out=out)
     if padded > rows:
         buffer[rows:padded].fill_(-1)

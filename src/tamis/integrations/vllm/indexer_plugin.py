@@ -32,6 +32,7 @@ from tamis.cache.paged import PagedCache
 from tamis.cache.shard import Shard
 from tamis.integrations.vllm.context_parallel import Ranks
 from tamis.integrations.vllm.indexer import (
+    CandidateBlocks,
     IndexerMetadata,
     IndexerMetadataBuilder,
     IndexerOptions,
@@ -44,8 +45,9 @@ from tamis.ops.index import MAX_K, WORKSPACE_BYTES
 OPERATOR = "SparseAttnIndexer"
 _OP = "tamis_sparse_attn_indexer"
 _THEIR_OP = "vllm::sparse_attn_indexer"
-_BACKENDS = ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER")
-"""vLLM's names of the index caches that tamis reads."""
+_COMPRESSED = ("DEEPSEEK_V4_INDEXER", "DEEPSEEK_V41_INDEXER")
+_BACKENDS = ("DEEPSEEK_V32_INDEXER", *_COMPRESSED)
+"""vLLM's names of the index caches that tamis reads; those of compressed keys have builders that say where keys go."""
 _theirs = sparse_attn_indexer.sparse_attn_indexer
 
 
@@ -56,7 +58,8 @@ def register_indexer() -> str | None:
         return None
     if known is not None:
         return f"another plugin has registered {known.__module__}.{known.__qualname__} for {OPERATOR}"
-    direct_register_custom_op(_OP, _run_layer, mutates_args=["topk_indices_buffer"], fake_impl=_run_nothing)
+    written = ["topk_indices_buffer", "candidate_blocks"]
+    direct_register_custom_op(_OP, _run_layer, mutates_args=written, fake_impl=_run_nothing)
     CustomOp.register_oot(Indexer, name=OPERATOR)
     return None
 
@@ -70,7 +73,7 @@ class Builder(IndexerMetadataBuilder, AttentionMetadataBuilder[IndexerMetadata])
 @cache
 def _backend_like(theirs: type[Any]) -> type[Any]:
     """vLLM's backend of an index cache, with metadata of tamis."""
-    compressed = theirs.get_name() == _BACKENDS[1]
+    compressed = theirs.get_name() in _COMPRESSED
     builder = _compressed_builder(theirs.get_builder_cls()) if compressed else Builder
     members = {
         "get_builder_cls": staticmethod(lambda: builder),
@@ -125,6 +128,10 @@ class Indexer(SparseAttnIndexer):
         if reasons:
             remedy = 'leave out "indexer": "tamis"'
             raise ValueError(f"tamis cannot replace vLLM's indexer here: {'; '.join(reasons)}; {remedy}")
+        blocks = getattr(self, "candidate_blocks", None)
+        self._candidates: CandidateBlocks | None = None
+        if blocks is not None:
+            self._candidates = CandidateBlocks(blocks, self.candidate_block_size, self.candidate_write)
         self._wrapped: tuple[Tensor, PagedCache] | None = None
         self._group: ProcessGroup | None = None
         self._shard: Shard | None = None
@@ -132,9 +139,15 @@ class Indexer(SparseAttnIndexer):
             self._group = get_dcp_group().device_group
         elif options.shared and get_tp_group().world_size > 1:
             self._group = get_tp_group().device_group
-        # These two make vLLM build our metadata for the cache, and find this object by a name that it can trace.
-        k_cache.get_attn_backend = lambda: _backend_like(backend)
-        config.compilation_config.static_forward_context[_name_of(k_cache.prefix)] = self
+        # These two make vLLM build our metadata for the cache, and find this object by a name that it can trace. In
+        # V4.1 several layers select from one cache: the first has made the cache's backend ours.
+        layers = config.compilation_config.static_forward_context
+        self._name = _name_of(k_cache.prefix)
+        if self._name in layers:
+            self._name += f".{sum(name.startswith(self._name) for name in layers)}"
+        else:
+            k_cache.get_attn_backend = lambda: _backend_like(backend)
+        layers[self._name] = self
         _split_graphs(config.compilation_config)
         _replace_function()
         _say_once()
@@ -144,8 +157,8 @@ class Indexer(SparseAttnIndexer):
     ) -> Tensor:
         """Write the keys and select; returns the buffer with the positions."""
         assert isinstance(q_quant, Tensor), "FP4 caches, which have scales of their own, were refused"
-        name = _encode_layer_name(_name_of(self.k_cache.prefix))
-        torch.ops.vllm.tamis_sparse_attn_indexer(q_quant, k, weights, self.topk_indices_buffer, name)
+        name, blocks = _encode_layer_name(self._name), None if self._candidates is None else self._candidates.buffer
+        torch.ops.vllm.tamis_sparse_attn_indexer(q_quant, k, weights, self.topk_indices_buffer, blocks, name)
         buffer: Tensor = self.topk_indices_buffer
         return buffer
 
@@ -177,8 +190,8 @@ class Indexer(SparseAttnIndexer):
             )
         captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
         if captured or not dense or not _is_unread(steps.get(dense), context):
-            shard = self._keys_shard()
-            select_positions(q, weights, self._keys(), metadata, self.topk_tokens, buffer, self._group, shard)
+            step = (metadata, self.topk_tokens, buffer, self._group, self._keys_shard(), self._candidates)
+            select_positions(q, weights, self._keys(), *step)
 
     def _keys_shard(self) -> Shard | None:
         """The part of the keys that this rank holds. vLLM may decide about the interleave size after its layers are
@@ -210,7 +223,9 @@ def _refusals(indexer: Any, config: Any, options: IndexerOptions, backend: str) 
         "index keys are not in e4m3 with one power-of-two scale each": (
             indexer.quant_block_size != indexer.head_dim or indexer.scale_fmt != "ue8m0"
         ),
-        "candidate blocks (DeepSeek-V4.1) are not supported": getattr(indexer, "candidate_blocks", None) is not None,
+        "several ranks cannot share a selection in two levels (DeepSeek-V4.1)": (
+            (options.shared or ranks.decode > 1) and getattr(indexer, "candidate_blocks", None) is not None
+        ),
         f"index_topk {indexer.topk_tokens} is above {MAX_K}": indexer.topk_tokens > MAX_K,
         '"share_indexer" is true where ranks divide the keys (decode context parallelism), and share the work so': (
             options.shared and ranks.decode > 1
@@ -236,15 +251,26 @@ def _is_unread(attention: Any, context: Any) -> bool:
 
 @eager_break_during_capture  # type: ignore[untyped-decorator]
 def _run_layer(
-    q: Tensor, k: Tensor | None, weights: Tensor, topk_indices_buffer: Tensor, layer_name: LayerNameType
+    q: Tensor,
+    k: Tensor | None,
+    weights: Tensor,
+    topk_indices_buffer: Tensor,
+    candidate_blocks: Tensor | None,
+    layer_name: LayerNameType,
 ) -> None:
+    """Run the operator of a layer. The candidate blocks are an argument because it may write them."""
     indexer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
     dense = getattr(indexer, "dense_mha_metadata_layer_name", "")
     indexer.run(q, k, weights, topk_indices_buffer, writes=not indexer.skip_k_cache_insert, dense=dense)
 
 
 def _run_nothing(
-    q: Tensor, k: Tensor | None, weights: Tensor, topk_indices_buffer: Tensor, layer_name: LayerNameType
+    q: Tensor,
+    k: Tensor | None,
+    weights: Tensor,
+    topk_indices_buffer: Tensor,
+    candidate_blocks: Tensor | None,
+    layer_name: LayerNameType,
 ) -> None:
     """What vLLM traces in place of `_run_layer`."""
 

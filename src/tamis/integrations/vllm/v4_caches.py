@@ -44,6 +44,13 @@ def check_cache_dtype(dtype: str) -> None:
         raise ValueError(f"{failed}: {reason}; install nvidia-cutlass-dsl and quack-kernels as it asks") from error
 
 
+def check_v41_cache_dtype(dtype: str) -> None:
+    """Refuse a cache dtype that vLLM does not pack rows for; its V4.1 layer packs them for "auto" as well."""
+    known = (*PACKED, "auto")
+    if dtype not in known:
+        raise ValueError(f"kv_cache_dtype must be one of {', '.join(known)} for DeepSeek-V4.1 with tamis, got {dtype}")
+
+
 @cache
 def announce(dtype: str) -> None:
     """Log once what the cache holds, where vLLM's default layer would refuse this name or pack rows under it."""

@@ -68,8 +68,8 @@ def forward_decode(
 
     Args:
         layer: an object with `compress_ratio`, `scale`, `attn_sink`, `swa_cache_layer.kv_cache` and, where an indexer
-            selects (ratio 4), its `topk_indices_buffer`. `kv_cache_torch_dtype` says what the caches hold;
-            `v4_formats.e4m3_scales` says where the scales of e4m3 rows and queries are.
+            selects (ratio 4, and all of V4.1), its `topk_indices_buffer`. `kv_cache_torch_dtype` says what the caches
+            hold; `v4_formats.e4m3_scales` says where the scales of e4m3 rows and queries are.
         q: [decode tokens, H, 512], rotated.
         kv_cache: compressed entries, in rows that are packed (584 bytes), plain, or e4m3 under one scale; None if
             `swa_only`.

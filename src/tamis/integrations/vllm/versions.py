@@ -68,6 +68,12 @@ def divides_prompts() -> bool:
     return _minor(str(import_module("vllm.version").__version__)) == "0.32"
 
 
+def v41_refusal() -> str | None:
+    """Why DeepSeek-V4.1 is not supported in the installed vLLM; None if it is. Its layers were different before."""
+    found = str(import_module("vllm.version").__version__)
+    return None if _minor(found) == "0.32" else f"tamis supports it in vLLM 0.32.x, and this is {found}"
+
+
 def keep_prefills_sparse(config: Any) -> None:
     """Keep a layer from sending short prompts to dense attention, which tamis' attention does not have.
 

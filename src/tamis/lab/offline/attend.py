@@ -46,6 +46,9 @@ def layouts() -> Iterator[Layout]:
         yield named("v32-fp8", latent=latent, rope=rope, tile=tile, scale_mode="exact")
     for latent, rope, tile in ((448, 64, 64), (*WIDEST, 64), (448, 0, 16), (1, 1, 1)):
         yield named("v4-fp8", latent=latent, rope=rope, tile=tile)
+    for name in ("v41-fp8", "v41-fp4"):
+        yield named(name)
+        yield named(name, latent=24, rope=8)
 
 
 def every_case(target: Target) -> Iterator[tuple[OfflineCase, tuple[object, ...]]]:
@@ -92,7 +95,7 @@ def _cases(*, every: bool = False) -> Iterator[OfflineCase]:
 
 
 def _usual_layouts() -> Iterator[Layout]:
-    for name in ("v32-bf16", "v32-fp32", "v32-fp8", "v4-fp8", "plain-fp8"):
+    for name in ("v32-bf16", "v32-fp32", "v32-fp8", "v4-fp8", "v41-fp4", "plain-fp8"):
         yield named(name)
 
 

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernel of stage `compress`, to compile without a GPU."""
+"""Launches of the Triton kernels of stage `compress`, to compile without a GPU."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,14 @@ import torch
 from tamis.cache.layout import Layout, compressor_state, index_fp8, index_mxfp4, named, plain_fp8
 from tamis.cache.paged import PagedCache
 from tamis.lab.offline.triton import OfflineCase
-from tamis.ops.compress.operations import CompressKv
-from tamis.ops.compress.triton_kernels import compress_kv_kernel, launch_arguments, launch_options
+from tamis.ops.compress.operations import CompressKv, PoolKv
+from tamis.ops.compress.triton_kernels import (
+    compress_kv_kernel,
+    launch_arguments,
+    launch_options,
+    pool_arguments,
+    pool_kv_kernel,
+)
 
 
 def triton_cases() -> Iterator[OfflineCase]:
@@ -42,3 +48,17 @@ def triton_cases() -> Iterator[OfflineCase]:
         how = f"{ratio}{' overlapping' * overlapping}{' by Hadamard' * hadamard}"
         label = f"compress {layout.name} {how} from {dtype}".replace("torch.", "")
         yield OfflineCase.of_launch(compress_kv_kernel, arguments, launch_options(arguments), label)
+    yield from _latent_cases()
+
+
+def _latent_cases() -> Iterator[OfflineCase]:
+    """Latents as in V4.1."""
+    for width, dtype in ((512, torch.float32), (96, torch.bfloat16)):
+        state = PagedCache(compressor_state(dim=width, overlapping=False), 2, 8)
+        tokens, latents = (torch.empty(2, width, dtype=d, device="cpu") for d in (dtype, torch.bfloat16))
+        ids = torch.zeros(2, dtype=torch.int32, device="cpu")
+        pages = (ids, ids.long(), ids, torch.zeros(2, 32, dtype=torch.int32, device="cpu"))
+        call = PoolKv(tokens, tokens, state, *pages, tokens[0], 2, 1e-6, latents.dtype, "triton")
+        arguments = pool_arguments(call, latents)
+        label = f"compress: latents of {width} from {dtype}".replace("torch.", "")
+        yield OfflineCase.of_launch(pool_kv_kernel, arguments, launch_options(arguments), label)

@@ -28,6 +28,7 @@ def triton_cases() -> Iterator[OfflineCase]:
         ("plain-fp8", torch.float16),
         ("v32-bf16", torch.bfloat16),
         ("index-mxfp4", torch.bfloat16),
+        ("v41-fp4", torch.bfloat16),
     ):
         cache = PagedCache(name, 2, 64)
         out = torch.empty(16, cache.layout.width, dtype=dtype, device="cpu")

@@ -13,6 +13,7 @@ from tamis.lab.offline.cuda import CudaCase
 from tamis.lab.offline.training import index_cases
 from tamis.lab.offline.triton import NATIVE_E4M3, TARGETS, OfflineCase
 from tamis.model.recipe import IndexRecipe
+from tamis.ops.index.block_operations import IndexTopkWithin
 from tamis.ops.index.hopper import gradients, scores
 from tamis.ops.index.hopper.topk import Variant, program
 from tamis.ops.index.operations import (
@@ -23,6 +24,14 @@ from tamis.ops.index.operations import (
     WriteIndexKeys,
 )
 from tamis.ops.index.scoring import MAX_DIM, paged_keys, ragged_keys, score_launch
+from tamis.ops.index.triton_blocks import (
+    block_maxima,
+    candidate_arguments,
+    candidate_positions,
+    maxima_arguments,
+    position_arguments,
+    score_candidates,
+)
 from tamis.ops.index.triton_prepare import OPTIONS, insert_keys, key_arguments, quantise_queries, query_arguments
 from tamis.ops.index.triton_scores import E4M3, score_keys
 from tamis.ops.index.triton_topk import choose_topk_launch, topk_launches
@@ -40,6 +49,7 @@ def triton_cases() -> Iterator[OfflineCase]:
     """Preparation, scores in every dtype and format at usual sizes, top-k, and the loss that trains an indexer."""
     yield from index_cases()
     yield from _prepare_cases()
+    yield from _block_cases()
     plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for layout, query, heads, shared, targets in (
@@ -133,6 +143,31 @@ def _prepare_cases() -> Iterator[OfflineCase]:
             values = torch.empty(q.shape, dtype=torch.uint8, device=HOST)
             arguments = query_arguments(call, values, torch.empty_like(weights))
             yield OfflineCase.of_launch(quantise_queries, arguments, OPTIONS, f"index queries {label}")
+
+
+def _block_cases() -> Iterator[OfflineCase]:
+    """Selection in two levels: block maxima, scores of candidates, and their positions."""
+    ids = torch.zeros(4, dtype=torch.int32, device=HOST)
+    plain = tuple(t for t in TARGETS if t not in NATIVE_E4M3)
+    for layout, query, heads, targets in (
+        (named("index-fp8"), E4M3, 32, NATIVE_E4M3),
+        (named("index-fp8"), E4M3, 32, plain),
+        (named("index-fp8"), torch.bfloat16, 32, NATIVE_E4M3),
+        (named("index-mxfp4"), torch.bfloat16, 128, tuple(TARGETS)),
+        (rows(torch.bfloat16, latent=96, rope=0), torch.float32, 5, tuple(TARGETS)),
+    ):
+        q, weights, out = _scored(heads, layout.width, query)
+        cache, table = PagedCache(layout, 2, 64), torch.zeros(4, 32, dtype=torch.int32, device=HOST)
+        candidates = torch.zeros(4, 256, dtype=torch.int32, device=HOST)
+        chosen = torch.empty(4, 512, dtype=torch.int32, device=HOST)
+        call = IndexTopkWithin(q, weights, cache, ids, table, ids, candidates, 512, 8, 1 << 28, chosen, "triton")
+        native = targets == NATIVE_E4M3
+        arguments, options, _ = candidate_arguments(call, out, native=native, sms=SMS)
+        label = f"index: {heads} heads of {checks.dtype_name(query)} over candidates in {layout.name}"
+        yield OfflineCase.of_launch(score_candidates, arguments, options, label, targets)
+    yield OfflineCase.of_launch(candidate_positions, position_arguments(call), {}, "index: positions of candidates")
+    arguments = maxima_arguments(out, ids, torch.empty(4, 256, dtype=torch.float32, device=HOST), 8, 2048)
+    yield OfflineCase.of_launch(block_maxima, arguments, {}, "index: block maxima")
 
 
 def cuda_cases() -> Iterator[CudaCase]:

@@ -19,6 +19,8 @@ def triton_cases() -> Iterator[OfflineCase]:
         (named("v32-fp8", scale_mode="exact"), torch.bfloat16),
         (named("v32-fp8", latent=128, rope=32), torch.float16),
         (named("v4-fp8"), torch.float32),
+        (named("v41-fp8"), torch.bfloat16),
+        (named("v41-fp4"), torch.bfloat16),
         (named("plain-fp8"), torch.bfloat16),
         (named("index-fp8"), torch.bfloat16),
         (named("index-mxfp4"), torch.bfloat16),

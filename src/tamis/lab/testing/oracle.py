@@ -67,6 +67,10 @@ def tile_factors(tiles: Array, layout: Layout) -> tuple[Array, Tensor]:
     smallest = np.maximum(largest / np.float32(layout.largest), np.float32(layout.scale_floor))
     if layout.scale_mode == "exact":
         return smallest, torch.from_numpy(smallest)
+    if layout.scale_mode == "e4m3":
+        codes = round_to_e4m3(smallest)
+        stored = np.where(np.isnan(tiles).any(-1), np.uint8(NAN_CODE), codes)
+        return e4m3_table()[codes].astype(np.float32), torch.from_numpy(stored)
     mantissa, exponent = np.frexp(smallest)
     exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
     factor = np.ldexp(np.float32(1), exponent).astype(np.float32)
@@ -130,7 +134,8 @@ def rows_of(cache: PagedCache, slots: Tensor) -> Tensor:
     values = _e2m1_pairs(raw) if layout.packed else torch.from_numpy(e4m3_table()[raw.numpy()])
     if layout.scale_mode == "tensor":
         return values * float(np.float32(float(cache.scale)))
-    scales = stored("scales")[:, : layout.latent // layout.tile].double()
+    scales = stored("scales")[:, : layout.latent // layout.tile]
+    scales = torch.from_numpy(e4m3_table()[scales.numpy()]) if layout.scale_mode == "e4m3" else scales.double()
     if layout.scale_mode == "exponent":
         scales = torch.exp2(scales - 127).masked_fill((scales == 255) & layout.packed, torch.nan)
     latent = values.view(len(slots), layout.latent // layout.tile, layout.tile) * scales.unsqueeze(-1)

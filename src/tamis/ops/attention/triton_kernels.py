@@ -170,8 +170,6 @@ def check_attend(call: Attend | AttendSlots) -> None:
             raise checks.refuse("cache", expected, f"{layout.latent} in tiles of {layout.tile}", remedy)
         if layout.rope > MAX_ROPE:
             raise checks.refuse("cache", f"at most {MAX_ROPE} rope columns for the triton backend", layout.rope, remedy)
-        if layout.packed:
-            raise checks.refuse("cache", "in e4m3 or 16 and more bits for the triton backend", layout.name, remedy)
 
 
 check_attend_slots = check_attend
@@ -327,8 +325,10 @@ def _row_arguments(cache: PagedCache, launch: LaunchConfig) -> dict[str, Any]:
 def row_widths(layout: Layout) -> dict[str, Any]:
     """The widths of the two parts into which `triton_rowwise` divides a row: the latent part and the tail."""
     mode = {"none": "plain", "tensor": "tensor", "exponent": "exponent"}.get(layout.scale_mode, "tile")
-    # Unquantised rows have no tiles: their latent part is the largest power of two that fits.
-    latent = layout.latent if mode in ("tile", "exponent") else min(512, triton.next_power_of_2(layout.width + 1) // 2)
+    if layout.packed:
+        mode = "packed_e4m3" if layout.scale_mode == "e4m3" else "packed"
+    # Rows without tiles have a latent part that is the largest power of two that fits.
+    latent = layout.latent if layout.tile else min(512, triton.next_power_of_2(layout.width + 1) // 2)
     rest = layout.width - latent
     return {
         "MODE": mode,

@@ -18,7 +18,7 @@ from tamis.ops.attention.triton_device import (
     round_in_two,
     to_slots,
 )
-from tamis.ops.rows.triton_rows import decode_e4m3, row_start, store_rounded
+from tamis.ops.rows.triton_rows import decode_e2m1, decode_e4m3, power_of_two, row_start, store_rounded
 
 
 @triton.jit
@@ -29,20 +29,32 @@ def _load_rows(
     PAGE_SIZE: tl.constexpr, FLAT: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The latent part [BLOCK_N, BLOCK_L] of rows, dequantised except for a per-tensor scale; zeros where not valid."""
+    PACKED: tl.constexpr = (MODE == "packed") or (MODE == "packed_e4m3")
     column = tl.arange(0, BLOCK_L)
     mask = valid[:, None] & (column < LATENT)[None, :] if LATENT < BLOCK_L else valid[:, None]
-    at = values + row_start(slot, values_page_stride, VALUES_ROW, PAGE_SIZE, FLAT)[:, None] + column[None, :]
+    value_row = row_start(slot, values_page_stride, VALUES_ROW, PAGE_SIZE, FLAT)
+    at = values + value_row[:, None] + column[None, :]
     if MODE == "plain":
         rows = load_floats(at, mask, INTERPRETED).to(COMPUTE)
     else:
-        rows = decode_e4m3(tl.load(at, mask=mask, other=0), NATIVE).to(tl.float32)
-        if MODE == "tile" or MODE == "exponent":
-            tile = tl.arange(0, BLOCK_L // TILE)
+        tile = tl.arange(0, BLOCK_L // TILE)
+        if PACKED:
+            pair = tl.arange(0, TILE // 2)
+            there = valid[:, None, None] & (tile < LATENT // TILE)[None, :, None]
+            pairs = values + value_row[:, None, None] + tile[None, :, None] * (TILE // 2) + pair[None, None, :]
+            rows = tl.reshape(decode_e2m1(tl.load(pairs, mask=there, other=0)).to(tl.float32), [BLOCK_N, BLOCK_L])
+        else:
+            rows = decode_e4m3(tl.load(at, mask=mask, other=0), NATIVE).to(tl.float32)
+        if MODE != "tensor":
             scale_row = row_start(slot, scales_page_stride, SCALES_ROW, PAGE_SIZE, FLAT)
             at_scale = scales + scale_row[:, None] + tile[None, :]
             known = valid[:, None] & (tile < LATENT // TILE)[None, :] if LATENT < BLOCK_L else valid[:, None]
             if MODE == "exponent":
                 factor = tl.exp2(tl.load(at_scale, mask=known, other=127).to(tl.float32) - 127.0)
+            elif MODE == "packed":
+                factor = power_of_two(tl.load(at_scale, mask=known, other=127), True)
+            elif MODE == "packed_e4m3":
+                factor = decode_e4m3(tl.load(at_scale, mask=known, other=0), NATIVE).to(tl.float32)
             else:
                 factor = tl.load(at_scale, mask=known, other=0.0)
             rows = tl.reshape(rows, [BLOCK_N, BLOCK_L // TILE, TILE]) * factor[:, :, None]

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache.paged import PagedCache
-from tamis.model.recipe import IndexRecipe
 from tamis.ops.compress import operations
-from tamis.ops.compress.operations import CompressKv
-from tamis.ops.rotate import check_rotary
+from tamis.ops.compress.operations import CompressKv, PoolKv
+from tamis.ops.rotate import check_recipe, check_rotary
 from tamis.ops.write import called
 
 
@@ -93,9 +92,7 @@ def check_compress_kv(call: CompressKv, names: tuple[str, str] = ("state", "cach
         expected = f"{width} wide, or {2 * width} where spans overlap"
         raise checks.refuse("values", expected, channels, f"entries go to {cache!r}")
     checks.tensor("scores", call.scores, "T C", checks.FLOATS, T=total, C=channels, device=device)
-    if state.layout.quantised or state.layout.element != torch.float32 or state.layout.width != 2 * channels:
-        expected = f"of float32 rows {2 * channels} wide"
-        raise checks.refuse(names[0], expected, repr(state), "make its layout with tamis.cache.layout.compressor_state")
+    _check_state(state, channels, names[0])
     if cache.device != device:
         raise checks.refuse(names[1], f"on {device} like {names[0]}", cache.device, "keep both on one device")
     _check_slots(call, total, names)
@@ -112,15 +109,59 @@ def check_compress_kv(call: CompressKv, names: tuple[str, str] = ("state", "cach
     operations.compress_kv.check(call)
 
 
-def check_recipe(cache: PagedCache, rotary: int, name: str) -> None:
-    """Refuse a cache that records another recipe than that of entries. Errors use `name` for the cache."""
-    if cache.recipe is None:
-        return
-    made = IndexRecipe.of_v4(rotary, hadamard=cache.recipe.hadamard)
-    same = cache.recipe == made if rotary else cache.recipe.rope_dim == 0  # without a rope there are no pairs to choose
-    if not same:
-        raise checks.refuse(f"{name}.recipe", f"{made}, as entries are rotated", cache.recipe, "use a cache of V4 keys")
-    cache.recipe.check_width(cache.layout.width, f"{name}: width")
+def pool_kv(
+    values: Tensor,
+    scores: Tensor,
+    state: PagedCache,
+    *,
+    positions: Tensor,
+    pages: StatePages,
+    norm_weight: Tensor,
+    ratio: int,
+    eps: float = 1e-6,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Tensor:
+    """Store the new tokens' state; return latents [T, D], zeros for tokens that end no span (DeepSeek-V4.1).
+
+    A latent is what `compress_kv` would write as an entry of plain spans without a bias, before it is rotated: per
+    channel, the mean of the values of `ratio` tokens weighted by a softmax over their scores, RMS-normalised, and
+    rounded to `dtype`. V4.1 makes both the entry and the index key of a span from it. What earlier steps computed is
+    read from the state pages, of which the last `ratio` tokens of each request must be kept.
+
+    Args:
+        values: [T, D] in bf16, fp16 or fp32.
+        scores: [T, D].
+        state: a cache of `tamis.cache.layout.compressor_state` without overlap, 2D wide.
+        positions: integer [T], absolute; negative for padding. Tokens of one request are in ascending order.
+        pages: where the state is.
+        norm_weight: [D].
+        ratio: tokens per span.
+        eps: epsilon of the norm.
+        dtype: the dtype of the latents.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    checks.instance("state", state, PagedCache)
+    checks.instance("pages", pages, StatePages)
+    where = (positions, pages.slots, pages.request_ids, pages.block_table)
+    call = PoolKv(values, scores, state, *where, norm_weight, ratio, eps, dtype, backend)
+    check_pool_kv(call)
+    return operations.pool_kv(call)
+
+
+def check_pool_kv(call: PoolKv, name: str = "state") -> None:
+    """Refuse what `pool_kv` refuses. Errors use `name` for the cache of state."""
+    device = call.state.device
+    total, width = checks.tensor("values", call.values, "T D", checks.FLOATS, device=device).values()
+    checks.tensor("scores", call.scores, "T D", checks.FLOATS, T=total, D=width, device=device)
+    _check_state(call.state, width, name)
+    _check_tokens(call, total, name)
+    checks.tensor("norm_weight", call.norm_weight, "D", checks.FLOATS, D=width, device=device)
+    checks.integer("ratio", call.ratio, low=1)
+    checks.positive_number("eps", call.eps)
+    checks.option("dtype", call.dtype, checks.FLOATS)
+    checks.changeable(name, call.state.storage)
+    operations.pool_kv.check(call)
 
 
 def has_hadamard(cache: PagedCache | None) -> bool:
@@ -128,13 +169,28 @@ def has_hadamard(cache: PagedCache | None) -> bool:
     return cache is not None and cache.recipe is not None and cache.recipe.hadamard
 
 
+def _check_state(state: PagedCache, channels: int, name: str) -> None:
+    """Refuse a cache that does not hold the state of this many channels."""
+    if state.layout.quantised or state.layout.element != torch.float32 or state.layout.width != 2 * channels:
+        expected = f"of float32 rows {2 * channels} wide"
+        raise checks.refuse(name, expected, repr(state), "make its layout with tamis.cache.layout.compressor_state")
+
+
 def _check_slots(call: CompressKv, total: int, names: tuple[str, str]) -> None:
     """Refuse slots and a block table that do not fit the tokens and the two caches."""
-    state, cache, device, lowest = call.state, call.cache, call.state.device, -(2**62)
-    checks.tensor("positions", call.positions, "T", checks.INTS, T=total, device=device)
+    cache, device, lowest = call.cache, call.state.device, -(2**62)
     checks.tensor(
         "slots", call.slots, "T", checks.INTS, T=total, device=device, remedy="pass one per token, -1 for none"
     )
+    _check_tokens(call, total, names[0])
+    remedy = f"{called(names[1])} has {cache.rows} rows; use -1 to skip"
+    checks.values_between("slots", call.slots, lowest, cache.rows - 1, remedy)
+
+
+def _check_tokens(call: CompressKv | PoolKv, total: int, name: str) -> None:
+    """Refuse positions, slots of state and a block table that do not fit the tokens and the state."""
+    state, device = call.state, call.state.device
+    checks.tensor("positions", call.positions, "T", checks.INTS, T=total, device=device)
     checks.tensor(
         "pages.slots", call.state_slots, "T", checks.INTS, T=total, device=device, remedy="pass one per token"
     )
@@ -142,10 +198,8 @@ def _check_slots(call: CompressKv, total: int, names: tuple[str, str]) -> None:
     table = checks.tensor("pages.block_table", call.block_table, "B W", (torch.int32,), device=device)
     if table["W"] == 0:
         raise checks.refuse("pages.block_table", "at least one page wide", [*table.values()], "pass the page table")
-    remedy = f"{called(names[1])} has {cache.rows} rows; use -1 to skip"
-    checks.values_between("slots", call.slots, lowest, cache.rows - 1, remedy)
-    remedy = f"{called(names[0])} has {state.rows} rows"
-    checks.values_between("pages.slots", call.state_slots, lowest, state.rows - 1, remedy)
+    remedy = f"{called(name)} has {state.rows} rows"
+    checks.values_between("pages.slots", call.state_slots, -(2**62), state.rows - 1, remedy)
     remedy = "each must name a block-table row"
     checks.values_between("pages.request_ids", call.request_ids, 0, table["B"] - 1, remedy)
 

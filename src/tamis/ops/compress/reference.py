@@ -7,7 +7,7 @@ from tamis.cache.codec import fetch_field, write_rows
 from tamis.cache.paged import PagedCache
 from tamis.cache.slots import slots_of
 from tamis.model.rope import rms_norm
-from tamis.ops.compress.operations import CompressKv
+from tamis.ops.compress.operations import CompressKv, PoolKv
 from tamis.ops.rotate.reference import insert, rotate_tail
 
 _WORKING_BYTES = 32 * 2**20
@@ -17,8 +17,7 @@ _WORKING_BYTES = 32 * 2**20
 def compress_kv(call: CompressKv) -> None:
     """Write the state rows of all tokens, then the entries that some complete; see `tamis.ops.compress_kv`."""
     state, cache, slots, ratio = call.state, call.cache, call.slots, call.bias.shape[0]
-    position = call.positions.long()
-    position = torch.where(position < 2**31, position, -1)  # no request is that long
+    position = _positions(call.positions)
     known = torch.where(position >= 0, call.state_slots.long(), -1)
     biased = call.scores.float() + call.bias.float()[position % ratio]
     write_rows(torch.cat((call.values.float(), biased), dim=1), state, known)
@@ -33,6 +32,27 @@ def compress_kv(call: CompressKv) -> None:
         if call.cos_sin is not None:
             entries = rotate_tail(entries, position[part] + 1 - ratio, call.cos_sin)
         insert(entries, cache, slots[part], call.hadamard)
+
+
+def pool_kv(call: PoolKv) -> Tensor:
+    """Write the state rows of all tokens; latents [T, D] of the spans that some end. See `tamis.ops.pool_kv`."""
+    state, width = call.state, call.values.shape[1]
+    position = _positions(call.positions)
+    known = torch.where(position >= 0, call.state_slots.long(), -1)
+    write_rows(torch.cat((call.values.float(), call.scores.float()), dim=1), state, known)
+    latents = torch.zeros(call.values.shape, dtype=call.dtype, device=call.values.device)
+    tokens = ((position >= 0) & ((position + 1) % call.ratio == 0)).nonzero().squeeze(1)
+    for part in tokens.split(max(1, _WORKING_BYTES // (call.ratio * state.layout.row_bytes))):
+        found = span_slots(state, position[part], call.request_ids[part], call.block_table, call.ratio)
+        pooled = pool_rows(state, found, width)
+        latents[part] = rms_norm(pooled, call.norm_weight.float(), call.eps).to(call.dtype)
+    return latents
+
+
+def _positions(positions: Tensor) -> Tensor:
+    """int64 positions, with -1 for those past 32 bits: no request is that long."""
+    position = positions.long()
+    return torch.where(position < 2**31, position, -1)
 
 
 def span_slots(state: PagedCache, last: Tensor, request_ids: Tensor, block_table: Tensor, span: int) -> Tensor:

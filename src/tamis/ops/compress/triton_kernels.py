@@ -1,4 +1,4 @@
-"""Pools spans of tokens into entries in Triton: one launch, one program per token.
+"""Pools spans of tokens into entries, or into latents, in Triton: one launch, one program per token.
 
 A program writes its token's state row. If the token completes a span, it also pools the span with an online softmax
 over blocks of ROWS tokens: tokens of the same step are read from the step's own values and scores, since other programs
@@ -8,10 +8,12 @@ if `state_slots` and the block table agree.
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tamis.ops.compress.operations import CompressKv
+from tamis.ops.compress.operations import CompressKv, PoolKv
 from tamis.ops.rows.triton_norm import (
     check_rows,
     hadamard_row,
@@ -21,7 +23,7 @@ from tamis.ops.rows.triton_norm import (
     norm_row,
     rotate_row,
 )
-from tamis.ops.rows.triton_rows import interpreted, launching_on, load_wide, row_start
+from tamis.ops.rows.triton_rows import interpreted, launching_on, load_wide, row_start, store_rounded
 
 SPAN_VALUES = 8192
 """Values in a block of ROWS tokens, and as many scores. Larger blocks mean fewer round trips to memory per span."""
@@ -77,9 +79,9 @@ def _pool(
         other = (token - (SPAN - 1) + row).to(tl.int64)[:, None]
         in_step = fresh[:, None] & inside
         score = tl.load(from_pages + CHANNELS, mask=in_pages, other=float("-inf"))
-        biased = load_wide(scores + other * scores_stride + channel, in_step) + load_wide(
-            bias + (row % RATIO * CHANNELS)[:, None] + channel, in_step
-        )
+        biased = load_wide(scores + other * scores_stride + channel, in_step)
+        if bias is not None:
+            biased += load_wide(bias + (row % RATIO * CHANNELS)[:, None] + channel, in_step)
         score = tl.where(in_step, biased, score)
         value = tl.load(from_pages, mask=in_pages, other=0.0)
         value += load_wide(values + other * values_stride + channel, in_step)
@@ -91,6 +93,32 @@ def _pool(
         accumulator = accumulator * rescale + tl.sum(weight * value, axis=0)
         running_max = new_max
     return tl.where(weight_sum == 0.0, 0.0, accumulator / weight_sum)
+
+
+@triton.jit
+def _store_state(
+    token, values, values_stride, scores, scores_stride, positions, state_slots, bias, state, state_page_stride,
+    state_pages, RATIO: tl.constexpr, WIDTH: tl.constexpr, SERIES: tl.constexpr, STATE_PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the state row of a token, and return its position, or -1 for padding."""
+    position = tl.load(positions + token)
+    # A 64-bit position beyond 32 bits must not wrap into a valid one.
+    position = tl.where((position < 0) | (position > 2147483647), -1, position).to(tl.int32)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    state_slot = tl.load(state_slots + token)
+    if (position >= 0) & (state_slot >= 0) & (state_slot < state_pages * STATE_PAGE):
+        at = row_start(state_slot.to(tl.int32), state_page_stride, 2 * WIDTH * SERIES, STATE_PAGE, False)
+        for series in tl.static_range(SERIES):
+            channel = series * WIDTH + column
+            value = load_wide(values + token.to(tl.int64) * values_stride + channel, inside)
+            score = load_wide(scores + token.to(tl.int64) * scores_stride + channel, inside)
+            if bias is not None:
+                score += load_wide(bias + position % RATIO * (WIDTH * SERIES) + channel, inside)
+            tl.store(state + at + channel, value, mask=inside)
+            tl.store(state + at + WIDTH * SERIES + channel, score, mask=inside)
+    return position
 
 
 # do_not_specialize: otherwise Triton recompiles when one of these is 1 or a multiple of 16.
@@ -108,21 +136,10 @@ def compress_kv_kernel(
 ):  # fmt: skip
     """Write one token's state row and, if it ends a span, the entry of that span."""
     token = tl.program_id(0)
-    position = tl.load(positions + token)
-    # A 64-bit position beyond 32 bits must not wrap into a valid one.
-    position = tl.where((position < 0) | (position > 2147483647), -1, position).to(tl.int32)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    state_slot = tl.load(state_slots + token)
-    if (position >= 0) & (state_slot >= 0) & (state_slot < state_pages * STATE_PAGE):
-        at = row_start(state_slot.to(tl.int32), state_page_stride, 2 * WIDTH * SERIES, STATE_PAGE, False)
-        for series in tl.static_range(SERIES):
-            channel = series * WIDTH + column
-            value = load_wide(values + token.to(tl.int64) * values_stride + channel, inside)
-            score = load_wide(scores + token.to(tl.int64) * scores_stride + channel, inside)
-            score += load_wide(bias + position % RATIO * (WIDTH * SERIES) + channel, inside)
-            tl.store(state + at + channel, value, mask=inside)
-            tl.store(state + at + WIDTH * SERIES + channel, score, mask=inside)
+    position = _store_state(
+        token, values, values_stride, scores, scores_stride, positions, state_slots, bias, state, state_page_stride,
+        state_pages, RATIO, WIDTH, SERIES, STATE_PAGE, BLOCK,
+    )  # fmt: skip
     slot = tl.load(slots + token)
     if (position >= 0) & ((position + 1) % RATIO == 0) & (slot >= 0) & (slot < cache_rows):
         request = tl.load(request_ids + token)
@@ -143,6 +160,42 @@ def compress_kv_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["requests", "table_width", "state_pages"])
+def pool_kv_kernel(
+    values, values_stride, scores, scores_stride, positions, state_slots, request_ids, block_table, table_stride,
+    requests, table_width, norm_weight, eps, state, state_page_stride, state_pages, latents,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, STATE_PAGE: tl.constexpr, ROWS: tl.constexpr, NATIVE_BF16: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write one token's state row and its latent: that of the span that it ends, or zeros."""
+    token = tl.program_id(0)
+    position = _store_state(
+        token, values, values_stride, scores, scores_stride, positions, state_slots, None, state, state_page_stride,
+        state_pages, RATIO, WIDTH, 1, STATE_PAGE, BLOCK,
+    )  # fmt: skip
+    latent = tl.zeros([BLOCK], tl.float32)
+    if (position >= 0) & ((position + 1) % RATIO == 0):
+        request = tl.load(request_ids + token)
+        pooled = _pool(
+            token, position, request, values, values_stride, scores, scores_stride, positions, state_slots,
+            request_ids, block_table, table_stride, requests, table_width, None, state, state_page_stride, state_pages,
+            RATIO, WIDTH, 1, STATE_PAGE, ROWS, BLOCK,
+        )  # fmt: skip
+        latent = norm_row(pooled, norm_weight, eps, WIDTH, BLOCK)
+    column = tl.arange(0, BLOCK)
+    store_rounded(latents + token.to(tl.int64) * WIDTH + column, latent, column < WIDTH, NATIVE_BF16)
+
+
+def pool_kv(call: PoolKv) -> Tensor:
+    """As `reference.pool_kv`. No two tokens may name the same slot: the order of the writes is not defined."""
+    latents = torch.empty(call.values.shape, dtype=call.dtype, device=call.values.device)
+    if len(latents):
+        arguments = pool_arguments(call, latents)
+        with launching_on(latents.device):
+            pool_kv_kernel[(len(latents),)](**arguments, **launch_options(arguments))
+    return latents
+
+
 def check_compress_kv(call: CompressKv) -> None:
     """Refuse a cache whose rows the kernel cannot write."""
     check_rows(call.cache)
@@ -159,12 +212,47 @@ def compress_kv(call: CompressKv) -> None:
 
 def launch_arguments(call: CompressKv) -> dict[str, Any]:
     """Arguments of `compress_kv_kernel`."""
-    state, cache = call.state, call.cache
-    inputs = (call.values, call.scores, call.block_table)
+    cache, rows = call.cache, insert_arguments(call.cache)
+    ratio, series = call.bias.shape[0], call.values.shape[1] // cache.layout.width
+    return (
+        rows
+        | _token_arguments(call)
+        | {
+            "slots": call.slots.contiguous(),
+            "bias": call.bias.contiguous(),
+            "cos_sin": None if call.cos_sin is None else call.cos_sin.contiguous(),
+            "table_rows": 0 if call.cos_sin is None else call.cos_sin.shape[0],
+            "cache_rows": cache.rows,
+            "RATIO": ratio,
+            "SERIES": series,
+            "WIDTH": cache.layout.width,
+            "ROTARY": 0 if call.cos_sin is None else call.cos_sin.shape[1],
+            "ROWS": min(triton.next_power_of_2(ratio * series), max(1, SPAN_VALUES // rows["BLOCK"])),
+            "HADAMARD_STEPS": hadamard_steps(cache.layout.width) if call.hadamard else 0,
+            "NATIVE_BF16": not interpreted(compress_kv_kernel),
+        }
+    )
+
+
+def pool_arguments(call: PoolKv, latents: Tensor) -> dict[str, Any]:
+    """Arguments of `pool_kv_kernel`."""
+    width = call.values.shape[1]
+    block = max(2, triton.next_power_of_2(width))
+    return _token_arguments(call) | {
+        "latents": latents,
+        "RATIO": call.ratio,
+        "WIDTH": width,
+        "ROWS": min(triton.next_power_of_2(call.ratio), max(1, SPAN_VALUES // block)),
+        "NATIVE_BF16": not interpreted(pool_kv_kernel),
+        "BLOCK": block,
+    }
+
+
+def _token_arguments(call: CompressKv | PoolKv) -> dict[str, Any]:
+    """The arguments about tokens and their state, which both kernels have."""
+    state, inputs = call.state, (call.values, call.scores, call.block_table)
     values, scores, block_table = (t if t.stride(1) == 1 else t.contiguous() for t in inputs)
-    rows = insert_arguments(cache)
-    ratio, series = call.bias.shape[0], values.shape[1] // cache.layout.width
-    return rows | {
+    return {
         "values": values,
         "values_stride": values.stride(0),
         "scores": scores,
@@ -176,27 +264,15 @@ def launch_arguments(call: CompressKv) -> dict[str, Any]:
         "table_stride": block_table.stride(0),
         "requests": block_table.shape[0],
         "table_width": block_table.shape[1],
-        "slots": call.slots.contiguous(),
-        "bias": call.bias.contiguous(),
         "norm_weight": None if call.norm_weight is None else call.norm_weight.contiguous(),
-        "cos_sin": None if call.cos_sin is None else call.cos_sin.contiguous(),
-        "table_rows": 0 if call.cos_sin is None else call.cos_sin.shape[0],
         "eps": call.eps,
         "state": state.storage,
         "state_page_stride": state.page_stride // state.storage.element_size(),
         "state_pages": state.pages,
-        "cache_rows": cache.rows,
-        "RATIO": ratio,
-        "SERIES": series,
-        "WIDTH": cache.layout.width,
-        "ROTARY": 0 if call.cos_sin is None else call.cos_sin.shape[1],
         "STATE_PAGE": state.page_size,
-        "ROWS": min(triton.next_power_of_2(ratio * series), max(1, SPAN_VALUES // rows["BLOCK"])),
-        "HADAMARD_STEPS": hadamard_steps(cache.layout.width) if call.hadamard else 0,
-        "NATIVE_BF16": not interpreted(compress_kv_kernel),
     }
 
 
 def launch_options(arguments: dict[str, Any]) -> dict[str, int]:
-    """Warps of `compress_kv_kernel`: 16 values of a block per thread."""
+    """Warps of either kernel: 16 values of a block per thread."""
     return {"num_warps": max(1, min(MOST_WARPS, arguments["ROWS"] * arguments["BLOCK"] // 512))}

@@ -92,7 +92,7 @@ def gather_index(
     checks.instance("cache", cache, PagedCache)
     layout = cache.layout
     one_each = layout.scales is not None and layout.scales.dtype == torch.float32 and layout.scales.count == 1
-    if layout.rope or not (one_each or layout.packed):
+    if layout.rope or not (one_each or (layout.packed and layout.scale_mode == "exponent")):
         expected = "of layout index-fp8 or index-mxfp4"
         raise checks.refuse("cache", expected, repr(layout.name), "use gather_kv for latent rows")
     check_requests(cache, block_table, lengths, starts, first)

@@ -98,7 +98,7 @@ def _decode_tiles(
     lane = tl.arange(0, TILE_BLOCK)
     column = tile[None, :, None] * TILE + lane[None, None, :]
     inside = (tile < TILES)[None, :, None] & (lane < TILE)[None, None, :]
-    if MODE == "packed":
+    if MODE == "packed" or MODE == "packed_e4m3":
         pair = tl.arange(0, TILE_BLOCK // 2)
         there = readable[:, None, None] & (tile < TILES)[None, :, None] & (pair < TILE // 2)[None, None, :]
         at = tile[None, :, None] * (TILE // 2) + pair[None, None, :]
@@ -110,6 +110,8 @@ def _decode_tiles(
     if MODE == "exponent" or MODE == "packed":
         exponent = tl.load(scales[:, None] + tile[None, :], mask=wanted, other=127)
         factor = power_of_two(exponent, MODE == "packed")
+    elif MODE == "packed_e4m3":
+        factor = decode_e4m3(tl.load(scales[:, None] + tile[None, :], mask=wanted, other=0), NATIVE_E4M3).to(tl.float32)
     else:
         pointers = scales.to(tl.pointer_type(tl.float32), bitcast=True)
         factor = tl.load(pointers[:, None] + tile[None, :], mask=wanted, other=0.0)

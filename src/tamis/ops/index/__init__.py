@@ -333,7 +333,8 @@ def check_layout(cache: PagedCache, name: str = "cache") -> None:
     """Refuse a cache that cannot hold index keys."""
     checks.instance(name, cache, PagedCache)
     layout = cache.layout
-    if layout.quantised and not layout.packed and (layout.scales is None or layout.tile != layout.width):
+    one_each = layout.scales is not None and layout.tile == layout.width and not layout.packed
+    if layout.quantised and not one_each and not (layout.packed and layout.scale_mode == "exponent"):
         expected = "index-fp8, index-mxfp4 or unquantised rows"
         raise checks.refuse(name, expected, repr(cache), "index keys have one scale per row, or are packed")
 

@@ -5,17 +5,18 @@ shape, in float64, and are rounded once. A matrix product over the whole batch w
 the size of the batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from tamis.arithmetic import round_up
+from tamis.arithmetic import ceil_div, round_up
 from tamis.cache.codec import decode_e2m1, encode_rows, fetch_field, write_rows
 from tamis.cache.paged import PagedCache
 from tamis.cache.slots import slots_of
+from tamis.ops.index.block_operations import IndexTopkAndBlocks, IndexTopkWithin
 from tamis.ops.index.operations import (
     IndexScores,
     IndexTopk,
@@ -111,17 +112,63 @@ def topk_positions(call: TopkPositions) -> Tensor:
 
 def index_topk(call: IndexTopk) -> None:
     """Fill `call.out`, for as many tokens at a time as the workspace holds scores of."""
-    q, lengths = call.q, call.lengths
+    for _, chunk, scores in _scored(call):
+        chunk.out[:] = _best(scores, chunk.lengths, call.k)
+        chunk.keep_scores(scores)
+
+
+def index_topk_and_blocks(call: IndexTopkAndBlocks) -> None:
+    """Fill `call.out` and `call.blocks`; see `tamis.ops.index_topk_and_blocks`."""
+    for some, chunk, scores in _scored(call.topk):
+        chunk.out[:] = _best(scores, chunk.lengths, call.k)
+        call.blocks[some] = best_blocks(scores, chunk.lengths, call.blocks.shape[1], call.block_size)
+
+
+def best_blocks(scores: Tensor, lengths: Tensor, count: int, size: int) -> Tensor:
+    """The best blocks int32 [T, count] of positions with scores [T, S], of which a token sees the first `lengths`."""
+    total, width = scores.shape
+    blocks = ceil_div(width, size)
+    column = torch.arange(blocks * size, dtype=torch.int64, device=scores.device)
+    visible = lengths.long().clamp(0, width).unsqueeze(1)
+    padded = torch.full((total, blocks * size), -torch.inf, dtype=torch.float32, device=scores.device)
+    padded[:, :width] = scores.masked_fill(scores.isnan(), -torch.inf)
+    best = padded.masked_fill_(column >= visible, -torch.inf).view(total, blocks, size)
+    best = best.amax(2) if blocks else best.new_empty(total, 0, dtype=torch.float32)
+    # The block of the newest position, which is selected whatever it scores; -1 for a token that sees nothing.
+    newest = torch.where(visible > 0, (visible - 1) // size, -1)
+    best = best.masked_fill(column[:blocks] == newest, torch.inf)
+    return _best(best, torch.full_like(lengths, blocks), count)
+
+
+def index_topk_within(call: IndexTopkWithin) -> None:
+    """Fill `call.out`; see `tamis.ops.index_topk_within`."""
+    for some, chunk, scores in _scored(call.topk):
+        width, rows = scores.shape[1], len(scores)
+        allowed = torch.zeros(rows, ceil_div(width, call.block_size) + 1, dtype=torch.bool, device=scores.device)
+        # Blocks that there are not, and -1, mark the last column, which no position has.
+        last = allowed.shape[1] - 1
+        blocks = call.candidates[some].long()
+        allowed.scatter_(1, torch.where((blocks >= 0) & (blocks < last), blocks, last), value=True)
+        within = allowed[:, :last].repeat_interleave(call.block_size, dim=1)[:, :width]
+        chunk.out[:] = _best(scores.masked_fill(~within, -torch.inf), chunk.lengths, call.k)
+
+
+def _scored(call: IndexTopk) -> Iterator[tuple[slice, IndexTopk, Tensor]]:
+    """Scores [t, width] of as many tokens at a time as the workspace holds, with the part of the call for them."""
+    q = call.q
     if q.shape[0] == 0:
         return
-    width = min(call.block_table.shape[1] * call.cache.page_size, max(0, int(lengths.max())))
+    width = min(call.block_table.shape[1] * call.cache.page_size, max(0, int(call.lengths.max())))
     tokens = max(1, call.workspace_bytes // max(1, BYTES_PER_SCORE * width))
     scores = torch.empty(min(tokens, q.shape[0]), width, dtype=torch.float32, device=q.device)
-    for _, chunk in call.chunks(tokens):
+    for some, chunk in call.chunks(tokens):
         out = scores[: len(chunk.lengths)]
         index_scores(chunk.scoring(out))
-        chunk.out[:] = topk_positions(TopkPositions(out, chunk.lengths, call.k, None, None, None, call.backend))
-        chunk.keep_scores(out)
+        yield some, chunk, out
+
+
+def _best(scores: Tensor, lengths: Tensor, k: int) -> Tensor:
+    return topk_positions(TopkPositions(scores, lengths, k, None, None, None, "reference"))
 
 
 class _KeyBlock(NamedTuple):

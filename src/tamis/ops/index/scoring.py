@@ -15,6 +15,7 @@ from tamis import checks
 from tamis.arithmetic import ceil_div, round_up
 from tamis.cache.layout import from_key
 from tamis.cuda.device import sm_count
+from tamis.ops.index.block_operations import IndexTopkAndBlocks, IndexTopkWithin
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores
 from tamis.ops.index.triton_scores import E4M3, choose_score_launch, score_keys
 from tamis.ops.rows.triton_launch import TritonLaunch, can_prepare
@@ -36,7 +37,7 @@ def ragged_scores(call: RaggedScores) -> None:
     _launch(call, ragged_keys(call), call.out, shared=True, fill=True)
 
 
-def check_index_scores(call: IndexScores | RaggedScores | IndexTopk) -> None:
+def check_index_scores(call: IndexScores | RaggedScores | IndexTopk | IndexTopkAndBlocks | IndexTopkWithin) -> None:
     """Refuse more heads, or wider ones, than `score_keys` holds."""
     _, heads, dim = call.q.shape
     if heads > MAX_HEADS or dim > MAX_DIM:
@@ -44,7 +45,7 @@ def check_index_scores(call: IndexScores | RaggedScores | IndexTopk) -> None:
         raise checks.refuse("q", expected, list(call.q.shape), "pass backend='reference'")
 
 
-check_ragged_scores = check_index_topk = check_index_scores
+check_ragged_scores = check_index_topk = check_index_topk_and_blocks = check_index_topk_within = check_index_scores
 
 
 class Chunk(NamedTuple):

@@ -5,16 +5,20 @@ import torch
 from torch import Tensor
 
 from tamis.cuda.device import sm_count
+from tamis.ops.index.block_operations import IndexTopkAndBlocks, IndexTopkWithin
 from tamis.ops.index.operations import IndexTopk, TopkPositions
 from tamis.ops.index.scoring import (
     check_index_scores,
     check_index_topk,
+    check_index_topk_and_blocks,
+    check_index_topk_within,
     check_ragged_scores,
     index_scores,
     ragged_scores,
     score_width,
     scored_chunks,
 )
+from tamis.ops.index.triton_blocks import topk_and_blocks, topk_within
 from tamis.ops.index.triton_prepare import (
     check_quantise_index_query,
     check_write_index_keys,
@@ -27,11 +31,15 @@ from tamis.ops.rows.triton_rows import launching_on
 __all__ = [
     "check_index_scores",
     "check_index_topk",
+    "check_index_topk_and_blocks",
+    "check_index_topk_within",
     "check_quantise_index_query",
     "check_ragged_scores",
     "check_write_index_keys",
     "index_scores",
     "index_topk",
+    "index_topk_and_blocks",
+    "index_topk_within",
     "quantise_index_query",
     "ragged_scores",
     "topk_positions",
@@ -51,13 +59,34 @@ def topk_positions(call: TopkPositions) -> Tensor:
 
 def index_topk(call: IndexTopk) -> None:
     """Fill `call.out`, for as many tokens at a time as the workspace holds scores and scratch memory of."""
-    tokens, device = call.q.shape[0], call.q.device
-    width, sms = score_width(call), sm_count(device)
-    scratch = max(choose_topk_launch(rows, width, call.k, sms).scratch for rows in (1, max(1, tokens)))
-    for chunk in scored_chunks(call, width, call.workspace_bytes // (4 * (width + scratch))):
-        some = chunk.call
-        _select(TopkPositions(chunk.scores, some.lengths, call.k, None, None, None, call.backend), some.out)
-        some.keep_scores(chunk.scores)
+    width = score_width(call)
+    each = 4 * width + _scratch_bytes(call.q, width, call.k)
+    for chunk in scored_chunks(call, width, call.workspace_bytes // each):
+        _select_rows(chunk.scores, chunk.call.lengths, call.k, chunk.call.out)
+        chunk.call.keep_scores(chunk.scores)
+
+
+def index_topk_and_blocks(call: IndexTopkAndBlocks) -> None:
+    """Fill `call.out` and `call.blocks`; see `tamis.ops.index_topk_and_blocks`."""
+    width = score_width(call.topk)
+    # Block maxima take up to as much memory as the scores.
+    each = 8 * width + max(_scratch_bytes(call.q, width, k) for k in (call.k, call.blocks.shape[1]))
+    topk_and_blocks(call, scored_chunks(call.topk, width, call.workspace_bytes // each), _select_rows)
+
+
+def index_topk_within(call: IndexTopkWithin) -> None:
+    """Fill `call.out`; see `tamis.ops.index_topk_within`."""
+    topk_within(call, _select_rows, lambda width: _scratch_bytes(call.q, width, call.k))
+
+
+def _scratch_bytes(q: Tensor, width: int, k: int) -> int:
+    """The memory for selecting k of `width` scores of a token, beside scores and result."""
+    sms = sm_count(q.device)
+    return 4 * max(choose_topk_launch(rows, width, k, sms).scratch for rows in (1, max(1, q.shape[0])))
+
+
+def _select_rows(scores: Tensor, lengths: Tensor, k: int, out: Tensor) -> None:
+    _select(TopkPositions(scores, lengths, k, None, None, None, "triton"), out)
 
 
 def _select(call: TopkPositions, result: Tensor) -> None:

@@ -20,7 +20,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 @triton.jit
-def _load_rows(at, mask, COMPUTE: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
+def load_rows(at, mask, COMPUTE: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Rows for the product. A type that the product takes is not converted, so that the load can be pipelined into
     shared memory. The interpreter cannot compute in bf16."""
     if INTERPRETED and at.dtype.element_ty != tl.uint8:
@@ -35,7 +35,7 @@ def _load_rows(at, mask, COMPUTE: tl.constexpr, NATIVE: tl.constexpr, INTERPRETE
 
 
 @triton.jit
-def _load_packed(
+def load_packed(
     keys, scales, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Rows [keys, BLOCK_D] for the product, from e2m1 pairs and an exponent byte per TILE values. The values have one
@@ -49,7 +49,7 @@ def _load_packed(
 
 
 @triton.jit
-def _load_queries(
+def load_queries(
     q, q_token_stride, q_head_stride, weights, weights_token_stride, weights_head_stride, first_token, tokens,
     first_head, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -60,13 +60,13 @@ def _load_queries(
     valid = (token < tokens) & (head < HEADS)
     dim = tl.arange(0, BLOCK_D)
     at = q + (token.to(tl.int64) * q_token_stride + head * q_head_stride)[:, None] + dim[None, :]
-    rows = _load_rows(at, valid[:, None] & (dim < DIM)[None, :], COMPUTE, NATIVE, INTERPRETED)
+    rows = load_rows(at, valid[:, None] & (dim < DIM)[None, :], COMPUTE, NATIVE, INTERPRETED)
     at = weights + token.to(tl.int64) * weights_token_stride + head * weights_head_stride
     return tl.trans(rows), load_wide(at, valid)
 
 
 @triton.jit
-def _sum_heads(logits, weight, first_head, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_Q: tl.constexpr):
+def sum_heads(logits, weight, first_head, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_Q: tl.constexpr):
     """Weighted sums [keys, BLOCK_Q] over the heads of relu(logits), which are [keys, BLOCK_Q * BLOCK_H]."""
     terms = tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
     if HEADS % BLOCK_H:
@@ -77,7 +77,7 @@ def _sum_heads(logits, weight, first_head, HEADS: tl.constexpr, BLOCK_H: tl.cons
 
 
 @triton.jit
-def _sum_head_blocks(
+def sum_head_blocks(
     rows, q, q_token_stride, q_head_stride, weights, weights_token_stride, weights_head_stride, first_token, tokens,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     COMPUTE: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -85,12 +85,12 @@ def _sum_head_blocks(
     """Sums [keys, BLOCK_Q] over more heads than one block holds; the queries are read again for every step."""
     score = tl.zeros([rows.shape[0], BLOCK_Q], tl.float32)
     for block in tl.static_range((HEADS + BLOCK_H - 1) // BLOCK_H):
-        query, weight = _load_queries(
+        query, weight = load_queries(
             q, q_token_stride, q_head_stride, weights, weights_token_stride, weights_head_stride, first_token, tokens,
             block * BLOCK_H, HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_Q, COMPUTE, NATIVE, INTERPRETED,
         )  # fmt: skip
         logits = tl.dot(rows, query, input_precision="ieee")
-        summed = _sum_heads(logits, weight, block * BLOCK_H, HEADS, BLOCK_H, BLOCK_Q)
+        summed = sum_heads(logits, weight, block * BLOCK_H, HEADS, BLOCK_H, BLOCK_Q)
         score = summed if block == 0 else score + summed
     return score
 
@@ -139,7 +139,7 @@ def _score_span(
     PAGED: tl.constexpr = table is not None
     inside = (dim < DIM)[None, :] if DIM < BLOCK_D or INTERPRETED else None
     if HEADS <= BLOCK_H:
-        query, weight = _load_queries(
+        query, weight = load_queries(
             q, q_token_stride, q_head_stride, weights, weights_token_stride, weights_head_stride, first_token, tokens,
             0, HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_Q, COMPUTE, NATIVE, INTERPRETED,
         )  # fmt: skip
@@ -158,15 +158,15 @@ def _score_span(
             row = tl.minimum(position, width - 1).to(tl.int64)
             key_offset, scale_offset = row * KEYS_ROW, row * SCALES_ROW
         if TILE:
-            rows = _load_packed(keys + key_offset, scales + scale_offset, DIM, BLOCK_D, TILE, COMPUTE)
+            rows = load_packed(keys + key_offset, scales + scale_offset, DIM, BLOCK_D, TILE, COMPUTE)
         else:
             if scales is not None:
                 scale = tl.load(scales + scale_offset)
-            rows = _load_rows(keys + key_offset[:, None] + dim[None, :], inside, COMPUTE, NATIVE, INTERPRETED)
+            rows = load_rows(keys + key_offset[:, None] + dim[None, :], inside, COMPUTE, NATIVE, INTERPRETED)
         if HEADS <= BLOCK_H:
-            score = _sum_heads(tl.dot(rows, query, input_precision="ieee"), weight, 0, HEADS, BLOCK_H, BLOCK_Q)
+            score = sum_heads(tl.dot(rows, query, input_precision="ieee"), weight, 0, HEADS, BLOCK_H, BLOCK_Q)
         else:
-            score = _sum_head_blocks(
+            score = sum_head_blocks(
                 rows, q, q_token_stride, q_head_stride, weights, weights_token_stride, weights_head_stride, first_token,
                 tokens, HEADS, BLOCK_H, DIM, BLOCK_D, BLOCK_Q, COMPUTE, NATIVE, INTERPRETED,
             )  # fmt: skip

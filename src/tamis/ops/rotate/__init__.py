@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.cache.paged import PagedCache
-from tamis.model.recipe import check_hadamard
+from tamis.model.recipe import IndexRecipe, check_hadamard
 from tamis.ops.rotate import operations
-from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads
+from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads, WriteRotated
 from tamis.ops.write import check_slots
 
 
@@ -83,6 +83,7 @@ def rotate_and_write(
     eps: float = 1e-6,
     index_q: Tensor | None = None,
     index_hadamard: bool = False,
+    norm_q: bool = True,
     backend: str = "auto",
 ) -> Rotated:
     """RMS-normalise and rotate the queries; RMS-normalise, rotate and write the tokens' raw rows, in one launch.
@@ -102,10 +103,11 @@ def rotate_and_write(
         index_q: [T, index heads, index dim], the indexer's queries, which are rotated without a norm.
         index_hadamard: after rotating and rounding the index queries, multiply them by the Hadamard matrix and round
             again. Set it if the cache of index keys was written so (`PagedCache.recipe`).
+        norm_q: whether the queries are normalised; DeepSeek-V4.1 leaves that out.
         backend: a name from `tamis backends`, or "auto".
     """
     call = RotateAndWrite(
-        q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q, index_hadamard, backend
+        q, kv, cache, slots, positions, cos_sin, norm_weight, eps, index_q, index_hadamard, norm_q, backend
     )  # fmt: skip
     check_rotate_and_write(call)
     return run_rotate_and_write(call)
@@ -133,6 +135,7 @@ def check_rotate_and_write(call: RotateAndWrite, name: str = "cache") -> None:
     checks.tensor("norm_weight", call.norm_weight, "D", checks.FLOATS, D=width, device=device)
     checks.positive_number("eps", call.eps)
     checks.flag("index_hadamard", call.index_hadamard)
+    checks.flag("norm_q", call.norm_q)
     if call.index_q is not None:
         sizes = checks.tensor("index_q", call.index_q, "T H D", checks.FLOATS, T=total, device=device)
         check_rotary(call.cos_sin.shape[1], sizes["D"])
@@ -140,6 +143,70 @@ def check_rotate_and_write(call: RotateAndWrite, name: str = "cache") -> None:
             check_hadamard(sizes["D"], "index_q: width")
     checks.changeable(name, cache.storage)
     operations.rotate_and_write.check(call)
+
+
+def write_rotated(
+    rows: Tensor,
+    cache: PagedCache,
+    slots: Tensor,
+    *,
+    positions: Tensor,
+    cos_sin: Tensor,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    span: int = 1,
+    backend: str = "auto",
+) -> None:
+    """Rotate rows and write them to a cache: the entries of DeepSeek-V4.1 and, with a norm, its index keys.
+
+    A row is RMS-normalised if there is a weight, rotated as by `rotate_heads` at the first position of its span,
+    rounded once (to bf16 before FP8), and written. If the cache records a recipe with a Hadamard rotation, the rounded
+    row is multiplied by the Hadamard matrix and rounded again.
+
+    Args:
+        rows: [T, D] in bf16, fp16 or fp32.
+        cache: rows of D numbers, in any layout; a recipe that it records must be V4's, with or without Hadamard.
+        slots: int32 or int64 [T'] with T' <= T. Rows with a negative slot, or past T', are not written.
+        positions: integer [T], absolute; negative for padding.
+        cos_sin: float32 [max_positions, R]; the last R columns are rotated.
+        norm_weight: [D]; None for rows that are not normalised.
+        eps: epsilon of the norm.
+        span: how many tokens a row stands for.
+        backend: a name from `tamis backends`, or "auto".
+    """
+    checks.instance("cache", cache, PagedCache)
+    rotation = cache.recipe is not None and cache.recipe.hadamard
+    call = WriteRotated(rows, cache, slots, positions, cos_sin, norm_weight, eps, span, rotation, backend)
+    check_write_rotated(call)
+    check_recipe(cache, cos_sin.shape[1], "cache")
+    operations.write_rotated(call)
+
+
+def check_write_rotated(call: WriteRotated, name: str = "cache") -> None:
+    """Refuse what `write_rotated` refuses, except for the cache's recipe. Errors use `name` for the cache."""
+    cache = call.cache
+    width, device = cache.layout.width, cache.device
+    remedy = f"they go to {cache!r}"
+    total = checks.tensor("rows", call.rows, "T D", checks.FLOATS, D=width, device=device, remedy=remedy)["T"]
+    check_slots(call.slots, cache, "rows", total, name)
+    checks.integer("span", call.span, low=1)
+    check_positions(call.positions, call.cos_sin, total, width, device)
+    if call.norm_weight is not None:
+        checks.tensor("norm_weight", call.norm_weight, "D", checks.FLOATS, D=width, device=device)
+    checks.positive_number("eps", call.eps)
+    checks.changeable(name, cache.storage)
+    operations.write_rotated.check(call)
+
+
+def check_recipe(cache: PagedCache, rotary: int, name: str) -> None:
+    """Refuse a cache that records another recipe than that of V4's rows. Errors use `name` for the cache."""
+    if cache.recipe is None:
+        return
+    made = IndexRecipe.of_v4(rotary, hadamard=cache.recipe.hadamard)
+    same = cache.recipe == made if rotary else cache.recipe.rope_dim == 0  # without a rope there are no pairs to choose
+    if not same:
+        raise checks.refuse(f"{name}.recipe", f"{made}, as entries are rotated", cache.recipe, "use a cache of V4 keys")
+    cache.recipe.check_width(cache.layout.width, f"{name}: width")
 
 
 def check_positions(positions: Tensor, cos_sin: Tensor, total: int, width: int, device: torch.device) -> None:

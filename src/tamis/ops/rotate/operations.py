@@ -79,6 +79,8 @@ class RotateAndWrite(NamedTuple):
     """bf16, fp16 or fp32 [T, index heads, index dim]."""
     index_hadamard: bool
     """Whether the rotated index queries are multiplied by the Hadamard matrix."""
+    norm_q: bool
+    """Whether query heads are normalised; those of V4.1 are not."""
     backend: str
     """A name from `tamis backends`, or "auto"."""
 
@@ -94,6 +96,40 @@ class RotateAndWrite(NamedTuple):
         return self.q.new_empty(self.q.shape, dtype=self.q.dtype), q.new_empty(shape, dtype=q.dtype)
 
 
+class WriteRotated(NamedTuple):
+    """Rotate rows at the first position of their span, and write them."""
+
+    rows: Tensor
+    """bf16, fp16 or fp32 [T, D]."""
+    cache: Written[PagedCache]
+    """Rows of D numbers, in any layout."""
+    slots: Tensor
+    """int32 or int64 [T'], T' <= T; rows with a negative slot, or past T', are not written."""
+    positions: Tensor
+    """int32 or int64 [T]; rows of a token with a negative position are not rotated."""
+    cos_sin: Tensor
+    """float32 [P, R], as in `RotateHeads`."""
+    norm_weight: Tensor | None
+    """bf16, fp16 or fp32 [D], the weight of an RMSNorm that rows go through first; None for no norm."""
+    eps: float
+    """Epsilon of the norm."""
+    span: int
+    """Tokens that a row stands for: it is rotated at position // span * span."""
+    hadamard: bool
+    """Whether rounded rows are multiplied by the Hadamard matrix and rounded again."""
+    backend: str
+    """A name from `tamis backends`, or "auto"."""
+
+    @property
+    def no_gradient(self) -> tuple[str, ...]:
+        """Arguments that may not require a gradient."""
+        return ("rows", "norm_weight", "cos_sin")
+
+    def fake(self) -> None:
+        """Nothing is returned."""
+
+
 norm_rows = Operation("rotate", NormRows, NormRows.fake)
 rotate_heads = Operation("rotate", RotateHeads, RotateHeads.fake)
 rotate_and_write = Operation("rotate", RotateAndWrite, RotateAndWrite.fake)
+write_rotated = Operation("rotate", WriteRotated, WriteRotated.fake)

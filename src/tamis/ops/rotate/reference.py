@@ -6,7 +6,7 @@ from torch import Tensor
 from tamis.cache.codec import write_rows
 from tamis.cache.paged import PagedCache
 from tamis.model.rope import hadamard, rms_norm, rotate
-from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads
+from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads, WriteRotated
 
 
 def norm_rows(call: NormRows) -> Tensor:
@@ -25,11 +25,20 @@ def rotate_and_write(call: RotateAndWrite) -> tuple[Tensor, Tensor]:
     count, positions, cos_sin = len(call.slots), call.positions, call.cos_sin
     rows = rms_norm(call.kv[:count].float(), call.norm_weight.float(), call.eps)
     insert(rotate_tail(rows, positions[:count], cos_sin), call.cache, call.slots)
-    q = rotate_heads(RotateHeads(call.q, positions, cos_sin, call.eps, False, call.backend))
+    q = rotate_heads(RotateHeads(call.q, positions, cos_sin, call.eps if call.norm_q else None, False, call.backend))
     if call.index_q is None:
         return q, q.new_empty(0, dtype=q.dtype)
     index_q = rotate_heads(RotateHeads(call.index_q, positions, cos_sin, None, False, call.backend))
     return q, hadamard(index_q).to(index_q.dtype) if call.index_hadamard else index_q
+
+
+def write_rotated(call: WriteRotated) -> None:
+    """Rotate and write rows; see `tamis.ops.write_rotated`."""
+    count, weight = len(call.slots), call.norm_weight
+    rows, positions = call.rows[:count].float(), call.positions[:count].long()
+    rows = rows if weight is None else rms_norm(rows, weight.float(), call.eps)
+    first = torch.where(positions >= 0, positions // call.span * call.span, -1)
+    insert(rotate_tail(rows, first, call.cos_sin), call.cache, call.slots, call.hadamard)
 
 
 def rotate_tail(x: Tensor, positions: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads
+from tamis.ops.rotate.operations import NormRows, RotateAndWrite, RotateHeads, WriteRotated
 from tamis.ops.rows.triton_norm import (
     check_rows,
     hadamard_row,
@@ -74,7 +74,7 @@ def rotate_and_write_kernel(
     kv, kv_stride, slots, count, positions, cos_sin, table_rows, norm_weight, eps,
     cache, page_stride, scale, cache_rows,
     WIDTH: tl.constexpr, ROTARY: tl.constexpr, INDEX_WIDTH: tl.constexpr, INDEX_BLOCK: tl.constexpr,
-    HADAMARD_STEPS: tl.constexpr,
+    HADAMARD_STEPS: tl.constexpr, NORM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
     VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr, SCALES_START: tl.constexpr,
     SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
@@ -86,7 +86,7 @@ def rotate_and_write_kernel(
     if head < heads:
         _rotate_head(
             token, head, x, token_stride, head_stride, out, heads, positions, cos_sin, table_rows, eps, WIDTH, ROTARY,
-            True, False, 0, NATIVE_BF16, BLOCK,
+            NORM, False, 0, NATIVE_BF16, BLOCK,
         )  # fmt: skip
     elif head > heads:
         if INDEX_WIDTH:
@@ -107,6 +107,36 @@ def rotate_and_write_kernel(
                 VALUES_STRIDE, SCALES, SCALES_START, SCALES_STRIDE, TAIL_START, TAIL_STRIDE, SCALE_FLOOR,
                 SCALE_IN_MEMORY, NATIVE_BF16, BLOCK, TILE_BLOCK,
             )  # fmt: skip
+
+
+# do_not_specialize: otherwise Triton recompiles when one of these is 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["table_rows", "cache_rows"])
+def write_rotated_kernel(
+    rows, stride, slots, positions, cos_sin, table_rows, norm_weight, eps, cache, page_stride, scale, cache_rows,
+    SPAN: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, HADAMARD_STEPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, MODE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
+    VALUES_START: tl.constexpr, VALUES_STRIDE: tl.constexpr, SCALES: tl.constexpr, SCALES_START: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr, TAIL_START: tl.constexpr, TAIL_STRIDE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
+    SCALE_IN_MEMORY: tl.constexpr, NATIVE_BF16: tl.constexpr, BLOCK: tl.constexpr, TILE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Normalise, rotate and write one row."""
+    token = tl.program_id(0)
+    slot = tl.load(slots + token)
+    if (slot >= 0) & (slot < cache_rows):
+        column = tl.arange(0, BLOCK)
+        row = load_wide(rows + token.to(tl.int64) * stride + column, column < WIDTH)
+        if norm_weight is not None:
+            row = norm_row(row, norm_weight, eps, WIDTH, BLOCK)
+        position = tl.load(positions + token)
+        # Integer division rounds towards zero here, so a negative position would become 0.
+        first = tl.where(position >= 0, position // SPAN * SPAN, -1)
+        row = rotate_row(row, cos_sin, first, table_rows, WIDTH, ROTARY, False, BLOCK)
+        row = hadamard_row(row, cache, HADAMARD_STEPS, NATIVE_BF16, BLOCK)
+        insert_row(
+            row, slot.to(tl.int32), cache, page_stride, scale, PAGE_SIZE, MODE, LATENT, ROPE, TILE, VALUES_START,
+            VALUES_STRIDE, SCALES, SCALES_START, SCALES_STRIDE, TAIL_START, TAIL_STRIDE, SCALE_FLOOR, SCALE_IN_MEMORY,
+            NATIVE_BF16, BLOCK, TILE_BLOCK,
+        )  # fmt: skip
 
 
 def norm_rows(call: NormRows) -> Tensor:
@@ -150,6 +180,39 @@ def rotate_and_write(call: RotateAndWrite) -> tuple[Tensor, Tensor]:
         grid = (len(q), q.shape[1] + 1 + arguments["index_heads"])
         rotate_and_write_kernel[grid](**arguments, num_warps=NUM_WARPS)
     return out, index_out
+
+
+def check_write_rotated(call: WriteRotated) -> None:
+    """Refuse a cache whose rows the kernel cannot write."""
+    check_rows(call.cache)
+
+
+def write_rotated(call: WriteRotated) -> None:
+    """As `reference.write_rotated`. No two rows may go to one slot: the order of the writes is not defined."""
+    if len(call.slots):
+        with launching_on(call.rows.device):
+            write_rotated_kernel[(len(call.slots),)](**row_write_arguments(call), num_warps=NUM_WARPS)
+
+
+def row_write_arguments(call: WriteRotated) -> dict[str, Any]:
+    """Arguments of `write_rotated_kernel`."""
+    rows = call.rows if call.rows.stride(1) == 1 else call.rows.contiguous()
+    return insert_arguments(call.cache) | {
+        "rows": rows,
+        "stride": rows.stride(0),
+        "slots": call.slots.contiguous(),
+        "positions": call.positions.contiguous(),
+        "cos_sin": call.cos_sin.contiguous(),
+        "table_rows": call.cos_sin.shape[0],
+        "norm_weight": None if call.norm_weight is None else call.norm_weight.contiguous(),
+        "eps": call.eps,
+        "cache_rows": call.cache.rows,
+        "SPAN": call.span,
+        "WIDTH": rows.shape[1],
+        "ROTARY": call.cos_sin.shape[1],
+        "HADAMARD_STEPS": hadamard_steps(rows.shape[1]) if call.hadamard else 0,
+        "NATIVE_BF16": not interpreted(write_rotated_kernel),
+    }
 
 
 def norm_arguments(call: NormRows, out: Tensor) -> dict[str, Any]:
@@ -200,6 +263,7 @@ def head_and_row_arguments(call: RotateAndWrite, out: Tensor, index_out: Tensor)
             "norm_weight": call.norm_weight.contiguous(),
             "eps": call.eps,
             "cache_rows": call.cache.rows,
+            "NORM": call.norm_q,
             "NATIVE_BF16": not interpreted(rotate_and_write_kernel),
         }
     )

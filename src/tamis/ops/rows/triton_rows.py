@@ -212,7 +212,7 @@ def layout_constants(key: str, page_size: int) -> dict[str, Any]:
     tile = layout.tile or layout.latent
     constants: dict[str, Any] = {
         "PAGE_SIZE": page_size,
-        "MODE": "packed" if layout.packed else layout.scale_mode,
+        "MODE": ("packed_e4m3" if layout.scale_mode == "e4m3" else "packed") if layout.packed else layout.scale_mode,
         "LATENT": layout.latent,
         "ROPE": layout.rope,
         "TILE": tile,

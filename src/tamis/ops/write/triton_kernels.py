@@ -20,6 +20,7 @@ from tamis.ops.rows.triton_launch import TritonLaunch, can_prepare
 from tamis.ops.rows.triton_rows import (
     copy_rounded,
     decode_bf16,
+    decode_e4m3,
     encode_e2m1,
     encode_e4m3,
     interpreted,
@@ -57,14 +58,18 @@ def _load_tiles(
 
 @triton.jit
 def quantise_tiles(x, MODE: tl.constexpr, SCALE_FLOOR: tl.constexpr):
-    """Codes of tiles [rows, tiles, values of a tile], in pairs if "packed", and their scales [rows, tiles]: powers of
-    two but for "exact"."""
+    """Codes of tiles [rows, tiles, values of a tile], in pairs if "packed" or "packed_e4m3", and their scales
+    [rows, tiles]: powers of two but for "exact" and, rounded to e4m3, for "packed_e4m3"."""
+    PACKED: tl.constexpr = (MODE == "packed") or (MODE == "packed_e4m3")
     # The maximum ignores NaN; a tile of NaN alone counts as 0. An infinity counts as the largest finite number.
     amax = tl.max(tl.abs(x), axis=2)
     amax = tl.where(amax == amax, tl.minimum(amax, 3.4028234663852886e38), 0.0)
-    scale = tl.maximum(tl.div_rn(amax, 6.0 if MODE == "packed" else 448.0), SCALE_FLOOR)
+    scale = tl.maximum(tl.div_rn(amax, 6.0 if PACKED else 448.0), SCALE_FLOOR)
     if MODE == "exact":
         codes = encode_e4m3(tl.div_rn(x, scale[:, :, None]))
+    elif MODE == "packed_e4m3":
+        scale = decode_e4m3(encode_e4m3(scale), False).to(tl.float32)
+        codes = encode_e2m1(tl.div_rn(x, scale[:, :, None]))
     else:
         # The scale's bits give the next power of two. Multiplying by its inverse equals dividing by it exactly.
         exponent = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
@@ -88,7 +93,7 @@ def encode_tiles(
     column = tile[None, :, None] * TILE + lane[None, None, :]
     inside = wanted[:, None, None] & (tile < TILES)[None, :, None] & (lane < TILE)[None, None, :]
     codes, stored = quantise_tiles(x, MODE, SCALE_FLOOR)
-    if MODE == "packed":
+    if MODE == "packed" or MODE == "packed_e4m3":
         pair = tl.arange(0, TILE_BLOCK // 2)
         column = tile[None, :, None] * (TILE // 2) + pair[None, None, :]
         inside = wanted[:, None, None] & (tile < TILES)[None, :, None] & (pair < TILE // 2)[None, None, :]
@@ -102,6 +107,8 @@ def encode_tiles(
         if SCALES > TILES_BLOCK:
             pad = tl.arange(0, SCALES)  # the layout pads exponents to a multiple of 8, which is 8 for so few tiles
             tl.store(pointers[:, None] + pad[None, :], 0, mask=wanted[:, None] & (pad >= TILES)[None, :])
+    elif MODE == "packed_e4m3":
+        stored = tl.where(tl.max((x != x).to(tl.int32), axis=2) != 0, 0x7F, encode_e4m3(stored)).to(tl.uint8)
     else:
         pointers = pointers.to(tl.pointer_type(tl.float32), bitcast=True)
     tl.store(pointers[:, None] + tile[None, :], stored, mask=wanted[:, None] & (tile < SCALES)[None, :])

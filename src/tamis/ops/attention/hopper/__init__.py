@@ -130,7 +130,7 @@ def _source(need: "Need", tokens: int, against: dict[str, str]) -> str:
     cache = PagedCache(need.layout, 2, need.page_size, device="meta")
     selection = Selection(cache, torch.empty(tokens, need.spec.topk or 1, dtype=torch.int32, device="meta"))
     # Layers that compress attend to entries beside their window.
-    selections = [selection] * (2 if need.spec.kind in ("overlapping", "plain") else 1)
+    selections = [selection] * (2 if need.spec.kind in ("overlapping", "plain", "indexed") else 1)
     kernels = kernels_for(q, selections, need.spec.value_dim, None, against)
     if kernels is triton_kernels:
         return "triton"

@@ -1,6 +1,7 @@
 """Stage `index` on Hopper: CUDA C++ kernels score and select, Triton kernels prepare queries and keys.
 
-Scores of head counts and key formats that `scores.cu` does not have are computed in Triton; see `scores.serves`.
+Scores of head counts and key formats that `scores.cu` does not have are computed in Triton; see `scores.serves`. So are
+the scores of positions in candidate blocks.
 """
 
 from collections.abc import Callable
@@ -11,16 +12,20 @@ from torch import Tensor
 
 from tamis.cuda.device import Rooms, current_stream, device_index
 from tamis.ops.index import scoring
+from tamis.ops.index.block_operations import IndexTopkAndBlocks, IndexTopkWithin
 from tamis.ops.index.hopper import scores, topk
 from tamis.ops.index.operations import IndexScores, IndexTopk, RaggedScores, TopkPositions
 from tamis.ops.index.scoring import (
     check_index_scores,
     check_index_topk,
+    check_index_topk_and_blocks,
+    check_index_topk_within,
     check_ragged_scores,
     prepare_scores,
     score_width,
     scored_chunks,
 )
+from tamis.ops.index.triton_blocks import topk_and_blocks, topk_within
 from tamis.ops.index.triton_prepare import (
     check_quantise_index_query,
     check_write_index_keys,
@@ -34,11 +39,15 @@ if TYPE_CHECKING:
 __all__ = [
     "check_index_scores",
     "check_index_topk",
+    "check_index_topk_and_blocks",
+    "check_index_topk_within",
     "check_quantise_index_query",
     "check_ragged_scores",
     "check_write_index_keys",
     "index_scores",
     "index_topk",
+    "index_topk_and_blocks",
+    "index_topk_within",
     "prepare_index_topk",
     "quantise_index_query",
     "ragged_scores",
@@ -79,6 +88,24 @@ def index_topk(call: IndexTopk) -> None:
     for chunk in scored_chunks(call, width, tokens, score):
         topk.topk_positions(chunk.scores, chunk.call.lengths, call.k, out=chunk.call.out)
         chunk.call.keep_scores(chunk.scores)
+
+
+def index_topk_and_blocks(call: IndexTopkAndBlocks) -> None:
+    """Fill `call.out` and `call.blocks`; see `tamis.ops.index_topk_and_blocks`."""
+    width = score_width(call.topk)
+    # Block maxima take up to as much memory as the scores.
+    tokens = call.workspace_bytes // (8 * max(1, width))
+    score = _score_chunk if scores.serves(call.topk) else None
+    topk_and_blocks(call, scored_chunks(call.topk, width, tokens, score), _select_rows)
+
+
+def index_topk_within(call: IndexTopkWithin) -> None:
+    """Fill `call.out`; see `tamis.ops.index_topk_within`. Candidates are scored in Triton."""
+    topk_within(call, _select_rows, lambda _width: 0)
+
+
+def _select_rows(scores: Tensor, lengths: Tensor, k: int, out: Tensor) -> None:
+    topk.topk_positions(scores, lengths, k, out=out)
 
 
 def _score_chunk(call: IndexTopk, out: Tensor) -> None:
