@@ -331,6 +331,9 @@ def test_it_compiles_without_spills_and_products_overlap(case: CudaCase) -> None
         file.flush()
         code = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
     # If the compiler serialises wgmma, it waits after each one, more often than the source does.
-    products, waits = {"v4-fp8": (84, 7), "v32-fp8": (92, 7), "v32-bf16": (104, 10)}[case.label.split(", ")[2]]
+    # Rows without a rope have four products less for each time that a block's keys are multiplied in the source.
+    known = {"v4-fp8": (84, 7), "v32-fp8": (92, 7), "v32-bf16": (104, 10)}
+    known |= {many.NOPE_FP8.layout: (84, 7), many.NOPE_BF16.layout: (96, 10)}
+    products, waits = known[case.label.split(", ")[2]]
     assert code.count("HGMMA") == products
     assert code.count("WARPGROUP.DEPBAR") == waits
