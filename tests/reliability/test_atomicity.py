@@ -203,7 +203,7 @@ def compress() -> Case:
 
     free = {"cos_sin axis 0 longer", "cos_sin axis 0 shorter", "bias axis 0 longer", "bias axis 0 shorter"}
     free |= {"pages.block_table axis 0 longer", "pages.block_table axis 1 longer", "pages.block_table axis 1 shorter"}
-    free |= {"state page size", "cache few pages", "pages.block_table huge"}
+    free |= {"state page size", "cache few pages", "pages.block_table huge", "norm_weight none", "cos_sin none"}
     watched = {"state": state.storage, "cache": cache.storage}
     return Case(run, given, watched, ANY_CACHE | free)
 
