@@ -40,8 +40,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=(TRAINED, *names),
         metavar="NAME",
         default=TRAINED,
-        help=f"without a checkpoint: {TRAINED}, the tiny model that tamis train-demo made, which recalls values of keys, "
-        f"or a tiny model with random weights: {', '.join(names)} (default: {TRAINED})",
+        help=f"without a checkpoint: {TRAINED}, the tiny model that tamis train-demo made, which recalls values of "
+        f"keys, or a tiny model with random weights: {', '.join(names)} (default: {TRAINED})",
     )
     parser.add_argument(
         "--cache", choices=("fp8", "bf16", "fp32"), default="fp8", help="format of the cached rows (default: fp8)"
