@@ -22,8 +22,8 @@ QUESTION_TOKENS = 1024
 """Length of the trained model's prompt."""
 
 DETAILS = f"""\
-Loads a checkpoint of {model_titles()} with
-Hugging Face transformers, lets tamis do its attention (true sparse attention over paged caches), and streams the
+Loads a checkpoint of {model_titles()}
+with Hugging Face transformers, lets tamis do its attention (true sparse attention over paged caches), and streams the
 generated text to stdout; progress goes to stderr. Without --checkpoint it takes the tiny model that `tamis train-demo`
 made: its prompt states values of keys among words without meaning and ends with one of the keys, and the model answers
 with the value. With another --model it makes a tiny random model, which generates meaningless token ids.

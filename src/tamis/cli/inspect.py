@@ -33,7 +33,8 @@ SHOWN = 6
 
 DETAILS = f"""\
 Runs a prompt once through a model whose attention runs through tamis, and reports, for each indexed layer, which tokens
-every query selects and how much of the dense attention mass they cover. The model is a checkpoint of {model_titles()}.
+every query selects and how much of the dense attention mass they cover. The model is a checkpoint of
+{model_titles()}.
 Without --checkpoint it is the tiny model that `tamis train-demo` made, and without a prompt it gets one that states
 values of keys and ends with a key; the needle is its value. With another --model the model has random weights, and
 without a prompt it gets random passages that recur. Each query can attend to n candidates (tokens, or compressed

@@ -34,12 +34,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "configs and tokenizers are downloaded and nothing is run (default: a tiny model, see --model)",
     )
     add_revision(parser)
+    names = tuple(known.short for known in MODELS.values())
     parser.add_argument(
         "--model",
-        choices=(TRAINED, *(known.short for known in MODELS.values())),
+        choices=(TRAINED, *names),
+        metavar="NAME",
         default=TRAINED,
-        help="without a checkpoint: the tiny model that tamis train-demo made, which recalls values of keys, or a "
-        f"tiny model of an architecture with random weights (default: {TRAINED})",
+        help=f"without a checkpoint: {TRAINED}, the tiny model that tamis train-demo made, which recalls values of "
+        f"keys, or a tiny model with random weights: {', '.join(names)} (default: {TRAINED})",
     )
     parser.add_argument(
         "--cache", choices=("fp8", "bf16", "fp32"), default="fp8", help="format of the cached rows (default: fp8)"

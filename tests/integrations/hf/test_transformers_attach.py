@@ -116,7 +116,7 @@ def test_the_refusal_names_what_is_supported(monkeypatch: pytest.MonkeyPatch) ->
     """It is made from the list of models, in inference as in training."""
     model, name = build("axk2"), "AXK2ForCausalLM"
     monkeypatch.setattr(train_attach, "FORWARDS", {n: f for n, f in train_attach.FORWARDS.items() if n != name})
-    with pytest.raises(ValueError, match=rf"for train=True, got {name}; attach it without train=True") as refused:
+    with pytest.raises(ValueError, match=rf"to train, got {name}; attach it without train=True") as refused:
         attach(model, train=True)
     assert all(known in str(refused.value) for known in train_attach.FORWARDS)
     monkeypatch.setattr(attaching, "_MODELS", {n: parts for n, parts in attaching._MODELS.items() if n != name})

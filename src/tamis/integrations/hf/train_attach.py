@@ -23,8 +23,7 @@ FORWARDS = {
 def training_method(name: str) -> Any:
     """The forward method of an attention module in training, by the class of its model."""
     if name not in FORWARDS:
-        remedy = "attach it without train=True"
-        raise checks.refuse("model", f"one of {', '.join(FORWARDS)} for train=True", name, remedy)
+        raise checks.refuse("model", f"one of {', '.join(FORWARDS)} to train", name, "attach it without train=True")
     return FORWARDS[name]
 
 
