@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
-from training import normal, relative
+from training import WITH_GRADIENTS, normal, relative
 
 from tamis import PagedCache
 from tamis.cache.layout import compressor_state, rows
@@ -44,6 +44,7 @@ def pooled(values: Tensor, scores: Tensor, bias: Tensor, ratio: int, overlapping
     return torch.stack(found)
 
 
+@WITH_GRADIENTS
 @KINDS
 @pytest.mark.parametrize("chunk", [1, 32 << 20])
 def test_gradients_against_autograd(ratio: int, overlapping: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +59,7 @@ def test_gradients_against_autograd(ratio: int, overlapping: bool, chunk: int, m
         assert relative(one, other) < 1e-12
 
 
+@WITH_GRADIENTS
 @KINDS
 def test_finite_differences(ratio: int, overlapping: bool) -> None:
     def compress(*given: Tensor) -> Tensor:
@@ -66,6 +68,7 @@ def test_finite_differences(ratio: int, overlapping: bool) -> None:
     assert gradcheck(compress, tuple(inputs(ratio, overlapping)))
 
 
+@WITH_GRADIENTS
 def test_tokens_of_no_entry_have_no_gradient_and_may_hold_anything() -> None:
     values, scores, bias = inputs(4, True)
     with torch.no_grad():

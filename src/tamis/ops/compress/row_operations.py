@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis.ops.attention.operations import accumulator
-from tamis.ops.autograd import differentiate, refuse_second_derivatives
+from tamis.ops.autograd import differentiate, refuse_second_derivatives, save_for_backward
 from tamis.ops.library import Operation
 
 
@@ -68,7 +68,7 @@ compress_rows_backward = Operation("compress", CompressRowsBackward, CompressRow
 
 def _save(ctx: Any, call: CompressRows, _entries: Tensor) -> None:
     *tensors, ctx.backend = call
-    ctx.save_for_backward(*tensors)
+    save_for_backward(ctx, *tensors)
 
 
 def _backward(ctx: Any, dentries: Tensor | None) -> dict[str, Any]:
