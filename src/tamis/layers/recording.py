@@ -1,6 +1,7 @@
 """`Recording`: the positions that layers selected, kept by request and token for another run over the same tokens."""
 
 from collections.abc import Hashable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +24,16 @@ class Recording:
     step, or an incomplete one, is refused.
     """
 
-    def __init__(self, topk: int) -> None:
-        """Start empty, for selections of `topk` positions per token."""
+    def __init__(self, topk: int, ratio: int | None = None) -> None:
+        """Start empty.
+
+        Args:
+            topk: how many positions a token selects.
+            ratio: for layers that select compressed entries (V4), the tokens per entry: what is kept are numbers of
+                entries in the request then. None for layers that select tokens.
+        """
         self.topk = checks.integer("topk", topk, low=1)
+        self.ratio = None if ratio is None else checks.integer("ratio", ratio, low=1)
         self._rows: dict[tuple[int, Hashable], Tensor] = {}
 
     # The rows outlive the call. Made inside inference_mode, they could not be written to outside of it.
@@ -37,8 +45,8 @@ class Recording:
         Args:
             layer: the layer's number. Layers that share a selection need not be recorded.
             requests: the names of the plan's requests, in the plan's order.
-            plan: the step's plan.
-            positions: int32 [rows, topk], from a `LayerOutput`.
+            plan: the step's plan; of a `V4Plan`, its `step`.
+            positions: int32 [rows, topk], from a `LayerOutput`, or what `SparseV4` wrote to `selected`.
         """
         checks.integer("layer", layer, low=0)
         remedy = f"record selections of {self.topk} positions"
@@ -59,7 +67,8 @@ class Recording:
         Args:
             layer: the layer's number.
             request: the request's name.
-            positions: int32 [tokens, topk], positions in the request in any order, -1 where there are fewer.
+            positions: int32 [tokens, topk], positions (or numbers of entries) in the request in any order, -1 where
+                there are fewer.
             first: the position of the first of these tokens.
         """
         checks.integer("layer", layer, low=0)
@@ -89,7 +98,7 @@ class Recording:
 
     def packed(self, layer: int, requests: Sequence[Hashable], pack: "Pack") -> Tensor:
         """Row numbers int32 [T, topk] for `tamis.train`: the same selections in a pack of whole requests, on the pack's
-        device; -1 for padding.
+        device; -1 for padding. Of entries, they are numbers among `Pack.entries(ratio)`.
 
         Args:
             layer: the layer's number.
@@ -101,10 +110,13 @@ class Recording:
         checks.instance("pack", pack, Pack)
         _check_names(requests, len(pack.lengths), "pack")
         result = torch.full((pack.tokens, self.topk), -1, dtype=torch.int32, device="cpu")
-        for request, first, length in zip(requests, pack.first_rows, pack.lengths, strict=True):
+        bases = pack.first_rows
+        if self.ratio is not None:
+            bases = (0, *accumulate(length // self.ratio for length in pack.lengths))[: len(pack.lengths)]
+        for request, first, base, length in zip(requests, pack.first_rows, bases, pack.lengths, strict=True):
             if length:
                 found = self._known(layer, request, torch.arange(length, dtype=torch.int64, device="cpu"))
-                result[first : first + length] = torch.where(found >= 0, found + first, -1)
+                result[first : first + length] = torch.where(found >= 0, found + base, -1)
         return result.to(pack.starts.device)
 
     def forget(self, request: Hashable) -> None:
@@ -135,13 +147,15 @@ class Recording:
 
     def _complete(self, request: Hashable, rows: Tensor, own: Tensor) -> None:
         """Refuse rows that are not complete selections: as many distinct visible positions as there can be."""
-        wanted = (own + 1).clamp_max(self.topk)
+        visible = (own + 1) // (self.ratio or 1)
+        wanted = visible.clamp_max(self.topk)
         ordered = rows.sort(dim=1).values
         twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
-        wrong = ((rows >= 0).sum(1) != wanted) | (rows > own.unsqueeze(1)).any(1) | twice
+        wrong = ((rows >= 0).sum(1) != wanted) | (rows >= visible.unsqueeze(1)).any(1) | twice
         if bool(wrong.any()):
             at = int(own[wrong][0])
-            expected = f"{int(wanted[wrong][0])} different positions up to {at} for token {at} of {request!r}"
+            last, kind = int(visible[wrong][0]) - 1, "positions" if self.ratio is None else "entries"
+            expected = f"{int(wanted[wrong][0])} different {kind} up to {last} for token {at} of {request!r}"
             raise checks.refuse(
                 "positions", expected, rows[wrong][0].tolist()[:8], "pass what a layer selected in this step"
             )

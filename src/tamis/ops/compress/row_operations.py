@@ -20,9 +20,10 @@ class CompressRows(NamedTuple):
     bias: Tensor
     """[ratio, C] in bf16, fp16, fp32 or fp64."""
     spans: Tensor
-    """int32 [E], the first token of each entry's span, whose tokens follow each other."""
+    """int32 [E], the first token of each entry's span, whose tokens follow each other; -1 for an entry of zeros."""
     before: Tensor | None
-    """int32 [E], the first token of the span before, -1 where a request begins; None if spans do not overlap."""
+    """int32 [E], the first token of the span before, -1 where a request begins and for an entry of zeros; None if spans
+    do not overlap."""
     backend: str
     """A name from `tamis backends`, or "auto"."""
 
