@@ -138,6 +138,7 @@ class V4Checks:
         checks.tensor(
             "selected", selected, f"rows {topk}", (torch.int32,), rows=plan.step.rows, device=device, remedy=remedy
         )
+        checks.writable("selected", selected, plan.step.positions, plan.step.request_ids)
 
     def operations(self, call: V4Call, seen: tuple[object, ...] | None) -> V4Call:
         """Refuse what the operations of a call refuse, and remember the signature of a call that passed.

@@ -107,7 +107,10 @@ def test_wrong_recordings_are_refused(model: Any) -> None:
         replaying(model, Recording(topk=8), ["a", "b"]).__enter__()
     with pytest.raises(TypeError, match="recording must be"):
         recording(model, {}, ["a", "b"]).__enter__()  # type: ignore[arg-type]
-    with replaying(model, kept, ["a", "b"]), pytest.raises(ValueError, match=f"recording must be at least {LENGTH} tokens"):
+    with (
+        replaying(model, kept, ["a", "b"]),
+        pytest.raises(ValueError, match=f"recording must be at least {LENGTH} tokens"),
+    ):
         model(IDS)
     with replaying(model, kept, ["a"]), pytest.raises(ValueError, match="2 different names"):
         model(IDS)
