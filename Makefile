@@ -75,7 +75,8 @@ SETTINGS_TESTS := $(filter-out tests/ops/index/test_index_hf.py tests/ops/index/
   $(addprefix tests/model/test_,absorb.py rope.py) $(addprefix tests/step/test_,planner.py v4_planner.py) \
   $(addprefix tests/layers/test_,mla.py v4.py v4_gathered.py) \
   $(addprefix tests/integrations/test_,flash_mla_contract.py flashinfer_v4.py deep_gemm.py) \
-  tests/integrations/hf/test_transformers_attach.py $(addprefix tests/integrations/vllm/, \
+  $(filter-out tests/train/test_traced.py tests/train/test_modes.py, $(wildcard tests/train/test_*.py)) \
+  $(wildcard tests/ops/training/test_*.py) tests/integrations/hf/test_transformers_attach.py $(addprefix tests/integrations/vllm/, \
   test_engine_metadata.py test_v4_forward.py $(addprefix classes/test_v4_,engine.py index_metadata.py indices.py))
 test-settings: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under bf16,meta,deterministic,autocast $(SETTINGS_TESTS)

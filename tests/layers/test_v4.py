@@ -155,6 +155,42 @@ def test_calls_are_refused_before_anything_is_written(caches, plan, message: str
     assert not any(getattr(held, name).storage.any() for name in held.__dataclass_fields__)
 
 
+def test_a_layer_tells_what_its_indexer_selected() -> None:
+    layer = SparseV4(OVERLAPPING, weights("overlapping"), Rope(8).cos_sin_table(80))
+    hidden, selected = torch.randn(60, HIDDEN), torch.full((60, 5), 99, dtype=torch.int32)
+    caches, planner, batch = indexed(hadamard=False)
+    plan = planner.plan(batch([60], [60]))
+    found = layer(hidden, caches, plan, selected=selected)
+    others, planner, batch = indexed(hadamard=False)
+    plan = planner.plan(batch([60], [60]))
+    queries = layer.write(hidden, others, plan)
+    assert torch.equal(selected, layer.select(hidden, queries.index_q, others, plan))
+    assert torch.equal(found, layer(hidden, others, plan))
+    seen = torch.arange(1, 61) // 4
+    assert torch.equal((selected >= 0).sum(1), seen.clamp_max(5))
+    assert (selected.max(1).values < seen).all()
+    empty = planner.plan(replace(batch([], []), padded_tokens=3))
+    layer(torch.zeros(3, HIDDEN), others, empty, selected=selected[:3])
+    assert (selected[:3] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "selected", "message"),
+    [
+        ("window", torch.zeros(5, 5, dtype=torch.int32), "selected must be None for a layer without an indexer"),
+        ("overlapping", torch.zeros(5, 4, dtype=torch.int32), "selected must be of shape"),
+        ("overlapping", torch.zeros(5, 5, dtype=torch.int64), "selected must be int32"),
+        ("overlapping", torch.zeros(5, 1, dtype=torch.int32).expand(5, 5), "selected must be"),
+    ],
+)
+def test_a_selection_that_cannot_be_told_is_refused_first(kind: str, selected: torch.Tensor, message: str) -> None:
+    spec = OVERLAPPING if kind == "overlapping" else WINDOW
+    layer, (held, planner, batch) = SparseV4(spec, weights(kind), Rope(8).cos_sin_table(80)), indexed(hadamard=False)
+    with pytest.raises((TypeError, ValueError), match=message):
+        layer(torch.zeros(5, HIDDEN), held, planner.plan(batch([5], [5])), selected=selected)
+    assert not held.window.storage.any()
+
+
 @pytest.mark.parametrize("spec", [WINDOW, OVERLAPPING, PLAIN], ids=lambda s: s.kind)
 @pytest.mark.own_settings("torch cannot trace through a mode")
 def test_a_compiled_layer_gives_the_same_bits(spec: LayerSpec) -> None:

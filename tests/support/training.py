@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from tamis.train import Rows
 
+WITH_GRADIENTS = pytest.mark.own_settings("has gradients, which inference mode has not", without=("inference",))
 HOSTILE = (-1, -7, -(2**31), 2**31 - 1)
 """Row numbers that are skipped whatever the number of rows."""
 

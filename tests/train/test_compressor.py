@@ -1,10 +1,12 @@
 """Pooling of packed requests' tokens: against inference's `compress_kv`, finite differences and its own definition."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
-from training import normal, relative
+from training import WITH_GRADIENTS, normal, relative
 
 from tamis import PagedCache
 from tamis.cache.layout import compressor_state, rows
@@ -44,6 +46,7 @@ def pooled(values: Tensor, scores: Tensor, bias: Tensor, ratio: int, overlapping
     return torch.stack(found)
 
 
+@WITH_GRADIENTS
 @KINDS
 @pytest.mark.parametrize("chunk", [1, 32 << 20])
 def test_gradients_against_autograd(ratio: int, overlapping: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +61,7 @@ def test_gradients_against_autograd(ratio: int, overlapping: bool, chunk: int, m
         assert relative(one, other) < 1e-12
 
 
+@WITH_GRADIENTS
 @KINDS
 def test_finite_differences(ratio: int, overlapping: bool) -> None:
     def compress(*given: Tensor) -> Tensor:
@@ -66,6 +70,7 @@ def test_finite_differences(ratio: int, overlapping: bool) -> None:
     assert gradcheck(compress, tuple(inputs(ratio, overlapping)))
 
 
+@WITH_GRADIENTS
 def test_tokens_of_no_entry_have_no_gradient_and_may_hold_anything() -> None:
     values, scores, bias = inputs(4, True)
     with torch.no_grad():
@@ -78,6 +83,28 @@ def test_tokens_of_no_entry_have_no_gradient_and_may_hold_anything() -> None:
         assert (gradient[8:11] == 0).all()
         assert (gradient[4:8, :WIDTH] == 0).all()
         assert gradient.isfinite().all()
+
+
+@WITH_GRADIENTS
+@KINDS
+def test_entries_without_a_span_are_zeros_and_teach_nothing(ratio: int, overlapping: bool) -> None:
+    """They may stand anywhere, and their upstream gradient may be anything finite."""
+    given, spans = inputs(ratio, overlapping), pack().entries(ratio)
+    place = torch.tensor([0, spans.count, *range(1, spans.count), spans.count + 1])
+    more = {
+        name: torch.cat((getattr(spans, name), torch.tensor([-1, -1]).int()))[place] for name in ("spans", "before")
+    }
+    whole = compress_rows(*given, spans, overlapping=overlapping)
+    found = compress_rows(*given, replace(spans, count=spans.count + 2, **more), overlapping=overlapping)
+    real = more["spans"] >= 0
+    assert real.sum() == spans.count
+    assert torch.equal(found[real], whole)
+    assert (found[~real] == 0).all()
+    upstream = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad(found, given, upstream), torch.autograd.grad(whole, given, upstream[real]), strict=True
+    ):
+        assert relative(one, other) < 1e-14
 
 
 @pytest.mark.parametrize("overlapping", [False, True])

@@ -3,15 +3,16 @@
 import pytest
 import torch
 from torch import Tensor
-from training import normal, relative
+from training import WITH_GRADIENTS, normal, relative
 
 from tamis.ops.attention import gradients as attention
 from tamis.ops.index import gradients as index
 from tamis.ops.rows.torch_rows import BLOCK, RowSums
 from tamis.train import Pack, Rows, attend_rows, index_loss, index_target
 
-pytestmark = pytest.mark.own_settings("compares with a fixture, which has no setting", without=("tf32", "autocast"))
+pytestmark = WITH_GRADIENTS
 LENGTHS = (5, 21, 1, 14)
+ALL = (0, 1, 2, 3)
 
 
 class Step:
@@ -42,7 +43,7 @@ class Step:
         results += torch.autograd.grad((found.out * self.dout[tokens]).sum() + loss, leaves)
         places = []
         for result in results:
-            whole = torch.zeros(len(self.q), *result.shape[1:])
+            whole = torch.zeros(len(self.q), *result.shape[1:], dtype=result.dtype)
             whole[tokens] = result.detach()
             places.append(whole)
         return places
@@ -54,35 +55,34 @@ def step() -> Step:
     return Step()
 
 
-@pytest.fixture(scope="module")
-def expected(step: Step) -> list[Tensor]:
-    return step.run((0, 1, 2, 3))
-
-
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7, 40, 41])
-def test_any_chunk_size(tokens: int, step: Step, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_chunk_size(tokens: int, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = step.run(ALL)
     monkeypatch.setattr(attention, "WORKING_BYTES", tokens * 21 * 32 * 4)
     monkeypatch.setattr(index, "WORKING_BYTES", tokens * 21 * 16 * 4)
-    assert same(step.run((0, 1, 2, 3)), expected)
+    assert same(step.run(ALL), expected)
 
 
-def test_requests_alone_in_any_order_and_in_every_run(step: Step, expected: list[Tensor]) -> None:
+def test_requests_alone_in_any_order_and_in_every_run(step: Step) -> None:
+    expected = step.run(ALL)
     alone = [step.run((request,)) for request in range(4)]
     assert same([sum(parts) for parts in zip(*alone, strict=True)], expected)
     assert same(step.run((3, 0, 2, 1)), expected)
-    assert all(same(step.run((0, 1, 2, 3)), expected) for _ in range(10))
+    assert all(same(step.run(ALL), expected) for _ in range(10))
 
 
-def test_the_mode_follows_torch(step: Step, expected: list[Tensor]) -> None:
-    assert same(step.run((0, 1, 2, 3), None), expected)  # tests run with deterministic algorithms
+@pytest.mark.own_settings("is as exact as float32, to which autocast does not hold", without=("autocast",))
+def test_the_mode_follows_torch(step: Step) -> None:
+    expected = step.run(ALL)
+    assert same(step.run(ALL, None), expected)  # tests run with deterministic algorithms
     torch.use_deterministic_algorithms(False)
-    loose = step.run((0, 1, 2, 3), None)
+    loose = step.run(ALL, None)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert same(loose, step.run((0, 1, 2, 3), False))
+    assert same(loose, step.run(ALL, False))
     # 40 tokens, 21 columns and 20 numbers: float32's unit, times the roots of the numbers of terms, with room.
     assert all(relative(one, other) < 1e-5 for one, other in zip(loose, expected, strict=True))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
-from training import normal, relative
+from training import WITH_GRADIENTS, normal, relative
 
 from tamis import IndexRecipe, PagedCache
 from tamis.cache.layout import named
@@ -47,6 +47,7 @@ def test_index_keys_and_queries_have_the_numbers_of_inference(layout: str, recip
     assert torch.equal(fake_quantise(q, layout, RECIPES[recipe], **turned).float(), expected)
 
 
+@WITH_GRADIENTS
 @pytest.mark.parametrize("layout", ["v32-fp8", "v4-fp8", "v32-bf16", "plain-fp8"])
 def test_rows_have_the_numbers_of_a_cache(layout: str) -> None:
     made = named(layout)
@@ -60,6 +61,7 @@ def test_rows_have_the_numbers_of_a_cache(layout: str) -> None:
     assert torch.equal(torch.autograd.grad(found, x, upstream)[0], upstream)
 
 
+@WITH_GRADIENTS
 @pytest.mark.parametrize("heads", [0, 2])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_gradient_goes_through_the_transposed_rotations(recipe: str, heads: int) -> None:

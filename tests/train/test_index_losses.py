@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
-from training import dense_attention, hostile_slots, normal, relative
+from training import WITH_GRADIENTS, dense_attention, hostile_slots, normal, relative
 
 from tamis import IndexRecipe, PagedCache
 from tamis.cache.layout import index_fp8, index_mxfp4, plain_fp8, rows
@@ -114,6 +114,7 @@ def test_targets_are_probabilities_of_the_joint_softmax(sink: bool) -> None:
     assert ((sums - 1).abs() < 1e-12)[sums > 0].all()
 
 
+@WITH_GRADIENTS
 @MODES
 def test_finite_differences_of_the_sparse_loss(deterministic: bool) -> None:
     slots, target, factors = hostile_slots(6, 5, 7), torch.rand(6, 5).double(), torch.rand(6).double()
@@ -138,6 +139,7 @@ def plain_loss(q: Tensor, keys: Tensor, weights: Tensor, slots: Tensor, target: 
     return torch.stack(losses).sum()
 
 
+@WITH_GRADIENTS
 @MODES
 @pytest.mark.parametrize("chunk", [1, 32 << 20])
 def test_the_sparse_loss_against_autograd(chunk: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +153,7 @@ def test_the_sparse_loss_against_autograd(chunk: int, deterministic: bool, monke
         assert relative(one, other) < 1e-12
 
 
+@WITH_GRADIENTS
 def test_the_indexer_has_no_gradient_at_its_target() -> None:
     q, keys, weights = index_inputs(5, 8)
     slots = torch.arange(8, dtype=torch.int32).expand(5, 8)
@@ -161,6 +164,7 @@ def test_the_indexer_has_no_gradient_at_its_target() -> None:
         assert gradient.abs().max() < 1e-12
 
 
+@WITH_GRADIENTS
 @pytest.mark.parametrize("blocks", [(2, 3), (128, 512)])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("per_head", [False, True])
@@ -192,6 +196,7 @@ def test_the_dense_loss_is_the_sparse_one_over_everything(
         assert relative(one, other) < 1e-12
 
 
+@WITH_GRADIENTS
 def test_finite_differences_of_the_dense_loss() -> None:
     pack, q, keys = Pack.of((0, 2, 6)), normal(6, 2, 5), normal(6, 5)
 
@@ -258,6 +263,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
             run()
 
 
+@WITH_GRADIENTS
 def test_autocast_converts_index_queries_and_keys_at_the_door() -> None:
     leaves = index_inputs(5, 7, dtype=torch.float32)
     slots, target = hostile_slots(5, 4, 7), normalise_target(torch.rand(5, 4))

@@ -69,6 +69,37 @@ def test_entries_restart_with_each_request() -> None:
     assert Pack.of([0]).entries(4).slots().shape == (0, 0)
 
 
+BATCHES = {
+    "whole": torch.ones(2, 11),
+    "left and right": torch.tensor([[0] * 5 + [1] * 6, [1] * 8 + [0] * 3]),
+    "too short": torch.tensor([[0] * 9 + [1] * 2, [1] + [0] * 10]),
+    "nothing real": torch.zeros(2, 11),
+}
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 4, 12])
+@pytest.mark.parametrize("batch", [*BATCHES, "packed"])
+def test_entries_of_a_trace_are_those_of_the_host(batch: str, ratio: int) -> None:
+    """A trace has room for as many entries as there can be; those that nobody sees have no span."""
+    if batch == "packed":
+        pack = Pack.of_positions(torch.tensor([[*range(7), *range(4)], [*range(2), *range(3), *range(6)]]))
+    else:
+        pack = Pack.of_mask(BATCHES[batch])
+    expected, found = pack.entries(ratio), Entries.traced(pack.starts, pack.ends, ratio, 11)
+    assert found.count == 2 * (11 // ratio)
+    assert found.longest == 11 // ratio >= expected.longest
+    assert listed(found) == listed(expected)
+    room = found.count - expected.count
+    for name, filling in (("spans", -1), ("before", -1), ("positions", 0)):
+        one = getattr(found, name)
+        assert one.dtype == torch.int32
+        assert one.tolist() == getattr(expected, name).tolist() + [filling] * room
+    seen = expected.ends > expected.starts
+    assert torch.equal(found.starts[seen], expected.starts[seen])
+    assert torch.equal(found.slots()[:, : expected.longest], expected.slots())
+    assert (found.slots()[:, expected.longest :] == -1).all()
+
+
 def test_a_pack_moves_to_a_device() -> None:
     moved = Pack.of([0, 2]).to("meta")
     assert {getattr(moved, name).device.type for name in ("starts", "ends", "positions", "request_ids")} == {"meta"}

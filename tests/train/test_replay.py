@@ -41,7 +41,9 @@ class Rollout:
                 done[name] += new[name]
 
 
-@pytest.mark.own_settings("autocast is for training; the rollout is served in float32", without=("autocast",))
+@pytest.mark.own_settings(
+    "has gradients, and is as exact as float32, to which autocast does not hold", without=("inference", "autocast")
+)
 def test_a_rollout_in_steps_is_trained_on_in_one_pass() -> None:
     rollout = Rollout()
     pack = Pack.of([0, 14, 23])

@@ -3,13 +3,14 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import normal
+from training import WITH_GRADIENTS, normal
 
 from tamis.ops.attention import gradients as attention
 from tamis.ops.index import gradients as index
 from tamis.ops.index import reference as scoring
 from tamis.train import Pack, Rows, attend_rows, index_loss, index_target, select_rows, warmup_loss
 
+pytestmark = WITH_GRADIENTS
 TOKENS, TOPK = 600, 16
 
 

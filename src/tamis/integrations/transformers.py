@@ -207,8 +207,9 @@ def recording(model: Any, into: Recording, requests: Sequence[Hashable]) -> Abst
     """A context in which an attached model records what its layers select, for `replaying`.
 
     Args:
-        model: an attached model whose layers select tokens: any but DeepSeek-V4.
-        into: a `Recording(topk=config.index_topk)`, with `kpool=config.index_kpool` if index keys are pooled.
+        model: an attached model.
+        into: a `Recording(topk=config.index_topk)`; with `kpool=config.index_kpool` if index keys are pooled, and for
+            DeepSeek-V4, whose layers select entries, with `ratio=config.compress_rates["compressed_sparse_attention"]`.
         requests: a name for every row of the batch.
     """
     if not is_attached(model):
@@ -223,7 +224,7 @@ def replaying(model: Any, recorded: Recording, requests: Sequence[Hashable]) -> 
     that was generated has not run, so leave it out of `input_ids`.
 
     Args:
-        model: one attached with `train=True`, any but DeepSeek-V4.
+        model: one attached with `train=True`.
         recorded: the selections: from `recording`, or loaded from what an engine captured (`Recording.load`).
         requests: the names of the batch's sequences, in order; every packed sequence has its own.
     """

@@ -1,6 +1,7 @@
 """`Recording`: the positions that layers selected, kept by request and token for another run over the same tokens."""
 
 from collections.abc import Hashable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +24,17 @@ class Recording:
     step, or an incomplete one, is refused.
     """
 
-    def __init__(self, topk: int, kpool: int = 1) -> None:
-        """Start empty, for the selections of a layer with this `LayerSpec.topk` and `LayerSpec.kpool`."""
+    def __init__(self, topk: int, kpool: int = 1, ratio: int | None = None) -> None:
+        """Start empty, for the selections of layers with these numbers.
+
+        Args:
+            topk: how many positions a token selects, as in `LayerSpec.topk`.
+            kpool: `LayerSpec.kpool`, the tokens per pooled index key.
+            ratio: for layers that select compressed entries (V4), the tokens per entry: what is kept are numbers of
+                entries in the request then. None for layers that select tokens.
+        """
         self.topk, self.kpool = checks.integer("topk", topk, low=1), checks.integer("kpool", kpool, low=1)
+        self.ratio = None if ratio is None else checks.integer("ratio", ratio, low=1)
         self.columns = self.topk + self.kpool - 1
         """The most positions of a token, as `LayerSpec.columns`."""
         self._rows: dict[tuple[int, Hashable], Tensor] = {}
@@ -39,8 +48,8 @@ class Recording:
         Args:
             layer: the layer's number. Layers that share a selection need not be recorded.
             requests: the names of the plan's requests, in the plan's order.
-            plan: the step's plan.
-            positions: int32 [rows, columns], from a `LayerOutput`.
+            plan: the step's plan; of a `V4Plan`, its `step`.
+            positions: int32 [rows, columns], from a `LayerOutput`, or what `SparseV4` wrote to `selected`.
         """
         checks.integer("layer", layer, low=0)
         remedy = f"record selections of {self.columns} positions"
@@ -61,7 +70,8 @@ class Recording:
         Args:
             layer: the layer's number.
             request: the request's name.
-            positions: int32 [tokens, columns], positions in the request in any order, -1 where there are fewer.
+            positions: int32 [tokens, columns], positions (or numbers of entries) in the request in any order, -1 where
+                there are fewer.
             first: the position of the first of these tokens.
         """
         checks.integer("layer", layer, low=0)
@@ -91,7 +101,7 @@ class Recording:
 
     def packed(self, layer: int, requests: Sequence[Hashable], pack: "Pack") -> Tensor:
         """Row numbers int32 [T, columns] for `tamis.train`: the same selections in a pack of whole requests, on its
-        device; -1 for padding.
+        device; -1 for padding. Of entries, they are numbers among `Pack.entries(ratio)`.
 
         Args:
             layer: the layer's number.
@@ -103,10 +113,13 @@ class Recording:
         checks.instance("pack", pack, Pack)
         _check_names(requests, len(pack.lengths), "pack")
         result = torch.full((pack.tokens, self.columns), -1, dtype=torch.int32, device="cpu")
-        for request, first, length in zip(requests, pack.first_rows, pack.lengths, strict=True):
+        bases = pack.first_rows
+        if self.ratio is not None:
+            bases = (0, *accumulate(length // self.ratio for length in pack.lengths))[: len(pack.lengths)]
+        for request, first, base, length in zip(requests, pack.first_rows, bases, pack.lengths, strict=True):
             if length:
                 found = self._known(layer, request, torch.arange(length, dtype=torch.int64, device="cpu"))
-                result[first : first + length] = torch.where(found >= 0, found + first, -1)
+                result[first : first + length] = torch.where(found >= 0, found + base, -1)
         return result.to(pack.starts.device)
 
     def forget(self, request: Hashable) -> None:
@@ -137,14 +150,15 @@ class Recording:
 
     def _complete(self, request: Hashable, rows: Tensor, own: Tensor) -> None:
         """Refuse rows that are not complete selections: as many distinct visible positions as there can be."""
-        seen = own + 1
-        wanted = (seen - seen % self.kpool).clamp_max(self.topk) + seen % self.kpool
+        visible = (own + 1) // (self.ratio or 1)
+        wanted = (visible - visible % self.kpool).clamp_max(self.topk) + visible % self.kpool
         ordered = rows.sort(dim=1).values
         twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
-        wrong = ((rows >= 0).sum(1) != wanted) | (rows > own.unsqueeze(1)).any(1) | twice
+        wrong = ((rows >= 0).sum(1) != wanted) | (rows >= visible.unsqueeze(1)).any(1) | twice
         if bool(wrong.any()):
             at = int(own[wrong][0])
-            expected = f"{int(wanted[wrong][0])} different positions up to {at} for token {at} of {request!r}"
+            last, kind = int(visible[wrong][0]) - 1, "positions" if self.ratio is None else "entries"
+            expected = f"{int(wanted[wrong][0])} different {kind} up to {last} for token {at} of {request!r}"
             raise checks.refuse(
                 "positions", expected, rows[wrong][0].tolist()[:8], "pass what a layer selected in this step"
             )

@@ -79,30 +79,43 @@ class SparseV4:
         self._over = None if weights.indexer is None else over
 
     @needs_latest_plan
-    def __call__(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> Tensor:
+    def __call__(self, hidden: Tensor, caches: V4Caches, plan: V4Plan, *, selected: Tensor | None = None) -> Tensor:
         """Attend the step's tokens: hidden states [rows, hidden] to hidden states of the same shape and dtype.
 
         The tokens' rows, state and entries are written first, since a token attends to itself and to the entry that it
         completes. Padded rows come out as zeros. Everything is checked before the first write.
+
+        Args:
+            hidden: [rows, hidden].
+            caches: the layer's caches.
+            plan: the step's plan.
+            selected: int32 [rows, topk] that the entries selected by this layer's indexer are written to, for a
+                `Recording`; -1 where there are no more. Layers without an indexer refuse it.
         """
         if not isinstance(plan, V4Plan):
             checks.instance("plan", plan, V4Plan)
         over = self._over
         if over is None:
-            call = self._prepare(hidden, caches, plan)
+            call = self._prepare(hidden, caches, plan, selected)
         else:
             with over.telling():
-                call = self._prepare(hidden, caches, plan)
+                call = self._prepare(hidden, caches, plan, selected)
                 over.check(hidden.device)
             over.agree(hidden.device, (("rows", plan.step.rows), ("empty", call is None), ("topk", self.spec.topk)))
         if call is None:
+            if selected is not None:
+                selected.fill_(-1)
             return torch.zeros_like(hidden)
         queries = self._write(call.writes)
         chosen = None if call.index_topk is None else self._select(call, queries)
+        if selected is not None and chosen is not None:
+            selected.copy_(chosen)
         return self._output(self._attend(call, queries.q, chosen), call.output)
 
-    def _prepare(self, hidden: Tensor, caches: V4Caches, plan: V4Plan) -> V4Call | None:
+    def _prepare(self, hidden: Tensor, caches: V4Caches, plan: V4Plan, selected: Tensor | None) -> V4Call | None:
         """The operations of a call, checked; None for a step without requests."""
+        if selected is not None:
+            self._checks.selected(selected, plan)
         seen = self._checks.signature(hidden, caches, plan)
         known = self._checks.seen_before(hidden, seen)
         if known is None:

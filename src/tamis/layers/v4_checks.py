@@ -128,6 +128,19 @@ class V4Checks:
         if torch.is_grad_enabled():
             self._no_gradient(hidden)
 
+    def selected(self, selected: Tensor, plan: V4Plan) -> None:
+        """Refuse a tensor that the layer's selection cannot be written to."""
+        topk = self.spec.topk if self.spec.kind == "overlapping" else None
+        if topk is None:
+            expected = "None for a layer without an indexer"
+            raise checks.refuse("selected", expected, checks.describe(selected), "leave it out")
+        remedy = "pass one row per row of the plan"
+        device = self.cos_sin.device
+        checks.tensor(
+            "selected", selected, f"rows {topk}", (torch.int32,), rows=plan.step.rows, device=device, remedy=remedy
+        )
+        checks.writable("selected", selected, plan.step.positions, plan.step.request_ids)
+
     def operations(self, call: V4Call, seen: tuple[object, ...] | None) -> V4Call:
         """Refuse what the operations of a call refuse, and remember the signature of a call that passed.
 

@@ -42,6 +42,12 @@ def differentiate(
     torch.library.register_autograd(operation.overload, run, setup_context=setup)
 
 
+def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
+    """Keep arguments for a backward pass. Autograd refuses tensors that were made inside inference_mode, such as the
+    selections of a rollout, so these are copied."""
+    ctx.save_for_backward(*(x.clone() if x is not None and x.is_inference() else x for x in tensors))
+
+
 def refuse_second_derivatives(function: str, *tensors: Tensor | None) -> None:
     """Refuse a backward pass that records gradients of its own, given all tensors that it computes with."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):

@@ -14,11 +14,21 @@ def in_autocast(first: object, *others: object) -> list[Tensor]:
     """The tensors in autocast's dtype where it is enabled for their device; otherwise as they are. float64 stays, as
     everywhere under autocast. What is no tensor is left to its own check."""
     values: list[object] = [first, *others]
-    if not isinstance(first, Tensor) or first.device.type == "meta" or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or not _autocast(first):
         return values  # type: ignore[return-value]
     dtype = torch.get_autocast_dtype(first.device.type)
     cast = [isinstance(value, Tensor) and value.dtype in checks.FLOATS for value in values]
     return [value.to(dtype) if here else value for value, here in zip(values, cast, strict=True)]  # type: ignore[attr-defined, misc]
+
+
+def widened_in_autocast(first: object, *others: object) -> list[Tensor]:
+    """The tensors in float32 if their dtypes differ and autocast is enabled for their device, as autocast does for
+    what is computed in float32 anyway; otherwise as they are. What is no such tensor is left to its own check."""
+    values: list[object] = [first, *others]
+    dtypes = {value.dtype if isinstance(value, Tensor) else None for value in values}
+    if len(dtypes) == 1 or not dtypes <= set(checks.FLOATS) or not _autocast(first):
+        return values  # type: ignore[return-value]
+    return [value.to(torch.float32) for value in values]  # type: ignore[attr-defined]
 
 
 def same_dtype(name: str, value: Tensor, **others: Tensor) -> None:
@@ -26,8 +36,17 @@ def same_dtype(name: str, value: Tensor, **others: Tensor) -> None:
     for other_name, other in others.items():
         if other.dtype != value.dtype:
             expected = f"{checks.dtype_name(value.dtype)} like {name}"
-            remedy = "convert one of them, or call this under torch.autocast"
+            # Autocast leaves float64 alone.
+            wide = torch.float64 in (value.dtype, other.dtype)
+            remedy = "convert one of them" if wide else "convert one of them, or call this under torch.autocast"
             raise checks.refuse_type(other_name, expected, checks.dtype_name(other.dtype), remedy)
+
+
+def _autocast(value: object) -> bool:
+    """Whether autocast is enabled for a tensor's device."""
+    if not isinstance(value, Tensor) or value.device.type == "meta":
+        return False
+    return torch.is_autocast_enabled(value.device.type)
 
 
 def deterministic_mode(given: bool | None) -> bool:

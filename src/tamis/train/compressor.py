@@ -5,7 +5,7 @@ from torch import Tensor
 from tamis import checks
 from tamis.ops.compress import row_operations
 from tamis.ops.compress.row_operations import CompressRows
-from tamis.train.arguments import DTYPES, same_dtype
+from tamis.train.arguments import DTYPES, same_dtype, widened_in_autocast
 from tamis.train.pack import Entries
 
 
@@ -27,7 +27,8 @@ def compress_rows(
 
     The result is differentiable in `values`, `scores` and `bias`, once. Entries are float32 (float64 for float64
     values), so that norm and rope come before the only rounding, as in `tamis.ops.compress_kv`. Entry e of a request is
-    rotated at position e * r, which `Entries.positions` holds.
+    rotated at position e * r, which `Entries.positions` holds. Under autocast, values and scores of different dtypes
+    are converted to float32.
 
     Args:
         values: [T, C] in bf16, fp16, fp32 or fp64; C is D, or 2D where spans overlap.
@@ -37,6 +38,7 @@ def compress_rows(
         overlapping: whether spans overlap (V4's entries of 4 tokens) or not (its entries of 128).
         backend: a name from `tamis backends`, or "auto".
     """
+    values, scores = widened_in_autocast(values, scores)
     checks.instance("entries", entries, Entries)
     checks.flag("overlapping", overlapping)
     tokens, ratio, device = len(entries.starts), entries.ratio, entries.spans.device

@@ -11,7 +11,7 @@ from tamis.cache.layout import Layout
 from tamis.ops.attention.operations import accumulator
 from tamis.ops.index import MAX_K, WORKSPACE_BYTES, loss_operations, ragged_scores, topk_positions
 from tamis.ops.index.loss_operations import IndexLoss, WarmupLoss
-from tamis.train.arguments import DTYPES, deterministic_mode, in_autocast, recorded, same_dtype
+from tamis.train.arguments import DTYPES, deterministic_mode, in_autocast, recorded, same_dtype, widened_in_autocast
 from tamis.train.quantise import layout_of_width
 
 BYTES_PER_SCORE = 40
@@ -34,7 +34,8 @@ def select_rows(
     """The k best keys of each token among those that it sees: row numbers int32 [T, k], ascending, then -1.
 
     The set is that of `topk_positions` over the scores of `ragged_scores`, bit for bit, but scores of all tokens are
-    never in memory at once. There is no gradient.
+    never in memory at once. There is no gradient. Under autocast, queries and keys of different dtypes are converted to
+    float32.
 
     Args:
         index_q: [T, H, D], rotated; bf16, fp16 or fp32 (fp64 is rounded to fp32).
@@ -50,6 +51,7 @@ def select_rows(
             are handled one at a time.
         backend: a name from `tamis backends`, or "auto".
     """
+    index_q, index_keys = widened_in_autocast(index_q, index_keys)
     tokens, total = _check_index(index_q, index_keys, weights)
     checks.integer("k", k, low=1, high=MAX_K)
     checks.integer("workspace_bytes", workspace_bytes, low=1, high=checks.INT64_MAX)

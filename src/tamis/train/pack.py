@@ -22,9 +22,11 @@ class Entries:
     ratio: int
     """Tokens per span."""
     count: int
-    """How many entries there are: one for each span that is complete."""
+    """How many entries there are: one for each span that is complete. Entries of a trace are at least as many."""
+    longest: int
+    """At least how many of them a token sees."""
     spans: Tensor
-    """int32 [count], the first token of each entry's span."""
+    """int32 [count], the first token of each entry's span; -1 for entries that nobody sees, which are zeros."""
     before: Tensor
     """int32 [count], the first token of the span before; -1 where a request begins."""
     starts: Tensor
@@ -36,7 +38,33 @@ class Entries:
 
     def slots(self) -> Tensor:
         """int32 [T, longest]: all entries that each token sees, then -1."""
-        return _listed(self.starts, self.ends)
+        return _listed(self.starts, self.ends, self.longest)
+
+    @classmethod
+    def traced(cls, starts: Tensor, ends: Tensor, ratio: int, longest: int) -> Self:
+        """The entries of a batch whose values are unknown, as under torch.compile: from operations on its device alone.
+
+        Args:
+            starts: int32 [T], the first row that each token sees.
+            ends: int32 [T], one past the last; equal to the start for padding. Requests are in ascending order.
+            ratio: tokens per span.
+            longest: T is a multiple of it, and no request crosses a multiple of it: the number of columns of a batch.
+        """
+        tokens, device = len(starts), starts.device
+        most, own = longest // ratio, torch.arange(tokens, dtype=torch.int32, device=device)
+        count = tokens // max(1, longest) * most
+        complete = (ends > starts) & ((ends - starts) % ratio == 0)
+        seen = complete.cumsum(0, dtype=torch.int32)
+        first = (seen - complete.int())[starts.long()]
+        last = torch.where(ends > starts, seen, first)
+        # Entry e ends with the first token by which e + 1 spans are complete.
+        number = torch.arange(1, count + 1, dtype=torch.int32, device=device)
+        end = torch.searchsorted(seen, number)
+        known = end < tokens
+        end = end.clamp_max(max(0, tokens - 1))
+        spans = torch.where(known, own[end] - (ratio - 1), -1)
+        positions = torch.where(known, spans - starts[end], 0)
+        return cls(ratio, count, most, spans, torch.where(positions > 0, spans - ratio, -1), first, last, positions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +158,7 @@ class Pack:
     def window_slots(self, window: int) -> Tensor:
         """int32 [T, window]: the rows of the last `window` tokens up to each token's own, ascending, then -1."""
         checks.integer("window", window, low=1)
-        first = torch.maximum(self.starts, self.ends - window)
-        return _listed(first, self.ends, window)
+        return window_slots(self.starts, self.ends, window)
 
     def visible_slots(self) -> Tensor:
         """int32 [T, longest request]: all rows that each token sees, then -1, for dense attention."""
@@ -151,13 +178,18 @@ class Pack:
         before = np.where(places > 0, spans - ratio, -1)
         on_device = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (spans, before, places))
         first, previous, positions = on_device
-        return Entries(ratio, int(bases[-1]), first, previous, starts, ends, positions)
+        return Entries(ratio, int(bases[-1]), max(counts, default=0), first, previous, starts, ends, positions)
 
     def slots_of(self, positions: Tensor) -> Tensor:
         """Rows int32 [T, K] of positions int32 [T, K] in each token's request; -1 stays -1, and padding has none."""
         checks.tensor("positions", positions, "T K", (torch.int32,), T=self.tokens, device=self.starts.device)
         known = (positions >= 0) & (self.positions >= 0).unsqueeze(1)
         return torch.where(known, positions + self.starts.unsqueeze(1), -1)
+
+
+def window_slots(starts: Tensor, ends: Tensor, window: int) -> Tensor:
+    """int32 [T, window]: the last rows of those from each start to before its end, ascending, then -1."""
+    return _listed(torch.maximum(starts, ends - window), ends, window)
 
 
 def _host_mask(mask: Tensor) -> NDArray[np.bool_]:
@@ -167,10 +199,8 @@ def _host_mask(mask: Tensor) -> NDArray[np.bool_]:
     return found
 
 
-def _listed(starts: Tensor, ends: Tensor, width: int | None = None) -> Tensor:
+def _listed(starts: Tensor, ends: Tensor, width: int) -> Tensor:
     """int32 [T, width]: the numbers from each start to before its end, then -1."""
-    if width is None:
-        width = int((ends - starts).max()) if len(ends) else 0
     column = torch.arange(width, dtype=torch.int32, device=starts.device)
     listed = starts.unsqueeze(1) + column
     return torch.where(listed < ends.unsqueeze(1), listed, -1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bounds import relative_error
-from hf_models import logits, tokens, transformers
+from hf_models import V4_KINDS, logits, tokens, transformers
 from hf_training import SEPARATE, assert_agree, assert_same, batches, shared, step, trainable
 from rank_processes import run_on_ranks
 from ranks_training import CASES, both
@@ -164,13 +164,31 @@ def test_fullgraph_compilation_gives_the_same_bits() -> None:
     assert index_losses(model) == losses
 
 
+def test_fullgraph_compilation_of_v4_finds_spans_on_the_device() -> None:
+    """Packed sequences have fewer entries than a trace makes room for: only sums over all entries have other bits."""
+    kinds = {"num_hidden_layers": 2, "layer_types": list(V4_KINDS[1:]), "mlp_layer_types": ["moe"] * 2}
+    model = trainable("v4", **kinds)
+    model.set_experts_implementation("batched_mm")  # torch cannot trace the backward pass of the default on a CPU
+    attach(model, train=True, indexer="sparse", deterministic=False)
+    inputs = batches(50)["packed"]
+    loss, expected = step(model, **inputs)
+    losses = index_losses(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found_loss = compiled(**inputs).loss
+    found_loss.backward()
+    assert relative_error(found_loss.detach(), loss) < 1e-6
+    assert_agree({name: parameter.grad for name, parameter in model.named_parameters()}, expected, but="")
+    assert index_losses(model) == {layer: pytest.approx(value, rel=1e-5) for layer, value in losses.items()}
+
+
 @pytest.mark.parametrize("batch", ["whole", "left", "right", "packed", "both"])
 def test_a_trace_finds_what_tokens_see_without_host_values(batch: str) -> None:
     given = batches(30)["packed" if batch == "both" else batch]
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if batch == "both":
         mask = (torch.arange(30) >= torch.tensor([[0], [4]])).long()
-    host, traced = Sight.of(2, 30, mask, position_ids), Sight._traced(2, 30, mask, position_ids)
+    host, traced = (make(2, 30, mask, position_ids, torch.device("cpu")) for make in (Sight.of, Sight._traced))
     seen = host.ends - host.starts
     assert torch.equal(traced.ends - traced.starts, seen)
     assert torch.equal(traced.starts[seen > 0], host.starts[seen > 0])

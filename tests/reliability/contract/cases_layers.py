@@ -143,14 +143,20 @@ def sparse_v4(draw: Draw) -> Call:
         "hidden": draw.floats(sum(new), 16, dtype=draw.pick(FLOATS)),
         "caches": caches,
         "plan": plan,
+        "selected": None,
     }
+    if kind == "overlapping" and draw.chance(0.5):
+        arguments["selected"] = torch.full((sum(new), 2), 99, dtype=torch.int32)
 
     def check(found: Tensor, before: Arguments, after: Arguments) -> None:
         require(found.shape == before["hidden"].shape and found.dtype == before["hidden"].dtype, "another shape")
         require(found.isfinite().all(), "an output that is not finite")
+        if after["selected"] is not None:
+            require((after["selected"] <= 1).all(), "an entry that there is not")
 
     lenient = ("plan", "caches")
-    return Call("SparseV4", SparseV4.__call__, arguments, check, ("caches",), lenient=lenient, free=True)
+    written, optional = ("caches", "selected"), ("selected",)
+    return Call("SparseV4", SparseV4.__call__, arguments, check, written, lenient=lenient, optional=optional, free=True)
 
 
 def flash_sparse_fwd(draw: Draw) -> Call:

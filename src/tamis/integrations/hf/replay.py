@@ -50,7 +50,7 @@ def _replay(specs: list[Any], recorded: Recording, names: list[Hashable]) -> Cal
         if pack is None:
             remedy = "replay without torch.compile"
             raise checks.refuse("replaying", "used eagerly: recordings are on the host", "a compiled model", remedy)
-        own = [layer for layer, spec in enumerate(specs) if not spec.reuse_topk]
+        own = [layer for layer, spec in enumerate(specs) if _selects(spec)]
         return {layer: recorded.packed(layer, names, pack).to(device) for layer in own}
 
     return rows
@@ -58,10 +58,23 @@ def _replay(specs: list[Any], recorded: Recording, names: list[Hashable]) -> Cal
 
 def _check(family: Any, given: Any) -> None:
     recorded = checks.instance("recording", given, Recording, "make one with Recording(topk=config.index_topk)")
-    if family.counts_tokens:
-        remedy = "V4 selects entries; pass them to tamis.train.attend_rows"
-        raise checks.refuse("model", "one whose layers select tokens", "DeepSeek-V4", remedy)
-    topk, kpool = next((spec.topk, spec.kpool) for spec in family.specs if spec is not None)
-    if (recorded.topk, recorded.kpool) != (topk, kpool):
-        remedy = f"make it with Recording(topk={topk}{f', kpool={kpool}' if kpool > 1 else ''})"
-        raise checks.refuse("recording", f"of {topk} positions per token, like the model", recorded.topk, remedy)
+    spec = next((spec for spec in family.specs if spec is not None and _selects(spec)), None)
+    if spec is None:
+        raise checks.refuse("model", "one with an indexer", "none in any layer", "there is nothing to record")
+    ratio = spec.compress if spec.kind == "overlapping" else None
+    wanted = (spec.topk, spec.kpool, ratio)
+    given = (recorded.topk, recorded.kpool, recorded.ratio)
+    if given != wanted:
+        groups = "" if spec.kpool == 1 else f", kpool={spec.kpool}"
+        remedy = f"make it with Recording(topk={spec.topk}{groups}{'' if ratio is None else f', ratio={ratio}'})"
+        raise checks.refuse("recording", f"of {_described(*wanted)}, like the model", _described(*given), remedy)
+
+
+def _described(topk: int, kpool: int, ratio: int | None) -> str:
+    what = "positions" if ratio is None else f"entries of {ratio} tokens"
+    return f"{topk} {what} per token{'' if kpool == 1 else f' in groups of {kpool}'}"
+
+
+def _selects(spec: Any) -> bool:
+    """Whether a layer has an indexer of its own."""
+    return spec.topk is not None and not spec.reuse_topk

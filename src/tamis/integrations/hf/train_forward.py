@@ -101,7 +101,7 @@ def _sight(given: Tensor, attention_mask: Any, position_ids: Tensor | None) -> S
         remedy = "pass a padding mask; a causal mask is not needed"
         expected = f"of shape [{rows}, {columns}]"
         raise checks.refuse("attention_mask", expected, checks.describe(attention_mask), remedy)
-    return Sight.of(rows, columns, attention_mask, position_ids)
+    return Sight.of(rows, columns, attention_mask, position_ids, given.device)
 
 
 def _step(base: Any, given: Tensor, sight: Sight, records: bool, items: Any) -> TrainStep:
@@ -152,10 +152,8 @@ def _checkpoints(base: Any) -> bool:
 
 def _positions(sight: Sight, given: Tensor) -> Tensor:
     """int64 [rows, columns]: the position of each token in its own request, for padding 0."""
-    if sight.pack is None:
-        own = torch.arange(given.shape[1], dtype=torch.int64, device=given.device)
-        return own.unsqueeze(0)
-    return sight.pack.positions.clamp_min(0).long().view(given.shape[:2]).to(given.device)
+    own = (sight.ends - sight.starts - 1).clamp_min(0)
+    return own.long().view(given.shape[:2]).to(given.device)
 
 
 def loss_with_indexer(self: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tamis import checks
 from tamis.integrations.hf.layers import Family
-from tamis.train import Pack
+from tamis.train import Entries, Pack
+from tamis.train.pack import window_slots
 
 T = TypeVar("T")
 Stage = Literal["frozen", "warmup", "sparse"]
@@ -64,10 +65,12 @@ class Sight:
     """Whether a row of the batch is known to hold more than one request."""
 
     @classmethod
-    def of(cls, rows: int, columns: int, mask: Tensor | None, position_ids: Tensor | None) -> "Sight":
-        """From a padding mask and `position_ids` [rows, columns], both optional."""
+    def of(
+        cls, rows: int, columns: int, mask: Tensor | None, position_ids: Tensor | None, device: torch.device
+    ) -> "Sight":
+        """From a padding mask and `position_ids` [rows, columns], both optional, of tokens on a device."""
         if torch.compiler.is_compiling():
-            return cls._traced(rows, columns, mask, position_ids)
+            return cls._traced(rows, columns, mask, position_ids, device)
         if position_ids is not None:
             pack = Pack.of_positions(position_ids.expand(rows, columns).cpu(), None if mask is None else mask.cpu())
         elif mask is not None:
@@ -80,11 +83,13 @@ class Sight:
         return cls(pack.starts, pack.ends, longest, sum(pack.lengths), requests, pack, packed)
 
     @classmethod
-    def _traced(cls, rows: int, columns: int, mask: Tensor | None, position_ids: Tensor | None) -> "Sight":
+    def _traced(
+        cls, rows: int, columns: int, mask: Tensor | None, position_ids: Tensor | None, device: torch.device
+    ) -> "Sight":
         """The same from operations on the device alone, since a trace has no values."""
-        device = next((given.device for given in (mask, position_ids) if given is not None), None)
         own = torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
         begins = own % columns == 0
+        mask, position_ids = (None if given is None else given.to(device) for given in (mask, position_ids))
         if position_ids is not None:
             begins[:, 1:] |= position_ids[..., 1:] != position_ids[..., :-1] + 1
         if mask is not None:
@@ -141,13 +146,21 @@ class TrainStep:
         """Losses by the layer of the indexer and the layer whose attention teaches it; None once they are taken."""
         self._shared: dict[Hashable, Any] = {}
 
-    def device_pack(self, device: torch.device) -> Pack:
-        """The step's pack on a device."""
+    def window_slots(self, window: int, device: torch.device) -> Tensor:
+        """int32 [T, window]: the rows of the last tokens that each token sees, then -1."""
+        return self.remembered(("window", window), lambda: window_slots(*self._bounds(device), window))
+
+    def entries(self, ratio: int, device: torch.device) -> Entries:
+        """The entries of spans of `ratio` tokens (V4)."""
+        return self.remembered(("entries", ratio), lambda: self._entries(ratio, device))
+
+    def _entries(self, ratio: int, device: torch.device) -> Entries:
         if self.sight.pack is None:
-            remedy = "compile other parts of the model, or train it without torch.compile"
-            raise checks.refuse("model", "V3.2 or GLM under torch.compile", "V4, whose spans need host values", remedy)
-        pack = self.sight.pack
-        return self.remembered(("pack", str(device)), lambda: pack.to(device))
+            return Entries.traced(*self._bounds(device), ratio, self.sight.longest)
+        return self.sight.pack.to(device).entries(ratio)
+
+    def _bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return self.sight.starts.to(device), self.sight.ends.to(device)
 
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
         """What all layers of a step share, made by the first one that needs it."""

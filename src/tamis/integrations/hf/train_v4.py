@@ -55,16 +55,15 @@ class _Attention:
     def __init__(self, module: Any, step: TrainStep, q: Tensor, kv: Tensor, recipe: IndexRecipe) -> None:
         self.module, self.step, self.q, self.recipe = module, step, q, recipe
         self.spec = step.family.specs[module.layer_idx]
-        self.pack = step.device_pack(q.device)
         self.sink = module.sinks if q.dtype == torch.float64 else module.sinks.float()
-        self.window = Rows(kv, step.remembered(("window", self.spec.window), self._window_slots))
+        self.window = Rows(kv, step.window_slots(self.spec.window, q.device))
 
     def attend(self, hidden: Tensor, residual: Tensor, angles: Tensor) -> Tensor:
         """The output [T, H, D], before it is rotated back."""
         compressor, layer = self.module.compressor, self.module.layer_idx
         if compressor is None:
             return self._attend([self.window])[0]
-        entries = self.step.remembered(("entries", self.spec.compress), self._spans)
+        entries = self.step.entries(self.spec.compress, self.q.device)
         if entries.count == 0:
             return self._attend([self.window])[0]
         rows, turn = self._compressed(compressor, hidden, entries)
@@ -73,27 +72,30 @@ class _Attention:
             return self._attend(
                 [self.window, Rows(rows, self.step.remembered(("visible", self.spec.compress), entries.slots))]
             )[0]
-        index = self._index_tensors(compressor.indexer, hidden, residual, angles, entries)
-        if self.step.options.indexer == "warmup":
+        index = None
+        if self.step.replayed is None or self.step.teaches(layer):
+            index = self._index_tensors(compressor.indexer, hidden, residual, angles, entries)
+        if index is not None and self.step.options.indexer == "warmup":
             return self._attend_to_all(rows, index, entries)
-        longest = self.step.sight.longest // self.spec.compress
-        slots = select(self.step, layer, index, entries.starts, entries.ends, longest)
+        slots = select(self.step, layer, index, entries.starts, entries.ends, entries.longest)
         selections = [self.window, Rows(rows, slots)]
         out, lse = self._attend(selections)
         if self.step.teaches(layer):
             settings = {"scale": self.spec.scale, "backend": self.step.options.backend}
             target = index_target(self.q, selections, lse, sink=self.sink, **settings)
+            assert index is not None
             teach(self.step, layer, index, slots, target, out)
         return out
 
     def _attend_to_all(self, rows: Tensor, index: IndexTensors, entries: Entries) -> Tensor:
         """Attention over the window and all visible entries, in chunks, and the indexer's loss over the entries."""
         step, layer = self.step, self.module.layer_idx
-        size = max(1, SLOTS // max(1, step.sight.longest // self.spec.compress))
+        size = max(1, SLOTS // max(1, entries.longest))
         outputs = []
         for start in range(0, len(self.q), size):
             some = slice(start, start + size)
-            seen = replace(entries, starts=entries.starts[some], ends=entries.ends[some])
+            most = min(entries.longest, some.stop // self.spec.compress)  # rows before a token are its request's or not
+            seen = replace(entries, longest=most, starts=entries.starts[some], ends=entries.ends[some])
             selections = [Rows(self.window.rows, self.window.slots[some]), Rows(rows, seen.slots())]
             outputs.append(self._attend(selections, some))
         out, lse = (torch.cat(parts) for parts in zip(*outputs, strict=True))
@@ -153,9 +155,3 @@ class _Attention:
         at = entries.positions.unsqueeze(0)
         halves = compressor.rotary_emb(found, position_ids=at, layer_type=compressor.rope_layer_type)
         return found, torch.cat(halves, dim=-1)[0]
-
-    def _window_slots(self) -> Tensor:
-        return self.pack.window_slots(self.spec.window)
-
-    def _spans(self) -> Entries:
-        return self.pack.entries(self.spec.compress)

@@ -130,5 +130,10 @@ def v4_forward(self: Any, hidden_states: Tensor, *, attention_mask: Step, **_: A
     counted."""
     step = attention_mask
     layer: SparseV4 = step.family.layers[self.layer_idx]
-    out = layer(step.pack(hidden_states), V4Caches(**step.paged[self.layer_idx]), step.plan)
+    hidden, caches = step.pack(hidden_states), V4Caches(**step.paged[self.layer_idx])
+    if step.record is None or layer.spec.kind != "overlapping":
+        return step.unpack(layer(hidden, caches, step.plan), hidden_states), None
+    selected = torch.empty(len(hidden), layer.spec.topk or 0, dtype=torch.int32, device=hidden.device)
+    out = layer(hidden, caches, step.plan, selected=selected)
+    step.record(self.layer_idx, step.plan.step, selected)
     return step.unpack(out, hidden_states), None

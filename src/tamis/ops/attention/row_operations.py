@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tamis.cache.selection import Rows
 from tamis.ops.attention.operations import accumulator
-from tamis.ops.autograd import differentiate, refuse_second_derivatives
+from tamis.ops.autograd import differentiate, refuse_second_derivatives, save_for_backward
 from tamis.ops.library import Operation
 
 
@@ -117,7 +117,7 @@ index_target = Operation("attend", IndexTarget, IndexTarget.fake, trains="index_
 def _save(ctx: Any, call: AttendRows, result: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     out, lse, max_logits, rest = result
     ctx.mark_non_differentiable(max_logits, rest)
-    ctx.save_for_backward(call.q, call.sink, out, lse, rest, *_tensors(call.selections))
+    save_for_backward(ctx, call.q, call.sink, out, lse, rest, *_tensors(call.selections))
     ctx.call = call._replace(q=None, sink=None, selections=[])  # type: ignore[arg-type]
 
 

@@ -5,7 +5,8 @@ the second channels of its own): wt = softmax over j of score + bias[place of j]
 
     dvalue = wt * dy        dscore = wt * (value - y) * dy        dbias[place] = sum over entries of dscore
 
-Every token and channel belongs to at most one entry, so nothing is added up but the bias's gradient.
+Every token and channel belongs to at most one entry, so nothing is added up but the bias's gradient. An entry without a
+span is zeros and has no gradient.
 """
 
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ class _Members(NamedTuple):
     values: Tensor
     """[e, S, D], zeros before the request."""
     weights: Tensor
-    """[e, S, D], zeros before the request."""
+    """[e, S, D], zeros before the request and for an entry without a span."""
 
 
 def _chunks(call: CompressRows | CompressRowsBackward, width: int) -> Iterator[tuple[slice, _Members]]:
@@ -77,4 +78,6 @@ def _chunks(call: CompressRows | CompressRowsBackward, width: int) -> Iterator[t
             values.append(call.values[:, channels][at].to(dtype).masked_fill_(absent, 0.0))
             biased = call.scores[:, channels][at].to(dtype) + call.bias[:, channels].to(dtype)
             scores.append(biased.masked_fill_(absent, -torch.inf))
-        yield some, _Members(tokens, torch.cat(values, dim=1), torch.cat(scores, dim=1).softmax(1))
+        # The softmax of an entry without a span is over nothing.
+        weights = torch.cat(scores, dim=1).softmax(1).masked_fill_((sets[-1] < 0).unsqueeze(2), 0.0)
+        yield some, _Members(tokens, torch.cat(values, dim=1), weights)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis.ops.attention.operations import accumulator
-from tamis.ops.autograd import differentiate, refuse_second_derivatives
+from tamis.ops.autograd import differentiate, refuse_second_derivatives, save_for_backward
 from tamis.ops.library import Operation
 
 
@@ -20,9 +20,10 @@ class CompressRows(NamedTuple):
     bias: Tensor
     """[ratio, C] in bf16, fp16, fp32 or fp64."""
     spans: Tensor
-    """int32 [E], the first token of each entry's span, whose tokens follow each other."""
+    """int32 [E], the first token of each entry's span, whose tokens follow each other; -1 for an entry of zeros."""
     before: Tensor | None
-    """int32 [E], the first token of the span before, -1 where a request begins; None if spans do not overlap."""
+    """int32 [E], the first token of the span before, -1 where a request begins and for an entry of zeros; None if spans
+    do not overlap."""
     backend: str
     """A name from `tamis backends`, or "auto"."""
 
@@ -68,7 +69,7 @@ compress_rows_backward = Operation("compress", CompressRowsBackward, CompressRow
 
 def _save(ctx: Any, call: CompressRows, _entries: Tensor) -> None:
     *tensors, ctx.backend = call
-    ctx.save_for_backward(*tensors)
+    save_for_backward(ctx, *tensors)
 
 
 def _backward(ctx: Any, dentries: Tensor | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tamis.cache.layout import Layout
 from tamis.model.recipe import IndexRecipe
-from tamis.ops.autograd import differentiate, refuse_second_derivatives
+from tamis.ops.autograd import differentiate, refuse_second_derivatives, save_for_backward
 from tamis.ops.index.rotation import unrotate_rows
 from tamis.ops.library import Operation
 
@@ -39,7 +39,7 @@ fake_quantise = Operation("write", FakeQuantise, FakeQuantise.fake, trains="fake
 
 
 def _save(ctx: Any, call: FakeQuantise, _found: Tensor) -> None:
-    ctx.save_for_backward(call.positions, call.cos_sin)
+    save_for_backward(ctx, call.positions, call.cos_sin)
     ctx.recipe, ctx.dtype = call.recipe, call.x.dtype
 
 
