@@ -71,13 +71,13 @@ test-numerics: setup
 # all settings: tf32 leads to products in float64, which autocast leaves alone, so they are apart.
 SETTINGS_TESTS := $(filter-out tests/ops/index/test_index_hf.py tests/ops/index/test_index_mxfp4.py \
   tests/ops/write/test_write_bytes.py, $(STAGE_TESTS)) tests/ops/translate/test_triton_translate.py \
-  tests/ops/attention/hopper/test_splits.py tests/cache/test_paged.py tests/train \
+  tests/ops/attention/hopper/test_splits.py tests/cache/test_paged.py \
   $(addprefix tests/model/test_,absorb.py rope.py) $(addprefix tests/step/test_,planner.py v4_planner.py) \
   $(addprefix tests/layers/test_,mla.py v4.py v4_gathered.py) \
   $(addprefix tests/integrations/test_,flash_mla_contract.py flashinfer_v4.py deep_gemm.py) \
   $(filter-out tests/train/test_traced.py tests/train/test_modes.py, $(wildcard tests/train/test_*.py)) \
-  $(wildcard tests/ops/training/test_*.py) tests/integrations/hf/test_transformers_attach.py $(addprefix tests/integrations/vllm/, \
-  test_engine_metadata.py test_v4_forward.py $(addprefix classes/test_v4_,engine.py index_metadata.py indices.py))
+  $(wildcard tests/ops/training/test_*.py) tests/integrations/hf/test_transformers_attach.py \
+  $(addprefix tests/integrations/vllm/,test_engine_metadata.py test_v4_forward.py $(addprefix classes/test_v4_,engine.py index_metadata.py indices.py))
 test-settings: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under bf16,meta,deterministic,autocast $(SETTINGS_TESTS)
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not gpu' --under float64,inference,tf32 $(SETTINGS_TESTS)
