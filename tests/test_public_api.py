@@ -33,7 +33,7 @@ def test_importing_costs_little_on_top_of_torch() -> None:
         "others = {name.split('.')[0] for name in new - ours} - sys.stdlib_module_names\n"
         "assert others <= {'numpy'}, others\n"
         "lines = sum(len(open(sys.modules[name].__file__).readlines()) for name in ours)\n"
-        "assert lines <= 11_560, (lines, sorted(ours))\n"
+        "assert lines <= 11_690, (lines, sorted(ours))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

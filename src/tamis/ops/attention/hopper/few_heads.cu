@@ -33,8 +33,8 @@
 // A consumer warp issues about 700 instructions per stage, and a scheduler has two of these warps: 1,400 issue slots. From
 // 64 tokens on the issue slots are the bound.
 //
-// Defined by the host: BF16_ROWS (1: bf16, 0: FP8), ROPE_COLUMNS (64 or 0), RING_STREAMS, RING_STAGES, PER_SM (CTAs per SM), QUERY_FP16 (1: queries
-// are fp16, for FP8 rows only; 0: bf16), THREADS, SHARED_BYTES, PARAMS_BYTES.
+// Defined by the host: BF16_ROWS (1: bf16, 0: FP8), ROPE_COLUMNS (64 or 0), RING_STREAMS, RING_STAGES, PER_SM (CTAs per SM),
+// QUERY_FP16 (1: queries are fp16, for FP8 rows only; 0: bf16), THREADS, SHARED_BYTES, PARAMS_BYTES.
 
 #include "instructions.cuh"
 #include "row_ring.cuh"

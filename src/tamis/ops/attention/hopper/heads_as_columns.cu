@@ -1,6 +1,5 @@
 // Sparse attention of 16 or 32 heads per CTA with wgmma, on Hopper, over FP8 rows of 656 bytes, or of 528 without a rope.
-// With more heads the grid has
-// more CTAs along its y axis, which read the same rows.
+// With more heads the grid has more CTAs along its y axis, which read the same rows.
 //
 // Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
 // The products of a warpgroup have M = 64, so rows of the cache and columns of the values are M, and heads are N:
@@ -28,8 +27,8 @@
 // SM, the products 1,090 cycles of the tensor cores. Measured: 4,150 cycles per 64 rows and SM (70.4 us for 128 tokens of
 // 2,048 rows on 132 SMs at 1.83 GHz). The begin and end of a work item take 13,000 cycles, so splits are long.
 //
-// Defined by the host: HEADS (16 or 32), ROPE_COLUMNS (64 or 0), RING_STAGES, QUERY_FP16 (1: queries are fp16, 0: bf16), THREADS, SHARED_BYTES,
-// PARAMS_BYTES.
+// Defined by the host: HEADS (16 or 32), ROPE_COLUMNS (64 or 0), RING_STAGES, QUERY_FP16 (1: queries are fp16, 0: bf16),
+// THREADS, SHARED_BYTES, PARAMS_BYTES.
 
 #include "instructions.cuh"
 #include "query_tiles.cuh"
@@ -89,7 +88,8 @@ struct SharedMemoryPlan {
     static constexpr int WARPGROUP_WEIGHTS = TILES * HEAD_TILE;
 
     static constexpr int QUERY = 0;                                                // [8 + 2] tiles: latent columns, rope terms
-    static constexpr int WEIGHTS = QUERY + (Queries::LATENT_TILES + (ROPE_COLUMNS ? 2 : 0)) * HEAD_TILE;  // [warpgroup][tile] weights times scales
+    static constexpr int ROPE_TILES = ROPE_COLUMNS ? 2 : 0;
+    static constexpr int WEIGHTS = QUERY + (Queries::LATENT_TILES + ROPE_TILES) * HEAD_TILE;  // [warpgroup][tile] weights times scales
     static constexpr int ROWS = WEIGHTS + WARPGROUPS * WARPGROUP_WEIGHTS;          // [stage][row]
     static constexpr int LOGIT_SCALES = ROWS + Ring::ALL_STAGES * Ring::STAGE_BYTES;  // [head] from products to logits
     static constexpr int REFERENCES = LOGIT_SCALES + PER_HEAD;                     // [warpgroup][kind][head]

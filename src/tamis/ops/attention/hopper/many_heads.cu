@@ -29,8 +29,9 @@
 //
 // Splits of a token are merged by `merge_splits.cu`, or in a cluster of CTAs (`cluster_merge.cuh`).
 //
-// Defined by the host: V4 (0 or 1), ROPE_COLUMNS (64, or 0 for rows of 528 bytes), SELECTIONS (1 or 2), MERGE_IN_CLUSTER (0 or 1), THREADS, SHARED_BYTES, PARAMS_BYTES, and the
-// registers per thread of the roles: SCORE_REGISTERS, WEIGH_REGISTERS, DEQUANTISE_REGISTERS.
+// Defined by the host: V4 (0 or 1), ROPE_COLUMNS (64, or 0 for rows of 528 bytes), SELECTIONS (1 or 2), MERGE_IN_CLUSTER (0 or 1),
+// THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles: SCORE_REGISTERS, WEIGH_REGISTERS,
+// DEQUANTISE_REGISTERS.
 #include "cluster_merge.cuh"
 #include "instructions.cuh"
 #include "items.cuh"
