@@ -1,9 +1,11 @@
 """What the indexers of attached models learn, compared with autograd over the untouched model's attention weights."""
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hf_models import RELATIVES, tokens
 from hf_training import FLIPPED, Gradients, assert_agree, assert_same, batches, shared, step, trainable
 from torch import Tensor
 
-from tamis.integrations.hf import train_v32
+from tamis.integrations.hf import train_v4, train_v32
 from tamis.integrations.hf.forward import language_model
 from tamis.integrations.transformers import attach, detach, index_losses, indexer_parameters, take_index_loss
 
@@ -226,22 +228,66 @@ def test_passes_without_gradients_leave_the_index_loss_alone(model: Any) -> None
     assert index_losses(model).keys() == {0, 1, 2}
 
 
-@pytest.mark.parametrize("model", ["v32", "glm-shared"], indirect=True)
-def test_nothing_of_a_checkpointed_step_outlives_it(model: Any) -> None:
-    attach(model, train=True, indexer="sparse", deterministic=False)
+SHARING = pytest.mark.parametrize(
+    ("model", "teachers"),
+    [("v32", "own"), ("v4", "own"), ("glm-shared", "own"), ("glm-shared", "readers"), ("mistral-large4", "readers")],
+    indirect=["model"],
+)
+
+
+@SHARING
+@pytest.mark.filterwarnings("ignore:the index loss of the last step was not used")
+def test_nothing_of_a_checkpointed_step_outlives_it(model: Any, teachers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes of its loss: the graph of a checkpointed layer holds the step, and frees it in a backward pass.
+    Mistral Large 4's layers share rows as well."""
+    attach(model, train=True, indexer="sparse", teachers=teachers, deterministic=False)
     model.gradient_checkpointing_enable()
-    steps, plain = [], train_v32.select
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_v32, "select", lambda one, *rest: steps.append(weakref.ref(one)) or plain(one, *rest))
-        step(model, input_ids=IDS, labels=IDS)
-        model(IDS, labels=IDS)  # a loss that is dropped
-        model(IDS)  # one that is never taken
-        with pytest.warns(UserWarning, match="not used"):
-            step(model, input_ids=IDS, labels=IDS)
+    steps = watched_steps(monkeypatch)
+    step(model, input_ids=IDS, labels=IDS)
+    model(IDS, labels=IDS)  # a loss that is dropped
+    model(IDS)  # one that is never taken
+    step(model, input_ids=IDS, labels=IDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(language_model(model).layers[-1].mlp, "forward", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            model(IDS)
+    step(model, input_ids=IDS, labels=IDS)
+    model(IDS)
+    detach(model)
     model.gradient_checkpointing_disable()
     gc.collect()
-    assert len(steps) > 8
-    assert all(one() is None for one in steps)
+    assert len({number for number, _ in steps}) == 7
+    assert all(one() is None for _, one in steps)
+
+
+def watched_steps(patch: pytest.MonkeyPatch) -> list[tuple[int, weakref.ref[Any]]]:
+    """Collects a number for every forward pass, and weak references to its step."""
+    found: list[tuple[int, weakref.ref[Any]]] = []
+    numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    count = itertools.count()
+
+    def watching(select: Any) -> Any:
+        def watch(one: Any, *rest: Any) -> Tensor:
+            numbers[one] = numbers[one] if one in numbers else next(count)
+            found.append((numbers[one], weakref.ref(one)))
+            return select(one, *rest)
+
+        return watch
+
+    for module in (train_v32, train_v4):
+        patch.setattr(module, "select", watching(module.select))
+    return found
+
+
+@SHARING
+def test_shared_indexers_learn_the_same_in_checkpointed_layers(model: Any, teachers: Any) -> None:
+    attach(model, train=True, indexer="sparse", teachers=teachers, deterministic=False)
+    loss, expected = step(model, input_ids=IDS, labels=IDS)
+    model.gradient_checkpointing_enable()
+    found_loss, found = step(model, input_ids=IDS, labels=IDS)
+    model.gradient_checkpointing_disable()
+    assert torch.equal(found_loss, loss)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("model", ["v32"], indirect=True)

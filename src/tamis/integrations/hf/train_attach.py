@@ -86,6 +86,7 @@ def start(model: Any, options: Options) -> Training:
 
 def stop(model: Any, training: Training) -> None:
     """Undo `start`."""
+    training.collected.forget()
     for name, parameter in model.named_parameters():
         if name in training.thawed:
             parameter.requires_grad_(True)

@@ -68,17 +68,20 @@ def training_forward(
     step = _step(self, given, sight, records, kwargs.get("num_items_in_batch"))
     if attachment.family.counts_tokens:
         position_ids = _positions(sight, given)
-    return type(self).forward(
-        self,
-        input_ids=input_ids,
-        inputs_embeds=inputs_embeds,
-        attention_mask={"indexed_attention": step},
-        position_ids=position_ids,
-        past_key_values=None,
-        use_cache=False,
-        return_dict=return_dict,
-        **kwargs,
-    )
+    try:
+        return type(self).forward(
+            self,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask={"indexed_attention": step},
+            position_ids=position_ids,
+            past_key_values=None,
+            use_cache=False,
+            return_dict=return_dict,
+            **kwargs,
+        )
+    finally:
+        step.finish()
 
 
 def _wants_gradients(base: Any, inputs_embeds: Tensor | None) -> bool:

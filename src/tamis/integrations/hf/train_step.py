@@ -139,12 +139,19 @@ class TrainStep:
         self.kept: dict[int, Tensor] = {}
         """int32 [T, K] by layer: selections of layers that will run again."""
         self.rows: dict[int, tuple[Tensor, Tensor]] = {}
-        """The rows [T, L] and [T, R] by layer that later layers attend to as well."""
+        """The rows [T, L] and [T, R] by layer that later layers attend to as well; without a graph after the pass."""
         self.sources: dict[int, IndexTensors] = {}
-        """What an indexer made, by its layer, for the layers that share its selection."""
+        """What an indexer made, by its layer, for the layers that share its selection; likewise."""
         self.losses: dict[tuple[int, int], Tensor | None] = {}
         """Losses by the layer of the indexer and the layer whose attention teaches it; None once they are taken."""
         self._shared: dict[Hashable, Any] = {}
+
+    def finish(self) -> None:
+        """End the forward pass. Layers that run again need the values of what other layers left here, and not its
+        graph, which the first pass has recorded. Through that graph a step would hold itself, a cycle that Python
+        cannot collect: the graph of checkpointed layers holds the step for their second pass."""
+        self.rows = {layer: (_leaf(latent), _leaf(rope)) for layer, (latent, rope) in self.rows.items()}
+        self.sources = {layer: IndexTensors(*map(_leaf, found)) for layer, found in self.sources.items()}
 
     def window_slots(self, window: int, device: torch.device) -> Tensor:
         """int32 [T, window]: the rows of the last tokens that each token sees, then -1."""
@@ -221,10 +228,15 @@ class Collected:
         """Whether the last step's losses were neither added nor taken."""
         return bool(self._pending)
 
+    def forget(self) -> None:
+        """Forget the last step."""
+        _let_go(self._pending)
+        self._pending, self._values = {}, {}
+
     def start(self, step: TrainStep) -> None:
         """Forget the last step; the losses of the new one will be found in its own dictionary."""
-        _let_go(self._pending)
-        self._pending, self._values = step.losses, {}
+        self.forget()
+        self._pending = step.losses
         self._scale = None if step.token_weight is None else (step.token_weight, step.sight.real)
 
     def take(self) -> Tensor | None:
@@ -247,6 +259,11 @@ class Collected:
                 "model", "asked after its loss", "losses that nobody has used", "pass labels, or call take_index_loss"
             )
         return {layer: float(value) for layer, value in self._values.items()}
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """The same values without their graph. Whether they require a gradient decides what a second pass saves."""
+    return x.detach().requires_grad_(x.requires_grad)
 
 
 def _let_go(losses: dict[tuple[int, int], Tensor | None]) -> None:

@@ -83,7 +83,7 @@ def _family(step: TrainStep) -> V32Family:
 
 def _rows(module: Any, hidden: Tensor, angles: Tensor, step: TrainStep) -> tuple[Tensor, Tensor]:
     """The rows [T, L] and [T, R] that a layer attends to: its own, or those of the layer that shares its rows with it.
-    A layer that is checkpointed finds the rows of the first pass, through which gradients reach their layer."""
+    A layer that is checkpointed finds the values of the first pass, whose graph takes gradients to their layer."""
     family, layer = _family(step), module.layer_idx
     if family.specs[layer].reuse_rows:
         return step.rows[family.row_source(layer)]
