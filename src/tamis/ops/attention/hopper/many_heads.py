@@ -86,10 +86,10 @@ _BF16 = (("ATTEND_REGISTERS", 216), ("GATHER_REGISTERS", 72))
 _ROPE, _NO_ROPE = ("ROPE_COLUMNS", 64), ("ROPE_COLUMNS", 0)
 V32_FP8 = RowKernel("v32-fp8", "many_heads.cu", (("V4", 0), _ROPE, *_FP8), 512, 64, False)
 V4_FP8 = RowKernel("v4-fp8", "many_heads.cu", (("V4", 1), _ROPE, *_FP8), 512, 64, False)
-V32_BF16 = RowKernel("v32-bf16", "many_heads_bf16.cu", (_ROPE, *_BF16), 384, 128, True)
+V32_BF16 = RowKernel("v32-bf16", "many_heads_bf16.cu", (("WIDTH", 576), *_BF16), 384, 128, True)
 # GLM-5.3-Flash's rows, which have no rope.
 NOPE_FP8 = RowKernel(v32_fp8(rope=0).name, "many_heads.cu", (("V4", 0), _NO_ROPE, *_FP8), 512, 64, False)
-NOPE_BF16 = RowKernel(rows(rope=0).name, "many_heads_bf16.cu", (_NO_ROPE, *_BF16), 384, 128, True)
+NOPE_BF16 = RowKernel(rows(rope=0).name, "many_heads_bf16.cu", (("WIDTH", 512), *_BF16), 384, 128, True)
 
 
 def refusal(q: Tensor, selections: Sequence[Selection], value_dim: int) -> str | None:

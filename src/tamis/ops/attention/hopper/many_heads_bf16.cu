@@ -2,7 +2,7 @@
 // work item after the other (see `items.cuh`).
 //
 // Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
-// Rows are V3.2's, 576 bf16 columns of which the first 512 are values, or have these 512 columns alone.
+// Rows have WIDTH bf16 columns, 576 in V3.2 and 512 without a rope, of which the first 512 are values.
 //
 // Roles of the three warpgroups, for every pair of blocks of 64 rows, which fill the two stages of a ring:
 //   2     gather  Producer. Copies rows with cp.async straight into swizzled tiles, and the queries of the next work item.
@@ -24,7 +24,7 @@
 // weight is one, which rounding to bf16 leaves as it is. The output is divided by the sum of the rounded weights; the lse
 // is computed from the weights before rounding.
 //
-// Defined by the host: ROPE_COLUMNS (64 or 0), SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles:
+// Defined by the host: WIDTH, SELECTIONS (1 or 2), THREADS, SHARED_BYTES, PARAMS_BYTES, and the registers per thread of the roles:
 // ATTEND_REGISTERS, GATHER_REGISTERS.
 #include "instructions.cuh"
 #include "items.cuh"
@@ -34,7 +34,8 @@
 // ---- Shapes
 
 constexpr int WARPS = 4;  // warps of a warpgroup
-constexpr int WIDTH = 512 + ROPE_COLUMNS, TILES = WIDTH / 64, ROW_BYTES = WIDTH * 2;
+constexpr int TILES = WIDTH / 64, ROW_BYTES = WIDTH * 2;
+static_assert(WIDTH == 576 || WIDTH == 512, "rows have 512 columns of values, and at most 64 more");
 constexpr int STAGES = 2;  // of the ring; a stage holds a block of 64 rows
 constexpr int CHUNKS = 5;  // of the columns of a stage
 constexpr int WARP_ROWS = BLOCK_ROWS / WARPS;  // rows of a block that one producer warp copies
@@ -46,7 +47,7 @@ __device__ constexpr int chunk_of(int stage, int half, int quarter) { return (ha
 __device__ constexpr int first_tile(int stage, int chunk) {
     return chunk == 0 ? 8 : (chunk < 3 ? 1 - stage : stage) * 4 + (chunk - 1) % 2 * 2;
 }
-__device__ constexpr int tiles_of(int chunk) { return chunk == 0 ? ROPE_COLUMNS / 64 : 2; }
+__device__ constexpr int tiles_of(int chunk) { return chunk == 0 ? TILES - 8 : 2; }
 constexpr int LOADS = 3;
 __device__ constexpr int first_chunk(int load) { return load == 0 ? 0 : load + 2; }
 __device__ constexpr int last_chunk(int load) { return load + 2; }
@@ -261,7 +262,7 @@ struct Consumer {
 #pragma unroll
                 for (int step = 0; step < 4 * tiles_of(chunk); ++step) {
                     const u32 at = (first_tile(GROUP, chunk) + step / 4) * TILE_BYTES + step % 4 * 32;
-                    wgmma_ss<BF16>(s, advance(queries, at), advance(keys, at), chunk + step > (ROPE_COLUMNS == 0));
+                    wgmma_ss<BF16>(s, advance(queries, at), advance(keys, at), chunk + step > (TILES == 8));
                 }
             }
             wgmma_commit();
