@@ -23,7 +23,8 @@ MASK[1, :25] = 0
 def recording_for(model: Any) -> Recording:
     """An empty recording of what a model's layers select."""
     rates = getattr(model.config, "compress_rates", None)
-    return Recording(model.config.index_topk, None if rates is None else rates["compressed_sparse_attention"])
+    ratio = None if rates is None else rates["compressed_sparse_attention"]
+    return Recording(model.config.index_topk, ratio=ratio)
 
 
 def selecting_layers(model: Any) -> list[int]:

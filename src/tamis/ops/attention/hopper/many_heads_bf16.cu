@@ -2,7 +2,7 @@
 // work item after the other (see `items.cuh`).
 //
 // Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
-// Rows have WIDTH bf16 columns, 576 in V3.2 and 512 in V4, of which the first 512 are values.
+// Rows have WIDTH bf16 columns, 576 in V3.2 and 512 in V4 or without a rope, of which the first 512 are values.
 //
 // Roles of the three warpgroups, for every pair of blocks of 64 rows, which fill the two stages of a ring:
 //   2     gather  Producer. Copies rows with cp.async straight into swizzled tiles, and the queries of the next work item.
