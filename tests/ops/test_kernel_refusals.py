@@ -7,7 +7,7 @@ import torch
 
 from tamis import IndexRecipe, PagedCache, Selection
 from tamis.backends import BACKENDS
-from tamis.cache.layout import index_mxfp4, named, rows
+from tamis.cache.layout import named, rows
 from tamis.model.rope import Rope
 from tamis.ops import (
     StatePages,
@@ -32,10 +32,10 @@ def triton_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_attention_and_scores() -> None:
     ids, table, lengths = (torch.zeros(*shape, dtype=torch.int32) for shape in ((1,), (1, 2), (1,)))
-    packed = PagedCache(index_mxfp4(), 2, 4)
-    out = torch.full((1, 2, 128), 7.0)
-    with pytest.raises(ValueError, match="cache must be in e4m3"):
-        attend(torch.zeros(1, 2, 128), Selection(packed, table), scale=1.0, value_dim=128, out=out)
+    odd = PagedCache(named("v4-fp8", latent=12, rope=4, tile=6), 2, 4)
+    out = torch.full((1, 2, 16), 7.0)
+    with pytest.raises(ValueError, match="cache must be a latent part of at most 512 in tiles of a power of two"):
+        attend(torch.zeros(1, 2, 16), Selection(odd, table), scale=1.0, value_dim=16, out=out)
     plain = PagedCache(rows(torch.float32, latent=16, rope=0), 2, 4)
     with pytest.raises(TypeError, match="q must be at most float32"):
         attend(torch.zeros(1, 2, 16).double(), Selection(plain, table), scale=1.0, value_dim=16)
