@@ -135,7 +135,7 @@ def test_a_model_without_a_cache_still_runs_in_chunks(model: Any) -> None:
 
 @glm5_next
 def test_refusals(model: Any) -> None:
-    with pytest.raises(ValueError, match="for train=True, got Glm5NextForConditionalGeneration"):
+    with pytest.raises(ValueError, match="to train, got Glm5NextForConditionalGeneration"):
         attach(model, train=True)
     assert not is_attached(model)
     with pytest.raises(ValueError, match="index_kpool_always_select_tail must be True"):
