@@ -21,37 +21,37 @@ from vllm.distributed import (
     initialize_model_parallel,
 )
 from vllm.model_executor.layers import sparse_attn_indexer
-from vllm.models.deepseek_v4.nvidia import model
+from vllm.models.deepseek_v4.nvidia import model as v4
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 RATIOS = (0, 4, 128)
 """Of the model's three layers, as its configuration has them."""
 
 
-def model_config(heads: int = HEADS) -> SimpleNamespace:
-    """A tiny V4 model, as far as vLLM's attention layers look."""
+def model_config(architecture: str, **changes: Any) -> SimpleNamespace:
+    """A tiny V4 model, as far as vLLM's attention layers look, with these changes of its config."""
     rope = {"rope_type": "deepseek_yarn", "rope_theta": 1e4, "factor": 4, "beta_fast": 32, "beta_slow": 1}
-    fields = SimpleNamespace(
-        model_type="deepseek_v4",
-        hidden_size=128,
-        num_hidden_layers=len(RATIOS),
-        compress_ratios=list(RATIOS),
-        num_attention_heads=heads,
-        head_dim=512,
-        qk_rope_head_dim=64,
-        q_lora_rank=32,
-        o_groups=1,
-        o_lora_rank=16,
-        sliding_window=WINDOW,
-        index_topk=TOPK,
-        index_n_heads=2,
-        index_head_dim=128,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=4096,
-        rope_theta=1e4,
-        compress_rope_theta=1.6e5,
-        rope_parameters=rope | {"original_max_position_embeddings": 1024},
-    )
+    numbers = {
+        "model_type": "deepseek_v4",
+        "hidden_size": 128,
+        "compress_ratios": list(RATIOS),
+        "num_attention_heads": HEADS,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 32,
+        "o_groups": 1,
+        "o_lora_rank": 16,
+        "sliding_window": WINDOW,
+        "index_topk": TOPK,
+        "index_n_heads": 2,
+        "index_head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e4,
+        "compress_rope_theta": 1.6e5,
+        "rope_parameters": rope | {"original_max_position_embeddings": 1024},
+    } | changes
+    fields = SimpleNamespace(num_hidden_layers=len(numbers["compress_ratios"]), **numbers)
     return SimpleNamespace(
         hf_config=fields,
         hf_text_config=fields,
@@ -63,15 +63,15 @@ def model_config(heads: int = HEADS) -> SimpleNamespace:
         is_diffusion=False,
         runner_type="pooling",  # which leaves the choice of a model runner early
         use_mla=True,
-        architectures=["DeepseekV4ForCausalLM"],
+        architectures=[architecture],
     )
 
 
 @contextmanager
-def built_layers(
-    cache_dtype: str, hopper: type[Any], patch: pytest.MonkeyPatch, folder: Path, heads: int = HEADS
-) -> Iterator[tuple[VllmConfig, dict[int, Any]]]:
-    """vLLM's configuration, current in the block, and the model's layers by ratio, with CUSTOM chosen."""
+def configured(
+    model: SimpleNamespace, cache_dtype: str, hopper: type[Any], patch: pytest.MonkeyPatch, folder: Path, **options: Any
+) -> Iterator[VllmConfig]:
+    """vLLM's configuration of a model, current in the block, with CUSTOM chosen and these options of tamis."""
     patch.setattr(hopper, "device_type", "cpu")
     patch.setattr(torch.cuda, "Event", lambda *_, **__: None)
     patch.setattr(sparse_attn_indexer, "has_deep_gemm", lambda: True)
@@ -82,24 +82,43 @@ def built_layers(
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{folder / 'rendezvous'}", 0, "gloo")
         initialize_model_parallel()
-    config.model_config = model_config(heads)
+    config.model_config = model
     config.cache_config.cache_dtype, config.cache_config.block_size = cache_dtype, PAGE
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     if hasattr(config.attention_config, "sparse_mla_prefill_workspace_factor"):
         config.attention_config.sparse_mla_prefill_workspace_factor = 5
     if hasattr(config.kernel_config, "enable_jit_warmup"):
         config.kernel_config.enable_jit_warmup = False
-    with set_current_vllm_config(config):
+    config.additional_config = {"tamis": options} if options else {}
+    try:
+        with set_current_vllm_config(config):
+            yield config
+    finally:
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+@contextmanager
+def made_in_bf16() -> Iterator[None]:
+    """The default dtype in which vLLM makes a model's layers."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+@contextmanager
+def built_layers(
+    cache_dtype: str, hopper: type[Any], patch: pytest.MonkeyPatch, folder: Path, heads: int = HEADS
+) -> Iterator[tuple[VllmConfig, dict[int, Any]]]:
+    """vLLM's configuration, current in the block, and the model's layers by ratio, with CUSTOM chosen."""
+    model = model_config("DeepseekV4ForCausalLM", num_attention_heads=heads)
+    with configured(model, cache_dtype, hopper, patch, folder) as config:
         buffer = torch.zeros(MAX_TOKENS, TOPK, dtype=torch.int32)
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            kind, layers = model._select_dsv4_attn_cls(config), {}
+        with made_in_bf16():
+            kind, layers = v4._select_dsv4_attn_cls(config), {}
             for number, ratio in enumerate(RATIOS):
                 layers[max(1, ratio)] = kind(config, prefix=f"layers.{number}.attn", topk_indices_buffer=buffer)
-            torch.set_default_dtype(default)
-            yield config, layers
-        finally:
-            torch.set_default_dtype(default)
-            destroy_model_parallel()
-            destroy_distributed_environment()
+        yield config, layers
