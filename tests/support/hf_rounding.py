@@ -6,8 +6,8 @@ scores may be swapped by the last bit of a float32. How far these positions are 
 rounding of index keys and queries, is returned as a separate number.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from math import gcd
 from typing import Any
 
@@ -80,21 +80,26 @@ class RoundedCache(transformers.DynamicCache):
 
 
 @contextmanager
-def recorded_selections() -> Iterator[list[Tensor]]:
-    """Collects the selections of attached models, layer by layer."""
+def collected(places: Sequence[Any], name: str) -> Iterator[list[Tensor]]:
+    """Collects what the functions of this name return, in the order of their calls."""
     found: list[Tensor] = []
 
-    def recording(select: Any) -> Any:
+    def recording(function: Any) -> Any:
         def record(*args: Any) -> Tensor:
-            found.append(select(*args))
+            found.append(function(*args))
             return found[-1]
 
         return record
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (SparseMLA, SparseV4):
-            patch.setattr(kind, "_select", recording(kind._select))
+        for place in places:
+            patch.setattr(place, name, recording(getattr(place, name)))
         yield found
+
+
+def recorded_selections() -> AbstractContextManager[list[Tensor]]:
+    """Collects the selections of attached models, layer by layer."""
+    return collected((SparseMLA, SparseV4), "_select")
 
 
 @torch.no_grad()

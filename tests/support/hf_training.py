@@ -1,14 +1,13 @@
 """Training steps of tiny models, and what the untouched model computes in their place."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from bounds import relative_error
 from hf_models import build, tokens
+from hf_rounding import collected
 from torch import Tensor
 
 from tamis.integrations.hf import train_v4, train_v32
@@ -46,22 +45,9 @@ def step(model: Any, **inputs: Any) -> tuple[Tensor, Gradients]:
     return loss.detach(), grads
 
 
-@contextmanager
-def trained_selections() -> Iterator[list[Tensor]]:
+def trained_selections() -> AbstractContextManager[list[Tensor]]:
     """Collects the selections of training steps, layer by layer."""
-    found: list[Tensor] = []
-
-    def recording(select: Any) -> Any:
-        def record(*args: Any) -> Tensor:
-            found.append(select(*args))
-            return found[-1]
-
-        return record
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (train_v32, train_v4):
-            patch.setattr(module, "select", recording(module.select))
-        yield found
+    return collected((train_v32, train_v4), "select")
 
 
 def batches(columns: int = 90) -> dict[str, dict[str, Any]]:

@@ -144,10 +144,8 @@ def check_candidates(candidates: Tensor, q: Tensor, block_size: int, name: str) 
     found = checks.tensor(name, candidates, "T N", (torch.int32,), T=q.shape[0], device=q.device)["N"]
     checks.integer(f"{name}: blocks", found, low=1, high=max(1, MAX_WITHIN // block_size))
     if checks.visible(candidates):
-        # -1 comes last: as an unsigned number it is the largest.
-        order = candidates.long().remainder(2**32)
-        wrong = (order[:, 1:] <= order[:, :-1]) & (candidates[:, 1:] >= 0)
-        wrong |= (candidates[:, 1:] >= 0) & (candidates[:, :-1] < 0)
+        before, after = candidates[:, :-1], candidates[:, 1:]
+        wrong = (after >= 0) & ((before < 0) | (after <= before))
         if bool(wrong.any()):
             row = int(wrong.any(1).nonzero()[0])
             remedy = "sort them, and put -1 last"

@@ -8,11 +8,11 @@ import on_host
 import pytest
 import torch
 from attention_calls import attend_call
+from few_heads_emulated import ENTRY
 from few_heads_rows import SCALE
 from few_heads_rows import filled as few_rows
 from many_heads_emulated import Emulated, choose, close, expected, filled, merged, on_gpu, queries
 from seeds import reseed
-from test_few_heads import ENTRY
 
 from tamis import PagedCache, Selection
 from tamis.cache.layout import rows, v32_fp8

@@ -3,7 +3,7 @@
 //
 // Computes, for each query token and head, softmax(scale * q . k) v over the selected rows, its lse and its largest logit.
 // The products of a warpgroup have M = 64, so rows of the cache and columns of the values are M, and heads are N:
-//   logits [64 rows, heads]      = keys [64 rows, 576] x queries [576, heads]
+//   logits [64 rows, heads]      = keys [64 rows, 576] x queries [576, heads]    (512 without a rope)
 //   outputs [512 columns, heads] = values [512 columns, 64 rows] x weights [64 rows, heads]
 // The A operands come from registers: ldmatrix loads codes (transposed for values), which are converted to fp16 on the way,
 // once for all heads, and are never written back. Queries and weights are the B operands, swizzled tiles in shared memory.
@@ -13,15 +13,14 @@
 // own softmax references and accumulators, so that one multiplies while the other computes weights. Two pairs of mbarriers
 // fix the order in which they wait for keys and multiply values. Stages are then filled and freed in the order of the ring,
 // which their mbarriers require, as a parity tells only two phases apart. At the end of a work item each warpgroup gets the
-// other's accumulators of two of the four tiles, adds them to its own, and writes these tiles.
+// other's accumulators of two of the four tiles, adds them to its own, and writes these tiles. Shared memory, 226 KiB, is laid
+// out in `SharedMemoryPlan` below.
 //
 // Numbers. e4m3 values are exact in fp16; a tile's scale is applied to products and weights. Queries are multiplied with a
 // power of two per head that brings them into fp16's range. Weights are exp2(logit - reference) in float32, where the
 // reference of a warpgroup and head plays the part of the running max. A factor for each head and tile makes the largest
 // weight times scale a number that fp16 holds in full. If something does not fit, the warpgroup raises its references,
 // chooses new factors, and rescales its accumulators.
-//
-// Shared memory is laid out in `SharedMemoryPlan` below: 226 KiB.
 //
 // Budget for 64 rows with 32 heads (H200), an estimate: 41,984 bytes of rows take 2,360 cycles at 17.8 bytes per cycle and
 // SM, the products 1,090 cycles of the tensor cores. Measured: 4,150 cycles per 64 rows and SM (70.4 us for 128 tokens of
@@ -283,30 +282,26 @@ __device__ __forceinline__ void multiply_keys(const Consumer& me, u32 keys, floa
         }
         if (step + KEYS_AHEAD < STEPS) load(step + KEYS_AHEAD);
     };
-    if (ROPE_COLUMNS == 0) {
+    // Without a rope the first group of products is empty, and they start at zero.
+    constexpr int ROPE_STEPS = ROPE_COLUMNS / 16;
+    u32 rope[4][4];
 #pragma unroll
-        for (int i = 0; i < KEYS_AHEAD; ++i) load(i);
+    for (int step = 0; step < ROPE_STEPS; ++step) ldmatrix_x4(rope[step], at + ROPE_AT + 32 * step);
 #pragma unroll
-        for (int i = 0; i < FRAGMENT; ++i) products[i] = 0.0f;
-        dequantise(0);
-    } else {
-        u32 rope[4][4];
+    for (int i = 0; i < KEYS_AHEAD; ++i) load(i);
 #pragma unroll
-        for (int step = 0; step < 4; ++step) ldmatrix_x4(rope[step], at + ROPE_AT + 32 * step);
+    for (int i = 0; i < FRAGMENT && ROPE_STEPS == 0; ++i) products[i] = 0.0f;
+    wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < KEYS_AHEAD; ++i) load(i);
-        wgmma_fence();
+    for (int step = 0; step < ROPE_STEPS; ++step) {
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-#pragma unroll
-            for (int term = 0; term < ROPE_TERMS; ++term) {
-                const u32 further = (Queries::LATENT_TILES + term) * HEAD_TILE + 32 * step;
-                wgmma_rs<BF16>(products, rope[step], advance(query, further), step + term > 0);
-            }
+        for (int term = 0; term < ROPE_TERMS; ++term) {
+            const u32 further = (Queries::LATENT_TILES + term) * HEAD_TILE + 32 * step;
+            wgmma_rs<BF16>(products, rope[step], advance(query, further), step + term > 0);
         }
-        wgmma_commit();
-        dequantise(0);
     }
+    wgmma_commit();
+    dequantise(0);
     float tile_products[FRAGMENT];
 #pragma unroll
     for (int here = 0; here < STEPS; ++here) {
@@ -323,7 +318,7 @@ __device__ __forceinline__ void multiply_keys(const Consumer& me, u32 keys, floa
         }
         if (here % 4 < 3) continue;
         const float2 scales = scales_of(me, keys, here / 4);
-        if (here == 3 && ROPE_COLUMNS) wgmma_wait<0>(products);
+        if (here == 3) wgmma_wait<0>(products);
         wgmma_wait<0>(tile_products);
 #pragma unroll
         for (int i = 0; i < FRAGMENT; ++i) {
