@@ -17,9 +17,10 @@ extern "C" __attribute__((visibility("default"))) void run(int ctas, int seed, c
   }}
 }}
 """
+INDEX_LOSS_SHARED = "FIXED_BYTES + (params->columns + BLOCK_KEYS - 1) / BLOCK_KEYS * BLOCK_BYTES"
 ENTRIES = {
     "gradients.cu": {"params": "GradientParams", "shared": "USED", "kernel": "attention_gradients"},
-    "index_loss.cu": {"params": "IndexLossParams", "shared": "USED", "kernel": "index_loss"},
+    "index_loss.cu": {"params": "IndexLossParams", "shared": INDEX_LOSS_SHARED, "kernel": "index_loss"},
     "ordered_sums.cu": {"params": "SumParams", "shared": "0", "kernel": "ordered_sums"},
 }
 

@@ -353,6 +353,18 @@ inline float2 unpack_fp16(u32 packed) {
     return {emulator::fp16_value(packed & 0xFFFF), emulator::fp16_value(packed >> 16)};
 }
 
+inline u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    const uint64_t all = static_cast<uint64_t>(b) << 32 | a;
+    u32 four = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 nibble = selector >> 4 * i & 15, byte = all >> nibble % 8 * 8 & 0xFF;
+        four |= (nibble < 8 ? byte : byte >> 7 ? 0xFFu : 0u) << 8 * i;
+    }
+    return four;
+}
+
+inline u32 append_sign(u32 bits, float number) { return bits << 1 | __float_as_uint(number) >> 31; }
+
 inline float fast_exp2(float x) { return std::exp2(x); }
 inline float fast_log2(float x) { return std::log2(x); }
 inline float relu(float x) { return x <= 0 ? 0.0f : x; }  // NaN stays NaN

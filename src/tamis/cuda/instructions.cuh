@@ -283,6 +283,23 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u
 #undef MMA
 }
 
+// ---- Bits
+
+// Four of the eight bytes of two words. A nibble of `selector` is the number of a byte, those of `b` follow those of `a`; with
+// 8 added, its sign bit is copied to all bits.
+__device__ __forceinline__ u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    u32 four;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(four) : "r"(a), "r"(b), "r"(selector));
+    return four;
+}
+
+// Shifts `bits` to the left and appends the sign bit of a number.
+__device__ __forceinline__ u32 append_sign(u32 bits, float number) {
+    u32 more;
+    asm("shf.l.wrap.b32 %0, %1, %2, 1;" : "=r"(more) : "r"(__float_as_uint(number)), "r"(bits));
+    return more;
+}
+
 // ---- Number formats; the first number of a packed pair is in the lower half of the word
 
 // Converts four e4m3 codes to fp16, which holds them exactly.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tamis import checks
+from tamis.arithmetic import ceil_div
 from tamis.cache.selection import Rows
 from tamis.cuda.compiler import Program
 from tamis.cuda.device import device_index, sm_count
@@ -21,10 +22,12 @@ from tamis.ops.rows.ordered_sums import OrderedSums, PairForm, sum_in_order
 
 HEADS, DIM = 64, 128
 """The most index heads that the kernel takes, and their width."""
-THREADS = 384
-SHARED_BYTES = 227 * 1024
-REGISTERS = (("COMPUTE_REGISTERS", 224), ("GATHER_REGISTERS", 56))
-"""Per thread of the roles. Two computing warpgroups and a gathering one may have 504 together."""
+THREADS = 256
+FIXED_BYTES, BLOCK_KEYS, BLOCK_BYTES = 83136, 64, 768
+"""Shared memory of a CTA: for all calls, and for each block of keys. Two CTAs share an SM up to 2624 selected keys."""
+MOST_BYTES = 227 * 1024
+REGISTERS = (("COMPUTE_REGISTERS", 216), ("GATHER_REGISTERS", 40))
+"""Per thread of the roles. A computing warpgroup and a gathering one may have 256 together, with two CTAs on an SM."""
 FORM = PairForm(DIM, DIM, 1)
 
 check_index_loss = triton_gradients.check_index_loss
@@ -65,7 +68,7 @@ def index_loss(call: IndexLoss) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if refusal(call) is not None or call.slots.numel() == 0 or len(call.index_keys) == 0:
         return triton_gradients.index_loss(call)
     ordered, device = call.gradients and call.deterministic, device_index(call.index_q.device)
-    launch = on_device(ordered, device)
+    launch = on_device(ordered, shared_bytes(call.slots.shape[1]), device)
     if not ordered:
         return run_at_once(call, launch)
     sums = OrderedSums(call.index_keys, ordered_sums.on_device(FORM, device))
@@ -79,7 +82,15 @@ def refusal(call: IndexLoss) -> str | None:
         return f"queries are {checks.dtype_name(call.index_q.dtype)}, not bfloat16"
     if heads > HEADS or dim != DIM:
         return f"there are {heads} heads of {dim}, not at most {HEADS} of {DIM}"
+    if shared_bytes(call.slots.shape[1]) > MOST_BYTES:
+        most = (MOST_BYTES - FIXED_BYTES) // BLOCK_BYTES * BLOCK_KEYS
+        return f"{call.slots.shape[1]} keys are selected, not at most {most}"
     return None
+
+
+def shared_bytes(columns: int) -> int:
+    """Shared memory of a CTA for so many selected keys."""
+    return FIXED_BYTES + ceil_div(columns, BLOCK_KEYS) * BLOCK_BYTES
 
 
 class Prepared:
@@ -166,14 +177,15 @@ def program(*, ordered: bool) -> Program:
         "index_loss.cu",
         ORDERED=int(ordered),
         THREADS=THREADS,
-        SHARED_BYTES=SHARED_BYTES,
+        FIXED_BYTES=FIXED_BYTES,
+        BLOCK_BYTES=BLOCK_BYTES,
         PARAMS_BYTES=params_bytes(IndexLossParams),
         **dict(REGISTERS),
     )
 
 
 @cache
-def on_device(ordered: bool, device: int) -> Launch:
-    """The kernel, ready to launch."""
+def on_device(ordered: bool, shared: int, device: int) -> Launch:
+    """The kernel, ready to launch with so much shared memory."""
     loaded = kernel(program(ordered=ordered), "index_loss", device)
-    return Launch(loaded, IndexLossParams, threads=THREADS, shared=SHARED_BYTES)
+    return Launch(loaded, IndexLossParams, threads=THREADS, shared=shared)
