@@ -21,7 +21,7 @@ INDEX_LOSS_SHARED = "FIXED_BYTES + (params->columns + BLOCK_KEYS - 1) / BLOCK_KE
 ENTRIES = {
     "gradients.cu": {"params": "GradientParams", "shared": "USED", "kernel": "attention_gradients"},
     "index_loss.cu": {"params": "IndexLossParams", "shared": INDEX_LOSS_SHARED, "kernel": "index_loss"},
-    "ordered_sums.cu": {"params": "SumParams", "shared": "0", "kernel": "ordered_sums"},
+    "ordered_sums.cu": {"params": "SumParams", "shared": "SHARED_BYTES", "kernel": "ordered_sums"},
 }
 
 

@@ -83,23 +83,25 @@ struct RowSums {
 
 // Stores the gradient of every pair of token and row at a place of its own, [pairs, ROW_WIDTH], for `ordered_sums.cu`: fp16
 // numbers relative to a scale, which is a power of two, for 64 columns up to VALUES and for 32 after that. That is half of the
-// bytes of float32, with errors of 2**-12 of the largest number. Four lanes store 32 columns of a row at a time.
+// bytes of float32, with errors of 2**-12 of the largest number. Of every 32 columns, the eight that a lane has lie beside each
+// other, which saves exchanges; eight lanes store 64 columns of a row at a time: 128 bytes, for the same reason as above.
 template <int ROW_WIDTH, int VALUES>
 struct RowPairs {
     static constexpr int SCALES = VALUES / 64 + (ROW_WIDTH - VALUES) / 32;  // of a pair
-    bool exists[2];            // whether the lane's upper and lower rows do
-    unsigned short* pairs[2];  // [ROW_WIDTH] their places
-    float* scales[2];          // [SCALES]
+    unsigned short* pairs;  // the place of the first of the rows that the lane stores: as in RowSums, 2 i, 2 i + 1 and 8 further
+    float* scales;          // [SCALES] of the first of the rows whose columns the lane has; the other one is 8 further
+    int step;               // the distance of rows, in places
+    u32 exists;             // bits: which of the four rows do
 
     // `first` is the number of the place of the block's first row, and `step` the distance to that of the next.
-    __device__ __forceinline__ RowPairs(unsigned short* all, float* all_scales, u32 block_slots, long long first, int step) {
-        const int row = threadIdx.x / 32 % WARPS * 16 + threadIdx.x % 32 / 4;
+    __device__ __forceinline__ RowPairs(unsigned short* all, float* all_scales, u32 block_slots, long long first, int step)
+        : step(step), exists(0) {
+        const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % WARPS * 16 + lane / 8 * 2;
+        pairs = all + (first + row * step) * ROW_WIDTH;
+        scales = all_scales + (first + (row + lane / 4 % 2) * step) * SCALES;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const long long number = first + (row + 8 * i) * step;
-            exists[i] = static_cast<int>(shared_load(block_slots + (row + 8 * i) * 4)) >= 0;
-            pairs[i] = all + number * ROW_WIDTH;
-            scales[i] = all_scales + number * SCALES;
+        for (int i = 0; i < 4; ++i) {
+            exists |= static_cast<u32>(static_cast<int>(shared_load(block_slots + (row + i / 2 * 8 + i % 2) * 4)) >= 0) << i;
         }
     }
 
@@ -107,41 +109,50 @@ struct RowPairs {
     template <int N>
     __device__ __forceinline__ void emit(const float (&drows)[N], int first) const {
         const int lane = threadIdx.x % 32, group = first < VALUES ? first / 64 : VALUES / 64 + (first - VALUES) / 32;
+        const bool second = lane & 4;  // whether the lane has columns of the second of two rows
+        // All numbers are packed before the first exchange, since that halves the registers that they take.
+        u32 words[2][N / 16][4];       // [upper or lower row][32 columns]
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
+        for (int below = 0; below < 2; ++below) {
             float largest = 0.0f;
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                if (i / 2 % 2 == row) largest = fmaxf(largest, fabsf(drows[i]));
+                if (i / 2 % 2 == below) largest = fmaxf(largest, fabsf(drows[i]));
             }
             const u32 exponent = max(__float_as_uint(max_over_lanes<1, 4>(largest)) >> 23, 15u);
             const float factor = __uint_as_float(268 - exponent << 23);
-            if (exists[row] && lane % 4 == 0) scales[row][group] = __uint_as_float(exponent - 14 << 23);
+            if (lane % 4 == 0 && exists >> (2 * below + (second ? 1 : 0)) & 1) {
+                scales[below * 8 * step * SCALES + group] = __uint_as_float(exponent - 14 << 23);
+            }
 #pragma unroll
-            for (int half = 0; half < N / 16; ++half) {  // 32 columns, of which a lane stores eight
-                u32 words[4], swapped[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int at = half * 16 + i * 4 + row * 2;
-                    words[i] = pack_fp16(drows[at] * factor, drows[at + 1] * factor);
-                }
-                // A transposition of four words over four lanes, in two steps.
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const u32 got = __shfl_xor_sync(FULL_MASK, lane & 1 ? words[2 * i] : words[2 * i + 1], 1);
-                    swapped[2 * i] = lane & 1 ? got : words[2 * i];
-                    swapped[2 * i + 1] = lane & 1 ? words[2 * i + 1] : got;
-                }
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const u32 got = __shfl_xor_sync(FULL_MASK, lane & 2 ? swapped[i] : swapped[2 + i], 2);
-                    words[i] = lane & 2 ? got : swapped[i];
-                    words[2 + i] = lane & 2 ? swapped[2 + i] : got;
-                }
-                const uint4 eight = make_uint4(words[0], words[1], words[2], words[3]);
-                if (exists[row]) *reinterpret_cast<uint4*>(pairs[row] + first + half * 32 + lane % 4 * 8) = eight;
+            for (int i = 0; i < N / 4; ++i) {
+                words[below][i / 4][i % 4] = pack_fp16(drows[4 * i + 2 * below] * factor, drows[4 * i + 2 * below + 1] * factor);
             }
         }
+#pragma unroll
+        for (int below = 0; below < 2; ++below) {
+            const u32 both = exists >> 2 * below;
+            unsigned short* const to = pairs + below * 8 * step * ROW_WIDTH + first + lane % 4 * 8;
+            if constexpr (N == 32) {
+                u32 own[4], got[4];
+                exchange<4>(words[below][0], words[below][1], own, got);
+                unsigned short* const half = to + (second ? 32 : 0);
+                store(half, second, got, own, both & 1);
+                store(half + step * ROW_WIDTH, second, own, got, both & 2);
+            } else {
+                const auto& own = words[below][0];
+                store(to + (second ? step * ROW_WIDTH : 0), true, own, own, both >> (second ? 1 : 0) & 1);
+            }
+        }
+    }
+
+    // Stores the first eight numbers or the other ones.
+    __device__ __forceinline__ static void store(
+        unsigned short* to, bool first, const u32 (&one)[4], const u32 (&other)[4], bool valid) {
+        u32 eight[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) eight[i] = first ? one[i] : other[i];
+        if (valid) *reinterpret_cast<uint4*>(to) = make_uint4(eight[0], eight[1], eight[2], eight[3]);
     }
 };
 

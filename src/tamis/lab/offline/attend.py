@@ -141,7 +141,7 @@ def gradient_cases() -> Iterator[CudaCase]:
         yield CudaCase(label, gradients.program(width, heads, ordered=ordered), gradients.SHARED_BYTES)
     for width, parts in product(gradients.WIDTHS, (1, 2)):
         form = PairForm(width, gradients.VALUE_DIM, parts)
-        yield CudaCase(f"attend, sums in order, rows of {width}, parts: {parts}", ordered_sums.program(form), 0)
+        yield CudaCase(f"attend, sums in order, rows of {width}, parts: {parts}", ordered_sums.program(form), ordered_sums.shared_bytes(form))
 
 
 def few_heads_cases() -> Iterator[CudaCase]:

@@ -183,7 +183,7 @@ def cuda_cases() -> Iterator[CudaCase]:
     for ordered in (False, True):
         label = f"index, loss{', in order' if ordered else ''}"
         yield CudaCase(label, gradients.program(ordered=ordered), gradients.MOST_BYTES)
-    yield CudaCase("index, sums in order", ordered_sums.program(gradients.FORM), 0)
+    yield CudaCase("index, sums in order", ordered_sums.program(gradients.FORM), ordered_sums.shared_bytes(gradients.FORM))
 
 
 def layouts() -> Iterator[Layout]:
